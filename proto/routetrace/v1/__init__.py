@@ -1,0 +1,1 @@
+"""The contract: messages, frames, layouts and errors that agents, server and clients share."""

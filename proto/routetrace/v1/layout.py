@@ -1,0 +1,135 @@
+"""The columns of a row: which layers, how many experts, how wide an id."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from routetrace.v1 import routetrace_pb2 as pb
+from routetrace.v1.errors import InvalidArgument
+
+MAX_LAYERS = 4096
+MAX_EXPERTS = 65536
+MAX_TOP_K = 1024
+
+
+def id_dtype(num_experts: int) -> np.dtype[np.unsignedinteger]:
+    """The narrowest dtype that holds the ids 0 .. num_experts - 1: uint8 or uint16."""
+    return np.dtype(np.uint8 if num_experts <= 256 else np.uint16)
+
+
+@dataclass(frozen=True)
+class RoutingLayout:
+    """What the columns of a row are.
+
+    Raises:
+        InvalidArgument: if the numbers contradict each other.
+    """
+
+    layer_ids: tuple[int, ...]
+    """Absolute decoder layer ids of the columns, strictly ascending."""
+    num_hidden_layers: int
+    """Decoder layers of the model, dense ones included."""
+    num_experts: int
+    """Logical routed experts per layer, without shared experts."""
+    top_k: int
+    """Experts chosen per token and layer."""
+    moe_layer_ids: tuple[int, ...] = ()
+    """Absolute ids of every MoE layer of the model; `layer_ids` if empty."""
+
+    def __post_init__(self) -> None:
+        if not self.moe_layer_ids:
+            object.__setattr__(self, "moe_layer_ids", self.layer_ids)
+        _range("num_experts", self.num_experts, 1, MAX_EXPERTS)
+        _range("top_k", self.top_k, 1, min(MAX_TOP_K, self.num_experts))
+        _range("num_hidden_layers", self.num_hidden_layers, 1, MAX_LAYERS)
+        for name in ("layer_ids", "moe_layer_ids"):
+            ids = getattr(self, name)
+            if not ids:
+                raise InvalidArgument(field=name, value=ids, expected="at least one layer")
+            if any(b <= a for a, b in zip(ids, ids[1:], strict=False)):
+                raise InvalidArgument(field=name, value=ids, expected="strictly ascending ids")
+            if ids[0] < 0 or ids[-1] >= self.num_hidden_layers:
+                raise InvalidArgument(
+                    field=name, value=ids, expected=f"ids in [0, {self.num_hidden_layers})"
+                )
+        strange = set(self.layer_ids) - set(self.moe_layer_ids)
+        if strange:
+            raise InvalidArgument(
+                field="layer_ids", value=sorted(strange), expected="only ids in moe_layer_ids"
+            )
+
+    @property
+    def dtype(self) -> np.dtype[np.unsignedinteger]:
+        """Dtype of an id: uint8 up to 256 experts, uint16 above."""
+        return id_dtype(self.num_experts)
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one uncompressed row."""
+        return len(self.layer_ids) * self.top_k * self.dtype.itemsize
+
+    @cached_property
+    def column(self) -> dict[int, int]:
+        """Absolute layer id -> column."""
+        return {layer: i for i, layer in enumerate(self.layer_ids)}
+
+    def columns(self, layer_ids: tuple[int, ...] | list[int]) -> list[int]:
+        """Columns of the given layers.
+
+        Raises:
+            InvalidArgument: if one of them is not among `layer_ids`.
+        """
+        strange = [i for i in layer_ids if i not in self.column]
+        if strange:
+            raise InvalidArgument(
+                field="layer_ids", value=strange, expected=f"ids among {list(self.layer_ids)}"
+            )
+        return [self.column[i] for i in layer_ids]
+
+    def select(self, layer_ids: tuple[int, ...]) -> RoutingLayout:
+        """The same model, seen through `layer_ids` alone."""
+        return RoutingLayout(
+            layer_ids, self.num_hidden_layers, self.num_experts, self.top_k, self.moe_layer_ids
+        )
+
+    def to_proto(self) -> pb.RoutingLayout:
+        """As it crosses the wire."""
+        return pb.RoutingLayout(
+            layer_ids=self.layer_ids,
+            moe_layer_ids=self.moe_layer_ids,
+            num_hidden_layers=self.num_hidden_layers,
+            num_experts=self.num_experts,
+            top_k=self.top_k,
+            id_type=pb.ID_TYPE_UINT8 if self.dtype.itemsize == 1 else pb.ID_TYPE_UINT16,
+        )
+
+    @classmethod
+    def from_proto(cls, message: pb.RoutingLayout) -> RoutingLayout:
+        """From the wire.
+
+        Raises:
+            InvalidArgument: if the numbers contradict each other.
+        """
+        layout = cls(
+            tuple(message.layer_ids),
+            message.num_hidden_layers,
+            message.num_experts,
+            message.top_k,
+            tuple(message.moe_layer_ids),
+        )
+        expected = layout.to_proto().id_type
+        if message.id_type != expected:
+            raise InvalidArgument(
+                field="id_type",
+                value=message.id_type,
+                expected=f"{pb.IdType.Name(expected)} for num_experts = {layout.num_experts}",
+            )
+        return layout
+
+
+def _range(field: str, value: int, low: int, high: int) -> None:
+    if not low <= value <= high:
+        raise InvalidArgument(field=field, value=value, expected=f"a number in [{low}, {high}]")
