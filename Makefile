@@ -1,0 +1,50 @@
+# The two commands are `make demo` and `make test`. Everything else stands beside them.
+# Each target installs what it needs into .venv; nothing has to be there before but Python and make.
+
+PYTHON ?= python3
+VENV   ?= .venv
+PY     := $(VENV)/bin/python
+PIP    := $(PY) -m pip install --quiet --disable-pip-version-check
+# The CPU build; use your own torch by installing it into $(VENV) first.
+TORCH  ?= torch==2.13.0
+
+.PHONY: demo test lint bench test-install proto clean
+
+demo: $(VENV)/.demo
+	$(PY) examples/demo.py
+
+test: $(VENV)/.dev
+	$(PY) -m pytest -n 2
+
+lint: $(VENV)/.dev
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/mypy
+	$(VENV)/bin/pyright
+
+# Builds the wheel and installs it bare, with each extra, and beside old and new protobuf and grpcio.
+test-install: $(VENV)/.dev
+	$(PY) -m pytest -m install -o addopts="--import-mode=importlib" tests/test_install.py
+
+bench: $(VENV)/.dev
+	$(PY) benchmarks/codec.py
+
+# Regenerates the committed stubs.
+proto:
+	scripts/gen_proto.sh
+
+$(VENV)/bin/python:
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.demo: pyproject.toml | $(VENV)/bin/python
+	$(PY) -c 'import torch' 2>/dev/null || $(PIP) '$(TORCH)'
+	$(PIP) -e '.[server]' 'transformers>=5'
+	touch $@
+
+$(VENV)/.dev: pyproject.toml | $(VENV)/bin/python
+	$(PY) -c 'import torch' 2>/dev/null || $(PIP) '$(TORCH)'
+	$(PIP) -e '.[dev]'
+	touch $@
+
+clean:
+	rm -rf $(VENV) dist build .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,250 @@
+"""Applies committed records to the state: the one way in which it changes.
+
+Called for each record in order after it was committed, and again when the server starts, so that
+recovery is no second code path. Ops of a chunk say what happened in the engine, in the order in
+which it happened; what could be wrong with them was refused before they were stored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from routetrace.server import refs
+from routetrace.server.chunk import ParsedChunk, parse_header
+from routetrace.server.record import Sums, decode_record, layout_from_hex
+from routetrace.server.slot_map import SlotMap
+from routetrace.server.state import Frames, State, Writer
+from routetrace.server.trace_index import (
+    FOREVER,
+    Lost,
+    Source,
+    Span,
+    SpanList,
+    TraceKey,
+    WriterKey,
+)
+from routetrace.v1 import routetrace_pb2 as pb
+from routetrace.v1.layout import RoutingLayout
+from routetrace.v1.records import NO_REQUEST, OpKind, Provenance
+
+#: Sequence numbers whose checksums are remembered, so that a resent chunk is known again.
+DEDUP_WINDOW = 1024
+
+_NO_FRAMES = Frames(np.zeros(1, np.uint32), RoutingLayout((0,), 1, 1, 1))
+
+Facts = dict[str, Any]
+
+
+def apply_record(state: State, number: int, record: bytes, chunk: ParsedChunk | None = None) -> Any:
+    """Applies one committed record.
+
+    Args:
+        state: what changes.
+        number: of the record.
+        record: its header.
+        chunk: what the ChunkHeader in it holds, where that was parsed before.
+
+    Returns:
+        What this kind of record has to say: the Writer for open, whether it counted for a chunk,
+        the number of traces for delete and renew.
+    """
+    facts, header = decode_record(record)
+    state.number = number
+    if facts["kind"] == "chunk":
+        return _apply_chunk(state, number, facts, header, chunk)
+    return _CONTROL[facts["kind"]](state, facts)
+
+
+def _apply_open(state: State, facts: Facts) -> Writer:
+    key = WriterKey(*facts["writer"])
+    old = state.writers.get(key)
+    if old:
+        state.touched.update(trace_key for trace_key, _ in old.live.values())
+    slots = SlotMap(facts["block_size"], facts["num_blocks"])
+    writer = Writer(key, facts["epoch"], layout_from_hex(facts["layout"]), slots)
+    state.writers[key] = writer
+    state.epochs[key] = writer.epoch
+    return writer
+
+
+def _apply_bind(state: State, facts: Facts) -> None:
+    """Makes a finished request of what the slots of its blocks hold."""
+    begin = pb.RequestBegin.FromString(bytes.fromhex(facts["begin"]))
+    run, engine_id, request_id = facts["run"], facts["engine_id"], facts["request_id"]
+    # Asking again about the same request replaces the answer: slots only get fuller.
+    known = state.traces.traces.get((run, begin.trace_id or request_id))
+    if known and known.incarnations:
+        newest = known.incarnations[-1]
+        newest.sources = [
+            s
+            for s in newest.sources
+            if (s.writer.engine_id, s.request_id) != (engine_id, request_id)
+        ]
+        if not newest.sources:
+            known.incarnations.pop()
+    for writer in state.engine_writers(run, engine_id):
+        source = Source(writer.key, writer.epoch, request_id, writer.layout)
+        trace = state.begin(writer, source, begin, facts["time"])
+        source.ended, source.num_tokens = True, facts["num_tokens"]
+        num_rows = facts["num_tokens"] - 1
+        state.inherit(writer, source, facts["block_ids"], num_rows, facts["step"])
+        state.touch(trace, facts["time"])
+
+
+def _apply_delete(state: State, facts: Facts) -> int:
+    return sum(state.forget((facts["run"], trace_id)) for trace_id in facts["trace_ids"])
+
+
+def _apply_renew(state: State, facts: Facts) -> int:
+    traces = [state.traces.traces.get((facts["run"], i)) for i in facts["trace_ids"]]
+    found = [trace for trace in traces if trace]
+    for trace in found:
+        trace.ttl = facts["ttl"]
+        trace.expires = facts["time"] + trace.ttl
+    return len(found)
+
+
+_CONTROL: dict[str, Callable[[State, Facts], Any]] = {
+    "open": _apply_open,
+    "bind": _apply_bind,
+    "delete": _apply_delete,
+    "renew": _apply_renew,
+}
+
+
+def _apply_chunk(
+    state: State, number: int, facts: Facts, header: bytes, chunk: ParsedChunk | None
+) -> bool:
+    writer = state.writers.get(WriterKey(*facts["writer"]))
+    # A record that does not continue its writer was never acknowledged: an earlier one of the same
+    # stream failed to commit, and the agent sends both again. Nothing will point into this one.
+    if writer is None or writer.epoch != facts["epoch"] or writer.sequence + 1 != facts["sequence"]:
+        state.frames[number] = _NO_FRAMES
+        return False
+    if chunk is None:
+        chunk = parse_header(header, writer.layout, writer.slots)
+    if len(chunk.frame_lengths):
+        offsets = np.zeros(len(chunk.frame_lengths) + 1, np.uint32)
+        np.cumsum(chunk.frame_lengths, out=offsets[1:])
+        state.frames[number] = Frames(offsets, writer.layout)
+    _Applier(state, writer, chunk, number, facts["time"]).run()
+    writer.sequence = facts["sequence"]
+    writer.recent[writer.sequence] = Sums(*facts["sums"])
+    if len(writer.recent) > DEDUP_WINDOW:
+        writer.recent.popitem(last=False)
+    state.touched.add(writer.key)
+    return True
+
+
+class _Applier:
+    """Applies the ops of one chunk, in order."""
+
+    def __init__(
+        self, state: State, writer: Writer, chunk: ParsedChunk, number: int, now: float
+    ) -> None:
+        self.state = state
+        self.writer = writer
+        self.slots = writer.slots
+        self.chunk = chunk
+        self.number = number
+        self.now = now
+
+    def run(self) -> None:
+        touched: dict[TraceKey, None] = {}
+        for op in self.chunk.ops.tolist():
+            kind, _flags, arg, request, position, count, frame, row, at, num, step, version, val = (
+                op
+            )
+            blocks = self.chunk.block_ids[at : at + num]
+            if kind == OpKind.ROWS:
+                self.writer.step = max(self.writer.step, step)
+                ref = refs.pack(self.number, frame, row)
+                if request == NO_REQUEST:
+                    slots = self.chunk.slots[at : at + count].astype(np.int64)
+                    self.slots.write(slots, ref, version, step)
+                    continue
+                key, source = self._source(request)
+                self._rows(
+                    key, source, Span(position, count, ref, version, Provenance.FORWARD), step
+                )
+            elif kind == OpKind.EXTERNAL:
+                self.slots.forget_blocks(blocks)
+                continue
+            elif kind == OpKind.RESET:
+                self.slots.forget_all()
+                continue
+            elif kind == OpKind.BEGIN:
+                key, source = self._begin(request, self.chunk.begins[arg])
+                self._take(source, blocks, position)
+            else:
+                key, source = self._source(request)
+                if kind == OpKind.BLOCKS:
+                    self.slots.forget_blocks(blocks)
+                    source.blocks.extend(blocks)
+                elif kind == OpKind.REWIND:
+                    self._drop(key, source, position)
+                elif kind == OpKind.PREEMPT:
+                    self._drop(key, source, position)
+                    source.blocks = []
+                elif kind == OpKind.RESUME:
+                    source.attempts.append(SpanList())
+                    self._take(source, blocks, position)
+                elif kind == OpKind.FINISH:
+                    source.ended, source.num_tokens, source.finish_reason = True, count, arg
+                    source.blocks = []
+                    del self.writer.live[self.chunk.request_ids[request]]
+                elif kind == OpKind.LOST:
+                    source.lost.append(Lost(position, position + count if count else FOREVER, arg))
+                elif kind == OpKind.DIGEST:
+                    source.digests.append((position, val))
+            touched[key] = None
+        for key in touched:
+            trace = self.state.traces.traces.get(key)
+            if trace:
+                self.state.touch(trace, self.now)
+
+    def _source(self, request: int) -> tuple[TraceKey, Source]:
+        """The live request; one that never began (its begin was lost) begins here, unnamed."""
+        request_id = self.chunk.request_ids[request]
+        return self.writer.live.get(request_id) or self._begin(request, pb.RequestBegin())
+
+    def _begin(self, request: int, begin: pb.RequestBegin) -> tuple[TraceKey, Source]:
+        request_id = self.chunk.request_ids[request]
+        writer = self.writer
+        source = Source(writer.key, writer.epoch, request_id, writer.layout)
+        trace = self.state.begin(writer, source, begin, self.now)
+        writer.live[request_id] = (trace.key, source)
+        return trace.key, source
+
+    def _take(self, source: Source, blocks: list[int], num_computed_tokens: int) -> None:
+        """The request gets its blocks; the first tokens in them are computed already."""
+        source.blocks = list(blocks)
+        self.state.inherit(self.writer, source, blocks, num_computed_tokens)
+        if blocks:
+            stop = len(blocks) * self.slots.block_size
+            self.slots.forget(self.slots.slots(blocks, num_computed_tokens, stop))
+
+    def _rows(self, key: TraceKey, source: Source, span: Span, step: int) -> None:
+        spans = source.attempts[-1]
+        if span.position < spans.end:
+            self._drop(key, source, span.position)
+        spans.append(span)
+        if source.blocks:
+            slots = self.slots.slots(source.blocks, span.position, span.stop)
+            self.slots.write(slots, span.ref, span.weight_version, step)
+
+    def _drop(self, key: TraceKey, source: Source, position: int) -> None:
+        """Rows at and after a position were not kept."""
+        source.attempts[-1].truncate(position)
+        self._forget_from(source, position)
+        trace = self.state.traces.traces.get(key)
+        if trace:
+            trace.rewinds += 1
+
+    def _forget_from(self, source: Source, position: int) -> None:
+        if source.blocks:
+            stop = len(source.blocks) * self.slots.block_size
+            self.slots.forget(self.slots.slots(source.blocks, position, stop))

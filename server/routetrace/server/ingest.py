@@ -1,0 +1,274 @@
+"""The ingest service: streams of chunks in, acknowledgements out."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from routetrace.server.chunk import check_begin, check_id, check_payload, check_sums, parse_header
+from routetrace.server.record import Sums, encode_chunk, encode_control, layout_to_hex
+from routetrace.server.rpc import Context, streaming, unary
+from routetrace.server.state import Writer
+from routetrace.server.trace_index import WriterKey
+from routetrace.v1 import routetrace_pb2 as pb
+from routetrace.v1 import routetrace_pb2_grpc as pb_grpc
+from routetrace.v1.errors import (
+    Corrupt,
+    Fenced,
+    InvalidArgument,
+    NotFound,
+    OutOfSequence,
+    RouteTraceError,
+)
+from routetrace.v1.layout import RoutingLayout
+
+if TYPE_CHECKING:
+    from routetrace.server.core import Core
+
+#: Chunks of one stream that may wait for their commit; more are left in the socket.
+WINDOW = 32
+
+#: Slots of one engine: 24 bytes each.
+MAX_SLOTS = 1 << 26
+
+_RESEND_MS = 50
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(eq=False)
+class Session:
+    """One open stream of one writer epoch."""
+
+    writer: Writer
+    next_sequence: int
+    in_flight: dict[int, tuple[Sums, asyncio.Future[Any]]] = field(default_factory=dict)
+    replaced: bool = False
+    """Another stream speaks for this writer now."""
+
+
+class IngestServicer(pb_grpc.IngestServiceServicer):
+    """routetrace.v1.IngestService."""
+
+    def __init__(self, core: Core) -> None:
+        self._core = core
+        self._state = core.state
+        self._journal = core.journal
+
+    # ------------------------------------------------------------------ the stream
+
+    @streaming
+    async def Ingest(  # noqa: N802, D102
+        self, requests: AsyncIterator[pb.IngestRequest], _context: Context
+    ) -> AsyncIterator[pb.IngestResponse]:
+        self._core.check_ready()
+        first = await anext(requests, None)
+        if first is None:
+            return
+        if first.WhichOneof("message") != "hello":
+            raise InvalidArgument(
+                field="message", value=str(first.WhichOneof("message")), expected="hello, first"
+            )
+        session = await self._open(first.hello)
+        replies: asyncio.Queue[asyncio.Future[pb.IngestResponse] | BaseException | None]
+        replies = asyncio.Queue(WINDOW)
+        reader = asyncio.create_task(self._read(session, requests, replies))
+        try:
+            yield pb.IngestResponse(
+                welcome=pb.Welcome(
+                    epoch=session.writer.epoch,
+                    next_sequence=session.next_sequence,
+                    max_chunk_bytes=self._core.config.max_chunk_bytes,
+                )
+            )
+            while (reply := await replies.get()) is not None:
+                if isinstance(reply, BaseException):
+                    raise reply
+                yield await reply
+        finally:
+            reader.cancel()
+            self._core.agents.closed(session)
+
+    async def _read(
+        self,
+        session: Session,
+        requests: AsyncIterator[pb.IngestRequest],
+        replies: asyncio.Queue[asyncio.Future[pb.IngestResponse] | BaseException | None],
+    ) -> None:
+        """Takes chunks as they come, while earlier ones still wait for their commit."""
+        try:
+            async for request in requests:
+                if request.WhichOneof("message") != "chunk":
+                    raise InvalidArgument(
+                        field="message",
+                        value=str(request.WhichOneof("message")),
+                        expected="chunk, after the first",
+                    )
+                if session.replaced or session.writer is not self._state.writers.get(
+                    session.writer.key
+                ):
+                    raise Fenced(
+                        field="epoch",
+                        value=session.writer.epoch,
+                        expected="the newest epoch and stream of this engine and shard",
+                    )
+                self._core.agents.seen(session)
+                await replies.put(asyncio.ensure_future(self._take(session, request.chunk)))
+        except RouteTraceError as error:
+            await replies.put(error)
+        else:
+            await replies.put(None)
+
+    async def _open(self, hello: pb.Hello) -> Session:
+        check_id("run", hello.run)
+        check_id("engine_id", hello.engine_id)
+        check_id("shard", hello.shard, required=False)
+        layout = RoutingLayout.from_proto(hello.layout)
+        num_slots = hello.block_size * hello.num_blocks
+        if num_slots > MAX_SLOTS:
+            raise InvalidArgument(
+                field="num_blocks", value=hello.num_blocks, expected=f"at most {MAX_SLOTS} slots"
+            )
+        key = WriterKey(hello.run, hello.engine_id, hello.shard)
+        writer = self._state.writers.get(key)
+        newest = self._state.epochs.get(key, 0)
+        if hello.epoch and writer and hello.epoch < newest:
+            raise Fenced(field="epoch", value=hello.epoch, expected=f"{newest}, the newest")
+        if writer is None or hello.epoch != writer.epoch:
+            now = self._journal.clock.now()
+            # Epochs ascend even if the store was lost, as long as the clock is roughly right.
+            writer = await self._journal.append(
+                encode_control(
+                    "open",
+                    now,
+                    writer=key,
+                    epoch=max(newest + 1, int(now * 1000)),
+                    layout=layout_to_hex(layout),
+                    block_size=hello.block_size if num_slots else 0,
+                    num_blocks=hello.num_blocks if num_slots else 0,
+                )
+            )
+            _log.info("writer %s opened epoch %d: %s", tuple(key), writer.epoch, layout)
+        elif layout != writer.layout:
+            raise InvalidArgument(
+                field="layout", value=layout, expected=f"that of epoch {writer.epoch}"
+            )
+        previous = self._core.agents.opened(session := Session(writer, 0))
+        if previous:
+            # What it had under way must be in or out before this one hears where to go on.
+            await asyncio.gather(
+                *(done for _, done in previous.in_flight.values()), return_exceptions=True
+            )
+        session.next_sequence = writer.sequence + 1
+        return session
+
+    async def _take(self, session: Session, chunk: pb.Chunk) -> pb.IngestResponse:
+        """Stores one chunk; the answer is an Ack or a Reject."""
+        writer = session.writer
+        try:
+            await self._store(session, chunk)
+        except RouteTraceError as error:
+            detail = error.to_detail()
+            if isinstance(error, (Corrupt, OutOfSequence)):
+                # Damaged on the way, or too early: the same bytes are welcome again.
+                detail.retry_after_ms = _RESEND_MS
+            _log.warning(
+                "chunk %d of writer %s refused: %s", chunk.sequence, tuple(writer.key), error
+            )
+            return pb.IngestResponse(reject=pb.Reject(sequence=chunk.sequence, error=detail))
+        return pb.IngestResponse(ack=pb.Ack(sequence=chunk.sequence))
+
+    async def _store(self, session: Session, chunk: pb.Chunk) -> None:
+        writer, sequence = session.writer, chunk.sequence
+        sums = Sums(chunk.header_crc32, chunk.payload_crc32)
+        known = writer.recent.get(sequence)
+        if sequence in session.in_flight:
+            known, done = session.in_flight[sequence]
+            await asyncio.wait([done])
+        if sequence <= writer.sequence:
+            if known not in (None, sums):
+                raise InvalidArgument(
+                    field="sequence",
+                    value=sequence,
+                    expected="a new number for new content; this one is stored with another",
+                )
+            return
+        if sequence != session.next_sequence:
+            raise OutOfSequence(
+                field="sequence", value=sequence, expected=str(session.next_sequence)
+            )
+        size = len(chunk.header) + len(chunk.payload)
+        if size > self._core.config.max_chunk_bytes:
+            raise InvalidArgument(
+                field="chunk",
+                value=f"{size} bytes",
+                expected=f"at most max_chunk_bytes = {self._core.config.max_chunk_bytes}",
+            )
+        check_sums(chunk)
+        parsed = parse_header(chunk.header, writer.layout, writer.slots)
+        check_payload(parsed, chunk.payload, writer.layout)
+        record = encode_chunk(
+            writer.key, writer.epoch, sequence, sums, self._journal.clock.now(), chunk.header
+        )
+        applied = self._journal.append(record, chunk.payload, parsed)
+        session.in_flight[sequence] = (sums, applied)
+        session.next_sequence = sequence + 1
+        counted = False
+        try:
+            counted = await asyncio.shield(applied)
+        finally:
+            del session.in_flight[sequence]
+            if not counted:
+                session.next_sequence = min(session.next_sequence, sequence)
+        if not counted:
+            raise OutOfSequence(field="sequence", value=sequence, expected=str(writer.sequence + 1))
+
+    # ------------------------------------------------------------------ binding
+
+    @unary
+    async def BindRequest(  # noqa: N802, D102
+        self, request: pb.BindRequestRequest, _context: Context
+    ) -> pb.BindRequestResponse:
+        self._core.check_ready()
+        check_id("request_id", request.request_id)
+        check_begin(request.begin)
+        writers = self._state.engine_writers(request.run, request.engine_id)
+        if not writers:
+            raise NotFound(
+                field="engine_id", value=request.engine_id, expected=f"an engine of {request.run!r}"
+            )
+        if request.num_tokens < 1:
+            raise InvalidArgument(
+                field="num_tokens", value=request.num_tokens, expected="at least 1"
+            )
+        for writer in writers:
+            strange = [b for b in request.block_ids if b >= writer.slots.num_blocks]
+            if strange:
+                raise InvalidArgument(
+                    field="block_ids",
+                    value=strange[:8],
+                    expected=f"ids below num_blocks = {writer.slots.num_blocks}",
+                )
+            while writer.step < request.step:
+                await self._journal.changes.wait(writer.key, timeout=5)
+        begin = pb.RequestBegin()
+        begin.CopyFrom(request.begin)
+        begin.trace_id = begin.trace_id or request.request_id
+        await self._journal.append(
+            encode_control(
+                "bind",
+                self._journal.clock.now(),
+                run=request.run,
+                engine_id=request.engine_id,
+                request_id=request.request_id,
+                block_ids=list(request.block_ids),
+                num_tokens=request.num_tokens,
+                step=request.step,
+                begin=begin.SerializeToString().hex(),
+            )
+        )
+        trace, incarnation = self._core.reader.find(request.run, begin.trace_id)
+        return pb.BindRequestResponse(trace=self._core.reader.describe(trace, incarnation))

@@ -1,0 +1,142 @@
+"""Commit first, then apply: the order in which the server changes.
+
+A change is appended to the store; once that is as durable as the ack mode promises, it is applied to
+the state, and only then does whoever asked for it hear of it. Changes are applied in the order in
+which they were appended, which is the order in which a restart replays them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import deque
+from collections.abc import Hashable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any
+
+from routetrace.server.apply import apply_record
+from routetrace.server.chunk import ParsedChunk
+from routetrace.server.state import State
+from routetrace.server.store import Record, Store
+
+_log = logging.getLogger(__name__)
+
+
+class Clock:
+    """Unix time in seconds that never steps: the wall clock at start, then the monotonic one."""
+
+    def __init__(self) -> None:
+        self._offset = time.time() - time.monotonic()
+
+    def now(self) -> float:
+        """Seconds."""
+        return time.monotonic() + self._offset
+
+
+class Changes:
+    """Wakes those who wait for something to change."""
+
+    def __init__(self) -> None:
+        self._events: dict[Hashable, asyncio.Event] = {}
+
+    async def wait(self, key: Hashable, timeout: float) -> None:
+        """Returns when `key` changed, and after `timeout` seconds at the latest."""
+        event = self._events.setdefault(key, asyncio.Event())
+        try:
+            await asyncio.wait_for(event.wait(), timeout)
+        except asyncio.TimeoutError:
+            pass
+
+    def notify(self, key: Hashable) -> None:
+        """`key` changed."""
+        event = self._events.pop(key, None)
+        if event:
+            event.set()
+
+    def notify_all(self) -> None:
+        """Everything changed."""
+        for key in list(self._events):
+            self.notify(key)
+
+
+@dataclass(slots=True)
+class _Pending:
+    number: int
+    record: bytes
+    chunk: ParsedChunk | None
+    stored: Future[None]
+    applied: asyncio.Future[Any]
+
+
+class Journal:
+    """The one way to change the state. All calls belong to the event loop's thread."""
+
+    def __init__(self, store: Store, state: State) -> None:
+        self.store = store
+        self.state = state
+        self.clock = Clock()
+        self.changes = Changes()
+        self._pending: deque[_Pending] = deque()
+        self._number = 0
+
+    def recover(self) -> int:
+        """Rebuilds the state from the snapshot and the records after it; returns their number.
+
+        A record that cannot be applied is reported and skipped: its rows are missing.
+        """
+        snapshot = self.store.load_snapshot()
+        if snapshot:
+            self.state.load(snapshot[1])
+        count = 0
+        for number, record in self.store.headers(self.state.number):
+            count += 1
+            try:
+                apply_record(self.state, number, record)
+            except Exception:
+                _log.exception("record %d cannot be applied and is left out", number)
+        self._number = self.state.number
+        self.state.touched.clear()
+        return count
+
+    def append(
+        self, record: bytes, payload: bytes = b"", chunk: ParsedChunk | None = None
+    ) -> asyncio.Future[Any]:
+        """Stores a record, then applies it.
+
+        Returns:
+            What `apply_record` returned, or the store's error; in the order of the calls.
+        """
+        loop = asyncio.get_running_loop()
+        self._number += 1
+        stored = self.store.append(Record(self._number, record, payload))
+        applied: asyncio.Future[Any] = loop.create_future()
+        self._pending.append(_Pending(self._number, record, chunk, stored, applied))
+        stored.add_done_callback(lambda _: loop.call_soon_threadsafe(self._apply_stored))
+        return applied
+
+    def _apply_stored(self) -> None:
+        while self._pending and self._pending[0].stored.done():
+            pending = self._pending.popleft()
+            error = pending.stored.exception()
+            result: Any = None
+            if error is None:
+                try:
+                    result = apply_record(self.state, pending.number, pending.record, pending.chunk)
+                except Exception as bug:
+                    _log.exception("record %d was stored but cannot be applied", pending.number)
+                    error = bug
+            if pending.applied.cancelled():
+                continue
+            if error is None:
+                pending.applied.set_result(result)
+            else:
+                pending.applied.set_exception(error)
+        touched, self.state.touched = self.state.touched, set()
+        for key in touched:
+            self.changes.notify(key)
+
+    def snapshot(self) -> tuple[int, bytes]:
+        """The state as a snapshot, and the last record that it covers."""
+        return self.state.number, self.state.dump()

@@ -1,0 +1,311 @@
+"""What a trace looks like from outside: its state, its cells, and the messages that carry them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+
+from routetrace.server import refs
+from routetrace.server.agents import Agents
+from routetrace.server.journal import Clock
+from routetrace.server.state import State
+from routetrace.server.store import Store
+from routetrace.server.trace_index import (
+    Incarnation,
+    Segment,
+    Trace,
+    covered,
+    missing,
+    reason_name,
+    view,
+)
+from routetrace.v1 import routetrace_pb2 as pb
+from routetrace.v1.errors import Corrupt, InvalidArgument, NotFound
+from routetrace.v1.frame import slice_frame
+from routetrace.v1.layout import RoutingLayout
+from routetrace.v1.records import DIGEST, SPAN, U32, FinishReason
+
+#: Payload bytes that a message aims at.
+MESSAGE_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """Cells of an incarnation that are asked for."""
+
+    start: int
+    stop: int
+    layers: tuple[int, ...]
+    policy: int = pb.READ_POLICY_AS_SAMPLED
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """One message's worth of rows."""
+
+    spans: bytes
+    frame_lengths: bytes
+    payload: bytes
+    num_spans: int
+
+
+class Reader:
+    """Looks traces up, describes them, and fetches their rows. Changes nothing."""
+
+    def __init__(self, store: Store, state: State, agents: Agents, clock: Clock) -> None:
+        self._store = store
+        self._state = state
+        self._agents = agents
+        self._clock = clock
+        self._pins: Counter[int] = Counter()
+
+    # ------------------------------------------------------------------ looking up
+
+    def find(self, run: str, trace_id: str, incarnation: int = 0) -> tuple[Trace, int]:
+        """A trace, and the number (1 is the oldest) of the incarnation that is meant.
+
+        Args:
+            run: namespace.
+            trace_id: the trace.
+            incarnation: its number; 0: the newest complete one, else the newest.
+
+        Raises:
+            NotFound: if there is no such trace or incarnation.
+        """
+        trace = self._state.traces.traces.get((run, trace_id))
+        if trace is None or not trace.incarnations:
+            raise NotFound(field="trace_id", value=trace_id, expected=f"a trace of run {run!r}")
+        count = len(trace.incarnations)
+        if incarnation > count:
+            raise NotFound(field="incarnation", value=incarnation, expected=f"1 to {count}")
+        if incarnation:
+            return trace, incarnation
+        for number in range(count, 0, -1):
+            if self.state_of(trace, trace.incarnations[number - 1]) == pb.TRACE_STATE_COMPLETE:
+                return trace, number
+        return trace, count
+
+    def state_of(self, trace: Trace, incarnation: Incarnation) -> int:
+        """Running, complete or incomplete."""
+        running = any(self._agents.running(s) for s in incarnation.sources)
+        layers = incarnation.sources[0].layout.moe_layer_ids
+        if incarnation.num_tokens:
+            whole = Selection(0, incarnation.num_rows, layers)
+            if self.is_covered(incarnation, whole):
+                return pb.TRACE_STATE_COMPLETE
+            # A pipeline stage whose agent is slower than the others has not begun yet.
+            held = {layer for s in incarnation.sources for layer in s.layout.layer_ids}
+            recent = self._clock.now() - trace.updated <= self._agents.timeout
+            running = running or (recent and not held.issuperset(layers))
+        return pb.TRACE_STATE_RUNNING if running else pb.TRACE_STATE_INCOMPLETE
+
+    def is_covered(self, incarnation: Incarnation, selection: Selection) -> bool:
+        """Whether every selected cell is there."""
+        segments = self.segments(incarnation, selection)
+        wanted = [(selection.start, selection.stop)] if selection.start < selection.stop else []
+        sets = {frozenset(s.layout.layer_ids) for s in incarnation.sources}
+        distinct = {tuple(layer in held for held in sets): layer for layer in selection.layers}
+        return all(covered(incarnation, segments, layer) == wanted for layer in distinct.values())
+
+    def segments(self, incarnation: Incarnation, selection: Selection) -> list[Segment]:
+        """The rows that are there, of the cells that are asked for."""
+        # N tokens have N - 1 rows: what an engine computed beyond is not this request's.
+        stop = min(selection.stop, incarnation.num_rows)
+        layers = frozenset(selection.layers)
+        return view(incarnation, selection.start, stop, layers, selection.policy)
+
+    def select(
+        self,
+        incarnation: Incarnation,
+        token_start: int,
+        token_stop: int,
+        layer_ids: Sequence[int],
+        policy: int,
+    ) -> Selection:
+        """Checks what a reader asks for.
+
+        Raises:
+            InvalidArgument: if a layer is no MoE layer of the model, or the range lies outside of
+                the rows of an ended trace.
+        """
+        layout = model_layout(incarnation)
+        layout.columns(list(layer_ids))
+        rows = incarnation.num_rows
+        stop = token_stop or max(rows, token_start)
+        if stop < token_start:
+            raise InvalidArgument(
+                field="token_stop",
+                value=token_stop,
+                expected=f"at least token_start = {token_start}",
+            )
+        if incarnation.num_tokens and stop > rows:
+            field, value = (
+                ("token_start", token_start) if token_start > rows else ("token_stop", stop)
+            )
+            raise InvalidArgument(
+                field=field,
+                value=value,
+                expected=f"at most {rows}: a trace of {incarnation.num_tokens} tokens has one row less",
+            )
+        layers = tuple(sorted(set(layer_ids))) or layout.layer_ids
+        return Selection(token_start, stop, layers, policy or pb.READ_POLICY_AS_SAMPLED)
+
+    # ------------------------------------------------------------------ describing
+
+    def describe(self, trace: Trace, number: int) -> pb.TraceInfo:
+        """Facts of one incarnation."""
+        incarnation = trace.incarnations[number - 1]
+        sources = incarnation.sources
+        digests = dict(d for s in sources for d in s.digests)
+        low, high = incarnation.versions() or (0, 0)
+        return pb.TraceInfo(
+            run=trace.key[0],
+            trace_id=trace.key[1],
+            state=self.state_of(trace, incarnation),  # type: ignore[arg-type]
+            num_tokens=incarnation.num_tokens,
+            prompt_len=incarnation.prompt_len,
+            num_rows=incarnation.num_rows,
+            layout=model_layout(incarnation).to_proto(),
+            labels=trace.labels,
+            incarnation=number,
+            num_incarnations=len(trace.incarnations),
+            finish_reason=reason_name(max(s.finish_reason for s in sources)),
+            engine_ids=sorted({s.writer.engine_id for s in sources}),
+            num_attempts=max(len(s.attempts) for s in sources),
+            min_weight_version=low,
+            max_weight_version=high,
+            created_ms=int(trace.created * 1000),
+            updated_ms=int(trace.updated * 1000),
+            expires_ms=int(trace.expires * 1000),
+            token_digests=np.array(sorted(digests.items()), DIGEST).tobytes(),
+        )
+
+    def missing(
+        self,
+        state: int,
+        incarnation: Incarnation,
+        selection: Selection,
+        segments: list[Segment],
+    ) -> list[pb.MissingRange]:
+        """Selected cells that the segments do not give, and why."""
+        sources = incarnation.sources
+        if state == pb.TRACE_STATE_RUNNING:
+            default = pb.MISSING_REASON_NOT_YET
+        elif any(not s.ended for s in sources):
+            default = pb.MISSING_REASON_AGENT_LOST
+        elif any(s.finish_reason == FinishReason.ABORT for s in sources):
+            default = pb.MISSING_REASON_ABORTED
+        else:
+            default = pb.MISSING_REASON_NOT_CAPTURED
+        return missing(
+            incarnation, segments, selection.start, selection.stop, selection.layers, default
+        )
+
+    # ------------------------------------------------------------------ fetching
+
+    @contextmanager
+    def pinned(self, segments: list[Segment]) -> Iterator[None]:
+        """Keeps the chunks behind segments from being dropped."""
+        chunks = {refs.chunk_of(s.span.ref) for s in segments}
+        self._pins.update(chunks)
+        try:
+            yield
+        finally:
+            self._pins.subtract(chunks)
+            self._pins += Counter()  # drops the zeros
+
+    def pinned_chunks(self) -> set[int]:
+        """Chunks that somebody is reading."""
+        return set(self._pins)
+
+    def batches(self, segments: list[Segment]) -> Iterator[list[Segment]]:
+        """Cuts segments into messages of about MESSAGE_BYTES."""
+        batch: list[Segment] = []
+        frames: set[int] = set()
+        size = 0
+        for segment in segments:
+            frame = segment.span.ref >> refs.ROW_BITS
+            if frame not in frames:
+                length = self._frame_range(segment)[1]
+                if batch and size + length > MESSAGE_BYTES:
+                    yield batch
+                    batch, frames, size = [], set(), 0
+                frames.add(frame)
+                size += length
+            batch.append(segment)
+        if batch:
+            yield batch
+
+    async def fetch(
+        self, batch: list[Segment], selection: Selection, first_frame: int
+    ) -> tuple[Message, list[Segment]]:
+        """Reads the frames of a batch, cut to the selected layers.
+
+        Returns:
+            The message, and the segments whose frames could not be read.
+        """
+        frames = {s.span.ref >> refs.ROW_BITS: s for s in batch}
+        ranges: dict[int, list[tuple[int, tuple[int, int]]]] = {}
+        for frame, segment in frames.items():
+            at = self._frame_range(segment)
+            ranges.setdefault(refs.chunk_of(segment.span.ref), []).append((frame, at))
+        data = await asyncio.to_thread(self._read, ranges, selection.layers)
+        number = {frame: first_frame + i for i, frame in enumerate(data)}
+        good = [s for s in batch if s.span.ref >> refs.ROW_BITS in number]
+        spans = np.zeros(len(good), SPAN)
+        for i, (_, attempt, span) in enumerate(good):
+            spans[i] = (
+                span.position,
+                span.length,
+                number[span.ref >> refs.ROW_BITS],
+                refs.row_of(span.ref),
+                attempt,
+                span.provenance,
+                0,
+                span.weight_version,
+            )
+        message = Message(
+            spans.tobytes(),
+            np.array([len(f) for f in data.values()], U32).tobytes(),
+            b"".join(data.values()),
+            len(good),
+        )
+        return message, [s for s in batch if s.span.ref >> refs.ROW_BITS not in number]
+
+    def _frame_range(self, segment: Segment) -> tuple[int, int]:
+        """(offset, length) of a segment's frame in its chunk; empty if the chunk is not known."""
+        entry = self._state.frames.get(refs.chunk_of(segment.span.ref))
+        frame = refs.frame_of(segment.span.ref)
+        if entry is None or frame + 1 >= len(entry.offsets):
+            return 0, 0
+        return int(entry.offsets[frame]), int(entry.offsets[frame + 1] - entry.offsets[frame])
+
+    def _read(
+        self, ranges: dict[int, list[tuple[int, tuple[int, int]]]], layers: tuple[int, ...]
+    ) -> dict[int, bytes]:
+        """Frames by number, each cut to the layers; without those that cannot be read."""
+        frames: dict[int, bytes] = {}
+        for chunk, wanted in ranges.items():
+            held = self._state.frames.get(chunk)
+            if held is None:
+                continue
+            cut = tuple(i for i in layers if i in held.layout.column)
+            try:
+                data = self._store.read(chunk, [at for _, at in wanted])
+                for (frame, _), body in zip(wanted, data, strict=True):
+                    frames[frame] = slice_frame(body, cut)
+            except (NotFound, Corrupt, InvalidArgument):
+                # The cells are reported as missing; the other chunks are served.
+                continue
+        return frames
+
+
+def model_layout(incarnation: Incarnation) -> RoutingLayout:
+    """The columns of the whole model."""
+    layout = incarnation.sources[0].layout
+    return layout.select(layout.moe_layer_ids)

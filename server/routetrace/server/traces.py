@@ -1,0 +1,341 @@
+"""The trace service: reads, look-ups, and what forgets traces."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import TYPE_CHECKING, TypeVar
+
+from routetrace.server.reader import Selection
+from routetrace.server.record import encode_control
+from routetrace.server.rpc import Context, streaming, unary
+from routetrace.server.trace_index import FOREVER, Incarnation, Segment, Source, Trace
+from routetrace.v1 import routetrace_pb2 as pb
+from routetrace.v1 import routetrace_pb2_grpc as pb_grpc
+from routetrace.v1.errors import InvalidArgument, NotFound
+
+if TYPE_CHECKING:
+    from routetrace.server.core import Core
+
+DEFAULT_PAGE_SIZE = 1000
+
+#: How often a waiting call looks again although nothing changed: agents get lost in silence.
+_LOOK_AGAIN_SECONDS = 1.0
+
+Response = TypeVar("Response", pb.GetTraceResponse, pb.GetBlocksResponse)
+
+
+class TraceServicer(pb_grpc.TraceServiceServicer):
+    """routetrace.v1.TraceService."""
+
+    def __init__(self, core: Core) -> None:
+        self._core = core
+        self._reader = core.reader
+        self._journal = core.journal
+
+    # ------------------------------------------------------------------ reads
+
+    @streaming
+    async def GetTrace(  # noqa: N802, D102
+        self, request: pb.GetTraceRequest, _context: Context
+    ) -> AsyncIterator[pb.GetTraceResponse]:
+        self._core.check_ready()
+        if request.policy not in pb.ReadPolicy.values():
+            raise InvalidArgument(field="policy", value=request.policy, expected="a ReadPolicy")
+        if request.follow:
+            async for response in self._follow(request):
+                yield response
+            return
+        trace, number = await self._find(
+            request.run, request.trace_id, request.incarnation, wait=request.wait
+        )
+        incarnation = trace.incarnations[number - 1]
+        selection = self._select(incarnation, request)
+        info = self._reader.describe(trace, number)
+        async for response in self._send(pb.GetTraceResponse, info, incarnation, selection):
+            yield response
+
+    @streaming
+    async def GetBlocks(  # noqa: N802, D102
+        self, request: pb.GetBlocksRequest, _context: Context
+    ) -> AsyncIterator[pb.GetBlocksResponse]:
+        self._core.check_ready()
+        writers = self._core.state.engine_writers(request.run, request.engine_id)
+        if not writers:
+            raise NotFound(
+                field="engine_id", value=request.engine_id, expected=f"an engine of {request.run!r}"
+            )
+        # The blocks as a request that ended with them: everything else is the same.
+        incarnation = Incarnation(prompt_len=0)
+        for writer in writers:
+            capacity = len(request.block_ids) * writer.slots.block_size
+            if request.num_tokens > capacity:
+                raise InvalidArgument(
+                    field="num_tokens",
+                    value=request.num_tokens,
+                    expected=f"at most {capacity}, the slots of the blocks",
+                )
+            if any(b >= writer.slots.num_blocks for b in request.block_ids):
+                raise InvalidArgument(
+                    field="block_ids",
+                    value=max(request.block_ids),
+                    expected=f"ids below num_blocks = {writer.slots.num_blocks}",
+                )
+            source = Source(writer.key, writer.epoch, "", writer.layout)
+            source.ended, source.num_tokens = True, request.num_tokens + 1
+            self._core.state.inherit(writer, source, list(request.block_ids), request.num_tokens)
+            incarnation.sources.append(source)
+        start = min(request.token_start, request.num_tokens)
+        selection = self._reader.select(
+            incarnation, start, request.num_tokens, request.layer_ids, pb.READ_POLICY_LATEST
+        )
+        now = self._journal.clock.now()
+        trace = Trace((request.run, ""), 0, {}, 0, now, now, now, [incarnation])
+        info = self._reader.describe(trace, 1)
+        async for response in self._send(pb.GetBlocksResponse, info, incarnation, selection):
+            yield response
+
+    async def _send(
+        self,
+        make: type[Response],
+        info: pb.TraceInfo,
+        incarnation: Incarnation,
+        selection: Selection,
+    ) -> AsyncIterator[Response]:
+        """What is there now: info, rows, end."""
+        segments = self._reader.segments(incarnation, selection)
+        gaps = self._reader.missing(info.state, incarnation, selection, segments)
+        yield make(info=info)
+        num_spans = num_frames = 0
+        unread: list[Segment] = []
+        with self._reader.pinned(segments):
+            for batch in self._reader.batches(segments):
+                message, lost = await self._reader.fetch(batch, selection, num_frames)
+                unread += lost
+                num_spans += message.num_spans
+                num_frames += len(message.frame_lengths) // 4
+                yield make(
+                    spans=message.spans,
+                    frame_lengths=message.frame_lengths,
+                    payload=message.payload,
+                )
+        gaps += self._damaged(incarnation, unread, selection)
+        yield make(
+            end=pb.ReadEnd(
+                info=info,
+                token_start=selection.start,
+                token_stop=selection.stop,
+                missing=gaps,
+                num_spans=num_spans,
+            )
+        )
+
+    async def _follow(self, request: pb.GetTraceRequest) -> AsyncIterator[pb.GetTraceResponse]:
+        """Rows as they come in, until the trace ends. Rows that were dropped again come anew."""
+        trace, number = await self._find(request.run, request.trace_id, request.incarnation)
+        incarnation = trace.incarnations[number - 1]
+        yield pb.GetTraceResponse(info=self._reader.describe(trace, number))
+        sent: dict[int, list[Segment]] = {}
+        unread: list[Segment] = []
+        num_spans = num_frames = 0
+        while True:
+            info = self._reader.describe(trace, number)
+            selection = self._select(incarnation, request)
+            segments = self._reader.segments(incarnation, selection)
+            fresh = unsent(segments, sent)
+            with self._reader.pinned(fresh):
+                for batch in self._reader.batches(fresh):
+                    message, lost = await self._reader.fetch(batch, selection, num_frames)
+                    unread += lost
+                    num_spans += message.num_spans
+                    num_frames += len(message.frame_lengths) // 4
+                    yield pb.GetTraceResponse(
+                        info=info,
+                        spans=message.spans,
+                        frame_lengths=message.frame_lengths,
+                        payload=message.payload,
+                    )
+            if info.state != pb.TRACE_STATE_RUNNING:
+                break
+            await self._journal.changes.wait(trace.key, _LOOK_AGAIN_SECONDS)
+            if self._core.state.traces.traces.get(trace.key) is not trace:
+                raise NotFound(
+                    field="trace_id", value=request.trace_id, expected="a trace that stays"
+                )
+        gaps = self._reader.missing(info.state, incarnation, selection, segments)
+        gaps += self._damaged(incarnation, unread, selection)
+        yield pb.GetTraceResponse(
+            end=pb.ReadEnd(
+                info=info,
+                token_start=selection.start,
+                token_stop=selection.stop,
+                missing=gaps,
+                num_spans=num_spans,
+            )
+        )
+
+    def _select(self, incarnation: Incarnation, request: pb.GetTraceRequest) -> Selection:
+        return self._reader.select(
+            incarnation,
+            request.token_start,
+            request.token_stop,
+            request.layer_ids,
+            request.policy,
+        )
+
+    def _damaged(
+        self, incarnation: Incarnation, unread: list[Segment], selection: Selection
+    ) -> list[pb.MissingRange]:
+        return [
+            pb.MissingRange(
+                start=segment.span.position,
+                stop=segment.span.stop,
+                layer_ids=[
+                    i
+                    for i in selection.layers
+                    if i in incarnation.sources[segment.source].layout.column
+                ],
+                reason=pb.MISSING_REASON_CORRUPT,
+            )
+            for segment in unread
+        ]
+
+    async def _find(
+        self, run: str, trace_id: str, incarnation: int, *, wait: bool = False
+    ) -> tuple[Trace, int]:
+        """A trace; with `wait` once it is there and has ended. The call's deadline bounds it."""
+        while True:
+            try:
+                trace, number = self._reader.find(run, trace_id, incarnation)
+            except NotFound:
+                if not wait:
+                    raise
+            else:
+                state = self._reader.state_of(trace, trace.incarnations[number - 1])
+                if not wait or state != pb.TRACE_STATE_RUNNING:
+                    return trace, number
+            self._core.check_ready()
+            await self._journal.changes.wait((run, trace_id), _LOOK_AGAIN_SECONDS)
+
+    # ------------------------------------------------------------------ look-ups
+
+    @unary
+    async def StatTrace(  # noqa: N802, D102
+        self, request: pb.StatTraceRequest, _context: Context
+    ) -> pb.StatTraceResponse:
+        self._core.check_ready()
+        trace, number = await self._find(
+            request.run, request.trace_id, request.incarnation, wait=request.wait
+        )
+        incarnation = trace.incarnations[number - 1]
+        selection = self._reader.select(incarnation, 0, 0, (), pb.READ_POLICY_AS_SAMPLED)
+        segments = self._reader.segments(incarnation, selection)
+        info = self._reader.describe(trace, number)
+        return pb.StatTraceResponse(
+            info=info, missing=self._reader.missing(info.state, incarnation, selection, segments)
+        )
+
+    @unary
+    async def ListTraces(  # noqa: N802, D102
+        self, request: pb.ListTracesRequest, _context: Context
+    ) -> pb.ListTracesResponse:
+        self._core.check_ready()
+        token = request.page_token or "0"
+        if not token.isdigit():
+            raise InvalidArgument(
+                field="page_token", value=token, expected="next_page_token of an earlier answer"
+            )
+        response = pb.ListTracesResponse()
+        last = 0
+        for trace in self._core.state.traces.newest_first(request.run, int(token)):
+            if not trace.incarnations or any(
+                trace.labels.get(key) != value for key, value in request.labels.items()
+            ):
+                continue
+            found, number = self._reader.find(*trace.key)
+            info = self._reader.describe(found, number)
+            if request.states and info.state not in request.states:
+                continue
+            if len(response.traces) == (request.page_size or DEFAULT_PAGE_SIZE):
+                response.next_page_token = str(last)
+                break
+            response.traces.append(info)
+            last = trace.serial
+        return response
+
+    # ------------------------------------------------------------------ forgetting
+
+    @unary
+    async def DeleteTrace(  # noqa: N802, D102
+        self, request: pb.DeleteTraceRequest, _context: Context
+    ) -> pb.DeleteTraceResponse:
+        self._core.check_ready()
+        self._reader.find(request.run, request.trace_id)
+        await self._forget(request.run, [request.trace_id])
+        return pb.DeleteTraceResponse()
+
+    @unary
+    async def RetireTraces(  # noqa: N802, D102
+        self, request: pb.RetireTracesRequest, _context: Context
+    ) -> pb.RetireTracesResponse:
+        self._core.check_ready()
+        retired = []
+        for trace in self._core.state.traces.newest_first(request.run):
+            ended = all(
+                self._reader.state_of(trace, i) != pb.TRACE_STATE_RUNNING
+                for i in trace.incarnations
+            )
+            versions = [v for i in trace.incarnations if (v := i.versions())]
+            newest = max((high for _, high in versions), default=-FOREVER)
+            if ended and newest <= request.through_weight_version:
+                retired.append(trace.key[1])
+        count = await self._forget(request.run, retired) if retired else 0
+        return pb.RetireTracesResponse(num_retired=count)
+
+    async def _forget(self, run: str, trace_ids: list[str]) -> int:
+        record = encode_control("delete", self._journal.clock.now(), run=run, trace_ids=trace_ids)
+        count: int = await self._journal.append(record)
+        return count
+
+    @unary
+    async def RenewLease(  # noqa: N802, D102
+        self, request: pb.RenewLeaseRequest, _context: Context
+    ) -> pb.RenewLeaseResponse:
+        self._core.check_ready()
+        record = encode_control(
+            "renew",
+            self._journal.clock.now(),
+            run=request.run,
+            trace_ids=list(request.trace_ids),
+            ttl=request.ttl_seconds or self._core.config.default_ttl_seconds,
+        )
+        return pb.RenewLeaseResponse(num_renewed=await self._journal.append(record))
+
+
+def unsent(segments: list[Segment], sent: dict[int, list[Segment]]) -> list[Segment]:
+    """Parts of the segments that were not sent before, or not with the same rows.
+
+    Args:
+        segments: what a reader gets now.
+        sent: by source, what it got; brought up to date.
+    """
+    fresh = []
+    by_source: dict[int, list[Segment]] = {}
+    for segment in segments:
+        by_source.setdefault(segment.source, []).append(segment)
+    for source, now in by_source.items():
+        before = {
+            (s.span.ref - s.span.position): (s.span.position, s.span.stop)
+            for s in sent.get(source, ())
+        }
+        for segment in now:
+            # Rows that were sent have the same reference at the same position.
+            a, b = before.get(segment.span.ref - segment.span.position, (0, 0))
+            for start, stop in (
+                (segment.span.position, min(segment.span.stop, max(a, segment.span.position))),
+                (max(segment.span.position, b), segment.span.stop),
+            ):
+                if start < stop:
+                    fresh.append(segment._replace(span=segment.span.cut(start, stop)))
+        sent[source] = now
+    fresh.sort(key=lambda s: s.span.position)
+    return fresh

@@ -1,0 +1,204 @@
+"""The smallest agent: turns what a sink hears into chunks at once, without lingering."""
+
+from __future__ import annotations
+
+import queue
+import zlib
+
+import grpc
+import numpy as np
+
+from routetrace.v1 import routetrace_pb2 as pb
+from routetrace.v1 import routetrace_pb2_grpc as pb_grpc
+from routetrace.v1.frame import encode_frame
+from routetrace.v1.layout import RoutingLayout
+from routetrace.v1.records import NO_REQUEST, OP, U32, U64, FinishReason, OpKind
+
+
+class ChunkMaker:
+    """Collects ops and frames of one chunk."""
+
+    def __init__(self, layout: RoutingLayout) -> None:
+        self.layout = layout
+        self.requests: list[str] = []
+        self.begins: list[pb.RequestBegin] = []
+        self.ops: list[np.ndarray] = []
+        self.blocks: list[int] = []
+        self.slots: list[int] = []
+        self.frames: list[bytes] = []
+        self.frame_rows: list[int] = []
+
+    def op(self, kind: OpKind, request: str | None = None, *, blocks=(), **fields) -> None:
+        op = np.zeros(1, OP)
+        op["kind"] = kind
+        if request is not None:
+            if request not in self.requests:
+                self.requests.append(request)
+            op["request"] = self.requests.index(request)
+        op["blocks_at"], op["num_blocks"] = len(self.blocks), len(blocks)
+        self.blocks += blocks
+        for name, value in fields.items():
+            op[name] = value
+        self.ops.append(op)
+
+    def frame(self, rows: np.ndarray) -> int:
+        self.frames.append(encode_frame(rows, self.layout))
+        self.frame_rows.append(len(rows))
+        return len(self.frames) - 1
+
+    def make(self, sequence: int) -> pb.Chunk:
+        header = pb.ChunkHeader(
+            layout=self.layout.to_proto(),
+            request_ids=self.requests,
+            begins=self.begins,
+            ops=b"".join(op.tobytes() for op in self.ops),
+            block_ids=np.array(self.blocks, U32).tobytes(),
+            slots=np.array(self.slots, U64).tobytes(),
+            frame_lengths=np.array([len(f) for f in self.frames], U32).tobytes(),
+            frame_rows=np.array(self.frame_rows, U32).tobytes(),
+        ).SerializeToString()
+        return seal(sequence, header, b"".join(self.frames))
+
+
+def seal(sequence: int, header: bytes, payload: bytes) -> pb.Chunk:
+    return pb.Chunk(
+        sequence=sequence,
+        header_crc32=zlib.crc32(header),
+        payload_crc32=zlib.crc32(payload),
+        header=header,
+        payload=payload,
+    )
+
+
+class Stream:
+    """One ingest stream, spoken by hand."""
+
+    def __init__(self, target: str, hello: pb.Hello) -> None:
+        self.channel = grpc.insecure_channel(
+            target,
+            [("grpc.max_receive_message_length", 64 << 20), ("grpc.use_local_subchannel_pool", 1)],
+        )
+        self._out: queue.SimpleQueue[pb.IngestRequest | None] = queue.SimpleQueue()
+        self._in = pb_grpc.IngestServiceStub(self.channel).Ingest(
+            iter(self._out.get, None), timeout=60
+        )
+        self._out.put(pb.IngestRequest(hello=hello))
+        self.welcome = next(self._in).welcome
+
+    def send(self, chunk: pb.Chunk) -> None:
+        self._out.put(pb.IngestRequest(chunk=chunk))
+
+    def receive(self) -> pb.IngestResponse:
+        return next(self._in)
+
+    def close(self) -> None:
+        self._out.put(None)
+        list(self._in)
+        self.channel.close()
+
+
+class Feeder:
+    """A sink for SimEngine; every flush() is one acknowledged chunk."""
+
+    def __init__(
+        self,
+        target: str,
+        layout: RoutingLayout,
+        *,
+        run: str = "default",
+        engine_id: str = "e0",
+        shard: str = "",
+        block_size: int = 0,
+        num_blocks: int = 0,
+    ) -> None:
+        self.layout = layout
+        self.hello = pb.Hello(
+            run=run,
+            engine_id=engine_id,
+            shard=shard,
+            layout=layout.to_proto(),
+            block_size=block_size,
+            num_blocks=num_blocks,
+        )
+        self.stream = Stream(target, self.hello)
+        self.sequence = self.stream.welcome.next_sequence
+        self.names: list[str] = []
+        self.version = 0
+        self.step_number = 0
+        self.chunk = ChunkMaker(layout)
+
+    def begin(self, request_id, *, trace_id="", prompt_len=0, labels=None, num_computed_tokens=0,
+              block_ids=(), ttl_seconds=0, prompt_token_ids=None) -> int:  # fmt: skip
+        self.chunk.begins.append(
+            pb.RequestBegin(
+                trace_id=trace_id, prompt_len=prompt_len, labels=labels, ttl_seconds=ttl_seconds
+            )
+        )
+        self.chunk.op(
+            OpKind.BEGIN,
+            request_id,
+            blocks=list(block_ids),
+            position=num_computed_tokens,
+            arg=len(self.chunk.begins) - 1,
+        )
+        self.names.append(request_id)
+        return len(self.names) - 1
+
+    def step(self, rows: np.ndarray, runs) -> None:
+        self.step_number += 1
+        at = 0
+        for handle, position, count in np.asarray(runs).tolist():
+            self.chunk.op(
+                OpKind.ROWS,
+                self.names[handle],
+                position=position,
+                count=count,
+                frame=self.chunk.frame(rows[at : at + count]),
+                step=self.step_number,
+                weight_version=self.version,
+            )
+            at += count
+
+    def step_slots(self, rows: np.ndarray, slots) -> None:
+        self.step_number += 1
+        at = len(self.chunk.slots)
+        self.chunk.slots += list(slots)
+        self.chunk.op(OpKind.ROWS, count=len(rows), frame=self.chunk.frame(rows),
+                      step=self.step_number, weight_version=self.version)  # fmt: skip
+        self.chunk.ops[-1]["request"] = NO_REQUEST
+        self.chunk.ops[-1]["blocks_at"] = at
+
+    def add_blocks(self, handle, block_ids) -> None:
+        self.chunk.op(OpKind.BLOCKS, self.names[handle], blocks=list(block_ids))
+
+    def rewind(self, handle, position) -> None:
+        self.chunk.op(OpKind.REWIND, self.names[handle], position=position)
+
+    def preempt(self, handle, num_computed_tokens) -> None:
+        self.chunk.op(OpKind.PREEMPT, self.names[handle], position=num_computed_tokens)
+
+    def resume(self, handle, num_computed_tokens, block_ids) -> None:
+        self.chunk.op(
+            OpKind.RESUME, self.names[handle], position=num_computed_tokens, blocks=list(block_ids)
+        )
+
+    def finish(self, handle, num_tokens, reason="stop", token_ids=None) -> None:
+        self.chunk.op(
+            OpKind.FINISH, self.names[handle], count=num_tokens, arg=FinishReason[reason.upper()]
+        )
+
+    def set_weight_version(self, version) -> None:
+        self.version = version
+
+    def flush(self) -> None:
+        if not self.chunk.ops:
+            return
+        self.stream.send(self.chunk.make(self.sequence))
+        answer = self.stream.receive()
+        assert answer.ack.sequence == self.sequence, answer
+        self.sequence += 1
+        self.chunk = ChunkMaker(self.layout)
+
+    def close(self) -> None:
+        self.flush()
+        self.stream.close()
