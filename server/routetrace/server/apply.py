@@ -167,9 +167,7 @@ class _Applier:
                     self.slots.write(slots, ref, version, step)
                     continue
                 key, source = self._source(request)
-                self._rows(
-                    key, source, Span(position, count, ref, version, Provenance.FORWARD), step
-                )
+                self._rows(source, Span(position, count, ref, version, Provenance.FORWARD), step)
             elif kind == OpKind.EXTERNAL:
                 self.slots.forget_blocks(blocks)
                 continue
@@ -185,9 +183,9 @@ class _Applier:
                     self.slots.forget_blocks(blocks)
                     source.blocks.extend(blocks)
                 elif kind == OpKind.REWIND:
-                    self._drop(key, source, position)
+                    self._drop(source, position)
                 elif kind == OpKind.PREEMPT:
-                    self._drop(key, source, position)
+                    self._drop(source, position)
                     source.blocks = []
                 elif kind == OpKind.RESUME:
                     source.attempts.append(SpanList())
@@ -197,7 +195,11 @@ class _Applier:
                     source.blocks = []
                     del self.writer.live[self.chunk.request_ids[request]]
                 elif kind == OpKind.LOST:
-                    source.lost.append(Lost(position, position + count if count else FOREVER, arg))
+                    stop = position + count if count else FOREVER
+                    source.lost.append(Lost(position, stop, arg))
+                    # What stood there before was computed again, by the pass whose rows are lost.
+                    source.attempts[-1].remove(position, stop)
+                    self._forget(source, position, stop)
                 elif kind == OpKind.DIGEST:
                     source.digests.append((position, val))
             touched[key] = None
@@ -223,28 +225,21 @@ class _Applier:
         """The request gets its blocks; the first tokens in them are computed already."""
         source.blocks = list(blocks)
         self.state.inherit(self.writer, source, blocks, num_computed_tokens)
-        if blocks:
-            stop = len(blocks) * self.slots.block_size
-            self.slots.forget(self.slots.slots(blocks, num_computed_tokens, stop))
+        self._forget(source, num_computed_tokens, FOREVER)
 
-    def _rows(self, key: TraceKey, source: Source, span: Span, step: int) -> None:
+    def _rows(self, source: Source, span: Span, step: int) -> None:
         spans = source.attempts[-1]
         if span.position < spans.end:
-            self._drop(key, source, span.position)
+            self._drop(source, span.position)
         spans.append(span)
         if source.blocks:
             slots = self.slots.slots(source.blocks, span.position, span.stop)
             self.slots.write(slots, span.ref, span.weight_version, step)
 
-    def _drop(self, key: TraceKey, source: Source, position: int) -> None:
+    def _drop(self, source: Source, position: int) -> None:
         """Rows at and after a position were not kept."""
         source.attempts[-1].truncate(position)
-        self._forget_from(source, position)
-        trace = self.state.traces.traces.get(key)
-        if trace:
-            trace.rewinds += 1
+        self._forget(source, position, FOREVER)
 
-    def _forget_from(self, source: Source, position: int) -> None:
-        if source.blocks:
-            stop = len(source.blocks) * self.slots.block_size
-            self.slots.forget(self.slots.slots(source.blocks, position, stop))
+    def _forget(self, source: Source, start: int, stop: int) -> None:
+        self.slots.forget(self.slots.slots(source.blocks, start, stop))

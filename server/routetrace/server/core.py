@@ -79,8 +79,11 @@ class Core:
                 self.agents.forget(writer)
         live = self.state.live_chunks() | self.reader.pinned_chunks()
         garbage = [number for number in self.state.frames if number not in live]
+        # A snapshot is as large as the indexes: worth it for a twentieth of what is stored.
         behind = self.state.number - self._snapshot_number
-        if not garbage and behind < _SNAPSHOT_RECORDS:
+        if behind < _SNAPSHOT_RECORDS and (
+            not garbage or len(garbage) * 20 < len(self.state.frames)
+        ):
             return
         for number in garbage:
             del self.state.frames[number]

@@ -253,6 +253,7 @@ class IngestServicer(pb_grpc.IngestServiceServicer):
                     expected=f"ids below num_blocks = {writer.slots.num_blocks}",
                 )
             while writer.step < request.step:
+                self._core.check_ready()
                 await self._journal.changes.wait(writer.key, timeout=5)
         begin = pb.RequestBegin()
         begin.CopyFrom(request.begin)

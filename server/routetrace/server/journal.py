@@ -1,13 +1,14 @@
 """Commit first, then apply: the order in which the server changes.
 
-A change is appended to the store; once that is as durable as the ack mode promises, it is applied to
-the state, and only then does whoever asked for it hear of it. Changes are applied in the order in
-which they were appended, which is the order in which a restart replays them.
+A change is appended to the store; once that is as durable as the ack mode promises, it is applied
+to the state, and only then does whoever asked for it hear of it. Changes are applied in the order
+in which they were appended, which is the order in which a restart replays them.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections import deque
@@ -39,25 +40,29 @@ class Changes:
     """Wakes those who wait for something to change."""
 
     def __init__(self) -> None:
-        self._events: dict[Hashable, asyncio.Event] = {}
+        self._waiting: dict[Hashable, set[asyncio.Event]] = {}
 
     async def wait(self, key: Hashable, timeout: float) -> None:
         """Returns when `key` changed, and after `timeout` seconds at the latest."""
-        event = self._events.setdefault(key, asyncio.Event())
+        event = asyncio.Event()
+        waiting = self._waiting.setdefault(key, set())
+        waiting.add(event)
         try:
-            await asyncio.wait_for(event.wait(), timeout)
-        except asyncio.TimeoutError:
-            pass
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(event.wait(), timeout)
+        finally:
+            waiting.discard(event)
+            if not waiting and self._waiting.get(key) is waiting:
+                del self._waiting[key]
 
     def notify(self, key: Hashable) -> None:
         """`key` changed."""
-        event = self._events.pop(key, None)
-        if event:
+        for event in self._waiting.pop(key, ()):
             event.set()
 
     def notify_all(self) -> None:
         """Everything changed."""
-        for key in list(self._events):
+        for key in list(self._waiting):
             self.notify(key)
 
 

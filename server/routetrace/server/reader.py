@@ -150,7 +150,7 @@ class Reader:
             raise InvalidArgument(
                 field=field,
                 value=value,
-                expected=f"at most {rows}: a trace of {incarnation.num_tokens} tokens has one row less",
+                expected=f"at most {rows}: {incarnation.num_tokens} tokens have one row less",
             )
         layers = tuple(sorted(set(layer_ids))) or layout.layer_ids
         return Selection(token_start, stop, layers, policy or pb.READ_POLICY_AS_SAMPLED)

@@ -1,6 +1,6 @@
 """References to stored rows: (chunk, frame, row) in one 64-bit integer.
 
-Consecutive rows of a frame have consecutive references, so that a run of rows is (reference, count).
+Consecutive rows of a frame have consecutive references: a run of rows is (reference, count).
 """
 
 from __future__ import annotations

@@ -23,6 +23,8 @@ from routetrace.server.trace_index import (
     TraceIndex,
     TraceKey,
     WriterKey,
+    dump_source,
+    load_source,
 )
 from routetrace.v1 import routetrace_pb2 as pb
 from routetrace.v1.layout import RoutingLayout
@@ -95,6 +97,7 @@ class State:
 
     def touch(self, trace: Trace, now: float) -> None:
         """Notes that a trace changed."""
+        trace.changes += 1
         trace.updated = now
         trace.expires = max(trace.expires, now + trace.ttl)
         self.touched.add(trace.key)
@@ -126,7 +129,7 @@ class State:
         data = {
             "number": self.number,
             "traces": self.traces.dump(),
-            "writers": [_dump_writer(w) for w in self.writers.values()],
+            "writers": [self._dump_writer(w) for w in self.writers.values()],
             "epochs": [(tuple(k), v) for k, v in self.epochs.items()],
             "frames": [
                 (n, f.offsets.tobytes(), layout_to_hex(f.layout)) for n, f in self.frames.items()
@@ -134,6 +137,22 @@ class State:
         }
         packed: bytes = msgpack.packb(data)
         return packed
+
+    def _dump_writer(self, writer: Writer) -> dict[str, Any]:
+        return {
+            "key": tuple(writer.key),
+            "epoch": writer.epoch,
+            "layout": layout_to_hex(writer.layout),
+            "slots": writer.slots.dump(),
+            "sequence": writer.sequence,
+            "step": writer.step,
+            # A request whose trace was forgotten runs on unseen: its blocks still count.
+            "live": [
+                (name, *key, None if key in self.traces.traces else dump_source(source, {}))
+                for name, (key, source) in writer.live.items()
+            ],
+            "recent": [(n, *sums) for n, sums in writer.recent.items()],
+        }
 
     def load(self, packed: bytes) -> None:
         """Becomes what `dump` saw."""
@@ -158,29 +177,15 @@ class State:
         )
         writer.sequence, writer.step = data["sequence"], data["step"]
         writer.recent = OrderedDict((n, Sums(h, p)) for n, h, p in data["recent"])
-        # A live request is the newest unended source of this epoch in its trace.
-        for request_id, run, trace_id in data["live"]:
+        for request_id, run, trace_id, source in data["live"]:
             trace = self.traces.traces.get((run, trace_id))
-            sources = [s for i in trace.incarnations for s in i.sources] if trace else []
-            for source in reversed(sources):
-                if (source.writer, source.epoch, source.request_id) == (
-                    key,
-                    writer.epoch,
-                    request_id,
-                ):
-                    writer.live[request_id] = ((run, trace_id), source)
-                    break
+            known = (
+                s
+                for i in reversed(trace.incarnations if trace else [])
+                for s in i.sources
+                if (s.writer, s.epoch, s.request_id) == (key, writer.epoch, request_id)
+            )
+            live = next(known, None) if source is None else load_source(source, [writer.layout])
+            if live:
+                writer.live[request_id] = ((run, trace_id), live)
         return writer
-
-
-def _dump_writer(writer: Writer) -> dict[str, Any]:
-    return {
-        "key": tuple(writer.key),
-        "epoch": writer.epoch,
-        "layout": layout_to_hex(writer.layout),
-        "slots": writer.slots.dump(),
-        "sequence": writer.sequence,
-        "step": writer.step,
-        "live": [(request_id, *key) for request_id, (key, _) in writer.live.items()],
-        "recent": [(n, *sums) for n, sums in writer.recent.items()],
-    }

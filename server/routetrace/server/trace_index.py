@@ -105,6 +105,16 @@ class SpanList:
         if data and data[-5] + data[-4] > position:
             data[-4] = position - data[-5]
 
+    def remove(self, start: int, stop: int) -> None:
+        """Drops the positions [start, stop)."""
+        kept = [
+            part
+            for span in self
+            for part in (span.cut(span.position, start), span.cut(stop, span.stop))
+            if part.length > 0
+        ]
+        self._data = array("q", [number for span in kept for number in span])
+
     def tobytes(self) -> bytes:
         """For a snapshot."""
         return self._data.tobytes()
@@ -190,8 +200,8 @@ class Trace:
     updated: float
     expires: float
     incarnations: list[Incarnation] = field(default_factory=list)
-    rewinds: int = 0
-    """Times that rows were dropped again; readers that follow must look back."""
+    changes: int = 0
+    """Times that it changed since the server started."""
 
 
 class Segment(NamedTuple):
@@ -391,7 +401,7 @@ class TraceIndex:
                 "incarnations": [
                     {
                         "prompt_len": i.prompt_len,
-                        "sources": [_dump_source(s, layouts) for s in i.sources],
+                        "sources": [dump_source(s, layouts) for s in i.sources],
                     }
                     for i in t.incarnations
                 ],
@@ -417,7 +427,7 @@ class TraceIndex:
             trace = Trace(key, t["serial"], t["labels"], *t["times"])
             for i in t["incarnations"]:
                 incarnation = Incarnation(i["prompt_len"])
-                incarnation.sources = [_load_source(s, layouts) for s in i["sources"]]
+                incarnation.sources = [load_source(s, layouts) for s in i["sources"]]
                 trace.incarnations.append(incarnation)
             self.traces[key] = trace
         return self
@@ -433,7 +443,8 @@ def _same_request(incarnation: Incarnation, source: Source) -> bool:
     )
 
 
-def _dump_source(source: Source, layouts: dict[RoutingLayout, int]) -> dict[str, Any]:
+def dump_source(source: Source, layouts: dict[RoutingLayout, int]) -> dict[str, Any]:
+    """For a snapshot; its layout is told by its number in `layouts`, which may grow."""
     return {
         "writer": tuple(source.writer),
         "epoch": source.epoch,
@@ -449,7 +460,8 @@ def _dump_source(source: Source, layouts: dict[RoutingLayout, int]) -> dict[str,
     }
 
 
-def _load_source(data: dict[str, Any], layouts: list[RoutingLayout]) -> Source:
+def load_source(data: dict[str, Any], layouts: list[RoutingLayout]) -> Source:
+    """From a snapshot."""
     return Source(
         writer=WriterKey(*data["writer"]),
         epoch=data["epoch"],

@@ -138,6 +138,7 @@ class TraceServicer(pb_grpc.TraceServiceServicer):
         unread: list[Segment] = []
         num_spans = num_frames = 0
         while True:
+            seen = trace.changes
             info = self._reader.describe(trace, number)
             selection = self._select(incarnation, request)
             segments = self._reader.segments(incarnation, selection)
@@ -156,7 +157,9 @@ class TraceServicer(pb_grpc.TraceServiceServicer):
                     )
             if info.state != pb.TRACE_STATE_RUNNING:
                 break
-            await self._journal.changes.wait(trace.key, _LOOK_AGAIN_SECONDS)
+            if trace.changes == seen:
+                await self._journal.changes.wait(trace.key, _LOOK_AGAIN_SECONDS)
+            self._core.check_ready()
             if self._core.state.traces.traces.get(trace.key) is not trace:
                 raise NotFound(
                     field="trace_id", value=request.trace_id, expected="a trace that stays"
