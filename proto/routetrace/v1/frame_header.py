@@ -1,0 +1,244 @@
+"""The header of a frame: what the frame holds, in which groups, and their checksums.
+
+All numbers are little-endian, nothing is padded.
+
+    bytes      type       what
+    4          char [4]   magic, "RTF1"; the 1 is the version
+    1          u8         codec: 0 RAW, 1 LAYER_ZSTD
+    1          u8         s: low bits of an id outside of its byte (frame.py); 0 for RAW
+    2          u16        K, top_k
+    4          u32        n, rows
+    4          u32        E, experts; an id takes 1 byte if E <= 256, else 2
+    2          u16        B, bytes of the bitmap
+    2          u16        G, layer groups
+    B          u8 [B]     bitmap: bit i of byte j says that layer 8 j + i is there; last byte not 0
+    4 G        u32 [G]    stored bytes of each group
+    4 G        u32 [G]    CRC-32 (as in zlib) of the stored bytes of each group
+    2 G        u16 [G]    layers in each group, ascending, so that their sum is L, the bits set
+    4          u32        CRC-32 of all of the above
+
+The stored bytes of the groups follow, back to back, and end the frame.
+"""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from dataclasses import dataclass
+from enum import IntEnum
+from functools import lru_cache
+from itertools import accumulate
+from operator import gt
+from typing import Any
+
+import numpy as np
+
+from routetrace.v1.errors import Corrupt, InvalidArgument
+from routetrace.v1.layout import MAX_EXPERTS, MAX_LAYERS, MAX_TOP_K, id_dtype
+
+#: Rows of one frame.
+MAX_FRAME_ROWS = 65536
+#: Bytes of the ids of one frame: n * L * K * itemsize.
+MAX_FRAME_DECODED_BYTES = 256 << 20
+
+Buffer = bytes | bytearray | memoryview
+
+_MAGIC = b"RTF1"
+_FIXED = struct.Struct("<4sBBHIIHH")
+_CRC = struct.Struct("<I")
+
+
+class Codec(IntEnum):
+    """How the groups of a frame are stored; see frame.py."""
+
+    RAW = 0
+    LAYER_ZSTD = 1
+
+
+@dataclass(frozen=True, slots=True)
+class FrameHeader:
+    """What a frame holds, and where."""
+
+    num_rows: int
+    layer_ids: tuple[int, ...]
+    """Absolute layer ids, ascending."""
+    num_experts: int
+    top_k: int
+    codec: Codec
+    group_layers: tuple[int, ...]
+    """Layers in each group."""
+    group_bytes: tuple[int, ...]
+    """Stored bytes of each group."""
+    group_crcs: tuple[int, ...]
+    """CRC-32 of the stored bytes of each group."""
+
+    @property
+    def dtype(self) -> np.dtype[np.unsignedinteger[Any]]:
+        """Dtype of an id: uint8 up to 256 experts, uint16 above."""
+        return id_dtype(self.num_experts)
+
+    @property
+    def header_bytes(self) -> int:
+        """Bytes before the first group."""
+        bitmap_bytes = self.layer_ids[-1] // 8 + 1
+        return _FIXED.size + bitmap_bytes + 10 * len(self.group_bytes) + _CRC.size
+
+    @property
+    def frame_bytes(self) -> int:
+        """Bytes of the frame."""
+        return self.header_bytes + sum(self.group_bytes)
+
+    @property
+    def group_offsets(self) -> tuple[int, ...]:
+        """Where each group begins in the frame, and where the last one ends."""
+        return tuple(accumulate(self.group_bytes, initial=self.header_bytes))
+
+    @property
+    def shift(self) -> int:
+        """Low bits of an id that are stored outside of its byte."""
+        return id_shift(self.num_experts, self.codec)
+
+    @property
+    def layer_bytes(self) -> tuple[int, int]:
+        """Bytes of one layer before compression: its plane, and its low bits."""
+        return layer_bytes(self.num_rows, self.top_k, self.num_experts, self.codec)
+
+    def locate(self, layer_ids: tuple[int, ...]) -> list[tuple[int, int]]:
+        """Group, and index within the group, of each of the layers.
+
+        Raises:
+            InvalidArgument: if there are none, or the frame lacks one of them.
+        """
+        places = _places(self.layer_ids, self.group_layers)
+        if not layer_ids or not places.keys() >= set(layer_ids):
+            raise InvalidArgument(
+                field="layer_ids",
+                value=layer_ids,
+                expected=f"one or more of {list(self.layer_ids)}",
+            )
+        return [places[layer] for layer in layer_ids]
+
+    def pack(self) -> bytes:
+        """The header as it is stored."""
+        bitmap = _bitmap(self.layer_ids)
+        groups = len(self.group_bytes)
+        fixed = _FIXED.pack(
+            _MAGIC,
+            self.codec,
+            self.shift,
+            self.top_k,
+            self.num_rows,
+            self.num_experts,
+            len(bitmap),
+            groups,
+        )
+        table = struct.pack(
+            f"<{2 * groups}I{groups}H", *self.group_bytes, *self.group_crcs, *self.group_layers
+        )
+        head = fixed + bitmap + table
+        return head + _CRC.pack(zlib.crc32(head))
+
+
+def read_header(frame: Buffer) -> FrameHeader:
+    """Reads and checks the header of a frame; of the body only the length is checked.
+
+    Args:
+        frame: exactly one frame.
+
+    Raises:
+        Corrupt: if it is malformed, beyond the limits, or of a frame of another length.
+    """
+    view = memoryview(frame).cast("B")
+    if len(view) < _FIXED.size:
+        raise corrupt("bytes", len(view), f"at least {_FIXED.size}")
+    magic, codec, shift, top_k, num_rows, num_experts, bitmap_bytes, groups = _FIXED.unpack_from(
+        view
+    )
+    if magic != _MAGIC:
+        raise corrupt("magic", magic, repr(_MAGIC))
+    table_at = _FIXED.size + bitmap_bytes
+    crc_at = table_at + 10 * groups
+    if len(view) < crc_at + _CRC.size:
+        raise corrupt("bytes", len(view), f"at least {crc_at + _CRC.size}")
+    (stored_crc,) = _CRC.unpack_from(view, crc_at)
+    crc = zlib.crc32(view[:crc_at])
+    if crc != stored_crc:
+        raise corrupt("header crc32", crc, str(stored_crc))
+
+    # The checksum proves that somebody meant this, not that it makes sense.
+    _check_range("codec", codec, Codec.RAW, Codec.LAYER_ZSTD)
+    codec = Codec(codec)
+    _check_range("num_rows", num_rows, 1, MAX_FRAME_ROWS)
+    _check_range("num_experts", num_experts, 1, MAX_EXPERTS)
+    _check_range("top_k", top_k, 1, min(MAX_TOP_K, num_experts))
+    _check_range("bitmap bytes", bitmap_bytes, 1, MAX_LAYERS // 8)
+    _check_range("last byte of the bitmap", view[table_at - 1], 1, 255)
+    expected_shift = id_shift(num_experts, codec)
+    _check_range("shift", shift, expected_shift, expected_shift)
+    layer_ids = _bitmap_layers(bytes(view[_FIXED.size : table_at]))
+    table = struct.unpack_from(f"<{2 * groups}I{groups}H", view, table_at)
+    header = FrameHeader(
+        num_rows=num_rows,
+        layer_ids=layer_ids,
+        num_experts=num_experts,
+        top_k=top_k,
+        codec=codec,
+        group_layers=table[2 * groups :],
+        group_bytes=table[:groups],
+        group_crcs=table[groups : 2 * groups],
+    )
+    decoded = num_rows * len(layer_ids) * top_k * header.dtype.itemsize
+    _check_range("decoded bytes", decoded, 1, MAX_FRAME_DECODED_BYTES)
+    if sum(header.group_layers) != len(layer_ids):
+        raise corrupt("group layers", header.group_layers, f"{len(layer_ids)} in all")
+    plane, low = header.layer_bytes
+    most = [layers * (plane + low) for layers in header.group_layers]
+    least = most if header.codec is Codec.RAW else [layers * low for layers in header.group_layers]
+    # 0: a group without layers, or one that no codec writes.
+    sizes = header.group_bytes
+    if 0 in sizes or any(map(gt, least, sizes)) or any(map(gt, sizes, most)):
+        raise corrupt("group bytes", sizes, f"positive, {least} to {most}")
+    _check_range("bytes", len(view), header.frame_bytes, header.frame_bytes)
+    return header
+
+
+def id_shift(num_experts: int, codec: Codec) -> int:
+    """Low bits of an id that do not fit into its byte."""
+    return 0 if codec is Codec.RAW else max(0, (num_experts - 1).bit_length() - 8)
+
+
+def layer_bytes(num_rows: int, top_k: int, num_experts: int, codec: Codec) -> tuple[int, int]:
+    """Bytes of one layer before compression: its plane, and its low bits."""
+    cells = num_rows * top_k
+    if codec is Codec.RAW:
+        return cells * id_dtype(num_experts).itemsize, 0
+    return cells, id_shift(num_experts, codec) * -(-cells // 8)
+
+
+def corrupt(field: str, value: Any, expected: str) -> Corrupt:
+    """The error for a frame whose `field` is wrong."""
+    return Corrupt(field=f"frame: {field}", value=value, expected=expected)
+
+
+def _check_range(field: str, value: int, low: int, high: int) -> None:
+    if not low <= value <= high:
+        raise corrupt(field, value, f"{low} to {high}" if low < high else str(low))
+
+
+@lru_cache(maxsize=256)
+def _places(
+    layer_ids: tuple[int, ...], group_layers: tuple[int, ...]
+) -> dict[int, tuple[int, int]]:
+    places = ((g, i) for g, layers in enumerate(group_layers) for i in range(layers))
+    return dict(zip(layer_ids, places, strict=True))
+
+
+@lru_cache(maxsize=256)
+def _bitmap(layer_ids: tuple[int, ...]) -> bytes:
+    return sum(1 << i for i in layer_ids).to_bytes(layer_ids[-1] // 8 + 1, "little")
+
+
+@lru_cache(maxsize=256)
+def _bitmap_layers(bitmap: bytes) -> tuple[int, ...]:
+    bits = np.unpackbits(np.frombuffer(bitmap, np.uint8), bitorder="little")
+    return tuple(np.flatnonzero(bits).tolist())

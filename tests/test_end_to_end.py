@@ -1,0 +1,161 @@
+"""Agent, server and client together, over sockets, driven by an engine that knows the truth."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from sim_engine import SimEngine, SimRequest
+
+from routetrace.capture_agent import AgentConfig, AgentStats, CaptureAgent
+from routetrace.client import AsyncRouteClient, RouteClient, RoutingTrace, TraceState
+from routetrace.server.testing import run_server
+from routetrace.v1.layout import RoutingLayout
+
+LAYOUT = RoutingLayout((1, 2, 4), 6, 300, 3)
+
+
+@pytest.fixture(scope="module")
+def server():
+    with run_server() as process:
+        yield process
+
+
+def drive(agent: CaptureAgent, seed: int, num_requests: int = 30) -> SimEngine:
+    sim = SimEngine(agent, LAYOUT, seed, num_blocks=16)
+    prompts = [[sim.rng.randrange(4) for _ in range(14)] for _ in range(4)]
+    for i in range(num_requests):
+        prompt = prompts[i % 4][: sim.rng.randint(1, 14)]
+        sim.submit(f"r{i}", prompt, sim.rng.randint(1, 12))
+    while sim.step():
+        pass
+    return sim
+
+
+def assert_nothing_lost(stats: AgentStats) -> None:
+    """Rejected drafts may be dropped before they are sent, and nothing else."""
+    assert stats.in_flight_rows == 0
+    assert set(stats.dropped_rows) <= {"rewound"}
+    assert stats.offered_rows == stats.acknowledged_rows + sum(stats.dropped_rows.values())
+
+
+def compare(trace: RoutingTrace, request: SimRequest, policy: str) -> int:
+    """Compares a trace with the truth, cell by cell; returns the cells."""
+    truth = request.truth(policy)
+    assert trace.num_tokens == len(request.tokens)
+    assert trace.topk_ids.shape == (len(request.tokens) - 1, 3, 3)
+    assert trace.topk_ids.dtype == np.uint16
+    for position in range(len(request.tokens) - 1):
+        entry = truth.get(position)
+        assert trace.valid[position].all() == (entry is not None)
+        if entry is not None:
+            np.testing.assert_array_equal(trace.topk_ids[position], entry[0])
+            version = next(v for a, b, v in trace.weight_versions if a <= position < b)
+            assert version == entry[1]
+    return trace.topk_ids.size
+
+
+@pytest.mark.parametrize("mode", ["thread", "process"])
+@pytest.mark.parametrize("seed", range(3))
+def test_every_row_of_a_bad_engine_arrives_where_it_belongs(server, mode, seed):
+    config = AgentConfig(
+        target=server.target,
+        run=f"{mode}-{seed}",
+        engine_id="e0",
+        layout=LAYOUT,
+        block_size=4,
+        num_blocks=16,
+        mode=mode,
+        # Long enough that most rows linger until somebody needs them.
+        linger_s=0.2,
+        flush_interval_s=0.01,
+    )
+    with CaptureAgent(config) as agent:
+        sim = drive(agent, seed)
+        assert agent.flush(30)
+        stats = agent.stats()
+    assert stats.offered_rows == sim.counts["rows"]
+    assert_nothing_lost(stats)
+    compared = 0
+    with RouteClient(server.target, run=f"{mode}-{seed}") as client:
+        for policy in ("as_sampled", "latest"):
+            names = [r.name for r in sim.done]
+            traces = client.get_many(names, prefetch=4, missing="mask", policy=policy)
+            for request, trace in zip(sim.done, traces, strict=True):
+                compared += compare(trace, request, policy)
+                whole = trace.valid.all()
+                assert trace.state == (TraceState.COMPLETE if whole else TraceState.INCOMPLETE)
+    assert compared > 1000
+
+
+async def test_the_asynchronous_client_reads_the_same(server):
+    config = AgentConfig(
+        target=server.target, run="aio", engine_id="e0", layout=LAYOUT, block_size=4, num_blocks=16
+    )
+    with CaptureAgent(config) as agent:
+        sim = drive(agent, 7, 10)
+    async with AsyncRouteClient(server.target, run="aio") as client:
+        for request in sim.done:
+            trace = await client.get(request.name, wait=20, missing="mask")
+            compare(trace, request, "as_sampled")
+        labels = {"sample": sim.done[0].name}
+        names = {stat.request_id async for stat in client.find(labels=labels)}
+    assert names == {sim.done[0].name}
+
+
+def test_a_follower_sees_the_rows_of_a_running_request(server):
+    config = AgentConfig(
+        target=server.target,
+        run="follow",
+        engine_id="e0",
+        layout=LAYOUT,
+        linger_s=0.02,
+        flush_interval_s=0.01,
+    )
+    rows = np.argsort(np.random.default_rng(0).random((40, 3, 300)))[..., :3]
+    with CaptureAgent(config) as agent, RouteClient(server.target, run="follow") as client:
+        handle = agent.begin("r", prompt_len=10)
+        agent.step(rows[:10], [(handle, 0, 10)])
+        assert agent.flush(20)
+        parts = []
+        for part in client.follow("r"):
+            parts.append(part)
+            done = part.token_stop
+            if done < 40:
+                agent.step(rows[done : done + 10], [(handle, done, 10)])
+            elif part.state == TraceState.RUNNING:
+                agent.finish(handle, 41)
+        trace = client.get("r", wait=20)
+    assert (parts[0].token_start, parts[0].token_stop) == (0, 10)
+    assert (parts[-1].state, len(parts[-1].topk_ids)) == (TraceState.COMPLETE, 0)
+    np.testing.assert_array_equal(np.concatenate([p.topk_ids for p in parts]), rows)
+    np.testing.assert_array_equal(trace.topk_ids, rows)
+
+
+@pytest.mark.parametrize("mode", ["thread", "process"])
+def test_a_killed_server_comes_back_and_nothing_is_lost(tmp_path, mode):
+    port = 0
+    config: dict = {"run": "crash", "engine_id": "e0", "layout": LAYOUT, "mode": mode}
+    config |= {"block_size": 4, "num_blocks": 16, "linger_s": 0.05, "flush_interval_s": 0.01}
+    with run_server(data_dir=tmp_path) as first:
+        target = first.target
+        port = int(target.rpartition(":")[2])
+        with CaptureAgent(AgentConfig(target=target, **config)) as agent:
+            sim = SimEngine(agent, LAYOUT, 5, num_blocks=16)
+            for i in range(20):
+                sim.submit(f"r{i}", [sim.rng.randrange(4) for _ in range(9)], 12)
+            for _ in range(25):
+                sim.step()
+            first.kill()
+            for _ in range(10):
+                sim.step()
+            with run_server(data_dir=tmp_path, port=port):
+                while sim.step():
+                    pass
+                assert agent.flush(60)
+                stats = agent.stats()
+                assert stats.offered_rows == sim.counts["rows"]
+                assert_nothing_lost(stats)
+                with RouteClient(target, run="crash") as client:
+                    for request in sim.done:
+                        trace = client.get(request.name, missing="mask")
+                        compare(trace, request, "as_sampled")
