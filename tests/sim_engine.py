@@ -2,8 +2,8 @@
 
 It has a block pool with prefix caching by token prefix, LRU reuse, chunked prefill, speculative
 decoding with rejected drafts, preemption by recomputation, and weight updates. Every forward pass
-draws new random rows, so that any row served in the wrong place shows. It reports to a sink with the
-methods of CaptureAgent.
+draws new random rows: a row served in the wrong place shows. It reports to a sink with the methods
+of CaptureAgent.
 """
 
 from __future__ import annotations
