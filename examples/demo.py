@@ -1,7 +1,7 @@
 """From a rollout in bfloat16 to a training forward in float32 that takes the same experts.
 
-Starts a real server, rolls out groups of samples with a small Qwen3-MoE while the agent captures the
-routing, fetches every trace with RouteClient.get, and replays it. Prints what crossed the wire and
+Starts a real server, rolls out groups of samples with a small Qwen3-MoE while the agent captures
+the routing, fetches every trace with RouteClient, and replays it. Prints what crossed the wire and
 how far rollout and trainer are apart, without and with replay.
 """
 
@@ -28,7 +28,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--prompts", type=int, default=4, help="groups")
     parser.add_argument("--samples", type=int, default=4, help="samples per group")
-    parser.add_argument("--tokens", type=int, default=96, help="new tokens per sample")
+    parser.add_argument("--tokens", type=int, default=64, help="new tokens per sample")
     args = parser.parse_args()
 
     trainer = build_model()
@@ -40,7 +40,10 @@ def main() -> int:
 
     with tempfile.TemporaryDirectory() as data_dir, run_server(data_dir=Path(data_dir)) as server:
         print(f"routetrace-server on {server.target}, storing in {data_dir}")
-        config = AgentConfig(target=server.target, engine_id="rollout-0", layout=layout)
+        # Nobody follows while the rows are generated: let them wait for full frames.
+        config = AgentConfig(
+            target=server.target, engine_id="rollout-0", layout=layout, linger_s=60
+        )
         with CaptureAgent(config) as agent:
             input_ids, mask = encode(prompts)
             capture = TransformersCapture(rollout, agent)
@@ -57,7 +60,7 @@ def main() -> int:
             )
         with RouteClient(server.target) as client:
             traces = list(client.get_many(names, wait=30))
-            bytes_stored = agent.stats().sent_bytes
+            sent = agent.stats().sent_bytes
 
     sequences = output.sequences
     mask = mask.repeat_interleave(args.samples, 0)
@@ -67,12 +70,14 @@ def main() -> int:
 
     # The rollout's own distributions of the generated tokens, and the trainer's of the same tokens.
     rollout_logp = torch.stack(output.logits, 1).float().log_softmax(-1)
-    ids, valid = collate(traces, attention_mask=mask)
+    ids, valid = collate(traces, mask.sum(1).tolist(), mask.shape[1], padding_side="left")
     kl = {}
     with torch.no_grad():
         for name in ("without replay", "with replay"):
             if name == "with replay":
-                with replay(trainer, ids, layer_ids=layout.layer_ids, valid=valid, compare=True) as r:
+                with replay(
+                    trainer, ids, layer_ids=layout.layer_ids, valid=valid, compare=True
+                ) as r:
                     logits = trainer(sequences, attention_mask=mask).logits
                 disagreement = r.disagreement
             else:
@@ -86,7 +91,7 @@ def main() -> int:
         ("rows (tokens - 1 per trace)", f"{rows:,}"),
         ("coverage", f"{sum(t.coverage for t in traces) / len(traces):.1%}"),
         ("bytes per row, int32", f"{int32}"),
-        ("bytes per row, sent", f"{bytes_stored / rows:.1f}  ({int32 * rows / bytes_stored:.1f} x less)"),
+        ("bytes per row, sent", f"{sent / rows:.1f}  ({int32 * rows / sent:.1f} x less)"),
         ("routers that disagree, bf16 / fp32", f"{disagreement:.1%}"),
         ("KL(rollout || trainer) without replay", f"{kl['without replay']:.3e}"),
         ("KL(rollout || trainer) with replay", f"{kl['with replay']:.3e}"),

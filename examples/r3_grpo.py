@@ -43,12 +43,11 @@ def main() -> int:
     parser.add_argument("--samples", type=int, default=8, help="samples per prompt")
     parser.add_argument("--tokens", type=int, default=24, help="new tokens per sample")
     parser.add_argument("--epochs", type=int, default=2, help="updates on each batch")
-    parser.add_argument("--lr", type=float, default=2e-3)
+    parser.add_argument("--lr", type=float, default=5e-4)
     parser.add_argument("--target", default=os.environ.get("ROUTETRACE_TARGET"))
     args = parser.parse_args()
 
     policy = build_model()
-    policy.gradient_checkpointing_enable({"use_reentrant": False})
     engine = copy.deepcopy(policy).to(torch.bfloat16).eval()
     layout = layout_from_config(policy.config)
     optimizer = torch.optim.AdamW(policy.parameters(), lr=args.lr)
@@ -71,7 +70,10 @@ def main() -> int:
                     input_ids=input_ids,
                     attention_mask=prompt_mask,
                     request_ids=names,
-                    labels=[{"step": str(step), "group": str(i // args.samples)} for i in range(len(names))],
+                    labels=[
+                        {"step": str(step), "group": str(i // args.samples)}
+                        for i in range(len(names))
+                    ],
                     num_return_sequences=args.samples,
                     max_new_tokens=new,
                     do_sample=True,
@@ -84,13 +86,15 @@ def main() -> int:
             score = reward(tokens[:, -new:])
             rewards.append(score.mean().item())
             groups = score.view(len(prompts), args.samples)
-            advantage = (groups - groups.mean(1, keepdim=True)) / (groups.std(1, keepdim=True) + 1e-4)
+            advantage = (groups - groups.mean(1, keepdim=True)) / (
+                groups.std(1, keepdim=True) + 1e-4
+            )
             advantage = advantage.view(-1, 1)
 
             traces = list(client.get_many(names, wait=30))
             if any(t.weight_versions[-1][2] != step for t in traces):
                 raise RuntimeError("a trace of another weight version")
-            ids, valid = collate(traces, attention_mask=mask)
+            ids, valid = collate(traces, mask.sum(1).tolist(), mask.shape[1], padding_side="left")
             replayed = {"layer_ids": layout.layer_ids, "valid": valid}
             # Old log-probabilities, and the same trace again in every train pass.
             with torch.no_grad(), replay(policy, ids, **replayed, compare=True) as r:
@@ -98,7 +102,7 @@ def main() -> int:
             rolled = torch.stack(output.logits, 1).float().log_softmax(-1)
             rolled = rolled.gather(-1, tokens[:, -new:, None])[..., 0]
             for _ in range(args.epochs):
-                # The backward pass recomputes the forward: it must stay inside of the replay.
+                # With activation checkpointing the backward pass routes again: keep it inside.
                 with replay(policy, ids, **replayed):
                     ratio = (token_logp(policy, tokens, mask, new) - old).exp()
                     clipped = ratio.clamp(0.8, 1.2)

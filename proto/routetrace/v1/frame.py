@@ -267,7 +267,7 @@ def _decode(frame: Buffer, header: FrameHeader, layer_ids: tuple[int, ...], out:
     planes = out if direct else np.empty(out.shape, dtype)
     for layer, (group, index) in zip(planes, where, strict=True):
         content = memoryview(contents[group])[index * plane : (index + 1) * plane]
-        memoryview(layer.reshape(-1)).cast("B")[:] = content
+        layer.data.cast("B")[:] = content
     if not direct:
         out[...] = planes
     if low:
