@@ -11,6 +11,7 @@ import argparse
 import copy
 import sys
 import tempfile
+from contextlib import nullcontext
 from pathlib import Path
 
 import torch
@@ -72,18 +73,12 @@ def main() -> int:
     rollout_logp = torch.stack(output.logits, 1).float().log_softmax(-1)
     ids, valid = collate(traces, mask.sum(1).tolist(), mask.shape[1], padding_side="left")
     kl = {}
-    with torch.no_grad():
-        for name in ("without replay", "with replay"):
-            if name == "with replay":
-                with replay(
-                    trainer, ids, layer_ids=layout.layer_ids, valid=valid, compare=True
-                ) as r:
-                    logits = trainer(sequences, attention_mask=mask).logits
-                disagreement = r.disagreement
-            else:
-                logits = trainer(sequences, attention_mask=mask).logits
-            logp = logits[:, -args.tokens - 1 : -1].log_softmax(-1)
-            kl[name] = (rollout_logp.exp() * (rollout_logp - logp)).sum(-1).mean().item()
+    replaying = replay(trainer, ids, layer_ids=layout.layer_ids, valid=valid, compare=True)
+    for name, context in (("without replay", nullcontext()), ("with replay", replaying)):
+        with torch.no_grad(), context:
+            logits = trainer(sequences, attention_mask=mask).logits
+        logp = logits[:, -args.tokens - 1 : -1].log_softmax(-1)
+        kl[name] = (rollout_logp.exp() * (rollout_logp - logp)).sum(-1).mean().item()
 
     int32 = 4 * len(layout.layer_ids) * layout.top_k
     table = [
@@ -92,7 +87,7 @@ def main() -> int:
         ("coverage", f"{sum(t.coverage for t in traces) / len(traces):.1%}"),
         ("bytes per row, int32", f"{int32}"),
         ("bytes per row, sent", f"{sent / rows:.1f}  ({int32 * rows / sent:.1f} x less)"),
-        ("routers that disagree, bf16 / fp32", f"{disagreement:.1%}"),
+        ("routers that disagree, bf16 / fp32", f"{replaying.disagreement:.1%}"),
         ("KL(rollout || trainer) without replay", f"{kl['without replay']:.3e}"),
         ("KL(rollout || trainer) with replay", f"{kl['with replay']:.3e}"),
         ("ratio", f"{kl['without replay'] / kl['with replay']:.1f} x closer"),

@@ -13,6 +13,7 @@ import copy
 import os
 import sys
 from contextlib import ExitStack
+from typing import Any
 
 import torch
 from tiny_moe import PROMPTS, build_model, encode
@@ -31,10 +32,11 @@ def reward(tokens: torch.Tensor) -> torch.Tensor:
     return good.float().mean(-1)
 
 
-def token_logp(model: torch.nn.Module, tokens: torch.Tensor, mask: torch.Tensor, new: int):
+def token_logp(model: Any, tokens: torch.Tensor, mask: torch.Tensor, new: int) -> torch.Tensor:
     """Log-probabilities of the last `new` tokens of each row, [batch, new]."""
     logits = model(tokens, attention_mask=mask).logits[:, -new - 1 : -1]
-    return logits.log_softmax(-1).gather(-1, tokens[:, -new:, None])[..., 0]
+    logp: torch.Tensor = logits.log_softmax(-1).gather(-1, tokens[:, -new:, None])[..., 0]
+    return logp
 
 
 def main() -> int:
@@ -50,6 +52,7 @@ def main() -> int:
     policy = build_model()
     engine = copy.deepcopy(policy).to(torch.bfloat16).eval()
     layout = layout_from_config(policy.config)
+    layers = layout.layer_ids
     optimizer = torch.optim.AdamW(policy.parameters(), lr=args.lr)
     prompts = list(PROMPTS[:2])
     new = args.tokens
@@ -95,20 +98,23 @@ def main() -> int:
             if any(t.weight_versions[-1][2] != step for t in traces):
                 raise RuntimeError("a trace of another weight version")
             ids, valid = collate(traces, mask.sum(1).tolist(), mask.shape[1], padding_side="left")
-            replayed = {"layer_ids": layout.layer_ids, "valid": valid}
             # Old log-probabilities, and the same trace again in every train pass.
-            with torch.no_grad(), replay(policy, ids, **replayed, compare=True) as r:
+            with (
+                torch.no_grad(),
+                replay(policy, ids, layer_ids=layers, valid=valid, compare=True) as r,
+            ):
                 old = token_logp(policy, tokens, mask, new)
             rolled = torch.stack(output.logits, 1).float().log_softmax(-1)
             rolled = rolled.gather(-1, tokens[:, -new:, None])[..., 0]
+            ratio = clipped = torch.ones(())
             for _ in range(args.epochs):
                 # With activation checkpointing the backward pass routes again: keep it inside.
-                with replay(policy, ids, **replayed):
+                with replay(policy, ids, layer_ids=layers, valid=valid):
                     ratio = (token_logp(policy, tokens, mask, new) - old).exp()
                     clipped = ratio.clamp(0.8, 1.2)
                     loss = -torch.minimum(ratio * advantage, clipped * advantage).mean()
                     optimizer.zero_grad()
-                    loss.backward()
+                    torch.autograd.backward(loss)
                 torch.nn.utils.clip_grad_norm_(policy.parameters(), 1.0)
                 optimizer.step()
             print(

@@ -34,7 +34,8 @@ def main() -> int:
         found = {stat.request_id for stat in client.find(labels={"source": "node"})}
         print(f"{len(samples)} samples, of which the server knows {len(found & samples.keys())}")
         print("sample   rows  coverage  routers that disagreed")
-        coverage, disagreement = [], []
+        coverage: list[float] = []
+        disagreement: list[float] = []
         for name, tokens in samples.items():
             trace = client.get(name, wait=args.wait, missing="mask")
             # The routing is that of these very tokens, or this raises.
@@ -46,7 +47,7 @@ def main() -> int:
                 # What a policy gradient needs: log-probabilities under the experts of the rollout.
                 model(input_ids)
             coverage.append(trace.coverage)
-            disagreement.append(replayed.disagreement)
+            disagreement.append(replayed.disagreement or 0.0)
             print(f"{name:<8} {len(trace):4}  {coverage[-1]:8.1%}  {disagreement[-1]:22.1%}")
     print(f"coverage {sum(coverage) / len(coverage):.1%}")
     print(f"routers that disagreed {sum(disagreement) / len(disagreement):.1%}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 
 import numpy as np
 
@@ -33,7 +34,7 @@ class RoutingLayout:
     num_hidden_layers: int
     """Decoder layers of the model, dense ones included."""
     num_experts: int
-    """Logical routed experts per layer, without shared experts."""
+    """Logical experts per layer that a router can choose: without shared ones, before any remap."""
     top_k: int
     """Experts chosen per token and layer."""
     moe_layer_ids: tuple[int, ...] = ()
@@ -49,7 +50,7 @@ class RoutingLayout:
             ids = getattr(self, name)
             if not ids:
                 raise InvalidArgument(field=name, value=ids, expected="at least one layer")
-            if any(b <= a for a, b in zip(ids, ids[1:], strict=False)):
+            if any(b <= a for a, b in pairwise(ids)):
                 raise InvalidArgument(field=name, value=ids, expected="strictly ascending ids")
             if ids[0] < 0 or ids[-1] >= self.num_hidden_layers:
                 raise InvalidArgument(

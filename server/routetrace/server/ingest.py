@@ -62,10 +62,10 @@ class IngestServicer(pb_grpc.IngestServiceServicer):
 
     @streaming
     async def Ingest(  # noqa: N802, D102
-        self, requests: AsyncIterator[pb.IngestRequest], _context: Context
+        self, request_iterator: AsyncIterator[pb.IngestRequest], context: Context
     ) -> AsyncIterator[pb.IngestResponse]:
         self._core.check_ready()
-        first = await anext(requests, None)
+        first = await anext(request_iterator, None)
         if first is None:
             return
         if first.WhichOneof("message") != "hello":
@@ -75,7 +75,7 @@ class IngestServicer(pb_grpc.IngestServiceServicer):
         session = await self._open(first.hello)
         replies: asyncio.Queue[asyncio.Future[pb.IngestResponse] | BaseException | None]
         replies = asyncio.Queue(WINDOW)
-        reader = asyncio.create_task(self._read(session, requests, replies))
+        reader = asyncio.create_task(self._read(session, request_iterator, replies))
         try:
             yield pb.IngestResponse(
                 welcome=pb.Welcome(
@@ -230,7 +230,7 @@ class IngestServicer(pb_grpc.IngestServiceServicer):
 
     @unary
     async def BindRequest(  # noqa: N802, D102
-        self, request: pb.BindRequestRequest, _context: Context
+        self, request: pb.BindRequestRequest, context: Context
     ) -> pb.BindRequestResponse:
         self._core.check_ready()
         check_id("request_id", request.request_id)

@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import functools
-import logging
-from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import Any, NoReturn, TypeVar
+from collections.abc import AsyncIterator, Callable
+from typing import Any, NoReturn, TypeVar, cast
 
 import grpc
 
 from routetrace.v1.errors import ERROR_METADATA_KEY, RouteTraceError
 
-_log = logging.getLogger(__name__)
-
-S = TypeVar("S")
-Q = TypeVar("Q")
-R = TypeVar("R")
+F = TypeVar("F", bound=Callable[..., Any])
 Context = grpc.aio.ServicerContext[Any, Any]
 
 
@@ -25,32 +20,28 @@ async def fail(context: Context, error: RouteTraceError) -> NoReturn:
     await context.abort(error.status, error.message, ((ERROR_METADATA_KEY, detail),))
 
 
-def unary(
-    handler: Callable[[S, Q, Context], Awaitable[R]],
-) -> Callable[[S, Q, Context], Awaitable[R]]:
+def unary(handler: F) -> F:
     """A unary handler whose typed errors reach the caller."""
 
     @functools.wraps(handler)
-    async def wrapped(self: S, request: Q, context: Context) -> R:
+    async def wrapped(self: object, request: object, context: Context) -> object:
         try:
             return await handler(self, request, context)
         except RouteTraceError as error:
             await fail(context, error)
 
-    return wrapped
+    return cast("F", wrapped)
 
 
-def streaming(
-    handler: Callable[[S, Q, Context], AsyncIterator[R]],
-) -> Callable[[S, Q, Context], AsyncIterator[R]]:
+def streaming(handler: F) -> F:
     """A streaming handler whose typed errors reach the caller."""
 
     @functools.wraps(handler)
-    async def wrapped(self: S, request: Q, context: Context) -> AsyncIterator[R]:
+    async def wrapped(self: object, request: object, context: Context) -> AsyncIterator[object]:
         try:
             async for response in handler(self, request, context):
                 yield response
         except RouteTraceError as error:
             await fail(context, error)
 
-    return wrapped
+    return cast("F", wrapped)

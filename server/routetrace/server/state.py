@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import msgpack
 import numpy as np
@@ -135,8 +135,7 @@ class State:
                 (n, f.offsets.tobytes(), layout_to_hex(f.layout)) for n, f in self.frames.items()
             ],
         }
-        packed: bytes = msgpack.packb(data)
-        return packed
+        return cast("bytes", msgpack.packb(data))
 
     def _dump_writer(self, writer: Writer) -> dict[str, Any]:
         return {

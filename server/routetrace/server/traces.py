@@ -36,7 +36,7 @@ class TraceServicer(pb_grpc.TraceServiceServicer):
 
     @streaming
     async def GetTrace(  # noqa: N802, D102
-        self, request: pb.GetTraceRequest, _context: Context
+        self, request: pb.GetTraceRequest, context: Context
     ) -> AsyncIterator[pb.GetTraceResponse]:
         self._core.check_ready()
         if request.policy not in pb.ReadPolicy.values():
@@ -56,7 +56,7 @@ class TraceServicer(pb_grpc.TraceServiceServicer):
 
     @streaming
     async def GetBlocks(  # noqa: N802, D102
-        self, request: pb.GetBlocksRequest, _context: Context
+        self, request: pb.GetBlocksRequest, context: Context
     ) -> AsyncIterator[pb.GetBlocksResponse]:
         self._core.check_ready()
         writers = self._core.state.engine_writers(request.run, request.engine_id)
@@ -223,7 +223,7 @@ class TraceServicer(pb_grpc.TraceServiceServicer):
 
     @unary
     async def StatTrace(  # noqa: N802, D102
-        self, request: pb.StatTraceRequest, _context: Context
+        self, request: pb.StatTraceRequest, context: Context
     ) -> pb.StatTraceResponse:
         self._core.check_ready()
         trace, number = await self._find(
@@ -239,7 +239,7 @@ class TraceServicer(pb_grpc.TraceServiceServicer):
 
     @unary
     async def ListTraces(  # noqa: N802, D102
-        self, request: pb.ListTracesRequest, _context: Context
+        self, request: pb.ListTracesRequest, context: Context
     ) -> pb.ListTracesResponse:
         self._core.check_ready()
         token = request.page_token or "0"
@@ -269,7 +269,7 @@ class TraceServicer(pb_grpc.TraceServiceServicer):
 
     @unary
     async def DeleteTrace(  # noqa: N802, D102
-        self, request: pb.DeleteTraceRequest, _context: Context
+        self, request: pb.DeleteTraceRequest, context: Context
     ) -> pb.DeleteTraceResponse:
         self._core.check_ready()
         self._reader.find(request.run, request.trace_id)
@@ -278,7 +278,7 @@ class TraceServicer(pb_grpc.TraceServiceServicer):
 
     @unary
     async def RetireTraces(  # noqa: N802, D102
-        self, request: pb.RetireTracesRequest, _context: Context
+        self, request: pb.RetireTracesRequest, context: Context
     ) -> pb.RetireTracesResponse:
         self._core.check_ready()
         retired = []
@@ -301,7 +301,7 @@ class TraceServicer(pb_grpc.TraceServiceServicer):
 
     @unary
     async def RenewLease(  # noqa: N802, D102
-        self, request: pb.RenewLeaseRequest, _context: Context
+        self, request: pb.RenewLeaseRequest, context: Context
     ) -> pb.RenewLeaseResponse:
         self._core.check_ready()
         record = encode_control(

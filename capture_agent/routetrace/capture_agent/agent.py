@@ -1,0 +1,451 @@
+"""CaptureAgent: what an engine calls."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import threading
+import time
+import weakref
+from collections.abc import Iterable, Mapping
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from routetrace.capture_agent import counters
+from routetrace.capture_agent.checks import (
+    Rows,
+    blocks_of,
+    computed_of,
+    labels_of,
+    number,
+    rows_of,
+    runs_of,
+    slots_of,
+    tokens_of,
+    wrong,
+)
+from routetrace.capture_agent.config import AgentConfig, check_id
+from routetrace.capture_agent.counters import AgentStats, CloseReport, Ended, Word
+from routetrace.capture_agent.feed import SLOTS, STEP, Feed
+from routetrace.capture_agent.handles import Handles
+from routetrace.capture_agent.link import WorkerLink
+from routetrace.v1 import routetrace_pb2 as pb
+from routetrace.v1.errors import Closed
+from routetrace.v1.records import FinishReason
+
+_REASONS = {reason.name.lower(): reason for reason in FinishReason}
+
+
+class CaptureAgent:
+    """Takes an engine's routing and sends it to a server, in the background.
+
+    No call waits for the server or the network, except for flush() and close(). In a child after
+    os.fork() an inherited agent does nothing and counts nothing.
+
+    Positions count the tokens of a request from 0. A request of N tokens has N - 1 rows, since its
+    last token is never forwarded.
+
+    Args:
+        config: whom to send to, and what rows look like.
+
+    Raises:
+        OSError: if the background can not be started.
+    """
+
+    def __init__(self, config: AgentConfig) -> None:
+        self.config = config
+        layout = config.layout
+        self._columns = (len(layout.layer_ids), layout.top_k)
+        # A top-1 whose dtype has no id to spare can not mark a cell.
+        self._markable = layout.top_k > 1 or layout.num_experts <= np.iinfo(layout.dtype).max
+        # Reentrant, since a signal handler may come in between; the ring copes with that.
+        self._lock = threading.RLock()
+        self._inert = False  # inherited over a fork
+        self._closed = False
+        self._abandoned = False  # nobody reads the ring any more
+        self._final: AgentStats | None = None
+        self._done = threading.Event()
+        self._weight_version = 0
+        self._step = 0
+        self._flushes = 0
+        self._handles = Handles()
+        self._link = WorkerLink(config)
+        self._words = self._link.words
+        self._feed = Feed(self._link.ring, layout)
+        _agents.add(self)
+        # Collected without close(): the background sends what it has.
+        weakref.finalize(self, self._link.hang_up).atexit = False
+
+    # ------------------------------------------------------------------ requests
+
+    def begin(
+        self,
+        request_id: str,
+        *,
+        trace_id: str = "",
+        prompt_len: int = 0,
+        labels: Mapping[str, str] | None = None,
+        ttl_seconds: int = 0,
+        num_computed_tokens: int = 0,
+        block_ids: Iterable[int] = (),
+        prompt_token_ids: npt.ArrayLike | None = None,
+    ) -> int:
+        """A request begins.
+
+        Args:
+            request_id: the engine's name for it; free again once it has finished.
+            trace_id: the trace that its rows belong to; the request id if empty.
+            prompt_len: prompt tokens.
+            labels: group, session, sample and whatever else readers look traces up by.
+            ttl_seconds: life of the trace after its last change; 0: the server's default.
+            num_computed_tokens: leading tokens whose KV is in the cache already, in `block_ids`.
+            block_ids: its KV blocks, in order; none where block_size is 0.
+            prompt_token_ids: the prompt, [prompt_len]; lets the server prove that rows of different
+                engines belong to the same tokens.
+
+        Returns:
+            A handle for the other calls.
+
+        Raises:
+            InvalidArgument: naming the argument that is wrong; nothing happened.
+            Closed: after close().
+        """
+        with self._lock:
+            if not self._active():
+                return 0
+            check_id("request_id", request_id)
+            check_id("trace_id", trace_id, required=False)
+            if request_id in self._handles:
+                raise wrong("request_id", request_id, "one that is not running")
+            facts = pb.RequestBegin(
+                trace_id=trace_id,
+                prompt_len=number("prompt_len", prompt_len),
+                labels=labels_of(labels or {}),
+                ttl_seconds=number("ttl_seconds", ttl_seconds, 1 << 32),
+            )
+            blocks = blocks_of(block_ids, self.config)
+            computed = computed_of(num_computed_tokens, blocks, self.config)
+            prompt = tokens_of("prompt_token_ids", prompt_token_ids, prompt_len)
+            handle = self._handles.new(request_id)
+            self._event(
+                "begin",
+                request_id,
+                facts.SerializeToString(),
+                computed,
+                blocks,
+                prompt,
+                handle=handle,
+            )
+            return handle
+
+    def add_blocks(self, handle: int, block_ids: Iterable[int]) -> None:
+        """A request gets more KV blocks, newly allocated; told before the step that writes them."""
+        with self._lock:
+            if self._active():
+                self._handles.check(handle)
+                self._event("blocks", blocks_of(block_ids, self.config), handle=handle)
+
+    def rewind(self, handle: int, position: int) -> None:
+        """Rows of a request at `position` and after were rejected (speculative decoding)."""
+        with self._lock:
+            if self._active():
+                self._handles.check(handle)
+                self._event("rewind", number("position", position), handle=handle)
+
+    def preempt(self, handle: int, num_tokens: int) -> None:
+        """A request gives up its blocks; rows at `num_tokens` and after were not kept."""
+        with self._lock:
+            if self._active():
+                self._handles.check(handle)
+                self._event("preempt", number("num_tokens", num_tokens), handle=handle)
+
+    def resume(self, handle: int, num_computed_tokens: int, block_ids: Iterable[int]) -> None:
+        """A preempted request starts over; arguments as for begin()."""
+        with self._lock:
+            if self._active():
+                self._handles.check(handle)
+                blocks = blocks_of(block_ids, self.config)
+                computed = computed_of(num_computed_tokens, blocks, self.config)
+                self._event("resume", computed, blocks, handle=handle)
+
+    def finish(
+        self,
+        handle: int,
+        num_tokens: int,
+        reason: str = "stop",
+        token_ids: npt.ArrayLike | None = None,
+    ) -> None:
+        """A request ends.
+
+        Args:
+            handle: of the request; void from now on.
+            num_tokens: tokens of prompt and answer; rows beyond num_tokens - 1 do not count.
+            reason: "stop", "length" or "abort".
+            token_ids: all its tokens, [num_tokens], for what begin() says.
+        """
+        with self._lock:
+            if self._active():
+                self._handles.check(handle)
+                if reason not in _REASONS:
+                    raise wrong("reason", reason, " or ".join(map(repr, _REASONS)))
+                number("num_tokens", num_tokens)
+                tokens = tokens_of("token_ids", token_ids, num_tokens)
+                why = int(_REASONS[reason])
+                self._event("finish", int(num_tokens), why, tokens, handle=handle)
+                self._handles.free(handle)
+                self._link.wake()
+
+    # ------------------------------------------------------------------ the engine
+
+    def external(self, block_ids: Iterable[int]) -> None:
+        """KV of these blocks was loaded from elsewhere: nobody knows what computed it."""
+        with self._lock:
+            if self._active():
+                self._event("external", blocks_of(block_ids, self.config))
+
+    def reset_prefix_cache(self) -> None:
+        """The engine forgot its prefix cache."""
+        with self._lock:
+            if self._active():
+                self._event("reset")
+
+    def set_weight_version(self, version: int) -> None:
+        """Steps from now on are computed by these weights."""
+        with self._lock:
+            if self._active():
+                if not -(1 << 63) <= version < 1 << 63:
+                    raise wrong("version", version, "a signed 64-bit number")
+                self._weight_version = int(version)
+
+    # ------------------------------------------------------------------ rows
+
+    def step(self, rows: Rows, runs: npt.ArrayLike) -> None:
+        """The routing of one forward pass.
+
+        Args:
+            rows: [n, L, K] of any integer dtype: for each token and each of the layout's layers its
+                expert ids, in the order of the router. Copied. A cell that was not captured is
+                marked by an id twice, or one out of range: its row is reported as missing.
+            runs: [m, 3] of (handle, first position, number of rows), covering the n rows in order.
+                A position below the end of its request takes back the rows from there on.
+
+        Raises:
+            InvalidArgument: naming the argument that is wrong; nothing was taken.
+            Closed: after close().
+        """
+        with self._lock:
+            if not self._active():
+                return
+            rows = rows_of(rows, self._columns)
+            if len(rows) == 0 and np.size(runs) == 0:
+                return
+            table = runs_of(runs, len(rows))
+            self._handles.check_all(table[:, 0])
+            self._step += 1
+            self._words[Word.OFFERED] += len(rows)
+            if not self._abandoned:
+                self._send_step(table, rows)
+
+    def step_slots(self, rows: Rows, slots: npt.ArrayLike) -> None:
+        """The routing of one forward pass of an engine that knows only slots.
+
+        Args:
+            rows: as for step().
+            slots: [n] the slot of each row; of a slot named twice, the last row stays.
+        """
+        with self._lock:
+            if not self._active():
+                return
+            rows = rows_of(rows, self._columns)
+            column = slots_of(slots, len(rows), self.config.num_slots)
+            self._step += 1
+            self._words[Word.OFFERED] += len(rows)
+            if not self._abandoned:
+                self._send_slots(column, rows)
+
+    def _send_step(self, table: npt.NDArray[np.int64], rows: Rows) -> None:
+        most = max(1, self._feed.room(table.nbytes))
+        if len(rows) > most:
+            for at in range(0, len(rows), most):
+                self._send_step(_cut(table, at, at + most), rows[at : at + most])
+            return
+        bad = self._bad_cells(rows)
+        if bad is not None and not self._markable:
+            self._words[Word.UNMARKABLE] += len(rows)
+            reason = pb.MISSING_REASON_INVALID_IDS
+        elif self._write(STEP, table, rows, bad):
+            return
+        else:
+            reason = pb.MISSING_REASON_QUEUE_FULL
+        for handle, position, count in table.tolist():
+            self._feed.lose(handle, position, count, reason)
+
+    def _send_slots(self, column: npt.NDArray[np.uint64], rows: Rows) -> None:
+        most = max(1, self._feed.room(0) // 2)  # a slot takes 8 bytes beside its row
+        for at in range(0, len(rows), most):
+            slots, part = column[at : at + most], rows[at : at + most]
+            bad = self._bad_cells(part)
+            if bad is not None and not self._markable:
+                self._words[Word.UNMARKABLE] += len(part)
+            elif self._write(SLOTS, slots, part, bad):
+                continue
+            self._feed.lose_blocks(np.unique(slots // self.config.block_size).tolist())
+
+    def _write(self, kind: int, column: Any, rows: Rows, bad: Any) -> bool:
+        if self._feed.rows(kind, column, rows, self._step, self._weight_version, bad):
+            self._link.wake_if_behind()
+            return True
+        self._words[Word.REFUSED] += len(rows)
+        self._look_after()
+        return False
+
+    def _bad_cells(self, rows: Rows) -> Any:
+        """Cells [n, L] whose ids would not survive the narrow dtype; None if there are none.
+
+        Ids that come in the narrow dtype are looked at in the background.
+        """
+        layout = self.config.layout
+        if rows.dtype == layout.dtype:
+            return None
+        # As unsigned integers negative ids are huge.
+        ids = rows.view(f"u{rows.dtype.itemsize}")
+        return (ids >= layout.num_experts).any(axis=2) if ids.max() >= layout.num_experts else None
+
+    # ------------------------------------------------------------------ ends
+
+    def flush(self, timeout: float = 10.0) -> bool:
+        """Sends everything handed over before, without waiting for frames and chunks to fill up.
+
+        Args:
+            timeout: seconds to wait for the server's acknowledgement.
+
+        Returns:
+            True once nothing of it is in flight any more; False if that takes too long, or the
+            background is gone.
+        """
+        deadline = time.monotonic() + timeout
+        with self._lock:
+            if not self._active():
+                return False
+            self._flushes += 1
+            token = self._flushes
+            self._event("flush", token)
+            self._link.wake()
+        while self._words[Word.FLUSHED] < token:
+            left = deadline - time.monotonic()
+            if left <= 0 or self._closed or self._link.leftover:
+                return self._words[Word.FLUSHED] >= token
+            self._link.wait(min(left, 0.05))
+            with self._lock:
+                self._feed.drain()
+        return True
+
+    def stats(self) -> AgentStats:
+        """What became of the rows so far."""
+        if self._inert:
+            return AgentStats()
+        return self._final or counters.read(self._words, self._link.leftover)
+
+    def close(self, timeout: float | None = None) -> CloseReport:
+        """Sends what is left and ends; requests that are running are reported as lost.
+
+        Args:
+            timeout: seconds for all of it; the configuration's close_timeout_s if None.
+
+        Returns:
+            What became of the rows; the same again if it was called before.
+        """
+        deadline = time.monotonic() + (self.config.close_timeout_s if timeout is None else timeout)
+        with self._lock:
+            first, self._closed = not self._closed, True
+        if self._inert:
+            return CloseReport()
+        if not first:
+            self._done.wait(max(0.0, deadline - time.monotonic()))
+            return _report(self._final or self.stats())
+        leftover = self._link.leftover
+        while self._link.alive and not self._feed.drain() and time.monotonic() < deadline:
+            self._link.wake()
+            self._link.wait(0.01)
+        self._link.close(deadline)
+        if ended := self._words[Word.ENDED]:
+            leftover = Ended(ended).name.lower()
+        self._final = counters.read(self._words, leftover or "unsent")
+        self._done.set()
+        _agents.discard(self)
+        return _report(self._final)
+
+    def __enter__(self) -> CaptureAgent:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    # ------------------------------------------------------------------ private
+
+    def _active(self) -> bool:
+        if self._inert:
+            return False
+        if self._closed:
+            raise Closed("the agent is closed")
+        return True
+
+    def _event(self, *event: Any, handle: int = -1) -> None:
+        if not self._abandoned:
+            self._feed.event(*event, handle=handle)
+            self._look_after()
+
+    def _look_after(self) -> None:
+        """Gives up where the background is gone, or has been stuck for too long."""
+        if self._feed.behind:
+            self._link.wake()
+            if self._feed.stuck or not self._link.alive:
+                self._abandoned = True
+                self._feed.clear()
+                self._link.hang_up()
+
+    def _after_fork_in_child(self) -> None:
+        self._inert = True
+        self._lock = threading.RLock()  # some thread of the parent may have held it
+        self._link.forget_in_child()
+
+
+def _cut(table: npt.NDArray[np.int64], start: int, stop: int) -> npt.NDArray[np.int64]:
+    """The parts of runs that cover the rows [start, stop)."""
+    stops = np.cumsum(table[:, 2])
+    starts = stops - table[:, 2]
+    part = table.copy()
+    part[:, 1] += np.maximum(start - starts, 0)
+    part[:, 2] = np.minimum(stops, stop) - np.maximum(starts, start)
+    return part[part[:, 2] > 0]
+
+
+def _report(stats: AgentStats) -> CloseReport:
+    dropped = dict(stats.dropped_rows)
+    unsent = dropped.pop("unsent", 0)
+    return CloseReport(stats.acknowledged_rows, dropped, unsent)
+
+
+_agents: weakref.WeakSet[CaptureAgent] = weakref.WeakSet()
+
+
+def _close_all() -> None:
+    for agent in list(_agents):
+        agent.close()
+
+
+def _after_fork_in_child() -> None:
+    for agent in list(_agents):
+        agent._after_fork_in_child()
+
+
+atexit.register(_close_all)
+os.register_at_fork(after_in_child=_after_fork_in_child)

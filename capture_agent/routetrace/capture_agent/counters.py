@@ -1,0 +1,113 @@
+"""What became of the rows: counters in memory that the engine and the background both see.
+
+Each word has one writer. Rows in flight are not counted but left over, so that
+
+    offered = acknowledged + dropped + in flight
+
+holds at any time, whichever side was killed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import IntEnum
+
+#: Bytes of the words, in front of the ring.
+COUNTER_BYTES = 4096
+
+
+class Word(IntEnum):
+    """Where a counter is."""
+
+    # Written by the engine.
+    OFFERED = 0
+    REFUSED = 1  # rows that did not fit into the ring
+    UNMARKABLE = 2  # rows with ids out of range, of a layout that has no mark for them
+    DEADLINE = 3  # when close() ends: time.monotonic_ns(); 0 while it was not called
+    # Written by the background's framing.
+    QUEUE_FULL = 8
+    INVALID_IDS = 9
+    REWOUND = 10
+    # Written by the background's sender.
+    ACKNOWLEDGED = 16
+    REJECTED = 17
+    SENT_BYTES = 18
+    CHUNKS = 19
+    RECONNECTS = 20
+    FLUSHED = 21  # token of the last flush that is done
+    ENDED = 22  # an Ended
+
+
+class Ended(IntEnum):
+    """Why the background gave up; 0 while it has not."""
+
+    FENCED = 1  # a newer epoch of the engine has taken over
+    REJECTED = 2  # the server refuses even what stands for refused chunks
+
+
+_REASONS = {
+    "queue_full": (Word.REFUSED, Word.QUEUE_FULL),
+    "invalid_ids": (Word.UNMARKABLE, Word.INVALID_IDS),
+    "rewound": (Word.REWOUND,),
+    "rejected": (Word.REJECTED,),
+}
+
+
+@dataclass(frozen=True)
+class AgentStats:
+    """What became of the rows so far: offered = acknowledged + dropped + in flight."""
+
+    offered_rows: int = 0
+    """Rows handed to step() and step_slots()."""
+    acknowledged_rows: int = 0
+    """Rows that the server has stored."""
+    dropped_rows: dict[str, int] = field(default_factory=dict)
+    """Rows that it will not get, by reason: queue_full (no room in the ring or the queue),
+    invalid_ids (an id out of range or twice in one top-k), rewound (taken back by the engine before
+    they were sent), rejected (refused by the server), fenced (a newer epoch of the engine has taken
+    over), agent_lost (the background died), unsent (close() ran out of time)."""
+    in_flight_rows: int = 0
+    """Rows on their way."""
+    sent_bytes: int = 0
+    """Bytes of the chunks that were acknowledged."""
+    chunks: int = 0
+    """Chunks that were acknowledged."""
+    reconnects: int = 0
+    """Times that the stream was opened again."""
+
+
+@dataclass(frozen=True)
+class CloseReport:
+    """What became of the rows in the end."""
+
+    acknowledged_rows: int = 0
+    """Rows that the server has stored."""
+    dropped_rows: dict[str, int] = field(default_factory=dict)
+    """Rows that it has not, by reason; as in AgentStats, without those unsent."""
+    unsent_rows: int = 0
+    """Rows that were still on their way when the time was up."""
+
+
+def read(words: memoryview, leftover: str | None) -> AgentStats:
+    """Reads the counters.
+
+    Args:
+        words: the counters, as "Q".
+        leftover: what became of the rows that are nowhere else; None while they are in flight.
+    """
+    # Before OFFERED, so that rows that move in between do not make the rest negative.
+    acknowledged = words[Word.ACKNOWLEDGED]
+    dropped = {reason: sum(words[w] for w in where) for reason, where in _REASONS.items()}
+    offered = words[Word.OFFERED]
+    rest = offered - acknowledged - sum(dropped.values())
+    if leftover:
+        dropped[leftover] = dropped.get(leftover, 0) + rest
+    return AgentStats(
+        offered_rows=offered,
+        acknowledged_rows=acknowledged,
+        dropped_rows={reason: rows for reason, rows in dropped.items() if rows},
+        in_flight_rows=0 if leftover else rest,
+        sent_bytes=words[Word.SENT_BYTES],
+        chunks=words[Word.CHUNKS],
+        reconnects=words[Word.RECONNECTS],
+    )

@@ -1,0 +1,426 @@
+"""The framer: steps and events of the engine in, ops and frames out.
+
+Rows linger until they make a frame, so ops are written in another order than that in which things
+happened. What keeps the outcome the same is that a run of lingering rows is flushed before any op
+that could tell the difference: one that hands a block of the run to somebody, reads it, forgets
+it, or ends the request. The server resolves cached blocks through its slot map at that point of the
+ops.
+
+No I/O and no clock; the time is passed in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+import numpy as np
+import numpy.typing as npt
+
+from routetrace.capture_agent.chunks import NO_BLOCKS, Blocks, ChunkBuilder
+from routetrace.capture_agent.counters import Word
+from routetrace.capture_agent.linger import LANE_MASK, Bytes, Ints, Linger
+from routetrace.capture_agent.window import Slots, SlotWindow, as_ids
+from routetrace.v1 import routetrace_pb2 as pb
+from routetrace.v1.frame import invalid_rows
+from routetrace.v1.layout import RoutingLayout
+from routetrace.v1.records import U32, OpKind, TokenDigest
+
+#: Rows of one request in one frame at most.
+MAX_ROWS = 2048
+
+#: Tokens between digests where there are no blocks.
+_DIGEST_TOKENS = 256
+
+
+@dataclass(slots=True)
+class _Request:
+    request_id: str
+    lane: int
+    order: int = 0  # in which requests began; 0: the server was never told of it
+    blocks: Blocks = field(default_factory=lambda: NO_BLOCKS)
+    emitted: int = 0  # positions below may have rows at the server
+    owned_from: int = 0  # blocks from this index on are in the index of writers
+    digest_at: int = 0  # position of the digest that was sent at begin
+    lost: bool = False  # dropped: takes no rows any more
+
+
+class Framer:
+    """Turns what an engine reports into ops and frames.
+
+    Args:
+        layout: columns of the rows.
+        block_size: tokens per KV block; 0 if slots are not told.
+        num_blocks: blocks in the pool.
+        frame_rows: rows that make a frame.
+        linger_s: seconds that rows wait for it.
+        out: where ops and frames go.
+        drop: told of rows that will not be sent: drop(counter, rows).
+    """
+
+    def __init__(
+        self,
+        layout: RoutingLayout,
+        block_size: int,
+        num_blocks: int,
+        frame_rows: int,
+        linger_s: float,
+        out: ChunkBuilder,
+        drop: Callable[[Word, int], None],
+    ) -> None:
+        self._layout = layout
+        self._block_size = block_size
+        self._frame_rows = frame_rows
+        self._linger_s = linger_s
+        self._out = out
+        self._drop = drop
+        self._linger = Linger(layout.row_bytes, frame_rows)
+        self._requests: dict[int, _Request] = {}  # by lane
+        self._begun = 0
+        # Who was given a block to write last, and which of its blocks it is.
+        self._writer = np.full(num_blocks, -1, np.int64)
+        self._index = np.zeros(num_blocks, np.int64)
+        self._window = SlotWindow(layout, out, drop)
+        # Set where memory is too short even for events: requests that begin are not reported, and
+        # slots are forgotten before anything else is.
+        self.muted = False
+        self._forgetful = False
+        self.events: Mapping[str, Callable[..., None]] = {
+            "begin": self.begin,
+            "blocks": self.add_blocks,
+            "rewind": self.rewind,
+            "preempt": self.preempt,
+            "resume": self.resume,
+            "finish": self.finish,
+            "external": self.external,
+            "reset": self.reset,
+            "lost": self.lost,
+        }
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the rows that linger."""
+        return self._linger.nbytes + self._window.rows * self._layout.row_bytes
+
+    # ------------------------------------------------------------------ rows
+
+    def step(self, now: float, step: int, version: int, runs: Ints, rows: Bytes) -> None:
+        """Rows of one forward pass.
+
+        Args:
+            now: time.
+            step: its number.
+            version: weight version that computed them.
+            runs: [m, 3] of (handle, position, count).
+            rows: [n, row_bytes]; copied.
+        """
+        self._window.flush()
+        lanes, positions, counts = runs[:, 0] & LANE_MASK, runs[:, 1], runs[:, 2]
+        quick = self._linger.fits(lanes, positions, counts, version)
+        if quick.all():
+            self._linger.extend(now, step, version, lanes, counts, rows)
+            return
+        if quick.any():
+            mask = np.repeat(quick, counts)
+            self._linger.extend(now, step, version, lanes[quick], counts[quick], rows[mask])
+        stops = np.cumsum(counts)
+        for i in np.flatnonzero(~quick).tolist():
+            run = rows[stops[i] - counts[i] : stops[i]]
+            self._append(now, step, version, int(lanes[i]), int(positions[i]), run)
+
+    def _append(
+        self, now: float, step: int, version: int, lane: int, position: int, rows: Bytes
+    ) -> None:
+        """Appends a run that does not simply continue its request, or fills a frame."""
+        request, linger = self._requests[lane], self._linger
+        self._rewind(request, position)
+        if request.lost:
+            self._drop(Word.QUEUE_FULL, len(rows))
+            return
+        if position != linger.end[lane] or version != linger.version[lane]:
+            self._flush(request)
+            linger.end[lane] = position
+        while len(rows):
+            fill = int(linger.fill[lane])
+            if fill + len(rows) < self._frame_rows:
+                one = np.array([lane])
+                linger.extend(now, step, version, one, np.array([len(rows)]), rows)
+                return
+            take = MAX_ROWS - fill
+            frame = rows[:take].copy()  # the memory they came in is used again
+            if fill:
+                frame = np.concatenate([linger.take(lane), frame])
+            start = int(linger.end[lane]) - fill
+            linger.end[lane] = start + len(frame)
+            self._emit(request, start, frame, step, version)
+            rows = rows[take:]
+
+    def step_slots(self, now: float, step: int, version: int, slots: Slots, rows: Bytes) -> None:
+        """Rows [n, row_bytes] of one forward pass at `slots` [n]."""
+        self._flush_all()
+        self._window.add(now, step, version, slots, rows)
+
+    def tick(self, now: float) -> None:
+        """Flushes what has lingered for long enough."""
+        before = now - self._linger_s
+        for lane in self._linger.expired(before):
+            self._flush(self._requests[lane])
+        if self._window.since <= before:
+            self._window.flush()
+
+    # ------------------------------------------------------------------ events
+
+    def begin(
+        self,
+        handle: int,
+        request_id: str,
+        facts: bytes,
+        num_computed_tokens: int,
+        blocks: bytes,
+        prompt: bytes | None,
+    ) -> None:
+        """A request begins; `facts` is a RequestBegin, `blocks` and `prompt` are uint32."""
+        lane = handle & LANE_MASK
+        block_ids = np.frombuffer(blocks, U32)
+        request = _Request(request_id, lane, lost=self.muted)
+        self._linger.begin(lane, num_computed_tokens)
+        self._linger.open[lane] = not self.muted
+        self._requests[lane] = request
+        if self.muted:
+            self._forgetful = True
+            return
+        self._begun += 1
+        request.order = self._begun
+        request.emitted = num_computed_tokens
+        self._remember()
+        self._flush_writers(block_ids)
+        self._out.begin(
+            request_id, pb.RequestBegin.FromString(facts), num_computed_tokens, block_ids
+        )
+        self._give(request, block_ids, num_computed_tokens)
+        if prompt:
+            digest = TokenDigest()
+            value = digest.update(np.frombuffer(prompt, U32))
+            request.digest_at = digest.position
+            self._out.op(OpKind.DIGEST, request_id, position=digest.position, value=value)
+
+    def add_blocks(self, handle: int, blocks: bytes) -> None:
+        """A request gets more blocks."""
+        if request := self._reported(handle):
+            block_ids = np.frombuffer(blocks, U32)
+            self._flush_writers(block_ids)
+            self._out.op(OpKind.BLOCKS, request.request_id, blocks=block_ids)
+            known = len(request.blocks)
+            request.blocks = np.concatenate([request.blocks, block_ids])
+            self._own(request, max(known, request.owned_from), len(request.blocks))
+
+    def rewind(self, handle: int, position: int) -> None:
+        """Rows at `position` and after were rejected."""
+        self._rewind(self._requests[handle & LANE_MASK], position)
+
+    def preempt(self, handle: int, num_tokens: int) -> None:
+        """A request gives up its blocks; rows at `num_tokens` and after were not kept."""
+        if request := self._reported(handle):
+            self._drop(Word.REWOUND, self._linger.cut(request.lane, num_tokens))
+            self._flush(request)
+            self._out.op(OpKind.PREEMPT, request.request_id, position=num_tokens)
+            request.blocks = NO_BLOCKS
+            request.emitted = min(request.emitted, num_tokens)
+        else:
+            self.rewind(handle, num_tokens)
+
+    def resume(self, handle: int, num_computed_tokens: int, blocks: bytes) -> None:
+        """A request starts over as a new attempt."""
+        if request := self._reported(handle):
+            block_ids = np.frombuffer(blocks, U32)
+            self._remember()
+            self._flush(request)
+            self._flush_writers(block_ids)
+            self._out.op(
+                OpKind.RESUME, request.request_id, position=num_computed_tokens, blocks=block_ids
+            )
+            self._linger.end[request.lane] = num_computed_tokens
+            request.emitted = num_computed_tokens
+            self._give(request, block_ids, num_computed_tokens)
+            if request.lost:
+                self._lose(request, num_computed_tokens, 0, pb.MISSING_REASON_QUEUE_FULL)
+
+    def finish(self, handle: int, num_tokens: int, reason: int, tokens: bytes | None) -> None:
+        """A request ends with `num_tokens` tokens; `tokens`, if told, is uint32."""
+        lane = handle & LANE_MASK
+        request = self._requests[lane]
+        self._flush(request)
+        if tokens and not request.lost:
+            self._digests(request, np.frombuffer(tokens, U32))
+        if request.order:
+            self._out.op(OpKind.FINISH, request.request_id, count=num_tokens, arg=reason)
+        self._linger.open[lane] = False
+        del self._requests[lane]
+
+    def external(self, blocks: bytes) -> None:
+        """KV of blocks was loaded from elsewhere."""
+        if self.muted:
+            self._forgetful = True
+            return
+        self._remember()
+        self._flush_all()
+        self._window.flush()
+        self._out.op(OpKind.EXTERNAL, blocks=np.frombuffer(blocks, U32))
+
+    def reset(self) -> None:
+        """The engine forgot its prefix cache."""
+        if self.muted:
+            self._forgetful = True
+            return
+        self._flush_all()
+        self._window.flush()
+        self._forgetful = False
+        self._out.op(OpKind.RESET)
+
+    def lost(self, spans: list[tuple[int, int, int, int]], blocks: bytes) -> None:
+        """Rows that never came here: (handle, start, stop, reason), and slots in `blocks`."""
+        for handle, position, stop, reason in spans:
+            request = self._requests[handle & LANE_MASK]
+            self._rewind(request, position)
+            if not request.lost:
+                self._flush(request)
+                self._lose(request, position, stop - position, reason)
+                self._linger.end[request.lane] = stop
+        if blocks:
+            self.external(blocks)
+
+    def close(self) -> None:
+        """No more will come: flushes everything, and says so for requests that live."""
+        self._flush_all()
+        self._window.flush()
+        for lane, request in self._requests.items():
+            if not request.lost:
+                end = int(self._linger.end[lane])
+                self._lose(request, end, 0, pb.MISSING_REASON_AGENT_LOST)
+
+    # ------------------------------------------------------------------ memory
+
+    def flush(self) -> None:
+        """Flushes everything that lingers."""
+        self._flush_all()
+        self._window.flush()
+
+    def shed(self, nbytes: int) -> None:
+        """Drops whole requests that have rows here, newest first, until `nbytes` are free."""
+        target = self.nbytes - nbytes
+        self._window.shed()
+        waiting = [self._requests[lane] for lane in self._linger.lingering()]
+        for request in sorted(waiting, key=lambda r: -r.order):
+            if self.nbytes <= target:
+                return
+            lane = request.lane
+            start = int(self._linger.end[lane] - self._linger.fill[lane])
+            self._drop(Word.QUEUE_FULL, self._linger.cut(lane, 0))
+            self._linger.open[lane] = False
+            request.lost = True
+            self._lose(request, start, 0, pb.MISSING_REASON_QUEUE_FULL)
+
+    def _reported(self, handle: int) -> _Request | None:
+        """The request, unless there is no memory to say more about it."""
+        request = self._requests[handle & LANE_MASK]
+        if request.lost and (self.muted or not request.order):
+            self._forgetful = True
+            return None
+        return request
+
+    def _remember(self) -> None:
+        """Slots may have changed hands without a word: all are unknown."""
+        if self._forgetful:
+            self._flush_all()
+            self._forgetful = False
+            self._out.op(OpKind.RESET)
+
+    # ------------------------------------------------------------------ flushing
+
+    def _flush_all(self) -> None:
+        for lane in self._linger.lingering():
+            self._flush(self._requests[lane])
+
+    def _flush(self, request: _Request) -> None:
+        linger, lane = self._linger, request.lane
+        fill = int(linger.fill[lane])
+        if fill:
+            start = int(linger.end[lane]) - fill
+            step, version = int(linger.step[lane]), int(linger.version[lane])
+            self._emit(request, start, linger.take(lane), step, version)
+
+    def _flush_writers(self, blocks: Blocks) -> None:
+        """Flushes the lingering rows in any of these blocks."""
+        self._window.flush()
+        if not len(blocks):
+            return
+        linger, size = self._linger, self._block_size
+        lanes, index = self._writer[blocks], self._index[blocks]
+        owned = lanes >= 0
+        lanes, index = lanes[owned], index[owned]
+        end, fill = linger.end[lanes], linger.fill[lanes]
+        hit = (fill > 0) & (index * size < end) & ((index + 1) * size > end - fill)
+        for lane in set(lanes[hit].tolist()):
+            self._flush(self._requests[lane])
+
+    def _give(self, request: _Request, blocks: Blocks, num_computed_tokens: int) -> None:
+        """A request starts with these blocks, and writes from its first uncached token on."""
+        request.blocks = blocks
+        request.owned_from = num_computed_tokens // self._block_size if self._block_size else 0
+        self._own(request, request.owned_from, len(blocks))
+
+    def _own(self, request: _Request, start: int, stop: int) -> None:
+        """Enters blocks start .. stop of a request into the index of writers."""
+        mine = request.blocks[start:stop]
+        self._writer[mine] = request.lane
+        self._index[mine] = np.arange(start, start + len(mine))
+
+    # ------------------------------------------------------------------ ops
+
+    def _emit(self, request: _Request, position: int, rows: Bytes, step: int, version: int) -> None:
+        """Rows [n, row_bytes] from `position` on; those with invalid ids become LOST."""
+        ids = as_ids(rows, self._layout)
+        bad = invalid_rows(ids, self._layout.num_experts)
+        edges = {0, len(ids), *range(0, len(ids), self._out.max_rows)}
+        edges.update((np.flatnonzero(bad[1:] != bad[:-1]) + 1).tolist())
+        for start, stop in pairwise(sorted(edges)):
+            at, n = position + start, stop - start
+            if bad[start]:
+                self._drop(Word.INVALID_IDS, n)
+                self._lose(request, at, n, pb.MISSING_REASON_INVALID_IDS)
+            else:
+                self._out.rows(request.request_id, at, ids[start:stop], step, version)
+        request.emitted = max(request.emitted, position + len(rows))
+
+    def _rewind(self, request: _Request, position: int) -> None:
+        """Takes back the rows at `position` and after, if there are any."""
+        linger, lane = self._linger, request.lane
+        if position < request.emitted:
+            self._out.op(OpKind.REWIND, request.request_id, position=position)
+            request.emitted = position
+            if request.lost:
+                self._lose(request, position, 0, pb.MISSING_REASON_QUEUE_FULL)
+        if position >= linger.end[lane]:
+            return
+        self._drop(Word.REWOUND, linger.cut(lane, position))
+        linger.end[lane] = position
+        if self._block_size and position < request.owned_from * self._block_size:
+            # It will write into blocks that it shares.
+            first, stop = position // self._block_size, request.owned_from
+            self._flush_writers(request.blocks[first:stop])
+            self._own(request, first, stop)
+            request.owned_from = first
+
+    def _lose(self, request: _Request, position: int, count: int, reason: int) -> None:
+        self._out.op(OpKind.LOST, request.request_id, arg=reason, position=position, count=count)
+
+    def _digests(self, request: _Request, tokens: npt.NDArray[np.uint32]) -> None:
+        digest = TokenDigest()
+        every = self._block_size or _DIGEST_TOKENS
+        for start in range(0, len(tokens), every):
+            value = digest.update(tokens[start : start + every])
+            if digest.position != request.digest_at:
+                self._out.op(
+                    OpKind.DIGEST, request.request_id, position=digest.position, value=value
+                )

@@ -1,0 +1,159 @@
+"""Rows that wait for their frame to fill up: per request, a run of consecutive positions.
+
+A decode step brings one row to each of hundreds of requests, so all of this is columns: requests
+are lanes, numbers from 0 that are used again, and a step is a handful of array operations.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+Ints = npt.NDArray[np.int64]
+Bytes = npt.NDArray[np.uint8]
+
+#: A handle is a lane and, above these bits, how often the lane was handed out.
+LANE_BITS = 20
+LANE_MASK = (1 << LANE_BITS) - 1
+
+_FIRST_LANES = 64
+_FIRST_ROWS = 1024
+
+
+class Linger:
+    """Runs of lingering rows by lane; positions [end - fill, end) linger.
+
+    Args:
+        row_bytes: bytes of a row.
+        frame_rows: rows that a lane holds at most.
+    """
+
+    def __init__(self, row_bytes: int, frame_rows: int) -> None:
+        self.frame_rows = frame_rows
+        self._row_bytes = row_bytes
+        self.end: Ints = np.zeros(0, np.int64)  # next position
+        self.fill: Ints = np.zeros(0, np.int64)  # lingering rows
+        self.version: Ints = np.zeros(0, np.int64)  # their weight version
+        self.step: Ints = np.zeros(0, np.int64)  # step of the last of them
+        self.since: npt.NDArray[np.float64] = np.zeros(0)  # when the first came
+        self.open: npt.NDArray[np.bool_] = np.zeros(0, np.bool_)  # takes rows
+        self._first: Ints = np.zeros(0, np.int64)  # scratch: some run of the lane in this step
+        # Rows live in one arena, wherever there was room; a lane knows where its rows are.
+        self._arena: Bytes = np.empty((0, row_bytes), np.uint8)
+        self._places = np.empty((0, frame_rows), np.int32)
+        self._free = np.empty(0, np.int32)  # a stack; the first `_num_free` are free
+        self._num_free = 0
+        self._add_lanes(_FIRST_LANES)
+
+    @property
+    def rows(self) -> int:
+        """Rows that linger, of all lanes."""
+        return len(self._arena) - self._num_free
+
+    @property
+    def nbytes(self) -> int:
+        """Their bytes."""
+        return self.rows * self._row_bytes
+
+    def begin(self, lane: int, position: int) -> None:
+        """A lane is handed out; its first row will be at `position`."""
+        if lane >= len(self.end):
+            self._add_lanes(max(2 * len(self.end), lane + 1))
+        self.end[lane], self.fill[lane], self.open[lane] = position, 0, True
+
+    def fits(self, lanes: Ints, positions: Ints, counts: Ints, version: int) -> Any:
+        """Which runs simply continue their lane and leave room in it; bool [m]."""
+        order = np.arange(len(lanes))
+        self._first[lanes] = order
+        if not np.array_equal(self._first[lanes], order):  # a lane twice: one after the other
+            return np.zeros(len(lanes), np.bool_)
+        fill = self.fill[lanes]
+        good = self.open[lanes] & (positions == self.end[lanes])
+        good &= (fill == 0) | (self.version[lanes] == version)
+        good &= fill + counts < self.frame_rows
+        return good
+
+    def extend(
+        self, now: float, step: int, version: int, lanes: Ints, counts: Ints, rows: Bytes
+    ) -> None:
+        """Appends runs that fit.
+
+        Args:
+            now: time.
+            step: number of the step.
+            version: weight version that computed the rows.
+            lanes: [m], each once.
+            counts: [m] rows per lane.
+            rows: [sum(counts), row_bytes], in the order of the lanes.
+        """
+        n = len(rows)
+        if n > self._num_free:
+            self._add_rows(max(len(self._arena), n, _FIRST_ROWS))
+        self._num_free -= n
+        places = self._free[self._num_free : self._num_free + n]
+        self._arena[places] = rows
+        fill = self.fill[lanes]
+        if n == len(lanes):
+            self._places[lanes, fill] = places
+        else:
+            # Row i of a run goes to fill + i.
+            ahead = np.repeat(fill - np.cumsum(counts) + counts, counts)
+            self._places[np.repeat(lanes, counts), ahead + np.arange(n)] = places
+        fresh = lanes[fill == 0]
+        self.since[fresh] = now
+        self.version[fresh] = version
+        self.step[lanes] = step
+        self.fill[lanes] = fill + counts
+        self.end[lanes] += counts
+
+    def take(self, lane: int) -> Bytes:
+        """Takes the rows of a lane out, in order: [fill, row_bytes], a copy."""
+        places = self._places[lane, : self.fill[lane]]
+        rows = self._arena[places]
+        self._release(places)
+        self.fill[lane] = 0
+        return rows
+
+    def cut(self, lane: int, position: int) -> int:
+        """Forgets the rows of a lane at and after `position`; returns how many there were."""
+        fill, end = int(self.fill[lane]), int(self.end[lane])
+        keep = min(fill, max(0, position - (end - fill)))
+        self._release(self._places[lane, keep:fill])
+        self.fill[lane] = keep
+        if keep < fill:
+            self.end[lane] = position
+        return fill - keep
+
+    def expired(self, before: float) -> list[int]:
+        """Lanes whose first row came before that time."""
+        return np.flatnonzero((self.fill > 0) & (self.since <= before)).tolist()
+
+    def lingering(self) -> list[int]:
+        """Lanes that hold rows."""
+        return np.flatnonzero(self.fill).tolist()
+
+    def _release(self, places: npt.NDArray[np.int32]) -> None:
+        self._free[self._num_free : self._num_free + len(places)] = places
+        self._num_free += len(places)
+
+    def _add_lanes(self, num_lanes: int) -> None:
+        more = num_lanes - len(self.end)
+        for name in ("end", "fill", "version", "step", "since", "open", "_first"):
+            column = getattr(self, name)
+            setattr(self, name, np.concatenate([column, np.zeros(more, column.dtype)]))
+        more_places = np.empty((more, self.frame_rows), np.int32)
+        self._places = np.concatenate([self._places, more_places])
+
+    def _add_rows(self, more: int) -> None:
+        old = len(self._arena)
+        arena = np.empty((old + more, self._row_bytes), np.uint8)
+        arena[:old] = self._arena
+        self._arena = arena
+        free = np.empty(old + more, np.int32)
+        free[: self._num_free] = self._free[: self._num_free]
+        # Downwards, so that rows are handed out upwards.
+        free[self._num_free : self._num_free + more] = np.arange(old + more - 1, old - 1, -1)
+        self._num_free += more
+        self._free = free

@@ -1,0 +1,157 @@
+"""The engine's end of the background: shared memory, a socket to wake it, and how it is started.
+
+A child process gets the memory and its end of the socket by file descriptor, and none of it has a
+name: whichever side is killed, nothing is left behind in /dev/shm. It is a plain subprocess and not
+one of multiprocessing's, so that it does not import the engine's main module again, and so that
+daemonic worker processes may have it.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import pickle
+import select
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+
+from routetrace.capture_agent.config import AgentConfig
+from routetrace.capture_agent.counters import COUNTER_BYTES, Ended, Word
+from routetrace.capture_agent.ring import Ring
+from routetrace.capture_agent.worker import Worker
+
+_BOOT = """\
+import pickle, signal, sys
+for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP): signal.signal(number, signal.SIG_IGN)
+sys.path[:] = pickle.load(sys.stdin.buffer)
+from routetrace.capture_agent.worker import main
+main()
+"""
+
+#: Bytes in the ring above which the background is woken before its next round is due.
+_WAKE_BYTES = 1 << 20
+
+
+class WorkerLink:
+    """Starts the background and stays in touch with it; used by the engine's side alone."""
+
+    def __init__(self, config: AgentConfig) -> None:
+        size = COUNTER_BYTES + config.ring_bytes
+        self._owner = os.getpid()
+        self._sock, theirs = socket.socketpair()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._inherited = [self._sock]
+        if config.mode == "process":
+            fd = _anonymous_file(size)
+            self._memory = memoryview(mmap.mmap(fd, size))
+            try:
+                self._process = _spawn(config, fd, theirs)
+            finally:
+                os.close(fd)
+                theirs.close()
+            # Reaps it, and is how its end is noticed.
+            work: Callable[[], object] = self._process.wait
+        else:
+            self._memory = memoryview(mmap.mmap(-1, size))
+            self._inherited.append(theirs)
+            work = Worker(config, self._memory, theirs, 0).run
+        self._sock.setblocking(False)
+        self.words = self._memory[:COUNTER_BYTES].cast("Q")
+        self.ring = Ring(self._memory[COUNTER_BYTES:])
+        self._woken_at = 0
+        self._thread = threading.Thread(target=work, name="routetrace-worker", daemon=True)
+        self._thread.start()
+
+    @property
+    def alive(self) -> bool:
+        """Whether the background is running."""
+        return self._thread.is_alive()
+
+    @property
+    def pid(self) -> int:
+        """Process that the background runs in."""
+        return self._process.pid if self._process else os.getpid()
+
+    @property
+    def leftover(self) -> str | None:
+        """What became of rows that are nowhere, once the background is gone; None while it runs."""
+        if self.alive:
+            return None
+        ended = self.words[Word.ENDED]
+        return Ended(ended).name.lower() if ended else "agent_lost"
+
+    def wake(self) -> None:
+        """Has the background look at the ring now."""
+        with suppress(OSError):  # full: it is awake; closed: it is gone
+            self._sock.send(b"\0")
+
+    def wake_if_behind(self) -> None:
+        """As `wake`, if much has been written since it was last woken."""
+        written = self.ring.written
+        if written - self._woken_at >= _WAKE_BYTES:
+            self._woken_at = written
+            self.wake()
+
+    def wait(self, seconds: float) -> None:
+        """Waits for the background to report something, or to end."""
+        try:
+            poll = select.poll()
+            poll.register(self._sock, select.POLLIN)
+            if poll.poll(max(0.0, seconds * 1000)) and not self._sock.recv(4096):
+                self._thread.join(seconds)
+        except (OSError, ValueError):
+            pass  # another thread read it, or closed the socket
+
+    def hang_up(self) -> None:
+        """Has the background finish, in its own time."""
+        if os.getpid() == self._owner:
+            with suppress(OSError):  # it is gone
+                # Not close() alone: some forked process may hold the socket as well.
+                self._sock.shutdown(socket.SHUT_RDWR)
+            self._sock.close()
+
+    def close(self, deadline: float) -> None:
+        """Has the background finish by `deadline` (monotonic), and ends it then."""
+        self.words[Word.DEADLINE] = int(deadline * 1e9)
+        self.hang_up()
+        self._thread.join(max(0.0, deadline - time.monotonic()))
+        if self._process and self.alive:
+            self._process.kill()
+            self._thread.join(1)
+
+    def forget_in_child(self) -> None:
+        """After a fork, in the child: lets go of what belongs to the parent."""
+        for sock in self._inherited:
+            sock.close()
+
+
+def _anonymous_file(size: int) -> int:
+    if hasattr(os, "memfd_create"):
+        fd = os.memfd_create("routetrace")
+    else:
+        with tempfile.TemporaryFile() as file:
+            fd = os.dup(file.fileno())
+    os.ftruncate(fd, size)
+    return fd
+
+
+def _spawn(config: AgentConfig, memory_fd: int, sock: socket.socket) -> subprocess.Popen[bytes]:
+    process = subprocess.Popen(
+        [sys.executable, "-c", _BOOT],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        pass_fds=(memory_fd, sock.fileno()),
+        # One thread: it has no linear algebra to do.
+        env={**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
+    )
+    assert process.stdin is not None
+    with process.stdin as stdin:
+        stdin.write(pickle.dumps(sys.path))
+        stdin.write(pickle.dumps((config, memory_fd, sock.fileno(), os.getpid())))
+    return process

@@ -1,0 +1,114 @@
+"""The window of a slot-only engine: rows and slots of some steps, in order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from routetrace.capture_agent.chunks import ChunkBuilder, Ids
+from routetrace.capture_agent.counters import Word
+from routetrace.v1.frame import invalid_rows
+from routetrace.v1.layout import RoutingLayout
+from routetrace.v1.records import OpKind
+
+Slots = npt.NDArray[np.uint64]
+Bytes = npt.NDArray[np.uint8]
+
+#: Rows of one frame at most.
+WINDOW_ROWS = 1024
+
+
+def as_ids(rows: Bytes, layout: RoutingLayout) -> Ids:
+    """Rows [n, row_bytes] as ids [n, L, K]."""
+    ids: npt.NDArray[Any] = rows.view(layout.dtype)
+    return ids.reshape(len(rows), len(layout.layer_ids), layout.top_k)
+
+
+class SlotWindow:
+    """Rows that wait for their frame to fill up.
+
+    Args:
+        layout: columns of the rows.
+        out: where ops and frames go.
+        drop: told of rows that will not be sent: drop(counter, rows).
+    """
+
+    def __init__(
+        self, layout: RoutingLayout, out: ChunkBuilder, drop: Callable[[Word, int], None]
+    ) -> None:
+        self._layout = layout
+        self._out = out
+        self._drop = drop
+        self._clear()
+
+    def _clear(self) -> None:
+        #: Rows that wait.
+        self.rows = 0
+        #: When the first of them came.
+        self.since = 0.0
+        self._version = 0
+        self._steps: list[tuple[int, int]] = []  # (step, rows of it)
+        self._slots: list[Slots] = []
+        self._parts: list[Bytes] = []
+
+    def add(self, now: float, step: int, version: int, slots: Slots, rows: Bytes) -> None:
+        """Adds the rows [n, row_bytes] of one step at `slots` [n]; both are copied."""
+        if version != self._version:
+            self.flush()
+        most = min(WINDOW_ROWS, self._out.max_rows)
+        while len(rows):
+            if not self.rows:
+                self.since, self._version = now, version
+            take = max(1, most - self.rows)
+            self._slots.append(slots[:take].copy())
+            self._parts.append(rows[:take].copy())
+            self._steps.append((step, len(rows[:take])))
+            self.rows += len(rows[:take])
+            slots, rows = slots[take:], rows[take:]
+            if self.rows >= most:
+                self.flush()
+
+    def flush(self) -> None:
+        """Emits what waits."""
+        if not self.rows:
+            return
+        slots = np.concatenate(self._slots)
+        ids = as_ids(np.concatenate(self._parts), self._layout)
+        in_order, version = self._steps, self._version
+        self._clear()
+        bad = invalid_rows(ids, self._layout.num_experts)
+        self._drop(Word.INVALID_IDS, int(bad.sum()))
+        # A step with bad rows is cut out: their slots hold something else from then on.
+        part = row = 0
+        steps: list[tuple[int, int]] = []
+        for step, n in in_order:
+            stop = row + n
+            good = row + np.flatnonzero(~bad[row:stop])
+            if len(good) < n:
+                self._emit(ids[part:row], slots[part:row], steps, version)
+                self._forget(slots[row:stop][bad[row:stop]])
+                self._emit(ids[good], slots[good], [(step, len(good))], version)
+                part, steps = stop, []
+            else:
+                steps.append((step, n))
+            row = stop
+        self._emit(ids[part:], slots[part:], steps, version)
+
+    def shed(self) -> None:
+        """Drops what waits."""
+        if self.rows:
+            self._drop(Word.QUEUE_FULL, self.rows)
+            slots = np.concatenate(self._slots)
+            self._clear()
+            self._forget(slots)
+
+    def _emit(self, ids: Ids, slots: Slots, steps: list[tuple[int, int]], version: int) -> None:
+        if len(ids):
+            self._out.slot_rows(ids, slots, steps, version)
+
+    def _forget(self, slots: Slots) -> None:
+        """Slots were written with what the server will not get."""
+        self._out.op(OpKind.EXTERNAL, blocks=self._out.blocks_of(slots))

@@ -1,0 +1,192 @@
+"""The background: from the ring through framer and chunks to the sender.
+
+Runs in a thread of the engine's process, or in a process of its own; all it shares with the engine
+is a block of memory and a socket. The engine's end of the socket wakes it and, when it is closed by
+close() or by the engine's death, tells it to finish.
+"""
+
+from __future__ import annotations
+
+import logging
+import mmap
+import os
+import pickle
+import select
+import signal
+import socket
+import sys
+import time
+from contextlib import suppress
+
+import numpy as np
+
+from routetrace.capture_agent.chunks import ChunkBuilder
+from routetrace.capture_agent.config import AgentConfig
+from routetrace.capture_agent.counters import COUNTER_BYTES, Word
+from routetrace.capture_agent.feed import EVENT, RECORD, SLOTS, STEP
+from routetrace.capture_agent.framer import Framer
+from routetrace.capture_agent.ring import Ring
+from routetrace.capture_agent.sender import Sender
+
+#: Share of the time for close() that is kept back for ending in good order.
+_RESERVE = 0.1
+
+#: Records taken from the ring before timers and memory are looked at again.
+_BATCH = 64
+
+_log = logging.getLogger(__name__)
+
+
+class Worker:
+    """The background of one agent.
+
+    Args:
+        config: of the agent.
+        memory: counters and ring.
+        sock: its end of the socket.
+        parent: process id of the engine where that is another process, else 0.
+    """
+
+    def __init__(
+        self, config: AgentConfig, memory: memoryview, sock: socket.socket, parent: int
+    ) -> None:
+        self._config = config
+        self._words = memory[:COUNTER_BYTES].cast("Q")
+        self._ring = Ring(memory[COUNTER_BYTES:])
+        self._sock = sock
+        self._parent = parent
+        self._row_bytes = config.layout.row_bytes
+        self._builder = ChunkBuilder(config.layout, config.block_size)
+        self._sender = Sender(config, self._words, self._builder, self._notify)
+        self._framer = Framer(
+            config.layout,
+            config.block_size,
+            config.num_blocks,
+            config.frame_rows,
+            config.linger_s,
+            self._builder,
+            self._drop,
+        )
+        self._pending_since = 0.0
+        # Half of the interval, so that rows and timers are late by no more than all of it.
+        self._poll_ms = max(1, int(config.flush_interval_s * 500))
+
+    def run(self) -> None:
+        """Works until the engine's end of the socket is closed, then finishes."""
+        self._sock.setblocking(False)
+        poll = select.poll()
+        poll.register(self._sock, select.POLLIN)
+        try:
+            more = False
+            while not self._sender.ended:
+                ready = poll.poll(0 if more else self._poll_ms)
+                if (ready and self._hung_up()) or (self._parent and self._orphaned()):
+                    self._finish()
+                    break
+                more = self._work()
+        finally:
+            self._sender.close(time.monotonic() + 1)
+            self._sock.close()
+
+    def _hung_up(self) -> bool:
+        try:
+            return not self._sock.recv(4096)
+        except BlockingIOError:
+            return False
+        except OSError:
+            return True
+
+    def _orphaned(self) -> bool:
+        """The engine died, but some process that it forked still holds its end of the socket."""
+        return os.getppid() != self._parent
+
+    def _work(self) -> bool:
+        """One round; returns whether the ring may hold more."""
+        taken = 0
+        while taken < _BATCH and (record := self._ring.peek()) is not None:
+            self._take(record)
+            self._ring.consume()
+            taken += 1
+        self._framer.tick(time.monotonic())
+        self._ship()
+        self._bound()
+        return taken == _BATCH
+
+    def _take(self, record: memoryview) -> None:
+        now = time.monotonic()
+        kind, m, n, step, version = RECORD.unpack_from(record)
+        at = RECORD.size
+        if kind == EVENT:
+            name, *args = pickle.loads(record[at:])
+            if name == "flush":
+                self._framer.flush()
+                self._ship(everything=True)
+                self._sender.flush(*args)
+            else:
+                self._framer.events[name](*args)
+            return
+        start = at + (24 * m if kind == STEP else 8 * n)
+        rows = np.frombuffer(record, np.uint8, n * self._row_bytes, start)
+        rows = rows.reshape(n, self._row_bytes)
+        if kind == STEP:
+            runs = np.frombuffer(record, np.int64, 3 * m, at).reshape(m, 3)
+            self._framer.step(now, step, version, runs, rows)
+        elif kind == SLOTS:
+            slots = np.frombuffer(record, np.uint64, n, at)
+            self._framer.step_slots(now, step, version, slots, rows)
+
+    def _ship(self, *, everything: bool = False) -> None:
+        """Hands full chunks to the sender, and a part of one that has waited for long enough."""
+        now = time.monotonic()
+        if not self._builder:
+            self._pending_since = now
+        # A part of a chunk that could not be sent yet may as well grow.
+        due = now - self._pending_since >= self._config.flush_interval_s and self._sender.idle
+        if everything or due:
+            self._builder.seal()
+        ready = self._builder.ready
+        if ready:
+            self._pending_since = now
+        while ready:
+            self._sender.put(ready.popleft())
+
+    def _bound(self) -> None:
+        """Keeps memory in bounds."""
+        most = self._config.queue_bytes
+        held = self._sender.nbytes + self._builder.nbytes
+        over = held + self._framer.nbytes - most
+        if over > 0:
+            self._framer.shed(over)
+        # Events of requests that were dropped take memory too; it is little, but it adds up.
+        self._framer.muted = held > most + most // 8
+
+    def _finish(self) -> None:
+        """Sends what is left, within the time there is."""
+        now = time.monotonic()
+        deadline = self._words[Word.DEADLINE] / 1e9 or now + self._config.close_timeout_s
+        deadline -= _RESERVE * (deadline - now)
+        while self._work() and time.monotonic() < deadline:
+            pass
+        self._framer.close()
+        self._ship(everything=True)
+        if not self._sender.drain(deadline):
+            _log.warning("routetrace: closed with chunks that the server did not acknowledge")
+
+    def _drop(self, word: Word, rows: int) -> None:
+        self._words[word] += rows
+
+    def _notify(self) -> None:
+        with suppress(OSError):  # full: it will be read; closed: nobody waits
+            self._sock.send(b"\0")
+
+
+def main() -> None:
+    """The process: reads what it needs from stdin and runs a Worker."""
+    # It ends with the engine, and is the last to know: what ends the engine must not end it first.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s")
+    config, memory_fd, sock_fd, parent = pickle.load(sys.stdin.buffer)
+    memory = mmap.mmap(memory_fd, 0)
+    os.close(memory_fd)
+    Worker(config, memoryview(memory), socket.socket(fileno=sock_fd), parent).run()

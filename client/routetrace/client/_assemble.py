@@ -1,0 +1,341 @@
+"""Puts the messages of a read stream together, and believes none of them unchecked."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+from google.protobuf.message import Message
+
+from routetrace.client.stat import TraceState, facts_from_proto, missing_from_proto
+from routetrace.client.trace import (
+    RoutingTrace,
+    clip_ranges,
+    column_index,
+    incomplete,
+    merge_ranges,
+)
+from routetrace.v1 import routetrace_pb2 as pb
+from routetrace.v1.errors import Corrupt, Unavailable
+from routetrace.v1.frame import decode_frame, read_header
+from routetrace.v1.layout import RoutingLayout
+from routetrace.v1.records import SPAN, U32, Provenance, unpack
+
+#: Positions of one trace: what a stream may make us allocate for.
+MAX_ROWS = 1 << 24
+
+# Allocated on the word of the server alone; what is beyond comes as rows come.
+_FIRST_BYTES = 1 << 30
+
+_PROVENANCE = {p.value: p.name.lower() for p in Provenance}
+
+_M = TypeVar("_M", bound=Message)
+
+
+@dataclass(frozen=True)
+class Want:
+    """What a read asked for."""
+
+    request_id: str
+    """The trace; "" where the server is not asked for one."""
+    layer_ids: tuple[int, ...] | None
+    """Absolute layer ids, ascending; None: all MoE layers."""
+    token_start: int = 0
+    token_stop: int | None = None
+    """One past the last position; None: to the end."""
+    mask: bool = False
+    """Whether missing cells are to be masked; else they are an error."""
+    follow: bool = False
+    """Whether rows come while the request runs: the engine may take some back."""
+    num_rows: int | None = None
+    """Positions that exist, where the server cannot know: reads by KV blocks."""
+
+    @property
+    def name(self) -> str:
+        """For messages."""
+        return f"trace {self.request_id!r}" if self.request_id else "rows of KV blocks"
+
+
+class Assembler:
+    """Turns the messages of one stream into a trace, or into consecutive parts of one.
+
+    Whatever is wrong with the stream ends in an error, never in a wrong or shorter answer:
+
+    * every frame passes its checksums and has the layout's experts and top-k;
+    * every span lies within its frame and within what was asked for;
+    * no cell comes twice, unless the stream follows a running request: an engine may take rows back
+      (rejected speculative tokens), and what comes later is then what holds;
+    * the stream has its end, which counts the spans and accounts for every cell: sent or missing.
+    """
+
+    def __init__(self, want: Want) -> None:
+        self._want = want
+        self._info: pb.TraceInfo | None = None
+        self._end: pb.ReadEnd | None = None
+        self._num_spans = 0
+        self._num_frames = 0
+        self._versions: list[tuple[int, int, int]] = []
+        self._provenance: list[tuple[int, int, str]] = []
+        # Positions: one past the last row that came, and one past the last that was handed out.
+        self._filled = want.token_start
+        self._handed = want.token_start
+
+    @property
+    def state(self) -> TraceState | None:
+        """State of the trace as last told; None before the first message."""
+        return TraceState.from_proto(self._info.state) if self._info else None
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of the trace as last told."""
+        return self._info.num_rows if self._info else 0
+
+    def feed(self, message: pb.GetTraceResponse | pb.GetBlocksResponse | None) -> None:
+        """Takes the next message; None stands for one that does not parse.
+
+        Raises:
+            Corrupt: if it cannot be true.
+        """
+        with _corrupt_if_invalid(self._want.name):
+            if message is None:
+                raise self._corrupt("a message that does not parse")
+            if self._end is not None:
+                raise self._corrupt("a message after the end")
+            # Copies: a part of a message would keep all of it, payload included, alive.
+            if message.HasField("info"):
+                self._learn(_copy(message.info))
+            if self._info is None:
+                raise self._corrupt("no info in the first message")
+            self._take_rows(message)
+            if message.HasField("end"):
+                self._end = _copy(message.end)
+
+    def take(self) -> RoutingTrace | None:
+        """The rows after those handed out, up to the first hole; None if there are none.
+
+        A part that starts before the stop of the one before replaces its rows from there on.
+        """
+        if self._info is None or self._end is not None:
+            return None
+        start = self._handed
+        whole = np.logical_and.reduce(self._valid[:, self._rows(start, self._filled)], axis=0)
+        count = len(whole) if whole.all() else int(whole.argmin())
+        if not count:
+            return None
+        self._handed += count
+        # A copy: the engine may take rows back, and the caller's must not change.
+        return self._build(self._info, start, self._handed, copy=True)
+
+    def finish(self) -> RoutingTrace:
+        """The rows that were not handed out, after the stream ended.
+
+        Raises:
+            Unavailable: if the stream has no end.
+            Corrupt: if its end contradicts what came.
+            Incomplete: if cells are missing, or may be, and the reader wants no mask.
+        """
+        if self._end is None:
+            raise Unavailable(f"{self._want.name}: the stream broke off", retry_after=0.05)
+        with _corrupt_if_invalid(self._want.name):
+            trace = self._finish(self._end)
+        # An ended trace of known length has no rows beyond; of others nobody knows.
+        ended = trace.state is TraceState.COMPLETE or (
+            trace.state is TraceState.INCOMPLETE and trace.num_tokens > 0
+        )
+        unknown_end = not ended and self._want.token_stop != trace.token_stop
+        if not self._want.mask and (unknown_end or trace.missing):
+            raise incomplete(trace, unknown_end)
+        return trace
+
+    def _learn(self, info: pb.TraceInfo) -> None:
+        """Takes facts about the trace; the first ones make room for its rows."""
+        if info.trace_id != self._want.request_id:
+            raise self._corrupt(f"trace {info.trace_id!r}")
+        if self._want.num_rows is not None:  # reads by blocks know of no request
+            info.num_rows = self._want.num_rows
+            info.state = pb.TRACE_STATE_COMPLETE
+        if self._info is None:
+            self._layout = RoutingLayout.from_proto(info.layout)
+            layer_ids = self._want.layer_ids
+            self._layer_ids = self._layout.layer_ids if layer_ids is None else layer_ids
+            row_bytes = self._layout.select(self._layer_ids).row_bytes
+            self._column = {layer: i for i, layer in enumerate(self._layer_ids)}
+            shape = (len(self._layer_ids), 0, self._layout.top_k)
+            self._ids: npt.NDArray[Any] = np.zeros(shape, self._layout.dtype)
+            self._valid: npt.NDArray[np.bool_] = np.zeros(shape[:2], np.bool_)
+            stop = min(info.num_rows, self._want.token_stop or info.num_rows)
+            self._reserve(min(stop, self._want.token_start + _FIRST_BYTES // row_bytes))
+        else:
+            self._check_same(info)
+            if self._want.follow and info.num_rows < self._filled:
+                self._drop_from(max(info.num_rows, self._want.token_start))
+        self._info = info
+
+    def _check_same(self, info: pb.TraceInfo) -> None:
+        for field in ("run", "trace_id", "incarnation", "layout"):
+            first, last = getattr(self._info, field), getattr(info, field)
+            if first != last:
+                raise self._corrupt(f"two values of {field}: {first}, {last}")
+
+    def _take_rows(self, message: pb.GetTraceResponse | pb.GetBlocksResponse) -> None:
+        payload = memoryview(message.payload)
+        lengths = unpack(message.frame_lengths, U32, "frame_lengths").tolist()
+        if sum(lengths) != len(payload):
+            raise self._corrupt(f"frames of {sum(lengths)} bytes in {len(payload)} bytes")
+        spans = unpack(message.spans, SPAN, "spans").tolist()
+        by_frame: dict[int, list[Any]] = {}
+        for span in spans:
+            index = span[2] - self._num_frames
+            if not 0 <= index < len(lengths):
+                raise self._corrupt(f"a span of frame {span[2]}, which is not in its message")
+            by_frame.setdefault(index, []).append(span)
+        self._num_frames += len(lengths)
+        self._num_spans += len(spans)
+        at = 0
+        for index, length in enumerate(lengths):
+            if index in by_frame:
+                self._place(payload[at : at + length], by_frame[index])
+            at += length
+
+    def _place(self, frame: memoryview, spans: list[Any]) -> None:
+        """Decodes a frame and copies rows of it to where its spans say."""
+        header = read_header(frame)
+        model = (self._layout.num_experts, self._layout.top_k)
+        if (header.num_experts, header.top_k) != model:
+            raise self._corrupt(f"a frame of other (num_experts, top_k) than {model}")
+        layer_ids = tuple(i for i in header.layer_ids if i in self._column)
+        if not layer_ids:
+            raise self._corrupt("a frame with none of the layers asked for")
+        columns = column_index([self._column[i] for i in layer_ids])
+        ids = decode_frame(frame, layer_ids=layer_ids)
+        last = self._want.token_stop or MAX_ROWS
+        for position, count, _, row, _, provenance, _, version in spans:
+            stop = position + count
+            if count == 0 or row + count > header.num_rows:
+                raise self._corrupt(f"a span of {count} rows at {row} of {header.num_rows}")
+            if position < self._want.token_start or stop > last:
+                raise self._corrupt(f"rows [{position}, {stop}), which were not asked for")
+            self._reserve(stop)
+            rows = self._rows(position, stop)
+            if self._valid[columns, rows].any():
+                if not self._want.follow:
+                    raise self._corrupt(f"rows [{position}, {stop}) twice")
+                self._handed = min(self._handed, position)
+                self._versions = list(clip_ranges(self._versions, 0, position))
+                self._provenance = list(clip_ranges(self._provenance, 0, position))
+            self._ids[columns, rows] = ids[:, row : row + count]
+            self._valid[columns, rows] = True
+            self._filled = max(self._filled, stop)
+            self._versions.append((position, stop, version))
+            self._provenance.append((position, stop, _PROVENANCE.get(provenance, "unknown")))
+
+    def _drop_from(self, position: int) -> None:
+        """Forgets rows that the engine took back."""
+        self._valid[:, position - self._want.token_start :] = False
+        self._filled = min(self._filled, position)
+        self._handed = min(self._handed, position)
+        self._versions = list(clip_ranges(self._versions, 0, position))
+        self._provenance = list(clip_ranges(self._provenance, 0, position))
+
+    def _rows(self, start: int, stop: int) -> slice:
+        """Where positions are in the arrays."""
+        return slice(start - self._want.token_start, stop - self._want.token_start)
+
+    def _reserve(self, stop: int) -> None:
+        """Makes room for positions before `stop`."""
+        if stop > MAX_ROWS:
+            raise self._corrupt(f"{stop} rows, more than {MAX_ROWS}")
+        ids, valid = self._ids, self._valid
+        old, need = valid.shape[1], stop - self._want.token_start
+        if need <= old:
+            return
+        room = max(need, 2 * old)
+        # Zeros, so that cells that never come do not show what the memory held before.
+        self._ids = np.zeros((len(ids), room, ids.shape[2]), ids.dtype)
+        self._valid = np.zeros((len(valid), room), np.bool_)
+        self._ids[:, :old] = ids
+        self._valid[:, :old] = valid
+
+    def _finish(self, end: pb.ReadEnd) -> RoutingTrace:
+        if end.num_spans != self._num_spans:
+            raise self._corrupt(f"{self._num_spans} spans of {end.num_spans}")
+        self._learn(end.info)
+        start, stop = end.token_start, end.token_stop
+        self._check_range(start, stop, end.info.num_rows)
+        self._reserve(stop)
+        absent = np.zeros((len(self._layer_ids), max(stop - start, 0)), np.bool_)
+        for m in end.missing:
+            if not start <= m.start < m.stop <= stop:
+                raise self._corrupt(f"[{m.start}, {m.stop}) missing in [{start}, {stop})")
+            columns = [self._column[i] for i in m.layer_ids] if m.layer_ids else slice(None)
+            absent[columns, m.start - start : m.stop - start] = True
+        valid = self._valid[:, self._rows(start, stop)]
+        if self._want.follow and (valid & absent).any():
+            self._handed = min(self._handed, start + int((valid & absent).any(axis=0).argmax()))
+            valid &= ~absent
+        wrong = np.argwhere(valid == absent)
+        if len(wrong):
+            layer, row = wrong[0].tolist()
+            raise self._corrupt(
+                f"position {start + row} of layer {self._layer_ids[layer]} as "
+                + ("both there and missing" if absent[layer, row] else "neither there nor missing")
+            )
+        if self._want.num_rows is not None and end.missing:
+            end.info.state = pb.TRACE_STATE_INCOMPLETE
+        trace = self._build(
+            end.info, start, stop, missing=missing_from_proto(end.missing, self._layer_ids)
+        )
+        return trace.tokens(self._handed) if start < self._handed <= stop else trace
+
+    def _check_range(self, start: int, stop: int, num_rows: int) -> None:
+        """Checks the range that was answered against the one that was asked for."""
+        want = self._want
+        asked = num_rows if want.token_stop is None else want.token_stop
+        # A start beyond the last row may have been clamped.
+        if start != want.token_start and not start == stop < want.token_start:
+            raise self._corrupt(f"rows from {start} on, asked for {want.token_start}")
+        if not max(start, min(asked, num_rows)) <= stop <= max(start, asked):
+            raise self._corrupt(f"rows up to {stop} of {num_rows}, asked for {asked}")
+        if self._filled > max(stop, want.token_start):
+            raise self._corrupt(f"rows up to {self._filled} of {stop}")
+
+    def _build(
+        self, info: pb.TraceInfo, start: int, stop: int, *, copy: bool = False, **fields: Any
+    ) -> RoutingTrace:
+        facts = facts_from_proto(info)
+        facts["num_rows"] = max(facts["num_rows"], stop)
+        rows = self._rows(start, stop)
+        ids, valid = self._ids[:, rows], self._valid[:, rows]
+        return RoutingTrace(
+            **facts,
+            **fields,
+            layer_ids=self._layer_ids,
+            token_start=start,
+            token_stop=stop,
+            weight_versions=clip_ranges(merge_ranges(self._versions), start, stop),
+            provenance=clip_ranges(merge_ranges(self._provenance), start, stop),
+            _ids=ids,
+            _valid=valid.copy() if copy else valid,
+        )
+
+    def _corrupt(self, what: str) -> Corrupt:
+        return Corrupt(f"{self._want.name}: the server sent {what}")
+
+
+def _copy(message: _M) -> _M:
+    copy = type(message)()
+    copy.CopyFrom(message)
+    return copy
+
+
+@contextmanager
+def _corrupt_if_invalid(name: str) -> Iterator[None]:
+    """What the server sent is no argument of the caller: it cannot be invalid, only corrupt."""
+    try:
+        yield
+    except (ValueError, KeyError) as error:
+        raise Corrupt(f"{name}: the server sent what cannot be true: {error}") from error

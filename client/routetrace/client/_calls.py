@@ -1,0 +1,238 @@
+"""One function per call of the clients: checks the arguments, returns the plan."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Literal
+
+from routetrace.client import _arguments as check
+from routetrace.client._assemble import Want
+from routetrace.client._core import Config, Plan, pages, read, read_ended, read_parts, unary
+from routetrace.client.stat import TraceStat, TraceState, facts_from_proto, missing_from_proto
+from routetrace.client.trace import RoutingTrace
+from routetrace.v1 import routetrace_pb2 as pb
+
+Missing = Literal["raise", "mask"]
+Policy = Literal["as_sampled", "latest"]
+Errors = Literal["raise", "return"]
+
+_POLICIES = {
+    "as_sampled": pb.READ_POLICY_AS_SAMPLED,
+    "latest": pb.READ_POLICY_LATEST,
+}
+_STATES = tuple(state.value for state in TraceState)
+
+
+def get(
+    config: Config,
+    request_id: str,
+    *,
+    layer_ids: Sequence[int] | None,
+    token_start: int,
+    token_stop: int | None,
+    missing: Missing,
+    wait: float | None,
+    policy: Policy,
+    incarnation: int | None,
+    timeout: float | None,
+) -> Plan[RoutingTrace]:
+    """See RouteClient.get."""
+    want = _want(request_id, layer_ids, token_start, token_stop, missing)
+    request = _get_request(config, want, policy, incarnation)
+    limit = config.limit(timeout)
+    if wait is None:
+        return read("GetTrace", request, want, limit)
+    return read_ended(request, want, check.seconds("wait", wait), limit)
+
+
+def follow(
+    config: Config,
+    request_id: str,
+    *,
+    layer_ids: Sequence[int] | None,
+    token_start: int,
+    token_stop: int | None,
+    missing: Missing,
+    policy: Policy,
+    incarnation: int | None,
+    timeout: float | None,
+) -> Plan[RoutingTrace]:
+    """See RouteClient.follow."""
+    want = _want(request_id, layer_ids, token_start, token_stop, missing, follow=True)
+    request = _get_request(config, want, policy, incarnation)
+    if timeout is not None:
+        check.positive("timeout", timeout)
+    return read_parts(request, want, config.timeout, timeout)
+
+
+def get_blocks(
+    config: Config,
+    engine_id: str,
+    block_ids: Sequence[int],
+    num_tokens: int,
+    *,
+    token_start: int,
+    layer_ids: Sequence[int] | None,
+    missing: Missing,
+    timeout: float | None,
+) -> Plan[RoutingTrace]:
+    """See RouteClient.get_blocks."""
+    want = Want(
+        "",
+        check.layers(layer_ids),
+        check.whole("token_start", token_start),
+        mask=check.choice("missing", missing, ("raise", "mask")) == "mask",
+        num_rows=check.whole("num_tokens", num_tokens),
+    )
+    request = pb.GetBlocksRequest(
+        run=config.run,
+        engine_id=check.text("engine_id", engine_id),
+        block_ids=check.wholes("block_ids", block_ids),
+        num_tokens=num_tokens,
+        token_start=want.token_start,
+        layer_ids=want.layer_ids or (),
+    )
+    return read("GetBlocks", request, want, config.limit(timeout))
+
+
+def stat(
+    config: Config, request_id: str, *, incarnation: int | None, timeout: float | None
+) -> Plan[TraceStat]:
+    """See RouteClient.stat."""
+    request = pb.StatTraceRequest(
+        run=config.run,
+        trace_id=check.text("request_id", request_id),
+        incarnation=_incarnation(incarnation),
+    )
+
+    def convert(response: pb.StatTraceResponse) -> TraceStat:
+        facts = facts_from_proto(response.info)
+        missing = missing_from_proto(response.missing, facts["layout"].layer_ids)
+        return TraceStat(**facts, missing=missing)
+
+    return unary("StatTrace", request, config.limit(timeout), convert)
+
+
+def find(
+    config: Config,
+    *,
+    labels: Mapping[str, str] | None,
+    states: Iterable[TraceState | str],
+    timeout: float | None,
+) -> Plan[TraceStat]:
+    """See RouteClient.find."""
+    names = [check.choice("states", state, _STATES) for state in states]
+    request = pb.ListTracesRequest(
+        run=config.run,
+        labels=labels or {},
+        states=[TraceState(name).to_proto() for name in names],
+    )
+    return pages(request, config.limit(timeout), _stat)
+
+
+def bind(
+    config: Config,
+    engine_id: str,
+    request_id: str,
+    block_ids: Sequence[int],
+    num_tokens: int,
+    *,
+    step: int,
+    trace_id: str,
+    prompt_len: int,
+    labels: Mapping[str, str] | None,
+    ttl_seconds: int,
+    timeout: float | None,
+) -> Plan[TraceStat]:
+    """See RouteClient.bind."""
+    request = pb.BindRequestRequest(
+        run=config.run,
+        engine_id=check.text("engine_id", engine_id),
+        request_id=check.text("request_id", request_id),
+        block_ids=check.wholes("block_ids", block_ids),
+        num_tokens=check.whole("num_tokens", num_tokens, 1),
+        step=check.whole("step", step, 0, 2**64 - 1),
+        begin=pb.RequestBegin(
+            trace_id=trace_id,
+            prompt_len=check.whole("prompt_len", prompt_len),
+            labels=labels or {},
+            ttl_seconds=check.whole("ttl_seconds", ttl_seconds),
+        ),
+    )
+    # Bound once more, blocks that were given away meanwhile would count as missing.
+    return unary(
+        "BindRequest",
+        request,
+        config.limit(timeout),
+        lambda response: _stat(response.trace),
+        idempotent=False,
+    )
+
+
+def delete(config: Config, request_id: str, *, timeout: float | None) -> Plan[None]:
+    """See RouteClient.delete."""
+    request = pb.DeleteTraceRequest(run=config.run, trace_id=check.text("request_id", request_id))
+    return unary("DeleteTrace", request, config.limit(timeout), lambda _: None)
+
+
+def retire_through(config: Config, weight_version: int, *, timeout: float | None) -> Plan[int]:
+    """See RouteClient.retire_through."""
+    request = pb.RetireTracesRequest(
+        run=config.run,
+        through_weight_version=check.whole("weight_version", weight_version, -(2**63), 2**63 - 1),
+    )
+    return unary("RetireTraces", request, config.limit(timeout), lambda r: int(r.num_retired))
+
+
+def renew(
+    config: Config, request_ids: Iterable[str], ttl_seconds: int, *, timeout: float | None
+) -> Plan[int]:
+    """See RouteClient.renew."""
+    request = pb.RenewLeaseRequest(
+        run=config.run,
+        trace_ids=[check.text("request_ids", i) for i in request_ids],
+        ttl_seconds=check.whole("ttl_seconds", ttl_seconds),
+    )
+    return unary("RenewLease", request, config.limit(timeout), lambda r: int(r.num_renewed))
+
+
+def _want(
+    request_id: str,
+    layer_ids: Sequence[int] | None,
+    token_start: int,
+    token_stop: int | None,
+    missing: Missing,
+    *,
+    follow: bool = False,
+) -> Want:
+    return Want(
+        check.text("request_id", request_id),
+        check.layers(layer_ids),
+        check.whole("token_start", token_start),
+        check.stop(token_start, token_stop),
+        mask=check.choice("missing", missing, ("raise", "mask")) == "mask",
+        follow=follow,
+    )
+
+
+def _get_request(
+    config: Config, want: Want, policy: Policy, incarnation: int | None
+) -> pb.GetTraceRequest:
+    return pb.GetTraceRequest(
+        run=config.run,
+        trace_id=want.request_id,
+        token_start=want.token_start,
+        token_stop=want.token_stop or 0,
+        layer_ids=want.layer_ids or (),
+        policy=_POLICIES[check.choice("policy", policy, _POLICIES)],
+        incarnation=_incarnation(incarnation),
+        follow=want.follow,
+    )
+
+
+def _incarnation(incarnation: int | None) -> int:
+    return 0 if incarnation is None else check.whole("incarnation", incarnation, 1)
+
+
+def _stat(info: pb.TraceInfo) -> TraceStat:
+    return TraceStat(**facts_from_proto(info))

@@ -1,0 +1,193 @@
+"""Carries out plans with blocking calls."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Generator, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing
+from itertools import islice
+from typing import Any, TypeVar
+
+import grpc
+
+from routetrace.client._core import (
+    END,
+    Config,
+    Emit,
+    Open,
+    Plan,
+    Receive,
+    Sleep,
+    Step,
+    Unary,
+    methods,
+)
+from routetrace.client._fork import start_over_after_fork
+from routetrace.v1.errors import Closed, RouteTraceError
+
+T = TypeVar("T")
+
+
+class Scope:
+    """Calls, and scopes within, that are given up together."""
+
+    def __init__(self) -> None:
+        self._event = threading.Event()
+        self._lock = threading.Lock()
+        self._members: set[Any] = set()
+
+    @property
+    def cancelled(self) -> bool:
+        """Whether it was given up."""
+        return self._event.is_set()
+
+    def wait(self, seconds: float) -> None:
+        """Sleeps, unless the scope is given up."""
+        self._event.wait(seconds)
+
+    def add(self, member: Any) -> None:
+        """Takes in a call or a scope."""
+        with self._lock:
+            self._members.add(member)
+        if self.cancelled:
+            member.cancel()
+
+    def discard(self, member: Any) -> None:
+        """Lets one go."""
+        with self._lock:
+            self._members.discard(member)
+
+    def cancel(self) -> None:
+        """Gives all up."""
+        self._event.set()
+        with self._lock:
+            members = list(self._members)
+        for member in members:
+            member.cancel()
+
+
+class Driver:
+    """A channel, opened at the first call, and what is under way on it. Thread-safe."""
+
+    def __init__(self, config: Config) -> None:
+        self._config = config
+        self._channel: grpc.Channel | None = None
+        self._start_over()
+        start_over_after_fork(self)
+
+    def _start_over(self) -> Any:
+        inherited, self._channel = self._channel, None
+        self._methods: dict[str, Any] = {}
+        self._lock = threading.Lock()
+        self._scope = Scope()
+        return inherited
+
+    @property
+    def state(self) -> str:
+        """For people: idle, open or closed."""
+        return "closed" if self._scope.cancelled else "open" if self._channel else "idle"
+
+    def close(self) -> None:
+        """Gives up what is under way; there is no way back."""
+        self._scope.cancel()
+        with self._lock:
+            channel, self._channel = self._channel, None
+        if channel is not None:
+            channel.close()
+
+    def one(self, plan: Plan[T], scope: Scope | None = None) -> T:
+        """The one value of a plan."""
+        with closing(self.run(plan, scope)) as values:
+            return next(values)
+
+    def run(self, plan: Plan[T], scope: Scope | None = None) -> Generator[T, None, None]:
+        """The values of a plan."""
+        scope = scope or self._scope
+        outcome: Any = None
+        failure: grpc.RpcError | None = None
+        call: Any = None
+        try:
+            while True:
+                try:
+                    step = plan.send(outcome) if failure is None else plan.throw(failure)
+                except StopIteration:
+                    return
+                outcome = failure = None
+                if isinstance(step, Emit):
+                    yield step.value
+                    continue
+                try:
+                    outcome = self._do(step, scope)
+                except (grpc.RpcError, ValueError) as error:
+                    if scope.cancelled:
+                        raise Closed("the client was closed meanwhile") from error
+                    if not isinstance(error, grpc.RpcError):
+                        raise
+                    failure = error
+                if isinstance(step, Open):
+                    scope.discard(call)
+                    call = outcome
+        finally:
+            scope.discard(call)
+            if call is not None:
+                call.cancel()  # does nothing to a call that has ended
+
+    def _do(self, step: Step[Any], scope: Scope) -> Any:
+        match step:
+            case Unary(name, request, timeout):
+                return self._method(name)(request, timeout=timeout)
+            case Open(name, request, limit):
+                call = self._method(name)(request, timeout=limit)
+                scope.add(call)
+                return call
+            case Receive(call):
+                return next(call, END)
+            case Sleep(seconds):
+                return scope.wait(seconds)
+            case _:
+                raise AssertionError(step)
+
+    def _method(self, name: str) -> Any:
+        with self._lock:
+            if self._scope.cancelled:
+                raise Closed("the client is closed")
+            if self._channel is None:
+                options = self._config.channel_options
+                self._channel = grpc.insecure_channel(self._config.target, options)
+                self._methods = methods(self._channel)
+            return self._methods[name]
+
+    def many(
+        self,
+        plan: Callable[[str], Plan[T]],
+        ids: Iterable[str],
+        prefetch: int,
+        return_errors: bool,
+    ) -> Generator[T | RouteTraceError, None, None]:
+        """The values of one plan per id, in their order, `prefetch` of them at a time."""
+        scope = Scope()
+        self._scope.add(scope)
+        ids = iter(ids)
+        pending: deque[Future[T]] = deque()
+        with ThreadPoolExecutor(prefetch, "routetrace-get-many") as pool:
+            try:
+                while True:
+                    for i in islice(ids, prefetch - len(pending)):
+                        pending.append(pool.submit(lambda i: self.one(plan(i), scope), i))
+                    if not pending:
+                        return
+                    value: T | RouteTraceError
+                    try:
+                        value = pending.popleft().result()
+                    except RouteTraceError as error:
+                        if not return_errors:
+                            raise
+                        value = error
+                    yield value
+            finally:
+                self._scope.discard(scope)
+                scope.cancel()
+                for future in pending:
+                    future.cancel()

@@ -1,0 +1,430 @@
+"""RouteClient: the blocking client."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterable, Mapping, Sequence
+from typing import Any, Literal, overload
+
+from routetrace.client import _arguments, _calls
+from routetrace.client._calls import Errors, Missing, Policy
+from routetrace.client._core import Config, Plan
+from routetrace.client._drive import Driver
+from routetrace.client.stat import TraceStat, TraceState
+from routetrace.client.trace import RoutingTrace
+from routetrace.v1.errors import RouteTraceError
+
+
+class RouteClient:
+    """Reads traces from a routetrace-server. Thread-safe.
+
+    Usable again in a forked child. Fork while no call is under way and no asyncio client is open:
+    gRPC may crash or hang in the child otherwise.
+
+    Connects at the first call. Calls that fail because the server is away or busy are repeated,
+    with growing pauses, until their timeout. Every call raises errors of `routetrace.v1.errors`
+    alone; a gRPC error is at most their `__cause__`:
+
+    * InvalidArgument: an argument is wrong; told before anything is sent where possible
+    * NotFound: no such trace, engine or run
+    * Corrupt: the answer fails its checksums, or contradicts itself
+    * Unavailable, Overloaded: the server could not be reached, or had no room, until the timeout
+    * DeadlineExceeded: no answer within the timeout
+    * Unauthenticated, PermissionDenied
+    * Closed: the client was closed
+
+    Args:
+        target: host:port; $ROUTETRACE_TARGET if None.
+        run: the training job whose traces are meant; $ROUTETRACE_RUN or "default" if None.
+        timeout: seconds that a call may take, where the call is not given its own.
+        max_message_bytes: largest message that is taken or sent.
+        options: more gRPC channel options, which win over the client's own.
+
+    Raises:
+        InvalidArgument: if there is no target, or a number is not positive.
+    """
+
+    def __init__(
+        self,
+        target: str | None = None,
+        *,
+        run: str | None = None,
+        timeout: float = 60.0,
+        max_message_bytes: int = 64 << 20,
+        options: Iterable[tuple[str, Any]] = (),
+    ) -> None:
+        self._config = Config.make(target, run, timeout, max_message_bytes, options)
+        self._driver = Driver(self._config)
+
+    def __repr__(self) -> str:
+        config = self._config
+        return f"<RouteClient {config.target} run={config.run!r} {self._driver.state}>"
+
+    def __enter__(self) -> RouteClient:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Ends what is under way and disconnects; may be called more than once."""
+        self._driver.close()
+
+    def get(
+        self,
+        request_id: str,
+        *,
+        layer_ids: Sequence[int] | None = None,
+        token_start: int = 0,
+        token_stop: int | None = None,
+        missing: Missing = "raise",
+        wait: float | None = None,
+        policy: Policy = "as_sampled",
+        incarnation: int | None = None,
+        timeout: float | None = None,
+    ) -> RoutingTrace:
+        """The rows of one request.
+
+        Args:
+            request_id: the trace's id.
+            layer_ids: absolute decoder layer ids, strictly ascending; all MoE layers if None.
+            token_start: first position.
+            token_stop: one past the last position; to the end if None.
+            missing: what to do if a row asked for is not there: "raise" Incomplete, which a running
+                request is to its end, or "mask" it in `RoutingTrace.valid`.
+            wait: wait as many seconds for the request to be known and to end, in addition to the
+                timeout; None: answer now.
+            policy: which rows to take where a preempted request computed some twice: "as_sampled",
+                those that sampled its tokens, or the "latest".
+            incarnation: which one, from 1; the newest complete one, else the newest, if None.
+            timeout: seconds; the client's if None.
+
+        Raises:
+            Incomplete: if rows are missing and `missing` is "raise"; says which and why.
+            DeadlineExceeded: also if the request had not ended after `wait` seconds; says how far
+                it was.
+            RouteTraceError: see the class.
+        """
+        plan = _calls.get(
+            self._config,
+            request_id,
+            layer_ids=layer_ids,
+            token_start=token_start,
+            token_stop=token_stop,
+            missing=missing,
+            wait=wait,
+            policy=policy,
+            incarnation=incarnation,
+            timeout=timeout,
+        )
+        return self._driver.one(plan)
+
+    @overload
+    def get_many(
+        self,
+        request_ids: Iterable[str],
+        *,
+        prefetch: int = 8,
+        errors: Literal["raise"] = "raise",
+        layer_ids: Sequence[int] | None = None,
+        token_start: int = 0,
+        token_stop: int | None = None,
+        missing: Missing = "raise",
+        wait: float | None = None,
+        policy: Policy = "as_sampled",
+        timeout: float | None = None,
+    ) -> Generator[RoutingTrace, None, None]: ...
+
+    @overload
+    def get_many(
+        self,
+        request_ids: Iterable[str],
+        *,
+        prefetch: int = 8,
+        errors: Literal["return"],
+        layer_ids: Sequence[int] | None = None,
+        token_start: int = 0,
+        token_stop: int | None = None,
+        missing: Missing = "raise",
+        wait: float | None = None,
+        policy: Policy = "as_sampled",
+        timeout: float | None = None,
+    ) -> Generator[RoutingTrace | RouteTraceError, None, None]: ...
+
+    def get_many(
+        self,
+        request_ids: Iterable[str],
+        *,
+        prefetch: int = 8,
+        errors: Errors = "raise",
+        layer_ids: Sequence[int] | None = None,
+        token_start: int = 0,
+        token_stop: int | None = None,
+        missing: Missing = "raise",
+        wait: float | None = None,
+        policy: Policy = "as_sampled",
+        timeout: float | None = None,
+    ) -> Generator[Any, None, None]:
+        """The rows of many requests, in the order of their ids, read ahead in the background.
+
+        Args:
+            request_ids: the traces' ids; taken from as reading gets on.
+            prefetch: most traces that are being read or lie ready.
+            errors: "raise" the error of a trace at its turn, which ends the iteration, or "return"
+                it in its place.
+            layer_ids: as in `get`, and so are the others.
+            token_start: as in `get`.
+            token_stop: as in `get`.
+            missing: as in `get`.
+            wait: as in `get`, for each trace from when its reading starts.
+            policy: as in `get`.
+            timeout: as in `get`, for each trace.
+
+        Returns:
+            A generator; reading starts with its first value, and ends when it is closed.
+
+        Raises:
+            RouteTraceError: as `get`.
+        """
+        _arguments.whole("prefetch", prefetch, 1)
+        _arguments.choice("errors", errors, ("raise", "return"))
+
+        def plan(request_id: str) -> Plan[RoutingTrace]:
+            return _calls.get(
+                self._config,
+                request_id,
+                layer_ids=layer_ids,
+                token_start=token_start,
+                token_stop=token_stop,
+                missing=missing,
+                wait=wait,
+                policy=policy,
+                incarnation=None,
+                timeout=timeout,
+            )
+
+        plan("any").close()  # tells of wrong arguments now
+        return self._driver.many(plan, request_ids, prefetch, errors == "return")
+
+    def follow(
+        self,
+        request_id: str,
+        *,
+        layer_ids: Sequence[int] | None = None,
+        token_start: int = 0,
+        token_stop: int | None = None,
+        missing: Missing = "raise",
+        policy: Policy = "as_sampled",
+        incarnation: int | None = None,
+        timeout: float | None = None,
+    ) -> Generator[RoutingTrace, None, None]:
+        """The rows of one request as they come in, in consecutive parts, until it ends.
+
+        Rows behind a hole are held back until it is filled, or the request has ended. The last part
+        tells how it ended; it may hold no rows. A part that starts before the end of the one before
+        replaces its rows from there on: the engine took them back (rejected speculative tokens).
+
+        Args:
+            request_id: the trace's id.
+            layer_ids: as in `get`.
+            token_start: as in `get`.
+            token_stop: as in `get`.
+            missing: as in `get`; tells at the end, with the last part.
+            policy: as in `get`.
+            incarnation: as in `get`.
+            timeout: seconds for all of it; None: no limit but the request's end.
+
+        Returns:
+            A generator; closing it ends the call.
+
+        Raises:
+            Incomplete: if the request ended with rows missing and `missing` is "raise".
+            Unavailable: also if the connection breaks after a first part.
+            RouteTraceError: see the class.
+        """
+        plan = _calls.follow(
+            self._config,
+            request_id,
+            layer_ids=layer_ids,
+            token_start=token_start,
+            token_stop=token_stop,
+            missing=missing,
+            policy=policy,
+            incarnation=incarnation,
+            timeout=timeout,
+        )
+        return self._driver.run(plan)
+
+    def get_blocks(
+        self,
+        engine_id: str,
+        block_ids: Sequence[int],
+        num_tokens: int,
+        *,
+        token_start: int = 0,
+        layer_ids: Sequence[int] | None = None,
+        missing: Missing = "raise",
+        timeout: float | None = None,
+    ) -> RoutingTrace:
+        """The rows behind KV blocks of one engine, as they are now.
+
+        Args:
+            engine_id: the engine whose blocks are meant.
+            block_ids: the request's blocks, in order.
+            num_tokens: how many rows: those of the first `num_tokens` slots of the blocks.
+            token_start: first of them.
+            layer_ids: as in `get`.
+            missing: as in `get`.
+            timeout: as in `get`.
+
+        Returns:
+            A trace without request id, incarnation and tokens.
+
+        Raises:
+            Incomplete: if rows are missing and `missing` is "raise".
+            RouteTraceError: see the class.
+        """
+        plan = _calls.get_blocks(
+            self._config,
+            engine_id,
+            block_ids,
+            num_tokens,
+            token_start=token_start,
+            layer_ids=layer_ids,
+            missing=missing,
+            timeout=timeout,
+        )
+        return self._driver.one(plan)
+
+    def stat(
+        self, request_id: str, *, incarnation: int | None = None, timeout: float | None = None
+    ) -> TraceStat:
+        """What is known of a trace, and which of its cells are missing.
+
+        Args:
+            request_id: the trace's id.
+            incarnation: as in `get`.
+            timeout: as in `get`.
+
+        Raises:
+            RouteTraceError: see the class.
+        """
+        plan = _calls.stat(self._config, request_id, incarnation=incarnation, timeout=timeout)
+        return self._driver.one(plan)
+
+    def find(
+        self,
+        *,
+        labels: Mapping[str, str] | None = None,
+        states: Iterable[TraceState | str] = (),
+        timeout: float | None = None,
+    ) -> Generator[TraceStat, None, None]:
+        """The traces of the run, newest first; asks for more as the iteration gets on.
+
+        Args:
+            labels: labels that a trace must have, all of them.
+            states: one of these states ("running", "complete", "incomplete"); any if empty.
+            timeout: as in `get`, for each page.
+
+        Raises:
+            RouteTraceError: see the class.
+        """
+        plan = _calls.find(self._config, labels=labels, states=states, timeout=timeout)
+        return self._driver.run(plan)
+
+    def bind(
+        self,
+        engine_id: str,
+        request_id: str,
+        block_ids: Sequence[int],
+        num_tokens: int,
+        *,
+        step: int = 0,
+        trace_id: str = "",
+        prompt_len: int = 0,
+        labels: Mapping[str, str] | None = None,
+        ttl_seconds: int = 0,
+        timeout: float | None = None,
+    ) -> TraceStat:
+        """Makes a trace of the rows behind KV blocks that an agent filled which knows only slots.
+
+        Not repeated if the connection breaks: blocks may be given away in between.
+
+        Args:
+            engine_id: the engine whose blocks are meant.
+            request_id: the request's id in the engine.
+            block_ids: the request's blocks, in order.
+            num_tokens: tokens of the request; it has one row less.
+            step: last engine step that the request took part in; rows written later count as
+                missing, and the server waits for it. 0: take what is there.
+            trace_id: the trace's id; the request's if "".
+            prompt_len: prompt tokens; 0 if unknown.
+            labels: what to find the trace by.
+            ttl_seconds: seconds that it lives after its last change; 0: the server's default.
+            timeout: as in `get`.
+
+        Raises:
+            RouteTraceError: see the class.
+        """
+        plan = _calls.bind(
+            self._config,
+            engine_id,
+            request_id,
+            block_ids,
+            num_tokens,
+            step=step,
+            trace_id=trace_id,
+            prompt_len=prompt_len,
+            labels=labels,
+            ttl_seconds=ttl_seconds,
+            timeout=timeout,
+        )
+        return self._driver.one(plan)
+
+    def delete(self, request_id: str, *, timeout: float | None = None) -> None:
+        """Forgets a trace at once.
+
+        Args:
+            request_id: the trace's id.
+            timeout: as in `get`.
+
+        Raises:
+            RouteTraceError: see the class.
+        """
+        return self._driver.one(_calls.delete(self._config, request_id, timeout=timeout))
+
+    def retire_through(self, weight_version: int, *, timeout: float | None = None) -> int:
+        """Forgets the ended traces of the run that hold nothing newer than a weight version.
+
+        Args:
+            weight_version: the newest version that is to go.
+            timeout: as in `get`.
+
+        Returns:
+            How many were forgotten.
+
+        Raises:
+            RouteTraceError: see the class.
+        """
+        return self._driver.one(
+            _calls.retire_through(self._config, weight_version, timeout=timeout)
+        )
+
+    def renew(
+        self, request_ids: Iterable[str], ttl_seconds: int = 0, *, timeout: float | None = None
+    ) -> int:
+        """Gives traces another time to live.
+
+        Args:
+            request_ids: the traces' ids.
+            ttl_seconds: seconds from now; 0: the server's default.
+            timeout: as in `get`.
+
+        Returns:
+            How many of them are known.
+
+        Raises:
+            RouteTraceError: see the class.
+        """
+        return self._driver.one(
+            _calls.renew(self._config, request_ids, ttl_seconds, timeout=timeout)
+        )

@@ -1,0 +1,161 @@
+"""What is known of a trace, without its rows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from routetrace.v1 import routetrace_pb2 as pb
+from routetrace.v1.layout import RoutingLayout
+from routetrace.v1.records import DIGEST, unpack
+
+
+class TraceState(str, Enum):
+    """Where a trace stands."""
+
+    RUNNING = "running"
+    """Still being generated."""
+    COMPLETE = "complete"
+    """Ended, and every cell is there."""
+    INCOMPLETE = "incomplete"
+    """Ended, and cells are missing."""
+
+    def to_proto(self) -> pb.TraceState.ValueType:
+        """As it crosses the wire."""
+        return pb.TraceState.Value(f"TRACE_STATE_{self.name}")
+
+    @classmethod
+    def from_proto(cls, state: int) -> TraceState:
+        """From the wire."""
+        return cls[pb.TraceState.Name(state).removeprefix("TRACE_STATE_")]  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True)
+class MissingRange:
+    """Cells that are not there."""
+
+    start: int
+    """First position."""
+    stop: int
+    """One past the last position."""
+    layer_ids: tuple[int, ...]
+    """Absolute layer ids, ascending; never empty."""
+    reason: str
+    """Why, as the contract names it: "not_yet", "not_captured", "kv_unknown", "queue_full",
+    "invalid_ids", "agent_lost", "rejected", "corrupt", "aborted"; "unspecified" if untold."""
+
+    def __str__(self) -> str:
+        layers = f"layer {self.layer_ids[0]}"
+        if len(self.layer_ids) > 1:
+            layers = f"{len(self.layer_ids)} layers {self.layer_ids[0]}..{self.layer_ids[-1]}"
+        return f"positions [{self.start}, {self.stop}) of {layers}: {self.reason}"
+
+    def to_proto(self) -> pb.MissingRange:
+        """As it crosses the wire."""
+        reason = pb.MissingReason.Value(f"MISSING_REASON_{self.reason.upper()}")
+        return pb.MissingRange(
+            start=self.start, stop=self.stop, layer_ids=self.layer_ids, reason=reason
+        )
+
+    @classmethod
+    def from_proto(cls, message: pb.MissingRange, layer_ids: tuple[int, ...]) -> MissingRange:
+        """From the wire, where no layers mean all of `layer_ids`."""
+        try:
+            reason = pb.MissingReason.Name(message.reason)
+        except ValueError:  # a reason that a newer server knows
+            reason = "MISSING_REASON_UNSPECIFIED"
+        return cls(
+            message.start,
+            message.stop,
+            tuple(sorted(message.layer_ids)) or layer_ids,
+            reason.removeprefix("MISSING_REASON_").lower(),
+        )
+
+
+def missing_from_proto(
+    messages: Iterable[pb.MissingRange], layer_ids: tuple[int, ...]
+) -> tuple[MissingRange, ...]:
+    """Missing ranges from the wire, by position."""
+    ranges = (MissingRange.from_proto(m, layer_ids) for m in messages)
+    return tuple(sorted(ranges, key=lambda m: (m.start, m.layer_ids)))
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class TraceFacts:
+    """Facts about a trace, as of the moment of the answer."""
+
+    request_id: str
+    """The trace's id; "" for rows that were asked for by KV blocks."""
+    run: str
+    state: TraceState
+    num_tokens: int
+    """Tokens of the request; 0 while unknown. N tokens have N - 1 rows."""
+    num_rows: int
+    """Positions 0 .. num_rows - 1 exist, whether captured or not."""
+    prompt_len: int
+    """Prompt tokens; 0 if the agent did not tell."""
+    layout: RoutingLayout
+    """The model; its `layer_ids` are all its MoE layers."""
+    labels: dict[str, str]
+    incarnation: int
+    """Which incarnation this is; 1 is the oldest."""
+    num_incarnations: int
+    finish_reason: str
+    """How the request ended, in the engine's words; "" while it runs."""
+    engine_ids: tuple[str, ...]
+    """Engines that contributed rows."""
+    num_attempts: int
+    """Attempts of the engine request: 1 + preemptions."""
+    min_weight_version: int
+    max_weight_version: int
+    created: float
+    """Unix seconds."""
+    updated: float
+    """Unix seconds."""
+    expires: float
+    """Unix seconds; when the trace is forgotten, if nothing changes."""
+    token_digests: npt.NDArray[Any]
+    """records.DIGEST: position, digest of the token ids before it."""
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class TraceStat(TraceFacts):
+    """What the server knows of a trace, without its rows."""
+
+    missing: tuple[MissingRange, ...] | None = None
+    """Cells of the whole trace that are not there; None from calls that do not tell."""
+
+
+def facts_from_proto(info: pb.TraceInfo) -> dict[str, Any]:
+    """The fields of `TraceFacts`.
+
+    Raises:
+        InvalidArgument: if the layout contradicts itself, or the digests are cut short.
+        KeyError, ValueError: if the state is not set, or unknown.
+    """
+    return {
+        "request_id": info.trace_id,
+        "run": info.run,
+        "state": TraceState.from_proto(info.state),
+        "num_tokens": info.num_tokens,
+        "num_rows": info.num_rows,
+        "prompt_len": info.prompt_len,
+        "layout": RoutingLayout.from_proto(info.layout),
+        "labels": dict(info.labels),
+        "incarnation": info.incarnation,
+        "num_incarnations": info.num_incarnations,
+        "finish_reason": info.finish_reason,
+        "engine_ids": tuple(info.engine_ids),
+        "num_attempts": info.num_attempts,
+        "min_weight_version": info.min_weight_version,
+        "max_weight_version": info.max_weight_version,
+        "created": info.created_ms / 1000,
+        "updated": info.updated_ms / 1000,
+        "expires": info.expires_ms / 1000,
+        "token_digests": np.sort(unpack(info.token_digests, DIGEST, "token_digests")),
+    }

@@ -1,0 +1,364 @@
+"""RoutingTrace: the rows of one request, with proof of what is there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from routetrace.client.stat import MissingRange, TraceFacts, TraceState
+from routetrace.v1.errors import Corrupt, Incomplete, InvalidArgument
+from routetrace.v1.frame import invalid_rows
+from routetrace.v1.records import TokenDigest
+
+if TYPE_CHECKING:
+    import torch
+
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True, eq=False, repr=False, kw_only=True)
+class RoutingTrace(TraceFacts):
+    """Routing of positions [token_start, token_stop) of one request at the layers `layer_ids`.
+
+    Row i is position token_start + i, column j is layer layer_ids[j]. Ids are logical and in the
+    router's order. Where `valid` is False the ids mean nothing.
+
+    Stored layer by layer, so that what a layer of a trainer needs, `topk_ids[:, j]`, is contiguous.
+    Immutable; slices share memory with what they came from.
+    """
+
+    layer_ids: tuple[int, ...]
+    """Absolute decoder layer ids of the columns, ascending."""
+    token_start: int
+    """Position of the first row."""
+    token_stop: int
+    """One past the position of the last row."""
+    missing: tuple[MissingRange, ...] = ()
+    """The cells that are not valid, and why."""
+    weight_versions: tuple[tuple[int, int, int], ...] = ()
+    """(start, stop, weight version) of the rows, by position."""
+    provenance: tuple[tuple[int, int, str], ...] = ()
+    """(start, stop, "forward" or "cached") of the rows, by position: computed by this request, or
+    by the one whose KV blocks it reused."""
+    _ids: npt.NDArray[np.unsignedinteger[Any]] = field()
+    """[layers, tokens, top_k]; the rows of a layer are C-contiguous."""
+    _valid: npt.NDArray[np.bool_] = field()
+    """[layers, tokens]."""
+
+    @property
+    def topk_ids(self) -> npt.NDArray[np.unsignedinteger[Any]]:
+        """Expert ids [tokens, layers, top_k], uint8 up to 256 experts, uint16 above.
+
+        A read-only, transposed view of layer-major memory; meaningless where not `valid`.
+        """
+        return _read_only(self._ids.transpose(1, 0, 2))
+
+    @property
+    def valid(self) -> npt.NDArray[np.bool_]:
+        """Which cells are there: bool [tokens, layers], a read-only, transposed view."""
+        return _read_only(self._valid.T)
+
+    def __len__(self) -> int:
+        return self.token_stop - self.token_start
+
+    @property
+    def top_k(self) -> int:
+        """Experts per token and layer."""
+        return self.layout.top_k
+
+    @property
+    def complete(self) -> bool:
+        """Whether the request has ended and every cell here is valid."""
+        return self.state is not TraceState.RUNNING and bool(self._valid.all())
+
+    @property
+    def coverage(self) -> float:
+        """Valid cells / cells; 1.0 if there are none."""
+        return float(self._valid.mean()) if self._valid.size else 1.0
+
+    def __repr__(self) -> str:
+        of = f" of {self.num_rows}" if self.num_rows != len(self) else ""
+        return (
+            f"<RoutingTrace {self.request_id!r} {self.state.value}: "
+            f"rows [{self.token_start}, {self.token_stop}){of}, {len(self.layer_ids)} layers, "
+            f"top-{self.top_k} of {self.layout.num_experts}, coverage {self.coverage:.4g}>"
+        )
+
+    def tokens(self, start: int, stop: int | None = None) -> RoutingTrace:
+        """The rows of positions [start, stop); to the end if `stop` is None.
+
+        Raises:
+            InvalidArgument: if they are not all within [token_start, token_stop).
+        """
+        stop = self.token_stop if stop is None else stop
+        if not self.token_start <= start <= stop <= self.token_stop:
+            raise InvalidArgument(
+                field="start, stop",
+                value=f"{start}, {stop}",
+                expected=f"{self.token_start} <= start <= stop <= {self.token_stop}",
+            )
+        rows = slice(start - self.token_start, stop - self.token_start)
+        return replace(
+            self,
+            token_start=start,
+            token_stop=stop,
+            missing=tuple(
+                replace(m, start=a, stop=b)
+                for m in self.missing
+                for a, b, _ in clip_ranges([(m.start, m.stop, None)], start, stop)
+            ),
+            weight_versions=clip_ranges(self.weight_versions, start, stop),
+            provenance=clip_ranges(self.provenance, start, stop),
+            _ids=self._ids[:, rows],
+            _valid=self._valid[:, rows],
+        )
+
+    def layers(self, layer_ids: Sequence[int]) -> RoutingTrace:
+        """The columns of the given layers; neighbours share memory, others are copied.
+
+        Args:
+            layer_ids: absolute layer ids, strictly ascending.
+
+        Raises:
+            InvalidArgument: if they are not ascending, or one of them is not here.
+        """
+        kept = self.layout.select(tuple(layer_ids)).layer_ids
+        strange = sorted(set(kept) - set(self.layer_ids))
+        if strange:
+            raise InvalidArgument(
+                field="layer_ids", value=strange, expected=f"ids among {list(self.layer_ids)}"
+            )
+        columns = column_index([self.layer_ids.index(i) for i in kept])
+        left = ((m, tuple(i for i in m.layer_ids if i in kept)) for m in self.missing)
+        return replace(
+            self,
+            layer_ids=kept,
+            missing=tuple(replace(m, layer_ids=ids) for m, ids in left if ids),
+            _ids=self._ids[columns],
+            _valid=self._valid[columns],
+        )
+
+    def split(
+        self, prompt_len: int | None = None, num_output_tokens: int | None = None
+    ) -> tuple[RoutingTrace | None, RoutingTrace | None]:
+        """The rows of the prompt, and those of the generated tokens; None for an empty part.
+
+        The last sampled token has no row, unless a later turn forwarded it.
+
+        Args:
+            prompt_len: prompt tokens; those the agent told if None.
+            num_output_tokens: cuts the generated part to as many rows, where speculative decoding
+                captured more tokens than came out; no cut if None.
+
+        Raises:
+            InvalidArgument: if a number is negative, or the prompt's length is unknown.
+        """
+        if prompt_len is None and not self.prompt_len:
+            raise InvalidArgument(
+                field="prompt_len",
+                value=None,
+                expected="the number of prompt tokens, as the agent did not tell it",
+            )
+        prompt_len = self.prompt_len if prompt_len is None else prompt_len
+        for name, value in (("prompt_len", prompt_len), ("num_output_tokens", num_output_tokens)):
+            if value is not None and value < 0:
+                raise InvalidArgument(field=name, value=value, expected="0 or more")
+        stop = self.token_stop
+        if num_output_tokens is not None:
+            stop = min(stop, prompt_len + num_output_tokens)
+        middle = min(max(prompt_len, self.token_start), self.token_stop)
+        prompt = self.tokens(self.token_start, middle)
+        generated = self.tokens(middle, max(middle, stop))
+        return prompt if len(prompt) else None, generated if len(generated) else None
+
+    def to_torch(self, device: Any = None, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """The expert ids as a tensor [tokens, layers, top_k], transposed from layer-major memory.
+
+        Ids travel to the device as narrow as they are and are widened there. Without a device and a
+        wider dtype the tensor shares memory with the trace: do not write to it.
+
+        Args:
+            device: where to; stays on the CPU if None.
+            dtype: an integer dtype that holds num_experts - 1; if None, uint8 up to 256 experts
+                and int32 above, as torch computes little on uint16.
+
+        Raises:
+            InvalidArgument: if `dtype` is too narrow, or not of integers.
+        """
+        import torch
+
+        narrow = self._ids.dtype.itemsize == 1
+        if dtype is None:
+            dtype = torch.uint8 if narrow else torch.int32
+        if (
+            dtype is torch.bool
+            or dtype.is_floating_point
+            or dtype.is_complex
+            or torch.iinfo(dtype).max < self.layout.num_experts - 1
+        ):
+            raise InvalidArgument(
+                field="dtype",
+                value=str(dtype),
+                expected=f"an integer dtype that holds {self.layout.num_experts - 1}",
+            )
+        # torch warns of memory that it must not write to, as some object stores hand out.
+        array = self._ids if self._ids.flags.writeable else self._ids.copy()
+        # torch before 2.3 has no uint16: its bytes travel as int16.
+        ids = torch.from_numpy(array if narrow else array.view(np.int16))
+        if device is not None:
+            ids = ids.to(device, non_blocking=True)
+        if not narrow:
+            ids = ids.to(torch.int32).bitwise_and_(0xFFFF)
+        return ids.to(dtype).transpose(0, 1)
+
+    def routed_experts(self, *, fill: int | None = None) -> npt.NDArray[np.unsignedinteger[Any]]:
+        """The rows as vLLM's `routed_experts` has them.
+
+        Args:
+            fill: what to put into MoE cells that are missing; None: they are an error.
+
+        Returns:
+            A new array [tokens, num_hidden_layers, top_k], uint8 up to 256 experts, uint16 above;
+            dense layers hold zeros.
+
+        Raises:
+            Incomplete: if a MoE cell is missing and `fill` is None.
+            InvalidArgument: if `fill` does not fit the dtype, or MoE layers were not asked for and
+                `fill` is None.
+        """
+        limit = int(np.iinfo(self._ids.dtype).max)
+        if fill is not None and not 0 <= fill <= limit:
+            raise InvalidArgument(field="fill", value=fill, expected=f"a number in [0, {limit}]")
+        if fill is None:
+            self.require_valid()
+            if self.layer_ids != self.layout.moe_layer_ids:
+                raise InvalidArgument(
+                    field="layer_ids",
+                    value=self.layer_ids,
+                    expected=f"all MoE layers {self.layout.moe_layer_ids}, or a fill",
+                )
+        rows = np.zeros(
+            (len(self), self.layout.num_hidden_layers, self.top_k), dtype=self._ids.dtype
+        )
+        if fill:
+            rows[:, list(self.layout.moe_layer_ids)] = fill
+        for layer, ids, valid in zip(self.layer_ids, self._ids, self._valid, strict=True):
+            np.copyto(rows[:, layer], ids, where=valid[:, None])
+        return rows
+
+    def require_valid(self) -> None:
+        """Does nothing if every cell here is valid.
+
+        Raises:
+            Incomplete: if not; names the ranges and why they are missing.
+        """
+        if not self._valid.all():
+            raise incomplete(self)
+
+    def verify_tokens(self, token_ids: npt.ArrayLike) -> int:
+        """Checks that these are the tokens whose routing this is.
+
+        Args:
+            token_ids: token ids from position 0 on: prompt and output.
+
+        Returns:
+            How many of the trace's digests confirmed them; 0 proves nothing.
+
+        Raises:
+            InvalidArgument: if they differ; names the first position whose digest says so.
+        """
+        ids = np.asarray(token_ids)
+        integers = not ids.size or ids.dtype.kind in "iu"
+        if ids.ndim != 1 or not integers or (ids.size and not 0 <= ids.min() <= ids.max() < 2**32):
+            raise InvalidArgument(
+                field="token_ids",
+                value=f"{ids.dtype} {ids.shape}: {ids}",
+                expected="a list of integers in [0, 2**32)",
+            )
+        digest = TokenDigest()
+        checked = 0
+        for position, value in self.token_digests.tolist():
+            if position > ids.size:
+                break
+            agreed = digest.position
+            if digest.update(ids[agreed:position]) != value:
+                raise InvalidArgument(
+                    field="token_ids",
+                    value=f"{ids.size} tokens that differ from the trace's before {position}",
+                    expected=f"the trace's tokens; they agree before position {agreed}",
+                )
+            checked += 1
+        return checked
+
+    def validate(self) -> None:
+        """Checks that every valid cell is what a router can choose.
+
+        Raises:
+            Corrupt: if an id is not below num_experts, or is twice in one top-k.
+        """
+        cells = self._ids.reshape(-1, 1, self.top_k)
+        bad = invalid_rows(cells, self.layout.num_experts).reshape(self._valid.shape) & self._valid
+        if bad.any():
+            layer, row = (int(i) for i in np.argwhere(bad)[0])
+            raise Corrupt(
+                field=f"topk_ids of position {self.token_start + row}, "
+                f"layer {self.layer_ids[layer]}",
+                value=self._ids[layer, row].tolist(),
+                expected=f"{self.top_k} different ids below {self.layout.num_experts}",
+            )
+
+
+def incomplete(trace: RoutingTrace, unknown_end: bool = False) -> Incomplete:
+    """The error that says what a trace lacks.
+
+    Args:
+        trace: the trace.
+        unknown_end: whether rows after the last one may exist.
+    """
+    what = [str(m) for m in trace.missing[:4]]
+    if len(trace.missing) > len(what):
+        what.append(f"{len(trace.missing) - len(what)} more ranges")
+    if unknown_end:
+        what.append(f"positions from {trace.token_stop} on: the end is not known")
+    return Incomplete(
+        f"trace {trace.request_id!r} is {trace.state.value}; missing {'; '.join(what)}",
+        missing=tuple(m.to_proto() for m in trace.missing),
+    )
+
+
+def column_index(columns: list[int]) -> slice | list[int]:
+    """An index of ascending columns: a slice, which makes views, if they are neighbours."""
+    if columns and columns[-1] - columns[0] + 1 == len(columns):
+        return slice(columns[0], columns[-1] + 1)
+    return columns
+
+
+def merge_ranges(ranges: Iterable[tuple[int, int, _T]]) -> tuple[tuple[int, int, _T], ...]:
+    """Joins ranges (start, stop, value) that touch or overlap and have one value."""
+    merged: list[tuple[int, int, _T]] = []
+    last: dict[_T, int] = {}  # value -> index in merged
+    for start, stop, value in sorted(ranges, key=lambda r: r[:2]):
+        at = last.get(value)
+        if at is not None and start <= merged[at][1]:
+            merged[at] = (merged[at][0], max(stop, merged[at][1]), value)
+        else:
+            last[value] = len(merged)
+            merged.append((start, stop, value))
+    return tuple(merged)
+
+
+def clip_ranges(
+    ranges: Iterable[tuple[int, int, _T]], start: int, stop: int
+) -> tuple[tuple[int, int, _T], ...]:
+    """The parts of ranges (start, stop, value) that lie in [start, stop)."""
+    clipped = ((max(a, start), min(b, stop), value) for a, b, value in ranges)
+    return tuple(part for part in clipped if part[0] < part[1])
+
+
+def _read_only(view: npt.NDArray[_T]) -> npt.NDArray[_T]:  # type: ignore[type-var]
+    view.flags.writeable = False
+    return view

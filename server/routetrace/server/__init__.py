@@ -1,0 +1,1 @@
+"""The daemon: takes chunks from capture agents, keeps them, and serves traces to readers."""

@@ -1,0 +1,238 @@
+"""Settings of the daemon: flags over environment over file over defaults."""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import ByteSize, Field, ValidationError, field_validator, model_validator
+from pydantic_settings import (
+    BaseSettings,
+    PydanticBaseSettingsSource,
+    SettingsConfigDict,
+    SettingsError,
+)
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib  # pyright: ignore[reportMissingImports]
+
+ENV_PREFIX = "ROUTETRACE_"
+
+# Variables of ours that are not settings of the server.
+_OTHER_ENV = frozenset({"ROUTETRACE_CONFIG", "ROUTETRACE_TARGET", "ROUTETRACE_RUN"})
+# Kubernetes sets these in every pod of a namespace that has a service called routetrace[-...].
+_SERVICE_ENV = re.compile(
+    r"ROUTETRACE(_\w+)?_(SERVICE_(HOST|PORT(_\w+)?)|PORT(_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)?)"
+)
+# What an IngestRequest adds around the bytes of its chunk.
+_MESSAGE_OVERHEAD = 65536
+
+AckMode = Literal["fsync", "memory"]
+LogFormat = Literal["auto", "json", "console"]
+LogLevel = Literal["debug", "info", "warning", "error"]
+
+
+class ConfigError(Exception):
+    """The settings can not be used; the message names each one at fault, on one line."""
+
+
+class ServerConfig(BaseSettings):
+    """Settings of the daemon. Built directly, it takes keyword arguments and defaults alone."""
+
+    _sources: ClassVar[tuple[str, ...]] = ("init_settings",)
+
+    model_config = SettingsConfigDict(
+        env_prefix=ENV_PREFIX,
+        extra="forbid",
+        frozen=True,
+        cli_prog_name="routetrace-server",
+        cli_kebab_case=True,
+        cli_implicit_flags=True,
+        cli_hide_none_type=True,
+        cli_show_env_vars=True,
+        cli_exit_on_error=False,
+    )
+
+    listen: str = Field(
+        "127.0.0.1:7411", description="host:port to serve on; port 0 takes a free one"
+    )
+    insecure: bool = Field(
+        False, description="serve other machines too, although nothing is encrypted"
+    )
+    store: Literal["lmdb", "memory"] = Field(
+        "lmdb", description="where chunks are kept; memory forgets them when the server ends"
+    )
+    data_dir: Path = Field(Path("routetrace-data"), description="directory of the lmdb store")
+    ack_mode: AckMode = Field(
+        "fsync",
+        description="acknowledge chunks once they are on disk (fsync), or once they are queued "
+        "for it (memory: a crash loses what was acknowledged in the moments before)",
+    )
+    store_capacity: ByteSize = Field(
+        ByteSize(64 << 30),
+        gt=0,
+        description="most bytes to keep, such as 64GiB; chunks are refused beyond it",
+    )
+    max_chunk_bytes: Annotated[ByteSize, Field(ge=1024)] = Field(
+        ByteSize(8 << 20), description="largest chunk that is taken"
+    )
+    max_message_bytes: Annotated[ByteSize, Field(lt=1 << 31)] = Field(
+        ByteSize(64 << 20), description="largest gRPC message, both ways"
+    )
+    default_ttl_seconds: int = Field(
+        86400, ge=1, lt=1 << 32, description="life of a trace that names none, from its last change"
+    )
+    sweep_interval_seconds: float = Field(
+        10, gt=0, description="time between two rounds of expiry and compaction"
+    )
+    agent_timeout_seconds: float = Field(
+        30, ge=0, description="an agent counts as lost this long after its stream ended"
+    )
+    drain_seconds: float = Field(10, ge=0, description="time that open calls are given at shutdown")
+    log_level: LogLevel = Field("info", description="least level that is logged")
+    log_format: LogFormat = Field(
+        "auto", description="console lines or JSON; auto: console on a terminal"
+    )
+    ready_file: Path | None = Field(
+        None, description="file to write host:port to, once the server is ready"
+    )
+
+    @property
+    def host_port(self) -> tuple[str, int]:
+        """Host and port of `listen`."""
+        return split_address(self.listen)
+
+    @field_validator("listen")
+    @classmethod
+    def _check_listen(cls, value: str) -> str:
+        split_address(value)
+        return value
+
+    @model_validator(mode="after")
+    def _check_together(self) -> ServerConfig:
+        if not self.insecure and not is_loopback(self.host_port[0]):
+            raise ValueError(
+                f"listen is {self.listen!r}, which other machines can reach, and there is no TLS "
+                "yet: expected a loopback address, or insecure to be set"
+            )
+        if self.max_chunk_bytes + _MESSAGE_OVERHEAD > self.max_message_bytes:
+            raise ValueError(
+                f"max_chunk_bytes is {self.max_chunk_bytes}: expected at most max_message_bytes "
+                f"less {_MESSAGE_OVERHEAD}, which is {self.max_message_bytes - _MESSAGE_OVERHEAD}"
+            )
+        return self
+
+    @classmethod
+    def settings_customise_sources(  # type: ignore[override]
+        cls, _: type[BaseSettings], **sources: PydanticBaseSettingsSource
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        """Where settings come from, highest first."""
+        return tuple(sources[name] for name in cls._sources)
+
+
+class _LayeredConfig(ServerConfig):
+    """Takes routing from inference engines and serves it to trainers.
+
+    Flags come before the environment, the environment before the TOML file that --config (or
+    ROUTETRACE_CONFIG) names, and the file before the defaults. `routetrace-server health
+    [--target host:port]` asks a running server whether it serves.
+    """
+
+    # Keyword arguments are what the file holds; pydantic puts flags before all others.
+
+    _sources = ("env_settings", "init_settings")
+
+
+def load_config(argv: Sequence[str]) -> ServerConfig:
+    """Settings from flags, the environment (ROUTETRACE_*), a TOML file and defaults.
+
+    Args:
+        argv: flags, without the program's name. `--config PATH` (or ROUTETRACE_CONFIG) names the
+            file. `--help` prints all flags and exits.
+
+    Raises:
+        ConfigError: if a setting is unknown or holds something that it must not.
+    """
+    path, flags = _take_config_flag(argv)
+    path = path or os.environ.get("ROUTETRACE_CONFIG")
+    values = _read_file(Path(path)) if path else {}
+    _check_environment(os.environ)
+    try:
+        return _LayeredConfig(_cli_parse_args=flags, **values)  # type: ignore[call-arg]
+    except ValidationError as error:
+        raise ConfigError("; ".join(map(_describe, error.errors()))) from None
+    except SettingsError as error:
+        raise ConfigError(str(error)) from None
+
+
+def split_address(address: str) -> tuple[str, int]:
+    """("host", port) of "host:port" or "[v6 host]:port".
+
+    Raises:
+        ValueError: if it is neither.
+    """
+    host, colon, port = address.rpartition(":")
+    if host.startswith("[") and host.endswith("]"):
+        host = host[1:-1]
+    elif ":" in host:
+        colon = ""
+    if not (colon and host and port.isascii() and port.isdigit() and int(port) < 65536):
+        raise ValueError("expected host:port")
+    return host, int(port)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach the host; a name other than localhost may be anything."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _take_config_flag(argv: Sequence[str]) -> tuple[str | None, list[str]]:
+    # The file must be read before the flags are: they are laid over it.
+    path, rest = None, list(argv)
+    for i, flag in enumerate(argv):
+        if flag == "--config":
+            if i + 1 == len(argv):
+                raise ConfigError("--config: expected the path of a TOML file behind it")
+            path, rest = argv[i + 1], [*argv[:i], *argv[i + 2 :]]
+        elif flag.startswith("--config="):
+            path, rest = flag.partition("=")[2], [*argv[:i], *argv[i + 1 :]]
+    return path, rest
+
+
+def _read_file(path: Path) -> dict[str, Any]:
+    try:
+        values = tomllib.loads(path.read_text("utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"config file {path} can not be read: {error}") from None
+    unknown = values.keys() - ServerConfig.model_fields.keys()
+    if unknown:
+        raise ConfigError(f"config file {path} has unknown keys: {', '.join(sorted(unknown))}")
+    return values
+
+
+def _check_environment(environ: Mapping[str, str]) -> None:
+    known = {(ENV_PREFIX + name).upper() for name in ServerConfig.model_fields} | _OTHER_ENV
+    unknown = [
+        name
+        for name in environ
+        if name.startswith(ENV_PREFIX) and name not in known and not _SERVICE_ENV.fullmatch(name)
+    ]
+    if unknown:
+        raise ConfigError(f"unknown environment variables: {', '.join(sorted(unknown))}")
+
+
+def _describe(error: Any) -> str:
+    message = error["msg"].removeprefix("Value error, ")
+    if not error["loc"]:
+        return str(message)
+    return f"{error['loc'][0]} is {str(error['input'])[:200]!r}: {message}"

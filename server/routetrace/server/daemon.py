@@ -1,0 +1,219 @@
+"""The process: settings, store and core behind a gRPC server, from start to clean end."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import socket
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import grpc
+import lmdb
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+
+from routetrace.server import logs
+from routetrace.server.config import ConfigError, ServerConfig, load_config
+from routetrace.server.core import Core
+from routetrace.server.lmdb_store import LmdbStore
+from routetrace.server.store import MemoryStore, Store
+from routetrace.v1.errors import RouteTraceError
+
+log = logging.getLogger("routetrace.server.daemon")
+
+#: Ready once they are SERVING; "" alone means alive.
+READY_SERVICES = ("routetrace.v1.IngestService", "routetrace.v1.TraceService")
+
+_DEFAULT_TARGET = "127.0.0.1:7411"
+_SERVING = health_pb2.HealthCheckResponse.SERVING
+_NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
+
+
+class StartError(Exception):
+    """The server can not start; the message says why, on one line."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Serves until SIGTERM or SIGINT; `health` as the first argument asks a running server.
+
+    Returns:
+        0 after a clean end (health: ready), 1 if the server can not start (health: not ready),
+        2 if the settings are wrong.
+    """
+    args = list(sys.argv[1:] if argv is None else argv)
+    if args[:1] == ["health"]:
+        return _health(args[1:])
+    try:
+        config = load_config(args)
+    except ConfigError as error:
+        print(f"routetrace-server: {error}", file=sys.stderr)
+        return 2
+    logs.set_up(config.log_level, config.log_format)
+    try:
+        asyncio.run(_serve(config))
+    except StartError as error:
+        print(f"routetrace-server: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+# ---------------------------------------------------------------------------- serving
+
+
+async def _serve(config: ServerConfig) -> None:
+    stop = asyncio.Event()
+    _stop_on_signals(stop)
+    if config.ready_file:
+        config.ready_file.unlink(missing_ok=True)
+    store = await asyncio.to_thread(_open_store, config)
+    try:
+        await _serve_from(store, config, stop)
+    finally:
+        await asyncio.to_thread(store.close)
+        if config.ready_file:
+            config.ready_file.unlink(missing_ok=True)
+    log.info("stopped")
+
+
+async def _serve_from(store: Store, config: ServerConfig, stop: asyncio.Event) -> None:
+    server = grpc.aio.server(options=_server_options(config))
+    core = Core(store, config)
+    core.add_to(server)
+    checks = health.aio.HealthServicer()  # pyright: ignore[reportAttributeAccessIssue]
+    health_pb2_grpc.add_HealthServicer_to_server(checks, server)
+    for service in READY_SERVICES:
+        await checks.set(service, _NOT_SERVING)
+    address = _bind(server, config)
+    await server.start()
+    log.info("listening on %s", address)
+    running = asyncio.create_task(_run(core, checks, config, address))
+    stopping = asyncio.create_task(stop.wait())
+    await asyncio.wait({running, stopping}, return_when=asyncio.FIRST_COMPLETED)
+    log.info("draining, for %g seconds at most", config.drain_seconds)
+    await checks.enter_graceful_shutdown()
+    stopping.cancel()
+    running.cancel()
+    await core.stop()
+    await server.stop(config.drain_seconds)
+    with contextlib.suppress(asyncio.CancelledError):
+        await running
+
+
+async def _run(core: Core, checks: Any, config: ServerConfig, address: str) -> None:
+    """Until it is cancelled; ends by itself only where the start fails."""
+    await core.start()
+    for service in READY_SERVICES:
+        await checks.set(service, _SERVING)
+    if config.ready_file:
+        _write_atomically(config.ready_file, address)
+    log.info("ready")
+    while True:
+        await asyncio.sleep(config.sweep_interval_seconds)
+        try:
+            await core.sweep()
+        except Exception:
+            log.exception("sweep failed; the next one is in %g s", config.sweep_interval_seconds)
+
+
+def _open_store(config: ServerConfig) -> Store:
+    if config.store == "memory":
+        return MemoryStore(config.store_capacity)
+    try:
+        return LmdbStore(
+            config.data_dir, capacity_bytes=config.store_capacity, ack_mode=config.ack_mode
+        )
+    except (RouteTraceError, OSError, lmdb.Error) as error:
+        raise StartError(f"can not open the store in {config.data_dir}: {error}") from error
+
+
+def _bind(server: grpc.aio.Server, config: ServerConfig) -> str:
+    host, port = config.host_port
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        # gRPC does not say why it can not have an address; this does.
+        with socket.socket(family) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind((host, port))
+        port = server.add_insecure_port(config.listen)
+    except (OSError, RuntimeError) as error:
+        raise StartError(f"can not listen on {config.listen}: {error}") from error
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def _server_options(config: ServerConfig) -> list[tuple[str, int]]:
+    return [
+        ("grpc.max_receive_message_length", config.max_message_bytes),
+        ("grpc.max_send_message_length", config.max_message_bytes),
+        # Two servers on one port would each get half of the calls.
+        ("grpc.so_reuseport", 0),
+        # From 1.82 on, the defaults cancel a third of a burst of 5,000 calls. Admission is ours.
+        ("grpc.server.max_pending_requests", 1 << 30),
+        ("grpc.server.max_pending_requests_hard_limit", 1 << 30),
+        # Clients ping every 30 s, also between calls; that must not count as abuse.
+        ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
+        ("grpc.keepalive_permit_without_calls", 1),
+        # A host that vanished must end its stream, or its agent would never count as lost.
+        ("grpc.keepalive_time_ms", 30_000),
+        ("grpc.keepalive_timeout_ms", 10_000),
+    ]
+
+
+def _stop_on_signals(stop: asyncio.Event) -> None:
+    loop = asyncio.get_running_loop()
+
+    def on_signal(number: int) -> None:
+        if stop.is_set():
+            os._exit(128 + number)  # the store survives it, as it survives a crash
+        log.info("%s", signal.Signals(number).name)
+        stop.set()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, on_signal, number)
+
+
+def _write_atomically(path: Path, text: str) -> None:
+    part = path.with_name(f"{path.name}.{os.getpid()}.part")
+    part.write_text(text)
+    part.replace(path)
+
+
+# ---------------------------------------------------------------------------- health
+
+
+def _health(argv: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(
+        "routetrace-server health", description="Exits 0 if a server is ready, else 1."
+    )
+    parser.add_argument(
+        "--target",
+        default=os.environ.get("ROUTETRACE_TARGET", _DEFAULT_TARGET),
+        help="host:port to ask (default: %(default)s) [env: ROUTETRACE_TARGET]",
+    )
+    parser.add_argument(
+        "--timeout", type=float, default=5.0, help="seconds to wait (default: %(default)s)"
+    )
+    args = parser.parse_args(argv)
+    ready = True
+    with grpc.insecure_channel(args.target) as channel:
+        stub: Any = health_pb2_grpc.HealthStub(channel)
+        for service in READY_SERVICES:
+            try:
+                answer = stub.Check(
+                    health_pb2.HealthCheckRequest(service=service), timeout=args.timeout
+                )
+                status = health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status)
+            except grpc.RpcError as error:
+                status = f"{error.code().name}: {error.details()}"
+            print(f"{service}: {status}")
+            ready = ready and status == "SERVING"
+    return 0 if ready else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,293 @@
+"""A trace service that says what a test tells it to, and made-up traces for it to say."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Callable, Iterator
+from concurrent import futures
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import grpc
+import numpy as np
+
+from routetrace.v1 import routetrace_pb2 as pb
+from routetrace.v1.errors import ERROR_METADATA_KEY, NotFound, RouteTraceError
+from routetrace.v1.frame import encode_frame, slice_frame
+from routetrace.v1.layout import RoutingLayout
+from routetrace.v1.records import SPAN, U32, Provenance
+
+LAYOUT = RoutingLayout((1, 2, 4, 5, 7), 9, 40, 3)
+WIDE = RoutingLayout((0, 3), 4, 300, 2)
+
+_METHODS = [
+    *(
+        (f"routetrace.v1.TraceService/{m.name}", m)
+        for m in pb.DESCRIPTOR.services_by_name["TraceService"].methods
+    ),
+    *(
+        (f"routetrace.v1.IngestService/{m.name}", m)
+        for m in pb.DESCRIPTOR.services_by_name["IngestService"].methods
+        if m.name == "BindRequest"
+    ),
+]
+
+
+def rows_of(layout: RoutingLayout, num_rows: int, seed: int = 0) -> np.ndarray:
+    """Ids [num_rows, layers, top_k] that a router could have chosen."""
+    rng = np.random.default_rng(seed)
+    order = rng.random((num_rows, len(layout.layer_ids), layout.num_experts)).argsort(axis=2)
+    return order[:, :, : layout.top_k].astype(layout.dtype)
+
+
+@dataclass
+class Piece:
+    """Consecutive rows that one pipeline stage sent, or did not."""
+
+    layer_ids: tuple[int, ...]
+    start: int
+    stop: int
+    there: bool
+    version: int
+    provenance: int
+
+
+@dataclass
+class Truth:
+    """A trace, whole, and how it was cut into pieces."""
+
+    ids: np.ndarray
+    layout: RoutingLayout = LAYOUT
+    pieces: list[Piece] = field(default_factory=list)
+    info: pb.TraceInfo = field(default_factory=pb.TraceInfo)
+
+    @property
+    def valid(self) -> np.ndarray:
+        valid = np.zeros(self.ids.shape[:2], bool)
+        for piece in self.pieces:
+            if piece.there:
+                valid[piece.start : piece.stop, self.layout.columns(piece.layer_ids)] = True
+        return valid
+
+    def responses(
+        self,
+        request: pb.GetTraceRequest | None = None,
+        rng: random.Random | None = None,
+        make: type[Any] = pb.GetTraceResponse,
+    ) -> list[Any]:
+        """The answer to a request, cut into frames and messages at random."""
+        request = request or pb.GetTraceRequest()
+        rng = rng or random.Random(0)
+        start, stop = request.token_start, request.token_stop or len(self.ids)
+        start = min(start, max(stop, 0))
+        asked = tuple(request.layer_ids) or self.layout.layer_ids
+        missing, sent = [], []
+        for piece in self.pieces:
+            a, b = max(piece.start, start), min(piece.stop, stop)
+            kept = tuple(i for i in piece.layer_ids if i in asked)
+            if a >= b or not kept:
+                continue
+            if piece.there:
+                sent.append(replace(piece, start=a, stop=b, layer_ids=kept))
+            else:
+                missing.append(
+                    pb.MissingRange(
+                        start=a, stop=b, layer_ids=kept, reason=rng.choice(range(1, 10))
+                    )
+                )
+        rng.shuffle(sent)
+        messages, num_frames = [make(info=self.info)], 0
+        if not rng.randrange(2):
+            messages.append(make())
+        while sent:
+            if messages[-1].spans or rng.randrange(2):
+                messages.append(make())
+            message = messages[-1]
+            spans: list[tuple[int, ...]] = []
+            frames: list[bytes] = []
+            for _ in range(min(len(sent), rng.randint(1, 3))):
+                stage = sent[-1].layer_ids
+                group: list[Piece] = []
+                while sent and sent[-1].layer_ids == stage and len(group) < 3:
+                    group.append(sent.pop())
+                frame, rows = self._frame(group, rng)
+                spans += [
+                    (p.start, p.stop - p.start, num_frames, row, 0, p.provenance, 0, p.version)
+                    for p, row in zip(group, rows, strict=True)
+                ]
+                frames.append(frame)
+                num_frames += 1
+                if not sent:
+                    break
+            message.spans = np.array(spans, SPAN).tobytes()
+            message.frame_lengths = np.array([len(f) for f in frames], U32).tobytes()
+            message.payload = b"".join(frames)
+        end = pb.ReadEnd(
+            info=self.info,
+            token_start=start,
+            token_stop=stop,
+            missing=missing,
+            num_spans=sum(len(m.spans) for m in messages) // SPAN.itemsize,
+        )
+        if rng.randrange(2):
+            messages.append(make())
+        messages[-1].end.CopyFrom(end)
+        return messages
+
+    def _frame(self, pieces: list[Piece], rng: random.Random) -> tuple[bytes, list[int]]:
+        """One frame of the pieces' rows among those of other requests, and where they begin."""
+        parts, rows, at = [], [], 0
+        for piece in pieces:
+            junk = rng.choice((0, 0, 2))
+            parts += [
+                rows_of(self.layout, junk, rng.randrange(99)),
+                self.ids[piece.start : piece.stop],
+            ]
+            rows.append(at + junk)
+            at += junk + piece.stop - piece.start
+        # As a server does it: the agent's frame, cut to the groups with the layers asked for.
+        ids = np.concatenate(parts)
+        held = next(
+            p.layer_ids for p in self.pieces if set(pieces[0].layer_ids) <= set(p.layer_ids)
+        )
+        frame = encode_frame(
+            np.ascontiguousarray(ids[:, self.layout.columns(held)]), self.layout.select(held)
+        )
+        return slice_frame(frame, pieces[0].layer_ids), rows
+
+
+def truth(
+    count: int = 12,
+    /,
+    *,
+    layout: RoutingLayout = LAYOUT,
+    state: int | None = None,
+    stages: list[tuple[int, ...]] | None = None,
+    holes: list[tuple[int, int]] = (),
+    rng: random.Random | None = None,
+    **facts: Any,
+) -> Truth:
+    """A made-up trace: whole but for `holes`, or cut at random into stages, runs and holes."""
+    ids = rows_of(layout, count, rng.randrange(99) if rng else 0)
+    if rng:
+        stages = [layout.layer_ids]
+        if rng.randrange(2):
+            owner = [rng.randrange(3) for _ in layout.layer_ids]
+            stages = [
+                tuple(i for i, o in zip(layout.layer_ids, owner, strict=True) if o == stage)
+                for stage in sorted(set(owner))
+            ]
+    pieces = []
+    for stage in stages or [layout.layer_ids]:
+        at = 0
+        while at < count:
+            if rng:
+                stop, there = min(count, at + rng.randint(1, 6)), rng.random() < 0.8
+            else:
+                there = not any(a <= at < b for a, b in holes)
+                edges = [e for hole in holes for e in hole if e > at]
+                stop = min([count, *edges])
+            version, provenance = (
+                (rng.randrange(3), rng.choice(list(Provenance))) if rng else (7, 1)
+            )
+            pieces.append(Piece(stage, at, stop, there, version, int(provenance)))
+            at = stop
+    whole = all(p.there for p in pieces)
+    if state is None:
+        state = pb.TRACE_STATE_COMPLETE if whole else pb.TRACE_STATE_INCOMPLETE
+    info = pb.TraceInfo(
+        **{
+            "run": "default",
+            "trace_id": "req",
+            "state": state,
+            "num_tokens": 0 if state == pb.TRACE_STATE_RUNNING else count + 1,
+            "prompt_len": 4,
+            "num_rows": count,
+            "layout": layout.to_proto(),
+            "labels": {"group": "g1"},
+            "incarnation": 1,
+            "num_incarnations": 1,
+            "finish_reason": "" if state == pb.TRACE_STATE_RUNNING else "stop",
+            "engine_ids": ["e0"],
+            "num_attempts": 1,
+            "created_ms": 1500,
+            **facts,
+        }
+    )
+    return Truth(ids, layout, pieces, info)
+
+
+Handler = Callable[[Any, grpc.ServicerContext], Any]
+
+
+class ScriptedServer:
+    """A gRPC server on a real socket; `script[method]` answers, `requests` keeps what was asked."""
+
+    def __init__(self, port: int = 0) -> None:
+        self.script: dict[str, Handler] = {}
+        self.requests: list[tuple[str, Any]] = []
+        self._server = grpc.server(
+            futures.ThreadPoolExecutor(40), options=[("grpc.so_reuseport", 0)]
+        )
+        self._server.add_generic_rpc_handlers([_Handlers(self)])
+        self.target = f"127.0.0.1:{self._server.add_insecure_port(f'127.0.0.1:{port}')}"
+        self._server.start()
+
+    @property
+    def counts(self) -> Counter[str]:
+        return Counter(name for name, _ in self.requests)
+
+    def serve(self, *truths: Truth) -> None:
+        """Answers GetTrace with these, by trace id."""
+        by_id = {t.info.trace_id: t for t in truths}
+
+        def handler(request: pb.GetTraceRequest, context: grpc.ServicerContext) -> Iterator[Any]:
+            if request.trace_id not in by_id:
+                fail(context, NotFound(field="trace_id", value=request.trace_id, expected="known"))
+            yield from by_id[request.trace_id].responses(request)
+
+        self.script["GetTrace"] = handler
+
+    def stop(self) -> None:
+        self._server.stop(None).wait()
+
+    def __enter__(self) -> ScriptedServer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+
+class _Handlers(grpc.GenericRpcHandler):
+    def __init__(self, server: ScriptedServer) -> None:
+        self._server = server
+        self._methods = {f"/{path}": m for path, m in _METHODS}
+
+    def service(self, details: Any) -> Any:
+        method = self._methods.get(details.method)
+        if method is None:
+            return None
+        request_type = getattr(pb, method.input_type.name)
+
+        def answer(raw: bytes, context: grpc.ServicerContext) -> Any:
+            request = request_type.FromString(raw)
+            self._server.requests.append((method.name, request))
+            return self._server.script[method.name](request, context)
+
+        def stream(raw: bytes, context: grpc.ServicerContext) -> Iterator[Any]:
+            yield from answer(raw, context)
+
+        if method.server_streaming:
+            return grpc.unary_stream_rpc_method_handler(stream, None, _bytes)
+        return grpc.unary_unary_rpc_method_handler(answer, None, _bytes)
+
+
+def _bytes(response: Any) -> bytes:
+    return response if isinstance(response, bytes) else response.SerializeToString()
+
+
+def fail(context: grpc.ServicerContext, error: RouteTraceError) -> None:
+    """Ends a call with a typed error, as the server does."""
+    context.set_trailing_metadata(((ERROR_METADATA_KEY, error.to_detail().SerializeToString()),))
+    context.abort(error.status, error.message)

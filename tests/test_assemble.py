@@ -1,0 +1,477 @@
+"""Read streams, cut at random, follow the truth exactly or end in an error."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+from client_server import LAYOUT, WIDE, Truth, truth
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from routetrace.client import TraceState
+from routetrace.client import _assemble as assemble_module
+from routetrace.client._assemble import Assembler, Want
+from routetrace.v1 import routetrace_pb2 as pb
+from routetrace.v1.errors import Corrupt, Incomplete, Unavailable
+from routetrace.v1.frame import encode_frame
+from routetrace.v1.layout import RoutingLayout
+from routetrace.v1.records import SPAN, U32
+
+RUNNING, COMPLETE, INCOMPLETE = (
+    pb.TRACE_STATE_RUNNING,
+    pb.TRACE_STATE_COMPLETE,
+    pb.TRACE_STATE_INCOMPLETE,
+)
+randoms = st.integers(0, 2**63).map(random.Random)
+
+
+def feed(want, messages):
+    assembler = Assembler(want)
+    for message in messages:
+        assembler.feed(message)
+    return assembler.finish()
+
+
+def ask(rng: random.Random, source: Truth) -> tuple[pb.GetTraceRequest, Want]:
+    n, layers = len(source.ids), source.layout.layer_ids
+    request = pb.GetTraceRequest(trace_id="req")
+    if rng.randrange(2):
+        request.token_start = rng.randrange(n)
+        request.token_stop = rng.randint(request.token_start + 1, n)
+    if rng.randrange(2):
+        request.layer_ids.extend(sorted(rng.sample(layers, rng.randint(1, len(layers)))))
+    return request, Want(
+        "req",
+        tuple(request.layer_ids) or None,
+        request.token_start,
+        request.token_stop or None,
+        mask=True,
+    )
+
+
+def assert_true(trace, source: Truth, request: pb.GetTraceRequest) -> None:
+    """What the trace says is what was asked for, and true."""
+    rows = slice(request.token_start, request.token_stop or len(source.ids))
+    layer_ids = tuple(request.layer_ids) or source.layout.layer_ids
+    columns = source.layout.columns(layer_ids)
+    ids, valid = source.ids[rows][:, columns], source.valid[rows][:, columns]
+    assert trace.layer_ids == layer_ids
+    assert (trace.token_start, trace.token_stop) == (rows.start, rows.stop)
+    assert trace.topk_ids.dtype == source.layout.dtype
+    assert np.array_equal(trace.valid, valid)
+    assert np.array_equal(trace.topk_ids[valid], ids[valid])
+    assert not trace.topk_ids[~valid].any()
+    told = np.ones_like(valid)
+    for m in trace.missing:
+        told[
+            m.start - rows.start : m.stop - rows.start, [layer_ids.index(i) for i in m.layer_ids]
+        ] = 0
+    assert np.array_equal(told, valid)
+    versions = [
+        {v for a, b, v in trace.weight_versions if a <= p < b}
+        for p in range(*rows.indices(len(source.ids)))
+    ]
+    for position, got in enumerate(versions, rows.start):
+        assert got == {
+            p.version
+            for p in source.pieces
+            if p.there and p.start <= position < p.stop and set(p.layer_ids) & set(layer_ids)
+        }
+
+
+@settings(max_examples=150, deadline=None)
+@given(randoms)
+def test_any_cut_is_put_together(rng):
+    source = truth(rng.randint(1, 40), layout=rng.choice((LAYOUT, WIDE)), rng=rng)
+    request, want = ask(rng, source)
+    assert_true(feed(want, source.responses(request, rng)), source, request)
+
+
+@settings(max_examples=50, deadline=None)
+@given(randoms)
+def test_room_grows_with_the_rows(rng):
+    source = truth(rng.randint(1, 40), rng=rng)
+    request, want = ask(rng, source)
+    first_bytes, assemble_module._FIRST_BYTES = assemble_module._FIRST_BYTES, rng.randrange(90)
+    try:
+        assert_true(feed(want, source.responses(request, rng)), source, request)
+    finally:
+        assemble_module._FIRST_BYTES = first_bytes
+
+
+def _drop_message(messages, rng):
+    messages.pop(rng.randrange(len(messages)))
+
+
+def _repeat_message(messages, rng):
+    i = rng.randrange(len(messages))
+    messages.insert(rng.randint(0, len(messages)), messages[i])
+
+
+def _swap_messages(messages, rng):
+    rng.shuffle(messages)
+
+
+def _cut_off(messages, rng):
+    del messages[rng.randrange(len(messages)) :]
+
+
+def _flip_bit(messages, rng):
+    message = rng.choice([m for m in messages if m.payload] or messages)
+    payload = bytearray(message.payload)
+    if payload:
+        payload[rng.randrange(len(payload))] ^= 1 << rng.randrange(8)
+    message.payload = bytes(payload)
+
+
+def _cut_payload(messages, rng):
+    message = rng.choice(messages)
+    message.payload = message.payload[: rng.randint(0, len(message.payload))]
+
+
+def _cut_column(messages, rng):
+    message = rng.choice(messages)
+    name = rng.choice(("spans", "frame_lengths"))
+    setattr(message, name, getattr(message, name)[: rng.randint(0, len(getattr(message, name)))])
+
+
+def _drop_missing(messages, rng):
+    for message in messages:
+        if message.HasField("end") and message.end.missing:
+            message.end.missing.pop(rng.randrange(len(message.end.missing)))
+
+
+def _shrink_end(messages, rng):
+    for message in messages:
+        if message.HasField("end"):
+            message.end.token_stop -= 1
+
+
+def _other_trace(messages, rng):
+    message = rng.choice([m for m in messages if m.HasField("info") or m.HasField("end")])
+    info = message.info if message.HasField("info") else message.end.info
+    rng.choice(
+        (lambda: setattr(info, "trace_id", "other"), lambda: setattr(info, "incarnation", 2))
+    )()
+
+
+def _other_frame(messages, rng):
+    message = rng.choice(messages)
+    spans = np.frombuffer(message.spans, SPAN).copy()
+    # Beyond its message: that it means another frame of it is a lie that nobody can tell.
+    spans["frame"][: rng.randint(0, len(spans))] += len(message.frame_lengths) // U32.itemsize
+    message.spans = spans.tobytes()
+
+
+TAMPERINGS = (
+    _drop_message,
+    _repeat_message,
+    _swap_messages,
+    _cut_off,
+    _flip_bit,
+    _cut_payload,
+    _cut_column,
+    _drop_missing,
+    _shrink_end,
+    _other_trace,
+    _other_frame,
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(randoms, st.sampled_from(TAMPERINGS))
+def test_tampering_is_an_error_or_does_no_harm(rng, tamper):
+    source = truth(rng.randint(2, 30), rng=rng)
+    request, want = ask(rng, source)
+    messages = source.responses(request, rng)
+    tamper(messages, rng)
+    try:
+        trace = feed(want, messages)
+    except (Corrupt, Unavailable):
+        return
+    assert_true(trace, source, request)
+
+
+# ------------------------------------------------------------------ streams made by hand
+
+
+def message(source, spans=(), frames=(), *, info=None, end=None) -> pb.GetTraceResponse:
+    return pb.GetTraceResponse(
+        info=info,
+        spans=np.array([(*s, 0, 1, 0, 7) for s in spans], SPAN).tobytes(),
+        frame_lengths=np.array([len(f) for f in frames], U32).tobytes(),
+        payload=b"".join(frames),
+        end=end,
+    )
+
+
+def whole_frame(source, start=0, stop=None):
+    return encode_frame(source.ids[start:stop], source.layout)
+
+
+def test_a_stream_that_breaks_off():
+    source = truth(12)
+    assembler = Assembler(Want("req", None))
+    with pytest.raises(Unavailable, match="broke off"):
+        assembler.finish()
+    for response in source.responses():
+        if not response.HasField("end"):
+            assembler.feed(response)
+    with pytest.raises(Unavailable, match="broke off"):
+        assembler.finish()
+
+
+@pytest.mark.parametrize(
+    ("spans", "reason"),
+    [
+        ([(0, 6, 0, 0), (5, 6, 0, 6)], "twice"),
+        ([(0, 12, 0, 1)], "a span of 12 rows at 1 of 12"),
+        ([(0, 0, 0, 3)], "a span of 0 rows"),
+        ([(0, 12, 1, 0)], "frame 1, which is not in its message"),
+        ([(2**31, 2**31, 0, 0)], "a span"),
+        ([(2**32 - 12, 12, 0, 0)], "not asked for"),
+        ([(0, 12, 0, 0), (12, 1, 0, 0)], "rows up to 13 of 12"),
+    ],
+)
+def test_spans_that_cannot_be(spans, reason):
+    source = truth(12)
+    end = pb.ReadEnd(info=source.info, token_stop=12, num_spans=len(spans))
+    with pytest.raises(Corrupt, match=reason):
+        feed(
+            Want("req", None),
+            [message(source, spans, [whole_frame(source)], info=source.info, end=end)],
+        )
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        RoutingLayout(LAYOUT.layer_ids, 9, 41, 3),
+        RoutingLayout(LAYOUT.layer_ids, 9, 40, 2),
+        RoutingLayout((0, 3), 9, 40, 3),
+    ],
+)
+def test_frames_of_another_model(layout):
+    source, other = truth(12), truth(12, layout=layout)
+    end = pb.ReadEnd(info=source.info, token_stop=12, num_spans=1)
+    with pytest.raises(Corrupt):
+        feed(
+            Want("req", None),
+            [message(source, [(0, 12, 0, 0)], [whole_frame(other)], info=source.info, end=end)],
+        )
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"token_start": 1},
+        {"token_stop": 11},
+        {"token_stop": 13},
+        {"num_spans": 2},
+        {"missing": [pb.MissingRange(start=3, stop=4)]},
+        {"missing": [pb.MissingRange(start=12, stop=13)]},
+        {"missing": [pb.MissingRange(start=4, stop=4)]},
+        {"missing": [pb.MissingRange(start=3, stop=4, layer_ids=[3])]},
+        {"info": pb.TraceInfo(trace_id="req")},
+    ],
+)
+def test_ends_that_cannot_be(change):
+    source = truth(12)
+    end = {"info": source.info, "token_stop": 12, "num_spans": 1, **change}
+    with pytest.raises(Corrupt):
+        feed(
+            Want("req", None, mask=True),
+            [
+                message(source, info=source.info),
+                message(source, [(0, 12, 0, 0)], [whole_frame(source)], end=pb.ReadEnd(**end)),
+            ],
+        )
+
+
+def test_a_trace_larger_than_the_limit_is_refused_before_it_is_allocated():
+    source = truth(2, num_rows=2**32 - 1)
+    with pytest.raises(Corrupt, match="more than"):
+        feed(Want("req", None), [message(source, info=source.info)])
+
+
+def test_a_message_that_does_not_parse():
+    with pytest.raises(Corrupt, match="does not parse"):
+        Assembler(Want("req", None)).feed(None)
+
+
+class TestWhole:
+    """When is an answer whole?"""
+
+    @pytest.mark.parametrize(
+        ("facts", "token_stop", "is_whole"),
+        [
+            ({"state": COMPLETE}, None, True),
+            ({"state": COMPLETE}, 12, True),
+            ({"state": RUNNING}, None, False),
+            ({"state": RUNNING}, 12, True),
+            # Cells are missing in layers or positions that were not asked for.
+            ({"state": INCOMPLETE}, None, True),
+            # The agent went away: nobody knows how many rows there are.
+            ({"state": INCOMPLETE, "num_tokens": 0}, None, False),
+            ({"state": INCOMPLETE, "num_tokens": 0}, 12, True),
+        ],
+    )
+    def test_rows_that_are_all_there(self, facts, token_stop, is_whole):
+        source = truth(12, **facts)
+        messages = source.responses(pb.GetTraceRequest(token_stop=token_stop or 0))
+        if is_whole:
+            feed(Want("req", None, 0, token_stop), messages)
+        else:
+            with pytest.raises(Incomplete, match="positions from 12 on: the end is not known"):
+                feed(Want("req", None, 0, token_stop), messages)
+        trace = feed(Want("req", None, 0, token_stop, mask=True), messages)
+        assert trace.complete == (facts["state"] != RUNNING)
+
+    def test_rows_that_are_not(self):
+        source = truth(12, holes=[(3, 5)])
+        messages = source.responses()
+        with pytest.raises(
+            Incomplete, match=r"'req' is incomplete; missing positions \[3, 5\)"
+        ) as e:
+            feed(Want("req", None), messages)
+        assert [(m.start, m.stop) for m in e.value.missing] == [(3, 5)]
+        assert feed(Want("req", None, mask=True), messages).state is TraceState.INCOMPLETE
+
+    def test_many_ranges_are_cut_short(self):
+        source = truth(12, holes=[(i, i + 1) for i in range(0, 12, 2)])
+        with pytest.raises(Incomplete, match="2 more ranges") as e:
+            feed(Want("req", None), source.responses())
+        assert len(e.value.missing) == 6
+
+    @pytest.mark.parametrize("start", [12, 40])
+    def test_beyond_the_last_row_of_a_running_trace(self, start):
+        source = truth(12, state=RUNNING)
+        for token_start in (start, 12):  # servers may clamp
+            end = pb.ReadEnd(info=source.info, token_start=token_start, token_stop=token_start)
+            trace = feed(
+                Want("req", None, start, mask=True), [message(source, info=source.info, end=end)]
+            )
+            assert len(trace) == 0
+            assert trace.coverage == 1.0
+            assert not trace.complete
+
+
+class TestParts:
+    """Following a trace."""
+
+    def start(self, num_rows=0, **want):
+        self.source = truth(12, state=RUNNING, num_rows=num_rows)
+        self.frames = 0
+        self.spans = 0
+        self.assembler = Assembler(Want("req", None, follow=True, **want))
+        self.assembler.feed(message(self.source, info=self.source.info))
+
+    def rows(self, start, stop, layer_ids=LAYOUT.layer_ids, seed=None, num_rows=None):
+        ids = self.source.ids if seed is None else truth(12, rng=random.Random(seed)).ids
+        ids = np.ascontiguousarray(ids[start:stop, LAYOUT.columns(layer_ids)])
+        info = None
+        if num_rows is not None:
+            info = pb.TraceInfo()
+            info.CopyFrom(self.source.info)
+            info.num_rows = num_rows
+        self.assembler.feed(
+            message(
+                self.source,
+                [(start, stop - start, self.frames, 0)],
+                [encode_frame(ids, LAYOUT.select(layer_ids))],
+                info=info,
+            )
+        )
+        self.frames += 1
+        self.spans += 1
+        part = self.assembler.take()
+        assert self.assembler.take() is None
+        return part and (part.token_start, part.token_stop, part.topk_ids)
+
+    def end(self, *missing, stop=12, **facts):
+        info = pb.TraceInfo()
+        info.CopyFrom(self.source.info)
+        state = INCOMPLETE if missing else COMPLETE
+        info.MergeFrom(pb.TraceInfo(state=state, num_tokens=stop + 1, num_rows=stop))
+        self.assembler.feed(
+            message(
+                self.source,
+                end=pb.ReadEnd(
+                    info=info,
+                    token_start=0,
+                    token_stop=stop,
+                    num_spans=self.spans,
+                    missing=[pb.MissingRange(start=a, stop=b) for a, b in missing],
+                ),
+            )
+        )
+        assert self.assembler.take() is None
+        return self.assembler.finish()
+
+    def test_rows_come_once_and_in_order(self):
+        self.start()
+        a, b, ids = self.rows(0, 3)
+        assert (a, b) == (0, 3)
+        assert np.array_equal(ids, self.source.ids[:3])
+        assert self.rows(5, 8) is None
+        a, b, ids = self.rows(3, 5)
+        assert (a, b) == (3, 8)
+        assert np.array_equal(ids, self.source.ids[3:8])
+        assert self.rows(8, 12)[:2] == (8, 12)
+        last = self.end()
+        assert (last.token_start, len(last), last.state) == (12, 0, TraceState.COMPLETE)
+
+    def test_stages_meet(self):
+        self.start()
+        assert self.rows(0, 6, (1, 2)) is None
+        a, b, ids = self.rows(0, 4, (4, 5, 7))
+        assert (a, b) == (0, 4)
+        assert np.array_equal(ids, self.source.ids[:4])
+
+    @pytest.mark.parametrize("mask", [False, True])
+    def test_rows_behind_a_hole_come_last(self, mask):
+        self.start(mask=mask)
+        assert self.rows(0, 3)[:2] == (0, 3)
+        assert self.rows(5, 12) is None
+        if not mask:
+            with pytest.raises(Incomplete, match=r"\[3, 5\)"):
+                self.end((3, 5))
+            return
+        last = self.end((3, 5))
+        assert (last.token_start, last.token_stop) == (3, 12)
+        assert last.valid[:, 0].tolist() == [False] * 2 + [True] * 7
+        assert np.array_equal(last.topk_ids[2:], self.source.ids[5:])
+
+    def test_rows_that_the_engine_takes_back(self):
+        self.start()
+        part = self.rows(0, 6)
+        kept = part[2].copy()
+        a, b, ids = self.rows(4, 8, seed=5)
+        assert (a, b) == (4, 8)
+        assert np.array_equal(part[2], kept)  # what was handed out does not change
+        assert np.array_equal(ids, truth(12, rng=random.Random(5)).ids[4:8])
+        # Rows 3 to 7 are dropped, and only 3 comes again.
+        assert self.rows(3, 4, num_rows=4)[:2] == (3, 4)
+        last = self.end(stop=4)
+        assert (last.token_start, last.token_stop) == (4, 4)
+
+    def test_rows_taken_back_at_the_end(self):
+        self.start()
+        assert self.rows(0, 8)[:2] == (0, 8)
+        last = self.end(stop=5)
+        assert (last.token_start, last.token_stop, last.num_rows) == (5, 5, 5)
+
+    def test_rows_taken_back_and_lost(self):
+        self.start(mask=True)
+        assert self.rows(0, 8)[:2] == (0, 8)
+        last = self.end((5, 6), stop=8)
+        assert (last.token_start, last.token_stop) == (5, 8)
+        assert last.valid[:, 0].tolist() == [False, True, True]
+
+    def test_all_rows_are_accounted_for(self):
+        self.start()
+        self.rows(0, 8)
+        with pytest.raises(Corrupt, match="position 8 of layer 1 as neither there nor missing"):
+            self.end()

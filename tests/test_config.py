@@ -1,0 +1,179 @@
+"""Settings: which source wins, and what is refused."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from routetrace.server import daemon
+from routetrace.server.config import (
+    ConfigError,
+    ServerConfig,
+    is_loopback,
+    load_config,
+    split_address,
+)
+
+
+@pytest.fixture(autouse=True)
+def no_settings_around(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in os.environ if name.startswith("ROUTETRACE_")]:
+        monkeypatch.delenv(name)
+
+
+@pytest.mark.parametrize("sources", range(8))
+def test_flags_over_environment_over_file_over_defaults(
+    sources: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    want, flags = 86400, []
+    if sources & 1:
+        (tmp_path / "server.toml").write_text("default_ttl_seconds = 11\n")
+        flags = ["--config", str(tmp_path / "server.toml")]
+        want = 11
+    if sources & 2:
+        monkeypatch.setenv("ROUTETRACE_DEFAULT_TTL_SECONDS", "22")
+        want = 22
+    if sources & 4:
+        flags += ["--default-ttl-seconds", "33"]
+        want = 33
+    assert load_config(flags).default_ttl_seconds == want
+
+
+def test_every_setting_can_come_from_everywhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    values: dict[str, Any] = {
+        "listen": "[::1]:0",
+        "insecure": "true",
+        "store": "memory",
+        "data_dir": "d",
+        "ack_mode": "memory",
+        "store_capacity": "3GiB",
+        "max_chunk_bytes": "1MiB",
+        "max_message_bytes": "2MiB",
+        "default_ttl_seconds": "5",
+        "sweep_interval_seconds": "0.5",
+        "agent_timeout_seconds": "0",
+        "drain_seconds": "0",
+        "log_level": "debug",
+        "log_format": "json",
+        "ready_file": "r",
+    }
+    assert values.keys() == ServerConfig.model_fields.keys()
+    file = tmp_path / "c.toml"
+    file.write_text("".join(f'{name} = "{value}"\n' for name, value in values.items()))
+    from_file = load_config([f"--config={file}"])
+    flags = []
+    for name, value in values.items():
+        flag = "--" + name.replace("_", "-")
+        flags += [flag] if value == "true" else [flag, value]
+    from_flags = load_config(flags)
+    for name, value in values.items():
+        monkeypatch.setenv(f"ROUTETRACE_{name.upper()}", value)
+    from_env = load_config([])
+    assert from_file.model_dump() == from_flags.model_dump() == from_env.model_dump()
+    assert from_env.store_capacity == 3 << 30
+    assert from_env.ready_file == Path("r")
+    # Built directly, it knows nothing of its surroundings.
+    assert ServerConfig().listen == "127.0.0.1:7411"
+    assert ServerConfig(store="memory").data_dir == Path("routetrace-data")
+
+
+def test_the_environment_may_name_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "c.toml").write_text('store = "memory"\n')
+    monkeypatch.setenv("ROUTETRACE_CONFIG", str(tmp_path / "c.toml"))
+    assert load_config([]).store == "memory"
+
+
+def test_variables_of_others_are_no_mistakes(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in (
+        "ROUTETRACE_TARGET",
+        "ROUTETRACE_RUN",
+        # Kubernetes, for services called routetrace and routetrace-server.
+        "ROUTETRACE_PORT",
+        "ROUTETRACE_SERVICE_HOST",
+        "ROUTETRACE_SERVICE_PORT_GRPC",
+        "ROUTETRACE_PORT_7411_TCP_ADDR",
+        "ROUTETRACE_SERVER_PORT_7411_TCP",
+        "ROUTETRACE_SERVER_SERVICE_PORT",
+    ):
+        monkeypatch.setenv(name, "x")
+    load_config([])
+
+
+@pytest.mark.parametrize(
+    ("flags", "env", "file", "names"),
+    [
+        (["--bogus", "1"], {}, "", ["--bogus"]),
+        (["--drain", "1"], {}, "", ["--drain"]),
+        (["stray"], {}, "", ["stray"]),
+        (["--store"], {}, "", ["--store"]),
+        (["--config"], {}, None, ["--config"]),
+        (["--config", "/does/not/exist"], {}, None, ["/does/not/exist"]),
+        ([], {"ROUTETRACE_LISTN": "x"}, "", ["ROUTETRACE_LISTN"]),
+        ([], {}, "colour = 1\nsize = 2\n", ["colour", "size", "c.toml"]),
+        ([], {}, "[store]\nkind = 1\n", ["store"]),
+        ([], {}, "listen = \n", ["c.toml", "line 1"]),
+        (["--store", "redis"], {}, "", ["store", "redis", "lmdb", "memory"]),
+        (["--drain-seconds", "-1"], {}, "", ["drain_seconds", "-1"]),
+        (["--store-capacity", "lots"], {}, "", ["store_capacity", "lots"]),
+        ([], {"ROUTETRACE_ACK_MODE": "never"}, "", ["ack_mode", "never", "fsync"]),
+        (["--listen", "7411"], {}, "", ["listen", "7411", "host:port"]),
+        (["--listen", "127.0.0.1:70000"], {}, "", ["listen", "70000", "host:port"]),
+        (["--listen", "0.0.0.0:7411"], {}, "", ["listen", "0.0.0.0", "no TLS", "insecure"]),
+        (["--listen", "example.org:1"], {}, "", ["listen", "example.org", "no TLS"]),
+        (["--max-chunk-bytes", "64MiB"], {}, "", ["max_chunk_bytes", "max_message_bytes"]),
+    ],
+)
+def test_mistakes_are_named_on_one_line(
+    flags: list[str],
+    env: dict[str, str],
+    file: str | None,
+    names: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    if file is not None:
+        (tmp_path / "c.toml").write_text(file)
+        flags = [*flags, "--config", str(tmp_path / "c.toml")] if file else flags
+    for name, value in env.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError):
+        load_config(flags)
+    assert daemon.main(flags) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("routetrace-server: ")
+    assert [name for name in names if name not in line] == []
+
+
+def test_other_machines_are_served_only_when_asked_to() -> None:
+    assert load_config(["--listen", "0.0.0.0:0", "--insecure"]).listen == "0.0.0.0:0"
+    for address in ("127.0.0.1:0", "127.8.8.8:1", "localhost:1", "[::1]:1"):
+        assert load_config(["--listen", address]).listen == address
+
+
+def test_help_tells_every_setting(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        daemon.main(["--help"])
+    assert end.value.code == 0
+    text = " ".join(capsys.readouterr().out.split())
+    for name, field in ServerConfig.model_fields.items():
+        assert f"--{name.replace('_', '-')}" in text
+        assert f"[env: ROUTETRACE_{name.upper()}]" in text
+        assert field.description
+        assert field.description in text
+    assert "--config" in text
+
+
+def test_addresses() -> None:
+    assert split_address("localhost:1") == ("localhost", 1)
+    assert split_address("[::1]:65535") == ("::1", 65535)
+    for wrong in ("", ":1", "host", "host:", "host:x", "::1:5", "host:-1", "h:\u0661"):
+        with pytest.raises(ValueError, match="host:port"):
+            split_address(wrong)
+    assert not is_loopback("10.0.0.1")
+    assert not is_loopback("0.0.0.0")

@@ -1,0 +1,379 @@
+"""The image and compose files: valid, and every file, target, command and flag in them exists.
+
+No container runs here; the files are read, and their commands are given to the code they are for.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import importlib
+import json
+import os
+import re
+import runpy
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import pytest
+import yaml
+
+from routetrace.client import RouteClient
+from routetrace.server.config import ServerConfig, load_config
+from routetrace.server.testing import run_server
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+ROOT = Path(__file__).parents[1]
+COMPOSE = ROOT / "docker/compose.yaml"
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
+
+
+# ---------------------------------------------------------------------------- reading
+
+
+@dataclass
+class Stage:
+    """One stage of a Dockerfile, with what it has from the stages below it."""
+
+    name: str
+    base: str
+    own: list[tuple[str, str]] = field(default_factory=list)
+    below: list[tuple[str, str]] = field(default_factory=list)
+
+    def values(self, instruction: str) -> list[str]:
+        """Arguments of an instruction, in order."""
+        return [value for name, value in self.below + self.own if name == instruction]
+
+    def value(self, instruction: str) -> str:
+        """The argument that counts, which is the last; "" if there is none."""
+        return (self.values(instruction) or [""])[-1]
+
+    def argv(self, instruction: str) -> list[str]:
+        """The argument of an instruction in exec form."""
+        value = json.loads(self.value(instruction) or "[]")
+        assert all(isinstance(word, str) for word in value)
+        return value
+
+    def pairs(self, instruction: str) -> dict[str, str]:
+        """KEY=value words of ENV or LABEL."""
+        words = re.findall(r'([\w.]+)=("[^"]*"|\S+)', " ".join(self.values(instruction)))
+        return {name: value.strip('"') for name, value in words}
+
+
+def read_dockerfile(path: Path) -> dict[str, Stage]:
+    text = re.sub(r"^\s*#[^\n]*\n", "", path.read_text("utf-8"), flags=re.MULTILINE)
+    stages: dict[str, Stage] = {}
+    stage = Stage("", "")
+    for line in text.replace("\\\n", " ").splitlines():
+        if not line.strip():
+            continue
+        name, _, value = line.strip().partition(" ")
+        if name == "FROM":
+            base, _, alias = value.partition(" AS ")
+            below = stages[base].below + stages[base].own if base in stages else []
+            stage = stages[alias] = Stage(alias, base, [], list(below))
+        else:
+            stage.own.append((name, value.strip()))
+    return stages
+
+
+STAGES = read_dockerfile(ROOT / "docker/Dockerfile")
+SPEC: dict[str, Any] = yaml.safe_load(COMPOSE.read_text("utf-8"))
+SERVICES: dict[str, dict[str, Any]] = SPEC["services"]
+
+
+def stage_of(service: str) -> Stage:
+    return STAGES[SERVICES[service]["build"]["target"]]
+
+
+def volume_of(service: str) -> tuple[str, str]:
+    """(name, path in the container) of the service's only volume."""
+    (volume,) = SERVICES[service]["volumes"]
+    name, _, path = volume.partition(":")
+    return name, path
+
+
+def seconds(duration: str) -> float:
+    number, unit = re.fullmatch(r"(\d+)(s|m)", duration).groups()
+    return int(number) * {"s": 1, "m": 60}[unit]
+
+
+# ---------------------------------------------------------------------------- compose
+
+
+def check_schema(path: Path) -> subprocess.CompletedProcess[str]:
+    """Checks a file against the published schema of the Compose Specification."""
+    return subprocess.run(
+        [sys.executable, "-m", "check_jsonschema", "--builtin-schema", "vendor.compose-spec", path],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def test_compose_file_fits_the_specification():
+    done = check_schema(COMPOSE)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("healthcheck:", "healthchek:"),
+        ("condition: service_healthy", "condition: healthy"),
+        ("read_only: true", "read_only: [very]"),
+    ],
+)
+def test_validator_refuses_mistakes(tmp_path, old, new):
+    text = COMPOSE.read_text("utf-8")
+    assert old in text
+    broken = tmp_path / "compose.yaml"
+    broken.write_text(text.replace(old, new), "utf-8")
+    done = check_schema(broken)
+    assert done.returncode == 1, done.stdout + done.stderr
+
+
+def has_compose() -> bool:
+    docker = shutil.which("docker")
+    if docker is None:
+        return False
+    done = subprocess.run([docker, "compose", "version"], capture_output=True, check=False)
+    return done.returncode == 0
+
+
+@pytest.mark.skipif(not has_compose(), reason="no docker compose; the schema check stands alone")
+def test_docker_compose_takes_the_file():
+    subprocess.run(["docker", "compose", "-f", COMPOSE, "config", "--quiet"], check=True)
+
+
+def test_compose_names_exist():
+    assert set(SERVICES) == {"server", "inference", "trainer"}
+    used = {volume_of(service)[0] for service in SERVICES}
+    assert used == set(SPEC["volumes"])
+    for name, service in SERVICES.items():
+        build = service["build"]
+        assert (COMPOSE.parent / build["context"]).resolve() == ROOT
+        assert (ROOT / build["dockerfile"]).is_file()
+        assert build["target"] in STAGES, name
+        for other, how in service.get("depends_on", {}).items():
+            assert other in SERVICES
+            if how["condition"] == "service_healthy":
+                assert "healthcheck" in SERVICES[other] or stage_of(other).value("HEALTHCHECK")
+    # Images of one name are built from one target.
+    images = {(s["image"], s["build"]["target"]) for s in SERVICES.values()}
+    assert len(images) == len({image for image, _ in images}) == 2
+
+
+# ---------------------------------------------------------------------------- server
+
+
+@pytest.fixture
+def server_environment(monkeypatch):
+    """The environment that the image gives to the server."""
+    for name in [name for name in os.environ if name.startswith("ROUTETRACE_")]:
+        monkeypatch.delenv(name)
+    for name, value in stage_of("server").pairs("ENV").items():
+        if name.startswith("ROUTETRACE_"):
+            monkeypatch.setenv(name, value)
+
+
+def compose_config() -> ServerConfig:
+    assert stage_of("server").argv("ENTRYPOINT") == ["routetrace-server"]
+    return load_config(SERVICES["server"]["command"])
+
+
+def test_server_flags_are_taken(server_environment):
+    config = compose_config()
+    assert config.host_port == ("0.0.0.0", 7411)
+    assert config.insecure
+    # What is stored lies in the volume, whatever flags are given, and outlives the container.
+    path = PurePosixPath(volume_of("server")[1])
+    assert PurePosixPath(config.data_dir) == path
+    assert PurePosixPath(load_config([]).data_dir) == path
+    assert stage_of("server").value("VOLUME") == str(path)
+    assert config.store == "lmdb"
+
+
+def test_server_is_reached_where_it_listens(server_environment):
+    _, port = compose_config().host_port
+    assert stage_of("server").value("EXPOSE") == str(port)
+    assert SERVICES["server"]["ports"] == [f"127.0.0.1:{port}:{port}"]
+    for service in ("inference", "trainer"):
+        assert SERVICES[service]["environment"]["ROUTETRACE_TARGET"] == f"server:{port}"
+    assert SERVICES["server"]["healthcheck"]["test"] == ["CMD", *health_command()]
+    assert health_command()[-1] == f"127.0.0.1:{port}"
+
+
+def test_server_has_time_to_stop(server_environment):
+    grace = seconds(SERVICES["server"]["stop_grace_period"])
+    assert grace >= compose_config().drain_seconds + 10
+
+
+def health_command() -> list[str]:
+    options, _, command = stage_of("server").value("HEALTHCHECK").partition(" CMD ")
+    assert all(re.fullmatch(r"--[a-z-]+=\w+", option) for option in options.split())
+    return json.loads(command)
+
+
+def test_health_command_tells_a_server_from_none(server_environment):
+    """The image's own check, pointed at a real server, and then at where it was."""
+    command, port = health_command(), f":{compose_config().host_port[1]}"
+    assert command[0] == "routetrace-server"
+    program = str(Path(sys.executable).with_name(command[0]))
+
+    def check(target: str) -> int:
+        words = [target if word.endswith(port) else word for word in command[1:]]
+        done = subprocess.run([program, *words], capture_output=True, timeout=30, check=False)
+        return done.returncode
+
+    with run_server() as server:
+        target = server.target
+        assert check(target) == 0
+    assert check(target) == 1
+
+
+# ---------------------------------------------------------------------------- workers
+
+
+@pytest.mark.parametrize("service", ["inference", "trainer"])
+def test_worker_command_exists(service):
+    stage = stage_of(service)
+    assert stage.argv("ENTRYPOINT") == ["python"]
+    script, rollouts = SERVICES[service]["command"]
+    # The script lies where the working directory and COPY say.
+    source, target = stage.value("COPY").split()
+    assert PurePosixPath(script).parts[0] == target == source
+    assert PurePosixPath(stage.value("WORKDIR")).is_absolute()
+    assert (ROOT / script).is_file()
+    # What one writes and the other reads lies in the volume that they share.
+    assert PurePosixPath(rollouts).parent == PurePosixPath(volume_of(service)[1])
+    assert volume_of(service)[1] == stage.value("VOLUME")
+
+
+def test_workers_share_rollouts():
+    assert SERVICES["inference"]["command"][1:] == SERVICES["trainer"]["command"][1:]
+    assert volume_of("inference") == volume_of("trainer")
+
+
+def test_workers_run_as_composed(tmp_path, monkeypatch, capsys):
+    """Both commands, one after the other, with their own environment, against a real server."""
+    import torch
+
+    monkeypatch.syspath_prepend(ROOT / "examples")
+    # Threads of one small model that wait for each other cost more than they save.
+    torch.set_num_threads(1)
+
+    def run(service: str, *more: str) -> list[str]:
+        for name, value in SERVICES[service]["environment"].items():
+            monkeypatch.setenv(name, value.replace("server:7411", server.target))
+        script, rollouts = SERVICES[service]["command"]
+        monkeypatch.setattr(sys, "argv", [script, str(tmp_path / Path(rollouts).name), *more])
+        with pytest.raises(SystemExit) as end:
+            runpy.run_path(str(ROOT / script), run_name="__main__")
+        lines = capsys.readouterr().out.splitlines()
+        assert end.value.code == 0, lines
+        return lines
+
+    with run_server() as server:
+        said = run("inference", "--groups=2", "--samples=2", "--tokens=8", "--batch=1")
+        assert "rows dropped {}, unsent 0" in said
+        said = run("trainer")
+        assert "4 samples, of which the server knows 4" in said
+        assert "coverage 100.0%" in said
+        # Another run's traces are not seen: the variable counts.
+        with RouteClient(server.target, run="another") as client:
+            assert not list(client.find())
+
+
+# ---------------------------------------------------------------------------- images
+
+
+@pytest.mark.parametrize("target", ["server", "worker"])
+def test_image_is_well_behaved(target):
+    stage = STAGES[target]
+    user = re.fullmatch(r"(\d+):(\d+)", stage.value("USER"))
+    assert user is not None
+    assert "0" not in user.groups()
+    assert stage.value("STOPSIGNAL") == "SIGTERM"
+    assert stage.argv("ENTRYPOINT")
+    # A volume is written by the user, so its directory must be there and be theirs.
+    owned = f"install -d -o {user[1]} -g {user[2]} {stage.value('VOLUME')}"
+    assert owned in stage.values("RUN")
+    # Nothing is built in the image that is shipped.
+    assert not [run for run in stage.values("RUN") if "pip" in run]
+
+
+@pytest.mark.parametrize("target", ["server", "worker"])
+def test_image_is_labelled(target):
+    labels = STAGES[target].pairs("LABEL")
+    prefix = "org.opencontainers.image."
+    assert labels[prefix + "title"] == f"routetrace-{target}"
+    assert labels[prefix + "description"]
+    assert labels[prefix + "licenses"] == PROJECT["license"]
+    assert labels[prefix + "version"] == "${VERSION}"
+    assert STAGES["base"].value("ARG") == f"VERSION={PROJECT['version']}"
+
+
+def test_commands_of_the_image_are_installed():
+    for name in {stage_of("server").argv("ENTRYPOINT")[0], health_command()[0]}:
+        module, _, function = PROJECT["scripts"][name].partition(":")
+        assert callable(getattr(importlib.import_module(module), function))
+
+
+def test_extras_exist():
+    runs = [run for stage in STAGES.values() for run in stage.values("RUN")]
+    extras = {extra for run in runs for extra in re.findall(r"routetrace\[(\w+)\]", run)}
+    assert extras == {"server", "agent"}
+    assert extras <= PROJECT["optional-dependencies"].keys()
+
+
+def test_stages_exist():
+    for stage in STAGES.values():
+        assert stage.base in STAGES or stage.base == "${PYTHON_IMAGE}"
+        for copy in stage.values("COPY"):
+            for other in re.findall(r"--from=(\S+)", copy):
+                assert other in STAGES, copy
+
+
+def ignored(path: str) -> bool:
+    """Whether .dockerignore keeps a file out of the build."""
+    out = False
+    for line in (ROOT / ".dockerignore").read_text("utf-8").splitlines():
+        pattern = line.removeprefix("!")
+        if not pattern or pattern.startswith("#"):
+            continue
+        parts = PurePosixPath(path).parts
+        heads = ["/".join(parts[: i + 1]) for i in range(len(parts))]
+        tail = pattern.removeprefix("**/")
+        names = parts if tail != pattern else heads
+        if any(fnmatch.fnmatchcase(name, tail) for name in names):
+            out = not line.startswith("!")
+    return out
+
+
+def test_build_sees_what_it_copies_and_no_more():
+    copied = {
+        source
+        for stage in STAGES.values()
+        for copy in stage.values("COPY")
+        if "--from" not in copy
+        for source in copy.split()[:-1]
+    }
+    assert {"pyproject.toml", "examples"} <= copied
+    for source in copied:
+        assert (ROOT / source).exists()
+        assert not ignored(source), source
+    # Everything that the wheel is made of is copied.
+    assert {"proto", "server", "client", "capture_agent"} <= copied
+    assert {PROJECT["readme"], *PROJECT["license-files"]} <= copied
+    for secret in (".git/config", ".venv/bin/python", "tests/test_docker.py", ".env"):
+        assert ignored(secret), secret
+    assert ignored("proto/routetrace/v1/__pycache__/layout.cpython-311.pyc")
+    assert not ignored("proto/routetrace/v1/routetrace.proto")

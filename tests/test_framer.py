@@ -1,0 +1,535 @@
+"""The framer against events applied one by one: the same rows, however long they lingered."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from ingest_server import Model, read_chunk
+from sim_engine import SimEngine
+
+from routetrace.capture_agent.chunks import ChunkBuilder
+from routetrace.capture_agent.counters import Word
+from routetrace.capture_agent.framer import Framer
+from routetrace.capture_agent.linger import LANE_BITS, Linger
+from routetrace.v1 import routetrace_pb2 as pb
+from routetrace.v1.frame import invalid_rows
+from routetrace.v1.layout import RoutingLayout
+from routetrace.v1.records import U32, FinishReason, TokenDigest
+
+LAYOUT = RoutingLayout((1, 2), 4, 300, 2)
+BLOCK = 4
+#: Hypothesis' own generators can shrink, but are ten times slower.
+SEEDS = st.integers(0, 1 << 32).map(random.Random)
+INVALID = pb.MISSING_REASON_INVALID_IDS
+
+
+class Framed:
+    """A framer, and the model of what it sends; its methods are those of CaptureAgent."""
+
+    def __init__(
+        self, *, num_blocks: int = 16, frame_rows: int = 8, linger: float = 5, layout=LAYOUT
+    ) -> None:
+        self.layout = layout
+        self.block_size = BLOCK if num_blocks else 0
+        self.builder = ChunkBuilder(layout, self.block_size)
+        self.dropped: Counter[Word] = Counter()
+        self.framer = Framer(
+            layout, self.block_size, num_blocks, frame_rows, linger, self.builder, self._drop
+        )
+        self.model = Model(self.block_size)
+        self.naive = Model(self.block_size)
+        self.frame_rows: list[int] = []  # rows of each frame sent
+        self.chunk_bytes: list[int] = []
+        self.now = 0.0
+        self.version = 0
+        self.number = 0
+        self.offered = 0
+        self.names: dict[int, str] = {}
+        self.free = list(range(32))
+
+    def _drop(self, word: Word, rows: int) -> None:
+        self.dropped[word] += rows
+
+    def seal(self) -> None:
+        self.builder.seal()
+        while self.builder.ready:
+            chunk = self.builder.ready.popleft()
+            header, frames = read_chunk(chunk.header, chunk.payload)
+            assert chunk.rows == sum(map(len, frames))
+            self.frame_rows += map(len, frames)
+            self.chunk_bytes.append(chunk.nbytes)
+            self.model.apply(header, frames)
+
+    # The calls of an engine, to both.
+
+    def begin(self, name, *, num_computed_tokens=0, block_ids=(), prompt_token_ids=None, **facts):
+        handle = (len(self.names) + 1) << LANE_BITS | self.free.pop()
+        self.names[handle] = name
+        blocks = np.array(block_ids, U32).tobytes()
+        proto = pb.RequestBegin(**facts)
+        prompt = None if prompt_token_ids is None else np.array(prompt_token_ids, U32).tobytes()
+        self.framer.begin(
+            handle, name, proto.SerializeToString(), num_computed_tokens, blocks, prompt
+        )
+        self.naive.begin(name, proto, num_computed_tokens, block_ids)
+        return handle
+
+    def add_blocks(self, handle, block_ids):
+        self.framer.add_blocks(handle, np.array(block_ids, U32).tobytes())
+        self.naive.blocks(self.names[handle], block_ids)
+
+    def rewind(self, handle, position):
+        self.framer.rewind(handle, position)
+        self.naive.rewind(self.names[handle], position)
+
+    def preempt(self, handle, num_tokens):
+        self.framer.preempt(handle, num_tokens)
+        self.naive.preempt(self.names[handle], num_tokens)
+
+    def resume(self, handle, num_computed_tokens, block_ids):
+        self.framer.resume(handle, num_computed_tokens, np.array(block_ids, U32).tobytes())
+        self.naive.resume(self.names[handle], num_computed_tokens, block_ids)
+
+    def finish(self, handle, num_tokens, reason="stop", token_ids=None):
+        why = int(FinishReason[reason.upper()])
+        tokens = None if token_ids is None else np.array(token_ids, U32).tobytes()
+        self.framer.finish(handle, num_tokens, why, tokens)
+        self.naive.finish(self.names[handle], num_tokens, why)
+        self.free.append(handle & (1 << LANE_BITS) - 1)
+
+    def external(self, block_ids):
+        self.framer.external(np.array(block_ids, U32).tobytes())
+        self.naive.external(block_ids)
+
+    def reset_prefix_cache(self):
+        self.framer.reset()
+        self.naive.reset()
+
+    def set_weight_version(self, version):
+        self.version = version
+
+    def step(self, rows, runs):
+        runs = np.asarray(runs, np.int64)
+        self.number += 1
+        self.offered += len(rows)
+        data = rows.copy().reshape(len(rows), -1).view(np.uint8)
+        self.framer.step(self.now, self.number, self.version, runs, data)
+        data[:] = 0xAA  # the ring is used again
+        bad = invalid_rows(rows, self.layout.num_experts)
+        at = 0
+        for handle, position, count in runs.tolist():
+            name = self.names[handle]
+            if position < max(self.naive_end(name), 0):
+                self.naive.rewind(name, position)
+            for p in range(position, position + count):
+                if bad[at]:
+                    self.naive.lost(name, p, 1, INVALID)
+                else:
+                    self.naive.rows(name, p, [(rows[at].tobytes(), self.version)])
+                at += 1
+
+    def naive_end(self, name: str) -> int:
+        request = self.naive.live[name]
+        known = [*request.attempts[-1].rows, *request.attempts[-1].cached]
+        known += [start + n - 1 for start, n, _ in request.attempts[-1].lost]
+        return max(known, default=-1) + 1
+
+    def step_slots(self, rows, slots):
+        self.number += 1
+        self.offered += len(rows)
+        data = rows.copy().reshape(len(rows), -1).view(np.uint8)
+        column = np.array(slots, np.uint64)
+        self.framer.step_slots(self.now, self.number, self.version, column, data)
+        data[:], column[:] = 0xAA, 0
+        for slot, row, bad in zip(slots, rows, invalid_rows(rows, 300), strict=True):
+            self.naive.slots.pop(slot, None)
+            if not bad:
+                self.naive.slots[slot] = (row.tobytes(), self.version)
+
+    def end(self) -> None:
+        self.framer.flush()
+        self.seal()
+        assert self.framer.nbytes == 0
+        assert self.offered == sum(self.frame_rows) + sum(self.dropped.values())
+
+    def compare(self) -> None:
+        """Whether lingering made no difference."""
+        assert [r.request_id for r in self.model.requests] == [
+            r.request_id for r in self.naive.requests
+        ]
+        for ours, truth in zip(self.model.requests, self.naive.requests, strict=True):
+            assert ours.attempts == truth.attempts, ours.request_id
+            assert ours.lost_positions(INVALID) == truth.lost_positions(INVALID)
+            assert (ours.num_tokens, ours.reason, ours.blocks, ours.facts) == (
+                truth.num_tokens,
+                truth.reason,
+                truth.blocks,
+                truth.facts,
+            )
+        assert self.model.slots == self.naive.slots
+
+    def compare_lossy(self) -> None:
+        """Whether all that was sent is right, even if much was not sent."""
+        truths = {r.request_id: r for r in self.naive.requests}
+        for ours in self.model.requests:
+            truth = truths[ours.request_id]
+            for attempt in ours.attempts:
+                rows = {**attempt.cached, **attempt.rows}
+                known = {p: row for p, row in rows.items() if row is not None}
+                assert any(
+                    known.items() <= {**a.cached, **a.rows}.items() for a in truth.attempts
+                ), (ours, truth)
+        assert self.model.slots.items() <= self.naive.slots.items()
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    st.integers(0, 1 << 32),
+    st.integers(1, 12),
+    st.sampled_from([0, 3, 1e9]),
+    st.sampled_from([0.0, 0.1, 0.5]),
+)
+def test_a_bad_engine(seed, frame_rows, linger, sealing):
+    """Preemption, rejected drafts, prefix caching, weight updates, chunked prefill."""
+    framed = Framed(frame_rows=frame_rows, linger=linger)
+    sim = SimEngine(framed, LAYOUT, seed, num_blocks=16, block_size=BLOCK)
+    for i in range(12):
+        prompt = [sim.rng.randrange(2) for _ in range(sim.rng.randint(1, 14))]
+        sim.submit(f"r{i}", prompt, sim.rng.randint(1, 10))
+    while sim.step():
+        framed.now += sim.rng.choice([0, 1, 2])
+        if sim.rng.random() < sealing:
+            framed.framer.tick(framed.now)
+            framed.seal()
+    framed.end()
+    framed.compare()
+
+
+class Reckless:
+    """An engine without reason, that keeps one rule: a block has one writer at a time."""
+
+    def __init__(self, sink: Framed, rng: random.Random, invalid: float) -> None:
+        self.sink, self.rng, self.invalid = sink, rng, invalid
+        self.live: dict[int, list[int]] = {}  # handle -> blocks
+        self.ends: dict[int, int] = {}
+        self.preempted: set[int] = set()
+        self.done: list[list[int]] = []  # block lists that may be cached
+        self.count = 0
+
+    def act(self) -> None:
+        actions = [self.begin, self.step, self.step, self.step, self.step, self.rewind]
+        actions += [self.finish, self.preempt, self.resume, self.weights, self.forget, self.grow]
+        self.rng.choice(actions)()
+
+    def _free(self) -> list[int]:
+        held = {b for blocks in self.live.values() for b in blocks}
+        return [b for b in range(16) if b not in held]
+
+    def _grant(self, n: int, cached: list[int] | None = None) -> list[int]:
+        free = [b for b in self._free() if b not in (cached or ())]
+        blocks = self.rng.sample(free, min(n, len(free)))
+        self.done = [[] if set(old) & set(blocks) else old for old in self.done]
+        return blocks
+
+    def _full(self, block: int, index: int) -> bool:
+        """Nobody writes to it any more."""
+        return all(
+            self.ends[h] >= (blocks.index(block) + 1) * BLOCK and blocks.index(block) == index
+            for h, blocks in self.live.items()
+            if block in blocks
+        )
+
+    def _start(self) -> tuple[int, list[int]]:
+        rng = self.rng
+        cached: list[int] = []
+        donors = [*self.done, *self.live.values()]
+        if donors and rng.random() < 0.7:
+            for i, block in enumerate(rng.choice(donors)[: rng.randint(0, 4)]):
+                if not self._full(block, i):
+                    break
+                cached.append(block)
+        computed = len(cached) * BLOCK
+        # The last cached block may be used in part, and then is written to.
+        if cached and not any(cached[-1] in blocks for blocks in self.live.values()):
+            computed -= rng.randint(0, 3)
+        return computed, [*cached, *self._grant(rng.randint(0, 3), cached)]
+
+    def begin(self) -> None:
+        if len(self.live) > 5:
+            return
+        computed, blocks = self._start()
+        name = f"r{self.count}"
+        self.count += 1
+        handle = self.sink.begin(name, num_computed_tokens=computed, block_ids=blocks)
+        self.live[handle], self.ends[handle] = blocks, computed
+
+    def _running(self) -> int | None:
+        running = [h for h in self.live if h not in self.preempted]
+        return self.rng.choice(running) if running else None
+
+    def _may_write(self, handle: int, position: int) -> bool:
+        return not any(
+            b in others
+            for other, others in self.live.items()
+            if other != handle
+            for b in self.live[handle][position // BLOCK :]
+        )
+
+    def step(self) -> None:
+        rng = self.rng
+        runs, n = [], 0
+        for _ in range(rng.randint(1, 5)):
+            handle = self._running()
+            if handle is None:
+                return
+            position = self.ends[handle]
+            if rng.random() < 0.1:
+                position = max(0, position - rng.randint(1, 5))  # nobody said rewind
+            elif rng.random() < 0.1:
+                position += rng.randint(1, 5)  # a gap
+            if not self._may_write(handle, min(position, self.ends[handle])):
+                continue
+            count = rng.choice([1, 1, 1, 2, 5, 11])
+            runs.append((handle, position, count))
+            self.ends[handle] = position + count
+            n += count
+        if runs:
+            self.sink.step(self.rows(n), runs)
+
+    def rows(self, n: int) -> np.ndarray:
+        ids = np.array([self.rng.sample(range(300), 2) for _ in range(2 * n)], np.uint16)
+        for row in range(n):
+            if self.rng.random() < self.invalid:
+                ids[2 * row + self.rng.randrange(2)] = self.rng.choice([(7, 7), (5, 300)])
+        return ids.reshape(n, 2, 2)
+
+    def rewind(self) -> None:
+        handle = self._running()
+        if handle is not None:
+            position = max(0, self.ends[handle] - self.rng.randint(0, 6))
+            if self._may_write(handle, position):
+                self.sink.rewind(handle, position)
+                self.ends[handle] = min(self.ends[handle], position)
+
+    def grow(self) -> None:
+        handle = self._running()
+        if handle is not None:
+            blocks = self._grant(self.rng.randint(1, 2))
+            # A block that is granted now holds nothing yet.
+            if blocks and self.ends[handle] <= len(self.live[handle]) * BLOCK:
+                self.live[handle] += blocks
+                self.sink.add_blocks(handle, blocks)
+
+    def preempt(self) -> None:
+        handle = self._running()
+        if handle is not None:
+            self.done.append(self.live[handle][: self.ends[handle] // BLOCK])
+            num_tokens = max(0, self.ends[handle] - self.rng.randint(-1, 3))
+            self.sink.preempt(handle, num_tokens)
+            self.live[handle] = []
+            self.ends[handle] = min(self.ends[handle], num_tokens)
+            self.preempted.add(handle)
+
+    def resume(self) -> None:
+        if self.preempted:
+            handle = self.rng.choice(sorted(self.preempted))
+            computed, blocks = self._start()
+            self.sink.resume(handle, computed, blocks)
+            self.live[handle], self.ends[handle] = blocks, computed
+            self.preempted.discard(handle)
+
+    def finish(self) -> None:
+        if self.live and self.rng.random() < 0.5:
+            handle = self.rng.choice(sorted(self.live))
+            num_tokens = max(0, self.ends[handle] + self.rng.randint(-2, 2))
+            self.sink.finish(handle, num_tokens, self.rng.choice(["stop", "length", "abort"]))
+            self.done.append(self.live.pop(handle)[: self.ends[handle] // BLOCK])
+            self.preempted.discard(handle)
+
+    def weights(self) -> None:
+        self.sink.set_weight_version(self.rng.randint(-3, 3))
+
+    def forget(self) -> None:
+        if self.rng.random() < 0.2:
+            self.sink.reset_prefix_cache()
+        elif self.rng.random() < 0.5:
+            self.sink.external(self._grant(2))
+
+
+@settings(deadline=None, max_examples=150)
+@given(SEEDS, st.sampled_from([0.0, 0.05]), st.booleans())
+def test_an_engine_without_reason(rng, invalid, small):
+    framed = Framed(frame_rows=rng.choice([1, 4, 16, 64]), linger=rng.choice([0, 2, 1e9]))
+    if small:
+        framed.builder.limit(700)  # chunks and frames of a few rows
+    engine = Reckless(framed, rng, invalid)
+    for _ in range(80):
+        engine.act()
+        framed.now += rng.choice([0, 1])
+        if rng.random() < 0.1:
+            framed.framer.tick(framed.now)
+        if rng.random() < 0.1:
+            framed.seal()
+    framed.end()
+    framed.compare()
+    if small:
+        assert max(framed.chunk_bytes, default=0) <= 700
+
+
+@settings(deadline=None, max_examples=100)
+@given(SEEDS)
+def test_what_is_dropped_for_memory_leaves_no_wrong_row(rng):
+    framed = Framed(frame_rows=rng.choice([4, 16, 64]), linger=rng.choice([0, 2, 1e9]))
+    engine = Reckless(framed, rng, 0.02)
+    for _ in range(80):
+        engine.act()
+        framed.now += rng.choice([0, 1])
+        if rng.random() < 0.1:
+            framed.framer.tick(framed.now)
+        if rng.random() < 0.05:
+            framed.framer.shed(rng.choice([1, 100, 1000]))
+        if rng.random() < 0.05:
+            framed.framer.muted = not framed.framer.muted
+        if rng.random() < 0.1:
+            framed.seal()
+    framed.framer.muted = False
+    framed.begin("last")  # whatever was kept silent is told by now
+    framed.end()
+    framed.compare_lossy()
+
+
+@settings(deadline=None, max_examples=60)
+@given(SEEDS, st.sampled_from([0.0, 0.02]))
+def test_slots_alone(rng, invalid):
+    framed = Framed(linger=rng.choice([0, 2, 1e9]))
+    engine = Reckless(framed, rng, invalid)
+    for _ in range(40):
+        n = rng.choice([1, 3, 20, 40])
+        framed.step_slots(engine.rows(n), rng.sample(range(64), n))
+        framed.now += rng.choice([0, 1])
+        if rng.random() < 0.1:
+            engine.weights()
+        if rng.random() < 0.05:
+            engine.forget()
+        if rng.random() < 0.2:
+            framed.framer.tick(framed.now)
+        if rng.random() < 0.1:
+            framed.seal()
+    framed.end()
+    if invalid:
+        assert framed.model.slots.items() <= framed.naive.slots.items()
+    else:
+        assert framed.model.slots == framed.naive.slots
+
+
+def valid_rows(n: int, layout: RoutingLayout = LAYOUT, seed: int = 0) -> np.ndarray:
+    keys = np.random.default_rng(seed).random((n, len(layout.layer_ids), layout.num_experts))
+    return np.argsort(keys, axis=2)[..., : layout.top_k].astype(layout.dtype)
+
+
+def test_frames_are_as_large_as_they_may_be():
+    framed = Framed(num_blocks=0, frame_rows=256, linger=1)
+    a, b = framed.begin("a"), framed.begin("b")
+    rows = valid_rows(5000)
+    framed.step(rows[:4096], [(a, 0, 4096)])  # a long prefill: frames of 2048
+    framed.step(rows[:300], [(b, 0, 300)])  # more than a frame: all of it
+    for p in range(300, 555):
+        framed.step(rows[p : p + 1], [(b, p, 1)])
+    framed.seal()
+    assert framed.frame_rows == [2048, 2048, 300]
+    framed.step(rows[555:556], [(b, 555, 1)])  # the 256th that lingers
+    framed.step(rows[556:560], [(b, 556, 4)])
+    framed.seal()
+    assert framed.frame_rows[3:] == [256]
+    framed.now = 0.99
+    framed.framer.tick(framed.now)
+    assert not framed.builder
+    framed.now = 1.0
+    framed.framer.tick(framed.now)
+    framed.seal()
+    assert framed.frame_rows[4:] == [4]
+    framed.finish(b, 561)
+    framed.end()
+    framed.compare()
+
+
+def test_steps_of_a_window_keep_their_numbers():
+    """A bind to some step must not miss rows that share a frame with later ones."""
+    framed = Framed()
+    for i in range(3):
+        framed.step_slots(valid_rows(2), [2 * i, 2 * i + 1])
+    framed.framer.flush()
+    framed.builder.seal()
+    header, frames = read_chunk(framed.builder.ready[0].header, framed.builder.ready[0].payload)
+    ops = np.frombuffer(header.ops, [("", "V32"), ("step", "<u8"), ("", "V16")])
+    assert ops["step"].tolist() == [1, 2, 3]
+    assert [len(f) for f in frames] == [6]
+
+
+@pytest.mark.parametrize("block_size", [0, BLOCK])
+def test_digests_tell_the_tokens_at_block_boundaries_and_at_the_end(block_size):
+    framed = Framed(num_blocks=16 if block_size else 0)
+    tokens = list(range(100, 110)) * 30
+    handle = framed.begin("r", prompt_len=6, prompt_token_ids=tokens[:6])
+    framed.finish(handle, 10, token_ids=tokens[:10])
+    long = framed.begin("s")
+    framed.finish(long, 300, token_ids=tokens)
+    framed.end()
+    expected = {n: TokenDigest().update(tokens[:n]) for n in range(301)}
+    short, long_digests = (r.digests for r in framed.model.requests)
+    assert set(short) == ({4, 6, 8, 10} if block_size else {6, 10})
+    assert set(long_digests) == (set(range(4, 301, 4)) if block_size else {256, 300})
+    assert all(expected[n] == value for n, value in {**short, **long_digests}.items())
+
+
+def test_memory_is_freed_newest_first_and_readers_hear_of_it():
+    framed = Framed(num_blocks=0, frame_rows=64)
+    handles = [framed.begin(f"r{i}") for i in range(4)]
+    framed.step(valid_rows(40), [(h, 0, 10) for h in handles])
+    size = framed.framer.nbytes
+    framed.framer.shed(size // 4 + 1)  # one request is not enough
+    framed.step(valid_rows(4), [(h, 10, 1) for h in handles])
+    for handle in handles:
+        framed.finish(handle, 12)
+    framed.end()
+    full = pb.MISSING_REASON_QUEUE_FULL
+    assert [len(r.attempts[0].rows) for r in framed.model.requests] == [11, 11, 0, 0]
+    assert [r.lost for r in framed.model.requests] == [[], [], [(0, 0, full)], [(0, 0, full)]]
+    assert +framed.dropped == {Word.QUEUE_FULL: 22}
+
+
+def test_requests_that_never_end_are_told_at_the_end():
+    framed = Framed(num_blocks=0)
+    handle = framed.begin("r")
+    framed.step(valid_rows(3), [(handle, 0, 3)])
+    framed.framer.close()
+    framed.seal()
+    request = framed.model.requests[0]
+    assert len(request.attempts[0].rows) == 3
+    assert request.lost == [(3, 0, pb.MISSING_REASON_AGENT_LOST)]
+
+
+def test_lanes_and_rows_are_used_again():
+    linger = Linger(row_bytes=4, frame_rows=64)
+    rng = random.Random(0)
+    truth: dict[int, list[bytes]] = {}
+    value = 0
+    for _ in range(400):
+        lane = rng.choice([0, 1, 63, 64, 200])
+        if lane not in truth:
+            linger.begin(lane, 0)
+            truth[lane] = []
+        if rng.random() < 0.2:
+            assert [bytes(r) for r in linger.take(lane)] == truth[lane]
+            truth[lane] = []
+        elif len(truth[lane]) < 50:
+            rows = np.arange(value, value + 12, dtype=np.uint8).reshape(3, 4)
+            value = (value + 12) % 200
+            linger.extend(0.0, 1, 0, np.array([lane]), np.array([3]), rows)
+            truth[lane] += [bytes(r) for r in rows]
+        assert linger.rows == sum(map(len, truth.values()))

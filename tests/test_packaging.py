@@ -1,0 +1,229 @@
+"""What is shipped: the packages, the names that users import, and the stubs beside their proto."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import pkgutil
+import re
+import subprocess
+import sys
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from google.protobuf import descriptor_pb2
+
+from routetrace.v1 import routetrace_pb2 as pb
+from routetrace.v1 import routetrace_pb2_grpc as pb_grpc
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+ROOT = Path(__file__).parents[1]
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))
+PROTO = ROOT / "proto/routetrace/v1/routetrace.proto"
+#: Package -> its directory, one for each root.
+PACKAGES = {
+    "routetrace.v1": ROOT / "proto/routetrace/v1",
+    "routetrace.server": ROOT / "server/routetrace/server",
+    "routetrace.client": ROOT / "client/routetrace/client",
+    "routetrace.capture_agent": ROOT / "capture_agent/routetrace/capture_agent",
+}
+
+
+# ---------------------------------------------------------------------------- packages
+
+
+def test_roots_are_one_namespace():
+    assert PYPROJECT["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"] == [
+        f"{directory.relative_to(ROOT).parts[0]}/routetrace" for directory in PACKAGES.values()
+    ]
+    for package, directory in PACKAGES.items():
+        # One __init__.py here would hide the other three packages.
+        assert [p.name for p in directory.parent.iterdir() if p.name != "__pycache__"] == [
+            package.rpartition(".")[2]
+        ]
+        assert Path(importlib.import_module(package).__file__ or "").parent == directory
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_every_package_is_typed(package):
+    assert (PACKAGES[package] / "py.typed").is_file()
+
+
+def test_version_is_in_the_changelog():
+    headings = re.findall(
+        r"^## \[?(\d+\.\d+\.\d+\S*?)\]?(?:\s|$)",
+        (ROOT / "CHANGELOG.md").read_text("utf-8"),
+        re.MULTILINE,
+    )
+    assert headings[:1] == [PYPROJECT["project"]["version"]]
+
+
+def test_commands_exist():
+    scripts = PYPROJECT["project"]["scripts"]
+    assert list(scripts) == ["routetrace-server"]
+    for target in scripts.values():
+        module, _, name = target.partition(":")
+        main = getattr(importlib.import_module(module), name)
+        # Called with nothing; what it returns is the exit status.
+        inspect.signature(main).bind()
+
+
+# ---------------------------------------------------------------------------- names
+
+CLIENT_NAMES = [
+    "AsyncRouteClient",
+    "MissingRange",
+    "RouteClient",
+    "RoutingTrace",
+    "TraceFacts",
+    "TraceStat",
+    "TraceState",
+]
+AGENT_NAMES = ["AgentConfig", "AgentStats", "CaptureAgent", "CloseReport"]
+
+
+@pytest.mark.parametrize(
+    ("package", "names"),
+    [("routetrace.client", CLIENT_NAMES), ("routetrace.capture_agent", AGENT_NAMES)],
+)
+def test_public_names(package, names):
+    """A name added here is a promise; one taken away breaks somebody."""
+    module = importlib.import_module(package)
+    assert sorted(module.__all__) == names
+    for name in names:
+        assert getattr(module, name) is not None
+
+
+#: Needed on one side of the wire only, or never declared: not to be loaded by a plain import.
+HEAVY = ("torch", "transformers", "lmdb", "pydantic", "structlog", "msgpack")
+
+
+@pytest.mark.parametrize("package", ["routetrace.client", "routetrace.capture_agent"])
+def test_import_is_light(package):
+    loaded = subprocess.run(
+        [sys.executable, "-c", f"import sys, {package}; print(*sys.modules)"],
+        check=True,
+        capture_output=True,
+        text=True,
+    ).stdout.split()
+    assert package in loaded
+    assert not set(HEAVY) & set(loaded)
+
+
+# ---------------------------------------------------------------------------- stubs
+
+
+def facts_of_text(text: str) -> set[str]:
+    """Every field, value and rpc of a proto file, one sentence each."""
+    text = re.sub(r"//[^\n]*", "", text)
+    facts: set[str] = set()
+    inside: list[str] = []
+    for statement, end in re.findall(r"\s*([^;{}]*?)\s*([;{}])", text):
+        words = re.findall(r"map\s*<[^>]*>|[\w.\"]+|[=()]", statement)
+        if end == "{":
+            inside.append(" ".join(words[:2]))
+        elif end == "}":
+            inside.pop()
+        elif not inside:
+            if words[0] == "package":
+                facts.add(f"package {words[1]}")
+        elif words[0] == "rpc":
+            signature = " ".join(w for w in words[1:] if w not in "()")
+            facts.add(f"{inside[-1]}: rpc {signature}")
+        else:
+            left, _, number = statement.partition("[")[0].rpartition("=")
+            left = re.sub(r"\s+", " ", left).strip()
+            left = re.sub(r"map\s*<\s*(\w+)\s*,\s*(\w+)\s*>", r"map<\1,\2>", left)
+            facts.add(f"{' '.join(inside)}: {left} = {int(number)}")
+    assert not inside
+    return facts
+
+
+def facts_of_descriptor(file: descriptor_pb2.FileDescriptorProto) -> set[str]:
+    """The same sentences, from what the generated code knows."""
+    facts = {f"package {file.package}"}
+    for enum in file.enum_type:
+        facts |= {f"enum {enum.name}: {v.name} = {v.number}" for v in enum.value}
+    for message in file.message_type:
+        facts |= {_field_fact(message, field) for field in message.field}
+    for service in file.service:
+        for rpc in service.method:
+            taken = "stream " * rpc.client_streaming + rpc.input_type.rpartition(".")[2]
+            given = "stream " * rpc.server_streaming + rpc.output_type.rpartition(".")[2]
+            facts.add(f"service {service.name}: rpc {rpc.name} {taken} returns {given}")
+    return facts
+
+
+def _field_fact(
+    message: descriptor_pb2.DescriptorProto, field: descriptor_pb2.FieldDescriptorProto
+) -> str:
+    place = f"message {message.name}"
+    if field.HasField("oneof_index"):
+        place += f" oneof {message.oneof_decl[field.oneof_index].name}"
+    kind = _type_name(field)
+    entry = {m.name: m for m in message.nested_type if m.options.map_entry}.get(kind)
+    if entry:
+        kind = f"map<{','.join(map(_type_name, entry.field))}>"
+    elif field.label == field.LABEL_REPEATED:
+        kind = f"repeated {kind}"
+    return f"{place}: {kind} {field.name} = {field.number}"
+
+
+def _type_name(field: descriptor_pb2.FieldDescriptorProto) -> str:
+    if field.type_name:
+        return field.type_name.rpartition(".")[2]
+    return descriptor_pb2.FieldDescriptorProto.Type.Name(field.type).removeprefix("TYPE_").lower()
+
+
+def test_stubs_are_those_of_the_proto():
+    written = facts_of_text(PROTO.read_text("utf-8"))
+    file = descriptor_pb2.FileDescriptorProto.FromString(pb.DESCRIPTOR.serialized_pb)
+    assert written == facts_of_descriptor(file)
+    assert len(written) > 150
+    # Spot checks of what both sides agree on, should they ever agree on nothing.
+    assert "message ChunkHeader: bytes ops = 4" in written
+    assert "message Hello: map<string,string> attributes = 8" in written
+    assert "message IngestRequest oneof message: Chunk chunk = 2" in written
+    assert "service TraceService: rpc GetTrace GetTraceRequest returns stream GetTraceResponse" in (
+        written
+    )
+
+
+def test_every_rpc_has_a_stub_and_a_servicer():
+    for service in pb.DESCRIPTOR.services_by_name.values():
+        servicer = getattr(pb_grpc, f"{service.name}Servicer")
+        assert {name for name in vars(servicer) if not name.startswith("_")} == {
+            method.name for method in service.methods
+        }
+        assert hasattr(pb_grpc, f"{service.name}Stub")
+        assert hasattr(pb_grpc, f"add_{service.name}Servicer_to_server")
+
+
+def test_every_element_of_the_proto_is_explained():
+    lines = PROTO.read_text("utf-8").splitlines()
+    bare = [
+        line.strip()
+        for before, line in pairwise(lines)
+        if re.match(r"\s*(message|enum|service|rpc|oneof|[\w.<>, ]+ = \d+)\b", line)
+        and not before.strip().startswith("//")
+    ]
+    assert not bare
+
+
+def test_stubs_are_from_the_old_compiler():
+    """Newer compilers write a check that refuses the protobuf and grpcio of vLLM's images."""
+    directory = PACKAGES["routetrace.v1"]
+    assert "runtime_version" not in (directory / "routetrace_pb2.py").read_text("utf-8")
+    assert "GRPC_GENERATED_VERSION" not in (directory / "routetrace_pb2_grpc.py").read_text("utf-8")
+
+
+def test_modules_of_the_contract_do_not_know_the_sides():
+    """routetrace.v1 is imported by all three; it imports none of them."""
+    for module in pkgutil.iter_modules([str(PACKAGES["routetrace.v1"])]):
+        text = (PACKAGES["routetrace.v1"] / f"{module.name}.py").read_text("utf-8")
+        assert not re.search(r"routetrace\.(server|client|capture_agent)\b", text), module.name

@@ -1,0 +1,228 @@
+"""The ring, and the engine's end of it: order, room, and what is remembered of the rest."""
+
+from __future__ import annotations
+
+import mmap
+import pickle
+import threading
+import time
+from collections import deque
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from routetrace.capture_agent import feed as feed_module
+from routetrace.capture_agent.feed import EVENT, RECORD, STEP, Feed
+from routetrace.capture_agent.ring import Ring
+from routetrace.v1 import routetrace_pb2 as pb
+from routetrace.v1.errors import InvalidArgument
+from routetrace.v1.layout import RoutingLayout
+
+LAYOUT = RoutingLayout((0, 1), 2, 64, 2)
+
+
+def ends(size: int) -> tuple[Ring, Ring]:
+    buffer = memoryview(bytearray(size))
+    return Ring(buffer), Ring(buffer)
+
+
+def write(ring: Ring, data: bytes) -> bool:
+    record = ring.reserve(len(data))
+    if record is None:
+        return False
+    record[:] = data
+    ring.commit()
+    return True
+
+
+def read(ring: Ring) -> bytes | None:
+    record = ring.peek()
+    if record is None:
+        return None
+    data = bytes(record)
+    ring.consume()
+    return data
+
+
+@settings(deadline=None)
+@given(
+    st.integers(200, 700),
+    st.lists(st.one_of(st.none(), st.integers(0, 250)), min_size=1, max_size=200),
+)
+def test_a_queue_of_any_records(size, actions):
+    """None reads; a number writes a record of that length."""
+    producer, consumer = ends(size)
+    expected: deque[bytes] = deque()
+    number = 0
+    for action in actions:
+        if action is None:
+            assert read(consumer) == (expected.popleft() if expected else None)
+            continue
+        number = (number + 1) % 256
+        data = bytes([number]) * action
+        held = sum(8 + (len(d) + 7) // 8 * 8 for d in expected)
+        if write(producer, data):
+            expected.append(data)
+            assert len(data) <= producer.max_record
+            assert held + len(data) <= producer.size
+        else:
+            # Refused only if too large, or if there is no such room in one piece.
+            assert action > producer.max_record or expected
+    while expected:
+        assert read(consumer) == expected.popleft()
+    assert read(consumer) is None
+
+
+@given(st.integers(200, 700), st.integers(0, 60))
+def test_the_largest_record_fits_wherever_an_empty_ring_stands(size, lead):
+    producer, consumer = ends(size)
+    for _ in range(lead):
+        assert write(producer, b"12345678")
+        read(consumer)
+    data = b"x" * producer.max_record
+    assert write(producer, data)
+    assert read(consumer) == data
+    assert not write(producer, data + b"x")
+
+
+def test_nothing_is_seen_before_commit_and_a_second_reservation_is_refused():
+    producer, consumer = ends(512)
+    record = producer.reserve(5)
+    assert record is not None
+    assert consumer.peek() is None
+    assert producer.reserve(5) is None
+    record[:] = b"first"
+    assert consumer.peek() is None
+    producer.commit()
+    assert read(consumer) == b"first"
+
+
+def test_two_threads():
+    """Records of changing sizes, each telling its number and length."""
+    memory = memoryview(mmap.mmap(-1, 5000))
+    producer, consumer = Ring(memory), Ring(memory)
+    total = 10_000
+    seen: list[int] = []
+
+    def consume() -> None:
+        while len(seen) < total:
+            data = read(consumer)
+            if data is None:
+                time.sleep(0)
+                continue
+            number = int.from_bytes(data[:4], "little")
+            assert data[4:] == bytes([number % 251]) * (number % 300)
+            seen.append(number)
+
+    thread = threading.Thread(target=consume)
+    thread.start()
+    number = 0
+    while number < total and thread.is_alive():
+        data = number.to_bytes(4, "little") + bytes([number % 251]) * (number % 300)
+        if write(producer, data):
+            number += 1
+        else:
+            time.sleep(0)
+    thread.join(30)
+    assert seen == list(range(total))
+
+
+# ---------------------------------------------------------------------- the engine's end
+
+
+def rows_of(n: int, value: int = 0) -> np.ndarray:
+    return np.full((n, 2, 2), value, np.uint8)
+
+
+def drain(ring: Ring) -> list[tuple]:
+    out: list[tuple] = []
+    while (data := read(ring)) is not None:
+        if not data:
+            continue
+        kind, m, n, step, version = RECORD.unpack_from(data)
+        if kind == EVENT:
+            out.append(pickle.loads(data[RECORD.size :]))
+        else:
+            column = np.frombuffer(data, np.int64, 3 * m, RECORD.size).reshape(m, 3).tolist()
+            ids = np.frombuffer(data, np.uint8, 4 * n, RECORD.size + 24 * m)
+            out.append((column, step, version, ids.tolist()))
+    return out
+
+
+def test_what_does_not_fit_is_told_in_order_once_there_is_room():
+    producer, consumer = ends(1000)
+    feed = Feed(producer, LAYOUT)
+    full = pb.MISSING_REASON_QUEUE_FULL
+
+    def step(handle: int, position: int, count: int) -> bool:
+        runs = np.array([[handle, position, count]], np.int64)
+        if feed.rows(STEP, runs, rows_of(count), 1, 0):
+            return True
+        feed.lose(handle, position, count, full)
+        return False
+
+    while write(producer, b""):
+        pass
+    position = 100
+    assert not step(1, position, 40)
+    # Consecutive losses of one request make one span, of others their own.
+    assert not step(1, position + 40, 40)
+    assert not step(2, 0, 40)
+    feed.event("rewind", position + 60, handle=1)
+    assert not step(1, position + 60, 40)
+    assert not step(2, 40, 40)
+    feed.lose_blocks([9, 3, 9])
+    assert feed.behind
+    drain(consumer)
+    assert feed.drain()
+    blocks = np.array([3, 9], "<u4").tobytes()
+    assert drain(consumer) == [
+        ("lost", [(1, position, position + 80, full), (2, 0, 80, full)], b""),
+        ("rewind", 1, position + 60),
+        ("lost", [(1, position + 60, position + 100, full)], blocks),
+    ]
+    # What was told is not told again.
+    assert step(1, position + 100, 40)
+    assert not feed.behind
+    assert len(drain(consumer)) == 1
+
+
+def test_a_stuck_reader_is_noticed_by_the_bytes_that_wait_for_it(monkeypatch):
+    monkeypatch.setattr(feed_module, "MAX_BACKLOG_BYTES", 1 << 16)
+    producer, _ = ends(4096)
+    feed = Feed(producer, LAYOUT)
+    for i in range(1000):
+        feed.lose(i % 8, 10 * i, 1, 0)  # with gaps, so that no two can be one
+        feed.event("rewind", 5, handle=i % 8)
+        if feed.stuck:
+            break
+    assert feed.stuck
+    feed.clear()
+    assert not feed.stuck
+    assert not feed.behind
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.int8, np.uint16, np.int32, np.int64])
+def test_rows_are_narrowed_on_the_way(dtype):
+    producer, consumer = ends(4096)
+    feed = Feed(producer, LAYOUT)
+    rows = np.arange(20).reshape(5, 2, 2).astype(dtype)
+    bad = np.zeros((5, 2), bool)
+    bad[3, 1] = dtype is not np.uint8
+    assert feed.rows(STEP, np.array([[1, 0, 5]]), rows, 7, -3, bad if bad.any() else None)
+    (column, step, version, ids), *_ = drain(consumer)
+    expected = list(range(20))
+    if bad.any():
+        expected[14:16] = [0, 0]  # an id twice: no router chose that
+    assert (column, step, version, ids) == ([[1, 0, 5]], 7, -3, expected)
+    strided = np.arange(40).reshape(10, 2, 2).astype(dtype)[::2]
+    assert feed.rows(STEP, np.array([[1, 0, 5]]), strided, 7, 0)
+    assert drain(consumer)[0][3] == strided.reshape(-1).tolist()
+
+
+def test_an_event_that_can_never_fit_is_an_error():
+    producer, _ = ends(4096)
+    with pytest.raises(InvalidArgument, match="ring_bytes"):
+        Feed(producer, LAYOUT).event("begin", b"x" * 4096, handle=1)

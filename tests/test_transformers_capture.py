@@ -1,0 +1,629 @@
+"""What the agent is told of a generation, against two truths of its own.
+
+One is recorded by hooks of this file beside the capture's, and must be met bit for bit. The other
+is a forward pass over the finished sequence alone, without padding, cache or batch: it knows
+nothing of how the sequence came to be, so that a row at a wrong position cannot agree with it.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from routing_truth import RecordingAgent, Truth, padded, reforward
+from tiny_models import EOS, FAMILIES, PAD, tiny_model
+from transformers import (
+    ContinuousBatchingConfig,
+    GenerationConfig,
+    StoppingCriteria,
+    StoppingCriteriaList,
+)
+
+from routetrace.capture_agent import AgentConfig, CaptureAgent
+from routetrace.capture_agent.transformers import TransformersCapture
+from routetrace.client import RouteClient
+from routetrace.server.testing import run_server
+from routetrace.v1.errors import InvalidArgument
+from routetrace.v1.layout import RoutingLayout
+
+PROMPTS = [[3, 4, 5, 6, 7], [8, 9, 10, 11, 12, 13, 14, 15], [16, 17]]
+IDS = ["long", "longest", "short"]
+
+
+def captured(
+    family: str = "qwen3_moe",
+    prompts: list[list[int]] = PROMPTS,
+    ids: list[str] = IDS,
+    *,
+    side: str = "left",
+    seed: int = 0,
+    **kwargs: Any,
+) -> tuple[RecordingAgent, Truth, torch.Tensor]:
+    """One captured generation, checked against both truths."""
+    model, layout = tiny_model(family)
+    agent = RecordingAgent(layout)
+    capture = TransformersCapture(model, agent, layout=layout)
+    input_ids, mask = padded(prompts, side)
+    kwargs.setdefault("max_new_tokens", 10)
+    kwargs.setdefault("do_sample", False)
+    torch.manual_seed(seed)
+    with Truth(model, layout) as truth:
+        out = capture.generate(input_ids, mask, request_ids=ids, **kwargs)
+    sequences = out if torch.is_tensor(out) else out.sequences
+    assert capture.failures == 0
+    assert_no_hooks(model)
+    copies = len(ids) // len(prompts)
+    mask = mask.repeat_interleave(copies, dim=0).numpy().astype(bool)
+    for i, request_id in enumerate(ids):
+        told = agent.requests[request_id]
+        prompt = prompts[i // copies]
+        assert told.prompt == prompt == told.tokens[: told.prompt_len]
+        generated = told.tokens[len(prompt) :]
+        rest = sequences[i, mask.shape[1] :].tolist()
+        assert generated == rest[: len(generated)]
+        assert set(rest[len(generated) :]) <= {PAD}
+        if side == "left":  # the library itself miscounts positions after padding on the right
+            np.testing.assert_array_equal(
+                agent.trace(request_id), reforward(model, layout, told.tokens), err_msg=request_id
+            )
+    return agent, truth, sequences
+
+
+def assert_no_hooks(model: torch.nn.Module) -> None:
+    for name, module in model.named_modules():
+        hooks = {**module._forward_hooks, **module._forward_pre_hooks}
+        assert not hooks, f"{name}: {hooks}"
+
+
+def assert_bit_for_bit(
+    agent: RecordingAgent, truth: Truth, ids: list[str], mask: torch.Tensor
+) -> None:
+    expected = truth.by_position(mask.numpy().astype(bool))
+    for request_id, rows in zip(ids, expected, strict=True):
+        trace = agent.trace(request_id)
+        np.testing.assert_array_equal(trace, [rows[i] for i in range(len(trace))])
+
+
+# ---------------------------------------------------------------- generate()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_left_padded_batch_of_every_family(family: str) -> None:
+    agent, truth, _ = captured(family)
+    assert_bit_for_bit(agent, truth, IDS, padded(PROMPTS)[1])
+
+
+@pytest.mark.parametrize("side", ["right", "left"])
+def test_padding_on_either_side(side: str) -> None:
+    agent, truth, _ = captured("olmoe", side=side, max_new_tokens=4)
+    assert_bit_for_bit(agent, truth, IDS, padded(PROMPTS, side)[1])
+
+
+def test_sequences_that_end_at_different_times() -> None:
+    free, _, _ = captured("mixtral", eos_token_id=None, max_new_tokens=9)
+    tokens = [free.requests[i].tokens[free.requests[i].prompt_len :] for i in IDS]
+    # The first two end in the middle, and are fed padding while the third goes on.
+    ends = [tokens[0][3], tokens[1][2]]
+    agent, truth, _ = captured("mixtral", eos_token_id=ends, max_new_tokens=9)
+    told = [agent.requests[i] for i in IDS]
+    lengths = [len(t.tokens) - t.prompt_len for t in told]
+    assert lengths[0] <= 4
+    assert lengths[1] <= 3
+    assert [t.reason for t in told[:2]] == ["stop", "stop"]
+    assert len(set(lengths)) == len(IDS)
+    assert_bit_for_bit(agent, truth, IDS, padded(PROMPTS)[1])
+
+
+def test_several_samples_per_prompt() -> None:
+    ids = [f"{name}/{i}" for name in IDS for i in range(3)]
+    labels = [{"group": name, "sample": str(i)} for name in IDS for i in range(3)]
+    agent, truth, _ = captured(
+        ids=ids,
+        labels=labels,
+        num_return_sequences=3,
+        do_sample=True,
+        temperature=1.5,
+        seed=3,
+        weight_version=7,
+    )
+    assert [agent.requests[i].labels for i in ids] == labels
+    assert agent.weight_version == 7
+    assert len({tuple(agent.requests[i].tokens) for i in ids}) > len(IDS)
+    assert_bit_for_bit(agent, truth, ids, padded(PROMPTS)[1].repeat_interleave(3, dim=0))
+
+
+@pytest.mark.parametrize(
+    "kwargs",
+    [
+        {"prefill_chunk_size": 3},
+        {"cache_implementation": "static"},
+        {"return_dict_in_generate": True, "output_scores": True},
+        {"generation_config": GenerationConfig(eos_token_id=EOS, pad_token_id=PAD)},
+    ],
+    ids=["chunked prefill", "static cache", "dict output", "generation config"],
+)
+def test_ways_to_generate(kwargs: dict[str, Any]) -> None:
+    agent, truth, _ = captured(**kwargs)
+    assert_bit_for_bit(agent, truth, IDS, padded(PROMPTS)[1])
+
+
+def test_without_a_cache_the_first_row_of_a_position_stays() -> None:
+    _, truth, _ = captured(use_cache=False, max_new_tokens=4)
+    assert truth.fed[-1].shape[1] == 8 + 3
+
+
+REPEATING = [[5, 6, 7, 5, 6, 7, 5, 6, 7, 5, 6]]
+
+
+@pytest.mark.parametrize("kind", ["prompt lookup", "assistant", "chunked prompt lookup"])
+def test_rejected_candidates_leave_no_rows(kind: str) -> None:
+    kwargs: dict[str, Any] = {"prompt_lookup_num_tokens": 4}
+    if kind == "assistant":
+        kwargs = {"assistant_model": tiny_model("qwen3_moe", seed=5)[0]}
+    if kind.startswith("chunked"):
+        kwargs["prefill_chunk_size"] = 4
+    agent, truth, _ = captured(prompts=REPEATING, ids=["a"], max_new_tokens=16, **kwargs)
+    fed = sum(f.shape[1] for f in truth.fed)
+    assert fed > len(agent.trace("a")), "no candidate was rejected: the test tests nothing"
+
+
+def test_an_inferred_mask_is_the_library_s() -> None:
+    model, layout = tiny_model("mixtral")
+    agent = RecordingAgent(layout)
+    input_ids, _ = padded(PROMPTS)
+    capture = TransformersCapture(model, agent, layout=layout)
+    out = capture.generate(input_ids, request_ids=IDS, max_new_tokens=3, do_sample=False)
+    expected = model.generate(input_ids=input_ids, max_new_tokens=3, do_sample=False)
+    assert torch.equal(out, expected)
+    assert [agent.requests[i].prompt for i in IDS] == PROMPTS
+
+
+def test_a_second_turn_on_the_cache_of_the_first() -> None:
+    model, layout = tiny_model("qwen3_moe")
+    agent = RecordingAgent(layout)
+    capture = TransformersCapture(model, agent, layout=layout)
+    input_ids, mask = padded(PROMPTS)
+    kwargs: dict[str, Any] = {"do_sample": False, "eos_token_id": None, "max_new_tokens": 3}
+    first = capture.generate(
+        input_ids, mask, request_ids=IDS, return_dict_in_generate=True, **kwargs
+    )
+    more = torch.tensor([[20, 21], [22, 23], [24, 25]])
+    input_ids = torch.cat([first.sequences, more], dim=1)
+    mask = torch.cat([mask, torch.ones(3, 3 + 2, dtype=mask.dtype)], dim=1)
+    ids = [f"{i}/2" for i in IDS]
+    capture.generate(
+        input_ids, mask, request_ids=ids, past_key_values=first.past_key_values, **kwargs
+    )
+    assert capture.failures == 0
+    for before, now in zip(IDS, ids, strict=True):
+        told, cached = agent.requests[now], agent.requests[before].num_tokens - 1
+        rows = reforward(model, layout, told.tokens)
+        assert sorted(told.rows) == list(range(cached, len(rows)))
+        np.testing.assert_array_equal([told.rows[i] for i in sorted(told.rows)], rows[cached:])
+
+
+class AfterCalls(StoppingCriteria):
+    """Ends the first sequence at the third call: asked twice per step it would end it too early."""
+
+    calls = 0
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        self.calls += 1
+        ended = torch.zeros(len(input_ids), dtype=torch.bool)
+        ended[0] = self.calls >= 3
+        return ended
+
+
+def test_stopping_criteria_of_the_caller() -> None:
+    criterion = AfterCalls()
+    agent, truth, sequences = captured(
+        "olmoe", stopping_criteria=StoppingCriteriaList([criterion]), max_new_tokens=7
+    )
+    assert criterion.calls == 7
+    told = agent.requests[IDS[0]]
+    assert (told.reason, len(told.tokens) - told.prompt_len) == ("stop", 3)
+    assert sequences[0, -4:].tolist() == [PAD] * 4
+    assert_bit_for_bit(agent, truth, IDS, padded(PROMPTS)[1])
+
+
+def test_without_an_end_token_the_library_goes_on_sampling() -> None:
+    criteria = StoppingCriteriaList([AfterCalls()])
+    agent, _, _ = captured("olmoe", stopping_criteria=criteria, max_new_tokens=7, eos_token_id=None)
+    assert agent.requests[IDS[0]].num_tokens == len(PROMPTS[0]) + 7
+
+
+def test_stop_strings() -> None:
+    class Tokenizer:
+        """Token i is the letter number i."""
+
+        def get_vocab(self) -> dict[str, int]:
+            return {chr(65 + i): i for i in range(48)}
+
+        def __call__(self, text: str, **_: Any) -> dict[str, list[int]]:
+            return {"input_ids": [ord(letter) - 65 for letter in text]}
+
+        def _convert_id_to_token(self, token: int) -> str:
+            return chr(65 + token)
+
+        def convert_tokens_to_string(self, tokens: list[str]) -> str:
+            return "".join(tokens)
+
+    free, _, _ = captured("olmoe", max_new_tokens=8, eos_token_id=[EOS])
+    token = free.requests[IDS[1]].tokens[-4]
+    agent, truth, _ = captured(
+        "olmoe", max_new_tokens=8, stop_strings=[chr(65 + token)], tokenizer=Tokenizer()
+    )
+    assert agent.requests[IDS[1]].tokens[-1] == token
+    assert agent.requests[IDS[1]].reason == "stop"
+    assert_bit_for_bit(agent, truth, IDS, padded(PROMPTS)[1])
+
+
+# ---------------------------------------------------------------- what is refused, what goes wrong
+
+
+@pytest.mark.parametrize(
+    ("field", "kwargs"),
+    [
+        ("num_beams", {"num_beams": 2}),
+        ("num_beams", {"generation_config": GenerationConfig(num_beams=2)}),
+        ("guidance_scale", {"guidance_scale": 1.5}),
+        ("assistant_early_exit", {"assistant_early_exit": 1}),
+        ("cache_implementation", {"cache_implementation": "paged"}),
+        ("inputs_embeds", {"inputs_embeds": torch.zeros(3, 2, 32)}),
+        ("request_ids", {"request_ids": ["a", "b"]}),
+        ("request_ids", {"request_ids": ["a", "b", "b"]}),
+        ("request_ids", {"num_return_sequences": 2}),
+        ("labels", {"labels": [{}]}),
+        ("attention_mask", {"attention_mask": torch.ones(3, 9)}),
+    ],
+)
+def test_what_cannot_be_captured_is_refused(field: str, kwargs: dict[str, Any]) -> None:
+    model, layout = tiny_model("mixtral")
+    agent = RecordingAgent(layout)
+    capture = TransformersCapture(model, agent, layout=layout)
+    input_ids, mask = padded(PROMPTS)
+    kwargs = {"attention_mask": mask, "request_ids": IDS, **kwargs}
+    with pytest.raises(InvalidArgument) as caught:
+        capture.generate(input_ids, **kwargs)
+    assert caught.value.field == field
+    assert not agent.requests
+
+
+def test_layers_that_cannot_be_captured_are_named() -> None:
+    model, layout = tiny_model("qwen2_moe")  # layer 1 is dense
+    wrong = RoutingLayout((0, 1, 2), 3, layout.num_experts, layout.top_k)
+    with pytest.raises(InvalidArgument, match=r"layer_ids is \[1\], expected .*\[0, 2\]"):
+        TransformersCapture(model, RecordingAgent(wrong), layout=wrong)
+    wrong = RoutingLayout((0,), 3, layout.num_experts, layout.top_k)
+    with pytest.raises(InvalidArgument, match=r"layer_ids is \[2\]"):
+        TransformersCapture(model, RecordingAgent(wrong), layout=wrong)
+    wrong = RoutingLayout((0, 2), 3, 2, 2)
+    with pytest.raises(InvalidArgument, match=r"ids in \[0, 2\)"):
+        TransformersCapture(model, RecordingAgent(wrong), layout=wrong)
+    with pytest.raises(InvalidArgument, match="layout"):
+        TransformersCapture(model, RecordingAgent(wrong))
+    assert_no_hooks(model)
+
+
+def test_part_of_the_layers() -> None:
+    model, whole = tiny_model("qwen3_moe")
+    layout = whole.select((0, 2))
+    agent = RecordingAgent(layout)
+    TransformersCapture(model, agent, layout=layout).generate(
+        *padded(PROMPTS), request_ids=IDS, max_new_tokens=3, do_sample=False
+    )
+    for request_id in IDS:
+        rows = reforward(model, whole, agent.requests[request_id].tokens)
+        np.testing.assert_array_equal(agent.trace(request_id), rows[:, [0, 2]])
+
+
+def test_routers_under_another_name_are_read_from_the_call_of_the_experts() -> None:
+    model, layout = tiny_model("qwen3_moe", seed=1)
+    agent = RecordingAgent(layout)
+    gate = model.model.layers[1].mlp.gate
+    original = type(gate)
+    gate.__class__ = type("Chooser", (original,), {})
+    try:
+        TransformersCapture(model, agent, layout=layout).generate(
+            *padded(PROMPTS), request_ids=IDS, max_new_tokens=3, do_sample=False
+        )
+    finally:
+        gate.__class__ = original
+    for request_id in IDS:
+        rows = reforward(model, layout, agent.requests[request_id].tokens)
+        np.testing.assert_array_equal(agent.trace(request_id), rows)
+
+
+def test_a_layer_that_routes_in_parts_is_invalid_and_not_wrong() -> None:
+    model, layout = tiny_model("qwen3_moe", seed=1)
+    agent = RecordingAgent(layout)
+    capture = TransformersCapture(model, agent, layout=layout)
+    block = model.model.layers[1].mlp
+    whole = block.forward
+    block.forward = lambda x: torch.cat([whole(part) for part in x.split(1, dim=0)])
+    try:
+        capture.generate(*padded(PROMPTS), request_ids=IDS, max_new_tokens=3, do_sample=False)
+    finally:
+        del block.forward
+    for request_id in IDS:
+        rows = agent.trace(request_id)
+        expected = reforward(model, layout, agent.requests[request_id].tokens)
+        assert not rows[:, 1].any(), "all ids 0 mark an invalid cell"
+        np.testing.assert_array_equal(rows[:, [0, 2]], expected[:, [0, 2]])
+
+
+@pytest.mark.parametrize("method", ["step", "finish"])
+def test_the_engine_does_not_notice_that_capture_fails(
+    method: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    model, layout = tiny_model("qwen3_moe")
+    agent = RecordingAgent(layout)
+    capture = TransformersCapture(model, agent, layout=layout)
+    input_ids, mask = padded(PROMPTS)
+    expected = model.generate(
+        input_ids=input_ids, attention_mask=mask, max_new_tokens=5, do_sample=False
+    )
+
+    def run(ids: list[str]) -> torch.Tensor:
+        return capture.generate(input_ids, mask, request_ids=ids, max_new_tokens=5, do_sample=False)
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise RuntimeError("agent is broken")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(agent, method, fail)
+        assert torch.equal(run(IDS), expected)
+    assert capture.failures > 0
+    assert sum("routing capture failed" in r.message for r in caplog.records) == 1
+    if method == "step":
+        assert all(agent.requests[i].num_tokens for i in IDS)
+        assert not any(agent.requests[i].rows for i in IDS)
+    assert torch.equal(run([f"{i}/again" for i in IDS]), expected)
+    for request_id in IDS:
+        agent.trace(f"{request_id}/again")
+
+
+def test_a_pass_that_raises_aborts_its_requests_and_leaves_nothing_behind() -> None:
+    model, layout = tiny_model("qwen3_moe")
+    agent = RecordingAgent(layout)
+    capture = TransformersCapture(model, agent, layout=layout)
+    passes = iter(range(100))
+
+    def fail(*_: Any) -> None:
+        if next(passes) == 2:
+            raise RuntimeError("out of memory")
+
+    handle = model.model.layers[2].register_forward_pre_hook(fail)
+    try:
+        with pytest.raises(RuntimeError, match="out of memory"):
+            capture.generate(*padded(PROMPTS), request_ids=IDS, max_new_tokens=5, do_sample=False)
+    finally:
+        handle.remove()
+    assert_no_hooks(model)
+    for request_id, prompt in zip(IDS, PROMPTS, strict=True):
+        told = agent.requests[request_id]
+        assert (told.reason, told.num_tokens) == ("abort", len(prompt) + 2)
+        assert sorted(told.rows) == list(range(len(prompt) + 1))
+    # The failed pass left ids of layers 0 and 1 in the buffer. Layer 1 is silent in the next one.
+    block = model.model.layers[1].mlp
+    block.forward = torch.nn.Identity().forward
+    try:
+        capture.generate(*padded(PROMPTS), request_ids=["x", "y", "z"], max_new_tokens=2)
+    finally:
+        del block.forward
+    assert not agent.trace("x")[:, 1].any()
+
+
+def test_one_call_at_a_time() -> None:
+    model, layout = tiny_model("qwen3_moe")
+    capture = TransformersCapture(model, RecordingAgent(layout), layout=layout)
+    caught: list[Exception] = []
+
+    class Nested(StoppingCriteria):
+        def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+            try:
+                capture.generate(torch.tensor([[3]]), request_ids=["b"], max_new_tokens=1)
+            except InvalidArgument as error:
+                caught.append(error)
+            return torch.ones(len(input_ids), dtype=torch.bool)
+
+    capture.generate(
+        torch.tensor([[3, 4]]), request_ids=["a"], stopping_criteria=[Nested()], max_new_tokens=4
+    )
+    assert len(caught) == 1
+
+
+# ---------------------------------------------------------------- generate_batch()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _quick_collection() -> Iterator[None]:
+    """The library collects garbage after every batch: spare it the modules that stay anyway."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+BATCH = [
+    [3, 4, 5, 6],
+    [7, 8, 9, 10, 11, 12, 13, 14, 15],
+    [3, 4, 5, 6, 20],
+    [7, 8, 9, 10, 11, 12, 13, 14, 2, 21],
+    [30],
+]
+BATCH_IDS = list("abcde")
+
+
+def batched(
+    family: str = "qwen3_moe",
+    *,
+    prompts: list[list[int]] = BATCH,
+    ids: list[str] = BATCH_IDS,
+    slots: bool = True,
+    num_blocks: int = 24,
+    max_batch_tokens: int = 8,
+    max_new_tokens: int = 8,
+    seed: int = 0,
+    **generation: Any,
+) -> RecordingAgent:
+    model, layout = tiny_model(family)
+    agent = RecordingAgent(layout, *((4, 128) if slots else (0, 0)))
+    capture = TransformersCapture(model, agent, layout=layout)
+    config = GenerationConfig(
+        max_new_tokens=max_new_tokens,
+        pad_token_id=PAD,
+        **{"eos_token_id": EOS, "do_sample": False, **generation},
+    )
+    attention = model.config._attn_implementation
+    with Truth(model, layout) as truth:
+        outputs = capture.generate_batch(
+            prompts,
+            request_ids=ids,
+            labels=[{"id": i} for i in ids],
+            generation_config=config,
+            continuous_batching_config=ContinuousBatchingConfig(
+                num_blocks=num_blocks, page_size=4, max_batch_tokens=max_batch_tokens, seed=seed
+            ),
+        )
+    assert capture.failures == 0
+    assert_no_hooks(model)
+    assert model.config._attn_implementation == attention
+    np.testing.assert_array_equal(
+        np.concatenate(agent.rows), np.concatenate([truth.rows(i) for i in range(len(truth.fed))])
+    )
+    copies = len(ids) // len(prompts)
+    for i, request_id in enumerate(ids):
+        told, output = agent.requests[request_id], outputs[request_id]
+        assert output.error is None
+        assert told.prompt == prompts[i // copies] == output.prompt_ids
+        assert told.tokens == told.prompt + output.generated_tokens
+        assert told.labels == {"id": request_id}
+        assert told.reason == ("stop" if told.tokens[-1] == EOS else "length")
+        np.testing.assert_array_equal(
+            agent.trace(request_id), reforward(model, layout, told.tokens), err_msg=request_id
+        )
+    return agent
+
+
+def test_continuous_batching_with_shared_prefixes() -> None:
+    agent = batched()
+    # Blocks of `a` and `b` serve `c` and `d`, whose rows are those that filled the blocks.
+    assert agent.cached == 4 + 4
+
+
+def test_continuous_batching_without_slots_shares_nothing() -> None:
+    agent = batched(slots=False)
+    assert agent.cached == 0
+
+
+@pytest.mark.parametrize("family", ["gpt_oss", "mixtral", "glm4_moe"])
+def test_continuous_batching_of_families(family: str) -> None:
+    batched(family)
+
+
+def test_continuous_batching_samples_several_sequences_per_prompt() -> None:
+    ids = [f"{name}/{i}" for name in BATCH_IDS for i in range(3)]
+    agent = batched(ids=ids, num_return_sequences=3, do_sample=True, temperature=1.5)
+    assert len({tuple(agent.requests[i].tokens) for i in ids}) > len(BATCH)
+    assert agent.cached > 12
+
+
+def test_continuous_batching_goes_through_preemption() -> None:
+    agent = batched(num_blocks=9, max_new_tokens=16, eos_token_id=-1)
+    assert max(told.attempts for told in agent.requests.values()) > 1
+
+
+def test_through_a_real_server() -> None:
+    model, layout = tiny_model("qwen3_moe")
+    with run_server() as server:
+        config = AgentConfig(
+            server.target, "engine", layout, block_size=4, num_blocks=128, mode="thread"
+        )
+        with CaptureAgent(config) as agent, RouteClient(server.target) as client:
+            capture = TransformersCapture(model, agent)
+            grid = capture.generate(
+                *padded(PROMPTS), request_ids=IDS, max_new_tokens=6, eos_token_id=None
+            )
+            outputs = capture.generate_batch(
+                BATCH,
+                request_ids=BATCH_IDS,
+                generation_config=GenerationConfig(max_new_tokens=16, eos_token_id=-1),
+                continuous_batching_config=ContinuousBatchingConfig(
+                    num_blocks=9, page_size=4, max_batch_tokens=8
+                ),
+            )
+            assert capture.failures == 0
+            tokens = {i: PROMPTS[b] + grid[b, 8:].tolist() for b, i in enumerate(IDS)}
+            tokens |= {i: o.prompt_ids + o.generated_tokens for i, o in outputs.items()}
+            provenance = set()
+            for request_id, expected in tokens.items():
+                trace = client.get(request_id, wait=30)
+                rows = reforward(model, layout, expected)
+                np.testing.assert_array_equal(trace.topk_ids, rows, err_msg=request_id)
+                provenance |= {how for _, _, how in trace.provenance}
+    assert provenance == {"forward", "cached"}
+
+
+@pytest.mark.parametrize(
+    ("field", "config"),
+    [
+        ("use_cuda_graph", {"use_cuda_graph": True, "page_size": 4}),
+        ("use_async_batching", {"use_async_batching": True, "page_size": 4}),
+        ("page_size", {"page_size": 8}),
+        ("agent.config.num_blocks", {"page_size": 4, "num_blocks": 200, "max_batch_tokens": 8}),
+    ],
+)
+def test_what_continuous_batching_refuses(field: str, config: dict[str, Any]) -> None:
+    model, layout = tiny_model("qwen3_moe")
+    capture = TransformersCapture(model, RecordingAgent(layout, 4, 128), layout=layout)
+    with pytest.raises(InvalidArgument) as caught:
+        capture.generate_batch(
+            BATCH,
+            request_ids=BATCH_IDS,
+            max_new_tokens=2,
+            continuous_batching_config=ContinuousBatchingConfig(**config),
+        )
+    assert caught.value.field == field
+    assert_no_hooks(model)
+
+
+def test_continuous_batching_does_not_notice_that_capture_fails(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model, layout = tiny_model("qwen3_moe")
+    agent = RecordingAgent(layout, 4, 128)
+    agent.gaps = True
+    capture = TransformersCapture(model, agent, layout=layout)
+    calls = iter(range(100))
+    step = agent.step
+
+    def fail(*args: Any) -> None:
+        if next(calls) == 2:
+            raise RuntimeError("agent is broken")
+        step(*args)
+
+    monkeypatch.setattr(agent, "step", fail)
+    outputs = capture.generate_batch(
+        BATCH,
+        request_ids=BATCH_IDS,
+        generation_config=GenerationConfig(max_new_tokens=4, eos_token_id=-1, do_sample=False),
+        continuous_batching_config=ContinuousBatchingConfig(
+            num_blocks=24, page_size=4, max_batch_tokens=8
+        ),
+    )
+    assert capture.failures == 1
+    assert all(output.error is None for output in outputs.values())
+    assert {told.num_tokens for told in agent.requests.values()} == {len(p) + 4 for p in BATCH}
+    # Some had rows in the pass that was lost, and got none after it; nobody got a wrong one.
+    complete = [i for i, t in agent.requests.items() if len(t.rows) == t.num_tokens - 1]
+    assert len(complete) < len(BATCH)
+    for request_id, told in agent.requests.items():
+        rows = reforward(model, layout, told.tokens)
+        for position, row in told.rows.items():
+            if row is not None:
+                np.testing.assert_array_equal(row, rows[position], err_msg=request_id)
