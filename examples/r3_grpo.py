@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import copy
 import os
-import sys
 from contextlib import ExitStack
 from typing import Any
 
@@ -39,22 +38,22 @@ def token_logp(model: Any, tokens: torch.Tensor, mask: torch.Tensor, new: int) -
     return logp
 
 
-def main() -> int:
+def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=12)
-    parser.add_argument("--samples", type=int, default=8, help="samples per prompt")
+    parser.add_argument("--samples", type=int, default=16, help="samples per prompt")
     parser.add_argument("--tokens", type=int, default=24, help="new tokens per sample")
     parser.add_argument("--epochs", type=int, default=2, help="updates on each batch")
     parser.add_argument("--lr", type=float, default=5e-4)
     parser.add_argument("--target", default=os.environ.get("ROUTETRACE_TARGET"))
     args = parser.parse_args()
 
-    policy = build_model()
+    policy = build_model(num_layers=3)
     engine = copy.deepcopy(policy).to(torch.bfloat16).eval()
     layout = layout_from_config(policy.config)
     layers = layout.layer_ids
     optimizer = torch.optim.AdamW(policy.parameters(), lr=args.lr)
-    prompts = list(PROMPTS[:2])
+    prompts = [prompt[:32] for prompt in PROMPTS[:2]]
     new = args.tokens
     rewards = []
 
@@ -128,8 +127,7 @@ def main() -> int:
     third = max(1, args.steps // 3)
     first, last = sum(rewards[:third]) / third, sum(rewards[-third:]) / third
     print(f"reward: {first:.3f} in the first {third} steps, {last:.3f} in the last {third}")
-    return 0 if last > first else 1
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

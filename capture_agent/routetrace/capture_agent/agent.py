@@ -155,12 +155,13 @@ class CaptureAgent:
                 self._handles.check(handle)
                 self._event("rewind", number("position", position), handle=handle)
 
-    def preempt(self, handle: int, num_tokens: int) -> None:
-        """A request gives up its blocks; rows at `num_tokens` and after were not kept."""
+    def preempt(self, handle: int, num_computed_tokens: int) -> None:
+        """A request gives up its blocks; rows at `num_computed_tokens` and after were not kept."""
         with self._lock:
             if self._active():
                 self._handles.check(handle)
-                self._event("preempt", number("num_tokens", num_tokens), handle=handle)
+                computed = number("num_computed_tokens", num_computed_tokens)
+                self._event("preempt", computed, handle=handle)
 
     def resume(self, handle: int, num_computed_tokens: int, block_ids: Iterable[int]) -> None:
         """A preempted request starts over; arguments as for begin()."""
@@ -342,6 +343,11 @@ class CaptureAgent:
             with self._lock:
                 self._feed.drain()
         return True
+
+    @property
+    def worker_pid(self) -> int:
+        """Process that the background runs in."""
+        return self._link.pid
 
     def stats(self) -> AgentStats:
         """What became of the rows so far."""

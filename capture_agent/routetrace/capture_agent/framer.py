@@ -219,16 +219,16 @@ class Framer:
         """Rows at `position` and after were rejected."""
         self._rewind(self._requests[handle & LANE_MASK], position)
 
-    def preempt(self, handle: int, num_tokens: int) -> None:
-        """A request gives up its blocks; rows at `num_tokens` and after were not kept."""
+    def preempt(self, handle: int, num_computed_tokens: int) -> None:
+        """A request gives up its blocks; rows at `num_computed_tokens` and after were not kept."""
         if request := self._reported(handle):
-            self._drop(Word.REWOUND, self._linger.cut(request.lane, num_tokens))
+            self._drop(Word.REWOUND, self._linger.cut(request.lane, num_computed_tokens))
             self._flush(request)
-            self._out.op(OpKind.PREEMPT, request.request_id, position=num_tokens)
+            self._out.op(OpKind.PREEMPT, request.request_id, position=num_computed_tokens)
             request.blocks = NO_BLOCKS
-            request.emitted = min(request.emitted, num_tokens)
+            request.emitted = min(request.emitted, num_computed_tokens)
         else:
-            self.rewind(handle, num_tokens)
+            self.rewind(handle, num_computed_tokens)
 
     def resume(self, handle: int, num_computed_tokens: int, blocks: bytes) -> None:
         """A request starts over as a new attempt."""

@@ -149,7 +149,7 @@ class RouterTaps:
         if self._num_tokens is None or self._capturer is None:
             return  # a module called on its own, not in a pass of the model
         ids = _expert_ids(values, self._num_tokens, self._layout.top_k)
-        if ids is None:
+        if ids is None or column in self._seen:
             # Called for part of the tokens or more than once: nobody knows which row is whose.
             ids = torch.full((self._num_tokens, self._layout.top_k), -1)
         self._seen.add(column)
