@@ -27,7 +27,7 @@ test-install: $(VENV)/.dev
 	$(PY) -m pytest -m install -o addopts="--import-mode=importlib" tests/test_install.py
 
 bench: $(VENV)/.dev
-	$(PY) benchmarks/codec.py
+	$(PY) benchmarks/bench.py
 
 # Regenerates the committed stubs.
 proto:
