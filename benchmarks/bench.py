@@ -10,6 +10,7 @@ import json
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -41,82 +42,95 @@ def payload(n: int) -> np.ndarray[Any, Any]:
     return np.argsort(-(skew + noise), axis=-1)[..., :8].astype(np.uint8)
 
 
-def ratio(ours: Callable[[], Any], limit: Callable[[], Any], repeat: int) -> tuple[float, float]:
-    """Median over interleaved rounds of time(ours) / time(limit), and its spread."""
+class Table:
+    """Rows as they are measured."""
 
-    def timed(function: Callable[[], Any]) -> float:
-        start = time.perf_counter()
-        for _ in range(repeat):
-            function()
-        return time.perf_counter() - start
+    def __init__(self) -> None:
+        self.rows: list[dict[str, Any]] = []
 
-    timed(ours), timed(limit)
-    ratios = [timed(ours) / timed(limit) for _ in range(ROUNDS)]
-    return statistics.median(ratios), max(ratios) - min(ratios)
+    def add(self, name: str, value: float, against: str, spread: float = 0.0) -> None:
+        row = {"name": name, "value": value, "unit": "x", "against": against, "spread": spread}
+        self.rows.append(row)
+        print(f"{name:<44} {value:9.3f} x {against:<42} +- {spread / 2:.3f}", flush=True)
+
+    def time(
+        self,
+        name: str,
+        ours: Callable[[], Any],
+        limit: Callable[[], Any],
+        against: str,
+        repeat: int = 50,
+    ) -> None:
+        """Median over interleaved rounds of time(ours) / time(limit), and its spread."""
+        timed(ours, repeat)
+        timed(limit, repeat)
+        ratios = [timed(ours, repeat) / timed(limit, repeat) for _ in range(ROUNDS)]
+        self.add(name, statistics.median(ratios), against, max(ratios) - min(ratios))
+
+
+def timed(function: Callable[[], Any], repeat: int) -> float:
+    start = time.perf_counter()
+    for _ in range(repeat):
+        function()
+    return time.perf_counter() - start
+
+
+def codec(table: Table, n: int) -> None:
+    ids = payload(n)
+    frame = encode_frame(ids, LAYOUT)
+    out, part = np.empty((48, n, 8), np.uint8), np.empty((12, n, 8), np.uint8)
+    whole = partial(decode_into, frame, out, LAYOUT.layer_ids)
+    plain = zstandard.ZstdCompressor(3).compress(ids.transpose(1, 0, 2).tobytes())
+    unpack = partial(zstandard.ZstdDecompressor().decompress, plain)
+
+    def some() -> None:
+        decode_into(slice_frame(frame, SOME), part, SOME)
+
+    table.add(f"bytes of a frame, {n} rows", len(frame) / ids.nbytes / 4, "int32")
+    table.time(f"decode, {n} rows", whole, unpack, "one plain zstd decompress of the ids")
+    table.time(f"decode 12 of 48 layers, {n} rows", some, whole, "all layers")
+
+
+def step_path(table: Table, agent: CaptureAgent, n: int) -> None:
+    ids, target = payload(n), np.empty((n, 48, 8), np.uint8)
+    handles = [agent.begin(f"step-{n}-{i}") for i in range(n)]
+    runs = np.stack([np.array(handles), np.zeros(n, int), np.ones(n, int)], 1)
+
+    def step() -> None:
+        agent.step(ids, runs)
+        runs[:, 1] += 1
+
+    name = f"engine hands over a step of {n} requests"
+    table.time(name, step, partial(np.copyto, target, ids), "one np.copyto of the rows")
+    for handle in handles:
+        agent.finish(handle, int(runs[0, 1]) + 1)
+
+
+def reads(table: Table, client: RouteClient, whole: Any) -> None:
+    frames = [encode_frame(whole[i : i + 2048], LAYOUT) for i in range(0, len(whole), 2048)]
+    out = np.empty((48, 2048, 8), np.uint8)
+
+    def bare() -> None:
+        for frame in frames:
+            decode_into(frame, out, LAYOUT.layer_ids)
+
+    get = partial(client.get, "long")
+    table.time("get of a 32k-token trace", get, bare, "bare decode of the same frames", 1)
+    part = partial(client.get, "long", layer_ids=SOME)
+    table.time("get of 12 of its 48 layers", part, get, "all layers", 1)
 
 
 def main() -> None:
-    rows: list[dict[str, Any]] = []
-
-    def row(name: str, value: float, unit: str, against: str, spread: float = 0.0) -> None:
-        rows.append(
-            {"name": name, "value": value, "unit": unit, "against": against, "spread": spread}
-        )
-        print(f"{name:<44} {value:9.3f} {unit:<6} {against:<44} +- {spread / 2:.3f}", flush=True)
-
+    table = Table()
     for n in (256, 1024):
-        ids = payload(n)
-        frame = encode_frame(ids, LAYOUT)
-        row(f"bytes of a frame, {n} rows", len(frame) / ids.nbytes / 4, "x", "int32")
-        out = np.empty((48, n, 8), np.uint8)
-        plain = zstandard.ZstdCompressor(3).compress(np.ascontiguousarray(ids.transpose(1, 0, 2)))
-        row(
-            f"decode, {n} rows: time",
-            *_with_unit(
-                ratio(
-                    lambda f=frame, o=out: decode_into(f, o, LAYOUT.layer_ids),
-                    lambda p=plain: zstandard.ZstdDecompressor().decompress(p),
-                    50,
-                ),
-                "one plain zstd decompress of the same ids",
-            ),
-        )
-        part = np.empty((12, n, 8), np.uint8)
-        row(
-            f"decode 12 of 48 layers, {n} rows: time",
-            *_with_unit(
-                ratio(
-                    lambda f=frame, p=part: decode_into(slice_frame(f, SOME), p, SOME),
-                    lambda f=frame, o=out: decode_into(f, o, LAYOUT.layer_ids),
-                    50,
-                ),
-                "all layers",
-            ),
-        )
-
+        codec(table, n)
     with run_server() as server:
         config = AgentConfig(
             target=server.target, engine_id="bench", layout=LAYOUT, ring_bytes=1 << 30
         )
         with CaptureAgent(config) as agent:
             for n in (64, 256, 1024):
-                ids, target = payload(n), np.empty((n, 48, 8), np.uint8)
-                handles = [agent.begin(f"step-{n}-{i}") for i in range(n)]
-                runs = np.stack([np.array(handles), np.zeros(n, int), np.ones(n, int)], 1)
-
-                def step(runs: Any = runs, ids: Any = ids) -> None:
-                    agent.step(ids, runs)
-                    runs[:, 1] += 1
-
-                row(
-                    f"engine hands a step of {n} requests over: time",
-                    *_with_unit(
-                        ratio(step, lambda t=target, i=ids: np.copyto(t, i), 50),
-                        "one np.copyto of the rows",
-                    ),
-                )
-                for handle in handles:
-                    agent.finish(handle, int(runs[0, 1]) + 1)
+                step_path(table, agent, n)
             whole = payload(32768)
             handle = agent.begin("long")
             for at in range(0, len(whole), 2048):
@@ -124,35 +138,8 @@ def main() -> None:
             agent.finish(handle, len(whole) + 1)
             agent.flush(120)
         with RouteClient(server.target) as client:
-            blobs = [encode_frame(whole[i : i + 2048], LAYOUT) for i in range(0, 32768, 2048)]
-            out = np.empty((48, 2048, 8), np.uint8)
-            row(
-                "get of a 32k-token trace: time",
-                *_with_unit(
-                    ratio(
-                        lambda: client.get("long"),
-                        lambda: [decode_into(b, out, LAYOUT.layer_ids) for b in blobs],
-                        1,
-                    ),
-                    "bare decode of the same frames",
-                ),
-            )
-            row(
-                "get of 12 of 48 layers of it: time",
-                *_with_unit(
-                    ratio(
-                        lambda: client.get("long", layer_ids=range(12, 24)),
-                        lambda: client.get("long"),
-                        1,
-                    ),
-                    "all layers",
-                ),
-            )
-    (HERE / "results.json").write_text(json.dumps({"rows": rows}, indent=1) + "\n")
-
-
-def _with_unit(measured: tuple[float, float], against: str) -> tuple[float, str, str, float]:
-    return measured[0], "x", against, measured[1]
+            reads(table, client, whole)
+    (HERE / "results.json").write_text(json.dumps({"rows": table.rows}, indent=1) + "\n")
 
 
 if __name__ == "__main__":
