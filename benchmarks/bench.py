@@ -61,7 +61,7 @@ class Table:
         against: str,
         repeat: int = 50,
     ) -> None:
-        """Median over interleaved rounds of time(ours) / time(limit), and its spread."""
+        """Adds the median over interleaved rounds of ours / limit, and its spread."""
         timed(ours, repeat)
         timed(limit, repeat)
         ratios = [timed(ours, repeat) / timed(limit, repeat) for _ in range(ROUNDS)]

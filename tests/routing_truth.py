@@ -31,6 +31,7 @@ class Told:
     reason: str = ""
     tokens: list[int] = field(default_factory=list)
     attempts: int = 1
+    given: list[int] = field(default_factory=list)
 
 
 class RecordingAgent:
@@ -76,6 +77,7 @@ class RecordingAgent:
         if not size:
             assert not blocks
             return
+        self._give(told, blocks[-(-computed // size) :])
         for position in range(len(blocks) * size):
             slot = blocks[position // size] * size + position % size
             if position >= computed:
@@ -84,9 +86,17 @@ class RecordingAgent:
                 told.rows[position] = self.slots.get(slot)
                 self.cached += 1
 
+    def _give(self, told: Told, blocks: list[int]) -> None:
+        """New blocks: nobody else may still be going to write them."""
+        told.given += blocks
+        for other in self.by_handle.values():
+            if other is not told:
+                assert not set(other.blocks[other.end // self.config.block_size :]) & set(blocks)
+
     def add_blocks(self, handle: int, block_ids: Any) -> None:
         told = self.by_handle[handle]
-        told.blocks += block_ids
+        self._give(told, block_ids)
+        told.blocks = told.blocks + block_ids
         for block in block_ids:
             for slot in range(block * self.config.block_size, (block + 1) * self.config.block_size):
                 self.slots.pop(slot, None)

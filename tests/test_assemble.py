@@ -290,6 +290,58 @@ def test_ends_that_cannot_be(change):
         )
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"run": "other"},
+        {"incarnation": 2},
+        {"layout": RoutingLayout(LAYOUT.layer_ids, 10, 40, 3).to_proto()},
+    ],
+)
+def test_a_trace_that_becomes_another(change):
+    source = truth(12)
+    other = pb.TraceInfo()
+    other.CopyFrom(source.info)
+    other.MergeFrom(pb.TraceInfo(**change))
+    end = pb.ReadEnd(info=other, token_stop=12, num_spans=1)
+    with pytest.raises(Corrupt, match=f"two values of {next(iter(change))}"):
+        feed(
+            Want("req", None),
+            [message(source, [(0, 12, 0, 0)], [whole_frame(source)], info=source.info, end=end)],
+        )
+
+
+def test_another_trace_than_the_one_asked_for():
+    with pytest.raises(Corrupt, match="'req'"):
+        feed(Want("mine", None), truth(12).responses())
+
+
+@pytest.mark.parametrize("token_stop", [None, 12])
+def test_an_answer_that_is_shorter_than_the_trace(token_stop):
+    source = truth(12)
+    end = pb.ReadEnd(info=source.info, token_stop=11, num_spans=1)
+    frame = whole_frame(source, 0, 11)
+    with pytest.raises(Corrupt, match="rows up to 11 of 12"):
+        feed(
+            Want("req", None, 0, token_stop, mask=True),
+            [message(source, [(0, 11, 0, 0)], [frame], info=source.info, end=end)],
+        )
+
+
+def test_nothing_comes_after_the_end():
+    messages = truth(12).responses()
+    with pytest.raises(Corrupt, match="after the end"):
+        feed(Want("req", None), [*messages, pb.GetTraceResponse()])
+
+
+def test_bytes_that_belong_to_no_frame():
+    messages = truth(12).responses()
+    for response in messages:
+        response.payload += b"x"
+    with pytest.raises(Corrupt, match=r"frames of \d+ bytes in"):
+        feed(Want("req", None), messages)
+
+
 def test_a_trace_larger_than_the_limit_is_refused_before_it_is_allocated():
     source = truth(2, num_rows=2**32 - 1)
     with pytest.raises(Corrupt, match="more than"):
@@ -444,8 +496,9 @@ class TestParts:
         assert last.valid[:, 0].tolist() == [False] * 2 + [True] * 7
         assert np.array_equal(last.topk_ids[2:], self.source.ids[5:])
 
-    def test_rows_that_the_engine_takes_back(self):
-        self.start()
+    @pytest.mark.parametrize("num_rows", [0, 12])
+    def test_rows_that_the_engine_takes_back(self, num_rows):
+        self.start(num_rows)
         part = self.rows(0, 6)
         kept = part[2].copy()
         a, b, ids = self.rows(4, 8, seed=5)

@@ -145,7 +145,7 @@ def drain(ring: Ring) -> list[tuple]:
         if kind == EVENT:
             out.append(pickle.loads(data[RECORD.size :]))
         else:
-            column = np.frombuffer(data, np.int64, 3 * m, RECORD.size).reshape(m, 3).tolist()
+            column = np.frombuffer(data, np.int64, 3 * m, RECORD.size).reshape(3, m).T.tolist()
             ids = np.frombuffer(data, np.uint8, 4 * n, RECORD.size + 24 * m)
             out.append((column, step, version, ids.tolist()))
     return out
@@ -157,7 +157,7 @@ def test_what_does_not_fit_is_told_in_order_once_there_is_room():
     full = pb.MISSING_REASON_QUEUE_FULL
 
     def step(handle: int, position: int, count: int) -> bool:
-        runs = np.array([[handle, position, count]], np.int64)
+        runs = np.array([[handle], [position], [count]], np.int64)
         if feed.rows(STEP, runs, rows_of(count), 1, 0):
             return True
         feed.lose(handle, position, count, full)
@@ -211,14 +211,14 @@ def test_rows_are_narrowed_on_the_way(dtype):
     rows = np.arange(20).reshape(5, 2, 2).astype(dtype)
     bad = np.zeros((5, 2), bool)
     bad[3, 1] = dtype is not np.uint8
-    assert feed.rows(STEP, np.array([[1, 0, 5]]), rows, 7, -3, bad if bad.any() else None)
+    assert feed.rows(STEP, np.array([[1], [0], [5]]), rows, 7, -3, bad if bad.any() else None)
     (column, step, version, ids), *_ = drain(consumer)
     expected = list(range(20))
     if bad.any():
         expected[14:16] = [0, 0]  # an id twice: no router chose that
     assert (column, step, version, ids) == ([[1, 0, 5]], 7, -3, expected)
     strided = np.arange(40).reshape(10, 2, 2).astype(dtype)[::2]
-    assert feed.rows(STEP, np.array([[1, 0, 5]]), strided, 7, 0)
+    assert feed.rows(STEP, np.array([[1], [0], [5]]), strided, 7, 0)
     assert drain(consumer)[0][3] == strided.reshape(-1).tolist()
 
 

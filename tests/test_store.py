@@ -367,6 +367,8 @@ def test_kill_9_loses_nothing_that_was_acknowledged(tmp_path: Path, mode: str, s
         assert process.stdout
         try:
             for line in process.stdout:
+                if not line.endswith("\n"):
+                    break  # cut short by the kill
                 what, number = line.split()
                 if what == "acked":
                     acked = int(number)
@@ -499,6 +501,30 @@ def test_a_damaged_key_does_not_pass_one_record_off_as_another(tmp_path: Path) -
         content(10), NotFound, Corrupt, content(30),
     ]  # fmt: skip
     store.close()
+
+
+def test_a_tree_that_breaks_under_way_is_looked_through_at_the_next_start(
+    closed: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def break_down(*_: object) -> None:
+        raise lmdb.CorruptedError("a page")
+
+    store = LmdbStore(closed, capacity_bytes=CAPACITY)
+    with monkeypatch.context() as patch:
+        for name in ("headers", "read", "snapshot"):
+            patch.setattr(store._tables, name, break_down)
+        assert list(store.headers()) == []
+        assert outcome(read, store, 7) is Corrupt
+        assert store.load_snapshot() is None
+        assert store.stats().damaged_records == 3
+        patch.setattr(store._tables, "put", break_down)
+        error = store.append(record(21)).exception(30)
+        assert isinstance(error, Unavailable)
+    put(store, 21)
+    store.close()
+    assert not (closed / "db" / "clean").exists()
+    LmdbStore(closed, capacity_bytes=CAPACITY).close()
+    assert (closed / "db" / "clean").exists()
 
 
 def test_a_damaged_snapshot_counts_as_none(closed: Path) -> None:

@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from routetrace.capture_agent import counters
 from routetrace.capture_agent.checks import (
+    Ints,
     Rows,
     blocks_of,
     computed_of,
@@ -243,12 +244,12 @@ class CaptureAgent:
             rows = rows_of(rows, self._columns)
             if len(rows) == 0 and np.size(runs) == 0:
                 return
-            table = runs_of(runs, len(rows))
-            self._handles.check_all(table[:, 0])
+            columns = runs_of(runs, len(rows))
+            self._handles.check_all(columns[0])
             self._step += 1
             self._words[Word.OFFERED] += len(rows)
             if not self._abandoned:
-                self._send_step(table, rows)
+                self._send_step(columns, rows)
 
     def step_slots(self, rows: Rows, slots: npt.ArrayLike) -> None:
         """The routing of one forward pass of an engine that knows only slots.
@@ -267,21 +268,21 @@ class CaptureAgent:
             if not self._abandoned:
                 self._send_slots(column, rows)
 
-    def _send_step(self, table: npt.NDArray[np.int64], rows: Rows) -> None:
-        most = max(1, self._feed.room(table.nbytes))
+    def _send_step(self, runs: Ints, rows: Rows) -> None:
+        most = max(1, self._feed.room(runs.nbytes))
         if len(rows) > most:
             for at in range(0, len(rows), most):
-                self._send_step(_cut(table, at, at + most), rows[at : at + most])
+                self._send_step(_cut(runs, at, at + most), rows[at : at + most])
             return
         bad = self._bad_cells(rows)
         if bad is not None and not self._markable:
             self._words[Word.UNMARKABLE] += len(rows)
             reason = pb.MISSING_REASON_INVALID_IDS
-        elif self._write(STEP, table, rows, bad):
+        elif self._write(STEP, runs, rows, bad):
             return
         else:
             reason = pb.MISSING_REASON_QUEUE_FULL
-        for handle, position, count in table.tolist():
+        for handle, position, count in runs.T.tolist():
             self._feed.lose(handle, position, count, reason)
 
     def _send_slots(self, column: npt.NDArray[np.uint64], rows: Rows) -> None:
@@ -424,14 +425,15 @@ class CaptureAgent:
         self._link.forget_in_child()
 
 
-def _cut(table: npt.NDArray[np.int64], start: int, stop: int) -> npt.NDArray[np.int64]:
+def _cut(runs: Ints, start: int, stop: int) -> Ints:
     """The parts of runs that cover the rows [start, stop)."""
-    stops = np.cumsum(table[:, 2])
-    starts = stops - table[:, 2]
-    part = table.copy()
-    part[:, 1] += np.maximum(start - starts, 0)
-    part[:, 2] = np.minimum(stops, stop) - np.maximum(starts, start)
-    return part[part[:, 2] > 0]
+    handles, positions, counts = runs
+    stops = np.cumsum(counts)
+    starts = stops - counts
+    skipped = np.maximum(start - starts, 0)
+    left = np.minimum(stops, stop) - starts - skipped
+    part = np.array([handles, positions + skipped, left])
+    return np.ascontiguousarray(part[:, left > 0])
 
 
 def _report(stats: AgentStats) -> CloseReport:

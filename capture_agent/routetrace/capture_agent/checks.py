@@ -17,11 +17,7 @@ MAX_LABELS = 64
 MAX_LABEL_LENGTH = 1024
 
 Rows = npt.NDArray[np.integer[Any]]
-
-# A run is (handle, position, count), none negative, and a count not 0. As unsigned integers
-# negative numbers are huge, and so is 0 - 1: one comparison finds all of it.
-_RUN_LOW = np.array([0, 0, 1], np.uint64)
-_RUN_SPAN = np.array([(1 << 63) - 1, MAX_POSITION - 1, MAX_POSITION - 1], np.uint64)
+Ints = npt.NDArray[np.int64]
 
 
 def wrong(name: str, value: Any, expected: str) -> InvalidArgument:
@@ -48,22 +44,27 @@ def rows_of(rows: Any, columns: tuple[int, int]) -> Rows:
     return checked
 
 
-def runs_of(runs: npt.ArrayLike, num_rows: int) -> npt.NDArray[np.int64]:
-    """Runs [m, 3] of (handle, position, count) that cover the rows."""
+def runs_of(runs: npt.ArrayLike, num_rows: int) -> Ints:
+    """Runs [m, 3] of (handle, position, count) that cover the rows, as columns [3, m]."""
     table = np.asarray(runs)
-    if table.ndim != 2 or table.shape[1] != 3 or table.dtype.kind not in "iu":
-        raise wrong("runs", f"{table.dtype} {table.shape}", "integers of shape (m, 3)")
-    table = np.ascontiguousarray(table, np.int64)
-    beyond = table.view(np.uint64) - _RUN_LOW > _RUN_SPAN
-    if beyond.any():
+    if table.ndim != 2 or table.shape[1] != 3 or len(table) == 0 or table.dtype.kind not in "iu":
+        raise wrong("runs", f"{table.dtype} {table.shape}", "integers of shape (m, 3), m >= 1")
+    columns = np.array(table.T, np.int64, order="C")
+    handles, positions, counts = columns
+    # Three reductions, since each call costs as much as a thousand numbers.
+    lowest, first, fewest = np.minimum.reduce(columns, axis=1).tolist()
+    last = int(np.maximum.reduce(positions))
+    if lowest < 0 or first < 0 or last >= MAX_POSITION or fewest < 1:
+        bad = (handles < 0) | (positions < 0) | (positions >= MAX_POSITION) | (counts < 1)
         raise wrong(
             "runs",
-            table[beyond.any(axis=1)][0].tolist(),
-            f"(handle, position, count) with position and count - 1 in [0, {MAX_POSITION})",
+            table[bad][0].tolist(),
+            f"(handle, position in [0, {MAX_POSITION}), count >= 1)",
         )
-    if int(table[:, 2].sum()) != num_rows:
-        raise wrong("runs", f"{table[:, 2].sum()} rows", f"{num_rows}, as many as in rows")
-    return table
+    total = int(np.add.reduce(counts))
+    if total != num_rows:
+        raise wrong("runs", f"{total} rows", f"{num_rows}, as many as in rows")
+    return columns
 
 
 def slots_of(slots: npt.ArrayLike, num_rows: int, num_slots: int) -> npt.NDArray[np.uint64]:

@@ -19,7 +19,7 @@ from routetrace.capture_agent.checks import Rows, wrong
 from routetrace.capture_agent.ring import Ring
 from routetrace.v1.layout import RoutingLayout
 
-#: Kinds of record. STEP: runs [m, 3] of int64 (handle, position, count) and rows [n, row_bytes];
+#: Kinds of record. STEP: runs [3, m] of int64 (handles, positions, counts), rows [n, row_bytes];
 #: SLOTS: slots [n] of uint64 and rows; EVENT: a pickled tuple (name, *arguments).
 STEP, SLOTS, EVENT = 1, 2, 3
 
@@ -87,7 +87,7 @@ class Feed:
         record = self._ring.reserve(size) if self.drain() else None
         if record is None:
             return False
-        RECORD.pack_into(record, 0, kind, len(column), len(rows), step, version)
+        RECORD.pack_into(record, 0, kind, column.shape[-1], len(rows), step, version)
         record[RECORD.size : start] = memoryview(column).cast("B")
         if rows.dtype == self._dtype and rows.flags.c_contiguous:
             # Unlike numpy's copy this keeps the GIL, and does not queue to get it back.

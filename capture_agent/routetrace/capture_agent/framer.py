@@ -112,27 +112,36 @@ class Framer:
             now: time.
             step: its number.
             version: weight version that computed them.
-            runs: [m, 3] of (handle, position, count).
+            runs: [3, m] handles, positions and counts.
             rows: [n, row_bytes]; copied.
         """
         self._window.flush()
-        lanes, positions, counts = runs[:, 0] & LANE_MASK, runs[:, 1], runs[:, 2]
+        handles, positions, counts = runs
+        lanes = handles & LANE_MASK
         quick = self._linger.fits(lanes, positions, counts, version)
         if quick.all():
-            self._linger.extend(now, step, version, lanes, counts, rows)
+            self._extend(now, step, version, lanes, counts, rows)
             return
         if quick.any():
             mask = np.repeat(quick, counts)
-            self._linger.extend(now, step, version, lanes[quick], counts[quick], rows[mask])
+            self._extend(now, step, version, lanes[quick], counts[quick], rows[mask])
         stops = np.cumsum(counts)
         for i in np.flatnonzero(~quick).tolist():
             run = rows[stops[i] - counts[i] : stops[i]]
             self._append(now, step, version, int(lanes[i]), int(positions[i]), run)
 
+    def _extend(
+        self, now: float, step: int, version: int, lanes: Ints, counts: Ints, rows: Bytes
+    ) -> None:
+        """Appends runs that fit, and emits what makes a frame."""
+        self._linger.extend(now, step, version, lanes, counts, rows)
+        for lane in self._linger.full(lanes):
+            self._flush(self._requests[lane])
+
     def _append(
         self, now: float, step: int, version: int, lane: int, position: int, rows: Bytes
     ) -> None:
-        """Appends a run that does not simply continue its request, or fills a frame."""
+        """Appends a run that does not simply continue its request, or makes more than a frame."""
         request, linger = self._requests[lane], self._linger
         self._rewind(request, position)
         if request.lost:
@@ -143,9 +152,9 @@ class Framer:
             linger.end[lane] = position
         while len(rows):
             fill = int(linger.fill[lane])
-            if fill + len(rows) < self._frame_rows:
+            if fill + len(rows) <= self._frame_rows:
                 one = np.array([lane])
-                linger.extend(now, step, version, one, np.array([len(rows)]), rows)
+                self._extend(now, step, version, one, np.array([len(rows)]), rows)
                 return
             take = MAX_ROWS - fill
             frame = rows[:take].copy()  # the memory they came in is used again

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import numpy.typing as npt
 
@@ -52,8 +50,8 @@ class Handles:
 
     def check_all(self, handles: npt.NDArray[np.int64]) -> None:
         """Raises unless all are handles of running requests."""
-        known: npt.NDArray[Any] = self._handles.take(handles & LANE_MASK, mode="clip") == handles
-        if not known.all():
+        known = self._handles.take(handles & LANE_MASK, mode="clip") == handles
+        if np.count_nonzero(known) < len(handles):
             raise wrong("runs", int(handles[~known][0]), "handles of running requests")
 
     def free(self, handle: int) -> None:

@@ -72,7 +72,7 @@ class Linger:
         fill = self.fill[lanes]
         good = self.open[lanes] & (positions == self.end[lanes])
         good &= (fill == 0) | (self.version[lanes] == version)
-        good &= fill + counts < self.frame_rows
+        good &= fill + counts <= self.frame_rows
         return good
 
     def extend(
@@ -129,6 +129,10 @@ class Linger:
     def expired(self, before: float) -> list[int]:
         """Lanes whose first row came before that time."""
         return np.flatnonzero((self.fill > 0) & (self.since <= before)).tolist()
+
+    def full(self, lanes: Ints) -> list[int]:
+        """Which of the lanes hold a whole frame."""
+        return lanes[self.fill[lanes] == self.frame_rows].tolist()
 
     def lingering(self) -> list[int]:
         """Lanes that hold rows."""

@@ -138,7 +138,7 @@ class GenerateCall(StoppingCriteria):  # type: ignore[misc]
         batch, stop = len(grid), min(one.start + one.tokens.shape[1], grid.shape[1] - 1)
         columns = np.arange(one.start, stop)
         same = one.tokens[:, : len(columns)].to(grid.device) == grid[:, one.start : stop]
-        keep = same.cumprod(dim=1).bool().cpu().numpy()
+        keep = same.bool().cpu().numpy()
         keep &= self._running[:, None] & (columns >= self._committed)
         self._committed = max(self._committed, stop)
         width = self._mask.shape[1]

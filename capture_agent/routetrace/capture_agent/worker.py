@@ -129,7 +129,7 @@ class Worker:
         rows = np.frombuffer(record, np.uint8, n * self._row_bytes, start)
         rows = rows.reshape(n, self._row_bytes)
         if kind == STEP:
-            runs = np.frombuffer(record, np.int64, 3 * m, at).reshape(m, 3)
+            runs = np.frombuffer(record, np.int64, 3 * m, at).reshape(3, m)
             self._framer.step(now, step, version, runs, rows)
         elif kind == SLOTS:
             slots = np.frombuffer(record, np.uint64, n, at)

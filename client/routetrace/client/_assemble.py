@@ -318,7 +318,7 @@ class Assembler:
             token_stop=stop,
             weight_versions=clip_ranges(merge_ranges(self._versions), start, stop),
             provenance=clip_ranges(merge_ranges(self._provenance), start, stop),
-            _ids=ids,
+            _ids=ids.copy() if copy else ids,
             _valid=valid.copy() if copy else valid,
         )
 

@@ -80,12 +80,13 @@ def open_database(path: Path, capacity_bytes: int) -> tuple[Any, Tables, Content
     return _open(path, capacity_bytes)
 
 
-def close_database(env: Any) -> None:
-    """Closes the environment, and notes that its file needs no looking through."""
+def close_database(env: Any, *, sound: bool) -> None:
+    """Closes the environment; if it is sound, notes that its file needs no looking through."""
     path = Path(env.path())
     env.close()
-    with suppress(OSError):  # a full disk: it will be looked through
-        (path / "clean").write_text(_fingerprint(path))
+    if sound:
+        with suppress(OSError):  # a full disk: it will be looked through
+            (path / "clean").write_text(_fingerprint(path))
 
 
 def _open(path: Path, capacity_bytes: int) -> tuple[Any, Tables, Contents]:
@@ -130,8 +131,10 @@ def _set_aside(path: Path, error: Exception) -> None:
         aside = aside.with_name(aside.name + "x")
     path.rename(aside)
     log.error(
-        "database %s can not be read (%s): it is kept as %s, and an empty one takes its place",
-        *(path, error, aside.name),
+        "database %s can not be read: it is kept as %s, and an empty one takes its place: %s",
+        path,
+        aside.name,
+        error,
     )
 
 

@@ -87,6 +87,7 @@ class LmdbStore:
         self._payload_bytes = contents.payload_bytes
         self._damaged: set[tuple[str, int]] = set()
         self._lost_records = 0
+        self._write_error = False
         self._failed = 0  # since the last record that could be written; the writer's own
         self._readers = 0
         self._closing = False
@@ -107,10 +108,7 @@ class LmdbStore:
             try:
                 with self._env.begin(buffers=True) as txn:
                     return self._tables.read(txn, number, ranges)
-            except Corrupt as error:
-                self._note_damage("payload", number, error)
-                raise
-            except lmdb.Error as error:
+            except (Corrupt, lmdb.Error) as error:
                 self._note_damage("payload", number, error)
                 raise Corrupt(f"record {number} can not be read: {error}") from error
 
@@ -118,8 +116,12 @@ class LmdbStore:
         """See `Store.headers`."""
         while True:
             # In pieces: a transaction that stays open keeps every page from being reused.
-            with self._reading(), self._env.begin(buffers=True) as txn:
-                found = self._tables.headers(txn, after, _HEADERS_PER_READ)
+            try:
+                with self._reading(), self._env.begin(buffers=True) as txn:
+                    found = self._tables.headers(txn, after, _HEADERS_PER_READ)
+            except lmdb.Error as error:
+                self._note_damage("header", after + 1, f"{error}; those behind it are lost too")
+                return
             for number, header in found:
                 if header is None:
                     self._note_damage("header", number, "it does not match its checksum")
@@ -134,7 +136,7 @@ class LmdbStore:
         with self._reading(), self._env.begin(buffers=True) as txn:
             try:
                 return self._tables.snapshot(txn)
-            except Corrupt as error:
+            except (Corrupt, lmdb.Error) as error:
                 self._note_damage("snapshot", self._snapshot_number, error)
                 return None
 
@@ -228,7 +230,7 @@ class LmdbStore:
             # Closing the environment unmaps what readers are looking at.
             self._changed.wait_for(lambda: not self._readers)
             if not self._closed:
-                close_database(self._env)
+                close_database(self._env, sound=not self._damaged and not self._write_error)
                 self._lock.release()
             self._closed = True
 
@@ -350,8 +352,11 @@ class LmdbStore:
     def _refusal(self, error: Exception) -> RouteTraceError:
         if isinstance(error, lmdb.MapFullError):
             return full(self._capacity)
+        self._write_error = True
         # LMDB calls a write that was cut short, because the disk is full, an I/O error.
-        free = shutil.disk_usage(self._file).free
-        if isinstance(error, lmdb.DiskError) or free < _GROUP_BYTES:
+        with suppress(OSError):
+            if shutil.disk_usage(self._file).free < _GROUP_BYTES:
+                error = lmdb.DiskError(str(error))
+        if isinstance(error, lmdb.DiskError):
             return Overloaded(f"the disk of {self._file} is full: {error}", retry_after=1.0)
         return Unavailable(f"the store can not write: {error}", retry_after=1.0)
