@@ -52,8 +52,20 @@ class Core:
         """Rebuilds the state from the store; data calls are refused until this is done."""
         count = await asyncio.to_thread(self.journal.recover)
         self._snapshot_number = self.state.number - count
+        # An expiry is no record: what it forgot since the snapshot has come back.
+        self._expire()
         self._state_name = "ready"
         _log.info("replayed %d records: %d traces", count, len(self.state.traces.traces))
+
+    def _expire(self) -> int:
+        """Forgets traces whose lease has run out; returns their number."""
+        now = self.journal.clock.now()
+        traces = self.state.traces.traces
+        expired = [key for key, trace in traces.items() if trace.expires <= now]
+        for key in expired:
+            self.state.forget(key)
+            self.journal.changes.notify(key)
+        return len(expired)
 
     async def stop(self) -> None:
         """Refuses new calls and wakes the waiting ones."""
@@ -66,12 +78,7 @@ class Core:
         A chunk goes when no trace, no live slot and no open read points into it: marked anew each
         time, so that there is no count that could be wrong.
         """
-        now = self.journal.clock.now()
-        traces = self.state.traces
-        expired = [key for key, trace in traces.traces.items() if trace.expires <= now]
-        for key in expired:
-            self.state.forget(key)
-            self.journal.changes.notify(key)
+        expired = self._expire()
         # An engine that nobody heard of for the life of a trace has no cache left to hit.
         for writer in [*self.state.writers]:
             if self.agents.idle_seconds(writer) > self.config.default_ttl_seconds:
@@ -90,4 +97,4 @@ class Core:
         snapshot = self.journal.snapshot()
         await asyncio.to_thread(self.store.compact, snapshot, garbage)
         self._snapshot_number = snapshot[0]
-        _log.info("dropped %d traces and %d chunks", len(expired), len(garbage))
+        _log.info("dropped %d traces and %d chunks", expired, len(garbage))
