@@ -228,7 +228,7 @@ class RoutingLayout(google.protobuf.message.Message):
     num_hidden_layers: builtins.int
     """Decoder layers of the model, dense ones included."""
     num_experts: builtins.int
-    """Logical routed experts per layer (before any load-balancing remap, without shared experts)."""
+    """Logical experts per layer that a router can choose: without shared ones, before any remap."""
     top_k: builtins.int
     """Experts chosen per token and layer."""
     id_type: global___IdType.ValueType
@@ -951,14 +951,16 @@ class GetTraceResponse(google.protobuf.message.Message):
     END_FIELD_NUMBER: builtins.int
     PAYLOAD_FIELD_NUMBER: builtins.int
     spans: builtins.bytes
-    """Where the frames' rows belong: records.SPAN; frames are numbered as they arrive."""
+    """Where the frames' rows belong: records.SPAN. Frames are numbered as they arrive; a span names
+    one of the same message. When following, rows of positions that came before replace them.
+    """
     frame_lengths: builtins.bytes
     """uint32 bytes per frame in the payload."""
     payload: builtins.bytes
     """Frames, one after the other."""
     @property
     def info(self) -> global___TraceInfo:
-        """First message only."""
+        """In the first message; when following, again with rows, as the trace stands then."""
 
     @property
     def end(self) -> global___ReadEnd:
