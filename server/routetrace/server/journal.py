@@ -101,7 +101,8 @@ class Journal:
                 apply_record(self.state, number, record)
             except Exception:
                 _log.exception("record %d cannot be applied and is left out", number)
-        self._number = self.state.number
+        # Not only what could be applied: a number is used once.
+        self._number = max(self.state.number, self.store.last_number())
         self.state.touched.clear()
         return count
 
