@@ -31,6 +31,7 @@ class Told:
     reason: str = ""
     tokens: list[int] = field(default_factory=list)
     attempts: int = 1
+    preemptions: int = 0
     given: list[int] = field(default_factory=list)
 
 
@@ -87,7 +88,10 @@ class RecordingAgent:
                 self.cached += 1
 
     def _give(self, told: Told, blocks: list[int]) -> None:
-        """New blocks: nobody else may still be going to write them."""
+        """New blocks: nobody else may still be going to write them.
+
+        Full blocks of others may be among them: engines swap a full block for an equal one.
+        """
         told.given += blocks
         for other in self.by_handle.values():
             if other is not told:
@@ -124,12 +128,13 @@ class RecordingAgent:
     def preempt(self, handle: int, num_tokens: int) -> None:
         told = self.by_handle[handle]
         assert num_tokens == told.end
-        told.blocks = []
+        told.blocks, told.preemptions = [], told.preemptions + 1
 
     def resume(self, handle: int, num_computed_tokens: int, block_ids: Any) -> None:
         told = self.by_handle[handle]
         assert not told.blocks
         told.attempts += 1
+        assert told.attempts == told.preemptions + 1
         self._take(told, num_computed_tokens, list(block_ids))
 
     def finish(self, handle: int, num_tokens: int, reason: str, token_ids: list[int]) -> None:
@@ -213,3 +218,9 @@ def padded(prompts: list[list[int]], side: str = "left") -> tuple[torch.Tensor, 
         ids.append(pad + prompt if side == "left" else prompt + pad)
         mask.append([0] * len(pad) + real if side == "left" else real + [0] * len(pad))
     return torch.tensor(ids), torch.tensor(mask)
+
+
+def assert_no_hooks(model: torch.nn.Module) -> None:
+    for name, module in model.named_modules():
+        hooks = {**module._forward_hooks, **module._forward_pre_hooks}
+        assert not hooks, f"{name}: {hooks}"

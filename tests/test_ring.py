@@ -190,8 +190,8 @@ def test_what_does_not_fit_is_told_in_order_once_there_is_room():
 
 
 def test_a_stuck_reader_is_noticed_by_the_bytes_that_wait_for_it(monkeypatch):
-    monkeypatch.setattr(feed_module, "MAX_BACKLOG_BYTES", 1 << 16)
-    producer, _ = ends(4096)
+    monkeypatch.setattr(feed_module, "MAX_BACKLOG_BYTES", 1 << 14)
+    producer, consumer = ends(4096)
     feed = Feed(producer, LAYOUT)
     for i in range(1000):
         feed.lose(i % 8, 10 * i, 1, 0)  # with gaps, so that no two can be one
@@ -200,6 +200,15 @@ def test_a_stuck_reader_is_noticed_by_the_bytes_that_wait_for_it(monkeypatch):
             break
     assert feed.stuck
     feed.clear()
+    assert not feed.stuck
+    for i in range(200):  # what was told does not count
+        while write(producer, b""):
+            pass
+        feed.lose(1, 10 * i, 1, 0)
+        feed.event("rewind", 5, handle=2)
+        drain(consumer)
+        assert feed.drain()
+        drain(consumer)
     assert not feed.stuck
     assert not feed.behind
 

@@ -132,7 +132,8 @@ class Linger:
 
     def full(self, lanes: Ints) -> list[int]:
         """Which of the lanes hold a whole frame."""
-        return lanes[self.fill[lanes] == self.frame_rows].tolist()
+        full: list[int] = lanes[self.fill[lanes] == self.frame_rows].tolist()
+        return full
 
     def lingering(self) -> list[int]:
         """Lanes that hold rows."""

@@ -82,15 +82,17 @@ class GenerateCall(StoppingCriteria):  # type: ignore[misc]
         labels: Sequence[Mapping[str, str]] | None,
         num_cached_columns: int,
     ) -> None:
-        """Tells the agent of the requests."""
+        """Tells the agent of the requests.
+
+        Columns that are in the caller's KV cache are not computed again: their rows stay missing
+        here, and are in the traces of the calls that computed them.
+        """
         self._committed = num_cached_columns
-        cached = self._mask[:, :num_cached_columns].sum(axis=1).tolist()
         for i, request_id in enumerate(request_ids):
             handle = self._agent.begin(
                 request_id,
                 prompt_len=len(self._prompts[i]),
                 labels=None if labels is None else dict(labels[i]),
-                num_computed_tokens=cached[i],
                 prompt_token_ids=self._prompts[i],
             )
             self._handles.append(handle)
@@ -138,7 +140,7 @@ class GenerateCall(StoppingCriteria):  # type: ignore[misc]
         batch, stop = len(grid), min(one.start + one.tokens.shape[1], grid.shape[1] - 1)
         columns = np.arange(one.start, stop)
         same = one.tokens[:, : len(columns)].to(grid.device) == grid[:, one.start : stop]
-        keep = same.bool().cpu().numpy()
+        keep = same.cumprod(dim=1).bool().cpu().numpy()
         keep &= self._running[:, None] & (columns >= self._committed)
         self._committed = max(self._committed, stop)
         width = self._mask.shape[1]

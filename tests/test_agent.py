@@ -1,0 +1,799 @@
+"""The capture agent against a strict ingest service: what arrives, and what is counted."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from ingest_server import IngestServer
+from sim_engine import SimEngine
+
+from routetrace.capture_agent import AgentConfig, AgentStats, CaptureAgent, link
+from routetrace.capture_agent.worker import Worker
+from routetrace.v1 import routetrace_pb2 as pb
+from routetrace.v1.errors import Closed, Fenced, InvalidArgument, Overloaded, Unavailable
+from routetrace.v1.layout import RoutingLayout
+from routetrace.v1.records import FinishReason, TokenDigest
+
+LAYOUT = RoutingLayout((1, 2, 4), 6, 300, 3)
+BIG = RoutingLayout(tuple(range(40)), 40, 256, 8)  # 320 bytes a row
+MODES = pytest.mark.parametrize("mode", ["thread", "process"])
+FULL = pb.MISSING_REASON_QUEUE_FULL
+
+
+@pytest.fixture
+def server():
+    with IngestServer() as ingest:
+        yield ingest
+
+
+def config_for(server: IngestServer, layout: RoutingLayout = LAYOUT, **settings) -> AgentConfig:
+    settings = {"mode": "thread", "linger_s": 0.02, "flush_interval_s": 0.01, **settings}
+    return AgentConfig(server.target, "e0", layout, **settings)
+
+
+def make_rows(n: int, layout: RoutingLayout = LAYOUT, seed: int = 0) -> np.ndarray:
+    first = np.random.default_rng(seed).integers(0, layout.num_experts, (n, len(layout.layer_ids)))
+    ids = first[:, :, None] + 31 * np.arange(layout.top_k)
+    return (ids % layout.num_experts).astype(layout.dtype)
+
+
+def assert_kept(stats: AgentStats, **dropped: int) -> None:
+    """Law 12, with nothing in flight and nothing dropped but that."""
+    assert stats.in_flight_rows == 0
+    assert stats.dropped_rows == dropped
+    assert stats.offered_rows == stats.acknowledged_rows + sum(dropped.values())
+
+
+# ---------------------------------------------------------------------- what arrives
+
+
+@MODES
+def test_a_request_from_begin_to_finish(server, mode):
+    rows = make_rows(700)
+    tokens = np.arange(1000, 1701)
+    config = config_for(server, mode=mode, block_size=16, num_blocks=64, run="r", shard="pp0")
+    with CaptureAgent(config) as agent:
+        agent.set_weight_version(-7)
+        handle = agent.begin(
+            "a",
+            trace_id="t",
+            prompt_len=600,
+            labels={"group": "g"},
+            ttl_seconds=9,
+            block_ids=range(38),
+            prompt_token_ids=tokens[:600],
+        )
+        agent.step(rows[:600].astype(np.int64), [(handle, 0, 600)])
+        agent.set_weight_version(1 << 40)
+        agent.add_blocks(handle, np.arange(38, 45))
+        for p in range(600, 700):
+            agent.step(rows[p : p + 1], np.array([[handle, p, 1]]))
+        agent.finish(handle, 701, "length", tokens)
+        # The name is free again at once.
+        assert agent.begin("a") != handle
+        assert agent.flush(20)
+        assert_kept(agent.stats())
+        assert agent.stats().acknowledged_rows == server.rows == 700
+        assert agent.stats().chunks == len(server.chunks)
+        report = agent.close()
+    assert (report.acknowledged_rows, report.dropped_rows, report.unsent_rows) == (700, {}, 0)
+    assert (server.hello.run, server.hello.engine_id, server.hello.shard) == ("r", "e0", "pp0")
+    request, again = server.model.requests
+    assert [request.row(p) for p in range(701)] == [*(r.tobytes() for r in rows), None]
+    versions = [request.attempts[0].rows[p][1] for p in range(700)]
+    assert versions == [-7] * 600 + [1 << 40] * 100
+    assert request.facts == pb.RequestBegin(
+        trace_id="t", prompt_len=600, labels={"group": "g"}, ttl_seconds=9
+    )
+    assert (request.num_tokens, request.reason) == (701, FinishReason.LENGTH)
+    assert request.digests[600] == TokenDigest().update(tokens[:600])
+    assert set(request.digests) == {*range(16, 701, 16), 600, 701}
+    assert (again.request_id, again.lost) == ("a", [(0, 0, pb.MISSING_REASON_AGENT_LOST)])
+
+
+@MODES
+def test_slots_and_events_of_the_engine(server, mode):
+    rows = make_rows(50)
+    config = config_for(server, mode=mode, block_size=4, num_blocks=16)
+    with CaptureAgent(config) as agent:
+        agent.step_slots(rows[:40], np.arange(40))
+        agent.external([1, 2])
+        agent.step_slots(rows[40:], np.arange(10, 20, dtype=np.uint8))
+        assert agent.flush(20)
+        assert_kept(agent.stats())
+        known = {s: row.tobytes() for s, row in enumerate(rows[:40]) if not 4 <= s < 12}
+        known.update((s, row.tobytes()) for s, row in enumerate(rows[40:], 10))
+        assert {s: row for s, (row, _) in server.model.slots.items()} == known
+        agent.reset_prefix_cache()
+        assert agent.flush(20)
+        assert server.model.slots == {}
+
+
+def test_rows_that_no_router_chose_are_missing_and_never_data(server):
+    rows = make_rows(20).astype(np.int32)
+    rows[3, 1, 0] = -1  # not captured
+    rows[4, 2, 2] = 300  # out of range, and fits the narrow dtype
+    rows[5, 0, 0] = 1 << 20  # out of range, and does not
+    rows[6, 0, :] = 0
+    with CaptureAgent(config_for(server)) as agent:
+        handle = agent.begin("r")
+        agent.step(rows, [(handle, 0, 20)])
+        agent.step(rows.astype(np.uint16), [(handle, 20, 20)])
+        agent.finish(handle, 41)
+        assert agent.flush(20)
+        # Cut to 16 bits, -1 and 1 << 20 look like 65535 and 0; the first is found all the same.
+        second = {p + 20 for p in (3, 4, 6)}
+        request = server.model.requests[0]
+        lost = request.lost_positions(pb.MISSING_REASON_INVALID_IDS)
+        assert {3, 4, 5, 6} | second <= lost <= {3, 4, 5, 6, 25} | second
+        assert set(request.attempts[0].rows) == set(range(40)) - lost
+        assert_kept(agent.stats(), invalid_ids=len(lost))
+
+
+def test_a_top_1_that_has_no_id_to_spare_for_a_mark(server):
+    layout = RoutingLayout((0,), 1, 256, 1)
+    rows = np.arange(10).reshape(10, 1, 1)
+    config = config_for(server, layout, block_size=4, num_blocks=16)
+    with CaptureAgent(config) as agent:
+        handle = agent.begin("r")
+        agent.step(rows, [(handle, 0, 10)])
+        agent.step(np.where(rows == 5, -1, rows), [(handle, 10, 10)])
+        agent.step_slots(rows, np.arange(10))
+        agent.step_slots(np.where(rows == 5, -1, rows), np.arange(4, 14))
+        agent.finish(handle, 21)
+        assert agent.flush(20)
+        request = server.model.requests[0]
+        assert set(request.attempts[0].rows) == set(range(10))
+        assert request.lost_positions(pb.MISSING_REASON_INVALID_IDS) == set(range(10, 20))
+        assert set(server.model.slots) == set(range(4))
+        assert_kept(agent.stats(), invalid_ids=20)
+
+
+def test_a_step_larger_than_the_ring_is_cut(server):
+    config = config_for(server, BIG, ring_bytes=1 << 20, block_size=16, num_blocks=1024)
+    rows = make_rows(4000, BIG)
+    runs = np.zeros((3, 3), np.int64)
+    with CaptureAgent(config) as agent:
+        handles = [agent.begin(f"r{i}") for i in range(3)]
+        runs[:] = [(handles[0], 0, 100), (handles[1], 7, 3800), (handles[2], 0, 100)]
+        while agent.stats().acknowledged_rows + agent.stats().in_flight_rows == 0:
+            agent.step(rows, runs)
+        agent.flush(20)
+    one = server.model.requests[1]
+    kept = {p: row[0] for p, row in one.attempts[0].rows.items()}
+    assert kept == {p: rows[93 + p].tobytes() for p in kept}
+    assert set(kept) | one.lost_positions(FULL) == set(range(7, 3807))
+    assert len(kept) > 1000
+
+
+# ---------------------------------------------------------------------- arguments
+
+
+@pytest.fixture(scope="module")
+def idle_agent():
+    """An agent whose server is not there."""
+    config = AgentConfig("127.0.0.1:1", "e", LAYOUT, mode="thread", block_size=4, num_blocks=8)
+    agent = CaptureAgent(config)
+    yield agent
+    agent.close(0)
+
+
+@pytest.mark.parametrize(
+    ("field", "arguments"),
+    [
+        ("request_id", {"request_id": ""}),
+        ("request_id", {"request_id": "x" * 513}),
+        ("request_id", {"request_id": 7}),
+        ("request_id", {"request_id": "running"}),
+        ("trace_id", {"trace_id": "x" * 513}),
+        ("prompt_len", {"prompt_len": -1}),
+        ("ttl_seconds", {"ttl_seconds": 1 << 32}),
+        ("labels", {"labels": {"": "x"}}),
+        ("labels", {"labels": {"a": 1}}),
+        ("labels", {"labels": {str(i): "" for i in range(65)}}),
+        ("labels", {"labels": {"a": "x" * 1024}}),
+        ("block_ids", {"block_ids": [8]}),
+        ("block_ids", {"block_ids": [-1]}),
+        ("block_ids", {"block_ids": [0.5]}),
+        ("num_computed_tokens", {"num_computed_tokens": 5, "block_ids": [1]}),
+        ("num_computed_tokens", {"num_computed_tokens": -1}),
+        ("prompt_token_ids", {"prompt_len": 2, "prompt_token_ids": [1]}),
+        ("prompt_token_ids", {"prompt_len": 1, "prompt_token_ids": [-1]}),
+        ("prompt_token_ids", {"prompt_len": 1, "prompt_token_ids": [1.5]}),
+    ],
+)
+def test_begin_refuses(idle_agent, field, arguments):
+    if "running" not in getattr(idle_agent, "marks", ()):
+        idle_agent.marks = {"running": idle_agent.begin("running")}
+    with pytest.raises(InvalidArgument) as caught:
+        idle_agent.begin(**{"request_id": "new", **arguments})
+    assert caught.value.field == field
+
+
+@pytest.mark.parametrize(
+    ("field", "call"),
+    [
+        ("rows", lambda a, h: a.step(make_rows(2)[:, :2], [(h, 0, 2)])),
+        ("rows", lambda a, h: a.step(make_rows(2)[0], [(h, 0, 3)])),
+        ("rows", lambda a, h: a.step(make_rows(2).astype(float), [(h, 0, 2)])),
+        ("runs", lambda a, h: a.step(make_rows(2), [(h, 0, 1)])),
+        ("runs", lambda a, h: a.step(make_rows(2), [(h, 0, 2), (h, 2, 0)])),
+        ("runs", lambda a, h: a.step(make_rows(2), [(h, 0, 3), (h, 2, -1)])),
+        ("runs", lambda a, h: a.step(make_rows(2), [(h, -1, 2)])),
+        ("runs", lambda a, h: a.step(make_rows(2), [(h, 1 << 31, 2)])),
+        ("runs", lambda a, h: a.step(make_rows(2), [(h + 1, 0, 2)])),
+        ("runs", lambda a, h: a.step(make_rows(2), [(0, 0, 2)])),
+        ("runs", lambda a, h: a.step(make_rows(2), [(-1, 0, 2)])),
+        ("runs", lambda a, h: a.step(make_rows(2), [(h, 0.0, 2)])),
+        ("runs", lambda a, h: a.step(make_rows(2), [h, 0, 2])),
+        ("runs", lambda a, h: a.step(make_rows(2), [])),
+        ("slots", lambda a, h: a.step_slots(make_rows(2), [0])),
+        ("slots", lambda a, h: a.step_slots(make_rows(2), [0, 32])),
+        ("slots", lambda a, h: a.step_slots(make_rows(2), [0, -1])),
+        ("handle", lambda a, h: a.finish(h + 1, 1)),
+        ("handle", lambda a, h: a.rewind(-1, 1)),
+        ("reason", lambda a, h: a.finish(h, 1, "tired")),
+        ("num_tokens", lambda a, h: a.finish(h, -1)),
+        ("token_ids", lambda a, h: a.finish(h, 2, "stop", [1])),
+        ("position", lambda a, h: a.rewind(h, -1)),
+        ("num_computed_tokens", lambda a, h: a.preempt(h, 1 << 40)),
+        ("block_ids", lambda a, h: a.add_blocks(h, [9])),
+        ("num_computed_tokens", lambda a, h: a.resume(h, 9, [1, 2])),
+        ("version", lambda a, h: a.set_weight_version(1 << 63)),
+    ],
+)
+def test_calls_refuse(idle_agent, field, call):
+    if not hasattr(idle_agent, "handle"):
+        idle_agent.handle = idle_agent.begin("refused")
+    offered = idle_agent.stats().offered_rows
+    with pytest.raises(InvalidArgument) as caught:
+        call(idle_agent, idle_agent.handle)
+    assert caught.value.field == field
+    assert idle_agent.stats().offered_rows == offered
+
+
+def test_a_handle_is_void_after_finish(idle_agent):
+    old = idle_agent.begin("twice")
+    idle_agent.finish(old, 0)
+    new = idle_agent.begin("twice")
+    for call in (
+        lambda: idle_agent.finish(old, 1),
+        lambda: idle_agent.step(make_rows(1), [(old, 0, 1)]),
+    ):
+        with pytest.raises(InvalidArgument):
+            call()
+    idle_agent.finish(new, 0)
+
+
+@pytest.mark.parametrize(
+    ("field", "settings"),
+    [
+        ("target", {"target": ""}),
+        ("engine_id", {"engine_id": ""}),
+        ("shard", {"shard": "x" * 600}),
+        ("mode", {"mode": "fork"}),
+        ("num_blocks", {"block_size": 16}),
+        ("frame_rows", {"frame_rows": 0}),
+        ("queue_bytes", {"queue_bytes": 10}),
+        ("linger_s", {"linger_s": -1}),
+    ],
+)
+def test_settings_refuse(field, settings, monkeypatch):
+    monkeypatch.delenv("ROUTETRACE_TARGET", raising=False)
+    with pytest.raises(InvalidArgument) as caught:
+        AgentConfig(**{"target": "h:1", "engine_id": "e", "layout": LAYOUT, **settings})
+    assert caught.value.field == field
+
+
+def test_settings_from_the_environment(monkeypatch):
+    monkeypatch.setenv("ROUTETRACE_TARGET", "there:1")
+    monkeypatch.delenv("ROUTETRACE_RUN", raising=False)
+    assert AgentConfig("", "e", LAYOUT).target == "there:1"
+    assert AgentConfig("here:1", "e", LAYOUT).target == "here:1"
+    assert AgentConfig("", "e", LAYOUT).run == "default"
+    monkeypatch.setenv("ROUTETRACE_RUN", "mine")
+    config = AgentConfig("", "e", LAYOUT, attributes={"host": "h"})
+    assert config.run == "mine"
+    assert pickle.loads(pickle.dumps(config)) == config
+
+
+# ---------------------------------------------------------------------- a server in trouble
+
+
+def simulate(agent: CaptureAgent, seed: int, until=lambda sim: False) -> SimEngine:
+    """An engine with prefix caching, preemption and rejected drafts, until its work is done."""
+    sim = SimEngine(agent, LAYOUT, seed, num_blocks=24)
+    for i in range(14):
+        prompt = [sim.rng.randrange(3) for _ in range(sim.rng.randint(1, 14))]
+        sim.submit(f"r{i}", prompt, sim.rng.randint(1, 10))
+    while not until(sim) and sim.step():
+        pass
+    return sim
+
+
+def assert_truth(server: IngestServer, sim: SimEngine) -> None:
+    assert {r.request_id for r in server.model.requests} == {r.name for r in sim.done}
+    for request in sim.done:
+        attempt = server.model.request(request.name).attempts[-1]
+        rows = {**attempt.cached, **attempt.rows}
+        truth = {
+            p: entry and (entry[0].tobytes(), entry[1])
+            for p, entry in request.attempts[-1].items()
+            if p < len(request.tokens) - 1
+        }
+        assert rows == truth
+
+
+def test_a_stream_that_breaks_again_and_again_loses_and_repeats_nothing(server):
+    seen: list[int] = []
+
+    def script(chunk: pb.Chunk):
+        seen.append(chunk.sequence)
+        if len(seen) % 3 == 0:
+            return Unavailable("draining", retry_after=0.01)
+        return pb.ErrorDetail(retry_after_ms=5) if len(seen) % 5 == 0 else None
+
+    server.script = script
+    config = config_for(server, block_size=4, num_blocks=24, flush_interval_s=0.001, linger_s=0)
+    with CaptureAgent(config) as agent:
+        sim = simulate(agent, 1, lambda sim: agent.flush(0.02) and False)
+        assert agent.flush(20)
+        stats = agent.stats()
+    assert_kept(stats, **stats.dropped_rows)
+    assert set(stats.dropped_rows) <= {"rewound"}
+    assert stats.reconnects > 2
+    assert len(seen) > len(server.chunks)
+    assert_truth(server, sim)
+
+
+def test_a_server_that_comes_late_and_goes_away(server):
+    """Chunks that were stored but not acknowledged are not stored twice."""
+    server.stop()
+    config = config_for(server, block_size=4, num_blocks=24)
+    with CaptureAgent(config) as agent:
+        sim = simulate(agent, 2, lambda sim: len(sim.done) == 5)
+        assert not agent.flush(0.05)
+        assert agent.stats().in_flight_rows > 0
+        server.start()
+        assert agent.flush(20)
+        server.stop()
+        while sim.step():
+            pass
+        server.start()
+        assert agent.flush(20)
+        assert_truth(server, sim)
+        assert agent.stats().in_flight_rows == 0
+
+
+def test_a_server_that_lost_everything_is_told_who_lives(server):
+    rows = make_rows(60)
+    config = config_for(server, block_size=4, num_blocks=24, linger_s=0)
+    with CaptureAgent(config) as agent:
+        a = agent.begin("a", labels={"x": "y"}, block_ids=[0, 1])
+        agent.add_blocks(a, [2, 3, 4])
+        b = agent.begin("b")
+        over = agent.begin("over")
+        agent.step(rows[:24], [(a, 0, 10), (b, 0, 10), (over, 0, 4)])
+        agent.finish(over, 5)
+        agent.preempt(b, 10)
+        assert agent.flush(20)
+        old = server.epoch
+        server.stop()
+        agent.add_blocks(a, [5])
+        agent.step(rows[30:40], [(a, 10, 10)])
+        c = agent.begin("c", num_computed_tokens=20, block_ids=[0, 1, 2, 3, 4])
+        agent.step(rows[40:45], [(c, 20, 5)])
+        server.forget()
+        server.start()
+        agent.resume(b, 0, [7, 8])
+        agent.step(rows[50:60], [(b, 0, 10)])
+        agent.finish(a, 21)
+        assert agent.flush(20)
+        assert_kept(agent.stats())
+    assert server.epoch != old
+    model = server.model
+    assert [r.request_id for r in model.requests] == ["a", "b", "c"]
+    again, resumed, fresh = model.requests
+    assert again.facts.labels == {"x": "y"}
+    assert again.lost == [(0, 10, pb.MISSING_REASON_AGENT_LOST)]
+    assert {p: row[0] for p, row in again.attempts[0].rows.items()} == {
+        p: rows[20 + p].tobytes() for p in range(10, 20)
+    }
+    assert (again.num_tokens, resumed.num_tokens) == (21, -1)
+    # What it reuses of a was computed before, and after.
+    assert [fresh.row(p) is not None for p in range(25)] == [False] * 10 + [True] * 15
+    assert [resumed.row(p) for p in range(10)] == [r.tobytes() for r in rows[50:60]]
+
+
+def test_a_server_whose_store_went_back_in_time(server):
+    """As one that acknowledges from memory: what it forgot is gone, and what follows is not."""
+    rows = make_rows(30)
+    with CaptureAgent(config_for(server, linger_s=0)) as agent:
+        handle = agent.begin("a")
+        for p in range(0, 20, 10):
+            agent.step(rows[p : p + 10], [(handle, p, 10)])
+            assert agent.flush(20)
+        server.stop()
+        with server.changed:
+            server.chunks.pop()
+            server.next_sequence -= 1
+        server.start()
+        agent.step(rows[20:30], [(handle, 20, 10)])
+        assert agent.flush(20)
+    request = server.model.request("a")
+    assert set(request.attempts[0].rows) == set(range(20, 30))
+    assert (0, 20, pb.MISSING_REASON_AGENT_LOST) in request.lost
+
+
+def test_a_refused_chunk_is_replaced_by_one_without_rows(server):
+    rows = make_rows(30)
+    refused: list[int] = []
+
+    def script(chunk: pb.Chunk):
+        if chunk.payload and not refused:
+            refused.append(chunk.sequence)
+            return pb.ErrorDetail(kind=pb.ERROR_KIND_INVALID_ARGUMENT, message="do not like it")
+        return None
+
+    server.script = script
+    config = config_for(server, block_size=4, num_blocks=24)
+    with CaptureAgent(config) as agent:
+        handle = agent.begin("a", block_ids=[0, 1, 2, 3])
+        agent.step(rows[:10], [(handle, 0, 10)])
+        agent.step_slots(rows[10:20], np.arange(40, 50))
+        assert agent.flush(20)
+        agent.step(rows[20:], [(handle, 10, 10)])
+        agent.finish(handle, 21)
+        assert agent.flush(20)
+        assert refused
+        assert_kept(agent.stats(), rejected=20)
+    request = server.model.request("a")
+    assert request.lost_positions(pb.MISSING_REASON_REJECTED) == set(range(10))
+    assert set(request.attempts[0].rows) == set(range(10, 20))
+    assert set(server.model.slots) == {10, 11, 12, 13, 14, 15} & set(server.model.slots)
+
+
+def test_a_server_that_refuses_everything_ends_the_agent(server):
+    server.script = lambda chunk: pb.ErrorDetail(kind=pb.ERROR_KIND_INVALID_ARGUMENT)
+    with CaptureAgent(config_for(server)) as agent:
+        handle = agent.begin("a")
+        agent.step(make_rows(10), [(handle, 0, 10)])
+        assert not agent.flush(20)
+        agent.step(make_rows(10), [(handle, 10, 10)])
+        assert_kept(agent.stats(), rejected=20)
+        started = time.monotonic()
+        assert agent.close().dropped_rows == {"rejected": 20}
+        assert time.monotonic() - started < 5
+
+
+def test_an_overloaded_server_gets_the_same_chunks_later(server):
+    tries: list[bytes] = []
+
+    def script(chunk: pb.Chunk):
+        tries.append(chunk.SerializeToString())
+        busy = Overloaded("busy", retry_after=0.02).to_detail()
+        return busy if len(tries) < 4 else None
+
+    server.script = script
+    with CaptureAgent(config_for(server)) as agent:
+        handle = agent.begin("a")
+        agent.step(make_rows(10), [(handle, 0, 10)])
+        assert agent.flush(20)
+        assert_kept(agent.stats())
+    assert len(set(tries[:4])) == 1
+
+
+@MODES
+def test_a_newer_epoch_ends_the_agent(server, mode):
+    with CaptureAgent(config_for(server, mode=mode)) as agent:
+        handle = agent.begin("a")
+        agent.step(make_rows(10), [(handle, 0, 10)])
+        assert agent.flush(20)
+        server.script = lambda chunk: Fenced(field="epoch", value=1, expected="2")
+        agent.step(make_rows(10), [(handle, 10, 10)])
+        assert not agent.flush(20)
+        agent.step(make_rows(10), [(handle, 20, 10)])
+        agent.finish(handle, 31)
+        assert_kept(agent.stats(), fenced=20)
+        report = agent.close()
+    assert (report.acknowledged_rows, report.dropped_rows) == (10, {"fenced": 20})
+
+
+def test_memory_is_bounded_and_whole_requests_go_newest_first(server):
+    server.stop()
+    config = config_for(server, BIG, queue_bytes=1 << 20, frame_rows=64, linger_s=5)
+    rows = make_rows(50, BIG)
+    with CaptureAgent(config) as agent:
+        first = agent.begin("first")
+        agent.step(rows, [(first, 0, 50)])
+        handles = []
+        for i in range(150):
+            handles.append(agent.begin(f"r{i}"))
+            agent.step(rows, [(handles[-1], 0, 50)])
+        agent.flush(0.5)  # has all of it looked at
+        agent.step(rows, [(first, 50, 50)])
+        for handle in handles:
+            agent.finish(handle, 51)
+        agent.finish(first, 101)
+        agent.flush(0)
+        server.start()
+        assert agent.flush(20)
+        stats = agent.stats()
+    requests = server.model.requests
+    whole = [len(r.attempts[0].rows) == 50 for r in requests[1:]]
+    told = [r.lost == [(0, 0, FULL)] for r in requests[1:]]
+    assert all(a != b for a, b in zip(whole, told, strict=True))
+    assert len(requests) == 151
+    assert 10 < sum(whole) < 100
+    dropped = 50 * sum(told) + (0 if len(requests[0].attempts[0].rows) == 100 else 50)
+    assert_kept(stats, queue_full=dropped)
+
+
+def test_even_events_are_bounded_while_the_server_is_away(server, monkeypatch):
+    """What is not told of any more leaves slots unknown, and counts as dropped."""
+    workers = []
+
+    class Watched(Worker):
+        def __init__(self, *args):
+            super().__init__(*args)
+            workers.append(self)
+
+    monkeypatch.setattr(link, "Worker", Watched)
+    rows = make_rows(30)
+    config = config_for(server, queue_bytes=1 << 20, block_size=4, num_blocks=64)
+    with CaptureAgent(config) as agent:
+        kept = agent.begin("kept", block_ids=[0, 1, 2])
+        agent.step(rows[:10], [(kept, 0, 10)])
+        assert agent.flush(20)
+        server.stop()
+        for i in range(3000):
+            # Computes into the block that was written for "kept".
+            handle = agent.begin(f"r{i}", labels={"x": "y" * 1000}, block_ids=[0])
+            agent.step(rows[20:24], [(handle, 0, 4)])
+            agent.finish(handle, 5)
+        agent.flush(0.5)
+        held = workers[0]._sender.nbytes + workers[0]._builder.nbytes
+        assert (1 << 20) < held < 1.25 * (1 << 20)
+        server.start()
+        assert agent.flush(20)
+        agent.step(rows[10:12], [(kept, 10, 2)])
+        late = agent.begin("late", num_computed_tokens=8, block_ids=[0, 1])
+        agent.finish(late, 10)
+        assert agent.flush(20)
+        stats = agent.stats()
+    assert len(server.model.requests) < 1500
+    late_request = server.model.request("late")
+    assert [late_request.row(p) for p in range(8)] == [None] * 8
+    assert_kept(stats, queue_full=stats.dropped_rows["queue_full"])
+
+
+def test_a_chunk_is_never_larger_than_the_server_takes():
+    with IngestServer(max_chunk_bytes=5000) as server:
+        config = config_for(server, BIG)
+        with CaptureAgent(config) as agent:
+            assert agent.flush(20)  # has heard of it
+            server.wait_for(lambda: server.welcomes)
+            handle = agent.begin("a")
+            agent.step(make_rows(600, BIG), [(handle, 0, 600)])
+            assert agent.flush(20)
+            assert_kept(agent.stats())
+        assert len(server.chunks) > 30
+
+
+# ---------------------------------------------------------------------- ends
+
+
+def test_after_close(server):
+    agent = CaptureAgent(config_for(server))
+    handle = agent.begin("a")
+    agent.step(make_rows(10), [(handle, 0, 10)])
+    report = agent.close()
+    assert report.acknowledged_rows == 10
+    assert agent.close() == report
+    assert agent.stats().acknowledged_rows == 10
+    assert server.model.request("a").lost == [(10, 0, pb.MISSING_REASON_AGENT_LOST)]
+    for call in (
+        lambda: agent.begin("b"),
+        lambda: agent.step(make_rows(1), [(handle, 10, 1)]),
+        lambda: agent.finish(handle, 11),
+        agent.flush,
+    ):
+        with pytest.raises(Closed):
+            call()
+
+
+@MODES
+def test_close_keeps_to_its_time_and_says_what_was_not_sent(server, mode):
+    server.hold.clear()
+    with CaptureAgent(config_for(server, mode=mode)) as agent:
+        handle = agent.begin("a")
+        agent.step(make_rows(10), [(handle, 0, 10)])
+        started = time.monotonic()
+        report = agent.close(1.0)
+        assert time.monotonic() - started < 4
+    assert (report.acknowledged_rows, report.dropped_rows, report.unsent_rows) == (0, {}, 10)
+    assert_kept(agent.stats(), unsent=10)
+
+
+def test_a_stopped_background_costs_steps_and_is_told_when_it_runs_again(server):
+    rows = make_rows(1000, BIG)
+    config = config_for(server, BIG, mode="process", ring_bytes=2 << 20)
+    with CaptureAgent(config) as agent:
+        first, second = agent.begin("first"), agent.begin("second")
+        assert agent.flush(20)
+        os.kill(agent.worker_pid, signal.SIGSTOP)
+        for p in range(10):
+            agent.step(rows, [(first, 500 * p, 500), (second, 500 * p, 500)])
+        agent.rewind(second, 4000)
+        agent.step(rows[:10], [(second, 4000, 10)])
+        agent.set_weight_version(3)
+        os.kill(agent.worker_pid, signal.SIGCONT)
+        assert agent.flush(20)
+        agent.step(rows[:20], [(first, 5000, 10), (second, 4010, 10)])
+        agent.finish(first, 5011)
+        agent.finish(second, 4021)
+        assert agent.flush(20)
+        stats = agent.stats()
+        assert_kept(stats, queue_full=stats.dropped_rows["queue_full"])
+    a, b = server.model.requests
+    kept = set(a.attempts[0].rows)
+    assert 0 < len(kept) < 5010
+    assert kept | a.lost_positions(FULL) == set(range(5010))
+    assert not kept & a.lost_positions(FULL)
+    assert set(b.attempts[0].rows) | b.lost_positions(FULL) >= set(range(4020))
+    assert {p: b.row(p) for p in range(4010, 4020)} == {
+        4000 + p: rows[p].tobytes() for p in range(10, 20)
+    }
+
+
+def shared_memory() -> set[str]:
+    return set(os.listdir("/dev/shm")) if os.path.isdir("/dev/shm") else set()
+
+
+def test_a_killed_background_is_counted_and_never_waited_for(server):
+    before = shared_memory()
+    agent = CaptureAgent(config_for(server, mode="process", ring_bytes=1 << 20))
+    handle = agent.begin("a")
+    agent.step(make_rows(10), [(handle, 0, 10)])
+    assert agent.flush(20)
+    os.kill(agent.worker_pid, signal.SIGKILL)
+    for p in range(10, 5010, 1000):
+        agent.step(make_rows(1000), [(handle, p, 1000)])
+    assert not agent.flush(20)
+    for i in range(2000):  # more than fits anywhere
+        agent.finish(agent.begin(f"r{i}", labels={"x": "y" * 1000}), 1)
+    agent.step(make_rows(10), [(handle, 5010, 10)])
+    assert_kept(agent.stats(), **agent.stats().dropped_rows)
+    report = agent.close()
+    assert report.acknowledged_rows == 10
+    assert sum(report.dropped_rows.values()) == 5010
+    assert report.dropped_rows["agent_lost"] > 0
+    assert shared_memory() == before
+
+
+ENGINE = """
+import gc, os, signal, sys, time
+import numpy as np
+from routetrace.capture_agent import AgentConfig, CaptureAgent
+from routetrace.v1.layout import RoutingLayout
+target, elsewhere, mode, how = sys.argv[1:]
+layout = RoutingLayout((1, 2, 4), 6, 300, 3)
+agent = CaptureAgent(AgentConfig(target, "e0", layout, mode=mode, close_timeout_s=20))
+handle = agent.begin("a")
+rows = np.arange(9, dtype=np.uint16).reshape(1, 3, 3).repeat(10, axis=0)
+agent.step(rows, [(handle, 0, 10)])
+child = 0
+if how == "killed":
+    # Even with a child that holds on to everything, behind Python's back.
+    import ctypes
+    child = ctypes.CDLL(None).fork()
+    if child == 0:
+        time.sleep(60)
+        os._exit(0)
+print(agent.worker_pid, child, flush=True)
+if how == "killed":
+    os.kill(os.getpid(), signal.SIGKILL)
+if how == "collected":
+    del agent
+    gc.collect()
+    time.sleep(0.1)
+if how == "forked":
+    assert agent.flush(20)
+    child = os.fork()
+    if child == 0:
+        agent.begin("b")
+        agent.step(rows, [(123, 0, 10)])
+        agent.finish(0, 5)
+        assert not agent.flush(1)
+        assert agent.stats().offered_rows == 0
+        assert agent.close().unsent_rows == 0
+        other = CaptureAgent(AgentConfig(elsewhere, "e1", layout, mode=mode))
+        other.begin("other")
+        ok = other.flush(20)
+        other.close()
+        del agent
+        gc.collect()
+        sys.exit(0 if ok else 3)
+    assert os.waitpid(child, 0)[1] == 0
+    agent.step(rows, [(handle, 10, 10)])
+    assert agent.flush(20)
+    assert agent.stats().acknowledged_rows == 20
+"""
+
+
+def run_engine(server: IngestServer, other: IngestServer, mode: str, how: str, errors: Path) -> int:
+    """Runs ENGINE until its background has ended too; the exit status."""
+    with errors.open("w") as stderr:
+        process = subprocess.Popen(
+            [sys.executable, "-c", ENGINE, server.target, other.target, mode, how],
+            stdout=subprocess.PIPE,
+            stderr=stderr,
+            text=True,
+        )
+    assert process.stdout is not None
+    with process.stdout as stdout:
+        pid, child = map(int, stdout.readline().split())
+    try:
+        code = process.wait(60)
+        server.wait_for(lambda: server.model.requests and server.model.requests[0].lost, 30)
+        deadline = time.monotonic() + 20
+        while Path(f"/proc/{pid}").exists() and not is_zombie(pid):
+            assert time.monotonic() < deadline, "the background lives on"
+            time.sleep(0.02)
+    finally:
+        if child:
+            os.kill(child, signal.SIGKILL)
+    return code
+
+
+def is_zombie(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except FileNotFoundError:
+        return True
+
+
+@pytest.mark.skipif(not Path("/proc/self").exists(), reason="looks at processes")
+@pytest.mark.parametrize(
+    ("mode", "how"),
+    [
+        ("process", "killed"),
+        ("process", "exits"),
+        ("thread", "exits"),
+        ("process", "collected"),
+        ("process", "forked"),
+        ("thread", "forked"),
+    ],
+)
+def test_the_engine_just_ends(server, mode, how, tmp_path):
+    """What it reported arrives, and neither processes nor shared memory stay behind."""
+    before = shared_memory()
+    with IngestServer() as elsewhere:
+        code = run_engine(server, elsewhere, mode, how, tmp_path / "stderr")
+        if how == "forked":
+            assert [r.request_id for r in elsewhere.model.requests] == ["other"]
+    errors = (tmp_path / "stderr").read_text()
+    assert code == (-signal.SIGKILL if how == "killed" else 0), errors
+    request = server.model.requests[0]
+    expected = 20 if how == "forked" else 10
+    assert len(request.attempts[0].rows) == expected
+    assert request.lost == [(expected, 0, pb.MISSING_REASON_AGENT_LOST)]
+    assert shared_memory() <= before
+    assert "Traceback" not in errors
+    assert "leaked" not in errors
+
+
+def test_the_background_has_names(server):
+    with CaptureAgent(config_for(server)) as agent:
+        assert agent.flush(20)
+        names = {thread.name for thread in threading.enumerate()}
+    assert {"routetrace-worker", "routetrace-sender"} <= names
