@@ -35,12 +35,13 @@ class Core:
         clock = self.journal.clock
         self.agents = Agents(self.state, clock, config.agent_timeout_seconds)
         self.reader = Reader(store, self.state, self.agents, clock)
+        self._ingest = IngestServicer(self)
         self._state_name = "starting"
         self._snapshot_number = 0
 
     def add_to(self, server: grpc.aio.Server) -> None:
         """Registers both services."""
-        pb_grpc.add_IngestServiceServicer_to_server(IngestServicer(self), server)
+        pb_grpc.add_IngestServiceServicer_to_server(self._ingest, server)
         pb_grpc.add_TraceServiceServicer_to_server(TraceServicer(self), server)
 
     def check_ready(self) -> None:
@@ -68,8 +69,9 @@ class Core:
         return len(expired)
 
     async def stop(self) -> None:
-        """Refuses new calls and wakes the waiting ones."""
+        """Refuses new calls, ends the agents' streams, and wakes the calls that wait."""
         self._state_name = "draining"
+        self._ingest.stop()
         self.journal.changes.notify_all()
 
     async def sweep(self) -> None:

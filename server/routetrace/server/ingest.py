@@ -6,7 +6,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from routetrace.server.chunk import check_begin, check_id, check_payload, check_sums, parse_header
 from routetrace.server.record import Sums, encode_chunk, encode_control, layout_to_hex
@@ -22,6 +22,7 @@ from routetrace.v1.errors import (
     NotFound,
     OutOfSequence,
     RouteTraceError,
+    Unavailable,
 )
 from routetrace.v1.layout import RoutingLayout
 
@@ -37,6 +38,9 @@ MAX_SLOTS = 1 << 26
 _RESEND_MS = 50
 
 _log = logging.getLogger(__name__)
+
+#: What a stream has to say, in order: answers to come, or why it ends; None: the agent ended it.
+Replies: TypeAlias = "asyncio.Queue[asyncio.Future[pb.IngestResponse] | RouteTraceError | None]"
 
 
 @dataclass(eq=False)
@@ -57,6 +61,12 @@ class IngestServicer(pb_grpc.IngestServiceServicer):
         self._core = core
         self._state = core.state
         self._journal = core.journal
+        self._replies: set[Replies] = set()
+
+    def stop(self) -> None:
+        """Ends the open streams, behind the answers that are under way."""
+        for replies in self._replies:
+            replies.put_nowait(Unavailable("the server is draining", retry_after=0.5))
 
     # ------------------------------------------------------------------ the stream
 
@@ -73,9 +83,10 @@ class IngestServicer(pb_grpc.IngestServiceServicer):
                 field="message", value=str(first.WhichOneof("message")), expected="hello, first"
             )
         session = await self._open(first.hello)
-        replies: asyncio.Queue[asyncio.Future[pb.IngestResponse] | BaseException | None]
-        replies = asyncio.Queue(WINDOW)
-        reader = asyncio.create_task(self._read(session, request_iterator, replies))
+        replies: Replies = asyncio.Queue()
+        room = asyncio.Semaphore(WINDOW)
+        reader = asyncio.create_task(self._read(session, request_iterator, replies, room))
+        self._replies.add(replies)
         try:
             yield pb.IngestResponse(
                 welcome=pb.Welcome(
@@ -85,22 +96,26 @@ class IngestServicer(pb_grpc.IngestServiceServicer):
                 )
             )
             while (reply := await replies.get()) is not None:
-                if isinstance(reply, BaseException):
+                if isinstance(reply, RouteTraceError):
                     raise reply
                 yield await reply
+                room.release()
         finally:
             reader.cancel()
+            self._replies.discard(replies)
             self._core.agents.closed(session)
 
     async def _read(
         self,
         session: Session,
         requests: AsyncIterator[pb.IngestRequest],
-        replies: asyncio.Queue[asyncio.Future[pb.IngestResponse] | BaseException | None],
+        replies: Replies,
+        room: asyncio.Semaphore,
     ) -> None:
         """Takes chunks as they come, while earlier ones still wait for their commit."""
         try:
             async for request in requests:
+                await room.acquire()
                 if request.WhichOneof("message") != "chunk":
                     raise InvalidArgument(
                         field="message",
@@ -116,11 +131,11 @@ class IngestServicer(pb_grpc.IngestServiceServicer):
                         expected="the newest epoch and stream of this engine and shard",
                     )
                 self._core.agents.seen(session)
-                await replies.put(asyncio.ensure_future(self._take(session, request.chunk)))
+                replies.put_nowait(asyncio.ensure_future(self._take(session, request.chunk)))
         except RouteTraceError as error:
-            await replies.put(error)
+            replies.put_nowait(error)
         else:
-            await replies.put(None)
+            replies.put_nowait(None)
 
     async def _open(self, hello: pb.Hello) -> Session:
         check_id("run", hello.run)
