@@ -8,7 +8,9 @@ from sim_engine import SimEngine, SimRequest
 
 from routetrace.capture_agent import AgentConfig, AgentStats, CaptureAgent
 from routetrace.client import AsyncRouteClient, RouteClient, RoutingTrace, TraceState
+from routetrace.server.lmdb_store import LmdbStore
 from routetrace.server.testing import run_server
+from routetrace.v1.errors import Incomplete
 from routetrace.v1.layout import RoutingLayout
 
 LAYOUT = RoutingLayout((1, 2, 4), 6, 300, 3)
@@ -159,3 +161,30 @@ def test_a_killed_server_comes_back_and_nothing_is_lost(tmp_path, mode):
                     for request in sim.done:
                         trace = client.get(request.name, missing="mask")
                         compare(trace, request, "as_sampled")
+
+
+def test_rows_whose_record_is_gone_are_missing_and_named(tmp_path):
+    config: dict = {"run": "gone", "engine_id": "e0", "layout": LAYOUT, "mode": "thread"}
+    rows = np.argsort(np.random.default_rng(0).random((20, 3, 300)))[..., :3]
+    with (
+        run_server(data_dir=tmp_path) as server,
+        CaptureAgent(AgentConfig(target=server.target, **config)) as agent,
+    ):
+        handle = agent.begin("r")
+        for at in (0, 10):
+            agent.step(rows[at : at + 10], [(handle, at, 10)])
+            assert agent.flush(20)
+        agent.finish(handle, 21)
+    store = LmdbStore(tmp_path, capacity_bytes=1 << 30, ack_mode="fsync")
+    numbers = [number for number, _ in store.headers()]
+    store.compact(None, [numbers[1]])  # the first chunk, behind the record of the epoch
+    store.close()
+    with run_server(data_dir=tmp_path) as server, RouteClient(server.target, run="gone") as client:
+        with pytest.raises(Incomplete, match="corrupt"):
+            client.get("r")
+        trace = client.get("r", missing="mask")
+        whole = trace.valid.all(axis=1)
+        assert whole.any()
+        assert not whole.all()
+        np.testing.assert_array_equal(trace.topk_ids[whole], rows[whole])
+        assert {m.reason for m in trace.missing} == {"corrupt"}

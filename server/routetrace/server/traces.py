@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING, TypeVar
 
-from routetrace.server.reader import Selection
+from routetrace.server.reader import Message, Reader, Selection
 from routetrace.server.record import encode_control
 from routetrace.server.rpc import Context, streaming, unary
 from routetrace.server.trace_index import FOREVER, Incarnation, Segment, Source, Trace
@@ -102,59 +102,36 @@ class TraceServicer(pb_grpc.TraceServiceServicer):
         selection: Selection,
     ) -> AsyncIterator[Response]:
         """What is there now: info, rows, end."""
-        segments = self._reader.segments(incarnation, selection)
-        gaps = self._reader.missing(info.state, incarnation, selection, segments)
         yield make(info=info)
-        num_spans = num_frames = 0
-        unread: list[Segment] = []
-        with self._reader.pinned(segments):
-            for batch in self._reader.batches(segments):
-                message, lost = await self._reader.fetch(batch, selection, num_frames)
-                unread += lost
-                num_spans += message.num_spans
-                num_frames += len(message.frame_lengths) // 4
-                yield make(
-                    spans=message.spans,
-                    frame_lengths=message.frame_lengths,
-                    payload=message.payload,
-                )
-        gaps += self._damaged(incarnation, unread, selection)
-        yield make(
-            end=pb.ReadEnd(
-                info=info,
-                token_start=selection.start,
-                token_stop=selection.stop,
-                missing=gaps,
-                num_spans=num_spans,
+        sending = _Sending(self._reader, incarnation)
+        segments = self._reader.segments(incarnation, selection)
+        async for message in sending.rows(segments, selection):
+            yield make(
+                spans=message.spans,
+                frame_lengths=message.frame_lengths,
+                payload=message.payload,
             )
-        )
+        yield make(end=sending.end(info, segments, selection))
 
     async def _follow(self, request: pb.GetTraceRequest) -> AsyncIterator[pb.GetTraceResponse]:
         """Rows as they come in, until the trace ends. Rows that were dropped again come anew."""
         trace, number = await self._find(request.run, request.trace_id, request.incarnation)
         incarnation = trace.incarnations[number - 1]
         yield pb.GetTraceResponse(info=self._reader.describe(trace, number))
+        sending = _Sending(self._reader, incarnation)
         sent: dict[int, list[Segment]] = {}
-        unread: list[Segment] = []
-        num_spans = num_frames = 0
         while True:
             seen = trace.changes
             info = self._reader.describe(trace, number)
             selection = self._select(incarnation, request)
             segments = self._reader.segments(incarnation, selection)
-            fresh = unsent(segments, sent)
-            with self._reader.pinned(fresh):
-                for batch in self._reader.batches(fresh):
-                    message, lost = await self._reader.fetch(batch, selection, num_frames)
-                    unread += lost
-                    num_spans += message.num_spans
-                    num_frames += len(message.frame_lengths) // 4
-                    yield pb.GetTraceResponse(
-                        info=info,
-                        spans=message.spans,
-                        frame_lengths=message.frame_lengths,
-                        payload=message.payload,
-                    )
+            async for message in sending.rows(unsent(segments, sent), selection):
+                yield pb.GetTraceResponse(
+                    info=info,
+                    spans=message.spans,
+                    frame_lengths=message.frame_lengths,
+                    payload=message.payload,
+                )
             if info.state != pb.TRACE_STATE_RUNNING:
                 break
             if trace.changes == seen:
@@ -164,17 +141,7 @@ class TraceServicer(pb_grpc.TraceServiceServicer):
                 raise NotFound(
                     field="trace_id", value=request.trace_id, expected="a trace that stays"
                 )
-        gaps = self._reader.missing(info.state, incarnation, selection, segments)
-        gaps += self._damaged(incarnation, unread, selection)
-        yield pb.GetTraceResponse(
-            end=pb.ReadEnd(
-                info=info,
-                token_start=selection.start,
-                token_stop=selection.stop,
-                missing=gaps,
-                num_spans=num_spans,
-            )
-        )
+        yield pb.GetTraceResponse(end=sending.end(info, segments, selection))
 
     def _select(self, incarnation: Incarnation, request: pb.GetTraceRequest) -> Selection:
         return self._reader.select(
@@ -184,23 +151,6 @@ class TraceServicer(pb_grpc.TraceServiceServicer):
             request.layer_ids,
             request.policy,
         )
-
-    def _damaged(
-        self, incarnation: Incarnation, unread: list[Segment], selection: Selection
-    ) -> list[pb.MissingRange]:
-        return [
-            pb.MissingRange(
-                start=segment.span.position,
-                stop=segment.span.stop,
-                layer_ids=[
-                    i
-                    for i in selection.layers
-                    if i in incarnation.sources[segment.source].layout.column
-                ],
-                reason=pb.MISSING_REASON_CORRUPT,
-            )
-            for segment in unread
-        ]
 
     async def _find(
         self, run: str, trace_id: str, incarnation: int, *, wait: bool = False
@@ -312,6 +262,48 @@ class TraceServicer(pb_grpc.TraceServiceServicer):
             ttl=request.ttl_seconds or self._core.config.default_ttl_seconds,
         )
         return pb.RenewLeaseResponse(num_renewed=await self._journal.append(record))
+
+
+class _Sending:
+    """Rows on their way out of one call."""
+
+    def __init__(self, reader: Reader, incarnation: Incarnation) -> None:
+        self._reader = reader
+        self._incarnation = incarnation
+        self._num_spans = 0
+        self._num_frames = 0
+        self._unread: list[Segment] = []
+
+    async def rows(self, segments: list[Segment], selection: Selection) -> AsyncIterator[Message]:
+        """The rows of segments, a message at a time."""
+        with self._reader.pinned(segments):
+            for batch in self._reader.batches(segments):
+                message, lost = await self._reader.fetch(batch, selection, self._num_frames)
+                self._unread += lost
+                self._num_spans += message.num_spans
+                self._num_frames += len(message.frame_lengths) // 4
+                yield message
+
+    def end(self, info: pb.TraceInfo, segments: list[Segment], selection: Selection) -> pb.ReadEnd:
+        """What closes the call: what was sent, and which cells were not."""
+        missing = self._reader.missing(info.state, self._incarnation, selection, segments)
+        for segment in self._unread:
+            held = self._incarnation.sources[segment.source].layout.column
+            missing.append(
+                pb.MissingRange(
+                    start=segment.span.position,
+                    stop=segment.span.stop,
+                    layer_ids=[i for i in selection.layers if i in held],
+                    reason=pb.MISSING_REASON_CORRUPT,
+                )
+            )
+        return pb.ReadEnd(
+            info=info,
+            token_start=selection.start,
+            token_stop=selection.stop,
+            missing=missing,
+            num_spans=self._num_spans,
+        )
 
 
 def unsent(segments: list[Segment], sent: dict[int, list[Segment]]) -> list[Segment]:
