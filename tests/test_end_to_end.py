@@ -10,7 +10,7 @@ from routetrace.capture_agent import AgentConfig, AgentStats, CaptureAgent
 from routetrace.client import AsyncRouteClient, RouteClient, RoutingTrace, TraceState
 from routetrace.server.lmdb_store import LmdbStore
 from routetrace.server.testing import run_server
-from routetrace.v1.errors import Incomplete
+from routetrace.v1.errors import Incomplete, InvalidArgument
 from routetrace.v1.layout import RoutingLayout
 
 LAYOUT = RoutingLayout((1, 2, 4), 6, 300, 3)
@@ -188,3 +188,45 @@ def test_rows_whose_record_is_gone_are_missing_and_named(tmp_path):
         assert not whole.all()
         np.testing.assert_array_equal(trace.topk_ids[whole], rows[whole])
         assert {m.reason for m in trace.missing} == {"corrupt"}
+
+
+@pytest.mark.parametrize("mode", ["thread", "process"])
+def test_rows_that_no_router_chose_are_missing_and_the_others_go_on(server, mode):
+    config = AgentConfig(
+        target=server.target, run=f"bad-{mode}", engine_id="e0", layout=LAYOUT, mode=mode
+    )
+    rows = np.argsort(np.random.default_rng(0).random((12, 3, 300)))[..., :3]
+    bad = rows.copy()
+    bad[3, 1, 2] = 300  # an id out of range
+    bad[4, 0, 1] = bad[4, 0, 0]  # an id twice
+    bad[7] = -1  # a buffer that nobody wrote to
+    with CaptureAgent(config) as agent:
+        good, other = agent.begin("good"), agent.begin("other")
+        for wrong, field in (
+            (rows[:, :2], "rows"),
+            (rows[..., :2], "rows"),
+            (rows.astype(np.float32), "rows"),
+        ):
+            with pytest.raises(InvalidArgument) as caught:
+                agent.step(wrong, [(good, 0, 12)])
+            assert caught.value.field == field
+        both = np.concatenate([rows, bad])
+        agent.step(both, [(good, 0, 12), (other, 0, 12)])
+        agent.finish(good, 13)
+        agent.finish(other, 13)
+        assert agent.flush(20)
+        stats = agent.stats()
+    assert stats.dropped_rows == {"invalid_ids": 3}
+    assert stats.offered_rows == stats.acknowledged_rows + 3
+    with RouteClient(server.target, run=f"bad-{mode}") as client:
+        np.testing.assert_array_equal(client.get("good").topk_ids, rows)
+        trace = client.get("other", missing="mask")
+        with pytest.raises(Incomplete, match="invalid_ids"):
+            client.get("other")
+    assert trace.state == TraceState.INCOMPLETE
+    assert [(m.start, m.stop, m.reason) for m in trace.missing] == [
+        (3, 5, "invalid_ids"),
+        (7, 8, "invalid_ids"),
+    ]
+    valid = trace.valid.all(axis=1)
+    np.testing.assert_array_equal(trace.topk_ids[valid], rows[valid])
