@@ -572,3 +572,52 @@ def test_a_bad_hello_is_refused_by_name(server, change, field):
         Stream(server.target, hello)
     details = [v for k, v in caught.value.trailing_metadata() if k == ERROR_METADATA_KEY]
     assert pb.ErrorDetail.FromString(details[0]).field == field
+
+
+@pytest.mark.parametrize("how", ["begin", "blocks", "external", "reset"])
+def test_a_block_that_changed_hands_is_unknown_until_written(server, reads, how):
+    feeder = Feeder(server.target, LAYOUT, run=f"hands {how}", block_size=4, num_blocks=4)
+    first = feeder.begin("first", block_ids=[1])
+    feeder.step(rows_of(4), [(first, 0, 4)])
+    feeder.finish(first, 5)
+    if how == "begin":
+        second = feeder.begin("second", block_ids=[1])
+        feeder.finish(second, 1, "abort")
+    elif how == "blocks":
+        second = feeder.begin("second", block_ids=[2])
+        feeder.add_blocks(second, [1])
+        feeder.finish(second, 1, "abort")
+    elif how == "external":
+        feeder.chunk.op(OpKind.EXTERNAL, blocks=[1])
+    else:
+        feeder.chunk.op(OpKind.RESET)
+    # Nobody reported a forward pass over block 1 since: not even an engine that swears by it.
+    third = feeder.begin("third", block_ids=[1, 3], num_computed_tokens=4)
+    feeder.step(rows_of(1, seed=1), [(third, 4, 1)])
+    feeder.finish(third, 6)
+    feeder.close()
+    cells, end, info = reads.get("third", f"hands {how}")
+    assert {p for p, _ in cells} == {4}
+    assert info.state == pb.TRACE_STATE_INCOMPLETE
+    assert [(m.start, m.stop, m.reason) for m in end.missing] == [
+        (0, 4, pb.MISSING_REASON_KV_UNKNOWN)
+    ]
+
+
+def test_lost_rows_take_what_stood_there_before_with_them(server, reads):
+    feeder = Feeder(server.target, LAYOUT, run="lost rows", block_size=4, num_blocks=4)
+    handle = feeder.begin("r", block_ids=[1, 2])
+    feeder.step(rows_of(6), [(handle, 0, 6)])
+    # Positions 2 and 3 were computed again, by a pass whose rows did not make it here.
+    feeder.chunk.op(OpKind.LOST, "r", position=2, count=2, arg=pb.MISSING_REASON_QUEUE_FULL)
+    feeder.finish(handle, 7)
+    feeder.begin("next", block_ids=[1, 3], num_computed_tokens=4)
+    feeder.flush()
+    cells, end, _ = reads.get("r", "lost rows")
+    assert {p for p, _ in cells} == {0, 1, 4, 5}
+    assert [(m.start, m.stop, m.reason) for m in end.missing] == [
+        (2, 4, pb.MISSING_REASON_QUEUE_FULL)
+    ]
+    cells, _, _ = reads.get("next", "lost rows")
+    assert {p for p, _ in cells} == {0, 1}
+    feeder.close()
