@@ -940,7 +940,8 @@ def test_closing_ends_a_pause_between_attempts(server):
         fail(context, Overloaded("full", retry_after=30))
 
     server.script["StatTrace"] = refuse
-    client = RouteClient(server.target, timeout=60)
+    # So long that another attempt is worth the pause, whatever its jitter.
+    client = RouteClient(server.target, timeout=600)
     outcome = []
 
     def run():
