@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -12,10 +13,14 @@ from hypothesis import strategies as st
 from sim_engine import SimEngine
 
 from routetrace.server.apply import apply_record
+from routetrace.server.config import ServerConfig
+from routetrace.server.core import Core
 from routetrace.server.record import Sums, encode_chunk, encode_control, layout_to_hex
 from routetrace.server.slot_map import SlotMap
 from routetrace.server.state import State
+from routetrace.server.store import MemoryStore
 from routetrace.server.trace_index import Span, SpanList, merge, subtract
+from routetrace.v1.errors import Overloaded
 from routetrace.v1.layout import RoutingLayout
 
 LAYOUT = RoutingLayout((0, 2), 3, 16, 2)
@@ -190,3 +195,22 @@ def test_the_slot_map_equals_a_dict_of_slots(steps, block_ids, last_step):
             expected[position] = entry[:2]
     assert seen == expected
     assert set(slots.chunks().tolist()) == {ref >> 28 for ref, _, _ in naive.values()}
+
+
+async def test_a_sweep_that_finds_no_room_tries_again():
+    store = MemoryStore()
+    core = Core(store, ServerConfig(store="memory"))
+    await core.start()
+    for record in records(0):
+        await core.journal.append(record, b"")
+    core.journal.state.traces.traces.clear()
+    core.journal.state.writers.clear()
+    garbage = set(core.state.frames)
+    assert garbage
+    compact, store.compact = store.compact, Mock(side_effect=Overloaded("full"))
+    with pytest.raises(Overloaded):
+        await core.sweep()
+    assert set(core.state.frames) == garbage, "still stored: their space must come back one day"
+    store.compact = compact
+    await core.sweep()
+    assert not core.state.frames

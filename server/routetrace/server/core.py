@@ -94,9 +94,13 @@ class Core:
             not garbage or len(garbage) * 20 < len(self.state.frames)
         ):
             return
-        for number in garbage:
-            del self.state.frames[number]
+        dropped = {number: self.state.frames.pop(number) for number in garbage}
         snapshot = self.journal.snapshot()
-        await asyncio.to_thread(self.store.compact, snapshot, garbage)
+        try:
+            await asyncio.to_thread(self.store.compact, snapshot, garbage)
+        except BaseException:
+            # Still stored: forgotten here, their space would not come back before a restart.
+            self.state.frames.update(dropped)
+            raise
         self._snapshot_number = snapshot[0]
         _log.info("dropped %d traces and %d chunks", expired, len(garbage))
