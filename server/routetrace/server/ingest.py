@@ -62,6 +62,7 @@ class IngestServicer(pb_grpc.IngestServiceServicer):
         self._state = core.state
         self._journal = core.journal
         self._replies: set[Replies] = set()
+        self._granted: dict[WriterKey, int] = {}
 
     def stop(self) -> None:
         """Ends the open streams, behind the answers that are under way."""
@@ -154,13 +155,16 @@ class IngestServicer(pb_grpc.IngestServiceServicer):
             raise Fenced(field="epoch", value=hello.epoch, expected=f"{newest}, the newest")
         if writer is None or hello.epoch != writer.epoch:
             now = self._journal.clock.now()
-            # Epochs ascend even if the store was lost, as long as the clock is roughly right.
+            # Epochs ascend even if the store was lost, as long as the clock is roughly right; and
+            # two that open at once get different ones, though neither is committed yet.
+            epoch = max(newest + 1, self._granted.get(key, 0) + 1, int(now * 1000))
+            self._granted[key] = epoch
             writer = await self._journal.append(
                 encode_control(
                     "open",
                     now,
                     writer=key,
-                    epoch=max(newest + 1, int(now * 1000)),
+                    epoch=epoch,
                     layout=layout_to_hex(layout),
                     block_size=hello.block_size if num_slots else 0,
                     num_blocks=hello.num_blocks if num_slots else 0,
