@@ -621,3 +621,39 @@ def test_lost_rows_take_what_stood_there_before_with_them(server, reads):
     cells, _, _ = reads.get("next", "lost rows")
     assert {p for p, _ in cells} == {0, 1}
     feeder.close()
+
+
+def test_stages_join_the_request_that_they_belong_to_and_no_other_boot(server, reads):
+    stages = [LAYOUT.select((1,)), LAYOUT.select((2, 4))]
+    rows = [rows_of(3, seed=i) for i in range(3)]
+
+    def connect(i):
+        return Feeder(server.target, stages[i], run="skew", shard=f"pp{i}")
+
+    def report(feeder, i, use):
+        handle = feeder.begin("r")
+        feeder.step(rows[use][:, LAYOUT.columns(stages[i].layer_ids)], [(handle, 0, 3)])
+        feeder.finish(handle, 4)
+        feeder.flush()
+
+    feeders = [connect(0), connect(1)]
+    # The id is used twice, and the second stage is a whole request behind the first.
+    for i, use in ((0, 0), (0, 1), (1, 0), (1, 1)):
+        report(feeders[i], i, use)
+    # Again, but both stages boot before the second one got to report.
+    report(feeders[0], 0, 2)
+    for feeder in feeders:
+        feeder.close()
+    feeders = [connect(0), connect(1)]
+    report(feeders[1], 1, 0)
+    for use in (0, 1):
+        cells, _, info = reads.get("r", "skew", incarnation=use + 1)
+        assert info.state == pb.TRACE_STATE_COMPLETE
+        for (position, layer), (ids, _, _) in cells.items():
+            np.testing.assert_array_equal(ids, rows[use][position, LAYOUT.column[layer]])
+    for incarnation, layers in ((3, {1}), (4, {2, 4})):
+        cells, _, info = reads.get("r", "skew", incarnation=incarnation)
+        assert {layer for _, layer in cells} == layers
+    assert info.num_incarnations == 4
+    for feeder in feeders:
+        feeder.close()

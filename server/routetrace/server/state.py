@@ -79,6 +79,7 @@ class State:
             labels=begin.labels,
             ttl=begin.ttl_seconds or self.default_ttl,
             now=now,
+            current=lambda other: other.epoch == self.epochs.get(other.writer),
         )
 
     def inherit(

@@ -13,7 +13,7 @@ ranks) report the same request. Nothing here does I/O or knows the time; `apply.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -354,11 +354,15 @@ class TraceIndex:
         labels: Mapping[str, str],
         ttl: float,
         now: float,
+        current: Callable[[Source], bool],
     ) -> Trace:
         """Adds a source that begins a request, to the incarnation that it belongs to.
 
         Sources of other shards of the same engine request join its incarnation; anything else under
         a known trace id is a new incarnation, since nothing proves that it has the same tokens.
+        Where an id was used again, shards may be apart by a request: the oldest incarnation that
+        lacks this shard is the one. None that a shard of an earlier boot reported takes it in:
+        `current` tells whether a source is of its writer's newest epoch.
         """
         trace = self.traces.get(key)
         if trace is None:
@@ -367,12 +371,12 @@ class TraceIndex:
             self.traces[key] = trace
         trace.labels.update(labels)
         trace.ttl = ttl
-        newest = trace.incarnations[-1] if trace.incarnations else None
-        if newest is None or not _same_request(newest, source):
-            newest = Incarnation(prompt_len)
-            trace.incarnations.append(newest)
-        newest.sources.append(source)
-        newest.prompt_len = max(newest.prompt_len, prompt_len)
+        home = next((i for i in trace.incarnations if _same_request(i, source, current)), None)
+        if home is None:
+            home = Incarnation(prompt_len)
+            trace.incarnations.append(home)
+        home.sources.append(source)
+        home.prompt_len = max(home.prompt_len, prompt_len)
         return trace
 
     def remove(self, key: TraceKey) -> bool:
@@ -433,12 +437,15 @@ class TraceIndex:
         return self
 
 
-def _same_request(incarnation: Incarnation, source: Source) -> bool:
+def _same_request(
+    incarnation: Incarnation, source: Source, current: Callable[[Source], bool]
+) -> bool:
     """Whether a source is another part of the engine request that an incarnation holds."""
     return all(
         other.writer.engine_id == source.writer.engine_id
         and other.request_id == source.request_id
         and other.writer.shard != source.writer.shard
+        and current(other)
         for other in incarnation.sources
     )
 
