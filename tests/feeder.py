@@ -12,7 +12,16 @@ from routetrace.v1 import routetrace_pb2 as pb
 from routetrace.v1 import routetrace_pb2_grpc as pb_grpc
 from routetrace.v1.frame import encode_frame
 from routetrace.v1.layout import RoutingLayout
-from routetrace.v1.records import NO_REQUEST, OP, U32, U64, FinishReason, OpKind
+from routetrace.v1.records import (
+    DIGEST,
+    NO_REQUEST,
+    OP,
+    U32,
+    U64,
+    FinishReason,
+    OpKind,
+    token_digests,
+)
 
 
 class ChunkMaker:
@@ -25,6 +34,7 @@ class ChunkMaker:
         self.ops: list[np.ndarray] = []
         self.blocks: list[int] = []
         self.slots: list[int] = []
+        self.digests: list[tuple[int, int]] = []
         self.frames: list[bytes] = []
         self.frame_rows: list[int] = []
 
@@ -56,6 +66,7 @@ class ChunkMaker:
             slots=np.array(self.slots, U64).tobytes(),
             frame_lengths=np.array([len(f) for f in self.frames], U32).tobytes(),
             frame_rows=np.array(self.frame_rows, U32).tobytes(),
+            token_digests=np.array(self.digests, DIGEST).tobytes(),
         ).SerializeToString()
         return seal(sequence, header, b"".join(self.frames))
 
@@ -108,6 +119,7 @@ class Feeder:
         run: str = "default",
         engine_id: str = "e0",
         shard: str = "",
+        boot_id: str = "boot",
         block_size: int = 0,
         num_blocks: int = 0,
     ) -> None:
@@ -116,6 +128,7 @@ class Feeder:
             run=run,
             engine_id=engine_id,
             shard=shard,
+            boot_id=boot_id,
             layout=layout.to_proto(),
             block_size=block_size,
             num_blocks=num_blocks,
@@ -128,7 +141,8 @@ class Feeder:
         self.chunk = ChunkMaker(layout)
 
     def begin(self, request_id, *, trace_id="", prompt_len=0, labels=None, num_computed_tokens=0,
-              block_ids=(), ttl_seconds=0, prompt_token_ids=None) -> int:  # fmt: skip
+              num_external_tokens=0, block_ids=(), ttl_seconds=0, prompt_token_ids=None,
+              ends=()) -> int:  # fmt: skip
         self.chunk.begins.append(
             pb.RequestBegin(
                 trace_id=trace_id, prompt_len=prompt_len, labels=labels, ttl_seconds=ttl_seconds
@@ -139,12 +153,22 @@ class Feeder:
             request_id,
             blocks=list(block_ids),
             position=num_computed_tokens,
+            count=num_external_tokens,
             arg=len(self.chunk.begins) - 1,
+            value=len(self.names),
         )
         self.names.append(request_id)
+        self.digest(len(self.names) - 1, prompt_token_ids, ends)
         return len(self.names) - 1
 
-    def step(self, rows: np.ndarray, runs) -> None:
+    def digest(self, handle, token_ids, ends=()) -> None:
+        if token_ids is not None:
+            digests = token_digests(np.asarray(token_ids), ends)
+            self.chunk.op(OpKind.DIGEST, self.names[handle], row=len(self.chunk.digests),
+                          count=len(digests))  # fmt: skip
+            self.chunk.digests += digests.tolist()
+
+    def step(self, rows: np.ndarray, runs, tentative: int = 0) -> None:
         self.step_number += 1
         at = 0
         for handle, position, count in np.asarray(runs).tolist():
@@ -156,6 +180,7 @@ class Feeder:
                 frame=self.chunk.frame(rows[at : at + count]),
                 step=self.step_number,
                 weight_version=self.version,
+                value=tentative,
             )
             at += count
 
@@ -177,12 +202,17 @@ class Feeder:
     def preempt(self, handle, num_computed_tokens) -> None:
         self.chunk.op(OpKind.PREEMPT, self.names[handle], position=num_computed_tokens)
 
-    def resume(self, handle, num_computed_tokens, block_ids) -> None:
+    def resume(self, handle, num_computed_tokens, block_ids, num_external_tokens=0) -> None:
         self.chunk.op(
-            OpKind.RESUME, self.names[handle], position=num_computed_tokens, blocks=list(block_ids)
+            OpKind.RESUME,
+            self.names[handle],
+            position=num_computed_tokens,
+            count=num_external_tokens,
+            blocks=list(block_ids),
         )
 
     def finish(self, handle, num_tokens, reason="stop", token_ids=None) -> None:
+        self.digest(handle, token_ids)
         self.chunk.op(
             OpKind.FINISH, self.names[handle], count=num_tokens, arg=FinishReason[reason.upper()]
         )

@@ -287,7 +287,8 @@ def test_a_follower_gets_rows_while_they_come_and_rewound_ones_again(server, rea
 
 def test_wait_returns_when_the_trace_has_ended(server, reads):
     feeder = Feeder(server.target, LAYOUT, run="wait")
-    call = reads.stub.GetTrace(pb.GetTraceRequest(run="wait", trace_id="r", wait=True), timeout=20)
+    request = pb.GetTraceRequest(run="wait", trace_id="r", wait_for=pb.WAIT_FOR_END)
+    call = reads.stub.GetTrace(request, timeout=20)
     handle = feeder.begin("r")
     feeder.step(rows_of(2), [(handle, 0, 2)])
     feeder.flush()
@@ -298,7 +299,7 @@ def test_wait_returns_when_the_trace_has_ended(server, reads):
     with pytest.raises(grpc.RpcError) as caught:
         list(
             reads.stub.GetTrace(
-                pb.GetTraceRequest(run="wait", trace_id="x", wait=True), timeout=0.3
+                pb.GetTraceRequest(run="wait", trace_id="x", wait_for=pb.WAIT_FOR_END), timeout=0.3
             )
         )
     assert caught.value.code() == grpc.StatusCode.DEADLINE_EXCEEDED
@@ -314,7 +315,7 @@ def test_a_lost_agent_leaves_an_incomplete_trace(server, reads):
     assert info.state == pb.TRACE_STATE_RUNNING
     feeder.stream.close()
     # Waits out agent_timeout_seconds, and no longer than its own deadline.
-    _, end, info = reads.get("r", "lost", wait=True, token_stop=5)
+    _, end, info = reads.get("r", "lost", wait_for=pb.WAIT_FOR_END, token_stop=5)
     assert info.state == pb.TRACE_STATE_INCOMPLETE
     assert [(m.start, m.stop, m.reason) for m in end.missing] == [
         (2, 5, pb.MISSING_REASON_AGENT_LOST)
@@ -627,8 +628,8 @@ def test_stages_join_the_request_that_they_belong_to_and_no_other_boot(server, r
     stages = [LAYOUT.select((1,)), LAYOUT.select((2, 4))]
     rows = [rows_of(3, seed=i) for i in range(3)]
 
-    def connect(i):
-        return Feeder(server.target, stages[i], run="skew", shard=f"pp{i}")
+    def connect(i, boot_id):
+        return Feeder(server.target, stages[i], run="skew", shard=f"pp{i}", boot_id=boot_id)
 
     def report(feeder, i, use):
         handle = feeder.begin("r")
@@ -636,7 +637,7 @@ def test_stages_join_the_request_that_they_belong_to_and_no_other_boot(server, r
         feeder.finish(handle, 4)
         feeder.flush()
 
-    feeders = [connect(0), connect(1)]
+    feeders = [connect(0, "first"), connect(1, "first")]
     # The id is used twice, and the second stage is a whole request behind the first.
     for i, use in ((0, 0), (0, 1), (1, 0), (1, 1)):
         report(feeders[i], i, use)
@@ -644,7 +645,7 @@ def test_stages_join_the_request_that_they_belong_to_and_no_other_boot(server, r
     report(feeders[0], 0, 2)
     for feeder in feeders:
         feeder.close()
-    feeders = [connect(0), connect(1)]
+    feeders = [connect(0, "second"), connect(1, "second")]
     report(feeders[1], 1, 0)
     for use in (0, 1):
         cells, _, info = reads.get("r", "skew", incarnation=use + 1)

@@ -19,7 +19,7 @@ from routetrace.server.record import Sums, encode_chunk, encode_control, layout_
 from routetrace.server.slot_map import SlotMap
 from routetrace.server.state import State
 from routetrace.server.store import MemoryStore
-from routetrace.server.trace_index import Span, SpanList, merge, subtract
+from routetrace.server.spans import Span, SpanList, merge, subtract
 from routetrace.v1.errors import Overloaded
 from routetrace.v1.layout import RoutingLayout
 
@@ -42,6 +42,7 @@ class Recorder(Feeder):
             0,
             writer=WRITER,
             epoch=1,
+            boot_id="boot",
             layout=layout_to_hex(LAYOUT),
             block_size=4,
             num_blocks=14,

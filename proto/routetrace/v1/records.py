@@ -5,6 +5,7 @@ All are little-endian and unaligned, so that their size is the sum of their part
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from enum import IntEnum
 from hashlib import blake2b
 from typing import Any
@@ -20,26 +21,29 @@ class OpKind(IntEnum):
 
     BEGIN = 1
     """`request` begins; begins[arg] holds its facts. `position` = num_computed_tokens: the tokens
-    before it are in the KV cache, in the request's blocks. Blocks: the request's first blocks."""
+    before it are in the KV cache, in the request's blocks. KV of the last `count` of them was
+    loaded from elsewhere: unknown until written. Blocks: the request's first blocks. `value`:
+    requests that this boot of the engine began before it, the same number at all shards."""
     BLOCKS = 2
     """More blocks for `request`, newly allocated: unknown until written."""
     ROWS = 3
     """`count` rows, rows `row`.. of frame `frame`, are positions `position`.. of `request`,
-    computed by `weight_version`, the last of them in `step`. A slot-only agent sets `request` to
-    NO_REQUEST and names `count` slots from `blocks_at` on."""
+    computed by `weight_version`, the last of them in `step`. The last `value` of them are drafts
+    that may still be rejected; what follows them, or a FINISH, confirms them. A slot-only agent
+    sets `request` to NO_REQUEST and names `count` slots from `blocks_at` on."""
     REWIND = 4
     """Rows of `request` at `position` and after were rejected (speculative decoding)."""
     PREEMPT = 5
     """`request` gave up its blocks; rows at `position` and after were not kept."""
     RESUME = 6
-    """`request` starts over as a new attempt; `position` and blocks as in BEGIN."""
+    """`request` starts over as a new attempt; `position`, `count` and blocks as in BEGIN."""
     FINISH = 7
     """`request` ended with `count` tokens; `arg` is a FinishReason."""
     LOST = 8
     """Rows [position, position + count) of `request` will not come; `arg` is a MissingReason.
     count = 0: none from `position` on."""
     DIGEST = 9
-    """`value` is the token digest of the tokens of `request` before `position`."""
+    """`count` token digests of `request`, from `row` on in `token_digests`."""
     EXTERNAL = 10
     """KV of the named blocks was loaded from elsewhere: unknown until written."""
     RESET = 11
@@ -52,6 +56,8 @@ class FinishReason(IntEnum):
     STOP = 1
     LENGTH = 2
     ABORT = 3
+    HANDOFF = 4
+    """Not the end of its trace: another engine goes on (disaggregated prefill)."""
 
 
 #: `request` of a ROWS op that belongs to slots alone.
@@ -89,6 +95,10 @@ SPAN = np.dtype(
 )
 
 DIGEST = np.dtype([("position", "<u4"), ("value", "<u8")])
+
+#: Positions of token digests: the multiples of it, and the ends of prompts and requests. The same
+#: everywhere, so that engines with blocks of other sizes have positions in common.
+DIGEST_EVERY = 64
 
 U32 = np.dtype("<u4")
 U64 = np.dtype("<u8")
@@ -139,3 +149,23 @@ class TokenDigest:
     def value(self) -> int:
         """Digest of the tokens so far."""
         return int.from_bytes(self._hash.digest(), "little")
+
+
+def token_digests(
+    token_ids: npt.NDArray[np.integer[Any]], ends: Iterable[int] = ()
+) -> npt.NDArray[Any]:
+    """Digests of a token sequence: at every DIGEST_EVERY tokens, and at its end.
+
+    Args:
+        token_ids: [n] from position 0 on.
+        ends: further positions, where other requests ended; those beyond n are passed over.
+
+    Returns:
+        [m] of DIGEST, ascending.
+    """
+    n = len(token_ids)
+    positions = sorted({*range(DIGEST_EVERY, n, DIGEST_EVERY), *(e for e in ends if 0 < e < n), n})
+    digest = TokenDigest()
+    return np.array(
+        [(p, digest.update(token_ids[digest.position : p])) for p in positions if p], DIGEST
+    )

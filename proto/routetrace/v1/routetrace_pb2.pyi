@@ -161,6 +161,30 @@ READ_POLICY_LATEST: ReadPolicy.ValueType  # 2
 """The rows of the last forward pass."""
 global___ReadPolicy = ReadPolicy
 
+class _WaitFor:
+    ValueType = typing.NewType("ValueType", builtins.int)
+    V: typing_extensions.TypeAlias = ValueType
+
+class _WaitForEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_WaitFor.ValueType], builtins.type):
+    DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
+    WAIT_FOR_UNSPECIFIED: _WaitFor.ValueType  # 0
+    """Now."""
+    WAIT_FOR_END: _WaitFor.ValueType  # 1
+    """Once the trace has ended (or exists and has ended)."""
+    WAIT_FOR_ROWS: _WaitFor.ValueType  # 2
+    """Once every row that was asked for is there; up to the end, that is once the trace is complete."""
+
+class WaitFor(_WaitFor, metaclass=_WaitForEnumTypeWrapper):
+    """When a read is answered. The call's deadline bounds the wait."""
+
+WAIT_FOR_UNSPECIFIED: WaitFor.ValueType  # 0
+"""Now."""
+WAIT_FOR_END: WaitFor.ValueType  # 1
+"""Once the trace has ended (or exists and has ended)."""
+WAIT_FOR_ROWS: WaitFor.ValueType  # 2
+"""Once every row that was asked for is there; up to the end, that is once the trace is complete."""
+global___WaitFor = WaitFor
+
 class _MissingReason:
     ValueType = typing.NewType("ValueType", builtins.int)
     V: typing_extensions.TypeAlias = ValueType
@@ -187,6 +211,8 @@ class _MissingReasonEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._
     """The stored bytes are gone or do not match their checksum."""
     MISSING_REASON_ABORTED: _MissingReason.ValueType  # 9
     """The request was aborted before it got there."""
+    MISSING_REASON_OTHER_VERSION: _MissingReason.ValueType  # 10
+    """There are rows, but none of the weight version that was asked for."""
 
 class MissingReason(_MissingReason, metaclass=_MissingReasonEnumTypeWrapper):
     """Why cells are missing."""
@@ -211,6 +237,8 @@ MISSING_REASON_CORRUPT: MissingReason.ValueType  # 8
 """The stored bytes are gone or do not match their checksum."""
 MISSING_REASON_ABORTED: MissingReason.ValueType  # 9
 """The request was aborted before it got there."""
+MISSING_REASON_OTHER_VERSION: MissingReason.ValueType  # 10
+"""There are rows, but none of the weight version that was asked for."""
 global___MissingReason = MissingReason
 
 @typing.final
@@ -390,6 +418,7 @@ class Hello(google.protobuf.message.Message):
     BLOCK_SIZE_FIELD_NUMBER: builtins.int
     NUM_BLOCKS_FIELD_NUMBER: builtins.int
     ATTRIBUTES_FIELD_NUMBER: builtins.int
+    BOOT_ID_FIELD_NUMBER: builtins.int
     run: builtins.str
     """Namespace of one training job."""
     engine_id: builtins.str
@@ -402,6 +431,10 @@ class Hello(google.protobuf.message.Message):
     """Tokens per KV block of the full-attention group; 0 if slots are not told."""
     num_blocks: builtins.int
     """Blocks in the pool; slots are block_id * block_size + offset. 0 if slots are not told."""
+    boot_id: builtins.str
+    """Names one boot of the engine: the same for all its shards, another after a restart. Required
+    where shard is set, since shards are joined by it.
+    """
     @property
     def layout(self) -> global___RoutingLayout:
         """Columns of every row of this epoch."""
@@ -421,9 +454,10 @@ class Hello(google.protobuf.message.Message):
         block_size: builtins.int = ...,
         num_blocks: builtins.int = ...,
         attributes: collections.abc.Mapping[builtins.str, builtins.str] | None = ...,
+        boot_id: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["layout", b"layout"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["attributes", b"attributes", "block_size", b"block_size", "engine_id", b"engine_id", "epoch", b"epoch", "layout", b"layout", "num_blocks", b"num_blocks", "run", b"run", "shard", b"shard"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["attributes", b"attributes", "block_size", b"block_size", "boot_id", b"boot_id", "engine_id", b"engine_id", "epoch", b"epoch", "layout", b"layout", "num_blocks", b"num_blocks", "run", b"run", "shard", b"shard"]) -> None: ...
 
 global___Hello = Hello
 
@@ -501,6 +535,7 @@ class ChunkHeader(google.protobuf.message.Message):
     SLOTS_FIELD_NUMBER: builtins.int
     FRAME_LENGTHS_FIELD_NUMBER: builtins.int
     FRAME_ROWS_FIELD_NUMBER: builtins.int
+    TOKEN_DIGESTS_FIELD_NUMBER: builtins.int
     ops: builtins.bytes
     """What happened, in the order in which it happened: records.OP (56 bytes each)."""
     block_ids: builtins.bytes
@@ -511,6 +546,8 @@ class ChunkHeader(google.protobuf.message.Message):
     """uint32 bytes per frame in the payload."""
     frame_rows: builtins.bytes
     """uint32 rows per frame."""
+    token_digests: builtins.bytes
+    """records.DIGEST; DIGEST ops take ranges of them."""
     @property
     def layout(self) -> global___RoutingLayout:
         """Columns of the rows; equal to the Hello's."""
@@ -534,9 +571,10 @@ class ChunkHeader(google.protobuf.message.Message):
         slots: builtins.bytes = ...,
         frame_lengths: builtins.bytes = ...,
         frame_rows: builtins.bytes = ...,
+        token_digests: builtins.bytes = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["layout", b"layout"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["begins", b"begins", "block_ids", b"block_ids", "frame_lengths", b"frame_lengths", "frame_rows", b"frame_rows", "layout", b"layout", "ops", b"ops", "request_ids", b"request_ids", "slots", b"slots"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["begins", b"begins", "block_ids", b"block_ids", "frame_lengths", b"frame_lengths", "frame_rows", b"frame_rows", "layout", b"layout", "ops", b"ops", "request_ids", b"request_ids", "slots", b"slots", "token_digests", b"token_digests"]) -> None: ...
 
 global___ChunkHeader = ChunkHeader
 
@@ -646,6 +684,8 @@ class BindRequestRequest(google.protobuf.message.Message):
     NUM_TOKENS_FIELD_NUMBER: builtins.int
     STEP_FIELD_NUMBER: builtins.int
     BEGIN_FIELD_NUMBER: builtins.int
+    NUM_COMPUTED_TOKENS_FIELD_NUMBER: builtins.int
+    TOKEN_DIGESTS_FIELD_NUMBER: builtins.int
     run: builtins.str
     """Namespace."""
     engine_id: builtins.str
@@ -658,6 +698,12 @@ class BindRequestRequest(google.protobuf.message.Message):
     """Last engine step that the request took part in: rows written later belong to somebody else
     and count as missing; the server waits until this step was ingested. 0: take what is there.
     """
+    num_computed_tokens: builtins.int
+    """Leading tokens that a forward pass has computed, where the request ended before all of
+    num_tokens - 1 were: rows beyond are missing. 0: all of them.
+    """
+    token_digests: builtins.bytes
+    """records.DIGEST: digests of the request's tokens."""
     @property
     def block_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """The request's blocks, in order."""
@@ -676,9 +722,11 @@ class BindRequestRequest(google.protobuf.message.Message):
         num_tokens: builtins.int = ...,
         step: builtins.int = ...,
         begin: global___RequestBegin | None = ...,
+        num_computed_tokens: builtins.int = ...,
+        token_digests: builtins.bytes = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["begin", b"begin"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["begin", b"begin", "block_ids", b"block_ids", "engine_id", b"engine_id", "num_tokens", b"num_tokens", "request_id", b"request_id", "run", b"run", "step", b"step"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["begin", b"begin", "block_ids", b"block_ids", "engine_id", b"engine_id", "num_computed_tokens", b"num_computed_tokens", "num_tokens", b"num_tokens", "request_id", b"request_id", "run", b"run", "step", b"step", "token_digests", b"token_digests"]) -> None: ...
 
 global___BindRequestRequest = BindRequestRequest
 
@@ -757,13 +805,17 @@ class TraceInfo(google.protobuf.message.Message):
     num_rows: builtins.int
     """Positions 0 .. num_rows - 1 exist, whether captured or not."""
     incarnation: builtins.int
-    """Which incarnation this is (1 is the oldest), of how many."""
+    """Which incarnation this is: the number, from 1 in order of arrival, of the engine request that
+    its tokens end with.
+    """
     num_incarnations: builtins.int
-    """Incarnations recorded under this id."""
+    """Incarnations recorded under this id. An engine request that another one continues is no
+    incarnation of its own.
+    """
     finish_reason: builtins.str
     """How the request ended, in the engine's words ("stop", "length", "abort"); "" while running."""
     num_attempts: builtins.int
-    """Attempts of the engine request (1 + preemptions)."""
+    """Attempts of the engine request that its tokens end with (1 + preemptions)."""
     min_weight_version: builtins.int
     """Lowest and highest weight version of the rows."""
     max_weight_version: builtins.int
@@ -900,8 +952,9 @@ class GetTraceRequest(google.protobuf.message.Message):
     LAYER_IDS_FIELD_NUMBER: builtins.int
     POLICY_FIELD_NUMBER: builtins.int
     INCARNATION_FIELD_NUMBER: builtins.int
-    WAIT_FIELD_NUMBER: builtins.int
+    WAIT_FOR_FIELD_NUMBER: builtins.int
     FOLLOW_FIELD_NUMBER: builtins.int
+    WEIGHT_VERSION_FIELD_NUMBER: builtins.int
     run: builtins.str
     """Namespace."""
     trace_id: builtins.str
@@ -914,10 +967,12 @@ class GetTraceRequest(google.protobuf.message.Message):
     """Which attempt."""
     incarnation: builtins.int
     """Which incarnation; 0: the newest complete one, else the newest."""
-    wait: builtins.bool
-    """Answer only once the trace has ended (or exists and has ended). The call's deadline bounds it."""
+    wait_for: global___WaitFor.ValueType
+    """When to answer; of no effect on a follower."""
     follow: builtins.bool
     """Send rows as they come in, until the trace ends."""
+    weight_version: builtins.int
+    """Only rows that this weight version computed; if not set, those of any."""
     @property
     def layer_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """Absolute layer ids; empty: all MoE layers."""
@@ -932,10 +987,13 @@ class GetTraceRequest(google.protobuf.message.Message):
         layer_ids: collections.abc.Iterable[builtins.int] | None = ...,
         policy: global___ReadPolicy.ValueType = ...,
         incarnation: builtins.int = ...,
-        wait: builtins.bool = ...,
+        wait_for: global___WaitFor.ValueType = ...,
         follow: builtins.bool = ...,
+        weight_version: builtins.int | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["follow", b"follow", "incarnation", b"incarnation", "layer_ids", b"layer_ids", "policy", b"policy", "run", b"run", "token_start", b"token_start", "token_stop", b"token_stop", "trace_id", b"trace_id", "wait", b"wait"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_weight_version", b"_weight_version", "weight_version", b"weight_version"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_weight_version", b"_weight_version", "follow", b"follow", "incarnation", b"incarnation", "layer_ids", b"layer_ids", "policy", b"policy", "run", b"run", "token_start", b"token_start", "token_stop", b"token_stop", "trace_id", b"trace_id", "wait_for", b"wait_for", "weight_version", b"weight_version"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_weight_version", b"_weight_version"]) -> typing.Literal["weight_version"] | None: ...
 
 global___GetTraceRequest = GetTraceRequest
 

@@ -14,21 +14,14 @@ import numpy as np
 
 from routetrace.server import refs
 from routetrace.server.chunk import ParsedChunk, parse_header
-from routetrace.server.record import Sums, decode_record, layout_from_hex
+from routetrace.server.record import Sums, decode_record, hash_of, layout_from_hex
 from routetrace.server.slot_map import SlotMap
+from routetrace.server.spans import FOREVER, Span, SpanList
 from routetrace.server.state import Frames, State, Writer
-from routetrace.server.trace_index import (
-    FOREVER,
-    Lost,
-    Source,
-    Span,
-    SpanList,
-    TraceKey,
-    WriterKey,
-)
+from routetrace.server.trace_index import Lost, Source, TraceKey, WriterKey
 from routetrace.v1 import routetrace_pb2 as pb
 from routetrace.v1.layout import RoutingLayout
-from routetrace.v1.records import NO_REQUEST, OpKind, Provenance
+from routetrace.v1.records import DIGEST, NO_REQUEST, OpKind, Provenance, unpack
 
 #: Sequence numbers whose checksums are remembered, so that a resent chunk is known again.
 DEDUP_WINDOW = 1024
@@ -64,7 +57,8 @@ def _apply_open(state: State, facts: Facts) -> Writer:
     if old:
         state.touched.update(trace_key for trace_key, _ in old.live.values())
     slots = SlotMap(facts["block_size"], facts["num_blocks"])
-    writer = Writer(key, facts["epoch"], layout_from_hex(facts["layout"]), slots)
+    layout = layout_from_hex(facts["layout"])
+    writer = Writer(key, facts["epoch"], facts["boot_id"], state.number, layout, slots)
     state.writers[key] = writer
     state.epochs[key] = writer.epoch
     return writer
@@ -74,23 +68,18 @@ def _apply_bind(state: State, facts: Facts) -> None:
     """Makes a finished request of what the slots of its blocks hold."""
     begin = pb.RequestBegin.FromString(bytes.fromhex(facts["begin"]))
     run, engine_id, request_id = facts["run"], facts["engine_id"], facts["request_id"]
-    # Asking again about the same request replaces the answer: slots only get fuller.
-    known = state.traces.traces.get((run, begin.trace_id or request_id))
-    if known and known.incarnations:
-        newest = known.incarnations[-1]
-        newest.sources = [
-            s
-            for s in newest.sources
-            if (s.writer.engine_id, s.request_id) != (engine_id, request_id)
-        ]
-        if not newest.sources:
-            known.incarnations.pop()
+    blocks, num_tokens, step = facts["block_ids"], facts["num_tokens"], facts["step"]
+    asked = hash_of([blocks, num_tokens, step])
     for writer in state.engine_writers(run, engine_id):
-        source = Source(writer.key, writer.epoch, request_id, writer.layout)
-        trace = state.begin(writer, source, begin, facts["time"])
-        source.ended, source.num_tokens = True, facts["num_tokens"]
-        num_rows = facts["num_tokens"] - 1
-        state.inherit(writer, source, facts["block_ids"], num_rows, facts["step"])
+        trace, source = state.begin(writer, request_id, f"bind/{asked}", begin, facts["time"])
+        source.ended, source.num_tokens = True, num_tokens
+        num_computed_tokens = min(facts["num_computed_tokens"] or num_tokens, num_tokens - 1)
+        state.inherit(writer, source, blocks, num_computed_tokens, step)
+        source.add_digests(unpack(bytes.fromhex(facts["digests"]), DIGEST, "token_digests"))
+        # Asking the same again replaces the answer: slots get fuller.
+        for i, other in enumerate(trace.sources[:-1]):
+            if (other.writer, other.occurrence) == (source.writer, source.occurrence):
+                trace.sources[i] = trace.sources.pop()
         state.touch(trace, facts["time"])
 
 
@@ -155,9 +144,7 @@ class _Applier:
     def run(self) -> None:
         touched: dict[TraceKey, None] = {}
         for op in self.chunk.ops.tolist():
-            kind, _flags, arg, request, position, count, frame, row, at, num, step, version, val = (
-                op
-            )
+            kind, _, arg, request, position, count, frame, row, at, num, step, version, value = op
             blocks = self.chunk.block_ids[at : at + num]
             if kind == OpKind.ROWS:
                 self.writer.step = max(self.writer.step, step)
@@ -167,7 +154,8 @@ class _Applier:
                     self.slots.write(slots, ref, version, step)
                     continue
                 key, source = self._source(request)
-                self._rows(source, Span(position, count, ref, version, Provenance.FORWARD), step)
+                span = Span(position, count, ref, version, Provenance.FORWARD)
+                self._rows(source, span, step, value)
             elif kind == OpKind.EXTERNAL:
                 self.slots.forget_blocks(blocks)
                 continue
@@ -175,8 +163,8 @@ class _Applier:
                 self.slots.forget_all()
                 continue
             elif kind == OpKind.BEGIN:
-                key, source = self._begin(request, self.chunk.begins[arg])
-                self._take(source, blocks, position)
+                key, source = self._begin(request, self.chunk.begins[arg], value)
+                self._take(source, blocks, position, count)
             else:
                 key, source = self._source(request)
                 if kind == OpKind.BLOCKS:
@@ -186,22 +174,25 @@ class _Applier:
                     self._drop(source, position)
                 elif kind == OpKind.PREEMPT:
                     self._drop(source, position)
-                    source.blocks = []
+                    source.tentative, source.blocks = 0, []
                 elif kind == OpKind.RESUME:
                     source.attempts.append(SpanList())
-                    self._take(source, blocks, position)
+                    source.tentative = 0
+                    self._take(source, blocks, position, count)
                 elif kind == OpKind.FINISH:
                     source.ended, source.num_tokens, source.finish_reason = True, count, arg
-                    source.blocks = []
+                    source.tentative, source.blocks = 0, []
                     del self.writer.live[self.chunk.request_ids[request]]
+                    self._rejoin(key)
                 elif kind == OpKind.LOST:
                     stop = position + count if count else FOREVER
                     source.lost.append(Lost(position, stop, arg))
                     # What stood there before was computed again, by the pass whose rows are lost.
-                    source.attempts[-1].remove(position, stop)
+                    source.remove(position, stop)
                     self._forget(source, position, stop)
                 elif kind == OpKind.DIGEST:
-                    source.digests.append((position, val))
+                    source.add_digests(self.chunk.token_digests[row : row + count])
+                    self._rejoin(key)
             touched[key] = None
         for key in touched:
             trace = self.state.traces.traces.get(key)
@@ -211,34 +202,46 @@ class _Applier:
     def _source(self, request: int) -> tuple[TraceKey, Source]:
         """The live request; one that never began (its begin was lost) begins here, unnamed."""
         request_id = self.chunk.request_ids[request]
-        return self.writer.live.get(request_id) or self._begin(request, pb.RequestBegin())
+        unnamed = self.writer.live.get(request_id)
+        return unnamed or self._begin(request, pb.RequestBegin(), -1)
 
-    def _begin(self, request: int, begin: pb.RequestBegin) -> tuple[TraceKey, Source]:
-        request_id = self.chunk.request_ids[request]
-        writer = self.writer
-        source = Source(writer.key, writer.epoch, request_id, writer.layout)
-        trace = self.state.begin(writer, source, begin, self.now)
+    def _begin(self, request: int, begin: pb.RequestBegin, index: int) -> tuple[TraceKey, Source]:
+        writer, request_id = self.writer, self.chunk.request_ids[request]
+        # Shards of one boot count the same requests; without a boot id nothing is like another.
+        occurrence = f"{writer.boot_id}/{index}" if index >= 0 else f"unknown/{self.number}"
+        trace, source = self.state.begin(writer, request_id, occurrence, begin, self.now)
         writer.live[request_id] = (trace.key, source)
         return trace.key, source
 
-    def _take(self, source: Source, blocks: list[int], num_computed_tokens: int) -> None:
+    def _rejoin(self, key: TraceKey) -> None:
+        if trace := self.state.traces.traces.get(key):
+            trace.rejoin()
+
+    def _take(
+        self, source: Source, blocks: list[int], num_computed_tokens: int, num_external_tokens: int
+    ) -> None:
         """The request gets its blocks; the first tokens in them are computed already."""
         source.blocks = list(blocks)
-        self.state.inherit(self.writer, source, blocks, num_computed_tokens)
-        self._forget(source, num_computed_tokens, FOREVER)
+        known = num_computed_tokens - num_external_tokens
+        self.state.inherit(self.writer, source, blocks, known)
+        if num_external_tokens:
+            source.external = True
+            note = Lost(known, num_computed_tokens, pb.MISSING_REASON_KV_UNKNOWN)
+            source.lost.append(note)
+        self._forget(source, known, FOREVER)
 
-    def _rows(self, source: Source, span: Span, step: int) -> None:
-        spans = source.attempts[-1]
-        if span.position < spans.end:
+    def _rows(self, source: Source, span: Span, step: int, tentative: int) -> None:
+        if span.position < source.attempts[-1].end:
             self._drop(source, span.position)
-        spans.append(span)
+        source.attempts[-1].append(span)
+        source.tentative = tentative
         if source.blocks:
             slots = self.slots.slots(source.blocks, span.position, span.stop)
             self.slots.write(slots, span.ref, span.weight_version, step)
 
     def _drop(self, source: Source, position: int) -> None:
         """Rows at and after a position were not kept."""
-        source.attempts[-1].truncate(position)
+        source.remove(position, FOREVER)
         self._forget(source, position, FOREVER)
 
     def _forget(self, source: Source, start: int, stop: int) -> None:

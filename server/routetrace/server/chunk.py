@@ -20,7 +20,7 @@ from routetrace.v1 import routetrace_pb2 as pb
 from routetrace.v1.errors import Corrupt, InvalidArgument
 from routetrace.v1.frame import read_header
 from routetrace.v1.layout import RoutingLayout
-from routetrace.v1.records import NO_REQUEST, OP, U32, U64, FinishReason, OpKind, unpack
+from routetrace.v1.records import DIGEST, NO_REQUEST, OP, U32, U64, FinishReason, OpKind, unpack
 
 MAX_ID_LENGTH = 512
 MAX_LABELS = 64
@@ -44,6 +44,8 @@ class ParsedChunk:
     slots: npt.NDArray[np.uint64]
     frame_lengths: npt.NDArray[np.uint32]
     frame_rows: npt.NDArray[np.uint32]
+    token_digests: npt.NDArray[Any]
+    """records.DIGEST."""
 
 
 def check_id(field: str, value: str, *, required: bool = True) -> None:
@@ -115,6 +117,7 @@ def parse_header(data: bytes, layout: RoutingLayout, slots: SlotMap) -> ParsedCh
         slots=unpack(header.slots, U64, "slots"),
         frame_lengths=unpack(header.frame_lengths, U32, "frame_lengths"),
         frame_rows=unpack(header.frame_rows, U32, "frame_rows"),
+        token_digests=unpack(header.token_digests, DIGEST, "token_digests"),
     )
     _check_frames(chunk)
     _check_ops(chunk, slots.num_blocks, slots.num_blocks * slots.block_size)
@@ -170,6 +173,22 @@ def _check_ops(chunk: ParsedChunk, num_blocks: int, num_slots: int) -> None:
     reasons = ops[kind == OpKind.LOST]["arg"]
     _all("ops.arg", reasons, np.isin(reasons, pb.MissingReason.values()), "a MissingReason")
 
+    starts = ops[np.isin(kind, (OpKind.BEGIN, OpKind.RESUME))]
+    _all(
+        "ops.count",
+        starts["count"],
+        starts["count"] <= starts["position"],
+        "num_external_tokens of at most num_computed_tokens",
+    )
+    _all(
+        "ops.value",
+        rows["value"],
+        rows["value"] <= np.where(by_slot, 0, rows["count"]),
+        "at most count, and 0 for slots alone",
+    )
+    digests = ops[kind == OpKind.DIGEST]
+    end = digests["row"].astype(np.int64) + digests["count"]
+    _all("ops.row", digests["row"], end <= len(chunk.token_digests), "a range of token_digests")
     position = ops["position"].astype(np.int64)
     _all(
         "ops.position",

@@ -25,6 +25,7 @@ from routetrace.v1.errors import (
     Unavailable,
 )
 from routetrace.v1.layout import RoutingLayout
+from routetrace.v1.records import DIGEST, unpack
 
 if TYPE_CHECKING:
     from routetrace.server.core import Core
@@ -142,6 +143,8 @@ class IngestServicer(pb_grpc.IngestServiceServicer):
         check_id("run", hello.run)
         check_id("engine_id", hello.engine_id)
         check_id("shard", hello.shard, required=False)
+        # Without it, nothing tells the parts of one boot of an engine from those of another.
+        check_id("boot_id", hello.boot_id, required=bool(hello.shard))
         layout = RoutingLayout.from_proto(hello.layout)
         num_slots = hello.block_size * hello.num_blocks
         if num_slots > MAX_SLOTS:
@@ -165,12 +168,19 @@ class IngestServicer(pb_grpc.IngestServiceServicer):
                     now,
                     writer=key,
                     epoch=epoch,
+                    boot_id=hello.boot_id or f"epoch {epoch}",
                     layout=layout_to_hex(layout),
                     block_size=hello.block_size if num_slots else 0,
                     num_blocks=hello.num_blocks if num_slots else 0,
                 )
             )
             _log.info("writer %s opened epoch %d: %s", tuple(key), writer.epoch, layout)
+        elif hello.boot_id and hello.boot_id != writer.boot_id:
+            raise InvalidArgument(
+                field="boot_id",
+                value=hello.boot_id,
+                expected=f"{writer.boot_id!r}, that of epoch {writer.epoch}",
+            )
         elif layout != writer.layout:
             raise InvalidArgument(
                 field="layout", value=layout, expected=f"that of epoch {writer.epoch}"
@@ -263,6 +273,13 @@ class IngestServicer(pb_grpc.IngestServiceServicer):
             raise InvalidArgument(
                 field="num_tokens", value=request.num_tokens, expected="at least 1"
             )
+        if request.num_computed_tokens >= request.num_tokens:
+            raise InvalidArgument(
+                field="num_computed_tokens",
+                value=request.num_computed_tokens,
+                expected=f"less than num_tokens = {request.num_tokens}",
+            )
+        unpack(request.token_digests, DIGEST, "token_digests")
         for writer in writers:
             strange = [b for b in request.block_ids if b >= writer.slots.num_blocks]
             if strange:
@@ -286,7 +303,9 @@ class IngestServicer(pb_grpc.IngestServiceServicer):
                 request_id=request.request_id,
                 block_ids=list(request.block_ids),
                 num_tokens=request.num_tokens,
+                num_computed_tokens=request.num_computed_tokens,
                 step=request.step,
+                digests=request.token_digests.hex(),
                 begin=begin.SerializeToString().hex(),
             )
         )

@@ -12,18 +12,12 @@ import numpy as np
 
 from routetrace.server import refs
 from routetrace.server.agents import Agents
+from routetrace.server.joins import Incarnation
 from routetrace.server.journal import Clock
 from routetrace.server.state import State
 from routetrace.server.store import Store
-from routetrace.server.trace_index import (
-    Incarnation,
-    Segment,
-    Trace,
-    covered,
-    missing,
-    reason_name,
-    view,
-)
+from routetrace.server.trace_index import Trace
+from routetrace.server.view import Segment, Selection, covered, layer_groups, missing, view
 from routetrace.v1 import routetrace_pb2 as pb
 from routetrace.v1.errors import Corrupt, InvalidArgument, NotFound
 from routetrace.v1.frame import slice_frame
@@ -32,16 +26,6 @@ from routetrace.v1.records import DIGEST, SPAN, U32, FinishReason
 
 #: Payload bytes that a message aims at.
 MESSAGE_BYTES = 1 << 20
-
-
-@dataclass(frozen=True, slots=True)
-class Selection:
-    """Cells of an incarnation that are asked for."""
-
-    start: int
-    stop: int
-    layers: tuple[int, ...]
-    policy: int = pb.READ_POLICY_AS_SAMPLED
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,58 +50,58 @@ class Reader:
 
     # ------------------------------------------------------------------ looking up
 
-    def find(self, run: str, trace_id: str, incarnation: int = 0) -> tuple[Trace, int]:
-        """A trace, and the number (1 is the oldest) of the incarnation that is meant.
+    def find(self, run: str, trace_id: str, number: int = 0) -> tuple[Trace, Incarnation]:
+        """A trace, and the incarnation that is meant.
 
         Args:
             run: namespace.
             trace_id: the trace.
-            incarnation: its number; 0: the newest complete one, else the newest.
+            number: of the incarnation; 0: the newest complete one, else the newest.
 
         Raises:
             NotFound: if there is no such trace or incarnation.
         """
         trace = self._state.traces.traces.get((run, trace_id))
-        if trace is None or not trace.incarnations:
+        if trace is None or not trace.sources:
             raise NotFound(field="trace_id", value=trace_id, expected=f"a trace of run {run!r}")
-        count = len(trace.incarnations)
-        if incarnation > count:
-            raise NotFound(field="incarnation", value=incarnation, expected=f"1 to {count}")
-        if incarnation:
-            return trace, incarnation
-        for number in range(count, 0, -1):
-            if self.state_of(trace, trace.incarnations[number - 1]) == pb.TRACE_STATE_COMPLETE:
-                return trace, number
-        return trace, count
+        count = len(trace.join.all)
+        if number > count:
+            raise NotFound(field="incarnation", value=number, expected=f"1 to {count}")
+        if number:
+            return trace, trace.join.all[number - 1]
+        standing = trace.join.standing
+        for incarnation in reversed(standing):
+            if self.state_of(trace, incarnation) == pb.TRACE_STATE_COMPLETE:
+                return trace, incarnation
+        return trace, standing[-1]
 
     def state_of(self, trace: Trace, incarnation: Incarnation) -> int:
         """Running, complete or incomplete."""
-        running = any(self._agents.running(s) for s in incarnation.sources)
-        layers = incarnation.sources[0].layout.moe_layer_ids
+        recent = self._clock.now() - trace.updated <= self._agents.timeout
+        own = incarnation.request.sources
+        running = any(self._agents.running(s) for s in own)
         if incarnation.num_tokens:
-            whole = Selection(0, incarnation.num_rows, layers)
-            if self.is_covered(incarnation, whole):
+            whole = Selection(0, incarnation.num_rows, own[0].layout.moe_layer_ids)
+            if self.is_covered(trace, incarnation, whole):
                 return pb.TRACE_STATE_COMPLETE
-            # A pipeline stage whose agent is slower than the others has not begun yet.
-            held = {layer for s in incarnation.sources for layer in s.layout.layer_ids}
-            recent = self._clock.now() - trace.updated <= self._agents.timeout
-            running = running or (recent and not held.issuperset(layers))
+            # What may still come: the first word of a shard whose agent is slower than the others,
+            # and the rows of the engine that computed what was loaded from elsewhere.
+            held = {layer for s in own for layer in s.layout.layer_ids}
+            late = not held.issuperset(whole.layers) or any(
+                s.external and len(s.digests) for s in own
+            )
+            others = (s for part in incarnation.continued for s in part.request.sources)
+            running = running or (recent and late) or any(map(self._agents.running, others))
+        elif incarnation.request.handed_over:
+            running = recent
         return pb.TRACE_STATE_RUNNING if running else pb.TRACE_STATE_INCOMPLETE
 
-    def is_covered(self, incarnation: Incarnation, selection: Selection) -> bool:
+    def is_covered(self, trace: Trace, incarnation: Incarnation, selection: Selection) -> bool:
         """Whether every selected cell is there."""
-        segments = self.segments(incarnation, selection)
+        segments = view(trace.sources, incarnation, selection)
         wanted = [(selection.start, selection.stop)] if selection.start < selection.stop else []
-        sets = {frozenset(s.layout.layer_ids) for s in incarnation.sources}
-        distinct = {tuple(layer in held for held in sets): layer for layer in selection.layers}
-        return all(covered(incarnation, segments, layer) == wanted for layer in distinct.values())
-
-    def segments(self, incarnation: Incarnation, selection: Selection) -> list[Segment]:
-        """The rows that are there, of the cells that are asked for."""
-        # N tokens have N - 1 rows: what an engine computed beyond is not this request's.
-        stop = min(selection.stop, incarnation.num_rows)
-        layers = frozenset(selection.layers)
-        return view(incarnation, selection.start, stop, layers, selection.policy)
+        groups = layer_groups(trace.sources, selection.layers)
+        return all(covered(trace.sources, segments, group[0]) == wanted for group in groups)
 
     def select(
         self,
@@ -125,7 +109,8 @@ class Reader:
         token_start: int,
         token_stop: int,
         layer_ids: Sequence[int],
-        policy: int,
+        policy: int = pb.READ_POLICY_AS_SAMPLED,
+        weight_version: int | None = None,
     ) -> Selection:
         """Checks what a reader asks for.
 
@@ -153,47 +138,54 @@ class Reader:
                 expected=f"at most {rows}: {incarnation.num_tokens} tokens have one row less",
             )
         layers = tuple(sorted(set(layer_ids))) or layout.layer_ids
-        return Selection(token_start, stop, layers, policy or pb.READ_POLICY_AS_SAMPLED)
+        return Selection(token_start, stop, layers, policy, weight_version)
 
     # ------------------------------------------------------------------ describing
 
-    def describe(self, trace: Trace, number: int) -> pb.TraceInfo:
-        """Facts of one incarnation."""
-        incarnation = trace.incarnations[number - 1]
-        sources = incarnation.sources
-        digests = dict(d for s in sources for d in s.digests)
-        low, high = incarnation.versions() or (0, 0)
+    def describe(
+        self, trace: Trace, incarnation: Incarnation, *, digests: bool = True
+    ) -> pb.TraceInfo:
+        """Facts of one incarnation; its digests only if asked for, as they may be many."""
+        request = incarnation.request
+        layout = model_layout(incarnation)
+        whole = Selection(0, incarnation.num_rows, layout.layer_ids)
+        segments = view(trace.sources, incarnation, whole)
+        engines = {s.writer.engine_id for s in request.sources}
+        engines.update(trace.sources[s.source].writer.engine_id for s in segments)
+        versions = [s.span.weight_version for s in segments]
+        known = sorted(request.digests.items()) if digests else []
         return pb.TraceInfo(
             run=trace.key[0],
             trace_id=trace.key[1],
             state=self.state_of(trace, incarnation),  # type: ignore[arg-type]
             num_tokens=incarnation.num_tokens,
-            prompt_len=incarnation.prompt_len,
+            prompt_len=request.prompt_len,
             num_rows=incarnation.num_rows,
-            layout=model_layout(incarnation).to_proto(),
+            layout=layout.to_proto(),
             labels=trace.labels,
-            incarnation=number,
-            num_incarnations=len(trace.incarnations),
-            finish_reason=reason_name(max(s.finish_reason for s in sources)),
-            engine_ids=sorted({s.writer.engine_id for s in sources}),
-            num_attempts=max(len(s.attempts) for s in sources),
-            min_weight_version=low,
-            max_weight_version=high,
+            incarnation=request.number,
+            num_incarnations=len(trace.join.standing),
+            finish_reason=reason_name(max(s.finish_reason for s in request.sources)),
+            engine_ids=sorted(engines),
+            num_attempts=max(len(s.attempts) for s in request.sources),
+            min_weight_version=min(versions, default=0),
+            max_weight_version=max(versions, default=0),
             created_ms=int(trace.created * 1000),
             updated_ms=int(trace.updated * 1000),
             expires_ms=int(trace.expires * 1000),
-            token_digests=np.array(sorted(digests.items()), DIGEST).tobytes(),
+            token_digests=np.array(known, DIGEST).tobytes(),
         )
 
     def missing(
         self,
         state: int,
+        trace: Trace,
         incarnation: Incarnation,
         selection: Selection,
         segments: list[Segment],
     ) -> list[pb.MissingRange]:
         """Selected cells that the segments do not give, and why."""
-        sources = incarnation.sources
+        sources = incarnation.request.sources
         if state == pb.TRACE_STATE_RUNNING:
             default = pb.MISSING_REASON_NOT_YET
         elif any(not s.ended for s in sources):
@@ -202,9 +194,7 @@ class Reader:
             default = pb.MISSING_REASON_ABORTED
         else:
             default = pb.MISSING_REASON_NOT_CAPTURED
-        return missing(
-            incarnation, segments, selection.start, selection.stop, selection.layers, default
-        )
+        return missing(trace.sources, incarnation, segments, selection, default)
 
     # ------------------------------------------------------------------ fetching
 
@@ -307,5 +297,10 @@ class Reader:
 
 def model_layout(incarnation: Incarnation) -> RoutingLayout:
     """The columns of the whole model."""
-    layout = incarnation.sources[0].layout
+    layout = incarnation.request.sources[0].layout
     return layout.select(layout.moe_layer_ids)
+
+
+def reason_name(finish_reason: int) -> str:
+    """A FinishReason in the engine's words; "" if there is none."""
+    return FinishReason(finish_reason).name.lower() if finish_reason else ""

@@ -6,6 +6,7 @@ change is facts alone.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import struct
 from typing import Any, NamedTuple
@@ -53,6 +54,11 @@ def decode_record(data: bytes) -> tuple[dict[str, Any], bytes]:
     (size,) = _HEAD.unpack_from(data)
     body = _HEAD.size
     return json.loads(data[body : body + size]), bytes(data[body + size :])
+
+
+def hash_of(facts: Any) -> str:
+    """A name for facts: equal ones have the same."""
+    return hashlib.blake2b(json.dumps(facts).encode(), digest_size=16).hexdigest()
 
 
 def layout_to_hex(layout: RoutingLayout) -> str:

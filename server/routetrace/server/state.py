@@ -15,10 +15,10 @@ import numpy as np
 
 from routetrace.server.record import Sums, layout_from_hex, layout_to_hex
 from routetrace.server.slot_map import SlotMap
+from routetrace.server.spans import Span
 from routetrace.server.trace_index import (
     Lost,
     Source,
-    Span,
     Trace,
     TraceIndex,
     TraceKey,
@@ -27,8 +27,12 @@ from routetrace.server.trace_index import (
     load_source,
 )
 from routetrace.v1 import routetrace_pb2 as pb
+from routetrace.v1.errors import Corrupt
 from routetrace.v1.layout import RoutingLayout
 from routetrace.v1.records import Provenance
+
+#: Of snapshots.
+_FORMAT = 2
 
 
 @dataclass(slots=True, eq=False)
@@ -37,6 +41,10 @@ class Writer:
 
     key: WriterKey
     epoch: int
+    boot_id: str
+    """Of the engine; shards with the same one are parts of the same engine."""
+    opened: int
+    """Number of the record that opened the epoch."""
     layout: RoutingLayout
     slots: SlotMap
     sequence: int = 0
@@ -70,17 +78,21 @@ class State:
         self.touched: set[TraceKey | WriterKey] = set()
         """What changed since the last look; whoever wakes those who wait empties it."""
 
-    def begin(self, writer: Writer, source: Source, begin: pb.RequestBegin, now: float) -> Trace:
+    def begin(
+        self, writer: Writer, request_id: str, occurrence: str, begin: pb.RequestBegin, now: float
+    ) -> tuple[Trace, Source]:
         """Enters a new source into the trace index."""
-        return self.traces.begin(
-            (writer.key.run, begin.trace_id or source.request_id),
+        source = Source(
+            writer.key, writer.epoch, request_id, occurrence, writer.layout, begin.prompt_len
+        )
+        trace = self.traces.begin(
+            (writer.key.run, begin.trace_id or request_id),
             source,
-            prompt_len=begin.prompt_len,
             labels=begin.labels,
             ttl=begin.ttl_seconds or self.default_ttl,
             now=now,
-            current=lambda other: other.epoch == self.epochs.get(other.writer),
         )
+        return trace, source
 
     def inherit(
         self, writer: Writer, source: Source, block_ids: list[int], stop: int, last_step: int = 0
@@ -109,12 +121,15 @@ class State:
         return self.traces.remove(key)
 
     def engine_writers(self, run: str, engine_id: str) -> list[Writer]:
-        """The shards of an engine, in order."""
-        return [
+        """The shards of an engine in its newest boot, in order."""
+        found = [
             w
             for key, w in sorted(self.writers.items())
             if (key.run, key.engine_id) == (run, engine_id)
         ]
+        # A shard that was not heard of since a restart knows slots that mean nothing any more.
+        newest = max(found, key=lambda w: w.opened, default=None)
+        return [w for w in found if newest and w.boot_id == newest.boot_id]
 
     def live_chunks(self) -> set[int]:
         """Chunks that a trace or a live slot points into."""
@@ -128,6 +143,7 @@ class State:
     def dump(self) -> bytes:
         """The whole state, for a snapshot that covers the records up to `number`."""
         data = {
+            "format": _FORMAT,
             "number": self.number,
             "traces": self.traces.dump(),
             "writers": [self._dump_writer(w) for w in self.writers.values()],
@@ -142,6 +158,8 @@ class State:
         return {
             "key": tuple(writer.key),
             "epoch": writer.epoch,
+            "boot_id": writer.boot_id,
+            "opened": writer.opened,
             "layout": layout_to_hex(writer.layout),
             "slots": writer.slots.dump(),
             "sequence": writer.sequence,
@@ -157,6 +175,8 @@ class State:
     def load(self, packed: bytes) -> None:
         """Becomes what `dump` saw."""
         data = msgpack.unpackb(packed)
+        if data.get("format") != _FORMAT:
+            raise Corrupt(field="format", value=data.get("format"), expected=str(_FORMAT))
         self.number = data["number"]
         self.traces = TraceIndex.load(data["traces"])
         self.epochs = {WriterKey(*k): v for k, v in data["epochs"]}
@@ -173,7 +193,12 @@ class State:
     def _load_writer(self, data: dict[str, Any]) -> Writer:
         key = WriterKey(*data["key"])
         writer = Writer(
-            key, data["epoch"], layout_from_hex(data["layout"]), SlotMap.load(data["slots"])
+            key,
+            data["epoch"],
+            data["boot_id"],
+            data["opened"],
+            layout_from_hex(data["layout"]),
+            SlotMap.load(data["slots"]),
         )
         writer.sequence, writer.step = data["sequence"], data["step"]
         writer.recent = OrderedDict((n, Sums(h, p)) for n, h, p in data["recent"])
@@ -181,8 +206,7 @@ class State:
             trace = self.traces.traces.get((run, trace_id))
             known = (
                 s
-                for i in reversed(trace.incarnations if trace else [])
-                for s in i.sources
+                for s in reversed(trace.sources if trace else [])
                 if (s.writer, s.epoch, s.request_id) == (key, writer.epoch, request_id)
             )
             live = next(known, None) if source is None else load_source(source, [writer.layout])

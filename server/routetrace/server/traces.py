@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING, TypeVar
 
-from routetrace.server.reader import Message, Reader, Selection
+from routetrace.server.joins import Incarnation
+from routetrace.server.reader import Message, Reader
 from routetrace.server.record import encode_control
 from routetrace.server.rpc import Context, streaming, unary
-from routetrace.server.trace_index import FOREVER, Incarnation, Segment, Source, Trace
+from routetrace.server.trace_index import Source, Trace
+from routetrace.server.view import Segment, Selection, view
 from routetrace.v1 import routetrace_pb2 as pb
 from routetrace.v1 import routetrace_pb2_grpc as pb_grpc
 from routetrace.v1.errors import InvalidArgument, NotFound
@@ -41,17 +43,16 @@ class TraceServicer(pb_grpc.TraceServiceServicer):
         self._core.check_ready()
         if request.policy not in pb.ReadPolicy.values():
             raise InvalidArgument(field="policy", value=request.policy, expected="a ReadPolicy")
+        if request.wait_for not in pb.WaitFor.values():
+            raise InvalidArgument(field="wait_for", value=request.wait_for, expected="a WaitFor")
         if request.follow:
             async for response in self._follow(request):
                 yield response
             return
-        trace, number = await self._find(
-            request.run, request.trace_id, request.incarnation, wait=request.wait
-        )
-        incarnation = trace.incarnations[number - 1]
+        trace, incarnation = await self._find(request)
         selection = self._select(incarnation, request)
-        info = self._reader.describe(trace, number)
-        async for response in self._send(pb.GetTraceResponse, info, incarnation, selection):
+        info = self._reader.describe(trace, incarnation)
+        async for response in self._send(pb.GetTraceResponse, info, trace, incarnation, selection):
             yield response
 
     @streaming
@@ -65,7 +66,8 @@ class TraceServicer(pb_grpc.TraceServiceServicer):
                 field="engine_id", value=request.engine_id, expected=f"an engine of {request.run!r}"
             )
         # The blocks as a request that ended with them: everything else is the same.
-        incarnation = Incarnation(prompt_len=0)
+        now = self._journal.clock.now()
+        trace = Trace((request.run, ""), 0, {}, 0, now, now, now)
         for writer in writers:
             capacity = len(request.block_ids) * writer.slots.block_size
             if request.num_tokens > capacity:
@@ -80,31 +82,29 @@ class TraceServicer(pb_grpc.TraceServiceServicer):
                     value=max(request.block_ids),
                     expected=f"ids below num_blocks = {writer.slots.num_blocks}",
                 )
-            source = Source(writer.key, writer.epoch, "", writer.layout)
+            source = Source(writer.key, writer.epoch, "", "blocks", writer.layout)
             source.ended, source.num_tokens = True, request.num_tokens + 1
             self._core.state.inherit(writer, source, list(request.block_ids), request.num_tokens)
-            incarnation.sources.append(source)
+            trace.sources.append(source)
+        (incarnation,) = trace.join.all
         start = min(request.token_start, request.num_tokens)
-        selection = self._reader.select(
-            incarnation, start, request.num_tokens, request.layer_ids, pb.READ_POLICY_LATEST
-        )
-        now = self._journal.clock.now()
-        trace = Trace((request.run, ""), 0, {}, 0, now, now, now, [incarnation])
-        info = self._reader.describe(trace, 1)
-        async for response in self._send(pb.GetBlocksResponse, info, incarnation, selection):
+        selection = self._reader.select(incarnation, start, request.num_tokens, request.layer_ids)
+        info = self._reader.describe(trace, incarnation)
+        async for response in self._send(pb.GetBlocksResponse, info, trace, incarnation, selection):
             yield response
 
     async def _send(
         self,
         make: type[Response],
         info: pb.TraceInfo,
+        trace: Trace,
         incarnation: Incarnation,
         selection: Selection,
     ) -> AsyncIterator[Response]:
         """What is there now: info, rows, end."""
         yield make(info=info)
-        sending = _Sending(self._reader, incarnation)
-        segments = self._reader.segments(incarnation, selection)
+        sending = _Sending(self._reader, trace, incarnation)
+        segments = view(trace.sources, incarnation, selection)
         async for message in sending.rows(segments, selection):
             yield make(
                 spans=message.spans,
@@ -115,16 +115,20 @@ class TraceServicer(pb_grpc.TraceServiceServicer):
 
     async def _follow(self, request: pb.GetTraceRequest) -> AsyncIterator[pb.GetTraceResponse]:
         """Rows as they come in, until the trace ends. Rows that were dropped again come anew."""
-        trace, number = await self._find(request.run, request.trace_id, request.incarnation)
-        incarnation = trace.incarnations[number - 1]
-        yield pb.GetTraceResponse(info=self._reader.describe(trace, number))
-        sending = _Sending(self._reader, incarnation)
+        trace, incarnation = self._reader.find(request.run, request.trace_id, request.incarnation)
+        yield pb.GetTraceResponse(info=self._reader.describe(trace, incarnation))
+        sending = _Sending(self._reader, trace, incarnation)
         sent: dict[int, list[Segment]] = {}
         while True:
             seen = trace.changes
-            info = self._reader.describe(trace, number)
+            incarnation = trace.join.all[incarnation.request.number - 1]
+            while incarnation.successor and not request.incarnation:
+                # Another request goes on from it: what was sent is a part of that.
+                incarnation = trace.join.all[incarnation.successor.number - 1]
+            sending.incarnation = incarnation
+            info = self._reader.describe(trace, incarnation)
             selection = self._select(incarnation, request)
-            segments = self._reader.segments(incarnation, selection)
+            segments = view(trace.sources, incarnation, selection)
             async for message in sending.rows(unsent(segments, sent), selection):
                 yield pb.GetTraceResponse(
                     info=info,
@@ -149,25 +153,37 @@ class TraceServicer(pb_grpc.TraceServiceServicer):
             request.token_start,
             request.token_stop,
             request.layer_ids,
-            request.policy,
+            request.policy or pb.READ_POLICY_AS_SAMPLED,
+            request.weight_version if request.HasField("weight_version") else None,
         )
 
-    async def _find(
-        self, run: str, trace_id: str, incarnation: int, *, wait: bool = False
-    ) -> tuple[Trace, int]:
-        """A trace; with `wait` once it is there and has ended. The call's deadline bounds it."""
+    async def _find(self, request: pb.GetTraceRequest) -> tuple[Trace, Incarnation]:
+        """The trace that is asked for, once it is what is waited for. The deadline bounds it."""
         while True:
             try:
-                trace, number = self._reader.find(run, trace_id, incarnation)
+                trace, incarnation = self._reader.find(
+                    request.run, request.trace_id, request.incarnation
+                )
             except NotFound:
-                if not wait:
+                if request.wait_for == pb.WAIT_FOR_UNSPECIFIED:
                     raise
             else:
-                state = self._reader.state_of(trace, trace.incarnations[number - 1])
-                if not wait or state != pb.TRACE_STATE_RUNNING:
-                    return trace, number
+                if self._is_there(trace, incarnation, request):
+                    return trace, incarnation
             self._core.check_ready()
-            await self._journal.changes.wait((run, trace_id), _LOOK_AGAIN_SECONDS)
+            key = (request.run, request.trace_id)
+            await self._journal.changes.wait(key, _LOOK_AGAIN_SECONDS)
+
+    def _is_there(
+        self, trace: Trace, incarnation: Incarnation, request: pb.GetTraceRequest
+    ) -> bool:
+        if request.wait_for == pb.WAIT_FOR_END:
+            return self._reader.state_of(trace, incarnation) != pb.TRACE_STATE_RUNNING
+        if request.wait_for == pb.WAIT_FOR_ROWS:
+            bounded = bool(request.token_stop or incarnation.num_tokens)
+            selection = self._select(incarnation, request)
+            return bounded and self._reader.is_covered(trace, incarnation, selection)
+        return True
 
     # ------------------------------------------------------------------ look-ups
 
@@ -176,16 +192,19 @@ class TraceServicer(pb_grpc.TraceServiceServicer):
         self, request: pb.StatTraceRequest, context: Context
     ) -> pb.StatTraceResponse:
         self._core.check_ready()
-        trace, number = await self._find(
-            request.run, request.trace_id, request.incarnation, wait=request.wait
+        trace, incarnation = await self._find(
+            pb.GetTraceRequest(
+                run=request.run,
+                trace_id=request.trace_id,
+                incarnation=request.incarnation,
+                wait_for=pb.WAIT_FOR_END if request.wait else pb.WAIT_FOR_UNSPECIFIED,
+            )
         )
-        incarnation = trace.incarnations[number - 1]
-        selection = self._reader.select(incarnation, 0, 0, (), pb.READ_POLICY_AS_SAMPLED)
-        segments = self._reader.segments(incarnation, selection)
-        info = self._reader.describe(trace, number)
-        return pb.StatTraceResponse(
-            info=info, missing=self._reader.missing(info.state, incarnation, selection, segments)
-        )
+        selection = self._reader.select(incarnation, 0, 0, ())
+        segments = view(trace.sources, incarnation, selection)
+        info = self._reader.describe(trace, incarnation)
+        missing = self._reader.missing(info.state, trace, incarnation, selection, segments)
+        return pb.StatTraceResponse(info=info, missing=missing)
 
     @unary
     async def ListTraces(  # noqa: N802, D102
@@ -200,12 +219,9 @@ class TraceServicer(pb_grpc.TraceServiceServicer):
         response = pb.ListTracesResponse()
         last = 0
         for trace in self._core.state.traces.newest_first(request.run, int(token)):
-            if not trace.incarnations or any(
-                trace.labels.get(key) != value for key, value in request.labels.items()
-            ):
+            if any(trace.labels.get(key) != value for key, value in request.labels.items()):
                 continue
-            found, number = self._reader.find(*trace.key)
-            info = self._reader.describe(found, number)
+            info = self._reader.describe(*self._reader.find(*trace.key), digests=False)
             if request.states and info.state not in request.states:
                 continue
             if len(response.traces) == (request.page_size or DEFAULT_PAGE_SIZE):
@@ -235,11 +251,15 @@ class TraceServicer(pb_grpc.TraceServiceServicer):
         for trace in self._core.state.traces.newest_first(request.run):
             ended = all(
                 self._reader.state_of(trace, i) != pb.TRACE_STATE_RUNNING
-                for i in trace.incarnations
+                for i in trace.join.standing
             )
-            versions = [v for i in trace.incarnations if (v := i.versions())]
-            newest = max((high for _, high in versions), default=-FOREVER)
-            if ended and newest <= request.through_weight_version:
+            newer = any(
+                span.weight_version > request.through_weight_version
+                for source in trace.sources
+                for spans in source.attempts
+                for span in spans
+            )
+            if ended and not newer:
                 retired.append(trace.key[1])
         count = await self._forget(request.run, retired) if retired else 0
         return pb.RetireTracesResponse(num_retired=count)
@@ -267,9 +287,10 @@ class TraceServicer(pb_grpc.TraceServiceServicer):
 class _Sending:
     """Rows on their way out of one call."""
 
-    def __init__(self, reader: Reader, incarnation: Incarnation) -> None:
+    def __init__(self, reader: Reader, trace: Trace, incarnation: Incarnation) -> None:
+        self.incarnation = incarnation
         self._reader = reader
-        self._incarnation = incarnation
+        self._trace = trace
         self._num_spans = 0
         self._num_frames = 0
         self._unread: list[Segment] = []
@@ -286,9 +307,11 @@ class _Sending:
 
     def end(self, info: pb.TraceInfo, segments: list[Segment], selection: Selection) -> pb.ReadEnd:
         """What closes the call: what was sent, and which cells were not."""
-        missing = self._reader.missing(info.state, self._incarnation, selection, segments)
+        missing = self._reader.missing(
+            info.state, self._trace, self.incarnation, selection, segments
+        )
         for segment in self._unread:
-            held = self._incarnation.sources[segment.source].layout.column
+            held = self._trace.sources[segment.source].layout.column
             missing.append(
                 pb.MissingRange(
                     start=segment.span.position,

@@ -1,0 +1,173 @@
+"""Which stored row answers for which cell: what a reader gets, what it does not get, and why."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import NamedTuple
+
+from routetrace.server.joins import Incarnation, Request
+from routetrace.server.spans import Interval, Span, SpanList, merge, subtract
+from routetrace.server.trace_index import Lost, Source
+from routetrace.v1 import routetrace_pb2 as pb
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """Cells of an incarnation that are asked for, and which rows count."""
+
+    start: int
+    stop: int
+    layers: tuple[int, ...]
+    policy: int = pb.READ_POLICY_AS_SAMPLED
+    weight_version: int | None = None
+    """Only rows that it computed; None: those of any."""
+
+
+class Segment(NamedTuple):
+    """A span as it is served: rows of one source, disjoint in cells from all other segments."""
+
+    source: int
+    """Index in the trace."""
+    attempt: int
+    span: Span
+
+
+def view(
+    sources: Sequence[Source], incarnation: Incarnation, selection: Selection
+) -> list[Segment]:
+    """What a reader gets: ascending segments, no cell twice.
+
+    Of the parts that have a row, as sampled the first one gives it, and of its attempts the first;
+    with `latest` the attempts are looked through from the last.
+
+    Args:
+        sources: of the trace.
+        incarnation: what is read.
+        selection: what is asked for.
+    """
+    latest = selection.policy == pb.READ_POLICY_LATEST
+    layers = frozenset(selection.layers)
+    # N tokens have N - 1 rows: what an engine computed beyond is not this request's.
+    last = min(selection.stop, incarnation.num_rows)
+    claimed: dict[frozenset[int], list[Interval]] = {}
+    segments = []
+    for request, part_stop in incarnation.latest if latest else incarnation.as_sampled:
+        for number, attempt, spans, confirmed in _passes(request, latest):
+            held = layers.intersection(sources[number].layout.layer_ids)
+            stop = min(last, part_stop, confirmed)
+            if not held or stop <= selection.start:
+                continue
+            taken = merge(i for other, ii in claimed.items() if other & held for i in ii)
+            new = []
+            for span in spans:
+                if span.stop <= selection.start or span.position >= stop:
+                    continue
+                if selection.weight_version not in (None, span.weight_version):
+                    continue
+                wanted = (max(selection.start, span.position), min(stop, span.stop))
+                for a, b in subtract(wanted, taken):
+                    segments.append(Segment(number, attempt, span.cut(a, b)))
+                    new.append((a, b))
+            claimed[held] = merge([*claimed.get(held, ()), *new])
+    segments.sort(key=lambda s: s.span.position)
+    return segments
+
+
+def _passes(request: Request, latest: bool) -> Iterator[tuple[int, int, SpanList, int]]:
+    """The attempts of a request as (source, attempt, spans, confirmed), the first ones first.
+
+    All shards' first, then all shards' second: a context-parallel rank may compute in one attempt
+    what another one computed before.
+    """
+    rounds = range(max(len(s.attempts) for s in request.sources))
+    for i in reversed(rounds) if latest else rounds:
+        for index, source in request.members:
+            if i < len(source.attempts):
+                yield index, i, source.attempts[i], source.confirmed(i)
+
+
+def covered(sources: Sequence[Source], segments: list[Segment], layer: int) -> list[Interval]:
+    """Positions that the segments give for one layer."""
+    return merge(
+        (s.span.position, s.span.stop) for s in segments if layer in sources[s.source].layout.column
+    )
+
+
+def missing(
+    sources: Sequence[Source],
+    incarnation: Incarnation,
+    segments: list[Segment],
+    selection: Selection,
+    default: int,
+) -> list[pb.MissingRange]:
+    """Selected cells that the segments do not give, and why.
+
+    Args:
+        sources: of the trace.
+        incarnation: what is read.
+        segments: what is served.
+        selection: what is asked for.
+        default: the reason (a MissingReason) where no agent gave one.
+    """
+    others: list[Segment] = []
+    if selection.weight_version is not None:
+        others = view(sources, incarnation, replace(selection, weight_version=None))
+    ranges = []
+    for group in layer_groups(sources, selection.layers):
+        notes = [
+            Lost(a, b, pb.MISSING_REASON_OTHER_VERSION)
+            for a, b in covered(sources, others, group[0])
+        ]
+        notes += _notes(incarnation, group[0])
+        for gap in subtract(
+            (selection.start, selection.stop), covered(sources, segments, group[0])
+        ):
+            for a, b, reason in _reasons(gap, notes, default):
+                ranges.append(
+                    pb.MissingRange(
+                        start=a,
+                        stop=b,
+                        layer_ids=() if len(group) == len(selection.layers) else group,
+                        reason=reason,  # type: ignore[arg-type]
+                    )
+                )
+    ranges.sort(key=lambda r: (r.start, list(r.layer_ids)))
+    return ranges
+
+
+def layer_groups(sources: Sequence[Source], layers: Sequence[int]) -> list[list[int]]:
+    """Layers that the same sources hold: they have the same gaps."""
+    groups: dict[tuple[bool, ...], list[int]] = {}
+    for layer in layers:
+        groups.setdefault(tuple(layer in s.layout.column for s in sources), []).append(layer)
+    return list(groups.values())
+
+
+def _notes(incarnation: Incarnation, layer: int) -> Iterator[Lost]:
+    """What was said to be lost of one layer, by those whose rows it would have been."""
+    for request, stop in incarnation.as_sampled:
+        for source in request.sources:
+            if layer in source.layout.column:
+                for note in source.lost:
+                    if note.start < stop:
+                        yield Lost(note.start, min(note.stop, stop), note.reason)
+        if request is incarnation.request:
+            return
+
+
+def _reasons(gap: Interval, notes: list[Lost], default: int) -> Iterator[tuple[int, int, int]]:
+    """Cuts a gap where the reason changes; the note that came first wins."""
+    edges = sorted({*gap, *(e for m in notes for e in (m.start, m.stop) if gap[0] < e < gap[1])})
+    last: tuple[int, int, int] | None = None
+    for a, b in pairwise(edges):
+        reason = next((m.reason for m in notes if m.start <= a and b <= m.stop), default)
+        if last and last[2] == reason:
+            last = (last[0], b, reason)
+        else:
+            if last:
+                yield last
+            last = (a, b, reason)
+    if last:
+        yield last
