@@ -827,7 +827,7 @@ class TraceInfo(google.protobuf.message.Message):
     expires_ms: builtins.int
     """When the trace expires, if nothing changes."""
     token_digests: builtins.bytes
-    """Token digests: records.DIGEST (position, blake2b-64 of the token ids before it)."""
+    """Token digests: records.DIGEST (position, blake2b-64 of the token ids before it). Not in lists."""
     @property
     def layout(self) -> global___RoutingLayout:
         """Columns of the model: layer_ids are all its MoE layers."""
