@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent import futures
@@ -52,6 +53,11 @@ class Piece:
     version: int
     provenance: int
 
+    def counts(self, request: pb.GetTraceRequest) -> bool:
+        """Whether the rows are there, and of the version that is asked for."""
+        any_version = not request.HasField("weight_version")
+        return self.there and (any_version or self.version == request.weight_version)
+
 
 @dataclass
 class Truth:
@@ -64,11 +70,27 @@ class Truth:
 
     @property
     def valid(self) -> np.ndarray:
+        return self.valid_for(pb.GetTraceRequest())
+
+    def valid_for(self, request: pb.GetTraceRequest) -> np.ndarray:
+        """Which of all cells [rows, layers] count, in the eyes of a request."""
         valid = np.zeros(self.ids.shape[:2], bool)
         for piece in self.pieces:
-            if piece.there:
+            if piece.counts(request):
                 valid[piece.start : piece.stop, self.layout.columns(piece.layer_ids)] = True
         return valid
+
+    def is_there(self, request: pb.GetTraceRequest) -> bool:
+        """Whether this is what the request waits for."""
+        if request.wait_for == pb.WAIT_FOR_END:
+            return self.info.state != pb.TRACE_STATE_RUNNING
+        if request.wait_for == pb.WAIT_FOR_ROWS:
+            if not (stop := request.token_stop or max(self.info.num_tokens - 1, 0)):
+                return self.info.num_tokens > 0
+            columns = self.layout.columns(tuple(request.layer_ids) or self.layout.layer_ids)
+            valid = self.valid_for(request)[request.token_start : stop, columns]
+            return stop <= len(self.ids) and bool(valid.all())
+        return True
 
     def responses(
         self,
@@ -88,14 +110,16 @@ class Truth:
             kept = tuple(i for i in piece.layer_ids if i in asked)
             if a >= b or not kept:
                 continue
-            if piece.there:
+            if piece.counts(request):
                 sent.append(replace(piece, start=a, stop=b, layer_ids=kept))
             else:
-                missing.append(
-                    pb.MissingRange(
-                        start=a, stop=b, layer_ids=kept, reason=rng.choice(range(1, 10))
-                    )
-                )
+                reason = pb.MISSING_REASON_OTHER_VERSION if piece.there else rng.randint(1, 9)
+                missing.append(pb.MissingRange(start=a, stop=b, layer_ids=kept, reason=reason))
+        known = max(start, len(self.ids))
+        if stop > known:
+            missing.append(
+                pb.MissingRange(start=known, stop=stop, reason=pb.MISSING_REASON_NOT_YET)
+            )
         rng.shuffle(sent)
         messages, num_frames = [make(info=self.info)], 0
         if not rng.randrange(2):
@@ -227,6 +251,8 @@ class ScriptedServer:
     def __init__(self, port: int = 0) -> None:
         self.script: dict[str, Handler] = {}
         self.requests: list[tuple[str, Any]] = []
+        self._truths: list[Truth] = []
+        self._changed = threading.Condition()
         self._server = grpc.server(
             futures.ThreadPoolExecutor(40), options=[("grpc.so_reuseport", 0)]
         )
@@ -239,15 +265,35 @@ class ScriptedServer:
         return Counter(name for name, _ in self.requests)
 
     def serve(self, *truths: Truth) -> None:
-        """Answers GetTrace with these, by trace id."""
-        by_id = {t.info.trace_id: t for t in truths}
+        """Answers GetTrace with these alone, by trace id; calls wait as they are asked to.
 
-        def handler(request: pb.GetTraceRequest, context: grpc.ServicerContext) -> Iterator[Any]:
-            if request.trace_id not in by_id:
-                fail(context, NotFound(field="trace_id", value=request.trace_id, expected="known"))
-            yield from by_id[request.trace_id].responses(request)
+        Of several with one id that of the highest incarnation answers, if none is asked for.
+        """
+        with self._changed:
+            self._truths = list(truths)
+            self._changed.notify_all()
+        self.script["GetTrace"] = self._get_trace
 
-        self.script["GetTrace"] = handler
+    def _get_trace(
+        self, request: pb.GetTraceRequest, context: grpc.ServicerContext
+    ) -> Iterator[Any]:
+        with self._changed:
+            while not ((found := self._find(request)) and found.is_there(request)):
+                if not (request.wait_for and context.is_active()):
+                    break
+                self._changed.wait(0.05)
+        if found is None:
+            fail(context, NotFound(field="trace_id", value=request.trace_id, expected="known"))
+        yield from found.responses(request)
+
+    def _find(self, request: pb.GetTraceRequest) -> Truth | None:
+        found = [
+            t
+            for t in self._truths
+            if t.info.trace_id == request.trace_id
+            and request.incarnation in (0, t.info.incarnation)
+        ]
+        return max(found, key=lambda t: t.info.incarnation, default=None)
 
     def stop(self) -> None:
         self._server.stop(None).wait()

@@ -19,13 +19,16 @@ from routetrace.v1 import routetrace_pb2 as pb
 from routetrace.v1.errors import ERROR_METADATA_KEY, RouteTraceError
 from routetrace.v1.frame import decode_frame
 from routetrace.v1.layout import RoutingLayout
-from routetrace.v1.records import NO_REQUEST, OP, U32, U64, OpKind, unpack
+from routetrace.v1.records import DIGEST, NO_REQUEST, OP, U32, U64, OpKind, unpack
 from routetrace.v1.routetrace_pb2_grpc import (
     IngestServiceServicer,
     add_IngestServiceServicer_to_server,
 )
 
 Row = tuple[bytes, int]  # ids, weight version
+
+
+NO_DRAFTS = 1 << 32
 
 
 @dataclass
@@ -42,13 +45,19 @@ class Request:
     facts: pb.RequestBegin
     attempts: list[Attempt]
     blocks: list[int]
+    index: int = -1
     digests: dict[int, int] = field(default_factory=dict)
+    drafts: int = NO_DRAFTS  # first position that may still be rejected
     num_tokens: int = -1
     reason: int = 0
 
     def row(self, position: int) -> bytes | None:
         entry = self.attempts[-1].rows.get(position) or self.attempts[-1].cached.get(position)
         return entry[0] if entry else None
+
+    def served(self) -> set[int]:
+        """Positions of the last attempt that can not be rejected any more."""
+        return {p for p in self.attempts[-1].rows if p < self.drafts}
 
     @property
     def lost(self) -> list[tuple[int, int, int]]:
@@ -78,31 +87,41 @@ class Model:
         block = request.blocks[position // self.block_size]
         return block * self.block_size + position % self.block_size
 
-    def _take(self, request: Request, computed: int, blocks: list[int]) -> None:
+    def _take(self, request: Request, computed: int, blocks: list[int], external: int) -> None:
         request.blocks = list(blocks)
+        request.drafts = NO_DRAFTS
         attempt = Attempt()
+        self._forget_from(request, computed - external)
         for position in range(computed):
             slot = self._slot(request, position)
             attempt.cached[position] = None if slot is None else self.slots.get(slot)
         request.attempts.append(attempt)
-        self._forget_from(request, computed)
 
     def _forget_from(self, request: Request, position: int) -> None:
         for p in range(position, len(request.blocks) * self.block_size):
             self.slots.pop(self._slot(request, p), None)  # type: ignore[arg-type]
 
-    def begin(self, request_id: str, facts: Any, computed: int, blocks: list[int]) -> None:
+    def begin(
+        self,
+        request_id: str,
+        facts: Any,
+        computed: int,
+        blocks: list[int],
+        external: int = 0,
+        index: int = -1,
+    ) -> None:
         assert request_id not in self.live
-        request = self.live[request_id] = Request(request_id, facts, [], [])
+        request = self.live[request_id] = Request(request_id, facts, [], [], index)
         self.requests.append(request)
-        self._take(request, computed, blocks)
+        self._take(request, computed, blocks, external)
 
     def blocks(self, request_id: str, blocks: list[int]) -> None:
         self.live[request_id].blocks.extend(blocks)
         self.external(blocks)
 
-    def rows(self, request_id: str, position: int, rows: list[Row]) -> None:
+    def rows(self, request_id: str, position: int, rows: list[Row], drafts: int = 0) -> None:
         request = self.live[request_id]
+        request.drafts = position + len(rows) - drafts if drafts else NO_DRAFTS
         attempt = request.attempts[-1]
         if position < max([*attempt.rows, *attempt.cached], default=-1) + 1:
             self.rewind(request_id, position)
@@ -122,6 +141,8 @@ class Model:
             for p in [p for p in kept if p >= position]:
                 del kept[p]
         self._forget_from(request, position)
+        if position <= request.drafts:
+            request.drafts = NO_DRAFTS
         # What was taken back need not come any more.
         attempt.lost = [
             (start, min(n, position - start), why)
@@ -132,14 +153,16 @@ class Model:
     def preempt(self, request_id: str, position: int) -> None:
         self.rewind(request_id, position)
         self.live[request_id].blocks = []
+        self.live[request_id].drafts = NO_DRAFTS
 
-    def resume(self, request_id: str, computed: int, blocks: list[int]) -> None:
-        self._take(self.live[request_id], computed, blocks)
+    def resume(self, request_id: str, computed: int, blocks: list[int], external: int = 0) -> None:
+        self._take(self.live[request_id], computed, blocks, external)
 
     def finish(self, request_id: str, num_tokens: int, reason: int) -> None:
         request = self.live.pop(request_id)
         self._forget_from(request, num_tokens)
         request.blocks = []
+        request.drafts = NO_DRAFTS
         request.num_tokens, request.reason = num_tokens, reason
         for attempt in request.attempts:
             for kept in (attempt.rows, attempt.cached):
@@ -161,31 +184,33 @@ class Model:
         """Applies a chunk; `frames` are [n, L, K]."""
         blocks = unpack(header.block_ids, U32, "block_ids").tolist()
         slots = unpack(header.slots, U64, "slots").tolist()
+        digests = unpack(header.token_digests, DIGEST, "token_digests").tolist()
         used = [np.zeros(len(frame), int) for frame in frames]
         begun = []
         for op in unpack(header.ops, OP, "ops"):
             kind, request = int(op["kind"]), int(op["request"])
             position, count, at = int(op["position"]), int(op["count"]), int(op["blocks_at"])
             arg, version = int(op["arg"]), int(op["weight_version"])
+            row, value = int(op["row"]), int(op["value"])
             name = ""
             if kind not in {OpKind.EXTERNAL, OpKind.RESET} and request != NO_REQUEST:
                 name = header.request_ids[request]
             assert kind == OpKind.ROWS or at + op["num_blocks"] <= len(blocks)
             some = blocks[at : at + int(op["num_blocks"])]
             if kind == OpKind.ROWS:
-                row = int(op["row"])
                 part = frames[op["frame"]][row : row + count]
                 assert len(part) == count > 0
                 assert op["step"] > 0
                 used[op["frame"]][row : row + count] += 1
                 rows = [(r.tobytes(), version) for r in part]
                 if request == NO_REQUEST:
+                    assert not value
                     self.slot_rows(slots[at : at + count], rows)
                 else:
-                    self.rows(name, position, rows)
+                    self.rows(name, position, rows, value)
             elif kind == OpKind.BEGIN:
                 begun.append(arg)
-                self.begin(name, header.begins[arg], position, some)
+                self.begin(name, header.begins[arg], position, some, count, value)
             elif kind == OpKind.BLOCKS:
                 self.blocks(name, some)
             elif kind == OpKind.REWIND:
@@ -193,13 +218,14 @@ class Model:
             elif kind == OpKind.PREEMPT:
                 self.preempt(name, position)
             elif kind == OpKind.RESUME:
-                self.resume(name, position, some)
+                self.resume(name, position, some, count)
             elif kind == OpKind.FINISH:
                 self.finish(name, count, arg)
             elif kind == OpKind.LOST:
                 self.lost(name, position, count, arg)
             elif kind == OpKind.DIGEST:
-                self.live[name].digests[position] = int(op["value"])
+                assert row + count <= len(digests)
+                self.live[name].digests.update(digests[row : row + count])
             elif kind == OpKind.EXTERNAL:
                 self.external(some)
             elif kind == OpKind.RESET:

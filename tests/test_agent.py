@@ -21,7 +21,7 @@ from routetrace.capture_agent.worker import Worker
 from routetrace.v1 import routetrace_pb2 as pb
 from routetrace.v1.errors import Closed, Fenced, InvalidArgument, Overloaded, Unavailable
 from routetrace.v1.layout import RoutingLayout
-from routetrace.v1.records import FinishReason, TokenDigest
+from routetrace.v1.records import OP, FinishReason, OpKind, TokenDigest
 
 LAYOUT = RoutingLayout((1, 2, 4), 6, 300, 3)
 BIG = RoutingLayout(tuple(range(40)), 40, 256, 8)  # 320 bytes a row
@@ -60,7 +60,9 @@ def assert_kept(stats: AgentStats, **dropped: int) -> None:
 def test_a_request_from_begin_to_finish(server, mode):
     rows = make_rows(700)
     tokens = np.arange(1000, 1701)
-    config = config_for(server, mode=mode, block_size=16, num_blocks=64, run="r", shard="pp0")
+    config = config_for(
+        server, mode=mode, block_size=16, num_blocks=64, run="r", shard="pp0", boot_id="boot"
+    )
     with CaptureAgent(config) as agent:
         agent.set_weight_version(-7)
         handle = agent.begin(
@@ -86,7 +88,8 @@ def test_a_request_from_begin_to_finish(server, mode):
         assert agent.stats().chunks == len(server.chunks)
         report = agent.close()
     assert (report.acknowledged_rows, report.dropped_rows, report.unsent_rows) == (700, {}, 0)
-    assert (server.hello.run, server.hello.engine_id, server.hello.shard) == ("r", "e0", "pp0")
+    hello = server.hello
+    assert (hello.run, hello.engine_id, hello.shard, hello.boot_id) == ("r", "e0", "pp0", "boot")
     request, again = server.model.requests
     assert [request.row(p) for p in range(701)] == [*(r.tobytes() for r in rows), None]
     versions = [request.attempts[0].rows[p][1] for p in range(700)]
@@ -96,7 +99,8 @@ def test_a_request_from_begin_to_finish(server, mode):
     )
     assert (request.num_tokens, request.reason) == (701, FinishReason.LENGTH)
     assert request.digests[600] == TokenDigest().update(tokens[:600])
-    assert set(request.digests) == {*range(16, 701, 16), 600, 701}
+    assert set(request.digests) == {*range(64, 701, 64), 600, 701}
+    assert (request.index, again.index) == (0, 1)
     assert (again.request_id, again.lost) == ("a", [(0, 0, pb.MISSING_REASON_AGENT_LOST)])
 
 
@@ -206,6 +210,11 @@ def idle_agent():
         ("block_ids", {"block_ids": [0.5]}),
         ("num_computed_tokens", {"num_computed_tokens": 5, "block_ids": [1]}),
         ("num_computed_tokens", {"num_computed_tokens": -1}),
+        ("num_external_tokens", {"num_external_tokens": -1}),
+        (
+            "num_external_tokens",
+            {"num_external_tokens": 4, "num_computed_tokens": 3, "block_ids": [1]},
+        ),
         ("prompt_token_ids", {"prompt_len": 2, "prompt_token_ids": [1]}),
         ("prompt_token_ids", {"prompt_len": 1, "prompt_token_ids": [-1]}),
         ("prompt_token_ids", {"prompt_len": 1, "prompt_token_ids": [1.5]}),
@@ -245,9 +254,11 @@ def test_begin_refuses(idle_agent, field, arguments):
         ("num_tokens", lambda a, h: a.finish(h, -1)),
         ("token_ids", lambda a, h: a.finish(h, 2, "stop", [1])),
         ("position", lambda a, h: a.rewind(h, -1)),
+        ("step", lambda a, h: a.rewind(h, 1, -1)),
         ("num_computed_tokens", lambda a, h: a.preempt(h, 1 << 40)),
         ("block_ids", lambda a, h: a.add_blocks(h, [9])),
         ("num_computed_tokens", lambda a, h: a.resume(h, 9, [1, 2])),
+        ("num_external_tokens", lambda a, h: a.resume(h, 8, [1, 2], 9)),
         ("version", lambda a, h: a.set_weight_version(1 << 63)),
     ],
 )
@@ -267,11 +278,59 @@ def test_a_handle_is_void_after_finish(idle_agent):
     new = idle_agent.begin("twice")
     for call in (
         lambda: idle_agent.finish(old, 1),
-        lambda: idle_agent.step(make_rows(1), [(old, 0, 1)]),
+        lambda: idle_agent.preempt(old, 1),
+        lambda: idle_agent.add_blocks(old, [1]),
     ):
         with pytest.raises(InvalidArgument):
             call()
+    idle_agent.rewind(old, 0)  # which an asynchronous engine learns late
     idle_agent.finish(new, 0)
+
+
+@MODES
+def test_rows_that_come_late_are_dropped_and_counted(server, mode):
+    rows = make_rows(40)
+    with CaptureAgent(config_for(server, mode=mode)) as agent:
+        a, b, c = (agent.begin(name) for name in "abc")
+        assert agent.step(rows[:12], [(h, 0, 4) for h in (a, b, c)]) == 1
+        agent.finish(a, 5)
+        agent.preempt(b, 4)
+        # What was on its way when the first ended and the second was preempted.
+        assert agent.step(rows[12:17], [(a, 4, 1), (b, 4, 2), (c, 4, 2)]) == 2
+        assert agent.step(rows[17:18], [(a, 5, 1)]) == 3
+        again = agent.begin("a")
+        agent.resume(b, 0, [])
+        assert agent.step(rows[20:30], [(again, 0, 2), (b, 0, 6), (c, 6, 2)]) == 4
+        # Learned late: the step after it took the place already. And of the last step: not so.
+        agent.rewind(c, 5, step=2)
+        agent.rewind(b, 5, step=4)
+        with pytest.raises(InvalidArgument, match="expected handles that begin"):
+            agent.step(rows[30:31], [(c + (1 << 20), 0, 1)])
+        assert agent.flush(20)
+        stats = agent.stats()
+    assert stats.dropped_rows.pop("late") == 4
+    assert set(stats.dropped_rows) <= {"rewound"}
+    assert stats.offered_rows == stats.acknowledged_rows + 4 + sum(stats.dropped_rows.values())
+    first, second, third, fourth = server.model.requests
+    assert [len(first.attempts[0].rows), len(fourth.attempts[0].rows)] == [4, 2]
+    assert [len(attempt.rows) for attempt in second.attempts] == [4, 5]
+    assert third.row(7) == rows[29].tobytes()
+
+
+def test_a_prefill_engine_hands_over(server):
+    with CaptureAgent(config_for(server, block_size=4, num_blocks=8)) as agent:
+        handle = agent.begin(
+            "r", num_computed_tokens=12, num_external_tokens=8, block_ids=[0, 1, 2]
+        )
+        agent.preempt(handle, 12)
+        agent.resume(handle, 8, [3, 4], num_external_tokens=8)
+        agent.finish(handle, 13, "handoff")
+        assert agent.flush(20)
+    ops = [np.frombuffer(pb.ChunkHeader.FromString(c.header).ops, OP) for c in server.chunks]
+    told = {OpKind(op["kind"]): (op["position"], op["count"]) for op in np.concatenate(ops)}
+    assert told[OpKind.BEGIN] == (12, 8)
+    assert told[OpKind.RESUME] == (8, 8)
+    assert server.model.request("r").reason == FinishReason.HANDOFF
 
 
 @pytest.mark.parametrize(
@@ -280,6 +339,8 @@ def test_a_handle_is_void_after_finish(idle_agent):
         ("target", {"target": ""}),
         ("engine_id", {"engine_id": ""}),
         ("shard", {"shard": "x" * 600}),
+        ("boot_id", {"shard": "pp0"}),
+        ("boot_id", {"boot_id": "x" * 600}),
         ("mode", {"mode": "fork"}),
         ("num_blocks", {"block_size": 16}),
         ("frame_rows", {"frame_rows": 0}),
@@ -304,6 +365,7 @@ def test_settings_from_the_environment(monkeypatch):
     config = AgentConfig("", "e", LAYOUT, attributes={"host": "h"})
     assert config.run == "mine"
     assert pickle.loads(pickle.dumps(config)) == config
+    assert config.boot_id != AgentConfig("", "e", LAYOUT).boot_id
 
 
 # ---------------------------------------------------------------------- a server in trouble
@@ -380,8 +442,8 @@ def test_a_server_that_lost_everything_is_told_who_lives(server):
     with CaptureAgent(config) as agent:
         a = agent.begin("a", labels={"x": "y"}, block_ids=[0, 1])
         agent.add_blocks(a, [2, 3, 4])
-        b = agent.begin("b")
         over = agent.begin("over")
+        b = agent.begin("b", prompt_len=70, prompt_token_ids=range(70))
         agent.step(rows[:24], [(a, 0, 10), (b, 0, 10), (over, 0, 4)])
         agent.finish(over, 5)
         agent.preempt(b, 10)
@@ -409,6 +471,9 @@ def test_a_server_that_lost_everything_is_told_who_lives(server):
         p: rows[20 + p].tobytes() for p in range(10, 20)
     }
     assert (again.num_tokens, resumed.num_tokens) == (21, -1)
+    # As the other shards of the engine know them.
+    assert [r.index for r in model.requests] == [0, 2, 3]
+    assert set(resumed.digests) == {64, 70}
     # What it reuses of a was computed before, and after.
     assert [fresh.row(p) is not None for p in range(25)] == [False] * 10 + [True] * 15
     assert [resumed.row(p) for p in range(10)] == [r.tobytes() for r in rows[50:60]]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -42,12 +43,15 @@ def ask(rng: random.Random, source: Truth) -> tuple[pb.GetTraceRequest, Want]:
         request.token_stop = rng.randint(request.token_start + 1, n)
     if rng.randrange(2):
         request.layer_ids.extend(sorted(rng.sample(layers, rng.randint(1, len(layers)))))
+    if rng.randrange(2):
+        request.weight_version = rng.randrange(3)
     return request, Want(
         "req",
         tuple(request.layer_ids) or None,
         request.token_start,
         request.token_stop or None,
         mask=True,
+        weight_version=request.weight_version if request.HasField("weight_version") else None,
     )
 
 
@@ -56,7 +60,7 @@ def assert_true(trace, source: Truth, request: pb.GetTraceRequest) -> None:
     rows = slice(request.token_start, request.token_stop or len(source.ids))
     layer_ids = tuple(request.layer_ids) or source.layout.layer_ids
     columns = source.layout.columns(layer_ids)
-    ids, valid = source.ids[rows][:, columns], source.valid[rows][:, columns]
+    ids, valid = source.ids[rows][:, columns], source.valid_for(request)[rows][:, columns]
     assert trace.layer_ids == layer_ids
     assert (trace.token_start, trace.token_stop) == (rows.start, rows.stop)
     assert trace.topk_ids.dtype == source.layout.dtype
@@ -77,7 +81,9 @@ def assert_true(trace, source: Truth, request: pb.GetTraceRequest) -> None:
         assert got == {
             p.version
             for p in source.pieces
-            if p.there and p.start <= position < p.stop and set(p.layer_ids) & set(layer_ids)
+            if p.counts(request)
+            and p.start <= position < p.stop
+            and set(p.layer_ids) & set(layer_ids)
         }
 
 
@@ -87,6 +93,29 @@ def test_any_cut_is_put_together(rng):
     source = truth(rng.randint(1, 40), layout=rng.choice((LAYOUT, WIDE)), rng=rng)
     request, want = ask(rng, source)
     assert_true(feed(want, source.responses(request, rng)), source, request)
+
+
+@settings(max_examples=150, deadline=None)
+@given(randoms)
+def test_an_answer_is_whole_if_it_has_the_rows_that_a_reader_would_wait_for(rng):
+    count = rng.randint(1, 9)
+    ends = {"state": rng.choice((RUNNING, INCOMPLETE)), "num_tokens": rng.choice((0, count + 1))}
+    source = truth(count, rng=rng, **rng.choice((ends, {"state": COMPLETE})))
+    for piece in source.pieces:
+        piece.there |= rng.randrange(3) > 0
+    request, want = ask(rng, source)
+    request.wait_for = pb.WAIT_FOR_ROWS
+    messages = source.responses(request, rng)
+    if source.is_there(request):
+        assert_true(feed(replace(want, mask=False), messages), source, request)
+    else:
+        with pytest.raises(Incomplete) as error:
+            feed(replace(want, mask=False), messages)
+        assert error.value.missing or "the end is not known" in str(error.value)
+    trace = feed(want, messages)
+    assert trace.complete == (
+        source.info.state != RUNNING and source.info.num_tokens > 0 and bool(trace.valid.all())
+    )
 
 
 @settings(max_examples=50, deadline=None)
@@ -275,6 +304,8 @@ def test_frames_of_another_model(layout):
         {"missing": [pb.MissingRange(start=4, stop=4)]},
         {"missing": [pb.MissingRange(start=3, stop=4, layer_ids=[3])]},
         {"info": pb.TraceInfo(trace_id="req")},
+        {"info": truth(12, num_tokens=12).info},
+        {"info": truth(12, num_tokens=0, state=COMPLETE).info},
     ],
 )
 def test_ends_that_cannot_be(change):
@@ -316,6 +347,20 @@ def test_another_trace_than_the_one_asked_for():
         feed(Want("mine", None), truth(12).responses())
 
 
+def test_another_incarnation_than_the_one_asked_for():
+    messages = truth(12, incarnation=3).responses()
+    for asked in (0, 3):
+        assert feed(Want("req", None, incarnation=asked), messages).incarnation == 3
+    with pytest.raises(Corrupt, match="incarnation 3, asked for 2"):
+        feed(Want("req", None, incarnation=2), messages)
+
+
+def test_rows_of_another_version_than_the_one_asked_for():
+    messages = truth(12).responses()
+    with pytest.raises(Corrupt, match="rows of weight version 7, asked for 0"):
+        feed(Want("req", None, weight_version=0), messages)
+
+
 @pytest.mark.parametrize("token_stop", [None, 12])
 def test_an_answer_that_is_shorter_than_the_trace(token_stop):
     source = truth(12)
@@ -343,7 +388,7 @@ def test_bytes_that_belong_to_no_frame():
 
 
 def test_a_trace_larger_than_the_limit_is_refused_before_it_is_allocated():
-    source = truth(2, num_rows=2**32 - 1)
+    source = truth(2, num_rows=2**32 - 2, num_tokens=2**32 - 1)
     with pytest.raises(Corrupt, match="more than"):
         feed(Want("req", None), [message(source, info=source.info)])
 
@@ -363,11 +408,15 @@ class TestWhole:
             ({"state": COMPLETE}, 12, True),
             ({"state": RUNNING}, None, False),
             ({"state": RUNNING}, 12, True),
+            # It has ended, and something may still come in layers that were not asked for.
+            ({"state": RUNNING, "num_tokens": 13}, None, True),
             # Cells are missing in layers or positions that were not asked for.
             ({"state": INCOMPLETE}, None, True),
-            # The agent went away: nobody knows how many rows there are.
+            # The agent went away, or nobody went on from a prefill: nobody knows how many rows
+            # there are, though none of those that are known is missing.
             ({"state": INCOMPLETE, "num_tokens": 0}, None, False),
             ({"state": INCOMPLETE, "num_tokens": 0}, 12, True),
+            ({"state": INCOMPLETE, "num_tokens": 0, "finish_reason": "handoff"}, None, False),
         ],
     )
     def test_rows_that_are_all_there(self, facts, token_stop, is_whole):
@@ -379,7 +428,7 @@ class TestWhole:
             with pytest.raises(Incomplete, match="positions from 12 on: the end is not known"):
                 feed(Want("req", None, 0, token_stop), messages)
         trace = feed(Want("req", None, 0, token_stop, mask=True), messages)
-        assert trace.complete == (facts["state"] != RUNNING)
+        assert trace.complete == (trace.state is not TraceState.RUNNING and trace.num_tokens == 13)
 
     def test_rows_that_are_not(self):
         source = truth(12, holes=[(3, 5)])
@@ -420,14 +469,14 @@ class TestParts:
         self.assembler = Assembler(Want("req", None, follow=True, **want))
         self.assembler.feed(message(self.source, info=self.source.info))
 
-    def rows(self, start, stop, layer_ids=LAYOUT.layer_ids, seed=None, num_rows=None):
+    def rows(self, start, stop, layer_ids=LAYOUT.layer_ids, seed=None, **facts):
         ids = self.source.ids if seed is None else truth(12, rng=random.Random(seed)).ids
         ids = np.ascontiguousarray(ids[start:stop, LAYOUT.columns(layer_ids)])
         info = None
-        if num_rows is not None:
+        if facts:
             info = pb.TraceInfo()
             info.CopyFrom(self.source.info)
-            info.num_rows = num_rows
+            info.MergeFrom(pb.TraceInfo(**facts))
         self.assembler.feed(
             message(
                 self.source,
@@ -447,6 +496,7 @@ class TestParts:
         info.CopyFrom(self.source.info)
         state = INCOMPLETE if missing else COMPLETE
         info.MergeFrom(pb.TraceInfo(state=state, num_tokens=stop + 1, num_rows=stop))
+        info.MergeFrom(pb.TraceInfo(**facts))
         self.assembler.feed(
             message(
                 self.source,
@@ -522,6 +572,20 @@ class TestParts:
         last = self.end((5, 6), stop=8)
         assert (last.token_start, last.token_stop) == (5, 8)
         assert last.valid[:, 0].tolist() == [False, True, True]
+
+    def test_another_request_goes_on(self):
+        self.start()
+        assert self.rows(0, 6)[:2] == (0, 6)
+        # What it was given is what was handed out; numbers are those of arrival.
+        assert self.rows(6, 9, incarnation=4, num_rows=9)[:2] == (6, 9)
+        assert self.rows(9, 12, incarnation=3, num_rows=12)[:2] == (9, 12)
+        assert self.end(incarnation=3).incarnation == 3
+
+    def test_nobody_goes_on_from_the_one_that_is_meant(self):
+        self.start(incarnation=1)
+        assert self.rows(0, 6, incarnation=1)[:2] == (0, 6)
+        with pytest.raises(Corrupt, match="incarnation 4, asked for 1"):
+            self.rows(6, 9, incarnation=4)
 
     def test_all_rows_are_accounted_for(self):
         self.start()

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+import time
 from contextlib import aclosing
 
 import grpc
@@ -35,8 +36,9 @@ from routetrace.v1.errors import (
     RouteTraceError,
     Unavailable,
 )
+from routetrace.v1.records import token_digests
 
-RUNNING = pb.TRACE_STATE_RUNNING
+RUNNING, INCOMPLETE = pb.TRACE_STATE_RUNNING, pb.TRACE_STATE_INCOMPLETE
 GONE = 5.0  # seconds in which something must have happened
 
 
@@ -150,6 +152,7 @@ class TestGet:
             token_start=4,
             token_stop=9,
             policy="latest",
+            weight_version=7,
             incarnation=3,
         )
         assert trace.layer_ids == (2, 7)
@@ -163,6 +166,7 @@ class TestGet:
             token_stop=9,
             layer_ids=[2, 7],
             policy=pb.READ_POLICY_LATEST,
+            weight_version=7,
             incarnation=3,
         )
 
@@ -180,6 +184,58 @@ class TestGet:
         assert [(m.start, m.stop) for m in caught.value.missing] == [(3, 5)]
         trace = client.get("req", missing="mask")
         assert trace.coverage == 10 / 12
+
+    @pytest.mark.parametrize("finish_reason", ["", "handoff"])
+    def test_an_end_that_is_not_known(self, client, server, finish_reason):
+        """The agent was lost, or nobody went on: no known row is missing, and yet it is not all."""
+        facts = {"num_tokens": 0, "finish_reason": finish_reason}
+        server.serve(truth(12, state=INCOMPLETE, **facts))
+        for missing in ("raise", "wait"):
+            with pytest.raises(Incomplete, match="from 12 on: the end is not known") as caught:
+                client.get("req", missing=missing, wait=0 if missing == "wait" else None)
+            assert caught.value.missing == ()
+        with pytest.raises(Incomplete, match="the end is not known"):
+            client.get("req", token_start=4)
+        assert client.get("req", token_stop=12).coverage == 1.0
+        trace = client.get("req", missing="mask")
+        assert (len(trace), trace.coverage, trace.complete) == (12, 1.0, False)
+        assert trace.finish_reason == finish_reason
+
+    def test_rows_of_one_weight_version(self, client, server):
+        source = truth(12, holes=[(3, 3), (8, 10)])
+        for piece, version in zip(source.pieces, (0, 5, 0, 0), strict=True):
+            piece.version = version
+        server.serve(source)
+        trace = client.get("req", weight_version=0, missing="mask")
+        assert trace.valid[:, 0].tolist() == [True] * 3 + [False] * 7 + [True] * 2
+        assert [(m.start, m.stop) for m in trace.missing] == [(3, 8), (8, 10)]
+        assert trace.missing[0].reason == "other_version"
+        assert trace.missing[1].reason != "other_version"
+        assert trace.weight_versions == ((0, 3, 0), (10, 12, 0))
+        with pytest.raises(Incomplete, match=r"\[3, 8\) .*: other_version"):
+            client.get("req", weight_version=0)
+        with pytest.raises(Incomplete):
+            client.get("req", weight_version=-1)
+        assert len(client.get("req", weight_version=5, token_start=3, token_stop=8)) == 5
+        [*_, kept] = client.get_many(["req"], weight_version=0, token_start=10)
+        assert kept.weight_versions == ((10, 12, 0),)
+        asked = [r.weight_version for _, r in server.requests]
+        assert asked == [0, 0, -1, 5, 0]
+        assert all(r.HasField("weight_version") for _, r in server.requests)
+
+    def test_a_server_that_does_not_know_of_weight_versions(self, client, server):
+        source = truth(12)
+        server.script["GetTrace"] = lambda request, context: iter(source.responses())
+        with pytest.raises(Corrupt, match="weight version 7, asked for 3"):
+            client.get("req", weight_version=3)
+
+    def test_incarnations(self, client, server):
+        server.serve(*(truth(n, incarnation=n, num_incarnations=2) for n in (2, 5)))
+        for asked, got in ((None, 5), (2, 2), (5, 5)):
+            trace = client.get("req", incarnation=asked)
+            assert (trace.incarnation, trace.num_incarnations, len(trace)) == (got, 2, got)
+        with pytest.raises(NotFound):
+            client.get("req", incarnation=3)
 
     def test_not_found(self, client, server):
         server.serve()
@@ -243,11 +299,18 @@ class TestGet:
         ("get", ("a",), {"policy": "newest"}, "policy"),
         ("get", ("a",), {"incarnation": 0}, "incarnation"),
         ("get", ("a",), {"timeout": 0}, "timeout"),
+        ("get", ("a",), {"weight_version": "3"}, "weight_version"),
+        ("get", ("a",), {"weight_version": 2**63}, "weight_version"),
         ("get", ("a",), {"wait": -1}, "wait"),
+        ("get", ("a",), {"missing": "wait", "wait": -1}, "wait"),
         ("get", ("a",), {"wait": float("nan")}, "wait"),
         ("follow", ("a",), {"timeout": -1}, "timeout"),
         ("follow", ("a",), {"layer_ids": []}, "layer_ids"),
+        ("follow", ("a",), {"missing": "wait"}, "missing"),
+        ("follow", ("a",), {"weight_version": 0.5}, "weight_version"),
         ("get_many", (["a"],), {"prefetch": 0}, "prefetch"),
+        ("get_many", (["a"],), {"weight_version": "3"}, "weight_version"),
+        ("get_blocks", ("e", [1], 3), {"missing": "wait"}, "missing"),
         ("get_many", (["a"],), {"errors": "ignore"}, "errors"),
         ("get_many", (["a"],), {"token_start": -1}, "token_start"),
         ("get_blocks", ("", [1], 3), {}, "engine_id"),
@@ -256,6 +319,16 @@ class TestGet:
         ("bind", ("e", "", [1], 3), {}, "request_id"),
         ("bind", ("e", "r", [1], 0), {}, "num_tokens"),
         ("bind", ("e", "r", [1], 3), {"step": -1}, "step"),
+        # The wire says "all of them" with 0.
+        ("bind", ("e", "r", [1], 3), {"num_computed_tokens": -1}, "num_computed_tokens"),
+        ("bind", ("e", "r", [1], 3), {"num_computed_tokens": 3}, "num_computed_tokens"),
+        ("bind", ("e", "r", [1], 3), {"token_ids": [1, 2]}, "token_ids"),
+        ("bind", ("e", "r", [1], 3), {"token_ids": [1, 2, -3]}, "token_ids"),
+        ("bind", ("e", "r", [1], 3), {"token_ids": [1, 2, 2**32]}, "token_ids"),
+        ("bind", ("e", "r", [1], 3), {"token_ids": [1, 2, 0.5]}, "token_ids"),
+        ("bind", ("e", "r", [1], 3), {"token_ids": [[1, 2, 3]]}, "token_ids"),
+        ("bind", ("e", "r", [1], 3), {"token_ids": "abc"}, "token_ids"),
+        ("bind", ("e", "r", [1], 3), {"token_ids": []}, "token_ids"),
         ("stat", ("",), {}, "request_id"),
         ("find", (), {"states": ["done"]}, "states"),
         ("delete", ("",), {}, "request_id"),
@@ -473,7 +546,7 @@ class TestWait:
         ended = threading.Event()
 
         def handler(request, context):
-            assert request.wait
+            assert request.wait_for == pb.WAIT_FOR_END
             threading.Timer(0.1, ended.set).start()
             ended.wait(GONE)
             yield from source.responses(request)
@@ -489,7 +562,7 @@ class TestWait:
         hang = threading.Event()
 
         def handler(request, context):
-            if request.wait:
+            if request.wait_for:
                 hang.wait(GONE)
             yield from source.responses(request)
 
@@ -498,13 +571,16 @@ class TestWait:
             client.get("req", wait=wait, missing=missing)
         hang.set()
         # On a slow machine the first call may be over before it gets anywhere.
-        assert [r.wait for _, r in server.requests] in ([False], [True, False][wait == 0 :])
+        assert [bool(r.wait_for) for _, r in server.requests] in (
+            [False],
+            [True, False][wait == 0 :],
+        )
 
     def test_it_never_appears(self, client, server):
         hang = threading.Event()
 
         def handler(request, context):
-            if request.wait:
+            if request.wait_for:
                 hang.wait(GONE)
             fail(context, NotFound("no such trace"))
             yield
@@ -521,7 +597,7 @@ class TestWait:
         def handler(request, context):
             messages = source.responses(request)
             yield messages[0]
-            if request.wait:
+            if request.wait_for:
                 hang.wait(GONE)  # sending takes longer than `wait`
             yield from messages[1:]
 
@@ -535,6 +611,119 @@ class TestWait:
             client.get("req")
         assert client.get("req", token_stop=8).token_stop == 8
         assert not client.get("req", missing="mask").complete
+
+
+class TestWaitForRows:
+    """missing="wait"."""
+
+    def later(self, server, *truths):
+        """Serves these a moment after a call that waits has come in."""
+
+        def serve():
+            while not any(r.wait_for for _, r in server.requests):
+                time.sleep(0.01)
+            server.serve(*truths)
+
+        thread = threading.Thread(target=serve, daemon=True)
+        thread.start()
+        return thread
+
+    @pytest.mark.parametrize("wait", [None, GONE])
+    @pytest.mark.parametrize("before", [(), (truth(5, state=RUNNING),)])
+    def test_rows_of_a_running_request(self, client, server, before, wait):
+        source = truth(10, state=RUNNING)
+        server.serve(*before)
+        self.later(server, source)
+        trace = client.get("req", token_start=2, token_stop=8, missing="wait", wait=wait)
+        assert np.array_equal(trace.topk_ids, source.ids[2:8])
+        assert (trace.state, trace.complete) == (TraceState.RUNNING, False)
+        [(_, request)] = server.requests
+        assert request.wait_for == pb.WAIT_FOR_ROWS
+
+    def test_to_the_end(self, client, server):
+        source = truth(12)
+        server.serve(truth(12, state=RUNNING))  # all rows are there, but who knows?
+        self.later(server, source)
+        assert client.get("req", missing="wait").complete
+        assert server.counts["GetTrace"] == 1
+
+    def test_rows_of_an_ended_request_that_come_late(self, client, server):
+        server.serve(truth(12, holes=[(3, 5)], state=RUNNING, num_tokens=13))
+        self.later(server, truth(12))
+        assert client.get("req", missing="wait").complete
+        assert server.counts["GetTrace"] == 1
+
+    def test_layers_of_which_all_rows_are_there(self, client, server):
+        source = truth(12, stages=[(1, 2), (4, 5, 7)], state=RUNNING, num_tokens=13)
+        source.pieces[1].there = False
+        server.serve(source)
+        trace = client.get("req", layer_ids=[1, 2], missing="wait")
+        assert (trace.coverage, trace.state) == (1.0, TraceState.RUNNING)
+        with pytest.raises(Incomplete, match=r"\[0, 12\) of 3 layers 4..7: .*; waited 0.1 s"):
+            client.get("req", missing="wait", wait=0.1)
+
+    def test_many(self, client, server):
+        server.serve(truth(3, trace_id="a"), truth(3, trace_id="b", state=RUNNING))
+        self.later(server, truth(5, trace_id="a"), truth(5, trace_id="b"))
+        traces = list(client.get_many(["b", "a"], missing="wait"))
+        assert [(t.request_id, t.complete) for t in traces] == [("b", True), ("a", True)]
+
+    @pytest.mark.parametrize(
+        ("source", "asked", "reason"),
+        [
+            (
+                truth(12, state=RUNNING),
+                {"token_stop": 15},
+                r"'req' is running; missing positions \[12, 15\) of 5 layers 1..7: not_yet",
+            ),
+            (truth(12, state=RUNNING), {}, "is running; missing positions from 12 on: the end"),
+            (truth(12, holes=[(3, 5)]), {}, r"is incomplete; missing positions \[3, 5\)"),
+            (truth(12), {"weight_version": 3}, r"\[0, 12\) of 5 layers 1..7: other_version"),
+            (truth(12, state=INCOMPLETE, num_tokens=0), {}, "from 12 on: the end is not known"),
+        ],
+    )
+    @pytest.mark.parametrize("wait", [0, 0.2])
+    def test_they_do_not_come_in_time(self, client, server, source, asked, reason, wait):
+        server.serve(source)
+        with pytest.raises(Incomplete, match=f"{reason}.*; waited {wait} s") as caught:
+            client.get("req", missing="wait", wait=wait, **asked)
+        assert caught.value.missing or "the end is not known" in str(caught.value)
+        # On a slow machine the first call may be over before it gets anywhere.
+        kinds = [r.wait_for for _, r in server.requests]
+        assert kinds in ([pb.WAIT_FOR_UNSPECIFIED], [pb.WAIT_FOR_ROWS, pb.WAIT_FOR_UNSPECIFIED])
+
+    def test_they_have_as_long_as_the_call(self, connect, server):
+        server.serve(truth(12, state=RUNNING))
+        client = connect(server.target, timeout=600)
+        with pytest.raises(Incomplete, match="the end is not known; waited 1 s"):
+            client.get("req", missing="wait", timeout=1)
+
+    def test_they_come_at_the_last_moment(self, client, server):
+        source = truth(12)
+
+        def handler(request, context):
+            if request.wait_for:
+                context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, "over")
+            yield from source.responses(request)
+
+        server.script["GetTrace"] = handler
+        assert_rows(client.get("req", missing="wait", wait=0.5), source)
+
+    def test_it_never_appears(self, client, server):
+        server.serve()
+        with pytest.raises(
+            DeadlineExceeded, match=r"'req' lacked rows after 0\.1 s: it is not known"
+        ):
+            client.get("req", missing="wait", wait=0.1)
+
+    def test_rows_that_are_lost_while_they_are_sent(self, client, server):
+        """No use in waiting for those."""
+        source = truth(12, holes=[(3, 5)])
+        server.script["GetTrace"] = lambda request, context: iter(source.responses())
+        with pytest.raises(Incomplete, match=r"\[3, 5\)") as caught:
+            client.get("req", missing="wait")
+        assert "waited" not in str(caught.value)
+        assert server.counts["GetTrace"] == 1
 
 
 # ------------------------------------------------------------------ follow
@@ -570,7 +759,7 @@ class TestFollow:
 
         def handler(request, context):
             assert request.follow
-            assert not request.wait
+            assert not request.wait_for
             for message, event in zip(self.messages(source), taken, strict=True):
                 yield message
                 assert event.wait(GONE)  # not before the client has it
@@ -588,6 +777,66 @@ class TestFollow:
         ]
         assert [p.state for p in parts] == [TraceState.RUNNING] * 6 + [TraceState.COMPLETE]
         assert np.array_equal(np.concatenate([p.topk_ids for p in parts]), source.ids)
+
+    def test_what_is_asked_for(self, client, server):
+        source = truth(6, incarnation=3)
+        server.serve(source)
+        trace, *rest = client.follow("req", weight_version=7, incarnation=3, token_start=2)
+        assert len(trace) + sum(map(len, rest)) == 4
+        [(_, request)] = server.requests
+        assert request == pb.GetTraceRequest(
+            run="default",
+            trace_id="req",
+            token_start=2,
+            policy=pb.READ_POLICY_AS_SAMPLED,
+            incarnation=3,
+            follow=True,
+            weight_version=7,
+        )
+
+    @pytest.mark.parametrize("incarnation", [None, 2])
+    def test_another_engine_goes_on(self, client, server, incarnation):
+        """A decode engine takes over: what the prefill engine computed is a part of that."""
+        source = truth(6, state=RUNNING, incarnation=2, finish_reason="handoff")
+
+        def handler(request, context):
+            messages = list(self.messages(source))
+            yield from messages[:4]
+            source.info.incarnation, source.info.finish_reason = 1, ""  # its agent was heard first
+            for message in messages[4:]:
+                message.info.CopyFrom(source.info)
+                yield message
+            yield self.end(source)
+
+        server.script["GetTrace"] = handler
+        parts = client.follow("req", incarnation=incarnation)
+        if incarnation:
+            with pytest.raises(Corrupt, match="incarnation 1, asked for 2"):
+                list(parts)
+            return
+        parts = list(parts)
+        assert [p.incarnation for p in parts] == [2] * 4 + [1] * 3
+        assert np.array_equal(np.concatenate([p.topk_ids for p in parts]), source.ids)
+
+    @pytest.mark.parametrize("missing", ["raise", "mask"])
+    def test_an_end_that_is_not_known(self, client, server, missing):
+        source = truth(6, state=RUNNING)
+
+        def handler(request, context):
+            yield from self.messages(source)
+            end = self.end(source)
+            end.end.info.state, end.end.info.num_tokens = INCOMPLETE, 0
+            yield end
+
+        server.script["GetTrace"] = handler
+        parts = client.follow("req", missing=missing)
+        assert [next(parts).token_stop for _ in range(6)] == [1, 2, 3, 4, 5, 6]
+        if missing == "raise":
+            with pytest.raises(Incomplete, match="from 6 on: the end is not known"):
+                next(parts)
+            return
+        last = next(parts)
+        assert (last.state, last.complete) == (TraceState.INCOMPLETE, False)
 
     def test_a_connection_that_breaks(self, client, server):
         source = truth(6, state=RUNNING)
@@ -739,13 +988,17 @@ class TestGetMany:
 
 
 def test_stat(client, server):
-    source = truth(12, holes=[(3, 5)], token_digests=b"")
+    source = truth(
+        12, holes=[(3, 5)], incarnation=2, num_incarnations=1, num_attempts=3, finish_reason="abort"
+    )
     server.script["StatTrace"] = lambda request, context: pb.StatTraceResponse(
         info=source.info,
         missing=[pb.MissingRange(start=3, stop=5, reason=pb.MISSING_REASON_QUEUE_FULL)],
     )
     stat = client.stat("req", incarnation=2)
     assert (stat.request_id, stat.state, stat.num_rows) == ("req", TraceState.INCOMPLETE, 12)
+    assert (stat.incarnation, stat.num_incarnations, stat.num_attempts) == (2, 1, 3)
+    assert stat.finish_reason == "abort"
     assert stat.labels == {"group": "g1"}
     assert stat.layout == LAYOUT
     assert [(m.start, m.stop, m.layer_ids, m.reason) for m in stat.missing] == [
@@ -814,6 +1067,8 @@ def test_bind(client, server):
         "r1",
         [5, 3],
         13,
+        num_computed_tokens=9,
+        token_ids=range(13),
         step=9,
         trace_id="req",
         prompt_len=4,
@@ -827,9 +1082,34 @@ def test_bind(client, server):
         request_id="r1",
         block_ids=[5, 3],
         num_tokens=13,
+        num_computed_tokens=9,
+        token_digests=token_digests(np.arange(13)).tobytes(),
         step=9,
         begin=pb.RequestBegin(trace_id="req", prompt_len=4, labels={"group": "g1"}, ttl_seconds=60),
     )
+
+
+@pytest.mark.parametrize("dtype", [None, "uint8", "int64", "uint64"])
+def test_bound_tokens_can_be_verified(client, server, dtype):
+    tokens = [i % 251 for i in range(200)]
+
+    def handler(request, context):
+        return pb.BindRequestResponse(
+            trace=truth(199, token_digests=request.token_digests, incarnation=4).info
+        )
+
+    server.script["BindRequest"] = handler
+    server.script["GetTrace"] = lambda r, c: iter(truth(199, token_digests=sent).responses(r))
+    token_ids = np.array(tokens, dtype) if dtype else tokens
+    stat = client.bind("e0", "req", range(20), 200, token_ids=token_ids)
+    assert stat.token_digests["position"].tolist() == [64, 128, 192, 200]
+    assert stat.incarnation == 4
+    sent = stat.token_digests.tobytes()
+    assert client.get("req").verify_tokens(tokens) == 4
+    [(_, request), _] = server.requests
+    assert not request.HasField("num_computed_tokens")
+    client.bind("e0", "req", range(20), 200)
+    assert server.requests[-1][1].token_digests == b""
 
 
 def test_forgetting(client, server):

@@ -115,7 +115,7 @@ def test_a_follower_sees_the_rows_of_a_running_request(server):
     )
     rows = np.argsort(np.random.default_rng(0).random((40, 3, 300)))[..., :3]
     with CaptureAgent(config) as agent, RouteClient(server.target, run="follow") as client:
-        handle = agent.begin("r", prompt_len=10)
+        handle = agent.begin("r", prompt_len=40)
         agent.step(rows[:10], [(handle, 0, 10)])
         assert agent.flush(20)
         parts = []

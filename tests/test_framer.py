@@ -6,15 +6,14 @@ import random
 from collections import Counter
 
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from ingest_server import Model, read_chunk
+from ingest_server import NO_DRAFTS, Model, read_chunk
 from sim_engine import SimEngine
 
 from routetrace.capture_agent.chunks import ChunkBuilder
 from routetrace.capture_agent.counters import Word
-from routetrace.capture_agent.framer import Framer
+from routetrace.capture_agent.framer import Framer, TraceEnds
 from routetrace.capture_agent.linger import LANE_BITS, Linger
 from routetrace.v1 import routetrace_pb2 as pb
 from routetrace.v1.frame import invalid_rows
@@ -50,6 +49,8 @@ class Framed:
         self.number = 0
         self.offered = 0
         self.names: dict[int, str] = {}
+        self.last_step: dict[int, int] = {}
+        self.preempted: set[int] = set()
         self.free = list(range(32))
 
     def _drop(self, word: Word, rows: int) -> None:
@@ -67,33 +68,48 @@ class Framed:
 
     # The calls of an engine, to both.
 
-    def begin(self, name, *, num_computed_tokens=0, block_ids=(), prompt_token_ids=None, **facts):
+    def begin(
+        self,
+        name,
+        *,
+        num_computed_tokens=0,
+        num_external_tokens=0,
+        block_ids=(),
+        prompt_token_ids=None,
+        **facts,
+    ):
         handle = (len(self.names) + 1) << LANE_BITS | self.free.pop()
         self.names[handle] = name
         blocks = np.array(block_ids, U32).tobytes()
         proto = pb.RequestBegin(**facts)
         prompt = None if prompt_token_ids is None else np.array(prompt_token_ids, U32).tobytes()
-        self.framer.begin(
-            handle, name, proto.SerializeToString(), num_computed_tokens, blocks, prompt
-        )
-        self.naive.begin(name, proto, num_computed_tokens, block_ids)
+        index = len(self.names) - 1
+        computed = num_computed_tokens, num_external_tokens
+        self.framer.begin(handle, name, proto.SerializeToString(), index, *computed, blocks, prompt)
+        self.naive.begin(name, proto, num_computed_tokens, block_ids, num_external_tokens, index)
         return handle
 
     def add_blocks(self, handle, block_ids):
         self.framer.add_blocks(handle, np.array(block_ids, U32).tobytes())
         self.naive.blocks(self.names[handle], block_ids)
 
-    def rewind(self, handle, position):
-        self.framer.rewind(handle, position)
-        self.naive.rewind(self.names[handle], position)
+    def rewind(self, handle, position, step=0):
+        self.framer.rewind(handle, position, step)
+        done = step and self.last_step.get(handle, 0) > step
+        if not done:
+            self.naive.rewind(self.names[handle], position)
+        return not done
 
     def preempt(self, handle, num_tokens):
         self.framer.preempt(handle, num_tokens)
         self.naive.preempt(self.names[handle], num_tokens)
+        self.preempted.add(handle)
 
-    def resume(self, handle, num_computed_tokens, block_ids):
-        self.framer.resume(handle, num_computed_tokens, np.array(block_ids, U32).tobytes())
-        self.naive.resume(self.names[handle], num_computed_tokens, block_ids)
+    def resume(self, handle, num_computed_tokens, block_ids, num_external_tokens=0):
+        computed = num_computed_tokens, num_external_tokens
+        self.framer.resume(handle, *computed, np.array(block_ids, U32).tobytes())
+        self.naive.resume(self.names[handle], num_computed_tokens, block_ids, num_external_tokens)
+        self.preempted.discard(handle)
 
     def finish(self, handle, num_tokens, reason="stop", token_ids=None):
         why = int(FinishReason[reason.upper()])
@@ -124,6 +140,10 @@ class Framed:
         at = 0
         for handle, position, count in runs.tolist():
             name = self.names[handle]
+            if handle in self.preempted:
+                at += count
+                continue
+            self.last_step[handle] = self.number
             if position < max(self.naive_end(name), 0):
                 self.naive.rewind(name, position)
             for p in range(position, position + count):
@@ -132,6 +152,10 @@ class Framed:
                 else:
                     self.naive.rows(name, p, [(rows[at].tobytes(), self.version)])
                 at += 1
+            request = self.naive.live[name]
+            drafts = min(count - 1, max(0, position + count - request.facts.prompt_len))
+            request.drafts = position + count - drafts if drafts else NO_DRAFTS
+        return self.number
 
     def naive_end(self, name: str) -> int:
         request = self.naive.live[name]
@@ -157,20 +181,19 @@ class Framed:
         assert self.framer.nbytes == 0
         assert self.offered == sum(self.frame_rows) + sum(self.dropped.values())
 
-    def compare(self) -> None:
-        """Whether lingering made no difference."""
+    def compare(self, *, confirmed: bool = False) -> None:
+        """Whether lingering made no difference, with `confirmed` also to which rows are drafts."""
         assert [r.request_id for r in self.model.requests] == [
             r.request_id for r in self.naive.requests
         ]
         for ours, truth in zip(self.model.requests, self.naive.requests, strict=True):
             assert ours.attempts == truth.attempts, ours.request_id
             assert ours.lost_positions(INVALID) == truth.lost_positions(INVALID)
-            assert (ours.num_tokens, ours.reason, ours.blocks, ours.facts) == (
-                truth.num_tokens,
-                truth.reason,
-                truth.blocks,
-                truth.facts,
-            )
+            for name in ("num_tokens", "reason", "blocks", "facts", "index"):
+                assert getattr(ours, name) == getattr(truth, name)
+            # Rows that never came confirm nothing.
+            assert ours.served() <= truth.served()
+            assert ours.served() == truth.served() or not confirmed
         assert self.model.slots == self.naive.slots
 
     def compare_lossy(self) -> None:
@@ -207,7 +230,7 @@ def test_a_bad_engine(seed, frame_rows, linger, sealing):
             framed.framer.tick(framed.now)
             framed.seal()
     framed.end()
-    framed.compare()
+    framed.compare(confirmed=True)
 
 
 class Reckless:
@@ -265,7 +288,14 @@ class Reckless:
         computed, blocks = self._start()
         name = f"r{self.count}"
         self.count += 1
-        handle = self.sink.begin(name, num_computed_tokens=computed, block_ids=blocks)
+        external = self.rng.choice([0, 0, self.rng.randint(0, computed)])
+        handle = self.sink.begin(
+            name,
+            num_computed_tokens=computed,
+            num_external_tokens=external,
+            block_ids=blocks,
+            prompt_len=self.rng.choice([0, self.rng.randint(1, 30)]),
+        )
         self.live[handle], self.ends[handle] = blocks, computed
 
     def _running(self) -> int | None:
@@ -283,6 +313,9 @@ class Reckless:
     def step(self) -> None:
         rng = self.rng
         runs, n = [], 0
+        if self.preempted and rng.random() < 0.3:  # too late
+            handle = rng.choice(sorted(self.preempted))
+            runs, n = [(handle, self.ends[handle], 1)], 1
         for _ in range(rng.randint(1, 5)):
             handle = self._running()
             if handle is None:
@@ -313,8 +346,9 @@ class Reckless:
         if handle is not None:
             position = max(0, self.ends[handle] - self.rng.randint(0, 6))
             if self._may_write(handle, position):
-                self.sink.rewind(handle, position)
-                self.ends[handle] = min(self.ends[handle], position)
+                step = self.rng.choice([0, max(0, self.sink.number - self.rng.randint(0, 2))])
+                if self.sink.rewind(handle, position, step):
+                    self.ends[handle] = min(self.ends[handle], position)
 
     def grow(self) -> None:
         handle = self._running()
@@ -487,20 +521,72 @@ def test_steps_of_a_window_keep_their_numbers():
     assert [len(f) for f in frames] == [6]
 
 
-@pytest.mark.parametrize("block_size", [0, BLOCK])
-def test_digests_tell_the_tokens_at_block_boundaries_and_at_the_end(block_size):
-    framed = Framed(num_blocks=16 if block_size else 0)
-    tokens = list(range(100, 110)) * 30
-    handle = framed.begin("r", prompt_len=6, prompt_token_ids=tokens[:6])
-    framed.finish(handle, 10, token_ids=tokens[:10])
-    long = framed.begin("s")
-    framed.finish(long, 300, token_ids=tokens)
+def test_digests_tell_the_tokens_at_grid_positions_and_at_ends():
+    framed = Framed()
+    tokens = np.arange(300) % 7
+    first = framed.begin("r", prompt_len=70, prompt_token_ids=tokens[:70])
+    framed.finish(first, 100, token_ids=tokens[:100])
+    # The next turn is told where the one before ended; another trace is not.
+    second = framed.begin("s", trace_id="r", prompt_len=150, prompt_token_ids=tokens[:150])
+    framed.finish(second, 300, token_ids=tokens)
+    framed.begin("other", prompt_len=150, prompt_token_ids=tokens[:150])
+    # Another prompt than was told at the start: the end is what counts.
+    fourth = framed.begin("t", prompt_len=70, prompt_token_ids=tokens[:70] + 1)
+    framed.finish(fourth, 70, token_ids=tokens[:70])
     framed.end()
     expected = {n: TokenDigest().update(tokens[:n]) for n in range(301)}
-    short, long_digests = (r.digests for r in framed.model.requests)
-    assert set(short) == ({4, 6, 8, 10} if block_size else {6, 10})
-    assert set(long_digests) == (set(range(4, 301, 4)) if block_size else {256, 300})
-    assert all(expected[n] == value for n, value in {**short, **long_digests}.items())
+    positions = [set(r.digests) for r in framed.model.requests]
+    assert positions == [
+        {64, 70, 100},
+        {64, 100, 128, 150, 192, 256, 300},
+        {64, 128, 150},
+        {64, 70},
+    ]
+    for request in framed.model.requests:
+        assert request.digests == {n: expected[n] for n in request.digests}
+
+
+def test_a_trace_remembers_its_last_ends_and_not_too_many_traces(monkeypatch):
+    monkeypatch.setattr("routetrace.capture_agent.framer.MAX_TRACES", 3)
+    ends = TraceEnds()
+    for n in range(6):
+        ends.add("a", n)
+    assert ends.of("a") == (2, 3, 4, 5)
+    for name in ("b", "c", "a", "d"):
+        ends.add(name, 9)
+    assert [ends.of(name) for name in "abcd"] == [(3, 4, 5, 9), (), (9,), (9,)]
+
+
+def test_drafts_are_told_until_something_follows_them():
+    framed = Framed(num_blocks=0, frame_rows=4)
+    handle = framed.begin("r", prompt_len=3)
+
+    def drafts():
+        framed.end()
+        return framed.model.requests[0].drafts
+
+    framed.step(valid_rows(6), [(handle, 0, 6)])
+    assert drafts() == 3
+    framed.step(valid_rows(3), [(handle, 4, 3)])  # two were kept
+    assert drafts() == 5
+    framed.step(valid_rows(1), [(handle, 7, 1)])
+    assert drafts() == NO_DRAFTS
+    framed.step(valid_rows(5), [(handle, 8, 5)])
+    framed.rewind(handle, 10)
+    assert drafts() == 9
+    framed.preempt(handle, 10)
+    assert drafts() == NO_DRAFTS
+
+
+def test_a_step_that_is_split_is_tentative_as_a_whole():
+    framed = Framed(num_blocks=0, frame_rows=2)
+    framed.builder.limit(700)
+    handle = framed.begin("r", prompt_len=1)
+    n = 3 * framed.builder.max_rows
+    framed.step(valid_rows(n), [(handle, 0, n)])
+    framed.end()
+    assert len(framed.frame_rows) >= 3
+    assert framed.model.requests[0].drafts == 1
 
 
 def test_memory_is_freed_newest_first_and_readers_hear_of_it():
@@ -538,7 +624,7 @@ def test_lanes_and_rows_are_used_again():
     for _ in range(400):
         lane = rng.choice([0, 1, 63, 64, 200])
         if lane not in truth:
-            linger.begin(lane, 0)
+            linger.begin(lane, 0, 0)
             truth[lane] = []
         if rng.random() < 0.2:
             assert [bytes(r) for r in linger.take(lane)] == truth[lane]
@@ -546,6 +632,6 @@ def test_lanes_and_rows_are_used_again():
         elif len(truth[lane]) < 50:
             rows = np.arange(value, value + 12, dtype=np.uint8).reshape(3, 4)
             value = (value + 12) % 200
-            linger.extend(0.0, 1, 0, np.array([lane]), np.array([3]), rows)
+            linger.extend(0.0, 1, 0, np.array([lane]), np.array([3]), rows, 0)
             truth[lane] += [bytes(r) for r in rows]
         assert linger.rows == sum(map(len, truth.values()))

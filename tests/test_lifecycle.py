@@ -318,8 +318,11 @@ def test_a_bound_request_has_only_the_rows_that_it_computed(server, reads):
     assert_rows(cells, (0, rows[8:12]))
     assert reasons(end) == [(4, 6, "not_captured")]
     assert info.token_digests == token_digests(tokens[:7]).tobytes()
-    request.step = 1
+    # Of another step it is another request; one that ended before its first pass has no row.
+    request.step, request.num_computed_tokens = 1, 0
     assert reads.ingest.BindRequest(request).trace.num_incarnations == 2
+    cells, end, _ = reads.get("r", "bound", incarnation=2)
+    assert (cells, reasons(end)) == ({}, [(0, 6, "not_captured")])
     feeder.close()
 
 

@@ -163,7 +163,7 @@ def _field_fact(
     message: descriptor_pb2.DescriptorProto, field: descriptor_pb2.FieldDescriptorProto
 ) -> str:
     place = f"message {message.name}"
-    if field.HasField("oneof_index"):
+    if field.HasField("oneof_index") and not field.proto3_optional:
         place += f" oneof {message.oneof_decl[field.oneof_index].name}"
     kind = _type_name(field)
     entry = {m.name: m for m in message.nested_type if m.options.map_entry}.get(kind)
@@ -171,6 +171,8 @@ def _field_fact(
         kind = f"map<{','.join(map(_type_name, entry.field))}>"
     elif field.label == field.LABEL_REPEATED:
         kind = f"repeated {kind}"
+    elif field.proto3_optional:
+        kind = f"optional {kind}"
     return f"{place}: {kind} {field.name} = {field.number}"
 
 

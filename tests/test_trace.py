@@ -16,7 +16,7 @@ from routetrace.client._assemble import Assembler, Want
 from routetrace.v1 import routetrace_pb2 as pb
 from routetrace.v1.errors import Corrupt, Incomplete, InvalidArgument
 from routetrace.v1.frame import encode_frame
-from routetrace.v1.records import DIGEST, SPAN, U32, TokenDigest
+from routetrace.v1.records import DIGEST, SPAN, U32, TokenDigest, token_digests
 
 
 def assemble(source: Truth, **want) -> RoutingTrace:
@@ -38,6 +38,15 @@ def test_what_it_tells():
     assert trace.complete
     assert trace.coverage == 1.0
     assert "'req' complete: rows [0, 12), 5 layers, top-3 of 40, coverage 1>" in repr(trace)
+
+
+def test_complete_is_what_has_a_known_end():
+    assert not assemble(truth(12, state=pb.TRACE_STATE_RUNNING)).complete
+    assert not assemble(truth(12, state=pb.TRACE_STATE_RUNNING, num_tokens=13)).complete
+    lost = assemble(truth(12, state=pb.TRACE_STATE_INCOMPLETE, num_tokens=0))
+    assert (lost.coverage, lost.complete, lost.tokens(2, 5).complete) == (1.0, False, False)
+    holed = assemble(truth(12, holes=[(3, 5)]))
+    assert (holed.complete, holed.tokens(5).complete) == (False, True)
 
 
 def test_layers_are_contiguous_and_read_only():
@@ -259,6 +268,20 @@ class TestVerifyTokens:
         tokens[changed] += 1
         with pytest.raises(InvalidArgument, match=f"before {first}.*before position {agreed}"):
             self.trace().verify_tokens(tokens)
+
+    @settings(max_examples=50, deadline=None)
+    @given(st.integers(1, 300), st.randoms())
+    def test_as_agents_send_them(self, count, rng):
+        tokens = np.array([rng.randrange(2**32) for _ in range(count)])
+        digests = token_digests(tokens, [rng.randint(0, count + 9) for _ in range(3)])
+        trace = assemble(truth(12, token_digests=digests.tobytes()))
+        assert trace.verify_tokens(tokens) == len(digests)
+        changed = rng.randrange(count)
+        tokens[changed] ^= 1 << rng.randrange(32)
+        with pytest.raises(InvalidArgument, match="token_ids") as caught:
+            trace.verify_tokens(tokens)
+        first = min(p for p in digests["position"].tolist() if p > changed)
+        assert f"before {first}" in caught.value.value
 
     def test_after_the_last_digest_nothing_is_proven(self):
         assert self.trace().verify_tokens([*self.tokens[:17], 0, 0]) == 3

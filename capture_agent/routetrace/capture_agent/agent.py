@@ -20,6 +20,7 @@ from routetrace.capture_agent.checks import (
     Rows,
     blocks_of,
     computed_of,
+    external_of,
     labels_of,
     number,
     rows_of,
@@ -49,6 +50,10 @@ class CaptureAgent:
     Positions count the tokens of a request from 0. A request of N tokens has N - 1 rows, since its
     last token is never forwarded.
 
+    Calls come in the order of the engine's steps: what a step's schedule decides (begin, blocks,
+    resume, preempt, external) after the rows of the steps before it and before its own. What its
+    outcome says (rewind, finish) may come one step late, as asynchronous engines learn it late.
+
     Args:
         config: whom to send to, and what rows look like.
 
@@ -72,6 +77,7 @@ class CaptureAgent:
         self._weight_version = 0
         self._step = 0
         self._flushes = 0
+        self._begun = 0
         self._handles = Handles()
         self._link = WorkerLink(config)
         self._words = self._link.words
@@ -91,6 +97,7 @@ class CaptureAgent:
         labels: Mapping[str, str] | None = None,
         ttl_seconds: int = 0,
         num_computed_tokens: int = 0,
+        num_external_tokens: int = 0,
         block_ids: Iterable[int] = (),
         prompt_token_ids: npt.ArrayLike | None = None,
     ) -> int:
@@ -103,6 +110,8 @@ class CaptureAgent:
             labels: group, session, sample and whatever else readers look traces up by.
             ttl_seconds: life of the trace after its last change; 0: the server's default.
             num_computed_tokens: leading tokens whose KV is in the cache already, in `block_ids`.
+            num_external_tokens: how many of them, the last ones, were loaded from elsewhere
+                (another engine, CPU memory, a remote cache): nobody here knows what computed them.
             block_ids: its KV blocks, in order; none where block_size is 0.
             prompt_token_ids: the prompt, [prompt_len]; lets the server prove that rows of different
                 engines belong to the same tokens.
@@ -129,13 +138,17 @@ class CaptureAgent:
             )
             blocks = blocks_of(block_ids, self.config)
             computed = computed_of(num_computed_tokens, blocks, self.config)
+            external = external_of(num_external_tokens, computed)
             prompt = tokens_of("prompt_token_ids", prompt_token_ids, prompt_len)
             handle = self._handles.new(request_id)
+            index, self._begun = self._begun, self._begun + 1
             self._event(
                 "begin",
                 request_id,
                 facts.SerializeToString(),
+                index,
                 computed,
+                external,
                 blocks,
                 prompt,
                 handle=handle,
@@ -149,29 +162,47 @@ class CaptureAgent:
                 self._handles.check(handle)
                 self._event("blocks", blocks_of(block_ids, self.config), handle=handle)
 
-    def rewind(self, handle: int, position: int) -> None:
-        """Rows of a request at `position` and after were rejected (speculative decoding)."""
+    def rewind(self, handle: int, position: int, step: int = 0) -> None:
+        """Rows of a request at `position` and after were rejected (speculative decoding).
+
+        Args:
+            handle: of the request; one that has finished is passed over.
+            position: first position that was rejected.
+            step: what step() returned for the rows. Where an engine learns of a rejection late,
+                rows of later steps have taken the place already, and stay.
+        """
         with self._lock:
-            if self._active():
+            if self._active() and not self._handles.is_late(handle):
                 self._handles.check(handle)
-                self._event("rewind", number("position", position), handle=handle)
+                number("step", step, 1 << 63)
+                self._event("rewind", number("position", position), int(step), handle=handle)
 
     def preempt(self, handle: int, num_computed_tokens: int) -> None:
-        """A request gives up its blocks; rows at `num_computed_tokens` and after were not kept."""
+        """A request gives up its blocks; rows at `num_computed_tokens` and after were not kept.
+
+        Rows that come before it is resumed are late: they are dropped.
+        """
         with self._lock:
             if self._active():
                 self._handles.check(handle)
                 computed = number("num_computed_tokens", num_computed_tokens)
                 self._event("preempt", computed, handle=handle)
 
-    def resume(self, handle: int, num_computed_tokens: int, block_ids: Iterable[int]) -> None:
+    def resume(
+        self,
+        handle: int,
+        num_computed_tokens: int,
+        block_ids: Iterable[int],
+        num_external_tokens: int = 0,
+    ) -> None:
         """A preempted request starts over; arguments as for begin()."""
         with self._lock:
             if self._active():
                 self._handles.check(handle)
                 blocks = blocks_of(block_ids, self.config)
                 computed = computed_of(num_computed_tokens, blocks, self.config)
-                self._event("resume", computed, blocks, handle=handle)
+                external = external_of(num_external_tokens, computed)
+                self._event("resume", computed, external, blocks, handle=handle)
 
     def finish(
         self,
@@ -183,9 +214,10 @@ class CaptureAgent:
         """A request ends.
 
         Args:
-            handle: of the request; void from now on.
+            handle: of the request; void from now on. Rows that come later are dropped.
             num_tokens: tokens of prompt and answer; rows beyond num_tokens - 1 do not count.
-            reason: "stop", "length" or "abort".
+            reason: "stop", "length", "abort", or "handoff": another engine goes on with the same
+                trace, which has not ended.
             token_ids: all its tokens, [num_tokens], for what begin() says.
         """
         with self._lock:
@@ -224,7 +256,7 @@ class CaptureAgent:
 
     # ------------------------------------------------------------------ rows
 
-    def step(self, rows: Rows, runs: npt.ArrayLike) -> None:
+    def step(self, rows: Rows, runs: npt.ArrayLike) -> int:
         """The routing of one forward pass.
 
         Args:
@@ -232,7 +264,12 @@ class CaptureAgent:
                 expert ids, in the order of the router. Copied. A cell that was not captured is
                 marked by an id twice, or one out of range: its row is reported as missing.
             runs: [m, 3] of (handle, first position, number of rows), covering the n rows in order.
-                A position below the end of its request takes back the rows from there on.
+                A position below the end of its request takes back the rows from there on. Rows
+                behind the first of a run and the prompt count as drafts, which readers do not get
+                before a later step or the end of the request confirms them.
+
+        Returns:
+            The number of the step, from 1; 0 if there was nothing to take.
 
         Raises:
             InvalidArgument: naming the argument that is wrong; nothing was taken.
@@ -240,33 +277,42 @@ class CaptureAgent:
         """
         with self._lock:
             if not self._active():
-                return
+                return 0
             rows = rows_of(rows, self._columns)
             if len(rows) == 0 and np.size(runs) == 0:
-                return
+                return 0
             columns = runs_of(runs, len(rows))
-            self._handles.check_all(columns[0])
+            late = self._handles.late(columns[0])
             self._step += 1
             self._words[Word.OFFERED] += len(rows)
-            if not self._abandoned:
+            if late is not None:
+                kept = np.repeat(~late, columns[2])
+                self._words[Word.TOO_LATE] += len(rows) - int(kept.sum())
+                columns, rows = np.ascontiguousarray(columns[:, ~late]), rows[kept]
+            if len(rows) and not self._abandoned:
                 self._send_step(columns, rows)
+            return self._step
 
-    def step_slots(self, rows: Rows, slots: npt.ArrayLike) -> None:
+    def step_slots(self, rows: Rows, slots: npt.ArrayLike) -> int:
         """The routing of one forward pass of an engine that knows only slots.
 
         Args:
             rows: as for step().
             slots: [n] the slot of each row; of a slot named twice, the last row stays.
+
+        Returns:
+            The number of the step, from 1: what `RouteClient.bind` asks for.
         """
         with self._lock:
             if not self._active():
-                return
+                return 0
             rows = rows_of(rows, self._columns)
             column = slots_of(slots, len(rows), self.config.num_slots)
             self._step += 1
             self._words[Word.OFFERED] += len(rows)
             if not self._abandoned:
                 self._send_slots(column, rows)
+            return self._step
 
     def _send_step(self, runs: Ints, rows: Rows) -> None:
         most = max(1, self._feed.room(runs.nbytes))

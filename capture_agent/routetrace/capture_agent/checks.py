@@ -101,6 +101,18 @@ def computed_of(num_computed_tokens: int, blocks: bytes, config: AgentConfig) ->
     return int(num_computed_tokens)
 
 
+def external_of(num_external_tokens: int, num_computed_tokens: int) -> int:
+    """Computed tokens whose KV came from elsewhere."""
+    number("num_external_tokens", num_external_tokens)
+    if num_external_tokens > num_computed_tokens:
+        raise wrong(
+            "num_external_tokens",
+            num_external_tokens,
+            f"at most num_computed_tokens = {num_computed_tokens}",
+        )
+    return int(num_external_tokens)
+
+
 def tokens_of(name: str, token_ids: npt.ArrayLike | None, length: int) -> bytes | None:
     """Token ids [length], as uint32."""
     if token_ids is None:

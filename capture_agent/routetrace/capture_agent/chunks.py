@@ -93,6 +93,8 @@ class ChunkBuilder:
         self._num_blocks = 0
         self._slots: list[npt.NDArray[np.uint64]] = []
         self._num_slots = 0
+        self._digests: list[npt.NDArray[Any]] = []
+        self._num_digests = 0
         self._frames: list[Ids] = []
         self._rows = 0
         #: Bytes of what is pending, before compression.
@@ -103,9 +105,15 @@ class ChunkBuilder:
         return bool(self._ops)
 
     def begin(
-        self, request_id: str, facts: pb.RequestBegin, num_computed_tokens: int, blocks: Blocks
+        self,
+        request_id: str,
+        facts: pb.RequestBegin,
+        index: int,
+        num_computed_tokens: int,
+        num_external_tokens: int,
+        blocks: Blocks,
     ) -> None:
-        """Adds a BEGIN op."""
+        """Adds a BEGIN op; `index` is the number of requests that began before it."""
         self._room(facts.ByteSize() + 4 * len(blocks))
         self._begins.append(facts)
         self.nbytes += facts.ByteSize()
@@ -114,7 +122,9 @@ class ChunkBuilder:
             request_id,
             arg=len(self._begins) - 1,
             position=num_computed_tokens,
+            count=num_external_tokens,
             blocks=blocks,
+            value=index,
         )
 
     def op(
@@ -125,6 +135,7 @@ class ChunkBuilder:
         arg: int = 0,
         position: int = 0,
         count: int = 0,
+        row: int = 0,
         blocks: Blocks = NO_BLOCKS,
         value: int = 0,
     ) -> None:
@@ -133,17 +144,33 @@ class ChunkBuilder:
             self._room(4 * len(blocks))
         request = self._request(request_id) if request_id is not None else 0
         at, n = self._num_blocks, len(blocks)
-        self._add((kind, 0, arg, request, position, count, 0, 0, at, n, 0, 0, value))
+        self._add((kind, 0, arg, request, position, count, 0, row, at, n, 0, 0, value))
         self._blocks.append(blocks)
         self._num_blocks += len(blocks)
         self.nbytes += 4 * len(blocks)
 
-    def rows(self, request_id: str, position: int, ids: Ids, step: int, version: int) -> None:
-        """Adds a frame of rows [n, L, K] of one request, n <= max_rows."""
+    def digests(self, request_id: str, digests: npt.NDArray[Any]) -> None:
+        """Adds a DIGEST op for some records.DIGEST, if there are any."""
+        if len(digests):
+            self._room(digests.nbytes)
+            self.op(OpKind.DIGEST, request_id, row=self._num_digests, count=len(digests))
+            self._digests.append(digests)
+            self._num_digests += len(digests)
+            self.nbytes += digests.nbytes
+
+    def rows(
+        self, request_id: str, position: int, ids: Ids, step: int, version: int, tentative: int
+    ) -> None:
+        """Adds a frame of rows [n, L, K] of one request, n <= max_rows.
+
+        The last `tentative` positions up to its end may be rejected drafts.
+        """
         self._room(self._frame_bytes + ids.nbytes)
         frame, n = len(self._frames), len(ids)
         request = self._request(request_id)
-        self._add((OpKind.ROWS, 0, 0, request, position, n, frame, 0, 0, 0, step, version, 0))
+        self._add(
+            (OpKind.ROWS, 0, 0, request, position, n, frame, 0, 0, 0, step, version, tentative)
+        )
         self._frame(ids)
 
     def slot_rows(
@@ -180,6 +207,7 @@ class ChunkBuilder:
             slots=b"".join(slots.tobytes() for slots in self._slots),
             frame_lengths=np.array([len(f) for f in frames], U32).tobytes(),
             frame_rows=np.array([len(f) for f in self._frames], U32).tobytes(),
+            token_digests=b"".join(digests.tobytes() for digests in self._digests),
         )
         chunk = Chunk(header.SerializeToString(), b"".join(frames), self._rows)
         self._clear()
@@ -196,6 +224,7 @@ class ChunkBuilder:
         if not chunk.degraded:
             new.request_ids.extend(old.request_ids)
             new.begins.extend(old.begins)
+            new.token_digests = old.token_digests
             blocks = [unpack(old.block_ids, U32, "block_ids")]
             slots = unpack(old.slots, U64, "slots")
             ops, at = [], len(blocks[0])

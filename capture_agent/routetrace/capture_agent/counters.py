@@ -24,10 +24,12 @@ class Word(IntEnum):
     REFUSED = 1  # rows that did not fit into the ring
     UNMARKABLE = 2  # rows with ids out of range, of a layout that has no mark for them
     DEADLINE = 3  # when close() ends: time.monotonic_ns(); 0 while it was not called
+    TOO_LATE = 4  # rows of requests that had ended
     # Written by the background's framing.
     QUEUE_FULL = 8
     INVALID_IDS = 9
     REWOUND = 10
+    LATE = 11  # rows of requests that were preempted
     # Written by the background's sender.
     ACKNOWLEDGED = 16
     REJECTED = 17
@@ -49,6 +51,7 @@ _REASONS = {
     "queue_full": (Word.REFUSED, Word.QUEUE_FULL),
     "invalid_ids": (Word.UNMARKABLE, Word.INVALID_IDS),
     "rewound": (Word.REWOUND,),
+    "late": (Word.TOO_LATE, Word.LATE),
     "rejected": (Word.REJECTED,),
 }
 
@@ -64,8 +67,9 @@ class AgentStats:
     dropped_rows: dict[str, int] = field(default_factory=dict)
     """Rows that it will not get, by reason: queue_full (no room in the ring or the queue),
     invalid_ids (an id out of range or twice in one top-k), rewound (taken back by the engine before
-    they were sent), rejected (refused by the server), fenced (a newer epoch of the engine has taken
-    over), agent_lost (the background died), unsent (close() ran out of time)."""
+    they were sent), late (of a request that had ended or was preempted by then), rejected (refused
+    by the server), fenced (a newer epoch of the engine has taken over), agent_lost (the background
+    died), unsent (close() ran out of time)."""
     in_flight_rows: int = 0
     """Rows on their way."""
     sent_bytes: int = 0

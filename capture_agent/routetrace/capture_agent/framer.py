@@ -11,12 +11,12 @@ No I/O and no clock; the time is passed in.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
 
 import numpy as np
-import numpy.typing as npt
 
 from routetrace.capture_agent.chunks import NO_BLOCKS, Blocks, ChunkBuilder
 from routetrace.capture_agent.counters import Word
@@ -25,24 +25,26 @@ from routetrace.capture_agent.window import Slots, SlotWindow, as_ids
 from routetrace.v1 import routetrace_pb2 as pb
 from routetrace.v1.frame import invalid_rows
 from routetrace.v1.layout import RoutingLayout
-from routetrace.v1.records import U32, OpKind, TokenDigest
+from routetrace.v1.records import U32, OpKind, token_digests
 
 #: Rows of one request in one frame at most.
 MAX_ROWS = 2048
 
-#: Tokens between digests where there are no blocks.
-_DIGEST_TOKENS = 256
+#: Traces, and ends of each, that are remembered.
+MAX_TRACES, MAX_ENDS = 4096, 4
 
 
 @dataclass(slots=True)
 class _Request:
     request_id: str
     lane: int
+    trace_id: str = ""
     order: int = 0  # in which requests began; 0: the server was never told of it
     blocks: Blocks = field(default_factory=lambda: NO_BLOCKS)
     emitted: int = 0  # positions below may have rows at the server
     owned_from: int = 0  # blocks from this index on are in the index of writers
-    digest_at: int = 0  # position of the digest that was sent at begin
+    digests: dict[int, int] = field(default_factory=dict)  # those that were sent, by position
+    preempted: bool = False
     lost: bool = False  # dropped: takes no rows any more
 
 
@@ -78,6 +80,7 @@ class Framer:
         self._linger = Linger(layout.row_bytes, frame_rows)
         self._requests: dict[int, _Request] = {}  # by lane
         self._begun = 0
+        self._ends = TraceEnds()
         # Who was given a block to write last, and which of its blocks it is.
         self._writer = np.full(num_blocks, -1, np.int64)
         self._index = np.zeros(num_blocks, np.int64)
@@ -119,30 +122,58 @@ class Framer:
         handles, positions, counts = runs
         lanes = handles & LANE_MASK
         quick = self._linger.fits(lanes, positions, counts, version)
+        tentative = self._tentative(lanes, positions, counts)
         if quick.all():
-            self._extend(now, step, version, lanes, counts, rows)
+            self._extend(now, step, version, lanes, counts, rows, tentative)
             return
         if quick.any():
             mask = np.repeat(quick, counts)
-            self._extend(now, step, version, lanes[quick], counts[quick], rows[mask])
+            some = lanes[quick], counts[quick], rows[mask], tentative[quick]
+            self._extend(now, step, version, *some)
         stops = np.cumsum(counts)
         for i in np.flatnonzero(~quick).tolist():
             run = rows[stops[i] - counts[i] : stops[i]]
-            self._append(now, step, version, int(lanes[i]), int(positions[i]), run)
+            where = int(lanes[i]), int(positions[i])
+            self._append(now, step, version, *where, run, int(tentative[i]))
+
+    def _tentative(self, lanes: Ints, positions: Ints, counts: Ints) -> Ints:
+        """How many positions at the end of each run may be rejected drafts.
+
+        Those beyond the prompt, but for the first of the run: its token was sampled before.
+        """
+        beyond: Ints = positions + counts - self._linger.prompt_len[lanes]
+        return np.clip(beyond, 0, counts - 1)
 
     def _extend(
-        self, now: float, step: int, version: int, lanes: Ints, counts: Ints, rows: Bytes
+        self,
+        now: float,
+        step: int,
+        version: int,
+        lanes: Ints,
+        counts: Ints,
+        rows: Bytes,
+        tentative: Ints | int,
     ) -> None:
         """Appends runs that fit, and emits what makes a frame."""
-        self._linger.extend(now, step, version, lanes, counts, rows)
+        self._linger.extend(now, step, version, lanes, counts, rows, tentative)
         for lane in self._linger.full(lanes):
             self._flush(self._requests[lane])
 
     def _append(
-        self, now: float, step: int, version: int, lane: int, position: int, rows: Bytes
+        self,
+        now: float,
+        step: int,
+        version: int,
+        lane: int,
+        position: int,
+        rows: Bytes,
+        tentative: int,
     ) -> None:
         """Appends a run that does not simply continue its request, or makes more than a frame."""
         request, linger = self._requests[lane], self._linger
+        if request.preempted:
+            self._drop(Word.LATE, len(rows))
+            return
         self._rewind(request, position)
         if request.lost:
             self._drop(Word.QUEUE_FULL, len(rows))
@@ -154,16 +185,16 @@ class Framer:
             fill = int(linger.fill[lane])
             if fill + len(rows) <= self._frame_rows:
                 one = np.array([lane])
-                self._extend(now, step, version, one, np.array([len(rows)]), rows)
+                self._extend(now, step, version, one, np.array([len(rows)]), rows, tentative)
                 return
             take = MAX_ROWS - fill
             frame = rows[:take].copy()  # the memory they came in is used again
             if fill:
                 frame = np.concatenate([linger.take(lane), frame])
             start = int(linger.end[lane]) - fill
-            linger.end[lane] = start + len(frame)
-            self._emit(request, start, frame, step, version)
+            linger.end[lane], linger.step[lane] = start + len(frame), step
             rows = rows[take:]
+            self._emit(request, start, frame, step, version, max(0, tentative - len(rows)))
 
     def step_slots(self, now: float, step: int, version: int, slots: Slots, rows: Bytes) -> None:
         """Rows [n, row_bytes] of one forward pass at `slots` [n]."""
@@ -185,15 +216,22 @@ class Framer:
         handle: int,
         request_id: str,
         facts: bytes,
+        index: int,
         num_computed_tokens: int,
+        num_external_tokens: int,
         blocks: bytes,
         prompt: bytes | None,
     ) -> None:
-        """A request begins; `facts` is a RequestBegin, `blocks` and `prompt` are uint32."""
+        """A request begins, the `index`-th of the engine.
+
+        `facts` is a RequestBegin, `blocks` and `prompt` are uint32.
+        """
         lane = handle & LANE_MASK
         block_ids = np.frombuffer(blocks, U32)
-        request = _Request(request_id, lane, lost=self.muted)
-        self._linger.begin(lane, num_computed_tokens)
+        begin = pb.RequestBegin.FromString(facts)
+        trace_id = begin.trace_id or request_id
+        request = _Request(request_id, lane, trace_id=trace_id, lost=self.muted)
+        self._linger.begin(lane, num_computed_tokens, begin.prompt_len)
         self._linger.open[lane] = not self.muted
         self._requests[lane] = request
         if self.muted:
@@ -205,14 +243,11 @@ class Framer:
         self._remember()
         self._flush_writers(block_ids)
         self._out.begin(
-            request_id, pb.RequestBegin.FromString(facts), num_computed_tokens, block_ids
+            request_id, begin, index, num_computed_tokens, num_external_tokens, block_ids
         )
         self._give(request, block_ids, num_computed_tokens)
         if prompt:
-            digest = TokenDigest()
-            value = digest.update(np.frombuffer(prompt, U32))
-            request.digest_at = digest.position
-            self._out.op(OpKind.DIGEST, request_id, position=digest.position, value=value)
+            self._digests(request, prompt, self._ends.of(trace_id))
 
     def add_blocks(self, handle: int, blocks: bytes) -> None:
         """A request gets more blocks."""
@@ -224,12 +259,16 @@ class Framer:
             request.blocks = np.concatenate([request.blocks, block_ids])
             self._own(request, max(known, request.owned_from), len(request.blocks))
 
-    def rewind(self, handle: int, position: int) -> None:
-        """Rows at `position` and after were rejected."""
-        self._rewind(self._requests[handle & LANE_MASK], position)
+    def rewind(self, handle: int, position: int, step: int = 0) -> None:
+        """Rows at `position` and after were rejected; with `step`, unless later ones came."""
+        request = self._requests[handle & LANE_MASK]
+        if not step or self._linger.step[request.lane] <= step:
+            self._rewind(request, position)
 
     def preempt(self, handle: int, num_computed_tokens: int) -> None:
         """A request gives up its blocks; rows at `num_computed_tokens` and after were not kept."""
+        lane = handle & LANE_MASK
+        self._requests[lane].preempted, self._linger.open[lane] = True, False
         if request := self._reported(handle):
             self._drop(Word.REWOUND, self._linger.cut(request.lane, num_computed_tokens))
             self._flush(request)
@@ -239,15 +278,24 @@ class Framer:
         else:
             self.rewind(handle, num_computed_tokens)
 
-    def resume(self, handle: int, num_computed_tokens: int, blocks: bytes) -> None:
+    def resume(
+        self, handle: int, num_computed_tokens: int, num_external_tokens: int, blocks: bytes
+    ) -> None:
         """A request starts over as a new attempt."""
+        lane = handle & LANE_MASK
+        self._requests[lane].preempted = False
+        self._linger.open[lane] = not self._requests[lane].lost
         if request := self._reported(handle):
             block_ids = np.frombuffer(blocks, U32)
             self._remember()
             self._flush(request)
             self._flush_writers(block_ids)
             self._out.op(
-                OpKind.RESUME, request.request_id, position=num_computed_tokens, blocks=block_ids
+                OpKind.RESUME,
+                request.request_id,
+                position=num_computed_tokens,
+                count=num_external_tokens,
+                blocks=block_ids,
             )
             self._linger.end[request.lane] = num_computed_tokens
             request.emitted = num_computed_tokens
@@ -260,8 +308,10 @@ class Framer:
         lane = handle & LANE_MASK
         request = self._requests[lane]
         self._flush(request)
+        if tokens:
+            self._ends.add(request.trace_id, num_tokens)
         if tokens and not request.lost:
-            self._digests(request, np.frombuffer(tokens, U32))
+            self._digests(request, tokens)
         if request.order:
             self._out.op(OpKind.FINISH, request.request_id, count=num_tokens, arg=reason)
         self._linger.open[lane] = False
@@ -291,6 +341,8 @@ class Framer:
         """Rows that never came here: (handle, start, stop, reason), and slots in `blocks`."""
         for handle, position, stop, reason in spans:
             request = self._requests[handle & LANE_MASK]
+            if request.preempted:
+                continue  # they came too late anyway
             self._rewind(request, position)
             if not request.lost:
                 self._flush(request)
@@ -357,7 +409,8 @@ class Framer:
         if fill:
             start = int(linger.end[lane]) - fill
             step, version = int(linger.step[lane]), int(linger.version[lane])
-            self._emit(request, start, linger.take(lane), step, version)
+            tentative = int(linger.tentative[lane])
+            self._emit(request, start, linger.take(lane), step, version, tentative)
 
     def _flush_writers(self, blocks: Blocks) -> None:
         """Flushes the lingering rows in any of these blocks."""
@@ -387,7 +440,15 @@ class Framer:
 
     # ------------------------------------------------------------------ ops
 
-    def _emit(self, request: _Request, position: int, rows: Bytes, step: int, version: int) -> None:
+    def _emit(
+        self,
+        request: _Request,
+        position: int,
+        rows: Bytes,
+        step: int,
+        version: int,
+        tentative: int,
+    ) -> None:
         """Rows [n, row_bytes] from `position` on; those with invalid ids become LOST."""
         ids = as_ids(rows, self._layout)
         bad = invalid_rows(ids, self._layout.num_experts)
@@ -399,7 +460,8 @@ class Framer:
                 self._drop(Word.INVALID_IDS, n)
                 self._lose(request, at, n, pb.MISSING_REASON_INVALID_IDS)
             else:
-                self._out.rows(request.request_id, at, ids[start:stop], step, version)
+                drafts = max(0, tentative - (len(ids) - stop))
+                self._out.rows(request.request_id, at, ids[start:stop], step, version, drafts)
         request.emitted = max(request.emitted, position + len(rows))
 
     def _rewind(self, request: _Request, position: int) -> None:
@@ -424,12 +486,27 @@ class Framer:
     def _lose(self, request: _Request, position: int, count: int, reason: int) -> None:
         self._out.op(OpKind.LOST, request.request_id, arg=reason, position=position, count=count)
 
-    def _digests(self, request: _Request, tokens: npt.NDArray[np.uint32]) -> None:
-        digest = TokenDigest()
-        every = self._block_size or _DIGEST_TOKENS
-        for start in range(0, len(tokens), every):
-            value = digest.update(tokens[start : start + every])
-            if digest.position != request.digest_at:
-                self._out.op(
-                    OpKind.DIGEST, request.request_id, position=digest.position, value=value
-                )
+    def _digests(self, request: _Request, tokens: bytes, ends: Iterable[int] = ()) -> None:
+        """Digests of tokens (uint32) that the server does not have yet."""
+        digests = token_digests(np.frombuffer(tokens, U32), ends)
+        new = [request.digests.get(position) != value for position, value in digests.tolist()]
+        request.digests.update(digests.tolist())
+        self._out.digests(request.request_id, digests[new])
+
+
+class TraceEnds:
+    """Where earlier requests of a trace ended, so that a later one can be proven to go on there."""
+
+    def __init__(self) -> None:
+        self._ends: OrderedDict[str, tuple[int, ...]] = OrderedDict()
+
+    def of(self, trace_id: str) -> tuple[int, ...]:
+        """Token counts of the last requests of a trace."""
+        return self._ends.get(trace_id, ())
+
+    def add(self, trace_id: str, num_tokens: int) -> None:
+        """A request of a trace ended."""
+        self._ends[trace_id] = (*self.of(trace_id), num_tokens)[-MAX_ENDS:]
+        self._ends.move_to_end(trace_id)
+        if len(self._ends) > MAX_TRACES:
+            self._ends.popitem(last=False)

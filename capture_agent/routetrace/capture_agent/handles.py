@@ -48,11 +48,30 @@ class Handles:
             raise wrong("handle", handle, "the handle of a running request")
         return handle
 
-    def check_all(self, handles: npt.NDArray[np.int64]) -> None:
-        """Raises unless all are handles of running requests."""
-        known = self._handles.take(handles & LANE_MASK, mode="clip") == handles
-        if np.count_nonzero(known) < len(handles):
-            raise wrong("runs", int(handles[~known][0]), "handles of running requests")
+    def is_late(self, handle: int) -> bool:
+        """Whether it is the handle of a request that has ended."""
+        lane, generation = handle & LANE_MASK, handle >> LANE_BITS
+        return (
+            lane < len(self._names)
+            and 0 < generation <= self._generations[lane]
+            and self._handles[lane] != handle
+        )
+
+    def late(self, handles: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_] | None:
+        """Which of the handles are of requests that have ended, bool [m]; None if none is.
+
+        Raises:
+            InvalidArgument: if one of them was never handed out.
+        """
+        ended: npt.NDArray[np.bool_] = (
+            self._handles.take(handles & LANE_MASK, mode="clip") != handles
+        )
+        if not np.count_nonzero(ended):
+            return None
+        for handle in handles[ended].tolist():
+            if not self.is_late(handle):
+                raise wrong("runs", handle, "handles that begin() returned")
+        return ended
 
     def free(self, handle: int) -> None:
         """A request has finished."""

@@ -36,7 +36,9 @@ class Linger:
         self.end: Ints = np.zeros(0, np.int64)  # next position
         self.fill: Ints = np.zeros(0, np.int64)  # lingering rows
         self.version: Ints = np.zeros(0, np.int64)  # their weight version
-        self.step: Ints = np.zeros(0, np.int64)  # step of the last of them
+        self.step: Ints = np.zeros(0, np.int64)  # step of the last row that came
+        self.prompt_len: Ints = np.zeros(0, np.int64)
+        self.tentative: Ints = np.zeros(0, np.int64)  # last positions that may be rejected drafts
         self.since: npt.NDArray[np.float64] = np.zeros(0)  # when the first came
         self.open: npt.NDArray[np.bool_] = np.zeros(0, np.bool_)  # takes rows
         self._first: Ints = np.zeros(0, np.int64)  # scratch: some run of the lane in this step
@@ -57,11 +59,12 @@ class Linger:
         """Their bytes."""
         return self.rows * self._row_bytes
 
-    def begin(self, lane: int, position: int) -> None:
+    def begin(self, lane: int, position: int, prompt_len: int) -> None:
         """A lane is handed out; its first row will be at `position`."""
         if lane >= len(self.end):
             self._add_lanes(max(2 * len(self.end), lane + 1))
         self.end[lane], self.fill[lane], self.open[lane] = position, 0, True
+        self.step[lane], self.prompt_len[lane], self.tentative[lane] = 0, prompt_len, 0
 
     def fits(self, lanes: Ints, positions: Ints, counts: Ints, version: int) -> Any:
         """Which runs simply continue their lane and leave room in it; bool [m]."""
@@ -76,7 +79,14 @@ class Linger:
         return good
 
     def extend(
-        self, now: float, step: int, version: int, lanes: Ints, counts: Ints, rows: Bytes
+        self,
+        now: float,
+        step: int,
+        version: int,
+        lanes: Ints,
+        counts: Ints,
+        rows: Bytes,
+        tentative: Ints | int,
     ) -> None:
         """Appends runs that fit.
 
@@ -87,6 +97,7 @@ class Linger:
             lanes: [m], each once.
             counts: [m] rows per lane.
             rows: [sum(counts), row_bytes], in the order of the lanes.
+            tentative: [m] last positions of each lane that may be rejected drafts.
         """
         n = len(rows)
         if n > self._num_free:
@@ -105,6 +116,7 @@ class Linger:
         self.since[fresh] = now
         self.version[fresh] = version
         self.step[lanes] = step
+        self.tentative[lanes] = tentative
         self.fill[lanes] = fill + counts
         self.end[lanes] += counts
 
@@ -119,6 +131,7 @@ class Linger:
     def cut(self, lane: int, position: int) -> int:
         """Forgets the rows of a lane at and after `position`; returns how many there were."""
         fill, end = int(self.fill[lane]), int(self.end[lane])
+        self.tentative[lane] = max(0, self.tentative[lane] - max(0, end - position))
         keep = min(fill, max(0, position - (end - fill)))
         self._release(self._places[lane, keep:fill])
         self.fill[lane] = keep
@@ -145,7 +158,9 @@ class Linger:
 
     def _add_lanes(self, num_lanes: int) -> None:
         more = num_lanes - len(self.end)
-        for name in ("end", "fill", "version", "step", "since", "open", "_first"):
+        for name in (
+            "end", "fill", "version", "step", "prompt_len", "tentative", "since", "open", "_first"
+        ):  # fmt: skip
             column = getattr(self, name)
             setattr(self, name, np.concatenate([column, np.zeros(more, column.dtype)]))
         more_places = np.empty((more, self.frame_rows), np.int32)

@@ -193,6 +193,7 @@ class Sender:
                 block_size=config.block_size,
                 num_blocks=config.num_blocks,
                 attributes=config.attributes,
+                boot_id=config.boot_id,
             )
         )
         while True:

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from typing import Any, Literal, overload
 
+import numpy.typing as npt
+
 from routetrace.client import _arguments, _calls
 from routetrace.client._aio_drive import AsyncDriver
-from routetrace.client._calls import Errors, Missing, Policy
+from routetrace.client._calls import Errors, Missing, MissingOrWait, Policy
 from routetrace.client._core import Config, Plan
 from routetrace.client.stat import TraceStat, TraceState
 from routetrace.client.trace import RoutingTrace
@@ -76,9 +78,10 @@ class AsyncRouteClient:
         layer_ids: Sequence[int] | None = None,
         token_start: int = 0,
         token_stop: int | None = None,
-        missing: Missing = "raise",
+        missing: MissingOrWait = "raise",
         wait: float | None = None,
         policy: Policy = "as_sampled",
+        weight_version: int | None = None,
         incarnation: int | None = None,
         timeout: float | None = None,
     ) -> RoutingTrace:
@@ -89,19 +92,27 @@ class AsyncRouteClient:
             layer_ids: absolute decoder layer ids, strictly ascending; all MoE layers if None.
             token_start: first position.
             token_stop: one past the last position; to the end if None.
-            missing: what to do if a row asked for is not there: "raise" Incomplete, which a running
-                request is to its end, or "mask" it in `RoutingTrace.valid`.
-            wait: wait as many seconds for the request to be known and to end, in addition to the
-                timeout; None: answer now.
-            policy: which rows to take where a preempted request computed some twice: "as_sampled",
-                those that sampled its tokens, or the "latest".
-            incarnation: which one, from 1; the newest complete one, else the newest, if None.
+            missing: what to do if a row asked for is not there: "raise" Incomplete, "mask" it in
+                `RoutingTrace.valid`, or "wait" for it. Rows to the end are not all there before the
+                end is known: while the request runs, or if nobody told how it ended.
+            wait: how many seconds to wait, in addition to the timeout: for the rows if `missing` is
+                "wait", then as many as the timeout has if None; else for the request to be known
+                and to end, and not at all if None.
+            policy: which rows to take where a token was computed more than once. "as_sampled":
+                those of the pass that sampling went by: of a preempted request the first one; of a
+                request that goes on from another (a continued rollout, a prefill handed over) that
+                other's. "latest": those of the last pass.
+            weight_version: only rows that this version computed; those of any if None.
+            incarnation: `TraceFacts.incarnation` of the one that is meant, or the arrival number of
+                any engine request with this id; the newest complete one, else the newest, if None.
             timeout: seconds; the client's if None.
 
         Raises:
-            Incomplete: if rows are missing and `missing` is "raise"; says which and why.
-            DeadlineExceeded: also if the request had not ended after `wait` seconds; says how far
-                it was.
+            Incomplete: if rows are missing, or may be as the end is not known, and `missing` is
+                "raise", or is "wait" and they did not come in time; says which and why.
+            DeadlineExceeded: also if the request had not ended after `wait` seconds, or none was
+                known after waiting for its rows; says how far it was.
+            NotFound: also if there is no such incarnation.
             RouteTraceError: see the class.
         """
         plan = _calls.get(
@@ -113,6 +124,7 @@ class AsyncRouteClient:
             missing=missing,
             wait=wait,
             policy=policy,
+            weight_version=weight_version,
             incarnation=incarnation,
             timeout=timeout,
         )
@@ -128,9 +140,10 @@ class AsyncRouteClient:
         layer_ids: Sequence[int] | None = None,
         token_start: int = 0,
         token_stop: int | None = None,
-        missing: Missing = "raise",
+        missing: MissingOrWait = "raise",
         wait: float | None = None,
         policy: Policy = "as_sampled",
+        weight_version: int | None = None,
         timeout: float | None = None,
     ) -> AsyncGenerator[RoutingTrace, None]: ...
 
@@ -144,9 +157,10 @@ class AsyncRouteClient:
         layer_ids: Sequence[int] | None = None,
         token_start: int = 0,
         token_stop: int | None = None,
-        missing: Missing = "raise",
+        missing: MissingOrWait = "raise",
         wait: float | None = None,
         policy: Policy = "as_sampled",
+        weight_version: int | None = None,
         timeout: float | None = None,
     ) -> AsyncGenerator[RoutingTrace | RouteTraceError, None]: ...
 
@@ -159,9 +173,10 @@ class AsyncRouteClient:
         layer_ids: Sequence[int] | None = None,
         token_start: int = 0,
         token_stop: int | None = None,
-        missing: Missing = "raise",
+        missing: MissingOrWait = "raise",
         wait: float | None = None,
         policy: Policy = "as_sampled",
+        weight_version: int | None = None,
         timeout: float | None = None,
     ) -> AsyncGenerator[Any, None]:
         """The rows of many requests, in the order of their ids, read ahead in the background.
@@ -177,6 +192,7 @@ class AsyncRouteClient:
             missing: as in `get`.
             wait: as in `get`, for each trace from when its reading starts.
             policy: as in `get`.
+            weight_version: as in `get`.
             timeout: as in `get`, for each trace.
 
         Returns:
@@ -198,6 +214,7 @@ class AsyncRouteClient:
                 missing=missing,
                 wait=wait,
                 policy=policy,
+                weight_version=weight_version,
                 incarnation=None,
                 timeout=timeout,
             )
@@ -214,6 +231,7 @@ class AsyncRouteClient:
         token_stop: int | None = None,
         missing: Missing = "raise",
         policy: Policy = "as_sampled",
+        weight_version: int | None = None,
         incarnation: int | None = None,
         timeout: float | None = None,
     ) -> AsyncGenerator[RoutingTrace, None]:
@@ -228,9 +246,11 @@ class AsyncRouteClient:
             layer_ids: as in `get`.
             token_start: as in `get`.
             token_stop: as in `get`.
-            missing: as in `get`; tells at the end, with the last part.
+            missing: "raise" or "mask", as in `get`; tells at the end, with the last part.
             policy: as in `get`.
-            incarnation: as in `get`.
+            weight_version: as in `get`.
+            incarnation: as in `get`; if None, and another engine request goes on from the one that
+                is followed (a handoff), that is followed from there on.
             timeout: seconds for all of it; None: no limit but the request's end.
 
         Returns:
@@ -249,6 +269,7 @@ class AsyncRouteClient:
             token_stop=token_stop,
             missing=missing,
             policy=policy,
+            weight_version=weight_version,
             incarnation=incarnation,
             timeout=timeout,
         )
@@ -273,11 +294,11 @@ class AsyncRouteClient:
             num_tokens: how many rows: those of the first `num_tokens` slots of the blocks.
             token_start: first of them.
             layer_ids: as in `get`.
-            missing: as in `get`.
+            missing: "raise" or "mask", as in `get`.
             timeout: as in `get`.
 
         Returns:
-            A trace without request id, incarnation and tokens.
+            A trace without request id: one of `num_tokens` + 1 tokens that has ended.
 
         Raises:
             Incomplete: if rows are missing and `missing` is "raise".
@@ -338,6 +359,8 @@ class AsyncRouteClient:
         block_ids: Sequence[int],
         num_tokens: int,
         *,
+        num_computed_tokens: int | None = None,
+        token_ids: npt.ArrayLike | None = None,
         step: int = 0,
         trace_id: str = "",
         prompt_len: int = 0,
@@ -354,6 +377,11 @@ class AsyncRouteClient:
             request_id: the request's id in the engine.
             block_ids: the request's blocks, in order.
             num_tokens: tokens of the request; it has one row less.
+            num_computed_tokens: its leading tokens that a forward pass has computed, 0 to
+                num_tokens - 1, where it ended (an abort) before all but the last were: rows beyond
+                are missing. None: all but the last.
+            token_ids: [num_tokens] integers, prompt and output. Their digests prove what requests
+                with the same trace id have in common; without them nothing is joined.
             step: last engine step that the request took part in; rows written later count as
                 missing, and the server waits for it. 0: take what is there.
             trace_id: the trace's id; the request's if "".
@@ -371,6 +399,8 @@ class AsyncRouteClient:
             request_id,
             block_ids,
             num_tokens,
+            num_computed_tokens=num_computed_tokens,
+            token_ids=token_ids,
             step=step,
             trace_id=trace_id,
             prompt_len=prompt_len,

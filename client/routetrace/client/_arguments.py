@@ -6,6 +6,9 @@ from collections.abc import Iterable, Sequence
 from operator import index
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
 from routetrace.v1.errors import InvalidArgument
 
 
@@ -30,6 +33,29 @@ def whole(field: str, value: Any, low: int = 0, high: int = 2**32 - 1) -> int:
 def wholes(field: str, values: Iterable[Any]) -> list[int]:
     """Integers in [0, 2**32)."""
     return [whole(field, value) for value in values]
+
+
+def weight_version(value: Any) -> int:
+    """A weight version: an int64."""
+    return whole("weight_version", value, -(2**63), 2**63 - 1)
+
+
+def tokens(
+    field: str, values: npt.ArrayLike, count: int | None = None
+) -> npt.NDArray[np.integer[Any]]:
+    """Token ids, `count` of them if that is given."""
+    ids = np.asarray(values)
+    integers = not ids.size or (
+        ids.dtype.kind in "iu" and 0 <= int(ids.min()) <= int(ids.max()) < 2**32
+    )
+    if ids.ndim != 1 or not integers or count not in (None, ids.size):
+        many = "a list of" if count is None else f"{count}"
+        raise InvalidArgument(
+            field=field,
+            value=f"{ids.dtype} {ids.shape}: {ids}",
+            expected=f"{many} integers in [0, 2**32)",
+        )
+    return ids
 
 
 def positive(field: str, value: Any) -> Any:

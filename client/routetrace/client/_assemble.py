@@ -51,6 +51,10 @@ class Want:
     """Whether missing cells are to be masked; else they are an error."""
     follow: bool = False
     """Whether rows come while the request runs: the engine may take some back."""
+    weight_version: int | None = None
+    """The version that computed all rows; None: any did."""
+    incarnation: int = 0
+    """The one that is meant; 0: the server's choice, which of a running request may change."""
     num_rows: int | None = None
     """Positions that exist, where the server cannot know: reads by KV blocks."""
 
@@ -69,7 +73,8 @@ class Assembler:
     * every span lies within its frame and within what was asked for;
     * no cell comes twice, unless the stream follows a running request: an engine may take rows back
       (rejected speculative tokens), and what comes later is then what holds;
-    * the stream has its end, which counts the spans and accounts for every cell: sent or missing.
+    * the stream has its end, which counts the spans and accounts for every cell: sent or missing;
+    * it is of the incarnation and weight version asked for, and N tokens have N - 1 rows.
     """
 
     def __init__(self, want: Want) -> None:
@@ -142,11 +147,8 @@ class Assembler:
             raise Unavailable(f"{self._want.name}: the stream broke off", retry_after=0.05)
         with _corrupt_if_invalid(self._want.name):
             trace = self._finish(self._end)
-        # An ended trace of known length has no rows beyond; of others nobody knows.
-        ended = trace.state is TraceState.COMPLETE or (
-            trace.state is TraceState.INCOMPLETE and trace.num_tokens > 0
-        )
-        unknown_end = not ended and self._want.token_stop != trace.token_stop
+        # A trace of known length has no rows beyond; of others nobody knows.
+        unknown_end = not trace.num_tokens and self._want.token_stop != trace.token_stop
         if not self._want.mask and (unknown_end or trace.missing):
             raise incomplete(trace, unknown_end)
         return trace
@@ -155,9 +157,15 @@ class Assembler:
         """Takes facts about the trace; the first ones make room for its rows."""
         if info.trace_id != self._want.request_id:
             raise self._corrupt(f"trace {info.trace_id!r}")
+        asked = self._want.incarnation
+        if asked not in (0, info.incarnation):
+            raise self._corrupt(f"incarnation {info.incarnation}, asked for {asked}")
         if self._want.num_rows is not None:  # reads by blocks know of no request
-            info.num_rows = self._want.num_rows
+            info.num_rows, info.num_tokens = self._want.num_rows, self._want.num_rows + 1
             info.state = pb.TRACE_STATE_COMPLETE
+        whole = info.num_tokens or info.state == pb.TRACE_STATE_COMPLETE
+        if whole and info.num_rows != info.num_tokens - 1:
+            raise self._corrupt(f"{info.num_rows} rows of {info.num_tokens} tokens")
         if self._info is None:
             self._layout = RoutingLayout.from_proto(info.layout)
             layer_ids = self._want.layer_ids
@@ -176,7 +184,11 @@ class Assembler:
         self._info = info
 
     def _check_same(self, info: pb.TraceInfo) -> None:
-        for field in ("run", "trace_id", "incarnation", "layout"):
+        fields = ["run", "trace_id", "layout"]
+        # Another engine request may go on from the one that is followed.
+        if not self._want.follow:
+            fields.append("incarnation")
+        for field in fields:
             first, last = getattr(self._info, field), getattr(info, field)
             if first != last:
                 raise self._corrupt(f"two values of {field}: {first}, {last}")
@@ -219,6 +231,10 @@ class Assembler:
                 raise self._corrupt(f"a span of {count} rows at {row} of {header.num_rows}")
             if position < self._want.token_start or stop > last:
                 raise self._corrupt(f"rows [{position}, {stop}), which were not asked for")
+            if self._want.weight_version not in (None, version):
+                raise self._corrupt(
+                    f"rows of weight version {version}, asked for {self._want.weight_version}"
+                )
             self._reserve(stop)
             rows = self._rows(position, stop)
             if self._valid[columns, rows].any():

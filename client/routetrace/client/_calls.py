@@ -5,14 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal
 
+import numpy.typing as npt
+
 from routetrace.client import _arguments as check
 from routetrace.client._assemble import Want
-from routetrace.client._core import Config, Plan, pages, read, read_ended, read_parts, unary
+from routetrace.client._core import Config, Plan, pages, read, read_parts, read_waiting, unary
 from routetrace.client.stat import TraceStat, TraceState, facts_from_proto, missing_from_proto
 from routetrace.client.trace import RoutingTrace
 from routetrace.v1 import routetrace_pb2 as pb
+from routetrace.v1.records import token_digests
 
 Missing = Literal["raise", "mask"]
+MissingOrWait = Literal["raise", "mask", "wait"]
 Policy = Literal["as_sampled", "latest"]
 Errors = Literal["raise", "return"]
 
@@ -30,19 +34,31 @@ def get(
     layer_ids: Sequence[int] | None,
     token_start: int,
     token_stop: int | None,
-    missing: Missing,
+    missing: MissingOrWait,
     wait: float | None,
     policy: Policy,
+    weight_version: int | None,
     incarnation: int | None,
     timeout: float | None,
 ) -> Plan[RoutingTrace]:
     """See RouteClient.get."""
-    want = _want(request_id, layer_ids, token_start, token_stop, missing)
-    request = _get_request(config, want, policy, incarnation)
+    want = Want(
+        check.text("request_id", request_id),
+        check.layers(layer_ids),
+        check.whole("token_start", token_start),
+        check.stop(token_start, token_stop),
+        mask=check.choice("missing", missing, ("raise", "mask", "wait")) == "mask",
+        weight_version=_weight_version(weight_version),
+        incarnation=_incarnation(incarnation),
+    )
+    request = _get_request(config, want, policy)
     limit = config.limit(timeout)
+    if missing == "wait":
+        wait = limit if wait is None else check.seconds("wait", wait)
+        return read_waiting(request, want, pb.WAIT_FOR_ROWS, wait, limit)
     if wait is None:
         return read("GetTrace", request, want, limit)
-    return read_ended(request, want, check.seconds("wait", wait), limit)
+    return read_waiting(request, want, pb.WAIT_FOR_END, check.seconds("wait", wait), limit)
 
 
 def follow(
@@ -54,12 +70,22 @@ def follow(
     token_stop: int | None,
     missing: Missing,
     policy: Policy,
+    weight_version: int | None,
     incarnation: int | None,
     timeout: float | None,
 ) -> Plan[RoutingTrace]:
     """See RouteClient.follow."""
-    want = _want(request_id, layer_ids, token_start, token_stop, missing, follow=True)
-    request = _get_request(config, want, policy, incarnation)
+    want = Want(
+        check.text("request_id", request_id),
+        check.layers(layer_ids),
+        check.whole("token_start", token_start),
+        check.stop(token_start, token_stop),
+        mask=check.choice("missing", missing, ("raise", "mask")) == "mask",
+        follow=True,
+        weight_version=_weight_version(weight_version),
+        incarnation=_incarnation(incarnation),
+    )
+    request = _get_request(config, want, policy)
     if timeout is not None:
         check.positive("timeout", timeout)
     return read_parts(request, want, config.timeout, timeout)
@@ -137,6 +163,8 @@ def bind(
     block_ids: Sequence[int],
     num_tokens: int,
     *,
+    num_computed_tokens: int | None,
+    token_ids: npt.ArrayLike | None,
     step: int,
     trace_id: str,
     prompt_len: int,
@@ -145,12 +173,20 @@ def bind(
     timeout: float | None,
 ) -> Plan[TraceStat]:
     """See RouteClient.bind."""
+    num_tokens = check.whole("num_tokens", num_tokens, 1)
+    if num_computed_tokens is not None:
+        check.whole("num_computed_tokens", num_computed_tokens, 0, num_tokens - 1)
+    digests = b""
+    if token_ids is not None:
+        digests = token_digests(check.tokens("token_ids", token_ids, num_tokens)).tobytes()
     request = pb.BindRequestRequest(
         run=config.run,
         engine_id=check.text("engine_id", engine_id),
         request_id=check.text("request_id", request_id),
         block_ids=check.wholes("block_ids", block_ids),
-        num_tokens=check.whole("num_tokens", num_tokens, 1),
+        num_tokens=num_tokens,
+        num_computed_tokens=num_computed_tokens,
+        token_digests=digests,
         step=check.whole("step", step, 0, 2**64 - 1),
         begin=pb.RequestBegin(
             trace_id=trace_id,
@@ -179,7 +215,7 @@ def retire_through(config: Config, weight_version: int, *, timeout: float | None
     """See RouteClient.retire_through."""
     request = pb.RetireTracesRequest(
         run=config.run,
-        through_weight_version=check.whole("weight_version", weight_version, -(2**63), 2**63 - 1),
+        through_weight_version=check.weight_version(weight_version),
     )
     return unary("RetireTraces", request, config.limit(timeout), lambda r: int(r.num_retired))
 
@@ -196,28 +232,7 @@ def renew(
     return unary("RenewLease", request, config.limit(timeout), lambda r: int(r.num_renewed))
 
 
-def _want(
-    request_id: str,
-    layer_ids: Sequence[int] | None,
-    token_start: int,
-    token_stop: int | None,
-    missing: Missing,
-    *,
-    follow: bool = False,
-) -> Want:
-    return Want(
-        check.text("request_id", request_id),
-        check.layers(layer_ids),
-        check.whole("token_start", token_start),
-        check.stop(token_start, token_stop),
-        mask=check.choice("missing", missing, ("raise", "mask")) == "mask",
-        follow=follow,
-    )
-
-
-def _get_request(
-    config: Config, want: Want, policy: Policy, incarnation: int | None
-) -> pb.GetTraceRequest:
+def _get_request(config: Config, want: Want, policy: Policy) -> pb.GetTraceRequest:
     return pb.GetTraceRequest(
         run=config.run,
         trace_id=want.request_id,
@@ -225,9 +240,14 @@ def _get_request(
         token_stop=want.token_stop or 0,
         layer_ids=want.layer_ids or (),
         policy=_POLICIES[check.choice("policy", policy, _POLICIES)],
-        incarnation=_incarnation(incarnation),
+        incarnation=want.incarnation,
         follow=want.follow,
+        weight_version=want.weight_version,
     )
+
+
+def _weight_version(version: int | None) -> int | None:
+    return None if version is None else check.weight_version(version)
 
 
 def _incarnation(incarnation: int | None) -> int:

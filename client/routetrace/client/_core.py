@@ -24,6 +24,7 @@ from routetrace.v1 import routetrace_pb2_grpc as pb_grpc
 from routetrace.v1.errors import (
     Corrupt,
     DeadlineExceeded,
+    Incomplete,
     InvalidArgument,
     NotFound,
     Overloaded,
@@ -180,25 +181,36 @@ def read(method: str, request: Any, want: Want, timeout: float) -> Plan[RoutingT
     yield Emit(trace)
 
 
-def read_ended(
-    request: pb.GetTraceRequest, want: Want, wait: float, timeout: float
+def read_waiting(
+    request: pb.GetTraceRequest,
+    want: Want,
+    wait_for: pb.WaitFor.ValueType,
+    wait: float,
+    timeout: float,
 ) -> Plan[RoutingTrace]:
-    """A trace once it has ended, if that is within `wait` seconds."""
+    """A trace once it has ended, or has the rows asked for, if that is within `wait` seconds."""
     if wait > 0:
-        request.wait = True
+        request.wait_for = wait_for
         try:
             trace = yield from _read("GetTrace", request, want, wait)
         except DeadlineExceeded:
-            pass  # perhaps it ended at the last moment, or sending it took longer
+            pass  # perhaps it came at the last moment, or sending it took longer
         else:
             yield Emit(trace)
             return
-    request.wait = False
-    too_late = f"{want.name} had not ended after {wait:g} s: "
+    request.wait_for = pb.WAIT_FOR_UNSPECIFIED
+    for_end = wait_for == pb.WAIT_FOR_END
+    too_late = f"{want.name} {'had not ended' if for_end else 'lacked rows'} after {wait:g} s: "
     try:
-        trace = yield from _read("GetTrace", request, want, timeout, too_late)
+        trace = yield from _read("GetTrace", request, want, timeout, too_late if for_end else "")
     except NotFound as error:
-        raise DeadlineExceeded(too_late + "it is not known to the server") from error
+        raise DeadlineExceeded(
+            f"{too_late}it is not known to the server: {error.message}"
+        ) from error
+    except Incomplete as error:
+        if for_end:
+            raise
+        raise Incomplete(f"{error}; waited {wait:g} s", missing=error.missing) from None
     yield Emit(trace)
 
 

@@ -19,11 +19,12 @@ class TraceState(str, Enum):
     """Where a trace stands."""
 
     RUNNING = "running"
-    """Still being generated."""
+    """Still being generated, or something may still come: the last rows of a slower agent, the
+    engine that a prefill was handed over to."""
     COMPLETE = "complete"
     """Ended, and every cell is there."""
     INCOMPLETE = "incomplete"
-    """Ended, and cells are missing."""
+    """Nothing more comes, and cells are missing or the end is not known (num_tokens is 0)."""
 
     def to_proto(self) -> pb.TraceState.ValueType:
         """As it crosses the wire."""
@@ -47,7 +48,8 @@ class MissingRange:
     """Absolute layer ids, ascending; never empty."""
     reason: str
     """Why, as the contract names it: "not_yet", "not_captured", "kv_unknown", "queue_full",
-    "invalid_ids", "agent_lost", "rejected", "corrupt", "aborted"; "unspecified" if untold."""
+    "invalid_ids", "agent_lost", "rejected", "corrupt", "aborted", "other_version" (there are rows,
+    but of other weight versions than the one asked for); "unspecified" if untold."""
 
     def __str__(self) -> str:
         layers = f"layer {self.layer_ids[0]}"
@@ -94,25 +96,32 @@ class TraceFacts:
     run: str
     state: TraceState
     num_tokens: int
-    """Tokens of the request; 0 while unknown. N tokens have N - 1 rows."""
+    """Tokens of the request, which have one row less; 0 while unknown, and for good if its agent
+    was lost, or no other engine went on after a handoff."""
     num_rows: int
-    """Positions 0 .. num_rows - 1 exist, whether captured or not."""
+    """Positions 0 .. num_rows - 1 exist, whether captured or not; there may be more while
+    num_tokens is 0."""
     prompt_len: int
     """Prompt tokens; 0 if the agent did not tell."""
     layout: RoutingLayout
     """The model; its `layer_ids` are all its MoE layers."""
     labels: dict[str, str]
     incarnation: int
-    """Which incarnation this is; 1 is the oldest."""
+    """Which incarnation this is: the number, in order of arrival from 1, of the engine request that
+    its tokens end with. So the numbers of a trace's incarnations may have gaps."""
     num_incarnations: int
+    """Incarnations under this id: engine requests that no other one continues."""
     finish_reason: str
-    """How the request ended, in the engine's words; "" while it runs."""
+    """How that engine request ended: "stop", "length", "abort", or "handoff" where another engine
+    was to go on, which is not the end of the trace; "" while it runs, or if untold."""
     engine_ids: tuple[str, ...]
     """Engines that contributed rows."""
     num_attempts: int
-    """Attempts of the engine request: 1 + preemptions."""
+    """Attempts of that engine request: 1 + preemptions."""
     min_weight_version: int
+    """Lowest version of the rows that `as_sampled` gives; 0 if there are none."""
     max_weight_version: int
+    """Highest version of them."""
     created: float
     """Unix seconds."""
     updated: float
@@ -120,7 +129,7 @@ class TraceFacts:
     expires: float
     """Unix seconds; when the trace is forgotten, if nothing changes."""
     token_digests: npt.NDArray[Any]
-    """records.DIGEST: position, digest of the token ids before it."""
+    """[n] of records.DIGEST, ascending: position, digest of the token ids before it."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from routetrace.client import _arguments as check
 from routetrace.client.stat import MissingRange, TraceFacts, TraceState
 from routetrace.v1.errors import Corrupt, Incomplete, InvalidArgument
 from routetrace.v1.frame import invalid_rows
@@ -23,6 +24,9 @@ _T = TypeVar("_T")
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)
 class RoutingTrace(TraceFacts):
     """Routing of positions [token_start, token_stop) of one request at the layers `layer_ids`.
+
+    All rows are of one incarnation: of tokens that are proven to be the same, whichever engine
+    requests computed them.
 
     Row i is position token_start + i, column j is layer layer_ids[j]. Ids are logical and in the
     router's order. Where `valid` is False the ids mean nothing.
@@ -42,8 +46,8 @@ class RoutingTrace(TraceFacts):
     weight_versions: tuple[tuple[int, int, int], ...] = ()
     """(start, stop, weight version) of the rows, by position."""
     provenance: tuple[tuple[int, int, str], ...] = ()
-    """(start, stop, "forward" or "cached") of the rows, by position: computed by this request, or
-    by the one whose KV blocks it reused."""
+    """(start, stop, "forward" or "cached") of the rows, by position: computed by an engine request
+    of this incarnation, or by another one whose KV blocks it reused."""
     _ids: npt.NDArray[np.unsignedinteger[Any]] = field()
     """[layers, tokens, top_k]; the rows of a layer are C-contiguous."""
     _valid: npt.NDArray[np.bool_] = field()
@@ -72,8 +76,9 @@ class RoutingTrace(TraceFacts):
 
     @property
     def complete(self) -> bool:
-        """Whether the request has ended and every cell here is valid."""
-        return self.state is not TraceState.RUNNING and bool(self._valid.all())
+        """Whether the request has ended, its end is known, and every cell here is valid."""
+        ended = self.state is not TraceState.RUNNING and self.num_tokens > 0
+        return ended and bool(self._valid.all())
 
     @property
     def coverage(self) -> float:
@@ -271,14 +276,7 @@ class RoutingTrace(TraceFacts):
         Raises:
             InvalidArgument: if they differ; names the first position whose digest says so.
         """
-        ids = np.asarray(token_ids)
-        integers = not ids.size or ids.dtype.kind in "iu"
-        if ids.ndim != 1 or not integers or (ids.size and not 0 <= ids.min() <= ids.max() < 2**32):
-            raise InvalidArgument(
-                field="token_ids",
-                value=f"{ids.dtype} {ids.shape}: {ids}",
-                expected="a list of integers in [0, 2**32)",
-            )
+        ids = check.tokens("token_ids", token_ids)
         digest = TokenDigest()
         checked = 0
         for position, value in self.token_digests.tolist():

@@ -28,9 +28,10 @@ class OpKind(IntEnum):
     """More blocks for `request`, newly allocated: unknown until written."""
     ROWS = 3
     """`count` rows, rows `row`.. of frame `frame`, are positions `position`.. of `request`,
-    computed by `weight_version`, the last of them in `step`. The last `value` of them are drafts
-    that may still be rejected; what follows them, or a FINISH, confirms them. A slot-only agent
-    sets `request` to NO_REQUEST and names `count` slots from `blocks_at` on."""
+    computed by `weight_version`, the last of them in `step`. The last `value` positions up to their
+    end (more than `count` where a step is split) are drafts that may still be rejected; what
+    follows them, or a FINISH, confirms them. A slot-only agent sets `request` to NO_REQUEST and
+    names `count` slots from `blocks_at` on."""
     REWIND = 4
     """Rows of `request` at `position` and after were rejected (speculative decoding)."""
     PREEMPT = 5

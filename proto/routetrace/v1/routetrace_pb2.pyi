@@ -700,7 +700,7 @@ class BindRequestRequest(google.protobuf.message.Message):
     """
     num_computed_tokens: builtins.int
     """Leading tokens that a forward pass has computed, where the request ended before all of
-    num_tokens - 1 were: rows beyond are missing. 0: all of them.
+    num_tokens - 1 were: rows beyond are missing. If not set: all of them.
     """
     token_digests: builtins.bytes
     """records.DIGEST: digests of the request's tokens."""
@@ -722,11 +722,12 @@ class BindRequestRequest(google.protobuf.message.Message):
         num_tokens: builtins.int = ...,
         step: builtins.int = ...,
         begin: global___RequestBegin | None = ...,
-        num_computed_tokens: builtins.int = ...,
+        num_computed_tokens: builtins.int | None = ...,
         token_digests: builtins.bytes = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["begin", b"begin"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["begin", b"begin", "block_ids", b"block_ids", "engine_id", b"engine_id", "num_computed_tokens", b"num_computed_tokens", "num_tokens", b"num_tokens", "request_id", b"request_id", "run", b"run", "step", b"step", "token_digests", b"token_digests"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_num_computed_tokens", b"_num_computed_tokens", "begin", b"begin", "num_computed_tokens", b"num_computed_tokens"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_num_computed_tokens", b"_num_computed_tokens", "begin", b"begin", "block_ids", b"block_ids", "engine_id", b"engine_id", "num_computed_tokens", b"num_computed_tokens", "num_tokens", b"num_tokens", "request_id", b"request_id", "run", b"run", "step", b"step", "token_digests", b"token_digests"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_num_computed_tokens", b"_num_computed_tokens"]) -> typing.Literal["num_computed_tokens"] | None: ...
 
 global___BindRequestRequest = BindRequestRequest
 

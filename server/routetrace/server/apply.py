@@ -73,8 +73,7 @@ def _apply_bind(state: State, facts: Facts) -> None:
     for writer in state.engine_writers(run, engine_id):
         trace, source = state.begin(writer, request_id, f"bind/{asked}", begin, facts["time"])
         source.ended, source.num_tokens = True, num_tokens
-        num_computed_tokens = min(facts["num_computed_tokens"] or num_tokens, num_tokens - 1)
-        state.inherit(writer, source, blocks, num_computed_tokens, step)
+        state.inherit(writer, source, blocks, facts["num_computed_tokens"], step)
         source.add_digests(unpack(bytes.fromhex(facts["digests"]), DIGEST, "token_digests"))
         # Asking the same again replaces the answer: slots get fuller.
         for i, other in enumerate(trace.sources[:-1]):

@@ -183,8 +183,8 @@ def _check_ops(chunk: ParsedChunk, num_blocks: int, num_slots: int) -> None:
     _all(
         "ops.value",
         rows["value"],
-        rows["value"] <= np.where(by_slot, 0, rows["count"]),
-        "at most count, and 0 for slots alone",
+        rows["value"] <= np.where(by_slot, 0, MAX_POSITION),
+        f"at most {MAX_POSITION}, and 0 for slots alone",
     )
     digests = ops[kind == OpKind.DIGEST]
     end = digests["row"].astype(np.int64) + digests["count"]

@@ -273,7 +273,10 @@ class IngestServicer(pb_grpc.IngestServiceServicer):
             raise InvalidArgument(
                 field="num_tokens", value=request.num_tokens, expected="at least 1"
             )
-        if request.num_computed_tokens >= request.num_tokens:
+        num_computed_tokens = request.num_tokens - 1
+        if request.HasField("num_computed_tokens"):
+            num_computed_tokens = request.num_computed_tokens
+        if num_computed_tokens >= request.num_tokens:
             raise InvalidArgument(
                 field="num_computed_tokens",
                 value=request.num_computed_tokens,
@@ -303,7 +306,7 @@ class IngestServicer(pb_grpc.IngestServiceServicer):
                 request_id=request.request_id,
                 block_ids=list(request.block_ids),
                 num_tokens=request.num_tokens,
-                num_computed_tokens=request.num_computed_tokens,
+                num_computed_tokens=num_computed_tokens,
                 step=request.step,
                 digests=request.token_digests.hex(),
                 begin=begin.SerializeToString().hex(),
