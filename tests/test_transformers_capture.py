@@ -20,7 +20,10 @@ from transformers import (
     StoppingCriteriaList,
 )
 
+from routetrace.capture_agent import AgentConfig, CaptureAgent
 from routetrace.capture_agent.transformers import TransformersCapture
+from routetrace.client import RouteClient
+from routetrace.server.testing import run_server
 from routetrace.v1.errors import InvalidArgument
 from routetrace.v1.layout import RoutingLayout
 
@@ -193,6 +196,44 @@ def test_a_second_turn_on_the_cache_of_the_first() -> None:
         rows = reforward(model, layout, told.tokens)
         assert sorted(told.rows) == list(range(cached, len(rows)))
         np.testing.assert_array_equal([told.rows[i] for i in sorted(told.rows)], rows[cached:])
+
+
+def test_a_session_under_one_id_is_one_trace_that_grows() -> None:
+    model, layout = tiny_model("qwen3_moe")
+    kwargs: dict[str, Any] = {"do_sample": False, "eos_token_id": None, "max_new_tokens": 3}
+    input_ids, mask = padded(PROMPTS)
+    cache = None
+    with run_server() as server:
+        config = AgentConfig(target=server.target, engine_id="e", layout=layout, mode="thread")
+        with CaptureAgent(config) as agent:
+            capture = TransformersCapture(model, agent, layout=layout)
+            for turn in range(3):
+                out = capture.generate(
+                    input_ids,
+                    mask,
+                    request_ids=IDS,
+                    past_key_values=cache,
+                    return_dict_in_generate=True,
+                    **kwargs,
+                )
+                cache = out.past_key_values
+                more = torch.tensor([[20, 21], [22, 23], [24, 25]]) + turn
+                input_ids = torch.cat([out.sequences, more], dim=1)
+                mask = torch.cat([mask, torch.ones(3, 3 + 2, dtype=mask.dtype)], dim=1)
+            assert agent.flush(20)
+            stats = agent.stats()
+        with RouteClient(server.target) as client:
+            traces = [client.get(i, wait=20) for i in IDS]
+    assert capture.failures == 0
+    sequences = out.sequences.numpy()
+    for trace, tokens, real in zip(traces, sequences, mask.numpy().astype(bool), strict=True):
+        tokens = tokens[real[: len(tokens)]]
+        assert (trace.complete, trace.num_incarnations, trace.incarnation) == (True, 1, 3)
+        assert trace.verify_tokens(tokens) > 0
+        rows = reforward(model, layout, tokens.tolist())
+        np.testing.assert_array_equal(trace.topk_ids, rows)
+    # What an earlier turn computed was neither computed nor sent again.
+    assert stats.acknowledged_rows == sum(len(trace) for trace in traces)
 
 
 class AfterCalls(StoppingCriteria):

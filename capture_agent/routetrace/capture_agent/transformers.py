@@ -104,7 +104,9 @@ class TransformersCapture:
             attention_mask: 0 where `input_ids` is padding. If not given, it is inferred from the
                 pad token as the library does.
             request_ids: one for each of the batch * num_return_sequences sequences, the sequences
-                of a prompt side by side.
+                of a prompt side by side. The next turn of a session under the same id, its prompt
+                beginning with all tokens of the turn before, goes on with the same trace, on the
+                KV cache (`past_key_values`) of that turn or without it.
             labels: as many.
             weight_version: of the weights that generate, if it has changed.
             generate_kwargs: for `model.generate`.
