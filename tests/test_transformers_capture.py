@@ -226,8 +226,8 @@ def test_a_session_under_one_id_is_one_trace_that_grows() -> None:
             traces = [client.get(i, wait=20) for i in IDS]
     assert capture.failures == 0
     sequences = out.sequences.numpy()
-    for trace, tokens, real in zip(traces, sequences, mask.numpy().astype(bool), strict=True):
-        tokens = tokens[real[: len(tokens)]]
+    for trace, row, real in zip(traces, sequences, mask.numpy().astype(bool), strict=True):
+        tokens = row[real[: len(row)]]
         assert (trace.complete, trace.num_incarnations, trace.incarnation) == (True, 1, 3)
         assert trace.verify_tokens(tokens) > 0
         rows = reforward(model, layout, tokens.tolist())

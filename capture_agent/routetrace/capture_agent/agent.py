@@ -165,6 +165,9 @@ class CaptureAgent:
     def rewind(self, handle: int, position: int, step: int = 0) -> None:
         """Rows of a request at `position` and after were rejected (speculative decoding).
 
+        Not needed where the next rows start at `position`; but context-parallel ranks, of which
+        another one may compute those, are all told.
+
         Args:
             handle: of the request; one that has finished is passed over.
             position: first position that was rejected.
