@@ -52,7 +52,11 @@ class CaptureAgent:
 
     Calls come in the order of the engine's steps: what a step's schedule decides (begin, blocks,
     resume, preempt, external) after the rows of the steps before it and before its own. What its
-    outcome says (rewind, finish) may come one step late, as asynchronous engines learn it late.
+    outcome says (rewind, finish) may come one step late, as asynchronous engines learn it late;
+    rows of a request that has ended or was preempted by then are late, and dropped.
+
+    An engine of several shards has an agent for each, and tells each of them of every request. To
+    step() each gives its own layers and positions; a token and the drafts behind it are of one rank.
 
     Args:
         config: whom to send to, and what rows look like.
@@ -165,14 +169,14 @@ class CaptureAgent:
     def rewind(self, handle: int, position: int, step: int = 0) -> None:
         """Rows of a request at `position` and after were rejected (speculative decoding).
 
-        Not needed where the next rows start at `position`; but context-parallel ranks, of which
-        another one may compute those, are all told.
+        Not needed where the next rows start at `position`; but of context-parallel ranks another
+        one may compute those, so that all are told.
 
         Args:
             handle: of the request; one that has finished is passed over.
             position: first position that was rejected.
-            step: what step() returned for the rows. Where an engine learns of a rejection late,
-                rows of later steps have taken the place already, and stay.
+            step: what step() returned for the rows. Needed where an engine learns of a rejection
+                late, when rows of a later step have taken the place already: those stay.
         """
         with self._lock:
             if self._active() and not self._handles.is_late(handle):
@@ -238,7 +242,11 @@ class CaptureAgent:
     # ------------------------------------------------------------------ the engine
 
     def external(self, block_ids: Iterable[int]) -> None:
-        """KV of these blocks was loaded from elsewhere: nobody knows what computed it."""
+        """KV of these blocks was loaded from elsewhere: nobody knows what computed it.
+
+        Told after the rows of every step that was under way before, to step_slots() too: a slot
+        does not say whose row it takes.
+        """
         with self._lock:
             if self._active():
                 self._event("external", blocks_of(block_ids, self.config))

@@ -1,0 +1,344 @@
+"""Several simulated engines and their users."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass, replace
+
+from oracle import truth
+from oracle.engine import VOCABULARY, Chances, Engine
+from oracle.request import Request
+from oracle.truth import Bound, Expected, Policy, Record, RowStore
+from oracle.world import EngineSpec, Shard, World
+from routetrace.v1.layout import RoutingLayout
+
+COUNTS = (
+    *("requests", "samples", "turns", "branches", "retries", "continued", "resubmitted"),
+    *("handoffs", "aborts", "crashes", "preemptions", "resumes", "rows", "late_rows"),
+    *("rewinds", "rejected_rows", "reused_blocks", "cached_rows", "unknown_rows"),
+    *("external_loads", "external_rows", "weight_updates", "resets", "binds", "barriers"),
+)
+
+Job = Generator["Ask", Request, None]
+"""What a user does: asks engines, one after the other."""
+Answer = Generator["Ask", Request, list[int]]
+"""The part of a job that ends with all tokens of an answer; none if it was given up."""
+
+
+@dataclass
+class Ask:
+    """A request, and the engine that is asked."""
+
+    engine: Engine
+    request: Request
+
+
+class Cluster:
+    """Engines, and a workload that a seed determines.
+
+    Args:
+        layout: of all rows.
+        seed: of everything that happens.
+        world: gives agents to the engines.
+        specs: the engines; a mix that the seed draws if None.
+        chances: what happens how often.
+    """
+
+    def __init__(
+        self,
+        layout: RoutingLayout,
+        seed: int,
+        world: World,
+        specs: Sequence[EngineSpec] | None = None,
+        chances: Chances | None = None,
+    ) -> None:
+        self.rng = rng = random.Random(f"cluster {seed}")
+        self.world = world
+        self.chances = chances or Chances()
+        self.counts: dict[str, int] = dict.fromkeys(COUNTS, 0)
+        self.store = RowStore(layout, seed)
+        self.records: dict[str, list[Record]] = {}
+        """Requests of each trace, in order of arrival."""
+        self.bound: dict[str, list[Bound]] = {}
+        self.engines = [
+            Engine(
+                spec,
+                layout,
+                self.store,
+                world,
+                random.Random(f"engine {seed} {i}"),
+                self.chances,
+                self.counts,
+                self._before_begin,
+                self._on_bind,
+            )
+            for i, spec in enumerate(specs or random_specs(rng, layout))
+        ]
+        self._unsettled: set[Record] = set()
+        """Records that the server may not know yet, or not all of them."""
+        self._capacity = min(engine.capacity for engine in self.engines)
+        self._jobs: list[Job] = []
+        self._asked: dict[Request, Job] = {}
+        self._names = 0
+        self._version = 0
+
+    # ------------------------------------------------------------------ what happens
+
+    def submit_workload(self, num_requests: int) -> None:
+        """Adds sessions, groups and single requests; about so many engine requests in all."""
+        planned = 0
+        while planned < num_requests:
+            job, size = self._draw_job(num_requests - planned)
+            self._jobs.append(job)
+            planned += size
+
+    def step(self) -> bool:
+        """One step of some engine; False when the workload is done."""
+        rng = self.rng
+        while self._jobs and len(self._asked) < 4 * len(self.engines):
+            self._go_on(self._jobs.pop(0), None)
+        busy = [engine for engine in self.engines if not engine.idle]
+        if not busy:
+            self.barrier()
+            return False
+        engine = rng.choice(busy)
+        self._disturb(engine)
+        engine.step()
+        for engine in self.engines:
+            done, engine.done = engine.done, []
+            for request in done:
+                self._go_on(self._asked.pop(request), request)
+        return True
+
+    def barrier(self) -> None:
+        """Everything that has happened is at the server once this returns."""
+        for engine in self.engines:
+            engine.deliver()
+        self.world.barrier()
+        self.counts["barriers"] += 1
+        for record in self._unsettled:
+            record.begin_settled = True
+            record.settled = bool(record.reason)
+        self._unsettled = {r for r in self._unsettled if not r.settled}
+
+    def _disturb(self, engine: Engine) -> None:
+        """Something happens to an engine between two steps."""
+        rng, chances = self.rng, self.chances
+        if rng.random() < chances.update:
+            # Not all engines get new weights at once.
+            self._version += rng.random() < 0.7
+            if self._version > engine.version:
+                engine.set_weight_version(
+                    self._version, reset=rng.random() < 0.3, abort=rng.random() < 0.3
+                )
+        if rng.random() < chances.reset:
+            engine.reset_prefix_cache()
+        if rng.random() < chances.crash:
+            boot_id = engine.boot_id
+            engine.crash()
+            # What it had told since the last barrier may have died with it.
+            self._unsettled = {r for r in self._unsettled if r.boot_id != boot_id}
+
+    def _before_begin(self, engine: Engine, record: Record) -> None:
+        """Requests of a trace arrive in the order in which they begin."""
+        earlier = self.records.setdefault(record.trace_id, [])
+        if any(r in self._unsettled and r.boot_id != engine.boot_id for r in earlier):
+            self.barrier()
+        earlier.append(record)
+        record.serial = self.counts["requests"]
+        self._unsettled.add(record)
+
+    def _on_bind(self, trace_id: str, bound: Bound) -> None:
+        self.bound.setdefault(trace_id, []).append(bound)
+
+    # ------------------------------------------------------------------ what is true
+
+    def traces(self) -> list[str]:
+        """Ids of all traces so far."""
+        return [*self.records, *self.bound]
+
+    def expected(
+        self, trace_id: str, policy: Policy, weight_version: int | None = None
+    ) -> list[Expected]:
+        """Every incarnation of a trace, absorbed ones too, in order of arrival."""
+        if bound := self.bound.get(trace_id):
+            return [b.expected(i + 1, self.store, weight_version) for i, b in enumerate(bound)]
+        return truth.expected(self.records[trace_id], self.store, policy, weight_version)
+
+    # ------------------------------------------------------------------ users
+
+    def _go_on(self, job: Job, answer: Request | None) -> None:
+        """A job gets an answer, and asks the next thing or ends."""
+        try:
+            ask = next(job) if answer is None else job.send(answer)
+        except StopIteration:
+            return
+        self._asked[ask.request] = job
+        ask.engine.submit(ask.request)
+
+    def _name(self, kind: str) -> str:
+        self._names += 1
+        return f"{kind}{self._names}"
+
+    def _request_id(self, trace_id: str) -> str:
+        """Engines use names again."""
+        kind = self.rng.choice(("trace", "new", "old"))
+        if kind == "trace":
+            return trace_id
+        return self._name("request") if kind == "new" else f"again{self.rng.randrange(8)}"
+
+    def _tokens(self, low: int, high: int) -> list[int]:
+        return [self.rng.randrange(VOCABULARY) for _ in range(self.rng.randint(low, high))]
+
+    def _prompt(self) -> list[int]:
+        """Mostly short; some are long enough for several token digests."""
+        high = self.rng.choice((24, 80, 150, 300))
+        return self._tokens(2, max(2, min(high, self._capacity - 4)))
+
+    def _draw_job(self, num_requests: int) -> tuple[Job, int]:
+        """A job, and about how many engine requests it makes."""
+        rng = self.rng
+        kind = rng.choice(("single", "group", "session", "session", "session", "again"))
+        if kind == "single" or num_requests < 2:
+            return self._single(self._name("trace"), self._prompt()), 1
+        if kind == "group":
+            n, name, prompt = rng.randint(2, 5), self._name("group"), self._prompt()
+            self.counts["samples"] += n
+            samples = [self._single(f"{name}/{i}", prompt) for i in range(n)]
+            self._jobs += samples[1:]
+            return samples[0], n
+        if kind == "again":
+            return self._again(self._name("trace"), self._prompt()), 2
+        turns = rng.randint(2, 5)
+        one_trace = rng.random() < 0.7
+        return self._session(self._name("session"), self._prompt(), turns, one_trace), turns
+
+    def _single(self, trace_id: str, prompt: list[int]) -> Job:
+        yield from self._answer(trace_id, prompt)
+
+    def _again(self, trace_id: str, prompt: list[int]) -> Job:
+        """The same prompt under the same id once more, though nothing was wrong."""
+        for _ in range(2):
+            yield from self._answer(trace_id, prompt)
+            self.counts["resubmitted"] += 1
+
+    def _session(self, name: str, tokens: list[int], turns: int, one_trace: bool) -> Job:
+        """A conversation: each prompt is everything before and something new."""
+        rng = self.rng
+        for turn in range(turns):
+            trace_id = name if one_trace else f"{name}/{turn}"
+            answer = yield from self._answer(trace_id, tokens)
+            if not answer:
+                return
+            if rng.random() < 0.1:
+                answer = answer[: rng.randint(1, len(answer))]  # the user edits
+            if turn + 1 < turns and rng.random() < 0.2:
+                # Somebody else goes on from here, too.
+                self.counts["branches"] += 1
+                other = name if one_trace else f"{name}/{turn}+{self._name('fork')}"
+                other_tokens = [*answer, *self._tokens(0, 20)]
+                if len(other_tokens) + 4 < self._capacity:
+                    rest = turns - turn - 1
+                    self._jobs.insert(0, self._session(other, other_tokens, rest, one_trace))
+            tokens = [*answer, *self._tokens(0, 40)]
+            if len(tokens) + 4 >= self._capacity:
+                return
+            self.counts["turns"] += turn + 1 < turns
+
+    def _answer(self, trace_id: str, prompt: list[int]) -> Answer:
+        """One answer, whatever happens to the engines."""
+        rng = self.rng
+        start = len(prompt)
+        most = min(rng.choice((1, 8, 24, 60)), self._capacity - start)
+        max_tokens = rng.randint(1, max(1, most))
+        request_id = self._request_id(trace_id)
+        while True:
+            left = start + max_tokens - len(prompt)
+            request = yield from self._try(request_id, trace_id, prompt, left)
+            if request.outcome in {"stop", "length"}:
+                return request.tokens
+            # It was aborted, or died. Gone on from where it was, begun again, or given up.
+            choice = rng.random()
+            if choice < 0.1:
+                return []
+            if choice < 0.6 and len(request.tokens) < start + max_tokens:
+                self.counts["continued"] += 1
+                prompt = request.tokens
+            else:
+                self.counts["retries"] += 1
+            if rng.random() < 0.5:
+                request_id = self._request_id(trace_id)
+
+    def _try(
+        self, request_id: str, trace_id: str, prompt: list[int], max_tokens: int
+    ) -> Generator[Ask, Request, Request]:
+        """One request to one engine, or to a pair of which one computes the prompt."""
+        rng = self.rng
+        of_role: dict[str, list[Engine]] = {}
+        for engine in self.engines:
+            of_role.setdefault(engine.spec.role, []).append(engine)
+        pairs = bool(of_role.get("prefill") and of_role.get("decode"))
+        whole = of_role.get("both", []) if pairs else self.engines
+        if pairs and (not whole or rng.random() < 0.5):
+            end = "handoff" if rng.random() < 0.8 else "length"
+            first = Request(request_id, trace_id, prompt, 1, end=end)
+            first = yield Ask(rng.choice(of_role["prefill"]), first)
+            if first.outcome != end or max_tokens < 2:
+                return first
+            how = rng.choice(("sampled again", "given", "in the prompt"))
+            engine = rng.choice(of_role["decode"])
+            remote = len(prompt)
+            if how == "sampled again":
+                request = Request(request_id, trace_id, prompt, max_tokens, remote=remote)
+            elif how == "given":
+                given = first.tokens[len(prompt) :]
+                request = Request(request_id, trace_id, prompt, max_tokens, given, remote)
+            else:
+                left = max_tokens - 1
+                request = Request(request_id, trace_id, first.tokens, left, remote=remote)
+            return (yield Ask(engine, request))
+        return (yield Ask(rng.choice(whole), Request(request_id, trace_id, prompt, max_tokens)))
+
+
+def random_specs(rng: random.Random, layout: RoutingLayout) -> list[EngineSpec]:
+    """A mix of engines, of one to five."""
+    specs = [_random_spec(rng, layout, f"engine{i}") for i in range(rng.randint(1, 3))]
+    if rng.random() < 0.4:
+        specs += [
+            replace(_random_spec(rng, layout, role), role=role) for role in ("prefill", "decode")
+        ]
+    return specs
+
+
+def _random_spec(rng: random.Random, layout: RoutingLayout, name: str) -> EngineSpec:
+    block_size = rng.choice((4, 8, 16))
+    shards = _random_shards(rng, layout)
+    return EngineSpec(
+        engine_id=name,
+        block_size=block_size,
+        num_blocks=rng.randint(400, 700) // block_size,
+        shards=shards,
+        chunk_tokens=rng.choice((16, 32, 64, 128)),
+        max_running=rng.randint(2, 8),
+        draft_tokens=rng.choice((0, 0, 1, 3)),
+        asynchronous=rng.random() < 0.5,
+        tells_tokens=rng.random() < 0.85,
+        slot_only_twin=shards[0].size == 1 and rng.random() < 0.4,
+        offload=rng.random() < 0.3,
+    )
+
+
+def _random_shards(rng: random.Random, layout: RoutingLayout) -> tuple[Shard, ...]:
+    """One shard, or pipeline stages, or context-parallel ranks, or ranks of each stage."""
+    layers = layout.layer_ids
+    if rng.random() < 0.4:
+        return (Shard("", layers),)
+    cut = rng.randrange(1, len(layers)) if len(layers) > 1 and rng.random() < 0.6 else 0
+    stages = [layers[:cut], layers[cut:]] if cut else [layers]
+    size = rng.choice((2, 3)) if len(stages) == 1 or rng.random() < 0.3 else 1
+    return tuple(
+        Shard(f"pp{i}cp{rank}", stage, rank, size)
+        for i, stage in enumerate(stages)
+        for rank in range(size)
+    )

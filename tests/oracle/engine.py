@@ -1,0 +1,641 @@
+"""One simulated engine: block pool, prefix cache, scheduler, forward passes.
+
+It knows what is true because it is what happens: which forward pass computed the KV entry in each
+slot, which drafts it rejected. What it tells comes later, in the orders in which engines tell it.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from oracle.pool import Pool
+from oracle.request import Line, Request
+from oracle.truth import (
+    ENDS_PER_TRACE,
+    NOBODY,
+    Attempt,
+    Bound,
+    Record,
+    RowStore,
+    digest_positions,
+)
+from oracle.world import EngineSpec, Shard, World
+from routetrace.v1.layout import RoutingLayout
+
+VOCABULARY = 4
+"""Small, so that branches sample the same tokens for a while and drafts are accepted."""
+
+
+@dataclass(frozen=True)
+class Chances:
+    """Probabilities of what happens to an engine, per step or per occasion."""
+
+    abort: float = 0.01
+    skip: float = 0.1
+    """A running request is not scheduled."""
+    external_in_place: float = 0.01
+    accept: float = 0.6
+    """A draft token is the right one."""
+    rewind_untold: float = 0.3
+    """A rewind is left to the next rows, which start lower."""
+    lag: float = 0.3
+    """A shard is not told anything for the moment."""
+    update: float = 0.01
+    reset: float = 0.005
+    crash: float = 0.002
+
+
+@dataclass
+class Run:
+    """The rows of one request in one step."""
+
+    request: Request
+    attempt: Attempt
+    start: int
+    numbers: np.ndarray
+    slots: np.ndarray
+    drafts: int
+    """How many of the last rows are of draft tokens."""
+    kept: int
+    """One past the last position that was not rejected."""
+    ahead: list[int]
+    """Tokens after it."""
+    lines: list[Line] = field(default_factory=list)
+    """Whose rows they are; known once they are told."""
+    told: bool = False
+    """Whether the request could still take them."""
+
+    @property
+    def stop(self) -> int:
+        return self.start + len(self.numbers)
+
+
+@dataclass
+class Step:
+    """One forward pass."""
+
+    number: int
+    runs: list[Run]
+    told: bool = False
+
+
+class Engine:
+    """One engine, over all its boots.
+
+    Args:
+        spec: of which kind it is.
+        layout: of the cluster's rows.
+        store: where its rows go.
+        world: where its agents come from.
+        rng: of its choices.
+        chances: of what happens to it.
+        counts: of what happened; shared by all engines.
+        before_begin: called with a record before it begins.
+        on_bind: called with the trace id of a bound request, and what is true of it.
+    """
+
+    def __init__(
+        self,
+        spec: EngineSpec,
+        layout: RoutingLayout,
+        store: RowStore,
+        world: World,
+        rng: random.Random,
+        chances: Chances,
+        counts: dict[str, int],
+        before_begin: Callable[[Engine, Record], None],
+        on_bind: Callable[[str, Bound], None],
+    ) -> None:
+        self.spec = spec
+        self.layout = layout
+        self.store = store
+        self.world = world
+        self.rng = rng
+        self.chances = chances
+        self.counts = counts
+        self.before_begin = before_begin
+        self.on_bind = on_bind
+        held = {layer for shard in spec.shards for layer in shard.layer_ids}
+        self.columns = layout.columns(sorted(held))
+        self.alone = all(shard.size == 1 for shard in spec.shards)
+        """Whether no positions are dealt among ranks."""
+        assert self.alone or not spec.slot_only_twin, "ranks count their steps differently"
+        self.version = 0
+        self.boots = 0
+        self.waiting: list[Request] = []
+        self.done: list[Request] = []
+        """Ended since somebody looked."""
+        self.boot()
+
+    def boot(self) -> None:
+        """Starts with an empty cache and new agents."""
+        spec = self.spec
+        self.boots += 1
+        self.boot_id = f"{spec.engine_id}-boot{self.boots}"
+        self.pool = Pool(spec, self.counts)
+        self.running: list[Request] = []
+        self.flying: Step | None = None
+        self.steps = 0
+        self.ends: dict[str, deque[int]] = {}
+        self.loaded: list[int] = []
+        """Blocks whose loading the slot-only agents are still to be told."""
+        self.lines = [self._connect(spec, shard) for shard in spec.shards]
+        self.twins: list[Line] = []
+        if spec.slot_only_twin:
+            twin = replace(spec, engine_id=f"{spec.engine_id}-slots")
+            self.twins = [self._connect(twin, shard) for shard in spec.shards]
+        self._tell("set_weight_version", self.version)
+
+    def _connect(self, spec: EngineSpec, shard: Shard) -> Line:
+        sink = self.world.connect(spec, shard, self.boot_id)
+        return Line(sink, shard, self.layout.columns(list(shard.layer_ids)))
+
+    @property
+    def capacity(self) -> int:
+        """Tokens that fit, with what drafts and steps in flight need beyond."""
+        spec = self.spec
+        return (spec.num_blocks - 1) * spec.block_size - 2 * (spec.draft_tokens + 2)
+
+    @property
+    def idle(self) -> bool:
+        return not (self.running or self.waiting or self.flying)
+
+    def submit(self, request: Request) -> None:
+        self.waiting.append(request)
+
+    # ------------------------------------------------------------------ what is told
+
+    def deliver(self) -> None:
+        """Tells everything that was held back."""
+        for line in (*self.lines, *self.twins):
+            line.deliver()
+
+    def _deliver_some(self) -> None:
+        """Tells some shards something, in any order among them."""
+        lines = [*self.lines, *self.twins]
+        self.rng.shuffle(lines)
+        for line in lines:
+            late = len(lines) > 1 and self.rng.random() < self.chances.lag
+            line.deliver(self.rng.randrange(len(line) + 1) if late else None)
+
+    def _tell(self, method: str, *args: Any) -> None:
+        """All agents, the slot-only ones too."""
+        for line in (*self.lines, *self.twins):
+            line.tell(method, *args)
+
+    def _about(self, method: str, request: Request, *args: Any, **named: Any) -> None:
+        for line in self.lines:
+            line.about(method, request, *args, **named)
+
+    # ------------------------------------------------------------------ a step
+
+    def step(self) -> None:
+        """Schedules and computes one forward pass, and tells what is known by then."""
+        before = self.flying
+        step = self._schedule()
+        if not self.spec.asynchronous:
+            if step:
+                self._tell_rows(step)
+                self._take_outcome(step)
+            self._deliver_some()
+            return
+        # The outcome of the pass before comes after this one was scheduled; its rows came before
+        # it, but perhaps only now.
+        if before and not before.told:
+            self._tell_rows(before)
+        self.flying = step
+        when = self.rng.choice(("at once", "after the outcome", "after the next is scheduled"))
+        if step and when == "at once":
+            self._tell_rows(step)
+        if before:
+            self._take_outcome(before)
+        if step and when == "after the outcome":
+            self._tell_rows(step)
+        self._deliver_some()
+
+    def drain(self) -> None:
+        """Ends the pass in flight."""
+        step, self.flying = self.flying, None
+        if step:
+            if not step.told:
+                self._tell_rows(step)
+            self._take_outcome(step)
+
+    def set_weight_version(self, version: int, *, reset: bool = False, abort: bool = False) -> None:
+        """New weights, between two passes."""
+        self.drain()
+        if abort:
+            for request in [*self.running, *(r for r in self.waiting if r.record)]:
+                self._finish(request, "abort")
+        self.version = version
+        self.counts["weight_updates"] += 1
+        self._tell("set_weight_version", version)
+        if reset:
+            self.reset_prefix_cache()
+
+    def reset_prefix_cache(self) -> None:
+        """Forgets the prefix cache; of what still runs, nobody knows the slots any more."""
+        self.drain()
+        self.counts["resets"] += 1
+        self._tell("reset_prefix_cache")
+        self.pool.reset()
+        for request in self.running:
+            request.nodes = []
+
+    def crash(self) -> None:
+        """Dies, and boots again; the agents say nothing more."""
+        begun = [*self.running, *(r for r in self.waiting if r.record)]
+        self.world.crash(self.spec.engine_id)
+        if self.twins:
+            self.world.crash(f"{self.spec.engine_id}-slots")
+        for request in begun:
+            request.outcome = "crash"
+            request.running = False
+        self.counts["crashes"] += 1
+        self.waiting = [r for r in self.waiting if not r.record]
+        self.done += begun
+        self.boot()
+
+    # ------------------------------------------------------------------ scheduling
+
+    def _schedule(self) -> Step | None:
+        rng, spec, chances = self.rng, self.spec, self.chances
+        begun = [*self.running, *(r for r in self.waiting if r.record)]
+        if begun and rng.random() < chances.abort:
+            self._finish(rng.choice(begun), "abort")
+        if spec.offload and self.pool.node_of and rng.random() < chances.external_in_place:
+            self._load_in_place()
+        while self.waiting and len(self.running) < spec.max_running and rng.random() < 0.8:
+            if not self._admit(self.waiting[0]):
+                break
+            self.running.append(self.waiting.pop(0))
+        budget = spec.chunk_tokens
+        chosen: list[tuple[Request, int, list[int]]] = []
+        for request in list(self.running):
+            if not request.running or not budget or rng.random() < chances.skip:
+                continue
+            left = len(request.ahead) - request.ahead_computed
+            count = min(left, budget)
+            if count > 8 and rng.random() < 0.3:
+                count = rng.randint(8, count)
+            most = min(spec.draft_tokens, budget - count) if left == 1 else 0
+            drafts = [rng.randrange(VOCABULARY) for _ in range(rng.randint(0, most))]
+            if self._make_room(request, request.ahead_computed + count + len(drafts)):
+                chosen.append((request, count, drafts))
+                budget -= count + len(drafts)
+        chosen = [c for c in chosen if c[0].running]
+        return self._forward(chosen) if chosen else None
+
+    def _make_room(self, request: Request, num_tokens: int) -> bool:
+        """Gets blocks for so many tokens, from the request that began to run last if need be."""
+        pool, new = self.pool, []
+        while len(request.blocks) * pool.block_size < num_tokens:
+            if not pool.free:
+                victim = self.running[-1]
+                if victim is request:
+                    break
+                self._preempt(victim)
+                continue
+            new.append(pool.allocate())
+            request.blocks.append(new[-1])
+        if new:
+            self._about("add_blocks", request, new)
+        if len(request.blocks) * pool.block_size < num_tokens:
+            self._preempt(request)
+            return False
+        return True
+
+    def _admit(self, request: Request) -> bool:
+        """Begins or resumes a request with what the cache has of it; False if there is no room."""
+        pool, rng = self.pool, self.rng
+        if request.record is None and any(
+            r.record and r.request_id == request.request_id for r in (*self.running, *self.waiting)
+        ):
+            return False  # its name is taken
+        tokens = request.tokens
+        path = pool.path(tokens, len(tokens) - 1)
+        num_local = next((i for i, n in enumerate(path) if n not in pool.cached), len(path))
+        num_full = num_local
+        if self.spec.offload and not request.remote and rng.random() < 0.8:
+            while num_full < len(path) and path[num_full] in pool.offloaded:
+                num_full += 1
+        computed = num_full * pool.block_size
+        if request.remote:
+            # Of prompts that were handed over whole, some engines compute the last token again.
+            at_most = min(request.remote, len(tokens) - 1)
+            computed = max(computed, at_most - (rng.random() < 0.2))
+        external = computed - num_local * pool.block_size
+        local = [pool.cached[n] for n in path[:num_local]]
+        total = -(-(computed + 1) // pool.block_size)
+        total += rng.randint(0, (len(tokens) + 1) // pool.block_size + 1 - total)
+        if sum(1 for b in local if not pool.refs[b]) + total - num_local > len(pool.free):
+            return False
+        begins = request.record is None
+        if begins:
+            request.record = self._record(request)
+            self.before_begin(self, request.record)
+        for block in local:
+            pool.take(block)
+        new = [pool.allocate() for _ in range(total - num_local)]
+        request.blocks = [*local, *new]
+        request.nodes = path[: computed // pool.block_size]
+        for node, block in zip(request.nodes, request.blocks, strict=False):
+            pool.register(node, block)
+        request.computed = request.ahead_computed = computed
+        request.running = True
+        record = request.record
+        assert record is not None
+        inherited = pool.slots[pool.slots_of(request.blocks, 0, computed)]
+        size = request.most + 3 * (self.spec.draft_tokens + 2)
+        record.attempts.append(Attempt(size, inherited))
+        self.counts["cached_rows"] += int((inherited != NOBODY).sum())
+        self.counts["unknown_rows"] += int((inherited == NOBODY).sum()) - external
+        if external:
+            record.external = True
+            self.counts["external_loads"] += 1
+            self.counts["external_rows"] += external
+            loaded = request.blocks[num_local : -(-computed // pool.block_size)]
+            self._twins_forget(loaded)
+        if begins:
+            self._tell_begin(request, computed, external)
+        else:
+            self.counts["resumes"] += 1
+            self._about("resume", request, computed, list(request.blocks), external)
+        return True
+
+    def _record(self, request: Request) -> Record:
+        spec = self.spec
+        record = Record(
+            spec.engine_id,
+            self.boot_id,
+            request.request_id,
+            request.trace_id,
+            len(request.prompt),
+            self.columns,
+            list(request.prompt),
+        )
+        if spec.tells_tokens:
+            ends = self.ends.get(request.trace_id, ())
+            record.told_at = digest_positions(len(request.prompt))
+            record.told_at |= {n for n in ends if n < len(request.prompt)}
+        return record
+
+    def _tell_begin(self, request: Request, computed: int, external: int) -> None:
+        self.counts["requests"] += 1
+        same = request.trace_id == request.request_id and self.rng.random() < 0.5
+        for line in self.lines:
+            line.begin(
+                request,
+                trace_id="" if same else request.trace_id,
+                prompt_len=len(request.prompt),
+                labels={"request": request.request_id},
+                num_computed_tokens=computed,
+                num_external_tokens=external,
+                block_ids=list(request.blocks),
+                prompt_token_ids=list(request.prompt) if self.spec.tells_tokens else None,
+            )
+
+    def _load_in_place(self) -> None:
+        """Some cached blocks are loaded from elsewhere once more."""
+        cached = sorted(self.pool.node_of)
+        blocks = self.rng.sample(cached, min(len(cached), self.rng.randint(1, 4)))
+        self.counts["external_loads"] += 1
+        self.counts["external_rows"] += len(blocks) * self.pool.block_size
+        self.pool.forget(blocks)
+        for line in self.lines:
+            line.tell("external", blocks)
+        self._twins_forget(blocks)
+
+    def _twins_forget(self, blocks: list[int]) -> None:
+        """Slots are loaded once the pass in flight is done: it may write to those of a request that
+        it does not know to be gone."""
+        if self.twins and self.flying and not self.flying.told:
+            self.loaded += blocks
+            return
+        for twin in self.twins:
+            twin.tell("external", list(blocks))
+
+    # ------------------------------------------------------------------ computing
+
+    def _forward(self, chosen: list[tuple[Request, int, list[int]]]) -> Step:
+        """Computes rows, accepts drafts and samples tokens, on the device."""
+        rng = self.rng
+        rng.shuffle(chosen)
+        total = sum(count + len(drafts) for _, count, drafts in chosen)
+        numbers = self.store.draw(total, self.version)
+        self.counts["rows"] += total
+        runs = []
+        for request, count, drafts in chosen:
+            start = request.ahead_computed
+            known, stop = start + count, start + count + len(drafts)
+            own, numbers = numbers[: stop - start], numbers[stop - start :]
+            kept = known
+            if known == len(request.ahead):
+                while kept < stop and rng.random() < self.chances.accept:
+                    kept += 1
+                sampled = rng.randrange(VOCABULARY)
+                request.ahead = [*request.ahead, *drafts[: kept - known], sampled]
+            request.ahead_computed = kept
+            slots = self.pool.slots_of(request.blocks, start, stop)
+            self.pool.slots[slots] = NOBODY
+            self.pool.slots[slots[: kept - start]] = own[: kept - start]
+            request.attempt.rows[start:kept] = own[: kept - start]
+            self.counts["rejected_rows"] += stop - kept
+            run = Run(
+                request, request.attempt, start, own, slots, stop - known, kept, request.ahead
+            )
+            runs.append(run)
+        self.steps += 1
+        return Step(self.steps, runs)
+
+    def _tell_rows(self, step: Step) -> None:
+        """Tells what a pass chose, late or not, to those who computed it."""
+        step.told = True
+        rows = self.store.rows(np.concatenate([run.numbers for run in step.runs]))
+        for run in step.runs:
+            request, record = run.request, run.request.record
+            assert record is not None
+            run.told = request.running and run.attempt is request.attempt
+            if run.told:
+                first = max(run.start + 1, record.prompt_len)
+                alone = run.drafts or self.alone
+                record.tentative = (min(first, run.stop) if alone else run.stop, run.stop)
+            else:
+                self.counts["late_rows"] += len(run.numbers)
+        ranks = self._deal(step)
+        for line in self.lines:
+            mine = None if ranks is None else ranks == line.shard.rank
+            runs: list[tuple[Request, int, int]] = []
+            at = 0
+            for run in step.runs:
+                n = len(run.numbers)
+                if mine is None:
+                    parts = [(0, n)]
+                else:
+                    edges = np.flatnonzero(np.diff(mine[at : at + n], prepend=False, append=False))
+                    parts = [(int(a), int(b)) for a, b in edges.reshape(-1, 2)]
+                if parts:
+                    run.lines.append(line)
+                runs += [(run.request, run.start + a, b - a) for a, b in parts]
+                at += n
+            if runs or self.rng.random() < 0.3:
+                told = rows if mine is None else rows[mine]
+                line.step(step.number, told[:, line.columns], runs)
+        if self.twins:
+            slots = np.concatenate([run.slots for run in step.runs])
+            for twin in self.twins:
+                twin.step_slots(step.number, rows[:, twin.columns], slots)
+            for run in step.runs:
+                if run.told:
+                    run.request.last_twin_step = step.number
+            if self.loaded:
+                loaded, self.loaded = self.loaded, []
+                self._twins_forget(loaded)
+
+    def _deal(self, step: Step) -> np.ndarray | None:
+        """The context-parallel rank that computes each row; None if there is only one.
+
+        A chunk of a prompt is dealt in a zigzag, so that all ranks have as much to attend to, or in
+        equal parts; a token and the drafts behind it are computed by one rank.
+        """
+        if self.alone:
+            return None
+        size = self.spec.shards[0].size
+        ranks = []
+        for run in step.runs:
+            n = len(run.numbers)
+            if run.drafts or n < 2 * size:
+                ranks.append(np.full(n, self.rng.randrange(size)))
+            elif self.rng.random() < 0.5:
+                part = np.arange(n) * 2 * size // n
+                ranks.append(np.minimum(part, 2 * size - 1 - part))
+            else:
+                ranks.append(np.arange(n) * size // n)
+        return np.concatenate(ranks)
+
+    # ------------------------------------------------------------------ outcomes
+
+    def _take_outcome(self, step: Step) -> None:
+        """The scheduler learns what a pass led to."""
+        for run in step.runs:
+            request = run.request
+            if not request.running or run.attempt is not request.attempt:
+                continue
+            request.tokens = run.ahead[: request.most]
+            request.computed = min(run.kept, len(request.tokens))
+            self._register(request)
+            if len(request.tokens) == request.most:
+                self._finish(request, request.end or self.rng.choice(("stop", "length")))
+            elif run.kept < run.stop:
+                self.counts["rewinds"] += 1
+                self._tell_rewind(run, step)
+
+    def _tell_rewind(self, run: Run, step: Step) -> None:
+        """Drafts were rejected. The rows of the next pass, if they were told, began lower."""
+        # Of context-parallel ranks another one may get the rows that begin lower.
+        if self.alone and self.rng.random() < self.chances.rewind_untold:
+            return
+        overtaken = self.flying is not None and self.flying is not step and self.flying.told
+        named = overtaken or self.rng.random() < 0.5
+        for line in run.lines:
+            line.rewind(run.request, run.kept, step.number if named else 0)
+
+    def _register(self, request: Request) -> None:
+        """Full blocks of known tokens can be found from now on."""
+        pool = self.pool
+        parent = request.nodes[-1] if request.nodes else 0
+        for i in range(len(request.nodes), request.computed // pool.block_size):
+            start = i * pool.block_size
+            parent = pool.node(parent, request.tokens[start : start + pool.block_size])
+            request.nodes.append(parent)
+            pool.register(parent, request.blocks[i])
+
+    def _preempt(self, request: Request) -> None:
+        """Takes a request's blocks away; it starts over later."""
+        record = request.record
+        assert record is not None
+        self.counts["preemptions"] += 1
+        stop = request.computed
+        for run in self._in_flight(request):
+            # Its pass is in flight: the tokens that it samples are kept or not, its rows as well.
+            keeps = len(run.ahead) < request.most and self.rng.random() < 0.5
+            if keeps:
+                request.tokens = run.ahead
+                if run.told and self.rng.random() < 0.5:
+                    stop = run.kept
+            if run.told and stop < run.kept:
+                sure = min(run.kept, max(run.start + 1, record.prompt_len))
+                positions = range(run.start, sure)
+                record.discarded += zip(positions, run.numbers.tolist(), strict=False)
+        request.attempt.rows[stop:] = NOBODY
+        record.tentative = (0, 0)
+        request.computed = stop
+        self._about("preempt", request, stop)
+        request.ahead = request.tokens
+        self._release(request)
+        self.waiting.insert(0, request)
+
+    def _in_flight(self, request: Request) -> list[Run]:
+        """The rows of a request whose outcome nobody knows yet: at most those of one pass."""
+        runs = self.flying.runs if self.flying else []
+        return [run for run in runs if run.request is request and run.attempt is request.attempt]
+
+    def _finish(self, request: Request, reason: str) -> None:
+        record = request.record
+        assert record is not None
+        for run in self._in_flight(request):
+            if not run.told:
+                request.attempt.rows[run.start :] = NOBODY  # they come late
+        self.counts["aborts"] += reason == "abort"
+        self.counts["handoffs"] += reason == "handoff"
+        tokens = request.tokens
+        record.tokens = list(tokens)
+        record.reason = request.outcome = reason
+        record.tentative = (0, 0)
+        told = list(tokens) if self.spec.tells_tokens else None
+        self._about("finish", request, len(tokens), reason, told)
+        if told:
+            record.told_at |= digest_positions(len(tokens))
+            ends = self.ends.setdefault(request.trace_id, deque(maxlen=ENDS_PER_TRACE))
+            ends.append(len(tokens))
+        if self.twins and request.last_twin_step and request.computed:
+            self._bind(request)
+        if request.running:
+            self._release(request)
+        else:
+            self.waiting.remove(request)
+        self.done.append(request)
+
+    def _release(self, request: Request) -> None:
+        request.running = False
+        self.running.remove(request)
+        self.pool.release(request.blocks)
+        request.blocks, request.nodes = [], []
+        request.last_twin_step = 0
+
+    def _bind(self, request: Request) -> None:
+        """Names the request behind its slots, before anybody else gets them."""
+        self.counts["binds"] += 1
+        for twin in self.twins:
+            twin.deliver()
+        slots = self.pool.slots_of(request.blocks, 0, request.computed)
+        rows = self.pool.slots[slots]
+        bound = Bound(len(request.tokens), request.computed, rows, self.columns)
+        trace_id = f"{request.trace_id}@slots"
+        self.on_bind(trace_id, bound)
+        self.world.bind(
+            f"{self.spec.engine_id}-slots",
+            request.request_id,
+            trace_id,
+            list(request.blocks),
+            len(request.tokens),
+            min(request.computed, len(request.tokens) - 1),
+            self.twins[0].steps[request.last_twin_step],
+            list(request.tokens) if self.spec.tells_tokens else None,
+        )

@@ -1,0 +1,93 @@
+"""The KV blocks of one simulated engine."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+import numpy as np
+
+from oracle.truth import NOBODY
+from oracle.world import EngineSpec
+
+#: Blocks that the CPU keeps of those that were evicted.
+OFFLOADED_BLOCKS = 64
+
+
+class Pool:
+    """KV blocks with prefix caching: a cached block that nobody uses is evicted last used first."""
+
+    def __init__(self, spec: EngineSpec, counts: dict[str, int]) -> None:
+        self.block_size = spec.block_size
+        self.counts = counts
+        self.slots = np.full(spec.num_blocks * spec.block_size, NOBODY)
+        """Number of the row that computed the KV entry in each slot."""
+        self.refs = [0] * spec.num_blocks
+        self.free: OrderedDict[int, None] = OrderedDict.fromkeys(range(spec.num_blocks))
+        self.used = [False] * spec.num_blocks
+        self.cached: dict[int, int] = {}
+        self.node_of: dict[int, int] = {}
+        self.offloaded: OrderedDict[int, None] = OrderedDict()
+        self._children: dict[tuple[int, tuple[int, ...]], int] = {}
+
+    def node(self, parent: int, tokens: list[int]) -> int:
+        """A name for a sequence of full blocks: that of all but the last, and its tokens."""
+        return self._children.setdefault((parent, tuple(tokens)), len(self._children) + 1)
+
+    def path(self, tokens: list[int], limit: int) -> list[int]:
+        """Nodes of the full blocks in the first `limit` tokens."""
+        nodes, parent = [], 0
+        for end in range(self.block_size, limit + 1, self.block_size):
+            parent = self.node(parent, tokens[end - self.block_size : end])
+            nodes.append(parent)
+        return nodes
+
+    def take(self, block: int) -> None:
+        """One more request uses a cached block."""
+        if not self.refs[block]:
+            del self.free[block]
+        self.refs[block] += 1
+
+    def allocate(self) -> int:
+        """A block for somebody new."""
+        block, _ = self.free.popitem(last=False)
+        node = self.node_of.pop(block, None)
+        if node is not None:
+            del self.cached[node]
+            self.offloaded[node] = None
+            self.offloaded.move_to_end(node)
+            if len(self.offloaded) > OFFLOADED_BLOCKS:
+                self.offloaded.popitem(last=False)
+        self.refs[block] = 1
+        self.counts["reused_blocks"] += self.used[block]
+        self.used[block] = True
+        self.forget([block])
+        return block
+
+    def release(self, blocks: list[int]) -> None:
+        for block in reversed(blocks):
+            self.refs[block] -= 1
+            if not self.refs[block]:
+                self.free[block] = None
+
+    def register(self, node: int, block: int) -> None:
+        """A full block can be found by its tokens from now on."""
+        if node not in self.cached and block not in self.node_of:
+            self.cached[node] = block
+            self.node_of[block] = node
+
+    def forget(self, blocks: list[int]) -> None:
+        """Nobody knows what is in these blocks."""
+        self.slots.reshape(-1, self.block_size)[blocks] = NOBODY
+
+    def reset(self) -> None:
+        """Forgets the prefix cache."""
+        self.cached.clear()
+        self.node_of.clear()
+        self.offloaded.clear()
+        self.slots.fill(NOBODY)
+
+    def slots_of(self, blocks: list[int], start: int, stop: int) -> np.ndarray:
+        """Slots of the positions [start, stop) of a request."""
+        positions = np.arange(start, stop)
+        held = np.asarray(blocks, np.int64)
+        return held[positions // self.block_size] * self.block_size + positions % self.block_size
