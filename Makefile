@@ -8,7 +8,7 @@ PIP    := $(PY) -m pip install --quiet --disable-pip-version-check
 # The CPU build; use your own torch by installing it into $(VENV) first.
 TORCH  ?= torch==2.13.0
 
-.PHONY: demo test lint bench test-install proto clean
+.PHONY: demo test lint bench test-exact test-mutations test-install proto clean
 
 demo: $(VENV)/.demo
 	$(PY) examples/demo.py
@@ -22,6 +22,19 @@ lint: $(VENV)/.dev
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
 	$(VENV)/bin/pyright --pythonpath $(PY)
+
+# At least CELLS cells, compared one by one with what simulated engines did; see tests/oracle. Seeds
+# are printed: `make test-exact SEED=17 WORLD=socket ONCE=--once` makes that run again.
+SEED  ?=
+CELLS ?= 10000000
+WORLD ?= both
+test-exact: $(VENV)/.dev
+	PYTHONPATH=tests OMP_NUM_THREADS=1 $(PY) -m oracle \
+		$(if $(SEED),--seed $(SEED)) --cells $(CELLS) --world $(WORLD) $(ONCE)
+
+# Breaks the code in many ways and shows that the oracle sees each one.
+test-mutations: $(VENV)/.dev
+	PYTHONPATH=tests $(PY) -m oracle.mutations
 
 # Builds the wheel and installs it bare, with each extra, and beside old and new protobuf and grpcio.
 test-install: $(VENV)/.dev

@@ -56,7 +56,7 @@ class CaptureAgent:
     rows of a request that has ended or was preempted by then are late, and dropped.
 
     An engine of several shards has an agent for each, and tells each of them of every request. To
-    step() each gives its own layers and positions; a token and the drafts behind it are of one rank.
+    step() each gives its own layers and positions; a token and its drafts are of one rank.
 
     Args:
         config: whom to send to, and what rows look like.
