@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from routetrace.server.joins import Incarnation, join
+from routetrace.server.joins import Incarnation, Join
 from routetrace.server.spans import FOREVER, Span
 from routetrace.server.trace_index import Source, WriterKey
 from routetrace.server.view import Selection, view
@@ -40,6 +40,12 @@ class Told:
         self.source.add_digests(token_digests(np.array(tokens, np.uint32), ends))
         grid = range(DIGEST_EVERY, len(tokens), DIGEST_EVERY)
         self.positions |= {*grid, len(tokens), *(e for e in ends if 0 < e < len(tokens))} - {0}
+
+
+def incarnations(requests: list[Told], standing: bool = False) -> list[Incarnation]:
+    join = Join([r.source for r in requests])
+    numbers = join.standing if standing else range(1, len(requests) + 1)
+    return [join.incarnation(n) for n in numbers]
 
 
 def served(requests: list[Told], incarnation: Incarnation, policy="as_sampled") -> list[int]:
@@ -94,7 +100,7 @@ def traces(draw) -> list[Told]:
 @given(traces())
 def test_a_row_is_served_only_for_the_tokens_that_it_was_computed_for(requests):
     by_number = {r.number: r for r in requests}
-    for whole in join([r.source for r in requests]).all:
+    for whole in incarnations(requests):
         mine = requests[whole.request.number - 1]
         for policy in ("as_sampled", "latest"):
             for position, number in enumerate(served(requests, whole, policy)):
@@ -106,8 +112,7 @@ def test_a_row_is_served_only_for_the_tokens_that_it_was_computed_for(requests):
 
 @given(traces())
 def test_what_is_proven_is_joined(requests):
-    whole = join([r.source for r in requests])
-    for incarnation in whole.all:
+    for incarnation in incarnations(requests):
         mine = requests[incarnation.request.number - 1]
         rows = served(requests, incarnation)
         for other in requests:
@@ -122,18 +127,14 @@ def test_what_is_proven_is_joined(requests):
 def test_the_order_of_arrival_changes_only_numbers_and_ties(requests):
     there = sorted(requests, key=lambda r: r.number)
     standing = {
-        tuple(
-            requests[i.request.number - 1].number
-            for i in join([r.source for r in requests]).standing
-        )
+        tuple(requests[n - 1].number for n in Join([r.source for r in requests]).standing)
         for requests in (requests, there)
     }
     assert len({frozenset(s) for s in standing}) == 1
 
 
 def numbers(*requests: Told) -> list[list[int]]:
-    whole = join([r.source for r in requests])
-    return [served(list(requests), i) for i in whole.standing]
+    return [served(list(requests), i) for i in incarnations(list(requests), standing=True)]
 
 
 def test_a_handed_over_prefill_and_its_decode_are_one_sequence():
@@ -157,7 +158,7 @@ def test_a_continued_rollout_keeps_the_rows_that_sampled_its_tokens():
     assert numbers(first, then) == [[1] * 156 + [2] * 3]
     third = Told(3, [*then.tokens, 4], 160, ends=(157,))
     assert numbers(first, then, third) == [[1] * 156 + [2] * 3 + [3]]
-    latest = join([first.source, then.source]).standing[0]
+    (latest,) = incarnations([first, then], standing=True)
     assert served([first, then], latest, "latest") == [2] * 159
 
 
@@ -197,19 +198,18 @@ def test_shards_are_one_request_unless_their_tokens_differ():
     sources = [Source(WriterKey("", "e", f"pp{i}"), 1, "r", "boot/0", LAYOUT, 70) for i in range(3)]
     sources[0].add_digests(token_digests(tokens))
     sources[2].add_digests(token_digests(tokens + 1))
-    requests = [i.request for i in join(sources).all]
-    assert [r.sources for r in requests] == [sources[:2], sources[2:]]
+    assert [r.sources for r in Join(sources).requests] == [sources[:2], sources[2:]]
     # The same id later, of another boot, and twice of one writer.
     again = Source(WriterKey("", "e", "pp0"), 2, "r", "boot/0", LAYOUT)
     other = Source(WriterKey("", "e", "pp1"), 2, "r", "again/0", LAYOUT)
-    assert len(join([*sources[:2], again, other]).all) == 3
+    assert len(Join([*sources[:2], again, other]).requests) == 3
 
 
 def test_an_unfinished_request_ends_where_its_drafts_begin():
     source = Source(WriterKey("", "e", ""), 1, "r", "b/0", LAYOUT)
     source.attempts[0].append(Span(0, 10, 0, 0, 1))
     source.tentative = 3
-    (incarnation,) = join([source]).all
+    incarnation = Join([source]).incarnation(1)
     assert incarnation.num_rows == 7
     (segment,) = view([source], incarnation, Selection(0, FOREVER, (0,)))
     assert segment.span.stop == 7

@@ -17,9 +17,9 @@ from routetrace.server.config import ServerConfig
 from routetrace.server.core import Core
 from routetrace.server.record import Sums, encode_chunk, encode_control, layout_to_hex
 from routetrace.server.slot_map import SlotMap
+from routetrace.server.spans import Span, SpanList, merge, subtract
 from routetrace.server.state import State
 from routetrace.server.store import MemoryStore
-from routetrace.server.spans import Span, SpanList, merge, subtract
 from routetrace.v1.errors import Overloaded
 from routetrace.v1.layout import RoutingLayout
 

@@ -10,9 +10,10 @@ that it does not have to.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import combinations
+from functools import cached_property
+from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
 from routetrace.server.spans import FOREVER
@@ -22,7 +23,10 @@ if TYPE_CHECKING:
     from routetrace.server.trace_index import Source
 
 Digests = dict[int, int]
-"""Position -> digest of the tokens before it."""
+"""Position -> digest of the tokens before it; ascending."""
+
+Prefix = tuple[int, int]
+"""(position, digest): the tokens of a sequence before a position."""
 
 
 @dataclass(slots=True, eq=False)
@@ -35,6 +39,8 @@ class Request:
     """Its sources, with their index in the trace."""
     digests: Digests = field(default_factory=dict)
     """Also those that follow from other requests with the same tokens."""
+    successor: Request | None = None
+    """A request that all of it is a part of."""
 
     @property
     def sources(self) -> list[Source]:
@@ -61,6 +67,18 @@ class Request:
         """Its rows if it has ended, else past every position."""
         return self.num_tokens - 1 if self.num_tokens else FOREVER
 
+    def goes_on_from(self, other: Request, proven: int) -> bool:
+        """Whether it was given tokens that the other one sampled, or the KV of its prompt.
+
+        `proven` tokens at the start of its prompt are the other's too.
+        """
+        # Only what comes later in this order can go on from a request.
+        if (other.prompt_len, not other.handed_over) >= (self.prompt_len, not self.handed_over):
+            return False
+        if other.handed_over and proven >= other.num_rows:
+            return True
+        return proven > other.prompt_len > 0
+
 
 class Part(NamedTuple):
     """What a request gives to an incarnation: its rows of positions before `stop`."""
@@ -69,27 +87,44 @@ class Part(NamedTuple):
     stop: int
 
 
-@dataclass(slots=True, eq=False)
 class Incarnation:
     """The token sequence that ends with one request."""
 
-    request: Request
-    continued: list[Part] = field(default_factory=list)
-    """Requests that it goes on from, in the order in which their tokens were sampled."""
-    alike: list[Part] = field(default_factory=list)
-    """Other requests that were given the same tokens: their rows fill holes."""
-    successor: Request | None = None
-    """A request that all of it is a part of."""
+    def __init__(self, request: Request, join: Join) -> None:
+        self.request = request
+        self._join = join
+
+    @cached_property
+    def _parts(self) -> tuple[list[Part], list[Part]]:
+        continued: list[Part] = []
+        alike: list[Part] = []
+        for other, proven in self._join.proven(self.request):
+            part = Part(other, min(proven, other.num_rows))
+            (continued if self.request.goes_on_from(other, proven) else alike).append(part)
+        # Of several that handed over the same prompt, the last one's KV was used.
+        continued.sort(key=lambda p: (p.request.prompt_len, -p.request.number))
+        alike.sort(key=lambda p: p.request.number)
+        return continued, alike
+
+    @property
+    def continued(self) -> list[Part]:
+        """Requests that it goes on from, in the order in which their tokens were sampled."""
+        return self._parts[0]
 
     @property
     def as_sampled(self) -> list[Part]:
-        """Whose row is served: of the first that has it."""
-        return [*self.continued, Part(self.request, FOREVER), *self.alike]
+        """Whose row is served: of the first that has it.
+
+        Last come other requests that were given the same tokens: their rows fill holes.
+        """
+        continued, alike = self._parts
+        return [*continued, Part(self.request, FOREVER), *alike]
 
     @property
     def latest(self) -> list[Part]:
         """The same for the latest rows."""
-        return [Part(self.request, FOREVER), *reversed(self.continued), *self.alike]
+        continued, alike = self._parts
+        return [Part(self.request, FOREVER), *reversed(continued), *alike]
 
     @property
     def num_tokens(self) -> int:
@@ -105,27 +140,61 @@ class Incarnation:
         return max(min(stop, s.end) for request, stop in parts for s in request.sources)
 
 
-class Join(NamedTuple):
-    """The incarnations of a trace."""
+class Join:
+    """The requests of a trace, and the incarnations that they make up.
 
-    all: list[Incarnation]
-    """Of every request, by its number - 1."""
+    Args:
+        sources: of the trace, in order of arrival.
+    """
+
+    def __init__(self, sources: Sequence[Source]) -> None:
+        self.requests = _requests(sources)
+        self._incarnations: dict[int, Incarnation] = {}
+        self._holders: dict[Prefix, list[Request]] = {}
+        if len(self.requests) > 1:
+            self._prove()
+
+    def incarnation(self, number: int) -> Incarnation:
+        """The one that ends with a request."""
+        if number not in self._incarnations:
+            self._incarnations[number] = Incarnation(self.requests[number - 1], self)
+        return self._incarnations[number]
 
     @property
-    def standing(self) -> list[Incarnation]:
-        """Those that no other one goes on from."""
-        return [i for i in self.all if i.successor is None]
+    def standing(self) -> list[int]:
+        """Numbers of those that no other one contains."""
+        return [r.number for r in self.requests if r.successor is None]
 
+    def proven(self, request: Request) -> Iterator[tuple[Request, int]]:
+        """Other requests that share tokens with a request's prompt, and how many for certain.
 
-def join(sources: Sequence[Source]) -> Join:
-    """Works out the incarnations of a trace from its sources, in order of arrival."""
-    requests = _requests(sources)
-    incarnations = [Incarnation(r) for r in requests]
-    if len(requests) > 1:
-        _close(requests)
-        for whole in incarnations:
-            _find_parts(whole, incarnations)
-    return Join(incarnations)
+        Not beyond the prompt: for what the request sampled itself it has no rows but its own.
+        """
+        seen = {request.number}
+        for prefix in reversed(request.digests.items()):
+            if prefix[0] <= request.prompt_len:
+                for other in self._holders.get(prefix, ()):
+                    if other.number not in seen:
+                        seen.add(other.number)
+                        yield other, prefix[0]
+
+    def _prove(self) -> None:
+        """Spreads digests among requests, and finds those that are a part of another."""
+        _spread([r for r in self.requests if r.digests])
+        given: dict[Prefix, list[Request]] = {}
+        for request in self.requests:
+            prompt_len = request.prompt_len
+            for prefix in request.digests.items():
+                self._holders.setdefault(prefix, []).append(request)
+                if prefix[0] <= prompt_len:
+                    given.setdefault(prefix, []).append(request)
+        for request in self.requests:
+            whole = request.num_tokens - request.handed_over
+            for position, digest in request.digests.items():
+                if 0 < whole <= position:
+                    for other in given.get((position, digest), ()):
+                        if other.goes_on_from(request, position):
+                            request.successor = other  # the newest, in the end
 
 
 def _requests(sources: Sequence[Source]) -> list[Request]:
@@ -143,7 +212,7 @@ def _requests(sources: Sequence[Source]) -> list[Request]:
             requests.append(home)
             same.append(home)
         home.members.append((index, source))
-        home.digests |= digests
+        home.digests = dict(sorted((home.digests | digests).items()))
     return requests
 
 
@@ -154,54 +223,29 @@ def _may_hold(request: Request, source: Source, digests: Digests) -> bool:
     )
 
 
-def _close(requests: list[Request]) -> None:
-    """Spreads digests: where two requests agree, what one knows of the tokens before, both do."""
-    changed = True
-    while changed:
-        changed = False
-        for a, b in combinations(requests, 2):
-            proven = _agreed(a, b, FOREVER)
-            for one, other in ((a, b), (b, a)):
-                news = {
-                    p: value
-                    for p, value in one.digests.items()
-                    if p <= proven and p not in other.digests
-                }
-                other.digests |= news
-                changed = changed or bool(news)
+def _spread(requests: list[Request]) -> None:
+    """Where requests agree, what one knows of the tokens before, all do.
 
-
-def _agreed(a: Request, b: Request, limit: int) -> int:
-    """The last position up to `limit` before which both have the same tokens for certain."""
-    if len(b.digests) < len(a.digests):
-        a, b = b, a
-    return max((p for p, v in a.digests.items() if p <= limit and b.digests.get(p) == v), default=0)
-
-
-def _find_parts(whole: Incarnation, incarnations: list[Incarnation]) -> None:
-    """Finds what other requests contribute to an incarnation, and which of them it goes on from."""
-    request = whole.request
-    for other in incarnations:
-        part = other.request
-        if part is request:
-            continue
-        # Not beyond the prompt: what this request sampled itself has no rows but its own.
-        proven = _agreed(part, request, request.prompt_len)
-        if not proven:
-            continue
-        stop = min(proven, part.num_rows)
-        goes_on = proven > part.prompt_len > 0
-        takes_over = part.handed_over and proven >= part.num_rows
-        if _order(part) < _order(request) and (goes_on or takes_over):
-            whole.continued.append(Part(part, stop))
-            if takes_over or 0 < part.num_tokens <= proven:
-                other.successor = request
-        else:
-            whole.alike.append(Part(part, stop))
-    # Of several that handed over the same prompt, the last one's KV was used.
-    whole.continued.sort(key=lambda p: (p.request.prompt_len, -p.request.number))
-
-
-def _order(request: Request) -> tuple[int, bool]:
-    """Only what comes later in this order can go on from a request."""
-    return request.prompt_len, not request.handed_over
+    A digest stands for all tokens before its position, so those of one sequence follow each other:
+    for each prefix the next shorter one that anybody knows is found, the longest first.
+    """
+    shorter: dict[Prefix, set[Prefix]] = {}
+    for request in requests:
+        prefixes = list(request.digests.items())
+        shorter.setdefault(prefixes[0], set())
+        for one, longer in pairwise(prefixes):
+            shorter.setdefault(longer, set()).add(one)
+    before: dict[Prefix, Prefix] = {}
+    for prefix in sorted(shorter, reverse=True):
+        known = sorted(shorter[prefix], reverse=True)
+        before.update((prefix, one) for one in known[:1])
+        for longer, one in pairwise(known):
+            if one[0] < longer[0]:
+                shorter[longer].add(one)
+    for request in requests:
+        *_, prefix = request.digests.items()
+        chain = [prefix]
+        while prefix in before:
+            prefix = before[prefix]
+            chain.append(prefix)
+        request.digests = dict(reversed(chain))

@@ -64,16 +64,17 @@ class Reader:
         trace = self._state.traces.traces.get((run, trace_id))
         if trace is None or not trace.sources:
             raise NotFound(field="trace_id", value=trace_id, expected=f"a trace of run {run!r}")
-        count = len(trace.join.all)
+        join = trace.join
+        count = len(join.requests)
         if number > count:
             raise NotFound(field="incarnation", value=number, expected=f"1 to {count}")
         if number:
-            return trace, trace.join.all[number - 1]
-        standing = trace.join.standing
-        for incarnation in reversed(standing):
+            return trace, join.incarnation(number)
+        for standing in reversed(join.standing):
+            incarnation = join.incarnation(standing)
             if self.state_of(trace, incarnation) == pb.TRACE_STATE_COMPLETE:
                 return trace, incarnation
-        return trace, standing[-1]
+        return trace, join.incarnation(join.standing[-1])
 
     def state_of(self, trace: Trace, incarnation: Incarnation) -> int:
         """Running, complete or incomplete."""

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from routetrace.server.joins import Join, join
+from routetrace.server.joins import Join
 from routetrace.server.refs import chunk_of
 from routetrace.server.spans import FOREVER, SpanList
 from routetrace.v1 import routetrace_pb2 as pb
@@ -125,7 +125,7 @@ class Trace:
     def join(self) -> Join:
         """Which sources make up which token sequence."""
         if self._join is None:
-            self._join = join(self.sources)
+            self._join = Join(self.sources)
         return self._join
 
     def rejoin(self) -> None:

@@ -86,7 +86,7 @@ class TraceServicer(pb_grpc.TraceServiceServicer):
             source.ended, source.num_tokens = True, request.num_tokens + 1
             self._core.state.inherit(writer, source, list(request.block_ids), request.num_tokens)
             trace.sources.append(source)
-        (incarnation,) = trace.join.all
+        incarnation = trace.join.incarnation(1)
         start = min(request.token_start, request.num_tokens)
         selection = self._reader.select(incarnation, start, request.num_tokens, request.layer_ids)
         info = self._reader.describe(trace, incarnation)
@@ -121,11 +121,10 @@ class TraceServicer(pb_grpc.TraceServiceServicer):
         sent: dict[int, list[Segment]] = {}
         while True:
             seen = trace.changes
-            incarnation = trace.join.all[incarnation.request.number - 1]
-            while incarnation.successor and not request.incarnation:
-                # Another request goes on from it: what was sent is a part of that.
-                incarnation = trace.join.all[incarnation.successor.number - 1]
-            sending.incarnation = incarnation
+            last = trace.join.requests[incarnation.request.number - 1]
+            while last.successor and not request.incarnation:
+                last = last.successor  # what was sent is a part of it
+            sending.incarnation = incarnation = trace.join.incarnation(last.number)
             info = self._reader.describe(trace, incarnation)
             selection = self._select(incarnation, request)
             segments = view(trace.sources, incarnation, selection)
@@ -250,8 +249,8 @@ class TraceServicer(pb_grpc.TraceServiceServicer):
         retired = []
         for trace in self._core.state.traces.newest_first(request.run):
             ended = all(
-                self._reader.state_of(trace, i) != pb.TRACE_STATE_RUNNING
-                for i in trace.join.standing
+                self._reader.state_of(trace, trace.join.incarnation(n)) != pb.TRACE_STATE_RUNNING
+                for n in trace.join.standing
             )
             newer = any(
                 span.weight_version > request.through_weight_version

@@ -53,7 +53,10 @@ def view(
     last = min(selection.stop, incarnation.num_rows)
     claimed: dict[frozenset[int], list[Interval]] = {}
     segments = []
+    whole = [(selection.start, last)]
     for request, part_stop in incarnation.latest if latest else incarnation.as_sampled:
+        if layers == {layer for held, ii in claimed.items() if ii == whole for layer in held}:
+            break  # of a request that was run again and again there are many parts
         for number, attempt, spans, confirmed in _passes(request, latest):
             held = layers.intersection(sources[number].layout.layer_ids)
             stop = min(last, part_stop, confirmed)
