@@ -179,6 +179,21 @@ def test_a_step_larger_than_the_ring_is_cut(server):
     assert len(kept) > 1000
 
 
+def test_drafts_that_the_ring_cuts_off_are_drafts_of_the_same_step(server):
+    with CaptureAgent(config_for(server, BIG, ring_bytes=1 << 20)) as agent:
+        other, handle = agent.begin("other"), agent.begin("r", prompt_len=100)
+        agent.step(make_rows(100, BIG), [(handle, 0, 100)])
+        assert agent.flush(20)
+        n = agent._feed.room(3 * 2 * 8) - 3
+        agent.step(make_rows(n + 6, BIG), [(other, 0, n), (handle, 100, 6)])
+        assert agent.flush(20)
+        request = server.model.request("r")
+        assert (len(request.attempts[0].rows), request.drafts) == (106, 101)
+        agent.step(make_rows(1, BIG), [(handle, 106, 1)])
+        assert agent.flush(20)
+        assert len(request.served()) == 107
+
+
 # ---------------------------------------------------------------------- arguments
 
 
@@ -270,6 +285,23 @@ def test_calls_refuse(idle_agent, field, call):
         call(idle_agent, idle_agent.handle)
     assert caught.value.field == field
     assert idle_agent.stats().offered_rows == offered
+
+
+def test_each_agent_is_a_boot_of_its_own_unless_told(server):
+    config = config_for(server)
+    with CaptureAgent(config) as first, CaptureAgent(config) as second:
+        ids = {first.config.boot_id, second.config.boot_id}
+    assert len(ids) == 2
+    assert all(ids)
+
+
+def test_what_is_too_large_to_begin_did_not_begin(server):
+    with CaptureAgent(config_for(server, ring_bytes=1 << 20)) as agent:
+        with pytest.raises(InvalidArgument, match="ring_bytes"):
+            agent.begin("r", prompt_len=200_000, prompt_token_ids=np.zeros(200_000, np.int64))
+        agent.finish(agent.begin("r"), 1)
+        assert agent.flush(20)
+    assert [r.index for r in server.model.requests] == [0]
 
 
 def test_a_handle_is_void_after_finish(idle_agent):
@@ -365,7 +397,6 @@ def test_settings_from_the_environment(monkeypatch):
     config = AgentConfig("", "e", LAYOUT, attributes={"host": "h"})
     assert config.run == "mine"
     assert pickle.loads(pickle.dumps(config)) == config
-    assert config.boot_id != AgentConfig("", "e", LAYOUT).boot_id
 
 
 # ---------------------------------------------------------------------- a server in trouble

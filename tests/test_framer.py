@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from itertools import pairwise
 
 import numpy as np
 from hypothesis import given, settings
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 from ingest_server import NO_DRAFTS, Model, read_chunk
 from sim_engine import SimEngine
 
+from routetrace.capture_agent.agent import _cut
 from routetrace.capture_agent.chunks import ChunkBuilder
 from routetrace.capture_agent.counters import Word
 from routetrace.capture_agent.framer import Framer, TraceEnds
@@ -24,7 +26,7 @@ LAYOUT = RoutingLayout((1, 2), 4, 300, 2)
 BLOCK = 4
 #: Hypothesis' own generators can shrink, but are ten times slower.
 SEEDS = st.integers(0, 1 << 32).map(random.Random)
-INVALID = pb.MISSING_REASON_INVALID_IDS
+INVALID, FULL = pb.MISSING_REASON_INVALID_IDS, pb.MISSING_REASON_QUEUE_FULL
 
 
 class Framed:
@@ -50,6 +52,7 @@ class Framed:
         self.offered = 0
         self.names: dict[int, str] = {}
         self.last_step: dict[int, int] = {}
+        self.first_draft: dict[int, int] = {}  # in that step
         self.preempted: set[int] = set()
         self.free = list(range(32))
 
@@ -129,33 +132,47 @@ class Framed:
     def set_weight_version(self, version):
         self.version = version
 
-    def step(self, rows, runs):
-        runs = np.asarray(runs, np.int64)
+    def step(self, rows, runs, cuts=(), lost=()):
+        """`cuts` are rows at which the ring has it in parts; those of `lost` found no room."""
+        runs = np.asarray(runs, np.int64).T
         self.number += 1
         self.offered += len(rows)
-        data = rows.copy().reshape(len(rows), -1).view(np.uint8)
-        self.framer.step(self.now, self.number, self.version, runs.T.copy(), data)
-        data[:] = 0xAA  # the ring is used again
+        edges = sorted({0, *cuts, len(rows)})
+        for i, (start, stop) in enumerate(pairwise(edges)):
+            self._part(rows[start:stop], _cut(runs, start, stop), i in lost)
+        return self.number
+
+    def _part(self, rows, runs, is_lost):
+        if is_lost:
+            self.dropped[Word.REFUSED] += len(rows)
+            spans = [(handle, p, p + n, FULL, self.number) for handle, p, n in runs.T.tolist()]
+            self.framer.lost(spans, b"")
+        else:
+            data = rows.copy().reshape(len(rows), -1).view(np.uint8)
+            self.framer.step(self.now, self.number, self.version, runs.copy(), data)
+            data[:] = 0xAA  # the ring is used again
         bad = invalid_rows(rows, self.layout.num_experts)
         at = 0
-        for handle, position, count in runs.tolist():
+        for handle, position, count in runs.T.tolist():
             name = self.names[handle]
             if handle in self.preempted:
                 at += count
                 continue
-            self.last_step[handle] = self.number
+            first = position + 1
+            if self.last_step.get(handle) == self.number:
+                first = min(position, self.first_draft[handle])
+            self.last_step[handle], self.first_draft[handle] = self.number, first
             if position < max(self.naive_end(name), 0):
                 self.naive.rewind(name, position)
+            request = self.naive.live[name]
             for p in range(position, position + count):
-                if bad[at]:
-                    self.naive.lost(name, p, 1, INVALID)
+                if is_lost or bad[at]:
+                    self.naive.lost(name, p, 1, FULL if is_lost else INVALID)
                 else:
                     self.naive.rows(name, p, [(rows[at].tobytes(), self.version)])
                 at += 1
-            request = self.naive.live[name]
-            drafts = min(count - 1, max(0, position + count - request.facts.prompt_len))
-            request.drafts = position + count - drafts if drafts else NO_DRAFTS
-        return self.number
+            # A pass confirms what it follows, whatever became of its own rows.
+            request.drafts = max(first, request.facts.prompt_len)
 
     def naive_end(self, name: str) -> int:
         request = self.naive.live[name]
@@ -181,19 +198,20 @@ class Framed:
         assert self.framer.nbytes == 0
         assert self.offered == sum(self.frame_rows) + sum(self.dropped.values())
 
-    def compare(self, *, confirmed: bool = False) -> None:
+    def compare(self, *, confirmed: bool = True) -> None:
         """Whether lingering made no difference, with `confirmed` also to which rows are drafts."""
         assert [r.request_id for r in self.model.requests] == [
             r.request_id for r in self.naive.requests
         ]
         for ours, truth in zip(self.model.requests, self.naive.requests, strict=True):
             assert ours.attempts == truth.attempts, ours.request_id
-            assert ours.lost_positions(INVALID) == truth.lost_positions(INVALID)
+            for reason in (INVALID, FULL):
+                assert ours.lost_positions(reason) == truth.lost_positions(reason)
             for name in ("num_tokens", "reason", "blocks", "facts", "index"):
                 assert getattr(ours, name) == getattr(truth, name)
-            # Rows that never came confirm nothing.
-            assert ours.served() <= truth.served()
-            assert ours.served() == truth.served() or not confirmed
+            # Rows that were not sent confirm nothing.
+            assert ours.served() <= truth.served(), ours.request_id
+            assert ours.served() == truth.served() or not confirmed, ours.request_id
         assert self.model.slots == self.naive.slots
 
     def compare_lossy(self) -> None:
@@ -230,14 +248,16 @@ def test_a_bad_engine(seed, frame_rows, linger, sealing):
             framed.framer.tick(framed.now)
             framed.seal()
     framed.end()
-    framed.compare(confirmed=True)
+    framed.compare()
 
 
 class Reckless:
     """An engine without reason, that keeps one rule: a block has one writer at a time."""
 
-    def __init__(self, sink: Framed, rng: random.Random, invalid: float) -> None:
-        self.sink, self.rng, self.invalid = sink, rng, invalid
+    def __init__(self, sink: Framed, rng: random.Random, invalid: float, losses: float = 0) -> None:
+        self.sink, self.rng, self.invalid, self.losses = sink, rng, invalid, losses
+        self.splits = rng.random() < 0.5  # steps come in parts
+        self.verifies = rng.random() < 0.5  # rejects drafts, never a token that it sampled
         self.live: dict[int, list[int]] = {}  # handle -> blocks
         self.ends: dict[int, int] = {}
         self.preempted: set[int] = set()
@@ -332,7 +352,9 @@ class Reckless:
             self.ends[handle] = position + count
             n += count
         if runs:
-            self.sink.step(self.rows(n), runs)
+            cuts = rng.sample(range(1, n), rng.randint(0, min(3, n - 1))) if self.splits else []
+            lost = [i for i in range(len(cuts) + 1) if rng.random() < self.losses]
+            self.sink.step(self.rows(n), runs, cuts, lost)
 
     def rows(self, n: int) -> np.ndarray:
         ids = np.array([self.rng.sample(range(300), 2) for _ in range(2 * n)], np.uint16)
@@ -345,6 +367,8 @@ class Reckless:
         handle = self._running()
         if handle is not None:
             position = max(0, self.ends[handle] - self.rng.randint(0, 6))
+            if self.verifies:
+                position = max(position, self.sink.first_draft.get(handle, 0))
             if self._may_write(handle, position):
                 step = self.rng.choice([0, max(0, self.sink.number - self.rng.randint(0, 2))])
                 if self.sink.rewind(handle, position, step):
@@ -373,7 +397,8 @@ class Reckless:
         if self.preempted:
             handle = self.rng.choice(sorted(self.preempted))
             computed, blocks = self._start()
-            self.sink.resume(handle, computed, blocks)
+            external = self.rng.choice([0, self.rng.randint(0, computed)])
+            self.sink.resume(handle, computed, blocks, external)
             self.live[handle], self.ends[handle] = blocks, computed
             self.preempted.discard(handle)
 
@@ -396,12 +421,12 @@ class Reckless:
 
 
 @settings(deadline=None, max_examples=60)
-@given(SEEDS, st.sampled_from([0.0, 0.05]), st.booleans())
-def test_an_engine_without_reason(rng, invalid, small):
+@given(SEEDS, st.sampled_from([0.0, 0.05]), st.sampled_from([0.0, 0.1]), st.booleans())
+def test_an_engine_without_reason(rng, invalid, losses, small):
     framed = Framed(frame_rows=rng.choice([1, 4, 16, 64]), linger=rng.choice([0, 2, 1e9]))
     if small:
         framed.builder.limit(700)  # chunks and frames of a few rows
-    engine = Reckless(framed, rng, invalid)
+    engine = Reckless(framed, rng, invalid, losses)
     for _ in range(80):
         engine.act()
         framed.now += rng.choice([0, 1])
@@ -410,7 +435,7 @@ def test_an_engine_without_reason(rng, invalid, small):
         if rng.random() < 0.1:
             framed.seal()
     framed.end()
-    framed.compare()
+    framed.compare(confirmed=engine.verifies and not (invalid or losses))
     if small:
         assert max(framed.chunk_bytes, default=0) <= 700
 
@@ -589,6 +614,82 @@ def test_a_step_that_is_split_is_tentative_as_a_whole():
     assert framed.model.requests[0].drafts == 1
 
 
+def test_what_the_ring_cuts_is_one_step():
+    """A token and its drafts, of which the first part, or the last, may find no room."""
+    for lost, drafts, rows in (((), 11, 5), ((0,), 11, 3), ((1,), 11, 2), ((0, 1), NO_DRAFTS, 0)):
+        framed = Framed(num_blocks=0)
+        handle = framed.begin("r", prompt_len=10, num_computed_tokens=10)
+        framed.step(valid_rows(5), [(handle, 10, 5)], [2], lost)
+        framed.end()
+        framed.compare()
+        request = framed.model.requests[0]
+        assert (request.drafts, len(request.attempts[0].rows)) == (drafts, rows)
+
+
+def test_an_op_that_ends_before_the_drafts_says_so():
+    framed = Framed(num_blocks=0)
+    handle = framed.begin("r", prompt_len=2)
+    rows = valid_rows(5)
+    rows[4] = 0  # the only draft, and no router chose that
+    framed.step(rows[:3], [(handle, 0, 3)])
+    framed.step(rows[3:], [(handle, 3, 2)])
+    framed.end()
+    framed.compare()
+    assert framed.model.requests[0].served() == {0, 1, 2, 3}
+
+
+def test_what_stands_for_a_refused_chunk_says_all_but_its_rows():
+    framed = Framed()
+    tokens = np.arange(70)
+    framed.begin("first", prompt_len=70, prompt_token_ids=tokens)
+    handle = framed.begin(
+        "second",
+        num_computed_tokens=4,
+        num_external_tokens=3,
+        block_ids=[2, 3],
+        prompt_len=70,
+        prompt_token_ids=tokens + 1,
+    )
+    framed.step(valid_rows(2), [(handle, 4, 2)])
+    framed.framer.flush()
+    framed.builder.seal()
+    chunk = framed.builder.ready.popleft()
+    refused = pb.MISSING_REASON_REJECTED
+    instead = framed.builder.degrade(chunk, refused)
+    told, model = Model(BLOCK), Model(BLOCK)
+    told.apply(*read_chunk(chunk.header, chunk.payload))
+    model.apply(*read_chunk(instead.header, instead.payload))
+    for ours, truth in zip(model.requests, told.requests, strict=True):
+        for name in ("request_id", "facts", "index", "blocks", "digests"):
+            assert getattr(ours, name) == getattr(truth, name)
+        assert len(ours.digests) == 2
+    second = model.request("second")
+    assert (second.attempts[0].rows, second.lost) == ({}, [(4, 2, refused)])
+
+
+def test_several_runs_of_a_request_in_a_step_begin_one_time():
+    framed = Framed(num_blocks=0)
+    handle = framed.begin("r")
+    framed.step(valid_rows(6), [(handle, 0, 2), (handle, 2, 2), (handle, 6, 2)])
+    framed.end()
+    framed.compare()
+    assert framed.model.requests[0].served() == {0}
+
+
+def test_a_late_rewind_knows_of_steps_that_found_no_room():
+    framed = Framed(num_blocks=0)
+    handle = framed.begin("r")
+    first = framed.step(valid_rows(4), [(handle, 0, 4)])
+    framed.step(valid_rows(4), [(handle, 2, 4)], lost=[0])
+    assert not framed.rewind(handle, 2, first)
+    framed.step(valid_rows(2), [(handle, 6, 2)])
+    framed.end()
+    framed.compare()
+    request = framed.model.requests[0]
+    assert request.lost == [(2, 4, FULL)]
+    assert set(request.attempts[0].rows) == {0, 1, 6, 7}
+
+
 def test_memory_is_freed_newest_first_and_readers_hear_of_it():
     framed = Framed(num_blocks=0, frame_rows=64)
     handles = [framed.begin(f"r{i}") for i in range(4)]
@@ -599,9 +700,8 @@ def test_memory_is_freed_newest_first_and_readers_hear_of_it():
     for handle in handles:
         framed.finish(handle, 12)
     framed.end()
-    full = pb.MISSING_REASON_QUEUE_FULL
     assert [len(r.attempts[0].rows) for r in framed.model.requests] == [11, 11, 0, 0]
-    assert [r.lost for r in framed.model.requests] == [[], [], [(0, 0, full)], [(0, 0, full)]]
+    assert [r.lost for r in framed.model.requests] == [[], [], [(0, 0, FULL)], [(0, 0, FULL)]]
     assert +framed.dropped == {Word.QUEUE_FULL: 22}
 
 
@@ -632,6 +732,6 @@ def test_lanes_and_rows_are_used_again():
         elif len(truth[lane]) < 50:
             rows = np.arange(value, value + 12, dtype=np.uint8).reshape(3, 4)
             value = (value + 12) % 200
-            linger.extend(0.0, 1, 0, np.array([lane]), np.array([3]), rows, 0)
+            linger.extend(0.0, 1, 0, np.array([lane]), np.array([3]), rows)
             truth[lane] += [bytes(r) for r in rows]
         assert linger.rows == sum(map(len, truth.values()))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import mmap
 import pickle
 import threading
@@ -155,12 +156,14 @@ def test_what_does_not_fit_is_told_in_order_once_there_is_room():
     producer, consumer = ends(1000)
     feed = Feed(producer, LAYOUT)
     full = pb.MISSING_REASON_QUEUE_FULL
+    steps = itertools.count(1)
 
     def step(handle: int, position: int, count: int) -> bool:
         runs = np.array([[handle], [position], [count]], np.int64)
-        if feed.rows(STEP, runs, rows_of(count), 1, 0):
+        number = next(steps)
+        if feed.rows(STEP, runs, rows_of(count), number, 0):
             return True
-        feed.lose(handle, position, count, full)
+        feed.lose(handle, position, count, full, number)
         return False
 
     while write(producer, b""):
@@ -179,9 +182,9 @@ def test_what_does_not_fit_is_told_in_order_once_there_is_room():
     assert feed.drain()
     blocks = np.array([3, 9], "<u4").tobytes()
     assert drain(consumer) == [
-        ("lost", [(1, position, position + 80, full), (2, 0, 80, full)], b""),
+        ("lost", [(1, position, position + 80, full, 2), (2, 0, 80, full, 5)], b""),
         ("rewind", 1, position + 60),
-        ("lost", [(1, position + 60, position + 100, full)], blocks),
+        ("lost", [(1, position + 60, position + 100, full, 4)], blocks),
     ]
     # What was told is not told again.
     assert step(1, position + 100, 40)
@@ -194,7 +197,7 @@ def test_a_stuck_reader_is_noticed_by_the_bytes_that_wait_for_it(monkeypatch):
     producer, consumer = ends(4096)
     feed = Feed(producer, LAYOUT)
     for i in range(1000):
-        feed.lose(i % 8, 10 * i, 1, 0)  # with gaps, so that no two can be one
+        feed.lose(i % 8, 10 * i, 1, 0, i)  # with gaps, so that no two can be one
         feed.event("rewind", 5, handle=i % 8)
         if feed.stuck:
             break
@@ -204,7 +207,7 @@ def test_a_stuck_reader_is_noticed_by_the_bytes_that_wait_for_it(monkeypatch):
     for i in range(200):  # what was told does not count
         while write(producer, b""):
             pass
-        feed.lose(1, 10 * i, 1, 0)
+        feed.lose(1, 10 * i, 1, 0, i)
         feed.event("rewind", 5, handle=2)
         drain(consumer)
         assert feed.drain()

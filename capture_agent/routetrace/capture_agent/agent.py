@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import atexit
 import os
+import secrets
 import threading
 import time
 import weakref
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from types import TracebackType
 from typing import Any
 
@@ -35,7 +37,7 @@ from routetrace.capture_agent.feed import SLOTS, STEP, Feed
 from routetrace.capture_agent.handles import Handles
 from routetrace.capture_agent.link import WorkerLink
 from routetrace.v1 import routetrace_pb2 as pb
-from routetrace.v1.errors import Closed
+from routetrace.v1.errors import Closed, InvalidArgument
 from routetrace.v1.records import FinishReason
 
 _REASONS = {reason.name.lower(): reason for reason in FinishReason}
@@ -66,7 +68,7 @@ class CaptureAgent:
     """
 
     def __init__(self, config: AgentConfig) -> None:
-        self.config = config
+        self.config = config = replace(config, boot_id=config.boot_id or secrets.token_hex(8))
         layout = config.layout
         self._columns = (len(layout.layer_ids), layout.top_k)
         # A top-1 whose dtype has no id to spare can not mark a cell.
@@ -146,17 +148,13 @@ class CaptureAgent:
             prompt = tokens_of("prompt_token_ids", prompt_token_ids, prompt_len)
             handle = self._handles.new(request_id)
             index, self._begun = self._begun, self._begun + 1
-            self._event(
-                "begin",
-                request_id,
-                facts.SerializeToString(),
-                index,
-                computed,
-                external,
-                blocks,
-                prompt,
-                handle=handle,
-            )
+            event = request_id, facts.SerializeToString(), index, computed, external, blocks, prompt
+            try:
+                self._event("begin", *event, handle=handle)
+            except InvalidArgument:  # larger than the ring
+                self._handles.free(handle)
+                self._begun = index
+                raise
             return handle
 
     def add_blocks(self, handle: int, block_ids: Iterable[int]) -> None:
@@ -312,13 +310,16 @@ class CaptureAgent:
             slots: [n] the slot of each row; of a slot named twice, the last row stays.
 
         Returns:
-            The number of the step, from 1: what `RouteClient.bind` asks for.
+            The number of the step, from 1: what `RouteClient.bind` asks for; 0 if there was
+            nothing to take.
         """
         with self._lock:
             if not self._active():
                 return 0
             rows = rows_of(rows, self._columns)
             column = slots_of(slots, len(rows), self.config.num_slots)
+            if len(rows) == 0:
+                return 0
             self._step += 1
             self._words[Word.OFFERED] += len(rows)
             if not self._abandoned:
@@ -340,7 +341,7 @@ class CaptureAgent:
         else:
             reason = pb.MISSING_REASON_QUEUE_FULL
         for handle, position, count in runs.T.tolist():
-            self._feed.lose(handle, position, count, reason)
+            self._feed.lose(handle, position, count, reason, self._step)
 
     def _send_slots(self, column: npt.NDArray[np.uint64], rows: Rows) -> None:
         most = max(1, self._feed.room(0) // 2)  # a slot takes 8 bytes beside its row

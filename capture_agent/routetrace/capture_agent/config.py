@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal, get_args
@@ -39,7 +38,7 @@ class AgentConfig:
     """Part of the engine that this agent sees ("pp1", "cp0"); "" if it sees all of it."""
     boot_id: str = ""
     """Names one boot of the engine: the same at all its shards, another one after a restart. Needed
-    where shard is given, since the server joins shards by it; else made up."""
+    where shard is given, since the server joins shards by it; else each agent makes one up."""
     block_size: int = 0
     """Tokens per KV block of the full-attention group; 0: this engine does not tell its slots."""
     num_blocks: int = 0
@@ -76,7 +75,6 @@ class AgentConfig:
             check_id(name, getattr(self, name))
         check_id("shard", self.shard, required=False)
         check_id("boot_id", self.boot_id, required=bool(self.shard))
-        object.__setattr__(self, "boot_id", self.boot_id or secrets.token_hex(8))
         if self.mode not in get_args(Mode):
             _refuse("mode", self.mode, " or ".join(map(repr, get_args(Mode))))
         for name, low, high in (

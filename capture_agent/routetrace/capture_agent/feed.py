@@ -37,7 +37,8 @@ _MAX_LOST = 1 << 12
 class _Lost:
     """Rows that did not fit: spans of requests, and blocks that have slots of them."""
 
-    spans: list[tuple[int, list[int]]] = field(default_factory=list)  # handle, [start, stop, why]
+    # handle, [start, stop, why, step of the last]
+    spans: list[tuple[int, list[int]]] = field(default_factory=list)
     blocks: set[int] = field(default_factory=set)
 
     def pickle(self) -> bytes:
@@ -110,13 +111,13 @@ class Feed:
             self._backlog.append(data)
             self._backlog_bytes += len(data)
 
-    def lose(self, handle: int, position: int, count: int, reason: int) -> None:
+    def lose(self, handle: int, position: int, count: int, reason: int, step: int) -> None:
         """Remembers rows of a request that were not written."""
         span = self._spans.get(handle)
         if span and span[0] <= position <= span[1] and span[2] == reason:
-            span[1] = position + count
+            span[1], span[3] = position + count, step
         else:
-            span = self._spans[handle] = [position, position + count, reason]
+            span = self._spans[handle] = [position, position + count, reason, step]
             self._lost().spans.append((handle, span))
             self._backlog_bytes += _SPAN_BYTES
 

@@ -41,7 +41,7 @@ class _Request:
     trace_id: str = ""
     order: int = 0  # in which requests began; 0: the server was never told of it
     blocks: Blocks = field(default_factory=lambda: NO_BLOCKS)
-    emitted: int = 0  # positions below may have rows at the server
+    emitted: int = 0  # the server was told of positions below
     owned_from: int = 0  # blocks from this index on are in the index of writers
     digests: dict[int, int] = field(default_factory=dict)  # those that were sent, by position
     preempted: bool = False
@@ -122,52 +122,27 @@ class Framer:
         handles, positions, counts = runs
         lanes = handles & LANE_MASK
         quick = self._linger.fits(lanes, positions, counts, version)
-        tentative = self._tentative(lanes, positions, counts)
         if quick.all():
-            self._extend(now, step, version, lanes, counts, rows, tentative)
+            self._extend(now, step, version, lanes, counts, rows)
             return
         if quick.any():
             mask = np.repeat(quick, counts)
-            some = lanes[quick], counts[quick], rows[mask], tentative[quick]
-            self._extend(now, step, version, *some)
+            self._extend(now, step, version, lanes[quick], counts[quick], rows[mask])
         stops = np.cumsum(counts)
         for i in np.flatnonzero(~quick).tolist():
             run = rows[stops[i] - counts[i] : stops[i]]
-            where = int(lanes[i]), int(positions[i])
-            self._append(now, step, version, *where, run, int(tentative[i]))
-
-    def _tentative(self, lanes: Ints, positions: Ints, counts: Ints) -> Ints:
-        """How many positions at the end of each run may be rejected drafts.
-
-        Those beyond the prompt, but for the first of the run: its token was sampled before.
-        """
-        beyond: Ints = positions + counts - self._linger.prompt_len[lanes]
-        return np.clip(beyond, 0, counts - 1)
+            self._append(now, step, version, int(lanes[i]), int(positions[i]), run)
 
     def _extend(
-        self,
-        now: float,
-        step: int,
-        version: int,
-        lanes: Ints,
-        counts: Ints,
-        rows: Bytes,
-        tentative: Ints | int,
+        self, now: float, step: int, version: int, lanes: Ints, counts: Ints, rows: Bytes
     ) -> None:
         """Appends runs that fit, and emits what makes a frame."""
-        self._linger.extend(now, step, version, lanes, counts, rows, tentative)
+        self._linger.extend(now, step, version, lanes, counts, rows)
         for lane in self._linger.full(lanes):
             self._flush(self._requests[lane])
 
     def _append(
-        self,
-        now: float,
-        step: int,
-        version: int,
-        lane: int,
-        position: int,
-        rows: Bytes,
-        tentative: int,
+        self, now: float, step: int, version: int, lane: int, position: int, rows: Bytes
     ) -> None:
         """Appends a run that does not simply continue its request, or makes more than a frame."""
         request, linger = self._requests[lane], self._linger
@@ -180,21 +155,21 @@ class Framer:
             return
         if position != linger.end[lane] or version != linger.version[lane]:
             self._flush(request)
-            linger.end[lane] = position
+            linger.skip(lane, position)
         while len(rows):
             fill = int(linger.fill[lane])
             if fill + len(rows) <= self._frame_rows:
-                one = np.array([lane])
-                self._extend(now, step, version, one, np.array([len(rows)]), rows, tentative)
+                one, count = np.array([lane]), np.array([len(rows)])
+                self._extend(now, step, version, one, count, rows)
                 return
             take = MAX_ROWS - fill
             frame = rows[:take].copy()  # the memory they came in is used again
             if fill:
                 frame = np.concatenate([linger.take(lane), frame])
             start = int(linger.end[lane]) - fill
-            linger.end[lane], linger.step[lane] = start + len(frame), step
+            linger.advance(step, lane, len(frame) - fill)
             rows = rows[take:]
-            self._emit(request, start, frame, step, version, max(0, tentative - len(rows)))
+            self._emit(request, start, frame, step, version)
 
     def step_slots(self, now: float, step: int, version: int, slots: Slots, rows: Bytes) -> None:
         """Rows [n, row_bytes] of one forward pass at `slots` [n]."""
@@ -337,9 +312,12 @@ class Framer:
         self._forgetful = False
         self._out.op(OpKind.RESET)
 
-    def lost(self, spans: list[tuple[int, int, int, int]], blocks: bytes) -> None:
-        """Rows that never came here: (handle, start, stop, reason), and slots in `blocks`."""
-        for handle, position, stop, reason in spans:
+    def lost(self, spans: list[tuple[int, int, int, int, int]], blocks: bytes) -> None:
+        """Rows that never came here: (handle, start, stop, reason, step), and slots in `blocks`.
+
+        The last of a span were of that step.
+        """
+        for handle, position, stop, reason, step in spans:
             request = self._requests[handle & LANE_MASK]
             if request.preempted:
                 continue  # they came too late anyway
@@ -347,7 +325,9 @@ class Framer:
             if not request.lost:
                 self._flush(request)
                 self._lose(request, position, stop - position, reason)
-                self._linger.end[request.lane] = stop
+                self._linger.skip(request.lane, position)
+                self._linger.advance(step, request.lane, stop - position)
+                request.emitted = max(request.emitted, stop)
         if blocks:
             self.external(blocks)
 
@@ -409,8 +389,7 @@ class Framer:
         if fill:
             start = int(linger.end[lane]) - fill
             step, version = int(linger.step[lane]), int(linger.version[lane])
-            tentative = int(linger.tentative[lane])
-            self._emit(request, start, linger.take(lane), step, version, tentative)
+            self._emit(request, start, linger.take(lane), step, version)
 
     def _flush_writers(self, blocks: Blocks) -> None:
         """Flushes the lingering rows in any of these blocks."""
@@ -440,16 +419,9 @@ class Framer:
 
     # ------------------------------------------------------------------ ops
 
-    def _emit(
-        self,
-        request: _Request,
-        position: int,
-        rows: Bytes,
-        step: int,
-        version: int,
-        tentative: int,
-    ) -> None:
-        """Rows [n, row_bytes] from `position` on; those with invalid ids become LOST."""
+    def _emit(self, request: _Request, position: int, rows: Bytes, step: int, version: int) -> None:
+        """The last rows [n, row_bytes], from `position` on; those with invalid ids become LOST."""
+        tentative = int(self._linger.tentative[request.lane])
         ids = as_ids(rows, self._layout)
         bad = invalid_rows(ids, self._layout.num_experts)
         edges = {0, len(ids), *range(0, len(ids), self._out.max_rows)}

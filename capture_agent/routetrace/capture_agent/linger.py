@@ -86,7 +86,6 @@ class Linger:
         lanes: Ints,
         counts: Ints,
         rows: Bytes,
-        tentative: Ints | int,
     ) -> None:
         """Appends runs that fit.
 
@@ -97,7 +96,6 @@ class Linger:
             lanes: [m], each once.
             counts: [m] rows per lane.
             rows: [sum(counts), row_bytes], in the order of the lanes.
-            tentative: [m] last positions of each lane that may be rejected drafts.
         """
         n = len(rows)
         if n > self._num_free:
@@ -115,10 +113,25 @@ class Linger:
         fresh = lanes[fill == 0]
         self.since[fresh] = now
         self.version[fresh] = version
-        self.step[lanes] = step
-        self.tentative[lanes] = tentative
         self.fill[lanes] = fill + counts
+        self.advance(step, lanes, counts)
+
+    def advance(self, step: int, lanes: Ints | int, counts: Ints | int) -> None:
+        """Positions of lanes come, whether their rows do or not: `counts` of them each.
+
+        Those beyond the prompt may be rejected drafts, but for the first of a step: its token was
+        sampled before. What a step brings in several parts is one.
+        """
+        drafts = np.where(self.step[lanes] == step, self.tentative[lanes], -1) + counts
         self.end[lanes] += counts
+        beyond = self.end[lanes] - self.prompt_len[lanes]
+        self.tentative[lanes] = np.minimum(np.maximum(beyond, 0), drafts)
+        self.step[lanes] = step
+
+    def skip(self, lane: int, position: int) -> None:
+        """The next position of a lane is `position`, behind its end."""
+        self.tentative[lane] += position - self.end[lane]
+        self.end[lane] = position
 
     def take(self, lane: int) -> Bytes:
         """Takes the rows of a lane out, in order: [fill, row_bytes], a copy."""
