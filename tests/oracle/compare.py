@@ -1,0 +1,347 @@
+"""Compares what readers get with what is true, cell by cell."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from oracle.cluster import Cluster
+from oracle.truth import Expected, Policy
+from routetrace.client import RouteClient, RoutingTrace, TraceState
+from routetrace.v1.errors import NotFound
+
+Bools = npt.NDArray[np.bool_]
+
+
+class Wrong(AssertionError):
+    """What was read is not what happened."""
+
+
+@dataclass
+class Tally:
+    """What was compared."""
+
+    cells: int = 0
+    """Cells of all reads: valid ones, and missing ones with their reasons."""
+    missing: int = 0
+    """Those that were missing."""
+    reads: int = 0
+    traces: int = 0
+
+    def __iadd__(self, other: Tally) -> Tally:
+        for name, value in vars(other).items():
+            setattr(self, name, getattr(self, name) + value)
+        return self
+
+
+@dataclass(frozen=True)
+class _Read:
+    """What was asked."""
+
+    trace_id: str
+    policy: Policy
+    weight_version: int | None = None
+    incarnation: int | None = None
+
+    def __str__(self) -> str:
+        which = "default incarnation" if self.incarnation is None else f"#{self.incarnation}"
+        version = "" if self.weight_version is None else f", weights {self.weight_version} only"
+        return f"trace {self.trace_id!r}, {which}, {self.policy}{version}"
+
+    def get(self, client: RouteClient, **part: Any) -> RoutingTrace:
+        """The answer, with missing cells masked; only `part` of it, if that is named.
+
+        Raises:
+            NotFound: if there is no such trace or incarnation.
+        """
+        return client.get(
+            self.trace_id,
+            missing="mask",
+            policy=self.policy,
+            incarnation=self.incarnation,
+            weight_version=self.weight_version,
+            **part,
+        )
+
+
+class Comparer:
+    """Reads traces of a cluster and compares them.
+
+    Args:
+        client: whom to ask.
+        cluster: who knows.
+        rng: what is left to chance.
+        settled: whether everything has ended: agents that are gone count as lost.
+    """
+
+    def __init__(
+        self, client: RouteClient, cluster: Cluster, rng: random.Random, *, settled: bool
+    ) -> None:
+        self._client = client
+        self._cluster = cluster
+        self._rng = rng
+        self._settled = settled
+
+    def all(self) -> Tally:
+        """Compares all traces.
+
+        Raises:
+            Wrong: if one differs.
+        """
+        return self._each(self._cluster.traces())
+
+    def some(self, most: int) -> Tally:
+        """Compares some traces, half of them such that run, if there are any; as `all`."""
+        running, others = [], []
+        for name in self._cluster.traces():
+            unsure = any(e.uncertain for e in self._cluster.expected(name, "as_sampled"))
+            (running if unsure else others).append(name)
+        chosen = self._rng.sample(running, min(len(running), most // 2))
+        chosen += self._rng.sample(others, min(len(others), most - len(chosen)))
+        return self._each(chosen)
+
+    def _each(self, trace_ids: Sequence[str]) -> Tally:
+        tally = Tally()
+        for trace_id in trace_ids:
+            tally += self.trace(trace_id)
+        return tally
+
+    def trace(self, trace_id: str) -> Tally:
+        """Compares one trace, as everyone may read it."""
+        tally = Tally(traces=1)
+        whole = self._cluster.expected(trace_id, "as_sampled")
+        versions = sorted({int(v) for e in whole for v in np.unique(e.versions[e.known])})
+        asked = self._rng.sample(versions, min(len(versions), 2))
+        policies: tuple[Policy, ...] = ("as_sampled", "latest")
+        for read in (
+            *(_Read(trace_id, policy) for policy in policies),
+            *(_Read(trace_id, self._rng.choice(policies), version) for version in asked),
+        ):
+            tally += self._incarnations(read, whole)
+        return tally
+
+    def _incarnations(self, read: _Read, whole: Sequence[Expected]) -> Tally:
+        """Compares every incarnation under one policy.
+
+        Args:
+            read: of the default incarnation.
+            whole: what is expected as sampled, of any weight version.
+        """
+        tally = Tally()
+        expected = self._cluster.expected(read.trace_id, read.policy, read.weight_version)
+        if [e.number for e in expected] != [e.number for e in whole]:
+            raise Wrong(f"{read}: the oracle contradicts itself")
+        pairs = list(zip(expected, whole, strict=True))
+        certain = not any(e.uncertain or not e.number for e in expected)
+        count = sum(e.counted for e in expected)
+        numbers = range(1, len(expected) + 2)
+        if (read.policy, read.weight_version) != ("as_sampled", None):
+            numbers = sorted(self._rng.sample(numbers, min(len(numbers), 3)))
+        for number in (None, *numbers):
+            one = _Read(read.trace_id, read.policy, read.weight_version, number)
+            try:
+                trace = one.get(self._client)
+            except NotFound:
+                if certain and number != len(expected) + 1:
+                    raise Wrong(f"{one}: not found, of {len(expected)} requests") from None
+                break
+            if number is not None and number > len(expected):
+                raise Wrong(f"{one}: there is one, of {len(expected)} requests")
+            if certain:
+                wanted = number or _default(whole)
+                if (trace.incarnation, trace.num_incarnations) != (wanted, count):
+                    raise Wrong(
+                        f"{one}: incarnation {trace.incarnation} of {trace.num_incarnations}, "
+                        f"expected {wanted} of {count}"
+                    )
+            named = [p for p in pairs if p[0].number == trace.incarnation]
+            tally += self._one(one, trace, named or [p for p in pairs if not p[0].number])
+            if number is None and len(trace):
+                tally += self._part(one, trace)
+        return tally
+
+    def _part(self, read: _Read, trace: RoutingTrace) -> Tally:
+        """Reads some rows and layers of a trace alone; the whole of it was right."""
+        start = self._rng.randrange(len(trace))
+        stop = self._rng.randint(start + 1, len(trace))
+        layer_ids = trace.layer_ids
+        layer_ids = tuple(sorted(self._rng.sample(layer_ids, self._rng.randint(1, len(layer_ids)))))
+        part = read.get(self._client, layer_ids=layer_ids, token_start=start, token_stop=stop)
+        wanted = trace.tokens(start, stop).layers(layer_ids)
+        if not (
+            np.array_equal(part.valid, wanted.valid)
+            and np.array_equal(part.topk_ids[part.valid], wanted.topk_ids[wanted.valid])
+        ):
+            raise Wrong(f"{read}: rows [{start}, {stop}) of layers {layer_ids}, read alone, differ")
+        return Tally(cells=part.valid.size, missing=int((~part.valid).sum()), reads=1)
+
+    def _one(
+        self, read: _Read, trace: RoutingTrace, admitted: list[tuple[Expected, Expected]]
+    ) -> Tally:
+        """Compares one answer with those that it may be: it must be one of them as a whole."""
+        problems = []
+        for expected, whole in admitted:
+            problem = self._differs(trace, expected, whole)
+            if not problem:
+                num_missing = int((~trace.valid).sum())
+                return Tally(cells=trace.valid.size, missing=num_missing, reads=1)
+            problems.append(problem)
+        raise Wrong(f"{read}: " + ("; or ".join(problems) or "nothing of the kind is expected"))
+
+    # ------------------------------------------------------------------ one answer
+
+    def _differs(self, trace: RoutingTrace, expected: Expected, whole: Expected) -> str:
+        """What is wrong with an answer; "" if nothing is."""
+        n = len(trace)
+        if (trace.token_start, n) != (0, trace.num_rows):
+            return f"rows [{trace.token_start}, {trace.token_stop}) of {trace.num_rows}"
+        if expected.uncertain:
+            if n > expected.num_rows or trace.num_tokens not in (0, expected.num_tokens):
+                return (
+                    f"{trace.num_tokens} tokens and {n} rows, expected at most "
+                    f"{expected.num_tokens} and {expected.num_rows}"
+                )
+        elif (trace.num_tokens, n) != (expected.num_tokens, expected.num_rows):
+            return (
+                f"{trace.num_tokens} tokens and {n} rows, expected {expected.num_tokens} "
+                f"and {expected.num_rows}"
+            )
+        return (
+            self._state_differs(trace, whole)
+            or self._cells_differ(trace, expected)
+            or _versions_differ(trace, expected)
+            or _reasons_differ(trace, expected)
+        )
+
+    def _state_differs(self, trace: RoutingTrace, whole: Expected) -> str:
+        complete = bool(whole.num_tokens and (whole.uncertain or whole.known.all()))
+        allowed = {TraceState.COMPLETE} if complete else set()
+        if whole.uncertain or not complete:
+            allowed |= {TraceState.INCOMPLETE}
+            allowed |= set() if self._settled else {TraceState.RUNNING}
+        if trace.state not in allowed:
+            return f"{trace.state.value}, expected {' or '.join(s.value for s in allowed)}"
+        return ""
+
+    def _cells_differ(self, trace: RoutingTrace, expected: Expected) -> str:
+        n = len(trace)
+        known, valid = expected.known[:n], trace.valid
+        wrong = (trace.topk_ids != expected.ids[:n]).any(axis=2) & valid & known
+        wrong |= valid & ~known
+        if not expected.uncertain:
+            wrong |= known & ~valid
+        for position, column in np.argwhere(wrong).tolist():
+            if expected.uncertain and any(
+                np.array_equal(ids, trace.topk_ids[position, column])
+                for ids, _ in expected.candidates(position, column)
+            ):
+                continue
+            return self._cell(trace, expected, position, column)
+        return ""
+
+    def _cell(self, trace: RoutingTrace, expected: Expected, position: int, column: int) -> str:
+        """Describes a cell that is wrong."""
+        if trace.valid[position, column]:
+            ids = trace.topk_ids[position, column]
+            served = f"{ids.tolist()}, which {self._origin(trace, position)}"
+        else:
+            served = f"missing ({_reason(trace, position, column)})"
+        wanted = "missing (" + " or ".join(sorted(expected.reasons[position, column])) + ")"
+        if expected.known[position, column]:
+            wanted = (
+                f"{expected.ids[position, column].tolist()} "
+                f"of weights {expected.versions[position, column]}"
+            )
+        return (
+            f"position {position} of {len(trace)}, layer {trace.layer_ids[column]} is {served}; "
+            f"expected {wanted}"
+        )
+
+    def _origin(self, trace: RoutingTrace, position: int) -> str:
+        """Where the cluster knows a row from: the places that have most of its cells."""
+        places: list[tuple[int, str]] = []
+        for trace_id in self._cluster.traces():
+            for expected in self._cluster.expected(trace_id, "as_sampled"):
+                same = (expected.ids == trace.topk_ids[position]).all(axis=2) & expected.known
+                same &= trace.valid[position]
+                places += [
+                    (int(same[p].sum()), f"{trace_id}#{expected.number}[{p}]")
+                    for p in np.flatnonzero(same.any(axis=1)).tolist()
+                ]
+        most = max((count for count, _ in places), default=0)
+        if not most:
+            return "nobody computed"
+        names = [name for count, name in places if count == most]
+        return f"({most} of the row's cells) was computed for {', '.join(names[:3])}"
+
+
+def _default(whole: Sequence[Expected]) -> int:
+    """The number of the newest complete incarnation, else of the newest."""
+    counted = [e for e in whole if e.counted]
+    complete = [e.number for e in counted if e.num_tokens and e.known.all()]
+    return max(complete or [e.number for e in counted])
+
+
+def _versions_differ(trace: RoutingTrace, expected: Expected) -> str:
+    """Compares the weight versions that are told of each position."""
+    n = len(trace)
+    told: dict[int, Bools] = {}
+    for start, stop, version in trace.weight_versions:
+        told.setdefault(version, np.zeros(n, np.bool_))[start:stop] = True
+    for version in {*told, *np.unique(expected.versions[expected.known]).tolist()}:
+        here = told.get(version, np.zeros(n, np.bool_))
+        match = expected.versions[:n] == version
+        # Some valid cell must be of this version; where it is, the version must be told.
+        certain = (match & expected.known[:n] & trace.valid).any(axis=1)
+        wrong = here != certain
+        if expected.uncertain:
+            wrong = np.array(
+                [here[p] and version not in _possible_versions(expected, p) for p in range(n)],
+                np.bool_,
+            )
+        if wrong.any():
+            position = int(wrong.argmax())
+            return (
+                f"position {position} of {n} is {'' if here[position] else 'not '}of weights "
+                f"{version}; expected {sorted(_possible_versions(expected, position))}"
+            )
+    return ""
+
+
+def _possible_versions(expected: Expected, position: int) -> set[int]:
+    versions = set(expected.versions[position][expected.known[position]].tolist())
+    for column in range(expected.known.shape[1]):
+        versions.update(v for _, v in expected.candidates(position, column))
+    return versions
+
+
+def _reasons_differ(trace: RoutingTrace, expected: Expected) -> str:
+    """Compares the reasons of missing cells."""
+    columns = {layer: i for i, layer in enumerate(trace.layer_ids)}
+    for m in trace.missing:
+        here = slice(m.start, m.stop), [columns[layer] for layer in m.layer_ids]
+        # A cell that could have come was looked at before.
+        allowed = expected.reasons[here][~expected.known[here]]
+        if all(m.reason in reasons for reasons in set(allowed.tolist())):
+            continue
+        for position, layer in product(range(m.start, m.stop), m.layer_ids):
+            reasons = expected.reasons[position, columns[layer]]
+            if not expected.known[position, columns[layer]] and m.reason not in reasons:
+                return (
+                    f"position {position} of {len(trace)}, layer {layer} is missing with "
+                    f"{m.reason}; expected {' or '.join(sorted(reasons))}"
+                )
+    return ""
+
+
+def _reason(trace: RoutingTrace, position: int, column: int) -> str:
+    layer = trace.layer_ids[column]
+    return next(
+        m.reason for m in trace.missing if m.start <= position < m.stop and layer in m.layer_ids
+    )

@@ -1,0 +1,306 @@
+"""Breaks the code on purpose, and shows that the oracle sees it.
+
+Each mutation is a textual replacement in a copy of the sources. A mutation that the oracle does not
+catch means that the oracle is too weak; one that no longer applies, that the code has changed: both
+are failures.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+ROOT = Path(__file__).parents[2]
+SOURCES = ("proto", "server", "client", "capture_agent")
+TESTS = Path(__file__).parents[1]
+
+#: Cells and seconds after which a mutation counts as not caught.
+_CELLS = 10_000_000
+_TIMEOUT_S = 300
+
+
+@dataclass(frozen=True)
+class Mutation:
+    """A way to break the code."""
+
+    name: str
+    path: str
+    old: str
+    """Occurs once in the file."""
+    new: str
+    seed: int = 1000
+    """Of the first run; it is caught soon from there on."""
+
+
+SERVER = "server/routetrace/server"
+AGENT = "capture_agent/routetrace/capture_agent"
+
+MUTATIONS = (
+    Mutation(
+        "slot writes of a window out of order",
+        f"{SERVER}/apply.py",
+        "for op in self.chunk.ops.tolist():",
+        "for op in sorted(self.chunk.ops.tolist(),"
+        " key=lambda op: -op[10] if op[3] == NO_REQUEST else 0):",
+    ),
+    Mutation(
+        "first write wins in the slot map",
+        f"{SERVER}/slot_map.py",
+        "        self._refs[slots] = refs\n",
+        "        refs = np.where(self._refs[slots] == UNKNOWN, refs, self._refs[slots])\n"
+        "        self._refs[slots] = refs\n",
+    ),
+    Mutation(
+        "blocks handed out anew keep their rows",
+        f"{SERVER}/apply.py",
+        "                    self.slots.forget_blocks(blocks)\n                    source.blocks",
+        "                    source.blocks",
+    ),
+    Mutation(
+        "uncached blocks of a new request keep their rows",
+        f"{SERVER}/apply.py",
+        "        self._forget(source, known, FOREVER)\n",
+        "",
+    ),
+    Mutation(
+        "rows given up by a preemption kept",
+        f"{SERVER}/apply.py",
+        """                elif kind == OpKind.PREEMPT:
+                    self._drop(source, position)
+""",
+        """                elif kind == OpKind.PREEMPT:
+""",
+    ),
+    Mutation(
+        "rejected rows kept in their slots",
+        f"{SERVER}/apply.py",
+        """        source.remove(position, FOREVER)
+        self._forget(source, position, FOREVER)
+""",
+        """        source.remove(position, FOREVER)
+""",
+        seed=1025,
+    ),
+    Mutation(
+        "tentative rows served",
+        f"{SERVER}/trace_index.py",
+        "        if attempt < len(self.attempts) - 1 or not self.tentative:\n",
+        "        if True:\n",
+    ),
+    Mutation(
+        "a resumed request goes on in its first attempt",
+        f"{SERVER}/apply.py",
+        "                    source.attempts.append(SpanList())\n",
+        "",
+    ),
+    Mutation(
+        "off by one at finish",
+        f"{SERVER}/apply.py",
+        "source.ended, source.num_tokens, source.finish_reason = True, count, arg",
+        "source.ended, source.num_tokens, source.finish_reason = True, count + 1, arg",
+    ),
+    Mutation(
+        "every seventh chunk dropped in silence",
+        f"{SERVER}/apply.py",
+        """    _Applier(state, writer, chunk, number, facts["time"]).run()
+""",
+        """    if facts["sequence"] % 7:
+        _Applier(state, writer, chunk, number, facts["time"]).run()
+""",
+    ),
+    Mutation(
+        "external KV taken from the slot map",
+        f"{SERVER}/apply.py",
+        "        known = num_computed_tokens - num_external_tokens\n",
+        "        known = num_computed_tokens\n",
+    ),
+    Mutation(
+        "blocks that were loaded keep their rows",
+        f"{SERVER}/apply.py",
+        """            elif kind == OpKind.EXTERNAL:
+                self.slots.forget_blocks(blocks)
+""",
+        """            elif kind == OpKind.EXTERNAL:
+""",
+    ),
+    Mutation(
+        "joined without a digest",
+        f"{SERVER}/joins.py",
+        "        seen = {request.number}\n",
+        """        seen = {r.number for r in self.requests}
+        for other in self.requests:
+            if other is not request:
+                yield other, min(other.prompt_len, request.prompt_len)
+""",
+    ),
+    Mutation(
+        "joined beyond what was proven",
+        f"{SERVER}/joins.py",
+        "            part = Part(other, min(proven, other.num_rows))\n",
+        "            part = Part(other, other.num_rows)\n",
+    ),
+    Mutation(
+        "a stage joined to another request",
+        f"{SERVER}/joins.py",
+        """            (source.writer.engine_id, source.request_id, source.occurrence), []
+        )
+        digests = dict(source.digests.tolist())
+        home = next((r for r in same if""",
+        """            (source.writer.engine_id, source.request_id, ""), []
+        )
+        digests = dict(source.digests.tolist())
+        home = next((r for r in reversed(same) if""",
+    ),
+    Mutation(
+        "latest served for as_sampled",
+        f"{SERVER}/view.py",
+        "    latest = selection.policy == pb.READ_POLICY_LATEST\n",
+        "    latest = True\n",
+    ),
+    Mutation(
+        "weight version ignored",
+        f"{SERVER}/view.py",
+        "                if selection.weight_version not in (None, span.weight_version):\n",
+        "                if False:\n",
+    ),
+    Mutation(
+        "a sweep forgets the slots",
+        f"{SERVER}/state.py",
+        "            live.update(writer.slots.chunks().tolist())\n",
+        "            pass\n",
+    ),
+    Mutation(
+        "a snapshot forgets what is tentative",
+        f"{SERVER}/trace_index.py",
+        """        tentative=data["tentative"],
+""",
+        "",
+    ),
+    Mutation(
+        "two layers swapped",
+        "client/routetrace/client/_assemble.py",
+        "        ids = decode_frame(frame, layer_ids=layer_ids)\n",
+        "        ids = decode_frame(frame, layer_ids=layer_ids[1::-1] + layer_ids[2:])\n",
+    ),
+    Mutation(
+        "a frame cut at the wrong layer",
+        "proto/routetrace/v1/frame.py",
+        "tuple(i for g in keep for i in header.layer_ids[cuts[g] : cuts[g + 1]])",
+        "header.layer_ids[: sum(header.group_layers[g] for g in keep)]",
+    ),
+    Mutation(
+        "late rows of an ended request kept",
+        f"{AGENT}/agent.py",
+        "            if late is not None:\n",
+        "            if False:\n",
+    ),
+    Mutation(
+        "late rows of a preempted request kept",
+        f"{AGENT}/framer.py",
+        "        if request.preempted:\n            self._drop(Word.LATE",
+        "        if False:\n            self._drop(Word.LATE",
+    ),
+    Mutation(
+        "a late rewind takes later rows along",
+        f"{AGENT}/framer.py",
+        "        if not step or self._linger.step[request.lane] <= step:\n",
+        "        if True:\n",
+    ),
+    Mutation(
+        "nobody says which rows are tentative",
+        f"{AGENT}/framer.py",
+        "                drafts = max(0, tentative - (len(ids) - stop))\n",
+        "                drafts = 0\n",
+    ),
+    Mutation(
+        "a prefix looked up before its rows were sent",
+        f"{AGENT}/framer.py",
+        """        self._flush_writers(block_ids)
+        self._out.begin(
+""",
+        """        self._out.begin(
+""",
+    ),
+)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What became of a mutation."""
+
+    mutation: Mutation
+    caught: bool
+    how: str
+    """Seed and first difference; else what went wrong."""
+    seconds: float
+
+
+def judge(mutation: Mutation) -> Verdict:
+    """Runs the oracle against a copy of the sources with one mutation."""
+    started = time.monotonic()
+    with TemporaryDirectory(prefix="mutation-") as directory:
+        for source in SOURCES:
+            shutil.copytree(
+                ROOT / source, Path(directory, source), ignore=shutil.ignore_patterns("__pycache__")
+            )
+        path = Path(directory, mutation.path)
+        text = path.read_text()
+        if text.count(mutation.old) != 1:
+            how = f"does not apply: {text.count(mutation.old)} times in {mutation.path}"
+            return Verdict(mutation, False, how, 0.0)
+        path.write_text(text.replace(mutation.old, mutation.new))
+        command = f"-m oracle --world inline --seed {mutation.seed} --cells {_CELLS}"
+        env = {
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join([*(f"{directory}/{s}" for s in SOURCES), str(TESTS)]),
+            "PYTHONDONTWRITEBYTECODE": "1",
+            "OMP_NUM_THREADS": "1",
+        }
+        command = [sys.executable, *command.split()]
+        out = _run(command, env)
+    seconds = time.monotonic() - started
+    if found := re.search(r"WRONG: (seed.*)", out):
+        return Verdict(mutation, True, found[1], seconds)
+    return Verdict(mutation, False, f"not caught: {out.strip().splitlines()[-1]}", seconds)
+
+
+def _run(command: list[str], env: dict[str, str]) -> str:
+    try:
+        done = subprocess.run(
+            command, env=env, capture_output=True, text=True, check=False, timeout=_TIMEOUT_S
+        )
+    except subprocess.TimeoutExpired:
+        return f"still running after {_TIMEOUT_S} s"
+    return done.stdout + done.stderr
+
+
+def judge_all(mutations: Iterable[Mutation]) -> Iterable[Verdict]:
+    """As many at a time as there are CPUs, in order."""
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        yield from pool.map(judge, mutations)
+
+
+def main() -> int:
+    """Prints the table; returns 1 if a mutation was not caught."""
+    chosen = [m for m in MUTATIONS if not sys.argv[1:] or m.name in sys.argv[1:]]
+    missed = 0
+    for verdict in judge_all(chosen):
+        missed += not verdict.caught
+        mark = "" if verdict.caught else "MISSED "
+        how = f"{mark}{verdict.how}"
+        print(f"{verdict.mutation.name:<44}{verdict.seconds:5.0f} s  {how:.160}", flush=True)
+    print(f"{len(chosen) - missed} of {len(chosen)} mutations caught")
+    return 1 if missed or not chosen else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
