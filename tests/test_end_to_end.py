@@ -104,6 +104,32 @@ async def test_the_asynchronous_client_reads_the_same(server):
     assert names == {sim.done[0].name}
 
 
+@pytest.mark.parametrize("order", [(0, 1, 2, 3), (3, 1, 0, 2)])
+def test_samples_that_start_in_one_step_share_what_it_computes(server, order):
+    run = f"group {order}"
+    config = AgentConfig(
+        target=server.target, run=run, engine_id="e0", layout=LAYOUT, block_size=4, num_blocks=16
+    )
+    rows = np.argsort(np.random.default_rng(0).random((20, 3, 300)))[..., :3]
+    with CaptureAgent(config) as agent, RouteClient(server.target, run=run) as client:
+        # The first computes the prompt of 9 tokens; the others start on its two full blocks.
+        blocks = [0, 1]
+        handles = [agent.begin("s0", prompt_len=9, block_ids=[*blocks, 2])]
+        cached = {"num_computed_tokens": 8, "prompt_len": 9}
+        handles += [agent.begin(f"s{i}", block_ids=[*blocks, 2 + i], **cached) for i in (1, 2, 3)]
+        parts = [(rows[:9], (handles[0], 0, 9))]
+        parts += [(rows[8 + i : 9 + i], (handles[i], 8, 1)) for i in range(1, 4)]
+        agent.step(np.concatenate([parts[i][0] for i in order]), [parts[i][1] for i in order])
+        for handle in handles:
+            agent.finish(handle, 10)
+        for i in range(4):
+            trace = client.get(f"s{i}", wait=20)
+            np.testing.assert_array_equal(trace.topk_ids[:8], rows[:8])
+            np.testing.assert_array_equal(trace.topk_ids[8], rows[8 + i])
+        assert agent.flush(20)
+        assert agent.stats().acknowledged_rows == 12
+
+
 def test_a_follower_sees_the_rows_of_a_running_request(server):
     config = AgentConfig(
         target=server.target,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from collections.abc import Callable
 from itertools import pairwise
 
 import numpy as np
@@ -54,6 +55,7 @@ class Framed:
         self.last_step: dict[int, int] = {}
         self.first_draft: dict[int, int] = {}  # in that step
         self.preempted: set[int] = set()
+        self.starting: dict[int, Callable[[], None]] = {}  # yet to be told, in order
         self.free = list(range(32))
 
     def _drop(self, word: Word, rows: int) -> None:
@@ -86,24 +88,38 @@ class Framed:
         blocks = np.array(block_ids, U32).tobytes()
         proto = pb.RequestBegin(**facts)
         prompt = None if prompt_token_ids is None else np.array(prompt_token_ids, U32).tobytes()
+        block_ids = list(block_ids)
         index = len(self.names) - 1
         computed = num_computed_tokens, num_external_tokens
         self.framer.begin(handle, name, proto.SerializeToString(), index, *computed, blocks, prompt)
-        self.naive.begin(name, proto, num_computed_tokens, block_ids, num_external_tokens, index)
+        self.starting[handle] = lambda: self.naive.begin(
+            name, proto, num_computed_tokens, block_ids, num_external_tokens, index
+        )
+        if num_computed_tokens == num_external_tokens:
+            self._start(handle)
         return handle
 
+    def _start(self, handle=None):
+        """Requests that reuse blocks start with their first rows, or the first word of them."""
+        for each in list(self.starting) if handle is None else [handle]:
+            if each in self.starting:
+                self.starting.pop(each)()
+
     def add_blocks(self, handle, block_ids):
+        self._start(handle)
         self.framer.add_blocks(handle, np.array(block_ids, U32).tobytes())
         self.naive.blocks(self.names[handle], block_ids)
 
     def rewind(self, handle, position, step=0):
         self.framer.rewind(handle, position, step)
+        self._start(handle)
         done = step and self.last_step.get(handle, 0) > step
         if not done:
             self.naive.rewind(self.names[handle], position)
         return not done
 
     def preempt(self, handle, num_tokens):
+        self._start(handle)
         self.framer.preempt(handle, num_tokens)
         self.naive.preempt(self.names[handle], num_tokens)
         self.preempted.add(handle)
@@ -111,21 +127,27 @@ class Framed:
     def resume(self, handle, num_computed_tokens, block_ids, num_external_tokens=0):
         computed = num_computed_tokens, num_external_tokens
         self.framer.resume(handle, *computed, np.array(block_ids, U32).tobytes())
-        self.naive.resume(self.names[handle], num_computed_tokens, block_ids, num_external_tokens)
+        resumed = self.names[handle], num_computed_tokens, list(block_ids), num_external_tokens
+        self.starting[handle] = lambda: self.naive.resume(*resumed)
+        if num_computed_tokens == num_external_tokens:
+            self._start(handle)
         self.preempted.discard(handle)
 
     def finish(self, handle, num_tokens, reason="stop", token_ids=None):
         why = int(FinishReason[reason.upper()])
         tokens = None if token_ids is None else np.array(token_ids, U32).tobytes()
+        self._start(handle)
         self.framer.finish(handle, num_tokens, why, tokens)
         self.naive.finish(self.names[handle], num_tokens, why)
         self.free.append(handle & (1 << LANE_BITS) - 1)
 
     def external(self, block_ids):
+        self._start()
         self.framer.external(np.array(block_ids, U32).tobytes())
         self.naive.external(block_ids)
 
     def reset_prefix_cache(self):
+        self._start()
         self.framer.reset()
         self.naive.reset()
 
@@ -152,12 +174,14 @@ class Framed:
             self.framer.step(self.now, self.number, self.version, runs.copy(), data)
             data[:] = 0xAA  # the ring is used again
         bad = invalid_rows(rows, self.layout.num_experts)
-        at = 0
-        for handle, position, count in runs.T.tolist():
+        turns = {h: i for i, h in enumerate(self.starting, 1)} if not is_lost else {}
+        starts = np.cumsum(runs[2]) - runs[2]
+        in_turn = [(*run, at) for run, at in zip(runs.T.tolist(), starts.tolist(), strict=True)]
+        for handle, position, count, at in sorted(in_turn, key=lambda run: turns.get(run[0], 0)):
             name = self.names[handle]
             if handle in self.preempted:
-                at += count
                 continue
+            self._start(handle)
             first = position + 1
             if self.last_step.get(handle) == self.number:
                 first = min(position, self.first_draft[handle])
@@ -165,12 +189,13 @@ class Framed:
             if position < max(self.naive_end(name), 0):
                 self.naive.rewind(name, position)
             request = self.naive.live[name]
-            for p in range(position, position + count):
-                if is_lost or bad[at]:
+            for p, row, is_bad in zip(
+                range(position, position + count), rows[at:], bad[at:], strict=False
+            ):
+                if is_lost or is_bad:
                     self.naive.lost(name, p, 1, FULL if is_lost else INVALID)
                 else:
-                    self.naive.rows(name, p, [(rows[at].tobytes(), self.version)])
-                at += 1
+                    self.naive.rows(name, p, [(row.tobytes(), self.version)])
             # A pass confirms what it follows, whatever became of its own rows.
             request.drafts = max(first, request.facts.prompt_len)
 
@@ -193,6 +218,7 @@ class Framed:
                 self.naive.slots[slot] = (row.tobytes(), self.version)
 
     def end(self) -> None:
+        self._start()
         self.framer.flush()
         self.seal()
         assert self.framer.nbytes == 0
@@ -267,6 +293,7 @@ class Reckless:
     def act(self) -> None:
         actions = [self.begin, self.step, self.step, self.step, self.step, self.rewind]
         actions += [self.finish, self.preempt, self.resume, self.weights, self.forget, self.grow]
+        actions += [self.share]
         self.rng.choice(actions)()
 
     def _free(self) -> list[int]:
@@ -355,6 +382,30 @@ class Reckless:
             cuts = rng.sample(range(1, n), rng.randint(0, min(3, n - 1))) if self.splits else []
             lost = [i for i in range(len(cuts) + 1) if rng.random() < self.losses]
             self.sink.step(self.rows(n), runs, cuts, lost)
+
+    def share(self) -> None:
+        """A request starts on blocks that another one computes in the same step."""
+        donor = self._running()
+        if donor is None or len(self.live) > 5:
+            return
+        blocks, end = self.live[donor], self.ends[donor]
+        full = min(len(blocks), end // BLOCK + self.rng.randint(1, 3))
+        count = full * BLOCK - end
+        if count < 1 or not self._may_write(donor, end):
+            return
+        cached = blocks[:full]
+        self.ends[donor] = end + count
+        if not all(self._full(block, i) for i, block in enumerate(cached)):
+            self.ends[donor] = end
+            return
+        name = f"r{self.count}"
+        self.count += 1
+        new = self._grant(1, cached)
+        handle = self.sink.begin(name, num_computed_tokens=full * BLOCK, block_ids=[*cached, *new])
+        self.live[handle], self.ends[handle] = [*cached, *new], full * BLOCK + 2
+        runs = [(donor, end, count), (handle, full * BLOCK, 2)]
+        self.rng.shuffle(runs)
+        self.sink.step(self.rows(count + 2), runs)
 
     def rows(self, n: int) -> np.ndarray:
         ids = np.array([self.rng.sample(range(300), 2) for _ in range(2 * n)], np.uint16)

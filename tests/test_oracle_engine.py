@@ -37,6 +37,8 @@ class Heard:
     blocks: list[int]
     attempts: list[dict[int, bytes | None]] = field(default_factory=list)
     last_step: int = 0
+    reused: int = 0  # leading tokens in blocks of others, whose rows were not looked up yet
+    started: int = 0  # in the order of starts
     preempted: bool = False
     num_tokens: int | None = None
 
@@ -72,10 +74,15 @@ class Listener:
         known = computed - external
         assert known % self.spec.block_size == 0, "only full blocks are shared"
         self._forget(blocks[known // self.spec.block_size :])
-        heard.attempts.append(
-            {p: self.slots.get(self._slot(heard, p)) for p in range(known)}
-            | dict.fromkeys(range(known, computed))
-        )
+        heard.attempts.append(dict.fromkeys(range(computed)))
+        heard.reused = known
+        heard.started = sum(len(h.attempts) for h in self.requests)
+
+    def _read(self, heard: Heard) -> None:
+        """Takes the rows in the blocks that a request started on, perhaps of its own first step."""
+        for p in range(heard.reused):
+            heard.attempts[-1][p] = self.slots.get(self._slot(heard, p))
+        heard.reused = 0
 
     def _drop(self, heard: Heard, position: int) -> None:
         for p in [p for p in heard.attempts[-1] if p >= position]:
@@ -99,13 +106,16 @@ class Listener:
     def add_blocks(self, handle: int, block_ids: list[int]) -> None:
         self.log.append(("blocks", handle, block_ids))
         self._forget(block_ids)
-        assert self.requests[handle].takes_rows
-        self.requests[handle].blocks += block_ids
+        heard = self.requests[handle]
+        assert heard.takes_rows
+        self._read(heard)
+        heard.blocks += block_ids
 
     def rewind(self, handle: int, position: int, step: int = 0) -> None:
         self.log.append(("rewind", handle, position, step))
         heard = self.requests[handle]
         assert heard.takes_rows
+        self._read(heard)
         if not step or heard.last_step <= step:
             self._drop(heard, position)
 
@@ -113,6 +123,7 @@ class Listener:
         self.log.append(("preempt", handle, num_computed_tokens))
         heard = self.requests[handle]
         assert heard.takes_rows
+        self._read(heard)
         self._drop(heard, num_computed_tokens)
         heard.preempted, heard.blocks = True, []
 
@@ -134,14 +145,19 @@ class Listener:
         heard = self.requests[handle]
         assert heard.num_tokens is None
         assert token_ids is None or len(token_ids) == num_tokens
+        self._read(heard)
         heard.num_tokens = num_tokens
 
     def external(self, block_ids: list[int]) -> None:
         self.log.append(("external", list(block_ids)))
+        for heard in self.requests:
+            self._read(heard)
         self._forget(block_ids)
 
     def reset_prefix_cache(self) -> None:
         self.log.append("reset")
+        for heard in self.requests:
+            self._read(heard)
         self.slots.clear()
 
     def set_weight_version(self, version: int) -> None:
@@ -153,10 +169,14 @@ class Listener:
         if not len(rows):
             return 0
         self.steps += 1
-        at = 0
-        for handle, position, count in runs.tolist():
+        starts = np.cumsum(runs[:, 2]) - runs[:, 2]
+        in_turn = [(*run, at) for run, at in zip(runs.tolist(), starts.tolist(), strict=True)]
+        heard_of = self.requests
+        in_turn.sort(key=lambda run: heard_of[run[0]].started if heard_of[run[0]].reused else 0)
+        for handle, position, count, at in in_turn:
             heard = self.requests[handle]
             if heard.takes_rows:
+                self._read(heard)
                 if heard.attempts[-1] and position <= max(heard.attempts[-1]):
                     self._drop(heard, position)
                 heard.last_step = self.steps
@@ -164,7 +184,6 @@ class Listener:
                     row = rows[at + i].tobytes()
                     heard.attempts[-1][position + i] = row
                     self.slots[self._slot(heard, position + i)] = row
-            at += count
         return self.steps
 
     def step_slots(self, rows: np.ndarray, slots: np.ndarray) -> int:

@@ -16,7 +16,7 @@ from routetrace.v1.layout import RoutingLayout
 COUNTS = (
     *("requests", "samples", "turns", "branches", "retries", "continued", "resubmitted"),
     *("handoffs", "aborts", "crashes", "preemptions", "resumes", "rows", "late_rows"),
-    *("rewinds", "rejected_rows", "reused_blocks", "cached_rows", "unknown_rows"),
+    *("rewinds", "rejected_rows", "reused_blocks", "cached_rows", "shared_rows", "unknown_rows"),
     *("external_loads", "external_rows", "weight_updates", "resets", "binds", "barriers"),
 )
 
@@ -72,6 +72,7 @@ class Cluster:
                 self.counts,
                 self._before_begin,
                 self._on_bind,
+                lambda trace_id: trace_id not in self.records,
             )
             for i, spec in enumerate(specs or random_specs(rng, layout))
         ]

@@ -98,6 +98,7 @@ class Engine:
         counts: of what happened; shared by all engines.
         before_begin: called with a record before it begins.
         on_bind: called with the trace id of a bound request, and what is true of it.
+        is_new: tells whether nothing began under a trace id yet.
     """
 
     def __init__(
@@ -111,6 +112,7 @@ class Engine:
         counts: dict[str, int],
         before_begin: Callable[[Engine, Record], None],
         on_bind: Callable[[str, Bound], None],
+        is_new: Callable[[str], bool],
     ) -> None:
         self.spec = spec
         self.layout = layout
@@ -121,6 +123,7 @@ class Engine:
         self.counts = counts
         self.before_begin = before_begin
         self.on_bind = on_bind
+        self.is_new = is_new
         held = {layer for shard in spec.shards for layer in shard.layer_ids}
         self.columns = layout.columns(sorted(held))
         self.alone = all(shard.size == 1 for shard in spec.shards)
@@ -275,6 +278,8 @@ class Engine:
             if not self._admit(self.waiting[0]):
                 break
             self.running.append(self.waiting.pop(0))
+            if rng.random() < 0.5:
+                break  # the others may come behind
         budget = spec.chunk_tokens
         chosen: list[tuple[Request, int, list[int]]] = []
         for request in list(self.running):
@@ -290,7 +295,34 @@ class Engine:
                 chosen.append((request, count, drafts))
                 budget -= count + len(drafts)
         chosen = [c for c in chosen if c[0].running]
-        return self._forward(chosen) if chosen else None
+        behind = [] if spec.asynchronous else self._admit_behind(chosen, budget)
+        return self._forward(chosen, behind) if chosen else None
+
+    def _admit_behind(
+        self, chosen: list[tuple[Request, int, list[int]]], budget: int
+    ) -> list[Request]:
+        """Admits requests that reuse blocks which the pass to come computes; returns them.
+
+        Some of them join that pass at once.
+        """
+        for request, count, _ in chosen:
+            self._register(request, request.computed + count)
+        behind = []
+        while self.waiting and len(self.running) < self.spec.max_running:
+            request = self.waiting[0]
+            # Another one of its trace would wait until all that was told is at the server.
+            fresh = request.record is not None or self.is_new(request.trace_id)
+            if not fresh or self.rng.random() < 0.2 or not self._admit(request):
+                break
+            self.running.append(self.waiting.pop(0))
+            behind.append(request)
+            room = len(request.blocks) * self.pool.block_size - request.computed
+            count = min(len(request.tokens) - request.computed, budget, room)
+            if count and self.rng.random() < 0.8:
+                chosen.append((request, count, []))
+                budget -= count
+                self._register(request, request.computed + count)
+        return behind
 
     def _make_room(self, request: Request, num_tokens: int) -> bool:
         """Gets blocks for so many tokens, from the request that began to run last if need be."""
@@ -423,8 +455,12 @@ class Engine:
 
     # ------------------------------------------------------------------ computing
 
-    def _forward(self, chosen: list[tuple[Request, int, list[int]]]) -> Step:
-        """Computes rows, accepts drafts and samples tokens, on the device."""
+    def _forward(self, chosen: list[tuple[Request, int, list[int]]], behind: list[Request]) -> Step:
+        """Computes rows, accepts drafts and samples tokens, on the device.
+
+        Those `behind` were admitted on blocks that this pass computes.
+        """
+        cached = {request: request.computed for request in behind}
         rng = self.rng
         rng.shuffle(chosen)
         total = sum(count + len(drafts) for _, count, drafts in chosen)
@@ -451,6 +487,12 @@ class Engine:
                 request, request.attempt, start, own, slots, stop - known, kept, request.ahead
             )
             runs.append(run)
+        for request, computed in cached.items():
+            inherited = self.pool.slots[self.pool.slots_of(request.blocks, 0, computed)]
+            attempt = request.attempt
+            self.counts["shared_rows"] += int((inherited != attempt.rows[:computed]).sum())
+            attempt.rows[:computed] = inherited
+            attempt.unknown[:computed] = inherited == NOBODY
         self.steps += 1
         return Step(self.steps, runs)
 
@@ -529,7 +571,7 @@ class Engine:
                 continue
             request.tokens = run.ahead[: request.most]
             request.computed = min(run.kept, len(request.tokens))
-            self._register(request)
+            self._register(request, request.computed)
             if len(request.tokens) == request.most:
                 self._finish(request, request.end or self.rng.choice(("stop", "length")))
             elif run.kept < run.stop:
@@ -546,11 +588,11 @@ class Engine:
         for line in run.lines:
             line.rewind(run.request, run.kept, step.number if named else 0)
 
-    def _register(self, request: Request) -> None:
-        """Full blocks of known tokens can be found from now on."""
+    def _register(self, request: Request, stop: int) -> None:
+        """Full blocks of known tokens before a position can be found from now on."""
         pool = self.pool
         parent = request.nodes[-1] if request.nodes else 0
-        for i in range(len(request.nodes), request.computed // pool.block_size):
+        for i in range(len(request.nodes), stop // pool.block_size):
             start = i * pool.block_size
             parent = pool.node(parent, request.tokens[start : start + pool.block_size])
             request.nodes.append(parent)

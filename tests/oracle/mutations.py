@@ -222,13 +222,16 @@ MUTATIONS = (
         "                drafts = 0\n",
     ),
     Mutation(
+        "samples that start in one step share nothing",
+        f"{AGENT}/framer.py",
+        "        if num_cached_tokens:\n",
+        "        if False:\n",
+    ),
+    Mutation(
         "a prefix looked up before its rows were sent",
         f"{AGENT}/framer.py",
-        """        self._flush_writers(block_ids)
-        self._out.begin(
-""",
-        """        self._out.begin(
-""",
+        "        for lane in set(lanes[hit].tolist()):\n",
+        "        for lane in ():\n",
     ),
 )
 

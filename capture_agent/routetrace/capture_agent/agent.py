@@ -115,7 +115,8 @@ class CaptureAgent:
             prompt_len: prompt tokens.
             labels: group, session, sample and whatever else readers look traces up by.
             ttl_seconds: life of the trace after its last change; 0: the server's default.
-            num_computed_tokens: leading tokens whose KV is in the cache already, in `block_ids`.
+            num_computed_tokens: leading tokens whose KV is in the cache already, in `block_ids`, or
+                gets there in the step of its first rows; the server hears of it with those.
             num_external_tokens: how many of them, the last ones, were loaded from elsewhere
                 (another engine, CPU memory, a remote cache): nobody here knows what computed them.
             block_ids: its KV blocks, in order; none where block_size is 0.

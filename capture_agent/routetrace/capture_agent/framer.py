@@ -6,6 +6,10 @@ that could tell the difference: one that hands a block of the run to somebody, r
 it, or ends the request. The server resolves cached blocks through its slot map at that point of the
 ops.
 
+A request that starts with cached blocks is told of as late as can be: before its own first rows,
+but after those that others computed in the same step. Engines let the samples of a prompt share
+blocks that are computed in the very step in which all of them start.
+
 No I/O and no clock; the time is passed in.
 """
 
@@ -80,6 +84,7 @@ class Framer:
         self._linger = Linger(layout.row_bytes, frame_rows)
         self._requests: dict[int, _Request] = {}  # by lane
         self._begun = 0
+        self._starts: dict[int, Callable[[], None]] = {}  # by lane: what is yet to be told
         self._ends = TraceEnds()
         # Who was given a block to write last, and which of its blocks it is.
         self._writer = np.full(num_blocks, -1, np.int64)
@@ -129,9 +134,22 @@ class Framer:
             mask = np.repeat(quick, counts)
             self._extend(now, step, version, lanes[quick], counts[quick], rows[mask])
         stops = np.cumsum(counts)
-        for i in np.flatnonzero(~quick).tolist():
+        # Rows of requests that start with them come last, as they may reuse what the others wrote.
+        turns = {lane: i for i, lane in enumerate(self._starts, 1)}
+        slow = np.flatnonzero(~quick).tolist()
+        for i in sorted(slow, key=lambda i: turns.get(int(lanes[i]), 0)):
             run = rows[stops[i] - counts[i] : stops[i]]
             self._append(now, step, version, int(lanes[i]), int(positions[i]), run)
+
+    def _start(self, lane: int) -> None:
+        """Tells of a request that starts, if that is still to be done."""
+        if start := self._starts.pop(lane, None):
+            start()
+            self._linger.open[lane] = not self._requests[lane].lost
+
+    def _start_all(self) -> None:
+        for lane in list(self._starts):
+            self._start(lane)
 
     def _extend(
         self, now: float, step: int, version: int, lanes: Ints, counts: Ints, rows: Bytes
@@ -146,6 +164,7 @@ class Framer:
     ) -> None:
         """Appends a run that does not simply continue its request, or makes more than a frame."""
         request, linger = self._requests[lane], self._linger
+        self._start(lane)
         if request.preempted:
             self._drop(Word.LATE, len(rows))
             return
@@ -215,17 +234,36 @@ class Framer:
         self._begun += 1
         request.order = self._begun
         request.emitted = num_computed_tokens
-        self._remember()
-        self._flush_writers(block_ids)
-        self._out.begin(
-            request_id, begin, index, num_computed_tokens, num_external_tokens, block_ids
-        )
-        self._give(request, block_ids, num_computed_tokens)
-        if prompt:
-            self._digests(request, prompt, self._ends.of(trace_id))
+        ends = self._ends.of(trace_id)
+        for other in list(self._starts):  # requests of a trace keep their order
+            if self._requests[other].trace_id == trace_id:
+                self._start(other)
+
+        def start() -> None:
+            self._remember()
+            self._flush_writers(block_ids)
+            self._out.begin(
+                request_id, begin, index, num_computed_tokens, num_external_tokens, block_ids
+            )
+            self._give(request, block_ids, num_computed_tokens)
+            if prompt:
+                self._digests(request, prompt, ends)
+
+        self._start_with(request, num_computed_tokens - num_external_tokens, start)
+
+    def _start_with(
+        self, request: _Request, num_cached_tokens: int, start: Callable[[], None]
+    ) -> None:
+        """A request starts with so many tokens in blocks that others wrote, or are to write."""
+        self._starts[request.lane] = start
+        if num_cached_tokens:
+            self._linger.open[request.lane] = False  # its rows come by the slow way, see _append
+        else:
+            self._start(request.lane)
 
     def add_blocks(self, handle: int, blocks: bytes) -> None:
         """A request gets more blocks."""
+        self._start(handle & LANE_MASK)
         if request := self._reported(handle):
             block_ids = np.frombuffer(blocks, U32)
             self._flush_writers(block_ids)
@@ -237,12 +275,14 @@ class Framer:
     def rewind(self, handle: int, position: int, step: int = 0) -> None:
         """Rows at `position` and after were rejected; with `step`, unless later ones came."""
         request = self._requests[handle & LANE_MASK]
+        self._start(request.lane)
         if not step or self._linger.step[request.lane] <= step:
             self._rewind(request, position)
 
     def preempt(self, handle: int, num_computed_tokens: int) -> None:
         """A request gives up its blocks; rows at `num_computed_tokens` and after were not kept."""
         lane = handle & LANE_MASK
+        self._start(lane)
         self._requests[lane].preempted, self._linger.open[lane] = True, False
         if request := self._reported(handle):
             self._drop(Word.REWOUND, self._linger.cut(request.lane, num_computed_tokens))
@@ -260,10 +300,15 @@ class Framer:
         lane = handle & LANE_MASK
         self._requests[lane].preempted = False
         self._linger.open[lane] = not self._requests[lane].lost
-        if request := self._reported(handle):
-            block_ids = np.frombuffer(blocks, U32)
+        request = self._reported(handle)
+        if request is None:
+            return
+        block_ids = np.frombuffer(blocks, U32)
+        self._flush(request)
+        self._linger.end[lane] = request.emitted = num_computed_tokens
+
+        def start() -> None:
             self._remember()
-            self._flush(request)
             self._flush_writers(block_ids)
             self._out.op(
                 OpKind.RESUME,
@@ -272,16 +317,17 @@ class Framer:
                 count=num_external_tokens,
                 blocks=block_ids,
             )
-            self._linger.end[request.lane] = num_computed_tokens
-            request.emitted = num_computed_tokens
             self._give(request, block_ids, num_computed_tokens)
             if request.lost:
                 self._lose(request, num_computed_tokens, 0, pb.MISSING_REASON_QUEUE_FULL)
+
+        self._start_with(request, num_computed_tokens - num_external_tokens, start)
 
     def finish(self, handle: int, num_tokens: int, reason: int, tokens: bytes | None) -> None:
         """A request ends with `num_tokens` tokens; `tokens`, if told, is uint32."""
         lane = handle & LANE_MASK
         request = self._requests[lane]
+        self._start(lane)
         self._flush(request)
         if tokens:
             self._ends.add(request.trace_id, num_tokens)
@@ -297,6 +343,7 @@ class Framer:
         if self.muted:
             self._forgetful = True
             return
+        self._start_all()
         self._remember()
         self._flush_all()
         self._window.flush()
@@ -307,6 +354,7 @@ class Framer:
         if self.muted:
             self._forgetful = True
             return
+        self._start_all()
         self._flush_all()
         self._window.flush()
         self._forgetful = False
@@ -321,6 +369,7 @@ class Framer:
             request = self._requests[handle & LANE_MASK]
             if request.preempted:
                 continue  # they came too late anyway
+            self._start(request.lane)
             self._rewind(request, position)
             if not request.lost:
                 self._flush(request)
@@ -333,6 +382,7 @@ class Framer:
 
     def close(self) -> None:
         """No more will come: flushes everything, and says so for requests that live."""
+        self._start_all()
         self._flush_all()
         self._window.flush()
         for lane, request in self._requests.items():
@@ -343,7 +393,8 @@ class Framer:
     # ------------------------------------------------------------------ memory
 
     def flush(self) -> None:
-        """Flushes everything that lingers."""
+        """Flushes everything that lingers, and tells of all requests."""
+        self._start_all()
         self._flush_all()
         self._window.flush()
 
