@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import grpc
+import numpy as np
 
 from oracle.world import EngineSpec, Shard
 from routetrace.capture_agent import AgentConfig, CaptureAgent
@@ -123,9 +124,12 @@ class BaseWorld:
         step: int,
         token_ids: Sequence[int] | None,
     ) -> None:
-        """Names the request behind KV blocks that a slot-only agent filled."""
+        """Names the request behind KV blocks that a slot-only agent filled.
+
+        What is read by its blocks at this moment is what the bound request is made of.
+        """
         self.flush(engine_id)
-        self.client.bind(
+        stat = self.client.bind(
             engine_id,
             request_id,
             block_ids,
@@ -135,6 +139,21 @@ class BaseWorld:
             trace_id=trace_id,
             token_ids=token_ids,
         )
+        if num_computed_tokens:
+            # Nothing joins bound requests here: the last one is the last incarnation.
+            bound = self.client.get(
+                trace_id,
+                incarnation=stat.num_incarnations,
+                token_stop=num_computed_tokens,
+                missing="mask",
+            )
+            found = self.client.get_blocks(
+                engine_id, block_ids, num_computed_tokens, missing="mask"
+            )
+            assert np.array_equal(bound.valid, found.valid), f"{trace_id}: {bound} by {found}"
+            assert np.array_equal(bound.topk_ids[bound.valid], found.topk_ids[bound.valid]), (
+                f"{trace_id}: other rows by blocks"
+            )
 
     def flush(self, engine_id: str) -> None:
         """Everything told so far by the agents of one engine is at the server."""
