@@ -25,7 +25,7 @@ lint: $(VENV)/.dev
 
 # At least CELLS cells, compared one by one with what simulated engines did; see tests/oracle. Seeds
 # are printed: `make test-exact SEED=17 WORLD=socket ONCE=--once` makes that run again.
-SEED  ?=
+SEED  ?= 1
 CELLS ?= 10000000
 WORLD ?= both
 test-exact: $(VENV)/.dev

@@ -169,8 +169,8 @@ MUTATIONS = (
     Mutation(
         "weight version ignored",
         f"{SERVER}/view.py",
-        "                if selection.weight_version not in (None, span.weight_version):\n",
-        "                if False:\n",
+        "                and selection.weight_version in (None, span.weight_version)\n",
+        "",
     ),
     Mutation(
         "a sweep forgets the slots",
