@@ -514,9 +514,11 @@ def test_what_is_dropped_for_memory_leaves_no_wrong_row(rng):
 
 
 @settings(deadline=None, max_examples=30)
-@given(SEEDS, st.sampled_from([0.0, 0.02]))
-def test_slots_alone(rng, invalid):
+@given(SEEDS, st.sampled_from([0.0, 0.02]), st.booleans())
+def test_slots_alone(rng, invalid, small):
     framed = Framed(linger=rng.choice([0, 2, 1e9]))
+    if small:
+        framed.builder.limit(700)
     engine = Reckless(framed, rng, invalid)
     for _ in range(40):
         n = rng.choice([1, 3, 20, 40])
@@ -535,6 +537,8 @@ def test_slots_alone(rng, invalid):
         assert framed.model.slots.items() <= framed.naive.slots.items()
     else:
         assert framed.model.slots == framed.naive.slots
+    if small:
+        assert max(framed.chunk_bytes) <= 700
 
 
 def valid_rows(n: int, layout: RoutingLayout = LAYOUT, seed: int = 0) -> np.ndarray:

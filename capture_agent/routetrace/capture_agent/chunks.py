@@ -82,8 +82,11 @@ class ChunkBuilder:
         """Keeps chunks sealed from now on below what the server takes."""
         # Incompressible frames are up to 1.5 % larger than their rows.
         self._target = min(TARGET_BYTES, max_chunk_bytes * 31 // 32 - self._base_bytes)
+        room, row_bytes = self._target - self._frame_bytes - 64, self._layout.row_bytes
         #: Rows of one frame at most.
-        self.max_rows = max(1, (self._target - self._frame_bytes - 64) // self._layout.row_bytes)
+        self.max_rows = max(1, room // row_bytes)
+        #: The same for slots alone, if each row is of a step of its own.
+        self.max_slot_rows = max(1, room // (row_bytes + U64.itemsize + OP.itemsize))
 
     def _clear(self) -> None:
         self._ops: list[tuple[int, ...]] = []

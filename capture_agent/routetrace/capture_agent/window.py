@@ -58,7 +58,7 @@ class SlotWindow:
         """Adds the rows [n, row_bytes] of one step at `slots` [n]; both are copied."""
         if version != self._version:
             self.flush()
-        most = min(WINDOW_ROWS, self._out.max_rows)
+        most = min(WINDOW_ROWS, self._out.max_slot_rows)
         while len(rows):
             if not self.rows:
                 self.since, self._version = now, version
