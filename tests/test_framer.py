@@ -92,12 +92,16 @@ class Framed:
         index = len(self.names) - 1
         computed = num_computed_tokens, num_external_tokens
         self.framer.begin(handle, name, proto.SerializeToString(), index, *computed, blocks, prompt)
-        self.starting[handle] = lambda: self.naive.begin(
-            name, proto, num_computed_tokens, block_ids, num_external_tokens, index
-        )
-        if num_computed_tokens == num_external_tokens:
-            self._start(handle)
+        begun = name, proto, num_computed_tokens, block_ids, num_external_tokens, index
+        self.starting[handle] = lambda: self.naive.begin(*begun)
+        self._start_with(handle, block_ids, num_computed_tokens - num_external_tokens)
         return handle
+
+    def _start_with(self, handle, block_ids, num_cached_tokens):
+        if not num_cached_tokens or not self.block_size or num_cached_tokens % self.block_size:
+            self._start(handle)
+        else:
+            self.naive.external(block_ids[num_cached_tokens // self.block_size :])
 
     def _start(self, handle=None):
         """Requests that reuse blocks start with their first rows, or the first word of them."""
@@ -129,8 +133,7 @@ class Framed:
         self.framer.resume(handle, *computed, np.array(block_ids, U32).tobytes())
         resumed = self.names[handle], num_computed_tokens, list(block_ids), num_external_tokens
         self.starting[handle] = lambda: self.naive.resume(*resumed)
-        if num_computed_tokens == num_external_tokens:
-            self._start(handle)
+        self._start_with(handle, block_ids, num_computed_tokens - num_external_tokens)
         self.preempted.discard(handle)
 
     def finish(self, handle, num_tokens, reason="stop", token_ids=None):

@@ -249,17 +249,26 @@ class Framer:
             if prompt:
                 self._digests(request, prompt, ends)
 
-        self._start_with(request, num_computed_tokens - num_external_tokens, start)
+        self._start_with(request, block_ids, num_computed_tokens - num_external_tokens, start)
 
     def _start_with(
-        self, request: _Request, num_cached_tokens: int, start: Callable[[], None]
+        self,
+        request: _Request,
+        block_ids: Blocks,
+        num_cached_tokens: int,
+        start: Callable[[], None],
     ) -> None:
         """A request starts with so many tokens in blocks that others wrote, or are to write."""
         self._starts[request.lane] = start
-        if num_cached_tokens:
-            self._linger.open[request.lane] = False  # its rows come by the slow way, see _append
-        else:
+        if not num_cached_tokens or not self._block_size or num_cached_tokens % self._block_size:
             self._start(request.lane)
+            return
+        self._linger.open[request.lane] = False  # its rows come by the slow way, see _append
+        # What its other blocks held is gone at once: whoever shares them must not find it.
+        new = block_ids[num_cached_tokens // self._block_size :]
+        if len(new):
+            self._flush_writers(new)
+            self._out.op(OpKind.EXTERNAL, blocks=new)
 
     def add_blocks(self, handle: int, blocks: bytes) -> None:
         """A request gets more blocks."""
@@ -321,7 +330,7 @@ class Framer:
             if request.lost:
                 self._lose(request, num_computed_tokens, 0, pb.MISSING_REASON_QUEUE_FULL)
 
-        self._start_with(request, num_computed_tokens - num_external_tokens, start)
+        self._start_with(request, block_ids, num_computed_tokens - num_external_tokens, start)
 
     def finish(self, handle: int, num_tokens: int, reason: int, tokens: bytes | None) -> None:
         """A request ends with `num_tokens` tokens; `tokens`, if told, is uint32."""
