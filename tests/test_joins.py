@@ -53,8 +53,7 @@ def served(requests: list[Told], incarnation: Incarnation, policy="as_sampled") 
     value = pb.ReadPolicy.Value(f"READ_POLICY_{policy.upper()}")
     selection = Selection(0, incarnation.num_rows, (0,), value)
     rows = [0] * incarnation.num_rows
-    for segment in view([r.source for r in requests], incarnation, selection):
-        span = segment.span
+    for _, _, span in view([r.source for r in requests], incarnation, selection):
         for position in range(span.position, span.stop):
             assert not rows[position], "a cell twice"
             rows[position] = (span.ref + position - span.position) >> 16
@@ -218,31 +217,3 @@ def test_an_unfinished_request_ends_where_its_drafts_begin():
     assert source.tentative == 1
     source.remove(5, FOREVER)
     assert (source.tentative, source.end) == (0, 5)
-
-
-def test_a_row_is_served_without_the_layers_that_others_gave():
-    """A stage is ahead of the other; the prefill engine had all layers of its rows."""
-    whole = RoutingLayout((0, 1, 2), 3, 8, 2)
-    tokens = np.arange(70, dtype=np.uint32)
-    prefill = Source(WriterKey("", "p", ""), 1, "r", "p/0", whole, 70)
-    stages = [
-        Source(WriterKey("", "d", f"pp{i}"), 1, "r", "d/0", whole.select(layers), 70)
-        for i, layers in enumerate([(0,), (1, 2)])
-    ]
-    for source, start, stop in ((prefill, 0, 70), (stages[0], 60, 80), (stages[1], 66, 75)):
-        source.attempts[0].append(Span(start, stop - start, start, 0, 1))
-        source.add_digests(token_digests(tokens))
-    prefill.ended, prefill.num_tokens, prefill.finish_reason = True, 71, FinishReason.HANDOFF
-    sources = [prefill, *stages]
-    join = Join(sources)
-    (number,) = join.standing
-    for policy, expected in (
-        (pb.READ_POLICY_AS_SAMPLED, [(0, 70, 80), (0, 70, 75), (0, 70, 75)]),
-        (pb.READ_POLICY_LATEST, [(0, 60, 80), (0, 66, 75), (0, 66, 75)]),
-    ):
-        selection = Selection(0, 90, (0, 1, 2), policy)
-        segments = view(sources, join.incarnation(number), selection)
-        for layer, (first, middle, last) in enumerate(expected):
-            mine = [s for s in segments if layer in s.layers]
-            runs = [(s.source > 0, s.span.position, s.span.stop) for s in mine]
-            assert runs == [(False, first, middle), (True, middle, last)]

@@ -169,8 +169,8 @@ MUTATIONS = (
     Mutation(
         "weight version ignored",
         f"{SERVER}/view.py",
-        "                and selection.weight_version in (None, span.weight_version)\n",
-        "",
+        "                if selection.weight_version not in (None, span.weight_version):\n",
+        "                if False:\n",
     ),
     Mutation(
         "a sweep forgets the slots",

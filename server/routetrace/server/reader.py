@@ -24,9 +24,6 @@ from routetrace.v1.frame import slice_frame
 from routetrace.v1.layout import RoutingLayout
 from routetrace.v1.records import DIGEST, SPAN, U32, FinishReason
 
-#: A frame by its number and the layers to which it is cut.
-Frame = tuple[int, tuple[int, ...]]
-
 #: Payload bytes that a message aims at.
 MESSAGE_BYTES = 1 << 20
 
@@ -105,7 +102,7 @@ class Reader:
         segments = view(trace.sources, incarnation, selection)
         wanted = [(selection.start, selection.stop)] if selection.start < selection.stop else []
         groups = layer_groups(trace.sources, selection.layers)
-        return all(covered(segments, group[0]) == wanted for group in groups)
+        return all(covered(trace.sources, segments, group[0]) == wanted for group in groups)
 
     def select(
         self,
@@ -220,10 +217,10 @@ class Reader:
     def batches(self, segments: list[Segment]) -> Iterator[list[Segment]]:
         """Cuts segments into messages of about MESSAGE_BYTES."""
         batch: list[Segment] = []
-        frames: set[Frame] = set()
+        frames: set[int] = set()
         size = 0
         for segment in segments:
-            frame = segment.frame
+            frame = segment.span.ref >> refs.ROW_BITS
             if frame not in frames:
                 length = self._frame_range(segment)[1]
                 if batch and size + length > MESSAGE_BYTES:
@@ -235,28 +232,30 @@ class Reader:
         if batch:
             yield batch
 
-    async def fetch(self, batch: list[Segment], first_frame: int) -> tuple[Message, list[Segment]]:
-        """Reads the frames of a batch, cut to their layers.
+    async def fetch(
+        self, batch: list[Segment], selection: Selection, first_frame: int
+    ) -> tuple[Message, list[Segment]]:
+        """Reads the frames of a batch, cut to the selected layers.
 
         Returns:
             The message, and the segments whose frames could not be read.
         """
-        ranges: dict[int, list[tuple[Frame, tuple[int, int]]]] = {}
-        for frame, segment in {s.frame: s for s in batch}.items():
+        frames = {s.span.ref >> refs.ROW_BITS: s for s in batch}
+        ranges: dict[int, list[tuple[int, tuple[int, int]]]] = {}
+        for frame, segment in frames.items():
             at = self._frame_range(segment)
             ranges.setdefault(refs.chunk_of(segment.span.ref), []).append((frame, at))
-        data = await asyncio.to_thread(self._read, ranges)
+        data = await asyncio.to_thread(self._read, ranges, selection.layers)
         number = {frame: first_frame + i for i, frame in enumerate(data)}
-        good = [s for s in batch if s.frame in number]
+        good = [s for s in batch if s.span.ref >> refs.ROW_BITS in number]
         spans = np.zeros(len(good), SPAN)
-        for i, segment in enumerate(good):
-            span = segment.span
+        for i, (_, attempt, span) in enumerate(good):
             spans[i] = (
                 span.position,
                 span.length,
-                number[segment.frame],
+                number[span.ref >> refs.ROW_BITS],
                 refs.row_of(span.ref),
-                segment.attempt,
+                attempt,
                 span.provenance,
                 0,
                 span.weight_version,
@@ -267,7 +266,7 @@ class Reader:
             b"".join(data.values()),
             len(good),
         )
-        return message, [s for s in batch if s.frame not in number]
+        return message, [s for s in batch if s.span.ref >> refs.ROW_BITS not in number]
 
     def _frame_range(self, segment: Segment) -> tuple[int, int]:
         """(offset, length) of a segment's frame in its chunk; empty if the chunk is not known."""
@@ -277,16 +276,20 @@ class Reader:
             return 0, 0
         return int(entry.offsets[frame]), int(entry.offsets[frame + 1] - entry.offsets[frame])
 
-    def _read(self, ranges: dict[int, list[tuple[Frame, tuple[int, int]]]]) -> dict[Frame, bytes]:
-        """Frames, each cut to its layers; without those that cannot be read."""
-        frames: dict[Frame, bytes] = {}
+    def _read(
+        self, ranges: dict[int, list[tuple[int, tuple[int, int]]]], layers: tuple[int, ...]
+    ) -> dict[int, bytes]:
+        """Frames by number, each cut to the layers; without those that cannot be read."""
+        frames: dict[int, bytes] = {}
         for chunk, wanted in ranges.items():
-            if chunk not in self._state.frames:
+            held = self._state.frames.get(chunk)
+            if held is None:
                 continue
+            cut = tuple(i for i in layers if i in held.layout.column)
             try:
                 data = self._store.read(chunk, [at for _, at in wanted])
                 for (frame, _), body in zip(wanted, data, strict=True):
-                    frames[frame] = slice_frame(body, frame[1])
+                    frames[frame] = slice_frame(body, cut)
             except (NotFound, Corrupt, InvalidArgument):
                 # The cells are reported as missing; the other chunks are served.
                 continue

@@ -23,9 +23,6 @@ DEFAULT_PAGE_SIZE = 1000
 #: How often a waiting call looks again although nothing changed: agents get lost in silence.
 _LOOK_AGAIN_SECONDS = 1.0
 
-Sent = dict[tuple[int, tuple[int, ...]], list[Segment]]
-"""What a follower got, by source and layers."""
-
 Response = TypeVar("Response", pb.GetTraceResponse, pb.GetBlocksResponse)
 
 
@@ -108,7 +105,7 @@ class TraceServicer(pb_grpc.TraceServiceServicer):
         yield make(info=info)
         sending = _Sending(self._reader, trace, incarnation)
         segments = view(trace.sources, incarnation, selection)
-        async for message in sending.rows(segments):
+        async for message in sending.rows(segments, selection):
             yield make(
                 spans=message.spans,
                 frame_lengths=message.frame_lengths,
@@ -121,7 +118,7 @@ class TraceServicer(pb_grpc.TraceServiceServicer):
         trace, incarnation = self._reader.find(request.run, request.trace_id, request.incarnation)
         yield pb.GetTraceResponse(info=self._reader.describe(trace, incarnation))
         sending = _Sending(self._reader, trace, incarnation)
-        sent: Sent = {}
+        sent: dict[int, list[Segment]] = {}
         while True:
             seen = trace.changes
             last = trace.join.requests[incarnation.request.number - 1]
@@ -131,7 +128,7 @@ class TraceServicer(pb_grpc.TraceServiceServicer):
             info = self._reader.describe(trace, incarnation)
             selection = self._select(incarnation, request)
             segments = view(trace.sources, incarnation, selection)
-            async for message in sending.rows(unsent(segments, sent)):
+            async for message in sending.rows(unsent(segments, sent), selection):
                 yield pb.GetTraceResponse(
                     info=info,
                     spans=message.spans,
@@ -297,11 +294,11 @@ class _Sending:
         self._num_frames = 0
         self._unread: list[Segment] = []
 
-    async def rows(self, segments: list[Segment]) -> AsyncIterator[Message]:
+    async def rows(self, segments: list[Segment], selection: Selection) -> AsyncIterator[Message]:
         """The rows of segments, a message at a time."""
         with self._reader.pinned(segments):
             for batch in self._reader.batches(segments):
-                message, lost = await self._reader.fetch(batch, self._num_frames)
+                message, lost = await self._reader.fetch(batch, selection, self._num_frames)
                 self._unread += lost
                 self._num_spans += message.num_spans
                 self._num_frames += len(message.frame_lengths) // 4
@@ -313,11 +310,12 @@ class _Sending:
             info.state, self._trace, self.incarnation, selection, segments
         )
         for segment in self._unread:
+            held = self._trace.sources[segment.source].layout.column
             missing.append(
                 pb.MissingRange(
                     start=segment.span.position,
                     stop=segment.span.stop,
-                    layer_ids=segment.layers,
+                    layer_ids=[i for i in selection.layers if i in held],
                     reason=pb.MISSING_REASON_CORRUPT,
                 )
             )
@@ -330,17 +328,17 @@ class _Sending:
         )
 
 
-def unsent(segments: list[Segment], sent: Sent) -> list[Segment]:
+def unsent(segments: list[Segment], sent: dict[int, list[Segment]]) -> list[Segment]:
     """Parts of the segments that were not sent before, or not with the same rows.
 
     Args:
         segments: what a reader gets now.
-        sent: what it got; brought up to date.
+        sent: by source, what it got; brought up to date.
     """
     fresh = []
-    by_source: Sent = {}
+    by_source: dict[int, list[Segment]] = {}
     for segment in segments:
-        by_source.setdefault((segment.source, segment.layers), []).append(segment)
+        by_source.setdefault(segment.source, []).append(segment)
     for source, now in by_source.items():
         before = {
             (s.span.ref - s.span.position): (s.span.position, s.span.stop)

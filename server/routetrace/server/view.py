@@ -8,7 +8,6 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from routetrace.server.joins import Incarnation, Request
-from routetrace.server.refs import ROW_BITS
 from routetrace.server.spans import Interval, Span, SpanList, merge, subtract
 from routetrace.server.trace_index import Lost, Source
 from routetrace.v1 import routetrace_pb2 as pb
@@ -32,14 +31,7 @@ class Segment(NamedTuple):
     source: int
     """Index in the trace."""
     attempt: int
-    layers: tuple[int, ...]
-    """Absolute layer ids, ascending."""
     span: Span
-
-    @property
-    def frame(self) -> tuple[int, tuple[int, ...]]:
-        """The frame that its rows are in, and the layers to which that is cut."""
-        return self.span.ref >> ROW_BITS, self.layers
 
 
 def view(
@@ -56,40 +48,32 @@ def view(
         selection: what is asked for.
     """
     latest = selection.policy == pb.READ_POLICY_LATEST
-    groups = layer_groups(sources, selection.layers)
+    layers = frozenset(selection.layers)
     # N tokens have N - 1 rows: what an engine computed beyond is not this request's.
     last = min(selection.stop, incarnation.num_rows)
-    claimed: list[list[Interval]] = [[] for _ in groups]
+    claimed: dict[frozenset[int], list[Interval]] = {}
     segments = []
     whole = [(selection.start, last)]
     for request, part_stop in incarnation.latest if latest else incarnation.as_sampled:
-        if all(intervals == whole for intervals in claimed):
+        if layers == {layer for held, ii in claimed.items() if ii == whole for layer in held}:
             break  # of a request that was run again and again there are many parts
         for number, attempt, spans, confirmed in _passes(request, latest):
+            held = layers.intersection(sources[number].layout.layer_ids)
             stop = min(last, part_stop, confirmed)
-            found = [
-                span.cut(selection.start, stop)
-                for span in spans
-                if span.stop > selection.start
-                and span.position < stop
-                and selection.weight_version in (None, span.weight_version)
-            ]
-            # Where others gave some of its layers, a row is served without those.
-            alike: dict[tuple[Interval, ...], list[int]] = {}
-            for i, group in enumerate(groups):
-                if found and group[0] in sources[number].layout.column:
-                    alike.setdefault(tuple(claimed[i]), []).append(i)
-            for taken, numbers in alike.items():
-                layers = tuple(sorted(layer for i in numbers for layer in groups[i]))
-                new = [
-                    Segment(number, attempt, layers, span.cut(a, b))
-                    for span in found
-                    for a, b in subtract((span.position, span.stop), list(taken))
-                ]
-                segments += new
-                merged = merge([*taken, *((s.span.position, s.span.stop) for s in new)])
-                for i in numbers:
-                    claimed[i] = merged
+            if not held or stop <= selection.start:
+                continue
+            taken = merge(i for other, ii in claimed.items() if other & held for i in ii)
+            new = []
+            for span in spans:
+                if span.stop <= selection.start or span.position >= stop:
+                    continue
+                if selection.weight_version not in (None, span.weight_version):
+                    continue
+                wanted = (max(selection.start, span.position), min(stop, span.stop))
+                for a, b in subtract(wanted, taken):
+                    segments.append(Segment(number, attempt, span.cut(a, b)))
+                    new.append((a, b))
+            claimed[held] = merge([*claimed.get(held, ()), *new])
     segments.sort(key=lambda s: s.span.position)
     return segments
 
@@ -107,9 +91,11 @@ def _passes(request: Request, latest: bool) -> Iterator[tuple[int, int, SpanList
                 yield index, i, source.attempts[i], source.confirmed(i)
 
 
-def covered(segments: list[Segment], layer: int) -> list[Interval]:
+def covered(sources: Sequence[Source], segments: list[Segment], layer: int) -> list[Interval]:
     """Positions that the segments give for one layer."""
-    return merge((s.span.position, s.span.stop) for s in segments if layer in s.layers)
+    return merge(
+        (s.span.position, s.span.stop) for s in segments if layer in sources[s.source].layout.column
+    )
 
 
 def missing(
@@ -133,9 +119,14 @@ def missing(
         others = view(sources, incarnation, replace(selection, weight_version=None))
     ranges = []
     for group in layer_groups(sources, selection.layers):
-        notes = [Lost(a, b, pb.MISSING_REASON_OTHER_VERSION) for a, b in covered(others, group[0])]
+        notes = [
+            Lost(a, b, pb.MISSING_REASON_OTHER_VERSION)
+            for a, b in covered(sources, others, group[0])
+        ]
         notes += _notes(incarnation, group[0])
-        for gap in subtract((selection.start, selection.stop), covered(segments, group[0])):
+        for gap in subtract(
+            (selection.start, selection.stop), covered(sources, segments, group[0])
+        ):
             for a, b, reason in _reasons(gap, notes, default):
                 ranges.append(
                     pb.MissingRange(
