@@ -224,8 +224,9 @@ MUTATIONS = (
     Mutation(
         "samples that start in one step share nothing",
         f"{AGENT}/framer.py",
-        "        if num_cached_tokens:\n",
-        "        if False:\n",
+        "        if not num_cached_tokens or not self._block_size"
+        " or num_cached_tokens % self._block_size:\n",
+        "        if True:\n",
     ),
     Mutation(
         "a prefix looked up before its rows were sent",
