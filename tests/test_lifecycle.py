@@ -323,6 +323,9 @@ def test_a_bound_request_has_only_the_rows_that_it_computed(server, reads):
     assert reads.ingest.BindRequest(request).trace.num_incarnations == 2
     cells, end, _ = reads.get("r", "bound", incarnation=2)
     assert (cells, reasons(end)) == ({}, [(0, 6, "not_captured")])
+    # Nor does another request of the trace take its place, whatever its blocks.
+    request.request_id, request.begin.trace_id = "other", "r"
+    assert reads.ingest.BindRequest(request).trace.num_incarnations == 3
     feeder.close()
 
 

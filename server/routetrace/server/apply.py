@@ -69,7 +69,7 @@ def _apply_bind(state: State, facts: Facts) -> None:
     begin = pb.RequestBegin.FromString(bytes.fromhex(facts["begin"]))
     run, engine_id, request_id = facts["run"], facts["engine_id"], facts["request_id"]
     blocks, num_tokens, step = facts["block_ids"], facts["num_tokens"], facts["step"]
-    asked = hash_of([blocks, num_tokens, step])
+    asked = hash_of([request_id, blocks, num_tokens, step])
     for writer in state.engine_writers(run, engine_id):
         trace, source = state.begin(writer, request_id, f"bind/{asked}", begin, facts["time"])
         source.ended, source.num_tokens = True, num_tokens
@@ -79,6 +79,7 @@ def _apply_bind(state: State, facts: Facts) -> None:
         for i, other in enumerate(trace.sources[:-1]):
             if (other.writer, other.occurrence) == (source.writer, source.occurrence):
                 trace.sources[i] = trace.sources.pop()
+                break
         state.touch(trace, facts["time"])
 
 
