@@ -42,15 +42,8 @@ def get(
     timeout: float | None,
 ) -> Plan[RoutingTrace]:
     """See RouteClient.get."""
-    want = Want(
-        check.text("request_id", request_id),
-        check.layers(layer_ids),
-        check.whole("token_start", token_start),
-        check.stop(token_start, token_stop),
-        mask=check.choice("missing", missing, ("raise", "mask", "wait")) == "mask",
-        weight_version=_weight_version(weight_version),
-        incarnation=_incarnation(incarnation),
-    )
+    what = request_id, layer_ids, token_start, token_stop, weight_version, incarnation
+    want = _want(*what, missing, ("raise", "mask", "wait"))
     request = _get_request(config, want, policy)
     limit = config.limit(timeout)
     if missing == "wait":
@@ -75,16 +68,8 @@ def follow(
     timeout: float | None,
 ) -> Plan[RoutingTrace]:
     """See RouteClient.follow."""
-    want = Want(
-        check.text("request_id", request_id),
-        check.layers(layer_ids),
-        check.whole("token_start", token_start),
-        check.stop(token_start, token_stop),
-        mask=check.choice("missing", missing, ("raise", "mask")) == "mask",
-        follow=True,
-        weight_version=_weight_version(weight_version),
-        incarnation=_incarnation(incarnation),
-    )
+    what = request_id, layer_ids, token_start, token_stop, weight_version, incarnation
+    want = _want(*what, missing, ("raise", "mask"), follow=True)
     request = _get_request(config, want, policy)
     if timeout is not None:
         check.positive("timeout", timeout)
@@ -232,6 +217,30 @@ def renew(
     return unary("RenewLease", request, config.limit(timeout), lambda r: int(r.num_renewed))
 
 
+def _want(
+    request_id: str,
+    layer_ids: Sequence[int] | None,
+    token_start: int,
+    token_stop: int | None,
+    weight_version: int | None,
+    incarnation: int | None,
+    missing: MissingOrWait,
+    choices: tuple[str, ...],
+    *,
+    follow: bool = False,
+) -> Want:
+    return Want(
+        check.text("request_id", request_id),
+        check.layers(layer_ids),
+        check.whole("token_start", token_start),
+        check.stop(token_start, token_stop),
+        mask=check.choice("missing", missing, choices) == "mask",
+        follow=follow,
+        weight_version=None if weight_version is None else check.weight_version(weight_version),
+        incarnation=_incarnation(incarnation),
+    )
+
+
 def _get_request(config: Config, want: Want, policy: Policy) -> pb.GetTraceRequest:
     return pb.GetTraceRequest(
         run=config.run,
@@ -244,10 +253,6 @@ def _get_request(config: Config, want: Want, policy: Policy) -> pb.GetTraceReque
         follow=want.follow,
         weight_version=want.weight_version,
     )
-
-
-def _weight_version(version: int | None) -> int | None:
-    return None if version is None else check.weight_version(version)
 
 
 def _incarnation(incarnation: int | None) -> int:

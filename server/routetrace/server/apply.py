@@ -202,12 +202,11 @@ class _Applier:
     def _source(self, request: int) -> tuple[TraceKey, Source]:
         """The live request; one that never began (its begin was lost) begins here, unnamed."""
         request_id = self.chunk.request_ids[request]
-        unnamed = self.writer.live.get(request_id)
-        return unnamed or self._begin(request, pb.RequestBegin(), -1)
+        return self.writer.live.get(request_id) or self._begin(request, pb.RequestBegin(), -1)
 
     def _begin(self, request: int, begin: pb.RequestBegin, index: int) -> tuple[TraceKey, Source]:
         writer, request_id = self.writer, self.chunk.request_ids[request]
-        # Shards of one boot count the same requests; without a boot id nothing is like another.
+        # Shards of one boot count the same requests; one that never began is like no other.
         occurrence = f"{writer.boot_id}/{index}" if index >= 0 else f"unknown/{self.number}"
         trace, source = self.state.begin(writer, request_id, occurrence, begin, self.now)
         writer.live[request_id] = (trace.key, source)

@@ -76,14 +76,18 @@ class Reader:
                 return trace, incarnation
         return trace, join.incarnation(join.standing[-1])
 
-    def state_of(self, trace: Trace, incarnation: Incarnation) -> int:
-        """Running, complete or incomplete."""
+    def state_of(
+        self, trace: Trace, incarnation: Incarnation, segments: list[Segment] | None = None
+    ) -> int:
+        """Running, complete or incomplete; `segments` are all its rows, where they are at hand."""
         recent = self._clock.now() - trace.updated <= self._agents.timeout
         own = incarnation.request.sources
         running = any(self._agents.running(s) for s in own)
         if incarnation.num_tokens:
             whole = Selection(0, incarnation.num_rows, own[0].layout.moe_layer_ids)
-            if self.is_covered(trace, incarnation, whole):
+            if segments is None:
+                segments = view(trace.sources, incarnation, whole)
+            if _covers(trace, segments, whole):
                 return pb.TRACE_STATE_COMPLETE
             # What may still come: the first word of a shard whose agent is slower than the others,
             # and the rows of the engine that computed what was loaded from elsewhere.
@@ -99,10 +103,7 @@ class Reader:
 
     def is_covered(self, trace: Trace, incarnation: Incarnation, selection: Selection) -> bool:
         """Whether every selected cell is there."""
-        segments = view(trace.sources, incarnation, selection)
-        wanted = [(selection.start, selection.stop)] if selection.start < selection.stop else []
-        groups = layer_groups(trace.sources, selection.layers)
-        return all(covered(trace.sources, segments, group[0]) == wanted for group in groups)
+        return _covers(trace, view(trace.sources, incarnation, selection), selection)
 
     def select(
         self,
@@ -158,7 +159,7 @@ class Reader:
         return pb.TraceInfo(
             run=trace.key[0],
             trace_id=trace.key[1],
-            state=self.state_of(trace, incarnation),  # type: ignore[arg-type]
+            state=self.state_of(trace, incarnation, segments),  # type: ignore[arg-type]
             num_tokens=incarnation.num_tokens,
             prompt_len=request.prompt_len,
             num_rows=incarnation.num_rows,
@@ -294,6 +295,13 @@ class Reader:
                 # The cells are reported as missing; the other chunks are served.
                 continue
         return frames
+
+
+def _covers(trace: Trace, segments: list[Segment], selection: Selection) -> bool:
+    """Whether segments give every selected cell."""
+    wanted = [(selection.start, selection.stop)] if selection.start < selection.stop else []
+    groups = layer_groups(trace.sources, selection.layers)
+    return all(covered(trace.sources, segments, group[0]) == wanted for group in groups)
 
 
 def model_layout(incarnation: Incarnation) -> RoutingLayout:
