@@ -122,6 +122,38 @@ def test_slots_and_events_of_the_engine(server, mode):
         assert server.model.slots == {}
 
 
+@MODES
+def test_a_step_that_is_skipped_is_missing_and_its_slots_are_unknown(server, mode):
+    rows = make_rows(30)
+    config = config_for(server, mode=mode, block_size=4, num_blocks=16)
+    with CaptureAgent(config) as agent:
+        before = agent.begin("before", block_ids=[3, 4])
+        agent.step(rows[:8], [(before, 0, 8)])
+        agent.finish(before, 9)
+        handle = agent.begin("a", prompt_len=4, block_ids=[1, 2, 3])
+        assert agent.step(rows[8:12], [(handle, 0, 4)]) == 2
+        assert agent.skip([(handle, 4, 3), (handle, 7, 1)]) == 3
+        assert agent.skip([(before, 9, 1)]) == 4  # late: it has ended
+        assert agent.skip([]) == 0
+        assert agent.step(rows[12:14], [(handle, 8, 2)]) == 5
+        with pytest.raises(InvalidArgument):
+            agent.skip([(handle, -1, 1)])
+        agent.finish(handle, 11)
+        assert agent.flush(20)
+        assert_kept(agent.stats())
+        assert agent.stats().offered_rows == 14
+    _, request = server.model.requests
+    kept = [request.row(p) for p in range(10)]
+    assert kept == [r.tobytes() for r in rows[8:12]] + [None] * 4 + [
+        r.tobytes() for r in rows[12:14]
+    ]
+    lost = [(a, n, why) for a, n, why in request.lost if n]
+    assert sum(n for _, n, _ in lost) == 4
+    assert {why for _, _, why in lost} == {pb.MISSING_REASON_NOT_CAPTURED}
+    # Slots 12, 13 hold the new rows; those of block 2, which was skipped, hold nothing.
+    assert set(server.model.slots) == {4, 5, 6, 7, 12, 13, 16, 17, 18, 19}
+
+
 def test_rows_that_no_router_chose_are_missing_and_never_data(server):
     rows = make_rows(20).astype(np.int32)
     rows[3, 1, 0] = -1  # not captured

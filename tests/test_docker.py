@@ -6,7 +6,7 @@ No container runs here; the files are read, and their commands are given to the 
 from __future__ import annotations
 
 import fnmatch
-import importlib
+import importlib.util
 import json
 import os
 import re
@@ -16,6 +16,7 @@ import subprocess
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -32,6 +33,7 @@ else:
 
 ROOT = Path(__file__).parents[1]
 COMPOSE = ROOT / "docker/compose.yaml"
+COMPOSE_VLLM = ROOT / "docker/compose.vllm.yaml"
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
 
 
@@ -118,8 +120,9 @@ def check_schema(path: Path) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_compose_file_fits_the_specification():
-    done = check_schema(COMPOSE)
+@pytest.mark.parametrize("path", [COMPOSE, COMPOSE_VLLM], ids=lambda path: path.name)
+def test_compose_file_fits_the_specification(path):
+    done = check_schema(path)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
@@ -292,6 +295,40 @@ def test_workers_run_as_composed(tmp_path, monkeypatch, capsys):
             assert not list(client.find())
 
 
+# ---------------------------------------------------------------------------- vLLM
+
+
+def test_vllm_worker_asks_for_the_connector(monkeypatch):
+    """Its command makes the settings that the connector takes, and reaches the server."""
+    from routetrace.capture_agent.vllm.settings import settings_of
+
+    services = yaml.safe_load(COMPOSE_VLLM.read_text("utf-8"))["services"]
+    assert set(services) == {"server", "vllm"}
+    base = services["server"]["extends"]
+    assert (COMPOSE_VLLM.parent / base["file"], base["service"]) == (COMPOSE, "server")
+    worker = services["vllm"]
+    assert worker["build"]["target"] in STAGES
+    for name, value in worker["environment"].items():
+        if name.startswith("ROUTETRACE_"):
+            monkeypatch.setenv(name, value)
+    config = json.loads(worker["command"][worker["command"].index("--kv-transfer-config") + 1])
+    parallel = SimpleNamespace(data_parallel_index=0, data_parallel_size=1)
+    settings = settings_of(
+        SimpleNamespace(
+            kv_transfer_config=SimpleNamespace(**config),
+            additional_config={},
+            instance_id="boot",
+            parallel_config=parallel,
+        )
+    )
+    assert (settings.way, settings.run, settings.engine_id) == ("connector", "compose", "rollout-0")
+    assert (
+        os.environ["ROUTETRACE_TARGET"] == SERVICES["inference"]["environment"]["ROUTETRACE_TARGET"]
+    )
+    module = importlib.util.find_spec(config["kv_connector_module_path"])
+    assert module is not None
+
+
 # ---------------------------------------------------------------------------- images
 
 
@@ -336,7 +373,7 @@ def test_extras_exist():
 
 def test_stages_exist():
     for stage in STAGES.values():
-        assert stage.base in STAGES or stage.base == "${PYTHON_IMAGE}"
+        assert stage.base in STAGES or stage.base in {"${PYTHON_IMAGE}", "${VLLM_IMAGE}"}
         for copy in stage.values("COPY"):
             for other in re.findall(r"--from=(\S+)", copy):
                 assert other in STAGES, copy

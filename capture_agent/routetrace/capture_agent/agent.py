@@ -303,6 +303,33 @@ class CaptureAgent:
                 self._send_step(columns, rows)
             return self._step
 
+    def skip(self, runs: npt.ArrayLike) -> int:
+        """One forward pass whose routing was not captured: its rows are missing.
+
+        Args:
+            runs: as for step().
+
+        Returns:
+            The number of the step, from 1; 0 if there was nothing to take.
+
+        Raises:
+            InvalidArgument: if runs are none; nothing was taken.
+            Closed: after close().
+        """
+        with self._lock:
+            if not self._active() or np.size(runs) == 0:
+                return 0
+            columns = runs_of(runs)
+            late = self._handles.late(columns[0])
+            if late is not None:
+                columns = columns[:, ~late]
+            self._step += 1
+            if not self._abandoned:
+                self._lose(columns, pb.MISSING_REASON_NOT_CAPTURED)
+                self._feed.drain()
+                self._look_after()
+            return self._step
+
     def step_slots(self, rows: Rows, slots: npt.ArrayLike) -> int:
         """The routing of one forward pass of an engine that knows only slots.
 
@@ -341,6 +368,9 @@ class CaptureAgent:
             return
         else:
             reason = pb.MISSING_REASON_QUEUE_FULL
+        self._lose(runs, reason)
+
+    def _lose(self, runs: Ints, reason: int) -> None:
         for handle, position, count in runs.T.tolist():
             self._feed.lose(handle, position, count, reason, self._step)
 

@@ -44,7 +44,7 @@ def rows_of(rows: Any, columns: tuple[int, int]) -> Rows:
     return checked
 
 
-def runs_of(runs: npt.ArrayLike, num_rows: int) -> Ints:
+def runs_of(runs: npt.ArrayLike, num_rows: int | None = None) -> Ints:
     """Runs [m, 3] of (handle, position, count) that cover the rows, as columns [3, m]."""
     table = np.asarray(runs)
     if table.ndim != 2 or table.shape[1] != 3 or len(table) == 0 or table.dtype.kind not in "iu":
@@ -62,7 +62,7 @@ def runs_of(runs: npt.ArrayLike, num_rows: int) -> Ints:
             f"(handle, position in [0, {MAX_POSITION}), count >= 1)",
         )
     total = int(np.add.reduce(counts))
-    if total != num_rows:
+    if num_rows is not None and total != num_rows:
         raise wrong("runs", f"{total} rows", f"{num_rows}, as many as in rows")
     return columns
 

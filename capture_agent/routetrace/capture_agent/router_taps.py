@@ -132,7 +132,6 @@ class RouterTaps:
             listener.failed()
 
     def _begin(self, listener: PassListener, inputs: Mapping[str, Any]) -> None:
-        given_up = self._num_tokens is not None
         self._num_tokens = None
         listener.before(inputs)
         num_tokens = inputs["input_ids"].numel()
@@ -140,8 +139,7 @@ class RouterTaps:
             # Hooks run in every pass, so the buffer may move: it grows with the largest pass.
             size = 1 << max(num_tokens - 1, 255).bit_length()
             self._capturer = RoutingCapturer(self._layout, size, self._model.device)
-        elif given_up:  # the pass before raised in the model
-            self._capturer.clear()
+        self._capturer.begin()
         self._num_tokens = num_tokens
         self._seen.clear()
 
