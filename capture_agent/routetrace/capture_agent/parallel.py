@@ -4,16 +4,18 @@ Engines that run attention data-parallel and experts together bring the tokens o
 routers in one of four ways. The number of rows tells which, and where it fits several, they agree:
 see `local_rows`.
 
-Knows torch; knows no engine.
+Knows no engine.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-
-import torch
+from typing import TYPE_CHECKING
 
 from routetrace.v1.errors import InvalidArgument
+
+if TYPE_CHECKING:
+    import torch
 
 
 def local_rows(
@@ -69,7 +71,7 @@ def local_rows(
     tokens = [int(count) for count in num_tokens_across_dp]
     if not 0 <= dp_rank < len(tokens):
         raise InvalidArgument(field="dp_rank", value=dp_rank, expected=f"[0, {len(tokens)})")
-    n, own, total = len(topk_ids), tokens[dp_rank], sum(tokens)
+    n, own, total = topk_ids.shape[0], tokens[dp_rank], sum(tokens)
     sizes = {"all ranks": total, "own": own}
     if shard_sizes is not None:
         sizes["gathered shards"] = sum(shard_sizes)
@@ -108,10 +110,10 @@ def _gathered(
     shard: torch.Tensor, all_gather: Callable[[torch.Tensor], torch.Tensor], tp_size: int
 ) -> torch.Tensor:
     rows = all_gather(shard)
-    if len(rows) != tp_size * len(shard):
+    if rows.shape[0] != tp_size * shard.shape[0]:
         raise InvalidArgument(
             field="all_gather",
-            value=f"{len(rows)} rows",
-            expected=f"{len(shard)} of each of {tp_size} ranks",
+            value=f"{rows.shape[0]} rows",
+            expected=f"{shard.shape[0]} of each of {tp_size} ranks",
         )
     return rows
