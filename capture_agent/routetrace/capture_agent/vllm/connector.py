@@ -76,7 +76,9 @@ class RouteTraceConnector(KVConnectorBase_V1, SupportsHMA):
         return 0, False
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        """Nothing to load."""
+        """Nothing to load; another connector may."""
+        assert self._schedule is not None
+        self._schedule.allocate(request, blocks)
 
     def build_connector_meta(self, scheduler_output: Any) -> RouteTraceMetadata:
         """The plan of a step."""

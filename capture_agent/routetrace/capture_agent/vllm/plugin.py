@@ -129,3 +129,10 @@ def _watch_lookups(scheduler: Any) -> None:
         return inner(request, num_computed_tokens)
 
     connector.get_num_new_matched_tokens = get_num_new_matched_tokens
+    allocated = connector.update_state_after_alloc
+
+    def update_state_after_alloc(request: Any, blocks: Any, *args: Any) -> Any:
+        scheduler.routetrace.allocate(request, blocks)
+        return allocated(request, blocks, *args)
+
+    connector.update_state_after_alloc = update_state_after_alloc

@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import zlib
 from array import array
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -55,6 +55,7 @@ class _Request:
     request: Any  # None: not known any more, see `_start_over`
     lane: int
     options: RequestOptions | None  # None: its routing is not kept
+    prompt_len: int = 0  # as of its last input
     end: int = 0  # position after the last row that was scheduled
     preempted: bool = False
 
@@ -79,6 +80,7 @@ class Schedule:
         self._group = group
         self._drafts = drafts
         self._waiting: dict[str, tuple[Any, int]] = {}  # request, tokens in the local cache
+        self._allocated: dict[str, Any] = {}  # blocks of requests that waited, since the last step
         self._requests: dict[str, _Request] = {}
         self._free: list[int] = []
         self._finished: deque[Event] = deque()
@@ -91,6 +93,15 @@ class Schedule:
             num_local_tokens: leading tokens that are cached in this engine.
         """
         self._waiting[request.request_id] = request, num_local_tokens
+
+    def allocate(self, request: Any, blocks: Any) -> None:
+        """A waiting request gets blocks; it may wait on, for KV that comes from elsewhere.
+
+        Args:
+            request: vLLM's `Request`.
+            blocks: vLLM's `KVCacheBlocks`.
+        """
+        self._allocated[request.request_id] = blocks
 
     def step(self, output: Any, requests: Mapping[str, Any] | None = None) -> StepPlan:
         """Makes the plan of a step.
@@ -114,28 +125,46 @@ class Schedule:
         if copies and self._group is not None:
             # Blocks that are filled by copying others: whose rows they hold is not followed.
             events.append(("external", -1, _blocks(copy.dst_block_id for copy in copies)))
+        for request_id, blocks in self._allocated.items():
+            if request_id not in output.num_scheduled_tokens and request_id in self._waiting:
+                # What they are filled with may be found by others before its request starts.
+                num_local = self._waiting[request_id][1]
+                events.append(("external", -1, self._blocks(blocks.get_block_ids()), num_local))
+        self._allocated.clear()
+        starts: dict[str, list[Event]] = defaultdict(list)
         for data in output.scheduled_new_reqs:
             known = self._requests.get(data.req_id)
             if known is None:
                 if data.req_id not in self._waiting and data.req_id in requests:
                     self.lookup(requests[data.req_id], data.num_computed_tokens)
-                self._begin(data, events)
+                self._begin(data, starts[data.req_id])
             else:
-                self._resume(data.req_id, data.num_computed_tokens, data.block_ids, events)
+                self._take_input(known, data.num_computed_tokens)
+                self._resume(
+                    data.req_id, data.num_computed_tokens, data.block_ids, starts[data.req_id]
+                )
         cached = output.scheduled_cached_reqs
         resumed, group = cached.resumed_req_ids, self._group
         for i, (request_id, blocks) in enumerate(
             zip(cached.req_ids, cached.new_block_ids, strict=True)
         ):
             if request_id in resumed:
-                self._resume(request_id, cached.num_computed_tokens[i], blocks, events)
+                computed = cached.num_computed_tokens[i]
+                self._resume(request_id, computed, blocks, starts[request_id])
             elif blocks and group is not None and blocks[group]:
                 events.append(("blocks", self._requests[request_id].lane, _blocks(blocks[group])))
         for request_id, blocks in (getattr(output, "block_table_updates", None) or {}).items():
             # Blocks were exchanged under way: what the new ones hold is not followed.
             known = self._requests[request_id]
             self._waiting[request_id] = known.request, 0
-            self._resume(request_id, known.end, blocks, events)
+            self._resume(request_id, known.end, blocks, starts[request_id])
+        # A request may start with blocks that others fill in this very step: those that are not
+        # followed come first, the others in the order in which they were scheduled.
+        order = {request_id: i for i, request_id in enumerate(output.num_scheduled_tokens)}
+        for request_id in sorted(
+            starts, key=lambda i: (self._requests[i].options is not None, order.get(i, 0))
+        ):
+            events += starts[request_id]
         return StepPlan(events, self._runs(output))
 
     def _start_over(self, output: Any) -> StepPlan:
@@ -167,6 +196,10 @@ class Schedule:
         known = self._requests.pop(request.request_id, None)
         if known is None:
             return None
+        end = known.end
+        self._take_input(known, request.num_computed_tokens)
+        if known.end < end:
+            self._finished.append(("preempt", known.lane, known.end))
         options, tokens, reason = known.options, None, "abort"
         if options is not None:
             with suppress(Exception):  # without them no other request can be proven to go on here
@@ -212,10 +245,12 @@ class Schedule:
             _log.error("routetrace: request %s is not captured: %s", data.req_id, error)
         kept = options if options is not None and options.capture else None
         computed = data.num_computed_tokens
-        self._requests[data.req_id] = _Request(request, lane, kept, computed)
+        self._requests[data.req_id] = _Request(
+            request, lane, kept, request.num_prompt_tokens, computed
+        )
         blocks = self._blocks(data.block_ids)
         if kept is None:
-            events.append(("ignore", lane, data.req_id, computed, blocks))
+            events.append(("ignore", lane, data.req_id, min(computed, num_local), blocks))
             return
         facts = {
             "trace_id": kept.trace_id,
@@ -244,6 +279,13 @@ class Schedule:
         _, num_local = self._waiting.pop(request_id, (None, computed))
         external = max(0, computed - num_local)
         events.append(("resume", known.lane, computed, self._blocks(block_ids), external))
+
+    def _take_input(self, known: _Request, computed: int) -> None:
+        """A session may have got more input: from there on its tokens are others."""
+        request = known.request
+        if request is not None and request.num_prompt_tokens != known.prompt_len:
+            known.prompt_len = request.num_prompt_tokens
+            known.end = min(known.end, computed)
 
     def _blocks(self, block_ids: Any) -> bytes:
         return _blocks(block_ids[self._group]) if self._group is not None else b""

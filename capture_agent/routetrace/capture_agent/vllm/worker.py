@@ -223,8 +223,11 @@ class WorkerSide:
             if self._config is None or self.faults > _MAX_FAULTS:
                 _log.error("routetrace: this worker captures no more")
                 return
-            with suppress(Exception):
+            try:
                 self._agent = CaptureAgent(self._config)
+            except OSError:
+                _log.exception("routetrace: this worker captures no more")
+            else:
                 self._agent.set_weight_version(self._version)
 
     # ------------------------------------------------------------------ events
@@ -243,7 +246,7 @@ class WorkerSide:
             )
         except InvalidArgument as error:
             _log.error("routetrace: request %s is not captured: %s", request_id, error)
-            self._forget(blocks, facts["num_computed_tokens"])
+            self._forget(blocks, facts["num_computed_tokens"] - facts["num_external_tokens"])
 
     def _ignore(self, lane: int, request_id: str, num_computed_tokens: int, blocks: bytes) -> None:
         """A request that is not captured: what its blocks hold is not followed."""
@@ -268,7 +271,7 @@ class WorkerSide:
         self, lane: int, num_computed_tokens: int, blocks: bytes, num_external_tokens: int
     ) -> None:
         if (handle := self._handles[lane]) == _NO_HANDLE:
-            self._forget(blocks, num_computed_tokens)
+            self._forget(blocks, num_computed_tokens - num_external_tokens)
         else:
             self._to.resume(handle, num_computed_tokens, _ids(blocks), num_external_tokens)
 
@@ -281,8 +284,8 @@ class WorkerSide:
         self._handles.pop(lane, None)
         self._lanes.pop(self._names.pop(lane, ""), None)
 
-    def _external(self, _lane: int, blocks: bytes) -> None:
-        self._forget(blocks)
+    def _external(self, _lane: int, blocks: bytes, num_computed_tokens: int = 0) -> None:
+        self._forget(blocks, num_computed_tokens)
 
     def _give_up(self, _lane: int) -> None:
         """The scheduler's half lost its way."""
