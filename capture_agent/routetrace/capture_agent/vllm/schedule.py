@@ -160,11 +160,12 @@ class Schedule:
             self._resume(request_id, known.end, blocks, starts[request_id])
         # A request may start with blocks that others fill in this very step: those that are not
         # followed come first, the others in the order in which they were scheduled.
-        order = {request_id: i for i, request_id in enumerate(output.num_scheduled_tokens)}
-        for request_id in sorted(
-            starts, key=lambda i: (self._requests[i].options is not None, order.get(i, 0))
-        ):
-            events += starts[request_id]
+        if starts:
+            order = {request_id: i for i, request_id in enumerate(output.num_scheduled_tokens)}
+            for request_id in sorted(
+                starts, key=lambda i: (self._requests[i].options is not None, order.get(i, 0))
+            ):
+                events += starts[request_id]
         return StepPlan(events, self._runs(output))
 
     def _start_over(self, output: Any) -> StepPlan:
