@@ -8,7 +8,8 @@ PIP    := $(PY) -m pip install --quiet --disable-pip-version-check
 # The CPU build; use your own torch by installing it into $(VENV) first.
 TORCH  ?= torch==2.13.0
 
-.PHONY: demo test lint bench test-exact test-mutations test-install proto clean
+.PHONY: demo test lint bench test-exact test-mutations test-install test-vllm \
+	test-vllm-scheduler bench-vllm proto clean
 
 demo: $(VENV)/.demo
 	$(PY) examples/demo.py
@@ -40,8 +41,33 @@ test-mutations: $(VENV)/.dev
 test-install: $(VENV)/.dev
 	$(PY) -m pytest -m install
 
+# Real vLLM engines on the CPU, with tiny models, in an environment of their own; see
+# tests/vllm_runs. `make test-vllm SCENARIO=prefix VLLM=0.30.0` runs a part, SHARE=--share that of CI.
+VLLM      ?= 0.30.0 0.32.0
+VLLM_VENV ?= .venv-vllm
+SCENARIO  ?=
+SHARE     ?=
+test-vllm:
+	PYTHON=$(PYTHON) VLLM_VENV=$(VLLM_VENV) TORCH='$(TORCH)' scripts/vllm_env.sh $(VLLM)
+	PYTHONPATH=tests OMP_NUM_THREADS=1 $(VLLM_VENV)/bin/python -m vllm_runs \
+		--installed $(VLLM_VENV) $(VLLM:%=--version %) $(SCENARIO:%=--scenario %) $(SHARE)
+
+# vLLM's own scheduler with a fake model: ROWS rows for each version, each compared.
+ROWS ?= 1000000
+test-vllm-scheduler:
+	PYTHON=$(PYTHON) VLLM_VENV=$(VLLM_VENV) TORCH='$(TORCH)' scripts/vllm_env.sh $(VLLM)
+	for version in $(VLLM); do \
+		PYTHONPATH=$(VLLM_VENV)/$$version:tests OMP_NUM_THREADS=1 \
+			$(VLLM_VENV)/bin/python -m vllm_runs.scheduler --rows $(ROWS) --seed $(SEED) || exit 1; \
+	done
+
 bench: $(VENV)/.dev
 	$(PY) benchmarks/bench.py
+
+# What capture costs vLLM, beside none and vLLM's own return.
+bench-vllm:
+	PYTHON=$(PYTHON) VLLM_VENV=$(VLLM_VENV) TORCH='$(TORCH)' scripts/vllm_env.sh 0.30.0
+	PYTHONPATH=$(VLLM_VENV)/0.30.0 $(VLLM_VENV)/bin/python benchmarks/vllm_cost.py
 
 # Regenerates the committed stubs.
 proto:
@@ -61,4 +87,4 @@ $(VENV)/.dev: pyproject.toml | $(VENV)/bin/python
 	touch $@
 
 clean:
-	rm -rf $(VENV) dist build .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VLLM_VENV) dist build .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,168 @@
+"""The rows of each trace, one by one, with vLLM's own and with those of Transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from routetrace.client import RouteClient, RoutingTrace, TraceState
+from routetrace.v1.errors import NotFound, RouteTraceError
+from vllm_runs.engine import Answer
+from vllm_runs.reference import Reference
+
+#: Seconds in which a trace must have come to its end, after the engine has.
+WAIT_S = 20.0
+
+
+@dataclass
+class Tally:
+    """What was compared, and what was found."""
+
+    requests: int = 0
+    native: int = 0
+    """Rows compared with vLLM's own."""
+    reference: int = 0
+    """Rows compared with Transformers'."""
+    wrong: int = 0
+    """Rows that differ from either."""
+    ties: int = 0
+    """Cells that Transformers chose otherwise, among scores that are all but equal."""
+    native_wrong: int = 0
+    """Rows of vLLM's own that differ from Transformers'."""
+    missing: dict[str, int] = field(default_factory=dict)
+    """Reason -> rows."""
+    faults: list[str] = field(default_factory=list)
+    """What is not as it must be; a wrong row is always among them."""
+    notes: dict[str, float] = field(default_factory=dict)
+    """What else was measured."""
+
+
+class Comparison:
+    """Compares the traces of one run.
+
+    Args:
+        client: reads them.
+        reference: the model; None if it chooses otherwise, for its precision.
+        layers: its MoE layers.
+        native: whether vLLM returns its own rows.
+        handles: the run's name, if responses must hold a handle.
+    """
+
+    def __init__(
+        self,
+        client: RouteClient,
+        reference: Reference | None,
+        layers: tuple[int, ...],
+        native: bool,
+        handles: str | None,
+    ) -> None:
+        self._client = client
+        self._reference = reference
+        self._layers = layers
+        self._native = native
+        self._handles = handles
+
+    def compare(self, answers: Iterable[Answer]) -> Tally:
+        """Compares what is served for each of these requests."""
+        tally = Tally()
+        for answer in answers:
+            tally.requests += 1
+            faults = self._answer(answer, tally)
+            tally.faults += [f"{answer.trace_id}: {fault}" for fault in faults]
+        return tally
+
+    def _answer(self, answer: Answer, tally: Tally) -> list[str]:
+        try:
+            wait = None if answer.absent else 1.0 if answer.optional else WAIT_S
+            trace = self._client.get(answer.trace_id, wait=wait, missing="mask")
+        except NotFound:
+            return [] if answer.absent or answer.optional else ["no such trace"]
+        except RouteTraceError as error:
+            return [] if answer.optional else [f"{type(error).__name__}: {error}"]
+        if answer.absent:
+            return [f"there is {trace!r}"]
+        faults = self._facts(answer, trace)
+        if trace.layer_ids != self._layers:
+            return [*faults, f"layers {trace.layer_ids} instead of {self._layers}"]
+        return faults + self._rows(answer, trace, tally)
+
+    def _facts(self, answer: Answer, trace: RoutingTrace) -> list[str]:
+        faults = []
+        number = len(answer.tokens)
+        if trace.num_tokens < number or (trace.num_tokens > number and not answer.cut):
+            faults.append(f"{trace.num_tokens} tokens instead of {number}")
+        if len(trace) != trace.num_tokens - 1:
+            faults.append(f"{len(trace)} rows of {trace.num_tokens} tokens")
+        whole = TraceState.COMPLETE if trace.valid.all() else TraceState.INCOMPLETE
+        if trace.state is not whole or (
+            trace.state is not TraceState.COMPLETE and not answer.may_lack
+        ):
+            faults.append(f"{trace!r}")
+        if trace.prompt_len != answer.prompt_len:
+            faults.append(f"prompt of {trace.prompt_len} instead of {answer.prompt_len} tokens")
+        if not answer.labels.items() <= trace.labels.items():
+            faults.append(f"labels {trace.labels} instead of {answer.labels}")
+        if answer.versions is not None and trace.weight_versions != answer.versions:
+            faults.append(f"weights {trace.weight_versions} instead of {answer.versions}")
+        if self._handles is not None and answer.has_handle and not answer.cut:
+            handle = {"run": self._handles, "trace_id": answer.trace_id, "num_tokens": number}
+            if answer.handle != handle:
+                faults.append(f"handle {answer.handle} instead of {handle}")
+        try:
+            trace.verify_tokens(answer.tokens)
+            trace.validate()
+        except RouteTraceError as error:
+            faults.append(f"{type(error).__name__}: {error}")
+        return faults
+
+    def _rows(self, answer: Answer, trace: RoutingTrace, tally: Tally) -> list[str]:
+        faults = []
+        rows = min(len(trace), len(answer.tokens) - 1)
+        ids, valid = trace.topk_ids[:rows].astype(np.int64), trace.valid[:rows]
+        there = int(valid.any(axis=1).sum())
+
+        for missing in trace.missing:
+            before = tally.missing.get(missing.reason, 0)
+            tally.missing[missing.reason] = before + missing.stop - missing.start
+            if missing.reason not in answer.may_lack:
+                faults.append(f"missing {missing}")
+        if answer.must_lack and valid[slice(*answer.must_lack)].any():
+            faults.append(f"there are rows in {answer.must_lack}")
+
+        wrong = np.zeros_like(valid)
+        choice = None
+        if self._reference is not None:
+            phases = [(a, b, v in answer.changed) for a, b, v in answer.versions or ()]
+            choice = self._reference.choose(answer.tokens[:rows], phases, answer.recomputed)
+            same, ties = choice.agrees(ids)
+            wrong = valid & ~same
+            tally.reference += there
+            tally.ties += ties
+            if wrong.any():
+                faults.append(f"unlike Transformers': {_where(wrong, self._layers)}")
+
+        if answer.native is None and self._native and not answer.cut:
+            faults.append("vLLM returned no rows")
+        if answer.native is not None:
+            native = answer.native.astype(np.int64)
+            if native.shape[0] != len(answer.tokens) - 1:
+                return [*faults, f"vLLM's own rows are {native.shape}"]
+            native = native[:rows, list(self._layers)]
+            unlike = valid & (native != ids).any(axis=2)
+            tally.native += there
+            if choice is not None:
+                tally.native_wrong += int((~choice.agrees(native)[0]).any(axis=1).sum())
+            if unlike.any():
+                faults.append(f"unlike vLLM's own: {_where(unlike, self._layers)}")
+            wrong |= unlike
+
+        tally.wrong += int(wrong.any(axis=1).sum())
+        return faults
+
+
+def _where(cells: np.ndarray, layers: tuple[int, ...]) -> str:
+    rows = np.flatnonzero(cells.any(axis=1))
+    columns = [layers[i] for i in np.flatnonzero(cells.any(axis=0))]
+    return f"{rows.size} of {len(cells)} rows from {rows[0]} to {rows[-1]}, layers {columns}"

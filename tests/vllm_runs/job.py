@@ -1,0 +1,83 @@
+"""One run, in a process of its own: `python -m vllm_runs.job`; writes a JSON line per scenario."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+import traceback
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from routetrace.client import RouteClient
+from routetrace.server.testing import run_server
+from vllm_runs.compare import Comparison, Tally
+from vllm_runs.engine import Attachment, Setup
+from vllm_runs.models import MODELS
+from vllm_runs.reference import Reference
+from vllm_runs.runs import RUNS, Run
+
+_NAMESPACE = "vllm-runs"
+
+
+def main() -> None:
+    """Runs the scenarios of one run."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--run", required=True)
+    parser.add_argument("--version", required=True)
+    parser.add_argument("--way", required=True)
+    parser.add_argument("--checkpoint", type=Path, required=True)
+    parser.add_argument("--directory", type=Path, required=True)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--scenario", action="append", required=True)
+    args = parser.parse_args()
+    run = next(r for r in RUNS if r.name == args.run)
+    if run.prepare:
+        run.prepare()
+    native = run.has_native(args.version, args.way)
+    with run_server() as server, RouteClient(server.target, run=_NAMESPACE) as client:
+        attachment = Attachment(args.way, server.target, _NAMESPACE)
+        subject = run.build(Setup(args.checkpoint, attachment, native, args.directory, run.more))
+        handles = _NAMESPACE if args.way == "connector" else None
+        layers = MODELS[run.model][2]
+        reference = Reference(args.checkpoint) if run.exact else None
+        comparison = Comparison(client, reference, layers, native, handles)
+        try:
+            with args.out.open("a") as out:
+                for name in args.scenario:
+                    tally, seconds = _scenario(run, name, subject, comparison)
+                    line = {"scenario": name, "seconds": round(seconds, 1), **asdict(tally)}
+                    out.write(json.dumps(line) + "\n")
+                    out.flush()
+        finally:
+            subject.close()
+
+
+def _scenario(run: Run, name: str, subject: Any, comparison: Comparison) -> tuple[Tally, float]:
+    started = time.monotonic()
+    try:
+        tally = comparison.compare(run.scenarios[name](subject))
+        tally.faults += _agent_faults(subject)
+    except Exception as error:  # the others go on
+        traceback.print_exc()
+        tally = Tally(faults=[f"{type(error).__name__}: {error}"])
+    notes = getattr(subject, "notes", {})
+    tally.notes.update(notes)
+    notes.clear()
+    return tally, time.monotonic() - started
+
+
+def _agent_faults(subject: Any) -> list[str]:
+    """What the agents say went wrong, though no trace may show it."""
+    faults = []
+    for stats in subject.agents():
+        # Taken back by the engine, or computed for a request that had ended by then.
+        lost = {k: n for k, n in stats["dropped_rows"].items() if k not in ("rewound", "late")}
+        if lost or stats["faults"] or stats["in_flight_rows"]:
+            faults.append(f"the agent tells of {stats}")
+    return faults
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,184 @@
+"""Which engine runs which scenarios, in which version of vLLM and attached how."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from vllm_runs import pairs, patches, scenarios, serving
+from vllm_runs.engine import Engine, Setup, Way
+from vllm_runs.scenarios import named
+
+WAYS: tuple[Way, ...] = ("connector", "plugin")
+
+#: Default model runner of the versions on CPU. The second one runs in Triton's interpreter, and
+#: only it has vLLM's own return of routed experts in versions that have both; 0.30.0 refuses that
+#: return beside any KV connector.
+RUNNERS = {"0.30.0": 1, "0.32.0": 2}
+
+
+@dataclass(frozen=True)
+class Run:
+    """An engine, or a few, and what is done to it."""
+
+    name: str
+    scenarios: Mapping[str, Callable[[Any], Any]]
+    model: str = "qwen3_moe"
+    build: Callable[[Setup], Any] = Engine
+    more: Mapping[str, Any] = field(default_factory=dict)
+    """More engine arguments."""
+    env: Mapping[str, str] = field(default_factory=dict)
+    runners: tuple[int, ...] = (1, 2)
+    """Model runners that can do it on CPU."""
+    native: bool = True
+    """Whether vLLM's own rows are there, and right."""
+    exact: bool = True
+    """Whether the precision is Transformers', so that both must choose alike."""
+    beside: bool = False
+    """Whether there is another KV connector."""
+    prepare: Callable[[], None] | None = None
+    """Called before vLLM starts."""
+    ways: tuple[Way, ...] = WAYS
+    share: tuple[Way, ...] = ()
+    """Ways that are in the share for CI."""
+
+    def runner(self, version: str) -> int:
+        """The model runner that does it: the version's own one if that can."""
+        own = RUNNERS[version]
+        return own if own in self.runners else self.runners[0]
+
+    def has_native(self, version: str, way: Way) -> bool:
+        """Whether vLLM's own rows are there to compare with."""
+        runner = self.runner(version)
+        if RUNNERS[version] != runner:
+            return False
+        return self.native and (runner == 2 or (way == "plugin" and not self.beside))
+
+    def possible(self, version: str) -> bool:
+        """Whether the version can do it: the older runner is in both, the newer one in one."""
+        return RUNNERS[version] in self.runners or min(self.runners) < RUNNERS[version]
+
+
+_ARCHITECTURE = named((scenarios.concurrent, scenarios.prefix, scenarios.chunked))
+_PROCESSES = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
+_SMALL = {"num_gpu_blocks_override": 14}
+
+RUNS = (
+    Run(
+        "engine",
+        named(
+            (
+                scenarios.concurrent,
+                scenarios.prefix,
+                scenarios.one_trace,
+                scenarios.chunked,
+                scenarios.stop,
+                scenarios.several,
+                scenarios.abort,
+                scenarios.opt_out,
+                scenarios.pause,
+                scenarios.weights,
+                scenarios.reset,
+                scenarios.late,
+            )
+        ),
+        share=WAYS,
+    ),
+    Run(
+        "small_cache",
+        named((scenarios.preemption, scenarios.mixed)),
+        more=_SMALL,
+        share=WAYS,
+    ),
+    Run("mixtral", _ARCHITECTURE, "mixtral"),
+    Run("olmoe", _ARCHITECTURE, "olmoe"),
+    Run("glm4_moe", _ARCHITECTURE, "glm4_moe", share=("plugin",)),
+    Run("qwen3_dense_layers", _ARCHITECTURE, "qwen3_moe_dense_layers"),
+    Run("qwen3_300", _ARCHITECTURE, "qwen3_moe_300", share=("connector",)),
+    Run(
+        "gpt_oss",
+        _ARCHITECTURE,
+        "gpt_oss",
+        more={"dtype": "bfloat16"},  # no other one runs on CPU
+        exact=False,
+        ways=("plugin",),
+    ),
+    Run(
+        "drafts",
+        named((scenarios.speculative,)),
+        more={
+            "speculative_config": {
+                "method": "ngram",
+                "num_speculative_tokens": 3,
+                "prompt_lookup_max": 3,
+                "prompt_lookup_min": 1,
+            }
+        },
+        prepare=patches.repair_drafts,
+        runners=(1,),
+        share=("connector",),
+    ),
+    Run(
+        "compiled",
+        named((scenarios.concurrent, scenarios.prefix)),
+        more={"enforce_eager": False},
+        runners=(1,),
+        native=False,
+        share=("connector",),
+    ),
+    Run(
+        "asynchronous",
+        named(
+            (
+                scenarios.concurrent,
+                scenarios.prefix,
+                scenarios.chunked,
+                scenarios.stop,
+                scenarios.several,
+                scenarios.abort,
+                scenarios.preemption,
+                scenarios.mixed,
+            )
+        ),
+        more=_SMALL,
+        runners=(2,),
+        prepare=patches.schedule_ahead,
+        share=("connector",),
+    ),
+    Run(
+        "processes",
+        named((scenarios.control, scenarios.concurrent, scenarios.abort, scenarios.late)),
+        env=_PROCESSES,
+    ),
+    Run(
+        "tensor_parallel",
+        named((scenarios.control, scenarios.concurrent, scenarios.prefix)),
+        more={"tensor_parallel_size": 2},
+        env={**_PROCESSES, "VLLM_CPU_OMP_THREADS_BIND": "0|1"},
+        share=("connector",),
+    ),
+    Run(
+        "data_parallel",
+        named((pairs.data_parallel,)),
+        build=pairs.replicas,
+        env=_PROCESSES,
+    ),
+    Run(
+        "prefill_and_decode",
+        named((pairs.handover,)),
+        build=pairs.disaggregated,
+        more={"max_num_batched_tokens": 256},  # the example connector saves a prompt of one step
+        env=_PROCESSES,
+        native=False,  # has no rows of what came from elsewhere
+        beside=True,
+        share=("connector",),
+    ),
+    Run(
+        "http",
+        named((serving.completions, serving.chat, serving.streams, serving.weight_version)),
+        build=serving.Served,
+        env={**_PROCESSES, "VLLM_SERVER_DEV_MODE": "1"},
+        share=("plugin",),
+    ),
+)
