@@ -147,14 +147,12 @@ def _reader(parallel: Any) -> Read:
     from vllm.forward_context import get_forward_context
 
     rank, tp_size = parallel.data_parallel_rank, parallel.tensor_parallel_size
-    gather: Read | None = None
-    if getattr(parallel, "use_sequence_parallel_moe", tp_size > 1):
-
-        def gather(topk_ids: torch.Tensor) -> torch.Tensor:
-            gathered: torch.Tensor = get_tp_group().all_gather(topk_ids, dim=0)
-            return gathered
-
+    sharded = getattr(parallel, "use_sequence_parallel_moe", tp_size > 1)
     failed = False
+
+    def gather(topk_ids: torch.Tensor) -> torch.Tensor:
+        gathered: torch.Tensor = get_tp_group().all_gather(topk_ids, dim=0)
+        return gathered
 
     def read(topk_ids: torch.Tensor) -> torch.Tensor:
         nonlocal failed
@@ -168,7 +166,7 @@ def _reader(parallel: Any) -> Read:
                 rank,
                 tp_size=tp_size,
                 shard_sizes=getattr(metadata, "local_sizes", None),
-                all_gather=gather,
+                all_gather=gather if sharded else None,
             )
         except InvalidArgument as error:
             if not failed:
