@@ -110,9 +110,9 @@ def _choose(args: argparse.Namespace) -> Iterator[Job]:
         names = [n for n in run.scenarios if not wanted or n in wanted or run.name in wanted]
         for version in sorted(versions, reverse=True):
             for way in args.way or WAYS:
-                if way not in (run.share if args.share else run.ways):
+                if args.share and not run.shared(version, way):
                     continue
-                if names and run.possible(version):
+                if names and way in run.ways and run.possible(version):
                     yield Job(run, version, way, tuple(names))
 
 

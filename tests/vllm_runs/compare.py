@@ -46,7 +46,7 @@ class Comparison:
         client: reads them.
         reference: the model; None if it chooses otherwise, for its precision.
         layers: its MoE layers.
-        native: whether vLLM returns its own rows.
+        native: whether vLLM returns its own rows, and they are right.
         handles: the run's name, if responses must hold a handle.
     """
 
@@ -150,13 +150,14 @@ class Comparison:
             if native.shape[0] != len(answer.tokens) - 1:
                 return [*faults, f"vLLM's own rows are {native.shape}"]
             native = native[:rows, list(self._layers)]
-            unlike = valid & (native != ids).any(axis=2)
-            tally.native += there
             if choice is not None:
                 tally.native_wrong += int((~choice.agrees(native)[0]).any(axis=1).sum())
-            if unlike.any():
-                faults.append(f"unlike vLLM's own: {_where(unlike, self._layers)}")
-            wrong |= unlike
+            if self._native:
+                unlike = valid & (native != ids).any(axis=2)
+                tally.native += there
+                if unlike.any():
+                    faults.append(f"unlike vLLM's own: {_where(unlike, self._layers)}")
+                wrong |= unlike
 
         tally.wrong += int(wrong.any(axis=1).sum())
         return faults

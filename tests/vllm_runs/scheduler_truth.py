@@ -1,0 +1,291 @@
+"""What a reader must get of the runs of vllm_runs.scheduler, and whether that is what it got.
+
+Worked out from three things: which tokens the model was fed, which row it chose for each, and which
+row computed what lies in each KV slot.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from routetrace.client import RoutingTrace, TraceState
+from routetrace.v1.layout import RoutingLayout
+
+LAYOUT = RoutingLayout((1, 2, 4), 6, 16, 2)
+BLOCK = 16
+MAX_LEN = 400
+MAX_POSITIONS = MAX_LEN + 8
+"""Of a request, rejected drafts included."""
+
+#: In place of the number of a row: none was computed; nobody knows which one it was; it was not
+#: captured. All are below the numbers of rows.
+NOBODY, UNKNOWN, PAUSED = -1, -2, -3
+
+Ints = np.ndarray
+
+
+class Rows:
+    """Every row that the fake model chose, by its number."""
+
+    def __init__(self, seed: int) -> None:
+        self._rng = np.random.default_rng(seed)
+        self.ids = np.zeros((1 << 14, len(LAYOUT.layer_ids), LAYOUT.top_k), np.uint8)
+        self.versions = np.zeros(1 << 14, np.int64)
+        self.size = 0
+
+    def choose(self, n: int) -> Ints:
+        """Ids [n, L, 2] that a router could have chosen."""
+        layers, experts = len(LAYOUT.layer_ids), LAYOUT.num_experts
+        ids = np.empty((n, layers, 2), np.int64)
+        ids[..., 0] = self._rng.integers(experts, size=(n, layers))
+        ids[..., 1] = (ids[..., 0] + self._rng.integers(1, experts, size=(n, layers))) % experts
+        return ids
+
+    def keep(self, ids: Ints, version: int) -> Ints:
+        """Numbers [n] of new rows, computed by a weight version."""
+        first, self.size = self.size, self.size + len(ids)
+        while self.size > len(self.ids):
+            self.ids = np.concatenate([self.ids, np.zeros_like(self.ids)])
+            self.versions = np.concatenate([self.versions, np.zeros_like(self.versions)])
+        self.ids[first : self.size] = ids
+        self.versions[first : self.size] = version
+        return np.arange(first, self.size)
+
+
+class Attempt:
+    """One pass over the positions of a request."""
+
+    def __init__(self) -> None:
+        self.numbers = np.full(MAX_POSITIONS, NOBODY)
+        """[MAX_POSITIONS] of the row at each position, or why there is none."""
+        self.fed = np.full(MAX_POSITIONS, -1)
+        """[MAX_POSITIONS] the token that the row was computed for."""
+
+
+@dataclass(eq=False)
+class Life:
+    """One engine request."""
+
+    request_id: str
+    trace_id: str
+    shown: list[int]
+    """What its client knows: prompt and answer."""
+    max_tokens: int
+    kept: bool = True
+    """Whether its routing is to be kept."""
+    labels: dict[str, str] = field(default_factory=dict)
+    session: bool = False
+    waits: bool = False
+    """Whether a session has answered all its input."""
+    inputs: deque[list[int] | None] = field(default_factory=deque)
+    """More input of a session, which its scheduler has not got to; None ends it."""
+    chat: Chat | None = None
+    reason: str = ""
+    """How it ended."""
+    ended_at: int = 0
+    """Steps before it ended."""
+    preempted: bool = False
+    external: bool = False
+    """Whether some of its KV came from elsewhere."""
+    attempts: list[Attempt] = field(default_factory=list)
+    blocks: list[int] = field(default_factory=list)
+    fed: Ints = field(default_factory=lambda: np.full(MAX_POSITIONS, -1))
+    """[MAX_POSITIONS] the tokens as the model knows them, drafts of the step that runs included."""
+
+
+@dataclass(eq=False)
+class Chat:
+    """Turns of one conversation in one trace."""
+
+    trace_id: str
+    lives: list[Life] = field(default_factory=list)
+
+
+class Slots:
+    """The slots of a KV cache."""
+
+    def __init__(self, num_blocks: int) -> None:
+        self.num_blocks = num_blocks
+        self._numbers = np.full(num_blocks * BLOCK, NOBODY)
+        self._tokens = np.full(num_blocks * BLOCK, -1)
+
+    def written(self, blocks: Sequence[int]) -> int:
+        """How many of these blocks have been in use."""
+        return int((self._numbers[np.array(blocks, np.int64) * BLOCK] != NOBODY).sum())
+
+    def write(self, life: Life, start: int, stop: int, numbers: Ints) -> None:
+        """Rows of a request were computed, into its blocks."""
+        slots = _slots(life, start, stop)
+        self._numbers[slots] = np.where(numbers < 0, UNKNOWN, numbers)
+        self._tokens[slots] = life.fed[start:stop]
+
+    def load(self, blocks: Sequence[int]) -> None:
+        """KV comes from elsewhere: nobody here knows what computed it."""
+        for block in blocks:
+            self._numbers[block * BLOCK : (block + 1) * BLOCK] = UNKNOWN
+            self._tokens[block * BLOCK : (block + 1) * BLOCK] = -1
+
+    def hit(self, life: Life, stop: int) -> bool:
+        """Leading tokens of a request are in its blocks already.
+
+        Returns:
+            Whether they are those tokens, as far as that is known.
+        """
+        slots = _slots(life, 0, stop)
+        tokens = self._tokens[slots]
+        attempt = life.attempts[-1]
+        attempt.numbers[:stop] = self._numbers[slots]
+        attempt.fed[:stop] = life.fed[:stop]
+        return not ((tokens != life.fed[:stop]) & (tokens >= 0)).any()
+
+
+def _slots(life: Life, start: int, stop: int) -> Ints:
+    positions = np.arange(start, stop)
+    slots: Ints = np.array(life.blocks)[positions // BLOCK] * BLOCK + positions % BLOCK
+    return slots
+
+
+@dataclass
+class Expected:
+    """What a reader must get."""
+
+    numbers: Ints
+    """[tokens - 1] of the rows, or below 0."""
+    reasons: list[set[str]]
+    """[tokens - 1] why a row may be missing; empty where it must be there."""
+
+
+def expected(lives: Sequence[Life]) -> Expected:
+    """The rows of a trace: of each position the first one that was computed for its token."""
+    last = lives[-1]
+    tokens = np.array(last.shown)
+    numbers = np.full(len(tokens) - 1, NOBODY)
+    seen = {code: np.zeros(len(numbers), bool) for code in (UNKNOWN, PAUSED)}
+    for life in lives:
+        stop = min(len(numbers), len(life.shown) - 1)
+        for attempt in life.attempts:
+            found = attempt.numbers[:stop]
+            same = attempt.fed[:stop] == tokens[:stop]
+            new = same & (found >= 0) & (numbers[:stop] < 0)
+            numbers[:stop][new] = found[new]
+            for code, where in seen.items():
+                where[:stop] |= same & (found == code)
+    reasons: list[set[str]] = [set() for _ in numbers]
+    for position in np.flatnonzero(numbers < 0).tolist():
+        why = reasons[position]
+        if seen[UNKNOWN][position]:
+            why.add("kv_unknown")
+        if seen[PAUSED][position]:
+            why.add("not_captured")
+        if not why and last.reason == "abort":
+            why.add("aborted")
+    return Expected(numbers, reasons)
+
+
+@dataclass
+class Tally:
+    """What was compared, and what was found."""
+
+    requests: int = 0
+    rows: int = 0
+    """Rows that are there and right, or wrong."""
+    wrong: int = 0
+    lost: int = 0
+    """Rows that are missing, and should not be."""
+    missing: Counter[str] = field(default_factory=Counter)
+    """Rows that must be missing, and are, by reason."""
+    counts: Counter[str] = field(default_factory=Counter)
+    faults: list[str] = field(default_factory=list)
+    seconds: float = 0.0
+
+    def __iadd__(self, other: Tally) -> Tally:
+        self.requests += other.requests
+        self.rows += other.rows
+        self.wrong += other.wrong
+        self.lost += other.lost
+        self.missing += other.missing
+        self.counts += other.counts
+        self.faults += other.faults
+        self.seconds += other.seconds
+        return self
+
+    def __str__(self) -> str:
+        missing = " ".join(f"{n} {reason}" for reason, n in sorted(self.missing.items()))
+        return (
+            f"{self.requests} requests, {self.rows} rows compared, {self.wrong} wrong, "
+            f"{self.lost} lost, missing by right: {missing or 'none'}; {self.seconds:.0f} s\n"
+            f"    {' · '.join(f'{n} {name}' for name, n in sorted(self.counts.items()))}"
+        )
+
+
+def compare(tally: Tally, rows: Rows, lives: Sequence[Life], trace: RoutingTrace) -> None:
+    """Compares a trace, cell by cell."""
+    last, truth = lives[-1], expected(lives)
+    faults = list(_facts(lives, truth, trace))
+    tally.requests += len(lives)
+    n = len(truth.numbers)
+    if len(trace) != n or trace.layer_ids != LAYOUT.layer_ids:
+        faults.append(f"{len(trace)} rows of layers {trace.layer_ids} instead of {n}")
+    else:
+        valid, there = trace.valid, truth.numbers >= 0
+        right = np.zeros(n, bool)
+        right[there] = (trace.topk_ids[there] == rows.ids[truth.numbers[there]]).all(axis=(1, 2))
+        wrong = valid.any(axis=1) & ~(there & right)
+        lost = there & ~valid.all(axis=1)
+        tally.rows += int(valid.any(axis=1).sum())
+        tally.wrong += int(wrong.sum())
+        tally.lost += int(lost.sum())
+        for name, where in (("wrong", wrong), ("lost", lost)):
+            if where.any():
+                p = int(where.argmax())
+                row, there = trace.topk_ids[p].tolist(), valid[p].tolist()
+                faults.append(
+                    f"{int(where.sum())} {name} rows, the first at {p}: {row} "
+                    f"(valid {there}) instead of row {truth.numbers[p]}"
+                )
+        for part in trace.missing:
+            tally.missing[part.reason] += part.stop - part.start
+            for p in range(part.start, part.stop):
+                if part.reason not in truth.reasons[p] and not there[p]:
+                    faults.append(f"{p} is missing as {part.reason}, not {truth.reasons[p]}")
+                    break
+        versions = np.full(n, np.iinfo(np.int64).min)
+        for start, stop, version in trace.weight_versions:
+            versions[start:stop] = version
+        other = there & (versions != rows.versions[np.maximum(truth.numbers, 0)])
+        if other.any():
+            p = int(other.argmax())
+            faults.append(
+                f"weights {versions[p]} at {p} instead of {rows.versions[truth.numbers[p]]}"
+            )
+    tally.faults += [
+        f"{last.trace_id!r} ({last.reason}, {len(last.attempts)} attempts): {fault}"
+        for fault in faults
+    ]
+
+
+def _facts(lives: Sequence[Life], truth: Expected, trace: RoutingTrace) -> Iterator[str]:
+    last = lives[-1]
+    whole = bool((truth.numbers >= 0).all())
+    state = TraceState.COMPLETE if whole else TraceState.INCOMPLETE
+    if not whole and last.external:
+        state = TraceState.RUNNING  # who computed the rest may still tell
+    labels = dict(last.labels)
+    if last.request_id[1:2] == "_":
+        labels["sample"] = last.request_id[0]
+    for name, value, wanted in (
+        ("state", trace.state, state),
+        ("num_tokens", trace.num_tokens, len(last.shown)),
+        ("finish_reason", trace.finish_reason, last.reason),
+        ("num_attempts", trace.num_attempts, len(last.attempts)),
+        ("labels", trace.labels, labels),
+        ("num_incarnations", trace.num_incarnations, 1),
+    ):
+        if value != wanted:
+            yield f"{name} is {value}, not {wanted}"
+    if not trace.verify_tokens(last.shown):
+        yield "no digest of its tokens"
