@@ -200,8 +200,8 @@ MUTATIONS = (
     Mutation(
         "late rows of an ended request kept",
         f"{AGENT}/agent.py",
-        "            if late is not None:\n",
-        "            if False:\n",
+        "            if late is not None:\n                kept =",
+        "            if False:\n                kept =",
     ),
     Mutation(
         "late rows of a preempted request kept",
