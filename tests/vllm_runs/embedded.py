@@ -56,13 +56,18 @@ class Embedded:
         latest: dict[str, Answer] = {}
         stream = self._llm.generate({"prompt_token_ids": ask.prompt}, params, ask.trace_id)
         async for output in stream:
-            latest |= {answer.trace_id: answer for answer in answers(ask, output)}
+            for answer in answers(ask, output):
+                latest[answer.trace_id] = answer
+                # What comes at once is put together, with one handle.
+                answer.has_handle = (answer.handle or {}).get("trace_id") == answer.trace_id
             if stop_after and len(output.outputs[0].token_ids) >= stop_after:
                 for answer in latest.values():
                     answer.cut = True
                 await self._llm.abort(ask.trace_id)
                 break
-        return list(latest.values())
+        done = list(latest.values())
+        done[0].has_handle |= len(done) == 1
+        return done
 
     def agents(self) -> list[dict[str, Any]]:
         """Counters of the agents."""

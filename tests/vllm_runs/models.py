@@ -13,6 +13,9 @@ import torch
 import transformers
 from tokenizers import Tokenizer, models, pre_tokenizers
 
+transformers.utils.logging.set_verbosity_error()
+transformers.utils.logging.disable_progress_bar()
+
 VOCABULARY = 512
 SPECIAL = ("<s>", "</s>", "<pad>", "<unk>")
 

@@ -32,6 +32,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 from routetrace.client import RouteClient, RoutingTrace
 from routetrace.server.testing import run_server
+from routetrace.v1.errors import NotFound
 from vllm_runs.scheduler_clients import Clients
 from vllm_runs.scheduler_engine import Case, Engine
 from vllm_runs.scheduler_truth import LAYOUT, Tally, compare
@@ -64,6 +65,8 @@ CASES = (
     Case("V1 loads", loads=True),
     Case("V2 loads plugin asynchronous", protocol=2, loads=True, way="plugin", asynchronous=True),
     Case("V1 loads plugin priorities", loads=True, way="plugin", policy="priority"),
+    Case("V1 faults", faults=True, late=True),
+    Case("V2 faults plugin asynchronous", protocol=2, faults=True, way="plugin", asynchronous=True),
 )
 
 
@@ -99,7 +102,9 @@ def play(case: Case, seed: int, target: str, model: Path, num_rows: int) -> Tall
         if not tally.faults:
             _read(client, clients, engine, tally)
         if not tally.faults:
-            tally.faults += [f"there is a trace {t.request_id!r}" for t in client.find()]
+            hurt = {life.trace_id for life in engine.ended if life.hurt}
+            left = {trace.request_id for trace in client.find()} - hurt
+            tally.faults += [f"there is a trace {trace_id!r}" for trace_id in left]
     engine.close()
     tally.counts = engine.counts
     tally.counts["not kept"] = len(clients.absent)
@@ -114,13 +119,16 @@ def _read(client: RouteClient, clients: Clients, engine: Engine, tally: Tally) -
     told = [lives for lives in clients.ready if lives[-1].ended_at < engine.steps]
     clients.ready = [lives for lives in clients.ready if lives[-1].ended_at >= engine.steps]
     ids = [lives[-1].trace_id for lives in told]
-    if engine.case.loads:
+    # Who loaded KV may hear more from elsewhere, and who was hurt may never end.
+    wait = None if engine.case.loads or engine.case.faults else _WAIT_S
+    if wait is None:
         engine.flush()
-    wait = None if engine.case.loads else _WAIT_S
     with closing(
         client.get_many(ids, missing="mask", wait=wait, prefetch=16, errors="return")
     ) as traces:
         for lives, trace in zip(told, traces, strict=True):
+            if lives[-1].hurt and isinstance(trace, NotFound):
+                continue
             if not isinstance(trace, RoutingTrace):
                 tally.faults.append(f"{lives[-1].trace_id!r}: {type(trace).__name__}: {trace}")
                 return

@@ -51,6 +51,8 @@ class Clients:
             self._replace()  # vLLM can not, while a step of the other one is in flight
         if rng.random() < 0.004:
             engine.reset()
+        if engine.case.faults and rng.random() < 0.004:
+            engine.break_down()
         if rng.random() < 0.015:
             engine.set_weight_version(engine.version + rng.choice((1, 1, 7, -2)))
         if engine.paused and rng.random() < 0.3:
@@ -119,7 +121,8 @@ class Clients:
     def _ask(self) -> None:
         rng = self.rng
         kinds = ["new", "shared", "again", "turn", "samples", "chat", "next turn"]
-        kind = rng.choices(kinds, (2, 4, 1, 3, 1, 1, 2))[0]
+        chats = not self.engine.case.faults
+        kind = rng.choices(kinds, (2, 4, 1, 3, 1, chats, 2 * chats))[0]
         tail = new_tokens(rng, rng.choice((1, 5, 20, 60)))
         if kind == "next turn" and self.open:
             chat = self.open.pop(rng.randrange(len(self.open)))

@@ -76,6 +76,8 @@ class Case:
     """Clients stream their input."""
     loads: bool = False
     """Another connector brings KV from elsewhere."""
+    faults: bool = False
+    """Capture breaks down now and then."""
 
     @property
     def depth(self) -> int:
@@ -157,6 +159,8 @@ class Engine:
         self._in_flight: deque[tuple[Any, list[str], list[list[int]]]] = deque()
         self._loads: dict[str, list[int]] = {}
         """Blocks that came from elsewhere within the step in which their request starts."""
+        self._broken_at: int | None = None  # steps before it
+        self._faults = 0  # that showed
         self._idle = 0  # steps without a token
         self._new_drafts: list[str] = []
         self._arrivals = count()
@@ -200,7 +204,7 @@ class Engine:
     def _stages(self, config: Any, num_blocks: int, most: int) -> Iterator[Stage]:
         settings = settings_of(config)
         assert settings is not None
-        schedule = _schedules[settings.boot_id, settings.engine_id]
+        self.schedule = _schedules[settings.boot_id, settings.engine_id]
         layers = np.array_split(range(len(LAYOUT.layer_ids)), self.case.stages)
         for stage, columns in enumerate(layers):
             layout = LAYOUT.select(tuple(LAYOUT.layer_ids[c] for c in columns))
@@ -219,7 +223,7 @@ class Engine:
                 **settings.agent,
             )
             # Where the scheduler is not in the process of a worker, the engine runs an empty step.
-            late = schedule.take_finished if self.case.stages == 1 else None
+            late = self.schedule.take_finished if self.case.stages == 1 else None
             yield Stage(WorkerSide(capturer, agent, late), capturer, columns.tolist())
 
     # ------------------------------------------------------------------ what clients do
@@ -294,6 +298,37 @@ class Engine:
         for stage in self.stages:
             (stage.side.pause if paused else stage.side.resume)()
 
+    def break_down(self) -> None:
+        """Our own code will fail in the next step that has rows, in either half."""
+        if self._broken_at is not None or self._faults == 3:  # a worker gives up after three
+            return
+        self.flush()
+        self._broken_at = self.steps
+
+        def fail(*_: Any) -> Any:
+            self.schedule.__dict__.pop("_runs", None)
+            raise RuntimeError("broken on purpose")
+
+        if self.rng.random() < 0.5:
+            self.schedule._runs = fail
+        else:
+            for stage in self.stages:
+                stage.side._agent.step = fail
+
+    def _look_for_faults(self) -> None:
+        """What ran since capture broke down may be lost, and no slot is known."""
+        faults = self.stages[0].side.faults
+        if faults == self._faults:
+            return
+        if self._broken_at is None:
+            self.faults.append("a fault of capture")
+        self.slots.load(range(self.slots.num_blocks))
+        for life in (*self.lives.values(), *self.ended):
+            if life.attempts and not (life.reason and life.ended_at < (self._broken_at or 0)):
+                life.hurt = True
+        self._faults, self._broken_at = faults, None
+        self.counts["faults"] += 1
+
     # ------------------------------------------------------------------ steps
 
     def step(self, before_outcome: Callable[[], None] = lambda: None) -> None:
@@ -363,7 +398,7 @@ class Engine:
                 "num_tokens": len(life.shown),
             }
             wanted = {"routetrace": handle} if life.kept else None
-            if answer != wanted:
+            if answer != wanted and not (life.hurt and answer is None):
                 self.faults.append(f"client was told {answer}, not {wanted}")
         self._end(life, reason)
 
@@ -392,6 +427,7 @@ class Engine:
     def _execute(self, output: Any) -> tuple[list[str], list[list[int]]]:
         """Runs a step; its requests in the order of the batch, and what each of them sampled."""
         self.steps += 1
+        self._look_for_faults()
         order = list(output.num_scheduled_tokens)
         self.rng.shuffle(order)
         plans = [self._plan(output) for _ in self.stages]
@@ -411,6 +447,7 @@ class Engine:
             self.counts["hit rows"] += computed
             if not self.slots.hit(life, computed):
                 self.faults.append(f"vLLM hit blocks of other tokens for {life.request_id}")
+        self._look_for_faults()
         self._new_drafts = []
         return order, [self._sample(r, output, starts[r]) for r in order]
 
@@ -491,7 +528,7 @@ class Engine:
             attempt = life.attempts[-1]
             if self.paused:
                 mine = np.where(attempt.numbers[start:stop] == UNKNOWN, UNKNOWN, PAUSED)
-            if not life.kept:
+            if not life.kept or life.hurt:
                 mine = np.full(n, UNKNOWN)
             attempt.numbers[start:stop] = mine
             attempt.fed[start:stop] = life.fed[start:stop]
@@ -533,13 +570,14 @@ class Engine:
     def close(self) -> None:
         """Notes what must not have happened; the agents end."""
         self.flush()
+        self._look_for_faults()
         for stage in self.stages:
             stats = stage.side.stats()
             dropped = {k: v for k, v in stats["dropped_rows"].items() if k != "rewound" and v}
             # What is late is late by right: the row behind a stop token, rows after an abort.
             dropped.pop("late", None)
-            if stats["faults"] or dropped:
-                self.faults.append(f"worker: {stats['faults']} faults, dropped {dropped}")
+            if dropped:
+                self.faults.append(f"the agent dropped {dropped}")
             stage.side.close()
         self.scheduler.shutdown()
 

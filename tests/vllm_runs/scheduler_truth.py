@@ -89,6 +89,8 @@ class Life:
     ended_at: int = 0
     """Steps before it ended."""
     preempted: bool = False
+    hurt: bool = False
+    """Whether some of it may be lost, since capture broke down."""
     external: bool = False
     """Whether some of its KV came from elsewhere."""
     attempts: list[Attempt] = field(default_factory=list)
@@ -156,7 +158,8 @@ class Expected:
     numbers: Ints
     """[tokens - 1] of the rows, or below 0."""
     reasons: list[set[str]]
-    """[tokens - 1] why a row may be missing; empty where it must be there."""
+    """[tokens - 1] why a row may be missing; empty where it must be there. None at all: any may
+    be, for any reason."""
 
 
 def expected(lives: Sequence[Life]) -> Expected:
@@ -225,51 +228,52 @@ class Tally:
 def compare(tally: Tally, rows: Rows, lives: Sequence[Life], trace: RoutingTrace) -> None:
     """Compares a trace, cell by cell."""
     last, truth = lives[-1], expected(lives)
-    faults = list(_facts(lives, truth, trace))
     tally.requests += len(lives)
-    n = len(truth.numbers)
-    if len(trace) != n or trace.layer_ids != LAYOUT.layer_ids:
-        faults.append(f"{len(trace)} rows of layers {trace.layer_ids} instead of {n}")
+    if last.hurt:
+        # Its end may be unknown, and any row missing; none may be wrong.
+        trace = trace.tokens(0, min(len(trace), len(truth.numbers)))
+        truth = Expected(truth.numbers[: len(trace)], [])
+        tally.missing["hurt"] += len(last.shown) - 1 - int(trace.valid.all(axis=1).sum())
+    faults = [] if last.hurt else list(_facts(last, truth, trace))
+    if len(trace) == len(truth.numbers) and trace.layer_ids == LAYOUT.layer_ids:
+        faults += _rows(tally, rows, truth, trace)
     else:
-        valid, there = trace.valid, truth.numbers >= 0
-        right = np.zeros(n, bool)
-        right[there] = (trace.topk_ids[there] == rows.ids[truth.numbers[there]]).all(axis=(1, 2))
-        wrong = valid.any(axis=1) & ~(there & right)
-        lost = there & ~valid.all(axis=1)
-        tally.rows += int(valid.any(axis=1).sum())
-        tally.wrong += int(wrong.sum())
-        tally.lost += int(lost.sum())
-        for name, where in (("wrong", wrong), ("lost", lost)):
-            if where.any():
-                p = int(where.argmax())
-                row, there = trace.topk_ids[p].tolist(), valid[p].tolist()
-                faults.append(
-                    f"{int(where.sum())} {name} rows, the first at {p}: {row} "
-                    f"(valid {there}) instead of row {truth.numbers[p]}"
-                )
-        for part in trace.missing:
-            tally.missing[part.reason] += part.stop - part.start
-            for p in range(part.start, part.stop):
-                if part.reason not in truth.reasons[p] and not there[p]:
-                    faults.append(f"{p} is missing as {part.reason}, not {truth.reasons[p]}")
-                    break
-        versions = np.full(n, np.iinfo(np.int64).min)
-        for start, stop, version in trace.weight_versions:
-            versions[start:stop] = version
-        other = there & (versions != rows.versions[np.maximum(truth.numbers, 0)])
-        if other.any():
-            p = int(other.argmax())
-            faults.append(
-                f"weights {versions[p]} at {p} instead of {rows.versions[truth.numbers[p]]}"
-            )
-    tally.faults += [
-        f"{last.trace_id!r} ({last.reason}, {len(last.attempts)} attempts): {fault}"
-        for fault in faults
-    ]
+        faults.append(f"{len(trace)} rows of layers {trace.layer_ids}")
+    name = f"{last.trace_id!r} ({last.reason}, {len(last.attempts)} attempts)"
+    tally.faults += [f"{name}: {fault}" for fault in faults]
 
 
-def _facts(lives: Sequence[Life], truth: Expected, trace: RoutingTrace) -> Iterator[str]:
-    last = lives[-1]
+def _rows(tally: Tally, rows: Rows, truth: Expected, trace: RoutingTrace) -> Iterator[str]:
+    numbers, valid = truth.numbers, trace.valid
+    there = numbers >= 0
+    right = there & (trace.topk_ids == rows.ids[np.maximum(numbers, 0)]).all(axis=(1, 2))
+    wrong, lost = valid.any(axis=1) & ~right, there & ~valid.all(axis=1)
+    if not truth.reasons:
+        lost[:] = False
+    tally.rows += int(valid.any(axis=1).sum())
+    tally.wrong += int(wrong.sum())
+    tally.lost += int(lost.sum())
+    for name, where in (("wrong", wrong), ("lost", lost)):
+        if where.any():
+            p = int(where.argmax())
+            served = trace.topk_ids[p].tolist() if valid[p].any() else "nothing"
+            yield f"{where.sum()} {name} rows, the first at {p}: {served} for row {numbers[p]}"
+    for part in trace.missing if truth.reasons else ():
+        tally.missing[part.reason] += part.stop - part.start
+        for p in range(part.start, min(part.stop, len(numbers))):
+            if part.reason not in truth.reasons[p] and not there[p]:
+                yield f"{p} is missing as {part.reason}, not {truth.reasons[p]}"
+                break
+    versions = np.full(len(numbers), np.iinfo(np.int64).min)
+    for start, stop, version in trace.weight_versions:
+        versions[start:stop] = version
+    other = right & valid.all(axis=1) & (versions != rows.versions[np.maximum(numbers, 0)])
+    if other.any():
+        p = int(other.argmax())
+        yield f"weights {versions[p]} at {p} instead of {rows.versions[numbers[p]]}"
+
+
+def _facts(last: Life, truth: Expected, trace: RoutingTrace) -> Iterator[str]:
     whole = bool((truth.numbers >= 0).all())
     state = TraceState.COMPLETE if whole else TraceState.INCOMPLETE
     if not whole and last.external:
