@@ -69,6 +69,7 @@ def main() -> int:
     signal.signal(signal.SIGTERM, _stop)
     signal.signal(signal.SIGINT, _stop)
     started = time.monotonic()
+    installed = args.installed.resolve()  # runs have a working directory of their own
     print(report.head(), flush=True)
     results: list[Result] = []
     with (
@@ -80,7 +81,7 @@ def main() -> int:
         logs.mkdir(parents=True, exist_ok=True)
         for model in {job.run.model for job in jobs}:
             write_checkpoint(model, directory / "models" / model)
-        waiting = [pool.submit(_run, job, args.installed, directory, logs) for job in jobs]
+        waiting = [pool.submit(_run, job, installed, directory, logs) for job in jobs]
         for future in as_completed(waiting):
             for result in future.result():
                 results.append(result)

@@ -86,7 +86,8 @@ class Comparison:
         faults = self._facts(answer, trace)
         if trace.layer_ids != self._layers:
             return [*faults, f"layers {trace.layer_ids} instead of {self._layers}"]
-        return faults + self._rows(answer, trace, tally)
+        latest = self._client.get(answer.trace_id, missing="mask", policy="latest")
+        return faults + self._rows(answer, trace, latest, tally)
 
     def _facts(self, answer: Answer, trace: RoutingTrace) -> list[str]:
         faults = []
@@ -117,7 +118,9 @@ class Comparison:
             faults.append(f"{type(error).__name__}: {error}")
         return faults
 
-    def _rows(self, answer: Answer, trace: RoutingTrace, tally: Tally) -> list[str]:
+    def _rows(
+        self, answer: Answer, trace: RoutingTrace, latest: RoutingTrace, tally: Tally
+    ) -> list[str]:
         faults = []
         rows = min(len(trace), len(answer.tokens) - 1)
         ids, valid = trace.topk_ids[:rows].astype(np.int64), trace.valid[:rows]
@@ -142,6 +145,10 @@ class Comparison:
             tally.ties += ties
             if wrong.any():
                 faults.append(f"unlike Transformers': {_where(wrong, self._layers)}")
+            if not answer.recomputed:
+                again = latest.valid[:rows] & ~choice.agrees(latest.topk_ids[:rows])[0]
+                if again.any():
+                    faults.append(f"the latest ones are wrong: {_where(again, self._layers)}")
 
         if answer.native is None and self._native and not answer.cut:
             faults.append("vLLM returned no rows")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from vllm_runs.engine import Answer, Ask, Engine, Setup
+from vllm_runs.engine import BLOCK, Answer, Ask, Engine, Setup
 from vllm_runs.scenarios import GREEDY, expect
 
 
@@ -58,9 +58,12 @@ def data_parallel(pair: Pair) -> list[Answer]:
 
 
 def handover(pair: Pair) -> list[Answer]:
-    """A prompt is computed by the one and goes on in the other, under one trace id."""
+    """A prompt is computed by the one and goes on in the other, under one trace id.
+
+    The blocks that the KV is loaded into held other requests before.
+    """
     hits = pair.second.count("external_prefix_cache_hits")
-    done = []
+    done = pair.second.run(Ask(f"before-{i}", pair.first.prompts.make(90)) for i in range(4))
     for i, length in enumerate((100, 110, 70)):  # the connector fails at full blocks
         name, prompt = f"handover-{i}", pair.first.prompts.make(length)
         handed = Ask(name, prompt, max_tokens=1, sampling=GREEDY, words={"handoff": True})
@@ -68,5 +71,9 @@ def handover(pair: Pair) -> list[Answer]:
         # The decode engine samples the first token again, or gets it as part of its prompt.
         prompt = first.tokens if i % 2 else prompt
         done += pair.second.run([Ask(name, prompt, sampling=GREEDY)])
+    # Nobody tells of the routing behind this one.
+    pair.second.llm.reset_prefix_cache()
+    (alone,) = pair.second.run([Ask("alone", prompt)])
+    alone.may_lack, alone.must_lack = ("kv_unknown",), (0, (len(prompt) - 1) // BLOCK * BLOCK)
     expect(pair.second.count("external_prefix_cache_hits") > hits, "no KV was handed over")
-    return done
+    return [*done, alone]

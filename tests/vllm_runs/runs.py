@@ -178,7 +178,8 @@ RUNS = (
         "prefill_and_decode",
         named((pairs.handover,)),
         build=pairs.disaggregated,
-        more={"max_num_batched_tokens": 256},  # the example connector saves a prompt of one step
+        # The example connector saves a prompt that is computed in one step.
+        more={"max_num_batched_tokens": 256, **_SMALL},
         env=_PROCESSES,
         native=False,  # has no rows of what came from elsewhere
         beside=True,
