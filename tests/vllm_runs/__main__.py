@@ -9,6 +9,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
@@ -31,8 +32,9 @@ _LOG_LINES = 30
 _GRACE_S = 15.0
 
 
-#: Sessions of the runs that are under way.
+#: Sessions of the runs that are under way, and whether no more are to start.
 _sessions: set[int] = set()
+_stopping = threading.Event()
 
 
 @dataclass(frozen=True)
@@ -99,9 +101,10 @@ def main() -> int:
 
 def _stop(*_: object) -> None:
     """Asked to end: ends what was started."""
+    _stopping.set()
     for session in list(_sessions):
         _end_session(session, 0.0)
-    os._exit(1)
+    raise SystemExit(1)
 
 
 def _choose(args: argparse.Namespace) -> Iterator[Job]:
@@ -119,6 +122,8 @@ def _choose(args: argparse.Namespace) -> Iterator[Job]:
 
 def _run(job: Job, installed: Path, directory: Path, logs: Path) -> list[Result]:
     """Runs a job, and ends whatever it leaves behind."""
+    if _stopping.is_set():
+        return []
     out, log = directory / f"{job.name}.json", logs / f"{job.name}.log"
     own = directory / job.name
     own.mkdir()
