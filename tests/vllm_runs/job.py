@@ -36,7 +36,11 @@ def main() -> None:
     if run.prepare:
         run.prepare()
     native = run.has_native(args.version, args.way)
-    with run_server() as server, RouteClient(server.target, run=_NAMESPACE) as client:
+    # A trace whose rows may still come from another engine is given up after these seconds.
+    with (
+        run_server(agent_timeout_seconds=10) as server,
+        RouteClient(server.target, run=_NAMESPACE) as client,
+    ):
         attachment = Attachment(args.way, server.target, _NAMESPACE)
         subject = run.build(Setup(args.checkpoint, attachment, native, args.directory, run.more))
         handles = _NAMESPACE if args.way == "connector" else None
