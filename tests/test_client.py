@@ -1426,7 +1426,8 @@ def test_both_clients_are_the_same():
     for name in sync:
         assert inspect.signature(sync[name]).parameters == inspect.signature(aio[name]).parameters
         assert sync[name].__doc__ == aio[name].__doc__, name
-        streams = "Generator" in inspect.signature(sync[name]).return_annotation
+        returned = inspect.signature(sync[name]).return_annotation
+        streams = "Generator" in returned or "Prefetch" in returned
         assert inspect.iscoroutinefunction(aio[name]) != (streams or name == "__init__"), name
         returns = [inspect.signature(f[name]).return_annotation for f in (sync, aio)]
         assert returns[0].replace(", None, None]", "]") == returns[1].replace("Async", "").replace(
@@ -1440,18 +1441,28 @@ def test_both_clients_are_the_same():
 def test_public_names():
     assert routetrace.client.__all__ == [
         "AsyncRouteClient",
+        "FetchStats",
+        "MicroBatch",
         "MissingRange",
+        "Plan",
+        "Rank",
+        "RankRows",
         "RouteClient",
         "RoutingTrace",
+        "Sample",
+        "Segment",
         "TraceFacts",
         "TraceStat",
         "TraceState",
+        "make_plan",
     ]
     assert list(_public(RouteClient)) == [
         "__init__",
         "close",
         "get",
         "get_many",
+        "fetch",
+        "prefetch",
         "follow",
         "get_blocks",
         "stat",

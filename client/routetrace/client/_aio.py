@@ -11,6 +11,9 @@ from routetrace.client import _arguments, _calls
 from routetrace.client._aio_drive import AsyncDriver
 from routetrace.client._calls import Errors, Missing, MissingOrWait, Policy
 from routetrace.client._core import Config, Plan
+from routetrace.client.plan import Plan as RankPlan
+from routetrace.client.prefetch import AsyncPrefetch
+from routetrace.client.rows import RankRows
 from routetrace.client.stat import TraceStat, TraceState
 from routetrace.client.trace import RoutingTrace
 from routetrace.v1.errors import RouteTraceError
@@ -221,6 +224,105 @@ class AsyncRouteClient:
 
         plan("any").close()  # tells of wrong arguments now
         return self._driver.many(plan, request_ids, prefetch, errors == "return")
+
+    async def fetch(
+        self,
+        plan: RankPlan,
+        *,
+        out: Any = None,
+        pin_memory: bool = False,
+        missing: MissingOrWait = "raise",
+        wait: float | None = None,
+        policy: Policy = "as_sampled",
+        weight_version: int | None = None,
+        concurrency: int = 4,
+        timeout: float | None = None,
+    ) -> RankRows:
+        """The rows that a rank needs of a micro-batch, decoded into one buffer.
+
+        Only its layers and tokens cross the wire, cut by the server out of what it stored.
+
+        Args:
+            plan: of `routetrace.client.plan.make_plan`.
+            out: [layers, tokens, top_k] to decode into, `plan.shape` of `plan.layout.dtype`: an
+                array, or a CPU tensor, pinned for example (16-bit ids also as int16); a new array
+                if None. Of undefined content after an error.
+            pin_memory: takes page-locked memory for new arrays (needs torch with CUDA), so that
+                `RankRows.to_torch` need not wait.
+            missing: as in `get`, of the rows that the plan asks for.
+            wait: as in `get`, for each request.
+            policy: as in `get`.
+            weight_version: as in `get`.
+            concurrency: most requests that are read at a time.
+            timeout: as in `get`, for each request.
+
+        Raises:
+            InvalidArgument: also if a request is of another model than the plan, or its tokens are
+                not those of its sample: another number, or other token digests; says how.
+            Incomplete: as `get`.
+            RouteTraceError: see the class.
+        """
+        make = _calls.fetch(
+            self._config,
+            missing=missing,
+            wait=wait,
+            policy=policy,
+            weight_version=weight_version,
+            pin_memory=pin_memory,
+            timeout=timeout,
+        )
+        _arguments.whole("concurrency", concurrency, 1)
+        async with AsyncPrefetch(self._driver, [make(plan, out)], 0, concurrency) as fetched:
+            return await anext(fetched)
+
+    def prefetch(
+        self,
+        plans: Iterable[RankPlan],
+        *,
+        max_bytes: int = 256 << 20,
+        pin_memory: bool = False,
+        missing: MissingOrWait = "raise",
+        wait: float | None = None,
+        policy: Policy = "as_sampled",
+        weight_version: int | None = None,
+        concurrency: int = 4,
+        timeout: float | None = None,
+    ) -> AsyncPrefetch:
+        """The rows of many plans, in their order, fetched in the background from now on.
+
+        While rewards are computed, say. Close it (it is a context manager) if it is not iterated to
+        its end.
+
+        Args:
+            plans: of `routetrace.client.plan.make_plan`; taken from as the budget allows.
+            max_bytes: for the buffers that are being filled, lie ready, or were handed out last
+                (asking for the next says that the last is done with); one plan is always read.
+            pin_memory: as in `fetch`, and so are the others.
+            missing: as in `fetch`.
+            wait: as in `fetch`.
+            policy: as in `fetch`.
+            weight_version: as in `fetch`.
+            concurrency: as in `fetch`, over all plans.
+            timeout: as in `fetch`.
+
+        Returns:
+            An iterator that counts in `stats` what was fetched, avoided and waited for.
+
+        Raises:
+            RouteTraceError: as `fetch`, at the turn of the plan; the iteration may go on behind it.
+        """
+        make = _calls.fetch(
+            self._config,
+            missing=missing,
+            wait=wait,
+            policy=policy,
+            weight_version=weight_version,
+            pin_memory=pin_memory,
+            timeout=timeout,
+        )
+        _arguments.whole("max_bytes", max_bytes, 0, 2**63 - 1)
+        _arguments.whole("concurrency", concurrency, 1)
+        return AsyncPrefetch(self._driver, map(make, plans), max_bytes, concurrency)
 
     def follow(
         self,

@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import numpy as np
-import numpy.typing as npt
 from google.protobuf.message import Message
 
-from routetrace.client.stat import TraceState, facts_from_proto, missing_from_proto
+from routetrace.client._cells import GrowingCells, PlacedCells
+from routetrace.client.alignment import check_layout
+from routetrace.client.stat import ReadFacts, TraceState, facts_from_proto, missing_from_proto
 from routetrace.client.trace import (
     RoutingTrace,
     clip_ranges,
@@ -21,7 +22,7 @@ from routetrace.client.trace import (
 )
 from routetrace.v1 import routetrace_pb2 as pb
 from routetrace.v1.errors import Corrupt, Unavailable
-from routetrace.v1.frame import decode_frame, read_header
+from routetrace.v1.frame import decode_frame, decode_into, read_header
 from routetrace.v1.layout import RoutingLayout
 from routetrace.v1.records import SPAN, U32, Provenance, unpack
 
@@ -57,6 +58,8 @@ class Want:
     """The one that is meant; 0: the server's choice, which of a running request may change."""
     num_rows: int | None = None
     """Positions that exist, where the server cannot know: reads by KV blocks."""
+    into: PlacedCells | None = None
+    """Where the rows go, and which they are; None: all from `token_start` on, into new arrays."""
 
     @property
     def name(self) -> str:
@@ -79,6 +82,9 @@ class Assembler:
 
     def __init__(self, want: Want) -> None:
         self._want = want
+        self._cells: Any = want.into
+        if want.into:
+            want.into.clear()
         self._info: pb.TraceInfo | None = None
         self._end: pb.ReadEnd | None = None
         self._num_spans = 0
@@ -104,6 +110,7 @@ class Assembler:
 
         Raises:
             Corrupt: if it cannot be true.
+            InvalidArgument: if the trace is of another model than the rows are to be placed for.
         """
         with _corrupt_if_invalid(self._want.name):
             if message is None:
@@ -115,6 +122,9 @@ class Assembler:
                 self._learn(_copy(message.info))
             if self._info is None:
                 raise self._corrupt("no info in the first message")
+        if self._want.into:
+            check_layout(self._want.name, self._layout, self._want.into.layout)
+        with _corrupt_if_invalid(self._want.name):
             self._take_rows(message)
             if message.HasField("end"):
                 self._end = _copy(message.end)
@@ -127,7 +137,8 @@ class Assembler:
         if self._info is None or self._end is not None:
             return None
         start = self._handed
-        whole = np.logical_and.reduce(self._valid[:, self._rows(start, self._filled)], axis=0)
+        there = self._cells.valid[:, self._cells.rows(start, self._filled)]
+        whole = np.logical_and.reduce(there, axis=0)
         count = len(whole) if whole.all() else int(whole.argmin())
         if not count:
             return None
@@ -135,8 +146,8 @@ class Assembler:
         # A copy: the engine may take rows back, and the caller's must not change.
         return self._build(self._info, start, self._handed, copy=True)
 
-    def finish(self) -> RoutingTrace:
-        """The rows that were not handed out, after the stream ended.
+    def finish(self) -> RoutingTrace | ReadFacts:
+        """The rows that were not handed out, after the stream ended; facts, where rows are placed.
 
         Raises:
             Unavailable: if the stream has no end.
@@ -146,12 +157,13 @@ class Assembler:
         if self._end is None:
             raise Unavailable(f"{self._want.name}: the stream broke off", retry_after=0.05)
         with _corrupt_if_invalid(self._want.name):
-            trace = self._finish(self._end)
+            read = self._finish(self._end)
+        stop = self._end.token_stop
         # A trace of known length has no rows beyond; of others nobody knows.
-        unknown_end = not trace.num_tokens and self._want.token_stop != trace.token_stop
-        if not self._want.mask and (unknown_end or trace.missing):
-            raise incomplete(trace, unknown_end)
-        return trace
+        unknown_end = not read.num_tokens and self._want.token_stop != stop
+        if not self._want.mask and (unknown_end or read.missing):
+            raise incomplete(read, stop if unknown_end else None)
+        return read
 
     def _learn(self, info: pb.TraceInfo) -> None:
         """Takes facts about the trace; the first ones make room for its rows."""
@@ -172,11 +184,11 @@ class Assembler:
             self._layer_ids = self._layout.layer_ids if layer_ids is None else layer_ids
             row_bytes = self._layout.select(self._layer_ids).row_bytes
             self._column = {layer: i for i, layer in enumerate(self._layer_ids)}
-            shape = (len(self._layer_ids), 0, self._layout.top_k)
-            self._ids: npt.NDArray[Any] = np.zeros(shape, self._layout.dtype)
-            self._valid: npt.NDArray[np.bool_] = np.zeros(shape[:2], np.bool_)
-            stop = min(info.num_rows, self._want.token_stop or info.num_rows)
-            self._reserve(min(stop, self._want.token_start + _FIRST_BYTES // row_bytes))
+            if self._cells is None:
+                first = self._want.token_start
+                self._cells = GrowingCells(len(self._layer_ids), self._layout, first)
+                stop = min(info.num_rows, self._want.token_stop or info.num_rows)
+                self._reserve(min(stop, first + _FIRST_BYTES // row_bytes))
         else:
             self._check_same(info)
             if self._want.follow and info.num_rows < self._filled:
@@ -205,6 +217,8 @@ class Assembler:
             if not 0 <= index < len(lengths):
                 raise self._corrupt(f"a span of frame {span[2]}, which is not in its message")
             by_frame.setdefault(index, []).append(span)
+        if self._want.into:
+            self._want.into.bytes_fetched += len(payload)
         self._num_frames += len(lengths)
         self._num_spans += len(spans)
         at = 0
@@ -223,75 +237,102 @@ class Assembler:
         if not layer_ids:
             raise self._corrupt("a frame with none of the layers asked for")
         columns = column_index([self._column[i] for i in layer_ids])
-        ids = decode_frame(frame, layer_ids=layer_ids)
-        last = self._want.token_stop or MAX_ROWS
-        for position, count, _, row, _, provenance, _, version in spans:
-            stop = position + count
-            if count == 0 or row + count > header.num_rows:
-                raise self._corrupt(f"a span of {count} rows at {row} of {header.num_rows}")
-            if position < self._want.token_start or stop > last:
-                raise self._corrupt(f"rows [{position}, {stop}), which were not asked for")
-            if self._want.weight_version not in (None, version):
-                raise self._corrupt(
-                    f"rows of weight version {version}, asked for {self._want.weight_version}"
-                )
-            self._reserve(stop)
-            rows = self._rows(position, stop)
-            if self._valid[columns, rows].any():
-                if not self._want.follow:
-                    raise self._corrupt(f"rows [{position}, {stop}) twice")
-                self._handed = min(self._handed, position)
-                self._versions = list(clip_ranges(self._versions, 0, position))
-                self._provenance = list(clip_ranges(self._provenance, 0, position))
-            self._ids[columns, rows] = ids[:, row : row + count]
-            self._valid[columns, rows] = True
-            self._filled = max(self._filled, stop)
-            self._versions.append((position, stop, version))
-            self._provenance.append((position, stop, _PROVENANCE.get(provenance, "unknown")))
+        targets = [t for span in spans for t in self._targets(span, header.num_rows, columns)]
+        places, row, count = targets[0]
+        if len(targets) == 1 and count == header.num_rows and isinstance(columns, slice):
+            decode_into(frame, self._cells.ids[columns, places], layer_ids)
+        else:
+            ids = decode_frame(frame, layer_ids=layer_ids)
+            for places, row, count in targets:
+                self._cells.ids[columns, places] = ids[:, row : row + count]
+
+    def _targets(
+        self, span: Any, num_rows: int, columns: slice | list[int]
+    ) -> list[tuple[slice, int, int]]:
+        """Where the rows of a span go, as (places, first row of the frame, rows)."""
+        position, count, _, row, _, provenance, _, version = span
+        stop = position + count
+        if count == 0 or row + count > num_rows:
+            raise self._corrupt(f"a span of {count} rows at {row} of {num_rows}")
+        if position < self._want.token_start or stop > (self._want.token_stop or MAX_ROWS):
+            raise self._corrupt(f"rows [{position}, {stop}), which were not asked for")
+        if self._want.weight_version not in (None, version):
+            raise self._corrupt(
+                f"rows of weight version {version}, asked for {self._want.weight_version}"
+            )
+        self._reserve(stop)
+        targets = []
+        for places, a, b in self._cells.parts(position, stop):
+            if self._cells.valid[columns, places].any():
+                self._take_back(position, stop)
+            self._cells.valid[columns, places] = True  # if decoding fails, so does the read
+            targets.append((places, row + a - position, b - a))
+        if sum(rows for _, _, rows in targets) != count:
+            raise self._corrupt(f"rows [{position}, {stop}), which were not all asked for")
+        self._filled = max(self._filled, stop)
+        self._versions.append((position, stop, version))
+        self._provenance.append((position, stop, _PROVENANCE.get(provenance, "unknown")))
+        return targets
+
+    def _take_back(self, position: int, stop: int) -> None:
+        """Rows that came before come again."""
+        if not self._want.follow:
+            raise self._corrupt(f"rows [{position}, {stop}) twice")
+        self._handed = min(self._handed, position)
+        self._clip(position)
 
     def _drop_from(self, position: int) -> None:
         """Forgets rows that the engine took back."""
-        self._valid[:, position - self._want.token_start :] = False
+        self._cells.valid[:, position - self._want.token_start :] = False
         self._filled = min(self._filled, position)
         self._handed = min(self._handed, position)
+        self._clip(position)
+
+    def _clip(self, position: int) -> None:
         self._versions = list(clip_ranges(self._versions, 0, position))
         self._provenance = list(clip_ranges(self._provenance, 0, position))
-
-    def _rows(self, start: int, stop: int) -> slice:
-        """Where positions are in the arrays."""
-        return slice(start - self._want.token_start, stop - self._want.token_start)
 
     def _reserve(self, stop: int) -> None:
         """Makes room for positions before `stop`."""
         if stop > MAX_ROWS:
             raise self._corrupt(f"{stop} rows, more than {MAX_ROWS}")
-        ids, valid = self._ids, self._valid
-        old, need = valid.shape[1], stop - self._want.token_start
-        if need <= old:
-            return
-        room = max(need, 2 * old)
-        # Zeros, so that cells that never come do not show what the memory held before.
-        self._ids = np.zeros((len(ids), room, ids.shape[2]), ids.dtype)
-        self._valid = np.zeros((len(valid), room), np.bool_)
-        self._ids[:, :old] = ids
-        self._valid[:, :old] = valid
+        if not self._want.into:
+            self._cells.reserve(stop)
 
-    def _finish(self, end: pb.ReadEnd) -> RoutingTrace:
+    def _finish(self, end: pb.ReadEnd) -> RoutingTrace | ReadFacts:
         if end.num_spans != self._num_spans:
             raise self._corrupt(f"{self._num_spans} spans of {end.num_spans}")
         self._learn(end.info)
         start, stop = end.token_start, end.token_stop
         self._check_range(start, stop, end.info.num_rows)
         self._reserve(stop)
-        absent = np.zeros((len(self._layer_ids), max(stop - start, 0)), np.bool_)
         for m in end.missing:
             if not start <= m.start < m.stop <= stop:
                 raise self._corrupt(f"[{m.start}, {m.stop}) missing in [{start}, {stop})")
+        for places, first, _ in self._cells.parts(start, stop):
+            self._account(end, self._cells.valid[:, places], first)
+        if self._want.num_rows is not None and end.missing:
+            end.info.state = pb.TRACE_STATE_INCOMPLETE
+        missing = missing_from_proto(end.missing, self._layer_ids)
+        if self._want.into:
+            return ReadFacts(
+                **facts_from_proto(end.info),
+                missing=missing,
+                weight_versions=merge_ranges(self._versions),
+                provenance=merge_ranges(self._provenance),
+            )
+        trace = self._build(end.info, start, stop, missing=missing)
+        return trace.tokens(self._handed) if start < self._handed <= stop else trace
+
+    def _account(self, end: pb.ReadEnd, valid: Any, start: int) -> None:
+        """Checks that each cell [layers, positions from start on] is either there or missing."""
+        absent = np.zeros(valid.shape, np.bool_)
+        for m in end.missing:
             columns = [self._column[i] for i in m.layer_ids] if m.layer_ids else slice(None)
-            absent[columns, m.start - start : m.stop - start] = True
-        valid = self._valid[:, self._rows(start, stop)]
-        if self._want.follow and (valid & absent).any():
-            self._handed = min(self._handed, start + int((valid & absent).any(axis=0).argmax()))
+            absent[columns, max(m.start - start, 0) : max(m.stop - start, 0)] = True
+        both = valid & absent
+        if self._want.follow and both.any():
+            self._handed = min(self._handed, start + int(both.any(axis=0).argmax()))
             valid &= ~absent
         wrong = np.argwhere(valid == absent)
         if len(wrong):
@@ -300,12 +341,6 @@ class Assembler:
                 f"position {start + row} of layer {self._layer_ids[layer]} as "
                 + ("both there and missing" if absent[layer, row] else "neither there nor missing")
             )
-        if self._want.num_rows is not None and end.missing:
-            end.info.state = pb.TRACE_STATE_INCOMPLETE
-        trace = self._build(
-            end.info, start, stop, missing=missing_from_proto(end.missing, self._layer_ids)
-        )
-        return trace.tokens(self._handed) if start < self._handed <= stop else trace
 
     def _check_range(self, start: int, stop: int, num_rows: int) -> None:
         """Checks the range that was answered against the one that was asked for."""
@@ -324,8 +359,8 @@ class Assembler:
     ) -> RoutingTrace:
         facts = facts_from_proto(info)
         facts["num_rows"] = max(facts["num_rows"], stop)
-        rows = self._rows(start, stop)
-        ids, valid = self._ids[:, rows], self._valid[:, rows]
+        rows = self._cells.rows(start, stop)
+        ids, valid = self._cells.ids[:, rows], self._cells.valid[:, rows]
         return RoutingTrace(
             **facts,
             **fields,

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Literal
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Literal
 
 import numpy.typing as npt
 
 from routetrace.client import _arguments as check
 from routetrace.client._assemble import Want
 from routetrace.client._core import Config, Plan, pages, read, read_parts, read_waiting, unary
+from routetrace.client._fetch import Fetch
+from routetrace.client.plan import Plan as RankPlan
 from routetrace.client.stat import TraceStat, TraceState, facts_from_proto, missing_from_proto
 from routetrace.client.trace import RoutingTrace
 from routetrace.v1 import routetrace_pb2 as pb
@@ -44,14 +46,49 @@ def get(
     """See RouteClient.get."""
     what = request_id, layer_ids, token_start, token_stop, weight_version, incarnation
     want = _want(*what, missing, ("raise", "mask", "wait"))
-    request = _get_request(config, want, policy)
+    return _reading(config, missing, wait, policy, timeout)(want)
+
+
+def fetch(
+    config: Config,
+    *,
+    missing: MissingOrWait,
+    wait: float | None,
+    policy: Policy,
+    weight_version: int | None,
+    pin_memory: bool,
+    timeout: float | None,
+) -> Callable[..., Fetch]:
+    """See RouteClient.fetch; makes a fetch of a plan, and of an `out` if there is one."""
+    mask = check.choice("missing", missing, ("raise", "mask", "wait")) == "mask"
+    read = _reading(config, missing, wait, policy, timeout)
+    version = None if weight_version is None else check.weight_version(weight_version)
+
+    def make(plan: RankPlan, out: Any = None) -> Fetch:
+        return Fetch(plan, read, mask, version, out, pin_memory)
+
+    return make
+
+
+def _reading(
+    config: Config,
+    missing: MissingOrWait,
+    wait: float | None,
+    policy: Policy,
+    timeout: float | None,
+) -> Callable[[Want], Plan[Any]]:
+    """How traces are read: at once, or once they are what is waited for."""
     limit = config.limit(timeout)
+    check.choice("policy", policy, _POLICIES)
     if missing == "wait":
-        wait = limit if wait is None else check.seconds("wait", wait)
-        return read_waiting(request, want, pb.WAIT_FOR_ROWS, wait, limit)
-    if wait is None:
-        return read("GetTrace", request, want, limit)
-    return read_waiting(request, want, pb.WAIT_FOR_END, check.seconds("wait", wait), limit)
+        wait_for, seconds = pb.WAIT_FOR_ROWS, limit if wait is None else check.seconds("wait", wait)
+    elif wait is not None:
+        wait_for, seconds = pb.WAIT_FOR_END, check.seconds("wait", wait)
+    else:
+        return lambda want: read("GetTrace", _get_request(config, want, policy), want, limit)
+    return lambda want: read_waiting(
+        _get_request(config, want, policy), want, wait_for, seconds, limit
+    )
 
 
 def follow(
@@ -242,11 +279,13 @@ def _want(
 
 
 def _get_request(config: Config, want: Want, policy: Policy) -> pb.GetTraceRequest:
+    ranges = want.into.ranges if want.into else ()
     return pb.GetTraceRequest(
         run=config.run,
         trace_id=want.request_id,
-        token_start=want.token_start,
-        token_stop=want.token_stop or 0,
+        token_start=0 if ranges else want.token_start,
+        token_stop=0 if ranges else want.token_stop or 0,
+        token_ranges=[pb.TokenRange(start=a, stop=b) for a, b in ranges],
         layer_ids=want.layer_ids or (),
         policy=_POLICIES[check.choice("policy", policy, _POLICIES)],
         incarnation=want.incarnation,

@@ -17,7 +17,7 @@ import grpc
 from routetrace.client._arguments import positive
 from routetrace.client._assemble import Assembler, Want
 from routetrace.client._retry import Attempts
-from routetrace.client.stat import TraceState
+from routetrace.client.stat import ReadFacts, TraceState
 from routetrace.client.trace import RoutingTrace
 from routetrace.v1 import routetrace_pb2 as pb
 from routetrace.v1 import routetrace_pb2_grpc as pb_grpc
@@ -175,7 +175,7 @@ def _converted(convert: Callable[[Any], T], response: Any) -> T:
         raise Corrupt(f"the server's answer cannot be true: {error}") from error
 
 
-def read(method: str, request: Any, want: Want, timeout: float) -> Plan[RoutingTrace]:
+def read(method: str, request: Any, want: Want, timeout: float) -> Plan[Any]:
     """A trace as it is now."""
     trace = yield from _read(method, request, want, timeout)
     yield Emit(trace)
@@ -187,7 +187,7 @@ def read_waiting(
     wait_for: pb.WaitFor.ValueType,
     wait: float,
     timeout: float,
-) -> Plan[RoutingTrace]:
+) -> Plan[Any]:
     """A trace once it has ended, or has the rows asked for, if that is within `wait` seconds."""
     if wait > 0:
         request.wait_for = wait_for
@@ -216,7 +216,7 @@ def read_waiting(
 
 def _read(
     method: str, request: Any, want: Want, timeout: float, too_late: str = ""
-) -> Part[RoutingTrace]:
+) -> Part[RoutingTrace | ReadFacts]:
     """Reads a stream to its end; with `too_late`, refuses a trace that is still running."""
     attempts = Attempts(timeout)
     while True:
@@ -237,7 +237,7 @@ def _read(
 
 def read_parts(
     request: pb.GetTraceRequest, want: Want, timeout: float, limit: float | None
-) -> Plan[RoutingTrace]:
+) -> Plan[Any]:
     """The rows of a trace as they come.
 
     Args:
@@ -258,11 +258,11 @@ def read_parts(
                 if part is not None:
                     handed_out = True
                     yield Emit(part)
-            part = assembler.finish()
+            rest = assembler.finish()
         except (grpc.RpcError, Unavailable) as failure:
             pause = attempts.pause(failure, () if handed_out else (RouteTraceError,))
         else:
-            yield Emit(part)
+            yield Emit(rest)
             return
         yield Sleep(pause)
 

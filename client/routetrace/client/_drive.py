@@ -97,6 +97,16 @@ class Driver:
         if channel is not None:
             channel.close()
 
+    def scope(self) -> Scope:
+        """A scope that is given up when the driver is closed; `end` lets it go."""
+        scope = Scope()
+        self._scope.add(scope)
+        return scope
+
+    def end(self, scope: Scope) -> None:
+        """Lets a scope go."""
+        self._scope.discard(scope)
+
     def one(self, plan: Plan[T], scope: Scope | None = None) -> T:
         """The one value of a plan."""
         with closing(self.run(plan, scope)) as values:
@@ -167,8 +177,7 @@ class Driver:
         return_errors: bool,
     ) -> Generator[T | RouteTraceError, None, None]:
         """The values of one plan per id, in their order, `prefetch` of them at a time."""
-        scope = Scope()
-        self._scope.add(scope)
+        scope = self.scope()
         ids = iter(ids)
         pending: deque[Future[T]] = deque()
         with ThreadPoolExecutor(prefetch, "routetrace-get-many") as pool:
@@ -187,7 +196,7 @@ class Driver:
                         value = error
                     yield value
             finally:
-                self._scope.discard(scope)
+                self.end(scope)
                 scope.cancel()
                 for future in pending:
                     future.cancel()

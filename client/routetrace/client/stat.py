@@ -128,6 +128,8 @@ class TraceFacts:
     """Unix seconds."""
     expires: float
     """Unix seconds; when the trace is forgotten, if nothing changes."""
+    stored_bytes: int
+    """Compressed bytes of the frames that hold its rows, all layers."""
     token_digests: npt.NDArray[Any]
     """[n] of records.DIGEST, ascending: position, digest of the token ids before it."""
 
@@ -138,6 +140,19 @@ class TraceStat(TraceFacts):
 
     missing: tuple[MissingRange, ...] | None = None
     """Cells of the whole trace that are not there; None from calls that do not tell."""
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class ReadFacts(TraceFacts):
+    """Facts about the rows of a trace that were read."""
+
+    missing: tuple[MissingRange, ...] = ()
+    """The cells that are not valid, and why."""
+    weight_versions: tuple[tuple[int, int, int], ...] = ()
+    """(start, stop, weight version) of the rows, by position."""
+    provenance: tuple[tuple[int, int, str], ...] = ()
+    """(start, stop, "forward" or "cached") of the rows, by position: computed by an engine request
+    of this incarnation, or by another one whose KV blocks it reused."""
 
 
 def facts_from_proto(info: pb.TraceInfo) -> dict[str, Any]:
@@ -166,5 +181,6 @@ def facts_from_proto(info: pb.TraceInfo) -> dict[str, Any]:
         "created": info.created_ms / 1000,
         "updated": info.updated_ms / 1000,
         "expires": info.expires_ms / 1000,
+        "stored_bytes": info.stored_bytes,
         "token_digests": np.sort(unpack(info.token_digests, DIGEST, "token_digests")),
     }

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from routetrace.client import _arguments as check
-from routetrace.client.stat import MissingRange, TraceFacts, TraceState
+from routetrace.client.stat import ReadFacts, TraceState
 from routetrace.v1.errors import Corrupt, Incomplete, InvalidArgument
 from routetrace.v1.frame import invalid_rows
 from routetrace.v1.records import TokenDigest
@@ -22,7 +22,7 @@ _T = TypeVar("_T")
 
 
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)
-class RoutingTrace(TraceFacts):
+class RoutingTrace(ReadFacts):
     """Routing of positions [token_start, token_stop) of one request at the layers `layer_ids`.
 
     All rows are of one incarnation: of tokens that are proven to be the same, whichever engine
@@ -41,13 +41,6 @@ class RoutingTrace(TraceFacts):
     """Position of the first row."""
     token_stop: int
     """One past the position of the last row."""
-    missing: tuple[MissingRange, ...] = ()
-    """The cells that are not valid, and why."""
-    weight_versions: tuple[tuple[int, int, int], ...] = ()
-    """(start, stop, weight version) of the rows, by position."""
-    provenance: tuple[tuple[int, int, str], ...] = ()
-    """(start, stop, "forward" or "cached") of the rows, by position: computed by an engine request
-    of this incarnation, or by another one whose KV blocks it reused."""
     _ids: npt.NDArray[np.unsignedinteger[Any]] = field()
     """[layers, tokens, top_k]; the rows of a layer are C-contiguous."""
     _valid: npt.NDArray[np.bool_] = field()
@@ -194,31 +187,7 @@ class RoutingTrace(TraceFacts):
         Raises:
             InvalidArgument: if `dtype` is too narrow, or not of integers.
         """
-        import torch
-
-        narrow = self._ids.dtype.itemsize == 1
-        if dtype is None:
-            dtype = torch.uint8 if narrow else torch.int32
-        if (
-            dtype is torch.bool
-            or dtype.is_floating_point
-            or dtype.is_complex
-            or torch.iinfo(dtype).max < self.layout.num_experts - 1
-        ):
-            raise InvalidArgument(
-                field="dtype",
-                value=str(dtype),
-                expected=f"an integer dtype that holds {self.layout.num_experts - 1}",
-            )
-        # torch warns of memory that it must not write to, as some object stores hand out.
-        array = self._ids if self._ids.flags.writeable else self._ids.copy()
-        # torch before 2.3 has no uint16: its bytes travel as int16.
-        ids = torch.from_numpy(array if narrow else array.view(np.int16))
-        if device is not None:
-            ids = ids.to(device, non_blocking=True)
-        if not narrow:
-            ids = ids.to(torch.int32).bitwise_and_(0xFFFF)
-        return ids.to(dtype).transpose(0, 1)
+        return ids_to_torch(self._ids, self.layout.num_experts, device, dtype).transpose(0, 1)
 
     def routed_experts(self, *, fill: int | None = None) -> npt.NDArray[np.unsignedinteger[Any]]:
         """The rows as vLLM's `routed_experts` has them.
@@ -310,21 +279,55 @@ class RoutingTrace(TraceFacts):
             )
 
 
-def incomplete(trace: RoutingTrace, unknown_end: bool = False) -> Incomplete:
+def ids_to_torch(
+    ids: npt.NDArray[np.unsignedinteger[Any]],
+    num_experts: int,
+    device: Any = None,
+    dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """Expert ids as a tensor of the same shape; see `RoutingTrace.to_torch`."""
+    import torch
+
+    narrow = ids.dtype.itemsize == 1
+    if dtype is None:
+        dtype = torch.uint8 if narrow else torch.int32
+    if (
+        dtype is torch.bool
+        or dtype.is_floating_point
+        or dtype.is_complex
+        or torch.iinfo(dtype).max < num_experts - 1
+    ):
+        raise InvalidArgument(
+            field="dtype",
+            value=str(dtype),
+            expected=f"an integer dtype that holds {num_experts - 1}",
+        )
+    # torch warns of memory that it must not write to, as some object stores hand out.
+    array = ids if ids.flags.writeable else ids.copy()
+    # torch before 2.3 has no uint16: its bytes travel as int16.
+    tensor = torch.from_numpy(array if narrow else array.view(np.int16))
+    if device is not None:
+        tensor = tensor.to(device, non_blocking=True)
+    if not narrow:
+        tensor = tensor.to(torch.int32).bitwise_and_(0xFFFF)
+    return tensor.to(dtype)
+
+
+def incomplete(read: ReadFacts, unknown_from: int | None = None) -> Incomplete:
     """The error that says what a trace lacks.
 
     Args:
-        trace: the trace.
-        unknown_end: whether rows after the last one may exist.
+        read: what was read.
+        unknown_from: first position that may or may not exist.
     """
-    what = [str(m) for m in trace.missing[:4]]
-    if len(trace.missing) > len(what):
-        what.append(f"{len(trace.missing) - len(what)} more ranges")
-    if unknown_end:
-        what.append(f"positions from {trace.token_stop} on: the end is not known")
+    what = [str(m) for m in read.missing[:4]]
+    if len(read.missing) > len(what):
+        what.append(f"{len(read.missing) - len(what)} more ranges")
+    if unknown_from is not None:
+        what.append(f"positions from {unknown_from} on: the end is not known")
     return Incomplete(
-        f"trace {trace.request_id!r} is {trace.state.value}; missing {'; '.join(what)}",
-        missing=tuple(m.to_proto() for m in trace.missing),
+        f"trace {read.request_id!r} is {read.state.value}; missing {'; '.join(what)}",
+        missing=tuple(m.to_proto() for m in read.missing),
     )
 
 

@@ -793,6 +793,7 @@ class TraceInfo(google.protobuf.message.Message):
     UPDATED_MS_FIELD_NUMBER: builtins.int
     EXPIRES_MS_FIELD_NUMBER: builtins.int
     TOKEN_DIGESTS_FIELD_NUMBER: builtins.int
+    STORED_BYTES_FIELD_NUMBER: builtins.int
     run: builtins.str
     """Namespace."""
     trace_id: builtins.str
@@ -829,6 +830,8 @@ class TraceInfo(google.protobuf.message.Message):
     """When the trace expires, if nothing changes."""
     token_digests: builtins.bytes
     """Token digests: records.DIGEST (position, blake2b-64 of the token ids before it). Not in lists."""
+    stored_bytes: builtins.int
+    """Compressed bytes of the frames that hold its rows, all layers."""
     @property
     def layout(self) -> global___RoutingLayout:
         """Columns of the model: layer_ids are all its MoE layers."""
@@ -863,9 +866,10 @@ class TraceInfo(google.protobuf.message.Message):
         updated_ms: builtins.int = ...,
         expires_ms: builtins.int = ...,
         token_digests: builtins.bytes = ...,
+        stored_bytes: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["layout", b"layout"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["created_ms", b"created_ms", "engine_ids", b"engine_ids", "expires_ms", b"expires_ms", "finish_reason", b"finish_reason", "incarnation", b"incarnation", "labels", b"labels", "layout", b"layout", "max_weight_version", b"max_weight_version", "min_weight_version", b"min_weight_version", "num_attempts", b"num_attempts", "num_incarnations", b"num_incarnations", "num_rows", b"num_rows", "num_tokens", b"num_tokens", "prompt_len", b"prompt_len", "run", b"run", "state", b"state", "token_digests", b"token_digests", "trace_id", b"trace_id", "updated_ms", b"updated_ms"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["created_ms", b"created_ms", "engine_ids", b"engine_ids", "expires_ms", b"expires_ms", "finish_reason", b"finish_reason", "incarnation", b"incarnation", "labels", b"labels", "layout", b"layout", "max_weight_version", b"max_weight_version", "min_weight_version", b"min_weight_version", "num_attempts", b"num_attempts", "num_incarnations", b"num_incarnations", "num_rows", b"num_rows", "num_tokens", b"num_tokens", "prompt_len", b"prompt_len", "run", b"run", "state", b"state", "stored_bytes", b"stored_bytes", "token_digests", b"token_digests", "trace_id", b"trace_id", "updated_ms", b"updated_ms"]) -> None: ...
 
 global___TraceInfo = TraceInfo
 
@@ -956,6 +960,7 @@ class GetTraceRequest(google.protobuf.message.Message):
     WAIT_FOR_FIELD_NUMBER: builtins.int
     FOLLOW_FIELD_NUMBER: builtins.int
     WEIGHT_VERSION_FIELD_NUMBER: builtins.int
+    TOKEN_RANGES_FIELD_NUMBER: builtins.int
     run: builtins.str
     """Namespace."""
     trace_id: builtins.str
@@ -978,6 +983,12 @@ class GetTraceRequest(google.protobuf.message.Message):
     def layer_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """Absolute layer ids; empty: all MoE layers."""
 
+    @property
+    def token_ranges(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___TokenRange]:
+        """Positions that are asked for, instead of token_start and token_stop, which must be 0 then:
+        ascending, disjoint, at most 1024. Not for a follower.
+        """
+
     def __init__(
         self,
         *,
@@ -991,12 +1002,35 @@ class GetTraceRequest(google.protobuf.message.Message):
         wait_for: global___WaitFor.ValueType = ...,
         follow: builtins.bool = ...,
         weight_version: builtins.int | None = ...,
+        token_ranges: collections.abc.Iterable[global___TokenRange] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_weight_version", b"_weight_version", "weight_version", b"weight_version"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_weight_version", b"_weight_version", "follow", b"follow", "incarnation", b"incarnation", "layer_ids", b"layer_ids", "policy", b"policy", "run", b"run", "token_start", b"token_start", "token_stop", b"token_stop", "trace_id", b"trace_id", "wait_for", b"wait_for", "weight_version", b"weight_version"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_weight_version", b"_weight_version", "follow", b"follow", "incarnation", b"incarnation", "layer_ids", b"layer_ids", "policy", b"policy", "run", b"run", "token_ranges", b"token_ranges", "token_start", b"token_start", "token_stop", b"token_stop", "trace_id", b"trace_id", "wait_for", b"wait_for", "weight_version", b"weight_version"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_weight_version", b"_weight_version"]) -> typing.Literal["weight_version"] | None: ...
 
 global___GetTraceRequest = GetTraceRequest
+
+@typing.final
+class TokenRange(google.protobuf.message.Message):
+    """Consecutive positions."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    START_FIELD_NUMBER: builtins.int
+    STOP_FIELD_NUMBER: builtins.int
+    start: builtins.int
+    """First position."""
+    stop: builtins.int
+    """One past the last position, above start."""
+    def __init__(
+        self,
+        *,
+        start: builtins.int = ...,
+        stop: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["start", b"start", "stop", b"stop"]) -> None: ...
+
+global___TokenRange = TokenRange
 
 @typing.final
 class GetTraceResponse(google.protobuf.message.Message):

@@ -14,6 +14,7 @@ from routetrace.server import refs
 from routetrace.server.agents import Agents
 from routetrace.server.joins import Incarnation
 from routetrace.server.journal import Clock
+from routetrace.server.spans import merge
 from routetrace.server.state import State
 from routetrace.server.store import Store
 from routetrace.server.trace_index import Trace
@@ -26,6 +27,9 @@ from routetrace.v1.records import DIGEST, SPAN, U32, FinishReason
 
 #: Payload bytes that a message aims at.
 MESSAGE_BYTES = 1 << 20
+
+#: Ranges of positions that one read may ask for.
+MAX_RANGES = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,16 +117,20 @@ class Reader:
         layer_ids: Sequence[int],
         policy: int = pb.READ_POLICY_AS_SAMPLED,
         weight_version: int | None = None,
+        ranges: Sequence[tuple[int, int]] = (),
     ) -> Selection:
         """Checks what a reader asks for.
 
         Raises:
-            InvalidArgument: if a layer is no MoE layer of the model, or the range lies outside of
+            InvalidArgument: if a layer is no MoE layer of the model, or positions lie outside of
                 the rows of an ended trace.
         """
         layout = model_layout(incarnation)
         layout.columns(list(layer_ids))
         rows = incarnation.num_rows
+        if ranges:
+            _check_ranges(ranges, token_start or token_stop)
+            token_start, token_stop = ranges[0][0], ranges[-1][1]
         stop = token_stop or max(rows, token_start)
         if stop < token_start:
             raise InvalidArgument(
@@ -140,7 +148,9 @@ class Reader:
                 expected=f"at most {rows}: {incarnation.num_tokens} tokens have one row less",
             )
         layers = tuple(sorted(set(layer_ids))) or layout.layer_ids
-        return Selection(token_start, stop, layers, policy, weight_version)
+        return Selection(
+            token_start, stop, layers, policy, weight_version, ranges=tuple(merge(ranges))
+        )
 
     # ------------------------------------------------------------------ describing
 
@@ -175,6 +185,7 @@ class Reader:
             created_ms=int(trace.created * 1000),
             updated_ms=int(trace.updated * 1000),
             expires_ms=int(trace.expires * 1000),
+            stored_bytes=self._stored_bytes(segments),
             token_digests=np.array(known, DIGEST).tobytes(),
         )
 
@@ -269,6 +280,10 @@ class Reader:
         )
         return message, [s for s in batch if s.span.ref >> refs.ROW_BITS not in number]
 
+    def _stored_bytes(self, segments: list[Segment]) -> int:
+        frames = {s.span.ref >> refs.ROW_BITS: s for s in segments}
+        return sum(self._frame_range(s)[1] for s in frames.values())
+
     def _frame_range(self, segment: Segment) -> tuple[int, int]:
         """(offset, length) of a segment's frame in its chunk; empty if the chunk is not known."""
         entry = self._state.frames.get(refs.chunk_of(segment.span.ref))
@@ -297,9 +312,31 @@ class Reader:
         return frames
 
 
+def _check_ranges(ranges: Sequence[tuple[int, int]], also: int) -> None:
+    if also:
+        raise InvalidArgument(
+            field="token_start, token_stop",
+            value=also,
+            expected="0, as token_ranges are given",
+        )
+    if len(ranges) > MAX_RANGES:
+        raise InvalidArgument(
+            field="token_ranges", value=f"{len(ranges)} ranges", expected=f"at most {MAX_RANGES}"
+        )
+    end = 0
+    for start, stop in ranges:
+        if not end <= start < stop:
+            raise InvalidArgument(
+                field="token_ranges",
+                value=f"[{start}, {stop})",
+                expected=f"ascending, disjoint ranges: start >= {end}, stop above it",
+            )
+        end = stop
+
+
 def _covers(trace: Trace, segments: list[Segment], selection: Selection) -> bool:
     """Whether segments give every selected cell."""
-    wanted = [(selection.start, selection.stop)] if selection.start < selection.stop else []
+    wanted = selection.before(selection.stop)
     groups = layer_groups(trace.sources, selection.layers)
     return all(covered(trace.sources, segments, group[0]) == wanted for group in groups)
 

@@ -46,6 +46,10 @@ class TraceServicer(pb_grpc.TraceServiceServicer):
         if request.wait_for not in pb.WaitFor.values():
             raise InvalidArgument(field="wait_for", value=request.wait_for, expected="a WaitFor")
         if request.follow:
+            if request.token_ranges:
+                raise InvalidArgument(
+                    field="token_ranges", value=len(request.token_ranges), expected="none to follow"
+                )
             async for response in self._follow(request):
                 yield response
             return
@@ -154,6 +158,7 @@ class TraceServicer(pb_grpc.TraceServiceServicer):
             request.layer_ids,
             request.policy or pb.READ_POLICY_AS_SAMPLED,
             request.weight_version if request.HasField("weight_version") else None,
+            [(r.start, r.stop) for r in request.token_ranges],
         )
 
     async def _find(self, request: pb.GetTraceRequest) -> tuple[Trace, Incarnation]:
@@ -179,7 +184,7 @@ class TraceServicer(pb_grpc.TraceServiceServicer):
         if request.wait_for == pb.WAIT_FOR_END:
             return self._reader.state_of(trace, incarnation) != pb.TRACE_STATE_RUNNING
         if request.wait_for == pb.WAIT_FOR_ROWS:
-            bounded = bool(request.token_stop or incarnation.num_tokens)
+            bounded = bool(request.token_stop or request.token_ranges or incarnation.num_tokens)
             selection = self._select(incarnation, request)
             return bounded and self._reader.is_covered(trace, incarnation, selection)
         return True

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import NamedTuple
 
 from routetrace.server.joins import Incarnation, Request
@@ -23,6 +23,13 @@ class Selection:
     policy: int = pb.READ_POLICY_AS_SAMPLED
     weight_version: int | None = None
     """Only rows that it computed; None: those of any."""
+    ranges: tuple[Interval, ...] = ()
+    """Ascending and apart, the first from `start`, the last to `stop`; if empty: all of it."""
+
+    def before(self, stop: int) -> list[Interval]:
+        """The positions that are asked for, up to `stop`."""
+        ranges = self.ranges or ((self.start, self.stop),)
+        return [(a, min(b, stop)) for a, b in ranges if a < min(b, stop)]
 
 
 class Segment(NamedTuple):
@@ -50,29 +57,28 @@ def view(
     latest = selection.policy == pb.READ_POLICY_LATEST
     layers = frozenset(selection.layers)
     # N tokens have N - 1 rows: what an engine computed beyond is not this request's.
-    last = min(selection.stop, incarnation.num_rows)
+    whole = selection.before(incarnation.num_rows)
     claimed: dict[frozenset[int], list[Interval]] = {}
     segments = []
-    whole = [(selection.start, last)]
     for request, part_stop in incarnation.latest if latest else incarnation.as_sampled:
         if layers == {layer for held, ii in claimed.items() if ii == whole for layer in held}:
             break  # of a request that was run again and again there are many parts
         for number, attempt, spans, confirmed in _passes(request, latest):
             held = layers.intersection(sources[number].layout.layer_ids)
-            stop = min(last, part_stop, confirmed)
-            if not held or stop <= selection.start:
+            wanted = selection.before(min(incarnation.num_rows, part_stop, confirmed))
+            if not held or not wanted:
                 continue
             taken = merge(i for other, ii in claimed.items() if other & held for i in ii)
             new = []
             for span in spans:
-                if span.stop <= selection.start or span.position >= stop:
-                    continue
                 if selection.weight_version not in (None, span.weight_version):
                     continue
-                wanted = (max(selection.start, span.position), min(stop, span.stop))
-                for a, b in subtract(wanted, taken):
-                    segments.append(Segment(number, attempt, span.cut(a, b)))
-                    new.append((a, b))
+                for start, stop in wanted:
+                    if span.stop <= start or span.position >= stop:
+                        continue
+                    for a, b in subtract((max(start, span.position), min(stop, span.stop)), taken):
+                        segments.append(Segment(number, attempt, span.cut(a, b)))
+                        new.append((a, b))
             claimed[held] = merge([*claimed.get(held, ()), *new])
     segments.sort(key=lambda s: s.span.position)
     return segments
@@ -124,18 +130,18 @@ def missing(
             for a, b in covered(sources, others, group[0])
         ]
         notes += _notes(incarnation, group[0])
-        for gap in subtract(
-            (selection.start, selection.stop), covered(sources, segments, group[0])
-        ):
-            for a, b, reason in _reasons(gap, notes, default):
-                ranges.append(
-                    pb.MissingRange(
-                        start=a,
-                        stop=b,
-                        layer_ids=() if len(group) == len(selection.layers) else group,
-                        reason=reason,  # type: ignore[arg-type]
-                    )
+        there = covered(sources, segments, group[0])
+        asked = selection.before(selection.stop)
+        gaps = (gap for wanted in asked for gap in subtract(wanted, there))
+        for a, b, reason in chain.from_iterable(_reasons(gap, notes, default) for gap in gaps):
+            ranges.append(
+                pb.MissingRange(
+                    start=a,
+                    stop=b,
+                    layer_ids=() if len(group) == len(selection.layers) else group,
+                    reason=reason,  # type: ignore[arg-type]
                 )
+            )
     ranges.sort(key=lambda r: (r.start, list(r.layer_ids)))
     return ranges
 

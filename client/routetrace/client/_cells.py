@@ -1,0 +1,94 @@
+"""Where the rows of a read go: arrays that grow with them, or places in arrays of the caller."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from routetrace.client.plan import Piece
+from routetrace.v1.layout import RoutingLayout
+
+Ids = npt.NDArray[np.unsignedinteger[Any]]
+Valid = npt.NDArray[np.bool_]
+
+
+class GrowingCells:
+    """Consecutive positions, one after the other.
+
+    Args:
+        num_layers: layers that are read.
+        layout: the model's.
+        start: the first position.
+    """
+
+    def __init__(self, num_layers: int, layout: RoutingLayout, start: int) -> None:
+        self._start = start
+        self.ids: Ids = np.zeros((num_layers, 0, layout.top_k), layout.dtype)
+        self.valid: Valid = np.zeros((num_layers, 0), np.bool_)
+
+    def reserve(self, stop: int) -> None:
+        """Makes room for positions before `stop`."""
+        ids, valid = self.ids, self.valid
+        old, need = valid.shape[1], stop - self._start
+        if need <= old:
+            return
+        room = max(need, 2 * old)
+        # Zeros, so that cells that never come do not show what the memory held before.
+        self.ids = np.zeros((len(ids), room, ids.shape[2]), ids.dtype)
+        self.valid = np.zeros((len(valid), room), np.bool_)
+        self.ids[:, :old] = ids
+        self.valid[:, :old] = valid
+
+    def rows(self, start: int, stop: int) -> slice:
+        """Where positions [start, stop) are in the arrays."""
+        return slice(start - self._start, stop - self._start)
+
+    def parts(self, start: int, stop: int) -> Iterator[tuple[slice, int, int]]:
+        """Where positions [start, stop) are: (places in the arrays, from, to)."""
+        yield self.rows(start, stop), start, stop
+
+
+class PlacedCells:
+    """Ranges of positions that have their places in arrays of the caller.
+
+    Args:
+        ids: [layers, tokens, top_k].
+        valid: [layers, tokens].
+        layout: what the caller takes the model for, seen through its layers.
+        pieces: the ranges, ascending and disjoint, and their places.
+    """
+
+    def __init__(
+        self, ids: Ids, valid: Valid, layout: RoutingLayout, pieces: Sequence[Piece]
+    ) -> None:
+        self.ids = ids
+        self.valid = valid
+        self.layout = layout
+        self.pieces = pieces
+        self.bytes_fetched = 0
+
+    @property
+    def ranges(self) -> list[tuple[int, int]]:
+        """The positions, ascending and apart."""
+        ranges: list[tuple[int, int]] = []
+        for piece in self.pieces:
+            if ranges and ranges[-1][1] == piece.start:
+                ranges[-1] = (ranges[-1][0], piece.stop)
+            else:
+                ranges.append((piece.start, piece.stop))
+        return ranges
+
+    def clear(self) -> None:
+        """Forgets what was read before."""
+        for piece in self.pieces:
+            self.valid[:, piece.where(piece.start, piece.stop)] = False
+
+    def parts(self, start: int, stop: int) -> Iterator[tuple[slice, int, int]]:
+        """Where positions [start, stop) are, those that have a place: (places, from, to)."""
+        for piece in self.pieces:
+            a, b = max(start, piece.start), min(stop, piece.stop)
+            if a < b:
+                yield piece.where(a, b), a, b

@@ -1,0 +1,118 @@
+"""Whether rows belong to the tokens and the model that a trainer takes them for, said in words."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from routetrace.client.micro_batch import Sample, Segment
+from routetrace.client.stat import TraceFacts
+from routetrace.v1.errors import InvalidArgument
+from routetrace.v1.layout import RoutingLayout
+from routetrace.v1.records import TokenDigest
+
+# Tokens that a sample may have too many at its start, where they are looked for.
+_MAX_SHIFT = 64
+
+
+def check_layout(name: str, actual: RoutingLayout, planned: RoutingLayout) -> None:
+    """Checks that a trace is of the model that a plan was made for.
+
+    Args:
+        name: of the trace, for the message.
+        actual: the trace's layout.
+        planned: the plan's.
+
+    Raises:
+        InvalidArgument: if not; says how they differ.
+    """
+    for field in ("num_experts", "top_k", "num_hidden_layers", "moe_layer_ids"):
+        is_, was = getattr(actual, field), getattr(planned, field)
+        if is_ == was:
+            continue
+        why = ""
+        if field == "moe_layer_ids" and len(is_) == len(was):
+            shift = was[0] - is_[0]
+            if shift and tuple(i + shift for i in is_) == was:
+                why = (
+                    f"; the plan's layers are numbered {abs(shift)} too "
+                    f"{'high' if shift > 0 else 'low'}: decoder layers count from 0, dense ones too"
+                )
+        raise InvalidArgument(
+            field=f"layout.{field}",
+            value=was,
+            expected=f"{is_}, as {name} was captured with{why}",
+        )
+
+
+def check_tokens(number: int, sample: Sample, segment: Segment, facts: TraceFacts) -> int:
+    """Checks that a request's tokens are those of the sample that takes its rows.
+
+    Args:
+        number: of the sample, for the message.
+        sample: the sample.
+        segment: what it takes of the request.
+        facts: what is known of the request.
+
+    Returns:
+        How many of the request's token digests confirmed the sample's token ids; 0 proves nothing.
+
+    Raises:
+        InvalidArgument: if the tokens differ, or are another number; says how.
+    """
+    confirmed = 0
+    if sample.token_ids is not None and segment.shift == 0:
+        confirmed = _confirm(number, sample.token_ids, facts)
+    # The start of a request is enough where it is proven to be that.
+    cut_short = confirmed and sample.num_tokens < facts.num_tokens
+    if sample.whole and facts.num_tokens not in (0, sample.num_tokens) and not cut_short:
+        raise InvalidArgument(
+            field=f"samples[{number}].num_tokens",
+            value=sample.num_tokens,
+            expected=f"{facts.num_tokens}, the tokens of trace {facts.request_id!r} (prompt "
+            f"{facts.prompt_len}): its rows may be shifted against other tokens. Of a sample that "
+            "was cut short, give its token_ids, or the segment that it takes",
+        )
+    return confirmed
+
+
+def _confirm(number: int, token_ids: npt.NDArray[np.integer[Any]], facts: TraceFacts) -> int:
+    digest = TokenDigest()
+    known = [d for d in facts.token_digests.tolist() if d[0] <= len(token_ids)]
+    for confirmed, (position, value) in enumerate(known):
+        agreed = digest.position
+        if digest.update(token_ids[agreed:position]) != value:
+            raise InvalidArgument(
+                field=f"samples[{number}].token_ids",
+                value=f"{len(token_ids)} tokens",
+                expected=f"the {facts.num_tokens or 'first'} tokens of trace "
+                f"{facts.request_id!r}: {_explain(confirmed, agreed, token_ids, facts)}",
+            )
+    return len(known)
+
+
+def _explain(
+    confirmed: int, agreed: int, token_ids: npt.NDArray[np.integer[Any]], facts: TraceFacts
+) -> str:
+    """Why tokens differ from a request's, after as many digests and tokens agreed."""
+    position, value = facts.token_digests.tolist()[confirmed]
+    if not agreed:
+        for shift in range(1, min(_MAX_SHIFT, len(token_ids) - position) + 1):
+            if TokenDigest().update(token_ids[shift : shift + position]) == value:
+                return (
+                    f"they start {shift} tokens late in the sample, which has padding or special "
+                    "tokens before them that the engine did not see"
+                )
+        return (
+            f"they differ before position {position}: another prompt, another tokenization, or "
+            "tokens missing at the start"
+        )
+    where = "in the prompt" if position <= facts.prompt_len else "behind the prompt"
+    if agreed < facts.prompt_len < position:
+        where = f"around the end of the prompt ({facts.prompt_len} tokens)"
+    return (
+        f"they agree before position {agreed} and differ before {position}, {where}: tokenized "
+        "again, edited, or of another sample"
+    )

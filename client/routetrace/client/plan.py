@@ -1,0 +1,261 @@
+"""Which rows a trainer's rank needs of a micro-batch, and where they go. Pure: no I/O.
+
+    batch = MicroBatch.packed([Sample.of("g0-s0", 512), Sample.of("g0-s1", 300)], align=16)
+    plan = make_plan(layout, batch, Rank(layer_ids=range(12, 24), cp_size=2, cp_rank=0))
+    rows = client.fetch(plan)   # topk_ids [12, local tokens, top_k], valid [12, local tokens]
+
+The micro-batch is described once, as the trainer lays it out before it is split; each rank says
+which part of it, and of the model, it computes. What the trainer does to its token ids is done to
+rows in the same order: padding or packing, then context parallelism, then sequence parallelism,
+then flattening. Padding has no rows, nor has the last token of a sample.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from routetrace.client import _arguments as check
+from routetrace.client.micro_batch import MicroBatch, Sample, Segment, Unit
+from routetrace.v1.errors import InvalidArgument
+from routetrace.v1.layout import RoutingLayout
+
+ContextLayout = Literal["zigzag", "contiguous", "ulysses"]
+Flatten = Literal["sequence", "batch"]
+
+
+@dataclass(frozen=True)
+class Rank:
+    """What a rank computes of the model and of a micro-batch."""
+
+    layer_ids: Sequence[int]
+    """Absolute ids of its MoE layers, ascending: of its pipeline stage, all its virtual stages."""
+    cp_size: int = 1
+    """Context parallel ranks."""
+    cp_rank: int = 0
+    cp_layout: ContextLayout = "zigzag"
+    """How tokens are shared among them. "zigzag": a sequence is cut into 2 cp_size parts, and rank
+    r has parts r and 2 cp_size - 1 - r (Megatron, Transformer Engine). "contiguous": a sequence is
+    cut into cp_size parts. "ulysses": the whole packed batch is, wherever its sequences begin
+    (Ulysses, ring attention over a packed stream); the same as "contiguous" if padded."""
+    sp_size: int = 1
+    """Ranks that share the tokens left by that in even parts: Megatron's tensor parallel ranks, if
+    sequence parallelism is on."""
+    sp_rank: int = 0
+    flatten: Flatten = "sequence"
+    """How [batch, seq] becomes tokens: "sequence" by sequence first (Megatron: token s of sample b
+    is s * batch + b), or by "batch" first (Transformers)."""
+
+    def __post_init__(self) -> None:
+        for name in ("cp", "sp"):
+            size = check.whole(f"{name}_size", getattr(self, f"{name}_size"), 1)
+            check.whole(f"{name}_rank", getattr(self, f"{name}_rank"), 0, size - 1)
+        check.choice("cp_layout", self.cp_layout, ("zigzag", "contiguous", "ulysses"))
+        check.choice("flatten", self.flatten, ("sequence", "batch"))
+        object.__setattr__(self, "layer_ids", tuple(int(i) for i in self.layer_ids))
+
+
+class Run(NamedTuple):
+    """Neighbouring positions of a sample, and where they are among the local tokens."""
+
+    sample: int
+    start: int
+    stop: int
+    at: int
+    """Local token of the first."""
+    stride: int
+    """From one to the next."""
+
+
+class Piece(NamedTuple):
+    """Neighbouring rows of a request, and the local tokens that they are for."""
+
+    start: int
+    stop: int
+    at: int
+    stride: int
+
+    def where(self, start: int, stop: int) -> slice:
+        """The local tokens of positions [start, stop) within."""
+        first = self.at + (start - self.start) * self.stride
+        return slice(first, first + (stop - start - 1) * self.stride + 1, self.stride)
+
+
+@dataclass(frozen=True)
+class PlannedRead:
+    """What is read of one request, for one segment of one sample."""
+
+    sample: int
+    segment: Segment
+    pieces: tuple[Piece, ...]
+    """Ascending and disjoint, never empty."""
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Plan:
+    """The rows that a rank needs, and where they go: made by `make_plan`.
+
+    The result is an array [layers, num_tokens, top_k] of `layout.layer_ids` and the local tokens.
+    """
+
+    layout: RoutingLayout
+    """The model, seen through the rank's layers."""
+    samples: tuple[Sample, ...]
+    num_tokens: int
+    """Local tokens, padding included."""
+    runs: tuple[Run, ...]
+    """The local tokens that are no padding."""
+    reads: tuple[PlannedRead, ...]
+    """What is to be fetched."""
+
+    def __repr__(self) -> str:
+        return (
+            f"<Plan {len(self.layout.layer_ids)} layers x {self.num_tokens} tokens, "
+            f"{self.num_rows} of them with rows, of {len(self.samples)} samples>"
+        )
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """Of the ids: (layers, local tokens, top_k)."""
+        return len(self.layout.layer_ids), self.num_tokens, self.layout.top_k
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the ids and of what says where they are valid."""
+        return self.num_tokens * (self.layout.row_bytes + len(self.layout.layer_ids))
+
+    @cached_property
+    def num_rows(self) -> int:
+        """Local tokens that have a row."""
+        return sum(piece.stop - piece.start for read in self.reads for piece in read.pieces)
+
+    @cached_property
+    def planned(self) -> npt.NDArray[np.bool_]:
+        """Which local tokens have a row: [num_tokens]."""
+        mask = np.zeros(self.num_tokens, np.bool_)
+        for read in self.reads:
+            for piece in read.pieces:
+                mask[piece.where(piece.start, piece.stop)] = True
+        return mask
+
+    @cached_property
+    def sample_of(self) -> npt.NDArray[np.int32]:
+        """The sample of each local token: [num_tokens]; -1 for padding."""
+        return self._spread(lambda run: run.sample)
+
+    @cached_property
+    def position_of(self) -> npt.NDArray[np.int32]:
+        """The position of each local token in its sample: [num_tokens]; -1 for padding."""
+        return self._spread(lambda run: np.arange(run.start, run.stop))
+
+    def _spread(self, value: Any) -> npt.NDArray[np.int32]:
+        values = np.full(self.num_tokens, -1, np.int32)
+        for run in self.runs:
+            values[Piece(*run[1:]).where(run.start, run.stop)] = value(run)
+        return values
+
+
+def make_plan(layout: RoutingLayout, batch: MicroBatch, rank: Rank) -> Plan:
+    """Which rows a rank needs, and where they go.
+
+    Args:
+        layout: the model's, as of `routetrace.v1.model_map.layout_from_config`.
+        batch: the samples, as laid out before they are split.
+        rank: what this rank computes.
+
+    Raises:
+        InvalidArgument: if a layer is no MoE layer of the model, or a length cannot be split evenly
+            as the rank says; names it.
+    """
+    local = layout.select(layout.moe_layer_ids).select(tuple(rank.layer_ids))
+    lane_len, pieces = _split_lanes(batch, rank)
+    lanes = len(batch.lanes)
+    by_sequence = rank.flatten == "sequence"
+    runs = []
+    for lane, sample, start, stop, at in pieces:
+        where = (at * lanes + lane, lanes) if by_sequence else (lane * lane_len + at, 1)
+        runs.append(Run(sample, start, stop, *where))
+    reads: dict[tuple[int, int], list[Piece]] = {}
+    for run in runs:
+        for number, segment in enumerate(batch.samples[run.sample].segments):
+            shift = segment.shift
+            a = max(run.start, segment.start - shift)
+            b = min(run.stop, segment.stop - shift)
+            if a < b:
+                at = run.at + (a - run.start) * run.stride
+                piece = Piece(a + shift, b + shift, at, run.stride)
+                reads.setdefault((run.sample, number), []).append(piece)
+    return Plan(
+        local,
+        batch.samples,
+        lanes * lane_len,
+        tuple(runs),
+        tuple(
+            PlannedRead(sample, batch.samples[sample].segments[number], tuple(sorted(found)))
+            for (sample, number), found in sorted(reads.items())
+        ),
+    )
+
+
+def _split_lanes(batch: MicroBatch, rank: Rank) -> tuple[int, list[tuple[int, int, int, int, int]]]:
+    """What a rank has of each lane.
+
+    Returns:
+        The tokens that it has of each, and (lane, sample, start, stop, place in the lane) of those
+        that are no padding.
+    """
+    found = []
+    kept_len = 0
+    for number, lane in enumerate(batch.lanes):
+        starts = [unit.start for unit in lane]
+        parts = list(_context_parts(lane, batch.lane_len, rank))
+        kept_len = sum(b - a for a, b in parts)
+        if kept_len % rank.sp_size:
+            raise InvalidArgument(
+                field="sp_size",
+                value=rank.sp_size,
+                expected=f"a divisor of the {kept_len} tokens that context parallelism leaves",
+            )
+        kept_len //= rank.sp_size
+        first = kept_len * rank.sp_rank
+        at = 0
+        for a, b in parts:
+            # The part [a, b) of the lane is at `at`; of that, this rank has [first, last).
+            low, high = max(a, a + first - at), min(b, a + first + kept_len - at)
+            for unit in lane[max(0, bisect_right(starts, low) - 1) : bisect_left(starts, high)]:
+                if unit.sample < 0:
+                    continue
+                begin = unit.start + unit.offset
+                end = begin + batch.samples[unit.sample].num_tokens
+                x, y = max(low, begin), min(high, end)
+                if x < y:
+                    found.append((number, unit.sample, x - begin, y - begin, at + x - a - first))
+            at += b - a
+    return kept_len, found
+
+
+def _context_parts(lane: tuple[Unit, ...], lane_len: int, rank: Rank) -> Iterator[tuple[int, int]]:
+    """The stretches [start, stop) of a lane that a context parallel rank has, in its order."""
+    size, number = rank.cp_size, rank.cp_rank
+    if rank.cp_layout == "ulysses":
+        lane = (Unit(0, lane_len, -1, 0),) if lane_len else ()
+    parts, kept = size, [number]
+    if rank.cp_layout == "zigzag" and size > 1:
+        parts, kept = 2 * size, [number, 2 * size - 1 - number]
+    for unit in lane:
+        if unit.length % parts:
+            what = f"samples[{unit.sample}]" if unit.sample >= 0 else "the batch"
+            raise InvalidArgument(
+                field="cp_size",
+                value=f"{size} ({rank.cp_layout}) over the {unit.length} tokens of {what}",
+                expected=f"a length that {parts} divides: pad or align it",
+            )
+        step = unit.length // parts
+        for part in kept:
+            yield unit.start + part * step, unit.start + (part + 1) * step

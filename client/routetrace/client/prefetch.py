@@ -1,0 +1,154 @@
+"""Plans fetched ahead, in the background, within a budget of bytes."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+
+from routetrace.client._aio_drive import AsyncDriver
+from routetrace.client._drive import Driver, Scope
+from routetrace.client._fetch import Budget, Fetch
+from routetrace.client.rows import FetchStats, RankRows
+from routetrace.client.stat import ReadFacts
+
+
+class Prefetch:
+    """Iterates over the rows of plans, in their order; made by `RouteClient.prefetch`.
+
+    Reading starts when it is made. What is being read, lies ready, and was handed out last counts
+    against the budget; asking for the next says that the last is done with. The error of a plan is
+    raised at its turn; the iteration may go on behind it.
+    """
+
+    def __init__(
+        self, driver: Driver, fetches: Iterable[Fetch], max_bytes: int, concurrency: int
+    ) -> None:
+        self.stats = FetchStats()
+        """Of all that was handed out."""
+        self._driver = driver
+        self._budget = Budget(fetches, max_bytes)
+        self._pool = ThreadPoolExecutor(concurrency, "routetrace-fetch")
+        self._scope = driver.scope()
+        self._pending: deque[tuple[Fetch, Scope, list[Future[ReadFacts]]]] = deque()
+        self._last: Fetch | None = None
+        self._start()
+
+    def __enter__(self) -> Prefetch:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __iter__(self) -> Prefetch:
+        return self
+
+    def __next__(self) -> RankRows:
+        if self._last:
+            self._budget.release(self._last)
+            self._last = None
+        if not self._scope.cancelled:
+            self._start()
+        if not self._pending:
+            self.close()
+            raise StopIteration
+        self._last, scope, futures = self._pending.popleft()
+        began = time.monotonic()
+        try:
+            reads = [future.result() for future in futures]
+        finally:  # after an error, the others are of no use
+            scope.cancel()
+            self._scope.discard(scope)
+        rows = self._last.rows(reads, time.monotonic() - began)
+        self.stats += rows.stats
+        return rows
+
+    def close(self) -> None:
+        """Gives up what is under way; may be called more than once."""
+        self._scope.cancel()
+        self._driver.end(self._scope)
+        self._pool.shutdown(cancel_futures=True)
+        self._pending.clear()
+
+    def _start(self) -> None:
+        for fetch in self._budget.admit():
+            scope = Scope()
+            self._scope.add(scope)
+            futures = [self._pool.submit(self._driver.one, steps, scope) for steps in fetch.reads()]
+            self._pending.append((fetch, scope, futures))
+
+
+class AsyncPrefetch:
+    """Iterates over the rows of plans, in their order; made by `AsyncRouteClient.prefetch`.
+
+    As `Prefetch`. Rows are decoded on the event loop.
+    """
+
+    def __init__(
+        self, driver: AsyncDriver, fetches: Iterable[Fetch], max_bytes: int, concurrency: int
+    ) -> None:
+        self.stats = FetchStats()
+        """Of all that was handed out."""
+        self._driver = driver
+        self._budget = Budget(fetches, max_bytes)
+        self._slots = asyncio.Semaphore(concurrency)
+        self._closed = False
+        self._pending: deque[tuple[Fetch, asyncio.Future[list[ReadFacts]]]] = deque()
+        self._last: Fetch | None = None
+        self._start()
+
+    async def __aenter__(self) -> AsyncPrefetch:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    def __aiter__(self) -> AsyncPrefetch:
+        return self
+
+    async def __anext__(self) -> RankRows:
+        if self._last:
+            self._budget.release(self._last)
+            self._last = None
+        if not self._closed:
+            self._start()
+        if not self._pending:
+            self._closed = True
+            raise StopAsyncIteration
+        self._last, task = self._pending.popleft()
+        began = time.monotonic()
+        try:
+            reads = await task
+        finally:
+            task.cancel()
+        rows = self._last.rows(reads, time.monotonic() - began)
+        self.stats += rows.stats
+        return rows
+
+    async def close(self) -> None:
+        """Gives up what is under way; may be called more than once."""
+        self._closed = True
+        tasks = [task for _, task in self._pending]
+        self._pending.clear()
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _start(self) -> None:
+        for fetch in self._budget.admit():
+            self._pending.append((fetch, asyncio.create_task(self._all(fetch))))
+
+    async def _all(self, fetch: Fetch) -> list[ReadFacts]:
+        async def one(steps: object) -> ReadFacts:
+            async with self._slots:
+                return await self._driver.one(steps)  # type: ignore[arg-type]
+
+        tasks = [asyncio.create_task(one(steps)) for steps in fetch.reads()]
+        try:
+            return list(await asyncio.gather(*tasks))
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,0 +1,150 @@
+"""RankRows: what a plan gets, ready to replay."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from routetrace.client.plan import Plan
+from routetrace.client.stat import MissingRange, ReadFacts
+from routetrace.client.trace import column_index, ids_to_torch
+from routetrace.v1.errors import InvalidArgument
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True)
+class FetchStats:
+    """What it cost; sums up with `+`."""
+
+    bytes_fetched: int = 0
+    """Compressed bytes of rows that crossed the wire."""
+    bytes_avoided: int = 0
+    """Compressed bytes of the other layers and tokens of the same requests, which did not."""
+    rows: int = 0
+    """Rows fetched: (request, position) with any layer."""
+    cells: int = 0
+    """Cells (token, layer) that were planned."""
+    valid_cells: int = 0
+    """Those of them that are there."""
+    wait_seconds: float = 0.0
+    """Seconds that the caller waited for them."""
+
+    def __add__(self, other: FetchStats) -> FetchStats:
+        return FetchStats(*(getattr(self, n) + getattr(other, n) for n in self.__annotations__))
+
+
+@dataclass(frozen=True, eq=False, repr=False, kw_only=True)
+class RankRows:
+    """The rows of a rank's layers and tokens of one micro-batch.
+
+    Where `valid` is False the ids mean nothing: padding, the last token of a sample, and rows that
+    are missing. The live router decides there.
+    """
+
+    plan: Plan
+    """What was asked for."""
+    topk_ids: npt.NDArray[np.unsignedinteger[Any]]
+    """[layers, local tokens, top_k] of uint8 up to 256 experts, uint16 above, C-contiguous: logical
+    expert ids in the router's order."""
+    valid: npt.NDArray[np.bool_]
+    """[layers, local tokens]."""
+    layer_ids: tuple[int, ...]
+    """Absolute decoder layer ids of the first axis, ascending."""
+    reads: tuple[ReadFacts, ...] = ()
+    """What is known of the request behind each of `plan.reads`."""
+    verified: tuple[int, ...] = ()
+    """For each of `plan.reads`, how many token digests confirmed its sample's token ids; 0 proves
+    nothing: no token ids were given, or the agent told no digests."""
+    stats: FetchStats = field(default_factory=FetchStats)
+
+    def __repr__(self) -> str:
+        layers, tokens, top_k = self.topk_ids.shape
+        return (
+            f"<RankRows {layers} layers x {tokens} tokens, top-{top_k} of "
+            f"{self.plan.layout.num_experts}, coverage {self.coverage:.4g}>"
+        )
+
+    @property
+    def coverage(self) -> float:
+        """Valid cells / planned cells; 1.0 if none were planned."""
+        cells = len(self.layer_ids) * self.plan.num_rows
+        return float(self.valid.sum()) / cells if cells else 1.0
+
+    @property
+    def missing(self) -> tuple[tuple[int, MissingRange], ...]:
+        """(sample, cells that are missing and why), by positions of the request."""
+        return tuple(
+            (planned.sample, missing)
+            for planned, read in zip(self.plan.reads, self.reads, strict=False)
+            for missing in read.missing
+        )
+
+    def layers(self, layer_ids: Sequence[int]) -> RankRows:
+        """The rows of some of the layers, as of a virtual pipeline stage.
+
+        Neighbours share memory, others are copied.
+
+        Args:
+            layer_ids: absolute layer ids, strictly ascending.
+
+        Raises:
+            InvalidArgument: if they are not ascending, or one of them is not here.
+        """
+        strange = sorted(set(layer_ids) - set(self.layer_ids))
+        if strange or list(layer_ids) != sorted(set(layer_ids)):
+            raise InvalidArgument(
+                field="layer_ids",
+                value=list(layer_ids),
+                expected=f"strictly ascending ids among {list(self.layer_ids)}",
+            )
+        columns = column_index([self.layer_ids.index(i) for i in layer_ids])
+        return replace(
+            self,
+            layer_ids=tuple(layer_ids),
+            topk_ids=self.topk_ids[columns],
+            valid=self.valid[columns],
+        )
+
+    @property
+    def weight_versions(self) -> npt.NDArray[np.int64]:
+        """The weight version that computed the row of each local token: [tokens].
+
+        Meaningless where there is no row.
+        """
+        versions = np.zeros(self.plan.num_tokens, np.int64)
+        for planned, read in zip(self.plan.reads, self.reads, strict=False):
+            for piece in planned.pieces:
+                for start, stop, version in read.weight_versions:
+                    a, b = max(start, piece.start), min(stop, piece.stop)
+                    if a < b:
+                        versions[piece.where(a, b)] = version
+        return versions
+
+    def to_torch(
+        self, device: Any = None, dtype: torch.dtype | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The ids [layers, tokens, top_k] and what is valid [layers, tokens], as tensors.
+
+        Ids travel to the device as narrow as they are, without waiting if their memory is pinned,
+        and are widened there. Without a device and a wider dtype the tensors share memory with this
+        object.
+
+        Args:
+            device: where to; stays on the CPU if None.
+            dtype: an integer dtype that holds num_experts - 1; if None, uint8 up to 256 experts
+                and int32 above, as torch computes little on uint16.
+
+        Raises:
+            InvalidArgument: if `dtype` is too narrow, or not of integers.
+        """
+        import torch
+
+        ids = ids_to_torch(self.topk_ids, self.plan.layout.num_experts, device, dtype)
+        valid = torch.from_numpy(self.valid)
+        return ids, valid if device is None else valid.to(device, non_blocking=True)
