@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import threading
 from collections import Counter
@@ -103,10 +104,12 @@ class Truth:
         rng = rng or random.Random(0)
         start, stop = request.token_start, request.token_stop or len(self.ids)
         start = min(start, max(stop, 0))
+        ranges = [(r.start, r.stop) for r in request.token_ranges] or [(start, stop)]
+        start, stop = ranges[0][0], ranges[-1][1]
         asked = tuple(request.layer_ids) or self.layout.layer_ids
         missing, sent = [], []
-        for piece in self.pieces:
-            a, b = max(piece.start, start), min(piece.stop, stop)
+        for piece, (first, last) in itertools.product(self.pieces, ranges):
+            a, b = max(piece.start, first), min(piece.stop, last)
             kept = tuple(i for i in piece.layer_ids if i in asked)
             if a >= b or not kept:
                 continue
@@ -115,11 +118,11 @@ class Truth:
             else:
                 reason = pb.MISSING_REASON_OTHER_VERSION if piece.there else rng.randint(1, 9)
                 missing.append(pb.MissingRange(start=a, stop=b, layer_ids=kept, reason=reason))
-        known = max(start, len(self.ids))
-        if stop > known:
-            missing.append(
-                pb.MissingRange(start=known, stop=stop, reason=pb.MISSING_REASON_NOT_YET)
-            )
+        for first, last in ranges:
+            if last > (known := max(first, len(self.ids))):
+                missing.append(
+                    pb.MissingRange(start=known, stop=last, reason=pb.MISSING_REASON_NOT_YET)
+                )
         rng.shuffle(sent)
         messages, num_frames = [make(info=self.info)], 0
         if not rng.randrange(2):

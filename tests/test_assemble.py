@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from routetrace.client import TraceState
 from routetrace.client import _assemble as assemble_module
 from routetrace.client._assemble import Assembler, Want
+from routetrace.client._messages import parser_of
 from routetrace.v1 import routetrace_pb2 as pb
 from routetrace.v1.errors import Corrupt, Incomplete, Unavailable
 from routetrace.v1.frame import encode_frame
@@ -93,6 +94,29 @@ def test_any_cut_is_put_together(rng):
     source = truth(rng.randint(1, 40), layout=rng.choice((LAYOUT, WIDE)), rng=rng)
     request, want = ask(rng, source)
     assert_true(feed(want, source.responses(request, rng)), source, request)
+
+
+@settings(max_examples=150, deadline=None)
+@given(randoms)
+def test_messages_are_parsed_without_their_payload(rng):
+    source = truth(rng.randint(1, 40), rng=rng)
+    for message in source.responses(ask(rng, source)[0], rng):
+        data = message.SerializeToString()
+        if rng.randrange(2):  # a field of a later version, behind the payload
+            data += b"\xa2\x06\x03abc"
+        head, payload = parser_of(pb.GetTraceResponse)(data)
+        assert payload == message.payload
+        message.payload = b""
+        head.DiscardUnknownFields()
+        assert head == message
+        assert isinstance(payload, memoryview)
+
+
+@pytest.mark.parametrize(
+    "data", [b"\x0a\x05ab", b"\x7a\x80", b"\x7b", b"\x80" * 11, b"\x0a\x01\xff"]
+)
+def test_what_does_not_parse_is_no_message(data):
+    assert parser_of(pb.GetTraceResponse)(data).head is None
 
 
 @settings(max_examples=150, deadline=None)

@@ -569,23 +569,23 @@ def test_frames_are_as_large_as_they_may_be():
     framed = Framed(num_blocks=0, frame_rows=256, linger=1)
     a, b = framed.begin("a"), framed.begin("b")
     rows = valid_rows(5000)
-    framed.step(rows[:4096], [(a, 0, 4096)])  # a long prefill: frames of 2048
+    framed.step(rows[:4096], [(a, 0, 4096)])  # a long prefill: frames of 512
     framed.step(rows[:300], [(b, 0, 300)])  # more than a frame: all of it
     for p in range(300, 555):
         framed.step(rows[p : p + 1], [(b, p, 1)])
     framed.seal()
-    assert framed.frame_rows == [2048, 2048, 300]
+    assert framed.frame_rows == [*[512] * 8, 300]
     framed.step(rows[555:556], [(b, 555, 1)])  # the 256th that lingers
     framed.step(rows[556:560], [(b, 556, 4)])
     framed.seal()
-    assert framed.frame_rows[3:] == [256]
+    assert framed.frame_rows[9:] == [256]
     framed.now = 0.99
     framed.framer.tick(framed.now)
     assert not framed.builder
     framed.now = 1.0
     framed.framer.tick(framed.now)
     framed.seal()
-    assert framed.frame_rows[4:] == [4]
+    assert framed.frame_rows[10:] == [4]
     framed.finish(b, 561)
     framed.end()
     framed.compare()

@@ -13,7 +13,16 @@ import numpy.typing as npt
 
 from oracle.cluster import Cluster
 from oracle.truth import Expected, Policy
-from routetrace.client import RouteClient, RoutingTrace, TraceState
+from routetrace.client import (
+    MicroBatch,
+    Rank,
+    RouteClient,
+    RoutingTrace,
+    Sample,
+    Segment,
+    TraceState,
+    make_plan,
+)
 from routetrace.v1.errors import NotFound
 
 Bools = npt.NDArray[np.bool_]
@@ -164,6 +173,7 @@ class Comparer:
             tally += self._one(one, trace, named or [p for p in pairs if not p[0].number])
             if number is None and len(trace):
                 tally += self._part(one, trace)
+                tally += self._planned(one, trace)
         return tally
 
     def _part(self, read: _Read, trace: RoutingTrace) -> Tally:
@@ -180,6 +190,33 @@ class Comparer:
         ):
             raise Wrong(f"{read}: rows [{start}, {stop}) of layers {layer_ids}, read alone, differ")
         return Tally(cells=part.valid.size, missing=int((~part.valid).sum()), reads=1)
+
+    def _planned(self, read: _Read, trace: RoutingTrace) -> Tally:
+        """Reads what a context-parallel rank has of a trace; the whole of it was right."""
+        rng, layer_ids = self._rng, trace.layer_ids
+        size = rng.randint(1, 3)
+        rank = Rank(
+            sorted(rng.sample(layer_ids, rng.randint(1, len(layer_ids)))),
+            cp_size=size,
+            cp_rank=rng.randrange(size),
+        )
+        rows = Segment(read.trace_id, 0, len(trace), incarnation=read.incarnation)
+        batch = MicroBatch.packed([Sample(len(trace), (rows,))], align=2 * size)
+        plan = make_plan(trace.layout, batch, rank)
+        got = self._client.fetch(
+            plan, missing="mask", policy=read.policy, weight_version=read.weight_version
+        )
+        tokens = plan.position_of[plan.planned]
+        columns = [layer_ids.index(i) for i in rank.layer_ids]
+        valid = trace.valid[tokens][:, columns].T
+        ids = trace.topk_ids[tokens][:, columns].transpose(1, 0, 2)
+        if not (
+            np.array_equal(got.valid[:, plan.planned], valid)
+            and not got.valid[:, ~plan.planned].any()
+            and np.array_equal(got.topk_ids[:, plan.planned][valid], ids[valid])
+        ):
+            raise Wrong(f"{read}: as {rank} has it, differs")
+        return Tally(cells=valid.size, missing=int((~valid).sum()), reads=1)
 
     def _one(
         self, read: _Read, trace: RoutingTrace, admitted: list[tuple[Expected, Expected]]

@@ -235,7 +235,7 @@ class AsyncRouteClient:
         wait: float | None = None,
         policy: Policy = "as_sampled",
         weight_version: int | None = None,
-        concurrency: int = 4,
+        concurrency: int = 2,
         timeout: float | None = None,
     ) -> RankRows:
         """The rows that a rank needs of a micro-batch, decoded into one buffer.
@@ -285,7 +285,7 @@ class AsyncRouteClient:
         wait: float | None = None,
         policy: Policy = "as_sampled",
         weight_version: int | None = None,
-        concurrency: int = 4,
+        concurrency: int = 2,
         timeout: float | None = None,
     ) -> AsyncPrefetch:
         """The rows of many plans, in their order, fetched in the background from now on.

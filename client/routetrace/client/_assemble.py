@@ -23,6 +23,7 @@ from routetrace.client.trace import (
 from routetrace.v1 import routetrace_pb2 as pb
 from routetrace.v1.errors import Corrupt, Unavailable
 from routetrace.v1.frame import decode_frame, decode_into, read_header
+from routetrace.v1.frame_header import Buffer
 from routetrace.v1.layout import RoutingLayout
 from routetrace.v1.records import SPAN, U32, Provenance, unpack
 
@@ -56,6 +57,8 @@ class Want:
     """The version that computed all rows; None: any did."""
     incarnation: int = 0
     """The one that is meant; 0: the server's choice, which of a running request may change."""
+    token_digests: bool = True
+    """Whether the trace's token digests are of use."""
     num_rows: int | None = None
     """Positions that exist, where the server cannot know: reads by KV blocks."""
     into: PlacedCells | None = None
@@ -105,8 +108,16 @@ class Assembler:
         """Rows of the trace as last told."""
         return self._info.num_rows if self._info else 0
 
-    def feed(self, message: pb.GetTraceResponse | pb.GetBlocksResponse | None) -> None:
-        """Takes the next message; None stands for one that does not parse.
+    def feed(
+        self,
+        message: pb.GetTraceResponse | pb.GetBlocksResponse | None,
+        payload: Buffer | None = None,
+    ) -> None:
+        """Takes the next message.
+
+        Args:
+            message: the message; None stands for one that does not parse.
+            payload: its frames, where they were taken out of it.
 
         Raises:
             Corrupt: if it cannot be true.
@@ -117,7 +128,7 @@ class Assembler:
                 raise self._corrupt("a message that does not parse")
             if self._end is not None:
                 raise self._corrupt("a message after the end")
-            # Copies: a part of a message would keep all of it, payload included, alive.
+            # Copies: a part of a message keeps all of it alive.
             if message.HasField("info"):
                 self._learn(_copy(message.info))
             if self._info is None:
@@ -125,7 +136,7 @@ class Assembler:
         if self._want.into:
             check_layout(self._want.name, self._layout, self._want.into.layout)
         with _corrupt_if_invalid(self._want.name):
-            self._take_rows(message)
+            self._take_rows(message, message.payload if payload is None else payload)
             if message.HasField("end"):
                 self._end = _copy(message.end)
 
@@ -205,8 +216,10 @@ class Assembler:
             if first != last:
                 raise self._corrupt(f"two values of {field}: {first}, {last}")
 
-    def _take_rows(self, message: pb.GetTraceResponse | pb.GetBlocksResponse) -> None:
-        payload = memoryview(message.payload)
+    def _take_rows(
+        self, message: pb.GetTraceResponse | pb.GetBlocksResponse, frames: Buffer
+    ) -> None:
+        payload = memoryview(frames)
         lengths = unpack(message.frame_lengths, U32, "frame_lengths").tolist()
         if sum(lengths) != len(payload):
             raise self._corrupt(f"frames of {sum(lengths)} bytes in {len(payload)} bytes")
@@ -302,6 +315,8 @@ class Assembler:
     def _finish(self, end: pb.ReadEnd) -> RoutingTrace | ReadFacts:
         if end.num_spans != self._num_spans:
             raise self._corrupt(f"{self._num_spans} spans of {end.num_spans}")
+        if self._info and not end.info.token_digests:
+            end.info.token_digests = self._info.token_digests
         self._learn(end.info)
         start, stop = end.token_start, end.token_stop
         self._check_range(start, stop, end.info.num_rows)

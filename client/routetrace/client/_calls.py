@@ -291,6 +291,7 @@ def _get_request(config: Config, want: Want, policy: Policy) -> pb.GetTraceReque
         incarnation=want.incarnation,
         follow=want.follow,
         weight_version=want.weight_version,
+        omit_token_digests=not want.token_digests,
     )
 
 

@@ -16,6 +16,7 @@ import grpc
 
 from routetrace.client._arguments import positive
 from routetrace.client._assemble import Assembler, Want
+from routetrace.client._messages import parser_of
 from routetrace.client._retry import Attempts
 from routetrace.client.stat import ReadFacts, TraceState
 from routetrace.client.trace import RoutingTrace
@@ -138,7 +139,19 @@ class Config:
 def methods(channel: Any) -> dict[str, Any]:
     """The methods of both services on a channel, by name."""
     # A stub's attributes are its methods, and the two services share no name.
-    return {**vars(pb_grpc.TraceServiceStub(channel)), **vars(pb_grpc.IngestServiceStub(channel))}
+    stubs = vars(pb_grpc.TraceServiceStub(channel)), vars(pb_grpc.IngestServiceStub(channel))
+    reads = {
+        name: channel.unary_stream(
+            f"/routetrace.v1.TraceService/{name}",
+            request_serializer=request.SerializeToString,
+            response_deserializer=parser_of(response),
+        )
+        for name, request, response in (
+            ("GetTrace", pb.GetTraceRequest, pb.GetTraceResponse),
+            ("GetBlocks", pb.GetBlocksRequest, pb.GetBlocksResponse),
+        )
+    }
+    return {**stubs[0], **stubs[1], **reads}
 
 
 # ------------------------------------------------------------------ plans
@@ -224,7 +237,8 @@ def _read(
         try:
             call = yield Open(method, request, attempts.left())
             while (message := (yield Receive(call))) is not END:
-                assembler.feed(message)
+                assembler.feed(*message)
+                del message  # not kept while the next one comes
                 if too_late and assembler.state is TraceState.RUNNING:
                     raise DeadlineExceeded(
                         f"{too_late}it is running, with {assembler.num_rows} rows"
@@ -253,7 +267,8 @@ def read_parts(
         try:
             call = yield Open("GetTrace", request, limit)
             while (message := (yield Receive(call))) is not END:
-                assembler.feed(message)
+                assembler.feed(*message)
+                del message
                 part = assembler.take()
                 if part is not None:
                     handed_out = True

@@ -83,6 +83,7 @@ class Fetch:
             mask=self._mask,
             weight_version=self._weight_version,
             incarnation=segment.incarnation or 0,
+            token_digests=self.plan.samples[planned.sample].token_ids is not None,
             into=cells,
         )
         return _blame(planned.sample, segment.request_id, self._read(want))

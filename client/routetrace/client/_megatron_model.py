@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from importlib import import_module
 from typing import Any
 
 from torch import nn
@@ -36,52 +37,82 @@ def routers_of(model: Model) -> list[dict[int, Any]]:
 
 def _walk(module: nn.Module) -> Iterator[tuple[int, Any]]:
     try:
-        from megatron.core.transformer.moe.moe_layer import BaseMoELayer
-        from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionLayer
+        moe_layer = import_module("megatron.core.transformer.moe.moe_layer")
+        drafts = import_module("megatron.core.transformer.multi_token_prediction")
     except ImportError as error:
         raise InvalidArgument(
             field="megatron", value=str(error), expected="megatron-core 0.16.1 or newer"
         ) from error
-    if isinstance(module, MultiTokenPredictionLayer):
-        return  # drafts, whose layers count anew
-    if isinstance(module, BaseMoELayer):
-        moe: Any = module
-        yield moe.router.layer_number - 1, moe.router
+    if isinstance(module, drafts.MultiTokenPredictionLayer):
+        return  # their layers count anew
+    if isinstance(module, moe_layer.BaseMoELayer):
+        router: Any = module.router
+        yield router.layer_number - 1, router
     else:
         for child in module.children():
             yield from _walk(child)
 
 
 def check_router(layer: int, router: Any) -> None:
-    """Refuses what chooses experts without asking the router's RouterReplay, or past its answer."""
+    """Refuses what chooses experts without asking the router's RouterReplay, or past its answer.
+
+    Raises:
+        InvalidArgument: names the setting, and why.
+    """
     config = router.config
-    graphs = getattr(config, "cuda_graph_impl", "none")
-    parts = getattr(config, "cuda_graph_modules", None) or getattr(config, "cuda_graph_scope", ())
-    held = {getattr(part, "name", str(part)) for part in parts or ("the whole layer",)}
-    kinds = {router.routing_type} if isinstance(router.routing_type, str) else router.routing_type
-    balancing = {"sinkhorn", "quantile_balancing"} & set(kinds)
-    refused = {
-        "moe_enable_routing_replay": getattr(router, "router_replay", None) is None and "off",
-        "moe_router_fusion": config.moe_router_fusion and "the fused kernel chooses by itself",
-        "moe_router_load_balancing_type": balancing and "they choose by themselves",
-        "moe_router_force_load_balancing": config.moe_router_force_load_balancing
-        and "scores are random",
-        "moe_router_force_biased": getattr(config, "moe_router_force_biased", None) is not None
-        and "scores are made up",
-        "moe_expert_capacity_factor": config.moe_expert_capacity_factor is not None
-        and "experts that are full lose tokens after the choice",
-        "overlap_moe_expert_parallel_comm": getattr(
-            config, "overlap_moe_expert_parallel_comm", False
-        )
-        and "forward and backward passes of two micro-batches are mixed",
-        "cuda_graph_impl": graphs != "none"
-        and not held <= _ROUTERLESS_GRAPHS
-        and f"graphs hold {sorted(held)}, and a graph does not ask",
-    }
-    for name, reason in refused.items():
-        if reason:
+
+    def value(name: str) -> Any:
+        return getattr(config, name, None)  # not every version has every setting
+
+    kinds = router.routing_type
+    kinds = {kinds} if isinstance(kinds, str) else set(kinds)
+    graphs = value("cuda_graph_modules") or value("cuda_graph_scope") or ["whole layers"]
+    held = {getattr(part, "name", str(part)) for part in graphs}
+    for name, refused, reason in (
+        (
+            "moe_enable_routing_replay",
+            getattr(router, "router_replay", None) is None,
+            "switch it on",
+        ),
+        (
+            "moe_router_fusion",
+            value("moe_router_fusion"),
+            "the fused kernel chooses by itself",
+        ),
+        (
+            "moe_router_load_balancing_type",
+            kinds & {"sinkhorn", "quantile_balancing"},
+            "this one chooses by itself",
+        ),
+        (
+            "moe_router_force_load_balancing",
+            value("moe_router_force_load_balancing"),
+            "scores are random",
+        ),
+        (
+            "moe_router_force_biased",
+            value("moe_router_force_biased") is not None,
+            "scores are made up",
+        ),
+        (
+            "moe_expert_capacity_factor",
+            value("moe_expert_capacity_factor") is not None,
+            "full experts drop tokens after the choice",
+        ),
+        (
+            "overlap_moe_expert_parallel_comm",
+            value("overlap_moe_expert_parallel_comm"),
+            "the model is not called as a module, and two micro-batches are mixed",
+        ),
+        (
+            "cuda_graph_impl",
+            value("cuda_graph_impl") not in (None, "none") and held - _ROUTERLESS_GRAPHS,
+            f"graphs of {sorted(held)} hold the router, and ask nobody",
+        ),
+    ):
+        if refused:
             raise InvalidArgument(
                 field=name,
-                value=f"{getattr(config, name, None)} (layer {layer})",
+                value=f"{value(name)} (layer {layer})",
                 expected=f"a router that takes the replay path: {reason}",
             )

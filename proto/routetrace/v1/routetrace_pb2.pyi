@@ -829,7 +829,9 @@ class TraceInfo(google.protobuf.message.Message):
     expires_ms: builtins.int
     """When the trace expires, if nothing changes."""
     token_digests: builtins.bytes
-    """Token digests: records.DIGEST (position, blake2b-64 of the token ids before it). Not in lists."""
+    """Token digests: records.DIGEST (position, blake2b-64 of the token ids before it). Not in lists;
+    in a read's end only if they are not those of its first message.
+    """
     stored_bytes: builtins.int
     """Compressed bytes of the frames that hold its rows, all layers."""
     @property
@@ -961,6 +963,7 @@ class GetTraceRequest(google.protobuf.message.Message):
     FOLLOW_FIELD_NUMBER: builtins.int
     WEIGHT_VERSION_FIELD_NUMBER: builtins.int
     TOKEN_RANGES_FIELD_NUMBER: builtins.int
+    OMIT_TOKEN_DIGESTS_FIELD_NUMBER: builtins.int
     run: builtins.str
     """Namespace."""
     trace_id: builtins.str
@@ -979,6 +982,8 @@ class GetTraceRequest(google.protobuf.message.Message):
     """Send rows as they come in, until the trace ends."""
     weight_version: builtins.int
     """Only rows that this weight version computed; if not set, those of any."""
+    omit_token_digests: builtins.bool
+    """Leaves token digests out: 16 bytes for each 64 tokens of the request."""
     @property
     def layer_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """Absolute layer ids; empty: all MoE layers."""
@@ -1003,9 +1008,10 @@ class GetTraceRequest(google.protobuf.message.Message):
         follow: builtins.bool = ...,
         weight_version: builtins.int | None = ...,
         token_ranges: collections.abc.Iterable[global___TokenRange] | None = ...,
+        omit_token_digests: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_weight_version", b"_weight_version", "weight_version", b"weight_version"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_weight_version", b"_weight_version", "follow", b"follow", "incarnation", b"incarnation", "layer_ids", b"layer_ids", "policy", b"policy", "run", b"run", "token_ranges", b"token_ranges", "token_start", b"token_start", "token_stop", b"token_stop", "trace_id", b"trace_id", "wait_for", b"wait_for", "weight_version", b"weight_version"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_weight_version", b"_weight_version", "follow", b"follow", "incarnation", b"incarnation", "layer_ids", b"layer_ids", "omit_token_digests", b"omit_token_digests", "policy", b"policy", "run", b"run", "token_ranges", b"token_ranges", "token_start", b"token_start", "token_stop", b"token_stop", "trace_id", b"trace_id", "wait_for", b"wait_for", "weight_version", b"weight_version"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_weight_version", b"_weight_version"]) -> typing.Literal["weight_version"] | None: ...
 
 global___GetTraceRequest = GetTraceRequest

@@ -55,7 +55,8 @@ class TraceServicer(pb_grpc.TraceServiceServicer):
             return
         trace, incarnation = await self._find(request)
         selection = self._select(incarnation, request)
-        info = self._reader.describe(trace, incarnation)
+        digests = not request.omit_token_digests
+        info = self._reader.describe(trace, incarnation, digests=digests)
         async for response in self._send(pb.GetTraceResponse, info, trace, incarnation, selection):
             yield response
 
@@ -115,6 +116,7 @@ class TraceServicer(pb_grpc.TraceServiceServicer):
                 frame_lengths=message.frame_lengths,
                 payload=message.payload,
             )
+        info.ClearField("token_digests")  # said above
         yield make(end=sending.end(info, segments, selection))
 
     async def _follow(self, request: pb.GetTraceRequest) -> AsyncIterator[pb.GetTraceResponse]:

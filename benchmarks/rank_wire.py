@@ -1,0 +1,189 @@
+"""What one of many trainer ranks pulls: bytes on the wire and peak memory, against the whole.
+
+A real server, a real agent, 32k-token requests of the shape of Qwen3-30B-A3B, and a TCP relay
+between client and server that counts every byte. Prints a table and writes rank_wire.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import resource
+import socket
+import statistics
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from bench import LAYOUT, payload
+
+from routetrace.capture_agent import AgentConfig, CaptureAgent
+from routetrace.client import MicroBatch, Plan, Rank, RankRows, RouteClient, Sample, make_plan
+from routetrace.server.testing import run_server
+
+HERE = Path(__file__).parent
+TOKENS = 32768
+PROMPT = 1500
+SAMPLES = 4
+
+
+class Relay:
+    """Passes bytes between clients and a server, and counts those that the server sends."""
+
+    def __init__(self, target: str) -> None:
+        host, port = target.rsplit(":", 1)
+        self._server = (host, int(port))
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.target = f"127.0.0.1:{self._listener.getsockname()[1]}"
+        self.bytes = 0
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def close(self) -> None:
+        self._listener.close()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                near, _ = self._listener.accept()
+            except OSError:
+                return
+            far = socket.create_connection(self._server)
+            for pair in ((near, far, False), (far, near, True)):
+                threading.Thread(target=self._pump, args=pair, daemon=True).start()
+
+    def _pump(self, source: socket.socket, sink: socket.socket, count: bool) -> None:
+        try:
+            while data := source.recv(1 << 16):
+                self.bytes += len(data) if count else 0
+                sink.sendall(data)
+            sink.shutdown(socket.SHUT_WR)
+        except OSError:
+            return
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--measure", help="only the memory of one get, from this server")
+    parser.add_argument("--concurrency", type=int, default=2)
+    args = parser.parse_args()
+    if args.measure:
+        print(memory(args.measure, args.concurrency))
+        return
+    rows: list[dict[str, Any]] = []
+    with run_server() as server:
+        fill(server.target)
+        relay = Relay(server.target)
+        whole = wire(relay, [rank()])[0]
+        cases = [
+            ("PP4 CP2, TP4 with sequence parallelism", 32, 1.15, ranks(4, 2, 4)),
+            ("PP4 CP2", 8, 1.05, ranks(4, 2, 1)),
+            ("PP8", 8, 1.05, ranks(8, 1, 1)),
+        ]
+        for name, count, goal, each in cases:
+            got = wire(relay, each)
+            for what, value in (("mean", sum(got) / len(got)), ("largest", max(got))):
+                add(rows, f"{name}: {what} rank", value / whole * count, f"1/{count} of all", goal)
+        relay.close()
+        for concurrency in (1, 2):
+            command = [sys.executable, __file__, "--measure", server.target]
+            command += ["--concurrency", str(concurrency)]
+            ratios = [
+                float(subprocess.run(command, capture_output=True, check=True, timeout=300).stdout)
+                for _ in range(5)
+            ]
+            what = f"PP4 CP2, 16 samples: peak memory, {concurrency} read at a time"
+            add(rows, what, statistics.median(ratios), "its buffer + one frame", 1.2)
+    (HERE / "rank_wire.json").write_text(json.dumps({"rows": rows}, indent=1) + "\n")
+
+
+def add(rows: list[dict[str, Any]], name: str, value: float, against: str, goal: float) -> None:
+    met = value <= goal
+    rows.append(
+        {"name": name, "value": value, "unit": "x", "against": against, "goal": goal, "met": met}
+    )
+    print(f"{name:<54} {value:6.3f} x {against:<24} goal {goal:5.2f} {'' if met else 'NOT MET'}")
+
+
+def fill(target: str) -> None:
+    """Requests that decode side by side, as in an engine."""
+    ids = payload(TOKENS)
+    config = AgentConfig(target=target, engine_id="e", layout=LAYOUT, ring_bytes=256 << 20)
+    with CaptureAgent(config) as agent:
+        handles = [agent.begin(f"r{i}", prompt_len=PROMPT) for i in range(SAMPLES)]
+        for handle in handles:
+            agent.step(ids[:PROMPT], [(handle, 0, PROMPT)])
+        for at in range(PROMPT, TOKENS - 1):
+            agent.step(
+                ids[[(at + 101 * i) % TOKENS for i in range(SAMPLES)]],
+                [(handle, at, 1) for handle in handles],
+            )
+            if at % 2048 == 0:
+                agent.flush(60)
+        for handle in handles:
+            agent.finish(handle, TOKENS)
+        assert agent.flush(60)
+        assert not agent.stats().dropped_rows
+
+
+def rank(**split: Any) -> Rank:
+    return Rank(**{"layer_ids": LAYOUT.layer_ids, **split})
+
+
+def ranks(pp: int, cp: int, tp: int) -> list[Rank]:
+    layers = len(LAYOUT.layer_ids) // pp
+    return [
+        rank(
+            layer_ids=LAYOUT.layer_ids[p * layers : (p + 1) * layers],
+            cp_size=cp,
+            cp_rank=c,
+            sp_size=tp,
+            sp_rank=t,
+        )
+        for p in range(pp)
+        for c in range(cp)
+        for t in range(tp)
+    ]
+
+
+def plan_of(rank: Rank, samples: int = SAMPLES) -> Plan:
+    batch = [Sample.of(f"r{i % SAMPLES}", TOKENS) for i in range(samples)]
+    # Padded, so that each sample is split as if alone; packed, a rank may have parts of two.
+    return make_plan(LAYOUT, MicroBatch.padded(batch, TOKENS), rank)
+
+
+def wire(relay: Relay, each: list[Rank]) -> list[int]:
+    """Bytes that the server sends to each rank, with all that gRPC adds."""
+    sent = []
+    for one in each:
+        before = relay.bytes
+        with RouteClient(relay.target) as client:
+            rows = client.fetch(plan_of(one))
+        assert rows.coverage == 1
+        sent.append(relay.bytes - before)
+    return sent
+
+
+def memory(target: str, concurrency: int) -> float:
+    """By how much the peak memory of this process grows in one get / (its buffer + one frame)."""
+    part = rank(layer_ids=LAYOUT.layer_ids[12:24], cp_size=2)
+    plan = plan_of(part, 16)
+    with RouteClient(target) as client:
+        client.fetch(plan_of(part, 1), concurrency=concurrency)  # what is allocated once
+        grown = peak(lambda: client.fetch(plan, concurrency=concurrency))
+    return grown / (plan.nbytes + 512 * LAYOUT.row_bytes // 4)
+
+
+def peak(get: Callable[[], RankRows]) -> float:
+    """How much the peak memory grows beyond what is resident before, in bytes."""
+    before = int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+    Path("/proc/self/clear_refs").write_text("5")  # the peak is now
+    assert get().coverage == 1
+    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    return int(status["VmHWM"].split()[0]) * 1024 - before
+
+
+if __name__ == "__main__":
+    main()
