@@ -1,8 +1,8 @@
 """From a rollout in bfloat16 to a training forward in float32 that takes the same experts.
 
 Starts a real server, rolls out groups of samples with a small Qwen3-MoE while the agent captures
-the routing, fetches every trace with RouteClient, and replays it. Prints what crossed the wire and
-how far rollout and trainer are apart, without and with replay.
+the routing, plans the trainer's batch, fetches its rows with RouteClient, and replays them. Prints
+what crossed the wire and how far rollout and trainer are apart, without and with replay.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from tiny_moe import PROMPTS, build_model, encode
 
 from routetrace.capture_agent import AgentConfig, CaptureAgent
 from routetrace.capture_agent.transformers import TransformersCapture
-from routetrace.client import RouteClient
-from routetrace.client.replay import collate, replay
+from routetrace.client import MicroBatch, Rank, RouteClient, Sample, make_plan
+from routetrace.client.replay import replay
 from routetrace.server.testing import run_server
 from routetrace.v1.model_map import layout_from_config
 
@@ -59,34 +59,40 @@ def main() -> int:
                 return_dict_in_generate=True,
                 output_logits=True,
             )
+        sequences = output.sequences
+        mask = mask.repeat_interleave(args.samples, 0)
+        mask = torch.cat([mask, mask.new_ones(len(names), args.tokens)], 1)
+        # The batch as the trainer pads it, and the tokens that the rows must be of.
+        samples = [
+            Sample.of(name, token_ids=tokens[there.bool()])
+            for name, tokens, there in zip(names, sequences, mask, strict=True)
+        ]
+        batch = MicroBatch.padded(samples, sequences.shape[1], padding_side="left")
+        plan = make_plan(layout, batch, Rank(layout.layer_ids, flatten="batch"))
         with RouteClient(server.target) as client:
-            traces = list(client.get_many(names, wait=30))
+            rows = client.fetch(plan, wait=30)
             sent = agent.stats().sent_bytes
-
-    sequences = output.sequences
-    mask = mask.repeat_interleave(args.samples, 0)
-    mask = torch.cat([mask, mask.new_ones(len(names), args.tokens)], 1)
-    rows = sum(len(t.topk_ids) for t in traces)
-    print(f"{len(traces)} traces, first: {traces[0]!r}")
+    print(f"{plan!r}")
+    print(f"{rows!r}, {sum(map(bool, rows.verified))} requests proven by their tokens")
 
     # The rollout's own distributions of the generated tokens, and the trainer's of the same tokens.
     rollout_logp = torch.stack(output.logits, 1).float().log_softmax(-1)
-    ids, valid = collate(traces, mask.sum(1).tolist(), mask.shape[1], padding_side="left")
     kl = {}
-    replaying = replay(trainer, ids, layer_ids=layout.layer_ids, valid=valid, compare=True)
+    replaying = replay(trainer, rows, compare=True)
     for name, context in (("without replay", nullcontext()), ("with replay", replaying)):
         with torch.no_grad(), context:
             logits = trainer(sequences, attention_mask=mask).logits
         logp = logits[:, -args.tokens - 1 : -1].log_softmax(-1)
         kl[name] = (rollout_logp.exp() * (rollout_logp - logp)).sum(-1).mean().item()
 
+    count = plan.num_rows
     int32 = 4 * len(layout.layer_ids) * layout.top_k
     table = [
-        ("tokens", f"{sum(t.num_tokens for t in traces):,}"),
-        ("rows (tokens - 1 per trace)", f"{rows:,}"),
-        ("coverage", f"{sum(t.coverage for t in traces) / len(traces):.1%}"),
+        ("tokens", f"{sum(sample.num_tokens for sample in samples):,}"),
+        ("rows (tokens - 1 per trace)", f"{count:,}"),
+        ("coverage", f"{rows.coverage:.1%}"),
         ("bytes per row, int32", f"{int32}"),
-        ("bytes per row, sent", f"{sent / rows:.1f}  ({int32 * rows / sent:.1f} x less)"),
+        ("bytes per row, sent", f"{sent / count:.1f}  ({int32 * count / sent:.1f} x less)"),
         ("routers that disagree, bf16 / fp32", f"{replaying.disagreement:.1%}"),
         ("KL(rollout || trainer) without replay", f"{kl['without replay']:.3e}"),
         ("KL(rollout || trainer) with replay", f"{kl['with replay']:.3e}"),

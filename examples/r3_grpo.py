@@ -19,8 +19,8 @@ from tiny_moe import PROMPTS, build_model, encode
 
 from routetrace.capture_agent import AgentConfig, CaptureAgent
 from routetrace.capture_agent.transformers import TransformersCapture
-from routetrace.client import RouteClient
-from routetrace.client.replay import collate, replay
+from routetrace.client import MicroBatch, Rank, RouteClient, Sample, make_plan
+from routetrace.client.replay import replay
 from routetrace.server.testing import run_server
 from routetrace.v1.model_map import layout_from_config
 
@@ -51,7 +51,7 @@ def main() -> None:
     policy = build_model(num_layers=3)
     engine = copy.deepcopy(policy).to(torch.bfloat16).eval()
     layout = layout_from_config(policy.config)
-    layers = layout.layer_ids
+    rank = Rank(layout.layer_ids, flatten="batch")
     optimizer = torch.optim.AdamW(policy.parameters(), lr=args.lr)
     prompts = [prompt[:32] for prompt in PROMPTS[:2]]
     new = args.tokens
@@ -93,22 +93,22 @@ def main() -> None:
             )
             advantage = advantage.view(-1, 1)
 
-            traces = list(client.get_many(names, wait=30))
-            if any(t.weight_versions[-1][2] != step for t in traces):
-                raise RuntimeError("a trace of another weight version")
-            ids, valid = collate(traces, mask.sum(1).tolist(), mask.shape[1], padding_side="left")
-            # Old log-probabilities, and the same trace again in every train pass.
-            with (
-                torch.no_grad(),
-                replay(policy, ids, layer_ids=layers, valid=valid, compare=True) as r,
-            ):
+            samples = [
+                Sample.of(name, token_ids=row[there.bool()])
+                for name, row, there in zip(names, tokens, mask, strict=True)
+            ]
+            batch = MicroBatch.padded(samples, tokens.shape[1], padding_side="left")
+            # Rows that other weights computed would be missing, which is an error.
+            rows = client.fetch(make_plan(layout, batch, rank), wait=30, weight_version=step)
+            # Old log-probabilities, and the same rows again in every train pass.
+            with torch.no_grad(), replay(policy, rows, compare=True) as r:
                 old = token_logp(policy, tokens, mask, new)
             rolled = torch.stack(output.logits, 1).float().log_softmax(-1)
             rolled = rolled.gather(-1, tokens[:, -new:, None])[..., 0]
             ratio = clipped = torch.ones(())
             for _ in range(args.epochs):
                 # With activation checkpointing the backward pass routes again: keep it inside.
-                with replay(policy, ids, layer_ids=layers, valid=valid):
+                with replay(policy, rows):
                     ratio = (token_logp(policy, tokens, mask, new) - old).exp()
                     clipped = ratio.clamp(0.8, 1.2)
                     loss = -torch.minimum(ratio * advantage, clipped * advantage).mean()

@@ -10,13 +10,15 @@ import argparse
 import json
 import os
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 
 import torch
 from tiny_moe import build_model
 
-from routetrace.client import RouteClient
-from routetrace.client.replay import collate, replay
+from routetrace.client import MicroBatch, Rank, RouteClient, Sample, make_plan
+from routetrace.client.replay import replay
+from routetrace.v1.model_map import layout_from_config
 
 
 def main() -> int:
@@ -30,25 +32,28 @@ def main() -> int:
     lines = args.rollouts.read_text("utf-8").splitlines()
     samples = {sample["request_id"]: sample["tokens"] for sample in map(json.loads, lines)}
     model = build_model().eval()
-    with RouteClient(args.target, run=args.run) as client:
+    layout = layout_from_config(model.config)
+    rank = Rank(layout.layer_ids, flatten="batch")
+    # The routing must be that of these very tokens.
+    batches = [
+        MicroBatch.packed([Sample.of(name, token_ids=tokens)]) for name, tokens in samples.items()
+    ]
+    with ExitStack() as stack:
+        client = stack.enter_context(RouteClient(args.target, run=args.run))
         found = {stat.request_id for stat in client.find(labels={"source": "node"})}
         print(f"{len(samples)} samples, of which the server knows {len(found & samples.keys())}")
         print("sample   rows  coverage  routers that disagreed")
         coverage: list[float] = []
         disagreement: list[float] = []
-        for name, tokens in samples.items():
-            trace = client.get(name, wait=args.wait, missing="mask")
-            # The routing is that of these very tokens, or this raises.
-            trace.verify_tokens(tokens)
-            input_ids = torch.tensor([tokens])
-            ids, valid = collate([trace], [len(tokens)], len(tokens))
-            replaying = replay(model, ids, layer_ids=trace.layer_ids, valid=valid, compare=True)
-            with torch.no_grad(), replaying as replayed:
+        plans = [make_plan(layout, batch, rank) for batch in batches]
+        fetched = stack.enter_context(client.prefetch(plans, wait=args.wait, missing="mask"))
+        for (name, tokens), rows in zip(samples.items(), fetched, strict=True):
+            with torch.no_grad(), replay(model, rows, compare=True) as replayed:
                 # What a policy gradient needs: log-probabilities under the experts of the rollout.
-                model(input_ids)
-            coverage.append(trace.coverage)
+                model(torch.tensor([tokens]))
+            coverage.append(rows.coverage)
             disagreement.append(replayed.disagreement or 0.0)
-            print(f"{name:<8} {len(trace):4}  {coverage[-1]:8.1%}  {disagreement[-1]:22.1%}")
+            print(f"{name:<8} {rows.stats.rows:4}  {coverage[-1]:8.1%}  {disagreement[-1]:22.1%}")
     print(f"coverage {sum(coverage) / len(coverage):.1%}")
     print(f"routers that disagreed {sum(disagreement) / len(disagreement):.1%}")
     return 0 if min(coverage) == 1 else 1
