@@ -44,7 +44,8 @@ def tokens(
     field: str, values: npt.ArrayLike, count: int | None = None
 ) -> npt.NDArray[np.integer[Any]]:
     """Token ids, `count` of them if that is given."""
-    ids = np.asarray(values)
+    # Tensors on a device have to come back first.
+    ids = np.asarray(values.cpu() if hasattr(values, "cpu") else values)
     integers = not ids.size or (
         ids.dtype.kind in "iu" and 0 <= int(ids.min()) <= int(ids.max()) < 2**32
     )

@@ -158,7 +158,7 @@ def _count(num_tokens: int | None, token_ids: npt.ArrayLike | None) -> int:
         return num_tokens
     if token_ids is None:
         raise InvalidArgument(field="num_tokens", value=None, expected="a number, or token_ids")
-    return len(np.asarray(token_ids))
+    return check.tokens("token_ids", token_ids).size
 
 
 class Unit(NamedTuple):
