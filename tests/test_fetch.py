@@ -431,6 +431,24 @@ def test_another_layer_numbering_is_said(stored, client):
     assert "layout.top_k" in told(client, sample, replace(LAYOUT, top_k=2))
 
 
+@pytest.mark.parametrize("number", [1, 2, 4])
+def test_the_tokens_of_each_turn_are_checked(stored, client, number):
+    """A turn whose request has other tokens than it is said to have."""
+    tokens = stored.tokens[number]
+    count, first = len(tokens), f"r{number}"
+    turn = Segment(first, 0, count - 2, num_tokens=count - 1)
+    assert f"expected {count}, the tokens of trace '{first}'" in told(
+        client, Sample(count + 9, (turn,))
+    )
+    # What the next turn's prompt dropped at the end of this one is no matter, if that is proven.
+    edited = np.concatenate([tokens[: count - 1], [7] * 40])
+    sample = Sample(len(edited), (turn,), token_ids=edited)
+    if count > 64:
+        assert fetch_sample(client, sample).verified[0] >= 1
+    edited[10] += 1
+    assert "another prompt" in told(client, sample) or "they agree" in told(client, sample)
+
+
 # ------------------------------------------------------------------ the wire
 
 

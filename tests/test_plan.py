@@ -73,7 +73,7 @@ def test_a_large_batch_is_planned_at_once():
 
 
 def test_a_request_of_n_tokens_gives_n_minus_1_rows():
-    assert Sample.of("a", 7).segments == (Segment("a", 0, 6),)
+    assert Sample.of("a", 7).segments == (Segment("a", 0, 6, num_tokens=7),)
     assert Sample.of("a", token_ids=[5, 6, 7]).num_tokens == 3
     assert Sample.of("a", 1).segments == ()
     assert Sample.padding(8).padded_len == 8
@@ -81,7 +81,11 @@ def test_a_request_of_n_tokens_gives_n_minus_1_rows():
 
 def test_a_later_turn_gives_the_row_of_the_last_token_of_the_turn_before():
     sample = Sample.turns([("a", 10), ("b", 25), ("c", 26)])
-    assert sample.segments == (Segment("a", 0, 9), Segment("b", 9, 24), Segment("c", 24, 25))
+    assert [(s.request_id, s.start, s.stop, s.num_tokens) for s in sample.segments] == [
+        ("a", 0, 9, 10),
+        ("b", 9, 24, 25),
+        ("c", 24, 25, 26),
+    ]
     assert sample.num_tokens == 26
 
 
@@ -97,6 +101,7 @@ def test_a_later_turn_gives_the_row_of_the_last_token_of_the_turn_before():
         (lambda: Sample(5, (Segment("a", 0, 6),)), "segments[0]"),
         (lambda: Sample(5, (Segment("a", 0, 3), Segment("b", 2, 5))), "segments[1]"),
         (lambda: Segment("a", 3, 3), "stop"),
+        (lambda: Segment("a", 3, 5, num_tokens=5), "num_tokens"),
         (lambda: MicroBatch.packed([], align=0), "align"),
         (lambda: MicroBatch.packed([Sample.of("a", 9)], total_len=8), "total_len"),
         (lambda: MicroBatch.padded([Sample.of("a", 9)], 8), "samples[0].num_tokens"),

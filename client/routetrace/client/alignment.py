@@ -64,13 +64,16 @@ def check_tokens(number: int, sample: Sample, segment: Segment, facts: TraceFact
     """
     confirmed = 0
     if sample.token_ids is not None and segment.shift == 0:
-        confirmed = _confirm(number, sample.token_ids, facts)
+        # Tokens behind those that the rows are of may be another request's.
+        stop = min(segment.num_tokens or segment.stop, sample.num_tokens)
+        confirmed = _confirm(number, sample.token_ids[:stop], facts)
+    count = segment.num_tokens
     # The start of a request is enough where it is proven to be that.
-    cut_short = confirmed and sample.num_tokens < facts.num_tokens
-    if sample.whole and facts.num_tokens not in (0, sample.num_tokens) and not cut_short:
+    cut_short = confirmed and count is not None and count < facts.num_tokens
+    if count is not None and facts.num_tokens not in (0, count) and not cut_short:
         raise InvalidArgument(
             field=f"samples[{number}].num_tokens",
-            value=sample.num_tokens,
+            value=count,
             expected=f"{facts.num_tokens}, the tokens of trace {facts.request_id!r} (prompt "
             f"{facts.prompt_len}): its rows may be shifted against other tokens. Of a sample that "
             "was cut short, give its token_ids, or the segment that it takes",

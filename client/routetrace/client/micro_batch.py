@@ -29,6 +29,9 @@ class Segment:
     """Position in the sample of the first row; `start` if None."""
     incarnation: int | None = None
     """As in `RouteClient.get`."""
+    num_tokens: int | None = None
+    """Tokens that the request must have, or more if the sample's token ids are proven to be its
+    start; None: any number."""
 
     def __post_init__(self) -> None:
         check.text("request_id", self.request_id)
@@ -37,6 +40,8 @@ class Segment:
         if self.at is None:
             object.__setattr__(self, "at", self.start)
         check.whole("at", self.at)
+        if self.num_tokens is not None:
+            check.whole("num_tokens", self.num_tokens, self.stop + 1)
 
     @property
     def shift(self) -> int:
@@ -61,9 +66,6 @@ class Sample:
     `align`."""
     token_ids: npt.NDArray[np.integer[Any]] | None = None
     """[num_tokens]; compared with the token digests of the requests, where the agent told them."""
-    whole: bool = False
-    """Whether the sample must have as many tokens as its only request, unless its token ids show
-    that it is the start of it."""
 
     def __post_init__(self) -> None:
         check.whole("num_tokens", self.num_tokens)
@@ -142,10 +144,18 @@ class Sample:
         for number, (request_id, count) in enumerate(requests):
             num_tokens = check.whole(f"requests[{number}].num_tokens", count, num_tokens + 1)
             if first < num_tokens - 1:
-                segments.append(Segment(request_id, first, num_tokens - 1, incarnation=incarnation))
+                segments.append(
+                    Segment(
+                        request_id,
+                        first,
+                        num_tokens - 1,
+                        incarnation=incarnation,
+                        num_tokens=num_tokens,
+                    )
+                )
             first = num_tokens - 1
         ids = None if token_ids is None else check.tokens("token_ids", token_ids, num_tokens)
-        return cls(num_tokens, tuple(segments), padded_len, ids, whole=len(requests) == 1)
+        return cls(num_tokens, tuple(segments), padded_len, ids)
 
     @classmethod
     def padding(cls, length: int) -> Sample:
