@@ -8,7 +8,7 @@ PIP    := $(PY) -m pip install --quiet --disable-pip-version-check
 # The CPU build; use your own torch by installing it into $(VENV) first.
 TORCH  ?= torch==2.13.0
 
-.PHONY: demo test lint bench test-exact test-mutations test-install test-vllm \
+.PHONY: demo test lint bench test-exact test-mutations test-install test-trainers test-vllm \
 	test-vllm-scheduler bench-vllm proto clean
 
 demo: $(VENV)/.demo
@@ -61,8 +61,16 @@ test-vllm-scheduler:
 			$(VLLM_VENV)/bin/python -m vllm_runs.scheduler --rows $(ROWS) --seed $(SEED) || exit 1; \
 	done
 
+# Megatron-Core and verl as they are published, on the CPU: rows in every layout, compared with what
+# they must be; see tests/trainer_runs.
+TRAINERS_VENV ?= .venv-trainers
+test-trainers:
+	PYTHON=$(PYTHON) TRAINERS_VENV=$(TRAINERS_VENV) TORCH='$(TORCH)' scripts/trainers_env.sh
+	PYTHONPATH=tests OMP_NUM_THREADS=1 $(TRAINERS_VENV)/bin/python -m trainer_runs
+
 bench: $(VENV)/.dev
 	$(PY) benchmarks/bench.py
+	$(PY) benchmarks/rank_wire.py
 
 # What capture costs vLLM, beside none and vLLM's own return.
 bench-vllm:
@@ -87,4 +95,4 @@ $(VENV)/.dev: pyproject.toml | $(VENV)/bin/python
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(VLLM_VENV) dist build .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VLLM_VENV) $(TRAINERS_VENV) dist build .pytest_cache .mypy_cache .ruff_cache .hypothesis
