@@ -39,6 +39,7 @@ from routetrace.capture_agent.sender import Sender
 from routetrace.capture_agent.worker import Worker
 from routetrace.client import RouteClient
 from routetrace.client._drive import Driver
+from routetrace.client._messages import parser_of
 from routetrace.server import journal as journal_module
 from routetrace.server.config import ServerConfig
 from routetrace.server.core import Core
@@ -322,7 +323,8 @@ class _Server:
             raise AssertionError(f"{name}: no answer, though everything is there") from None
 
     async def _collect(self, method: Any, request: Any) -> list[Any]:
-        return [_copy(method, r) async for r in method.unary_stream(request, _Context())]
+        responses = method.unary_stream(request, _Context())
+        return [parser_of(type(r))(method.response_serializer(r)) async for r in responses]
 
     def stream(self, requests: AsyncIterator[Any]) -> Any:
         """The responses of Ingest."""

@@ -234,6 +234,18 @@ MUTATIONS = (
         "        for lane in set(lanes[hit].tolist()):\n",
         "        for lane in ():\n",
     ),
+    Mutation(
+        "a rank's second range of positions not sent",
+        f"{SERVER}/view.py",
+        "for a, b in ranges if a < min(b, stop)]",
+        "for a, b in ranges[:1] if a < min(b, stop)]",
+    ),
+    Mutation(
+        "rows of a rank placed one token late",
+        "client/routetrace/client/plan.py",
+        "first = self.at + (start - self.start) * self.stride",
+        "first = self.at + min(start - self.start + (start > self.start), stop - start)",
+    ),
 )
 
 
