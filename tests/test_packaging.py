@@ -77,12 +77,20 @@ def test_commands_exist():
 
 CLIENT_NAMES = [
     "AsyncRouteClient",
+    "FetchStats",
+    "MicroBatch",
     "MissingRange",
+    "Plan",
+    "Rank",
+    "RankRows",
     "RouteClient",
     "RoutingTrace",
+    "Sample",
+    "Segment",
     "TraceFacts",
     "TraceStat",
     "TraceState",
+    "make_plan",
 ]
 AGENT_NAMES = ["AgentConfig", "AgentStats", "CaptureAgent", "CloseReport"]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
+from dataclasses import replace as changed
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,12 +13,17 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from rank_rows import facts_of, random_choices, rows_of
 from routing_truth import RecordingAgent, Truth, padded, routers
 from tiny_models import FAMILIES, VOCABULARY, tiny_model
 from torch.overrides import _get_current_function_mode_stack
 
 from routetrace.capture_agent.transformers import TransformersCapture
+from routetrace.client import MicroBatch, Rank, Sample, make_plan
+from routetrace.client.agreement import Agreement, compare
+from routetrace.client.diagnosis import diagnose
 from routetrace.client.replay import collate, replay
+from routetrace.client.rows import RankRows
 from routetrace.v1.errors import InvalidArgument
 from routetrace.v1.layout import RoutingLayout
 
@@ -210,6 +216,210 @@ def test_layers_may_come_in_any_order() -> None:
     assert r.disagreement is None
 
 
+# ---------------------------------------------------------------- rows of a plan
+
+
+def planned(
+    layout: RoutingLayout, *, packed: bool = False, flatten: Any = "batch", missing: float = 0.2
+) -> RankRows:
+    """Rows of random choices for `tokens()`, or for as many in one packed lane."""
+    lengths = [8, 5, 3]
+    samples = [Sample.of(f"r{i}", n) for i, n in enumerate(lengths)]
+    if packed:
+        batch = MicroBatch.packed(samples, total_len=BATCH * SEQ)
+    else:
+        batch = MicroBatch.padded(samples, SEQ, padding_side="left")
+    plan = make_plan(layout, batch, Rank(layout.layer_ids, flatten=flatten))
+    shape = (SEQ, len(layout.layer_ids))
+    ids = [random_choices(shape, layout.num_experts, layout.top_k, i) for i in range(BATCH)]
+    reads = tuple(facts_of(layout, [(0, 3, 7), (3, SEQ, 8)]) for _ in plan.reads)
+    return rows_of(plan, ids, missing, reads)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("packed", [True, False])
+def test_rows_of_a_plan_are_used_where_they_are_valid(family: str, packed: bool) -> None:
+    model, layout = tiny_model(family)
+    rows = planned(layout, packed=packed)
+    assert 0 < rows.valid.mean() < 0.6
+    before = rows.topk_ids.copy()
+    input_ids = tokens().reshape(1, -1) if packed else tokens()
+    seen: list[tuple[Any, ...]] = []
+    handles = [
+        router.register_forward_pre_hook(lambda _m, args: seen.append(args))
+        for router in routers(model, layout)
+    ]
+    with (
+        torch.no_grad(),
+        Truth(model, layout) as truth,
+        replay(model, rows, compare=True) as r,
+    ):
+        assert r.num_tokens == BATCH * SEQ
+        assert r.trainer_ids is None
+        assert r.agreement == Agreement()
+        for ids in (input_ids.flip(-1), input_ids):  # the latest pass counts
+            seen.clear()
+            model(input_ids=ids)
+    for handle in handles:
+        handle.remove()
+    with torch.no_grad():
+        live = np.stack(
+            [router(*args)[2] for router, args in zip(routers(model, layout), seen, strict=True)]
+        )
+    used = truth.rows(1).transpose(1, 0, 2)
+    valid = rows.valid
+    # Group-limited routers are made to choose what they could not.
+    np.testing.assert_array_equal(used[valid], rows.topk_ids[valid])
+    np.testing.assert_array_equal(used[~valid], live[~valid])
+    np.testing.assert_array_equal(rows.topk_ids, before)
+    assert r.trainer_ids is not None
+    np.testing.assert_array_equal(r.trainer_ids, live)
+    assert r.agreement == compare(rows, live)
+    assert r.agreement.fallback_tokens > 0
+    assert set(r.agreement.by_version) == {7, 8}
+    assert r.disagreement == r.agreement.disagreement
+
+
+def test_rows_of_a_plan_are_not_copied() -> None:
+    for family in ("qwen3_moe", "qwen3_moe_300"):
+        model, layout = tiny_model(family)
+        rows = planned(layout)
+        with replay(model, rows) as r:
+            for column, forcer in enumerate(r._forcers):
+                assert np.shares_memory(forcer.ids.numpy(), rows.topk_ids[column])
+                assert np.shares_memory(forcer.valid.numpy(), rows.valid[column])
+        rows.topk_ids.flags.writeable = rows.valid.flags.writeable = False
+        with replay(model, rows), torch.no_grad():  # such memory has to be copied
+            model(input_ids=tokens())
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_pinned_rows_may_be_overwritten_after_the_block() -> None:
+    shared, layout = tiny_model("qwen3_moe")
+    model = copy.deepcopy(shared).cuda()
+    rows = planned(layout)
+    pinned = torch.from_numpy(rows.topk_ids.copy()).pin_memory()
+    chosen: list[torch.Tensor] = []
+    for router in routers(model, layout):
+        router.register_forward_hook(lambda _m, _a, out: chosen.append(out[2]))
+    with (
+        torch.no_grad(),
+        replay(model, changed(rows, topk_ids=pinned.numpy()), compare=True) as r,
+    ):
+        torch.cuda._sleep(10**9)  # the device is behind
+        model(input_ids=tokens().cuda())
+    pinned.zero_()
+    used = torch.stack(chosen).cpu().numpy()
+    np.testing.assert_array_equal(used[rows.valid], rows.topk_ids[rows.valid])
+    assert r.agreement == compare(rows, r.trainer_ids)
+
+
+class WideRouter(torch.nn.Module):
+    """Chooses 2 of 40,000 experts: ids that int16 cannot hold."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.randn(40_000, 4))
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return torch.topk(x @ self.weight.T, 2, dim=-1)
+
+
+def test_ids_above_32767() -> None:
+    layout = RoutingLayout((0,), 1, 40_000, 2)
+    router = WideRouter()
+    decoder = torch.nn.Module()
+    decoder.layers = torch.nn.ModuleList([router])
+    decoder.layers[0] = torch.nn.ModuleDict({"gate": router})
+    model = SimpleNamespace(get_decoder=lambda: decoder)
+    plan = make_plan(layout, MicroBatch.packed([Sample.of("r", 9)]), Rank([0], flatten="batch"))
+    own = random_choices((9, 1), 40_000, 2, 0)
+    own[0, 0], own[1, 0] = [39_999, 32_768], [32_767, 0]
+    rows = rows_of(plan, [own])
+    x = torch.randn(9, 4)
+    with torch.no_grad():
+        live = router(x).indices
+        for given_ids, valid in ((rows, None), (own, rows.valid[0])):
+            layer_ids = None if given_ids is rows else [0]
+            with replay(
+                model, given_ids, layer_ids=layer_ids, valid=valid, compare=True, layout=layout
+            ) as r:
+                used = router(x).indices
+            np.testing.assert_array_equal(used[:8], own[:8, 0])
+            assert torch.equal(used[8], live[8])  # the last token has no row
+            assert r.trainer_ids is not None
+            assert torch.equal(r.trainer_ids[0].long(), live)
+            assert r.disagreement == 1
+
+
+def test_what_replay_refuses_of_rows() -> None:
+    model, layout = tiny_model("qwen2_moe")
+    rows = planned(layout)
+    refused("layer_ids", rows, layer_ids=layout.layer_ids)
+    refused("valid", rows, layer_ids=None, valid=rows.valid)
+    refused("layer_ids", rows.layers([2]), layer_ids=None)
+    refused("layer_ids", layer_ids=None)
+    error = refused("plan", planned(layout, flatten="sequence"), layer_ids=None)
+    assert 'Rank(flatten="batch")' in error.expected
+    replay(model, planned(layout, flatten="sequence", packed=True))  # one lane: the same
+    other = RoutingLayout(layout.layer_ids, layout.num_hidden_layers, 9, layout.top_k)
+    refused("plan.layout", planned(other), layer_ids=None)
+    column, token = np.argwhere(rows.valid)[5]
+    for bad in ([8, 1], [3, 3]):
+        spoilt = rows.topk_ids.copy()
+        spoilt[column, token] = bad
+        error = refused("topk_ids", changed(rows, topk_ids=spoilt), layer_ids=None)
+        assert error.value == f"{bad} for token {token} at layer {layout.layer_ids[column]}"
+
+
+def test_wrong_rows_show_in_the_comparison() -> None:
+    model, layout = tiny_model("qwen3_moe")
+    input_ids = torch.randint(3, VOCABULARY, (1, 100), generator=torch.Generator().manual_seed(3))
+    own = routed(model, layout, input_ids)
+    plan = make_plan(
+        layout, MicroBatch.packed([Sample.of("r", 100)]), Rank(layout.layer_ids, flatten="batch")
+    )
+    for ids, words in ((own, None), (np.roll(own, 1, axis=0), "rows look shifted by +1 token: ")):
+        rows = rows_of(plan, [ids.astype(np.uint8)])
+        with torch.no_grad(), replay(model, rows, compare="only") as r:
+            model(input_ids=input_ids)
+        said = diagnose(rows, r.trainer_ids)
+        assert said == words if words is None else (said or "").startswith(words)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_only_to_compare_changes_nothing(family: str) -> None:
+    model, layout = tiny_model(family)
+    own = routed(model, layout, tokens())
+    rows = planned(layout)
+    with torch.no_grad():
+        expected = model(input_ids=tokens()).logits
+        with replay(model, rows, compare="only") as r:
+            assert torch.equal(model(input_ids=tokens()).logits, expected)
+            with pytest.raises(InvalidArgument, match=r"24 tokens, expected 10 tokens"):
+                model(input_ids=tokens()[:2, :5])
+    np.testing.assert_array_equal(r.trainer_ids, own.transpose(1, 0, 2))
+    assert r.agreement == compare(rows, own.transpose(1, 0, 2))
+
+
+def test_ids_and_rows_of_a_plan_are_replayed_the_same() -> None:
+    model, layout = tiny_model("qwen3_moe")
+    rows = planned(layout)
+    ids = rows.topk_ids.transpose(1, 0, 2).copy()
+    logits = []
+    with torch.no_grad():
+        with replay(model, rows, compare=True) as of_rows:
+            logits.append(model(input_ids=tokens()).logits)
+        valid = rows.valid.T.copy()
+        with replay(model, ids, layer_ids=rows.layer_ids, valid=valid, compare=True) as of_ids:
+            logits.append(model(input_ids=tokens()).logits)
+    assert torch.equal(*logits)
+    assert of_ids.agreement.by_layer == of_rows.agreement.by_layer
+    # What was planned is not known of arrays.
+    assert of_ids.agreement.planned_cells == of_ids.agreement.placed_tokens == 0
+
+
 # ---------------------------------------------------------------- what is refused
 
 
@@ -232,6 +442,7 @@ def test_what_replay_refuses() -> None:
     refused("topk_ids", ids[:, :1])
     refused("topk_ids", ids.astype(np.float32))
     refused("topk_ids", ids[0])
+    refused("compare", compare="never")
     refused("valid", valid=np.ones(5, dtype=bool))
     refused("valid", valid=np.ones(ids.shape[:2]))
     for bad, value in ((8, "8]"), (-1, "[-1"), (None, "")):

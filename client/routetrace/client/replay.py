@@ -1,7 +1,8 @@
 """Makes a transformers model route as it is told: Rollout Routing Replay (R3, arXiv:2510.11370).
 
-    ids, valid = collate(traces, token_lens, seq_len, padding_side="left")
-    with replay(model, ids, layer_ids=traces[0].layer_ids, valid=valid):
+    batch = MicroBatch.padded(samples, seq_len, padding_side="left")
+    plan = make_plan(layout, batch, Rank(layout.layer_ids, flatten="batch"))
+    with replay(model, client.fetch(plan)):
         loss = loss_of(model(input_ids, attention_mask=mask))
         loss.backward()
 
@@ -10,7 +11,8 @@ answered with the given ids and the scores at them; what the router makes of sco
 or after, sigmoid, bias, normalisation, scaling) stays its own, and gradients reach it through them.
 
 The backward pass belongs inside the block: activation checkpointing runs the routers again there.
-Compiled models are not supported, since the routers of a compiled model do not run hooks.
+Under FSDP2 (`fully_shard`) each rank replays the rows of its own tokens. Compiled models are not
+supported, since the routers of a compiled model do not run hooks.
 """
 
 from __future__ import annotations
@@ -24,15 +26,17 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import nn
-from torch.overrides import TorchFunctionMode
 
+from routetrace.client._force import Compare, Forcer, Given
+from routetrace.client.agreement import Agreement, of_overlap, overlap, tally
+from routetrace.client.rows import RankRows
 from routetrace.v1.errors import InvalidArgument
+from routetrace.v1.frame import invalid_rows
 from routetrace.v1.layout import RoutingLayout
 from routetrace.v1.model_map import layout_from_config
 
 # A module of decoder layer <i>, by its name below the decoder.
 _LAYER = re.compile(r"(?:layers|blocks|h)\.(\d+)\.")
-_TOPK = (torch.topk, torch.Tensor.topk)
 
 Ids = torch.Tensor | npt.NDArray[Any]
 
@@ -63,11 +67,11 @@ class Trace(Protocol):
 
 def replay(
     model: Any,
-    topk_ids: Ids,
+    topk_ids: RankRows | Ids,
     *,
-    layer_ids: Sequence[int],
+    layer_ids: Sequence[int] | None = None,
     valid: Ids | None = None,
-    compare: bool = False,
+    compare: Compare = False,
     layout: RoutingLayout | None = None,
 ) -> Replay:
     """Makes every forward and backward pass of the block use the given experts.
@@ -75,55 +79,64 @@ def replay(
     All passes of the block must be over the same tokens: old log-probabilities first and training
     next is fine, another micro-batch needs a block of its own.
 
+    Ids travel to a device when its first layer runs, narrow, and without waiting if their memory is
+    pinned. Do not write to that memory within the block.
+
     Args:
         model: a MoE model of transformers.
-        topk_ids: integer ids [batch, seq, L, K], or [tokens, L, K] in the order in which routers
-            see tokens: batch by batch.
+        topk_ids: the rows of a plan with `Rank(flatten="batch")`. Or integer ids [batch, seq, L, K]
+            or [tokens, L, K], in the order in which routers see tokens: batch by batch.
         layer_ids: absolute layer ids of the L columns: all MoE layers of the model, in any order.
+            None for rows of a plan, which know theirs.
         valid: bool, as topk_ids without its last one or two axes. Where False, the model's own
-            router decides: padding, the last token, rows that were not captured. None: all valid.
-        compare: counts how often the model's own routers would have chosen otherwise
-            (`Replay.disagreement`). Runs every router twice.
+            router decides: padding, the last token, rows that were not captured. None: all valid;
+            rows of a plan know it.
+        compare: keeps what the model's own routers would have chosen: see `Replay.agreement` and
+            `Replay.trainer_ids`. Runs every router twice. "only": replays nothing, and keeps what
+            they did choose.
         layout: the model's layout; found from `model.config` if not given.
 
     Raises:
         InvalidArgument: naming what does not fit: the model's routers, shapes, layers, ids out of
-            range or repeated within a valid cell. In a pass, if the number of its tokens is another
-            or a router does not choose by one call of `topk`.
+            range or repeated within a valid cell, a plan that flattens otherwise. In a pass, if the
+            number of its tokens is another or a router does not choose by one call of `topk`.
     """
+    if compare not in (False, True, "only"):
+        raise InvalidArgument(field="compare", value=compare, expected='a bool, or "only"')
     layout = layout_from_config(model.config) if layout is None else layout
-    return Replay(model, layout, topk_ids, list(layer_ids), valid, compare)
+    routers = _routers(model, layout)
+    rows = topk_ids if isinstance(topk_ids, RankRows) else None
+    if rows is not None:
+        for name, value in (("layer_ids", layer_ids), ("valid", valid)):
+            if value is not None:
+                raise InvalidArgument(field=name, value=value, expected="None, with rows of a plan")
+        layer_ids = rows.layer_ids
+    columns = [] if layer_ids is None else list(layer_ids)
+    if sorted(columns) != sorted(routers):
+        raise InvalidArgument(
+            field="layer_ids",
+            value=columns,
+            expected=f"the layers of the model's {len(routers)} routers, {sorted(routers)}",
+        )
+    if isinstance(topk_ids, RankRows):
+        given = _of_rows(layout, topk_ids)
+    else:
+        given = _of_arrays(layout, topk_ids, columns, valid)
+    forcers = [
+        Forcer(routers[layer], layer, layout.num_experts, given, column, compare)
+        for column, layer in enumerate(columns)
+    ]
+    return Replay(given, forcers, rows)
 
 
 class Replay:
     """The context that `replay` makes."""
 
-    def __init__(
-        self,
-        model: Any,
-        layout: RoutingLayout,
-        topk_ids: Ids,
-        layer_ids: list[int],
-        valid: Ids | None,
-        compare: bool,
-    ) -> None:
-        routers = _routers(model, layout)
-        if sorted(layer_ids) != sorted(routers):
-            raise InvalidArgument(
-                field="layer_ids",
-                value=layer_ids,
-                expected=f"the layers of the model's {len(routers)} routers, {sorted(routers)}",
-            )
-        ids, mask = _checked(layout, topk_ids, layer_ids, valid)
-        self.num_tokens = ids.shape[1]
-        self._compare = compare
-        self._differing: dict[torch.device, torch.Tensor] = {}
-        self._compared: dict[torch.device, torch.Tensor] = {}
+    def __init__(self, given: Given, forcers: list[Forcer], rows: RankRows | None) -> None:
+        self._given = given
+        self._forcers = forcers
+        self._rows = rows
         self._handles: list[Any] = []
-        self._forcers = [
-            _Forcer(self, routers[layer], layer, layout.num_experts, ids[column], mask[column])
-            for column, layer in enumerate(layer_ids)
-        ]
 
     def __enter__(self) -> Replay:
         for forcer in self._forcers:
@@ -143,137 +156,52 @@ class Replay:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        self._given.settle()
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of a pass."""
+        return len(self._forcers[0].ids)
+
+    @property
+    def trainer_ids(self) -> torch.Tensor | None:
+        """What the model's own routers would have chosen in the latest pass, where others did not.
+
+        On the CPU: [L, tokens, K] of uint8 up to 256 experts, int32 above, layers as in the rows or
+        `layer_ids`. Each layer chose after the ones before it were replayed, unless `compare` is
+        "only". None without `compare` or before a pass. Waits for the device.
+        """
+        live = [forcer.live.cpu() for forcer in self._forcers if forcer.live is not None]
+        if len(live) < len(self._forcers):
+            return None
+        ids = torch.stack(live)
+        return ids if ids.dtype == torch.uint8 else ids.int() & 0xFFFF
+
+    @property
+    def agreement(self) -> Agreement:
+        """How far the model's own routers agreed with the given ids in the latest pass; adds up.
+
+        Empty without `compare` or before a pass. Waits for the device. What was planned, and what
+        fell back to the live router, is known of rows of a plan alone.
+        """
+        forcers = [forcer for forcer in self._forcers if forcer.live is not None]
+        if not forcers:
+            return Agreement()
+        matched = [overlap(forcer.ids, forcer.live) for forcer in forcers]
+        matched_ids = np.stack([counts.cpu().numpy() for counts in matched])
+        if self._rows is not None and len(forcers) == len(self._forcers):
+            return of_overlap(self._rows, matched_ids)
+        valid = np.stack([forcer.valid.cpu().numpy() for forcer in forcers])
+        layers = [forcer.layer for forcer in forcers]
+        return tally(matched_ids, valid, layers, forcers[0].ids.shape[1])
 
     @property
     def disagreement(self) -> float | None:
         """Share of the valid (token, layer) cells where the model's own choice is another set.
 
-        Over all passes so far, recomputation included; None without `compare` or before a pass.
-        Waits for the device.
+        In the latest pass; None without `compare` or before a pass. Waits for the device.
         """
-        compared = sum(int(count) for count in self._compared.values())
-        return sum(int(n) for n in self._differing.values()) / compared if compared else None
-
-    def _count(self, live: torch.Tensor, ids: torch.Tensor, valid: torch.Tensor) -> None:
-        differs = (live.sort(dim=-1).values != ids.sort(dim=-1).values).any(dim=-1) & valid
-        for counts, cells in ((self._differing, differs), (self._compared, valid)):
-            counts[ids.device] = counts.get(ids.device, 0) + cells.sum()
-
-
-class _Forcer:
-    """Makes one router choose as given."""
-
-    def __init__(
-        self,
-        owner: Replay,
-        router: nn.Module,
-        layer: int,
-        num_experts: int,
-        ids: torch.Tensor,
-        valid: torch.Tensor,
-    ) -> None:
-        self.router = router
-        self._owner = owner
-        self._layer = layer
-        self._num_experts = num_experts
-        self._ids = ids
-        self._valid = valid
-        # Group-limited routers first choose groups of experts.
-        self._num_groups = int(getattr(router, "num_group", 0) or 0)
-        self._topk_group = int(getattr(router, "topk_group", 0) or 0)
-        self._mode: _AnswerTopK | None = None
-
-    def before(self, router: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        device = args[0].device if args else next(iter(kwargs.values())).device
-        if self._ids.device != device:
-            self._ids, self._valid = self._ids.to(device), self._valid.to(device)
-        ids = self._ids.long()
-        if self._owner._compare:
-            with torch.no_grad():
-                live = _index_tensor(router.forward(*args, **kwargs))
-            if live is not None and live.shape == ids.shape:
-                self._owner._count(live, ids, self._valid)
-        self._mode = _AnswerTopK(self, ids, self._valid)
-        self._mode.__enter__()  # type: ignore[no-untyped-call]
-
-    def after(self, _router: nn.Module, _args: Any, output: Any) -> None:
-        mode, self._mode = self._mode, None
-        if mode is None:
-            return
-        mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
-        # Hash routers look their experts up: all that matters is that these are the given ones.
-        if output is not None and mode.hits != 1 and not (mode.hits == 0 and self._agrees(output)):
-            raise InvalidArgument(
-                field=f"layers.{self._layer}",
-                value=f"{type(self.router).__name__} with {mode.hits} calls of topk over experts",
-                expected="a router that chooses its experts by one call of topk, or the given ones",
-            )
-
-    def _agrees(self, output: Any) -> bool:
-        ids = _index_tensor(output)
-        if ids is None or ids.shape != self._ids.shape:
-            return False
-        return bool(((ids == self._ids) | ~self._valid[:, None]).all())
-
-    def answers(self, scores: torch.Tensor, k: int, ids: torch.Tensor) -> bool:
-        """Whether topk(scores, k) is the call that chooses experts."""
-        if scores.dim() != 2 or scores.shape[1] != self._num_experts or k != ids.shape[1]:
-            return False
-        if scores.shape[0] != len(ids):
-            raise InvalidArgument(
-                field="topk_ids",
-                value=f"{len(ids)} tokens",
-                expected=f"{scores.shape[0]} tokens, as in the pass",
-            )
-        return True
-
-    def needed_groups(self, scores: torch.Tensor, k: int, ids: torch.Tensor) -> Any:
-        """Groups [tokens, groups] of the given ids, if topk(scores, k) chooses groups."""
-        groups = self._num_groups
-        if scores.dim() != 2 or groups < 2 or scores.shape[1] != groups or k != self._topk_group:
-            return None
-        group = ids // (self._num_experts // groups)
-        needed = torch.zeros_like(scores, dtype=torch.bool).scatter_(1, group, True)
-        return needed & self._valid[:, None]
-
-
-class _AnswerTopK(TorchFunctionMode):
-    """Answers the topk of a router; every other function does what it does."""
-
-    def __init__(self, forcer: _Forcer, ids: torch.Tensor, valid: torch.Tensor) -> None:
-        super().__init__()
-        self.hits = 0
-        self._forcer = forcer
-        self._ids = ids
-        self._valid = valid
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if func not in _TOPK:
-            return func(*args, **kwargs)
-        scores = args[0] if args else kwargs["input"]
-        k = args[1] if len(args) > 1 else kwargs["k"]
-        if self._forcer.answers(scores, k, self._ids):
-            self.hits += 1
-            live = func(*args, **kwargs).indices
-            ids = torch.where(self._valid[:, None], self._ids, live)
-        else:
-            needed = self._forcer.needed_groups(scores, k, self._ids)
-            if needed is None:
-                return func(*args, **kwargs)
-            # Experts outside of the chosen groups would lose their scores.
-            ids = scores.detach().masked_fill(needed, torch.inf).topk(k, dim=-1).indices
-        return torch.return_types.topk((scores.gather(-1, ids), ids))
-
-
-def _index_tensor(output: Any) -> torch.Tensor | None:
-    values = output if isinstance(output, (tuple, list)) else (output,)
-    for value in values:
-        if isinstance(value, torch.Tensor) and value.dtype in (torch.int64, torch.int32):
-            return value
-    return None
+        return self.agreement.disagreement
 
 
 def _routers(model: Any, layout: RoutingLayout) -> dict[int, nn.Module]:
@@ -303,10 +231,49 @@ def _routers(model: Any, layout: RoutingLayout) -> dict[int, nn.Module]:
     return found
 
 
-def _checked(
+def _of_rows(layout: RoutingLayout, rows: RankRows) -> Given:
+    """Checked; shares memory with the rows."""
+    planned = rows.plan.layout
+    if (planned.num_experts, planned.top_k) != (layout.num_experts, layout.top_k):
+        raise InvalidArgument(
+            field="plan.layout",
+            value=f"top-{planned.top_k} of {planned.num_experts} experts",
+            expected=f"top-{layout.top_k} of {layout.num_experts}, as the model's routers choose",
+        )
+    if any(run.stride != 1 for run in rows.plan.runs):
+        raise InvalidArgument(
+            field="plan",
+            value="tokens flattened by sequence",
+            expected='Rank(flatten="batch"), as the model\'s routers see tokens',
+        )
+    for column, layer in enumerate(rows.layer_ids):
+        ids, valid = rows.topk_ids[column], rows.valid[column]
+        bad = invalid_rows(ids[:, None], layout.num_experts) & valid
+        if bad.any():
+            token = int(bad.argmax())
+            raise _bad_ids(ids[token].tolist(), token, layer, layout)
+    # torch computes little on uint16: its bits travel as int16.
+    narrow = rows.topk_ids if rows.topk_ids.itemsize == 1 else rows.topk_ids.view(np.int16)
+    return Given(_shared(narrow), _shared(rows.valid))
+
+
+def _shared(array: npt.NDArray[Any]) -> torch.Tensor:
+    # torch warns of memory that it must not write to.
+    return torch.from_numpy(array if array.flags.writeable else array.copy())
+
+
+def _bad_ids(ids: list[int], token: int, layer: int, layout: RoutingLayout) -> InvalidArgument:
+    return InvalidArgument(
+        field="topk_ids",
+        value=f"{ids} for token {token} at layer {layer}",
+        expected=f"distinct ids in [0, {layout.num_experts}) in every valid cell",
+    )
+
+
+def _of_arrays(
     layout: RoutingLayout, topk_ids: Ids, layer_ids: list[int], valid: Ids | None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Ids [L, tokens, K], narrow, 0 where invalid; and what is valid [L, tokens]."""
+) -> Given:
+    """Checked, narrow and layer by layer: a copy."""
     if isinstance(topk_ids, np.ndarray) and topk_ids.dtype.kind == "u" and topk_ids.itemsize > 1:
         topk_ids = topk_ids.astype(np.int64)  # torch computes little on wide unsigned integers
     ids = torch.as_tensor(topk_ids)
@@ -336,14 +303,10 @@ def _checked(
     bad &= mask
     if bool(bad.any()):
         token, column = bad.nonzero()[0].tolist()
-        raise InvalidArgument(
-            field="topk_ids",
-            value=f"{ids[token, column].tolist()} for token {token} at layer {layer_ids[column]}",
-            expected=f"distinct ids in [0, {layout.num_experts}) in every valid cell",
-        )
-    ids = ids.masked_fill(~mask[..., None], 0)
-    narrow = torch.uint8 if layout.num_experts <= 256 else torch.int32
-    return ids.to(narrow).transpose(0, 1).contiguous(), mask.transpose(0, 1).contiguous()
+        raise _bad_ids(ids[token, column].tolist(), token, layer_ids[column], layout)
+    narrow = torch.uint8 if layout.num_experts <= 256 else torch.int16
+    ids, mask = ids.to(narrow).transpose(0, 1), mask.transpose(0, 1)
+    return Given(ids.contiguous(), mask.contiguous())
 
 
 def _is_integer(tensor: torch.Tensor) -> bool:
