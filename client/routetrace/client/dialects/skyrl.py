@@ -1,0 +1,124 @@
+"""SkyRL (read: NovaSky-AI/SkyRL at a9564572).
+
+`GeneratorOutput["rollout_expert_indices"]` is a list of arrays [rows, num_hidden_layers, top_k], of
+the canonical dtype: by the largest id that is there, uint8, int16 or int32. A batch is padded on
+the left, with `arange(top_k)` where there is no row, and `router_padding_mask` is True there: such
+tokens are kept out of expert bias accounting, but do take these experts. Only the end of a sample
+can lack rows.
+"""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Sequence
+from typing import Any, TypedDict
+
+import numpy as np
+import numpy.typing as npt
+
+from routetrace.client import _arguments as check
+from routetrace.client.dialects._sample import SampleRows
+from routetrace.client.trace import RoutingTrace
+from routetrace.v1.errors import InvalidArgument
+
+Indices = npt.NDArray[np.integer[Any]]
+
+
+class Packed(TypedDict):
+    """What `pack_routed_experts` of SkyRL's /skyrl/v1/generate makes."""
+
+    data: str
+    """base64 of C-contiguous ids."""
+    shape: list[int]
+    """[rows, num_hidden_layers, top_k]."""
+    dtype: str
+    """"uint8", "int16" or "int32"."""
+
+
+def rollout_expert_indices(rows: RoutingTrace | SampleRows) -> Indices:
+    """An entry of `rollout_expert_indices`.
+
+    Returns:
+        [N - 1, num_hidden_layers, top_k] of the canonical dtype, for a sample of N tokens; zeros in
+        dense layers.
+
+    Raises:
+        Incomplete: if a cell is missing.
+    """
+    sample = SampleRows.of(rows)
+    sample.require_valid("SkyRL")
+    largest = int(sample.topk_ids.max(initial=0))
+    wide = np.int16 if largest < 2**15 else np.int32
+    return sample.array(np.uint8 if largest < 2**8 else wide, "hidden")
+
+
+def packed(rows: RoutingTrace | SampleRows) -> Packed:
+    """`routed_experts` of an answer of SkyRL's vLLM server.
+
+    Raises:
+        Incomplete: if a cell is missing.
+    """
+    array = rollout_expert_indices(rows)
+    data = base64.b64encode(array.data).decode("ascii")
+    return Packed(data=data, shape=list(array.shape), dtype=array.dtype.name)
+
+
+def batch(
+    samples: Sequence[RoutingTrace | SampleRows], seq_len: int
+) -> tuple[Indices, npt.NDArray[np.bool_]]:
+    """`rollout_expert_indices` and `router_padding_mask` of a training batch.
+
+    Args:
+        samples: in order.
+        seq_len: columns of the batch, which is padded on the left.
+
+    Returns:
+        [batch, seq_len, num_hidden_layers, top_k] of the widest dtype of the samples, and bool
+        [batch, seq_len], True where there is no row: padding and last tokens.
+
+    Raises:
+        Incomplete: if a cell is missing.
+        InvalidArgument: if there is no sample, or one has more than seq_len tokens.
+    """
+    arrays = _one_dtype(samples)
+    indices = np.empty((len(arrays), seq_len, *arrays[0].shape[1:]), arrays[0].dtype)
+    indices[:] = np.arange(indices.shape[-1])
+    mask = np.ones(indices.shape[:2], np.bool_)
+    for number, array in enumerate(arrays):
+        check.whole("seq_len", seq_len, len(array) + 1)
+        there = slice(seq_len - len(array) - 1, seq_len - 1)
+        indices[number, there] = array
+        mask[number, there] = False
+    return indices, mask
+
+
+def packed_batch(
+    samples: Sequence[RoutingTrace | SampleRows],
+) -> tuple[Indices, npt.NDArray[np.int32]]:
+    """The `values` and `cu_seqlens` of a `PackedTensor`, which SkyRL has in place of the batch.
+
+    As of its pull request 2235, read in a later version than the rest.
+
+    Returns:
+        [tokens, num_hidden_layers, top_k] of the widest dtype of the samples, one after the other,
+        `arange(top_k)` for their last tokens; int32 [samples + 1], where each begins and ends.
+
+    Raises:
+        Incomplete: if a cell is missing.
+        InvalidArgument: if there is no sample.
+    """
+    arrays = _one_dtype(samples)
+    cu_seqlens = np.cumsum([0, *(len(array) + 1 for array in arrays)], dtype=np.int32)
+    values = np.empty((cu_seqlens[-1], *arrays[0].shape[1:]), arrays[0].dtype)
+    values[:] = np.arange(values.shape[-1])
+    for array, start in zip(arrays, cu_seqlens, strict=False):
+        values[start : start + len(array)] = array
+    return values, cu_seqlens
+
+
+def _one_dtype(samples: Sequence[RoutingTrace | SampleRows]) -> list[Indices]:
+    arrays = [rollout_expert_indices(rows) for rows in samples]
+    if not arrays:
+        raise InvalidArgument(field="samples", value=[], expected="one or more")
+    widest = max((array.dtype for array in arrays), key=lambda dtype: dtype.itemsize)
+    return [array.astype(widest, copy=False) for array in arrays]
