@@ -35,7 +35,7 @@ class Given:
             ids, valid = (part.to(device, non_blocking=at_once) for part in self.source)
             self._on[device] = ids, valid
             if at_once:
-                event = torch.cuda.Event()
+                event = torch.cuda.Event()  # type: ignore[no-untyped-call]
                 event.record(torch.cuda.current_stream(device))
                 self._copied.append(event)
         return self._on[device]

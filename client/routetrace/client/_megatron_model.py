@@ -22,10 +22,28 @@ def model_chunks(model: Model) -> list[nn.Module]:
 
 def routers_of(model: Model) -> list[dict[int, Any]]:
     """The routers of each model chunk, by absolute layer id, ascending."""
+    try:
+        layers = import_module("megatron.core.transformer.moe.moe_layer")
+        drafts = import_module("megatron.core.transformer.multi_token_prediction")
+    except ImportError as error:
+        raise InvalidArgument(
+            field="megatron", value=str(error), expected="megatron-core 0.16.1 or newer"
+        ) from error
+
+    def walk(module: nn.Module) -> Iterator[tuple[int, Any]]:
+        if isinstance(module, drafts.MultiTokenPredictionLayer):
+            return  # their layers count anew
+        if isinstance(module, layers.BaseMoELayer):
+            router: Any = module.router
+            yield router.layer_number - 1, router
+        else:
+            for child in module.children():
+                yield from walk(child)
+
     chunks: list[dict[int, Any]] = []
     for module in model_chunks(model):
         found: dict[int, Any] = {}
-        for layer, router in _walk(module):
+        for layer, router in walk(module):
             if any(layer in chunk for chunk in [*chunks, found]):
                 raise InvalidArgument(
                     field="model", value=f"two routers of layer {layer}", expected="one"
@@ -33,24 +51,6 @@ def routers_of(model: Model) -> list[dict[int, Any]]:
             found[layer] = router
         chunks.append(dict(sorted(found.items())))
     return chunks
-
-
-def _walk(module: nn.Module) -> Iterator[tuple[int, Any]]:
-    try:
-        moe_layer = import_module("megatron.core.transformer.moe.moe_layer")
-        drafts = import_module("megatron.core.transformer.multi_token_prediction")
-    except ImportError as error:
-        raise InvalidArgument(
-            field="megatron", value=str(error), expected="megatron-core 0.16.1 or newer"
-        ) from error
-    if isinstance(module, drafts.MultiTokenPredictionLayer):
-        return  # their layers count anew
-    if isinstance(module, moe_layer.BaseMoELayer):
-        router: Any = module.router
-        yield router.layer_number - 1, router
-    else:
-        for child in module.children():
-            yield from _walk(child)
 
 
 def check_router(layer: int, router: Any) -> None:

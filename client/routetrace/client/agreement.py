@@ -343,9 +343,10 @@ def trainer_choices(rows: RankRows | RoutingTrace, trainer_ids: Any) -> Ids:
             value=f"{ids.dtype} {ids.shape}",
             expected=f"integers {rows.topk_ids.shape}, as the rows' topk_ids",
         )
-    of_rows = isinstance(rows, RankRows)
-    layout = rows.plan.layout if of_rows else rows.layout
-    ids = ids if of_rows else ids.transpose(1, 0, 2)
+    if isinstance(rows, RankRows):
+        layout = rows.plan.layout
+    else:
+        layout, ids = rows.layout, ids.transpose(1, 0, 2)
     for layer, own, valid in zip(rows.layer_ids, ids, layer_major(rows)[1], strict=True):
         cells = own[valid]
         if cells.size and not 0 <= int(cells.min()) <= int(cells.max()) < layout.num_experts:
