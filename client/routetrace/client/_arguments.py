@@ -45,7 +45,7 @@ def tokens(
 ) -> npt.NDArray[np.integer[Any]]:
     """Token ids, `count` of them if that is given."""
     # Tensors on a device have to come back first.
-    ids = np.asarray(values.cpu() if hasattr(values, "cpu") else values)
+    ids = np.asarray(getattr(values, "cpu", lambda: values)())
     integers = not ids.size or (
         ids.dtype.kind in "iu" and 0 <= int(ids.min()) <= int(ids.max()) < 2**32
     )
