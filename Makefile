@@ -66,6 +66,7 @@ test-vllm-scheduler:
 TRAINERS_VENV ?= .venv-trainers
 test-trainers:
 	PYTHON=$(PYTHON) TRAINERS_VENV=$(TRAINERS_VENV) TORCH='$(TORCH)' scripts/trainers_env.sh
+	OMP_NUM_THREADS=1 $(TRAINERS_VENV)/bin/python -m pytest -q -W ignore tests/trainer_runs
 	PYTHONPATH=tests OMP_NUM_THREADS=1 $(TRAINERS_VENV)/bin/python -m trainer_runs
 
 bench: $(VENV)/.dev
