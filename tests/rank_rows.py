@@ -41,7 +41,7 @@ def rows_of(
     depends on the sample and position, not on the rank.
     """
     layout = plan.layout
-    columns = [layout.moe_layer_ids.index(layer) for layer in layout.layer_ids]
+    columns = [layout.moe_layer_ids.index(layer) for layer in plan.layer_ids]
     ids = np.full(plan.shape, _GARBAGE, layout.dtype)
     valid = np.zeros(plan.shape[:2], np.bool_)
     for token in np.flatnonzero(plan.planned):
@@ -50,7 +50,7 @@ def rows_of(
         valid[:, token] = draws[columns] >= missing
         ids[:, token] = samples[sample][position, columns]
     ids[~valid] = _GARBAGE
-    return RankRows(plan=plan, topk_ids=ids, valid=valid, layer_ids=layout.layer_ids, reads=reads)
+    return RankRows(plan=plan, topk_ids=ids, valid=valid, layer_ids=plan.layer_ids, reads=reads)
 
 
 def trace_of(

@@ -68,7 +68,7 @@ def chosen(plan: Plan, samples: list[np.ndarray]) -> np.ndarray:
     """What a trainer chose, where the rank has its tokens; a filler in padding."""
     ids = np.zeros(plan.shape, np.int64)
     placed = np.flatnonzero(plan.sample_of >= 0)
-    columns = [plan.layout.moe_layer_ids.index(layer) for layer in plan.layout.layer_ids]
+    columns = [plan.layout.moe_layer_ids.index(layer) for layer in plan.layer_ids]
     for token in placed:
         ids[:, token] = samples[plan.sample_of[token]][plan.position_of[token], columns]
     return ids

@@ -250,6 +250,16 @@ def test_virtual_stages_share_the_buffer(stored, client):
         assert error.value.field == "layer_ids"
 
 
+def test_a_stage_without_moe_layers_asks_for_nothing(stored):
+    batch = MicroBatch.packed([Sample.of("r1", len(stored.tokens[1]))])
+    plan = make_plan(LAYOUT, batch, Rank(()))
+    with RouteClient("127.0.0.1:1") as nobody:
+        rows = nobody.fetch(plan)
+    assert rows.topk_ids.shape == (0, len(stored.tokens[1]), LAYOUT.top_k)
+    assert rows.coverage == 1
+    assert rows.stats == FetchStats(wait_seconds=rows.stats.wait_seconds)
+
+
 # ------------------------------------------------------------------ what crosses the wire
 
 

@@ -134,7 +134,7 @@ def check_pass(rng, layout, plans, tokens, ids, replays, stages) -> None:
                 got = replay.pop(stage)
                 assert got.dtype == torch.int32
                 assert got.shape == (plan.num_tokens, layout.top_k)
-                layer = layout.moe_layer_ids.index(plan.layout.layer_ids[column])
+                layer = layout.moe_layer_ids.index(plan.layer_ids[column])
                 for row, (sample, position) in zip(got.tolist(), tokens[number], strict=True):
                     assert len(set(row)) == layout.top_k
                     assert all(0 <= i < layout.num_experts for i in row)
@@ -155,7 +155,7 @@ def test_slime_lazily(rng: random.Random):
     ]
     client = Client({id(plan): one for plan, one in zip(plans, ids, strict=True)})
     routing = slime.LazyRouting(client, plans)
-    replays = [Replay() for _ in plans[0].layout.layer_ids]
+    replays = [Replay() for _ in plans[0].layer_ids]
     routing.fill(replays)
     told = rng.randrange(2)
     if told:

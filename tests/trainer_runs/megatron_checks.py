@@ -199,7 +199,7 @@ class _Truth:
     def rows(self, plan: Plan, batch: int) -> RankRows:
         """What a server that knows these rows would send; rubbish where there is no row."""
         serials = np.where(plan.planned, self.serial(batch, plan.sample_of, plan.position_of), 0)
-        layers = list(plan.layout.layer_ids)
+        layers = list(plan.layer_ids)
         valid = self.valid[serials][:, layers].T
         ids = np.where(valid[..., None], self.ids[serials][:, layers].swapaxes(0, 1), 255)
         return RankRows(

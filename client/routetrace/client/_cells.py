@@ -57,7 +57,7 @@ class PlacedCells:
     Args:
         ids: [layers, tokens, top_k].
         valid: [layers, tokens].
-        layout: what the caller takes the model for, seen through its layers.
+        layout: what the caller takes the model for.
         pieces: the ranges, ascending and disjoint, and their places.
     """
 

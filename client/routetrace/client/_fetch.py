@@ -77,7 +77,7 @@ class Fetch:
         self._cells.append(cells)
         want = Want(
             segment.request_id,
-            self.plan.layout.layer_ids,
+            self.plan.layer_ids,
             planned.pieces[0].start,
             planned.pieces[-1].stop,
             mask=self._mask,
@@ -111,7 +111,7 @@ class Fetch:
                 for cells, facts in zip(self._cells, reads, strict=True)
             ),
             rows=plan.num_rows,
-            cells=plan.num_rows * len(plan.layout.layer_ids),
+            cells=plan.num_rows * len(plan.layer_ids),
             valid_cells=valid_cells,
             wait_seconds=wait_seconds,
         )
@@ -119,7 +119,7 @@ class Fetch:
             plan=plan,
             topk_ids=self._ids,
             valid=self._valid,
-            layer_ids=plan.layout.layer_ids,
+            layer_ids=plan.layer_ids,
             reads=tuple(reads),
             verified=verified,
             stats=stats,

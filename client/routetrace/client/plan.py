@@ -35,7 +35,8 @@ class Rank:
     """What a rank computes of the model and of a micro-batch."""
 
     layer_ids: Sequence[int]
-    """Absolute ids of its MoE layers, ascending: of its pipeline stage, all its virtual stages."""
+    """Absolute ids of its MoE layers, ascending: of its pipeline stage, all its virtual stages.
+    None where nothing routes: then nothing is fetched."""
     cp_size: int = 1
     """Context parallel ranks."""
     cp_rank: int = 0
@@ -101,11 +102,13 @@ class PlannedRead:
 class Plan:
     """The rows that a rank needs, and where they go: made by `make_plan`.
 
-    The result is an array [layers, num_tokens, top_k] of `layout.layer_ids` and the local tokens.
+    The result is an array [layers, num_tokens, top_k] of `layer_ids` and the local tokens.
     """
 
     layout: RoutingLayout
-    """The model, seen through the rank's layers."""
+    """The model's: all its MoE layers."""
+    layer_ids: tuple[int, ...]
+    """The rank's MoE layers, ascending; none where nothing of the rank routes."""
     samples: tuple[Sample, ...]
     num_tokens: int
     """Local tokens, padding included."""
@@ -116,19 +119,20 @@ class Plan:
 
     def __repr__(self) -> str:
         return (
-            f"<Plan {len(self.layout.layer_ids)} layers x {self.num_tokens} tokens, "
+            f"<Plan {len(self.layer_ids)} layers x {self.num_tokens} tokens, "
             f"{self.num_rows} of them with rows, of {len(self.samples)} samples>"
         )
 
     @property
     def shape(self) -> tuple[int, int, int]:
         """Of the ids: (layers, local tokens, top_k)."""
-        return len(self.layout.layer_ids), self.num_tokens, self.layout.top_k
+        return len(self.layer_ids), self.num_tokens, self.layout.top_k
 
     @property
     def nbytes(self) -> int:
         """Bytes of the ids and of what says where they are valid."""
-        return self.num_tokens * (self.layout.row_bytes + len(self.layout.layer_ids))
+        cell = self.layout.top_k * self.layout.dtype.itemsize + 1
+        return self.num_tokens * len(self.layer_ids) * cell
 
     @cached_property
     def num_rows(self) -> int:
@@ -173,7 +177,10 @@ def make_plan(layout: RoutingLayout, batch: MicroBatch, rank: Rank) -> Plan:
         InvalidArgument: if a layer is no MoE layer of the model, or a length cannot be split evenly
             as the rank says; names it.
     """
-    local = layout.select(layout.moe_layer_ids).select(tuple(rank.layer_ids))
+    model = layout.select(layout.moe_layer_ids)
+    layer_ids = tuple(rank.layer_ids)
+    if layer_ids:
+        model.select(layer_ids)  # or says what is wrong with them
     lane_len, pieces = _split_lanes(batch, rank)
     lanes = len(batch.lanes)
     by_sequence = rank.flatten == "sequence"
@@ -182,7 +189,7 @@ def make_plan(layout: RoutingLayout, batch: MicroBatch, rank: Rank) -> Plan:
         where = (at * lanes + lane, lanes) if by_sequence else (lane * lane_len + at, 1)
         runs.append(Run(sample, start, stop, *where))
     reads: dict[tuple[int, int], list[Piece]] = {}
-    for run in runs:
+    for run in runs if layer_ids else ():
         for number, segment in enumerate(batch.samples[run.sample].segments):
             shift = segment.shift
             a = max(run.start, segment.start - shift)
@@ -192,7 +199,8 @@ def make_plan(layout: RoutingLayout, batch: MicroBatch, rank: Rank) -> Plan:
                 piece = Piece(a + shift, b + shift, at, run.stride)
                 reads.setdefault((run.sample, number), []).append(piece)
     return Plan(
-        local,
+        model,
+        layer_ids,
         batch.samples,
         lanes * lane_len,
         tuple(runs),

@@ -114,7 +114,7 @@ class LazyRouting:
             InvalidArgument: if they are not as many as a plan has layers.
         """
         for number, plan in enumerate(self._plans):
-            layers = len(plan.layout.layer_ids)
+            layers = len(plan.layer_ids)
             if len(replays) != layers:
                 raise InvalidArgument(
                     field="replays",
