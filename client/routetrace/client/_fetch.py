@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from routetrace.client import _arguments as check
 from routetrace.client._assemble import Want
 from routetrace.client._cells import PlacedCells
 from routetrace.client._core import Plan as Steps
@@ -187,7 +186,10 @@ def _empty(shape: tuple[int, ...], dtype: np.dtype[Any], pin: bool) -> npt.NDArr
         return np.empty(shape, dtype)
     import torch
 
-    check.choice("pin_memory", "True", ("True",) if torch.cuda.is_available() else ("False",))
+    if not torch.cuda.is_available():
+        raise InvalidArgument(
+            field="pin_memory", value=True, expected="False without a CUDA device"
+        )
     # torch before 2.3 has no uint16, and numpy no pinned memory.
     size = int(np.prod(shape)) * dtype.itemsize
     return torch.empty(size, dtype=torch.uint8, pin_memory=True).numpy().view(dtype).reshape(shape)
