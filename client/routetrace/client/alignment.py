@@ -105,8 +105,8 @@ def _explain(
         for shift in range(1, min(_MAX_SHIFT, len(token_ids) - position) + 1):
             if TokenDigest().update(token_ids[shift : shift + position]) == value:
                 return (
-                    f"they start {shift} tokens late in the sample, which has padding or special "
-                    "tokens before them that the engine did not see"
+                    f"they start {shift} {'token' if shift == 1 else 'tokens'} late in the sample, "
+                    "which has padding or special tokens before them that the engine did not see"
                 )
         return (
             f"they differ before position {position}: another prompt, another tokenization, or "
