@@ -38,6 +38,9 @@ PAIRS = {
 #: Modules that need torch or transformers, which whoever uses them has.
 TORCH_BOUND = (
     "routetrace.client.replay",
+    "routetrace.client._force",
+    "routetrace.client.megatron",
+    "routetrace.client._megatron_model",
     "routetrace.capture_agent.capturer",
     "routetrace.capture_agent.router_taps",
     "routetrace.capture_agent.transformers*",
@@ -46,7 +49,8 @@ TORCH_BOUND = (
 IMPORT_ALL = """
 import importlib, json, pkgutil
 imported, refused = [], {}
-for package in ("routetrace.v1", "routetrace.client", "routetrace.capture_agent"):
+packages = "v1", "client", "client.dialects", "capture_agent"
+for package in map("routetrace.{}".format, packages):
     path = importlib.import_module(package).__path__
     for name in [package, *(f"{package}.{module.name}" for module in pkgutil.iter_modules(path))]:
         try:
