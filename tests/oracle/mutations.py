@@ -188,8 +188,8 @@ MUTATIONS = (
     Mutation(
         "two layers swapped",
         "client/routetrace/client/_assemble.py",
-        "        ids = decode_frame(frame, layer_ids=layer_ids)\n",
-        "        ids = decode_frame(frame, layer_ids=layer_ids[1::-1] + layer_ids[2:])\n",
+        "        return _Placed(frame, layer_ids, columns,",
+        "        return _Placed(frame, layer_ids[1::-1] + layer_ids[2:], columns,",
     ),
     Mutation(
         "a frame cut at the wrong layer",

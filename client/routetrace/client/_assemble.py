@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 from google.protobuf.message import Message
@@ -22,7 +22,7 @@ from routetrace.client.trace import (
 )
 from routetrace.v1 import routetrace_pb2 as pb
 from routetrace.v1.errors import Corrupt, Unavailable
-from routetrace.v1.frame import decode_frame, decode_into, read_header
+from routetrace.v1.frame import decode_frames, read_header
 from routetrace.v1.frame_header import Buffer
 from routetrace.v1.layout import RoutingLayout
 from routetrace.v1.records import SPAN, U32, Provenance, unpack
@@ -68,6 +68,18 @@ class Want:
     def name(self) -> str:
         """For messages."""
         return f"trace {self.request_id!r}" if self.request_id else "rows of KV blocks"
+
+
+class _Placed(NamedTuple):
+    """A frame, and where its rows go."""
+
+    frame: memoryview
+    layer_ids: tuple[int, ...]
+    columns: slice | list[int]
+    targets: list[tuple[slice, int, int]]
+    """(places, first row of the frame, rows)."""
+    whole: slice | None
+    """The places of all its rows, if they are neighbours: it is decoded there."""
 
 
 class Assembler:
@@ -235,13 +247,23 @@ class Assembler:
         self._num_frames += len(lengths)
         self._num_spans += len(spans)
         at = 0
+        placed = []
         for index, length in enumerate(lengths):
             if index in by_frame:
-                self._place(payload[at : at + length], by_frame[index])
+                placed.append(self._place(payload[at : at + length], by_frame[index]))
             at += length
+        # Only now, as the arrays may have grown.
+        ids = self._cells.ids
+        wanted = (
+            (p.frame, p.layer_ids, ids[p.columns, p.whole] if p.whole else None) for p in placed
+        )
+        for frame, rows in zip(placed, decode_frames(wanted), strict=True):
+            if not frame.whole:
+                for places, row, count in frame.targets:
+                    ids[frame.columns, places] = rows[:, row : row + count]
 
-    def _place(self, frame: memoryview, spans: list[Any]) -> None:
-        """Decodes a frame and copies rows of it to where its spans say."""
+    def _place(self, frame: memoryview, spans: list[Any]) -> _Placed:
+        """Where the rows of a frame go."""
         header = read_header(frame)
         model = (self._layout.num_experts, self._layout.top_k)
         if (header.num_experts, header.top_k) != model:
@@ -251,13 +273,9 @@ class Assembler:
             raise self._corrupt("a frame with none of the layers asked for")
         columns = column_index([self._column[i] for i in layer_ids])
         targets = [t for span in spans for t in self._targets(span, header.num_rows, columns)]
-        places, row, count = targets[0]
-        if len(targets) == 1 and count == header.num_rows and isinstance(columns, slice):
-            decode_into(frame, self._cells.ids[columns, places], layer_ids)
-        else:
-            ids = decode_frame(frame, layer_ids=layer_ids)
-            for places, row, count in targets:
-                self._cells.ids[columns, places] = ids[:, row : row + count]
+        places, _, count = targets[0]
+        whole = len(targets) == 1 and count == header.num_rows and isinstance(columns, slice)
+        return _Placed(frame, layer_ids, columns, targets, places if whole else None)
 
     def _targets(
         self, span: Any, num_rows: int, columns: slice | list[int]
