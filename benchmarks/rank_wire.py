@@ -67,7 +67,7 @@ class Relay:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--measure", help="only the memory of one get, from this server")
-    parser.add_argument("--concurrency", type=int, default=2)
+    parser.add_argument("--concurrency", type=int, default=1)
     args = parser.parse_args()
     if args.measure:
         print(memory(args.measure, args.concurrency))

@@ -235,7 +235,7 @@ class RouteClient:
         wait: float | None = None,
         policy: Policy = "as_sampled",
         weight_version: int | None = None,
-        concurrency: int = 2,
+        concurrency: int = 1,
         timeout: float | None = None,
     ) -> RankRows:
         """The rows that a rank needs of a micro-batch, decoded into one buffer.
@@ -253,7 +253,8 @@ class RouteClient:
             wait: as in `get`, for each request.
             policy: as in `get`.
             weight_version: as in `get`.
-            concurrency: most requests that are read at a time.
+            concurrency: most requests that are read at a time: more help where the server is far,
+                and take more memory beside the buffer.
             timeout: as in `get`, for each request.
 
         Raises:
