@@ -29,6 +29,7 @@ from routetrace.client import (
     Segment,
     make_plan,
 )
+from routetrace.client import _fetch as fetch_module
 from routetrace.client._assemble import Assembler, Want
 from routetrace.client._cells import PlacedCells
 from routetrace.client.plan import Piece
@@ -199,6 +200,8 @@ def test_rows_are_decoded_into_the_callers_buffer(stored, client):
         np.zeros((5, 3, 3), np.uint8),
         np.zeros((5, 300, 3), np.uint16),
         torch.zeros((5, 300, 3), dtype=torch.int64),
+        torch.zeros((5, 300, 3), requires_grad=True),
+        torch.zeros((5, 300, 3), device="meta"),
         [[1]],
     ],
 )
@@ -336,6 +339,53 @@ def test_an_error_comes_at_its_turn_and_the_others_come_too(stored, client):
         with pytest.raises(NotFound):
             next(fetched)
         assert next(fetched).coverage == 1
+        with pytest.raises(StopIteration):
+            next(fetched)
+
+
+class PlansRanOut(Exception):
+    pass
+
+
+def test_nothing_goes_on_if_the_plans_cannot_be_told(stored, client):
+    """The iterator raises before anybody holds what was begun."""
+    lost = make_plan(LAYOUT, MicroBatch.packed([Sample.of("nobody", 9)]), Rank((1,)))
+
+    def plans():
+        yield lost
+        raise PlansRanOut
+
+    for _ in range(3):
+        with pytest.raises(PlansRanOut):
+            client.prefetch(plans(), missing="wait", wait=600, timeout=600)
+    assert not any(thread.name.startswith("routetrace-fetch") for thread in threading.enumerate())
+
+    async def prefetch() -> None:
+        async with AsyncRouteClient(stored.target) as other:
+            with pytest.raises(PlansRanOut):
+                other.prefetch(plans(), missing="wait", wait=600, timeout=600)
+            await asyncio.sleep(0.2)
+            assert asyncio.all_tasks() == {asyncio.current_task()}
+
+    asyncio.run(prefetch())
+
+
+def test_a_buffer_that_cannot_be_had_does_not_end_the_others(stored, client, monkeypatch):
+    """No memory for one plan: that is told, and the plans behind it are read."""
+    empty, fails = fetch_module._empty, [False, True, False]
+
+    def scarce(shape, dtype, pin):
+        if dtype == LAYOUT.dtype and fails.pop(0):
+            raise MemoryError
+        return empty(shape, dtype, pin)
+
+    monkeypatch.setattr(fetch_module, "_empty", scarce)
+    plans = [whole(number, stored) for number in (1, 2, 4)]
+    with client.prefetch(plans, max_bytes=0) as fetched:
+        assert next(fetched).plan is plans[0]
+        with pytest.raises(MemoryError):
+            next(fetched)
+        assert next(fetched).plan is plans[2]
         with pytest.raises(StopIteration):
             next(fetched)
 

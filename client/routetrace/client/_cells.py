@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from routetrace.client.plan import Piece
+from routetrace.client.trace import merge_ranges
 from routetrace.v1.layout import RoutingLayout
 
 Ids = npt.NDArray[np.unsignedinteger[Any]]
@@ -73,13 +74,8 @@ class PlacedCells:
     @property
     def ranges(self) -> list[tuple[int, int]]:
         """The positions, ascending and apart."""
-        ranges: list[tuple[int, int]] = []
-        for piece in self.pieces:
-            if ranges and ranges[-1][1] == piece.start:
-                ranges[-1] = (ranges[-1][0], piece.stop)
-            else:
-                ranges.append((piece.start, piece.stop))
-        return ranges
+        ranges = merge_ranges((piece.start, piece.stop, None) for piece in self.pieces)
+        return [(start, stop) for start, stop, _ in ranges]
 
     def clear(self) -> None:
         """Forgets what was read before."""

@@ -11,7 +11,7 @@ import numpy.typing as npt
 from routetrace.client._assemble import Want
 from routetrace.client._cells import PlacedCells
 from routetrace.client._core import Plan as Steps
-from routetrace.client.alignment import check_tokens
+from routetrace.client.alignment import check_tokens, comparable
 from routetrace.client.plan import Plan
 from routetrace.client.rows import FetchStats, RankRows
 from routetrace.client.stat import ReadFacts
@@ -82,7 +82,7 @@ class Fetch:
             mask=self._mask,
             weight_version=self._weight_version,
             incarnation=segment.incarnation or 0,
-            token_digests=self.plan.samples[planned.sample].token_ids is not None,
+            token_digests=comparable(self.plan.samples[planned.sample], segment),
             into=cells,
         )
         return _blame(planned.sample, segment.request_id, self._read(want))
@@ -134,17 +134,18 @@ class Budget:
         self._under_way = 0
         self._next: Fetch | None = None
 
-    def admit(self) -> Iterator[Fetch]:
-        """Those that may begin now."""
+    def admit(self) -> Iterator[tuple[Fetch, list[Steps[ReadFacts]]]]:
+        """Those that may begin now, and their reads; one that cannot be made is passed over."""
         while True:
             fetch = self._next or next(self._fetches, None)
             self._next = fetch
             if fetch is None or (self._under_way and fetch.nbytes > self._left):
                 return
             self._next = None
+            reads = list(fetch.reads())  # takes the memory, or fails
             self._left -= fetch.nbytes
             self._under_way += 1
-            yield fetch
+            yield fetch, reads
 
     def release(self, fetch: Fetch) -> None:
         """The memory of one is the caller's now."""
@@ -166,12 +167,15 @@ def _blame(sample: int, request_id: str, steps: Steps[ReadFacts]) -> Steps[ReadF
 
 def _checked(out: Any, plan: Plan) -> npt.NDArray[Any]:
     """The caller's buffer as an array of the plan's shape and dtype."""
-    array = out.numpy() if hasattr(out, "numpy") else out
     dtype = plan.layout.dtype
+    try:
+        array = out.numpy() if hasattr(out, "numpy") else out
+    except (TypeError, RuntimeError):  # a tensor on a device, or one that requires gradients
+        array = None
     if isinstance(array, np.ndarray) and array.dtype == np.int16 and dtype == np.uint16:
         array = array.view(np.uint16)  # torch before 2.3 has no uint16
     fits = isinstance(array, np.ndarray) and array.shape == plan.shape and array.dtype == dtype
-    if not fits or not array.flags.writeable:
+    if array is None or not fits or not array.flags.writeable:
         raise InvalidArgument(
             field="out",
             value=f"{type(out).__name__} of {getattr(out, 'dtype', None)} "

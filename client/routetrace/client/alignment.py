@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -63,10 +63,18 @@ def check_tokens(number: int, sample: Sample, segment: Segment, facts: TraceFact
         InvalidArgument: if the tokens differ, or are another number; says how.
     """
     confirmed = 0
-    if sample.token_ids is not None and segment.shift == 0:
+    if sample.token_ids is not None and comparable(sample, segment):
         # Tokens behind those that the rows are of may be another request's.
         stop = min(segment.num_tokens or segment.stop, sample.num_tokens)
-        confirmed = _confirm(number, sample.token_ids[:stop], facts)
+        token_ids = sample.token_ids[:stop]
+        confirmed, agreed, differs = compare_tokens(token_ids, facts.token_digests)
+        if differs is not None:
+            raise InvalidArgument(
+                field=f"samples[{number}].token_ids",
+                value=f"{len(token_ids)} tokens",
+                expected=f"the {facts.num_tokens or 'first'} tokens of trace "
+                f"{facts.request_id!r}: {_explain(confirmed, agreed, token_ids, facts)}",
+            )
     count = segment.num_tokens
     # The start of a request is enough where it is proven to be that.
     cut_short = confirmed and count is not None and count < facts.num_tokens
@@ -81,19 +89,36 @@ def check_tokens(number: int, sample: Sample, segment: Segment, facts: TraceFact
     return confirmed
 
 
-def _confirm(number: int, token_ids: npt.NDArray[np.integer[Any]], facts: TraceFacts) -> int:
+class Compared(NamedTuple):
+    """How far tokens are those of a request."""
+
+    confirmed: int
+    """Digests that agree, the first ones of the request."""
+    agreed: int
+    """Tokens that they stand for."""
+    differs: int | None
+    """Position of the next digest, if that differs; None if none of the tokens' digests does."""
+
+
+def compare_tokens(
+    token_ids: npt.NDArray[np.integer[Any]], token_digests: npt.NDArray[Any]
+) -> Compared:
+    """Compares tokens, from position 0 on, with the digests [n] of records.DIGEST of a request."""
     digest = TokenDigest()
-    known = [d for d in facts.token_digests.tolist() if d[0] <= len(token_ids)]
-    for confirmed, (position, value) in enumerate(known):
+    confirmed = 0
+    for position, value in token_digests.tolist():
+        if position > len(token_ids):
+            break
         agreed = digest.position
         if digest.update(token_ids[agreed:position]) != value:
-            raise InvalidArgument(
-                field=f"samples[{number}].token_ids",
-                value=f"{len(token_ids)} tokens",
-                expected=f"the {facts.num_tokens or 'first'} tokens of trace "
-                f"{facts.request_id!r}: {_explain(confirmed, agreed, token_ids, facts)}",
-            )
-    return len(known)
+            return Compared(confirmed, agreed, position)
+        confirmed += 1
+    return Compared(confirmed, digest.position, None)
+
+
+def comparable(sample: Sample, segment: Segment) -> bool:
+    """Whether a request's digests say anything of a sample: they count tokens from its start."""
+    return sample.token_ids is not None and segment.shift == 0
 
 
 def _explain(

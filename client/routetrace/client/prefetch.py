@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 
 from routetrace.client._aio_drive import AsyncDriver
+from routetrace.client._core import Plan
 from routetrace.client._drive import Driver, Scope
 from routetrace.client._fetch import Budget, Fetch
 from routetrace.client.rows import FetchStats, RankRows
@@ -34,7 +35,11 @@ class Prefetch:
         self._scope = driver.scope()
         self._pending: deque[tuple[Fetch, Scope, list[Future[ReadFacts]]]] = deque()
         self._last: Fetch | None = None
-        self._start()
+        try:
+            self._start()
+        except BaseException:  # nobody gets hold of what has begun
+            self.close()
+            raise
 
     def __enter__(self) -> Prefetch:
         return self
@@ -73,10 +78,10 @@ class Prefetch:
         self._pending.clear()
 
     def _start(self) -> None:
-        for fetch in self._budget.admit():
+        for fetch, reads in self._budget.admit():
             scope = Scope()
             self._scope.add(scope)
-            futures = [self._pool.submit(self._driver.one, steps, scope) for steps in fetch.reads()]
+            futures = [self._pool.submit(self._driver.one, steps, scope) for steps in reads]
             self._pending.append((fetch, scope, futures))
 
 
@@ -97,7 +102,12 @@ class AsyncPrefetch:
         self._closed = False
         self._pending: deque[tuple[Fetch, asyncio.Future[list[ReadFacts]]]] = deque()
         self._last: Fetch | None = None
-        self._start()
+        try:
+            self._start()
+        except BaseException:  # nobody gets hold of what has begun
+            for _, task in self._pending:
+                task.cancel()
+            raise
 
     async def __aenter__(self) -> AsyncPrefetch:
         return self
@@ -137,15 +147,15 @@ class AsyncPrefetch:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     def _start(self) -> None:
-        for fetch in self._budget.admit():
-            self._pending.append((fetch, asyncio.create_task(self._all(fetch))))
+        for fetch, reads in self._budget.admit():
+            self._pending.append((fetch, asyncio.create_task(self._all(reads))))
 
-    async def _all(self, fetch: Fetch) -> list[ReadFacts]:
-        async def one(steps: object) -> ReadFacts:
+    async def _all(self, reads: list[Plan[ReadFacts]]) -> list[ReadFacts]:
+        async def one(steps: Plan[ReadFacts]) -> ReadFacts:
             async with self._slots:
-                return await self._driver.one(steps)  # type: ignore[arg-type]
+                return await self._driver.one(steps)
 
-        tasks = [asyncio.create_task(one(steps)) for steps in fetch.reads()]
+        tasks = [asyncio.create_task(one(steps)) for steps in reads]
         try:
             return list(await asyncio.gather(*tasks))
         finally:

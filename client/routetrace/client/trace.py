@@ -10,10 +10,10 @@ import numpy as np
 import numpy.typing as npt
 
 from routetrace.client import _arguments as check
+from routetrace.client.alignment import compare_tokens
 from routetrace.client.stat import ReadFacts, TraceState
 from routetrace.v1.errors import Corrupt, Incomplete, InvalidArgument
 from routetrace.v1.frame import invalid_rows
-from routetrace.v1.records import TokenDigest
 
 if TYPE_CHECKING:
     import torch
@@ -246,20 +246,14 @@ class RoutingTrace(ReadFacts):
             InvalidArgument: if they differ; names the first position whose digest says so.
         """
         ids = check.tokens("token_ids", token_ids)
-        digest = TokenDigest()
-        checked = 0
-        for position, value in self.token_digests.tolist():
-            if position > ids.size:
-                break
-            agreed = digest.position
-            if digest.update(ids[agreed:position]) != value:
-                raise InvalidArgument(
-                    field="token_ids",
-                    value=f"{ids.size} tokens that differ from the trace's before {position}",
-                    expected=f"the trace's tokens; they agree before position {agreed}",
-                )
-            checked += 1
-        return checked
+        confirmed, agreed, differs = compare_tokens(ids, self.token_digests)
+        if differs is not None:
+            raise InvalidArgument(
+                field="token_ids",
+                value=f"{ids.size} tokens that differ from the trace's before {differs}",
+                expected=f"the trace's tokens; they agree before position {agreed}",
+            )
+        return confirmed
 
     def validate(self) -> None:
         """Checks that every valid cell is what a router can choose.
