@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -11,32 +10,10 @@ from routetrace.client import RouteClient, RoutingTrace, TraceState
 from routetrace.v1.errors import NotFound, RouteTraceError
 from vllm_runs.engine import Answer
 from vllm_runs.reference import Reference
+from vllm_runs.report import Tally
 
 #: Seconds in which a trace must have come to its end, after the engine has.
 WAIT_S = 20.0
-
-
-@dataclass
-class Tally:
-    """What was compared, and what was found."""
-
-    requests: int = 0
-    native: int = 0
-    """Rows compared with vLLM's own."""
-    reference: int = 0
-    """Rows compared with Transformers'."""
-    wrong: int = 0
-    """Rows that differ from either."""
-    ties: int = 0
-    """Cells that Transformers chose otherwise, among scores that are all but equal."""
-    native_wrong: int = 0
-    """Rows of vLLM's own that differ from Transformers'."""
-    missing: dict[str, int] = field(default_factory=dict)
-    """Reason -> rows."""
-    faults: list[str] = field(default_factory=list)
-    """What is not as it must be; a wrong row is always among them."""
-    notes: dict[str, float] = field(default_factory=dict)
-    """What else was measured."""
 
 
 class Comparison:

@@ -12,10 +12,11 @@ from typing import Any
 
 from routetrace.client import RouteClient
 from routetrace.server.testing import run_server
-from vllm_runs.compare import Comparison, Tally
+from vllm_runs.compare import Comparison
 from vllm_runs.engine import Attachment, Setup
 from vllm_runs.models import MODELS
 from vllm_runs.reference import Reference
+from vllm_runs.report import Tally
 from vllm_runs.runs import RUNS, Run
 
 _NAMESPACE = "vllm-runs"

@@ -9,8 +9,31 @@ _HEAD = ("vLLM", "attached", "engine", "scenario", "requests", "native", "transf
 _WIDTHS = (7, 10, 19, 15, 9, 8, 8, 6, 7)
 
 
+@dataclass(kw_only=True)
+class Tally:
+    """What was compared, and what was found."""
+
+    requests: int = 0
+    native: int = 0
+    """Rows compared with vLLM's own."""
+    reference: int = 0
+    """Rows compared with Transformers'."""
+    wrong: int = 0
+    """Rows that differ from either."""
+    ties: int = 0
+    """Cells that Transformers chose otherwise, among scores that are all but equal."""
+    native_wrong: int = 0
+    """Rows of vLLM's own that differ from Transformers'."""
+    missing: dict[str, int] = field(default_factory=dict)
+    """Reason -> rows."""
+    faults: list[str] = field(default_factory=list)
+    """What is not as it must be; a wrong row is always among them."""
+    notes: dict[str, float] = field(default_factory=dict)
+    """What else was measured."""
+
+
 @dataclass
-class Result:
+class Result(Tally):
     """One scenario, in one version of vLLM, attached in one way."""
 
     version: str
@@ -18,15 +41,6 @@ class Result:
     run: str
     scenario: str
     seconds: float = 0.0
-    requests: int = 0
-    native: int = 0
-    reference: int = 0
-    wrong: int = 0
-    ties: int = 0
-    native_wrong: int = 0
-    missing: dict[str, int] = field(default_factory=dict)
-    faults: list[str] = field(default_factory=list)
-    notes: dict[str, Any] = field(default_factory=dict)
 
 
 def head() -> str:
