@@ -121,7 +121,9 @@ def _read(client: RouteClient, clients: Clients, engine: Engine, tally: Tally) -
     ids = [lives[-1].trace_id for lives in told]
     # Who loaded KV may hear more from elsewhere, and who was hurt may never end.
     wait = None if engine.case.loads or engine.case.faults else _WAIT_S
-    if wait is None:
+    # Between two turns a conversation has ended: who asks before the next turn has arrived is
+    # answered at once.
+    if wait is None or any(len(lives) > 1 for lives in told):
         engine.flush()
     with closing(
         client.get_many(ids, missing="mask", wait=wait, prefetch=16, errors="return")
