@@ -334,23 +334,29 @@ class IngestRequest(google.protobuf.message.Message):
 
     HELLO_FIELD_NUMBER: builtins.int
     CHUNK_FIELD_NUMBER: builtins.int
+    HEARTBEAT_FIELD_NUMBER: builtins.int
     @property
     def hello(self) -> global___Hello:
         """First message of the stream."""
 
     @property
     def chunk(self) -> global___Chunk:
-        """Every other message."""
+        """Rows and events."""
+
+    @property
+    def heartbeat(self) -> global___Heartbeat:
+        """A sign of life, at least every Welcome.heartbeat_ms."""
 
     def __init__(
         self,
         *,
         hello: global___Hello | None = ...,
         chunk: global___Chunk | None = ...,
+        heartbeat: global___Heartbeat | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["chunk", b"chunk", "hello", b"hello", "message", b"message"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["chunk", b"chunk", "hello", b"hello", "message", b"message"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["message", b"message"]) -> typing.Literal["hello", "chunk"] | None: ...
+    def HasField(self, field_name: typing.Literal["chunk", b"chunk", "heartbeat", b"heartbeat", "hello", b"hello", "message", b"message"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["chunk", b"chunk", "heartbeat", b"heartbeat", "hello", b"hello", "message", b"message"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["message", b"message"]) -> typing.Literal["hello", "chunk", "heartbeat"] | None: ...
 
 global___IngestRequest = IngestRequest
 
@@ -470,22 +476,84 @@ class Welcome(google.protobuf.message.Message):
     EPOCH_FIELD_NUMBER: builtins.int
     NEXT_SEQUENCE_FIELD_NUMBER: builtins.int
     MAX_CHUNK_BYTES_FIELD_NUMBER: builtins.int
+    HEARTBEAT_MS_FIELD_NUMBER: builtins.int
     epoch: builtins.int
     """Epoch to use from now on."""
     next_sequence: builtins.int
     """Sequence number that the next chunk must have; lower ones are stored."""
     max_chunk_bytes: builtins.int
     """Largest Chunk (header and payload) that is taken, in bytes."""
+    heartbeat_ms: builtins.int
+    """Milliseconds between two heartbeats; an agent that misses several counts as lost."""
     def __init__(
         self,
         *,
         epoch: builtins.int = ...,
         next_sequence: builtins.int = ...,
         max_chunk_bytes: builtins.int = ...,
+        heartbeat_ms: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["epoch", b"epoch", "max_chunk_bytes", b"max_chunk_bytes", "next_sequence", b"next_sequence"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["epoch", b"epoch", "heartbeat_ms", b"heartbeat_ms", "max_chunk_bytes", b"max_chunk_bytes", "next_sequence", b"next_sequence"]) -> None: ...
 
 global___Welcome = Welcome
+
+@typing.final
+class Heartbeat(google.protobuf.message.Message):
+    """A sign of life, and what became of the agent's rows since it started:
+    offered = acknowledged + dropped + in flight. Not answered.
+    """
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    @typing.final
+    class DroppedRowsEntry(google.protobuf.message.Message):
+        DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: builtins.int
+        VALUE_FIELD_NUMBER: builtins.int
+        key: builtins.str
+        value: builtins.int
+        def __init__(
+            self,
+            *,
+            key: builtins.str = ...,
+            value: builtins.int = ...,
+        ) -> None: ...
+        def ClearField(self, field_name: typing.Literal["key", b"key", "value", b"value"]) -> None: ...
+
+    OFFERED_ROWS_FIELD_NUMBER: builtins.int
+    ACKNOWLEDGED_ROWS_FIELD_NUMBER: builtins.int
+    DROPPED_ROWS_FIELD_NUMBER: builtins.int
+    IN_FLIGHT_ROWS_FIELD_NUMBER: builtins.int
+    QUEUED_BYTES_FIELD_NUMBER: builtins.int
+    SPILLED_BYTES_FIELD_NUMBER: builtins.int
+    offered_rows: builtins.int
+    """Rows that the engine handed over."""
+    acknowledged_rows: builtins.int
+    """Rows that the agent knows to be stored."""
+    in_flight_rows: builtins.int
+    """Rows on their way."""
+    queued_bytes: builtins.int
+    """Bytes that wait for an acknowledgement, in memory."""
+    spilled_bytes: builtins.int
+    """Bytes that wait for one, on the agent's disk."""
+    @property
+    def dropped_rows(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.int]:
+        """Rows that it will not send, by reason ("queue_full", "invalid_ids", "rewound", ...)."""
+
+    def __init__(
+        self,
+        *,
+        offered_rows: builtins.int = ...,
+        acknowledged_rows: builtins.int = ...,
+        dropped_rows: collections.abc.Mapping[builtins.str, builtins.int] | None = ...,
+        in_flight_rows: builtins.int = ...,
+        queued_bytes: builtins.int = ...,
+        spilled_bytes: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["acknowledged_rows", b"acknowledged_rows", "dropped_rows", b"dropped_rows", "in_flight_rows", b"in_flight_rows", "offered_rows", b"offered_rows", "queued_bytes", b"queued_bytes", "spilled_bytes", b"spilled_bytes"]) -> None: ...
+
+global___Heartbeat = Heartbeat
 
 @typing.final
 class Chunk(google.protobuf.message.Message):
@@ -1414,3 +1482,83 @@ class RenewLeaseResponse(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["num_renewed", b"num_renewed"]) -> None: ...
 
 global___RenewLeaseResponse = RenewLeaseResponse
+
+@typing.final
+class GetServerInfoRequest(google.protobuf.message.Message):
+    """Asks how the server stands."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    RUN_FIELD_NUMBER: builtins.int
+    run: builtins.str
+    """Namespace whose share is asked for."""
+    def __init__(
+        self,
+        *,
+        run: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["run", b"run"]) -> None: ...
+
+global___GetServerInfoRequest = GetServerInfoRequest
+
+@typing.final
+class GetServerInfoResponse(google.protobuf.message.Message):
+    """How the server stands."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    VERSION_FIELD_NUMBER: builtins.int
+    ACK_MODE_FIELD_NUMBER: builtins.int
+    STORE_FIELD_NUMBER: builtins.int
+    STARTED_MS_FIELD_NUMBER: builtins.int
+    NOW_MS_FIELD_NUMBER: builtins.int
+    USED_BYTES_FIELD_NUMBER: builtins.int
+    CAPACITY_BYTES_FIELD_NUMBER: builtins.int
+    DAMAGED_RECORDS_FIELD_NUMBER: builtins.int
+    NUM_AGENTS_FIELD_NUMBER: builtins.int
+    NUM_TRACES_FIELD_NUMBER: builtins.int
+    RUN_BYTES_FIELD_NUMBER: builtins.int
+    RUN_QUOTA_BYTES_FIELD_NUMBER: builtins.int
+    version: builtins.str
+    """Of the server's software."""
+    ack_mode: builtins.str
+    """What an acknowledgement promises: "fsync" or "memory"."""
+    store: builtins.str
+    """Where chunks are kept: "lmdb" or "memory"."""
+    started_ms: builtins.int
+    """Unix milliseconds of its start."""
+    now_ms: builtins.int
+    """Its clock, Unix milliseconds."""
+    used_bytes: builtins.int
+    """Bytes that count against the capacity."""
+    capacity_bytes: builtins.int
+    """Most bytes that are kept."""
+    damaged_records: builtins.int
+    """Records that did not match their checksums since the start."""
+    num_agents: builtins.int
+    """Agents of the run that are connected."""
+    num_traces: builtins.int
+    """Traces of the run."""
+    run_bytes: builtins.int
+    """Stored bytes of the run's chunks."""
+    run_quota_bytes: builtins.int
+    """Most of them; 0: no quota."""
+    def __init__(
+        self,
+        *,
+        version: builtins.str = ...,
+        ack_mode: builtins.str = ...,
+        store: builtins.str = ...,
+        started_ms: builtins.int = ...,
+        now_ms: builtins.int = ...,
+        used_bytes: builtins.int = ...,
+        capacity_bytes: builtins.int = ...,
+        damaged_records: builtins.int = ...,
+        num_agents: builtins.int = ...,
+        num_traces: builtins.int = ...,
+        run_bytes: builtins.int = ...,
+        run_quota_bytes: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["ack_mode", b"ack_mode", "capacity_bytes", b"capacity_bytes", "damaged_records", b"damaged_records", "now_ms", b"now_ms", "num_agents", b"num_agents", "num_traces", b"num_traces", "run_bytes", b"run_bytes", "run_quota_bytes", b"run_quota_bytes", "started_ms", b"started_ms", "store", b"store", "used_bytes", b"used_bytes", "version", b"version"]) -> None: ...
+
+global___GetServerInfoResponse = GetServerInfoResponse

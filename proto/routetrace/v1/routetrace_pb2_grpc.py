@@ -150,6 +150,11 @@ class TraceServiceStub(object):
                 request_serializer=routetrace_dot_v1_dot_routetrace__pb2.RenewLeaseRequest.SerializeToString,
                 response_deserializer=routetrace_dot_v1_dot_routetrace__pb2.RenewLeaseResponse.FromString,
                 )
+        self.GetServerInfo = channel.unary_unary(
+                '/routetrace.v1.TraceService/GetServerInfo',
+                request_serializer=routetrace_dot_v1_dot_routetrace__pb2.GetServerInfoRequest.SerializeToString,
+                response_deserializer=routetrace_dot_v1_dot_routetrace__pb2.GetServerInfoResponse.FromString,
+                )
 
 
 class TraceServiceServicer(object):
@@ -205,6 +210,13 @@ class TraceServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GetServerInfo(self, request, context):
+        """How the server stands, and what it holds of one run.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_TraceServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -242,6 +254,11 @@ def add_TraceServiceServicer_to_server(servicer, server):
                     servicer.RenewLease,
                     request_deserializer=routetrace_dot_v1_dot_routetrace__pb2.RenewLeaseRequest.FromString,
                     response_serializer=routetrace_dot_v1_dot_routetrace__pb2.RenewLeaseResponse.SerializeToString,
+            ),
+            'GetServerInfo': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetServerInfo,
+                    request_deserializer=routetrace_dot_v1_dot_routetrace__pb2.GetServerInfoRequest.FromString,
+                    response_serializer=routetrace_dot_v1_dot_routetrace__pb2.GetServerInfoResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -370,5 +387,22 @@ class TraceService(object):
         return grpc.experimental.unary_unary(request, target, '/routetrace.v1.TraceService/RenewLease',
             routetrace_dot_v1_dot_routetrace__pb2.RenewLeaseRequest.SerializeToString,
             routetrace_dot_v1_dot_routetrace__pb2.RenewLeaseResponse.FromString,
+            options, channel_credentials,
+            insecure, call_credentials, compression, wait_for_ready, timeout, metadata)
+
+    @staticmethod
+    def GetServerInfo(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(request, target, '/routetrace.v1.TraceService/GetServerInfo',
+            routetrace_dot_v1_dot_routetrace__pb2.GetServerInfoRequest.SerializeToString,
+            routetrace_dot_v1_dot_routetrace__pb2.GetServerInfoResponse.FromString,
             options, channel_credentials,
             insecure, call_credentials, compression, wait_for_ready, timeout, metadata)

@@ -129,6 +129,12 @@ class TraceServiceStub:
     ]
     """Extends or shortens the life of traces."""
 
+    GetServerInfo: grpc.UnaryUnaryMultiCallable[
+        routetrace.v1.routetrace_pb2.GetServerInfoRequest,
+        routetrace.v1.routetrace_pb2.GetServerInfoResponse,
+    ]
+    """How the server stands, and what it holds of one run."""
+
 class TraceServiceAsyncStub:
     """Serves traces."""
 
@@ -173,6 +179,12 @@ class TraceServiceAsyncStub:
         routetrace.v1.routetrace_pb2.RenewLeaseResponse,
     ]
     """Extends or shortens the life of traces."""
+
+    GetServerInfo: grpc.aio.UnaryUnaryMultiCallable[
+        routetrace.v1.routetrace_pb2.GetServerInfoRequest,
+        routetrace.v1.routetrace_pb2.GetServerInfoResponse,
+    ]
+    """How the server stands, and what it holds of one run."""
 
 class TraceServiceServicer(metaclass=abc.ABCMeta):
     """Serves traces."""
@@ -232,5 +244,13 @@ class TraceServiceServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[routetrace.v1.routetrace_pb2.RenewLeaseResponse, collections.abc.Awaitable[routetrace.v1.routetrace_pb2.RenewLeaseResponse]]:
         """Extends or shortens the life of traces."""
+
+    @abc.abstractmethod
+    def GetServerInfo(
+        self,
+        request: routetrace.v1.routetrace_pb2.GetServerInfoRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[routetrace.v1.routetrace_pb2.GetServerInfoResponse, collections.abc.Awaitable[routetrace.v1.routetrace_pb2.GetServerInfoResponse]]:
+        """How the server stands, and what it holds of one run."""
 
 def add_TraceServiceServicer_to_server(servicer: TraceServiceServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...

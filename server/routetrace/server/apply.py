@@ -26,7 +26,7 @@ from routetrace.v1.records import DIGEST, NO_REQUEST, OpKind, Provenance, unpack
 #: Sequence numbers whose checksums are remembered, so that a resent chunk is known again.
 DEDUP_WINDOW = 1024
 
-_NO_FRAMES = Frames(np.zeros(1, np.uint32), RoutingLayout((0,), 1, 1, 1))
+_NO_FRAMES = Frames(np.zeros(1, np.uint32), RoutingLayout((0,), 1, 1, 1), "")
 
 Facts = dict[str, Any]
 
@@ -111,14 +111,14 @@ def _apply_chunk(
     # A record that does not continue its writer was never acknowledged: an earlier one of the same
     # stream failed to commit, and the agent sends both again. Nothing will point into this one.
     if writer is None or writer.epoch != facts["epoch"] or writer.sequence + 1 != facts["sequence"]:
-        state.frames[number] = _NO_FRAMES
+        state.hold(number, _NO_FRAMES)
         return False
     if chunk is None:
         chunk = parse_header(header, writer.layout, writer.slots)
     if len(chunk.frame_lengths):
         offsets = np.zeros(len(chunk.frame_lengths) + 1, np.uint32)
         np.cumsum(chunk.frame_lengths, out=offsets[1:])
-        state.frames[number] = Frames(offsets, writer.layout)
+        state.hold(number, Frames(offsets, writer.layout, writer.key.run))
     _Applier(state, writer, chunk, number, facts["time"]).run()
     writer.sequence = facts["sequence"]
     writer.recent[writer.sequence] = Sums(*facts["sums"])

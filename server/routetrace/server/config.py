@@ -10,7 +10,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import ByteSize, Field, ValidationError, field_validator, model_validator
+from pydantic import (
+    ByteSize,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 from pydantic_settings import (
     BaseSettings,
     PydanticBaseSettingsSource,
@@ -26,7 +33,20 @@ else:
 ENV_PREFIX = "ROUTETRACE_"
 
 # Variables of ours that are not settings of the server.
-_OTHER_ENV = frozenset({"ROUTETRACE_CONFIG", "ROUTETRACE_TARGET", "ROUTETRACE_RUN"})
+_OTHER_ENV = frozenset(
+    {
+        "ROUTETRACE_CONFIG",
+        "ROUTETRACE_TARGET",
+        "ROUTETRACE_RUN",
+        "ROUTETRACE_TLS",
+        "ROUTETRACE_CA_FILE",
+        "ROUTETRACE_CERT_FILE",
+        "ROUTETRACE_KEY_FILE",
+        "ROUTETRACE_SERVER_NAME",
+        "ROUTETRACE_TOKEN",
+        "ROUTETRACE_TOKEN_FILE",
+    }
+)
 # Kubernetes sets these in every pod of a namespace that has a service called routetrace[-...].
 _SERVICE_ENV = re.compile(
     r"ROUTETRACE(_\w+)?_(SERVICE_(HOST|PORT(_\w+)?)|PORT(_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)?)"
@@ -35,6 +55,7 @@ _SERVICE_ENV = re.compile(
 _MESSAGE_OVERHEAD = 65536
 
 AckMode = Literal["fsync", "memory"]
+OverQuota = Literal["evict", "refuse"]
 LogFormat = Literal["auto", "json", "console"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 
@@ -64,7 +85,22 @@ class ServerConfig(BaseSettings):
         "127.0.0.1:7411", description="host:port to serve on; port 0 takes a free one"
     )
     insecure: bool = Field(
-        False, description="serve other machines too, although nothing is encrypted"
+        False,
+        description="serve other machines although there is no TLS, or no token is asked for",
+    )
+    tls_cert: Path | None = Field(
+        None, description="PEM file of the server's certificate and those above it; switches TLS on"
+    )
+    tls_key: Path | None = Field(None, description="PEM file of its key")
+    tls_client_ca: Path | None = Field(
+        None, description="PEM file of authorities; clients must have a certificate of one of them"
+    )
+    tokens: Path | None = Field(
+        None, description="TOML file of the bearer tokens that are taken; asks every call for one"
+    )
+    reflection: bool = Field(False, description="serve gRPC reflection, for grpcurl and the like")
+    metrics_listen: str = Field(
+        "", description="host:port to serve Prometheus metrics on, over plain HTTP; none if empty"
     )
     store: Literal["lmdb", "memory"] = Field(
         "lmdb", description="where chunks are kept; memory forgets them when the server ends"
@@ -80,11 +116,40 @@ class ServerConfig(BaseSettings):
         gt=0,
         description="most bytes to keep, such as 64GiB; chunks are refused beyond it",
     )
-    max_chunk_bytes: Annotated[ByteSize, Field(ge=1024)] = Field(
+    memory_limit: ByteSize = Field(
+        ByteSize(0),
+        description="most memory of the process, such as 16GiB; chunks are refused beyond it, and "
+        "finished traces go before; 0: no limit",
+    )
+    run_quota: ByteSize = Field(
+        ByteSize(0), description="most stored bytes of a run that has no quota of its own; 0: none"
+    )
+    run_quotas: dict[str, ByteSize] = Field(
+        default_factory=dict, description="most stored bytes by run, as JSON, or a table in a file"
+    )
+    over_quota: OverQuota = Field(
+        "evict",
+        description="what happens above nine tenths of the capacity, the memory limit or a quota: "
+        "finished traces go, the oldest first (evict), or nothing, until chunks are refused "
+        "(refuse)",
+    )
+    max_chunk_bytes: Annotated[ByteSize, Field(ge=1024, le=1 << 30)] = Field(
         ByteSize(8 << 20), description="largest chunk that is taken"
     )
-    max_message_bytes: Annotated[ByteSize, Field(lt=1 << 31)] = Field(
-        ByteSize(64 << 20), description="largest gRPC message, both ways"
+    max_reads: int = Field(
+        20_000, ge=1, description="most reads at a time, those that wait included; more are refused"
+    )
+    max_sending_reads: int = Field(
+        256,
+        ge=1,
+        description="most reads that are sent rows at a time, each of which takes some 2 MiB; the "
+        "others wait for their turn",
+    )
+    max_agents: int = Field(4096, ge=1, description="most agents at a time; more are refused")
+    max_ingest_bytes: ByteSize = Field(
+        ByteSize(256 << 20),
+        gt=0,
+        description="most bytes of chunks that wait for their commit; more are left in the sockets",
     )
     default_ttl_seconds: int = Field(
         86400, ge=1, lt=1 << 32, description="life of a trace that names none, from its last change"
@@ -92,8 +157,11 @@ class ServerConfig(BaseSettings):
     sweep_interval_seconds: float = Field(
         10, gt=0, description="time between two rounds of expiry and compaction"
     )
+    heartbeat_seconds: float = Field(
+        10, ge=0.1, le=3600, description="time between two signs of life that agents are asked for"
+    )
     agent_timeout_seconds: float = Field(
-        30, ge=0, description="an agent counts as lost this long after its stream ended"
+        20, ge=0, description="an agent counts as lost after this time without a sign of life"
     )
     drain_seconds: float = Field(10, ge=0, description="time that open calls are given at shutdown")
     log_level: LogLevel = Field("info", description="least level that is logged")
@@ -109,23 +177,33 @@ class ServerConfig(BaseSettings):
         """Host and port of `listen`."""
         return split_address(self.listen)
 
-    @field_validator("listen")
+    @property
+    def max_message_bytes(self) -> int:
+        """Largest message that is taken; a longer one is refused before it is read."""
+        return self.max_chunk_bytes + _MESSAGE_OVERHEAD
+
+    def quota_of(self, run: str) -> int:
+        """Most stored bytes of a run; 0: as many as there is room for."""
+        return self.run_quotas.get(run, self.run_quota)
+
+    @field_validator("listen", "metrics_listen")
     @classmethod
-    def _check_listen(cls, value: str) -> str:
-        split_address(value)
+    def _check_listen(cls, value: str, info: ValidationInfo) -> str:
+        if value or info.field_name == "listen":
+            split_address(value)
         return value
 
     @model_validator(mode="after")
     def _check_together(self) -> ServerConfig:
-        if not self.insecure and not is_loopback(self.host_port[0]):
+        if (self.tls_cert is None) != (self.tls_key is None):
+            raise ValueError("tls_cert and tls_key: expected both or neither")
+        if self.tls_client_ca is not None and self.tls_cert is None:
+            raise ValueError("tls_client_ca: expected tls_cert and tls_key beside it")
+        lacking = [name for name in ("tls_cert", "tokens") if getattr(self, name) is None]
+        if lacking and not self.insecure and not is_loopback(self.host_port[0]):
             raise ValueError(
-                f"listen is {self.listen!r}, which other machines can reach, and there is no TLS "
-                "yet: expected a loopback address, or insecure to be set"
-            )
-        if self.max_chunk_bytes + _MESSAGE_OVERHEAD > self.max_message_bytes:
-            raise ValueError(
-                f"max_chunk_bytes is {self.max_chunk_bytes}: expected at most max_message_bytes "
-                f"less {_MESSAGE_OVERHEAD}, which is {self.max_message_bytes - _MESSAGE_OVERHEAD}"
+                f"listen is {self.listen!r}, which other machines can reach: expected "
+                f"{' and '.join(lacking)}, a loopback address, or insecure to be set"
             )
         return self
 

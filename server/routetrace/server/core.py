@@ -4,40 +4,58 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 
 import grpc
 
+from routetrace.server.access import Access
+from routetrace.server.admission import Admission
 from routetrace.server.agents import Agents
 from routetrace.server.config import ServerConfig
 from routetrace.server.ingest import IngestServicer
 from routetrace.server.journal import Journal
+from routetrace.server.metrics import Metrics
 from routetrace.server.reader import Reader
+from routetrace.server.retention import Retention
 from routetrace.server.state import State
 from routetrace.server.store import Store
 from routetrace.server.traces import TraceServicer
 from routetrace.v1 import routetrace_pb2_grpc as pb_grpc
 from routetrace.v1.errors import Unavailable
 
-#: Records after which a new snapshot spares the next start their replay.
-_SNAPSHOT_RECORDS = 20_000
-
 _log = logging.getLogger(__name__)
 
 
 class Core:
-    """The server without its sockets. All of it belongs to one event loop."""
+    """The server without its sockets. All of it belongs to one event loop.
+
+    Raises:
+        ConfigError: if a file that the settings name can not be used.
+    """
 
     def __init__(self, store: Store, config: ServerConfig) -> None:
         self.config = config
         self.store = store
+        self.metrics = Metrics()
+        self.access = Access(config, self.metrics)
+        self.admission = Admission(config, self.metrics)
         self.state = State(config.default_ttl_seconds)
         self.journal = Journal(store, self.state)
         clock = self.journal.clock
         self.agents = Agents(self.state, clock, config.agent_timeout_seconds)
-        self.reader = Reader(store, self.state, self.agents, clock)
+        self.reader = Reader(store, self.state, self.agents, clock, self.metrics)
+        self.retention = Retention(self.journal, self.reader, self.agents, config, self.metrics)
+        self.started = clock.now()
+        #: Seconds that the last start took to rebuild the state, and from how many records.
+        self.recovery_seconds = 0.0
+        self.recovered_records = 0
         self._ingest = IngestServicer(self)
         self._state_name = "starting"
-        self._snapshot_number = 0
+
+    @property
+    def ready(self) -> bool:
+        """Whether data calls are served."""
+        return self._state_name == "ready"
 
     def add_to(self, server: grpc.aio.Server) -> None:
         """Registers both services."""
@@ -46,27 +64,20 @@ class Core:
 
     def check_ready(self) -> None:
         """Raises Unavailable while starting or draining."""
-        if self._state_name != "ready":
+        if not self.ready:
             raise Unavailable(f"the server is {self._state_name}", retry_after=0.5)
 
     async def start(self) -> None:
         """Rebuilds the state from the store; data calls are refused until this is done."""
+        before = time.monotonic()
         count = await asyncio.to_thread(self.journal.recover)
-        self._snapshot_number = self.state.number - count
+        self.recovery_seconds = time.monotonic() - before
+        self.recovered_records = count
+        self.retention.covered(self.state.number - count)
         # An expiry is no record: what it forgot since the snapshot has come back.
-        self._expire()
+        self.retention.expire()
         self._state_name = "ready"
         _log.info("replayed %d records: %d traces", count, len(self.state.traces.traces))
-
-    def _expire(self) -> int:
-        """Forgets traces whose lease has run out; returns their number."""
-        now = self.journal.clock.now()
-        traces = self.state.traces.traces
-        expired = [key for key, trace in traces.items() if trace.expires <= now]
-        for key in expired:
-            self.state.forget(key)
-            self.journal.changes.notify(key)
-        return len(expired)
 
     async def stop(self) -> None:
         """Refuses new calls, ends the agents' streams, and wakes the calls that wait."""
@@ -74,33 +85,10 @@ class Core:
         self._ingest.stop()
         self.journal.changes.notify_all()
 
-    async def sweep(self) -> None:
-        """Forgets what has expired and gives its space back.
+    async def sweep_due(self) -> None:
+        """Returns when it is time to sweep."""
+        await self.retention.due()
 
-        A chunk goes when no trace, no live slot and no open read points into it: marked anew each
-        time, so that there is no count that could be wrong.
-        """
-        expired = self._expire()
-        # An engine that nobody heard of for the life of a trace has no cache left to hit.
-        for writer in [*self.state.writers]:
-            if self.agents.idle_seconds(writer) > self.config.default_ttl_seconds:
-                del self.state.writers[writer]
-                self.agents.forget(writer)
-        live = self.state.live_chunks() | self.reader.pinned_chunks()
-        garbage = [number for number in self.state.frames if number not in live]
-        # A snapshot is as large as the indexes: worth it for a twentieth of what is stored.
-        behind = self.state.number - self._snapshot_number
-        if behind < _SNAPSHOT_RECORDS and (
-            not garbage or len(garbage) * 20 < len(self.state.frames)
-        ):
-            return
-        dropped = {number: self.state.frames.pop(number) for number in garbage}
-        snapshot = self.journal.snapshot()
-        try:
-            await asyncio.to_thread(self.store.compact, snapshot, garbage)
-        except BaseException:
-            # Still stored: forgotten here, their space would not come back before a restart.
-            self.state.frames.update(dropped)
-            raise
-        self._snapshot_number = snapshot[0]
-        _log.info("dropped %d traces and %d chunks", expired, len(garbage))
+    async def sweep(self) -> None:
+        """Forgets what has expired, or must go for want of room, and gives its space back."""
+        await self.retention.sweep()

@@ -21,6 +21,7 @@ from routetrace.v1.errors import (
     InvalidArgument,
     NotFound,
     OutOfSequence,
+    Overloaded,
     RouteTraceError,
     Unavailable,
 )
@@ -53,6 +54,10 @@ class Session:
     in_flight: dict[int, tuple[Sums, asyncio.Future[Any]]] = field(default_factory=dict)
     replaced: bool = False
     """Another stream speaks for this writer now."""
+    beats: bool = False
+    """Whether it gives signs of life when there is nothing else to say."""
+    held: bool = False
+    """Whether we do not listen at the moment, as too much waits for its commit."""
 
 
 class IngestServicer(pb_grpc.IngestServiceServicer):
@@ -77,6 +82,7 @@ class IngestServicer(pb_grpc.IngestServiceServicer):
         self, request_iterator: AsyncIterator[pb.IngestRequest], context: Context
     ) -> AsyncIterator[pb.IngestResponse]:
         self._core.check_ready()
+        self._core.admission.check_agents(len(self._replies))
         first = await anext(request_iterator, None)
         if first is None:
             return
@@ -84,10 +90,11 @@ class IngestServicer(pb_grpc.IngestServiceServicer):
             raise InvalidArgument(
                 field="message", value=str(first.WhichOneof("message")), expected="hello, first"
             )
+        self._core.access.check(context, "ingest", first.hello.run)
         session = await self._open(first.hello)
         replies: Replies = asyncio.Queue()
         room = asyncio.Semaphore(WINDOW)
-        reader = asyncio.create_task(self._read(session, request_iterator, replies, room))
+        reader = asyncio.create_task(self._read(session, request_iterator, replies, room, context))
         self._replies.add(replies)
         try:
             yield pb.IngestResponse(
@@ -95,6 +102,7 @@ class IngestServicer(pb_grpc.IngestServiceServicer):
                     epoch=session.writer.epoch,
                     next_sequence=session.next_sequence,
                     max_chunk_bytes=self._core.config.max_chunk_bytes,
+                    heartbeat_ms=int(self._core.config.heartbeat_seconds * 1000),
                 )
             )
             while (reply := await replies.get()) is not None:
@@ -113,17 +121,11 @@ class IngestServicer(pb_grpc.IngestServiceServicer):
         requests: AsyncIterator[pb.IngestRequest],
         replies: Replies,
         room: asyncio.Semaphore,
+        context: Context,
     ) -> None:
         """Takes chunks as they come, while earlier ones still wait for their commit."""
         try:
             async for request in requests:
-                await room.acquire()
-                if request.WhichOneof("message") != "chunk":
-                    raise InvalidArgument(
-                        field="message",
-                        value=str(request.WhichOneof("message")),
-                        expected="chunk, after the first",
-                    )
                 if session.replaced or session.writer is not self._state.writers.get(
                     session.writer.key
                 ):
@@ -132,8 +134,28 @@ class IngestServicer(pb_grpc.IngestServiceServicer):
                         value=session.writer.epoch,
                         expected="the newest epoch and stream of this engine and shard",
                     )
+                # A token may be taken back while its stream is open.
+                self._core.access.check(context, "ingest", session.writer.key.run)
                 self._core.agents.seen(session)
-                replies.put_nowait(asyncio.ensure_future(self._take(session, request.chunk)))
+                kind = request.WhichOneof("message")
+                if kind == "chunk":
+                    size = len(request.chunk.header) + len(request.chunk.payload)
+                    session.held = True
+                    await room.acquire()
+                    await self._core.admission.take_in(size)
+                    session.held = False
+                    self._core.agents.seen(session)
+                    replies.put_nowait(
+                        asyncio.ensure_future(self._take(session, request.chunk, size))
+                    )
+                elif kind == "heartbeat":
+                    self._core.agents.heartbeat(session, request.heartbeat)
+                else:
+                    raise InvalidArgument(
+                        field="message",
+                        value=str(kind),
+                        expected="chunk or heartbeat, after the first",
+                    )
         except RouteTraceError as error:
             replies.put_nowait(error)
         else:
@@ -194,23 +216,26 @@ class IngestServicer(pb_grpc.IngestServiceServicer):
         session.next_sequence = writer.sequence + 1
         return session
 
-    async def _take(self, session: Session, chunk: pb.Chunk) -> pb.IngestResponse:
+    async def _take(self, session: Session, chunk: pb.Chunk, size: int) -> pb.IngestResponse:
         """Stores one chunk; the answer is an Ack or a Reject."""
         writer = session.writer
         try:
-            await self._store(session, chunk)
+            await self._store(session, chunk, size)
         except RouteTraceError as error:
             detail = error.to_detail()
             if isinstance(error, (Corrupt, OutOfSequence)):
                 # Damaged on the way, or too early: the same bytes are welcome again.
                 detail.retry_after_ms = _RESEND_MS
+            self._core.metrics.rejected.labels(_kind_name(detail)).inc()
             _log.warning(
                 "chunk %d of writer %s refused: %s", chunk.sequence, tuple(writer.key), error
             )
             return pb.IngestResponse(reject=pb.Reject(sequence=chunk.sequence, error=detail))
+        finally:
+            self._core.admission.committed(size)
         return pb.IngestResponse(ack=pb.Ack(sequence=chunk.sequence))
 
-    async def _store(self, session: Session, chunk: pb.Chunk) -> None:
+    async def _store(self, session: Session, chunk: pb.Chunk, size: int) -> None:
         writer, sequence = session.writer, chunk.sequence
         sums = Sums(chunk.header_crc32, chunk.payload_crc32)
         known = writer.recent.get(sequence)
@@ -219,23 +244,25 @@ class IngestServicer(pb_grpc.IngestServiceServicer):
             await asyncio.wait([done])
         if sequence <= writer.sequence:
             if known not in (None, sums):
+                self._core.metrics.conflicts.inc()
                 raise InvalidArgument(
                     field="sequence",
                     value=sequence,
                     expected="a new number for new content; this one is stored with another",
                 )
+            self._core.metrics.duplicates.inc()
             return
         if sequence != session.next_sequence:
             raise OutOfSequence(
                 field="sequence", value=sequence, expected=str(session.next_sequence)
             )
-        size = len(chunk.header) + len(chunk.payload)
         if size > self._core.config.max_chunk_bytes:
             raise InvalidArgument(
                 field="chunk",
                 value=f"{size} bytes",
                 expected=f"at most max_chunk_bytes = {self._core.config.max_chunk_bytes}",
             )
+        self._core.retention.check_room(writer.key.run)
         check_sums(chunk)
         parsed = parse_header(chunk.header, writer.layout, writer.slots)
         check_payload(parsed, chunk.payload, writer.layout)
@@ -247,13 +274,20 @@ class IngestServicer(pb_grpc.IngestServiceServicer):
         session.next_sequence = sequence + 1
         counted = False
         try:
-            counted = await asyncio.shield(applied)
+            with self._core.metrics.commit.time():
+                counted = await asyncio.shield(applied)
+        except Overloaded:
+            self._core.retention.no_room()
+            raise
         finally:
             del session.in_flight[sequence]
             if not counted:
                 session.next_sequence = min(session.next_sequence, sequence)
         if not counted:
             raise OutOfSequence(field="sequence", value=sequence, expected=str(writer.sequence + 1))
+        self._core.metrics.chunks.inc()
+        self._core.metrics.rows.inc(int(parsed.frame_rows.sum()))
+        self._core.metrics.ingest_bytes.inc(size)
 
     # ------------------------------------------------------------------ binding
 
@@ -261,6 +295,7 @@ class IngestServicer(pb_grpc.IngestServiceServicer):
     async def BindRequest(  # noqa: N802, D102
         self, request: pb.BindRequestRequest, context: Context
     ) -> pb.BindRequestResponse:
+        self._core.access.check(context, "ingest", request.run)
         self._core.check_ready()
         check_id("request_id", request.request_id)
         check_begin(request.begin)
@@ -314,3 +349,8 @@ class IngestServicer(pb_grpc.IngestServiceServicer):
         )
         trace, incarnation = self._core.reader.find(request.run, begin.trace_id)
         return pb.BindRequestResponse(trace=self._core.reader.describe(trace, incarnation))
+
+
+def _kind_name(detail: pb.ErrorDetail) -> str:
+    """A label: "out_of_sequence", "corrupt", "overloaded", ..."""
+    return pb.ErrorKind.Name(detail.kind).removeprefix("ERROR_KIND_").lower()

@@ -21,6 +21,7 @@ from routetrace.server.apply import apply_record
 from routetrace.server.chunk import ParsedChunk
 from routetrace.server.state import State
 from routetrace.server.store import Record, Store
+from routetrace.v1.errors import Corrupt
 
 _log = logging.getLogger(__name__)
 
@@ -89,11 +90,19 @@ class Journal:
     def recover(self) -> int:
         """Rebuilds the state from the snapshot and the records after it; returns their number.
 
-        A record that cannot be applied is reported and skipped: its rows are missing.
+        A record that cannot be applied is reported and skipped: its rows are missing. So is a
+        snapshot that can not be read.
+
+        Raises:
+            InvalidArgument: if the snapshot is one of another version.
         """
         snapshot = self.store.load_snapshot()
         if snapshot:
-            self.state.load(snapshot[1])
+            try:
+                pieces = [snapshot[1]] if isinstance(snapshot[1], bytes) else snapshot[1]  # SHIM
+                self.state.load(pieces)
+            except Corrupt as error:
+                _log.error("what is older than record %d is lost: %s", snapshot[0] + 1, error)
         count = 0
         for number, record in self.store.headers(self.state.number):
             count += 1
@@ -143,6 +152,6 @@ class Journal:
         for key in touched:
             self.changes.notify(key)
 
-    def snapshot(self) -> tuple[int, bytes]:
-        """The state as a snapshot, and the last record that it covers."""
-        return self.state.number, self.state.dump()
+    def snapshot(self) -> tuple[int, list[bytes]]:
+        """The state as a snapshot in pieces, and the last record that it covers."""
+        return self.state.number, b"".join(self.state.dump())  # SHIM

@@ -14,6 +14,7 @@ from routetrace.server import refs
 from routetrace.server.agents import Agents
 from routetrace.server.joins import Incarnation
 from routetrace.server.journal import Clock
+from routetrace.server.metrics import Metrics
 from routetrace.server.spans import merge
 from routetrace.server.state import State
 from routetrace.server.store import Store
@@ -45,8 +46,11 @@ class Message:
 class Reader:
     """Looks traces up, describes them, and fetches their rows. Changes nothing."""
 
-    def __init__(self, store: Store, state: State, agents: Agents, clock: Clock) -> None:
+    def __init__(
+        self, store: Store, state: State, agents: Agents, clock: Clock, metrics: Metrics
+    ) -> None:
         self._store = store
+        self._metrics = metrics
         self._state = state
         self._agents = agents
         self._clock = clock
@@ -104,6 +108,13 @@ class Reader:
         elif incarnation.request.handed_over:
             running = recent
         return pb.TRACE_STATE_RUNNING if running else pb.TRACE_STATE_INCOMPLETE
+
+    def ended(self, trace: Trace) -> bool:
+        """Whether no incarnation of a trace may still grow."""
+        return all(
+            self.state_of(trace, trace.join.incarnation(n)) != pb.TRACE_STATE_RUNNING
+            for n in trace.join.standing
+        )
 
     def is_covered(self, trace: Trace, incarnation: Incarnation, selection: Selection) -> bool:
         """Whether every selected cell is there."""
@@ -272,6 +283,8 @@ class Reader:
                 0,
                 span.weight_version,
             )
+        self._metrics.read_bytes.inc(sum(map(len, data.values())))
+        self._metrics.read_corrupt.inc(len(frames) - len(data))
         message = Message(
             spans.tobytes(),
             np.array([len(f) for f in data.values()], U32).tobytes(),

@@ -6,7 +6,8 @@ was committed, and again, in the same order, when the server starts. Snapshots s
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, cast
 
@@ -24,15 +25,19 @@ from routetrace.server.trace_index import (
     TraceKey,
     WriterKey,
     dump_source,
+    dump_trace,
     load_source,
+    load_trace,
 )
 from routetrace.v1 import routetrace_pb2 as pb
-from routetrace.v1.errors import Corrupt
+from routetrace.v1.errors import Corrupt, InvalidArgument
 from routetrace.v1.layout import RoutingLayout
 from routetrace.v1.records import Provenance
 
 #: Of snapshots.
-_FORMAT = 2
+_FORMAT = 3
+#: Bytes of a piece of a snapshot, about.
+_PIECE_BYTES = 1 << 20
 
 
 @dataclass(slots=True, eq=False)
@@ -61,6 +66,12 @@ class Frames(NamedTuple):
 
     offsets: np.ndarray[Any, np.dtype[np.uint32]]
     layout: RoutingLayout
+    run: str
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all of them."""
+        return int(self.offsets[-1])
 
 
 class State:
@@ -75,6 +86,9 @@ class State:
         self.epochs: dict[WriterKey, int] = {}
         """Highest epoch ever granted, also to writers that are forgotten since."""
         self.frames: dict[int, Frames] = {}
+        """Stored chunks, by record number."""
+        self.run_bytes: Counter[str] = Counter()
+        """Their bytes, by run."""
         self.touched: set[TraceKey | WriterKey] = set()
         """What changed since the last look; whoever wakes those who wait empties it."""
 
@@ -115,6 +129,22 @@ class State:
         trace.expires = max(trace.expires, now + trace.ttl)
         self.touched.add(trace.key)
 
+    def hold(self, number: int, frames: Frames) -> None:
+        """A chunk is stored."""
+        self.frames[number] = frames
+        self._count(frames.run, frames.nbytes)
+
+    def release(self, number: int) -> Frames:
+        """A chunk is stored no longer."""
+        frames = self.frames.pop(number)
+        self._count(frames.run, -frames.nbytes)
+        return frames
+
+    def _count(self, run: str, nbytes: int) -> None:
+        self.run_bytes[run] += nbytes
+        if not self.run_bytes[run]:
+            del self.run_bytes[run]
+
     def forget(self, key: TraceKey) -> bool:
         """Drops a trace; requests that still run into it go on unseen."""
         self.touched.add(key)
@@ -140,21 +170,37 @@ class State:
 
     # ------------------------------------------------------------------ snapshots
 
-    def dump(self) -> bytes:
-        """The whole state, for a snapshot that covers the records up to `number`."""
-        data = {
-            "format": _FORMAT,
-            "number": self.number,
-            "traces": self.traces.dump(),
-            "writers": [self._dump_writer(w) for w in self.writers.values()],
-            "epochs": [(tuple(k), v) for k, v in self.epochs.items()],
-            "frames": [
-                (n, f.offsets.tobytes(), layout_to_hex(f.layout)) for n, f in self.frames.items()
-            ],
-        }
-        return cast("bytes", msgpack.packb(data))
+    def dump(self) -> Iterator[bytes]:
+        """The whole state, in pieces, for a snapshot that covers the records up to `number`.
+
+        A stream of [kind, value] items, in which layouts come before what names them by number, and
+        traces before the writers whose live requests are in them.
+        """
+        piece = bytearray()
+        for item in self._items():
+            piece += cast("bytes", msgpack.packb(item))
+            if len(piece) >= _PIECE_BYTES:
+                yield bytes(piece)
+                piece.clear()
+        if piece:
+            yield bytes(piece)
+
+    def _items(self) -> Iterator[tuple[str, Any]]:
+        yield "head", (_FORMAT, self.number, self.traces.serial)
+        layouts: dict[RoutingLayout, int] = {}
+        for trace in self.traces.traces.values():
+            yield from _new_layouts(layouts, (source.layout for source in trace.sources))
+            yield "trace", dump_trace(trace, layouts)
+        for writer in self.writers.values():
+            yield "writer", self._dump_writer(writer)
+        yield "epochs", [(tuple(key), epoch) for key, epoch in self.epochs.items()]
+        for number, frames in self.frames.items():
+            yield from _new_layouts(layouts, (frames.layout,))
+            where = frames.offsets.tobytes(), layouts[frames.layout], frames.run
+            yield "frames", (number, *where)
 
     def _dump_writer(self, writer: Writer) -> dict[str, Any]:
+        own = {writer.layout: 0}
         return {
             "key": tuple(writer.key),
             "epoch": writer.epoch,
@@ -166,29 +212,56 @@ class State:
             "step": writer.step,
             # A request whose trace was forgotten runs on unseen: its blocks still count.
             "live": [
-                (name, *key, None if key in self.traces.traces else dump_source(source, {}))
+                (name, *key, None if key in self.traces.traces else dump_source(source, own))
                 for name, (key, source) in writer.live.items()
             ],
             "recent": [(n, *sums) for n, sums in writer.recent.items()],
         }
 
-    def load(self, packed: bytes) -> None:
-        """Becomes what `dump` saw."""
-        data = msgpack.unpackb(packed)
-        if data.get("format") != _FORMAT:
-            raise Corrupt(field="format", value=data.get("format"), expected=str(_FORMAT))
-        self.number = data["number"]
-        self.traces = TraceIndex.load(data["traces"])
-        self.epochs = {WriterKey(*k): v for k, v in data["epochs"]}
-        self.writers = {}
-        for w in data["writers"]:
-            writer = self._load_writer(w)
+    def load(self, pieces: Iterable[bytes]) -> None:
+        """Becomes what `dump` saw; stays as it is if that can not be.
+
+        Raises:
+            Corrupt: if it is no snapshot.
+            InvalidArgument: if it is one of another version.
+        """
+        new = State(self.default_ttl)
+        unpacker = msgpack.Unpacker(strict_map_key=False, max_buffer_size=0)
+        layouts: list[RoutingLayout] = []
+        kind = ""
+        try:
+            for piece in pieces:
+                unpacker.feed(piece)
+                for kind, value in unpacker:
+                    new._load_item(kind, value, layouts)
+        except (KeyError, IndexError, TypeError, ValueError) as error:
+            if isinstance(error, InvalidArgument):
+                raise
+            raise Corrupt(f"the snapshot can not be read: {kind}: {error}") from error
+        if not kind:
+            raise Corrupt("the snapshot is empty")
+        self.number, self.traces, self.writers = new.number, new.traces, new.writers
+        self.epochs, self.frames, self.run_bytes = new.epochs, new.frames, new.run_bytes
+
+    def _load_item(self, kind: str, value: Any, layouts: list[RoutingLayout]) -> None:
+        if kind == "head":
+            if value[0] != _FORMAT:
+                raise InvalidArgument(
+                    field="snapshot format", value=value[0], expected=str(_FORMAT)
+                )
+            _, self.number, self.traces.serial = value
+        elif kind == "layout":
+            layouts.append(layout_from_hex(value))
+        elif kind == "trace":
+            self.traces.add(load_trace(value, layouts))
+        elif kind == "writer":
+            writer = self._load_writer(value)
             self.writers[writer.key] = writer
-        layouts: dict[str, RoutingLayout] = {}
-        for number, offsets, layout in data["frames"]:
-            if layout not in layouts:
-                layouts[layout] = layout_from_hex(layout)
-            self.frames[number] = Frames(np.frombuffer(offsets, np.uint32), layouts[layout])
+        elif kind == "epochs":
+            self.epochs = {WriterKey(*key): epoch for key, epoch in value}
+        elif kind == "frames":
+            number, offsets, layout, run = value
+            self.hold(number, Frames(np.frombuffer(offsets, np.uint32), layouts[layout], run))
 
     def _load_writer(self, data: dict[str, Any]) -> Writer:
         key = WriterKey(*data["key"])
@@ -213,3 +286,13 @@ class State:
             if live:
                 writer.live[request_id] = ((run, trace_id), live)
         return writer
+
+
+def _new_layouts(
+    known: dict[RoutingLayout, int], layouts: Iterable[RoutingLayout]
+) -> Iterator[tuple[str, str]]:
+    """Items for those that are named for the first time."""
+    for layout in layouts:
+        if layout not in known:
+            known[layout] = len(known)
+            yield "layout", layout_to_hex(layout)

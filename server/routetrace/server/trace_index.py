@@ -12,6 +12,7 @@ knows the time; `apply.py` feeds it.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -22,7 +23,6 @@ import numpy.typing as npt
 from routetrace.server.joins import Join
 from routetrace.server.refs import chunk_of
 from routetrace.server.spans import FOREVER, SpanList
-from routetrace.v1 import routetrace_pb2 as pb
 from routetrace.v1.layout import RoutingLayout
 from routetrace.v1.records import DIGEST
 
@@ -145,7 +145,10 @@ class TraceIndex:
 
     def __init__(self) -> None:
         self.traces: dict[TraceKey, Trace] = {}
-        self._serial = 0
+        self.run_counts: Counter[str] = Counter()
+        """Traces by run."""
+        self.serial = 0
+        """Of the trace that appeared last."""
 
     def begin(
         self, key: TraceKey, source: Source, *, labels: Mapping[str, str], ttl: float, now: float
@@ -153,9 +156,9 @@ class TraceIndex:
         """Adds a source that begins a request."""
         trace = self.traces.get(key)
         if trace is None:
-            self._serial += 1
-            trace = Trace(key, self._serial, dict(labels), ttl, now, now, now + ttl)
-            self.traces[key] = trace
+            self.serial += 1
+            trace = Trace(key, self.serial, dict(labels), ttl, now, now, now + ttl)
+            self.add(trace)
         trace.labels.update(labels)
         trace.ttl = ttl
         trace.sources.append(source)
@@ -164,7 +167,17 @@ class TraceIndex:
 
     def remove(self, key: TraceKey) -> bool:
         """Forgets a trace; False if it was not there."""
-        return self.traces.pop(key, None) is not None
+        if self.traces.pop(key, None) is None:
+            return False
+        self.run_counts[key[0]] -= 1
+        if not self.run_counts[key[0]]:
+            del self.run_counts[key[0]]
+        return True
+
+    def add(self, trace: Trace) -> None:
+        """Takes in a trace that is new."""
+        self.traces[trace.key] = trace
+        self.run_counts[trace.key[0]] += 1
 
     def newest_first(self, run: str, before_serial: int = 0) -> Iterator[Trace]:
         """Traces of a run that appeared before a serial number (0: all)."""
@@ -176,49 +189,34 @@ class TraceIndex:
         """Chunks that any trace points into."""
         return {c for t in self.traces.values() for c in t.chunks()}
 
-    def dump(self) -> dict[str, Any]:
-        """For a snapshot."""
-        layouts: dict[RoutingLayout, int] = {}
-        traces = [
-            {
-                "key": t.key,
-                "serial": t.serial,
-                "labels": t.labels,
-                "times": (t.ttl, t.created, t.updated, t.expires),
-                "sources": [dump_source(s, layouts) for s in t.sources],
-            }
-            for t in self.traces.values()
-        ]
-        return {
-            "serial": self._serial,
-            "traces": traces,
-            "layouts": [layout.to_proto().SerializeToString() for layout in layouts],
-        }
 
-    @classmethod
-    def load(cls, data: dict[str, Any]) -> TraceIndex:
-        """From a snapshot."""
-        self = cls()
-        self._serial = data["serial"]
-        layouts = [
-            RoutingLayout.from_proto(pb.RoutingLayout.FromString(b)) for b in data["layouts"]
-        ]
-        for t in data["traces"]:
-            key = (t["key"][0], t["key"][1])
-            trace = Trace(key, t["serial"], t["labels"], *t["times"])
-            trace.sources = [load_source(s, layouts) for s in t["sources"]]
-            self.traces[key] = trace
-        return self
+def dump_trace(trace: Trace, layouts: dict[RoutingLayout, int]) -> dict[str, Any]:
+    """For a snapshot; layouts are told by their numbers."""
+    return {
+        "key": trace.key,
+        "serial": trace.serial,
+        "labels": trace.labels,
+        "times": (trace.ttl, trace.created, trace.updated, trace.expires),
+        "sources": [dump_source(source, layouts) for source in trace.sources],
+    }
+
+
+def load_trace(data: dict[str, Any], layouts: list[RoutingLayout]) -> Trace:
+    """From a snapshot."""
+    run, trace_id = data["key"]
+    trace = Trace((run, trace_id), data["serial"], data["labels"], *data["times"])
+    trace.sources = [load_source(source, layouts) for source in data["sources"]]
+    return trace
 
 
 def dump_source(source: Source, layouts: dict[RoutingLayout, int]) -> dict[str, Any]:
-    """For a snapshot; its layout is told by its number in `layouts`, which may grow."""
+    """For a snapshot; its layout is told by its number."""
     return {
         "writer": tuple(source.writer),
         "epoch": source.epoch,
         "request_id": source.request_id,
         "occurrence": source.occurrence,
-        "layout": layouts.setdefault(source.layout, len(layouts)),
+        "layout": layouts[source.layout],
         "prompt_len": source.prompt_len,
         "attempts": [a.tobytes() for a in source.attempts],
         "tentative": source.tentative,

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
+from importlib.metadata import version
 from typing import TYPE_CHECKING, TypeVar
 
+from routetrace.server.access import Scope
+from routetrace.server.admission import Admission
 from routetrace.server.joins import Incarnation
 from routetrace.server.reader import Message, Reader
 from routetrace.server.record import encode_control
@@ -33,6 +37,8 @@ class TraceServicer(pb_grpc.TraceServiceServicer):
         self._core = core
         self._reader = core.reader
         self._journal = core.journal
+        self._access = core.access
+        self._admission = core.admission
 
     # ------------------------------------------------------------------ reads
 
@@ -40,31 +46,34 @@ class TraceServicer(pb_grpc.TraceServiceServicer):
     async def GetTrace(  # noqa: N802, D102
         self, request: pb.GetTraceRequest, context: Context
     ) -> AsyncIterator[pb.GetTraceResponse]:
-        self._core.check_ready()
+        self._check(context, "read", request.run)
         if request.policy not in pb.ReadPolicy.values():
             raise InvalidArgument(field="policy", value=request.policy, expected="a ReadPolicy")
         if request.wait_for not in pb.WaitFor.values():
             raise InvalidArgument(field="wait_for", value=request.wait_for, expected="a WaitFor")
-        if request.follow:
-            if request.token_ranges:
-                raise InvalidArgument(
-                    field="token_ranges", value=len(request.token_ranges), expected="none to follow"
-                )
-            async for response in self._follow(request):
+        if request.follow and request.token_ranges:
+            raise InvalidArgument(
+                field="token_ranges", value=len(request.token_ranges), expected="none to follow"
+            )
+        with self._admission.read():
+            if request.follow:
+                async for response in self._follow(request, context):
+                    yield response
+                return
+            trace, incarnation = await self._find(request)
+            selection = self._select(incarnation, request)
+            digests = not request.omit_token_digests
+            info = self._reader.describe(trace, incarnation, digests=digests)
+            async for response in self._send(
+                pb.GetTraceResponse, info, trace, incarnation, selection
+            ):
                 yield response
-            return
-        trace, incarnation = await self._find(request)
-        selection = self._select(incarnation, request)
-        digests = not request.omit_token_digests
-        info = self._reader.describe(trace, incarnation, digests=digests)
-        async for response in self._send(pb.GetTraceResponse, info, trace, incarnation, selection):
-            yield response
 
     @streaming
     async def GetBlocks(  # noqa: N802, D102
         self, request: pb.GetBlocksRequest, context: Context
     ) -> AsyncIterator[pb.GetBlocksResponse]:
-        self._core.check_ready()
+        self._check(context, "read", request.run)
         writers = self._core.state.engine_writers(request.run, request.engine_id)
         if not writers:
             raise NotFound(
@@ -95,8 +104,15 @@ class TraceServicer(pb_grpc.TraceServiceServicer):
         start = min(request.token_start, request.num_tokens)
         selection = self._reader.select(incarnation, start, request.num_tokens, request.layer_ids)
         info = self._reader.describe(trace, incarnation)
-        async for response in self._send(pb.GetBlocksResponse, info, trace, incarnation, selection):
-            yield response
+        with self._admission.read():
+            async for response in self._send(
+                pb.GetBlocksResponse, info, trace, incarnation, selection
+            ):
+                yield response
+
+    def _check(self, context: Context, scope: Scope, run: str) -> None:
+        self._access.check(context, scope, run)
+        self._core.check_ready()
 
     async def _send(
         self,
@@ -108,7 +124,7 @@ class TraceServicer(pb_grpc.TraceServiceServicer):
     ) -> AsyncIterator[Response]:
         """What is there now: info, rows, end."""
         yield make(info=info)
-        sending = _Sending(self._reader, trace, incarnation)
+        sending = _Sending(self._reader, self._admission, trace, incarnation)
         segments = view(trace.sources, incarnation, selection)
         async for message in sending.rows(segments, selection):
             yield make(
@@ -119,11 +135,13 @@ class TraceServicer(pb_grpc.TraceServiceServicer):
         info.ClearField("token_digests")  # said above
         yield make(end=sending.end(info, segments, selection))
 
-    async def _follow(self, request: pb.GetTraceRequest) -> AsyncIterator[pb.GetTraceResponse]:
+    async def _follow(
+        self, request: pb.GetTraceRequest, context: Context
+    ) -> AsyncIterator[pb.GetTraceResponse]:
         """Rows as they come in, until the trace ends. Rows that were dropped again come anew."""
         trace, incarnation = self._reader.find(request.run, request.trace_id, request.incarnation)
         yield pb.GetTraceResponse(info=self._reader.describe(trace, incarnation))
-        sending = _Sending(self._reader, trace, incarnation)
+        sending = _Sending(self._reader, self._admission, trace, incarnation)
         sent: dict[int, list[Segment]] = {}
         while True:
             seen = trace.changes
@@ -145,7 +163,7 @@ class TraceServicer(pb_grpc.TraceServiceServicer):
                 break
             if trace.changes == seen:
                 await self._journal.changes.wait(trace.key, _LOOK_AGAIN_SECONDS)
-            self._core.check_ready()
+            self._check(context, "read", request.run)  # a token may be taken back meanwhile
             if self._core.state.traces.traces.get(trace.key) is not trace:
                 raise NotFound(
                     field="trace_id", value=request.trace_id, expected="a trace that stays"
@@ -197,15 +215,16 @@ class TraceServicer(pb_grpc.TraceServiceServicer):
     async def StatTrace(  # noqa: N802, D102
         self, request: pb.StatTraceRequest, context: Context
     ) -> pb.StatTraceResponse:
-        self._core.check_ready()
-        trace, incarnation = await self._find(
-            pb.GetTraceRequest(
-                run=request.run,
-                trace_id=request.trace_id,
-                incarnation=request.incarnation,
-                wait_for=pb.WAIT_FOR_END if request.wait else pb.WAIT_FOR_UNSPECIFIED,
+        self._check(context, "read", request.run)
+        with self._admission.read():
+            trace, incarnation = await self._find(
+                pb.GetTraceRequest(
+                    run=request.run,
+                    trace_id=request.trace_id,
+                    incarnation=request.incarnation,
+                    wait_for=pb.WAIT_FOR_END if request.wait else pb.WAIT_FOR_UNSPECIFIED,
+                )
             )
-        )
         selection = self._reader.select(incarnation, 0, 0, ())
         segments = view(trace.sources, incarnation, selection)
         info = self._reader.describe(trace, incarnation)
@@ -216,7 +235,7 @@ class TraceServicer(pb_grpc.TraceServiceServicer):
     async def ListTraces(  # noqa: N802, D102
         self, request: pb.ListTracesRequest, context: Context
     ) -> pb.ListTracesResponse:
-        self._core.check_ready()
+        self._check(context, "read", request.run)
         token = request.page_token or "0"
         if not token.isdigit():
             raise InvalidArgument(
@@ -243,43 +262,36 @@ class TraceServicer(pb_grpc.TraceServiceServicer):
     async def DeleteTrace(  # noqa: N802, D102
         self, request: pb.DeleteTraceRequest, context: Context
     ) -> pb.DeleteTraceResponse:
-        self._core.check_ready()
+        self._check(context, "admin", request.run)
         self._reader.find(request.run, request.trace_id)
-        await self._forget(request.run, [request.trace_id])
+        await self._core.retention.forget(request.run, [request.trace_id], "deleted")
         return pb.DeleteTraceResponse()
 
     @unary
     async def RetireTraces(  # noqa: N802, D102
         self, request: pb.RetireTracesRequest, context: Context
     ) -> pb.RetireTracesResponse:
-        self._core.check_ready()
+        self._check(context, "admin", request.run)
         retired = []
         for trace in self._core.state.traces.newest_first(request.run):
-            ended = all(
-                self._reader.state_of(trace, trace.join.incarnation(n)) != pb.TRACE_STATE_RUNNING
-                for n in trace.join.standing
-            )
             newer = any(
                 span.weight_version > request.through_weight_version
                 for source in trace.sources
                 for spans in source.attempts
                 for span in spans
             )
-            if ended and not newer:
+            if not newer and self._reader.ended(trace):
                 retired.append(trace.key[1])
-        count = await self._forget(request.run, retired) if retired else 0
+        count = 0
+        if retired:
+            count = await self._core.retention.forget(request.run, retired, "retired")
         return pb.RetireTracesResponse(num_retired=count)
-
-    async def _forget(self, run: str, trace_ids: list[str]) -> int:
-        record = encode_control("delete", self._journal.clock.now(), run=run, trace_ids=trace_ids)
-        count: int = await self._journal.append(record)
-        return count
 
     @unary
     async def RenewLease(  # noqa: N802, D102
         self, request: pb.RenewLeaseRequest, context: Context
     ) -> pb.RenewLeaseResponse:
-        self._core.check_ready()
+        self._check(context, "read", request.run)
         record = encode_control(
             "renew",
             self._journal.clock.now(),
@@ -289,13 +301,40 @@ class TraceServicer(pb_grpc.TraceServiceServicer):
         )
         return pb.RenewLeaseResponse(num_renewed=await self._journal.append(record))
 
+    # ------------------------------------------------------------------ the server
+
+    @unary
+    async def GetServerInfo(  # noqa: N802, D102
+        self, request: pb.GetServerInfoRequest, context: Context
+    ) -> pb.GetServerInfoResponse:
+        self._check(context, "read", request.run)
+        core, config, run = self._core, self._core.config, request.run
+        stats = await asyncio.to_thread(core.store.stats)
+        return pb.GetServerInfoResponse(
+            version=version("routetrace"),
+            ack_mode=config.ack_mode,
+            store=config.store,
+            started_ms=int(core.started * 1000),
+            now_ms=int(self._journal.clock.now() * 1000),
+            used_bytes=stats.used_bytes,
+            capacity_bytes=stats.capacity_bytes,
+            damaged_records=stats.damaged_records,
+            num_agents=sum(key.run == run for key in core.agents.connected),
+            num_traces=core.state.traces.run_counts[run],
+            run_bytes=core.state.run_bytes[run],
+            run_quota_bytes=config.quota_of(run),
+        )
+
 
 class _Sending:
     """Rows on their way out of one call."""
 
-    def __init__(self, reader: Reader, trace: Trace, incarnation: Incarnation) -> None:
+    def __init__(
+        self, reader: Reader, admission: Admission, trace: Trace, incarnation: Incarnation
+    ) -> None:
         self.incarnation = incarnation
         self._reader = reader
+        self._admission = admission
         self._trace = trace
         self._num_spans = 0
         self._num_frames = 0
@@ -305,11 +344,12 @@ class _Sending:
         """The rows of segments, a message at a time."""
         with self._reader.pinned(segments):
             for batch in self._reader.batches(segments):
-                message, lost = await self._reader.fetch(batch, selection, self._num_frames)
-                self._unread += lost
-                self._num_spans += message.num_spans
-                self._num_frames += len(message.frame_lengths) // 4
-                yield message
+                async with self._admission.turn():
+                    message, lost = await self._reader.fetch(batch, selection, self._num_frames)
+                    self._unread += lost
+                    self._num_spans += message.num_spans
+                    self._num_frames += len(message.frame_lengths) // 4
+                    yield message
 
     def end(self, info: pb.TraceInfo, segments: list[Segment], selection: Selection) -> pb.ReadEnd:
         """What closes the call: what was sent, and which cells were not."""
