@@ -117,7 +117,7 @@ def test_variables_of_others_are_no_mistakes(monkeypatch: pytest.MonkeyPatch) ->
         ([], {}, "colour = 1\nsize = 2\n", ["colour", "size", "c.toml"]),
         ([], {}, "[store]\nkind = 1\n", ["store"]),
         ([], {}, "listen = \n", ["c.toml", "line 1"]),
-        (["--store", "redis"], {}, "", ["store", "redis", "lmdb", "memory"]),
+        (["--store", "redis"], {}, "", ["store", "redis", "disk", "memory"]),
         (["--drain-seconds", "-1"], {}, "", ["drain_seconds", "-1"]),
         (["--store-capacity", "lots"], {}, "", ["store_capacity", "lots"]),
         ([], {"ROUTETRACE_ACK_MODE": "never"}, "", ["ack_mode", "never", "fsync"]),

@@ -8,7 +8,7 @@ from sim_engine import SimEngine, SimRequest
 
 from routetrace.capture_agent import AgentConfig, AgentStats, CaptureAgent
 from routetrace.client import AsyncRouteClient, RouteClient, RoutingTrace, TraceState
-from routetrace.server.lmdb_store import LmdbStore
+from routetrace.server.disk_store import DiskStore
 from routetrace.server.testing import run_server
 from routetrace.v1.errors import Incomplete, InvalidArgument
 from routetrace.v1.layout import RoutingLayout
@@ -201,7 +201,7 @@ def test_rows_whose_record_is_gone_are_missing_and_named(tmp_path):
             agent.step(rows[at : at + 10], [(handle, at, 10)])
             assert agent.flush(20)
         agent.finish(handle, 21)
-    store = LmdbStore(tmp_path, capacity_bytes=1 << 30, ack_mode="fsync")
+    store = DiskStore(tmp_path, capacity_bytes=1 << 30, ack_mode="fsync")
     numbers = [number for number, _ in store.headers()]
     store.compact(None, [numbers[1]])  # the first chunk, behind the record of the epoch
     store.close()

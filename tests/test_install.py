@@ -191,7 +191,7 @@ def floors(project: dict[str, Any]) -> list[str]:
     found = [re.fullmatch(r"([\w-]+)>=([\d.]+).*", requirement) for requirement in declared]
     assert all(found), declared
     names = {match[1] for match in found if match}
-    assert {"grpcio", "protobuf", "lmdb"} <= names
+    assert {"grpcio", "protobuf", "pydantic-settings"} <= names
     return [f"{match[1]}=={match[2]}.*" for match in found if match and match[1] != "tomli"]
 
 

@@ -128,9 +128,9 @@ def test_where_nothing_may_go_chunks_are_refused_until_there_is_room():
         writer.close()
 
 
-@pytest.mark.parametrize("store", ["memory", "lmdb"])
+@pytest.mark.parametrize("store", ["memory", "disk"])
 def test_a_full_store_makes_room_by_itself(tmp_path, store):
-    settings = {"data_dir": tmp_path} if store == "lmdb" else {}
+    settings = {"data_dir": tmp_path} if store == "disk" else {}
     with (
         run_server(store_capacity=4 << 20, sweep_interval_seconds=0.05, **settings) as server,
         RouteClient(server.target, run="a") as client,

@@ -3,27 +3,27 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import os
 import random
-import shutil
-import struct
 import subprocess
 import sys
 import tempfile
 import threading
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import lmdb
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from routetrace.server.lmdb_store import LmdbStore
+from routetrace.server.disk_store import DiskStore
 from routetrace.server.store import MemoryStore, Record, Store
 from routetrace.v1.errors import (
     Closed,
@@ -57,6 +57,15 @@ def read(store: Store, number: int) -> bytes:
     return store.read(number, [(0, len(content(number)))])[0]
 
 
+def in_pieces(data: bytes) -> Iterator[bytes]:
+    return (data[at : at + 1_000_000] for at in range(0, len(data), 1_000_000))
+
+
+def whole_snapshot(store: Store) -> tuple[int, bytes] | None:
+    found = store.load_snapshot()
+    return (found[0], b"".join(found[1])) if found else None
+
+
 def outcome(call: Any, *args: Any) -> Any:
     """What a call returns, or the kind of its error."""
     try:
@@ -66,8 +75,8 @@ def outcome(call: Any, *args: Any) -> Any:
 
 
 @pytest.fixture
-def lmdb_store(tmp_path: Path) -> Any:
-    store = LmdbStore(tmp_path, capacity_bytes=CAPACITY)
+def disk_store(tmp_path: Path) -> Any:
+    store = DiskStore(tmp_path, capacity_bytes=CAPACITY)
     yield store
     store.close()
 
@@ -76,21 +85,21 @@ def lmdb_store(tmp_path: Path) -> Any:
 
 
 class Congruence(RuleBasedStateMachine):
-    """MemoryStore and LmdbStore do what a few dictionaries do; LmdbStore also after reopening."""
+    """MemoryStore and DiskStore do what a few dictionaries do; DiskStore also after reopening."""
 
     @initialize()
     def start(self) -> None:
         self.dir = tempfile.TemporaryDirectory()
         self.memory = MemoryStore(CAPACITY)
-        self.lmdb = LmdbStore(Path(self.dir.name), capacity_bytes=CAPACITY)
+        self.disk = DiskStore(Path(self.dir.name), capacity_bytes=CAPACITY)
         self.headers: dict[int, bytes] = {}
         self.payloads: dict[int, bytes] = {}
         self.snapshot: tuple[int, bytes] | None = None
         self.last = 0
 
     def both(self, call: Any) -> Any:
-        memory, lmdb = outcome(call, self.memory), outcome(call, self.lmdb)
-        assert memory == lmdb
+        memory, disk = outcome(call, self.memory), outcome(call, self.disk)
+        assert memory == disk
         return memory
 
     @rule(
@@ -142,7 +151,7 @@ class Congruence(RuleBasedStateMachine):
     def compact(self, back: int, data: bytes, drop: list[int]) -> None:
         snapshot = (max(0, self.last - back), data)
         drop = [self.last - back for back in drop if back <= self.last]
-        got = self.both(lambda s: s.compact(snapshot, drop))
+        got = self.both(lambda s: s.compact((snapshot[0], in_pieces(data)), drop))
         if self.snapshot and snapshot[0] < self.snapshot[0]:
             assert got is InvalidArgument
             return
@@ -161,14 +170,14 @@ class Congruence(RuleBasedStateMachine):
 
     @rule()
     def reopen(self) -> None:
-        self.lmdb.close()
-        self.lmdb = LmdbStore(Path(self.dir.name), capacity_bytes=CAPACITY)
+        self.disk.close()
+        self.disk = DiskStore(Path(self.dir.name), capacity_bytes=CAPACITY)
         assert not [p for p in Path(self.dir.name).iterdir() if "damaged" in p.name]
 
     @invariant()
     def facts_agree(self) -> None:
         assert self.both(lambda s: s.last_number()) == self.last
-        assert self.both(lambda s: s.load_snapshot()) == self.snapshot
+        assert self.both(whole_snapshot) == self.snapshot
         for after in (0, self.last - 2):
             want = [(n, h) for n, h in self.headers.items() if n > after]
             assert self.both(lambda s, after=after: list(s.headers(max(0, after)))) == want
@@ -177,7 +186,7 @@ class Congruence(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         if hasattr(self, "dir"):
-            self.lmdb.close()
+            self.disk.close()
             self.dir.cleanup()
 
 
@@ -193,51 +202,55 @@ TestCongruence.settings = settings(
 # ---------------------------------------------------------------------------- order and room
 
 
-def test_all_that_is_queued_takes_one_commit_and_completes_in_order(lmdb_store: LmdbStore) -> None:
+def test_all_that_is_queued_takes_one_commit_and_completes_in_order(
+    disk_store: DiskStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
     done: list[int] = []
-    before = lmdb_store._env.info()["last_txnid"]
-    with lmdb_store._changed:  # the writer waits for this
+    syncs: list[int] = []
+    sync = os.fdatasync
+    monkeypatch.setattr(os, "fdatasync", lambda file: (syncs.append(file), sync(file)))
+    with disk_store._changed:  # the writer waits for this
         futures = []
         for number in range(1, 101):
-            futures.append(lmdb_store.append(record(number)))
+            futures.append(disk_store.append(record(number)))
             futures[-1].add_done_callback(lambda _, number=number: done.append(number))
     futures[-1].result(30)
     assert done == list(range(1, 101))
-    assert lmdb_store._env.info()["last_txnid"] == before + 1
+    assert len(syncs) == 2  # of the payloads, and of the log
 
 
-def test_more_headers_than_one_read_takes(lmdb_store: LmdbStore) -> None:
-    put(lmdb_store, *range(1, 700))
-    assert [number for number, _ in lmdb_store.headers(5)] == list(range(6, 700))
+def test_more_headers_than_one_read_takes(disk_store: DiskStore) -> None:
+    put(disk_store, *range(1, 700))
+    assert [number for number, _ in disk_store.headers(5)] == list(range(6, 700))
 
 
-async def test_a_waiter_that_goes_away_changes_nothing(lmdb_store: LmdbStore) -> None:
-    with lmdb_store._changed:
-        first = asyncio.wrap_future(lmdb_store.append(record(1)))
-        second = asyncio.wrap_future(lmdb_store.append(record(2)))
+async def test_a_waiter_that_goes_away_changes_nothing(disk_store: DiskStore) -> None:
+    with disk_store._changed:
+        first = asyncio.wrap_future(disk_store.append(record(1)))
+        second = asyncio.wrap_future(disk_store.append(record(2)))
         first.cancel()
     await second
-    assert read(lmdb_store, 1) == content(1)
+    assert read(disk_store, 1) == content(1)
 
 
 def test_memory_mode_acknowledges_at_once_and_reads_before_the_commit(tmp_path: Path) -> None:
-    store = LmdbStore(tmp_path, capacity_bytes=CAPACITY, ack_mode="memory")
+    store = DiskStore(tmp_path, capacity_bytes=CAPACITY, ack_mode="memory")
     with store._changed:
         for number in range(1, 50):
             assert store.append(record(number)).done()
         assert read(store, 49) == content(49)
         assert store.stats().records == 49
     store.close()
-    store = LmdbStore(tmp_path, capacity_bytes=CAPACITY)
+    store = DiskStore(tmp_path, capacity_bytes=CAPACITY)
     assert [n for n, _ in store.headers()] == list(range(1, 50))
     store.close()
 
 
-@pytest.mark.parametrize("kind", ["memory", "lmdb"])
+@pytest.mark.parametrize("kind", ["memory", "disk"])
 def test_a_full_store_refuses_serves_and_resumes(tmp_path: Path, kind: str) -> None:
     capacity = 4 << 20
     store: Store = (
-        MemoryStore(capacity) if kind == "memory" else LmdbStore(tmp_path, capacity_bytes=capacity)
+        MemoryStore(capacity) if kind == "memory" else DiskStore(tmp_path, capacity_bytes=capacity)
     )
     blob = os.urandom(100_000)
     for _ in range(3):
@@ -254,38 +267,38 @@ def test_a_full_store_refuses_serves_and_resumes(tmp_path: Path, kind: str) -> N
         assert outcome(store.read, number, [(0, 1)]) is NotFound
         assert store.read(stored[0], [(5, 10)]) == [blob[5:15]]
         assert store.stats().used_bytes <= capacity
-        store.compact((stored[-1], b""), stored)
+        store.compact((stored[-1], [b""]), stored)
         assert store.stats().records == 0
     store.close()
 
 
-def test_where_one_record_of_a_group_fails_all_behind_it_fail(lmdb_store: LmdbStore) -> None:
-    lmdb_store._capacity = 1 << 40  # so that LMDB itself runs out of room
+def test_where_one_record_of_a_group_fails_all_behind_it_fail(disk_store: DiskStore) -> None:
+    disk_store._capacity = 1 << 40  # so that LMDB itself runs out of room
     blob = os.urandom(1 << 20)
     for round_ in range(3):
-        with lmdb_store._changed:
-            first = lmdb_store.last_number() + 1
+        with disk_store._changed:
+            first = disk_store.last_number() + 1
             numbers = range(first, first + 200)
-            futures = [lmdb_store.append(Record(n, b"h", blob)) for n in numbers]
+            futures = [disk_store.append(Record(n, b"h", blob)) for n in numbers]
         errors = [future.exception(60) for future in futures]
         kept = errors.count(None)
         assert 0 < kept < 200
         assert all(error is None for error in errors[:kept])
         assert all(isinstance(error, Overloaded) for error in errors[kept:])
-        assert lmdb_store.last_number() == first + kept - 1
-        stored = [n for n in numbers if outcome(lmdb_store.read, n, [(0, 1)]) is not NotFound]
+        assert disk_store.last_number() == first + kept - 1
+        stored = [n for n in numbers if outcome(disk_store.read, n, [(0, 1)]) is not NotFound]
         assert stored == [*numbers][:kept]
-        lmdb_store.compact((first, b"x" * round_), stored)
+        disk_store.compact((first, [b"x" * round_]), stored)
 
 
 # Fills the disk: no file may grow beyond 12 MB.
 FULL_DISK = """
 import json, os, resource, sys
 from pathlib import Path
-from routetrace.server.lmdb_store import LmdbStore
+from routetrace.server.disk_store import DiskStore
 from routetrace.server.store import Record
 resource.setrlimit(resource.RLIMIT_FSIZE, (12 << 20, resource.RLIM_INFINITY))
-store = LmdbStore(Path(sys.argv[1]), capacity_bytes=1 << 30)
+store = DiskStore(Path(sys.argv[1]), capacity_bytes=1 << 30)
 blob = os.urandom(1 << 20)
 def fill():
     stored = []
@@ -309,7 +322,7 @@ def test_a_full_disk_refuses_serves_and_resumes(tmp_path: Path) -> None:
     first, second = json.loads(python(FULL_DISK, tmp_path))
     assert len(first) >= 8
     assert len(second) >= 3
-    store = LmdbStore(tmp_path, capacity_bytes=CAPACITY)
+    store = DiskStore(tmp_path, capacity_bytes=CAPACITY)
     assert [n for n, _ in store.headers()] == first + second
     store.close()
 
@@ -334,8 +347,8 @@ WRITER = """
 import random, sys
 from pathlib import Path
 sys.path.insert(0, sys.argv[1])
-from test_store import LmdbStore, record
-store = LmdbStore(Path(sys.argv[2]), capacity_bytes=1 << 30, ack_mode=sys.argv[3])
+from test_store import DiskStore, record
+store = DiskStore(Path(sys.argv[2]), capacity_bytes=1 << 30, ack_mode=sys.argv[3])
 rng = random.Random(int(sys.argv[4]))
 number = covered = 0
 while True:
@@ -349,7 +362,7 @@ while True:
     if rng.random() < 0.2:
         covered = rng.randrange(max(1, covered, number - 60), number + 1)
         print("drop", covered, flush=True)
-        store.compact((covered, b"%d" % covered * 1000), range(1, covered + 1))
+        store.compact((covered, [b"%d" % covered * 1000]), range(1, covered + 1))
 """
 
 
@@ -380,9 +393,9 @@ def test_kill_9_loses_nothing_that_was_acknowledged(tmp_path: Path, mode: str, s
             process.kill()
     assert acked >= wanted
 
-    store = LmdbStore(tmp_path, capacity_bytes=1 << 30)
+    store = DiskStore(tmp_path, capacity_bytes=1 << 30)
     assert not [path for path in tmp_path.iterdir() if "damaged" in path.name]
-    snapshot = store.load_snapshot()
+    snapshot = whole_snapshot(store)
     covered = snapshot[0] if snapshot else 0
     assert covered <= dropped
     if snapshot:
@@ -403,257 +416,462 @@ def test_kill_9_loses_nothing_that_was_acknowledged(tmp_path: Path, mode: str, s
 SECOND = """
 import sys
 from pathlib import Path
-from routetrace.server.lmdb_store import LmdbStore
-LmdbStore(Path(sys.argv[1]), capacity_bytes=1 << 30)
+from routetrace.server.disk_store import DiskStore
+DiskStore(Path(sys.argv[1]), capacity_bytes=1 << 30)
 """
 
 
-def test_a_directory_belongs_to_one_process(tmp_path: Path, lmdb_store: LmdbStore) -> None:
+def test_a_directory_belongs_to_one_process(tmp_path: Path, disk_store: DiskStore) -> None:
     with pytest.raises(Unavailable, match=f"in use by process {os.getpid()}"):
-        LmdbStore(tmp_path, capacity_bytes=CAPACITY)
+        DiskStore(tmp_path, capacity_bytes=CAPACITY)
     with pytest.raises(AssertionError, match=f"in use by process {os.getpid()}"):
         python(SECOND, tmp_path)
-    put(lmdb_store, 1)
-    lmdb_store.close()
+    put(disk_store, 1)
+    disk_store.close()
     python(SECOND, tmp_path)
 
 
-def test_close_waits_for_readers(lmdb_store: LmdbStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    put(lmdb_store, 1)
+def test_close_waits_for_readers(disk_store: DiskStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    put(disk_store, 1)
     reading, go_on = threading.Event(), threading.Event()
-    read_payload = lmdb_store._tables.read
+    read_payload = disk_store._blocks.read
 
     def read_slowly(*args: Any) -> list[bytes]:
         reading.set()
         assert go_on.wait(30)
         return read_payload(*args)
 
-    monkeypatch.setattr(lmdb_store._tables, "read", read_slowly)
+    monkeypatch.setattr(disk_store._blocks, "read", read_slowly)
     with ThreadPoolExecutor() as pool:
-        got = pool.submit(read, lmdb_store, 1)
+        got = pool.submit(read, disk_store, 1)
         assert reading.wait(30)
-        closed = pool.submit(lmdb_store.close)
-        lmdb_store._writer.join(30)
+        closed = pool.submit(disk_store.close)
+        disk_store._writer.join(30)
         with pytest.raises(FutureTimeout):
             closed.result(0.2)
         go_on.set()
         assert got.result(30) == content(1)
         closed.result(30)
-    for call in (lmdb_store.stats, lmdb_store.last_number, lmdb_store.load_snapshot):
+    for call in (disk_store.stats, disk_store.last_number, disk_store.load_snapshot):
         assert outcome(call) is Closed
-    assert outcome(lmdb_store.append, record(100)) is Closed
-    assert outcome(lmdb_store.compact, None, []) is Closed
-    lmdb_store.close()
+    assert outcome(disk_store.append, record(100)) is Closed
+    assert outcome(disk_store.compact, None, []) is Closed
+    disk_store.close()
+
+
+# ---------------------------------------------------------------------------- a disk that fails
+
+
+class Disk:
+    """Refuses what the store does with its files, as told."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.refuse: dict[str, int] = {}  # calls of os: errno
+        for name in ("pwrite", "fdatasync", "fsync", "ftruncate", "rename", "preadv"):
+            monkeypatch.setattr(os, name, self._guard(name, getattr(os, name)))
+
+    def _guard(self, name: str, call: Any) -> Any:
+        def guarded(*args: Any) -> Any:
+            if name in self.refuse:
+                raise OSError(self.refuse[name], os.strerror(self.refuse[name]))
+            return call(*args)
+
+        return guarded
+
+
+@pytest.fixture
+def disk(monkeypatch: pytest.MonkeyPatch) -> Disk:
+    return Disk(monkeypatch)
+
+
+REFUSALS = [
+    ({"pwrite": errno.ENOSPC}, Overloaded),
+    ({"pwrite": errno.EDQUOT}, Overloaded),
+    ({"pwrite": errno.EIO}, Unavailable),
+    ({"fdatasync": errno.ENOSPC}, Overloaded),
+    ({"fdatasync": errno.EIO}, Unavailable),
+    ({"fdatasync": errno.EIO, "ftruncate": errno.EIO}, Unavailable),
+]
+
+
+@pytest.mark.parametrize(("refuse", "expected"), REFUSALS)
+@pytest.mark.parametrize("header_only", [False, True])
+def test_a_commit_error_acknowledges_nothing_and_appends_resume(
+    tmp_path: Path, disk: Disk, refuse: dict[str, int], expected: type, header_only: bool
+) -> None:
+    store = DiskStore(tmp_path, capacity_bytes=CAPACITY)
+    put(store, 1, 2)
+    used = store.stats().used_bytes
+    disk.refuse = refuse
+    for attempt in range(1, 3):
+        with store._changed:
+            futures = [
+                store.append(Record(n, b"refused", b"" if header_only else content(99)))
+                for n in (3, 4)
+            ]
+        assert [type(future.exception(30)) for future in futures] == [expected] * 2
+        assert all(future.exception().retry_after > 0 for future in futures)
+        assert store.last_number() == 2
+        assert store.stats().failed_commits == attempt
+        assert read(store, 2) == content(2)
+    assert store.stats().used_bytes == used
+    disk.refuse = {}
+    put(store, 3)
+    store.close()
+    # Nothing of what was refused comes back, not even where it reached the file.
+    store = DiskStore(tmp_path, capacity_bytes=CAPACITY)
+    assert [header for _, header in store.headers()] == [record(n).header for n in (1, 2, 3)]
+    assert [read(store, n) for n in (1, 2, 3)] == [content(n) for n in (1, 2, 3)]
+    assert store.stats().damaged_records == 0
+    store.close()
+
+
+@pytest.mark.parametrize("refused", ["pwrite", "fdatasync", "fsync", "rename"])
+def test_a_compaction_that_fails_changes_nothing(tmp_path: Path, disk: Disk, refused: str) -> None:
+    store = DiskStore(tmp_path, capacity_bytes=CAPACITY)
+    put(store, *range(1, 6))
+    store.compact((2, [b"first"]), [1])
+    disk.refuse = {refused: errno.EIO}
+    snapshots = [(4, [b"second"])] if refused != "fdatasync" else []
+    for snapshot in [*snapshots, *([None] if refused in ("pwrite", "fdatasync") else [])]:
+        with pytest.raises(Unavailable):
+            store.compact(snapshot, [2, 3])
+    disk.refuse = {}
+    for again in range(2):
+        assert whole_snapshot(store) == (2, b"first")
+        assert [n for n, _ in store.headers()] == [3, 4, 5]
+        assert [outcome(read, store, n) for n in range(1, 6)] == [
+            NotFound, *[content(n) for n in range(2, 6)],
+        ]  # fmt: skip
+        if not again:
+            store.close()
+            store = DiskStore(tmp_path, capacity_bytes=CAPACITY)
+    store.compact((4, [b"second"]), [2, 3])
+    assert store.stats().records == 2
+    store.close()
+
+
+def test_a_snapshot_that_breaks_off_changes_nothing(disk_store: DiskStore, tmp_path: Path) -> None:
+    def pieces() -> Iterator[bytes]:
+        yield b"a piece"
+        raise RuntimeError("no more")
+
+    put(disk_store, 1)
+    with pytest.raises(RuntimeError):
+        disk_store.compact((1, pieces()), [1])
+    assert disk_store.load_snapshot() is None
+    assert read(disk_store, 1) == content(1)
+    assert not list(tmp_path.glob("store-1/*.new"))
+
+
+def test_appends_go_on_while_a_snapshot_is_written(disk_store: DiskStore) -> None:
+    def pieces() -> Iterator[bytes]:
+        for number in range(2, 5):
+            put(disk_store, number)
+            yield b"%d" % number
+
+    put(disk_store, 1)
+    disk_store.compact((1, pieces()), [1])
+    assert whole_snapshot(disk_store) == (1, b"234")
+    assert [n for n, _ in disk_store.headers()] == [2, 3, 4]
+    assert [read(disk_store, n) for n in (2, 3, 4)] == [content(n) for n in (2, 3, 4)]
+
+
+def test_memory_mode_counts_what_it_acknowledged_and_lost(tmp_path: Path, disk: Disk) -> None:
+    store = DiskStore(tmp_path, capacity_bytes=CAPACITY, ack_mode="memory")
+    put(store, 1)
+    store.compact(None, [])
+    disk.refuse = {"fdatasync": errno.EIO}
+    with store._changed:
+        put(store, 2, 3)
+    with suppress(RouteTraceError):
+        store.compact(None, [])  # behind them
+    assert store.stats().lost_records == 2
+    assert [outcome(read, store, n) for n in (1, 2, 3)] == [content(1), NotFound, NotFound]
+    disk.refuse = {}
+    put(store, 4)
+    store.close()
+    store = DiskStore(tmp_path, capacity_bytes=CAPACITY)
+    assert [n for n, _ in store.headers()] == [1, 4]
+    store.close()
+
+
+# Fills a file system of 24 MB, so that not even a snapshot would find room, and expires all of it.
+FULL_TMPFS = """
+import json, os, sys
+from pathlib import Path
+from routetrace.server.disk_store import DiskStore
+from routetrace.server.store import Record
+from routetrace.v1.errors import Overloaded
+store = DiskStore(Path(sys.argv[1]), capacity_bytes=1 << 30)
+blob = os.urandom(300_000)
+counts = []
+for round in range(4):
+    stored = []
+    while True:
+        number = store.last_number() + 1
+        error = store.append(Record(number, b"h" * 3000, blob)).exception()
+        if error:
+            assert isinstance(error, Overloaded), error
+            break
+        stored.append(number)
+    ballast = os.open(Path(sys.argv[1]) / "ballast", os.O_WRONLY | os.O_CREAT)
+    try:
+        while os.write(ballast, bytes(4096)):
+            pass
+    except OSError:
+        os.close(ballast)
+    assert store.read(stored[0], [(100, 50)]) == [blob[100:150]]
+    store.compact((number - 1, [b"s" * 300_000]), stored)
+    os.unlink(Path(sys.argv[1]) / "ballast")
+    counts.append(len(stored))
+store.close()
+store = DiskStore(Path(sys.argv[1]), capacity_bytes=1 << 30)
+assert store.load_snapshot()[0] == number - 1 and store.stats().damaged_records == 0
+store.close()
+print(json.dumps(counts))
+"""
+
+
+def test_a_full_file_system_refuses_and_what_expires_makes_room(tmp_path: Path) -> None:
+    mount = ["mount", "-t", "tmpfs", "-o", "size=24m", "tmpfs", str(tmp_path)]
+    if os.geteuid() or subprocess.run(mount, check=False, capture_output=True).returncode:
+        pytest.skip("no right to mount")
+    try:
+        counts = json.loads(python(FULL_TMPFS, tmp_path))
+    finally:
+        subprocess.run(["umount", str(tmp_path)], check=True)
+    assert counts[0] > 50
+    assert min(counts[1:]) > 0.8 * counts[0]
 
 
 # ---------------------------------------------------------------------------- damage
 
 
-def flip(file: Path, needle: bytes, *, at: int = 0, keep_time: bool = False) -> None:
-    """Flips a bit of byte `at` of every `needle`, in pages that are free already too."""
-    stat = file.stat()
+def only(directory: Path, pattern: str) -> Path:
+    (path,) = directory.glob(f"store-1/{pattern}")
+    return path
+
+
+def flip(file: Path, needle: bytes, *, at: int = 0) -> None:
+    """Flips a bit of byte `at` of every `needle`."""
     data = file.read_bytes()
     assert needle in data
     file.write_bytes(data.replace(needle, needle[:at] + bytes([needle[at] ^ 1]) + needle[at + 1 :]))
-    if keep_time:
-        os.utime(file, ns=(stat.st_atime_ns, stat.st_mtime_ns))
 
 
 @pytest.fixture
 def closed(tmp_path: Path) -> Path:
     """A directory with 20 records, the first 5 of them in a snapshot, and nobody in it."""
-    store = LmdbStore(tmp_path, capacity_bytes=CAPACITY)
+    store = DiskStore(tmp_path, capacity_bytes=CAPACITY)
     for number in range(1, 21):
         store.append(Record(number, b"header %d" % number, b"payload %d " % number * 999)).result()
-    store.compact((5, b"the state"), [])
+    store.compact((5, [b"the ", b"state"]), [])
     store.close()
     return tmp_path
 
 
-@pytest.mark.parametrize("keep_time", [False, True])
-def test_a_damaged_record_is_reported_and_the_others_are_served(
-    closed: Path, keep_time: bool, caplog: pytest.LogCaptureFixture
+def test_a_damaged_record_is_reported_once_and_the_others_are_served(
+    closed: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    file = closed / "db" / "data.mdb"
-    flip(file, b"header 11", keep_time=keep_time)
-    flip(file, b"payload 12 payload 12", keep_time=keep_time)
-    store = LmdbStore(closed, capacity_bytes=CAPACITY)
-    assert [n for n, _ in store.headers()] == [*range(6, 11), *range(12, 21)]
-    for number in range(1, 21):
-        want = [b"%d " % number] if number != 12 else Corrupt
-        assert outcome(store.read, number, [(8, len(b"%d " % number))]) == want
-    assert store.stats().damaged_records == 2
-    assert "header of record 11 is damaged" in caplog.text
-    assert "payload of record 12 is damaged" in caplog.text
+    flip(only(closed, "log-*"), b"header 11")
+    flip(closed / "store-1/blocks", b"payload 12 payload 12")
+    store = DiskStore(closed, capacity_bytes=CAPACITY)
+    assert store.stats().damaged_records == 1
+    for _ in range(2):
+        assert [n for n, _ in store.headers()] == [*range(6, 11), *range(12, 21)]
+        for number in range(1, 21):
+            want = [b"%d " % number] if number != 12 else Corrupt
+            # Its header gone, nothing but the snapshot knows where a payload is: it does, here.
+            assert outcome(store.read, number, [(8, len(b"%d " % number))]) == want
+        assert store.stats().damaged_records == 2
+    assert caplog.text.count("payload of record 12: damaged") == 1
+    assert caplog.text.count("a record above 10, or more") == 1
     assert store.last_number() == 20
     put(store, 21)
     store.close()
 
 
-def test_a_damaged_key_does_not_pass_one_record_off_as_another(tmp_path: Path) -> None:
-    store = LmdbStore(tmp_path, capacity_bytes=CAPACITY)
-    put(store, 10, 20, 30)
+def test_damage_costs_the_blocks_that_it_hit(tmp_path: Path) -> None:
+    payload = random.Random(0).randbytes(10 * 16384)
+    store = DiskStore(tmp_path, capacity_bytes=CAPACITY)
+    store.append(Record(1, b"h", payload)).result()
     store.close()
-    flip(tmp_path / "db" / "data.mdb", struct.pack(">Q", 20), at=7, keep_time=True)
-    store = LmdbStore(tmp_path, capacity_bytes=CAPACITY)
-    assert [n for n, _ in store.headers()] == [10, 30]
-    assert [outcome(read, store, n) for n in (10, 20, 21, 30)] == [
-        content(10), NotFound, Corrupt, content(30),
-    ]  # fmt: skip
+    flip(tmp_path / "store-1/blocks", payload[5 * 16384 + 7 : 5 * 16384 + 30])
+    store = DiskStore(tmp_path, capacity_bytes=CAPACITY)
+    for i in range(10):
+        for at, size in ((i * 16384, 16384), (i * 16384 + 100, 1), (max(0, i * 16384 - 1), 2)):
+            touched = range(at // 16384, (at + size - 1) // 16384 + 1)
+            want = Corrupt if 5 in touched else [payload[at : at + size]]
+            assert outcome(store.read, 1, [(at, size)]) == want
     store.close()
 
 
-def test_a_tree_that_breaks_under_way_is_looked_through_at_the_next_start(
-    closed: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def break_down(*_: object) -> None:
-        raise lmdb.CorruptedError("a page")
+def test_a_record_cannot_contain_what_passes_for_a_frame(tmp_path: Path) -> None:
+    store = DiskStore(tmp_path, capacity_bytes=CAPACITY)
+    store.append(Record(1, b"first", b"")).result()
+    inner = only(tmp_path, "log-*").read_bytes()
+    # As another store would have written it: everything but the random bytes of this file.
+    store.append(Record(2, b"x" * 100 + b"\0" * 8 + inner[8:] * 3, b"")).result()
+    # And a copy of a frame of this very file.
+    store.append(Record(3, inner * 3, b"")).result()
+    store.append(Record(4, b"last", b"")).result()
+    store.close()
+    file = only(tmp_path, "log-*")
+    flip(file, b"x" * 100)
+    data = file.read_bytes()
+    at = data.rindex(inner)
+    file.write_bytes(data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :])
+    store = DiskStore(tmp_path, capacity_bytes=CAPACITY)
+    assert list(store.headers()) == [(1, b"first"), (4, b"last")]
+    assert store.stats().damaged_records == 1
+    store.close()
 
-    store = LmdbStore(closed, capacity_bytes=CAPACITY)
-    with monkeypatch.context() as patch:
-        for name in ("headers", "read", "snapshot"):
-            patch.setattr(store._tables, name, break_down)
-        assert list(store.headers()) == []
-        assert outcome(read, store, 7) is Corrupt
-        assert store.load_snapshot() is None
-        assert store.stats().damaged_records == 3
-        patch.setattr(store._tables, "put", break_down)
-        error = store.append(record(21)).exception(30)
-        assert isinstance(error, Unavailable)
+
+def test_a_block_that_was_overwritten_does_not_pass_for_what_it_held(tmp_path: Path) -> None:
+    store = DiskStore(tmp_path, capacity_bytes=CAPACITY)
+    put(store, 1)
+    log = only(tmp_path, "log-*").read_bytes()
+    store.compact(None, [1])
+    store.append(Record(2, b"h", bytes(len(content(1))))).result()
+    store.close()
+    only(tmp_path, "log-*").write_bytes(log)  # as if what followed had never been written
+    store = DiskStore(tmp_path, capacity_bytes=CAPACITY)
+    assert [n for n, _ in store.headers()] == [1]
+    assert outcome(read, store, 1) is Corrupt
+    store.close()
+
+
+def test_a_lost_drop_gives_no_block_two_owners(tmp_path: Path) -> None:
+    payload = random.Random(0).randbytes(5000)
+    store = DiskStore(tmp_path, capacity_bytes=CAPACITY)
+    store.append(Record(1, b"h", payload)).result()
+    before = only(tmp_path, "log-*").stat().st_size
+    store.compact(None, [1])
+    store._blocks._next = 0  # the same block again
+    store.append(Record(2, b"h", payload[::-1])).result()
+    store.close()
+    log = only(tmp_path, "log-*")
+    data = bytearray(log.read_bytes())
+    data[before + 20] ^= 1
+    log.write_bytes(data)
+    store = DiskStore(tmp_path, capacity_bytes=CAPACITY)
+    assert outcome(store.read, 1, [(0, 5000)]) is NotFound
+    assert store.read(2, [(0, 5000)]) == [payload[::-1]]
+    store.compact(None, [1])
+    store.append(Record(3, b"h", payload)).result()
+    assert store.read(2, [(0, 5000)]) == [payload[::-1]]
+    store.close()
+
+
+def test_a_damaged_snapshot_costs_nothing_while_the_one_before_is_there(closed: Path) -> None:
+    store = DiskStore(closed, capacity_bytes=CAPACITY)
     put(store, 21)
+    store.compact((15, [b"newer state"]), [3, 4])
+    put(store, 22)
     store.close()
-    assert not (closed / "db" / "clean").exists()
-    LmdbStore(closed, capacity_bytes=CAPACITY).close()
-    assert (closed / "db" / "clean").exists()
+    flip(only(closed, "snapshot-00000002-*"), b"newer state")
+    store = DiskStore(closed, capacity_bytes=CAPACITY)
+    assert whole_snapshot(store) == (5, b"the state")
+    assert [n for n, _ in store.headers()] == list(range(6, 23))
+    assert [outcome(read, store, n) for n in (21, 22)] == [content(21), content(22)]
+    assert store.stats().damaged_records == 1
+    assert only(closed, "*.damaged")
+    store.compact((22, [b"newest state"]), [])
+    store.close()
+    store = DiskStore(closed, capacity_bytes=CAPACITY)
+    assert whole_snapshot(store) == (22, b"newest state")
+    store.close()
 
 
-def test_a_damaged_snapshot_counts_as_none(closed: Path) -> None:
-    flip(closed / "db" / "data.mdb", b"the state")
-    store = LmdbStore(closed, capacity_bytes=CAPACITY)
+def test_a_first_snapshot_that_is_damaged_costs_nothing(closed: Path) -> None:
+    flip(only(closed, "snapshot-*"), b"state")
+    store = DiskStore(closed, capacity_bytes=CAPACITY)
     assert store.load_snapshot() is None
-    assert [n for n, _ in store.headers()] == list(range(6, 21))
+    assert [n for n, _ in store.headers()] == list(range(1, 21))
+    assert store.stats().records == 20
+    assert store.stats().damaged_records == 1
     store.close()
 
 
-def test_what_can_not_be_read_is_set_aside(closed: Path, caplog: pytest.LogCaptureFixture) -> None:
-    file = closed / "db" / "data.mdb"
-    files = (b"no database", file.read_bytes()[: 5 * 4096], b"", b"\0" * 100_000)
-    for number, damaged in enumerate(files, 1):
-        (closed / "db").mkdir(exist_ok=True)
-        file.write_bytes(damaged)
-        store = LmdbStore(closed, capacity_bytes=CAPACITY)
+def test_a_snapshot_that_is_damaged_after_the_start_says_so(closed: Path) -> None:
+    store = DiskStore(closed, capacity_bytes=CAPACITY)
+    flip(only(closed, "snapshot-*"), b"state")
+    found = store.load_snapshot()
+    assert found
+    assert next(found[1]) == b"the "
+    with pytest.raises(Corrupt):
+        next(found[1])
+    assert store.stats().damaged_records == 1
+    store.close()
+
+
+def test_without_any_snapshot_all_is_set_aside(
+    closed: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for number in range(1, 4):
+        store = DiskStore(closed, capacity_bytes=CAPACITY)
+        for covered in (21, 22, 23):
+            put(store, covered)
+            store.compact((covered, [b"the state"]), [])
+        store.close()
+        for file in closed.glob("store-1/snapshot-*"):
+            file.write_bytes(b"")
+        store = DiskStore(closed, capacity_bytes=CAPACITY)
+        assert store.load_snapshot() is None
         assert list(store.headers()) == []
+        assert store.stats().damaged_records == 1
         put(store, 1)
         store.close()
         aside = [path for path in closed.iterdir() if "damaged" in path.name]
         assert len(aside) == number
-        assert damaged in [(path / "data.mdb").read_bytes() for path in aside]
-    assert "can not be read" in caplog.text
+        assert all((path / "blocks").stat().st_size > 16384 for path in aside)
+    assert "it is kept as store-1.damaged-" in caplog.text
 
 
-def test_a_machine_that_does_not_allow_it_costs_no_database(
+def test_what_was_being_written_at_a_crash_is_no_damage(closed: Path) -> None:
+    with open(only(closed, "log-*"), "ab") as file:
+        file.write(b"half of a record")
+    (closed / "store-1/snapshot-00000009-0123456789abcdef.new").write_bytes(b"half of a snapshot")
+    store = DiskStore(closed, capacity_bytes=CAPACITY)
+    assert [n for n, _ in store.headers()] == list(range(6, 21))
+    assert store.stats().damaged_records == 0
+    put(store, 21)
+    store.close()
+    store = DiskStore(closed, capacity_bytes=CAPACITY)
+    assert [n for n, _ in store.headers()] == list(range(6, 22))
+    assert store.stats().damaged_records == 0
+    store.close()
+
+
+@pytest.mark.parametrize("name", ["db", "store-2"])
+def test_a_directory_of_another_version_is_refused(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).mkdir()
+    with pytest.raises(Unavailable, match=f"{name} was made by another version"):
+        DiskStore(tmp_path, capacity_bytes=CAPACITY)
+    (tmp_path / name).rmdir()
+    DiskStore(tmp_path, capacity_bytes=CAPACITY).close()
+
+
+def test_a_machine_that_does_not_allow_it_costs_nothing(
     closed: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(*_: object, **__: object) -> None:
-        raise lmdb.Error("Cannot allocate memory")
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOMEM, "Cannot allocate memory")
 
     with monkeypatch.context() as patch:
-        patch.setattr("lmdb.open", refuse)
-        with pytest.raises(lmdb.Error):
-            LmdbStore(closed, capacity_bytes=CAPACITY)
-    store = LmdbStore(closed, capacity_bytes=CAPACITY)
+        patch.setattr("routetrace.server.disk_dir.Blocks", refuse)
+        with pytest.raises(OSError, match="allocate memory"):
+            DiskStore(closed, capacity_bytes=CAPACITY)
+    store = DiskStore(closed, capacity_bytes=CAPACITY)
     assert store.last_number() == 20
     store.close()
 
 
-def test_only_a_file_that_was_not_closed_is_looked_through(
-    closed: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    looked: list[Path] = []
-    monkeypatch.setattr("routetrace.server.lmdb_env._look_through", looked.append)
-    for changed in (False, True, False):
-        if changed:
-            os.utime(closed / "db" / "data.mdb")
-        LmdbStore(closed, capacity_bytes=CAPACITY).close()
-        assert bool(looked) is changed
-        looked.clear()
-    crashed = closed / "crashed"
-    store = LmdbStore(closed, capacity_bytes=CAPACITY)
-    shutil.copytree(closed / "db", crashed / "db", copy_function=shutil.copy2)
+def test_a_read_error_is_a_damaged_record(closed: Path, disk: Disk) -> None:
+    store = DiskStore(closed, capacity_bytes=CAPACITY)
+    disk.refuse = {"preadv": errno.EIO}
+    assert outcome(store.read, 7, [(0, 7)]) is Corrupt
+    disk.refuse = {}
+    assert store.read(7, [(0, 7)]) == [b"payload"]
     store.close()
-    LmdbStore(crashed, capacity_bytes=CAPACITY).close()
-    assert looked == [crashed / "db"]
-
-
-def test_another_format_is_set_aside(closed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("routetrace.server.lmdb_tables._FORMAT", b"2")
-    store = LmdbStore(closed, capacity_bytes=CAPACITY)
-    assert list(store.headers()) == []
-    store.close()
-    assert [path.name[:11] for path in closed.iterdir() if "db." in path.name] == ["db.damaged-"]
-
-
-# Damages a database in many ways; whatever it is, the store opens, and serves nothing wrong.
-DAMAGE = """
-import logging, random, shutil, sys
-from pathlib import Path
-sys.path.insert(0, sys.argv[1])
-from test_store import CAPACITY, Corrupt, LmdbStore, NotFound, content, outcome, put, read, record
-logging.disable(logging.CRITICAL)
-root = Path(sys.argv[2])
-store = LmdbStore(root / "good", capacity_bytes=CAPACITY)
-put(store, *range(1, 120))
-store.compact((40, b"snap" * 300_000), range(1, 30))
-put(store, *range(120, 180))
-store.compact(None, range(60, 120))
-store.close()
-good = (root / "good/db/data.mdb").read_bytes()
-pages = len(good) // 4096
-# Pages that LMDB reads its way from: not the insides of payloads.
-tree = [p for p in range(pages) if good[p * 4096 : p * 4096 + 8] == p.to_bytes(8, "little")]
-for seed in range(int(sys.argv[3])):
-    rng = random.Random(seed)
-    data = bytearray(good)
-    kind = rng.choice(("flip", "flips", "meta", "zero", "noise", "swap", "cut", "rot"))
-    at = rng.choice(tree) * 4096
-    if kind == "cut":
-        del data[rng.choice((rng.randrange(len(data)), rng.randrange(pages) * 4096)) :]
-    elif kind == "zero":
-        data[at : at + 4096] = bytes(4096)
-    elif kind == "noise":
-        data[at : at + 4096] = rng.randbytes(4096)
-    elif kind == "swap":
-        other = rng.choice(tree) * 4096
-        data[at : at + 4096], data[other : other + 4096] = good[other:][:4096], good[at:][:4096]
-    elif kind == "meta":
-        data[rng.randrange(2) * 4096 + rng.randrange(160)] ^= 1 << rng.randrange(8)
-    elif kind == "rot":
-        data[rng.randrange(8192, len(data))] ^= 1 << rng.randrange(8)
-    else:
-        for _ in range(1 if kind == "flip" else 8):
-            at = rng.choice(tree) * 4096 + rng.choice((rng.randrange(40), rng.randrange(4096)))
-            data[at] ^= 1 << rng.randrange(8)
-    print(seed, kind, flush=True)
-    dir = root / "bad"
-    shutil.rmtree(dir, ignore_errors=True)
-    (dir / "db").mkdir(parents=True)
-    (dir / "db/data.mdb").write_bytes(data)
-    store = LmdbStore(dir, capacity_bytes=CAPACITY)
-    assert all(header == record(number).header for number, header in store.headers())
-    assert store.load_snapshot() in (None, (40, b"snap" * 300_000))
-    for again in range(2):
-        for number in range(1, 240):
-            assert outcome(read, store, number) in (content(number), Corrupt, NotFound)
-        if not again:
-            last = max(store.last_number(), 180)
-            if last < 200:
-                put(store, *range(last + 1, last + 30))
-                store.compact((last + 5, b"x" * 100_000), range(1, last + 20, 2))
-                put(store, *range(last + 30, last + 40))
-                assert read(store, last + 30) == content(last + 30)
-    store.close()
-"""
-
-
-def test_no_damage_ends_the_process_or_serves_a_wrong_byte(tmp_path: Path) -> None:
-    python(DAMAGE, Path(__file__).parent, tmp_path, 24)

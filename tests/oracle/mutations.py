@@ -62,8 +62,8 @@ MUTATIONS = (
     Mutation(
         "blocks handed out anew keep their rows",
         f"{SERVER}/apply.py",
-        "                    self.slots.forget_blocks(blocks)\n                    source.blocks",
-        "                    source.blocks",
+        "                if kind == OpKind.BLOCKS:\n                    self.slots.forget_blocks(blocks)\n",
+        "                if kind == OpKind.BLOCKS:\n",
     ),
     Mutation(
         "uncached blocks of a new request keep their rows",

@@ -5,8 +5,9 @@ from routetrace.client._sync import RouteClient
 from routetrace.client.micro_batch import MicroBatch, Sample, Segment
 from routetrace.client.plan import Plan, Rank, make_plan
 from routetrace.client.rows import FetchStats, RankRows
-from routetrace.client.stat import MissingRange, TraceFacts, TraceStat, TraceState
+from routetrace.client.stat import MissingRange, ServerInfo, TraceFacts, TraceStat, TraceState
 from routetrace.client.trace import RoutingTrace
+from routetrace.v1.security import Security
 
 __all__ = [
     "AsyncRouteClient",
@@ -19,7 +20,9 @@ __all__ = [
     "RouteClient",
     "RoutingTrace",
     "Sample",
+    "Security",
     "Segment",
+    "ServerInfo",
     "TraceFacts",
     "TraceStat",
     "TraceState",

@@ -12,7 +12,13 @@ from routetrace.client._assemble import Want
 from routetrace.client._core import Config, Plan, pages, read, read_parts, read_waiting, unary
 from routetrace.client._fetch import Fetch
 from routetrace.client.plan import Plan as RankPlan
-from routetrace.client.stat import TraceStat, TraceState, facts_from_proto, missing_from_proto
+from routetrace.client.stat import (
+    ServerInfo,
+    TraceStat,
+    TraceState,
+    facts_from_proto,
+    missing_from_proto,
+)
 from routetrace.client.trace import RoutingTrace
 from routetrace.v1 import routetrace_pb2 as pb
 from routetrace.v1.records import token_digests
@@ -252,6 +258,12 @@ def renew(
         ttl_seconds=check.whole("ttl_seconds", ttl_seconds),
     )
     return unary("RenewLease", request, config.limit(timeout), lambda r: int(r.num_renewed))
+
+
+def server_info(config: Config, *, timeout: float | None) -> Plan[ServerInfo]:
+    """See RouteClient.server_info."""
+    request = pb.GetServerInfoRequest(run=config.run)
+    return unary("GetServerInfo", request, config.limit(timeout), ServerInfo.from_proto)
 
 
 def _want(

@@ -184,3 +184,51 @@ def facts_from_proto(info: pb.TraceInfo) -> dict[str, Any]:
         "stored_bytes": info.stored_bytes,
         "token_digests": np.sort(unpack(info.token_digests, DIGEST, "token_digests")),
     }
+
+
+@dataclass(frozen=True)
+class ServerInfo:
+    """How a server stands, and what it holds of one run."""
+
+    version: str
+    """Of its software."""
+    ack_mode: str
+    """What an acknowledgement promises: "fsync" or "memory"."""
+    store: str
+    """Where chunks are kept: "disk" or "memory"."""
+    started: float
+    """Unix seconds of its start."""
+    now: float
+    """Its clock, Unix seconds."""
+    used_bytes: int
+    """Bytes that count against the capacity."""
+    capacity_bytes: int
+    """Most bytes that are kept."""
+    damaged_records: int
+    """Records that did not match their checksums since the start."""
+    num_agents: int
+    """Agents of the run that are connected."""
+    num_traces: int
+    """Traces of the run."""
+    run_bytes: int
+    """Stored bytes of the run's chunks."""
+    run_quota_bytes: int
+    """Most of them; 0: no quota."""
+
+    @classmethod
+    def from_proto(cls, info: pb.GetServerInfoResponse) -> ServerInfo:
+        """From the wire."""
+        return cls(
+            version=info.version,
+            ack_mode=info.ack_mode,
+            store=info.store,
+            started=info.started_ms / 1000,
+            now=info.now_ms / 1000,
+            used_bytes=info.used_bytes,
+            capacity_bytes=info.capacity_bytes,
+            damaged_records=info.damaged_records,
+            num_agents=info.num_agents,
+            num_traces=info.num_traces,
+            run_bytes=info.run_bytes,
+            run_quota_bytes=info.run_quota_bytes,
+        )

@@ -28,7 +28,22 @@ from routetrace.v1 import routetrace_pb2 as pb
 #: Trailing metadata key under which a failed call carries a serialized `ErrorDetail`.
 ERROR_METADATA_KEY = "routetrace-error-bin"
 
-_VALUE_LIMIT = 200
+# Trailing metadata of more than some 8 KB does not arrive.
+_VALUE_LIMIT, _EXPECTED_LIMIT, _MESSAGE_LIMIT = 200, 1000, 2000
+
+
+def _cut(text: str, limit: int) -> str:
+    return text if len(text) <= limit else text[: limit - 3] + "..."
+
+
+def _printable(value: Any) -> str:
+    """A value in one line, from what may be huge, or made to forge lines of a log."""
+    if isinstance(value, str):
+        start = value[:_VALUE_LIMIT]
+        return value if start.isprintable() else repr(start)
+    if isinstance(value, (list, tuple)) and len(value) > _VALUE_LIMIT:
+        return repr(value[:_VALUE_LIMIT])
+    return repr(value)
 
 
 class RouteTraceError(Exception):
@@ -47,14 +62,12 @@ class RouteTraceError(Exception):
         self, message: str = "", *, field: str = "", value: Any = "", expected: str = ""
     ) -> None:
         self.field = field
-        self.value = value if isinstance(value, str) else repr(value)
-        if len(self.value) > _VALUE_LIMIT:
-            self.value = self.value[: _VALUE_LIMIT - 3] + "..."
-        self.expected = expected
+        self.value = _cut(_printable(value), _VALUE_LIMIT)
+        self.expected = _cut(expected, _EXPECTED_LIMIT)
         if not message:
-            message = f"{field} is {self.value}, expected {expected}"
-        self.message = message
-        super().__init__(message)
+            message = f"{field} is {self.value}, expected {self.expected}"
+        self.message = _cut(message, _MESSAGE_LIMIT)
+        super().__init__(self.message)
 
     @property
     def retry_after(self) -> float:

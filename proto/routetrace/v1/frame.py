@@ -63,6 +63,9 @@ Ids = npt.NDArray[np.unsignedinteger[Any]]
 # Above this size zlib.crc32 gives up the GIL; beside a busy thread it takes 5 ms to get it back.
 _CRC_STEP = 5120
 
+# Decompressed at a time: some messages' worth.
+_BATCH_BYTES = 32 << 20
+
 
 class _Contexts(threading.local):
     """zstd contexts of this thread: one that two threads use at a time crashes the process."""
@@ -231,9 +234,10 @@ def decode_into(frame: Buffer, out: Ids, layer_ids: Iterable[int]) -> None:
 def decode_frames(
     frames: Iterable[tuple[Buffer, Iterable[int] | None, Ids | None]],
 ) -> Iterator[Ids]:
-    """Decodes frames one after the other; zstd runs once for all of them, outside of the GIL.
+    """Decodes frames one after the other; zstd runs once for many of them, outside of the GIL.
 
-    Beside a thread that is busy in Python it takes 5 ms to get the GIL back, each time.
+    Beside a thread that is busy in Python it takes 5 ms to get the GIL back, each time. What is
+    decoded ahead is bounded: a few bytes may well stand for very many.
 
     Args:
         frames: (frame, layer_ids, out) of each, as for `decode_frame` and `decode_into`.
@@ -247,11 +251,29 @@ def decode_frames(
     opened = [(_Groups(frame, layer_ids), out) for frame, layer_ids, out in frames]
     for groups, out in opened:
         groups.check(out)
-    packed = [plane for groups, _ in opened for plane in groups.packed_planes()]
-    sizes = [size for groups, _ in opened for size in groups.packed.values()]
-    unpacked = iter(_decompress(packed, sizes))
+    for batch in _batches(opened):
+        packed = [plane for groups, _ in batch for plane in groups.packed_planes()]
+        sizes = [size for groups, _ in batch for size in groups.packed.values()]
+        unpacked = iter(_decompress(packed, sizes))
+        for groups, out in batch:
+            yield groups.ids(unpacked, out)
+
+
+def _batches(
+    opened: list[tuple[_Groups, Ids | None]],
+) -> Iterator[list[tuple[_Groups, Ids | None]]]:
+    """Neighbours that are decompressed together: about _BATCH_BYTES, or one frame."""
+    batch: list[tuple[_Groups, Ids | None]] = []
+    size = 0
     for groups, out in opened:
-        yield groups.ids(unpacked, out)
+        more = sum(groups.packed.values())
+        if batch and size + more > _BATCH_BYTES:
+            yield batch
+            batch, size = [], 0
+        batch.append((groups, out))
+        size += more
+    if batch:
+        yield batch
 
 
 class _Groups:

@@ -39,7 +39,7 @@ from routetrace.v1.layout import MAX_EXPERTS, MAX_LAYERS, MAX_TOP_K, id_dtype
 #: Rows of one frame.
 MAX_FRAME_ROWS = 65536
 #: Bytes of the ids of one frame: n * L * K * itemsize.
-MAX_FRAME_DECODED_BYTES = 256 << 20
+MAX_FRAME_DECODED_BYTES = 64 << 20
 
 Buffer = bytes | bytearray | memoryview
 

@@ -86,7 +86,7 @@ class RoutingLayout:
         strange = [i for i in layer_ids if i not in self.column]
         if strange:
             raise InvalidArgument(
-                field="layer_ids", value=strange, expected=f"ids among {list(self.layer_ids)}"
+                field="layer_ids", value=strange[:8], expected=f"ids among {list(self.layer_ids)}"
             )
         return [self.column[i] for i in layer_ids]
 
@@ -114,6 +114,8 @@ class RoutingLayout:
         Raises:
             InvalidArgument: if the numbers contradict each other.
         """
+        for name in ("layer_ids", "moe_layer_ids"):
+            _range(f"number of {name}", len(getattr(message, name)), 0, MAX_LAYERS)
         layout = cls(
             tuple(message.layer_ids),
             message.num_hidden_layers,

@@ -1524,7 +1524,7 @@ class GetServerInfoResponse(google.protobuf.message.Message):
     ack_mode: builtins.str
     """What an acknowledgement promises: "fsync" or "memory"."""
     store: builtins.str
-    """Where chunks are kept: "lmdb" or "memory"."""
+    """Where chunks are kept: "disk" or "memory"."""
     started_ms: builtins.int
     """Unix milliseconds of its start."""
     now_ms: builtins.int

@@ -24,6 +24,9 @@ _MOST_LENT = 3
 
 _RETRY_SECONDS = 0.5
 
+#: Writers that are remembered for each agent that may be connected: engines come back.
+_WRITERS_PER_AGENT = 4
+
 
 class Admission:
     """The limits of one server. All of it belongs to one event loop."""
@@ -66,6 +69,11 @@ class Admission:
     def check_agents(self, count: int) -> None:
         """Raises Overloaded if there are too many agents for one more."""
         if count >= self._config.max_agents:
+            raise self._overloaded("agents", self._config.max_agents)
+
+    def check_writers(self, count: int) -> None:
+        """Raises Overloaded if there are too many writers, connected or not, for one more."""
+        if count >= _WRITERS_PER_AGENT * self._config.max_agents:
             raise self._overloaded("agents", self._config.max_agents)
 
     def _overloaded(self, what: str, most: int) -> Overloaded:

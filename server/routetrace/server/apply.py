@@ -18,13 +18,19 @@ from routetrace.server.record import Sums, decode_record, hash_of, layout_from_h
 from routetrace.server.slot_map import SlotMap
 from routetrace.server.spans import FOREVER, Span, SpanList
 from routetrace.server.state import Frames, State, Writer
-from routetrace.server.trace_index import Lost, Source, TraceKey, WriterKey
+from routetrace.server.trace_index import Source, TraceKey, WriterKey
 from routetrace.v1 import routetrace_pb2 as pb
 from routetrace.v1.layout import RoutingLayout
 from routetrace.v1.records import DIGEST, NO_REQUEST, OpKind, Provenance, unpack
 
 #: Sequence numbers whose checksums are remembered, so that a resent chunk is known again.
 DEDUP_WINDOW = 1024
+
+#: Passes over one request, at most; the last one then starts anew.
+MAX_ATTEMPTS = 1024
+
+#: Requests of one writer that have not ended, at most; the oldest is taken for lost.
+MAX_LIVE = 1 << 16
 
 _NO_FRAMES = Frames(np.zeros(1, np.uint32), RoutingLayout((0,), 1, 1, 1), "")
 
@@ -169,14 +175,18 @@ class _Applier:
                 key, source = self._source(request)
                 if kind == OpKind.BLOCKS:
                     self.slots.forget_blocks(blocks)
-                    source.blocks.extend(blocks)
+                    # A request holds no block twice.
+                    source.blocks.extend(blocks[: self.slots.num_blocks - len(source.blocks)])
                 elif kind == OpKind.REWIND:
                     self._drop(source, position)
                 elif kind == OpKind.PREEMPT:
                     self._drop(source, position)
                     source.tentative, source.blocks = 0, []
                 elif kind == OpKind.RESUME:
-                    source.attempts.append(SpanList())
+                    if len(source.attempts) < MAX_ATTEMPTS:
+                        source.attempts.append(SpanList())
+                    else:
+                        source.attempts[-1] = SpanList()
                     source.tentative = 0
                     self._take(source, blocks, position, count)
                 elif kind == OpKind.FINISH:
@@ -186,7 +196,7 @@ class _Applier:
                     self._rejoin(key)
                 elif kind == OpKind.LOST:
                     stop = position + count if count else FOREVER
-                    source.lost.append(Lost(position, stop, arg))
+                    source.lose(position, stop, arg)
                     # What stood there before was computed again, by the pass whose rows are lost.
                     source.remove(position, stop)
                     self._forget(source, position, stop)
@@ -210,6 +220,8 @@ class _Applier:
         occurrence = f"{writer.boot_id}/{index}" if index >= 0 else f"unknown/{self.number}"
         trace, source = self.state.begin(writer, request_id, occurrence, begin, self.now)
         writer.live[request_id] = (trace.key, source)
+        if len(writer.live) > MAX_LIVE:
+            del writer.live[next(iter(writer.live))]
         return trace.key, source
 
     def _rejoin(self, key: TraceKey) -> None:
@@ -220,13 +232,13 @@ class _Applier:
         self, source: Source, blocks: list[int], num_computed_tokens: int, num_external_tokens: int
     ) -> None:
         """The request gets its blocks; the first tokens in them are computed already."""
-        source.blocks = list(blocks)
+        source.blocks = list(blocks[: self.slots.num_blocks])
+        source.written = FOREVER
         known = num_computed_tokens - num_external_tokens
         self.state.inherit(self.writer, source, blocks, known)
         if num_external_tokens:
             source.external = True
-            note = Lost(known, num_computed_tokens, pb.MISSING_REASON_KV_UNKNOWN)
-            source.lost.append(note)
+            source.lose(known, num_computed_tokens, pb.MISSING_REASON_KV_UNKNOWN)
         self._forget(source, known, FOREVER)
 
     def _rows(self, source: Source, span: Span, step: int, tentative: int) -> None:
@@ -235,6 +247,7 @@ class _Applier:
         source.attempts[-1].append(span)
         source.tentative = tentative
         if source.blocks:
+            source.written = max(source.written, span.stop)
             slots = self.slots.slots(source.blocks, span.position, span.stop)
             self.slots.write(slots, span.ref, span.weight_version, step)
 
@@ -244,4 +257,9 @@ class _Applier:
         self._forget(source, position, FOREVER)
 
     def _forget(self, source: Source, start: int, stop: int) -> None:
-        self.slots.forget(self.slots.slots(source.blocks, start, stop))
+        # What it never wrote is forgotten already, however often it is taken back.
+        last = min(stop, source.written)
+        if start < last:
+            self.slots.forget(self.slots.slots(source.blocks, start, last))
+            if last == source.written:
+                source.written = start

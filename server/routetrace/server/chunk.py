@@ -26,7 +26,12 @@ MAX_ID_LENGTH = 512
 MAX_LABELS = 64
 MAX_LABEL_LENGTH = 1024
 MAX_POSITION = 1 << 31
-MAX_OPS = 1 << 20
+MAX_OPS = 1 << 17
+#: Request ids, and begins, of one chunk.
+MAX_REQUESTS = 1 << 16
+#: Rows of one chunk, and the bytes of their ids.
+MAX_CHUNK_ROWS = 1 << 20
+MAX_DECODED_BYTES = 256 << 20
 
 _WITH_BLOCKS = (OpKind.BEGIN, OpKind.RESUME, OpKind.BLOCKS, OpKind.EXTERNAL)
 _WITHOUT_REQUEST = (OpKind.EXTERNAL, OpKind.RESET)
@@ -102,6 +107,11 @@ def parse_header(data: bytes, layout: RoutingLayout, slots: SlotMap) -> ParsedCh
         raise InvalidArgument(
             field="header", value=f"{len(data)} bytes", expected="a serialized ChunkHeader"
         ) from error
+    for field, entries in (("request_ids", header.request_ids), ("begins", header.begins)):
+        if len(entries) > MAX_REQUESTS:
+            raise InvalidArgument(
+                field=field, value=f"{len(entries)} entries", expected=f"at most {MAX_REQUESTS}"
+            )
     sent = RoutingLayout.from_proto(header.layout)
     if sent != layout:
         raise InvalidArgument(field="layout", value=sent, expected=f"the Hello's, {layout}")
@@ -119,12 +129,12 @@ def parse_header(data: bytes, layout: RoutingLayout, slots: SlotMap) -> ParsedCh
         frame_rows=unpack(header.frame_rows, U32, "frame_rows"),
         token_digests=unpack(header.token_digests, DIGEST, "token_digests"),
     )
-    _check_frames(chunk)
+    _check_frames(chunk, layout.row_bytes)
     _check_ops(chunk, slots.num_blocks, slots.num_blocks * slots.block_size)
     return chunk
 
 
-def _check_frames(chunk: ParsedChunk) -> None:
+def _check_frames(chunk: ParsedChunk, row_bytes: int) -> None:
     num_frames = len(chunk.frame_lengths)
     if len(chunk.frame_rows) != num_frames or num_frames > MAX_FRAMES:
         raise InvalidArgument(
@@ -138,6 +148,8 @@ def _check_frames(chunk: ParsedChunk) -> None:
         (chunk.frame_rows >= 1) & (chunk.frame_rows <= MAX_ROWS),
         f"1 to {MAX_ROWS} rows",
     )
+    most = min(MAX_CHUNK_ROWS, MAX_DECODED_BYTES // row_bytes)
+    _at_most("frame_rows", chunk.frame_rows, most, "rows in one chunk")
 
 
 def _check_ops(chunk: ParsedChunk, num_blocks: int, num_slots: int) -> None:
@@ -172,6 +184,7 @@ def _check_ops(chunk: ParsedChunk, num_blocks: int, num_slots: int) -> None:
     _all("ops.arg", reasons, np.isin(reasons, list(FinishReason)), "a FinishReason")
     reasons = ops[kind == OpKind.LOST]["arg"]
     _all("ops.arg", reasons, np.isin(reasons, pb.MissingReason.values()), "a MissingReason")
+    _once("ops.arg", begins["arg"], "begin")
 
     starts = ops[np.isin(kind, (OpKind.BEGIN, OpKind.RESUME))]
     _all(
@@ -183,8 +196,8 @@ def _check_ops(chunk: ParsedChunk, num_blocks: int, num_slots: int) -> None:
     _all(
         "ops.value",
         rows["value"],
-        rows["value"] <= np.where(by_slot, 0, MAX_POSITION),
-        f"at most {MAX_POSITION}, and 0 for slots alone",
+        rows["value"] <= np.where(by_slot, 0, rows["position"].astype(np.uint64) + rows["count"]),
+        "at most position + count, and 0 for slots alone",
     )
     digests = ops[kind == OpKind.DIGEST]
     end = digests["row"].astype(np.int64) + digests["count"]
@@ -204,15 +217,24 @@ def _check_ops(chunk: ParsedChunk, num_blocks: int, num_slots: int) -> None:
         (rows["count"] >= 1) & (end <= chunk.frame_rows[rows["frame"]]),
         "at least 1 and no more rows than the frame has",
     )
-    blocks = ops[np.isin(kind, _WITH_BLOCKS)]
-    end = blocks["blocks_at"].astype(np.int64) + blocks["num_blocks"]
+    num = ops["num_blocks"]
+    end = ops["blocks_at"].astype(np.int64) + num
     _all(
-        "ops.num_blocks", blocks["num_blocks"], end <= len(chunk.block_ids), "a range of block_ids"
+        "ops.num_blocks",
+        num,
+        (num == 0)
+        | (np.isin(kind, _WITH_BLOCKS) & (end <= len(chunk.block_ids)) & (num <= num_blocks)),
+        f"a range of block_ids, of at most num_blocks = {num_blocks}, where blocks are named",
     )
     end = rows["blocks_at"].astype(np.int64) + rows["count"]
     _all(
         "ops.blocks_at", rows["blocks_at"], ~by_slot | (end <= len(chunk.slots)), "a range of slots"
     )
+    # Each entry of a column is for one op: what ops cost is bounded by the bytes of the chunk.
+    _at_most("ops.num_blocks", num, len(chunk.block_ids), "block ids, each named once")
+    _at_most("ops.count", digests["count"], len(chunk.token_digests), "digests, each named once")
+    _at_most("ops.count", rows["count"][by_slot], len(chunk.slots), "slots, each named once")
+    _at_most("ops.count", rows["count"], int(chunk.frame_rows.sum()), "rows, each named once")
     block_ids = np.asarray(chunk.block_ids, np.int64)
     _all("block_ids", block_ids, block_ids < num_blocks, f"ids below num_blocks = {num_blocks}")
     _all("slots", chunk.slots, chunk.slots < num_slots, f"slots below {num_slots}")
@@ -222,6 +244,21 @@ def _all(field: str, values: npt.NDArray[Any], good: npt.NDArray[np.bool_], expe
     if not good.all():
         at = int(np.argmin(good))
         raise InvalidArgument(field=f"{field}[{at}]", value=int(values[at]), expected=expected)
+
+
+def _at_most(field: str, values: npt.NDArray[Any], most: int, what: str) -> None:
+    total = int(values.sum(dtype=np.int64))
+    if total > most:
+        raise InvalidArgument(
+            field=field, value=f"{total} in all", expected=f"at most {most} {what}"
+        )
+
+
+def _once(field: str, values: npt.NDArray[Any], what: str) -> None:
+    if len(np.unique(values)) != len(values):
+        raise InvalidArgument(
+            field=field, value=f"{len(values)} ops", expected=f"a {what} of its own for each"
+        )
 
 
 def check_payload(chunk: ParsedChunk, payload: bytes, layout: RoutingLayout) -> None:

@@ -102,10 +102,10 @@ class ServerConfig(BaseSettings):
     metrics_listen: str = Field(
         "", description="host:port to serve Prometheus metrics on, over plain HTTP; none if empty"
     )
-    store: Literal["lmdb", "memory"] = Field(
-        "lmdb", description="where chunks are kept; memory forgets them when the server ends"
+    store: Literal["disk", "memory"] = Field(
+        "disk", description="where chunks are kept; memory forgets them when the server ends"
     )
-    data_dir: Path = Field(Path("routetrace-data"), description="directory of the lmdb store")
+    data_dir: Path = Field(Path("routetrace-data"), description="directory of the disk store")
     ack_mode: AckMode = Field(
         "fsync",
         description="acknowledge chunks once they are on disk (fsync), or once they are queued "

@@ -4,11 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from routetrace.server.chunk import check_begin, check_id, check_payload, check_sums, parse_header
+from routetrace.server.chunk import (
+    MAX_POSITION,
+    check_begin,
+    check_id,
+    check_payload,
+    check_sums,
+    parse_header,
+)
 from routetrace.server.record import Sums, encode_chunk, encode_control, layout_to_hex
 from routetrace.server.rpc import Context, streaming, unary
 from routetrace.server.state import Writer
@@ -35,7 +42,8 @@ if TYPE_CHECKING:
 WINDOW = 32
 
 #: Slots of one engine: 24 bytes each.
-MAX_SLOTS = 1 << 26
+MAX_SLOTS = 1 << 25
+MAX_BLOCK_SIZE = 1 << 16
 
 _RESEND_MS = 50
 
@@ -168,6 +176,10 @@ class IngestServicer(pb_grpc.IngestServiceServicer):
         # Without it, nothing tells the parts of one boot of an engine from those of another.
         check_id("boot_id", hello.boot_id, required=bool(hello.shard))
         layout = RoutingLayout.from_proto(hello.layout)
+        if hello.block_size > MAX_BLOCK_SIZE:
+            raise InvalidArgument(
+                field="block_size", value=hello.block_size, expected=f"at most {MAX_BLOCK_SIZE}"
+            )
         num_slots = hello.block_size * hello.num_blocks
         if num_slots > MAX_SLOTS:
             raise InvalidArgument(
@@ -179,6 +191,9 @@ class IngestServicer(pb_grpc.IngestServiceServicer):
         if hello.epoch and writer and hello.epoch < newest:
             raise Fenced(field="epoch", value=hello.epoch, expected=f"{newest}, the newest")
         if writer is None or hello.epoch != writer.epoch:
+            self._core.retention.check_room(hello.run)
+            if writer is None:
+                self._core.admission.check_writers(len(self._state.writers))
             now = self._journal.clock.now()
             # Epochs ascend even if the store was lost, as long as the clock is roughly right; and
             # two that open at once get different ones, though neither is committed yet.
@@ -252,6 +267,9 @@ class IngestServicer(pb_grpc.IngestServiceServicer):
                 )
             self._core.metrics.duplicates.inc()
             return
+        if session.replaced:
+            # The stream that took over was told where to go on before this could be stored.
+            raise Fenced(field="epoch", value=writer.epoch, expected="the newest stream of it")
         if sequence != session.next_sequence:
             raise OutOfSequence(
                 field="sequence", value=sequence, expected=str(session.next_sequence)
@@ -317,8 +335,19 @@ class IngestServicer(pb_grpc.IngestServiceServicer):
                 value=request.num_computed_tokens,
                 expected=f"less than num_tokens = {request.num_tokens}",
             )
-        unpack(request.token_digests, DIGEST, "token_digests")
+        if request.num_tokens > MAX_POSITION:
+            raise InvalidArgument(
+                field="num_tokens", value=request.num_tokens, expected=f"at most {MAX_POSITION}"
+            )
+        digests = unpack(request.token_digests, DIGEST, "token_digests")
+        if len(digests) > request.num_tokens:
+            raise InvalidArgument(
+                field="token_digests",
+                value=f"{len(digests)} digests",
+                expected=f"at most num_tokens = {request.num_tokens}",
+            )
         for writer in writers:
+            check_blocks(writer, request.block_ids)
             strange = [b for b in request.block_ids if b >= writer.slots.num_blocks]
             if strange:
                 raise InvalidArgument(
@@ -349,6 +378,16 @@ class IngestServicer(pb_grpc.IngestServiceServicer):
         )
         trace, incarnation = self._core.reader.find(request.run, begin.trace_id)
         return pb.BindRequestResponse(trace=self._core.reader.describe(trace, incarnation))
+
+
+def check_blocks(writer: Writer, block_ids: Sequence[int]) -> None:
+    """Raises InvalidArgument if a request can not hold so many blocks."""
+    if len(block_ids) > writer.slots.num_blocks:
+        raise InvalidArgument(
+            field="block_ids",
+            value=f"{len(block_ids)} ids",
+            expected=f"at most num_blocks = {writer.slots.num_blocks}",
+        )
 
 
 def _kind_name(detail: pb.ErrorDetail) -> str:

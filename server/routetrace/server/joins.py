@@ -20,7 +20,7 @@ from routetrace.server.spans import FOREVER
 from routetrace.v1.records import FinishReason
 
 if TYPE_CHECKING:
-    from routetrace.server.trace_index import Source
+    from routetrace.server.trace_index import Source, WriterKey
 
 Digests = dict[int, int]
 """Position -> digest of the tokens before it; ascending."""
@@ -37,6 +37,8 @@ class Request:
     """From 1, in order of arrival."""
     members: list[tuple[int, Source]] = field(default_factory=list)
     """Its sources, with their index in the trace."""
+    writers: set[WriterKey] = field(default_factory=set)
+    """Of its sources."""
     digests: Digests = field(default_factory=dict)
     """Also those that follow from other requests with the same tokens."""
     successor: Request | None = None
@@ -212,13 +214,14 @@ def _requests(sources: Sequence[Source]) -> list[Request]:
             requests.append(home)
             same.append(home)
         home.members.append((index, source))
+        home.writers.add(source.writer)
         home.digests = dict(sorted((home.digests | digests).items()))
     return requests
 
 
 def _may_hold(request: Request, source: Source, digests: Digests) -> bool:
     """Whether a source can be another shard's view of a request, with the same tokens."""
-    return all(other.writer != source.writer for other in request.sources) and all(
+    return source.writer not in request.writers and all(
         request.digests.get(p, value) == value for p, value in digests.items()
     )
 

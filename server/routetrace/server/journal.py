@@ -99,8 +99,7 @@ class Journal:
         snapshot = self.store.load_snapshot()
         if snapshot:
             try:
-                pieces = [snapshot[1]] if isinstance(snapshot[1], bytes) else snapshot[1]  # SHIM
-                self.state.load(pieces)
+                self.state.load(snapshot[1])
             except Corrupt as error:
                 _log.error("what is older than record %d is lost: %s", snapshot[0] + 1, error)
         count = 0
@@ -154,4 +153,4 @@ class Journal:
 
     def snapshot(self) -> tuple[int, list[bytes]]:
         """The state as a snapshot in pieces, and the last record that it covers."""
-        return self.state.number, b"".join(self.state.dump())  # SHIM
+        return self.state.number, list(self.state.dump())

@@ -29,6 +29,9 @@ from routetrace.v1.records import DIGEST, SPAN, U32, FinishReason
 #: Payload bytes that a message aims at.
 MESSAGE_BYTES = 1 << 20
 
+#: Token digests of one answer, at most: those of 16 million tokens.
+MAX_DIGESTS = 1 << 18
+
 #: Ranges of positions that one read may ask for.
 MAX_RANGES = 1024
 
@@ -176,7 +179,7 @@ class Reader:
         engines = {s.writer.engine_id for s in request.sources}
         engines.update(trace.sources[s.source].writer.engine_id for s in segments)
         versions = [s.span.weight_version for s in segments]
-        known = sorted(request.digests.items()) if digests else []
+        known = sorted(request.digests.items())[:MAX_DIGESTS] if digests else []
         return pb.TraceInfo(
             run=trace.key[0],
             trace_id=trace.key[1],

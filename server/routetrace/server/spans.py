@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
@@ -48,6 +49,9 @@ class SpanList:
         for i in range(0, len(data), self._FIELDS):
             yield Span(*data[i : i + self._FIELDS])
 
+    def __getitem__(self, index: int) -> Span:
+        return Span(*self._data[index * self._FIELDS : (index + 1) * self._FIELDS])
+
     def __len__(self) -> int:
         return len(self._data) // self._FIELDS
 
@@ -83,13 +87,16 @@ class SpanList:
 
     def remove(self, start: int, stop: int) -> None:
         """Drops the positions [start, stop)."""
+        first = bisect_right(self, start, key=lambda span: span.stop)
+        last = bisect_left(self, stop, lo=first, key=lambda span: span.position)
         kept = [
             part
-            for span in self
+            for span in map(self.__getitem__, range(first, last))
             for part in (span.cut(span.position, start), span.cut(stop, span.stop))
             if part.length > 0
         ]
-        self._data = array("q", [number for span in kept for number in span])
+        numbers = array("q", [number for span in kept for number in span])
+        self._data[first * self._FIELDS : last * self._FIELDS] = numbers
 
     def tobytes(self) -> bytes:
         """For a snapshot."""

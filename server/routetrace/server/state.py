@@ -13,12 +13,12 @@ from typing import Any, NamedTuple, cast
 
 import msgpack
 import numpy as np
+from google.protobuf.message import DecodeError
 
 from routetrace.server.record import Sums, layout_from_hex, layout_to_hex
 from routetrace.server.slot_map import SlotMap
 from routetrace.server.spans import Span
 from routetrace.server.trace_index import (
-    Lost,
     Source,
     Trace,
     TraceIndex,
@@ -116,11 +116,11 @@ class State:
         at = 0
         for run in writer.slots.resolve(block_ids, 0, stop, last_step):
             if run.position > at:
-                source.lost.append(Lost(at, run.position, pb.MISSING_REASON_KV_UNKNOWN))
+                source.lose(at, run.position, pb.MISSING_REASON_KV_UNKNOWN)
             spans.append(Span(*run, Provenance.CACHED))
             at = run.position + run.length
         if at < stop:
-            source.lost.append(Lost(at, stop, pb.MISSING_REASON_KV_UNKNOWN))
+            source.lose(at, stop, pb.MISSING_REASON_KV_UNKNOWN)
 
     def touch(self, trace: Trace, now: float) -> None:
         """Notes that a trace changed."""
@@ -234,7 +234,7 @@ class State:
                 unpacker.feed(piece)
                 for kind, value in unpacker:
                     new._load_item(kind, value, layouts)
-        except (KeyError, IndexError, TypeError, ValueError) as error:
+        except (KeyError, IndexError, OverflowError, TypeError, ValueError, DecodeError) as error:
             if isinstance(error, InvalidArgument):
                 raise
             raise Corrupt(f"the snapshot can not be read: {kind}: {error}") from error

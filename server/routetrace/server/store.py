@@ -46,6 +46,8 @@ class StoreStats:
     """Records that were found not to match their checksums, since the store was opened."""
     lost_records: int = 0
     """Records that were acknowledged before they were durable, and then could not be written."""
+    failed_commits: int = 0
+    """Commits and compactions that the disk refused, since the store was opened."""
 
 
 class Store(Protocol):
@@ -91,18 +93,25 @@ class Store(Protocol):
         """The number that the next record must be above; 0 in an empty store."""
         ...
 
-    def load_snapshot(self) -> tuple[int, bytes] | None:
-        """The snapshot, and the number of the last record that it covers; None without one."""
+    def load_snapshot(self) -> tuple[int, Iterator[bytes]] | None:
+        """The number of the last record that the snapshot covers, and its pieces; None without one.
+
+        Iterating raises:
+            Corrupt: if a piece does not match its checksum.
+        """
         ...
 
-    def compact(self, snapshot: tuple[int, bytes] | None, drop: Iterable[int]) -> None:
+    def compact(self, snapshot: tuple[int, Iterable[bytes]] | None, drop: Iterable[int]) -> None:
         """Replaces the snapshot and drops payloads, all or nothing; None keeps the snapshot.
 
         Headers of the records that the new snapshot covers are deleted. Dropped records keep their
-        header until then; numbers that are not stored are passed over.
+        header until then; numbers that are not stored are passed over. The snapshot comes in pieces
+        of about 1 MiB, which are taken one by one, in the thread of the call; appends go on
+        meanwhile.
 
         Raises:
             Overloaded: no room at the moment.
+            Unavailable: it can not be written.
             InvalidArgument: if the snapshot covers less than the one before.
         """
         ...
@@ -134,19 +143,28 @@ class Ascending:
             )
 
 
-def cut(payload: bytes | memoryview, ranges: Sequence[tuple[int, int]], number: int) -> list[bytes]:
+def check_ranges(size: int, ranges: Sequence[tuple[int, int]], number: int) -> None:
+    """Looks at (offset, length) ranges of a payload of `size` bytes.
+
+    Raises:
+        Corrupt: if one is outside of it.
+    """
+    for offset, length in ranges:
+        if offset < 0 or length < 0 or offset + length > size:
+            raise Corrupt(
+                f"record {number} holds {size} bytes, "
+                f"but {length} bytes at offset {offset} were asked for"
+            )
+
+
+def cut(payload: bytes, ranges: Sequence[tuple[int, int]], number: int) -> list[bytes]:
     """Copies (offset, length) ranges of a payload.
 
     Raises:
         Corrupt: if a range is outside of it.
     """
-    for offset, length in ranges:
-        if offset < 0 or length < 0 or offset + length > len(payload):
-            raise Corrupt(
-                f"record {number} holds {len(payload)} bytes, "
-                f"but {length} bytes at offset {offset} were asked for"
-            )
-    return [bytes(payload[offset : offset + length]) for offset, length in ranges]
+    check_ranges(len(payload), ranges, number)
+    return [payload[offset : offset + length] for offset, length in ranges]
 
 
 def check_snapshot(new: int, old: int) -> None:
@@ -172,7 +190,7 @@ class MemoryStore:
         self._payloads: dict[int, bytes] = {}
         self._payload_bytes = 0
         self._header_bytes = 0
-        self._snapshot: tuple[int, bytes] | None = None
+        self._snapshot: tuple[int, list[bytes]] | None = None
         self._closed = False
 
     def append(self, record: Record) -> Future[None]:
@@ -217,20 +235,21 @@ class MemoryStore:
             self._check_open()
             return self._numbers.last
 
-    def load_snapshot(self) -> tuple[int, bytes] | None:
+    def load_snapshot(self) -> tuple[int, Iterator[bytes]] | None:
         """See `Store.load_snapshot`."""
         with self._lock:
             self._check_open()
-            return self._snapshot
+            return (self._snapshot[0], iter(self._snapshot[1])) if self._snapshot else None
 
-    def compact(self, snapshot: tuple[int, bytes] | None, drop: Iterable[int]) -> None:
+    def compact(self, snapshot: tuple[int, Iterable[bytes]] | None, drop: Iterable[int]) -> None:
         """See `Store.compact`."""
+        pieces = list(snapshot[1]) if snapshot else []
         with self._lock:
             self._check_open()
             if snapshot is not None:
                 number = snapshot[0]
                 check_snapshot(number, self._snapshot[0] if self._snapshot else 0)
-                self._snapshot = snapshot
+                self._snapshot = number, pieces
                 self._numbers.last = max(self._numbers.last, number)
                 for covered in [n for n in self._headers if n <= number]:
                     self._header_bytes -= len(self._headers.pop(covered))
@@ -251,7 +270,7 @@ class MemoryStore:
             self._closed = True
 
     def _used_bytes(self) -> int:
-        snapshot = len(self._snapshot[1]) if self._snapshot else 0
+        snapshot = sum(map(len, self._snapshot[1])) if self._snapshot else 0
         return self._header_bytes + self._payload_bytes + snapshot
 
     def _check_open(self) -> None:

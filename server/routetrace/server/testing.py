@@ -23,6 +23,7 @@ class ServerProcess:
 
     Attributes:
         target: "127.0.0.1:port", for clients and agents.
+        metrics_target: "host:port" of its metrics; empty without the setting `metrics_listen`.
         pid: of the process.
         log: file that holds what it printed.
     """
@@ -43,11 +44,12 @@ class ServerProcess:
             )
         self.pid = self._process.pid
         try:
-            self.target = self._wait_until_ready(ready_file, time.monotonic() + timeout)
+            addresses = self._wait_until_ready(ready_file, time.monotonic() + timeout)
         except BaseException:
             self.kill()
             self._dir.cleanup()
             raise
+        self.target, _, self.metrics_target = addresses.partition("\n")
 
     def stop(self, timeout: float = 30.0) -> int:
         """Ends it with SIGTERM; returns its exit code.

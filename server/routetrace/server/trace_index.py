@@ -26,6 +26,15 @@ from routetrace.server.spans import FOREVER, SpanList
 from routetrace.v1.layout import RoutingLayout
 from routetrace.v1.records import DIGEST
 
+#: Labels of a trace, at most; later ones are passed over.
+MAX_TRACE_LABELS = 64
+
+#: Notes of lost positions of one engine request, at most.
+MAX_LOST = 4096
+
+#: Engine requests of a trace, of all shards, at most; the oldest go.
+MAX_SOURCES = 4096
+
 TraceKey = tuple[str, str]
 """(run, trace id)."""
 
@@ -71,8 +80,20 @@ class Source:
     """Final token count; 0 while unknown."""
     finish_reason: int = 0
     lost: list[Lost] = field(default_factory=list)
-    digests: npt.NDArray[Any] = field(default_factory=lambda: np.empty(0, DIGEST))
-    """DIGEST by position, ascending."""
+    written: int = 0
+    """One past the last position whose slot may be known."""
+    _digests: npt.NDArray[Any] = field(default_factory=lambda: np.empty(0, DIGEST))
+    _new_digests: list[npt.NDArray[Any]] = field(default_factory=list)
+
+    @property
+    def digests(self) -> npt.NDArray[Any]:
+        """DIGEST by position, ascending."""
+        if self._new_digests:
+            # The last ones first, since of several at one position the first is taken.
+            learned = np.concatenate([self._digests, *self._new_digests])[::-1]
+            _, first = np.unique(learned["position"], return_index=True)
+            self._digests, self._new_digests = learned[first], []
+        return self._digests
 
     def confirmed(self, attempt: int) -> int:
         """One past the last position of an attempt that the engine can not take back any more."""
@@ -96,10 +117,17 @@ class Source:
             spans.remove(start, stop)
         self.tentative = max(0, spans.end - confirmed)
 
+    def lose(self, start: int, stop: int, reason: int) -> None:
+        """Notes why positions will not come; of too many notes the last ones run together."""
+        if len(self.lost) < MAX_LOST:
+            self.lost.append(Lost(start, stop, reason))
+        else:
+            last = self.lost[-1]
+            last.start, last.stop = min(last.start, start), max(last.stop, stop)
+
     def add_digests(self, digests: npt.NDArray[Any]) -> None:
         """Learns token digests; of two at one position the later holds."""
-        known = dict(self.digests.tolist()) | dict(digests.tolist())
-        self.digests = np.array(sorted(known.items()), DIGEST)
+        self._new_digests.append(digests)
 
 
 @dataclass(slots=True, eq=False)
@@ -159,9 +187,13 @@ class TraceIndex:
             self.serial += 1
             trace = Trace(key, self.serial, dict(labels), ttl, now, now, now + ttl)
             self.add(trace)
-        trace.labels.update(labels)
+        for name, value in labels.items():
+            if name in trace.labels or len(trace.labels) < MAX_TRACE_LABELS:
+                trace.labels[name] = value
         trace.ttl = ttl
         trace.sources.append(source)
+        if len(trace.sources) > MAX_SOURCES:
+            del trace.sources[0]
         trace.rejoin()
         return trace
 
@@ -226,6 +258,7 @@ def dump_source(source: Source, layouts: dict[RoutingLayout, int]) -> dict[str, 
         "num_tokens": source.num_tokens,
         "finish_reason": source.finish_reason,
         "lost": [(m.start, m.stop, m.reason) for m in source.lost],
+        "written": source.written,
         "digests": source.digests.tobytes(),
     }
 
@@ -247,5 +280,6 @@ def load_source(data: dict[str, Any], layouts: list[RoutingLayout]) -> Source:
         num_tokens=data["num_tokens"],
         finish_reason=data["finish_reason"],
         lost=[Lost(*m) for m in data["lost"]],
-        digests=np.frombuffer(data["digests"], DIGEST),
+        written=data["written"],
+        _digests=np.frombuffer(data["digests"], DIGEST),
     )

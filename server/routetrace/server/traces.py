@@ -7,22 +7,30 @@ from collections.abc import AsyncIterator
 from importlib.metadata import version
 from typing import TYPE_CHECKING, TypeVar
 
-from routetrace.server.access import Scope
 from routetrace.server.admission import Admission
+from routetrace.server.chunk import MAX_LABELS, MAX_POSITION, check_id
+from routetrace.server.ingest import check_blocks
 from routetrace.server.joins import Incarnation
-from routetrace.server.reader import Message, Reader
+from routetrace.server.reader import MAX_RANGES, MESSAGE_BYTES, Message, Reader
 from routetrace.server.record import encode_control
 from routetrace.server.rpc import Context, streaming, unary
+from routetrace.server.tokens import Scope
 from routetrace.server.trace_index import Source, Trace
 from routetrace.server.view import Segment, Selection, view
 from routetrace.v1 import routetrace_pb2 as pb
 from routetrace.v1 import routetrace_pb2_grpc as pb_grpc
 from routetrace.v1.errors import InvalidArgument, NotFound
+from routetrace.v1.layout import MAX_LAYERS
 
 if TYPE_CHECKING:
     from routetrace.server.core import Core
 
 DEFAULT_PAGE_SIZE = 1000
+MAX_PAGE_SIZE = 10_000
+_LONGEST_PAGE_TOKEN = 20
+
+#: Traces of one call, at most.
+MAX_TRACE_IDS = 100_000
 
 #: How often a waiting call looks again although nothing changed: agents get lost in silence.
 _LOOK_AGAIN_SECONDS = 1.0
@@ -47,6 +55,9 @@ class TraceServicer(pb_grpc.TraceServiceServicer):
         self, request: pb.GetTraceRequest, context: Context
     ) -> AsyncIterator[pb.GetTraceResponse]:
         self._check(context, "read", request.run)
+        check_id("trace_id", request.trace_id)
+        _at_most("token_ranges", len(request.token_ranges), MAX_RANGES)
+        _at_most("layer_ids", len(request.layer_ids), MAX_LAYERS)
         if request.policy not in pb.ReadPolicy.values():
             raise InvalidArgument(field="policy", value=request.policy, expected="a ReadPolicy")
         if request.wait_for not in pb.WaitFor.values():
@@ -79,10 +90,13 @@ class TraceServicer(pb_grpc.TraceServiceServicer):
             raise NotFound(
                 field="engine_id", value=request.engine_id, expected=f"an engine of {request.run!r}"
             )
+        _at_most("num_tokens", request.num_tokens, MAX_POSITION)
+        _at_most("layer_ids", len(request.layer_ids), MAX_LAYERS)
         # The blocks as a request that ended with them: everything else is the same.
         now = self._journal.clock.now()
         trace = Trace((request.run, ""), 0, {}, 0, now, now, now)
         for writer in writers:
+            check_blocks(writer, request.block_ids)
             capacity = len(request.block_ids) * writer.slots.block_size
             if request.num_tokens > capacity:
                 raise InvalidArgument(
@@ -111,6 +125,7 @@ class TraceServicer(pb_grpc.TraceServiceServicer):
                 yield response
 
     def _check(self, context: Context, scope: Scope, run: str) -> None:
+        check_id("run", run)
         self._access.check(context, scope, run)
         self._core.check_ready()
 
@@ -216,6 +231,7 @@ class TraceServicer(pb_grpc.TraceServiceServicer):
         self, request: pb.StatTraceRequest, context: Context
     ) -> pb.StatTraceResponse:
         self._check(context, "read", request.run)
+        check_id("trace_id", request.trace_id)
         with self._admission.read():
             trace, incarnation = await self._find(
                 pb.GetTraceRequest(
@@ -236,23 +252,27 @@ class TraceServicer(pb_grpc.TraceServiceServicer):
         self, request: pb.ListTracesRequest, context: Context
     ) -> pb.ListTracesResponse:
         self._check(context, "read", request.run)
+        _at_most("labels", len(request.labels), MAX_LABELS)
+        _at_most("states", len(request.states), len(pb.TraceState.values()))
         token = request.page_token or "0"
-        if not token.isdigit():
+        if not (len(token) <= _LONGEST_PAGE_TOKEN and token.isascii() and token.isdigit()):
             raise InvalidArgument(
                 field="page_token", value=token, expected="next_page_token of an earlier answer"
             )
+        most = min(request.page_size or DEFAULT_PAGE_SIZE, MAX_PAGE_SIZE)
         response = pb.ListTracesResponse()
-        last = 0
+        last = size = 0
         for trace in self._core.state.traces.newest_first(request.run, int(token)):
             if any(trace.labels.get(key) != value for key, value in request.labels.items()):
                 continue
             info = self._reader.describe(*self._reader.find(*trace.key), digests=False)
             if request.states and info.state not in request.states:
                 continue
-            if len(response.traces) == (request.page_size or DEFAULT_PAGE_SIZE):
+            if len(response.traces) == most or size > MESSAGE_BYTES:
                 response.next_page_token = str(last)
                 break
             response.traces.append(info)
+            size += info.ByteSize()
             last = trace.serial
         return response
 
@@ -292,6 +312,9 @@ class TraceServicer(pb_grpc.TraceServiceServicer):
         self, request: pb.RenewLeaseRequest, context: Context
     ) -> pb.RenewLeaseResponse:
         self._check(context, "read", request.run)
+        _at_most("trace_ids", len(request.trace_ids), MAX_TRACE_IDS)
+        for trace_id in request.trace_ids:
+            check_id("trace_ids", trace_id)
         record = encode_control(
             "renew",
             self._journal.clock.now(),
@@ -324,6 +347,11 @@ class TraceServicer(pb_grpc.TraceServiceServicer):
             run_bytes=core.state.run_bytes[run],
             run_quota_bytes=config.quota_of(run),
         )
+
+
+def _at_most(field: str, value: int, most: int) -> None:
+    if value > most:
+        raise InvalidArgument(field=field, value=value, expected=f"at most {most}")
 
 
 class _Sending:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from heapq import heappop, heappush
 from itertools import chain, pairwise
 from typing import NamedTuple
 
@@ -169,9 +170,15 @@ def _notes(incarnation: Incarnation, layer: int) -> Iterator[Lost]:
 def _reasons(gap: Interval, notes: list[Lost], default: int) -> Iterator[tuple[int, int, int]]:
     """Cuts a gap where the reason changes; the note that came first wins."""
     edges = sorted({*gap, *(e for m in notes for e in (m.start, m.stop) if gap[0] < e < gap[1])})
+    coming = sorted(range(len(notes)), key=lambda i: notes[i].start, reverse=True)
+    here: list[int] = []  # notes that have started, as a heap: the first one on top
     last: tuple[int, int, int] | None = None
     for a, b in pairwise(edges):
-        reason = next((m.reason for m in notes if m.start <= a and b <= m.stop), default)
+        while coming and notes[coming[-1]].start <= a:
+            heappush(here, coming.pop())
+        while here and notes[here[0]].stop <= a:
+            heappop(here)
+        reason = notes[here[0]].reason if here else default
         if last and last[2] == reason:
             last = (last[0], b, reason)
         else:

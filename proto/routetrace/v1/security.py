@@ -1,0 +1,267 @@
+"""How clients and agents prove who they are, and whom they trust: TLS and bearer tokens."""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import re
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import grpc
+
+from routetrace.v1 import pem
+from routetrace.v1.errors import InvalidArgument
+
+_ENV_PREFIX = "ROUTETRACE_"
+_SWITCH = {
+    **dict.fromkeys(("", "0", "false", "no", "off"), False),
+    **dict.fromkeys(("1", "true", "yes", "on"), True),
+}
+# RFC 6750, 2.1; servers take some 8 KiB of metadata.
+_TOKEN = re.compile(r"[A-Za-z0-9._~+/-]{1,4000}={0,8}")
+_TOKEN_LIMIT = 65536
+# What gRPC says of a connection that the other side ended, or did not take for TLS.
+_HUNG_UP = re.compile(r"(?i)socket closed|connection reset|broken pipe|end of tcp|goaway|eof")
+_OTHER_NAME = "the server's certificate has another name: see server_name"
+_CAUSES = {
+    "WRONG_VERSION_NUMBER": "the server does not speak TLS: is the port right, and TLS on there?",
+    "certificate has expired": "the server's certificate has expired",
+    "certificate is not yet valid": "the server's certificate is not valid yet, by the clock here",
+    "CERTIFICATE_VERIFY_FAILED": "the server's certificate is not of an authority in {ca}",
+    "Hostname Verification": _OTHER_NAME,
+    "No match found for server name": _OTHER_NAME,
+}
+
+
+@dataclass(frozen=True)
+class Security:
+    """TLS files and a token; none of them: plain text, for loopback and closed networks.
+
+    Files are read when a channel is made, and the token file at every call. Replace them by
+    renaming, so that no half is ever read.
+
+    Raises:
+        InvalidArgument: if fields contradict each other, or the token has characters that a header
+            can not carry.
+    """
+
+    tls: bool = False
+    """Whether to use TLS; implied by any of the files. Without ca_file the system's authorities."""
+    ca_file: str = ""
+    """PEM file of the authorities that the server's certificate may come from."""
+    cert_file: str = ""
+    """PEM file of a certificate of one's own, for servers that ask for one."""
+    key_file: str = ""
+    """PEM file of its key."""
+    server_name: str = ""
+    """Name in the server's certificate, where it is not the target's host."""
+    token: str = field(default="", repr=False)
+    """Bearer token."""
+    token_file: str = ""
+    """File that holds it, in place of it."""
+    insecure: bool = False
+    """Whether the token may travel in plain text to other machines."""
+
+    def __post_init__(self) -> None:
+        if bool(self.cert_file) != bool(self.key_file):
+            raise InvalidArgument(
+                field="key_file" if self.cert_file else "cert_file",
+                value="empty",
+                expected="cert_file and key_file, or neither",
+            )
+        if self.server_name and not self.uses_tls:
+            raise InvalidArgument(
+                field="server_name", value=self.server_name, expected="tls beside it"
+            )
+        if self.token:
+            if self.token_file:
+                raise InvalidArgument(
+                    field="token_file", value=self.token_file, expected="no token beside it"
+                )
+            _check_token(self.token, "token")
+
+    @property
+    def uses_tls(self) -> bool:
+        """Whether connections are encrypted."""
+        return self.tls or bool(self.ca_file or self.cert_file)
+
+    @classmethod
+    def from_environment(cls) -> Security:
+        """What the environment says, in $ROUTETRACE_ and the name of each field.
+
+        That is $ROUTETRACE_TLS, _CA_FILE, _CERT_FILE, _KEY_FILE, _SERVER_NAME, _TOKEN and
+        _TOKEN_FILE; but $ROUTETRACE_INSECURE_CLIENT, as the server has an insecure of its own.
+        """
+        return cls(
+            tls=_switch("TLS"),
+            insecure=_switch("INSECURE_CLIENT"),
+            **{
+                name: os.environ.get(_ENV_PREFIX + name.upper(), "")
+                for name in (
+                    *("ca_file", "cert_file", "key_file"),
+                    *("server_name", "token", "token_file"),
+                )
+            },
+        )
+
+    def check(self, target: str) -> None:
+        """Looks at all files, and at whether the token may travel to a target.
+
+        Raises:
+            InvalidArgument: if a file can not be used, or the token would travel in plain text.
+        """
+        self.metadata()
+        self._credentials(target)
+
+    def channel(self, target: str, options: Sequence[tuple[str, Any]]) -> grpc.Channel:
+        """A channel for blocking calls.
+
+        Raises:
+            InvalidArgument: if a file can not be read, or a token would travel in plain text.
+        """
+        credentials, options = self._credentials(target), self._options(target, options)
+        if credentials is None:
+            return grpc.insecure_channel(target, options)
+        return grpc.secure_channel(target, credentials, options)
+
+    def aio_channel(self, target: str, options: Sequence[tuple[str, Any]]) -> grpc.aio.Channel:
+        """The same for asyncio."""
+        credentials, options = self._credentials(target), self._options(target, options)
+        if credentials is None:
+            return grpc.aio.insecure_channel(target, options)
+        return grpc.aio.secure_channel(target, credentials, options)
+
+    def metadata(self) -> tuple[tuple[str, str], ...]:
+        """What every call carries.
+
+        Raises:
+            InvalidArgument: if the token file can not be read.
+        """
+        token = self.token or (self.token_file and _read_token(self.token_file))
+        return (("authorization", f"Bearer {token}"),) if token else ()
+
+    def version(self) -> pem.Stamp:
+        """Changes when a file does that a new channel would read."""
+        return pem.stamp(*filter(None, (self.ca_file, self.cert_file, self.key_file)))
+
+    def hint(self, details: str) -> str:
+        """What is likely behind a connection that failed, as far as gRPC's words tell; or ""."""
+        for words, cause in _CAUSES.items():
+            if words in details:
+                return cause.format(ca=self.ca_file or "the system's store; see ca_file")
+        if not _HUNG_UP.search(details):
+            return ""
+        if not self.uses_tls:
+            return "if the server speaks TLS, switch it on here: see tls and ca_file"
+        if not self.cert_file:
+            return "if the server asks for client certificates, give one: see cert_file"
+        return f"the server may not take the certificate in {self.cert_file}{self._expired()}"
+
+    def _expired(self) -> str:
+        try:
+            expiry = pem.expiry(Path(self.cert_file).read_bytes())
+        except (OSError, ValueError):
+            return ", which can not be read any more"
+        return ", which has expired" if expiry < time.time() else ""
+
+    def _credentials(self, target: str) -> grpc.ChannelCredentials | None:
+        if not self.uses_tls:
+            if (self.token or self.token_file) and not self.insecure and not is_local(target):
+                raise InvalidArgument(
+                    f"the token would travel to {target} in plain text: expected tls, a loopback "
+                    "target, or insecure to be set",
+                    field="tls",
+                    value=False,
+                    expected="tls, a loopback target, or insecure",
+                )
+            return None
+        name, authorities, cert, key = "ca_file", None, None, None
+        try:
+            if self.ca_file:
+                authorities = pem.read_authorities(self.ca_file)
+            name = "cert_file"
+            if self.cert_file:
+                cert, key = pem.read_pair(self.cert_file, self.key_file)
+        except (OSError, ValueError) as error:
+            raise _unusable(name, getattr(self, name), error) from error
+        return grpc.ssl_channel_credentials(authorities, key, cert)
+
+    def _options(
+        self, target: str, options: Sequence[tuple[str, Any]]
+    ) -> tuple[tuple[str, Any], ...]:
+        more: list[tuple[str, Any]] = []
+        if self.server_name:
+            more.append(("grpc.ssl_target_name_override", self.server_name))
+        if is_local(target):
+            # $http_proxy would carry plain text, and the token in it, off this machine.
+            more.append(("grpc.enable_http_proxy", 0))
+        return (*more, *options)
+
+
+def is_local(target: str) -> bool:
+    """Whether all of a gRPC target is on this machine; what is not understood is not."""
+    scheme, _, rest = target.partition(":")
+    if scheme in ("unix", "unix-abstract"):
+        return True
+    if scheme in ("dns", "ipv4", "ipv6"):
+        target = rest.rpartition("/")[2]
+    return all(_is_loopback(address) for address in target.split(","))
+
+
+def _is_loopback(address: str) -> bool:
+    found = re.fullmatch(r"\[(.+)\](:\d+)?|([^:]+)(:\d+)?", address)
+    host = (found[1] or found[3]) if found else address
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _switch(name: str) -> bool:
+    value = os.environ.get(_ENV_PREFIX + name, "")
+    try:
+        return _SWITCH[value.lower()]
+    except KeyError:
+        raise InvalidArgument(
+            field=_ENV_PREFIX + name, value=value, expected="true or false"
+        ) from None
+
+
+def _read_token(path: str) -> str:
+    try:
+        with open(path, encoding="ascii") as file:
+            token = file.read(_TOKEN_LIMIT).strip()
+    except (OSError, ValueError) as error:
+        # A decoder's words hold bytes of the file.
+        told = error if isinstance(error, OSError) else ValueError(f"{path}: expected ASCII text")
+        raise _unusable("token_file", path, told) from None
+    _check_token(token, "token_file", path)
+    return token
+
+
+def _check_token(token: str, name: str, value: str = "***") -> None:
+    if not _TOKEN.fullmatch(token):
+        expected = "1 to 4000 letters, digits and . _ ~ + / - (= at the end)"
+        raise InvalidArgument(
+            f"{name} is {value}, which is no token: expected {expected}",
+            field=name,
+            value=value,
+            expected=expected,
+        )
+
+
+def _unusable(name: str, path: str, error: Exception) -> InvalidArgument:
+    if isinstance(error, OSError):
+        told = f"{error.filename or path}: {error.strerror}"
+    else:
+        told = str(error)
+    return InvalidArgument(
+        f"{name} can not be used: {told}",
+        field=name,
+        value=path,
+        expected="a file that can be read",
+    )

@@ -1,0 +1,194 @@
+"""The directory of the disk store: for one process alone, and read in whatever state it is."""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import re
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple
+
+from routetrace.server.disk_blocks import Blocks
+from routetrace.server.disk_frames import DROP, END, RECORD, Damage, FrameFile
+from routetrace.server.disk_log import Log, Segment, dropped_by, stored_of
+from routetrace.server.disk_snapshot import Snapshot, Stored, load
+from routetrace.v1.errors import Corrupt, Unavailable
+
+log = logging.getLogger(__name__)
+
+#: The format is in the name, where no flipped bit makes another one of it.
+_NAME = "store-1"
+_OTHERS = re.compile(r"db|store-\d+")
+
+
+class DirLock:
+    """Keeps other processes out of a directory. The kernel lets go of it when the process dies.
+
+    Raises:
+        Unavailable: if another process, or another store of this one, holds it.
+    """
+
+    def __init__(self, data_dir: Path) -> None:
+        self._file = open(data_dir / "lock", "ab+")  # noqa: SIM115 (held until release)
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self._file.seek(0)
+            owner = self._file.read(20).decode("ascii", "replace").strip() or "unknown"
+            self._file.close()
+            raise Unavailable(
+                f"data_dir {data_dir} is in use by process {owner}: every server needs its own"
+            ) from None
+        with suppress(OSError):  # a full disk: the lock holds without a name in it
+            self._file.truncate(0)
+            self._file.write(b"%d\n" % os.getpid())
+            self._file.flush()
+
+    def release(self) -> None:
+        """Lets the next one in."""
+        self._file.close()
+
+
+class Contents(NamedTuple):
+    """What a directory holds."""
+
+    path: Path
+    blocks: Blocks
+    log: Log
+    snapshots: list[Snapshot]
+    """At most two: the newest, and before it the one that it replaced."""
+    index: dict[int, Stored]
+    last_number: int
+    damaged: set[str]
+    """What could not be read."""
+
+
+def open_directory(data_dir: Path, capacity_bytes: int) -> Contents:
+    """Reads what the store left in `data_dir`; payloads are not looked at.
+
+    What is damaged costs itself alone. Only where no snapshot can be read, and so nothing says any
+    more what the records build on, all of it is renamed, never deleted, and an empty store takes
+    its place. The caller holds the lock.
+
+    Raises:
+        Unavailable: if another version of the store made the directory.
+        OSError: if the machine does not allow it (rights, disk).
+    """
+    path = data_dir / _NAME
+    for other in data_dir.iterdir():
+        if _OTHERS.fullmatch(other.name) and other != path:
+            raise Unavailable(
+                f"{other} was made by another version of routetrace-server: "
+                "use that one, another data_dir, or move it away"
+            )
+    path.mkdir(exist_ok=True)
+    try:
+        return _read(path, capacity_bytes)
+    except Corrupt as error:
+        _set_aside(path, error)
+        path.mkdir()
+        contents = _read(path, capacity_bytes)
+        contents.damaged.add("the whole store")
+        return contents
+
+
+def _read(path: Path, capacity_bytes: int) -> Contents:
+    damaged: set[str] = set()
+    for draft in path.glob("*.new"):
+        draft.unlink()
+    snapshots, index = _read_snapshots(path, damaged)
+    files = FrameFile.all(path, "log")
+    base = snapshots[-1].base if snapshots else 1
+    if not snapshots and (damaged or files) and (not files or files[0].id != 1):
+        raise Corrupt("there is no snapshot that can be read, and not the whole log")
+    last = max([s.number for s in snapshots] + [*index], default=0)
+    segments: list[Segment] = []
+    expected = base
+    for file in files:
+        if file.id >= base:
+            if file.id != expected:
+                _report(damaged, f"the log before {file.path.name}", "files are missing")
+            expected = file.id + 1
+        segments.append(_read_segment(file, last, index if file.id >= base else {}, damaged))
+        last = max(last, segments[-1].last)
+    blocks = Blocks(path / "blocks", capacity_bytes)
+    # Blocks of what was dropped are used again. Where the drop itself was lost, the last one who
+    # wrote to a block owns it.
+    for number in sorted(index, reverse=True):
+        if not blocks.claim(index[number].table):
+            del index[number]
+    next_id = max([base] + [file.id + 1 for file in files])
+    return Contents(path, blocks, Log(path, segments, next_id), snapshots, index, last, damaged)
+
+
+def _read_snapshots(path: Path, damaged: set[str]) -> tuple[list[Snapshot], dict[int, Stored]]:
+    found: list[Snapshot] = []
+    index: dict[int, Stored] = {}
+    for file in FrameFile.all(path, "snapshot"):
+        loaded = _load(file, damaged)
+        if loaded is not None:
+            found.append(loaded[0])
+            index = loaded[1]
+    return found, index
+
+
+def _load(file: FrameFile, damaged: set[str]) -> tuple[Snapshot, dict[int, Stored]] | None:
+    try:
+        return load(file)
+    except (Corrupt, OSError) as error:
+        _report(damaged, file.path.name, error)
+        with suppress(OSError):
+            file.path.rename(file.path.with_name(file.path.name + ".damaged"))
+        return None
+
+
+def _read_segment(
+    file: FrameFile, last: int, index: dict[int, Stored], damaged: set[str]
+) -> Segment:
+    """Applies what a file of the log says to the index."""
+    end = here = 0
+    try:
+        for frame in file.scan():
+            if isinstance(frame, Damage):
+                if frame.last:
+                    # Nobody can say which: of what was under way, nothing was acknowledged.
+                    log.warning("%s: a commit that was under way, or damage", frame.where)
+                else:
+                    _report(damaged, frame.where, f"a record above {here}, or more")
+                continue
+            end = frame.end
+            if frame.kind == RECORD:
+                stored = stored_of(frame)
+                if stored is not None:
+                    index[frame.number] = stored
+                here = frame.number
+                last = max(last, here)
+            elif frame.kind == DROP:
+                for number in dropped_by(frame):
+                    index.pop(number, None)
+            elif frame.kind != END:
+                _report(damaged, file.path.name, f"a frame of kind {frame.kind}")
+    except OSError as error:
+        _report(damaged, file.path.name, error)
+    return Segment(file, end, last)
+
+
+def _report(damaged: set[str], where: str, why: object) -> None:
+    damaged.add(where)
+    log.error("%s: damaged: %s", where, why)
+
+
+def _set_aside(path: Path, error: Exception) -> None:
+    aside = path.with_name(f"{path.name}.damaged-{time.strftime('%Y%m%dT%H%M%S')}")
+    while aside.exists():
+        aside = aside.with_name(aside.name + "x")
+    path.rename(aside)
+    log.error(
+        "%s can not be read: it is kept as %s, and an empty store takes its place: %s",
+        path,
+        aside.name,
+        error,
+    )

@@ -1,0 +1,61 @@
+"""Disk space kept for the moment at which there is none: giving space back needs some first."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import TypeVar
+
+#: A full disk, a full quota, a file as large as files may be.
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+log = logging.getLogger(__name__)
+
+_T = TypeVar("_T")
+
+
+class Reserve:
+    """A file that is nothing but space; compaction spends it where the disk is full."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._size = 0
+
+    def keep(self, size: int) -> bool:
+        """Takes `size` bytes of disk; False if they are not there: it keeps what it had, then."""
+        if size == self._size:
+            return True
+        try:
+            file = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            try:
+                os.ftruncate(file, min(size, self._size))
+                os.posix_fallocate(file, 0, size)
+                self._size = size
+                return True
+            except OSError:
+                os.ftruncate(file, self._size)
+            finally:
+                os.close(file)
+        except OSError as error:
+            log.debug("no reserve of %d bytes: %s", size, error)
+        return False
+
+    def with_room(self, call: Callable[[], _T]) -> _T:
+        """Calls; where the disk is full, gives the reserve back and calls again."""
+        try:
+            return call()
+        except OSError as error:
+            if error.errno not in NO_ROOM or not self._give_back():
+                raise
+            return call()
+
+    def _give_back(self) -> bool:
+        self._size = 0
+        with suppress(OSError):
+            self._path.unlink()
+            return True
+        return False

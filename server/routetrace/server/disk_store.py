@@ -1,0 +1,443 @@
+"""The store that keeps records in files: one writer thread, one commit for all that is queued.
+
+A commit writes payloads into free blocks (`disk_blocks`) and waits for the disk; then it appends
+the headers, and where the payloads are, to the log (`disk_log`) and waits again. A compaction
+writes a snapshot (`disk_snapshot`); what it drops is free from then on. Nothing that is read is
+trusted: all of it carries checksums, and no file is mapped into memory.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from routetrace.server.config import AckMode
+from routetrace.server.disk_blocks import BLOCK_BYTES, blocks_of
+from routetrace.server.disk_dir import DirLock, open_directory
+from routetrace.server.disk_frames import Damage, FrameFile
+from routetrace.server.disk_log import drop_frames, header_of, record_frame, records
+from routetrace.server.disk_reserve import NO_ROOM, Reserve
+from routetrace.server.disk_snapshot import Draft, Snapshot, Stored, pieces_of
+from routetrace.server.store import (
+    Ascending,
+    Record,
+    StoreStats,
+    check_ranges,
+    check_snapshot,
+    cut,
+    full,
+    gone,
+)
+from routetrace.v1.errors import (
+    Closed,
+    Corrupt,
+    Overloaded,
+    RouteTraceError,
+    Unavailable,
+)
+
+log = logging.getLogger(__name__)
+
+_GROUP_BYTES = 16 << 20
+_QUEUE_BYTES = 256 << 20
+_RESERVE_LEAST = 1 << 20
+#: Of a record in the log, beside its header and 8 bytes a block; about.
+_FRAME_BYTES = 48
+
+
+@dataclass(frozen=True)
+class _Append:
+    record: Record
+    future: Future[None]
+
+    @property
+    def size(self) -> int:
+        return len(self.record.header) + len(self.record.payload)
+
+    @property
+    def room(self) -> int:
+        blocks = blocks_of(len(self.record.payload))
+        return len(self.record.header) + _FRAME_BYTES + blocks * (BLOCK_BYTES + 8)
+
+
+@dataclass(frozen=True)
+class _Compaction:
+    draft: Draft | None
+    number: int
+    drop: list[int]
+    future: Future[None]
+
+
+class DiskStore:
+    """Keeps records in `data_dir`. See `routetrace.server.store.Store` for the calls.
+
+    Args:
+        data_dir: made if it is not there. What in it can not be read is set aside.
+        capacity_bytes: appends fail with Overloaded beyond it. Disk is taken as it is needed.
+        ack_mode: "fsync" acknowledges a record once it is on disk, "memory" once it is queued.
+
+    Raises:
+        Unavailable: if another process uses the directory, or another version made it.
+        OSError: if the directory can not be used.
+    """
+
+    def __init__(self, data_dir: Path, *, capacity_bytes: int, ack_mode: AckMode = "fsync") -> None:
+        data_dir.mkdir(parents=True, exist_ok=True)
+        self._capacity = capacity_bytes
+        self._ack_early = ack_mode == "memory"
+        self._lock = DirLock(data_dir)
+        try:
+            contents = open_directory(data_dir, capacity_bytes)
+        except BaseException:
+            self._lock.release()
+            raise
+        self._path = contents.path
+        self._blocks = contents.blocks
+        self._log = contents.log
+        self._reserve = Reserve(contents.path / "reserve")
+        self._snapshot_lock = threading.Lock()  # one compaction at a time
+        self._changed = threading.Condition()  # guards everything below
+        self._index = contents.index
+        self._snapshots = contents.snapshots
+        self._damaged = contents.damaged
+        self._queue: deque[_Append | _Compaction] = deque()
+        self._pending: dict[int, _Append] = {}  # not committed yet
+        self._pending_bytes = 0
+        self._pending_room = 0
+        self._numbers = Ascending(contents.last_number)
+        self._durable_number = contents.last_number
+        self._payload_bytes = sum(stored.size for stored in self._index.values())
+        self._lost_records = 0
+        self._failed_commits = 0
+        self._failed = 0  # records since the last one that could be written; the writer's own
+        self._readers = 0
+        self._closing = False
+        self._closed = False
+        self._keep_reserve()
+        self._writer = threading.Thread(target=self._write_loop, name="store", daemon=True)
+        self._writer.start()
+
+    # ------------------------------------------------------------------ reading
+
+    def read(self, number: int, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
+        """See `Store.read`."""
+        with self._reading():
+            # In this order: a commit enters the index before it leaves what is pending.
+            pending = self._pending.get(number)
+            if pending is not None and pending.record.payload:
+                return cut(pending.record.payload, ranges, number)
+            stored = self._index.get(number)
+            if stored is None:
+                raise gone(number)
+            check_ranges(stored.size, ranges, number)
+            try:
+                return self._blocks.read(number, *stored, ranges)
+            except Corrupt as error:
+                if self._index.get(number) is not stored:  # dropped, and overwritten since
+                    raise gone(number) from error
+                self._note_damage(f"payload of record {number}", error)
+                raise
+
+    def headers(self, after: int = 0) -> Iterator[tuple[int, bytes]]:
+        """See `Store.headers`."""
+        with self._changed:
+            self._check_open()
+            segments = list(self._log.segments)
+            covered = self._snapshots[-1].number if self._snapshots else 0
+        for found in records(segments, max(after, covered)):
+            with self._changed:
+                self._check_open()
+            if not isinstance(found, Damage):
+                after = found.number
+                yield found.number, header_of(found)
+            elif not found.last:
+                self._note_damage(found.where, f"a record above {after}, or more")
+
+    def last_number(self) -> int:
+        """See `Store.last_number`."""
+        with self._changed:
+            self._check_open()
+            return self._numbers.last
+
+    def load_snapshot(self) -> tuple[int, Iterator[bytes]] | None:
+        """See `Store.load_snapshot`."""
+        with self._changed:
+            self._check_open()
+            snapshot = self._snapshots[-1] if self._snapshots else None
+        return (snapshot.number, self._pieces(snapshot.file)) if snapshot else None
+
+    def _pieces(self, file: FrameFile) -> Iterator[bytes]:
+        try:
+            yield from pieces_of(file)
+        except Corrupt as error:
+            self._note_damage(file.path.name, error)
+            raise
+
+    def stats(self) -> StoreStats:
+        """See `Store.stats`."""
+        with self._changed:
+            self._check_open()
+            pending = [len(p.record.payload) for p in self._pending.values() if p.record.payload]
+            return StoreStats(
+                records=len(self._index) + len(pending),
+                payload_bytes=self._payload_bytes + sum(pending),
+                used_bytes=self._used_bytes() + self._pending_room,
+                capacity_bytes=self._capacity,
+                file_bytes=self._blocks.file_bytes() + self._other_bytes(),
+                damaged_records=len(self._damaged),
+                lost_records=self._lost_records,
+                failed_commits=self._failed_commits,
+            )
+
+    def _used_bytes(self) -> int:
+        return self._blocks.count * BLOCK_BYTES + self._other_bytes()
+
+    def _other_bytes(self) -> int:
+        return self._log.size + sum(snapshot.size for snapshot in self._snapshots)
+
+    @contextmanager
+    def _reading(self) -> Iterator[None]:
+        with self._changed:
+            self._check_open()
+            self._readers += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._readers -= 1
+                self._changed.notify_all()
+
+    def _note_damage(self, where: str, why: object) -> None:
+        with self._changed:
+            known = where in self._damaged
+            self._damaged.add(where)
+        if not known:
+            log.error("%s: damaged: %s", where, why)
+
+    def _check_open(self) -> None:
+        if self._closing:
+            raise Closed("the store is closed")
+
+    # ------------------------------------------------------------------ writing
+
+    def append(self, record: Record) -> Future[None]:
+        """See `Store.append`. Refuses what comes while 256 MiB wait to be written, too."""
+        future: Future[None] = Future()
+        future.set_running_or_notify_cancel()  # a waiter who goes away must not cancel it
+        item = _Append(record, future)
+        with self._changed:
+            self._check_open()
+            self._numbers.check(record.number)
+            if self._used_bytes() + self._pending_room + item.room > self._capacity:
+                future.set_exception(full(self._capacity))
+            elif self._pending_bytes + item.size > _QUEUE_BYTES:
+                message = f"{self._pending_bytes} bytes wait to be written"
+                future.set_exception(Overloaded(message, retry_after=1.0))
+            else:
+                self._numbers.last = record.number
+                self._pending[record.number] = item
+                self._pending_bytes += item.size
+                self._pending_room += item.room
+                self._queue.append(item)
+                self._changed.notify_all()
+                if self._ack_early:
+                    future.set_result(None)  # in here, or else a later one could be first
+        return future
+
+    def compact(self, snapshot: tuple[int, Iterable[bytes]] | None, drop: Iterable[int]) -> None:
+        """See `Store.compact`. Waits for all that was queued before it."""
+        with self._snapshot_lock:
+            with self._changed:
+                self._check_open()
+                before = self._snapshots[-1] if self._snapshots else None
+            if snapshot is None:
+                self._queue_compaction(None, 0, drop)
+                return
+            check_snapshot(snapshot[0], before.number if before else 0)
+            file = FrameFile.new(self._path, "snapshot", before.file.id + 1 if before else 1)
+            draft = None
+            done = False
+            try:
+                draft = Draft(file, self._reserve.with_room)
+                for piece in snapshot[1]:
+                    draft.add_piece(piece)
+                draft.check()
+                self._queue_compaction(draft, snapshot[0], drop)
+                done = True
+            except (OSError, Corrupt) as error:
+                raise self._refusal(error, "compaction failed") from error
+            finally:
+                if draft is not None:
+                    draft.close(keep=done)
+
+    def _queue_compaction(self, draft: Draft | None, number: int, drop: Iterable[int]) -> None:
+        work = _Compaction(draft, number, list(drop), Future())
+        with self._changed:
+            self._check_open()
+            self._queue.append(work)
+            self._changed.notify_all()
+        work.future.result()
+
+    def close(self) -> None:
+        """See `Store.close`."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+        self._writer.join()
+        with self._changed:
+            self._changed.wait_for(lambda: not self._readers)
+            if not self._closed:
+                self._log.close()
+                self._blocks.close()
+                self._lock.release()
+            self._closed = True
+
+    def _write_loop(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._queue or self._closing)
+                if not self._queue:
+                    return
+                work = self._take()
+            if isinstance(work, _Compaction):
+                self._compact(work)
+            else:
+                self._append_group(work)
+
+    def _take(self) -> _Compaction | list[_Append]:
+        group: list[_Append] = []
+        size = 0
+        while self._queue and size < _GROUP_BYTES:
+            item = self._queue[0]
+            if isinstance(item, _Compaction):
+                if group:
+                    break
+                self._queue.popleft()
+                return item
+            self._queue.popleft()
+            group.append(item)
+            size += item.size
+        return group
+
+    def _append_group(self, group: list[_Append]) -> None:
+        self._keep_reserve()
+        try:
+            stored = self._commit(group)
+        except Exception as error:
+            if isinstance(error, OSError) and error.errno in NO_ROOM:
+                self._blocks.give_back(_RESERVE_LEAST)  # the log needs some
+            self._fail(group, error)
+            return
+        if self._failed:
+            log.warning("records can be written again; %d could not", self._failed)
+            self._failed = 0
+        with self._changed:
+            self._durable_number = group[-1].record.number
+            for item, where in zip(group, stored, strict=True):
+                if where is not None:
+                    self._index[item.record.number] = where
+                    self._payload_bytes += where.size
+                self._forget(item)
+        if not self._ack_early:
+            for item in group:
+                item.future.set_result(None)
+
+    def _commit(self, group: list[_Append]) -> list[Stored | None]:
+        stored: list[Stored | None] = []
+        try:
+            for number, payload in [(item.record.number, item.record.payload) for item in group]:
+                table = self._blocks.write(number, payload) if payload else b""
+                stored.append(Stored(len(payload), table) if payload else None)
+            if any(stored):
+                self._blocks.sync()  # first: what the log names must be there
+            frames = (
+                record_frame(item.record.number, item.record.header, where)
+                for item, where in zip(group, stored, strict=True)
+            )
+            self._log.append(frames, group[-1].record.number)
+        except BaseException:
+            for where in filter(None, stored):
+                self._blocks.free(where.table)
+            raise
+        return stored
+
+    def _fail(self, group: list[_Append], error: Exception) -> None:
+        with self._changed:
+            # Records build on the ones before them: what is queued behind fails too.
+            group = group + [item for item in self._queue if isinstance(item, _Append)]
+            self._queue = deque(item for item in self._queue if isinstance(item, _Compaction))
+            for item in group:
+                self._forget(item)
+            if self._ack_early:
+                self._lost_records += len(group)
+            else:
+                self._numbers.last = self._durable_number
+        refusal = self._refusal(error, None if self._failed else "records can not be written")
+        self._failed += len(group)
+        if not self._ack_early:
+            for item in group:
+                item.future.set_exception(refusal)
+
+    def _forget(self, item: _Append) -> None:
+        del self._pending[item.record.number]
+        self._pending_bytes -= item.size
+        self._pending_room -= item.room
+
+    def _compact(self, work: _Compaction) -> None:
+        drop = [number for number in dict.fromkeys(work.drop) if number in self._index]
+        try:
+            if work.draft is None:
+                frames = drop_frames(drop)
+                if frames:
+                    self._reserve.with_room(lambda: self._log.append(frames, self._durable_number))
+            else:
+                gone_ = set(drop)
+                index = {n: where for n, where in self._index.items() if n not in gone_}
+                new = work.draft.finish(work.number, self._log.rotate(), index)
+        except Exception as error:
+            work.future.set_exception(self._refusal(error, "compaction failed"))
+            return
+        with self._changed:
+            dropped = [self._index.pop(number) for number in drop]
+            self._payload_bytes -= sum(where.size for where in dropped)
+            if work.draft is not None:
+                old = self._snapshots[:-1]
+                self._snapshots = [*self._snapshots[-1:], new]
+                self._durable_number = max(self._durable_number, work.number)
+                self._numbers.last = max(self._numbers.last, work.number)
+                self._trim(old)
+        for where in dropped:  # now that no reader takes what comes into them for its own
+            self._blocks.free(where.table)
+        self._keep_reserve(give_back=True)
+        work.future.set_result(None)
+
+    def _trim(self, old: list[Snapshot]) -> None:
+        """Deletes what neither of the last two snapshots needs; without a second, nothing."""
+        for snapshot in old:
+            snapshot.file.path.unlink(missing_ok=True)
+        if len(self._snapshots) == 2:
+            self._log.trim(self._snapshots[0].number, self._snapshots[0].base)
+
+    def _keep_reserve(self, *, give_back: bool = False) -> None:
+        size = _RESERVE_LEAST + (2 * self._snapshots[-1].size if self._snapshots else 0)
+        if not self._reserve.keep(size) and give_back:
+            self._blocks.give_back(size)
+            self._reserve.keep(size)
+
+    def _refusal(self, error: Exception, what: str | None) -> RouteTraceError:
+        """The error to answer with; `what` is what goes into the log, or None."""
+        if what:
+            log.error("%s: %s", what, error)
+        with self._changed:
+            self._failed_commits += 1
+        if isinstance(error, Overloaded):
+            return error
+        if isinstance(error, OSError) and error.errno in NO_ROOM:
+            return Overloaded(f"the disk of {self._path} is full: {error}", retry_after=1.0)
+        return Unavailable(f"the store can not write: {error}", retry_after=1.0)
