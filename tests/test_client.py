@@ -1450,7 +1450,9 @@ def test_public_names():
         "RouteClient",
         "RoutingTrace",
         "Sample",
+        "Security",
         "Segment",
+        "ServerInfo",
         "TraceFacts",
         "TraceStat",
         "TraceState",
@@ -1471,6 +1473,7 @@ def test_public_names():
         "delete",
         "retire_through",
         "renew",
+        "server_info",
     ]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -48,14 +49,28 @@ def test_every_setting_can_come_from_everywhere(
     values: dict[str, Any] = {
         "listen": "[::1]:0",
         "insecure": "true",
+        "tls_cert": "cert.pem",
+        "tls_key": "key.pem",
+        "tls_client_ca": "ca.pem",
+        "tokens": "tokens.toml",
+        "reflection": "true",
+        "metrics_listen": "[::]:9090",
         "store": "memory",
         "data_dir": "d",
         "ack_mode": "memory",
         "store_capacity": "3GiB",
+        "memory_limit": "2GiB",
+        "run_quota": "1GiB",
+        "run_quotas": '{"a": "5MiB", "b.c": 7}',
+        "over_quota": "refuse",
         "max_chunk_bytes": "1MiB",
-        "max_message_bytes": "2MiB",
+        "max_reads": "9",
+        "max_sending_reads": "8",
+        "max_agents": "7",
+        "max_ingest_bytes": "6MiB",
         "default_ttl_seconds": "5",
         "sweep_interval_seconds": "0.5",
+        "heartbeat_seconds": "0.25",
         "agent_timeout_seconds": "0",
         "drain_seconds": "0",
         "log_level": "debug",
@@ -64,7 +79,9 @@ def test_every_setting_can_come_from_everywhere(
     }
     assert values.keys() == ServerConfig.model_fields.keys()
     file = tmp_path / "c.toml"
-    file.write_text("".join(f'{name} = "{value}"\n' for name, value in values.items()))
+    tables = {"run_quotas": '{a = "5MiB", "b.c" = 7}'}
+    lines = [f"{name} = {tables.get(name) or repr(value)}\n" for name, value in values.items()]
+    file.write_text("".join(lines))
     from_file = load_config([f"--config={file}"])
     flags = []
     for name, value in values.items():
@@ -76,6 +93,8 @@ def test_every_setting_can_come_from_everywhere(
     from_env = load_config([])
     assert from_file.model_dump() == from_flags.model_dump() == from_env.model_dump()
     assert from_env.store_capacity == 3 << 30
+    assert [from_env.quota_of(run) for run in ("a", "b.c", "other")] == [5 << 20, 7, 1 << 30]
+    assert 1 << 20 < from_env.max_message_bytes < 2 << 20
     assert from_env.ready_file == Path("r")
     # Built directly, it knows nothing of its surroundings.
     assert ServerConfig().listen == "127.0.0.1:7411"
@@ -123,9 +142,22 @@ def test_variables_of_others_are_no_mistakes(monkeypatch: pytest.MonkeyPatch) ->
         ([], {"ROUTETRACE_ACK_MODE": "never"}, "", ["ack_mode", "never", "fsync"]),
         (["--listen", "7411"], {}, "", ["listen", "7411", "host:port"]),
         (["--listen", "127.0.0.1:70000"], {}, "", ["listen", "70000", "host:port"]),
-        (["--listen", "0.0.0.0:7411"], {}, "", ["listen", "0.0.0.0", "no TLS", "insecure"]),
-        (["--listen", "example.org:1"], {}, "", ["listen", "example.org", "no TLS"]),
-        (["--max-chunk-bytes", "64MiB"], {}, "", ["max_chunk_bytes", "max_message_bytes"]),
+        (["--listen", "0.0.0.0:7411"], {}, "", ["listen", "0.0.0.0", "tls_cert", "insecure"]),
+        (["--listen", "example.org:1"], {}, "", ["listen", "example.org", "tls_cert"]),
+        (["--metrics-listen", "9090"], {}, "", ["metrics_listen", "9090", "host:port"]),
+        (["--max-chunk-bytes", "2GiB"], {}, "", ["max_chunk_bytes", "2GiB"]),
+        (["--max-message-bytes", "64MiB"], {}, "", ["--max-message-bytes"]),
+        (["--max-reads", "0"], {}, "", ["max_reads", "0"]),
+        (["--max-sending-reads", "0"], {}, "", ["max_sending_reads"]),
+        (["--max-agents", "0"], {}, "", ["max_agents"]),
+        (["--max-ingest-bytes", "0"], {}, "", ["max_ingest_bytes"]),
+        (["--heartbeat-seconds", "0"], {}, "", ["heartbeat_seconds"]),
+        (["--over-quota", "drop"], {}, "", ["over_quota", "drop", "evict", "refuse"]),
+        (["--run-quotas", "lots"], {}, "", ["run_quotas"]),
+        ([], {}, 'run_quotas = {a = "much"}\n', ["run_quotas", "much"]),
+        ([], {}, "memory_limit = -1\n", ["memory_limit", "-1"]),
+        (["--tls-cert", "c.pem"], {}, "", ["tls_cert", "tls_key", "both"]),
+        (["--tls-client-ca", "c.pem"], {}, "", ["tls_client_ca", "tls_cert"]),
     ],
 )
 def test_mistakes_are_named_on_one_line(
@@ -150,10 +182,32 @@ def test_mistakes_are_named_on_one_line(
     assert [name for name in names if name not in line] == []
 
 
-def test_other_machines_are_served_only_when_asked_to() -> None:
-    assert load_config(["--listen", "0.0.0.0:0", "--insecure"]).listen == "0.0.0.0:0"
+@pytest.mark.parametrize("insecure", [False, True])
+@pytest.mark.parametrize("tokens", [False, True])
+@pytest.mark.parametrize("tls", [False, True])
+def test_other_machines_are_served_with_tls_and_tokens_or_when_asked_to(
+    tls: bool, tokens: bool, insecure: bool
+) -> None:
+    flags = ["--tls-cert=c.pem", "--tls-key=k.pem"] * tls + ["--tokens=t.toml"] * tokens
+    flags += ["--insecure"] * insecure
+    for address in ("0.0.0.0:0", "[::]:0", "10.1.2.3:1", "traces:7411"):
+        if insecure or (tls and tokens):
+            assert load_config(["--listen", address, *flags]).listen == address
+        else:
+            with pytest.raises(ConfigError) as error:
+                load_config(["--listen", address, *flags])
+            assert ("tls_cert" in str(error.value)) != tls
+            assert ("tokens" in str(error.value)) != tokens
     for address in ("127.0.0.1:0", "127.8.8.8:1", "localhost:1", "[::1]:1"):
-        assert load_config(["--listen", address]).listen == address
+        assert load_config(["--listen", address, *flags]).listen == address
+
+
+def test_the_settings_that_the_documentation_shows_can_be_used(tmp_path: Path) -> None:
+    page = (Path(__file__).parent.parent / "docs" / "operations.md").read_text("utf-8")
+    (shown,) = re.findall(r"^```toml\n(.*?)^```", page, re.M | re.S)
+    (tmp_path / "c.toml").write_text(shown)
+    config = load_config(["--config", str(tmp_path / "c.toml")])
+    assert config.run_quotas == load_config(["--run-quotas", "nightly=50GiB"]).run_quotas
 
 
 def test_help_tells_every_setting(capsys: pytest.CaptureFixture[str]) -> None:

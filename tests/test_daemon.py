@@ -7,53 +7,64 @@ import json
 import os
 import signal
 import socket
+import threading
 import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
 import grpc
+import numpy as np
 import pytest
+import trustme
+from client_server import LAYOUT, rows_of
+from feeder import Feeder
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha.proto_reflection_descriptor_database import (
+    ProtoReflectionDescriptorDatabase,
+)
+from scrape import Scraped, wait_for
 
+from routetrace.client import RouteClient
 from routetrace.server import daemon
 from routetrace.server.config import ServerConfig
+from routetrace.server.core import Core
 from routetrace.server.testing import ServerProcess, run_server
+from routetrace.v1 import routetrace_pb2 as pb
+from routetrace.v1 import routetrace_pb2_grpc as pb_grpc
+from routetrace.v1.errors import ERROR_METADATA_KEY
+from routetrace.v1.layout import RoutingLayout
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 INGEST, TRACE = daemon.READY_SERVICES
 
-
-def wait_for(condition: Callable[[], object], seconds: float = 30.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+#: Rows of it are larger than what sockets take in.
+BIG = RoutingLayout(tuple(range(24)), 24, 256, 8)
 
 
-class StubCore:
-    """A core whose start, sweep and stop are the test's to decide."""
+class SteeredCore(Core):
+    """A core whose start and sweeps are the test's to decide."""
 
-    made: StubCore
+    made: SteeredCore
 
     def __init__(self, store: Any, config: ServerConfig) -> None:
-        StubCore.made = self
+        super().__init__(store, config)
+        SteeredCore.made = self
         self.may_start = asyncio.Event()
         self.sweeps = asyncio.Queue[int]()
         self.stopped = False
 
-    def add_to(self, server: grpc.aio.Server) -> None:
-        pass
-
     async def start(self) -> None:
         await self.may_start.wait()
+        await super().start()
 
     async def sweep(self) -> None:
         self.sweeps.put_nowait(1)
         raise RuntimeError("this sweep failed")
 
     async def stop(self) -> None:
+        await super().stop()
         self.stopped = True
 
 
@@ -61,12 +72,11 @@ class StubCore:
 async def served(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> AsyncIterator[tuple[asyncio.Task[None], ServerConfig, Any]]:
-    """The daemon in this process, over a StubCore: its task, settings and a health stub."""
-    monkeypatch.setattr(daemon, "Core", StubCore)
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    """The daemon in this process, over a SteeredCore: its task, settings and a health stub."""
+    monkeypatch.setattr(daemon, "Core", SteeredCore)
     config = ServerConfig(
-        listen=f"127.0.0.1:{port}",
+        listen=f"127.0.0.1:{free_port()}",
+        metrics_listen=f"127.0.0.1:{free_port()}",
         store="memory",
         drain_seconds=0.2,
         sweep_interval_seconds=0.01,
@@ -77,6 +87,12 @@ async def served(
         yield task, config, health_pb2_grpc.HealthStub(channel)
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port: int = free.getsockname()[1]
+        return port
 
 
 async def test_ready_is_more_than_alive(
@@ -94,20 +110,27 @@ async def test_ready_is_more_than_alive(
     assert not config.ready_file.exists()
     watch = stub.Watch(health_pb2.HealthCheckRequest(service=TRACE), timeout=30)
     assert (await watch.read()).status == NOT_SERVING
+    scraped = await asyncio.to_thread(Scraped, config.metrics_listen)
+    assert scraped.value("routetrace_ready") == 0
+    assert "routetrace_build_info" in scraped.types
+    assert "routetrace_traces" not in scraped.types  # nobody knows yet how many there will be
 
-    StubCore.made.may_start.set()
+    SteeredCore.made.may_start.set()
     assert (await watch.read()).status == SERVING
-    await StubCore.made.sweeps.get()
+    await SteeredCore.made.sweeps.get()
     assert await check(INGEST) == await check(TRACE) == SERVING
-    assert config.ready_file.read_text() == config.listen
+    assert config.ready_file.read_text() == f"{config.listen}\n{config.metrics_listen}"
+    scraped = await asyncio.to_thread(Scraped, config.metrics_listen)
+    assert scraped.value("routetrace_ready") == 1
+    assert "routetrace_traces" in scraped.types
     for _ in range(3):  # one that fails does not end the others
-        await StubCore.made.sweeps.get()
+        await SteeredCore.made.sweeps.get()
     assert "this sweep failed" in caplog.text
 
     os.kill(os.getpid(), signal.SIGTERM)
     assert (await watch.read()).status == NOT_SERVING
     await asyncio.wait_for(task, 30)
-    assert StubCore.made.stopped
+    assert SteeredCore.made.stopped
     assert not config.ready_file.exists()
 
 
@@ -118,7 +141,7 @@ async def test_sigterm_during_the_start(
     await stub.Check(health_pb2.HealthCheckRequest(), wait_for_ready=True, timeout=30)
     os.kill(os.getpid(), signal.SIGTERM)
     await asyncio.wait_for(task, 30)
-    assert StubCore.made.stopped
+    assert SteeredCore.made.stopped
 
 
 def test_a_server_from_start_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -134,47 +157,214 @@ def test_a_server_from_start_to_end(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert f"listening on {server.target}" in events
     assert events[-1] == "stopped"
     assert not server.log.exists()
-    # What it left needs no looking through.
-    assert (tmp_path / "data" / "db" / "clean").exists()
 
 
 def test_a_second_signal_ends_it_at_once() -> None:
     with (
-        run_server(drain_seconds=1000) as server,
+        run_server(drain_seconds=1000, metrics_listen="127.0.0.1:0") as server,
         grpc.insecure_channel(server.target) as channel,
     ):
         watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest())
         assert next(watch).status == SERVING
         os.kill(server.pid, signal.SIGTERM)
         assert next(watch).status == NOT_SERVING
+        wait_for(lambda: not Scraped(server.metrics_target).value("routetrace_ready"))
         assert server.stop() == 128 + signal.SIGTERM
 
 
+def test_systemd_hears_when_it_is_ready_and_when_it_stops(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as systemd:
+        systemd.settimeout(30)
+        systemd.bind(str(tmp_path / "notify"))
+        monkeypatch.setenv("NOTIFY_SOCKET", str(tmp_path / "notify"))
+        with run_server() as server:
+            assert systemd.recv(100) == b"READY=1"
+            assert server.stop() == 0
+        assert systemd.recv(100) == b"STOPPING=1"
+
+
+def test_reflection_is_served_where_it_is_asked_for() -> None:
+    for reflection, status in ((True, None), (False, grpc.StatusCode.UNIMPLEMENTED)):
+        with (
+            run_server(reflection=reflection) as server,
+            grpc.insecure_channel(server.target) as channel,
+        ):
+            database = ProtoReflectionDescriptorDatabase(channel)
+            if status is None:
+                services = set(database.get_services())
+                assert services == {
+                    *daemon.READY_SERVICES,
+                    "grpc.health.v1.Health",
+                    "grpc.reflection.v1alpha.ServerReflection",
+                }
+                for service in services:
+                    assert database.FindFileContainingSymbol(service).service
+            else:
+                with pytest.raises(grpc.RpcError) as refusal:
+                    database.get_services()
+                assert refusal.value.code() == status
+
+
 def test_where_it_can_not_start(tmp_path: Path) -> None:
-    with run_server(data_dir=tmp_path) as server:
+    with run_server(data_dir=tmp_path, metrics_listen="127.0.0.1:0") as server:
         port = server.target.rpartition(":")[2]
+        in_use = "[Errno 98] Address already in use"
         refusal = ended_with(lambda: run_server(port=int(port)))
-        assert refusal == f"can not listen on {server.target}: [Errno 98] Address already in use"
+        assert refusal == f"can not listen on {server.target}: {in_use}"
+        taken = server.metrics_target
+        refusal = ended_with(lambda: run_server(metrics_listen=taken))
+        assert refusal == f"can not serve metrics on {taken}: {in_use}"
         refusal = ended_with(lambda: run_server(data_dir=tmp_path))
         assert f"data_dir {tmp_path} is in use by process {server.pid}" in refusal
     (tmp_path / "file").write_text("")
     assert "Not a directory" in ended_with(lambda: run_server(data_dir=tmp_path / "file" / "x"))
+    missing = tmp_path / "none.pem"
+    refusal = ended_with(lambda: run_server(tls_cert=missing, tls_key=missing), code=2)
+    assert str(missing) in refusal
 
 
-def ended_with(start: Callable[[], ServerProcess]) -> str:
+def ended_with(start: Callable[[], ServerProcess], code: int = 1) -> str:
     """The one line that a server which does not start leaves."""
-    with pytest.raises(RuntimeError, match="ended with code 1: ") as error:
+    with pytest.raises(RuntimeError, match=f"ended with code {code}: ") as error:
         start()
     (line,) = str(error.value).splitlines()
     return line.partition("routetrace-server: ")[2]
 
 
-def test_kill_9_and_start_again(tmp_path: Path) -> None:
+class Feeding(threading.Thread):
+    """Feeds traces, one chunk each, until the server ends the stream."""
+
+    def __init__(self, target: str, run: str) -> None:
+        super().__init__()
+        self.feeder = Feeder(target, LAYOUT, run=run)
+        self.acknowledged = 0
+        self.status: grpc.StatusCode | None = None
+
+    @staticmethod
+    def rows(number: int) -> np.ndarray:
+        return rows_of(LAYOUT, 20, seed=number)
+
+    def run(self) -> None:
+        try:
+            while True:
+                rows = self.rows(self.acknowledged)
+                handle = self.feeder.begin(f"t{self.acknowledged}", prompt_len=len(rows))
+                self.feeder.step(rows, [(handle, 0, len(rows))])
+                self.feeder.finish(handle, len(rows) + 1)
+                self.feeder.flush()
+                self.acknowledged += 1
+        except grpc.RpcError as error:
+            self.status = error.code()
+
+
+def test_sigterm_under_load_ends_it_in_time_and_loses_nothing(tmp_path: Path) -> None:
+    # Ids of 8 groups of 32 experts, one of each: quickly made, and hard to compress.
+    draws = np.random.default_rng(0).integers(32, size=(20_000, len(BIG.layer_ids), BIG.top_k))
+    big = (draws + 32 * np.arange(BIG.top_k)).astype(BIG.dtype)
+    with (
+        run_server(data_dir=tmp_path, drain_seconds=2) as server,
+        # Without this, a client takes in megabytes that nobody reads.
+        grpc.insecure_channel(server.target, [("grpc.http2.bdp_probe", 0)]) as channel,
+    ):
+        feeder = Feeder(server.target, BIG)
+        for name, finish in (("big", True), ("running", False)):
+            handle = feeder.begin(name, prompt_len=len(big))
+            for start in range(0, len(big), 1000):
+                feeder.step(big[start : start + 1000], [(handle, start, 1000)])
+                feeder.flush()
+            if finish:
+                feeder.finish(handle, len(big) + 1)
+        feeder.flush()
+        stub = pb_grpc.TraceServiceStub(channel)
+
+        def read(trace_id: str, **how: Any) -> Any:
+            return stub.GetTrace(pb.GetTraceRequest(run="default", trace_id=trace_id, **how))
+
+        waiting = [read(f"never-{i}", wait_for=pb.WAIT_FOR_END) for i in range(50)]
+        followers = [read("running", follow=True) for _ in range(10)]
+        for follower in followers:
+            next(follower)
+        slow = [read("big") for _ in range(3)]
+        for reader in slow:
+            next(reader)  # and never again
+        feedings = [Feeding(server.target, f"run-{i}") for i in range(4)]
+        for feeding in feedings:
+            feeding.start()
+        wait_for(lambda: all(feeding.acknowledged > 20 for feeding in feedings))
+
+        assert server.stop(timeout=30) == 0
+
+        for feeding in feedings:
+            feeding.join(30)
+            assert feeding.status == grpc.StatusCode.UNAVAILABLE
+        for call in waiting:
+            assert call.code() == grpc.StatusCode.UNAVAILABLE
+            assert ERROR_METADATA_KEY in dict(call.trailing_metadata())  # it says when to come back
+        for follower in followers:
+            with pytest.raises(grpc.RpcError):
+                list(follower)
+            assert follower.code() == grpc.StatusCode.UNAVAILABLE
+        for reader in slow:
+            with pytest.raises(grpc.RpcError):  # cut off when the time was over
+                list(reader)
+            assert reader.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
     with run_server(data_dir=tmp_path) as server:
-        server.kill()
-    assert not (tmp_path / "db" / "clean").exists()
-    with run_server(data_dir=tmp_path) as server:
-        assert server.stop() == 0
+        for feeding in feedings:
+            with RouteClient(server.target, run=feeding.feeder.hello.run) as client:
+                stats = {stat.request_id: stat for stat in client.find()}
+                for number in range(feeding.acknowledged):
+                    trace = client.get(f"t{number}")
+                    np.testing.assert_array_equal(trace.topk_ids, feeding.rows(number))
+                # At most the one that was under way beside them.
+                assert len(stats) <= feeding.acknowledged + 1
+        with RouteClient(server.target) as client:
+            np.testing.assert_array_equal(client.get("big").topk_ids, big)
+
+
+def test_health_of_a_server_that_asks_for_certificates_and_tokens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ca = trustme.CA()
+    ca.cert_pem.write_to_path(str(tmp_path / "ca.pem"))
+    for name, identity in (("server", "traces.example"), ("client", "probe")):
+        issued = ca.issue_cert(identity)
+        issued.private_key_and_cert_chain_pem.write_to_path(str(tmp_path / f"{name}.pem"))
+    (tmp_path / "tokens.toml").write_text(
+        f'[[token]]\nname = "t"\nsha256 = "{"0" * 64}"\nscopes = ["read"]\nruns = ["*"]\n'
+    )
+    with run_server(
+        tls_cert=tmp_path / "server.pem",
+        tls_key=tmp_path / "server.pem",
+        tls_client_ca=tmp_path / "ca.pem",
+        tokens=tmp_path / "tokens.toml",
+        metrics_listen="127.0.0.1:0",
+    ) as server:
+        ask = ["health", "--target", server.target, "--timeout", "10"]
+        flags = {
+            "--ca-file": str(tmp_path / "ca.pem"),
+            "--server-name": "traces.example",
+            "--cert-file": str(tmp_path / "client.pem"),
+            "--key-file": str(tmp_path / "client.pem"),
+        }
+        assert daemon.main([*ask, *(word for flag in flags.items() for word in flag)]) == 0
+        assert daemon.main([*ask, "--ca-file", flags["--ca-file"], "--timeout", "2"]) == 1
+        assert daemon.main([*ask, "--timeout", "2"]) == 1
+        assert daemon.main([*ask, "--ca-file", str(tmp_path / "none.pem")]) == 2
+        assert "none.pem" in capsys.readouterr().err
+        # The environment says the same, and a token there stays at home.
+        for flag, value in flags.items():
+            monkeypatch.setenv("ROUTETRACE" + flag[1:].upper().replace("-", "_"), value)
+        monkeypatch.setenv("ROUTETRACE_TOKEN_FILE", str(tmp_path / "none"))
+        assert daemon.main(ask) == 0
+        scraped = Scraped(server.metrics_target)
+        assert scraped.value("routetrace_certificate_expiry_timestamp_seconds") > time.time()
+
+
+def test_a_token_is_made_by_the_same_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert daemon.main(["token", "--name", "t", "--scope", "read", "--run", "*"]) == 0
+    assert 'name = "t"' in capsys.readouterr().out
 
 
 async def test_a_burst_of_calls_is_not_cancelled() -> None:

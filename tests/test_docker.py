@@ -14,6 +14,7 @@ import runpy
 import shutil
 import subprocess
 import sys
+from contextlib import redirect_stdout
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from types import SimpleNamespace
@@ -23,7 +24,7 @@ import pytest
 import yaml
 
 from routetrace.client import RouteClient
-from routetrace.server.config import ServerConfig, load_config
+from routetrace.server.config import ServerConfig, load_config, split_address
 from routetrace.server.testing import run_server
 
 if sys.version_info >= (3, 11):
@@ -33,6 +34,7 @@ else:
 
 ROOT = Path(__file__).parents[1]
 COMPOSE = ROOT / "docker/compose.yaml"
+COMPOSE_TLS = ROOT / "docker/compose.tls.yaml"
 COMPOSE_VLLM = ROOT / "docker/compose.vllm.yaml"
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
 
@@ -89,6 +91,7 @@ def read_dockerfile(path: Path) -> dict[str, Stage]:
 STAGES = read_dockerfile(ROOT / "docker/Dockerfile")
 SPEC: dict[str, Any] = yaml.safe_load(COMPOSE.read_text("utf-8"))
 SERVICES: dict[str, dict[str, Any]] = SPEC["services"]
+BUILT = ("server", "inference", "trainer")
 
 
 def stage_of(service: str) -> Stage:
@@ -120,7 +123,7 @@ def check_schema(path: Path) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.mark.parametrize("path", [COMPOSE, COMPOSE_VLLM], ids=lambda path: path.name)
+@pytest.mark.parametrize("path", [COMPOSE, COMPOSE_TLS, COMPOSE_VLLM], ids=lambda path: path.name)
 def test_compose_file_fits_the_specification(path):
     done = check_schema(path)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -157,10 +160,18 @@ def test_docker_compose_takes_the_file():
 
 
 def test_compose_names_exist():
-    assert set(SERVICES) == {"server", "inference", "trainer"}
-    used = {volume_of(service)[0] for service in SERVICES}
-    assert used == set(SPEC["volumes"])
-    for name, service in SERVICES.items():
+    assert set(SERVICES) == {*BUILT, "prometheus", "grafana"}
+    volumes = [v.split(":")[0] for s in SERVICES.values() for v in s["volumes"]]
+    assert {name for name in volumes if "/" not in name} == set(SPEC["volumes"])
+    for path in volumes:
+        assert "/" not in path or (COMPOSE.parent / path).is_dir()
+    for service in SERVICES.values():
+        for port in service.get("ports", ()):
+            assert port.startswith("127.0.0.1:")
+        assert service["cap_drop"] == ["ALL"]
+        assert service["security_opt"] == ["no-new-privileges:true"]
+    for name in BUILT:
+        service = SERVICES[name]
         build = service["build"]
         assert (COMPOSE.parent / build["context"]).resolve() == ROOT
         assert (ROOT / build["dockerfile"]).is_file()
@@ -170,7 +181,7 @@ def test_compose_names_exist():
             if how["condition"] == "service_healthy":
                 assert "healthcheck" in SERVICES[other] or stage_of(other).value("HEALTHCHECK")
     # Images of one name are built from one target.
-    images = {(s["image"], s["build"]["target"]) for s in SERVICES.values()}
+    images = {(SERVICES[s]["image"], SERVICES[s]["build"]["target"]) for s in BUILT}
     assert len(images) == len({image for image, _ in images}) == 2
 
 
@@ -201,12 +212,13 @@ def test_server_flags_are_taken(server_environment):
     assert PurePosixPath(config.data_dir) == path
     assert PurePosixPath(load_config([]).data_dir) == path
     assert stage_of("server").value("VOLUME") == str(path)
-    assert config.store == "lmdb"
+    assert config.store == "disk"
 
 
 def test_server_is_reached_where_it_listens(server_environment):
     _, port = compose_config().host_port
-    assert stage_of("server").value("EXPOSE") == str(port)
+    _, metrics_port = split_address(compose_config().metrics_listen)
+    assert stage_of("server").value("EXPOSE") == f"{port} {metrics_port}"
     assert SERVICES["server"]["ports"] == [f"127.0.0.1:{port}:{port}"]
     for service in ("inference", "trainer"):
         assert SERVICES[service]["environment"]["ROUTETRACE_TARGET"] == f"server:{port}"
@@ -225,15 +237,17 @@ def health_command() -> list[str]:
     return json.loads(command)
 
 
+PROGRAM = str(Path(sys.executable).with_name("routetrace-server"))
+
+
 def test_health_command_tells_a_server_from_none(server_environment):
     """The image's own check, pointed at a real server, and then at where it was."""
     command, port = health_command(), f":{compose_config().host_port[1]}"
     assert command[0] == "routetrace-server"
-    program = str(Path(sys.executable).with_name(command[0]))
 
     def check(target: str) -> int:
         words = [target if word.endswith(port) else word for word in command[1:]]
-        done = subprocess.run([program, *words], capture_output=True, timeout=30, check=False)
+        done = subprocess.run([PROGRAM, *words], capture_output=True, timeout=30, check=False)
         return done.returncode
 
     with run_server() as server:
@@ -293,6 +307,77 @@ def test_workers_run_as_composed(tmp_path, monkeypatch, capsys):
         # Another run's traces are not seen: the variable counts.
         with RouteClient(server.target, run="another") as client:
             assert not list(client.find())
+
+
+# ---------------------------------------------------------------------------- TLS
+
+
+def test_tls_and_tokens_as_composed(tmp_path, monkeypatch, server_environment):
+    """The flags and variables of compose.tls.yaml, with files where its secrets would be."""
+    import numpy as np
+    import trustme
+
+    from routetrace.capture_agent import AgentConfig, CaptureAgent
+    from routetrace.server.daemon import main as server_main
+    from routetrace.v1.errors import PermissionDenied, Unauthenticated
+    from routetrace.v1.layout import RoutingLayout
+
+    spec = yaml.safe_load(COMPOSE_TLS.read_text("utf-8"))
+    services, there = spec["services"], "/run/secrets"
+    assert set(services) == set(BUILT)
+    for name, secret in spec["secrets"].items():
+        assert secret["file"].endswith(f"/{name}")
+    text = json.dumps(services)
+    assert set(re.findall(rf"{there}/([\w.]+)", text)) == set(spec["secrets"])
+
+    authority = trustme.CA()
+    issued = authority.issue_cert("server")
+    authority.cert_pem.write_to_path(tmp_path / "ca.pem")
+    issued.cert_chain_pems[0].write_to_path(tmp_path / "server.pem")
+    issued.private_key_pem.write_to_path(tmp_path / "server.key")
+    with (tmp_path / "tokens.toml").open("w") as tokens, redirect_stdout(tokens):
+        for name, scope in (("node", "ingest"), ("trainer", "read")):
+            out = f"--out={tmp_path}/{name}.token"
+            words = ["token", f"--name={name}", f"--scope={scope}", "--run=compose", out]
+            assert server_main(words) == 0
+
+    def enter(service: str) -> None:
+        for name in ("CA_FILE", "SERVER_NAME", "TOKEN_FILE"):
+            monkeypatch.delenv(f"ROUTETRACE_{name}", raising=False)
+        assert {f"{there}/{secret}" for secret in services[service]["secrets"]} == set(
+            re.findall(rf"{there}/[\w.]+", json.dumps(services[service]))
+        )
+        for name, value in services[service]["environment"].items():
+            monkeypatch.setenv(name, value.replace(there, str(tmp_path)))
+        # There is no name `server` here.
+        monkeypatch.setenv("ROUTETRACE_SERVER_NAME", "server")
+
+    flags = [word.replace(there, str(tmp_path)) for word in services["server"]["command"]]
+    enter("server")
+    config = load_config(flags)
+    assert not config.insecure
+    settings = config.model_dump(include={"tls_cert", "tls_key", "tokens"})
+    with run_server(data_dir=tmp_path / "data", **settings) as server:
+        check = [PROGRAM, *health_command()[1:-1], server.target]
+        assert subprocess.run(check, capture_output=True, timeout=30, check=False).returncode == 0
+        enter("inference")
+        layout = RoutingLayout((0,), 1, 4, 2)
+        ids = np.array([[[0, 1]]] * 5, np.uint8)
+        with CaptureAgent(AgentConfig(server.target, "e", layout, run="compose")) as agent:
+            handle = agent.begin("r")
+            agent.step(ids, np.array([[handle, 0, 5]]))
+            agent.finish(handle, 6, "stop")
+            assert agent.flush(30)
+        client = RouteClient(server.target, run="compose")
+        with client, pytest.raises(PermissionDenied):
+            client.get("r")
+        enter("trainer")
+        with RouteClient(server.target, run="compose") as client:
+            np.testing.assert_array_equal(client.get("r", wait=20).topk_ids, ids)
+        enter("server")
+        client = RouteClient(server.target, run="compose")
+        with client, pytest.raises(Unauthenticated):
+            client.get("r")
 
 
 # ---------------------------------------------------------------------------- vLLM
@@ -366,8 +451,9 @@ def test_commands_of_the_image_are_installed():
 
 def test_extras_exist():
     runs = [run for stage in STAGES.values() for run in stage.values("RUN")]
-    extras = {extra for run in runs for extra in re.findall(r"routetrace\[(\w+)\]", run)}
-    assert extras == {"server", "agent"}
+    named = {names for run in runs for names in re.findall(r"routetrace\[([\w,]+)\]", run)}
+    extras = {extra for names in named for extra in names.split(",")}
+    assert extras == {"server", "cli", "agent"}
     assert extras <= PROJECT["optional-dependencies"].keys()
 
 

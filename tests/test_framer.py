@@ -508,12 +508,85 @@ def test_what_is_dropped_for_memory_leaves_no_wrong_row(rng):
             framed.framer.shed(rng.choice([1, 100, 1000]))
         if rng.random() < 0.05:
             framed.framer.muted = not framed.framer.muted
+        framed.framer.silent = framed.framer.muted and rng.random() < 0.3
         if rng.random() < 0.1:
             framed.seal()
-    framed.framer.muted = False
+    framed.framer.muted = framed.framer.silent = False
     framed.begin("last")  # whatever was kept silent is told by now
     framed.end()
     framed.compare_lossy()
+
+
+@settings(deadline=None, max_examples=30)
+@given(SEEDS)
+def test_the_newest_go_first_and_no_more_than_have_to(rng):
+    framed = Framed(num_blocks=0, frame_rows=64, linger=1e9)
+    handles = [framed.begin(f"r{i}") for i in range(rng.randint(1, 12))]
+    held = {handle: 0 for handle in handles}
+    rows = valid_rows(64)
+    for _ in range(rng.randint(1, 10)):
+        handle = rng.choice(handles)
+        count = rng.randint(1, 64 - held[handle]) if held[handle] < 60 else 0
+        if count:
+            framed.step(rows[:count], [(handle, held[handle], count)])
+            held[handle] += count
+    waiting = [h for h in handles if 0 < held[h] < 64]
+    target = rng.randint(1, 200) * LAYOUT.row_bytes
+    over = framed.framer.nbytes - target
+    framed.framer.shed(over)
+    lost = [h for h in waiting if framed.framer._requests[h & 0xFFFFF].lost]
+    assert lost == waiting[len(waiting) - len(lost) :]
+    assert framed.framer.nbytes == sum(held[h] for h in waiting if h not in lost) * 8
+    assert framed.framer.nbytes <= max(target, 0) or len(lost) == len(waiting)
+    if lost:
+        assert framed.framer.nbytes + held[lost[0]] * 8 > target
+    framed.end()
+
+
+def test_what_began_without_memory_is_told_by_its_name_and_end():
+    framed = Framed()
+    tokens = np.arange(200) % 7
+    first = framed.begin("first", trace_id="t", prompt_len=70, prompt_token_ids=tokens[:70])
+    framed.finish(first, 100, token_ids=tokens[:100])
+    framed.framer.muted = True
+    named = framed.begin(
+        "named", trace_id="t", prompt_len=150, prompt_token_ids=tokens[:150], block_ids=[1, 2]
+    )
+    framed.step(valid_rows(4), [(named, 0, 4)])
+    framed.framer.silent = True
+    late, gone = framed.begin("late", labels={"a": "b"}), framed.begin("gone")
+    framed.finish(gone, 5)
+    framed.framer.silent = False
+    framed.finish(late, 7)
+    framed.finish(named, 200, token_ids=tokens)
+    framed.framer.muted = False
+    framed.end()
+    _, named_request, late_request = framed.model.requests
+    assert named_request.lost == late_request.lost == [(0, 0, FULL)]
+    assert (named_request.num_tokens, late_request.num_tokens) == (200, 7)
+    assert named_request.blocks == []
+    assert late_request.facts.labels == {"a": "b"}
+    # What proves that it goes on from the one before, and so is the newer of the two.
+    assert named_request.digests == {100: TokenDigest().update(tokens[:100])}
+    assert framed.dropped == {Word.QUEUE_FULL: 4, Word.UNTOLD: 1}
+
+
+def test_nothing_is_told_of_slots_while_memory_is_short():
+    framed = Framed()
+    framed.step_slots(valid_rows(4), [0, 1, 2, 3])
+    framed.framer.muted = True
+    for _ in range(100):
+        framed.step_slots(valid_rows(4), [0, 1, 2, 3])
+        framed.external([1, 2])
+        framed.reset_prefix_cache()
+    framed.seal()
+    assert sum(framed.chunk_bytes) < 1000
+    framed.framer.muted = False
+    framed.step_slots(valid_rows(1), [9])
+    framed.framer.flush()
+    framed.seal()
+    assert set(framed.model.slots) == {9}
+    assert framed.dropped[Word.QUEUE_FULL] == 400
 
 
 @settings(deadline=None, max_examples=30)

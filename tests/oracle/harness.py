@@ -342,8 +342,12 @@ class _Loopback(Driver):
         super().__init__(config)
         self._world = world
 
-    def _method(self, name: str) -> Any:
-        return lambda request, timeout: self._world.server.call(name, request)
+    @contextmanager
+    def _connected(self) -> Iterator[Any]:
+        yield self
+
+    def __getitem__(self, name: str) -> Any:
+        return lambda request, **_: self._world.server.call(name, request)
 
 
 class _InlineSender(Sender):
@@ -363,7 +367,7 @@ class _InlineSender(Sender):
         if self._pipe is None:
             self._open()
         while most_sent and self._may_send():
-            self._send(next(self._messages))
+            self._send(self._chunk())
             most_sent -= 1
         while most_heard and self._outstanding and self._pipe is not None:
             self._hear()
@@ -372,7 +376,7 @@ class _InlineSender(Sender):
     def send_damaged(self) -> None:
         """A chunk is damaged on its way; the next one of its number is not."""
         if self._pipe is not None and self._may_send():
-            message = pb.IngestRequest.FromString(next(self._messages).SerializeToString())
+            message = pb.IngestRequest.FromString(self._chunk().SerializeToString())
             data = bytearray(message.chunk.header)
             data[self.world.rng.randrange(len(data))] ^= 1 << self.world.rng.randrange(8)
             message.chunk.header = bytes(data)
@@ -382,7 +386,7 @@ class _InlineSender(Sender):
     def send_twice(self) -> None:
         """A chunk arrives that arrived before; its answer says nothing new."""
         if self._pipe is not None and self._may_send():
-            message = next(self._messages)
+            message = self._chunk()
             self._send(message)
             self._send(message)
 
@@ -411,6 +415,13 @@ class _InlineSender(Sender):
         self._responses = self.world.server.stream(self._incoming(self._pipe))
         self._send(next(self._messages))
         self._hear()
+
+    def _chunk(self) -> pb.IngestRequest:
+        """The next chunk; heartbeats on the way to it arrive, and are not answered."""
+        assert self._pipe is not None
+        while (message := next(self._messages)).HasField("heartbeat"):
+            self._pipe.put_nowait(message)
+        return message
 
     def _send(self, message: pb.IngestRequest) -> None:
         assert self._pipe is not None

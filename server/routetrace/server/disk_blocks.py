@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from ctypes import CDLL, c_int64
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 from zlib import crc32
 
 import numpy as np
@@ -23,6 +24,8 @@ from routetrace.v1.errors import Corrupt
 BLOCK_BYTES = 1 << 14
 #: Of a table: the block, and the checksum of the payload's number, the place in it, and the bytes.
 TABLE = np.dtype([("block", "<u4"), ("checksum", "<u4")])
+
+Array = np.ndarray[Any, np.dtype[Any]]
 
 _libc = CDLL(None)
 _PUNCH_HOLE = 0x03  # FALLOC_FL_KEEP_SIZE | FALLOC_FL_PUNCH_HOLE
@@ -37,6 +40,7 @@ class Blocks:
         self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         in_file = self._blocks_in_file()
         self._taken = bytearray(max(in_file, capacity_bytes // BLOCK_BYTES))
+        self._flags = np.frombuffer(self._taken, np.uint8)  # the same bytes
         self._end = in_file
         self._lock = threading.Lock()
         self._next = 0
@@ -60,19 +64,18 @@ class Blocks:
         """Takes the blocks of a table that was read back; False if one is taken or not there."""
         blocks = _blocks(table)
         with self._lock:
-            if not all(block < len(self._taken) and not self._taken[block] for block in blocks):
+            if blocks.max() >= len(self._taken) or self._flags[blocks].any():
                 return False
-            for block in blocks:
-                self._taken[block] = 1
+            self._flags[blocks] = 1
             self.count += len(blocks)
         return True
 
     def free(self, table: bytes) -> None:
         """Gives the blocks of a table back."""
+        blocks = _blocks(table)
         with self._lock:
-            for block in _blocks(table):
-                self.count -= self._taken[block]
-                self._taken[block] = 0
+            self._flags[blocks] = 0
+            self.count -= len(blocks)
 
     def _take(self, count: int) -> list[tuple[int, int]]:
         """Free blocks as runs (first, number); new ones only where the file has too few."""
@@ -191,7 +194,7 @@ class Blocks:
         return found
 
     def _read_blocks(
-        self, number: int, size: int, entries: np.ndarray, first: int, stop: int
+        self, number: int, size: int, entries: Array, first: int, stop: int
     ) -> memoryview:
         begin = first * BLOCK_BYTES
         view = memoryview(bytearray(min(stop * BLOCK_BYTES, size) - begin))
@@ -225,9 +228,8 @@ def write_all(file: int, data: bytes | memoryview, at: int) -> None:
         view, at = view[written:], at + written
 
 
-def _blocks(table: bytes) -> list[int]:
-    blocks: list[int] = np.frombuffer(table, TABLE)["block"].tolist()
-    return blocks
+def _blocks(table: bytes) -> Array:
+    return np.frombuffer(table, TABLE)["block"]
 
 
 def _checksum(number: int, index: int, data: memoryview) -> int:

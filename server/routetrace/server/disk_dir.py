@@ -14,7 +14,7 @@ from typing import NamedTuple
 from routetrace.server.disk_blocks import Blocks
 from routetrace.server.disk_frames import DROP, END, RECORD, Damage, FrameFile
 from routetrace.server.disk_log import Log, Segment, dropped_by, stored_of
-from routetrace.server.disk_snapshot import Snapshot, Stored, load
+from routetrace.server.disk_snapshot import Snapshot, Stored, load, sync_directory
 from routetrace.v1.errors import Corrupt, Unavailable
 
 log = logging.getLogger(__name__)
@@ -84,15 +84,21 @@ def open_directory(data_dir: Path, capacity_bytes: int) -> Contents:
                 f"{other} was made by another version of routetrace-server: "
                 "use that one, another data_dir, or move it away"
             )
-    path.mkdir(exist_ok=True)
+    _make(path)
     try:
         return _read(path, capacity_bytes)
     except Corrupt as error:
         _set_aside(path, error)
-        path.mkdir()
+        _make(path)
         contents = _read(path, capacity_bytes)
         contents.damaged.add("the whole store")
         return contents
+
+
+def _make(path: Path) -> None:
+    path.mkdir(exist_ok=True)
+    for above in (path.parent, path.parent.parent):  # data_dir may be new, too
+        sync_directory(above)
 
 
 def _read(path: Path, capacity_bytes: int) -> Contents:

@@ -23,6 +23,8 @@ _HEAD = struct.Struct("<8sIIQII")
 _CHECKED = 12
 _NAME = re.compile(r"(log|snapshot)-([0-9a-f]{8})-([0-9a-f]{16})")
 _CHUNK = 1 << 20
+#: Nothing that is written is as long.
+_BODY_MOST = 1 << 28
 
 
 class Frame(NamedTuple):
@@ -107,7 +109,7 @@ class FrameFile(NamedTuple):
             return None
         magic, checksum, kind, number, length, extra = _HEAD.unpack(head)
         end = at + _HEAD.size + length
-        if magic != self.magic or end > size:
+        if magic != self.magic or end > size or length > _BODY_MOST:
             return None
         body = _read(file, at + _HEAD.size, length)
         if len(body) < length or _checksum(at, head, body) != checksum:

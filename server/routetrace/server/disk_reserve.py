@@ -23,21 +23,22 @@ class Reserve:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._size = 0
+        self.size = 0
+        """Bytes of it."""
 
     def keep(self, size: int) -> bool:
         """Takes `size` bytes of disk; False if they are not there: it keeps what it had, then."""
-        if size == self._size:
+        if size == self.size:
             return True
         try:
             file = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
             try:
-                os.ftruncate(file, min(size, self._size))
+                os.ftruncate(file, min(size, self.size))
                 os.posix_fallocate(file, 0, size)
-                self._size = size
+                self.size = size
                 return True
             except OSError:
-                os.ftruncate(file, self._size)
+                os.ftruncate(file, self.size)
             finally:
                 os.close(file)
         except OSError as error:
@@ -54,7 +55,7 @@ class Reserve:
             return call()
 
     def _give_back(self) -> bool:
-        self._size = 0
+        self.size = 0
         with suppress(OSError):
             self._path.unlink()
             return True

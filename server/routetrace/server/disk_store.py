@@ -10,18 +10,17 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 from routetrace.server.config import AckMode
-from routetrace.server.disk_blocks import BLOCK_BYTES, blocks_of
+from routetrace.server.disk_blocks import BLOCK_BYTES
 from routetrace.server.disk_dir import DirLock, open_directory
 from routetrace.server.disk_frames import Damage, FrameFile
 from routetrace.server.disk_log import drop_frames, header_of, record_frame, records
+from routetrace.server.disk_queue import Append, Compaction, Queue
 from routetrace.server.disk_reserve import NO_ROOM, Reserve
 from routetrace.server.disk_snapshot import Draft, Snapshot, Stored, pieces_of
 from routetrace.server.store import (
@@ -44,34 +43,8 @@ from routetrace.v1.errors import (
 
 log = logging.getLogger(__name__)
 
-_GROUP_BYTES = 16 << 20
 _QUEUE_BYTES = 256 << 20
 _RESERVE_LEAST = 1 << 20
-#: Of a record in the log, beside its header and 8 bytes a block; about.
-_FRAME_BYTES = 48
-
-
-@dataclass(frozen=True)
-class _Append:
-    record: Record
-    future: Future[None]
-
-    @property
-    def size(self) -> int:
-        return len(self.record.header) + len(self.record.payload)
-
-    @property
-    def room(self) -> int:
-        blocks = blocks_of(len(self.record.payload))
-        return len(self.record.header) + _FRAME_BYTES + blocks * (BLOCK_BYTES + 8)
-
-
-@dataclass(frozen=True)
-class _Compaction:
-    draft: Draft | None
-    number: int
-    drop: list[int]
-    future: Future[None]
 
 
 class DiskStore:
@@ -106,10 +79,7 @@ class DiskStore:
         self._index = contents.index
         self._snapshots = contents.snapshots
         self._damaged = contents.damaged
-        self._queue: deque[_Append | _Compaction] = deque()
-        self._pending: dict[int, _Append] = {}  # not committed yet
-        self._pending_bytes = 0
-        self._pending_room = 0
+        self._queue = Queue()
         self._numbers = Ascending(contents.last_number)
         self._durable_number = contents.last_number
         self._payload_bytes = sum(stored.size for stored in self._index.values())
@@ -129,9 +99,9 @@ class DiskStore:
         """See `Store.read`."""
         with self._reading():
             # In this order: a commit enters the index before it leaves what is pending.
-            pending = self._pending.get(number)
-            if pending is not None and pending.record.payload:
-                return cut(pending.record.payload, ranges, number)
+            pending = self._queue.payload(number)
+            if pending:
+                return cut(pending, ranges, number)
             stored = self._index.get(number)
             if stored is None:
                 raise gone(number)
@@ -183,13 +153,13 @@ class DiskStore:
         """See `Store.stats`."""
         with self._changed:
             self._check_open()
-            pending = [len(p.record.payload) for p in self._pending.values() if p.record.payload]
+            pending = self._queue.payload_sizes()
             return StoreStats(
                 records=len(self._index) + len(pending),
                 payload_bytes=self._payload_bytes + sum(pending),
-                used_bytes=self._used_bytes() + self._pending_room,
+                used_bytes=self._used_bytes() + self._queue.room,
                 capacity_bytes=self._capacity,
-                file_bytes=self._blocks.file_bytes() + self._other_bytes(),
+                file_bytes=self._blocks.file_bytes() + self._other_bytes() + self._reserve.size,
                 damaged_records=len(self._damaged),
                 lost_records=self._lost_records,
                 failed_commits=self._failed_commits,
@@ -230,21 +200,18 @@ class DiskStore:
         """See `Store.append`. Refuses what comes while 256 MiB wait to be written, too."""
         future: Future[None] = Future()
         future.set_running_or_notify_cancel()  # a waiter who goes away must not cancel it
-        item = _Append(record, future)
+        item = Append(record, future)
         with self._changed:
             self._check_open()
             self._numbers.check(record.number)
-            if self._used_bytes() + self._pending_room + item.room > self._capacity:
+            if self._used_bytes() + self._queue.room + item.room > self._capacity:
                 future.set_exception(full(self._capacity))
-            elif self._pending_bytes + item.size > _QUEUE_BYTES:
-                message = f"{self._pending_bytes} bytes wait to be written"
+            elif self._queue.bytes + item.size > _QUEUE_BYTES:
+                message = f"{self._queue.bytes} bytes wait to be written"
                 future.set_exception(Overloaded(message, retry_after=1.0))
             else:
                 self._numbers.last = record.number
-                self._pending[record.number] = item
-                self._pending_bytes += item.size
-                self._pending_room += item.room
-                self._queue.append(item)
+                self._queue.add(item)
                 self._changed.notify_all()
                 if self._ack_early:
                     future.set_result(None)  # in here, or else a later one could be first
@@ -277,10 +244,10 @@ class DiskStore:
                     draft.close(keep=done)
 
     def _queue_compaction(self, draft: Draft | None, number: int, drop: Iterable[int]) -> None:
-        work = _Compaction(draft, number, list(drop), Future())
+        work = Compaction(draft, number, list(drop), Future())
         with self._changed:
             self._check_open()
-            self._queue.append(work)
+            self._queue.add(work)
             self._changed.notify_all()
         work.future.result()
 
@@ -304,28 +271,13 @@ class DiskStore:
                 self._changed.wait_for(lambda: self._queue or self._closing)
                 if not self._queue:
                     return
-                work = self._take()
-            if isinstance(work, _Compaction):
+                work = self._queue.take()
+            if isinstance(work, Compaction):
                 self._compact(work)
             else:
                 self._append_group(work)
 
-    def _take(self) -> _Compaction | list[_Append]:
-        group: list[_Append] = []
-        size = 0
-        while self._queue and size < _GROUP_BYTES:
-            item = self._queue[0]
-            if isinstance(item, _Compaction):
-                if group:
-                    break
-                self._queue.popleft()
-                return item
-            self._queue.popleft()
-            group.append(item)
-            size += item.size
-        return group
-
-    def _append_group(self, group: list[_Append]) -> None:
+    def _append_group(self, group: list[Append]) -> None:
         self._keep_reserve()
         try:
             stored = self._commit(group)
@@ -343,12 +295,12 @@ class DiskStore:
                 if where is not None:
                     self._index[item.record.number] = where
                     self._payload_bytes += where.size
-                self._forget(item)
+                self._queue.done(item)
         if not self._ack_early:
             for item in group:
                 item.future.set_result(None)
 
-    def _commit(self, group: list[_Append]) -> list[Stored | None]:
+    def _commit(self, group: list[Append]) -> list[Stored | None]:
         stored: list[Stored | None] = []
         try:
             for number, payload in [(item.record.number, item.record.payload) for item in group]:
@@ -367,13 +319,12 @@ class DiskStore:
             raise
         return stored
 
-    def _fail(self, group: list[_Append], error: Exception) -> None:
+    def _fail(self, group: list[Append], error: Exception) -> None:
         with self._changed:
             # Records build on the ones before them: what is queued behind fails too.
-            group = group + [item for item in self._queue if isinstance(item, _Append)]
-            self._queue = deque(item for item in self._queue if isinstance(item, _Compaction))
+            group = group + self._queue.take_appends()
             for item in group:
-                self._forget(item)
+                self._queue.done(item)
             if self._ack_early:
                 self._lost_records += len(group)
             else:
@@ -384,12 +335,7 @@ class DiskStore:
             for item in group:
                 item.future.set_exception(refusal)
 
-    def _forget(self, item: _Append) -> None:
-        del self._pending[item.record.number]
-        self._pending_bytes -= item.size
-        self._pending_room -= item.room
-
-    def _compact(self, work: _Compaction) -> None:
+    def _compact(self, work: Compaction) -> None:
         drop = [number for number in dict.fromkeys(work.drop) if number in self._index]
         try:
             if work.draft is None:
@@ -425,7 +371,8 @@ class DiskStore:
             self._log.trim(self._snapshots[0].number, self._snapshots[0].base)
 
     def _keep_reserve(self, *, give_back: bool = False) -> None:
-        size = _RESERVE_LEAST + (2 * self._snapshots[-1].size if self._snapshots else 0)
+        snapshot = self._snapshots[-1].size if self._snapshots else 0
+        size = max(_RESERVE_LEAST, 1 << (2 * snapshot).bit_length())
         if not self._reserve.keep(size) and give_back:
             self._blocks.give_back(size)
             self._reserve.keep(size)

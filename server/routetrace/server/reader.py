@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import islice
 
 import numpy as np
 
@@ -28,6 +29,9 @@ from routetrace.v1.records import DIGEST, SPAN, U32, FinishReason
 
 #: Payload bytes that a message aims at.
 MESSAGE_BYTES = 1 << 20
+
+#: Incarnations that are looked at for a complete one, the newest first.
+MAX_LOOKED_AT = 64
 
 #: Token digests of one answer, at most: those of 16 million tokens.
 MAX_DIGESTS = 1 << 18
@@ -81,7 +85,7 @@ class Reader:
             raise NotFound(field="incarnation", value=number, expected=f"1 to {count}")
         if number:
             return trace, join.incarnation(number)
-        for standing in reversed(join.standing):
+        for standing in islice(reversed(join.standing), MAX_LOOKED_AT):
             incarnation = join.incarnation(standing)
             if self.state_of(trace, incarnation) == pb.TRACE_STATE_COMPLETE:
                 return trace, incarnation
@@ -353,7 +357,9 @@ def _check_ranges(ranges: Sequence[tuple[int, int]], also: int) -> None:
 def _covers(trace: Trace, segments: list[Segment], selection: Selection) -> bool:
     """Whether segments give every selected cell."""
     wanted = selection.before(selection.stop)
-    groups = layer_groups(trace.sources, selection.layers)
+    # Only those that gave segments count: of an id that is used again and again there are many.
+    held = [trace.sources[index] for index in sorted({s.source for s in segments})]
+    groups = layer_groups(held, selection.layers)
     return all(covered(trace.sources, segments, group[0]) == wanted for group in groups)
 
 

@@ -22,6 +22,9 @@ _GRACE_S = 5.0
 #: Seconds for which a connection without a new call is remembered.
 _REMEMBERED_S = 3600.0
 
+#: Seconds that a new certificate waits for handshakes that are about to use the old one.
+_PAUSE_S = 0.25
+
 
 class Certificates:
     """A certificate, its key, and the authorities that clients' certificates must come from.
@@ -41,11 +44,15 @@ class Certificates:
     def credentials(self, handshakes: Handshakes) -> grpc.ServerCredentials:
         """What the port is opened with."""
 
-        # gRPC calls this at every handshake, in a thread of its own, and one at a time. It must
-        # not be given the same again: while it replaces what it has, other handshakes still use it.
-        def fetch() -> Any:  # None: no other than before
+        # gRPC calls this at every handshake, in a thread of its own, and one at a time.
+        def fetch() -> Any:
             handshakes.began()
-            return self._configuration if self._refresh() else None
+            if not self._refresh():
+                return None
+            # gRPC frees what it replaces, and crashes if another handshake has fetched that before
+            # and just makes use of it. No other can fetch it now; this one waits for them.
+            time.sleep(_PAUSE_S)
+            return self._configuration
 
         return grpc.dynamic_ssl_server_credentials(
             self._configuration, fetch, require_client_authentication=self._client_ca is not None

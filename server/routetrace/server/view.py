@@ -8,8 +8,8 @@ from heapq import heappop, heappush
 from itertools import chain, pairwise
 from typing import NamedTuple
 
-from routetrace.server.joins import Incarnation, Request
-from routetrace.server.spans import Interval, Span, SpanList, merge, subtract
+from routetrace.server.joins import Incarnation, Part, Request
+from routetrace.server.spans import FOREVER, Interval, Span, SpanList, merge, subtract
 from routetrace.server.trace_index import Lost, Source
 from routetrace.v1 import routetrace_pb2 as pb
 
@@ -125,7 +125,11 @@ def missing(
     if selection.weight_version is not None:
         others = view(sources, incarnation, replace(selection, weight_version=None))
     ranges = []
-    for group in layer_groups(sources, selection.layers):
+    # Those that gave rows, or notes; of an id that is used again and again there are many others.
+    indexes = {s.source for s in chain(segments, others)}
+    indexes.update(index for request, _ in _own(incarnation) for index, _ in request.members)
+    held = [sources[index] for index in sorted(indexes)]
+    for group in layer_groups(held, selection.layers):
         notes = [
             Lost(a, b, pb.MISSING_REASON_OTHER_VERSION)
             for a, b in covered(sources, others, group[0])
@@ -157,14 +161,17 @@ def layer_groups(sources: Sequence[Source], layers: Sequence[int]) -> list[list[
 
 def _notes(incarnation: Incarnation, layer: int) -> Iterator[Lost]:
     """What was said to be lost of one layer, by those whose rows it would have been."""
-    for request, stop in incarnation.as_sampled:
+    for request, stop in _own(incarnation):
         for source in request.sources:
             if layer in source.layout.column:
                 for note in source.lost:
                     if note.start < stop:
                         yield Lost(note.start, min(note.stop, stop), note.reason)
-        if request is incarnation.request:
-            return
+
+
+def _own(incarnation: Incarnation) -> list[Part]:
+    """The parts whose rows its tokens were sampled by; others only fill holes."""
+    return [*incarnation.continued, Part(incarnation.request, FOREVER)]
 
 
 def _reasons(gap: Interval, notes: list[Lost], default: int) -> Iterator[tuple[int, int, int]]:
