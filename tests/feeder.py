@@ -5,7 +5,6 @@ from __future__ import annotations
 import queue
 import zlib
 
-import grpc
 import numpy as np
 
 from routetrace.v1 import routetrace_pb2 as pb
@@ -22,6 +21,7 @@ from routetrace.v1.records import (
     OpKind,
     token_digests,
 )
+from routetrace.v1.security import Security
 
 
 class ChunkMaker:
@@ -84,14 +84,15 @@ def seal(sequence: int, header: bytes, payload: bytes) -> pb.Chunk:
 class Stream:
     """One ingest stream, spoken by hand."""
 
-    def __init__(self, target: str, hello: pb.Hello) -> None:
-        self.channel = grpc.insecure_channel(
+    def __init__(self, target: str, hello: pb.Hello, security: Security | None = None) -> None:
+        security = security or Security()
+        self.channel = security.channel(
             target,
             [("grpc.max_receive_message_length", 64 << 20), ("grpc.use_local_subchannel_pool", 1)],
         )
         self._out: queue.SimpleQueue[pb.IngestRequest | None] = queue.SimpleQueue()
         self._in = pb_grpc.IngestServiceStub(self.channel).Ingest(
-            iter(self._out.get, None), timeout=60
+            iter(self._out.get, None), timeout=60, metadata=security.metadata()
         )
         self._out.put(pb.IngestRequest(hello=hello))
         self.welcome = next(self._in).welcome
@@ -122,6 +123,7 @@ class Feeder:
         boot_id: str = "boot",
         block_size: int = 0,
         num_blocks: int = 0,
+        security: Security | None = None,
     ) -> None:
         self.layout = layout
         self.hello = pb.Hello(
@@ -133,7 +135,7 @@ class Feeder:
             block_size=block_size,
             num_blocks=num_blocks,
         )
-        self.stream = Stream(target, self.hello)
+        self.stream = Stream(target, self.hello, security)
         self.sequence = self.stream.welcome.next_sequence
         self.names: list[str] = []
         self.version = 0

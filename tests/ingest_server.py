@@ -259,7 +259,11 @@ class IngestServer(IngestServiceServicer):
 
     def __init__(self, max_chunk_bytes: int = 8 << 20) -> None:
         self.max_chunk_bytes = max_chunk_bytes
+        self.heartbeat_ms = 0  # asked for
+        self.heartbeats: list[pb.Heartbeat] = []  # of all streams
+        self.metadata: list[dict[str, str]] = []  # of each stream
         self.script: Callable[[pb.Chunk], pb.ErrorDetail | RouteTraceError | None] | None = None
+        self.admit: Callable[[dict[str, str]], RouteTraceError | None] | None = None  # by metadata
         self.hold = threading.Event()  # while clear, no chunk is looked at
         self.hold.set()
         self.changed = threading.Condition()
@@ -330,9 +334,21 @@ class IngestServer(IngestServiceServicer):
             first = next(request_iterator)
             assert first.WhichOneof("message") == "hello"
             boot = self.boots
+            metadata = dict(context.invocation_metadata())
+            with self.changed:
+                self.metadata.append(metadata)
+                self.changed.notify_all()
+            if self.admit and (refusal := self.admit(metadata)):
+                raise refusal
             yield pb.IngestResponse(welcome=self._welcome(first.hello))
             epoch = self.epoch
             for request in request_iterator:
+                if request.WhichOneof("message") == "heartbeat":
+                    assert self.heartbeat_ms, "a heartbeat that nobody asked for"
+                    with self.changed:
+                        self.heartbeats.append(request.heartbeat)
+                        self.changed.notify_all()
+                    continue
                 assert request.WhichOneof("message") == "chunk"
                 self.hold.wait()
                 if not context.is_active() or boot != self.boots:
@@ -369,6 +385,7 @@ class IngestServer(IngestServiceServicer):
                 epoch=self.epoch,
                 next_sequence=self.next_sequence,
                 max_chunk_bytes=self.max_chunk_bytes,
+                heartbeat_ms=self.heartbeat_ms,
             )
 
     def _take(self, chunk: pb.Chunk) -> pb.IngestResponse:

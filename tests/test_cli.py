@@ -48,7 +48,7 @@ HOLE = (20, 30)
 @pytest.fixture(scope="module")
 def server() -> Iterator[ServerProcess]:
     """Run "cli": two whole traces, one with a hole, one that runs."""
-    with run_server() as server:
+    with run_server(agent_timeout_seconds=3600) as server:
         feeder = Feeder(server.target, LAYOUT, run="cli")
         for name in ("whole", ODD):
             handle = feeder.begin(
@@ -65,9 +65,8 @@ def server() -> Iterator[ServerProcess]:
         feeder.finish(handle, 41)
         handle = feeder.begin("running", prompt_len=10)
         feeder.step(IDS[:20], [[handle, 0, 20]])
-        feeder.flush()
-        yield server
         feeder.close()
+        yield server
 
 
 @pytest.fixture

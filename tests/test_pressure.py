@@ -17,19 +17,23 @@ import time
 from collections import deque
 from pathlib import Path
 
+import numpy as np
 import pytest
 from faults.proxy import Proxy
 from faults.serving import free_port
-from ingest_server import IngestServer
-from pressure import LAYOUT, Load, check_sample, read_back, without_server
+from ingest_server import IngestServer, Model, read_chunk
+from pressure import LAYOUT, Load, check_sample, memory_of, read_back, without_server
 
 from routetrace.capture_agent import AgentConfig, CaptureAgent, sender
+from routetrace.capture_agent.chunks import NO_BLOCKS, ChunkBuilder
+from routetrace.capture_agent.ledger import Ledger
 from routetrace.capture_agent.spill import Record, Spill
 from routetrace.capture_agent.vllm.settings import settings_of
 from routetrace.client import RouteClient
 from routetrace.server.testing import run_server
 from routetrace.v1 import routetrace_pb2 as pb
 from routetrace.v1.errors import Incomplete, InvalidArgument, Unauthenticated
+from routetrace.v1.records import OpKind, token_digests
 from routetrace.v1.security import Security
 
 MODES = pytest.mark.parametrize("mode", ["thread", "process"])
@@ -78,6 +82,30 @@ def test_a_reader_of_a_dropped_request_is_told(tmp_path):
                 client.get(last.name, wait=30)
     assert "queue_full" in str(caught.value)
     assert found["queue_full"] == agent.stats().dropped_rows["queue_full"]
+
+
+def test_what_is_known_of_a_request_is_not_the_chunk_that_told_of_it():
+    ledger, builder = Ledger(), ChunkBuilder(LAYOUT, 16)
+    before = memory_of(os.getpid())["RssAnon"]
+    for i in range(100):
+        builder.begin(f"r{i}", pb.RequestBegin(prompt_len=64), i, 0, 0, NO_BLOCKS)
+        builder.digests(f"r{i}", token_digests(np.arange(64)))
+        builder.op(OpKind.EXTERNAL, blocks=np.arange(200_000, dtype=np.uint32))
+        builder.seal()
+        ledger.apply(builder.ready.popleft())
+    grown = memory_of(os.getpid())["RssAnon"] - before
+    assert grown < 20 * MIB, "of 80 MiB of headers"
+    assert 100 * 16 < ledger.nbytes < 2 * 100 * 1024
+    told = Model()
+    for chunk in ledger.begin_anew(LAYOUT, 16):
+        told.apply(*read_chunk(chunk.header, chunk.payload))
+    assert {r.request_id for r in told.requests} == {f"r{i}" for i in range(100)}
+    assert all(set(r.digests) == {64} for r in told.requests)
+    for i in range(100):
+        builder.op(OpKind.FINISH, f"r{i}")
+    builder.seal()
+    ledger.apply(builder.ready.popleft())
+    assert ledger.nbytes == 0
 
 
 # ---------------------------------------------------------------------- a server in trouble

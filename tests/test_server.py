@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import grpc
 import numpy as np
 import pytest
@@ -9,9 +11,10 @@ from feeder import ChunkMaker, Feeder, Stream, seal
 from reads import Reads
 from sim_engine import SimEngine
 
+from routetrace.client import RouteClient
 from routetrace.server.testing import run_server
 from routetrace.v1 import routetrace_pb2 as pb
-from routetrace.v1.errors import ERROR_METADATA_KEY
+from routetrace.v1.errors import ERROR_METADATA_KEY, NotFound
 from routetrace.v1.layout import RoutingLayout
 from routetrace.v1.records import FinishReason, OpKind
 
@@ -127,6 +130,43 @@ def test_a_restart_serves_the_same_rows(tmp_path, kill):
         after = [reads.get(r.name, f"run-{i}")[1] for i, s in enumerate(sims) for r in s.done]
         reads.close()
     assert before == after
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_damaged_records_cost_cells_and_never_show_a_wrong_one(tmp_path, seed):
+    rng = random.Random(seed)
+    with run_server(data_dir=tmp_path) as server:
+        # Without drafts: an engine that makes some tells which rows may still be rejected.
+        engine = {"num_blocks": 14, "draft_tokens": 0}
+        sims = {run: drive(server.target, 200 + seed, run, **engine) for run in ("a", "b")}
+        server.kill()
+    (log,) = tmp_path.glob("store-*/log-*")
+    data = bytearray(log.read_bytes())
+    for _ in range(3):
+        data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
+    log.write_bytes(data)
+    there = lost = 0
+    with run_server(data_dir=tmp_path) as server:
+        for run, sim in sims.items():
+            with RouteClient(server.target, run=run) as client:
+                for request in sim.done:
+                    try:
+                        trace = client.get(request.name, missing="mask")
+                    except NotFound:
+                        lost += len(request.tokens) - 1
+                        continue
+                    assert len(trace) < len(request.tokens)
+                    for position in range(len(trace)):
+                        # Of several passes over it, any may be left.
+                        passes = [a[position][0] for a in request.attempts if a.get(position)]
+                        if trace.valid[position].any():
+                            there += 1
+                            assert any((trace.topk_ids[position] == row).all() for row in passes)
+                        else:
+                            lost += bool(passes)
+        # What came after the damage is there.
+        assert there > 200
+        assert lost > 0, "nothing was hit"
 
 
 def test_expired_traces_go_and_live_ones_stay_over_a_restart(tmp_path):

@@ -512,8 +512,8 @@ def test_a_commit_error_acknowledges_nothing_and_appends_resume(
     payload = b"" if header_only else content(99)
     for attempt in range(1, 3):
         with store._changed:
-            futures = [store.append(Record(n, b"refused", payload)) for n in (3, 4)]
-        assert [type(future.exception(30)) for future in futures] == [expected] * 2
+            futures = [store.append(Record(n, b"refused", payload)) for n in (3, 4, 5)]
+        assert [type(future.exception(30)) for future in futures] == [expected] * 3
         assert all(future.exception(0).retry_after > 0 for future in futures)  # type: ignore[union-attr]
         assert store.last_number() == 2
         assert store.stats().failed_commits == attempt
@@ -727,7 +727,8 @@ def test_a_damaged_record_is_reported_once_and_the_others_are_served(
     store = DiskStore(closed, capacity_bytes=CAPACITY)
     assert store.stats().damaged_records == 1
     for _ in range(2):
-        assert [n for n, _ in store.headers()] == [*range(6, 11), *range(12, 21)]
+        found = [(n, header is None) for n, header in store.headers()]
+        assert found == [(n if n != 11 else 10, n == 11) for n in range(6, 21)]
         for number in range(1, 21):
             want = [b"%d " % number] if number != 12 else Corrupt
             # Its header gone, nothing but the snapshot knows where a payload is: it does, here.
@@ -737,6 +738,18 @@ def test_a_damaged_record_is_reported_once_and_the_others_are_served(
     assert caplog.text.count("a record above 10, or more") == 1
     assert store.last_number() == 20
     put(store, 21)
+    store.close()
+
+
+def test_damage_to_what_a_snapshot_covers_costs_nothing(closed: Path) -> None:
+    for number in (3, 5):
+        flip(only(closed, "log-*"), b"header %d" % number)
+    store = DiskStore(closed, capacity_bytes=CAPACITY)
+    assert [(n, header is None) for n, header in store.headers()] == [
+        (n, False) for n in range(6, 21)
+    ]
+    assert store.stats().damaged_records == 2
+    assert store.numbers() == [*range(1, 21)]
     store.close()
 
 
@@ -771,7 +784,7 @@ def test_a_record_cannot_contain_what_passes_for_a_frame(tmp_path: Path) -> None
     at = data.rindex(inner)
     file.write_bytes(data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :])
     store = DiskStore(tmp_path, capacity_bytes=CAPACITY)
-    assert list(store.headers()) == [(1, b"first"), (4, b"last")]
+    assert list(store.headers()) == [(1, b"first"), (1, None), (4, b"last")]
     assert store.stats().damaged_records == 1
     store.close()
 
@@ -815,7 +828,7 @@ def test_a_lost_drop_gives_no_block_two_owners(tmp_path: Path) -> None:
 def test_a_damaged_snapshot_costs_nothing_while_the_one_before_is_there(closed: Path) -> None:
     store = DiskStore(closed, capacity_bytes=CAPACITY)
     put(store, 21)
-    store.compact((15, [b"newer state"]), [3, 4])
+    store.compact((21, [b"newer state"]), [3, 4])
     put(store, 22)
     store.close()
     flip(only(closed, "snapshot-00000002-*"), b"newer state")
@@ -889,6 +902,24 @@ def test_what_was_being_written_at_a_crash_is_no_damage(closed: Path) -> None:
     store = DiskStore(closed, capacity_bytes=CAPACITY)
     assert [n for n, _ in store.headers()] == list(range(6, 22))
     assert store.stats().damaged_records == 0
+    store.close()
+
+
+def test_blocks_that_are_not_there_are_reported(tmp_path: Path) -> None:
+    store = DiskStore(tmp_path, capacity_bytes=CAPACITY)
+    for number in range(1, 200):
+        store.append(Record(number, b"h", b"%d" % number)).result()
+    store.close()
+    os.truncate(tmp_path / "store-1/blocks", 100 * 16384)
+    store = DiskStore(tmp_path, capacity_bytes=CAPACITY)
+    assert [outcome(store.read, n, [(0, 1)]) for n in (100, 101)] == [[b"1"], Corrupt]
+    assert store.stats().damaged_records == 1
+    store.close()
+    store = DiskStore(tmp_path, capacity_bytes=50 * 16384)
+    assert [outcome(store.read, n, [(0, 1)]) for n in (100, 101)] == [[b"1"], NotFound]
+    assert store.stats().damaged_records == 99
+    assert len(list(store.headers())) == 199
+    store.compact((199, []), range(1, 199))
     store.close()
 
 

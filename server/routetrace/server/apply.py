@@ -32,7 +32,8 @@ MAX_ATTEMPTS = 1024
 #: Requests of one writer that have not ended, at most; the oldest is taken for lost.
 MAX_LIVE = 1 << 16
 
-_NO_FRAMES = Frames(np.zeros(1, np.uint32), RoutingLayout((0,), 1, 1, 1), "")
+#: In place of the frames of a chunk that counts for nothing: its space is given back.
+NO_FRAMES = Frames(np.zeros(1, np.uint32), RoutingLayout((0,), 1, 1, 1), "")
 
 Facts = dict[str, Any]
 
@@ -116,9 +117,11 @@ def _apply_chunk(
     writer = state.writers.get(WriterKey(*facts["writer"]))
     # A record that does not continue its writer was never acknowledged: an earlier one of the same
     # stream failed to commit, and the agent sends both again. Nothing will point into this one.
-    if writer is None or writer.epoch != facts["epoch"] or writer.sequence + 1 != facts["sequence"]:
-        state.hold(number, _NO_FRAMES)
+    if writer is None or writer.epoch != facts["epoch"] or not _continues(writer, facts):
+        state.hold(number, NO_FRAMES)
         return False
+    if writer.sequence + 1 < facts["sequence"]:
+        _lose_track(writer)
     if chunk is None:
         chunk = parse_header(header, writer.layout, writer.slots)
     if len(chunk.frame_lengths):
@@ -132,6 +135,21 @@ def _apply_chunk(
         writer.recent.popitem(last=False)
     state.touched.add(writer.key)
     return True
+
+
+def _continues(writer: Writer, facts: Facts) -> bool:
+    """Whether a chunk is the next one of its writer, or the next one that is left."""
+    behind = facts["sequence"] - writer.sequence - 1
+    return behind == 0 or (behind > 0 and writer.torn)
+
+
+def _lose_track(writer: Writer) -> None:
+    """Chunks of a writer are damaged: nobody knows what happened to its blocks and requests."""
+    writer.slots.forget_all()
+    for _, source in writer.live.values():
+        source.remove(source.attempts[-1].end - source.tentative, FOREVER)
+        source.lose(source.end, FOREVER, pb.MISSING_REASON_CORRUPT)
+    writer.live.clear()
 
 
 class _Applier:
@@ -175,8 +193,9 @@ class _Applier:
                 key, source = self._source(request)
                 if kind == OpKind.BLOCKS:
                     self.slots.forget_blocks(blocks)
-                    # A request holds no block twice.
-                    source.blocks.extend(blocks[: self.slots.num_blocks - len(source.blocks)])
+                    if source.placed:
+                        # A request holds no block twice.
+                        source.blocks.extend(blocks[: self.slots.num_blocks - len(source.blocks)])
                 elif kind == OpKind.REWIND:
                     self._drop(source, position)
                 elif kind == OpKind.PREEMPT:
@@ -212,7 +231,11 @@ class _Applier:
     def _source(self, request: int) -> tuple[TraceKey, Source]:
         """The live request; one that never began (its begin was lost) begins here, unnamed."""
         request_id = self.chunk.request_ids[request]
-        return self.writer.live.get(request_id) or self._begin(request, pb.RequestBegin(), -1)
+        if known := self.writer.live.get(request_id):
+            return known
+        key, source = self._begin(request, pb.RequestBegin(), -1)
+        source.placed = False
+        return key, source
 
     def _begin(self, request: int, begin: pb.RequestBegin, index: int) -> tuple[TraceKey, Source]:
         writer, request_id = self.writer, self.chunk.request_ids[request]
@@ -232,7 +255,7 @@ class _Applier:
         self, source: Source, blocks: list[int], num_computed_tokens: int, num_external_tokens: int
     ) -> None:
         """The request gets its blocks; the first tokens in them are computed already."""
-        source.blocks = list(blocks[: self.slots.num_blocks])
+        source.blocks, source.placed = list(blocks[: self.slots.num_blocks]), True
         source.written = FOREVER
         known = num_computed_tokens - num_external_tokens
         self.state.inherit(self.writer, source, blocks, known)

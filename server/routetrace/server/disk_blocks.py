@@ -61,10 +61,16 @@ class Blocks:
     # ------------------------------------------------------------------ space
 
     def claim(self, table: bytes) -> bool:
-        """Takes the blocks of a table that was read back; False if one is taken or not there."""
+        """Takes the blocks of a table that was read back; False if one of them is taken.
+
+        Raises:
+            Corrupt: if there are no such blocks.
+        """
         blocks = _blocks(table)
+        if blocks.max() >= len(self._taken):
+            raise Corrupt(f"block {blocks.max()} is not there")
         with self._lock:
-            if blocks.max() >= len(self._taken) or self._flags[blocks].any():
+            if self._flags[blocks].any():
                 return False
             self._flags[blocks] = 1
             self.count += len(blocks)

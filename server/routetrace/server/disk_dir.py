@@ -7,7 +7,8 @@ import logging
 import os
 import re
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -121,34 +122,33 @@ def _read(path: Path, capacity_bytes: int) -> Contents:
         segments.append(_read_segment(file, last, index if file.id >= base else {}, damaged))
         last = max(last, segments[-1].last)
     blocks = Blocks(path / "blocks", capacity_bytes)
+    _claim(blocks, index, damaged)
+    next_id = max([base] + [file.id + 1 for file in files])
+    return Contents(path, blocks, Log(path, segments, next_id), snapshots, index, last, damaged)
+
+
+def _claim(blocks: Blocks, index: dict[int, Stored], damaged: set[str]) -> None:
     # Blocks of what was dropped are used again. Where the drop itself was lost, the last one who
     # wrote to a block owns it.
     for number in sorted(index, reverse=True):
-        if not blocks.claim(index[number].table):
+        there = False
+        with _reporting(damaged, f"payload of record {number}"):
+            there = blocks.claim(index[number].table)
+        if not there:
             del index[number]
-    next_id = max([base] + [file.id + 1 for file in files])
-    return Contents(path, blocks, Log(path, segments, next_id), snapshots, index, last, damaged)
 
 
 def _read_snapshots(path: Path, damaged: set[str]) -> tuple[list[Snapshot], dict[int, Stored]]:
     found: list[Snapshot] = []
     index: dict[int, Stored] = {}
     for file in FrameFile.all(path, "snapshot"):
-        loaded = _load(file, damaged)
-        if loaded is not None:
-            found.append(loaded[0])
-            index = loaded[1]
-    return found, index
-
-
-def _load(file: FrameFile, damaged: set[str]) -> tuple[Snapshot, dict[int, Stored]] | None:
-    try:
-        return load(file)
-    except (Corrupt, OSError) as error:
-        _report(damaged, file.path.name, error)
+        with _reporting(damaged, file.path.name):
+            snapshot, index = load(file)
+            found.append(snapshot)
+            continue
         with suppress(OSError):
             file.path.rename(file.path.with_name(file.path.name + ".damaged"))
-        return None
+    return found, index
 
 
 def _read_segment(
@@ -156,7 +156,7 @@ def _read_segment(
 ) -> Segment:
     """Applies what a file of the log says to the index."""
     end = here = 0
-    try:
+    with _reporting(damaged, file.path.name):
         for frame in file.scan():
             if isinstance(frame, Damage):
                 if frame.last:
@@ -177,9 +177,15 @@ def _read_segment(
                     index.pop(number, None)
             elif frame.kind != END:
                 _report(damaged, file.path.name, f"a frame of kind {frame.kind}")
-    except OSError as error:
-        _report(damaged, file.path.name, error)
     return Segment(file, end, last)
+
+
+@contextmanager
+def _reporting(damaged: set[str], where: str) -> Iterator[None]:
+    try:
+        yield
+    except (Corrupt, OSError) as error:
+        _report(damaged, where, error)
 
 
 def _report(damaged: set[str], where: str, why: object) -> None:

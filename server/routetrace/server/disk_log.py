@@ -152,12 +152,19 @@ def dropped_by(frame: Frame) -> list[int]:
 
 
 def records(segments: list[Segment], after: int) -> Iterator[Frame | Damage]:
-    """Records above a number, ascending, and what is damaged between them."""
+    """Records above a number, ascending, and damage that may have cost one of them."""
+    damage: Damage | None = None
     for file, size in [(segment.file, segment.size) for segment in segments]:
-        with suppress(FileNotFoundError):  # a snapshot covers it by now
+        with suppress(OSError):  # a snapshot covers it by now, or it was reported
             for frame in file.scan(0, size):
                 if isinstance(frame, Damage):
-                    yield frame
-                elif frame.kind == RECORD and frame.number > after:
-                    after = frame.number
-                    yield frame
+                    damage = frame
+                elif frame.kind == RECORD:
+                    if damage is not None and frame.number > after + 1:
+                        yield damage
+                    damage = None
+                    if frame.number > after:
+                        after = frame.number
+                        yield frame
+    if damage is not None:
+        yield damage

@@ -114,7 +114,7 @@ class DiskStore:
                 self._note_damage(f"payload of record {number}", error)
                 raise
 
-    def headers(self, after: int = 0) -> Iterator[tuple[int, bytes]]:
+    def headers(self, after: int = 0) -> Iterator[tuple[int, bytes | None]]:
         """See `Store.headers`."""
         with self._changed:
             self._check_open()
@@ -126,8 +126,15 @@ class DiskStore:
             if not isinstance(found, Damage):
                 after = found.number
                 yield found.number, header_of(found)
-            elif not found.last:
+            else:
                 self._note_damage(found.where, f"a record above {after}, or more")
+                yield after, None
+
+    def numbers(self) -> list[int]:
+        """See `Store.numbers`."""
+        with self._changed:
+            self._check_open()
+            return list(self._index)
 
     def last_number(self) -> int:
         """See `Store.last_number`."""

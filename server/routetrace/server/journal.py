@@ -17,7 +17,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
-from routetrace.server.apply import apply_record
+from routetrace.server.apply import NO_FRAMES, apply_record
 from routetrace.server.chunk import ParsedChunk
 from routetrace.server.state import State
 from routetrace.server.store import Record, Store
@@ -104,15 +104,27 @@ class Journal:
                 _log.error("what is older than record %d is lost: %s", snapshot[0] + 1, error)
         count = 0
         for number, record in self.store.headers(self.state.number):
+            if record is None:
+                self._torn(True)
+                continue
             count += 1
             try:
                 apply_record(self.state, number, record)
             except Exception:
                 _log.exception("record %d cannot be applied and is left out", number)
+                self._torn(True)
+        self._torn(False)
+        for number in self.store.numbers():
+            if number not in self.state.frames:  # its header is damaged: nobody will ask for it
+                self.state.hold(number, NO_FRAMES)
         # Not only what could be applied: a number is used once.
         self._number = max(self.state.number, self.store.last_number())
         self.state.touched.clear()
         return count
+
+    def _torn(self, torn: bool) -> None:
+        for writer in self.state.writers.values():
+            writer.torn = torn
 
     def append(
         self, record: bytes, payload: bytes = b"", chunk: ParsedChunk | None = None

@@ -56,6 +56,8 @@ class Writer:
     """Last applied sequence number."""
     step: int = 0
     """Last engine step of which rows were applied."""
+    torn: bool = False
+    """Whether records before this moment of a replay are damaged: some may be its own."""
     live: dict[str, tuple[TraceKey, Source]] = field(default_factory=dict)
     """Requests that have not ended, by engine request id."""
     recent: OrderedDict[int, Sums] = field(default_factory=OrderedDict)

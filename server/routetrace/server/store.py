@@ -82,11 +82,15 @@ class Store(Protocol):
         """
         ...
 
-    def headers(self, after: int = 0) -> Iterator[tuple[int, bytes]]:
+    def headers(self, after: int = 0) -> Iterator[tuple[int, bytes | None]]:
         """(number, header) of the records above `after` that no snapshot covers, ascending.
 
-        A damaged header is left out, counted and logged.
+        Damaged ones are counted and logged; in their place stands (number of the one before, None).
         """
+        ...
+
+    def numbers(self) -> list[int]:
+        """The records whose payload is held."""
         ...
 
     def last_number(self) -> int:
@@ -222,12 +226,18 @@ class MemoryStore:
             raise gone(number)
         return cut(payload, ranges, number)
 
-    def headers(self, after: int = 0) -> Iterator[tuple[int, bytes]]:
+    def headers(self, after: int = 0) -> Iterator[tuple[int, bytes | None]]:
         """See `Store.headers`."""
         with self._lock:
             self._check_open()
-            items = list(self._headers.items())
+            items: list[tuple[int, bytes | None]] = list(self._headers.items())
         return iter(items[bisect.bisect_right(items, after, key=lambda item: item[0]) :])
+
+    def numbers(self) -> list[int]:
+        """See `Store.numbers`."""
+        with self._lock:
+            self._check_open()
+            return list(self._payloads)
 
     def last_number(self) -> int:
         """See `Store.last_number`."""

@@ -73,6 +73,8 @@ class Source:
     """How many of the last rows of the last attempt are drafts that may still be rejected."""
     blocks: list[int] = field(default_factory=list)
     """KV blocks that the request holds now."""
+    placed: bool = True
+    """Whether `blocks` are all of its blocks: not, if nobody told how it began."""
     external: bool = False
     """Whether KV was loaded for it whose rows another engine may have."""
     ended: bool = False
@@ -253,6 +255,7 @@ def dump_source(source: Source, layouts: dict[RoutingLayout, int]) -> dict[str, 
         "attempts": [a.tobytes() for a in source.attempts],
         "tentative": source.tentative,
         "blocks": source.blocks,
+        "placed": source.placed,
         "external": source.external,
         "ended": source.ended,
         "num_tokens": source.num_tokens,
@@ -275,6 +278,7 @@ def load_source(data: dict[str, Any], layouts: list[RoutingLayout]) -> Source:
         attempts=[SpanList(a) for a in data["attempts"]],
         tentative=data["tentative"],
         blocks=list(data["blocks"]),
+        placed=data["placed"],
         external=data["external"],
         ended=data["ended"],
         num_tokens=data["num_tokens"],

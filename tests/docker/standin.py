@@ -1,0 +1,196 @@
+"""podman and buildah where no Docker engine runs, on a base image made of Debian packages.
+
+Everything lies in one directory and runs in namespaces of its own, network and processes included:
+when that is left nothing is left. Needs root, apt-get, and a network to install from.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+PACKAGES = (
+    *("podman", "buildah", "runc", "netavark", "aardvark-dns", "iptables", "iproute2"),
+    *("catatonit", "mmdebstrap"),
+)
+#: Where the base image's packages come from, unless the machine's own apt says otherwise.
+SUITE, MIRROR = "bookworm", "http://deb.debian.org/debian"
+BASE_IMAGE = "docker.io/library/python:3.11-slim"
+PROMETHEUS_IMAGE = "localhost/prometheus-of-debian"
+
+_STORAGE = """
+[storage]
+driver = "overlay"
+graphroot = "{work}/images"
+runroot = "{work}/state"
+"""
+_CONTAINERS = """
+[containers]
+init_path = "/usr/bin/catatonit"
+seccomp_profile = "unconfined"
+default_ulimits = ["nofile=20000:20000", "nproc=4096:4096"]
+[engine]
+runtime = "runc"
+cgroup_manager = "cgroupfs"
+events_logger = "file"
+lock_type = "file"
+tmp_dir = "{work}/libpod"
+image_copy_tmp_dir = "{work}"
+volume_path = "{work}/volumes"
+[network]
+network_config_dir = "{work}/networks"
+"""
+_BASE = """
+FROM scratch
+ADD base.tar /
+RUN rm -f /usr/lib/python3*/EXTERNALLY-MANAGED && ln -s /usr/bin/python3 /usr/local/bin/python
+CMD ["python3"]
+"""
+# Laid out as prom/prometheus is.
+_PROMETHEUS = f"""
+FROM {BASE_IMAGE}
+RUN apt-get update && apt-get install -y --no-install-recommends prometheus \\
+ && install -d -o nobody -g nogroup /prometheus
+VOLUME /prometheus
+USER nobody
+ENTRYPOINT ["/usr/bin/prometheus"]
+"""
+
+
+class Unable(Exception):
+    """Containers can not be run here; says why."""
+
+
+def prepare(work: Path) -> dict[str, str]:
+    """Installs what is missing, and makes the base images.
+
+    Args:
+        work: a directory for images, volumes and configuration.
+
+    Returns:
+        The environment in which podman and podman-compose use that directory.
+
+    Raises:
+        Unable: if this machine can not do it.
+    """
+    if os.geteuid() != 0:
+        raise Unable("no Docker engine answers, and without root podman can not stand in for it")
+    missing = [name for name in PACKAGES if not _installed(name)]
+    if missing:
+        if shutil.which("apt-get") is None:
+            raise Unable(f"no Docker engine answers, and {', '.join(missing)} can not be installed")
+        # No daemon is started by its installation.
+        environ = {**os.environ, "DEBIAN_FRONTEND": "noninteractive", "RUNLEVEL": "1"}
+        call("apt-get", "update", "-qq", env=environ)
+        call("apt-get", "install", "-y", "--no-install-recommends", *missing, env=environ)
+    call(sys.executable, "-m", "venv", str(work / "venv"))
+    call(str(work / "venv/bin/pip"), "install", "--quiet", "podman-compose>=1.2")
+
+    environ = {
+        **os.environ,
+        "PATH": f"{work}/venv/bin:{os.environ['PATH']}",
+        "CONTAINERS_STORAGE_CONF": _write(work / "storage.conf", _STORAGE.format(work=work)),
+        "CONTAINERS_CONF": _write(work / "containers.conf", _CONTAINERS.format(work=work)),
+        "TMPDIR": str(work),
+        "BUILDAH_ISOLATION": "chroot",
+        "BUILDAH_FORMAT": "docker",  # the other one has no HEALTHCHECK
+        "PROMETHEUS_IMAGE": PROMETHEUS_IMAGE,
+    }
+    packages = "python3,python3-venv,python3-pip,ca-certificates"
+    base = str(work / "base.tar")
+    call("mmdebstrap", "--variant=apt", f"--include={packages}", SUITE, base, MIRROR, env=environ)
+    for image, text in ((BASE_IMAGE, _BASE), (PROMETHEUS_IMAGE, _PROMETHEUS)):
+        file = _write(work / "Containerfile", text)
+        call(
+            *("buildah", "bud", "--network", "host", "--pull-never", "--quiet"),
+            *("-t", image, "-f", file, str(work)),
+            env=environ,
+        )
+    (work / "base.tar").unlink()
+    return environ
+
+
+def build_arguments(work: Path) -> str:
+    """How `podman build` reaches what pip on this machine is configured to install from."""
+    settings: dict[str, str] = {}
+    told = call(sys.executable, "-m", "pip", "config", "list")
+    for line in told.splitlines():
+        name, _, value = line.partition("=")
+        settings[name.rpartition(".")[2]] = value.strip("'\"")
+    lines = "".join(f"{name} = {value}\n" for name, value in settings.items())
+    _write(work / "pip.conf", f"[global]\n{lines}")
+    mounts = {f"{work}/pip.conf:/etc/pip.conf", "/etc/ssl/certs:/etc/ssl/certs"}
+    for word in " ".join(settings.values()).split():
+        # The pages of an index may point to files beside it.
+        path = Path(word.removeprefix("file://"))
+        path = path.parent if word.startswith("file:") else path
+        if path.is_absolute() and path.is_dir() and path != Path("/"):
+            mounts.add(f"{path}:{path}")
+    volumes = " ".join(f"--volume={mount}:ro" for mount in sorted(mounts))
+    return f"--network=host --pull=never {volumes}"
+
+
+def inside(command: list[str], environ: dict[str, str]) -> int:
+    """Runs a command in namespaces of its own; what it leaves running ends with it."""
+    # What it writes to /run goes with it, too.
+    script = 'mount -t tmpfs tmpfs /run && ip link set lo up && exec "$@"'
+    return subprocess.run(
+        [
+            *("unshare", "--net", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc"),
+            *("sh", "-c", script, "sh", *command),
+        ],
+        env=environ,
+        check=False,
+    ).returncode
+
+
+def clear(work: Path) -> list[str]:
+    """Removes the directory; says what could not be left as it was."""
+    shutil.rmtree(work, ignore_errors=True)
+    for group in Path("/sys/fs/cgroup").glob("*/libpod_parent"):
+        for path in (*sorted(group.rglob("*/"), reverse=True), group):
+            with contextlib.suppress(OSError):  # somebody's containers are in it
+                path.rmdir()
+    left = [f"directory {work}"] if work.exists() else []
+    mounts = Path("/proc/mounts").read_text("utf-8").splitlines()
+    left += [f"mount {line.split()[1]}" for line in mounts if str(work) in line]
+    for entry in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            command = entry.read_bytes().replace(b"\0", b" ").decode(errors="replace")
+        except OSError:
+            continue
+        if str(work) in command and int(entry.parent.name) != os.getpid():
+            left.append(f"process {entry.parent.name}: {command}")
+    return left
+
+
+def call(*command: str, env: dict[str, str] | None = None, cwd: Path | None = None) -> str:
+    """Runs a command to its end and returns what it printed.
+
+    Raises:
+        Unable: if it fails; with the end of its output.
+    """
+    done = subprocess.run(
+        command, env=env, cwd=cwd, text=True, check=False,
+        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    )  # fmt: skip
+    if done.returncode:
+        raise Unable(f"{' '.join(command)} exited with {done.returncode}:\n{done.stdout[-4000:]}")
+    return done.stdout
+
+
+def _installed(package: str) -> bool:
+    done = subprocess.run(
+        ["dpkg-query", "-W", "-f", "${db:Status-Status}", package],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    return done.stdout == "installed"
+
+
+def _write(path: Path, text: str) -> str:
+    path.write_text(text, "utf-8")
+    return str(path)

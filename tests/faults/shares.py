@@ -1,0 +1,77 @@
+"""How much of each scenario belongs to which share.
+
+`quick` takes about a minute on an idle machine, `ci` a quarter of an hour; `full` has the numbers
+that the project is judged by. Scenarios are modules of this package with a `run(seed, ...)`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+Options = dict[str, Any]
+
+SHARES: dict[str, dict[str, Options]] = {
+    "quick": {
+        "kill": {"seeds": 2, "memory_seeds": 1},
+        "torn": {"seeds": 1, "kills": 1},
+        "cut": {"count": 30, "rounds": 2, "seconds": 0.5},
+        "order": {"runs": 2, "actions": 100, "real_runs": 1, "real_actions": 30},
+        "disk": {"disks": 1},
+        "lost_agent": {},
+        "clocks": {"jumps": 2},
+        "readers": {
+            "reads": 400,
+            "client_reads": 100,
+            "slow_readers": 4,
+            "fast_reads": 100,
+            "kills": 20,
+        },
+        "drain": {"restarts": 1},
+        "pressure": {"times": 1.5, "capacity": 0},
+        "images": {"images": 5, "flips": 100},
+        "fuzz": {"seconds": 5},
+    },
+    "ci": {
+        "kill": {"seeds": 25, "memory_seeds": 5},
+        "torn": {"seeds": 4, "kills": 3},
+        "cut": {"count": 300, "rounds": 5, "seconds": 5.0},
+        "order": {"runs": 40, "actions": 300, "real_runs": 3, "real_actions": 150},
+        "disk": {"disks": 4},
+        "lost_agent": {"runs": 2},
+        "clocks": {"runs": 2, "jumps": 6},
+        "readers": {
+            "reads": 4000,
+            "processes": 2,
+            "client_reads": 1000,
+            "slow_readers": 20,
+            "fast_reads": 1000,
+            "kills": 200,
+        },
+        "drain": {"restarts": 5},
+        "pressure": {"times": 3.0},
+        "images": {"images": 50, "flips": 1500},
+        "fuzz": {"seconds": 60},
+    },
+    "full": {
+        "kill": {"seeds": 200, "memory_seeds": 20},
+        "torn": {"seeds": 20, "kills": 5},
+        "cut": {"count": 1000, "rounds": 10, "seconds": 30.0},
+        "order": {"runs": 300, "actions": 500, "real_runs": 10, "real_actions": 300},
+        "disk": {"disks": 10},
+        "lost_agent": {"runs": 5},
+        "clocks": {"runs": 5, "jumps": 20},
+        "readers": {
+            "reads": 10000,
+            "processes": 4,
+            "client_reads": 10000,
+            "slow_readers": 40,
+            "fast_reads": 3000,
+            "kills": 1000,
+            "streams": 50,
+        },
+        "drain": {"restarts": 20, "every_s": 3.0},
+        "pressure": {"times": 10.0},
+        "images": {"images": 300, "flips": 10_000},
+        "fuzz": {"seconds": 3600},
+    },
+}
