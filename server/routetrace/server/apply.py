@@ -27,7 +27,7 @@ from routetrace.v1.records import DIGEST, NO_REQUEST, OpKind, Provenance, unpack
 DEDUP_WINDOW = 1024
 
 #: Passes over one request, at most; the last one then starts anew.
-MAX_ATTEMPTS = 1024
+MAX_ATTEMPTS = 256
 
 #: Requests of one writer that have not ended, at most; the oldest is taken for lost.
 MAX_LIVE = 1 << 16

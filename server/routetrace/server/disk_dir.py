@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from routetrace.server.disk_blocks import Blocks
 from routetrace.server.disk_frames import DROP, END, RECORD, Damage, FrameFile
-from routetrace.server.disk_log import Log, Segment, dropped_by, stored_of
+from routetrace.server.disk_log import Log, Segment, dropped_by, previous_of, stored_of
 from routetrace.server.disk_snapshot import Snapshot, Stored, load, sync_directory
 from routetrace.v1.errors import Corrupt, Unavailable
 
@@ -113,12 +113,7 @@ def _read(path: Path, capacity_bytes: int) -> Contents:
         raise Corrupt("there is no snapshot that can be read, and not the whole log")
     last = max([s.number for s in snapshots] + [*index], default=0)
     segments: list[Segment] = []
-    expected = base
     for file in files:
-        if file.id >= base:
-            if file.id != expected:
-                _report(damaged, f"the log before {file.path.name}", "files are missing")
-            expected = file.id + 1
         segments.append(_read_segment(file, last, index if file.id >= base else {}, damaged))
         last = max(last, segments[-1].last)
     blocks = Blocks(path / "blocks", capacity_bytes)
@@ -156,6 +151,7 @@ def _read_segment(
 ) -> Segment:
     """Applies what a file of the log says to the index."""
     end = here = 0
+    reported = False
     with _reporting(damaged, file.path.name):
         for frame in file.scan():
             if isinstance(frame, Damage):
@@ -163,7 +159,8 @@ def _read_segment(
                     # Nobody can say which: of what was under way, nothing was acknowledged.
                     log.warning("%s: a commit that was under way, or damage", frame.where)
                 else:
-                    _report(damaged, frame.where, f"a record above {here}, or more")
+                    _report(damaged, frame.where, f"behind record {here}")
+                    reported = True
                 continue
             end = frame.end
             if frame.kind == RECORD:
@@ -171,6 +168,9 @@ def _read_segment(
                 if stored is not None:
                     index[frame.number] = stored
                 here = frame.number
+                if previous_of(frame) > last and not reported:
+                    _report(damaged, f"records {last + 1} to {previous_of(frame)}", "not there")
+                reported = False
                 last = max(last, here)
             elif frame.kind == DROP:
                 for number in dropped_by(frame):

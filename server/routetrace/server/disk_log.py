@@ -14,8 +14,9 @@ import numpy as np
 from routetrace.server.disk_blocks import write_all
 from routetrace.server.disk_frames import DROP, END, RECORD, Damage, Frame, FrameFile
 from routetrace.server.disk_snapshot import Stored, sync_directory
+from routetrace.server.store import Record
 
-_SIZE = struct.Struct("<Q")
+_SIZE = _PREVIOUS = struct.Struct("<Q")
 _DROPS = 1 << 16
 
 
@@ -122,10 +123,13 @@ class Log:
             self._out = None
 
 
-def record_frame(number: int, header: bytes, stored: Stored | None) -> tuple[int, int, bytes, int]:
-    """A record as it is appended."""
+def record_frame(
+    record: Record, stored: Stored | None, previous: int
+) -> tuple[int, int, bytes, int]:
+    """A record as it is appended; `previous` is the number of the one before it."""
     where = _SIZE.pack(stored.size) + stored.table if stored else b""
-    return RECORD, number, header + where, len(header)
+    body = record.header + _PREVIOUS.pack(previous) + where
+    return RECORD, record.number, body, len(record.header)
 
 
 def header_of(frame: Frame) -> bytes:
@@ -133,9 +137,15 @@ def header_of(frame: Frame) -> bytes:
     return frame.body[: frame.extra]
 
 
+def previous_of(frame: Frame) -> int:
+    """The number of the record before it: what is missing between them is known by it."""
+    previous: int = _PREVIOUS.unpack_from(frame.body, frame.extra)[0]
+    return previous
+
+
 def stored_of(frame: Frame) -> Stored | None:
     """Where a record's payload is."""
-    where = frame.body[frame.extra :]
+    where = frame.body[frame.extra + _PREVIOUS.size :]
     return Stored(_SIZE.unpack_from(where)[0], where[_SIZE.size :]) if where else None
 
 
@@ -151,20 +161,20 @@ def dropped_by(frame: Frame) -> list[int]:
     return numbers
 
 
-def records(segments: list[Segment], after: int) -> Iterator[Frame | Damage]:
-    """Records above a number, ascending, and damage that may have cost one of them."""
-    damage: Damage | None = None
+def records(segments: list[Segment], after: int) -> Iterator[Frame | None]:
+    """Records above a number, ascending; None where one or more are missing, or may be."""
+    damaged = False
     for file, size in [(segment.file, segment.size) for segment in segments]:
         with suppress(OSError):  # a snapshot covers it by now, or it was reported
             for frame in file.scan(0, size):
                 if isinstance(frame, Damage):
-                    damage = frame
+                    damaged = True
                 elif frame.kind == RECORD:
-                    if damage is not None and frame.number > after + 1:
-                        yield damage
-                    damage = None
+                    damaged = False
                     if frame.number > after:
+                        if previous_of(frame) > after:
+                            yield None
                         after = frame.number
                         yield frame
-    if damage is not None:
-        yield damage
+    if damaged:
+        yield None

@@ -18,7 +18,7 @@ from pathlib import Path
 from routetrace.server.config import AckMode
 from routetrace.server.disk_blocks import BLOCK_BYTES
 from routetrace.server.disk_dir import DirLock, open_directory
-from routetrace.server.disk_frames import Damage, FrameFile
+from routetrace.server.disk_frames import FrameFile
 from routetrace.server.disk_log import drop_frames, header_of, record_frame, records
 from routetrace.server.disk_queue import Append, Compaction, Queue
 from routetrace.server.disk_reserve import NO_ROOM, Reserve
@@ -120,14 +120,14 @@ class DiskStore:
             self._check_open()
             segments = list(self._log.segments)
             covered = self._snapshots[-1].number if self._snapshots else 0
-        for found in records(segments, max(after, covered)):
+        after = max(after, covered)
+        for frame in records(segments, after):
             with self._changed:
                 self._check_open()
-            if not isinstance(found, Damage):
-                after = found.number
-                yield found.number, header_of(found)
+            if frame is not None:
+                after = frame.number
+                yield after, header_of(frame)
             else:
-                self._note_damage(found.where, f"a record above {after}, or more")
                 yield after, None
 
     def numbers(self) -> list[int]:
@@ -315,9 +315,10 @@ class DiskStore:
                 stored.append(Stored(len(payload), table) if payload else None)
             if any(stored):
                 self._blocks.sync()  # first: what the log names must be there
+            before = [self._durable_number, *(item.record.number for item in group)]
             frames = (
-                record_frame(item.record.number, item.record.header, where)
-                for item, where in zip(group, stored, strict=True)
+                record_frame(item.record, where, previous)
+                for item, where, previous in zip(group, stored, before, strict=False)
             )
             self._log.append(frames, group[-1].record.number)
         except BaseException:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from heapq import heappop, heappush
-from itertools import chain, pairwise
+from itertools import chain, islice, pairwise
 from typing import NamedTuple
 
 from routetrace.server.joins import Incarnation, Part, Request
@@ -134,7 +135,7 @@ def missing(
             Lost(a, b, pb.MISSING_REASON_OTHER_VERSION)
             for a, b in covered(sources, others, group[0])
         ]
-        notes += _notes(incarnation, group[0])
+        notes = _resolve([*notes, *_notes(incarnation, group[0])])
         there = covered(sources, segments, group[0])
         asked = selection.before(selection.stop)
         gaps = (gap for wanted in asked for gap in subtract(wanted, there))
@@ -174,23 +175,38 @@ def _own(incarnation: Incarnation) -> list[Part]:
     return [*incarnation.continued, Part(incarnation.request, FOREVER)]
 
 
-def _reasons(gap: Interval, notes: list[Lost], default: int) -> Iterator[tuple[int, int, int]]:
-    """Cuts a gap where the reason changes; the note that came first wins."""
-    edges = sorted({*gap, *(e for m in notes for e in (m.start, m.stop) if gap[0] < e < gap[1])})
+def _resolve(notes: list[Lost]) -> list[Lost]:
+    """Notes that do not overlap, ascending; where several did, the one that came first."""
     coming = sorted(range(len(notes)), key=lambda i: notes[i].start, reverse=True)
-    here: list[int] = []  # notes that have started, as a heap: the first one on top
-    last: tuple[int, int, int] | None = None
-    for a, b in pairwise(edges):
+    here: list[int] = []  # those that have started, as a heap: the first one on top
+    resolved = []
+    for a, b in pairwise(sorted({edge for note in notes for edge in (note.start, note.stop)})):
         while coming and notes[coming[-1]].start <= a:
             heappush(here, coming.pop())
         while here and notes[here[0]].stop <= a:
             heappop(here)
-        reason = notes[here[0]].reason if here else default
-        if last and last[2] == reason:
-            last = (last[0], b, reason)
-        else:
-            if last:
-                yield last
-            last = (a, b, reason)
-    if last:
+        if here:
+            resolved.append(Lost(a, b, notes[here[0]].reason))
+    return resolved
+
+
+def _reasons(gap: Interval, notes: list[Lost], default: int) -> Iterator[tuple[int, int, int]]:
+    """Cuts a gap where the reason changes; `notes` do not overlap."""
+    start, stop = gap
+    last = (start, start, default)
+    first = bisect_right(notes, start, key=lambda note: note.stop)
+    for note in chain(islice(notes, first, None), (Lost(stop, stop, default),)):
+        for until, reason in ((note.start, default), (note.stop, note.reason)):
+            until = min(until, stop)  # noqa: PLW2901
+            if until <= last[1]:
+                continue
+            if reason != last[2]:
+                if last[1] > last[0]:
+                    yield last
+                last = (last[1], until, reason)
+            else:
+                last = (last[0], until, reason)
+        if note.stop >= stop:
+            break
+    if last[1] > last[0]:
         yield last
