@@ -9,7 +9,7 @@ PIP    := $(PY) -m pip install --quiet --disable-pip-version-check
 TORCH  ?= torch==2.13.0
 
 .PHONY: demo test lint bench test-exact test-mutations test-install test-trainers test-vllm \
-	test-vllm-scheduler bench-vllm proto clean
+	test-vllm-scheduler test-faults test-docker bench-vllm proto clean
 
 demo: $(VENV)/.demo
 	$(PY) examples/demo.py
@@ -36,6 +36,18 @@ test-exact: $(VENV)/.dev
 # Breaks the code in many ways and shows that the oracle sees each one.
 test-mutations: $(VENV)/.dev
 	PYTHONPATH=tests $(PY) -m oracle.mutations
+
+# Real processes on loopback, and what can happen to them: kill -9, torn files, flipped bits, cut
+# networks, full disks, 10,000 readers, hostile bytes. FAULTS=full brings the figures of tests/faults;
+# `make test-faults SCENARIO=kill SEED=7` makes one run again.
+FAULTS ?= ci
+test-faults: $(VENV)/.dev
+	PYTHONPATH=tests OMP_NUM_THREADS=1 $(PY) -m faults \
+		--share $(FAULTS) $(if $(SEED),--seed $(SEED)) $(SCENARIO:%=--scenario %)
+
+# Builds the image and runs the compose file for real, with Docker or podman.
+test-docker: $(VENV)/.dev
+	$(PY) tests/docker/run.py
 
 # Builds the wheel and installs it bare, with each extra, and beside old and new protobuf and grpcio.
 test-install: $(VENV)/.dev
