@@ -34,6 +34,7 @@ from routetrace.v1 import routetrace_pb2 as pb
 from routetrace.v1 import routetrace_pb2_grpc as pb_grpc
 from routetrace.v1.errors import ERROR_METADATA_KEY
 from routetrace.v1.layout import RoutingLayout
+from routetrace.v1.security import Security
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
@@ -323,7 +324,7 @@ def test_sigterm_under_load_ends_it_in_time_and_loses_nothing(tmp_path: Path) ->
             np.testing.assert_array_equal(client.get("big").topk_ids, big)
 
 
-def test_health_of_a_server_that_asks_for_certificates_and_tokens(
+def test_a_server_that_asks_for_certificates_and_tokens_is_asked_for_its_health(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     ca = trustme.CA()
@@ -358,8 +359,26 @@ def test_health_of_a_server_that_asks_for_certificates_and_tokens(
             monkeypatch.setenv("ROUTETRACE" + flag[1:].upper().replace("-", "_"), value)
         monkeypatch.setenv("ROUTETRACE_TOKEN_FILE", str(tmp_path / "none"))
         assert daemon.main(ask) == 0
-        scraped = Scraped(server.metrics_target)
-        assert scraped.value("routetrace_certificate_expiry_timestamp_seconds") > time.time()
+        # Who is refused is counted, too, and nothing of what he sent is read.
+        monkeypatch.delenv("ROUTETRACE_TOKEN_FILE")
+        with (
+            Security.from_environment().channel(server.target, []) as channel,
+            pytest.raises(grpc.RpcError) as refusal,
+        ):
+            pb_grpc.TraceServiceStub(channel).StatTrace(pb.StatTraceRequest(run="r"), timeout=30)
+        assert refusal.value.code() == grpc.StatusCode.UNAUTHENTICATED
+        of = {"grpc_method": "StatTrace"}
+
+        def refused() -> float:
+            value = Scraped(server.metrics_target).value
+            return value("grpc_server_handled_total", grpc_code="UNAUTHENTICATED", **of)
+
+        wait_for(refused)
+        value = Scraped(server.metrics_target).value
+        assert value("grpc_server_started_total", **of) == refused() == 1
+        assert value("grpc_server_msg_received_total", **of) == 0
+        assert value("routetrace_denied_total", reason="unauthenticated") == 1
+        assert value("routetrace_certificate_expiry_timestamp_seconds") > time.time()
 
 
 def test_a_token_is_made_by_the_same_command(capsys: pytest.CaptureFixture[str]) -> None:

@@ -45,6 +45,9 @@ _OTHER_ENV = frozenset(
         "ROUTETRACE_SERVER_NAME",
         "ROUTETRACE_TOKEN",
         "ROUTETRACE_TOKEN_FILE",
+        "ROUTETRACE_INSECURE_CLIENT",
+        "ROUTETRACE_ENGINE_ID",
+        "ROUTETRACE_VLLM",
     }
 )
 # Kubernetes sets these in every pod of a namespace that has a service called routetrace[-...].
@@ -169,7 +172,9 @@ class ServerConfig(BaseSettings):
         "auto", description="console lines or JSON; auto: console on a terminal"
     )
     ready_file: Path | None = Field(
-        None, description="file to write host:port to, once the server is ready"
+        None,
+        description="file to write host:port to, once the server is ready; that of the metrics, if "
+        "they are served, on a second line",
     )
 
     @property

@@ -226,7 +226,7 @@ def blocks_of(size: int) -> int:
     return -(-size // BLOCK_BYTES)
 
 
-def write_all(file: int, data: bytes | memoryview, at: int) -> None:
+def write_all(file: int, data: bytes | bytearray | memoryview, at: int) -> None:
     """Writes everything, or raises OSError."""
     view = memoryview(data)
     while view:

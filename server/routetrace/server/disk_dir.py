@@ -61,7 +61,7 @@ class Contents(NamedTuple):
     log: Log
     snapshots: list[Snapshot]
     """At most two: the newest, and before it the one that it replaced."""
-    index: dict[int, Stored]
+    stored: dict[int, Stored]
     last_number: int
     damaged: set[str]
     """What could not be read."""

@@ -89,12 +89,15 @@ class Log:
         return out
 
     def rotate(self) -> int:
-        """What is appended from now on goes into a new file; returns its id.
+        """Ends the file; what is appended from now on goes into a new one. Returns its id.
 
         Raises:
             OSError: if what could not be appended before can not be cut off.
         """
         if self._out is not None:
+            # So that damage to its last record is known from a commit that was under way.
+            with suppress(OSError):  # a full disk: it looks like one that was not ended
+                self.append([(END, 0, b"", 0)], self.segments[-1].last)
             if self._torn:
                 self._mend()
                 os.fdatasync(self._out)
@@ -111,16 +114,9 @@ class Log:
         kept = [s for s in self.segments if s.file.id >= base or s.last > number]
         for segment in self.segments:
             if segment not in kept:
-                segment.file.path.unlink(missing_ok=True)
+                with suppress(OSError):  # it stays, and says nothing that is not known
+                    segment.file.path.unlink()
         self.segments = kept
-
-    def close(self) -> None:
-        """Ends the log, so that what is missing at its end will be noticed."""
-        if self._out is not None:
-            with suppress(OSError):  # a full disk: it looks like one that was not closed
-                self.append([(END, 0, b"", 0)], self.segments[-1].last)
-            os.close(self._out)
-            self._out = None
 
 
 def record_frame(

@@ -12,7 +12,7 @@ import logging
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from routetrace.server.config import AckMode
@@ -76,7 +76,7 @@ class DiskStore:
         self._reserve = Reserve(contents.path / "reserve")
         self._snapshot_lock = threading.Lock()  # one compaction at a time
         self._changed = threading.Condition()  # guards everything below
-        self._index = contents.index
+        self._index = contents.stored
         self._snapshots = contents.snapshots
         self._damaged = contents.damaged
         self._queue = Queue()
@@ -124,11 +124,8 @@ class DiskStore:
         for frame in records(segments, after):
             with self._changed:
                 self._check_open()
-            if frame is not None:
-                after = frame.number
-                yield after, header_of(frame)
-            else:
-                yield after, None
+            after = after if frame is None else frame.number
+            yield after, None if frame is None else header_of(frame)
 
     def numbers(self) -> list[int]:
         """See `Store.numbers`."""
@@ -267,7 +264,8 @@ class DiskStore:
         with self._changed:
             self._changed.wait_for(lambda: not self._readers)
             if not self._closed:
-                self._log.close()
+                with suppress(OSError):  # what can not be cut off was not acknowledged
+                    self._log.rotate()
                 self._blocks.close()
                 self._lock.release()
             self._closed = True
@@ -345,6 +343,7 @@ class DiskStore:
 
     def _compact(self, work: Compaction) -> None:
         drop = [number for number in dict.fromkeys(work.drop) if number in self._index]
+        new: Snapshot | None = None
         try:
             if work.draft is None:
                 frames = drop_frames(drop)
@@ -360,7 +359,7 @@ class DiskStore:
         with self._changed:
             dropped = [self._index.pop(number) for number in drop]
             self._payload_bytes -= sum(where.size for where in dropped)
-            if work.draft is not None:
+            if new is not None:
                 old = self._snapshots[:-1]
                 self._snapshots = [*self._snapshots[-1:], new]
                 self._durable_number = max(self._durable_number, work.number)
@@ -374,7 +373,8 @@ class DiskStore:
     def _trim(self, old: list[Snapshot]) -> None:
         """Deletes what neither of the last two snapshots needs; without a second, nothing."""
         for snapshot in old:
-            snapshot.file.path.unlink(missing_ok=True)
+            with suppress(OSError):  # it stays, and the next start passes it over
+                snapshot.file.path.unlink()
         if len(self._snapshots) == 2:
             self._log.trim(self._snapshots[0].number, self._snapshots[0].base)
 
