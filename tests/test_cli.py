@@ -33,6 +33,7 @@ from routetrace.cli.facts import layers_text
 from routetrace.cli.files import file_name, parquet_table
 from routetrace.client import RouteClient, RoutingTrace
 from routetrace.server.testing import ServerProcess, run_server
+from routetrace.server.tokens import new_token
 from routetrace.v1 import routetrace_pb2 as pb
 from routetrace.v1.frame import encode_frame
 from routetrace.v1.layout import RoutingLayout
@@ -529,7 +530,24 @@ def test_doctor_finds_a_server_without_tls(cli):
     assert re.search(r"^problem +TLS: .*--tls-cert", said, re.M)
 
 
-def test_doctor_finds_tls_and_tokens(tmp_path, cli):
+def test_doctor_says_what_a_token_lacks(tmp_path, cli):
+    token, digest = new_token()
+    (tmp_path / "token").write_text(token)
+    (tmp_path / "tokens.toml").write_text(
+        f'[[token]]\nname = "t"\nsha256 = "{digest}"\nscopes = ["read"]\nruns = ["cli"]\n'
+    )
+    with run_server(tokens=tmp_path / "tokens.toml") as guarded:
+        words = ("doctor", "--target", guarded.target)
+        said = cli(*words, code=1).stdout
+        assert re.search(r"^problem +token: .*--token-file", said, re.M)
+        given = ("--token-file", str(tmp_path / "token"))
+        assert re.search(r"^ok +token: ", cli(*words, *given).stdout, re.M)
+        said = cli(*words, *given, "--run", "foreign", code=1).stdout
+        assert re.search(r"^problem +token: .*run 'foreign'", said, re.M)
+        assert token not in said
+
+
+def test_doctor_finds_tls(tmp_path, cli):
     import trustme
 
     authority = trustme.CA()
@@ -544,8 +562,6 @@ def test_doctor_finds_tls_and_tokens(tmp_path, cli):
         assert re.search(r"^ok +TLS: .* days$", said, re.M)
         wrong = cli("list", "--target", secure.target, "--timeout", "2", code=1)
         assert len(wrong.stderr.splitlines()) == 1
-    other = trustme.CA()
-    other.cert_pem.write_to_path(tmp_path / "other.pem")
     assert "cert_file" in cli("list", "--key-file", str(tmp_path / "key.pem"), code=2).stderr
 
 

@@ -107,7 +107,7 @@ def test_every_metric_and_label_exists(name, shown):
     for metric, selector in used:
         assert metric in known, metric
         own = known[metric] | ADDED_LABELS
-        assert set(re.findall(r"(\w+)\s*[=!]~?\s*\"", selector)) <= own, (metric, own)
+        assert set(re.findall(r"(\w+)\s*(?:=~|!~|!=|=)\s*\"", selector)) <= own, (metric, own)
         labels |= own
     for grouped in re.findall(r"\bby \(([^)]*)\)", expression):
         assert {label.strip() for label in grouped.split(",")} <= labels

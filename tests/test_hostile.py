@@ -109,7 +109,7 @@ def ops_of(n: int, **fields) -> np.ndarray:
 @pytest.mark.parametrize(
     ("target", "inputs"),
     [("frame", 500), ("stream", 300), ("message", 300), ("layout", 1000), ("answer", 300),
-     ("chunk", 60), ("record", 60), ("snapshot", 60), ("request", 60)],
+     ("chunk", 60), ("storm", 6), ("record", 60), ("snapshot", 60), ("request", 60)],
 )  # fmt: skip
 def test_fuzzing_finds_nothing(target, inputs):
     report = run_target(target, SEED, 30, inputs)
@@ -392,9 +392,9 @@ def test_many_frames_of_much_content_are_decoded_a_few_at_a_time():
     frame = encode_frame(ids, layout)  # 16 MiB in a few kB
     assert len(frame) < 64 << 10
     own = forget_peak()
-    for rows in decode_frames([(frame, (0,), None)] * 50):
-        assert rows.shape == (1, 1 << 16, 16)
-    assert peak() - own < 200 * MIB  # 50 MiB of one layer each would be 50 x 16
+    for rows in decode_frames([(frame, None, None)] * 20):
+        assert rows.nbytes == 16 * MIB
+    assert peak() - own < 128 * MIB  # all at once are 320 MiB
 
 
 def test_ids_of_experts_that_are_not_there_never_reach_a_caller(server):

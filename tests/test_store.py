@@ -24,6 +24,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
+from routetrace.server.disk_frames import Frame
 from routetrace.server.disk_store import DiskStore
 from routetrace.server.store import MemoryStore, Record, Store
 from routetrace.v1.errors import (
@@ -557,6 +558,29 @@ def test_a_compaction_that_fails_changes_nothing(tmp_path: Path, disk: Disk, ref
     store.close()
 
 
+def test_what_can_not_be_deleted_stays_and_changes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise OSError(errno.EROFS, "read-only")
+
+    store = DiskStore(tmp_path, capacity_bytes=CAPACITY)
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "unlink", refuse)
+        for number in range(1, 6):
+            put(store, number)
+            store.compact((number, [b"state %d" % number]), [number - 1])
+    put(store, 6)
+    store.close()
+    for _ in range(2):
+        store = DiskStore(tmp_path, capacity_bytes=CAPACITY)
+        assert whole_snapshot(store) == (5, b"state 5")
+        assert [n for n, _ in store.headers()] == [6]
+        assert store.numbers() == [5, 6]
+        assert store.stats().damaged_records == 0
+        store.close()
+
+
 def test_a_snapshot_that_breaks_off_changes_nothing(disk_store: DiskStore, tmp_path: Path) -> None:
     def pieces() -> Iterator[bytes]:
         yield b"a piece"
@@ -735,7 +759,7 @@ def test_a_damaged_record_is_reported_once_and_the_others_are_served(
             assert outcome(store.read, number, [(8, len(b"%d " % number))]) == want
         assert store.stats().damaged_records == 2
     assert caplog.text.count("payload of record 12: damaged") == 1
-    assert caplog.text.count("a record above 10, or more") == 1
+    assert caplog.text.count("behind record 10") == 1
     assert store.last_number() == 20
     put(store, 21)
     store.close()
@@ -750,6 +774,46 @@ def test_damage_to_what_a_snapshot_covers_costs_nothing(closed: Path) -> None:
     ]
     assert store.stats().damaged_records == 2
     assert store.numbers() == [*range(1, 21)]
+    store.close()
+
+
+@pytest.mark.parametrize("how", ["a file", "the end of a file", "a record"])
+def test_what_is_missing_in_between_is_known(tmp_path: Path, how: str) -> None:
+    for number in range(1, 6):
+        store = DiskStore(tmp_path, capacity_bytes=CAPACITY)
+        put(store, 10 * number, 10 * number + 1)
+        store.close()
+    file = only(tmp_path, "log-00000003*")
+    if how == "a file":
+        file.unlink()
+    elif how == "a record":
+        flip(file, record(30).header[:20])
+    else:
+        store = DiskStore(tmp_path, capacity_bytes=CAPACITY)
+        end = next(f.end for f in store._log.segments[2].file.scan() if isinstance(f, Frame))
+        store.close()
+        os.truncate(file, end)
+    lost = {"a file": [30, 31], "the end of a file": [31], "a record": [30]}[how]
+    store = DiskStore(tmp_path, capacity_bytes=CAPACITY)
+    found = [None if header is None else number for number, header in store.headers()]
+    kept: list[int | None] = [
+        10 * n + i for n in range(1, 6) for i in (0, 1) if 10 * n + i not in lost
+    ]
+    kept.insert(sum(number is not None and number < lost[0] for number in kept), None)
+    assert found == kept
+    assert store.stats().damaged_records == 1
+    store.close()
+
+
+def test_damage_to_the_last_record_of_what_was_ended_is_known(tmp_path: Path) -> None:
+    store = DiskStore(tmp_path, capacity_bytes=CAPACITY)
+    put(store, 1, 2, 3)
+    store.compact((1, [b"the state"]), [])  # ends the log; nothing is appended any more
+    store.close()
+    flip(only(tmp_path, "log-*"), record(3).header[:20])
+    store = DiskStore(tmp_path, capacity_bytes=CAPACITY)
+    assert [(n, header is None) for n, header in store.headers()] == [(2, False), (2, True)]
+    assert store.stats().damaged_records == 1
     store.close()
 
 

@@ -150,14 +150,15 @@ def inside(command: list[str], environ: dict[str, str]) -> int:
 
 def clear(work: Path) -> list[str]:
     """Removes the directory; says what could not be left as it was."""
+    for mount in reversed(_mounts(work)):
+        subprocess.run(["umount", mount], capture_output=True, check=False)
     shutil.rmtree(work, ignore_errors=True)
     for group in Path("/sys/fs/cgroup").glob("*/libpod_parent"):
         for path in (*sorted(group.rglob("*/"), reverse=True), group):
             with contextlib.suppress(OSError):  # somebody's containers are in it
                 path.rmdir()
     left = [f"directory {work}"] if work.exists() else []
-    mounts = Path("/proc/mounts").read_text("utf-8").splitlines()
-    left += [f"mount {line.split()[1]}" for line in mounts if str(work) in line]
+    left += [f"mount {mount}" for mount in _mounts(work)]
     for entry in Path("/proc").glob("[0-9]*/cmdline"):
         try:
             command = entry.read_bytes().replace(b"\0", b" ").decode(errors="replace")
@@ -181,6 +182,11 @@ def call(*command: str, env: dict[str, str] | None = None, cwd: Path | None = No
     if done.returncode:
         raise Unable(f"{' '.join(command)} exited with {done.returncode}:\n{done.stdout[-4000:]}")
     return done.stdout
+
+
+def _mounts(work: Path) -> list[str]:
+    mounts = [line.split()[1] for line in Path("/proc/mounts").read_text("utf-8").splitlines()]
+    return [mount for mount in mounts if Path(mount).is_relative_to(work)]
 
 
 def _installed(package: str) -> bool:

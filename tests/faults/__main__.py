@@ -1,4 +1,4 @@
-"""`python -m faults`: runs scenarios, prints what they counted, and fails if a promise was broken."""
+"""`python -m faults`: runs scenarios, prints what they counted, fails if a promise was broken."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ def _jumping_here(rng: random.Random) -> Iterator[None]:
 
 
 def once(seed: int, processes: Writers, jumps: int) -> dict[str, float]:
-    """A server whose clock jumps by up to a day while it is written to, and once while it is away."""
+    """A server whose clock jumps by up to a day while it is written to, and a bit while away."""
     rng = random.Random(f"clocks {seed}")
     with temporary() as path:
         clock = Path(path) / "clock"

@@ -129,9 +129,7 @@ def _until(condition: object, seconds: float = 60.0) -> None:
         time.sleep(0.01)
 
 
-def run(
-    seed: int, *, count: int = 50, rounds: int = 2, seconds: float = 2.0
-) -> dict[str, float]:
+def run(seed: int, *, count: int = 50, rounds: int = 2, seconds: float = 2.0) -> dict[str, float]:
     """Figures of all three."""
     with Writers(2) as processes:
         figures: dict[str, float] = dict(resets(seed, count, processes)) if count else {}

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import re
 import resource
 import subprocess
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Protocol
 
@@ -47,11 +48,9 @@ class Tmpfs:
     def fill(self, server: Server) -> None:
         with self._ballast.open("ab", buffering=0) as file:
             for size in (1 << 20, 4096):
-                try:
+                with suppress(OSError):
                     while True:
                         file.write(b"\1" * size)
-                except OSError:
-                    pass
 
     def free(self, server: Server) -> None:
         self._ballast.unlink()
@@ -97,7 +96,7 @@ def _refused(server: Server) -> float:
     return sum(
         value
         for sample, value in server.metrics().items()
-        if sample.startswith(name) and ("OVERLOADED" in sample.upper() or "UNAVAIL" in sample.upper())
+        if sample.startswith(name) and re.search("overloaded|unavailable", sample, re.IGNORECASE)
     )
 
 
@@ -178,5 +177,3 @@ def run(seed: int, *, disks: int = 2) -> dict[str, float]:
                 old = total.get(name, 0)
                 total[name] = max(old, value) if slowest else old + value
     return total
-
-

@@ -18,7 +18,7 @@ import sys
 import tempfile
 import time
 import traceback
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -224,9 +224,10 @@ def describe(error: BaseException) -> str:
 
 
 def _child(name: str, seed: int, seconds: float, count: int, directory: Path, engine: str) -> int:
-    from faults.fuzz_targets import inputs, targets
+    with _instrumented(engine):
+        from faults.fuzz_targets import inputs, targets
 
-    target = targets()[name]()
+        target = targets()[name]()
     rng = random.Random(seed)
     for _ in range(3):  # what is made once is not what an input costs
         target.one_input(target.samples(rng))
@@ -249,6 +250,15 @@ def _child(name: str, seed: int, seconds: float, count: int, directory: Path, en
     return 0
 
 
+def _instrumented(engine: str) -> Any:
+    """What is imported in it tells libFuzzer which lines are reached."""
+    if engine != "atheris":
+        return nullcontext()
+    import atheris
+
+    return atheris.instrument_imports(include=["routetrace"])
+
+
 def _atheris(target: Any, runner: Runner, seed: int, seconds: float, count: int) -> None:
     """libFuzzer chooses what to mutate by the lines that it reaches; the mutations are ours."""
     import atexit
@@ -260,7 +270,6 @@ def _atheris(target: Any, runner: Runner, seed: int, seconds: float, count: int)
         data = data if len(data) > 8 and rng.random() < 0.95 else target.samples(rng)
         return target.mutate(rng, data)[:max_size]
 
-    atheris.instrument_all()
     atexit.register(runner.write)  # Fuzz() does not return
     flags = [
         f"-seed={seed & 0x7FFFFFFF}", f"-max_total_time={int(max(seconds, 1))}", "-max_len=65536",

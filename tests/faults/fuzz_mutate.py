@@ -217,6 +217,20 @@ def put_group(frame: bytes, group: int, body: bytes, tell_length: bool = True) -
     return reseal_frame(bytes(out))
 
 
+def frames_of(lengths: bytes, payload: bytes) -> list[bytes]:
+    """The frames of a payload, as far as their lengths can be believed."""
+    frames, at = [], 0
+    for length in np.frombuffer(lengths[: len(lengths) // 4 * 4], U32).tolist():
+        frames.append(payload[at : at + length])
+        at += length
+    return frames
+
+
+def lengths_of(frames: list[bytes]) -> bytes:
+    """The column of their lengths."""
+    return np.array([len(frame) for frame in frames], U32).tobytes()
+
+
 def reseal_frame(frame: bytes) -> bytes:
     """The frame with checksums that match, as far as its tables lie within it."""
     out = bytearray(frame)

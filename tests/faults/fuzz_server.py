@@ -15,7 +15,14 @@ from feeder import ChunkMaker, Feeder
 from google.protobuf.message import DecodeError
 from sim_engine import SimEngine
 
-from faults.fuzz_mutate import mutate_bytes, mutate_frame, mutate_message, odd_number
+from faults.fuzz_mutate import (
+    frames_of,
+    lengths_of,
+    mutate_bytes,
+    mutate_frame,
+    mutate_message,
+    odd_number,
+)
 from faults.fuzz_targets import LAYOUTS, Target, pack_parts, unpack_parts
 from routetrace.server import refs
 from routetrace.server.apply import apply_record
@@ -121,14 +128,10 @@ class ChunkTarget(Target):
         elif kind == 1:
             parts.insert(rng.randrange(len(parts)), parts[i])
         elif kind == 2 and chunk.payload:
-            lengths = np.frombuffer(header.frame_lengths, "<u4")
-            frame = mutate_frame(rng, chunk.payload[: int(lengths[0])] if len(lengths) else b"")
-            chunk.payload = frame + chunk.payload[int(lengths[0]) if len(lengths) else 0 :]
-            if len(lengths):
-                lengths = lengths.copy()
-                lengths[0] = len(frame)
-                header.frame_lengths = lengths.tobytes()
-                chunk.header = header.SerializeToString()
+            frames = frames_of(header.frame_lengths, chunk.payload) or [b""]
+            frames[0] = mutate_frame(rng, frames[0])
+            chunk.payload, header.frame_lengths = b"".join(frames), lengths_of(frames)
+            chunk.header = header.SerializeToString()
         else:
             mutate_message(rng, header)
             chunk.header = header.SerializeToString()
@@ -264,7 +267,7 @@ def _storm(rng: random.Random, hello: pb.Hello) -> pb.Chunk:
     ops["arg"] = np.where(is_begin, np.cumsum(is_begin) - 1, 1)
     ops["row"][is_rows] = np.arange(is_rows.sum())
     ops["value"][is_begin] = rng.choice((0, np.arange(is_begin.sum())))
-    rows = rows_of(layout, max(1, int(is_rows.sum())))
+    rows = np.repeat(rows_of(layout, 1), max(1, int(is_rows.sum())), axis=0)
     maker.frame(rows)
     maker.begins = [pb.RequestBegin(trace_id="t")] * int(is_begin.sum())
     maker.requests = ["a"]
@@ -417,16 +420,18 @@ class RequestTarget(Target):
         path = self._paths[data[0] % len(self._paths)]
         body = data[1:]
         method = self._methods[path]
+        may_wait = waits(path, body)
+        limit = 0.3 if may_wait else 10.0
         try:
             if method.client_streaming:
-                call = self._channel.stream_stream(path)(iter([body]), timeout=0.5)
+                call = self._channel.stream_stream(path)(iter([body]), timeout=limit)
                 list(call)
             elif method.server_streaming:
-                list(self._channel.unary_stream(path)(body, timeout=0.5))
+                list(self._channel.unary_stream(path)(body, timeout=limit))
             else:
-                self._channel.unary_unary(path)(body, timeout=0.5)
+                self._channel.unary_unary(path)(body, timeout=limit)
         except grpc.RpcError as error:
-            if not _is_typed(error, waits(path, body)):
+            if not _is_typed(error, may_wait):
                 raise
             return False
         return True
@@ -455,7 +460,10 @@ def waits(path: str, body: bytes) -> bool:
     }.get(name)
     if kind is None:
         return False
-    request: Any = kind.FromString(body)
+    try:
+        request: Any = kind.FromString(body)
+    except DecodeError:
+        return False
     return bool(
         getattr(request, "wait_for", 0)
         or getattr(request, "wait", False)

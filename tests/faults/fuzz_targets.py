@@ -18,6 +18,8 @@ from google.protobuf.message import DecodeError
 
 from faults.fuzz_mutate import (
     COLUMNS,
+    frames_of,
+    lengths_of,
     mutate_bytes,
     mutate_frame,
     mutate_message,
@@ -239,18 +241,13 @@ def _check_trace(trace: RoutingTrace, want: Want) -> None:
 
 def _mutate_payload(rng: random.Random, message: Any) -> None:
     """Changes one of the frames; the lengths are right unless they are what is changed."""
-    lengths = np.frombuffer(message.frame_lengths, COLUMNS["frame_lengths"]).tolist()
-    frames, at = [], 0
-    for length in lengths:
-        frames.append(message.payload[at : at + length])
-        at += length
+    frames = frames_of(message.frame_lengths, message.payload)
     if frames:
         i = rng.randrange(len(frames))
         frames[i] = rng.choice((mutate_frame(rng, frames[i]), rng.choice(_frames())))
     message.payload = b"".join(frames)
     if rng.random() < 0.95:
-        sizes = np.array([len(f) for f in frames], COLUMNS["frame_lengths"])
-        message.frame_lengths = sizes.tobytes()
+        message.frame_lengths = lengths_of(frames)
     if rng.random() < 0.3:
         message.spans = mutate_records(rng, message.spans, COLUMNS["spans"])
 

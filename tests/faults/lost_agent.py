@@ -62,7 +62,7 @@ def once(seed: int, how: str) -> dict[str, float]:
             handles.append(agent.begin("r", trace_id=f"t{i}", prompt_len=25))
             agent.step(_rows(seed, i)[:25], [(handles[i], 0, 25)])
             check(agent.flush(30), "an agent did not get through")
-        old_epoch = _epoch(server, "e0", seed)
+        old_epoch = _epoch(server, "e0")
         # Heartbeats keep those alive that have nothing to say.
         time.sleep(3 * HEARTBEAT_S)
         for i in range(4):
@@ -112,11 +112,16 @@ def once(seed: int, how: str) -> dict[str, float]:
     return {"agents": 5, "heartbeat_s": HEARTBEAT_S, f"lost_after_{how}_s": took}
 
 
-def _epoch(server: Server, engine_id: str, seed: int) -> int:
-    """Its newest epoch, from the files' view: the one that a lower one is fenced by."""
-    hello = pb.Hello(run=RUN, engine_id=engine_id, boot_id="boot", epoch=1, layout=LAYOUT.to_proto())
+def _hello(engine_id: str, epoch: int) -> pb.Hello:
+    return pb.Hello(
+        run=RUN, engine_id=engine_id, boot_id="boot", epoch=epoch, layout=LAYOUT.to_proto()
+    )
+
+
+def _epoch(server: Server, engine_id: str) -> int:
+    """Its newest epoch: the one that fences a lower one."""
     try:
-        Stream(server.target, hello)
+        Stream(server.target, _hello(engine_id, 1))
     except grpc.RpcError as error:
         check(error.code() is grpc.StatusCode.FAILED_PRECONDITION, f"{error}")
         # "epoch is 1, expected 17953..., the newest"
@@ -126,9 +131,8 @@ def _epoch(server: Server, engine_id: str, seed: int) -> int:
 
 
 def _fenced(server: Server, epoch: int) -> None:
-    hello = pb.Hello(run=RUN, engine_id="e0", boot_id="boot", epoch=epoch, layout=LAYOUT.to_proto())
     try:
-        Stream(server.target, hello)
+        Stream(server.target, _hello("e0", epoch))
     except grpc.RpcError as error:
         check(error.code() is grpc.StatusCode.FAILED_PRECONDITION, f"{error}")
     else:

@@ -168,9 +168,7 @@ class Inline:
 
     def duplicates(self) -> float:
         """As the server counts them, over all its lives."""
-        value = self._core.metrics.registry.get_sample_value(
-            "routetrace_ingest_duplicates_total"
-        )
+        value = self._core.metrics.registry.get_sample_value("routetrace_ingest_duplicates_total")
         return self._counted + (value or 0.0)
 
     def close(self) -> None:
@@ -266,7 +264,11 @@ class Model:
             if kind == "other":
                 chunk = self._script.other(sequence)
             elif kind == "damaged":
-                chunk.payload = bytes([chunk.payload[0] ^ 1]) + chunk.payload[1:]
+                # Frames have checksums of their own; the header's is the chunk's alone.
+                name = "header" if sequence % 2 else "payload"
+                data = bytearray(getattr(chunk, name))
+                data[len(data) // 2] ^= 1
+                setattr(chunk, name, bytes(data))
             if sequence <= self._stored:
                 self.counts["duplicates"] += kind != "other"
                 answer = "INVALID_ARGUMENT" if kind == "other" else "ack"

@@ -1,4 +1,4 @@
-"""Quotas and capacity: the oldest finished traces go, or chunks are refused; nothing is half there."""
+"""Quotas and capacity: the oldest finished traces go, or chunks are refused; none is half there."""
 
 from __future__ import annotations
 

@@ -116,7 +116,8 @@ class Script:
         begun = []
         while len(live) < _LIVE_REQUESTS and (not live or rng.random() < 0.5):
             request = len(self._num_rows)
-            self._num_rows.append(rng.choice((1, rng.randint(2, 12), rng.randint(2, self._longest))))
+            sizes = (1, rng.randint(2, 12), rng.randint(2, self._longest))
+            self._num_rows.append(rng.choice(sizes))
             live[request] = 0
             begun.append(request)
         parts = []

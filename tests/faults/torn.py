@@ -1,4 +1,4 @@
-"""The agents' whole path while the server is killed: simulated engines, CaptureAgent, comparison."""
+"""The agents' whole path while the server is killed: simulated engines, agents, comparison."""
 
 from __future__ import annotations
 

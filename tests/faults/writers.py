@@ -13,6 +13,7 @@ import random
 import time
 from collections import Counter, deque
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import Any
@@ -245,10 +246,8 @@ class _Writer:
                     await self._changed.wait_for(lambda: self._ended)
                 request = self._ended[0]
                 self.report.known.deleting.add(request)
-                try:
+                with suppress(NotFound):  # an earlier attempt, whose answer got lost
                     await client.delete(self.script.trace_id(request))
-                except NotFound:
-                    pass  # an earlier attempt, whose answer got lost
                 self.report.known.deleted.add(request)
                 self._ended.popleft()
 
@@ -270,10 +269,8 @@ class _Writer:
 
 
 async def _wait(event: asyncio.Event, seconds: float) -> None:
-    try:
+    with suppress(asyncio.TimeoutError):
         await asyncio.wait_for(event.wait(), seconds)
-    except asyncio.TimeoutError:
-        pass
 
 
 async def _serve(pipe: Connection) -> None:

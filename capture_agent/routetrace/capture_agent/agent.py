@@ -8,10 +8,12 @@ import secrets
 import threading
 import time
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
+from multiprocessing import parent_process
+from multiprocessing.util import Finalize
 from types import TracebackType
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -39,6 +41,7 @@ from routetrace.capture_agent.link import WorkerLink
 from routetrace.v1 import routetrace_pb2 as pb
 from routetrace.v1.errors import Closed, InvalidArgument
 from routetrace.v1.records import FinishReason
+from routetrace.v1.security import Security
 
 _REASONS = {reason.name.lower(): reason for reason in FinishReason}
 
@@ -64,11 +67,13 @@ class CaptureAgent:
         config: whom to send to, and what rows look like.
 
     Raises:
+        InvalidArgument: if a certificate, a key or a token can not be used.
         OSError: if the background can not be started.
     """
 
     def __init__(self, config: AgentConfig) -> None:
         self.config = config = replace(config, boot_id=config.boot_id or secrets.token_hex(8))
+        cast("Security", config.security).check(config.target)
         layout = config.layout
         self._columns = (len(layout.layer_ids), layout.top_k)
         # A top-1 whose dtype has no id to spare can not mark a cell.
@@ -89,8 +94,9 @@ class CaptureAgent:
         self._words = self._link.words
         self._feed = Feed(self._link.ring, layout)
         _agents.add(self)
+        _close_at_exit()
         # Collected without close(): the background sends what it has.
-        weakref.finalize(self, self._link.hang_up).atexit = False
+        weakref.finalize(self, _collected, self._link, config.close_timeout_s).atexit = False
 
     # ------------------------------------------------------------------ requests
 
@@ -455,24 +461,12 @@ class CaptureAgent:
             What became of the rows; the same again if it was called before.
         """
         deadline = time.monotonic() + (self.config.close_timeout_s if timeout is None else timeout)
-        with self._lock:
-            first, self._closed = not self._closed, True
         if self._inert:
             return CloseReport()
-        if not first:
+        if not self._finish(deadline):
             self._done.wait(max(0.0, deadline - time.monotonic()))
             return _report(self._final or self.stats())
-        leftover = self._link.leftover
-        while self._link.alive and not self._feed.drain() and time.monotonic() < deadline:
-            self._link.wake()
-            self._link.wait(0.01)
-        self._link.close(deadline)
-        if ended := self._words[Word.ENDED]:
-            leftover = Ended(ended).name.lower()
-        self._final = counters.read(self._words, leftover or "unsent")
-        self._done.set()
-        _agents.discard(self)
-        return _report(self._final)
+        return self._end(deadline)
 
     def __enter__(self) -> CaptureAgent:
         return self
@@ -486,6 +480,27 @@ class CaptureAgent:
         self.close()
 
     # ------------------------------------------------------------------ private
+
+    def _finish(self, deadline: float) -> bool:
+        """Takes nothing more, and hands over what is remembered; False if that was done before."""
+        with self._lock:
+            first, self._closed = not self._closed, True
+        if first:
+            while self._link.alive and not self._feed.drain() and time.monotonic() < deadline:
+                self._link.wake()
+                self._link.wait(0.01)
+        return first
+
+    def _end(self, deadline: float) -> CloseReport:
+        """Waits for the background, until `deadline` at most."""
+        leftover = self._link.leftover
+        self._link.close(deadline)
+        if ended := self._words[Word.ENDED]:
+            leftover = Ended(ended).name.lower()
+        self._final = counters.read(self._words, leftover or "unsent")
+        self._done.set()
+        _agents.discard(self)
+        return _report(self._final)
 
     def _active(self) -> bool:
         if self._inert:
@@ -534,9 +549,39 @@ def _report(stats: AgentStats) -> CloseReport:
 _agents: weakref.WeakSet[CaptureAgent] = weakref.WeakSet()
 
 
+# Links of agents that were collected, if they end with this process.
+_left: list[tuple[WorkerLink, float]] = []
+
+
+def _collected(link: WorkerLink, timeout: float) -> None:
+    """The background of an agent that nobody closed sends what it has, in its own time."""
+    link.hang_up()
+    _left[:] = [other for other in _left if other[0].alive]
+    if link.pid == os.getpid():
+        _left.append((link, timeout))
+
+
 def _close_all() -> None:
+    """Ends all agents side by side."""
+    now = time.monotonic()
+    ends: list[tuple[Callable[[float], object], float]] = []
+    for link, timeout in _left:
+        if link.alive:
+            link.finish(now + timeout)
+            ends.append((link.close, now + timeout))
     for agent in list(_agents):
-        agent.close()
+        deadline = now + agent.config.close_timeout_s
+        if not agent._inert and agent._finish(deadline):
+            agent._link.finish(deadline)
+            ends.append((agent._end, deadline))
+    for end, deadline in ends:
+        end(deadline)
+
+
+def _close_at_exit() -> None:
+    """As atexit would, which does not run in the children of multiprocessing."""
+    if parent_process() is not None:
+        Finalize(None, _close_all, exitpriority=1)
 
 
 def _after_fork_in_child() -> None:

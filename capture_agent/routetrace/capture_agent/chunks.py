@@ -65,9 +65,12 @@ class ChunkBuilder:
     Args:
         layout: columns of the rows.
         block_size: tokens per KV block; 0 if slots are not told.
+        target_bytes: of a chunk, before compression.
     """
 
-    def __init__(self, layout: RoutingLayout, block_size: int) -> None:
+    def __init__(
+        self, layout: RoutingLayout, block_size: int, target_bytes: int = TARGET_BYTES
+    ) -> None:
         self._layout = layout
         self._block_size = block_size
         self._layout_proto = layout.to_proto()
@@ -75,13 +78,14 @@ class ChunkBuilder:
         # At most: the frame's header, which grows by layers, and its two columns.
         self._frame_bytes = 32 + layout.num_hidden_layers // 8 + 10 * len(layout.layer_ids)
         self.ready: deque[Chunk] = deque()
+        self._most = min(target_bytes, TARGET_BYTES)
         self.limit(TARGET_BYTES)
         self._clear()
 
     def limit(self, max_chunk_bytes: int) -> None:
         """Keeps chunks sealed from now on below what the server takes."""
         # Incompressible frames are up to 1.5 % larger than their rows.
-        self._target = min(TARGET_BYTES, max_chunk_bytes * 31 // 32 - self._base_bytes)
+        self._target = min(self._most, max_chunk_bytes * 31 // 32 - self._base_bytes)
         room, row_bytes = self._target - self._frame_bytes - 64, self._layout.row_bytes
         #: Rows of one frame at most.
         self.max_rows = max(1, room // row_bytes)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Literal, get_args
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal, NoReturn, get_args
 
 from routetrace.v1.errors import InvalidArgument
 from routetrace.v1.frame import MAX_FRAME_ROWS
 from routetrace.v1.layout import RoutingLayout
+from routetrace.v1.security import Security
 
 Mode = Literal["process", "thread"]
 
@@ -53,9 +54,17 @@ class AgentConfig:
     """Longest time that rows wait for their frame to fill up."""
     flush_interval_s: float = 0.1
     """Longest time that frames and events wait for their chunk to fill up."""
+    security: Security | Mapping[str, Any] | None = None
+    """TLS files and a token, also as a mapping of `Security`'s fields; None: what the environment
+    says."""
     queue_bytes: int = 256 * _MIB
-    """Most bytes to hold that the server has not acknowledged; beyond it whole requests are
-    dropped, newest first."""
+    """Most bytes of memory for what the server has not acknowledged, and for what is known of
+    running requests; above seven eighths of it whole requests are dropped, newest first."""
+    spill_dir: str = ""
+    """Directory on a local disk for what exceeds half of queue_bytes; "": nothing goes to disk.
+    The file in it has no name, and is gone with the process that holds it."""
+    spill_bytes: int = 4 << 30
+    """Most bytes in it."""
     ring_bytes: int = 64 * _MIB
     """Memory between the engine and the background; what does not fit into it is dropped."""
     close_timeout_s: float = 10.0
@@ -84,6 +93,7 @@ class AgentConfig:
             ("linger_s", 0, 3600),
             ("flush_interval_s", 0.001, 60),
             ("queue_bytes", _MIB, 1 << 50),
+            ("spill_bytes", _MIB, 1 << 50),
             ("ring_bytes", _MIB, 1 << 40),
             ("close_timeout_s", 0, 3600),
         ):
@@ -98,6 +108,11 @@ class AgentConfig:
         # Four rows at least must fit, since one record takes half of the ring at most.
         if self.ring_bytes < 16 * self.layout.row_bytes:
             _refuse("ring_bytes", self.ring_bytes, f"16 rows of {self.layout.row_bytes} bytes")
+        if self.spill_dir and not (
+            os.path.isdir(self.spill_dir) and os.access(self.spill_dir, os.W_OK | os.X_OK)
+        ):
+            _refuse("spill_dir", self.spill_dir, "a directory that can be written to")
+        object.__setattr__(self, "security", security_of(self.security))
         # A plain dict, so that the configuration can be handed to another process.
         object.__setattr__(self, "attributes", dict(self.attributes))
 
@@ -113,5 +128,27 @@ def check_id(name: str, value: str, *, required: bool = True) -> None:
         _refuse(name, value, f"a string of {int(required)} to {MAX_ID_LENGTH} characters")
 
 
-def _refuse(name: str, value: object, expected: str) -> None:
+def security_of(given: object) -> Security:
+    """What a configuration says of security.
+
+    Raises:
+        InvalidArgument: naming the field that is wrong, never its value.
+    """
+    if given is None:
+        return Security.from_environment()
+    if isinstance(given, Security):
+        return given
+    types = {f.name: bool if isinstance(f.default, bool) else str for f in fields(Security)}
+    names = ", ".join(types)
+    if not isinstance(given, Mapping):
+        _refuse("security", type(given).__name__, f"an object of {names}")
+    for name, value in given.items():
+        if name not in types:
+            _refuse("security", f"with {name!r}", f"an object of {names}")
+        if not isinstance(value, types[name]):
+            _refuse(f"security.{name}", type(value).__name__, types[name].__name__)
+    return Security(**given)
+
+
+def _refuse(name: str, value: object, expected: str) -> NoReturn:
     raise InvalidArgument(field=name, value=value, expected=expected)

@@ -30,6 +30,7 @@ class Word(IntEnum):
     INVALID_IDS = 9
     REWOUND = 10
     LATE = 11  # rows of requests that were preempted
+    UNTOLD = 12  # requests that the server will never hear of
     # Written by the background's sender.
     ACKNOWLEDGED = 16
     REJECTED = 17
@@ -38,6 +39,9 @@ class Word(IntEnum):
     RECONNECTS = 20
     FLUSHED = 21  # token of the last flush that is done
     ENDED = 22  # an Ended
+    CORRUPT = 23  # rows that came back damaged from the disk
+    QUEUED_BYTES = 24  # in the outbox, in memory
+    SPILLED_BYTES = 25  # in the outbox, on disk
 
 
 class Ended(IntEnum):
@@ -53,6 +57,7 @@ _REASONS = {
     "rewound": (Word.REWOUND,),
     "late": (Word.TOO_LATE, Word.LATE),
     "rejected": (Word.REJECTED,),
+    "corrupt": (Word.CORRUPT,),
 }
 
 
@@ -68,8 +73,8 @@ class AgentStats:
     """Rows that it will not get, by reason: queue_full (no room in the ring or the queue),
     invalid_ids (an id out of range or twice in one top-k), rewound (taken back by the engine before
     they were sent), late (of a request that had ended or was preempted by then), rejected (refused
-    by the server), fenced (a newer epoch of the engine has taken over), agent_lost (the background
-    died), unsent (close() ran out of time)."""
+    by the server), corrupt (damaged on the disk they were spilled to), fenced (a newer epoch of the
+    engine has taken over), agent_lost (the background died), unsent (close() ran out of time)."""
     in_flight_rows: int = 0
     """Rows on their way."""
     sent_bytes: int = 0
@@ -78,6 +83,13 @@ class AgentStats:
     """Chunks that were acknowledged."""
     reconnects: int = 0
     """Times that the stream was opened again."""
+    queued_bytes: int = 0
+    """Bytes of chunks that wait for their acknowledgement, in memory."""
+    spilled_bytes: int = 0
+    """The same on disk."""
+    untold_requests: int = 0
+    """Requests, all their rows dropped, of which the server will never hear: there was no memory
+    for their names."""
 
 
 @dataclass(frozen=True)
@@ -114,4 +126,7 @@ def read(words: memoryview, leftover: str | None) -> AgentStats:
         sent_bytes=words[Word.SENT_BYTES],
         chunks=words[Word.CHUNKS],
         reconnects=words[Word.RECONNECTS],
+        queued_bytes=words[Word.QUEUED_BYTES],
+        spilled_bytes=words[Word.SPILLED_BYTES],
+        untold_requests=words[Word.UNTOLD],
     )

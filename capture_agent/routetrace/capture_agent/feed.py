@@ -28,7 +28,8 @@ RECORD = struct.Struct("=QIIQq")
 
 #: Bytes of what is remembered, beyond which the other end counts as stuck.
 MAX_BACKLOG_BYTES = 32 << 20
-_SPAN_BYTES = 128
+#: What Python takes for a span, a block and an event, beside its bytes.
+_SPAN_BYTES, _BLOCK_BYTES, _EVENT_BYTES = 128, 96, 64
 #: Spans and blocks of one record, so that it fits into the smallest ring.
 _MAX_LOST = 1 << 12
 
@@ -40,6 +41,10 @@ class _Lost:
     # handle, [start, stop, why, step of the last]
     spans: list[tuple[int, list[int]]] = field(default_factory=list)
     blocks: set[int] = field(default_factory=set)
+
+    @property
+    def nbytes(self) -> int:
+        return _SPAN_BYTES * len(self.spans) + _BLOCK_BYTES * len(self.blocks)
 
     def pickle(self) -> bytes:
         spans = [(handle, *span) for handle, span in self.spans]
@@ -109,7 +114,7 @@ class Feed:
         self._spans.pop(handle, None)
         if not (self.drain() and self._write(data)):
             self._backlog.append(data)
-            self._backlog_bytes += len(data)
+            self._backlog_bytes += _EVENT_BYTES + len(data)
 
     def lose(self, handle: int, position: int, count: int, reason: int, step: int) -> None:
         """Remembers rows of a request that were not written."""
@@ -123,7 +128,10 @@ class Feed:
 
     def lose_blocks(self, blocks: list[int]) -> None:
         """Remembers blocks that have slots whose rows were not written."""
-        self._lost().blocks.update(blocks)
+        lost = self._lost()
+        self._backlog_bytes -= lost.nbytes
+        lost.blocks.update(blocks)
+        self._backlog_bytes += lost.nbytes
 
     def drain(self) -> bool:
         """Writes what is remembered; returns whether that was all of it."""
@@ -133,12 +141,12 @@ class Feed:
                 return False
             self._backlog.popleft()
             if isinstance(first, _Lost):
-                self._backlog_bytes -= _SPAN_BYTES * len(first.spans)
+                self._backlog_bytes -= first.nbytes
                 for handle, span in first.spans:
                     if self._spans.get(handle) is span:
                         del self._spans[handle]
             else:
-                self._backlog_bytes -= len(first)
+                self._backlog_bytes -= _EVENT_BYTES + len(first)
         return True
 
     def clear(self) -> None:

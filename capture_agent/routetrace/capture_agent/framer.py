@@ -19,8 +19,10 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from routetrace.capture_agent.chunks import NO_BLOCKS, Blocks, ChunkBuilder
 from routetrace.capture_agent.counters import Word
@@ -29,7 +31,7 @@ from routetrace.capture_agent.window import Slots, SlotWindow, as_ids
 from routetrace.v1 import routetrace_pb2 as pb
 from routetrace.v1.frame import invalid_rows
 from routetrace.v1.layout import RoutingLayout
-from routetrace.v1.records import U32, OpKind, token_digests
+from routetrace.v1.records import DIGEST, U32, OpKind, token_digests
 
 #: Rows of one request in one frame at most. Longer frames are 1 to 4 % smaller (2048 rows), but a
 #: rank that reads 4096 tokens of a request also gets the rest of the frames at their ends.
@@ -37,6 +39,12 @@ MAX_ROWS = 512
 
 #: Traces, and ends of each, that are remembered.
 MAX_TRACES, MAX_ENDS = 4096, 4
+
+Digests = npt.NDArray[Any]  # of records.DIGEST
+NO_DIGESTS: Digests = np.empty(0, DIGEST)
+
+#: Bytes that a running request takes, beside what is counted.
+_REQUEST_BYTES = 1024
 
 
 @dataclass(slots=True)
@@ -48,9 +56,13 @@ class _Request:
     blocks: Blocks = field(default_factory=lambda: NO_BLOCKS)
     emitted: int = 0  # the server was told of positions below
     owned_from: int = 0  # blocks from this index on are in the index of writers
-    digests: dict[int, int] = field(default_factory=dict)  # those that were sent, by position
+    digests: Digests = field(default_factory=lambda: NO_DIGESTS)  # those that were sent
     preempted: bool = False
     lost: bool = False  # dropped: takes no rows any more
+    # Tells of a request that was dropped when it began, if there was no memory even for its name.
+    untold: Callable[[], None] | None = None
+
+    nbytes: int = 0  # as they were counted
 
 
 class Framer:
@@ -63,7 +75,7 @@ class Framer:
         frame_rows: rows that make a frame.
         linger_s: seconds that rows wait for it.
         out: where ops and frames go.
-        drop: told of rows that will not be sent: drop(counter, rows).
+        drop: told of rows, or requests, that will not be told of: drop(counter, number).
     """
 
     def __init__(
@@ -84,6 +96,7 @@ class Framer:
         self._drop = drop
         self._linger = Linger(layout.row_bytes, frame_rows)
         self._requests: dict[int, _Request] = {}  # by lane
+        self._known_bytes = 0  # of all requests
         self._begun = 0
         self._starts: dict[int, Callable[[], None]] = {}  # by lane: what is yet to be told
         self._ends = TraceEnds()
@@ -91,9 +104,12 @@ class Framer:
         self._writer = np.full(num_blocks, -1, np.int64)
         self._index = np.zeros(num_blocks, np.int64)
         self._window = SlotWindow(layout, out, drop)
-        # Set where memory is too short even for events: requests that begin are not reported, and
-        # slots are forgotten before anything else is.
+        # Set where memory is too short even for events: no rows are taken; requests that begin are
+        # dropped, and told by their names and ends alone; slots are forgotten before anything else
+        # is told.
         self.muted = False
+        # Set where it is too short for names: nothing is told of requests that begin.
+        self.silent = False
         self._forgetful = False
         self.events: Mapping[str, Callable[..., None]] = {
             "begin": self.begin,
@@ -112,6 +128,12 @@ class Framer:
         """Bytes of the rows that linger."""
         return self._linger.nbytes + self._window.rows * self._layout.row_bytes
 
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of memory that all of this takes."""
+        rows = self._linger.held_bytes + self._window.rows * self._layout.row_bytes
+        return rows + self._known_bytes
+
     # ------------------------------------------------------------------ rows
 
     def step(self, now: float, step: int, version: int, runs: Ints, rows: Bytes) -> None:
@@ -128,6 +150,8 @@ class Framer:
         handles, positions, counts = runs
         lanes = handles & LANE_MASK
         quick = self._linger.fits(lanes, positions, counts, version)
+        if self.muted:
+            quick[:] = False
         if quick.all():
             self._extend(now, step, version, lanes, counts, rows)
             return
@@ -169,6 +193,8 @@ class Framer:
         if request.preempted:
             self._drop(Word.LATE, len(rows))
             return
+        if self.muted and not request.lost:
+            self._shed(request)
         self._rewind(request, position)
         if request.lost:
             self._drop(Word.QUEUE_FULL, len(rows))
@@ -193,6 +219,11 @@ class Framer:
 
     def step_slots(self, now: float, step: int, version: int, slots: Slots, rows: Bytes) -> None:
         """Rows [n, row_bytes] of one forward pass at `slots` [n]."""
+        if self.muted:
+            self._drop(Word.QUEUE_FULL, len(rows))
+            self._forgetful = True
+            return
+        self._remember()
         self._flush_all()
         self._window.add(now, step, version, slots, rows)
 
@@ -229,16 +260,19 @@ class Framer:
         self._linger.begin(lane, num_computed_tokens, begin.prompt_len)
         self._linger.open[lane] = not self.muted
         self._requests[lane] = request
-        if self.muted:
-            self._forgetful = True
-            return
-        self._begun += 1
-        request.order = self._begun
-        request.emitted = num_computed_tokens
+        self._count(request)
         ends = self._ends.of(trace_id)
         for other in list(self._starts):  # requests of a trace keep their order
             if self._requests[other].trace_id == trace_id:
                 self._start(other)
+        if self.muted:
+            self._forgetful = True
+            request.untold = self._name(request, begin, index, ends, prompt)
+            self._tell(request)
+            return
+        self._begun += 1
+        request.order = self._begun
+        request.emitted = num_computed_tokens
 
         def start() -> None:
             self._remember()
@@ -251,6 +285,33 @@ class Framer:
                 self._digests(request, prompt, ends)
 
         self._start_with(request, block_ids, num_computed_tokens - num_external_tokens, start)
+
+    def _name(
+        self,
+        request: _Request,
+        begin: pb.RequestBegin,
+        index: int,
+        ends: tuple[int, ...],
+        prompt: bytes | None,
+    ) -> Callable[[], None]:
+        """What tells of a request that is dropped, and what it goes on from."""
+        digests = NO_DIGESTS
+        if prompt and ends:
+            digests = token_digests(np.frombuffer(prompt, U32), ends)
+            digests = digests[np.isin(digests["position"], ends)]
+
+        def tell() -> None:
+            self._out.begin(request.request_id, begin, index, 0, 0, NO_BLOCKS)
+            self._out.digests(request.request_id, digests)
+            self._lose(request, 0, 0, pb.MISSING_REASON_QUEUE_FULL)
+
+        return tell
+
+    def _tell(self, request: _Request) -> None:
+        """Tells of a request that was dropped when it began, if there is memory for that."""
+        if request.untold and not self.silent:
+            request.untold()
+            request.untold = None
 
     def _start_with(
         self,
@@ -280,6 +341,7 @@ class Framer:
             self._out.op(OpKind.BLOCKS, request.request_id, blocks=block_ids)
             known = len(request.blocks)
             request.blocks = np.concatenate([request.blocks, block_ids])
+            self._count(request)
             self._own(request, max(known, request.owned_from), len(request.blocks))
 
     def rewind(self, handle: int, position: int, step: int = 0) -> None:
@@ -299,6 +361,7 @@ class Framer:
             self._flush(request)
             self._out.op(OpKind.PREEMPT, request.request_id, position=num_computed_tokens)
             request.blocks = NO_BLOCKS
+            self._count(request)
             request.emitted = min(request.emitted, num_computed_tokens)
         else:
             self.rewind(handle, num_computed_tokens)
@@ -343,10 +406,13 @@ class Framer:
             self._ends.add(request.trace_id, num_tokens)
         if tokens and not request.lost:
             self._digests(request, tokens)
-        if request.order:
+        self._tell(request)
+        if request.untold:
+            self._drop(Word.UNTOLD, 1)
+        else:
             self._out.op(OpKind.FINISH, request.request_id, count=num_tokens, arg=reason)
         self._linger.open[lane] = False
-        del self._requests[lane]
+        self._known_bytes -= self._requests.pop(lane).nbytes
 
     def external(self, blocks: bytes) -> None:
         """KV of blocks was loaded from elsewhere."""
@@ -381,6 +447,8 @@ class Framer:
                 continue  # they came too late anyway
             self._start(request.lane)
             self._rewind(request, position)
+            if self.muted and not request.lost:
+                self._shed(request)
             if not request.lost:
                 self._flush(request)
                 self._lose(request, position, stop - position, reason)
@@ -396,6 +464,9 @@ class Framer:
         self._flush_all()
         self._window.flush()
         for lane, request in self._requests.items():
+            self._tell(request)
+            if request.untold:
+                self._drop(Word.UNTOLD, 1)
             if not request.lost:
                 end = int(self._linger.end[lane])
                 self._lose(request, end, 0, pb.MISSING_REASON_AGENT_LOST)
@@ -408,6 +479,12 @@ class Framer:
         self._flush_all()
         self._window.flush()
 
+    def flush_rows(self) -> None:
+        """Flushes everything that lingers."""
+        self._flush_all()
+        self._window.flush()
+        self._linger.compact()
+
     def shed(self, nbytes: int) -> None:
         """Drops whole requests that have rows here, newest first, until `nbytes` are free."""
         target = self.nbytes - nbytes
@@ -415,13 +492,24 @@ class Framer:
         waiting = [self._requests[lane] for lane in self._linger.lingering()]
         for request in sorted(waiting, key=lambda r: -r.order):
             if self.nbytes <= target:
-                return
-            lane = request.lane
-            start = int(self._linger.end[lane] - self._linger.fill[lane])
-            self._drop(Word.QUEUE_FULL, self._linger.cut(lane, 0))
-            self._linger.open[lane] = False
-            request.lost = True
-            self._lose(request, start, 0, pb.MISSING_REASON_QUEUE_FULL)
+                break
+            self._shed(request)
+        self._linger.compact()
+
+    def _shed(self, request: _Request) -> None:
+        """Drops a request, from the first of its rows here on."""
+        lane = request.lane
+        start = int(self._linger.end[lane] - self._linger.fill[lane])
+        self._drop(Word.QUEUE_FULL, self._linger.cut(lane, 0))
+        self._linger.open[lane] = False
+        request.lost = True
+        self._lose(request, start, 0, pb.MISSING_REASON_QUEUE_FULL)
+
+    def _count(self, request: _Request) -> None:
+        """What is known of a request has changed."""
+        nbytes = _REQUEST_BYTES + request.blocks.nbytes + request.digests.nbytes
+        self._known_bytes += nbytes - request.nbytes
+        request.nbytes = nbytes
 
     def _reported(self, handle: int) -> _Request | None:
         """The request, unless there is no memory to say more about it."""
@@ -435,6 +523,7 @@ class Framer:
         """Slots may have changed hands without a word: all are unknown."""
         if self._forgetful:
             self._flush_all()
+            self._window.flush()
             self._forgetful = False
             self._out.op(OpKind.RESET)
 
@@ -469,6 +558,7 @@ class Framer:
     def _give(self, request: _Request, blocks: Blocks, num_computed_tokens: int) -> None:
         """A request starts with these blocks, and writes from its first uncached token on."""
         request.blocks = blocks
+        self._count(request)
         request.owned_from = num_computed_tokens // self._block_size if self._block_size else 0
         self._own(request, request.owned_from, len(blocks))
 
@@ -522,8 +612,10 @@ class Framer:
     def _digests(self, request: _Request, tokens: bytes, ends: Iterable[int] = ()) -> None:
         """Digests of tokens (uint32) that the server does not have yet."""
         digests = token_digests(np.frombuffer(tokens, U32), ends)
-        new = [request.digests.get(position) != value for position, value in digests.tolist()]
-        request.digests.update(digests.tolist())
+        known = dict(request.digests.tolist())
+        new = [known.get(position) != value for position, value in digests.tolist()]
+        request.digests = digests
+        self._count(request)
         self._out.digests(request.request_id, digests[new])
 
 

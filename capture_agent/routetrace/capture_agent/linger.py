@@ -19,7 +19,7 @@ LANE_BITS = 20
 LANE_MASK = (1 << LANE_BITS) - 1
 
 _FIRST_LANES = 64
-_FIRST_ROWS = 1024
+_FIRST_ROWS = 256
 
 
 class Linger:
@@ -58,6 +58,11 @@ class Linger:
     def nbytes(self) -> int:
         """Their bytes."""
         return self.rows * self._row_bytes
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of memory, whether rows are in it or not."""
+        return self._arena.nbytes + self._places.nbytes
 
     def begin(self, lane: int, position: int, prompt_len: int) -> None:
         """A lane is handed out; its first row will be at `position`."""
@@ -164,6 +169,21 @@ class Linger:
     def lingering(self) -> list[int]:
         """Lanes that hold rows."""
         return np.flatnonzero(self.fill).tolist()
+
+    def compact(self) -> None:
+        """Gives memory back, if rows take less than a quarter of it."""
+        rows = self.rows
+        if len(self._arena) <= max(_FIRST_ROWS, 4 * rows):
+            return
+        lanes = np.flatnonzero(self.fill)
+        places = self._places[lanes]
+        used = np.arange(self.frame_rows) < self.fill[lanes, None]
+        kept = self._arena[places[used]]
+        places[used] = np.arange(rows)
+        self._places[lanes] = places
+        self._arena, self._num_free = kept, 0
+        self._free = np.empty(rows, np.int32)
+        self._add_rows(max(rows, _FIRST_ROWS))
 
     def _release(self, places: npt.NDArray[np.int32]) -> None:
         self._free[self._num_free : self._num_free + len(places)] = places

@@ -46,7 +46,7 @@ class WorkerLink:
         self._owner = os.getpid()
         self._sock, theirs = socket.socketpair()
         self._process: subprocess.Popen[bytes] | None = None
-        self._inherited = [self._sock]
+        self._worker: Worker | None = None
         if config.mode == "process":
             fd = _anonymous_file(size)
             self._memory = memoryview(mmap.mmap(fd, size))
@@ -59,8 +59,8 @@ class WorkerLink:
             work: Callable[[], object] = self._process.wait
         else:
             self._memory = memoryview(mmap.mmap(-1, size))
-            self._inherited.append(theirs)
-            work = Worker(config, self._memory, theirs, 0).run
+            self._worker = Worker(config, self._memory, theirs, 0)
+            work = self._worker.run
         self._sock.setblocking(False)
         self.words = self._memory[:COUNTER_BYTES].cast("Q")
         self.ring = Ring(self._memory[COUNTER_BYTES:])
@@ -116,10 +116,14 @@ class WorkerLink:
                 self._sock.shutdown(socket.SHUT_RDWR)
             self._sock.close()
 
-    def close(self, deadline: float) -> None:
-        """Has the background finish by `deadline` (monotonic), and ends it then."""
+    def finish(self, deadline: float) -> None:
+        """Has the background finish by `deadline` (monotonic); does not wait for it."""
         self.words[Word.DEADLINE] = int(deadline * 1e9)
         self.hang_up()
+
+    def close(self, deadline: float) -> None:
+        """As `finish`, but waits, and ends it then."""
+        self.finish(deadline)
         self._thread.join(max(0.0, deadline - time.monotonic()))
         if self._process and self.alive:
             self._process.kill()
@@ -127,8 +131,9 @@ class WorkerLink:
 
     def forget_in_child(self) -> None:
         """After a fork, in the child: lets go of what belongs to the parent."""
-        for sock in self._inherited:
-            sock.close()
+        self._sock.close()
+        if self._worker:
+            self._worker.forget_in_child()
 
 
 def _anonymous_file(size: int) -> int:

@@ -33,6 +33,9 @@ _RESERVE = 0.1
 
 #: Records taken from the ring before timers and memory are looked at again.
 _BATCH = 64
+#: Of memory that may be held: what is in the ring and not yet bounded, a chunk that is being put
+#: together, and each of the steps in which things are given up.
+_SHARES = 16
 
 _log = logging.getLogger(__name__)
 
@@ -56,7 +59,8 @@ class Worker:
         self._sock = sock
         self._parent = parent
         self._row_bytes = config.layout.row_bytes
-        self._builder = ChunkBuilder(config.layout, config.block_size)
+        self._share = config.queue_bytes // _SHARES
+        self._builder = ChunkBuilder(config.layout, config.block_size, self._share)
         self._sender = Sender(config, self._words, self._builder, self._notify)
         self._framer = Framer(
             config.layout,
@@ -68,6 +72,7 @@ class Worker:
             self._drop,
         )
         self._pending_since = 0.0
+        self._warned = False
         # Half of the interval, so that rows and timers are late by no more than all of it.
         self._poll_ms = max(1, int(config.flush_interval_s * 500))
 
@@ -88,6 +93,11 @@ class Worker:
             self._sender.close(time.monotonic() + 1)
             self._sock.close()
 
+    def forget_in_child(self) -> None:
+        """After a fork, in the child: lets go of what belongs to the parent."""
+        self._sock.close()
+        self._sender.forget_in_child()
+
     def _hung_up(self) -> bool:
         try:
             return not self._sock.recv(4096)
@@ -102,15 +112,19 @@ class Worker:
 
     def _work(self) -> bool:
         """One round; returns whether the ring may hold more."""
-        taken = 0
-        while taken < _BATCH and (record := self._ring.peek()) is not None:
+        taken = nbytes = 0
+        while (more := taken < _BATCH and nbytes < self._share) and (
+            record := self._ring.peek()
+        ) is not None:
+            nbytes += len(record)
             self._take(record)
             self._ring.consume()
             taken += 1
+        self._ship()
+        self._bound()  # before rows that linger go where they can not be dropped
         self._framer.tick(time.monotonic())
         self._ship()
-        self._bound()
-        return taken == _BATCH
+        return not more
 
     def _take(self, record: memoryview) -> None:
         now = time.monotonic()
@@ -151,14 +165,23 @@ class Worker:
             self._sender.put(ready.popleft())
 
     def _bound(self) -> None:
-        """Keeps memory in bounds."""
-        most = self._config.queue_bytes
-        held = self._sender.nbytes + self._builder.nbytes
-        over = held + self._framer.nbytes - most
-        if over > 0:
-            self._framer.shed(over)
-        # Events of requests that were dropped take memory too; it is little, but it adds up.
-        self._framer.muted = held > most + most // 8
+        """Keeps memory in bounds: rows go first, then events, then the names of requests."""
+        framer, share = self._framer, self._share
+        most = (_SHARES - 2) * share
+        full = self._held() > most or framer.nbytes > 2 * share
+        if full and self._held() - framer.held_bytes < most - 2 * share:
+            framer.flush_rows()  # they take less in the outbox, or go to disk
+            self._ship()
+        if (over := self._held() - most) > 0:
+            framer.shed(over)
+        held = self._held()
+        framer.muted, framer.silent = held > (_SHARES - 1) * share, held > _SHARES * share
+        if framer.silent and not self._warned:
+            _log.warning("routetrace: memory is used up; requests begin that nobody will hear of")
+        self._warned = held > _SHARES // 2 * share and (self._warned or framer.silent)
+
+    def _held(self) -> int:
+        return self._sender.held_bytes + self._builder.nbytes + self._framer.held_bytes
 
     def _finish(self) -> None:
         """Sends what is left, within the time there is."""

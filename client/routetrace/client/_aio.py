@@ -14,9 +14,10 @@ from routetrace.client._core import Config, Plan
 from routetrace.client.plan import Plan as RankPlan
 from routetrace.client.prefetch import AsyncPrefetch
 from routetrace.client.rows import RankRows
-from routetrace.client.stat import TraceStat, TraceState
+from routetrace.client.stat import ServerInfo, TraceStat, TraceState
 from routetrace.client.trace import RoutingTrace
 from routetrace.v1.errors import RouteTraceError
+from routetrace.v1.security import Security
 
 
 class AsyncRouteClient:
@@ -43,9 +44,12 @@ class AsyncRouteClient:
         timeout: seconds that a call may take, where the call is not given its own.
         max_message_bytes: largest message that is taken or sent.
         options: more gRPC channel options, which win over the client's own.
+        security: TLS files and a token; what the environment says if None. Certificates that are
+            replaced are used by new calls, within a second or so.
 
     Raises:
-        InvalidArgument: if there is no target, or a number is not positive.
+        InvalidArgument: if there is no target, a number is not positive, a file of `security` can
+            not be used, or its token would travel in plain text.
     """
 
     def __init__(
@@ -56,8 +60,9 @@ class AsyncRouteClient:
         timeout: float = 60.0,
         max_message_bytes: int = 64 << 20,
         options: Iterable[tuple[str, Any]] = (),
+        security: Security | None = None,
     ) -> None:
-        self._config = Config.make(target, run, timeout, max_message_bytes, options)
+        self._config = Config.make(target, run, timeout, max_message_bytes, options, security)
         self._driver = AsyncDriver(self._config)
 
     def __repr__(self) -> str:
@@ -561,3 +566,14 @@ class AsyncRouteClient:
         return await self._driver.one(
             _calls.renew(self._config, request_ids, ttl_seconds, timeout=timeout)
         )
+
+    async def server_info(self, *, timeout: float | None = None) -> ServerInfo:
+        """How the server stands, and what it holds of the run.
+
+        Args:
+            timeout: as in `get`.
+
+        Raises:
+            RouteTraceError: see the class.
+        """
+        return await self._driver.one(_calls.server_info(self._config, timeout=timeout))

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Iterable
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from itertools import islice
 from typing import Any, TypeVar
 
 import grpc
 
+from routetrace.client._channels import Connections
 from routetrace.client._core import (
     END,
     Config,
@@ -21,7 +22,6 @@ from routetrace.client._core import (
     Sleep,
     Step,
     Unary,
-    methods,
 )
 from routetrace.client._fork import start_over_after_fork
 from routetrace.v1.errors import Closed, RouteTraceError, Unavailable
@@ -30,7 +30,7 @@ T = TypeVar("T")
 
 
 class AsyncDriver:
-    """A channel, opened at the first call, one for each event loop that it is used on."""
+    """Channels, the first opened at the first call on each event loop that it is used on."""
 
     #: Whether this process was forked while a client had a channel: gRPC shares one poller between
     #: all asyncio channels, which does not live on in the child, and calls would hang.
@@ -38,31 +38,33 @@ class AsyncDriver:
 
     def __init__(self, config: Config) -> None:
         self._config = config
-        self._channel: grpc.aio.Channel | None = None
         self._closed = False
-        self._start_over()
+        self._begin()
         start_over_after_fork(self)
 
-    def _start_over(self) -> Any:
-        inherited, self._channel = self._channel, None
-        if inherited is not None:
-            AsyncDriver._lost_poller = True
-        self._methods: dict[str, Any] = {}
+    def _begin(self) -> None:
+        self._connections = Connections(self._config, self._config.security.aio_channel)
         self._loop: asyncio.AbstractEventLoop | None = None
+
+    def _start_over(self) -> Any:
+        inherited = self._connections
+        if inherited:
+            AsyncDriver._lost_poller = True
+        self._begin()
         return inherited
 
     @property
     def state(self) -> str:
         """For people: idle, open or closed."""
-        return "closed" if self._closed else "open" if self._channel else "idle"
+        return "closed" if self._closed else "open" if self._connections else "idle"
 
     async def close(self) -> None:
         """Gives up what is under way; there is no way back."""
         self._closed = True
-        channel, self._channel = self._channel, None
-        self._methods = {}  # the last references to a channel of a loop that is gone
-        if channel is not None and self._loop is asyncio.get_running_loop():
-            await channel.close()
+        channels = self._connections.clear()
+        if self._loop is asyncio.get_running_loop():
+            for channel in channels:
+                await channel.close()
 
     async def one(self, plan: Plan[T]) -> T:
         """The one value of a plan."""
@@ -73,19 +75,20 @@ class AsyncDriver:
         """The values of a plan."""
         outcome: Any = None
         failure: grpc.RpcError | None = None
-        call: Any = None
-        try:
+        async with AsyncExitStack() as stream:
             while True:
                 try:
                     step = plan.send(outcome) if failure is None else plan.throw(failure)
                 except StopIteration:
                     return
+                except Unavailable as error:
+                    raise self._config.explained(error) from error.__cause__
                 outcome = failure = None
                 if isinstance(step, Emit):
                     yield step.value
                     continue
                 try:
-                    outcome = await self._do(step)
+                    outcome = await self._do(step, stream)
                 except grpc.RpcError as error:
                     if self._closed:
                         raise Closed("the client was closed meanwhile") from error
@@ -95,18 +98,20 @@ class AsyncDriver:
                     if self._closed and not _cancelling():
                         raise Closed("the client was closed meanwhile") from None
                     raise
-                if isinstance(step, Open):
-                    call = outcome
-        finally:
-            if call is not None:
-                call.cancel()  # does nothing to a call that has ended
 
-    async def _do(self, step: Step[Any]) -> Any:
+    async def _do(self, step: Step[Any], stream: AsyncExitStack) -> Any:
         match step:
             case Unary(name, request, timeout):
-                return await self._method(name)(request, timeout=timeout)
+                metadata = self._config.security.metadata()
+                async with self._connected() as methods:
+                    return await methods[name](request, timeout=timeout, metadata=metadata)
             case Open(name, request, limit):
-                return self._method(name)(request, timeout=limit)
+                await stream.aclose()  # the one before
+                metadata = self._config.security.metadata()
+                methods = await stream.enter_async_context(self._connected())
+                call = methods[name](request, timeout=limit, metadata=metadata)
+                stream.callback(call.cancel)  # does nothing to a call that has ended
+                return call
             case Receive(call):
                 return await anext(aiter(call), END)
             case Sleep(seconds):
@@ -114,7 +119,9 @@ class AsyncDriver:
             case _:
                 raise AssertionError(step)
 
-    def _method(self, name: str) -> Any:
+    @asynccontextmanager
+    async def _connected(self) -> AsyncIterator[dict[str, Any]]:
+        """The methods to call, for the time of a call."""
         if self._closed:
             raise Closed("the client is closed")
         if self._lost_poller:
@@ -124,12 +131,16 @@ class AsyncDriver:
                 retry_after=0,
             )
         loop = asyncio.get_running_loop()
-        if self._channel is None or self._loop is not loop:
-            options = self._config.channel_options
-            self._channel = grpc.aio.insecure_channel(self._config.target, options)
-            self._methods = methods(self._channel)
+        if self._loop is not loop:
+            self._begin()
             self._loop = loop
-        return self._methods[name]
+        connections = self._connections
+        connection = connections.enter()
+        try:
+            yield connection.methods
+        finally:
+            for channel in connections.leave(connection):
+                await channel.close()
 
     async def many(
         self,

@@ -27,11 +27,15 @@ from routetrace.v1.frame_header import Buffer
 from routetrace.v1.layout import RoutingLayout
 from routetrace.v1.records import SPAN, U32, Provenance, unpack
 
-#: Positions of one trace: what a stream may make us allocate for.
+#: Positions of one trace, and bytes of their ids: what a stream may make us allocate for.
 MAX_ROWS = 1 << 24
+MAX_BYTES = 16 << 30
 
 # Allocated on the word of the server alone; what is beyond comes as rows come.
 _FIRST_BYTES = 1 << 30
+
+# How often a follower may hear that a cell is missing: whenever it was sent, and unreadable.
+_TOLD_AGAIN = 8
 
 _PROVENANCE = {p.value: p.name.lower() for p in Provenance}
 
@@ -82,6 +86,16 @@ class _Placed(NamedTuple):
     """The places of all its rows, if they are neighbours: it is decoded there."""
 
 
+class _Came(NamedTuple):
+    """Rows that came with one span."""
+
+    start: int
+    stop: int
+    columns: frozenset[int]
+    version: int
+    provenance: str
+
+
 class Assembler:
     """Turns the messages of one stream into a trace, or into consecutive parts of one.
 
@@ -104,8 +118,7 @@ class Assembler:
         self._end: pb.ReadEnd | None = None
         self._num_spans = 0
         self._num_frames = 0
-        self._versions: list[tuple[int, int, int]] = []
-        self._provenance: list[tuple[int, int, str]] = []
+        self._came: list[_Came] = []
         # Positions: one past the last row that came, and one past the last that was handed out.
         self._filled = want.token_start
         self._handed = want.token_start
@@ -201,17 +214,18 @@ class Assembler:
         whole = info.num_tokens or info.state == pb.TRACE_STATE_COMPLETE
         if whole and info.num_rows != info.num_tokens - 1:
             raise self._corrupt(f"{info.num_rows} rows of {info.num_tokens} tokens")
+        TraceState.from_proto(info.state)  # one that we know
         if self._info is None:
             self._layout = RoutingLayout.from_proto(info.layout)
             layer_ids = self._want.layer_ids
             self._layer_ids = self._layout.layer_ids if layer_ids is None else layer_ids
-            row_bytes = self._layout.select(self._layer_ids).row_bytes
+            self._row_bytes = self._layout.select(self._layer_ids).row_bytes
             self._column = {layer: i for i, layer in enumerate(self._layer_ids)}
             if self._cells is None:
                 first = self._want.token_start
                 self._cells = GrowingCells(len(self._layer_ids), self._layout, first)
                 stop = min(info.num_rows, self._want.token_stop or info.num_rows)
-                self._reserve(min(stop, first + _FIRST_BYTES // row_bytes))
+                self._reserve(min(stop, first + _FIRST_BYTES // self._row_bytes))
         else:
             self._check_same(info)
             if self._want.follow and info.num_rows < self._filled:
@@ -272,13 +286,14 @@ class Assembler:
         if not layer_ids:
             raise self._corrupt("a frame with none of the layers asked for")
         columns = column_index([self._column[i] for i in layer_ids])
-        targets = [t for span in spans for t in self._targets(span, header.num_rows, columns)]
+        told = frozenset(self._column[i] for i in layer_ids)
+        targets = [t for span in spans for t in self._targets(span, header.num_rows, columns, told)]
         places, _, count = targets[0]
         whole = len(targets) == 1 and count == header.num_rows and isinstance(columns, slice)
         return _Placed(frame, layer_ids, columns, targets, places if whole else None)
 
     def _targets(
-        self, span: Any, num_rows: int, columns: slice | list[int]
+        self, span: Any, num_rows: int, columns: slice | list[int], told: frozenset[int]
     ) -> list[tuple[slice, int, int]]:
         """Where the rows of a span go, as (places, first row of the frame, rows)."""
         position, count, _, row, _, provenance, _, version = span
@@ -295,39 +310,63 @@ class Assembler:
         targets = []
         for places, a, b in self._cells.parts(position, stop):
             if self._cells.valid[columns, places].any():
-                self._take_back(position, stop)
+                self._take_back(position, stop, told)
             self._cells.valid[columns, places] = True  # if decoding fails, so does the read
             targets.append((places, row + a - position, b - a))
         if sum(rows for _, _, rows in targets) != count:
             raise self._corrupt(f"rows [{position}, {stop}), which were not all asked for")
         self._filled = max(self._filled, stop)
-        self._versions.append((position, stop, version))
-        self._provenance.append((position, stop, _PROVENANCE.get(provenance, "unknown")))
+        how = _PROVENANCE.get(provenance, "unknown")
+        self._came.append(_Came(position, stop, told, version, how))
         return targets
 
-    def _take_back(self, position: int, stop: int) -> None:
+    def _take_back(self, position: int, stop: int, columns: frozenset[int]) -> None:
         """Rows that came before come again."""
         if not self._want.follow:
             raise self._corrupt(f"rows [{position}, {stop}) twice")
         self._handed = min(self._handed, position)
-        self._clip(position)
+        self._came = [
+            part
+            for came in self._came
+            for part in (
+                came._replace(stop=min(came.stop, position)),
+                came._replace(start=max(came.start, stop)),
+                came._replace(
+                    start=max(came.start, position),
+                    stop=min(came.stop, stop),
+                    columns=came.columns - columns,
+                ),
+            )
+            if part.start < part.stop and part.columns
+        ]
 
     def _drop_from(self, position: int) -> None:
         """Forgets rows that the engine took back."""
         self._cells.valid[:, position - self._want.token_start :] = False
         self._filled = min(self._filled, position)
         self._handed = min(self._handed, position)
-        self._clip(position)
+        self._came = [
+            came._replace(stop=min(came.stop, position))
+            for came in self._came
+            if came.start < position
+        ]
 
-    def _clip(self, position: int) -> None:
-        self._versions = list(clip_ranges(self._versions, 0, position))
-        self._provenance = list(clip_ranges(self._provenance, 0, position))
+    @property
+    def _versions(self) -> tuple[tuple[int, int, int], ...]:
+        return merge_ranges((came.start, came.stop, came.version) for came in self._came)
+
+    @property
+    def _provenance(self) -> tuple[tuple[int, int, str], ...]:
+        return merge_ranges((came.start, came.stop, came.provenance) for came in self._came)
 
     def _reserve(self, stop: int) -> None:
         """Makes room for positions before `stop`."""
         if stop > MAX_ROWS:
             raise self._corrupt(f"{stop} rows, more than {MAX_ROWS}")
         if not self._want.into:
+            nbytes = max(0, stop - self._want.token_start) * self._row_bytes
+            if nbytes > MAX_BYTES:
+                raise self._corrupt(f"{stop} rows of {nbytes} bytes, more than {MAX_BYTES}")
             self._cells.reserve(stop)
 
     def _finish(self, end: pb.ReadEnd) -> RoutingTrace | ReadFacts:
@@ -339,9 +378,13 @@ class Assembler:
         start, stop = end.token_start, end.token_stop
         self._check_range(start, stop, end.info.num_rows)
         self._reserve(stop)
+        left = (stop - start) * len(self._layer_ids) * (_TOLD_AGAIN if self._want.follow else 1)
         for m in end.missing:
             if not start <= m.start < m.stop <= stop:
                 raise self._corrupt(f"[{m.start}, {m.stop}) missing in [{start}, {stop})")
+            left -= (m.stop - m.start) * (len(m.layer_ids) or len(self._layer_ids))
+            if left < 0:
+                raise self._corrupt("more missing cells than were asked for")
         for places, first, _ in self._cells.parts(start, stop):
             self._account(end, self._cells.valid[:, places], first)
         if self._want.num_rows is not None and end.missing:
@@ -351,8 +394,8 @@ class Assembler:
             return ReadFacts(
                 **facts_from_proto(end.info),
                 missing=missing,
-                weight_versions=merge_ranges(self._versions),
-                provenance=merge_ranges(self._provenance),
+                weight_versions=self._versions,
+                provenance=self._provenance,
             )
         trace = self._build(end.info, start, stop, missing=missing)
         return trace.tokens(self._handed) if start < self._handed <= stop else trace
@@ -363,16 +406,15 @@ class Assembler:
         for m in end.missing:
             columns = [self._column[i] for i in m.layer_ids] if m.layer_ids else slice(None)
             absent[columns, max(m.start - start, 0) : max(m.stop - start, 0)] = True
-        both = valid & absent
-        if self._want.follow and both.any():
+        if self._want.follow and (both := valid & absent).any():
             self._handed = min(self._handed, start + int(both.any(axis=0).argmax()))
             valid &= ~absent
-        wrong = np.argwhere(valid == absent)
-        if len(wrong):
-            layer, row = wrong[0].tolist()
+        wrong = np.equal(valid, absent, out=absent)
+        if wrong.any():
+            layer, row = divmod(int(wrong.argmax()), wrong.shape[1])
             raise self._corrupt(
                 f"position {start + row} of layer {self._layer_ids[layer]} as "
-                + ("both there and missing" if absent[layer, row] else "neither there nor missing")
+                + ("both there and missing" if valid[layer, row] else "neither there nor missing")
             )
 
     def _check_range(self, start: int, stop: int, num_rows: int) -> None:
@@ -400,8 +442,8 @@ class Assembler:
             layer_ids=self._layer_ids,
             token_start=start,
             token_stop=stop,
-            weight_versions=clip_ranges(merge_ranges(self._versions), start, stop),
-            provenance=clip_ranges(merge_ranges(self._provenance), start, stop),
+            weight_versions=clip_ranges(self._versions, start, stop),
+            provenance=clip_ranges(self._provenance, start, stop),
             _ids=ids.copy() if copy else ids,
             _valid=valid.copy() if copy else valid,
         )

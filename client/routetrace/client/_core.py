@@ -32,6 +32,7 @@ from routetrace.v1.errors import (
     RouteTraceError,
     Unavailable,
 )
+from routetrace.v1.security import Security
 
 T = TypeVar("T")
 
@@ -94,6 +95,7 @@ class Config:
     run: str
     timeout: float
     channel_options: tuple[tuple[str, Any], ...]
+    security: Security
 
     @classmethod
     def make(
@@ -103,11 +105,13 @@ class Config:
         timeout: float,
         max_message_bytes: int,
         options: Iterable[tuple[str, Any]],
+        security: Security | None,
     ) -> Config:
         """Fills in what the environment says.
 
         Raises:
-            InvalidArgument: if no target is given, or a number is not positive.
+            InvalidArgument: if no target is given, a number is not positive, a file can not be
+                used, or a token would travel in plain text.
         """
         target = target or os.environ.get("ROUTETRACE_TARGET", "")
         if not target:
@@ -117,6 +121,8 @@ class Config:
         run = run or os.environ.get("ROUTETRACE_RUN") or "default"
         positive("timeout", timeout)
         positive("max_message_bytes", max_message_bytes)
+        security = Security.from_environment() if security is None else security
+        security.check(target)
         defaults = {
             "grpc.max_receive_message_length": max_message_bytes,
             "grpc.max_send_message_length": max_message_bytes,
@@ -129,11 +135,19 @@ class Config:
             "grpc.initial_reconnect_backoff_ms": 100,
             "grpc.max_reconnect_backoff_ms": 2_000,
         }
-        return cls(target, run, timeout, tuple({**defaults, **dict(options)}.items()))
+        options = tuple({**defaults, **dict(options)}.items())
+        return cls(target, run, timeout, options, security)
 
     def limit(self, timeout: float | None) -> float:
         """Seconds that a call may take."""
         return self.timeout if timeout is None else float(positive("timeout", timeout))
+
+    def explained(self, error: Unavailable) -> Unavailable:
+        """The error, with what may be wrong with TLS here or there."""
+        hint = self.security.hint(error.message)
+        if not hint:
+            return error
+        return Unavailable(f"{error.message}; {hint}", retry_after=error.retry_after)
 
 
 def methods(channel: Any) -> dict[str, Any]:
@@ -292,4 +306,6 @@ def pages(
             yield Emit(_converted(convert, info))
         if not page.next_page_token:
             return
+        if page.next_page_token == request.page_token:
+            raise Corrupt("the server sent the same page again")
         request.page_token = page.next_page_token

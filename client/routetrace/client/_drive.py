@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import closing
+from contextlib import ExitStack, closing, contextmanager
 from itertools import islice
 from typing import Any, TypeVar
 
 import grpc
 
+from routetrace.client._channels import Connections
 from routetrace.client._core import (
     END,
     Config,
@@ -22,10 +23,9 @@ from routetrace.client._core import (
     Sleep,
     Step,
     Unary,
-    methods,
 )
 from routetrace.client._fork import start_over_after_fork
-from routetrace.v1.errors import Closed, RouteTraceError
+from routetrace.v1.errors import Closed, RouteTraceError, Unavailable
 
 T = TypeVar("T")
 
@@ -69,32 +69,34 @@ class Scope:
 
 
 class Driver:
-    """A channel, opened at the first call, and what is under way on it. Thread-safe."""
+    """Channels, the first opened at the first call, and what is under way. Thread-safe."""
 
     def __init__(self, config: Config) -> None:
         self._config = config
-        self._channel: grpc.Channel | None = None
-        self._start_over()
+        self._begin()
         start_over_after_fork(self)
 
     def _start_over(self) -> Any:
-        inherited, self._channel = self._channel, None
-        self._methods: dict[str, Any] = {}
+        inherited = self._connections
+        self._begin()
+        return inherited
+
+    def _begin(self) -> None:
+        self._connections = Connections(self._config, self._config.security.channel)
         self._lock = threading.Lock()
         self._scope = Scope()
-        return inherited
 
     @property
     def state(self) -> str:
         """For people: idle, open or closed."""
-        return "closed" if self._scope.cancelled else "open" if self._channel else "idle"
+        return "closed" if self._scope.cancelled else "open" if self._connections else "idle"
 
     def close(self) -> None:
         """Gives up what is under way; there is no way back."""
         self._scope.cancel()
         with self._lock:
-            channel, self._channel = self._channel, None
-        if channel is not None:
+            channels = self._connections.clear()
+        for channel in channels:
             channel.close()
 
     def scope(self) -> Scope:
@@ -117,39 +119,40 @@ class Driver:
         scope = scope or self._scope
         outcome: Any = None
         failure: grpc.RpcError | None = None
-        call: Any = None
-        try:
+        with ExitStack() as stream:
             while True:
                 try:
                     step = plan.send(outcome) if failure is None else plan.throw(failure)
                 except StopIteration:
                     return
+                except Unavailable as error:
+                    raise self._config.explained(error) from error.__cause__
                 outcome = failure = None
                 if isinstance(step, Emit):
                     yield step.value
                     continue
                 try:
-                    outcome = self._do(step, scope)
+                    outcome = self._do(step, scope, stream)
                 except (grpc.RpcError, ValueError) as error:
                     if scope.cancelled:
                         raise Closed("the client was closed meanwhile") from error
                     if not isinstance(error, grpc.RpcError):
                         raise
                     failure = error
-                if isinstance(step, Open):
-                    scope.discard(call)
-                    call = outcome
-        finally:
-            scope.discard(call)
-            if call is not None:
-                call.cancel()  # does nothing to a call that has ended
 
-    def _do(self, step: Step[Any], scope: Scope) -> Any:
+    def _do(self, step: Step[Any], scope: Scope, stream: ExitStack) -> Any:
         match step:
             case Unary(name, request, timeout):
-                return self._method(name)(request, timeout=timeout)
+                metadata = self._config.security.metadata()
+                with self._connected() as methods:
+                    return methods[name](request, timeout=timeout, metadata=metadata)
             case Open(name, request, limit):
-                call = self._method(name)(request, timeout=limit)
+                stream.close()  # the one before
+                metadata = self._config.security.metadata()
+                methods = stream.enter_context(self._connected())
+                call = methods[name](request, timeout=limit, metadata=metadata)
+                stream.callback(call.cancel)  # does nothing to a call that has ended
+                stream.callback(scope.discard, call)
                 scope.add(call)
                 return call
             case Receive(call):
@@ -159,15 +162,20 @@ class Driver:
             case _:
                 raise AssertionError(step)
 
-    def _method(self, name: str) -> Any:
+    @contextmanager
+    def _connected(self) -> Iterator[dict[str, Any]]:
+        """The methods to call, for the time of a call."""
         with self._lock:
             if self._scope.cancelled:
                 raise Closed("the client is closed")
-            if self._channel is None:
-                options = self._config.channel_options
-                self._channel = grpc.insecure_channel(self._config.target, options)
-                self._methods = methods(self._channel)
-            return self._methods[name]
+            connection = self._connections.enter()
+        try:
+            yield connection.methods
+        finally:
+            with self._lock:
+                unused = self._connections.leave(connection)
+            for channel in unused:
+                channel.close()
 
     def many(
         self,

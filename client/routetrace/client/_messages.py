@@ -9,6 +9,12 @@ from google.protobuf.message import DecodeError
 # Field 15 of GetTraceResponse and GetBlocksResponse: a tag of one byte, then the length.
 _PAYLOAD_TAG = 15 << 3 | 2
 
+#: Fields of one message: a known one comes once, and a newer server may have some more.
+MAX_FIELDS = 1024
+
+#: Bytes of a message beside its payload: parsed, they may well take 50 times as much.
+MAX_HEAD_BYTES = 16 << 20
+
 
 class Received(NamedTuple):
     """A message of a read stream."""
@@ -34,8 +40,9 @@ def parser_of(message_type: type[Any]) -> Any:
 def _split(data: bytes) -> tuple[bytes, memoryview]:
     """The bytes of all fields but the payload, and the payload."""
     view = memoryview(data)
-    head, payload = [], view[:0]
-    at = 0
+    at = fields = 0
+    begin = end = 0  # of the payload's field
+    payload = view[:0]
     while at < len(data):
         start = at
         tag, at = _varint(data, at)
@@ -51,12 +58,18 @@ def _split(data: bytes) -> tuple[bytes, memoryview]:
             raise DecodeError(f"wire type {kind}")
         if at + length > len(data):
             raise DecodeError("cut short")
+        fields += 1
+        if fields > MAX_FIELDS:
+            raise DecodeError(f"more than {MAX_FIELDS} fields")
         if tag == _PAYLOAD_TAG:
-            payload = view[at : at + length]
-        else:
-            head.append(view[start : at + length])
+            if end:
+                raise DecodeError("two payloads")
+            begin, end = start, at + length
+            payload = view[at:end]
         at += length
-    return b"".join(head), payload
+    if len(data) - (end - begin) > MAX_HEAD_BYTES:
+        raise DecodeError(f"more than {MAX_HEAD_BYTES} bytes beside the payload")
+    return b"".join((view[:begin], view[end:])), payload
 
 
 def _varint(data: bytes, at: int) -> tuple[int, int]:

@@ -335,6 +335,7 @@ class _Groups:
         for layer, (group, index) in zip(planes, self._where, strict=True):
             content = memoryview(self._contents[group])[index * plane : (index + 1) * plane]
             layer.data.cast("B")[:] = content
+        self._contents.clear()  # its batch may go before the others come
         if not direct:
             out[...] = planes
         if low:

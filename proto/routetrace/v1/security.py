@@ -33,7 +33,7 @@ _CAUSES = {
     "certificate is not yet valid": "the server's certificate is not valid yet, by the clock here",
     "CERTIFICATE_VERIFY_FAILED": "the server's certificate is not of an authority in {ca}",
     "Hostname Verification": _OTHER_NAME,
-    "No match found for server name": _OTHER_NAME,
+    "is not in peer certificate": _OTHER_NAME,  # older gRPC
 }
 
 

@@ -12,8 +12,8 @@ MAX_FRAMES = 1 << FRAME_BITS
 CHUNK_SHIFT = ROW_BITS + FRAME_BITS
 MAX_CHUNK = 1 << (63 - CHUNK_SHIFT)
 
-UNKNOWN = -1
-"""In place of a reference: nobody knows which forward pass computed this."""
+UNKNOWN = 0
+"""In place of a reference: nobody knows which forward pass computed this. Records count from 1."""
 
 
 def pack(chunk: int, frame: int, row: int) -> int:

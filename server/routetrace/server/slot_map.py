@@ -33,7 +33,8 @@ class SlotMap:
         self.block_size = block_size
         self.num_blocks = num_blocks
         num_slots = block_size * num_blocks
-        self._refs = np.full(num_slots, UNKNOWN, np.int64)
+        # Zeros, which take no memory before they are written to.
+        self._refs = np.zeros(num_slots, np.int64)
         self._versions = np.zeros(num_slots, np.int64)
         self._steps = np.zeros(num_slots, np.uint64)
 
@@ -72,7 +73,7 @@ class SlotMap:
 
     def forget_all(self) -> None:
         """The engine dropped its prefix cache."""
-        self._refs.fill(UNKNOWN)
+        self._refs = np.zeros_like(self._refs)
 
     def resolve(
         self, block_ids: Sequence[int], start: int, stop: int, last_step: int = 0

@@ -5,7 +5,8 @@
     plugin      additional_config has a "routetrace"; settings are what it holds. Or the
                 environment has ROUTETRACE_VLLM=1
 
-Settings are fields of `AgentConfig`: target, run, engine_id, mode, linger_s, queue_bytes, ...
+Settings are fields of `AgentConfig`: target, run, engine_id, mode, linger_s, queue_bytes, ...;
+`security` is an object of the fields of `Security`.
 """
 
 # vLLM is not installed where types are checked.
@@ -18,7 +19,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
-from routetrace.capture_agent.config import AgentConfig
+from routetrace.capture_agent.config import AgentConfig, security_of
 from routetrace.v1.errors import InvalidArgument
 
 #: Name of the connector, and of the module that has it.
@@ -60,11 +61,13 @@ def settings_of(vllm_config: Any) -> Settings | None:
     unknown = sorted(set(given) - _SETTINGS)
     if unknown:
         raise InvalidArgument(
-            field=f"routetrace setting {unknown[0]!r}",
-            value=given[unknown[0]],
+            field="routetrace setting",
+            value=unknown[0],  # and not what it holds: it may be a token
             expected=f"one of {', '.join(sorted(_SETTINGS))}",
         )
     agent = dict(given)
+    if "security" in agent:  # at once: a mapping would show its token where settings are printed
+        agent["security"] = security_of(agent["security"])
     run = agent.pop("run", "") or os.environ.get("ROUTETRACE_RUN", "") or "default"
     engine_id = agent.pop("engine_id", "") or os.environ.get("ROUTETRACE_ENGINE_ID", "")
     boot_id = str(vllm_config.instance_id)

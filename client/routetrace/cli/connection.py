@@ -1,0 +1,113 @@
+"""Which server a command talks to, as whom, and how its errors end."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from routetrace.cli.output import fail
+from routetrace.client import RouteClient
+from routetrace.v1.errors import InvalidArgument, RouteTraceError
+from routetrace.v1.security import Security
+
+DEFAULT_TARGET = "127.0.0.1:7411"
+
+
+@dataclass(frozen=True)
+class Connection:
+    """A server, a run, and what proves who is asking."""
+
+    target: str
+    run: str
+    timeout: float
+    security: Security
+
+    def client(self) -> RouteClient:
+        """A client of it."""
+        return RouteClient(self.target, run=self.run, timeout=self.timeout, security=self.security)
+
+
+def connected(command: Callable[..., None]) -> Callable[..., None]:
+    """Gives a command, whose first parameter is a `Connection`, the options that make one.
+
+    Errors of routetrace and of files become one line on stderr, and exit code 1, or 2 for an
+    argument that the client or the server refused.
+    """
+
+    @functools.wraps(command)
+    def run(**arguments: Any) -> None:
+        given = {name: arguments.pop(name) for name in _OPTIONS}
+        try:
+            command(_connection(**given), **arguments)
+        except InvalidArgument as error:
+            fail(error, 2)
+        except BrokenPipeError:  # whoever read the output has seen enough
+            raise
+        except (RouteTraceError, OSError) as error:
+            fail(error, 1)
+
+    # typer makes the options out of the signature.
+    own = list(inspect.signature(command, eval_str=True).parameters.values())[1:]
+    run.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+        [p.replace(kind=p.KEYWORD_ONLY) for p in (*own, *_OPTIONS.values())]
+    )
+    return run
+
+
+def _connection(
+    target: str, run: str, timeout: float, tls: bool, **files: Path | str | None
+) -> Connection:
+    security = Security.from_environment()
+    given: dict[str, Any] = {name: str(file) for name, file in files.items() if file is not None}
+    if "token_file" in given:
+        given["token"] = ""
+    return Connection(target, run, timeout, replace(security, tls=tls or security.tls, **given))
+
+
+def _option(
+    name: str, kind: Any, default: Any, help_text: str, *, env: str | None = None
+) -> inspect.Parameter:
+    flag = "--" + name.replace("_", "-")
+    option = typer.Option(flag, help=help_text, envvar=env, rich_help_panel="Connection")
+    return inspect.Parameter(
+        name,
+        inspect.Parameter.KEYWORD_ONLY,
+        default=default,
+        annotation=Annotated[kind, option],
+    )
+
+
+# What is not given here is taken from the environment by `Security`. A token is no flag: the
+# machine's other users could read it.
+_OPTIONS = {
+    option.name: option
+    for option in (
+        _option("target", str, DEFAULT_TARGET, "host:port", env="ROUTETRACE_TARGET"),
+        _option("run", str, "default", "the traces' run", env="ROUTETRACE_RUN"),
+        _option("timeout", float, 60.0, "seconds that a call may take"),
+        _option("tls", bool, False, "use TLS [env: ROUTETRACE_TLS]"),
+        _option("ca_file", Path | None, None, "PEM file of authorities [env: ROUTETRACE_CA_FILE]"),
+        _option(
+            "cert_file", Path | None, None, "PEM file of a certificate [env: ROUTETRACE_CERT_FILE]"
+        ),
+        _option("key_file", Path | None, None, "PEM file of its key [env: ROUTETRACE_KEY_FILE]"),
+        _option(
+            "server_name",
+            str | None,
+            None,
+            "name in the server's certificate [env: ROUTETRACE_SERVER_NAME]",
+        ),
+        _option(
+            "token_file",
+            Path | None,
+            None,
+            "file of the bearer token [env: ROUTETRACE_TOKEN_FILE, or the token: ROUTETRACE_TOKEN]",
+        ),
+    )
+}

@@ -1,0 +1,236 @@
+"""What `routetrace doctor` looks at: each thing that stands between a user and their rows."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import re
+import socket
+import ssl
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import grpc
+
+from routetrace.cli.connection import Connection
+from routetrace.cli.output import describe, plain, size
+from routetrace.client import ServerInfo
+from routetrace.v1 import pem
+from routetrace.v1.errors import (
+    InvalidArgument,
+    PermissionDenied,
+    RouteTraceError,
+    Unauthenticated,
+)
+
+# What is declared in pyproject.toml.
+_OLDEST = {"grpcio": (1, 62), "protobuf": (4, 25), "numpy": (1, 24), "zstandard": (0, 22)}
+_OPTIONAL = {
+    "pyarrow": "get -o FILE.parquet",
+    "torch": "RoutingTrace.to_torch and replay",
+}
+_SECONDS = 5.0
+_CLOCK_SECONDS = 5.0
+_CERTIFICATE_DAYS = 14
+_FULL = 0.9
+# A HealthCheckResponse whose status is SERVING; its other statuses, by number.
+_SERVING = b"\x08\x01"
+_STATUS = {b"": "UNKNOWN", b"\x08\x02": "NOT_SERVING", b"\x08\x03": "SERVICE_UNKNOWN"}
+
+
+@dataclass(frozen=True)
+class Check:
+    """One thing that was looked at."""
+
+    verdict: Literal["ok", "warning", "problem"]
+    what: str
+    details: str
+    advice: str = ""
+
+    def __str__(self) -> str:
+        then = f"; {self.advice}" if self.advice else ""
+        return plain(f"{self.what}: {self.details}{then}")
+
+
+def checks(connection: Connection) -> Iterator[Check]:
+    """Looks at one thing after the other; what can not work after a problem is left out."""
+    yield from _packages()
+    yield from _environment(connection.target)
+    address = _address(connection.target)
+    if address is not None:
+        reached = _reach(*address)
+        yield from reached
+        if reached[-1].verdict == "problem":
+            return
+    try:
+        connection.security.check(connection.target)
+    except InvalidArgument as error:
+        yield Check("problem", "credentials", describe(error))
+        return
+    if address is not None:
+        certificate = _certificate(connection, *address)
+        yield certificate
+        if certificate.verdict == "problem":
+            return
+    health = _health(connection)
+    yield health
+    if health.verdict != "problem":
+        yield from _server(connection)
+
+
+def _packages() -> Iterator[Check]:
+    for name, oldest in _OLDEST.items():
+        found = importlib.metadata.version(name)
+        wanted = ".".join(map(str, oldest))
+        if tuple(map(int, re.findall(r"\d+", found)[:2])) < oldest:
+            advice = f"pip install '{name}>={wanted}'"
+            yield Check("problem", name, f"{found} is older than {wanted}", advice)
+        else:
+            yield Check("ok", name, found)
+    installed = {found.name: found.version for found in importlib.metadata.distributions()}
+    for name, use in _OPTIONAL.items():
+        details = installed.get(name, f"not installed; only {use} would need it")
+        if "+cpu" in details:
+            details += " is built without GPUs: to_torch('cuda') will fail"
+        yield Check("ok", name, details)
+
+
+def _environment(target: str) -> Iterator[Check]:
+    """Proxies that gRPC takes from the environment, which few expect."""
+    for name in ("grpc_proxy", "https_proxy", "http_proxy"):
+        if os.environ.get(name):
+            advice = f"if the server is not behind it, add {target.rpartition(':')[0]} to no_proxy"
+            yield Check("warning", "proxy", f"gRPC may go through ${name}", advice)
+            return
+
+
+def _address(target: str) -> tuple[str, int] | None:
+    """Host and port; None for targets that gRPC resolves in ways of its own."""
+    host, _, port = target.removeprefix("dns:///").rpartition(":")
+    if not host or "/" in host or not port.isdecimal():
+        return None
+    return host.strip("[]"), int(port)
+
+
+def _reach(host: str, port: int) -> list[Check]:
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except OSError as error:
+        advice = "check --target, and the name in DNS or /etc/hosts"
+        return [Check("problem", "name", f"{host} can not be resolved: {error}", advice)]
+    addresses = list(dict.fromkeys(entry[4][0] for entry in found))
+    name = Check("ok", "name", f"{host} is {', '.join(map(str, addresses))}")
+    begun = time.monotonic()
+    try:
+        socket.create_connection((host, port), _SECONDS).close()
+    except OSError as error:
+        advice = (
+            "is the server running, and does its --listen name this port and an address that "
+            "this machine can reach (127.0.0.1 is only its own)?"
+        )
+        return [name, Check("problem", "connection", f"{host}:{port}: {error}", advice)]
+    took = (time.monotonic() - begun) * 1000
+    return [name, Check("ok", "connection", f"{host}:{port} in {took:.1f} ms")]
+
+
+def _certificate(connection: Connection, host: str, port: int) -> Check:
+    ours = connection.security.uses_tls
+    try:
+        found = ssl.get_server_certificate((host, port), timeout=_SECONDS)
+        days = (pem.expiry(found.encode()) - time.time()) / 86400
+    except (OSError, ValueError) as error:
+        if not ours:
+            return Check("ok", "TLS", "off on both sides")
+        advice = "is the port right, and is TLS on at the server (--tls-cert, --tls-key)?"
+        return Check("problem", "TLS", f"no handshake: {error}", advice)
+    if not ours:
+        advice = "give --ca-file, or --tls if a public authority signed its certificate"
+        return Check("problem", "TLS", "the server speaks TLS, and this side does not", advice)
+    advice = "replace the file; the server takes the new one by itself"
+    if days < 0:
+        return Check("problem", "TLS", f"the certificate expired {-days:.1f} days ago", advice)
+    if days < _CERTIFICATE_DAYS:
+        return Check("warning", "TLS", f"the certificate expires in {days:.1f} days", advice)
+    return Check("ok", "TLS", f"the certificate is valid for {days:.0f} days")
+
+
+def _health(connection: Connection) -> Check:
+    """Asks as Kubernetes does. In bytes: the client has no stubs of the health service."""
+    service = b"routetrace.v1.TraceService"
+    request = b"\x0a" + bytes([len(service)]) + service
+    security = connection.security
+    try:
+        with security.channel(connection.target, ()) as channel:
+            ask: Any = channel.unary_unary("/grpc.health.v1.Health/Check")
+            answer = ask(request, timeout=_SECONDS, metadata=security.metadata())
+    except grpc.RpcError as error:
+        details, code = error.details() or "", error.code().name
+        if code == "UNIMPLEMENTED":
+            return Check("warning", "health", "not served", "is this a routetrace-server?")
+        advice = security.hint(details) or "look at the server's log"
+        return Check("problem", "health", f"{code}: {' '.join(details.split())}", advice)
+    if answer == _SERVING:
+        return Check("ok", "health", "SERVING")
+    status = _STATUS.get(answer, repr(answer))
+    advice = "it is starting or draining: wait, and look at its log"
+    return Check("problem", "health", status, advice)
+
+
+def _server(connection: Connection) -> Iterator[Check]:
+    begun = time.time()
+    try:
+        with connection.client() as client:
+            info = client.server_info()
+    except Unauthenticated as error:
+        advice = "give --token-file or ROUTETRACE_TOKEN, of a token that the server knows"
+        yield Check("problem", "token", describe(error), advice)
+        return
+    except PermissionDenied as error:
+        advice = f"ask for a token that may read run {connection.run!r}"
+        yield Check("problem", "token", describe(error), advice)
+        return
+    except RouteTraceError as error:
+        yield Check("problem", "server", describe(error), "look at the server's log")
+        return
+    if connection.security.metadata():
+        yield Check("ok", "token", f"taken for run {connection.run!r}")
+    yield from _info(info, connection.run, (begun + time.time()) / 2)
+
+
+def _info(info: ServerInfo, run: str, now: float) -> Iterator[Check]:
+    ours = importlib.metadata.version("routetrace")
+    up = f"up {(info.now - info.started) / 3600:.1f} h, store {info.store}, acks {info.ack_mode}"
+    if info.version == ours:
+        yield Check("ok", "server", f"{info.version}, {up}")
+    else:
+        advice = "install the same release on both sides where you can"
+        yield Check("warning", "server", f"{info.version}, here {ours}, {up}", advice)
+    skew = info.now - now
+    if abs(skew) > _CLOCK_SECONDS:
+        advice = "times in tables are off by that, nothing else; run NTP on both machines"
+        yield Check("warning", "clock", f"the server's is {skew:+.1f} s off", advice)
+    else:
+        yield Check("ok", "clock", f"{skew:+.2f} s apart")
+    if info.damaged_records:
+        advice = "routetrace verify --all names the traces that lost cells; check the disk"
+        yield Check("warning", "store", f"{info.damaged_records} damaged records", advice)
+    yield _room("store", info.used_bytes, info.capacity_bytes, "--store-capacity")
+    if info.run_quota_bytes:
+        yield _room(f"quota of run {run!r}", info.run_bytes, info.run_quota_bytes, "--run-quota")
+    what = f"{info.num_traces} traces, {size(info.run_bytes)}, {info.num_agents} agents connected"
+    if info.num_traces or info.num_agents:
+        yield Check("ok", f"run {run!r}", what)
+    else:
+        advice = "is this the run that the agents name? (--run, ROUTETRACE_RUN)"
+        yield Check("warning", f"run {run!r}", what, advice)
+
+
+def _room(what: str, used: int, limit: int, flag: str) -> Check:
+    share = used / limit if limit else 0
+    details = f"{size(used)} of {size(limit)} ({share:.1%})"
+    if share < _FULL:
+        return Check("ok", what, details)
+    advice = f"traces go early or chunks are refused: retire what was trained on, or raise {flag}"
+    return Check("warning", what, details, advice)
