@@ -9,8 +9,10 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 PACKAGES = (
@@ -150,6 +152,12 @@ def inside(command: list[str], environ: dict[str, str]) -> int:
 
 def clear(work: Path) -> list[str]:
     """Removes the directory; says what could not be left as it was."""
+    for process in _processes(work):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process, signal.SIGKILL)
+    deadline = time.monotonic() + 10
+    while _processes(work) and time.monotonic() < deadline:
+        time.sleep(0.05)
     for mount in reversed(_mounts(work)):
         subprocess.run(["umount", mount], capture_output=True, check=False)
     shutil.rmtree(work, ignore_errors=True)
@@ -159,14 +167,7 @@ def clear(work: Path) -> list[str]:
                 path.rmdir()
     left = [f"directory {work}"] if work.exists() else []
     left += [f"mount {mount}" for mount in _mounts(work)]
-    for entry in Path("/proc").glob("[0-9]*/cmdline"):
-        try:
-            command = entry.read_bytes().replace(b"\0", b" ").decode(errors="replace")
-        except OSError:
-            continue
-        if str(work) in command and int(entry.parent.name) != os.getpid():
-            left.append(f"process {entry.parent.name}: {command}")
-    return left
+    return left + [f"process {process}" for process in _processes(work)]
 
 
 def call(*command: str, env: dict[str, str] | None = None, cwd: Path | None = None) -> str:
@@ -187,6 +188,16 @@ def call(*command: str, env: dict[str, str] | None = None, cwd: Path | None = No
 def _mounts(work: Path) -> list[str]:
     mounts = [line.split()[1] for line in Path("/proc/mounts").read_text("utf-8").splitlines()]
     return [mount for mount in mounts if Path(mount).is_relative_to(work)]
+
+
+def _processes(work: Path) -> list[int]:
+    """Those that name the directory: builds and containers of an interrupted run."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):  # it has ended
+            if str(work).encode() in entry.read_bytes():
+                found.append(int(entry.parent.name))
+    return [process for process in found if process != os.getpid()]
 
 
 def _installed(package: str) -> bool:

@@ -152,7 +152,7 @@ def default_client(reads: int) -> dict[str, float]:
 
     from routetrace.client import AsyncRouteClient
 
-    with temporary() as path, Server(Path(path), max_reads=max(64, reads // 4)) as server:
+    with temporary() as path, Server(Path(path), max_reads=8) as server:
         names = fill(server, 50)
 
         async def read() -> int:

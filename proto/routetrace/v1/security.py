@@ -31,9 +31,11 @@ _CAUSES = {
     "WRONG_VERSION_NUMBER": "the server does not speak TLS: is the port right, and TLS on there?",
     "certificate has expired": "the server's certificate has expired",
     "certificate is not yet valid": "the server's certificate is not valid yet, by the clock here",
-    "CERTIFICATE_VERIFY_FAILED": "the server's certificate is not of an authority in {ca}",
+    # Older gRPC does not say which of the two.
+    "CERTIFICATE_VERIFY_FAILED": "the server's certificate is not of an authority in {ca}, or has "
+    "expired",
     "Hostname Verification": _OTHER_NAME,
-    "is not in peer certificate": _OTHER_NAME,  # older gRPC
+    "is not in peer certificate": _OTHER_NAME,
 }
 
 
@@ -152,7 +154,7 @@ class Security:
         """What is likely behind a connection that failed, as far as gRPC's words tell; or ""."""
         for words, cause in _CAUSES.items():
             if words in details:
-                return cause.format(ca=self.ca_file or "the system's store; see ca_file")
+                return cause.format(ca=self.ca_file or "the system's store (see ca_file)")
         if not _HUNG_UP.search(details):
             return ""
         if not self.uses_tls:

@@ -206,6 +206,8 @@ def _server_options(config: ServerConfig) -> list[tuple[str, int]]:
     return [
         ("grpc.max_receive_message_length", config.max_message_bytes),
         ("grpc.max_send_message_length", -1),
+        # gRPC's own is two minutes: connections that never get anywhere cost memory.
+        ("grpc.server_handshake_timeout_ms", 10_000),
         # Two servers on one port would each get half of the calls.
         ("grpc.so_reuseport", 0),
         # From 1.82 on, the defaults cancel a third of a burst of 5,000 calls. Admission is ours.

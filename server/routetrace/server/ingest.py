@@ -47,6 +47,8 @@ MAX_BLOCK_SIZE = 1 << 16
 
 _RESEND_MS = 50
 
+_HELLO_SECONDS = 10
+
 _log = logging.getLogger(__name__)
 
 #: What a stream has to say, in order: answers to come, or why it ends; None: the agent ended it.
@@ -91,7 +93,12 @@ class IngestServicer(pb_grpc.IngestServiceServicer):
     ) -> AsyncIterator[pb.IngestResponse]:
         self._core.check_ready()
         self._core.admission.check_agents(len(self._replies))
-        first = await anext(request_iterator, None)
+        try:
+            first = await asyncio.wait_for(anext(request_iterator, None), _HELLO_SECONDS)
+        except asyncio.TimeoutError:
+            raise InvalidArgument(
+                field="message", value="none", expected=f"hello, within {_HELLO_SECONDS} seconds"
+            ) from None
         if first is None:
             return
         if first.WhichOneof("message") != "hello":

@@ -71,7 +71,7 @@ class TraceServicer(pb_grpc.TraceServiceServicer):
                 async for response in self._follow(request, context):
                     yield response
                 return
-            trace, incarnation = await self._find(request)
+            trace, incarnation = await self._find(request, context)
             selection = self._select(incarnation, request)
             digests = not request.omit_token_digests
             info = self._reader.describe(trace, incarnation, digests=digests)
@@ -196,7 +196,9 @@ class TraceServicer(pb_grpc.TraceServiceServicer):
             [(r.start, r.stop) for r in request.token_ranges],
         )
 
-    async def _find(self, request: pb.GetTraceRequest) -> tuple[Trace, Incarnation]:
+    async def _find(
+        self, request: pb.GetTraceRequest, context: Context
+    ) -> tuple[Trace, Incarnation]:
         """The trace that is asked for, once it is what is waited for. The deadline bounds it."""
         while True:
             try:
@@ -212,6 +214,7 @@ class TraceServicer(pb_grpc.TraceServiceServicer):
             self._core.check_ready()
             key = (request.run, request.trace_id)
             await self._journal.changes.wait(key, _LOOK_AGAIN_SECONDS)
+            self._check(context, "read", request.run)  # a token may be taken back meanwhile
 
     def _is_there(
         self, trace: Trace, incarnation: Incarnation, request: pb.GetTraceRequest
@@ -239,7 +242,8 @@ class TraceServicer(pb_grpc.TraceServiceServicer):
                     trace_id=request.trace_id,
                     incarnation=request.incarnation,
                     wait_for=pb.WAIT_FOR_END if request.wait else pb.WAIT_FOR_UNSPECIFIED,
-                )
+                ),
+                context,
             )
         selection = self._reader.select(incarnation, 0, 0, ())
         segments = view(trace.sources, incarnation, selection)
