@@ -46,8 +46,8 @@ test-faults: $(VENV)/.dev
 		--share $(FAULTS) $(if $(SEED),--seed $(SEED)) $(SCENARIO:%=--scenario %)
 
 # Builds the image and runs the compose file for real, with Docker or podman.
-test-docker: $(VENV)/.dev
-	$(PY) tests/docker/run.py
+test-docker:
+	$(PYTHON) tests/docker/run.py
 
 # Builds the wheel and installs it bare, with each extra, and beside old and new protobuf and grpcio.
 test-install: $(VENV)/.dev

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -26,7 +28,7 @@ def test_each_position_has_the_reason_that_came_first(notes, start, length):
     assert [a for a, _, _ in found] == [start, *(b for _, b, _ in found[:-1])]
     assert found[-1][1] == stop
     assert all(a < b for a, b, _ in found)
-    assert all(one[2] != two[2] for one, two in zip(found, found[1:], strict=False)), "joined"
+    assert all(one[2] != two[2] for one, two in pairwise(found)), "joined"
     seen = {p: reason for a, b, reason in found for p in range(a, b)}
     for position in range(start, stop):
         first = next((n.reason for n in notes if n.start <= position < n.stop), 9)

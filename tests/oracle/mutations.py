@@ -62,7 +62,8 @@ MUTATIONS = (
     Mutation(
         "blocks handed out anew keep their rows",
         f"{SERVER}/apply.py",
-        "                if kind == OpKind.BLOCKS:\n                    self.slots.forget_blocks(blocks)\n",
+        "                if kind == OpKind.BLOCKS:\n"
+        "                    self.slots.forget_blocks(blocks)\n",
         "                if kind == OpKind.BLOCKS:\n",
     ),
     Mutation(
