@@ -25,11 +25,12 @@ else:
 ROOT = Path(__file__).parents[1]
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))
 PROTO = ROOT / "proto/routetrace/v1/routetrace.proto"
-#: Package -> its directory, one for each root.
+#: Package -> its directory.
 PACKAGES = {
     "routetrace.v1": ROOT / "proto/routetrace/v1",
     "routetrace.server": ROOT / "server/routetrace/server",
     "routetrace.client": ROOT / "client/routetrace/client",
+    "routetrace.cli": ROOT / "client/routetrace/cli",
     "routetrace.capture_agent": ROOT / "capture_agent/routetrace/capture_agent",
 }
 
@@ -38,14 +39,16 @@ PACKAGES = {
 
 
 def test_roots_are_one_namespace():
+    roots = dict.fromkeys(directory.parent for directory in PACKAGES.values())
     assert PYPROJECT["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"] == [
-        f"{directory.relative_to(ROOT).parts[0]}/routetrace" for directory in PACKAGES.values()
+        str(root.relative_to(ROOT)) for root in roots
     ]
+    for root in roots:
+        # One __init__.py here would hide the packages of the other roots.
+        assert {p for p in root.iterdir() if p.name != "__pycache__"} == {
+            directory for directory in PACKAGES.values() if directory.parent == root
+        }
     for package, directory in PACKAGES.items():
-        # One __init__.py here would hide the other three packages.
-        assert [p.name for p in directory.parent.iterdir() if p.name != "__pycache__"] == [
-            package.rpartition(".")[2]
-        ]
         assert Path(importlib.import_module(package).__file__ or "").parent == directory
 
 
@@ -65,7 +68,7 @@ def test_version_is_in_the_changelog():
 
 def test_commands_exist():
     scripts = PYPROJECT["project"]["scripts"]
-    assert list(scripts) == ["routetrace-server"]
+    assert list(scripts) == ["routetrace", "routetrace-server"]
     for target in scripts.values():
         module, _, name = target.partition(":")
         main = getattr(importlib.import_module(module), name)
@@ -86,6 +89,7 @@ CLIENT_NAMES = [
     "RouteClient",
     "RoutingTrace",
     "Sample",
+    "Security",
     "Segment",
     "ServerInfo",
     "TraceFacts",

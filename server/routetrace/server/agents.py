@@ -35,15 +35,14 @@ class Agents:
         """What each agent said last of its rows; those that have left included."""
         return self._reports
 
-    def opened(self, session: Session) -> Session | None:
-        """A stream opened; returns the one that it replaces."""
+    def opened(self, session: Session) -> None:
+        """A stream opened; one that is there is over."""
         key = session.writer.key
         previous = self._sessions.get(key)
         if previous:
-            previous.replaced = True
+            previous.over = True
         self._sessions[key] = session
         self.seen(session)
-        return previous
 
     def seen(self, session: Session) -> None:
         """A stream said something."""

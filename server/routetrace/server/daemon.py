@@ -213,6 +213,8 @@ def _server_options(config: ServerConfig) -> list[tuple[str, int]]:
         # From 1.82 on, the defaults cancel a third of a burst of 5,000 calls. Admission is ours.
         ("grpc.server.max_pending_requests", 1 << 30),
         ("grpc.server.max_pending_requests_hard_limit", 1 << 30),
+        # Nor is a call cancelled that is not taken within 30 s: its deadline is its own.
+        ("grpc.server_max_unrequested_time_in_server", 86_400),
         # Clients ping every 30 s, also between calls; that must not count as abuse.
         ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
         ("grpc.keepalive_permit_without_calls", 1),

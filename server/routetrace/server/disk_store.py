@@ -32,6 +32,7 @@ from routetrace.server.store import (
     cut,
     full,
     gone,
+    limit,
 )
 from routetrace.v1.errors import (
     Closed,
@@ -208,7 +209,8 @@ class DiskStore:
         with self._changed:
             self._check_open()
             self._numbers.check(record.number)
-            if self._used_bytes() + self._queue.room + item.room > self._capacity:
+            room = self._used_bytes() + self._queue.room + item.room
+            if room > limit(self._capacity, record):
                 future.set_exception(full(self._capacity))
             elif self._queue.bytes + item.size > _QUEUE_BYTES:
                 message = f"{self._queue.bytes} bytes wait to be written"

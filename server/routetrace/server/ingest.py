@@ -62,8 +62,9 @@ class Session:
     writer: Writer
     next_sequence: int
     in_flight: dict[int, tuple[Sums, asyncio.Future[Any]]] = field(default_factory=dict)
-    replaced: bool = False
-    """Another stream speaks for this writer now."""
+    over: bool = False
+    """Whether it has ended, or another stream speaks for this writer now: nothing counts any more
+    that was not on its way to the store before."""
     beats: bool = False
     """Whether it gives signs of life when there is nothing else to say."""
     held: bool = False
@@ -127,6 +128,7 @@ class IngestServicer(pb_grpc.IngestServiceServicer):
                 room.release()
         finally:
             reader.cancel()
+            session.over = True
             self._replies.discard(replies)
             self._core.agents.closed(session)
 
@@ -141,7 +143,7 @@ class IngestServicer(pb_grpc.IngestServiceServicer):
         """Takes chunks as they come, while earlier ones still wait for their commit."""
         try:
             async for request in requests:
-                if session.replaced or session.writer is not self._state.writers.get(
+                if session.over or session.writer is not self._state.writers.get(
                     session.writer.key
                 ):
                     raise Fenced(
@@ -198,7 +200,7 @@ class IngestServicer(pb_grpc.IngestServiceServicer):
         if hello.epoch and writer and hello.epoch < newest:
             raise Fenced(field="epoch", value=hello.epoch, expected=f"{newest}, the newest")
         if writer is None or hello.epoch != writer.epoch:
-            self._core.retention.check_room(hello.run)
+            self._core.retention.check_memory()
             if writer is None:
                 self._core.admission.check_writers(len(self._state.writers))
             now = self._journal.clock.now()
@@ -229,12 +231,9 @@ class IngestServicer(pb_grpc.IngestServiceServicer):
             raise InvalidArgument(
                 field="layout", value=layout, expected=f"that of epoch {writer.epoch}"
             )
-        previous = self._core.agents.opened(session := Session(writer, 0))
-        if previous:
-            # What it had under way must be in or out before this one hears where to go on.
-            await asyncio.gather(
-                *(done for _, done in previous.in_flight.values()), return_exceptions=True
-            )
+        self._core.agents.opened(session := Session(writer, 0))
+        # What earlier streams had under way must be in or out before this one hears where to go on.
+        await self._journal.settled()
         session.next_sequence = writer.sequence + 1
         return session
 
@@ -274,7 +273,7 @@ class IngestServicer(pb_grpc.IngestServiceServicer):
                 )
             self._core.metrics.duplicates.inc()
             return
-        if session.replaced:
+        if session.over:
             # The stream that took over was told where to go on before this could be stored.
             raise Fenced(field="epoch", value=writer.epoch, expected="the newest stream of it")
         if sequence != session.next_sequence:

@@ -142,6 +142,11 @@ class Journal:
         stored.add_done_callback(lambda _: loop.call_soon_threadsafe(self._apply_stored))
         return applied
 
+    async def settled(self) -> None:
+        """Returns when all that was appended before is applied, or has failed."""
+        if self._pending:
+            await asyncio.wait([self._pending[-1].applied])
+
     def _apply_stored(self) -> None:
         while self._pending and self._pending[0].stored.done():
             pending = self._pending.popleft()

@@ -79,22 +79,27 @@ class Retention:
         Raises:
             Overloaded: if the run is at its quota, or the process at its memory limit.
         """
-        quota, held = self._config.quota_of(run), self._state.run_bytes[run]
-        limit, memory = self._config.memory_limit, self.memory_bytes()
-        for field, value, most, what in (
-            ("run_quota", held, quota, f"stored bytes of run {run!r}"),
-            ("memory_limit", memory, limit, "bytes of the server's process"),
-        ):
-            if most and value > _HIGH * most:
-                self._short.set()
-            if most and value >= most:
-                self._metrics.overloaded.labels(field).inc()
-                raise Overloaded(
-                    field=field,
-                    value=value,
-                    expected=f"less than {most} {what}",
-                    retry_after=_RETRY_SECONDS,
-                )
+        held = self._state.run_bytes[run]
+        self._check("run_quota", held, self._config.quota_of(run), f"stored bytes of run {run!r}")
+        self.check_memory()
+
+    def check_memory(self) -> None:
+        """Raises Overloaded if the process is at its memory limit."""
+        limit = self._config.memory_limit
+        if limit:
+            self._check("memory_limit", self.memory_bytes(), limit, "bytes of the server's process")
+
+    def _check(self, field: str, value: int, most: int, what: str) -> None:
+        if most and value > _HIGH * most:
+            self._short.set()
+        if most and value >= most:
+            self._metrics.overloaded.labels(field).inc()
+            raise Overloaded(
+                field=field,
+                value=value,
+                expected=f"less than {most} {what}",
+                retry_after=_RETRY_SECONDS,
+            )
 
     def no_room(self) -> None:
         """The store is full."""

@@ -15,6 +15,8 @@ from typing import Protocol
 
 from routetrace.v1.errors import Closed, Corrupt, InvalidArgument, NotFound, Overloaded
 
+_ROOM_TO_FORGET = 16 << 20
+
 
 @dataclass(frozen=True)
 class Record:
@@ -39,7 +41,7 @@ class StoreStats:
     used_bytes: int
     """What counts against the capacity."""
     capacity_bytes: int
-    """Appends beyond it fail with Overloaded."""
+    """Appends of payloads beyond it fail with Overloaded."""
     file_bytes: int = 0
     """Disk space taken; space that is free for reuse included."""
     damaged_records: int = 0
@@ -205,7 +207,7 @@ class MemoryStore:
         with self._lock:
             self._check_open()
             self._numbers.check(record.number)
-            if self._used_bytes() + size > self._capacity:
+            if self._used_bytes() + size > limit(self._capacity, record):
                 future.set_exception(full(self._capacity))
                 return future
             self._numbers.last = record.number
@@ -286,6 +288,11 @@ class MemoryStore:
     def _check_open(self) -> None:
         if self._closed:
             raise Closed("the store is closed")
+
+
+def limit(capacity_bytes: int, record: Record) -> int:
+    """Up to which size a record may be appended: what only forgets finds room in a full store."""
+    return capacity_bytes if record.payload else capacity_bytes + _ROOM_TO_FORGET
 
 
 def full(capacity_bytes: int) -> Overloaded:

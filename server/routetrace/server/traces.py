@@ -138,17 +138,19 @@ class TraceServicer(pb_grpc.TraceServiceServicer):
         selection: Selection,
     ) -> AsyncIterator[Response]:
         """What is there now: info, rows, end."""
-        yield make(info=info)
         sending = _Sending(self._reader, self._admission, trace, incarnation)
         segments = view(trace.sources, incarnation, selection)
-        async for message in sending.rows(segments, selection):
-            yield make(
-                spans=message.spans,
-                frame_lengths=message.frame_lengths,
-                payload=message.payload,
-            )
-        info.ClearField("token_digests")  # said above
-        yield make(end=sending.end(info, segments, selection))
+        # From now on: what was called complete must not be forgotten while it is on its way.
+        with self._reader.pinned(segments):
+            yield make(info=info)
+            async for message in sending.rows(segments, selection):
+                yield make(
+                    spans=message.spans,
+                    frame_lengths=message.frame_lengths,
+                    payload=message.payload,
+                )
+            info.ClearField("token_digests")  # said above
+            yield make(end=sending.end(info, segments, selection))
 
     async def _follow(
         self, request: pb.GetTraceRequest, context: Context
@@ -159,6 +161,11 @@ class TraceServicer(pb_grpc.TraceServiceServicer):
         sending = _Sending(self._reader, self._admission, trace, incarnation)
         sent: dict[int, list[Segment]] = {}
         while True:
+            self._check(context, "read", request.run)  # a token may be taken back meanwhile
+            if self._core.state.traces.traces.get(trace.key) is not trace:
+                raise NotFound(
+                    field="trace_id", value=request.trace_id, expected="a trace that stays"
+                )
             seen = trace.changes
             last = trace.join.requests[incarnation.request.number - 1]
             while last.successor and not request.incarnation:
@@ -178,11 +185,6 @@ class TraceServicer(pb_grpc.TraceServiceServicer):
                 break
             if trace.changes == seen:
                 await self._journal.changes.wait(trace.key, _LOOK_AGAIN_SECONDS)
-            self._check(context, "read", request.run)  # a token may be taken back meanwhile
-            if self._core.state.traces.traces.get(trace.key) is not trace:
-                raise NotFound(
-                    field="trace_id", value=request.trace_id, expected="a trace that stays"
-                )
         yield pb.GetTraceResponse(end=sending.end(info, segments, selection))
 
     def _select(self, incarnation: Incarnation, request: pb.GetTraceRequest) -> Selection:
