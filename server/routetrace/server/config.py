@@ -161,7 +161,11 @@ class ServerConfig(BaseSettings):
         10, gt=0, description="time between two rounds of expiry and compaction"
     )
     heartbeat_seconds: float = Field(
-        10, ge=0.1, le=3600, description="time between two signs of life that agents are asked for"
+        10,
+        ge=0.1,
+        le=3600,
+        description="time between two signs of life that agents are asked for; at most half of "
+        "agent_timeout_seconds",
     )
     agent_timeout_seconds: float = Field(
         20, ge=0, description="an agent counts as lost after this time without a sign of life"
@@ -186,6 +190,11 @@ class ServerConfig(BaseSettings):
     def max_message_bytes(self) -> int:
         """Largest message that is taken; a longer one is refused before it is read."""
         return self.max_chunk_bytes + _MESSAGE_OVERHEAD
+
+    @property
+    def heartbeat_ms(self) -> int:
+        """Milliseconds between two signs of life; an agent may miss one without being lost."""
+        return int(1000 * min(self.heartbeat_seconds, self.agent_timeout_seconds / 2))
 
     def quota_of(self, run: str) -> int:
         """Most stored bytes of a run; 0: as many as there is room for."""

@@ -142,7 +142,10 @@ async def _run_until(
 
 async def _run(core: Core, checks: Any, addresses: list[str]) -> None:
     """Until it is cancelled; ends by itself only where the start fails."""
-    await core.start()
+    try:
+        await core.start()
+    except RouteTraceError as error:
+        raise StartError(f"can not use what is in {core.config.data_dir}: {error}") from error
     for service in READY_SERVICES:
         await checks.set(service, _SERVING)
     if core.config.ready_file:

@@ -118,7 +118,7 @@ class IngestServicer(pb_grpc.IngestServiceServicer):
                     epoch=session.writer.epoch,
                     next_sequence=session.next_sequence,
                     max_chunk_bytes=self._core.config.max_chunk_bytes,
-                    heartbeat_ms=int(self._core.config.heartbeat_seconds * 1000),
+                    heartbeat_ms=self._core.config.heartbeat_ms,
                 )
             )
             while (reply := await replies.get()) is not None:

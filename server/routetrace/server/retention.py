@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections import Counter
 from collections.abc import Iterator
 
@@ -30,6 +31,9 @@ _MEMORY_SHARE = 0.1
 
 #: Seconds after which a refused chunk may come again; and for which the process' size is believed.
 _RETRY_SECONDS = 1.0
+
+#: Pause between two sweeps where room is short, in times of the first one.
+_PAUSE_SHARE = 10
 
 #: Records after which a new snapshot spares the next start their replay.
 _SNAPSHOT_RECORDS = 20_000
@@ -59,6 +63,7 @@ class Retention:
         self._memory = (0.0, 0)  # when, and bytes
         self._short = asyncio.Event()
         self._snapshot_number = 0
+        self._took = 0.0  # seconds of the last sweep
 
     def covered(self, number: int) -> None:
         """The newest snapshot covers the records up to this number."""
@@ -110,8 +115,9 @@ class Retention:
         """Returns when it is time to sweep: regularly, and soon where room is short."""
         try:
             await asyncio.wait_for(self._short.wait(), self._config.sweep_interval_seconds)
-            # Not more often than refused chunks come again: what is short may stay so.
-            await asyncio.sleep(min(_RETRY_SECONDS, self._config.sweep_interval_seconds))
+            # Not all the time: what is short may stay so.
+            pause = max(_RETRY_SECONDS, _PAUSE_SHARE * self._took)
+            await asyncio.sleep(min(pause, self._config.sweep_interval_seconds))
         except asyncio.TimeoutError:
             pass
 
@@ -120,6 +126,7 @@ class Retention:
     async def sweep(self) -> None:
         """Forgets what has expired, or must go, and gives its space back."""
         self._short.clear()
+        begun = time.monotonic()
         with self._metrics.sweep.time():
             self.expire()
             self._metrics.agents_lost.inc(self._agents.count_lost())
@@ -127,6 +134,7 @@ class Retention:
             await self._compact()
             if self._config.over_quota == "evict":
                 await self._evict()
+        self._took = time.monotonic() - begun
 
     def expire(self) -> None:
         """Forgets traces whose lease has run out."""
