@@ -209,8 +209,7 @@ def test_every_row_of_an_agent_is_accounted_for() -> None:
             assert agent.flush(30)
             whole = (count * len(rows),) * 2
             wait_for(lambda: accounted(Scraped(server.metrics_target)) == whole)
-            by_state = rows_by_state(Scraped(server.metrics_target))
-            assert by_state["in_flight"] == 0
+            wait_for(lambda: rows_by_state(Scraped(server.metrics_target))["in_flight"] == 0)
 
 
 def accounted(scraped: Scraped) -> tuple[float, float]:
