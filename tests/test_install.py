@@ -250,6 +250,18 @@ def test_server(wheel, environment, age):
     environment.run("-c", END_TO_END)
 
 
+def test_command(wheel, environment):
+    """What `pip install routetrace[cli]` promises; and what the command says without it."""
+    environment.install(str(wheel))
+    command = str(environment.directory / "bin/routetrace")
+    bare = subprocess.run([command, "doctor"], capture_output=True, text=True, check=False)
+    assert bare.returncode == 2
+    assert "routetrace[cli]" in bare.stderr
+    assert "Traceback" not in bare.stderr
+    environment.install(f"{wheel}[cli]")
+    assert _call(command, "--version", cwd=environment.directory).strip()
+
+
 @pytest.mark.parametrize("pair", PAIRS)
 def test_stubs_run_beside(wheel, environment, pair):
     environment.install(str(wheel), *wanted(pair))
