@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import logging
 import random
 import re
 import signal
@@ -28,6 +29,8 @@ def main() -> int:
     args = parser.parse_args()
     # Whoever is told to end takes the servers along.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    # What is refused on purpose is nothing to tell.
+    logging.getLogger("routetrace").setLevel(logging.ERROR)
     seed = random.randrange(1 << 20) if args.seed is None else args.seed
     extra = {k: float(v) if "." in v else int(v) for k, v in (s.split("=") for s in args.set)}
     wanted = args.scenario or list(SHARES[args.share])
