@@ -16,7 +16,10 @@ _FOREVER = 1 << 30
 _CHUNKS = "routetrace_ingest_chunks_total"
 _BYTES = "routetrace_ingest_bytes_total"
 
-#: Setting, its bytes, and how many bytes are written per byte of it.
+#: Traces that are evicted before it is enough.
+_MANY = 1000
+
+#: Settings, and their bytes.
 LIMITS = {"run_quota": 400_000, "store_capacity": 4 << 20}
 
 
@@ -36,7 +39,9 @@ def once(seed: int, processes: Writers, limit: str, policy: str, times: float) -
             metrics = server.metrics()
             refused = metrics.get(f'routetrace_overloaded_total{{what="{limit}"}}', 0.0)
             evicted = _evicted(metrics)
-            if policy == "evict" and metrics[_BYTES] > times * most and evicted > 5:
+            # Each of these small chunks takes a block of the store's, far more than its bytes.
+            enough = metrics[_BYTES] > times * most or evicted > _MANY
+            if policy == "evict" and enough and evicted > 5:
                 break
             if policy == "refuse" and refused > 3:
                 break

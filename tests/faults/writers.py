@@ -119,7 +119,9 @@ class _Writer:
                 try:
                     await self._stream(run, stop)
                 except grpc.RpcError as error:
-                    self.report.errors[error.code().name] += 1
+                    # So asyncio's gRPC says that a call had ended when it was written to.
+                    broken = error.details() == "Internal error from Core"
+                    self.report.errors["broken" if broken else error.code().name] += 1
                 except asyncio.InvalidStateError:
                     self.report.errors["broken"] += 1
                 if not run.again:
