@@ -241,7 +241,7 @@ def check(spec: dict[str, Any]) -> dict[str, Any]:
     error = ""
     if counts["wrong"]:
         error = f"{done}: {counts['wrong']} wrong"
-    elif "whole" in spec and done.startswith("flip"):
+    elif "whole" in spec and done.startswith("flip "):
         # One flipped bit of a directory that was closed: what it cost is told.
         found = [counts["right"], counts["headers"]]
         if found != spec["whole"] and not counts["reported"]:
