@@ -1,6 +1,6 @@
 """How much of each scenario belongs to which share.
 
-`quick` takes about a minute on an idle machine, `ci` a quarter of an hour; `full` has the numbers
+`quick` takes about a minute on an idle machine, `ci` ten; `full` has the numbers
 that the project is judged by. Scenarios are modules of this package with a `run(seed, ...)`.
 """
 
@@ -32,10 +32,10 @@ SHARES: dict[str, dict[str, Options]] = {
         "fuzz": {"seconds": 5},
     },
     "ci": {
-        "kill": {"seeds": 25, "memory_seeds": 5},
+        "kill": {"seeds": 15, "memory_seeds": 3},
         "torn": {"seeds": 4, "kills": 3},
         "cut": {"count": 300, "rounds": 5, "seconds": 5.0},
-        "order": {"runs": 40, "actions": 300, "real_runs": 3, "real_actions": 150},
+        "order": {"runs": 15, "actions": 300, "real_runs": 3, "real_actions": 150},
         "disk": {"disks": 4},
         "lost_agent": {"runs": 2},
         "clocks": {"runs": 2, "jumps": 6},
