@@ -186,7 +186,9 @@ class Retention:
                 await self._make_room(run, held - int(_LOW * quota), "quota")
         stats = await asyncio.to_thread(self._store.stats)
         if stats.used_bytes > _HIGH * stats.capacity_bytes:
-            need = stats.used_bytes - int(_LOW * stats.capacity_bytes)
+            # Payloads come with headers, and in whole blocks.
+            share = stats.payload_bytes / stats.used_bytes
+            need = int(share * (stats.used_bytes - _LOW * stats.capacity_bytes))
             await self._make_room(None, need, "capacity")
         limit = self._config.memory_limit
         if limit and self.memory_bytes() > _HIGH * limit:
