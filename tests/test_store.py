@@ -280,7 +280,7 @@ def test_a_full_store_refuses_serves_and_resumes(tmp_path: Path, kind: str) -> N
 
 
 def test_where_one_record_of_a_group_fails_all_behind_it_fail(disk_store: DiskStore) -> None:
-    disk_store._capacity = 1 << 40  # so that LMDB itself runs out of room
+    disk_store._capacity = 1 << 40  # so that the blocks themselves run out
     blob = os.urandom(1 << 20)
     for round_ in range(3):
         with disk_store._changed:
