@@ -89,7 +89,7 @@ MUTATIONS = (
 """,
         """        source.remove(position, FOREVER)
 """,
-        seed=1025,
+        seed=1042,
     ),
     Mutation(
         "tentative rows served",
@@ -100,8 +100,8 @@ MUTATIONS = (
     Mutation(
         "a resumed request goes on in its first attempt",
         f"{SERVER}/apply.py",
-        "                    source.attempts.append(SpanList())\n",
-        "",
+        "                        source.attempts.append(SpanList())\n",
+        "                        pass\n",
     ),
     Mutation(
         "off by one at finish",
