@@ -67,6 +67,17 @@ class Unable(Exception):
     """Containers can not be run here; says why."""
 
 
+def impossible() -> str:
+    """Why this machine can not run containers at all; "" if it may."""
+    if os.geteuid() != 0:
+        return "podman can not stand in for Docker without root"
+    try:
+        call("unshare", "--mount", "--net", "mount", "-t", "tmpfs", "none", "/mnt")
+    except (OSError, Unable) as error:
+        return f"no namespaces: {error}"
+    return ""
+
+
 def prepare(work: Path) -> dict[str, str]:
     """Installs what is missing, and makes the base images.
 
