@@ -19,9 +19,9 @@ PACKAGES = (
     *("podman", "buildah", "runc", "netavark", "aardvark-dns", "iptables", "iproute2"),
     *("catatonit", "mmdebstrap"),
 )
-#: Where the base image's packages come from, unless the machine's own apt says otherwise.
-SUITE, MIRROR = "bookworm", "http://deb.debian.org/debian"
-BASE_IMAGE = "docker.io/library/python:3.11-slim"
+#: The release that the base image's packages are of: the one that has Python 3.11.
+SUITE = "bookworm"
+BASE_IMAGE = "localhost/python:3.11-slim"
 PROMETHEUS_IMAGE = "localhost/prometheus-of-debian"
 
 _STORAGE = """
@@ -115,7 +115,7 @@ def prepare(work: Path) -> dict[str, str]:
     }
     packages = "python3,python3-venv,python3-pip,ca-certificates"
     base = str(work / "base.tar")
-    call("mmdebstrap", "--variant=apt", f"--include={packages}", SUITE, base, MIRROR, env=environ)
+    call("mmdebstrap", "--variant=apt", f"--include={packages}", SUITE, base, env=environ)
     for image, text in ((BASE_IMAGE, _BASE), (PROMETHEUS_IMAGE, _PROMETHEUS)):
         file = _write(work / "Containerfile", text)
         call(
@@ -144,7 +144,7 @@ def build_arguments(work: Path) -> str:
         if path.is_absolute() and path.is_dir() and path != Path("/"):
             mounts.add(f"{path}:{path}")
     volumes = " ".join(f"--volume={mount}:ro" for mount in sorted(mounts))
-    return f"--network=host --pull=never {volumes}"
+    return f"--network=host --pull=never --build-arg=PYTHON_IMAGE={BASE_IMAGE} {volumes}"
 
 
 def inside(command: list[str], environ: dict[str, str]) -> int:
