@@ -22,9 +22,8 @@ from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
-#: Seconds of CPU that one input may take, and seconds without any progress that are a hang. One
-#: second is what is meant; a machine whose cores are shared takes up to three times as long.
-SLOW, HANG = 3.0, 60.0
+#: Seconds of CPU that one input may take, and seconds without any progress that are a hang.
+SLOW, HANG = 1.0, 60.0
 #: Address space that a child may have beyond what it starts with.
 ROOM = 3 << 30
 

@@ -21,7 +21,7 @@ from routetrace.v1 import routetrace_pb2 as pb
 
 HEARTBEAT_S = 0.5
 #: A poll, a call, and a machine that has other things to do.
-_SLACK_S = 1.0
+_SLACK_S = 0.5
 _ROWS = 40
 
 

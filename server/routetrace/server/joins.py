@@ -203,12 +203,17 @@ def _requests(sources: Sequence[Source]) -> list[Request]:
     """Sources of the same engine request, together."""
     requests: list[Request] = []
     by_name: dict[tuple[str, str, str], list[Request]] = {}
+    # By name and writer: how many requests, from the first on, have the writer's view already.
+    seen: dict[tuple[tuple[str, str, str], WriterKey], int] = {}
     for index, source in enumerate(sources):
-        same = by_name.setdefault(
-            (source.writer.engine_id, source.request_id, source.occurrence), []
-        )
+        name = (source.writer.engine_id, source.request_id, source.occurrence)
+        same = by_name.setdefault(name, [])
+        first = seen.get((name, source.writer), 0)
+        while first < len(same) and source.writer in same[first].writers:
+            first += 1
+        seen[name, source.writer] = first
         digests = dict(source.digests.tolist())
-        home = next((r for r in same if _may_hold(r, source, digests)), None)
+        home = next((r for r in same[first:] if _may_hold(r, source, digests)), None)
         if home is None:
             home = Request(len(requests) + 1)
             requests.append(home)
