@@ -152,14 +152,9 @@ MUTATIONS = (
     Mutation(
         "a stage joined to another request",
         f"{SERVER}/joins.py",
-        """            (source.writer.engine_id, source.request_id, source.occurrence), []
-        )
-        digests = dict(source.digests.tolist())
-        home = next((r for r in same if""",
-        """            (source.writer.engine_id, source.request_id, ""), []
-        )
-        digests = dict(source.digests.tolist())
-        home = next((r for r in reversed(same) if""",
+        "        name = (source.writer.engine_id, source.request_id, source.occurrence)\n",
+        '        name = (source.writer.engine_id, source.request_id, "")\n',
+        seed=1018,
     ),
     Mutation(
         "latest served for as_sampled",
