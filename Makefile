@@ -83,9 +83,13 @@ test-trainers:
 	OMP_NUM_THREADS=1 $(TRAINERS_VENV)/bin/python -m pytest -q -W ignore tests/trainer_runs
 	PYTHONPATH=tests OMP_NUM_THREADS=1 $(TRAINERS_VENV)/bin/python -m trainer_runs
 
-bench: $(VENV)/.dev
-	$(PY) benchmarks/bench.py
-	$(PY) benchmarks/rank_wire.py
+# Everything that is measured, beside rivals and limits, in an environment of its own (it holds Ray,
+# Redis' client and Arrow); redis-server is used where it is installed. BENCH=--quick shows that it
+# runs; `make bench BENCH=codec` measures one area.
+BENCH_VENV ?= .venv-bench
+BENCH      ?=
+bench: $(BENCH_VENV)/.bench
+	OMP_NUM_THREADS=1 $(BENCH_VENV)/bin/python benchmarks/bench.py $(BENCH)
 
 # What capture costs vLLM, beside none and vLLM's own return.
 bench-vllm:
@@ -109,5 +113,12 @@ $(VENV)/.dev: pyproject.toml | $(VENV)/bin/python
 	$(PIP) -e '.[dev]'
 	touch $@
 
+$(BENCH_VENV)/.bench: pyproject.toml
+	[ -x $(BENCH_VENV)/bin/python ] || $(PYTHON) -m venv $(BENCH_VENV)
+	$(BENCH_VENV)/bin/python -c 'import torch' 2>/dev/null || \
+		$(BENCH_VENV)/bin/python -m pip install --quiet --disable-pip-version-check '$(TORCH)'
+	$(BENCH_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -e '.[bench]'
+	touch $@
+
 clean:
-	rm -rf $(VENV) $(VLLM_VENV) $(TRAINERS_VENV) dist build .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VLLM_VENV) $(TRAINERS_VENV) $(BENCH_VENV) dist build .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -18,13 +18,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from bench import LAYOUT, payload
+from measure import QWEN3
 
 from routetrace.capture_agent import AgentConfig, CaptureAgent
 from routetrace.client import MicroBatch, Plan, Rank, RankRows, RouteClient, Sample, make_plan
 from routetrace.server.testing import run_server
 
 HERE = Path(__file__).parent
+LAYOUT = QWEN3.layout
 TOKENS = 32768
 PROMPT = 1500
 SAMPLES = 4
@@ -109,7 +110,7 @@ def add(rows: list[dict[str, Any]], name: str, value: float, against: str, goal:
 
 def fill(target: str) -> None:
     """Requests that decode side by side, as in an engine."""
-    ids = payload(TOKENS)
+    ids = QWEN3.rows(TOKENS)
     config = AgentConfig(target=target, engine_id="e", layout=LAYOUT, ring_bytes=256 << 20)
     with CaptureAgent(config) as agent:
         handles = [agent.begin(f"r{i}", prompt_len=PROMPT) for i in range(SAMPLES)]

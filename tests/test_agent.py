@@ -194,6 +194,52 @@ def test_a_top_1_that_has_no_id_to_spare_for_a_mark(server):
         assert_kept(agent.stats(), invalid_ids=20)
 
 
+@MODES
+@pytest.mark.parametrize("dtype", [np.uint16, np.int32, ">i4"])
+def test_steps_that_go_on_from_the_last_one(server, mode, dtype):
+    """Whatever comes in between; the engine uses its arrays again."""
+    whole = make_rows(600).reshape(3, 200, 3, 3)
+    bad = {(0, 77), (1, 30)}
+    with CaptureAgent(config_for(server, mode=mode)) as agent:
+        handles = [agent.begin(name, prompt_len=3) for name in "abc"]
+        runs = np.array([[handle, 0, 1] for handle in handles])
+        rows = np.zeros((3, 3, 3), dtype)
+        for p in range(120):
+            rows[:] = whole[:, p]
+            for i, q in bad:
+                if p == q:
+                    rows[i, 1] = 300 if i else rows[i, 0, 0]
+            if p == 20:
+                agent.set_weight_version(5)
+            if p == 40:
+                agent.begin("other")
+            if p == 60:  # in order of other requests, and a view
+                agent.step(rows[::-1], runs[::-1])
+            elif p == 61:
+                agent.step(np.asfortranarray(rows), runs)
+            elif p == 62:
+                agent.skip(runs)
+            else:
+                assert agent.step(rows, runs) == p + 1
+            if p == 90:
+                agent.finish(handles[2], 92)  # its rows are late from now on
+            if p % 30 == 5:
+                with pytest.raises(InvalidArgument):
+                    agent.step(rows, runs[:2])
+            runs[:, 1] += 1
+        for handle in handles[:2]:
+            agent.finish(handle, 121)
+        assert agent.flush(20)
+        assert agent.stats().dropped_rows["late"] == 29
+        assert agent.stats().in_flight_rows == 0
+    for i, request in enumerate(server.model.requests[:3]):
+        kept = request.attempts[0].rows
+        missing = {q for j, q in bad if i == j} | {62}
+        assert set(kept) == set(range(120 if i < 2 else 91)) - missing
+        assert all(data == whole[i, p].tobytes() for p, (data, _) in kept.items())
+        assert {version for p, (_, version) in kept.items() if p >= 20} == {5}
+
+
 def test_a_step_larger_than_the_ring_is_cut(server):
     config = config_for(server, BIG, ring_bytes=1 << 20, block_size=16, num_blocks=1024)
     rows = make_rows(4000, BIG)

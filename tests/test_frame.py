@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
+import importlib.util
 import itertools
+import os
 import struct
+import subprocess
+import sys
 import threading
 import zlib
 from collections.abc import Iterator
@@ -25,6 +28,7 @@ from routetrace.v1.frame import (
     Codec,
     FrameHeader,
     decode_frame,
+    decode_frames,
     decode_into,
     encode_frame,
     encode_frames,
@@ -62,8 +66,7 @@ def layout_of(ids: Any, num_experts: int) -> RoutingLayout:
 
 def forge(header: FrameHeader, groups: list[bytes]) -> bytes:
     """A frame with these groups and true checksums."""
-    header = dataclasses.replace(
-        header,
+    header = header._replace(
         group_bytes=tuple(map(len, groups)),
         group_crcs=tuple(map(zlib.crc32, groups)),
     )
@@ -198,6 +201,43 @@ def test_decode_into_views(num_experts: int, codec: Codec) -> None:
     assert (strided[:, :, ::2] == guard).all()
 
 
+@pytest.mark.parametrize("num_experts", [256, 512])
+def test_groups_as_they_are_between_zstd_frames(num_experts: int) -> None:
+    layout = RoutingLayout(tuple(range(6)), 6, num_experts, 8)
+    rng = np.random.default_rng(0)
+    ids = rng.integers(0, num_experts, (100, 6, 8)).astype(layout.dtype)
+    ids[:, [1, 2, 4]] = ids[0, [1, 2, 4]]  # the others do not get any smaller
+    frame = encode_frame(ids, layout, validate=False)
+    as_they_are = [b"\x28\xb5\x2f\xfd" not in group for group in groups_of(frame)]
+    assert as_they_are == [True, False, False, True, False, True]
+    for wanted in (layout.layer_ids, (0, 1), (2, 3, 5), (5, 4, 3, 2, 1, 0), (3, 1, 3), (4,), (0,)):
+        expected = ids[:, wanted].transpose(1, 0, 2)
+        np.testing.assert_array_equal(decode_frame(frame, layer_ids=wanted), expected)
+
+
+@pytest.mark.parametrize("batch_bytes", [0, 30_000, 1 << 20])
+@pytest.mark.parametrize("num_experts", [128, 300])
+def test_decode_frames_in_batches(
+    monkeypatch: pytest.MonkeyPatch, num_experts: int, batch_bytes: int
+) -> None:
+    layout = RoutingLayout(tuple(range(5)), 5, num_experts, 8)
+    rng = np.random.default_rng(0)
+    batch = [routing(rng, n, layout) for n in (300, 1, 256, 70)]
+    frames = encode_frames(batch, layout)
+    monkeypatch.setattr(frame_module, "_BATCH_BYTES", batch_bytes)
+    out = np.zeros((2, 256, 8), layout.dtype)
+    wanted = [(None, None), ((3,), None), ((4, 0), out), (None, None)]
+    decoded = list(
+        decode_frames((frame, *want) for frame, want in zip(frames, wanted, strict=True))
+    )
+    assert decoded[2] is out
+    for i, (layer_ids, _) in enumerate(wanted):
+        decoded[i] += 1  # each is an array of its own
+        expected = batch[i][:, layer_ids or layout.layer_ids].transpose(1, 0, 2)
+        np.testing.assert_array_equal(decoded[i], expected + 1)
+    assert list(decode_frames([])) == []
+
+
 def test_a_batch_is_one_call_of_zstd(monkeypatch: pytest.MonkeyPatch) -> None:
     layout = RoutingLayout(tuple(range(5)), 5, 128, 8)
     rng = np.random.default_rng(0)
@@ -219,6 +259,36 @@ def test_a_batch_is_one_call_of_zstd(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     assert frames == [encode_frame(ids, layout) for ids in batch]
     assert encode_frames([], layout) == []
+
+
+def test_cffi_backend() -> None:
+    """The other backend of zstandard, where it is built: the same frames, the same refusals."""
+    env = {**os.environ, "PYTHON_ZSTANDARD_IMPORT_POLICY": "cffi"}
+    code = """if True:
+        import sys
+        import numpy as np
+        import zstandard
+        from routetrace.v1.errors import Corrupt
+        from routetrace.v1.frame import decode_frame, encode_frame
+        from routetrace.v1.layout import RoutingLayout
+
+        assert zstandard.backend == "cffi"
+        ids = np.arange(300 * 5 * 8, dtype=np.uint16).reshape(300, 5, 8) % 290
+        frame = encode_frame(ids, RoutingLayout(tuple(range(5)), 5, 300, 8))
+        assert b"\\x28\\xb5\\x2f\\xfd" in frame
+        assert np.array_equal(decode_frame(frame), ids.transpose(1, 0, 2))
+        damaged = bytearray(frame)
+        damaged[-400] ^= 1
+        try:
+            decode_frame(damaged)
+        except Corrupt:
+            sys.exit(0)
+        sys.exit("damage was not seen")
+    """
+    if importlib.util.find_spec("zstandard._cffi") is None:
+        pytest.skip("zstandard without its cffi backend")
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, check=False)
+    assert done.returncode == 0, done.stderr.decode()
 
 
 def test_backend_without_multi_calls(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -323,6 +393,18 @@ def test_every_truncation_is_seen(frame: bytes) -> None:
                 read(frame[:length])
     with pytest.raises(Corrupt):
         read_header(frame + b"\0")
+
+
+@pytest.mark.parametrize("at", [0, 5119, 5120, 10_239, 10_240, -1])
+def test_damage_anywhere_in_a_large_group_is_seen(at: int) -> None:
+    layout = RoutingLayout((0, 1), 2, 256, 8)
+    ids = np.random.default_rng(0).integers(0, 256, (1500, 2, 8)).astype(np.uint8)
+    frame = bytearray(encode_frame(ids, layout, validate=False))
+    np.testing.assert_array_equal(decode_frame(frame), ids.transpose(1, 0, 2))
+    start, stop = read_header(frame).group_offsets[1:]
+    frame[range(start, stop)[at]] ^= 1  # stored as it is: nothing but its checksum tells
+    with pytest.raises(Corrupt, match="crc32 of group 1"):
+        decode_frame(frame)
 
 
 def test_only_groups_that_are_used_are_checked() -> None:

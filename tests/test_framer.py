@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import zlib
 from collections import Counter
 from collections.abc import Callable
 from itertools import pairwise
@@ -14,7 +15,7 @@ from ingest_server import NO_DRAFTS, Model, read_chunk
 from sim_engine import SimEngine
 
 from routetrace.capture_agent.agent import _cut
-from routetrace.capture_agent.chunks import ChunkBuilder
+from routetrace.capture_agent.chunks import Chunk, ChunkBuilder
 from routetrace.capture_agent.counters import Word
 from routetrace.capture_agent.framer import Framer, TraceEnds
 from routetrace.capture_agent.linger import LANE_BITS, Linger
@@ -41,13 +42,14 @@ class Framed:
         self.builder = ChunkBuilder(layout, self.block_size)
         self.dropped: Counter[Word] = Counter()
         self.framer = Framer(
-            layout, self.block_size, num_blocks, frame_rows, linger, self.builder, self._drop
+            layout, self.block_size, num_blocks, frame_rows, self.builder, self._drop
         )
         self.model = Model(self.block_size)
         self.naive = Model(self.block_size)
         self.frame_rows: list[int] = []  # rows of each frame sent
         self.chunk_bytes: list[int] = []
         self.now = 0.0
+        self.linger = linger
         self.version = 0
         self.number = 0
         self.offered = 0
@@ -57,6 +59,10 @@ class Framed:
         self.preempted: set[int] = set()
         self.starting: dict[int, Callable[[], None]] = {}  # yet to be told, in order
         self.free = list(range(32))
+
+    def tick(self) -> None:
+        """What has lingered for long enough goes."""
+        self.framer.tick(self.now - self.linger)
 
     def _drop(self, word: Word, rows: int) -> None:
         self.dropped[word] += rows
@@ -275,7 +281,7 @@ def test_a_bad_engine(seed, frame_rows, linger, sealing):
     while sim.step():
         framed.now += sim.rng.choice([0, 1, 2])
         if sim.rng.random() < sealing:
-            framed.framer.tick(framed.now)
+            framed.tick()
             framed.seal()
     framed.end()
     framed.compare()
@@ -486,7 +492,7 @@ def test_an_engine_without_reason(rng, invalid, losses, small):
         engine.act()
         framed.now += rng.choice([0, 1])
         if rng.random() < 0.1:
-            framed.framer.tick(framed.now)
+            framed.tick()
         if rng.random() < 0.1:
             framed.seal()
     framed.end()
@@ -504,7 +510,7 @@ def test_what_is_dropped_for_memory_leaves_no_wrong_row(rng):
         engine.act()
         framed.now += rng.choice([0, 1])
         if rng.random() < 0.1:
-            framed.framer.tick(framed.now)
+            framed.tick()
         if rng.random() < 0.05:
             framed.framer.shed(rng.choice([1, 100, 1000]))
         if rng.random() < 0.05:
@@ -606,7 +612,7 @@ def test_slots_alone(rng, invalid, small):
         if rng.random() < 0.05:
             engine.forget()
         if rng.random() < 0.2:
-            framed.framer.tick(framed.now)
+            framed.tick()
         if rng.random() < 0.1:
             framed.seal()
     framed.end()
@@ -654,10 +660,10 @@ def test_frames_are_as_large_as_they_may_be():
     framed.seal()
     assert framed.frame_rows[9:] == [256]
     framed.now = 0.99
-    framed.framer.tick(framed.now)
+    framed.tick()
     assert not framed.builder
     framed.now = 1.0
-    framed.framer.tick(framed.now)
+    framed.tick()
     framed.seal()
     assert framed.frame_rows[10:] == [4]
     framed.finish(b, 561)
@@ -859,7 +865,7 @@ def test_lanes_and_rows_are_used_again():
             linger.begin(lane, 0, 0)
             truth[lane] = []
         if rng.random() < 0.2:
-            assert [bytes(r) for r in linger.take(lane)] == truth[lane]
+            assert [bytes(r) for r in linger.take(np.array([lane]))] == truth[lane]
             truth[lane] = []
         elif len(truth[lane]) < 50:
             rows = np.arange(value, value + 12, dtype=np.uint8).reshape(3, 4)
@@ -867,3 +873,32 @@ def test_lanes_and_rows_are_used_again():
             linger.extend(0.0, 1, 0, np.array([lane]), np.array([3]), rows)
             truth[lane] += [bytes(r) for r in rows]
         assert linger.rows == sum(map(len, truth.values()))
+
+
+@given(st.integers(1, (1 << 64) - 1), st.binary(max_size=300), st.integers(0, 1 << 15))
+def test_a_message_is_what_protobuf_writes(sequence, header, size):
+    payload = bytes(size)
+    message = Chunk(header, payload, 0).message(sequence)
+    chunk = pb.IngestRequest.FromString(message).chunk
+    assert (chunk.sequence, chunk.header, chunk.payload) == (sequence, header, payload)
+    assert chunk.header_crc32 == zlib.crc32(header)
+    assert chunk.payload_crc32 == zlib.crc32(payload)
+    assert not size or not header or pb.IngestRequest(chunk=chunk).SerializeToString() == message
+
+
+def test_what_is_due_goes_with_what_came_before_it_and_nothing_else_does():
+    framed = Framed(num_blocks=0, frame_rows=64)
+    early, late = framed.begin("early"), framed.begin("late")
+    framed.framer.step(1.0, 1, 0, np.array([[early], [0], [2]]), framed_bytes(2))
+    framed.framer.step(2.0, 2, 0, np.array([[late], [0], [3]]), framed_bytes(3))
+    assert framed.framer.oldest == 1.0
+    framed.framer.tick(1.5)
+    assert framed.framer.oldest == 2.0
+    framed.framer.tick(2.0)
+    assert framed.framer.oldest == np.inf
+    framed.seal()
+    assert framed.frame_rows == [2, 3]
+
+
+def framed_bytes(n):
+    return np.ascontiguousarray(valid_rows(n)).reshape(n, -1).view(np.uint8)

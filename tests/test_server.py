@@ -486,9 +486,9 @@ def bad_chunks():
     return {
         "unknown op": (make(op(kind=77)), "ops.kind[1]", "77"),
         "request index": (make(op(request=5)), "ops.request[1]", "5"),
-        "frame index": (make(op(frame=3)), "ops.frame[0]", "3"),
-        "too many rows": (make(op(count=3)), "ops.count[0]", "3"),
-        "row outside": (make(op(row=1)), "ops.count[0]", "2"),
+        "frame index": (make(op(frame=3)), "ops.frame[1]", "3"),
+        "too many rows": (make(op(count=3)), "ops.count[1]", "3"),
+        "row outside": (make(op(row=1)), "ops.count[1]", "2"),
         "position": (make(op(position=2**32 - 1)), "ops.position[1]", str(2**32 - 1)),
         "block id": (
             make(lambda m, s: (m.op(OpKind.BLOCKS, "r", blocks=[99]), m.make(s))[1]),
@@ -498,7 +498,7 @@ def bad_chunks():
         "no begin": (make(lambda m, s: (m.begins.clear(), m.make(s))[1]), "ops.arg[0]", "0"),
         "finish reason": (
             make(lambda m, s: (m.op(OpKind.FINISH, "r", arg=9), m.make(s))[1]),
-            "ops.arg[0]",
+            "ops.arg[2]",
             "9",
         ),
         "ragged ops": (make(reheader(ops=b"123")), "ops", None),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from itertools import chain
 from unittest.mock import Mock
 
 import numpy as np
@@ -16,7 +17,7 @@ from routetrace.server.apply import apply_record
 from routetrace.server.config import ServerConfig
 from routetrace.server.core import Core
 from routetrace.server.record import Sums, encode_chunk, encode_control, layout_to_hex
-from routetrace.server.slot_map import SlotMap
+from routetrace.server.slot_map import SlotMap, SlotRun
 from routetrace.server.spans import Span, SpanList, merge, subtract
 from routetrace.server.state import State
 from routetrace.server.store import MemoryStore
@@ -81,20 +82,23 @@ def records(seed: int) -> list[bytes]:
 
 @pytest.mark.parametrize("seed", range(6))
 def test_a_snapshot_anywhere_changes_nothing(seed):
-    whole, cut = State(100), State(100)
+    whole, cut, kept = State(100), State(100), State(100)
     rng = random.Random(seed)
     for number, record in enumerate(records(seed), 1):
         apply_record(whole, number, record)
         apply_record(cut, number, record)
+        apply_record(kept, number, record)
         if rng.random() < 0.3:
             pieces = list(cut.dump())
+            # What was packed for one snapshot is used for the next one, unless it has changed.
+            assert list(kept.dump()) == pieces
             cut = State(100)
             cut.load(pieces)
             assert list(cut.dump()) == pieces
             assert cut.run_bytes == whole.run_bytes
             assert cut.traces.run_counts == whole.traces.run_counts
     assert list(cut.dump()) == list(whole.dump())
-    assert cut.live_chunks() == whole.live_chunks()
+    assert set(chain.from_iterable(cut.marks())) == set(chain.from_iterable(whole.marks()))
     assert whole.traces.traces
 
 
@@ -162,7 +166,7 @@ writes = st.lists(
     st.tuples(
         st.lists(st.integers(0, 31), min_size=1, max_size=9),
         st.integers(0, 2),
-        st.sampled_from(["write", "forget", "blocks", "all"]),
+        st.sampled_from(["write", "write run", "forget run", "blocks", "all"]),
     ),
     max_size=12,
 )
@@ -176,9 +180,18 @@ def test_the_slot_map_equals_a_dict_of_slots(steps, block_ids, last_step):
             ref = step << 28
             slots.write(np.array(some), ref, version, step)
             naive |= {slot: (ref + i, version, step) for i, slot in enumerate(some)}
-        elif kind == "forget":
-            slots.forget(np.array(some))
-            naive = {s: e for s, e in naive.items() if s not in some}
+        elif kind in ("write run", "forget run"):
+            # Blocks in any order, some of them twice; from the middle of one to that of another.
+            blocks, start = [s // 4 for s in some], some[0] % 9
+            stop = min(start + some[-1], 4 * len(blocks))
+            held = {p: blocks[p // 4] * 4 + p % 4 for p in range(start, stop)}
+            if kind == "write run":
+                run = SlotRun(start, some[-1], step << 28, version)
+                slots.write_run(blocks, run, step)
+                naive |= {s: ((step << 28) + p - start, version, step) for p, s in held.items()}
+            else:
+                slots.forget_run(blocks, start, start + some[-1])
+                naive = {s: e for s, e in naive.items() if s not in held.values()}
         elif kind == "blocks":
             blocks = {s // 4 for s in some}
             slots.forget_blocks(sorted(blocks))

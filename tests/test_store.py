@@ -591,7 +591,7 @@ def test_a_snapshot_that_breaks_off_changes_nothing(disk_store: DiskStore, tmp_p
         disk_store.compact((1, pieces()), [1])
     assert disk_store.load_snapshot() is None
     assert read(disk_store, 1) == content(1)
-    assert not list(tmp_path.glob("store-1/*.new"))
+    assert not list(tmp_path.glob("store-2/*.new"))
 
 
 def test_appends_go_on_while_a_snapshot_is_written(disk_store: DiskStore) -> None:
@@ -721,7 +721,7 @@ def test_a_full_file_system_refuses_and_what_expires_makes_room(tmp_path: Path) 
 
 
 def only(directory: Path, pattern: str) -> Path:
-    (path,) = directory.glob(f"store-1/{pattern}")
+    (path,) = directory.glob(f"store-2/{pattern}")
     return path
 
 
@@ -747,7 +747,7 @@ def test_a_damaged_record_is_reported_once_and_the_others_are_served(
     closed: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     flip(only(closed, "log-*"), b"header 11")
-    flip(closed / "store-1/blocks", b"payload 12 payload 12")
+    flip(closed / "store-2/blocks", b"payload 12 payload 12")
     store = DiskStore(closed, capacity_bytes=CAPACITY)
     assert store.stats().damaged_records == 1
     for _ in range(2):
@@ -822,7 +822,7 @@ def test_damage_costs_the_blocks_that_it_hit(tmp_path: Path) -> None:
     store = DiskStore(tmp_path, capacity_bytes=CAPACITY)
     store.append(Record(1, b"h", payload)).result()
     store.close()
-    flip(tmp_path / "store-1/blocks", payload[5 * 16384 + 7 : 5 * 16384 + 30])
+    flip(tmp_path / "store-2/blocks", payload[5 * 16384 + 7 : 5 * 16384 + 30])
     store = DiskStore(tmp_path, capacity_bytes=CAPACITY)
     for i in range(10):
         for at, size in ((i * 16384, 16384), (i * 16384 + 100, 1), (max(0, i * 16384 - 1), 2)):
@@ -940,7 +940,7 @@ def test_without_any_snapshot_all_is_set_aside(
             put(store, covered)
             store.compact((covered, [b"the state"]), [])
         store.close()
-        for file in closed.glob("store-1/snapshot-*"):
+        for file in closed.glob("store-2/snapshot-*"):
             file.write_bytes(b"")
         store = DiskStore(closed, capacity_bytes=CAPACITY)
         assert store.load_snapshot() is None
@@ -951,13 +951,13 @@ def test_without_any_snapshot_all_is_set_aside(
         aside = [path for path in closed.iterdir() if "damaged" in path.name]
         assert len(aside) == number
         assert all((path / "blocks").stat().st_size > 16384 for path in aside)
-    assert "it is kept as store-1.damaged-" in caplog.text
+    assert "it is kept as store-2.damaged-" in caplog.text
 
 
 def test_what_was_being_written_at_a_crash_is_no_damage(closed: Path) -> None:
     with open(only(closed, "log-*"), "ab") as file:
         file.write(b"half of a record")
-    (closed / "store-1/snapshot-00000009-0123456789abcdef.new").write_bytes(b"half of a snapshot")
+    (closed / "store-2/snapshot-00000009-0123456789abcdef.new").write_bytes(b"half of a snapshot")
     store = DiskStore(closed, capacity_bytes=CAPACITY)
     assert [n for n, _ in store.headers()] == list(range(6, 21))
     assert store.stats().damaged_records == 0
@@ -974,7 +974,7 @@ def test_blocks_that_are_not_there_are_reported(tmp_path: Path) -> None:
     for number in range(1, 200):
         store.append(Record(number, b"h", b"%d" % number)).result()
     store.close()
-    os.truncate(tmp_path / "store-1/blocks", 100 * 16384)
+    os.truncate(tmp_path / "store-2/blocks", 100 * 16384)
     store = DiskStore(tmp_path, capacity_bytes=CAPACITY)
     assert [outcome(store.read, n, [(0, 1)]) for n in (100, 101)] == [[b"1"], Corrupt]
     assert store.stats().damaged_records == 1
@@ -987,7 +987,7 @@ def test_blocks_that_are_not_there_are_reported(tmp_path: Path) -> None:
     store.close()
 
 
-@pytest.mark.parametrize("name", ["db", "store-2"])
+@pytest.mark.parametrize("name", ["db", "store-1"])
 def test_a_directory_of_another_version_is_refused(tmp_path: Path, name: str) -> None:
     (tmp_path / name).mkdir()
     with pytest.raises(Unavailable, match=f"{name} was made by another version"):

@@ -30,6 +30,7 @@ from routetrace.server.chunk import check_payload, check_sums, parse_header
 from routetrace.server.config import ServerConfig
 from routetrace.server.core import Core
 from routetrace.server.record import Sums, encode_chunk, encode_control, layout_to_hex
+from routetrace.server.served import segments_of
 from routetrace.server.state import State
 from routetrace.server.store import MemoryStore, Record
 from routetrace.server.testing import run_server
@@ -192,7 +193,9 @@ def _opened(layout: RoutingLayout, block_size: int, num_blocks: int) -> bytes:
 
 def _learn(told: dict[int, set[tuple[str, int]]], number: int, parsed: Any) -> None:
     """Which rows were said to be which positions of which request."""
-    for op in parsed.ops[parsed.ops["kind"] == OpKind.ROWS]:
+    for op in np.array(parsed.ops, OP):
+        if op["kind"] != OpKind.ROWS:
+            continue
         request = int(op["request"])
         for i in range(int(op["count"])):
             ref = refs.pack(number, int(op["frame"]), int(op["row"]) + i)
@@ -210,9 +213,12 @@ def _check_trace(core: Core, trace: Any, told: dict[int, set[tuple[str, int]]]) 
         info = reader.describe(trace, incarnation)
         assert pb.TraceInfo.FromString(info.SerializeToString()) == info
         for policy in (pb.READ_POLICY_AS_SAMPLED, pb.READ_POLICY_LATEST):
-            selection = reader.select(incarnation, 0, 0, (), policy)
-            segments = view(trace.sources, incarnation, selection)
-            missing = reader.missing(info.state, trace, incarnation, selection, segments)
+            known = reader.known(trace, incarnation)
+            selection = reader.select(known, 0, 0, (), policy)
+            rows = reader.rows(trace, incarnation, selection)
+            segments = segments_of(rows)
+            assert segments == view(trace.sources, incarnation, selection), "what it was before"
+            missing = reader.missing(info.state, trace, incarnation, selection, rows)
             _check_segments(core.state, trace, segments, told)
             for layer in selection.layers[:2]:
                 there = covered(trace.sources, segments, layer)

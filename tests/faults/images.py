@@ -359,7 +359,7 @@ class Campaign:
                 if writer is None or not writer.running:
                     writer = Writer(self.root / f"live-{i}", rng.randrange(1 << 30))
                     last = None
-                    while not list(writer.directory.glob("store-1/snapshot-*")):
+                    while not list(writer.directory.glob("store-2/snapshot-*")):
                         time.sleep(0.01)  # nothing to see yet
                 time.sleep(rng.random() * 0.1)
                 image = self.root / f"image-{i}"
@@ -385,7 +385,7 @@ class Campaign:
             sources.append({"source": str(directory), "whole": found})
         for i in range(2):
             writer = Writer(self.root / f"killed-{i}", rng.randrange(1 << 30))
-            while len(list(writer.directory.glob("store-1/snapshot-*"))) < 2:
+            while len(list(writer.directory.glob("store-2/snapshot-*"))) < 2:
                 time.sleep(0.01)
             old = _copy(writer.directory, self.root / f"killed-{i}-old", rng)
             time.sleep(rng.random() * 0.5)

@@ -313,7 +313,8 @@ class _Server:
         method = self._handlers[name]
         request = method.request_deserializer(request.SerializeToString())
         if method.response_streaming:
-            return _Call(iter(self._answer(name, self._collect(method, request))))
+            parse = parser_of(getattr(pb, f"{name}Response"))
+            return _Call(map(parse, self._answer(name, self._collect(method, request))))
         return _copy(method, self._answer(name, method.unary_unary(request, _Context())))
 
     def _answer(self, name: str, awaitable: Any) -> Any:
@@ -323,12 +324,13 @@ class _Server:
             raise AssertionError(f"{name}: no answer, though everything is there") from None
 
     async def _collect(self, method: Any, request: Any) -> list[Any]:
-        responses = method.unary_stream(request, _Context())
-        return [parser_of(type(r))(method.response_serializer(r)) async for r in responses]
+        return [response async for response in method.unary_stream(request, _Context())]
 
     def stream(self, requests: AsyncIterator[Any]) -> Any:
         """The responses of Ingest."""
-        return self._handlers["Ingest"].stream_stream(requests, _Context())
+        method = self._handlers["Ingest"]
+        read = (method.request_deserializer(r.SerializeToString()) async for r in requests)
+        return method.stream_stream(read, _Context())
 
 
 def _copy(method: Any, response: Any) -> Any:
@@ -411,7 +413,7 @@ class _InlineSender(Sender):
         self._stream = stream = object()
         self._send_next, self._not_before, self._stale = 0, 0.0, 0
         self._pipe = asyncio.Queue()
-        self._messages = self._requests(stream)
+        self._messages = map(pb.IngestRequest.FromString, self._requests(stream))
         self._responses = self.world.server.stream(self._incoming(self._pipe))
         self._send(next(self._messages))
         self._hear()
@@ -455,7 +457,7 @@ class _TellingRing(Ring):
     @property
     def full(self) -> bool:
         """Whether a good part of it was not read yet, as far as its writer can know."""
-        return self._written - self._cursors[1] > self.size // 8
+        return self.written - self._cursors[8] > self.size // 8
 
 
 class _Deaf:

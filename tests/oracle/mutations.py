@@ -48,7 +48,7 @@ MUTATIONS = (
     Mutation(
         "slot writes of a window out of order",
         f"{SERVER}/apply.py",
-        "for op in self.chunk.ops.tolist():",
+        "for op in self.chunk.ops:",
         "for op in sorted(self.chunk.ops.tolist(),"
         " key=lambda op: -op[10] if op[3] == NO_REQUEST else 0):",
     ),
@@ -171,8 +171,8 @@ MUTATIONS = (
     Mutation(
         "a sweep forgets the slots",
         f"{SERVER}/state.py",
-        "            live.update(writer.slots.chunks().tolist())\n",
-        "            pass\n",
+        "            yield writer.slots.chunks().tolist()\n",
+        "            yield ()\n",
     ),
     Mutation(
         "a snapshot forgets what is tentative",
@@ -189,15 +189,27 @@ MUTATIONS = (
     ),
     Mutation(
         "a frame cut at the wrong layer",
-        "proto/routetrace/v1/frame.py",
-        "tuple(i for g in keep for i in header.layer_ids[cuts[g] : cuts[g + 1]])",
-        "header.layer_ids[: sum(header.group_layers[g] for g in keep)]",
+        "proto/routetrace/v1/frame_header.py",
+        "tuple(layer for layer in layer_ids if group_of[layer] in groups)",
+        "layer_ids[: sum(group_layers[g] for g in groups)]",
     ),
     Mutation(
         "late rows of an ended request kept",
         f"{AGENT}/agent.py",
-        "            if late is not None:\n                kept =",
-        "            if False:\n                kept =",
+        "        if late is not None:\n            kept =",
+        "        if False:\n            kept =",
+    ),
+    Mutation(
+        "requests that go on stand still",
+        f"{AGENT}/worker.py",
+        "positions + counts, counts]",
+        "positions, counts]",
+    ),
+    Mutation(
+        "a step goes on from one that was not written last",
+        f"{AGENT}/feed.py",
+        "told == self._told",
+        "len(told) == len(self._told)",
     ),
     Mutation(
         "late rows of a preempted request kept",
@@ -227,8 +239,8 @@ MUTATIONS = (
     Mutation(
         "a prefix looked up before its rows were sent",
         f"{AGENT}/framer.py",
-        "        for lane in set(lanes[hit].tolist()):\n",
-        "        for lane in ():\n",
+        "        self._flush(np.unique(lanes[hit]))\n",
+        "        self._flush(lanes[:0])\n",
     ),
     Mutation(
         "a rank's second range of positions not sent",

@@ -35,7 +35,7 @@ from routetrace.capture_agent.checks import (
 )
 from routetrace.capture_agent.config import AgentConfig, check_id
 from routetrace.capture_agent.counters import AgentStats, CloseReport, Ended, Word
-from routetrace.capture_agent.feed import SLOTS, STEP, Feed
+from routetrace.capture_agent.feed import Feed
 from routetrace.capture_agent.handles import Handles
 from routetrace.capture_agent.link import WorkerLink
 from routetrace.v1 import routetrace_pb2 as pb
@@ -43,6 +43,7 @@ from routetrace.v1.errors import Closed, InvalidArgument
 from routetrace.v1.records import FinishReason
 from routetrace.v1.security import Security
 
+_OFFERED = int(Word.OFFERED)
 _REASONS = {reason.name.lower(): reason for reason in FinishReason}
 
 
@@ -242,6 +243,7 @@ class CaptureAgent:
                 why = int(_REASONS[reason])
                 self._event("finish", int(num_tokens), why, tokens, handle=handle)
                 self._handles.free(handle)
+                self._feed.forget()
                 self._link.wake()
 
     # ------------------------------------------------------------------ the engine
@@ -291,23 +293,40 @@ class CaptureAgent:
             InvalidArgument: naming the argument that is wrong; nothing was taken.
             Closed: after close().
         """
-        with self._lock:
-            if not self._active():
+        # Each call of Python counts here: `with` takes twice as long.
+        self._lock.acquire()
+        try:
+            if (self._inert or self._closed) and not self._active():
                 return 0
-            rows = rows_of(rows, self._columns)
-            if len(rows) == 0 and np.size(runs) == 0:
-                return 0
-            columns = runs_of(runs, len(rows))
-            late = self._handles.late(columns[0])
-            self._step += 1
-            self._words[Word.OFFERED] += len(rows)
-            if late is not None:
-                kept = np.repeat(~late, columns[2])
-                self._words[Word.TOO_LATE] += len(rows) - int(kept.sum())
-                columns, rows = np.ascontiguousarray(columns[:, ~late]), rows[kept]
-            if len(rows) and not self._abandoned:
-                self._send_step(columns, rows)
-            return self._step
+            feed, number = self._feed, 0
+            steady, feed.steady = feed.steady, None
+            if steady is not None and steady.goes_on(rows, runs):
+                self._step = number = self._step + 1
+                self._words[_OFFERED] += steady.num_rows
+                if feed.again(steady, rows, number, self._weight_version):
+                    return number
+                self._words[_OFFERED] -= steady.num_rows
+            return self._take_step(rows, runs, number)
+        finally:
+            self._lock.release()
+
+    def _take_step(self, rows: Rows, runs: npt.ArrayLike, number: int) -> int:
+        """A step that has to be looked at; with its number, if it has one."""
+        rows = rows_of(rows, self._columns)
+        if len(rows) == 0 and np.size(runs) == 0:
+            return 0
+        columns = runs_of(runs, len(rows))
+        late = self._handles.late(columns[0])
+        if not number:
+            self._step = number = self._step + 1
+        self._words[_OFFERED] += len(rows)
+        if late is not None:
+            kept = np.repeat(~late, columns[2])
+            self._words[Word.TOO_LATE] += len(rows) - int(kept.sum())
+            columns, rows = np.ascontiguousarray(columns[:, ~late]), rows[kept]
+        if len(rows) and not self._abandoned:
+            self._send_step(columns, rows)
+        return number
 
     def skip(self, runs: npt.ArrayLike) -> int:
         """One forward pass whose routing was not captured: its rows are missing.
@@ -355,7 +374,7 @@ class CaptureAgent:
             if len(rows) == 0:
                 return 0
             self._step += 1
-            self._words[Word.OFFERED] += len(rows)
+            self._words[_OFFERED] += len(rows)
             if not self._abandoned:
                 self._send_slots(column, rows)
             return self._step
@@ -366,15 +385,13 @@ class CaptureAgent:
             for at in range(0, len(rows), most):
                 self._send_step(_cut(runs, at, at + most), rows[at : at + most])
             return
-        bad = self._bad_cells(rows)
+        bad = self._feed.bad_cells(rows)
         if bad is not None and not self._markable:
             self._words[Word.UNMARKABLE] += len(rows)
-            reason = pb.MISSING_REASON_INVALID_IDS
-        elif self._write(STEP, runs, rows, bad):
-            return
-        else:
-            reason = pb.MISSING_REASON_QUEUE_FULL
-        self._lose(runs, reason)
+            self._lose(runs, pb.MISSING_REASON_INVALID_IDS)
+        elif not self._feed.step(runs, rows, self._step, self._weight_version, bad):
+            self._refuse(len(rows))
+            self._lose(runs, pb.MISSING_REASON_QUEUE_FULL)
 
     def _lose(self, runs: Ints, reason: int) -> None:
         for handle, position, count in runs.T.tolist():
@@ -384,32 +401,19 @@ class CaptureAgent:
         most = max(1, self._feed.room(0) // 2)  # a slot takes 8 bytes beside its row
         for at in range(0, len(rows), most):
             slots, part = column[at : at + most], rows[at : at + most]
-            bad = self._bad_cells(part)
+            bad = self._feed.bad_cells(part)
             if bad is not None and not self._markable:
                 self._words[Word.UNMARKABLE] += len(part)
-            elif self._write(SLOTS, slots, part, bad):
+            elif self._feed.slots(slots, part, self._step, self._weight_version, bad):
                 continue
+            else:
+                self._refuse(len(part))
             self._feed.lose_blocks(np.unique(slots // self.config.block_size).tolist())
 
-    def _write(self, kind: int, column: Any, rows: Rows, bad: Any) -> bool:
-        if self._feed.rows(kind, column, rows, self._step, self._weight_version, bad):
-            self._link.wake_if_behind()
-            return True
-        self._words[Word.REFUSED] += len(rows)
+    def _refuse(self, rows: int) -> None:
+        """There was no room for them."""
+        self._words[Word.REFUSED] += rows
         self._look_after()
-        return False
-
-    def _bad_cells(self, rows: Rows) -> Any:
-        """Cells [n, L] whose ids would not survive the narrow dtype; None if there are none.
-
-        Ids that come in the narrow dtype are looked at in the background.
-        """
-        layout = self.config.layout
-        if rows.dtype == layout.dtype:
-            return None
-        # As unsigned integers negative ids are huge.
-        ids = rows.view(f"u{rows.dtype.itemsize}")
-        return (ids >= layout.num_experts).any(axis=2) if ids.max() >= layout.num_experts else None
 
     # ------------------------------------------------------------------ ends
 

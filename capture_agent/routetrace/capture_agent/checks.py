@@ -41,6 +41,8 @@ def rows_of(rows: Any, columns: tuple[int, int]) -> Rows:
         )
     if checked.dtype.kind not in "iu":
         raise wrong("rows", f"of {checked.dtype}", "of an integer dtype")
+    if not checked.dtype.isnative:
+        checked = checked.astype(checked.dtype.newbyteorder("="))
     return checked
 
 
@@ -51,9 +53,9 @@ def runs_of(runs: npt.ArrayLike, num_rows: int | None = None) -> Ints:
         raise wrong("runs", f"{table.dtype} {table.shape}", "integers of shape (m, 3), m >= 1")
     columns = np.array(table.T, np.int64, order="C")
     handles, positions, counts = columns
-    # Three reductions, since each call costs as much as a thousand numbers.
+    # As few calls as can be, since each costs as much as a thousand numbers.
     lowest, first, fewest = np.minimum.reduce(columns, axis=1).tolist()
-    last = int(np.maximum.reduce(positions))
+    last: int = positions.item(positions.argmax())
     if lowest < 0 or first < 0 or last >= MAX_POSITION or fewest < 1:
         bad = (handles < 0) | (positions < 0) | (positions >= MAX_POSITION) | (counts < 1)
         raise wrong(

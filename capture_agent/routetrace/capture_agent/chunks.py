@@ -21,6 +21,9 @@ Blocks = npt.NDArray[np.uint32]
 
 NO_BLOCKS: Blocks = np.empty(0, U32)
 
+#: Of zstd. 3 takes a third longer, for frames that are 0 to 0.3 % smaller.
+_LEVEL = 2
+
 #: Bytes of a chunk, before compression: above this messages are not any cheaper.
 TARGET_BYTES = 1 << 20
 #: Frames and ops of one chunk at most; the server numbers frames with 12 bits.
@@ -46,17 +49,28 @@ class Chunk:
         """Bytes of header and payload."""
         return len(self.header) + len(self.payload)
 
-    def message(self, sequence: int) -> pb.IngestRequest:
-        """As it is sent."""
-        return pb.IngestRequest(
-            chunk=pb.Chunk(
-                sequence=sequence,
-                header_crc32=zlib.crc32(self.header),
-                payload_crc32=zlib.crc32(self.payload),
-                header=self.header,
-                payload=self.payload,
-            )
+    def message(self, sequence: int) -> bytes:
+        """As it is sent: an IngestRequest, which protobuf would copy two times more."""
+        header, payload = self.header, self.payload
+        front = b"\x08%b\x15%b\x1d%b\x22%b" % (
+            _varint(sequence),
+            zlib.crc32(header).to_bytes(4, "little"),
+            zlib.crc32(payload).to_bytes(4, "little"),
+            _varint(len(header)),
         )
+        middle = b"\x7a" + _varint(len(payload))
+        size = len(front) + len(header) + len(middle) + len(payload)
+        return b"".join((b"\x12", _varint(size), front, header, middle, payload))
+
+
+def _varint(number: int) -> bytes:
+    """A number as protobuf writes it."""
+    septets = bytearray()
+    while number > 0x7F:
+        septets.append(number & 0x7F | 0x80)
+        number >>= 7
+    septets.append(number)
+    return bytes(septets)
 
 
 class ChunkBuilder:
@@ -204,7 +218,7 @@ class ChunkBuilder:
         """Turns what is pending into a chunk."""
         if not self._ops:
             return
-        frames = encode_frames(self._frames, self._layout, validate=False)
+        frames = encode_frames(self._frames, self._layout, level=_LEVEL, validate=False)
         header = pb.ChunkHeader(
             layout=self._layout_proto,
             request_ids=list(self._request_ids),

@@ -51,7 +51,8 @@ class AgentConfig:
     frame_rows: int = 256
     """Rows of one request that make a frame. More compress better, fewer arrive sooner."""
     linger_s: float = 1.0
-    """Longest time that rows wait for their frame to fill up."""
+    """Longest time that rows wait for their frame to fill up; where it is longer than
+    flush_interval_s, that for its chunk is a part of it."""
     flush_interval_s: float = 0.1
     """Longest time that frames and events wait for their chunk to fill up."""
     security: Security | Mapping[str, Any] | None = None

@@ -11,20 +11,25 @@ import struct
 from array import array
 from collections import deque
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
-from routetrace.capture_agent.checks import Rows, wrong
-from routetrace.capture_agent.ring import Ring
+from routetrace.capture_agent.checks import MAX_POSITION, Ints, Rows, wrong
+from routetrace.capture_agent.ring import LINE, Ring
 from routetrace.v1.layout import RoutingLayout
 
 #: Kinds of record. STEP: runs [3, m] of int64 (handles, positions, counts), rows [n, row_bytes];
-#: SLOTS: slots [n] of uint64 and rows; EVENT: a pickled tuple (name, *arguments).
-STEP, SLOTS, EVENT = 1, 2, 3
+#: AGAIN: rows alone, of the runs of the last STEP or AGAIN, each going on where it ended; SLOTS:
+#: slots [n] of uint64 and rows; EVENT: a pickled tuple (name, *arguments).
+STEP, SLOTS, EVENT, AGAIN = 1, 2, 3, 4
 
-#: kind, m, n, step, weight version
-RECORD = struct.Struct("=QIIQq")
+#: kind, m, n, step, weight version; up to the end of a cache line.
+RECORD = struct.Struct(f"=QIIQq{LINE - 40}x")
+
+_PACK, _HEAD = RECORD.pack, RECORD.size
+_EVENT_HEAD = RECORD.pack(EVENT, 0, 0, 0, 0)
 
 #: Bytes of what is remembered, beyond which the other end counts as stuck.
 MAX_BACKLOG_BYTES = 32 << 20
@@ -32,6 +37,10 @@ MAX_BACKLOG_BYTES = 32 << 20
 _SPAN_BYTES, _BLOCK_BYTES, _EVENT_BYTES = 128, 96, 64
 #: Spans and blocks of one record, so that it fits into the smallest ring.
 _MAX_LOST = 1 << 12
+
+_ARRAY, _INT64 = np.ndarray, np.dtype(np.int64)
+_UNSIGNED = {size: np.dtype(f"u{size}") for size in (1, 2, 4, 8)}
+_NONE: Ints = np.empty(0, np.int64)
 
 
 @dataclass
@@ -51,6 +60,65 @@ class _Lost:
         return pickle.dumps(("lost", spans, array("I", sorted(self.blocks)).tobytes()))
 
 
+def rows_at(column_bytes: int) -> int:
+    """Where the rows of a record begin, behind a column of that size: at a cache line."""
+    return RECORD.size - -column_bytes // LINE * LINE
+
+
+class Steady:
+    """A step that was written, and the one that comes next if all its requests just go on.
+
+    That one needs no other check than that it is the one.
+
+    Args:
+        rows: of the step.
+        runs: of the step, [3, m].
+        narrow: whether the rows' dtype is.
+        number: of its record.
+    """
+
+    __slots__ = (
+        "_dtype", "_expected", "_growth", "_left", "_runs", "_runs_shape", "_shape", "_told",
+        "narrow", "num_rows", "number",
+    )  # fmt: skip
+
+    def __init__(self, rows: Rows, runs: Ints, narrow: bool, number: int) -> None:
+        self.num_rows, self.narrow, self.number = len(rows), narrow, number
+        self._shape, self._dtype = rows.shape, rows.dtype
+        self._runs, self._runs_shape = runs, runs.shape[::-1]
+        # What is expected next, once somebody asks: the same memory as numbers and as bytes.
+        self._told, self._expected, self._growth = bytearray(), _NONE, _NONE
+        self._left = 0
+
+    def goes_on(self, rows: Any, runs: Any) -> bool:
+        """Whether that is the step that comes next. To be asked once for each step."""
+        if (
+            type(rows) is not _ARRAY
+            or type(runs) is not _ARRAY
+            or rows.shape != self._shape
+            or rows.dtype is not self._dtype
+            or runs.shape != self._runs_shape
+            or runs.dtype is not _INT64
+        ):
+            return False
+        if not self._told:
+            self._foresee()
+        expected = self._expected
+        expected += self._growth
+        self._left -= 1
+        told: bytes = runs.tobytes()
+        return self._left >= 0 and told == self._told
+
+    def _foresee(self) -> None:
+        _, positions, counts = self._runs
+        self._told = bytearray(self._runs.T.tobytes())
+        self._expected = np.frombuffer(self._told, np.int64)
+        self._growth = np.zeros_like(self._expected)
+        self._growth[1::3] = counts
+        # No position grows by more than there are rows.
+        self._left = (MAX_POSITION - 1 - int(positions.max())) // self._shape[0]
+
+
 class Feed:
     """Writes records into a ring.
 
@@ -63,9 +131,13 @@ class Feed:
         self._ring = ring
         self._dtype = layout.dtype
         self._row_bytes = layout.row_bytes
+        self._num_experts = layout.num_experts
         self._backlog: deque[bytes | _Lost] = deque()
         self._backlog_bytes = 0
         self._spans: dict[int, list[int]] = {}  # spans in the backlog that may still grow
+        self._number = 0  # of the last step's record, or of what came between
+        #: The last step that was written, if it may go on.
+        self.steady: Steady | None = None
 
     @property
     def behind(self) -> bool:
@@ -79,32 +151,70 @@ class Feed:
 
     def room(self, column_bytes: int) -> int:
         """Rows that fit into one record, beside a column of that size."""
-        return (self._ring.max_record - RECORD.size - column_bytes) // self._row_bytes
+        return (self._ring.max_record - rows_at(column_bytes)) // self._row_bytes
 
-    def rows(
-        self, kind: int, column: Any, rows: Rows, step: int, version: int, bad: Any = None
+    def bad_cells(self, rows: Rows) -> npt.NDArray[np.bool_] | None:
+        """Cells [n, L] whose ids would not survive the narrow dtype; None if there are none.
+
+        Ids that come in the narrow dtype are looked at in the background.
+        """
+        if rows.dtype == self._dtype or not self._has_bad(rows):
+            return None
+        unsigned = rows.view(_UNSIGNED[rows.dtype.itemsize])
+        bad: npt.NDArray[np.bool_] = np.any(unsigned >= self._num_experts, axis=2)
+        return bad
+
+    def _has_bad(self, rows: Rows) -> bool:
+        # As unsigned integers negative ids are huge.
+        unsigned = rows.view(_UNSIGNED[rows.dtype.itemsize])
+        return bool(np.maximum.reduce(unsigned, axis=None) >= self._num_experts)
+
+    def again(self, steady: Steady, rows: Rows, step: int, version: int) -> bool:
+        """Writes the rows of a step that goes on from `steady`.
+
+        Returns:
+            False if there is no room, or rows have to be looked at, or what was to go on did not
+            write the last record of a step: a signal handler may have come in between.
+        """
+        if not steady.narrow and self._has_bad(rows):
+            return False
+        head = _PACK(AGAIN, 0, steady.num_rows, step, version)
+        number = self._put(head, _HEAD, rows, steady.narrow, None, steady.number)
+        if number:
+            steady.number, self.steady = number, steady
+        return number > 0
+
+    def step(
+        self, runs: Ints, rows: Rows, step: int, version: int, bad: npt.NDArray[np.bool_] | None
     ) -> bool:
-        """Writes rows [n, L, K] with their runs or slots; False if there is no room.
+        """Writes rows [n, L, K] with their runs [3, m]; False if there is no room.
 
         Cells `bad` [n, L] are marked, so that the other end takes them for missing.
         """
-        start = RECORD.size + column.nbytes
-        size = start + len(rows) * self._row_bytes
-        record = self._ring.reserve(size) if self.drain() else None
-        if record is None:
-            return False
-        RECORD.pack_into(record, 0, kind, column.shape[-1], len(rows), step, version)
-        record[RECORD.size : start] = memoryview(column).cast("B")
-        if rows.dtype == self._dtype and rows.flags.c_contiguous:
-            # Unlike numpy's copy this keeps the GIL, and does not queue to get it back.
-            record[start:] = memoryview(cast("Any", rows)).cast("B")
-        else:
-            out = np.frombuffer(record, self._dtype, rows.size, start).reshape(rows.shape)
-            np.copyto(out, rows, casting="unsafe")
-            if bad is not None:
-                out[bad] = 0 if rows.shape[2] > 1 else np.iinfo(self._dtype).max
-        self._ring.commit()
-        return True
+        head = RECORD.pack(STEP, runs.shape[1], len(rows), step, version) + runs.tobytes()
+        narrow = rows.dtype == self._dtype
+        start = rows_at(runs.nbytes)
+        number = self._put(head, start, rows, narrow, bad) if self.drain() else 0
+        self.steady = Steady(rows, runs, narrow, number) if number else None
+        return number > 0
+
+    def slots(
+        self,
+        slots: npt.NDArray[np.uint64],
+        rows: Rows,
+        step: int,
+        version: int,
+        bad: npt.NDArray[np.bool_] | None,
+    ) -> bool:
+        """Writes rows [n, L, K] with their slots [n]; as step()."""
+        head = RECORD.pack(SLOTS, 0, len(rows), step, version) + slots.tobytes()
+        narrow, start = rows.dtype == self._dtype, rows_at(slots.nbytes)
+        return self.drain() and self._put(head, start, rows, narrow, bad) > 0
+
+    def forget(self) -> None:
+        """No step goes on from the last one."""
+        self._number += 1
+        self.steady = None
 
     def event(self, name: str, *args: Any, handle: int = -1) -> None:
         """Writes an event, of the request `handle` if one is named."""
@@ -151,6 +261,7 @@ class Feed:
 
     def clear(self) -> None:
         """Forgets what is remembered."""
+        self.forget()
         self._backlog.clear()
         self._spans.clear()
         self._backlog_bytes = 0
@@ -163,10 +274,46 @@ class Feed:
         return last
 
     def _write(self, data: bytes) -> bool:
-        record = self._ring.reserve(RECORD.size + len(data))
+        record = self._ring.reserve(len(_EVENT_HEAD) + len(data))
         if record is None:
             return False
-        RECORD.pack_into(record, 0, EVENT, 0, 0, 0, 0)
-        record[RECORD.size :] = data
+        record[:] = _EVENT_HEAD + data
         self._ring.commit()
         return True
+
+    def _put(
+        self,
+        head: bytes,
+        start: int,
+        rows: Rows,
+        narrow: bool,
+        bad: npt.NDArray[np.bool_] | None,
+        after: int = 0,
+    ) -> int:
+        """Writes a record whose rows begin at `start`; returns its number, 0 if there is no room.
+
+        Given `after`, also 0 if that is not the number of the last one.
+        """
+        ring = self._ring
+        record = ring.reserve(start + len(rows) * self._row_bytes)
+        if record is None:
+            return 0
+        try:
+            if after and (after != self._number or self._backlog):
+                ring.cancel()
+                return 0
+            record[: len(head)] = head
+            if narrow and rows.flags.c_contiguous:
+                # Unlike numpy's copy this keeps the GIL, and does not queue to get it back.
+                record[start:] = rows.data.cast("B")
+            else:
+                out = np.frombuffer(record, self._dtype, rows.size, start).reshape(rows.shape)
+                np.copyto(out, rows, casting="unsafe")
+                if bad is not None:
+                    out[bad] = 0 if rows.shape[2] > 1 else np.iinfo(self._dtype).max
+        except BaseException:
+            ring.cancel()
+            raise
+        self._number = number = self._number + 1
+        ring.commit()
+        return number

@@ -37,6 +37,9 @@ from routetrace.v1.records import DIGEST, U32, OpKind, token_digests
 #: rank that reads 4096 tokens of a request also gets the rest of the frames at their ends.
 MAX_ROWS = 512
 
+#: Rows that are checked at a time: what that takes stays in the cache.
+_CHECKED_ROWS = 512
+
 #: Traces, and ends of each, that are remembered.
 MAX_TRACES, MAX_ENDS = 4096, 4
 
@@ -73,7 +76,6 @@ class Framer:
         block_size: tokens per KV block; 0 if slots are not told.
         num_blocks: blocks in the pool.
         frame_rows: rows that make a frame.
-        linger_s: seconds that rows wait for it.
         out: where ops and frames go.
         drop: told of rows, or requests, that will not be told of: drop(counter, number).
     """
@@ -84,14 +86,12 @@ class Framer:
         block_size: int,
         num_blocks: int,
         frame_rows: int,
-        linger_s: float,
         out: ChunkBuilder,
         drop: Callable[[Word, int], None],
     ) -> None:
         self._layout = layout
         self._block_size = block_size
         self._frame_rows = frame_rows
-        self._linger_s = linger_s
         self._out = out
         self._drop = drop
         self._linger = Linger(layout.row_bytes, frame_rows)
@@ -181,8 +181,7 @@ class Framer:
     ) -> None:
         """Appends runs that fit, and emits what makes a frame."""
         self._linger.extend(now, step, version, lanes, counts, rows)
-        for lane in self._linger.full(lanes):
-            self._flush(self._requests[lane])
+        self._flush(self._linger.full(lanes))
 
     def _append(
         self, now: float, step: int, version: int, lane: int, position: int, rows: Bytes
@@ -199,23 +198,24 @@ class Framer:
         if request.lost:
             self._drop(Word.QUEUE_FULL, len(rows))
             return
+        one = np.array([lane])
         if position != linger.end[lane] or version != linger.version[lane]:
-            self._flush(request)
+            self._flush(one)
             linger.skip(lane, position)
         while len(rows):
             fill = int(linger.fill[lane])
             if fill + len(rows) <= self._frame_rows:
-                one, count = np.array([lane]), np.array([len(rows)])
-                self._extend(now, step, version, one, count, rows)
+                self._extend(now, step, version, one, np.array([len(rows)]), rows)
                 return
             take = MAX_ROWS - fill
             frame = rows[:take].copy()  # the memory they came in is used again
             if fill:
-                frame = np.concatenate([linger.take(lane), frame])
+                frame = np.concatenate([linger.take(one), frame])
             start = int(linger.end[lane]) - fill
             linger.advance(step, lane, len(frame) - fill)
             rows = rows[take:]
-            self._emit(request, start, frame, step, version)
+            bad = self._invalid(frame)
+            self._emit(request, start, frame, bad, step, version, int(linger.tentative[lane]))
 
     def step_slots(self, now: float, step: int, version: int, slots: Slots, rows: Bytes) -> None:
         """Rows [n, row_bytes] of one forward pass at `slots` [n]."""
@@ -227,11 +227,14 @@ class Framer:
         self._flush_all()
         self._window.add(now, step, version, slots, rows)
 
-    def tick(self, now: float) -> None:
-        """Flushes what has lingered for long enough."""
-        before = now - self._linger_s
-        for lane in self._linger.expired(before):
-            self._flush(self._requests[lane])
+    @property
+    def oldest(self) -> float:
+        """When the first of the rows that linger came; inf without any."""
+        return min(self._linger.oldest, self._window.since)
+
+    def tick(self, before: float) -> None:
+        """Flushes what came before that time."""
+        self._flush(self._linger.expired(before))
         if self._window.since <= before:
             self._window.flush()
 
@@ -358,7 +361,7 @@ class Framer:
         self._requests[lane].preempted, self._linger.open[lane] = True, False
         if request := self._reported(handle):
             self._drop(Word.REWOUND, self._linger.cut(request.lane, num_computed_tokens))
-            self._flush(request)
+            self._flush_one(request)
             self._out.op(OpKind.PREEMPT, request.request_id, position=num_computed_tokens)
             request.blocks = NO_BLOCKS
             self._count(request)
@@ -377,7 +380,7 @@ class Framer:
         if request is None:
             return
         block_ids = np.frombuffer(blocks, U32)
-        self._flush(request)
+        self._flush_one(request)
         self._linger.end[lane] = request.emitted = num_computed_tokens
 
         def start() -> None:
@@ -401,7 +404,7 @@ class Framer:
         lane = handle & LANE_MASK
         request = self._requests[lane]
         self._start(lane)
-        self._flush(request)
+        self._flush_one(request)
         if tokens:
             self._ends.add(request.trace_id, num_tokens)
         if tokens and not request.lost:
@@ -450,7 +453,7 @@ class Framer:
             if self.muted and not request.lost:
                 self._shed(request)
             if not request.lost:
-                self._flush(request)
+                self._flush_one(request)
                 self._lose(request, position, stop - position, reason)
                 self._linger.skip(request.lane, position)
                 self._linger.advance(step, request.lane, stop - position)
@@ -489,7 +492,7 @@ class Framer:
         """Drops whole requests that have rows here, newest first, until `nbytes` are free."""
         target = self.nbytes - nbytes
         self._window.shed()
-        waiting = [self._requests[lane] for lane in self._linger.lingering()]
+        waiting = [self._requests[lane] for lane in self._linger.lingering().tolist()]
         for request in sorted(waiting, key=lambda r: -r.order):
             if self.nbytes <= target:
                 break
@@ -530,16 +533,46 @@ class Framer:
     # ------------------------------------------------------------------ flushing
 
     def _flush_all(self) -> None:
-        for lane in self._linger.lingering():
-            self._flush(self._requests[lane])
+        self._flush(self._linger.lingering())
 
-    def _flush(self, request: _Request) -> None:
-        linger, lane = self._linger, request.lane
-        fill = int(linger.fill[lane])
-        if fill:
-            start = int(linger.end[lane]) - fill
-            step, version = int(linger.step[lane]), int(linger.version[lane])
-            self._emit(request, start, linger.take(lane), step, version)
+    def _flush_one(self, request: _Request) -> None:
+        if self._linger.fill[request.lane]:
+            self._flush(np.array([request.lane]))
+
+    def _flush(self, lanes: Ints) -> None:
+        """Emits the rows of some lanes, some of them at a time so that memory stays in bounds."""
+        linger, at = self._linger, 0
+        fill = linger.fill[lanes]
+        stops = np.cumsum(fill)
+        while at < len(lanes):
+            most = (int(stops[at - 1]) if at else 0) + self._out.max_rows
+            stop = max(at + 1, int(np.searchsorted(stops, most, "right")))
+            some = lanes[at:stop]
+            columns = (
+                some,
+                linger.end[some] - fill[at:stop],
+                fill[at:stop],
+                linger.step[some],
+                linger.version[some],
+                linger.tentative[some],
+            )
+            rows, row = linger.take(some), 0
+            bad = self._invalid(rows)
+            for lane, position, n, *facts in zip(*(c.tolist() for c in columns), strict=True):
+                if n:
+                    part = slice(row, row + n)
+                    self._emit(self._requests[lane], position, rows[part], bad[part], *facts)
+                row += n
+            at = stop
+
+    def _invalid(self, rows: Bytes) -> npt.NDArray[np.bool_]:
+        """Which rows no router chose; bool [n]. The more at a time, the less it costs."""
+        ids = as_ids(rows, self._layout)
+        parts = [
+            invalid_rows(ids[at : at + _CHECKED_ROWS], self._layout.num_experts)
+            for at in range(0, max(1, len(ids)), _CHECKED_ROWS)
+        ]
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
     def _flush_writers(self, blocks: Blocks) -> None:
         """Flushes the lingering rows in any of these blocks."""
@@ -552,8 +585,7 @@ class Framer:
         lanes, index = lanes[owned], index[owned]
         end, fill = linger.end[lanes], linger.fill[lanes]
         hit = (fill > 0) & (index * size < end) & ((index + 1) * size > end - fill)
-        for lane in set(lanes[hit].tolist()):
-            self._flush(self._requests[lane])
+        self._flush(np.unique(lanes[hit]))
 
     def _give(self, request: _Request, blocks: Blocks, num_computed_tokens: int) -> None:
         """A request starts with these blocks, and writes from its first uncached token on."""
@@ -570,13 +602,21 @@ class Framer:
 
     # ------------------------------------------------------------------ ops
 
-    def _emit(self, request: _Request, position: int, rows: Bytes, step: int, version: int) -> None:
-        """The last rows [n, row_bytes], from `position` on; those with invalid ids become LOST."""
-        tentative = int(self._linger.tentative[request.lane])
+    def _emit(
+        self,
+        request: _Request,
+        position: int,
+        rows: Bytes,
+        bad: npt.NDArray[np.bool_],
+        step: int,
+        version: int,
+        tentative: int,
+    ) -> None:
+        """The last rows [n, row_bytes], from `position` on; those that are `bad` become LOST."""
         ids = as_ids(rows, self._layout)
-        bad = invalid_rows(ids, self._layout.num_experts)
         edges = {0, len(ids), *range(0, len(ids), self._out.max_rows)}
-        edges.update((np.flatnonzero(bad[1:] != bad[:-1]) + 1).tolist())
+        if bad.any():
+            edges.update((np.flatnonzero(bad[1:] != bad[:-1]) + 1).tolist())
         for start, stop in pairwise(sorted(edges)):
             at, n = position + start, stop - start
             if bad[start]:

@@ -34,8 +34,10 @@ from routetrace.capture_agent.worker import main
 main()
 """
 
-#: Bytes in the ring above which the background is woken before its next round is due.
-_WAKE_BYTES = 1 << 20
+
+#: Bytes of the ring that an engine's first steps find in memory: its part that is used again and
+#: again where the background keeps up.
+_TOUCHED_BYTES = 4 << 20
 
 
 class WorkerLink:
@@ -63,8 +65,8 @@ class WorkerLink:
             work = self._worker.run
         self._sock.setblocking(False)
         self.words = self._memory[:COUNTER_BYTES].cast("Q")
-        self.ring = Ring(self._memory[COUNTER_BYTES:])
-        self._woken_at = 0
+        self.ring = Ring(self._memory[COUNTER_BYTES:], behind=self.wake)
+        self.ring.touch(_TOUCHED_BYTES)
         self._thread = threading.Thread(target=work, name="routetrace-worker", daemon=True)
         self._thread.start()
 
@@ -90,13 +92,6 @@ class WorkerLink:
         """Has the background look at the ring now."""
         with suppress(OSError):  # full: it is awake; closed: it is gone
             self._sock.send(b"\0")
-
-    def wake_if_behind(self) -> None:
-        """As `wake`, if much has been written since it was last woken."""
-        written = self.ring.written
-        if written - self._woken_at >= _WAKE_BYTES:
-            self._woken_at = written
-            self.wake()
 
     def wait(self, seconds: float) -> None:
         """Waits for the background to report something, or to end."""
@@ -152,8 +147,15 @@ def _spawn(config: AgentConfig, memory_fd: int, sock: socket.socket) -> subproce
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
         pass_fds=(memory_fd, sock.fileno()),
-        # One thread: it has no linear algebra to do.
-        env={**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
+        env={
+            **os.environ,
+            # One thread: it has no linear algebra to do.
+            "OMP_NUM_THREADS": "1",
+            "OPENBLAS_NUM_THREADS": "1",
+            # What a chunk takes is used again by the next one, and not cleared by the kernel first.
+            "MALLOC_MMAP_THRESHOLD_": str(4 << 20),
+            "MALLOC_TRIM_THRESHOLD_": str(16 << 20),
+        },
     )
     assert process.stdin is not None
     with process.stdin as stdin:

@@ -15,7 +15,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import cast
+from typing import Any, cast
 
 import grpc
 
@@ -27,8 +27,9 @@ from routetrace.capture_agent.ledger import Ledger
 from routetrace.capture_agent.spill import Record, Spill
 from routetrace.v1 import routetrace_pb2 as pb
 from routetrace.v1.errors import ERROR_METADATA_KEY, InvalidArgument
-from routetrace.v1.routetrace_pb2_grpc import IngestServiceStub
 from routetrace.v1.security import Security
+
+_INGEST = f"/{pb.DESCRIPTOR.services_by_name['IngestService'].full_name}/Ingest"
 
 #: Chunks that may be on the wire without an acknowledgement.
 WINDOW = 16
@@ -234,9 +235,8 @@ class Sender:
                     self._stream = stream
                     self._send_next = self._not_before = self._stale = 0
                     self._beat_s, self._beat_at = 0.0, math.inf
-                    self._call = call = IngestServiceStub(channel).Ingest(
-                        self._requests(stream), metadata=metadata
-                    )
+                    ingest: Any = channel.stream_stream(_INGEST, None, pb.IngestResponse.FromString)
+                    self._call = call = ingest(self._requests(stream), metadata=metadata)
                 for response in call:
                     self._take(response)
                     if self._stream is not stream and not self._closing:
@@ -246,9 +246,10 @@ class Sender:
                     self._send_next = 0
                     self._stop()
 
-    def _requests(self, stream: object) -> Iterator[pb.IngestRequest]:
+    def _requests(self, stream: object) -> Iterator[bytes]:
+        """Serialized IngestRequests."""
         config = self._config
-        yield pb.IngestRequest(
+        hello = pb.IngestRequest(
             hello=pb.Hello(
                 run=config.run,
                 engine_id=config.engine_id,
@@ -261,6 +262,7 @@ class Sender:
                 boot_id=config.boot_id,
             )
         )
+        yield hello.SerializeToString()
         while True:
             with self._changed:
                 self._wait(stream)
@@ -268,7 +270,7 @@ class Sender:
                 beats = self._beat_s > 0 and self._closing if over else self._beats()
                 entry = None if over or beats else self._next()
             if beats:
-                yield self._heartbeat()
+                yield self._heartbeat().SerializeToString()
             if over:
                 return
             if entry and (message := self._message(entry)):
@@ -303,7 +305,7 @@ class Sender:
             and time.monotonic() >= self._not_before
         )
 
-    def _message(self, entry: _Entry) -> pb.IngestRequest | None:
+    def _message(self, entry: _Entry) -> bytes | None:
         """What is sent of an entry; None if that was acknowledged in the meantime."""
         with self._changed:
             sequence, chunk, record = entry.sequence, entry.chunk, entry.record

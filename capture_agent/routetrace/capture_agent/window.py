@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -47,8 +48,8 @@ class SlotWindow:
     def _clear(self) -> None:
         #: Rows that wait.
         self.rows = 0
-        #: When the first of them came.
-        self.since = 0.0
+        #: When the first of them came; inf without any.
+        self.since = math.inf
         self._version = 0
         self._steps: list[tuple[int, int]] = []  # (step, rows of it)
         self._slots: list[Slots] = []

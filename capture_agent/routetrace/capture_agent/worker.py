@@ -7,7 +7,9 @@ close() or by the engine's death, tells it to finish.
 
 from __future__ import annotations
 
+import gc
 import logging
+import math
 import mmap
 import os
 import pickle
@@ -23,8 +25,9 @@ import numpy as np
 from routetrace.capture_agent.chunks import ChunkBuilder
 from routetrace.capture_agent.config import AgentConfig
 from routetrace.capture_agent.counters import COUNTER_BYTES, Word
-from routetrace.capture_agent.feed import EVENT, RECORD, SLOTS, STEP
+from routetrace.capture_agent.feed import AGAIN, EVENT, RECORD, SLOTS, STEP, rows_at
 from routetrace.capture_agent.framer import Framer
+from routetrace.capture_agent.linger import Ints
 from routetrace.capture_agent.ring import Ring
 from routetrace.capture_agent.sender import Sender
 
@@ -67,14 +70,17 @@ class Worker:
             config.block_size,
             config.num_blocks,
             config.frame_rows,
-            config.linger_s,
             self._builder,
             self._drop,
         )
+        self._runs: Ints = np.empty((3, 0), np.int64)  # of the last step
         self._pending_since = 0.0
         self._warned = False
-        # Half of the interval, so that rows and timers are late by no more than all of it.
-        self._poll_ms = max(1, int(config.flush_interval_s * 500))
+        # When the ring was last looked at; what is read came after the look before.
+        self._looked = self._since = time.monotonic()
+        self._poll_s = config.flush_interval_s / 2
+        # Rows that are due soon go along with those that are due.
+        self._early_s = min(config.flush_interval_s, config.linger_s)
 
     def run(self) -> None:
         """Works until the engine's end of the socket is closed, then finishes."""
@@ -84,7 +90,7 @@ class Worker:
         try:
             more = False
             while not self._sender.ended:
-                ready = poll.poll(0 if more else self._poll_ms)
+                ready = poll.poll(0 if more else self._pause_ms())
                 if (ready and self._hung_up()) or (self._parent and self._orphaned()):
                     self._finish()
                     break
@@ -110,24 +116,55 @@ class Worker:
         """The engine died, but some process that it forked still holds its end of the socket."""
         return os.getppid() != self._parent
 
+    def _pause_ms(self) -> int:
+        """For how long there is nothing to do, as far as is known."""
+        now = time.monotonic()
+        due = [self._framer.oldest + self._config.linger_s]
+        if self._builder:
+            due.append(self._pending_since + self._config.flush_interval_s)
+        # What is overdue waits for the sender.
+        pause = min([self._poll_s, *(at - now for at in due if at > now)])
+        return max(1, math.ceil(pause * 1000))
+
     def _work(self) -> bool:
         """One round; returns whether the ring may hold more."""
         taken = nbytes = 0
         while (more := taken < _BATCH and nbytes < self._share) and (
-            record := self._ring.peek()
+            record := self._peek()
         ) is not None:
             nbytes += len(record)
             self._take(record)
             self._ring.consume()
             taken += 1
+        if not taken and not self._holds:  # idle: there is nothing that could be due
+            self._pending_since = self._looked
+            return False
         self._ship()
         self._bound()  # before rows that linger go where they can not be dropped
-        self._framer.tick(time.monotonic())
+        self._tick(time.monotonic())
         self._ship()
         return not more
 
+    @property
+    def _holds(self) -> bool:
+        """Whether there is anything here that a timer, or room in memory, has to do with."""
+        framer = self._framer
+        return bool(self._builder) or framer.nbytes > 0 or framer.muted or self._warned
+
+    def _peek(self) -> memoryview | None:
+        if self._ring.caught_up:
+            self._since, self._looked = self._looked, time.monotonic()
+        return self._ring.peek()
+
+    def _tick(self, now: float) -> None:
+        """Hands on rows that have lingered for long enough; they wait for nothing else then."""
+        linger_s, oldest = self._config.linger_s, self._framer.oldest
+        if oldest <= now - linger_s:
+            self._framer.tick(now - linger_s + self._early_s)
+            self._pending_since = min(self._pending_since, oldest + linger_s - self._early_s)
+
     def _take(self, record: memoryview) -> None:
-        now = time.monotonic()
+        since = self._since
         kind, m, n, step, version = RECORD.unpack_from(record)
         at = RECORD.size
         if kind == EVENT:
@@ -139,15 +176,19 @@ class Worker:
             else:
                 self._framer.events[name](*args)
             return
-        start = at + (24 * m if kind == STEP else 8 * n)
+        start = rows_at({STEP: 24 * m, SLOTS: 8 * n, AGAIN: 0}[kind])
         rows = np.frombuffer(record, np.uint8, n * self._row_bytes, start)
         rows = rows.reshape(n, self._row_bytes)
         if kind == STEP:
-            runs = np.frombuffer(record, np.int64, 3 * m, at).reshape(3, m)
-            self._framer.step(now, step, version, runs, rows)
+            self._runs = np.frombuffer(record, np.int64, 3 * m, at).reshape(3, m).copy()
+            self._framer.step(since, step, version, self._runs, rows)
+        elif kind == AGAIN:
+            handles, positions, counts = self._runs
+            self._runs = np.array([handles, positions + counts, counts])
+            self._framer.step(since, step, version, self._runs, rows)
         elif kind == SLOTS:
             slots = np.frombuffer(record, np.uint64, n, at)
-            self._framer.step_slots(now, step, version, slots, rows)
+            self._framer.step_slots(since, step, version, slots, rows)
 
     def _ship(self, *, everything: bool = False) -> None:
         """Hands full chunks to the sender, and a part of one that has waited for long enough."""
@@ -209,6 +250,7 @@ def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s")
+    gc.freeze()  # nothing of what was imported will go
     config, memory_fd, sock_fd, parent = pickle.load(sys.stdin.buffer)
     memory = mmap.mmap(memory_fd, 0)
     os.close(memory_fd)

@@ -10,6 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
+from routetrace.cli import bench
 from routetrace.cli import doctor as doctor_checks
 from routetrace.cli import tail as following
 from routetrace.cli import verify as verifying
@@ -36,6 +37,8 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
     help="Gets, lists, checks and forgets the traces of a routetrace-server.",
 )
+
+app.add_typer(bench.app, name="bench")
 
 # Ranges of a trace that `stat` prints.
 _MOST_RANGES = 50

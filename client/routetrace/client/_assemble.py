@@ -5,14 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
-from google.protobuf.message import Message
 
 from routetrace.client._cells import GrowingCells, PlacedCells
 from routetrace.client.alignment import check_layout
-from routetrace.client.stat import ReadFacts, TraceState, facts_from_proto, missing_from_proto
+from routetrace.client.stat import (
+    ReadFacts,
+    TraceState,
+    facts_from_proto,
+    layout_from_proto,
+    missing_from_proto,
+)
 from routetrace.client.trace import (
     RoutingTrace,
     clip_ranges,
@@ -24,7 +29,6 @@ from routetrace.v1 import routetrace_pb2 as pb
 from routetrace.v1.errors import Corrupt, Unavailable
 from routetrace.v1.frame import decode_frames, read_header
 from routetrace.v1.frame_header import Buffer
-from routetrace.v1.layout import RoutingLayout
 from routetrace.v1.records import SPAN, U32, Provenance, unpack
 
 #: Positions of one trace, and bytes of their ids: what a stream may make us allocate for.
@@ -38,8 +42,6 @@ _FIRST_BYTES = 1 << 30
 _TOLD_AGAIN = 8
 
 _PROVENANCE = {p.value: p.name.lower() for p in Provenance}
-
-_M = TypeVar("_M", bound=Message)
 
 
 @dataclass(frozen=True)
@@ -86,8 +88,12 @@ class _Placed(NamedTuple):
     """The places of all its rows, if they are neighbours: it is decoded there."""
 
 
+_Columns = tuple[tuple[int, ...], slice | list[int], frozenset[int]]
+"""Layers, and their columns twice."""
+
+
 class _Came(NamedTuple):
-    """Rows that came with one span."""
+    """Rows that came with one span, or with several that follow each other."""
 
     start: int
     stop: int
@@ -119,6 +125,7 @@ class Assembler:
         self._num_spans = 0
         self._num_frames = 0
         self._came: list[_Came] = []
+        self._columns: dict[tuple[int, ...], _Columns] = {}  # by the layers of a frame
         # Positions: one past the last row that came, and one past the last that was handed out.
         self._filled = want.token_start
         self._handed = want.token_start
@@ -153,9 +160,8 @@ class Assembler:
                 raise self._corrupt("a message that does not parse")
             if self._end is not None:
                 raise self._corrupt("a message after the end")
-            # Copies: a part of a message keeps all of it alive.
             if message.HasField("info"):
-                self._learn(_copy(message.info))
+                self._learn(message.info)
             if self._info is None:
                 raise self._corrupt("no info in the first message")
         if self._want.into:
@@ -163,7 +169,7 @@ class Assembler:
         with _corrupt_if_invalid(self._want.name):
             self._take_rows(message, message.payload if payload is None else payload)
             if message.HasField("end"):
-                self._end = _copy(message.end)
+                self._end = message.end
 
     def take(self) -> RoutingTrace | None:
         """The rows after those handed out, up to the first hole; None if there are none.
@@ -216,10 +222,10 @@ class Assembler:
             raise self._corrupt(f"{info.num_rows} rows of {info.num_tokens} tokens")
         TraceState.from_proto(info.state)  # one that we know
         if self._info is None:
-            self._layout = RoutingLayout.from_proto(info.layout)
-            layer_ids = self._want.layer_ids
-            self._layer_ids = self._layout.layer_ids if layer_ids is None else layer_ids
-            self._row_bytes = self._layout.select(self._layer_ids).row_bytes
+            layout = self._layout = layout_from_proto(info.layout)
+            if self._want.layer_ids is not None:
+                layout = layout.select(self._want.layer_ids)
+            self._layer_ids, self._row_bytes = layout.layer_ids, layout.row_bytes
             self._column = {layer: i for i, layer in enumerate(self._layer_ids)}
             if self._cells is None:
                 first = self._want.token_start
@@ -282,15 +288,21 @@ class Assembler:
         model = (self._layout.num_experts, self._layout.top_k)
         if (header.num_experts, header.top_k) != model:
             raise self._corrupt(f"a frame of other (num_experts, top_k) than {model}")
-        layer_ids = tuple(i for i in header.layer_ids if i in self._column)
-        if not layer_ids:
-            raise self._corrupt("a frame with none of the layers asked for")
-        columns = column_index([self._column[i] for i in layer_ids])
-        told = frozenset(self._column[i] for i in layer_ids)
+        layer_ids, columns, told = self._columns_of(header.layer_ids)
         targets = [t for span in spans for t in self._targets(span, header.num_rows, columns, told)]
         places, _, count = targets[0]
         whole = len(targets) == 1 and count == header.num_rows and isinstance(columns, slice)
         return _Placed(frame, layer_ids, columns, targets, places if whole else None)
+
+    def _columns_of(self, held: tuple[int, ...]) -> _Columns:
+        """Which of the layers of a frame were asked for, and their columns here."""
+        if held not in self._columns:
+            layer_ids = tuple(i for i in held if i in self._column)
+            if not layer_ids:
+                raise self._corrupt("a frame with none of the layers asked for")
+            columns = [self._column[i] for i in layer_ids]
+            self._columns[held] = layer_ids, column_index(columns), frozenset(columns)
+        return self._columns[held]
 
     def _targets(
         self, span: Any, num_rows: int, columns: slice | list[int], told: frozenset[int]
@@ -316,8 +328,12 @@ class Assembler:
         if sum(rows for _, _, rows in targets) != count:
             raise self._corrupt(f"rows [{position}, {stop}), which were not all asked for")
         self._filled = max(self._filled, stop)
-        how = _PROVENANCE.get(provenance, "unknown")
-        self._came.append(_Came(position, stop, told, version, how))
+        came = _Came(position, stop, told, version, _PROVENANCE.get(provenance, "unknown"))
+        last = self._came[-1] if self._came else None
+        if last and last.stop == position and last[2:] == came[2:]:
+            self._came[-1] = came._replace(start=last.start)
+        else:
+            self._came.append(came)
         return targets
 
     def _take_back(self, position: int, stop: int, columns: frozenset[int]) -> None:
@@ -402,6 +418,8 @@ class Assembler:
 
     def _account(self, end: pb.ReadEnd, valid: Any, start: int) -> None:
         """Checks that each cell [layers, positions from start on] is either there or missing."""
+        if not end.missing and valid.all():
+            return
         absent = np.zeros(valid.shape, np.bool_)
         for m in end.missing:
             columns = [self._column[i] for i in m.layer_ids] if m.layer_ids else slice(None)
@@ -450,12 +468,6 @@ class Assembler:
 
     def _corrupt(self, what: str) -> Corrupt:
         return Corrupt(f"{self._want.name}: the server sent {what}")
-
-
-def _copy(message: _M) -> _M:
-    copy = type(message)()
-    copy.CopyFrom(message)
-    return copy
 
 
 @contextmanager

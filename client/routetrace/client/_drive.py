@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager
 from itertools import islice
@@ -28,6 +28,9 @@ from routetrace.client._fork import start_over_after_fork
 from routetrace.v1.errors import Closed, RouteTraceError, Unavailable
 
 T = TypeVar("T")
+
+# Streams are received by the thread that reads them: starting one for each takes as long as a call.
+_NO_SPIN_THREAD = ("SingleThreadedUnaryStream", 1)
 
 
 class Scope:
@@ -82,9 +85,12 @@ class Driver:
         return inherited
 
     def _begin(self) -> None:
-        self._connections = Connections(self._config, self._config.security.channel)
+        self._connections = Connections(self._config, self._channel)
         self._lock = threading.Lock()
         self._scope = Scope()
+
+    def _channel(self, target: str, options: Sequence[tuple[str, Any]]) -> grpc.Channel:
+        return self._config.security.channel(target, (*options, _NO_SPIN_THREAD))
 
     @property
     def state(self) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -155,6 +156,20 @@ class ReadFacts(TraceFacts):
     of this incarnation, or by another one whose KV blocks it reused."""
 
 
+def layout_from_proto(message: pb.RoutingLayout) -> RoutingLayout:
+    """A layout; mostly that of the trace before.
+
+    Raises:
+        InvalidArgument: if it contradicts itself.
+    """
+    return _layout(message.SerializeToString(deterministic=True))
+
+
+@lru_cache(maxsize=64)
+def _layout(data: bytes) -> RoutingLayout:
+    return RoutingLayout.from_proto(pb.RoutingLayout.FromString(data))
+
+
 def facts_from_proto(info: pb.TraceInfo) -> dict[str, Any]:
     """The fields of `TraceFacts`.
 
@@ -169,7 +184,7 @@ def facts_from_proto(info: pb.TraceInfo) -> dict[str, Any]:
         "num_tokens": info.num_tokens,
         "num_rows": info.num_rows,
         "prompt_len": info.prompt_len,
-        "layout": RoutingLayout.from_proto(info.layout),
+        "layout": layout_from_proto(info.layout),
         "labels": dict(info.labels),
         "incarnation": info.incarnation,
         "num_incarnations": info.num_incarnations,

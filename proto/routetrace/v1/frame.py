@@ -17,13 +17,13 @@ enough to pay for it: this, more than the level, is what compresses.
 from __future__ import annotations
 
 import threading
-import zlib
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
 from functools import lru_cache
-from itertools import accumulate, chain, pairwise
+from itertools import accumulate, islice, pairwise
 from math import gcd
+from operator import eq, ne
 from typing import Any
+from zlib import crc32
 
 import numpy as np
 import numpy.typing as npt
@@ -36,6 +36,7 @@ from routetrace.v1.frame_header import (
     Buffer,
     Codec,
     FrameHeader,
+    Pick,
     corrupt,
     id_shift,
     layer_bytes,
@@ -63,8 +64,8 @@ Ids = npt.NDArray[np.unsignedinteger[Any]]
 # Above this size zlib.crc32 gives up the GIL; beside a busy thread it takes 5 ms to get it back.
 _CRC_STEP = 5120
 
-# Decompressed at a time: some messages' worth.
-_BATCH_BYTES = 32 << 20
+# Decompressed at a time: a message's worth.
+_BATCH_BYTES = 4 << 20
 
 
 class _Contexts(threading.local):
@@ -146,23 +147,22 @@ def encode_frames(
         raise InvalidArgument(field="level", value=level, expected="a number in [1, 19]")
     for ids in list_of_ids:
         _check_ids(ids, layout, validate)
-    split = [_split(ids, layout, codec) for ids in list_of_ids]
-    planes = [plane for groups in split for plane, _ in groups]
-    stored = iter(_compress(planes, level) if codec is Codec.LAYER_ZSTD else planes)
+    packed = iter(_pack(list_of_ids, layout, codec, level))
     frames = []
-    for ids, groups in zip(list_of_ids, split, strict=True):
-        parts = [(next(stored), low) for _, low in groups]
+    for ids in list_of_ids:
+        group_layers = _group_layers(len(layout.layer_ids), len(ids) * layout.top_k)
+        groups = list(islice(packed, len(group_layers)))
         header = FrameHeader(
             num_rows=len(ids),
             layer_ids=layout.layer_ids,
             num_experts=layout.num_experts,
             top_k=layout.top_k,
             codec=codec,
-            group_layers=_group_layers(len(layout.layer_ids), len(ids) * layout.top_k),
-            group_bytes=tuple(len(plane) + len(low) for plane, low in parts),
-            group_crcs=tuple(_crc32(low, _crc32(plane)) for plane, low in parts),
+            group_layers=group_layers,
+            group_bytes=tuple(map(len, groups)),
+            group_crcs=tuple(_crc32s(groups)),
         )
-        frames.append(b"".join([header.pack(), *chain.from_iterable(parts)]))
+        frames.append(b"".join([header.pack(), *groups]))
     return frames
 
 
@@ -181,20 +181,16 @@ def slice_frame(frame: Buffer, layer_ids: Iterable[int]) -> bytes:
         Corrupt: as `read_header`. Groups are copied with their checksums, and not checked here.
     """
     header = read_header(frame)
-    keep = sorted({group for group, _ in header.locate(tuple(layer_ids))})
-    if len(keep) == len(header.group_bytes):
+    pick = header.pick(tuple(layer_ids))
+    if len(pick.groups) == len(header.group_bytes):
         return bytes(frame)
-    view = memoryview(frame).cast("B")
-    cuts = list(accumulate(header.group_layers, initial=0))
-    offsets = header.group_offsets
-    sliced = replace(
-        header,
-        layer_ids=tuple(i for g in keep for i in header.layer_ids[cuts[g] : cuts[g + 1]]),
-        group_layers=tuple(header.group_layers[g] for g in keep),
-        group_bytes=tuple(header.group_bytes[g] for g in keep),
-        group_crcs=tuple(header.group_crcs[g] for g in keep),
+    sliced = header._replace(
+        layer_ids=pick.layer_ids,
+        group_layers=pick.group_layers,
+        group_bytes=tuple([header.group_bytes[g] for g in pick.groups]),
+        group_crcs=tuple([header.group_crcs[g] for g in pick.groups]),
     )
-    return b"".join([sliced.pack(), *(view[offsets[g] : offsets[g + 1]] for g in keep)])
+    return b"".join([sliced.pack(), *_stored(frame, header, pick)])
 
 
 def decode_frame(frame: Buffer, *, layer_ids: Iterable[int] | None = None) -> Ids:
@@ -252,8 +248,8 @@ def decode_frames(
     for groups, out in opened:
         groups.check(out)
     for batch in _batches(opened):
-        packed = [plane for groups, _ in batch for plane in groups.packed_planes()]
-        sizes = [size for groups, _ in batch for size in groups.packed.values()]
+        packed = [plane for groups, _ in batch for plane in groups.packed]
+        sizes = [size for groups, _ in batch for size in groups.sizes]
         unpacked = iter(_decompress(packed, sizes))
         for groups, out in batch:
             yield groups.ids(unpacked, out)
@@ -266,7 +262,7 @@ def _batches(
     batch: list[tuple[_Groups, Ids | None]] = []
     size = 0
     for groups, out in opened:
-        more = sum(groups.packed.values())
+        more = sum(groups.sizes)
         if batch and size + more > _BATCH_BYTES:
             yield batch
             batch, size = [], 0
@@ -281,30 +277,31 @@ class _Groups:
 
     def __init__(self, frame: Buffer, layer_ids: Iterable[int] | None) -> None:
         self.header = header = read_header(frame)
-        self._where = header.locate(header.layer_ids if layer_ids is None else tuple(layer_ids))
-        view = memoryview(frame).cast("B")
-        offsets = header.group_offsets
+        wanted = header.layer_ids if layer_ids is None else tuple(layer_ids)
+        self._pick = pick = header.pick(wanted)
+        self._shape = len(wanted), header.num_rows, header.top_k
         plane, low = header.layer_bytes
-        self._contents: dict[int, Any] = {}  # of each group: its planes,
-        self._low_bits: dict[int, memoryview] = {}  # and its low bits
-        self.packed: dict[int, int] = {}
-        """Groups whose planes are a zstd frame, and its content size."""
-        for group in dict(self._where):
-            stored = view[offsets[group] : offsets[group + 1]]
-            crc = _crc32(stored)
-            if crc != header.group_crcs[group]:
-                raise corrupt(f"crc32 of group {group}", crc, str(header.group_crcs[group]))
-            layers = header.group_layers[group]
-            if low:
-                split = len(stored) - layers * low
-                stored, self._low_bits[group] = stored[:split], stored[split:]
-            self._contents[group] = stored
-            if len(stored) != layers * plane:
-                self.packed[group] = layers * plane
-
-    @property
-    def _shape(self) -> tuple[int, int, int]:
-        return len(self._where), self.header.num_rows, self.header.top_k
+        self.packed = _stored(frame, header, pick)
+        """Planes that are a zstd frame,"""
+        self.sizes = list(map(plane.__mul__, pick.group_layers))
+        """and their content sizes."""
+        crcs = _crc32s(self.packed)
+        expected = [header.group_crcs[g] for g in pick.groups]
+        if crcs != expected:
+            at = list(map(ne, crcs, expected)).index(True)
+            raise corrupt(f"crc32 of group {pick.groups[at]}", crcs[at], str(expected[at]))
+        self._low_bits: list[memoryview] = []
+        if low:
+            low_bytes = map(low.__mul__, pick.group_layers)
+            cuts = [(g, len(g) - size) for g, size in zip(self.packed, low_bytes, strict=True)]
+            self.packed = [group[:at] for group, at in cuts]
+            self._low_bits = [group[at:] for group, at in cuts]
+        self._plain: dict[int, memoryview] = {}  # planes as they are, by their place
+        if any(map(eq, map(len, self.packed), self.sizes)):
+            planes = list(zip(self.packed, self.sizes, strict=True))
+            self._plain = {i: plane for i, (plane, size) in enumerate(planes) if len(plane) == size}
+            self.packed = [plane for plane, size in planes if len(plane) != size]
+            self.sizes = [size for plane, size in planes if len(plane) != size]
 
     def check(self, out: Ids | None) -> None:
         """Refuses an array that the ids do not fit into."""
@@ -318,54 +315,87 @@ class _Groups:
                 expected=f"a {dtype} {self._shape}",
             )
 
-    def packed_planes(self) -> list[memoryview]:
-        """The zstd frames of `packed`."""
-        return [self._contents[group] for group in self.packed]
-
     def ids(self, unpacked: Iterator[Any], out: Ids | None) -> Ids:
-        """The ids, from the contents of the `packed_planes`."""
+        """The ids, from the contents of `packed`."""
         header = self.header
-        plane, low = header.layer_bytes
-        self._contents.update((group, next(unpacked)) for group in self.packed)
-        if out is None:  # not before the sizes are known to be true
-            out = np.empty(self._shape, header.dtype)
-        dtype = np.dtype(np.uint8 if low else header.dtype).newbyteorder("<")
-        direct = out.dtype == dtype and out[0].flags.c_contiguous
-        planes = out if direct else np.empty(out.shape, dtype)
-        for layer, (group, index) in zip(planes, self._where, strict=True):
-            content = memoryview(self._contents[group])[index * plane : (index + 1) * plane]
-            layer.data.cast("B")[:] = content
-        self._contents.clear()  # its batch may go before the others come
-        if not direct:
-            out[...] = planes
-        if low:
-            parts = (self._low_bits[group][i * low : (i + 1) * low] for group, i in self._where)
-            out <<= header.shift
-            out |= _unpack_low_bits(b"".join(parts), header.shift, out)
-        largest = int(out.max())
-        if largest >= header.num_experts:
-            raise corrupt("topk_ids", largest, f"ids below {header.num_experts}")
+        contents: list[Any] = list(islice(unpacked, len(self.packed)))
+        for place, plain in self._plain.items():
+            contents.insert(place, plain)
+        shift, dtype = header.shift, np.dtype(np.uint8) if header.shift else header.dtype
+        ids = self._layers(contents, dtype.newbyteorder("<")).reshape(self._shape)
+        if shift:
+            ids = np.left_shift(ids, shift, dtype=header.dtype)
+            ids |= _unpack_low_bits(self._layers(self._low_bits, np.dtype(np.uint8)), shift, ids)
+        if header.num_experts < 1 << (8 * dtype.itemsize + shift):
+            largest = int(ids.max())
+            if largest >= header.num_experts:
+                raise corrupt("topk_ids", largest, f"ids below {header.num_experts}")
+        if out is None:
+            return ids.astype(header.dtype, copy=False)
+        out[...] = ids
         return out
 
-
-def _split(ids: Ids, layout: RoutingLayout, codec: Codec) -> list[tuple[memoryview, memoryview]]:
-    """Plane and low bits of each group of a frame, before compression."""
-    plane, low = layer_bytes(len(ids), layout.top_k, layout.num_experts, codec)
-    major = _layer_major(ids)
-    shift = id_shift(layout.num_experts, codec)
-    low_bits = _view(_pack_low_bits(major, shift))
-    planes = _view((major >> shift).astype(np.uint8) if shift else major)
-    cuts = accumulate(_group_layers(len(major), len(ids) * layout.top_k), initial=0)
-    return [(planes[a * plane : b * plane], low_bits[a * low : b * low]) for a, b in pairwise(cuts)]
+    def _layers(self, parts: list[Any], dtype: np.dtype[Any]) -> npt.NDArray[Any]:
+        """Parts of groups as [layers that are wanted, numbers of each]."""
+        held = np.frombuffer(bytearray().join(parts), dtype).reshape(len(self._pick.layer_ids), -1)
+        return held if self._pick.order is None else held[self._pick.order]
 
 
-def _layer_major(ids: Ids) -> Ids:
-    """[n, L, K] -> [L, n, K], contiguous."""
-    dtype = ids.dtype
-    if ids.strides[2] == ids.itemsize:
-        # Words as wide as divide a top-k move several times as fast as single ids.
-        ids = ids.view(f"u{gcd(ids.shape[2] * ids.itemsize, 8)}")
-    return np.ascontiguousarray(ids.transpose(1, 0, 2)).view(dtype)
+def _stored(frame: Buffer, header: FrameHeader, pick: Pick) -> list[memoryview]:
+    """The groups that were picked, as they are stored."""
+    view, at = memoryview(frame).cast("B"), header.group_offsets
+    return [view[at[g] : at[g + 1]] for g in pick.groups]
+
+
+def _pack(list_of_ids: Sequence[Ids], layout: RoutingLayout, codec: Codec, level: int) -> list[Any]:
+    """The groups of all the frames as they are stored."""
+    num_layers, shift = len(layout.layer_ids), id_shift(layout.num_experts, codec)
+    shapes = [
+        (
+            *layer_bytes(len(ids), layout.top_k, layout.num_experts, codec),
+            _group_layers(num_layers, len(ids) * layout.top_k),
+        )
+        for ids in list_of_ids
+    ]
+    planes = np.empty(num_layers * sum(plane for plane, _, _ in shapes), np.uint8)
+    sizes = [count * plane for plane, _, group_layers in shapes for count in group_layers]
+    low_bits: list[memoryview] = []
+    at = 0
+    for ids, (plane, low, group_layers) in zip(list_of_ids, shapes, strict=True):
+        room = planes[at : at + num_layers * plane]
+        at += len(room)
+        if shift:
+            major = _layer_major(ids, np.empty(ids.nbytes, np.uint8))
+            np.right_shift(major, shift, out=room.reshape(major.shape), casting="unsafe")
+            bits = memoryview(_pack_low_bits(major, shift).reshape(-1))  # type: ignore[arg-type]
+            low_bits += _cut(bits, [count * low for count in group_layers])
+        else:
+            _layer_major(ids, room)
+    plain = _cut(memoryview(planes), sizes)  # type: ignore[arg-type]
+    packed = _compress(plain, level) if codec is Codec.LAYER_ZSTD else plain
+    stored = [
+        z if len(z) < size else plane for z, size, plane in zip(packed, sizes, plain, strict=True)
+    ]
+    if not low_bits:
+        return stored
+    return [b"".join(parts) for parts in zip(stored, low_bits, strict=True)]
+
+
+def _cut(data: memoryview, sizes: list[int]) -> list[memoryview]:
+    """Neighbouring parts of these sizes."""
+    return [data[a:b] for a, b in pairwise(accumulate(sizes, initial=0))]
+
+
+def _layer_major(ids: Ids, room: npt.NDArray[np.uint8]) -> Ids:
+    """Writes ids [n, L, K] as [L, n, K], little-endian, into the bytes `room`."""
+    num_rows, num_layers, top_k = ids.shape
+    ids = ids.astype(ids.dtype.newbyteorder("<"), copy=False)
+    major = room.view(ids.dtype).reshape(num_layers, num_rows, top_k)
+    # Words as wide as divide a top-k move several times as fast as single ids.
+    contiguous = ids.strides[2] == ids.itemsize
+    word = f"u{gcd(top_k * ids.itemsize, 8)}" if contiguous else ids.dtype
+    major.view(word)[...] = ids.view(word).transpose(1, 0, 2)
+    return major
 
 
 def _pack_low_bits(ids: Ids, shift: int) -> npt.NDArray[np.uint8]:
@@ -379,9 +409,9 @@ def _pack_low_bits(ids: Ids, shift: int) -> npt.NDArray[np.uint8]:
     return np.concatenate(packed, axis=1)
 
 
-def _unpack_low_bits(packed: bytes, shift: int, like: Ids) -> npt.NDArray[np.uint8]:
+def _unpack_low_bits(packed: npt.NDArray[np.uint8], shift: int, like: Ids) -> Any:
     """The `shift` low bits of ids of the shape of `like`, [L, n, K]."""
-    planes = np.frombuffer(packed, np.uint8).reshape(len(like), shift, -1)
+    planes = packed.reshape(len(like), shift, -1)
     bits = np.unpackbits(planes, axis=2, count=like[0].size, bitorder="little")
     low = bits[:, 0]
     for bit in range(1, shift):
@@ -389,15 +419,17 @@ def _unpack_low_bits(packed: bytes, shift: int, like: Ids) -> npt.NDArray[np.uin
     return low.reshape(like.shape)
 
 
-def _compress(planes: list[memoryview], level: int) -> list[Any]:
-    """Each plane as a zstd frame, or as it is where that is not smaller."""
+def _multi(context: Any, name: str) -> Any:
+    """A call for many frames at a time; None where the backend lacks it: cffi's only raises."""
+    return None if zstandard.backend == "cffi" else getattr(context, name, None)
+
+
+def _compress(planes: list[memoryview], level: int) -> Iterable[Any]:
+    """Each plane as a zstd frame."""
     context = _contexts.compressor(level)
-    packed: Iterable[Any]
-    if planes and hasattr(context, "multi_compress_to_buffer"):
-        packed = context.multi_compress_to_buffer(planes)
-    else:  # another backend than C
-        packed = map(context.compress, planes)
-    return [z if len(z) < len(plane) else plane for z, plane in zip(packed, planes, strict=True)]
+    multi = _multi(context, "multi_compress_to_buffer")
+    packed: Iterable[Any] = multi(planes) if planes and multi else map(context.compress, planes)
+    return packed
 
 
 def _decompress(packed: list[memoryview], sizes: list[int]) -> list[Any]:
@@ -406,24 +438,21 @@ def _decompress(packed: list[memoryview], sizes: list[int]) -> list[Any]:
         return []
     context = _contexts.decompressor
     try:
-        for data, size in zip(packed, sizes, strict=True):
-            # Before anything is allocated: 32 kB may well claim to hold 1 GiB.
-            declared = zstandard.frame_content_size(data)
-            if declared != size:
-                raise corrupt("zstd content size", declared, str(size))
-        if hasattr(context, "multi_decompress_to_buffer"):
-            contents = list(context.multi_decompress_to_buffer(packed))
-        else:  # another backend than C
-            contents = [context.decompress(data) for data in packed]
+        # Before anything is allocated: 32 kB may well claim to hold 1 GiB.
+        declared = list(map(zstandard.frame_content_size, packed))
+        if declared != sizes:
+            at = list(map(ne, declared, sizes)).index(True)
+            raise corrupt("zstd content size", declared[at], str(sizes[at]))
+        multi = _multi(context, "multi_decompress_to_buffer")
+        contents = list(multi(packed) if multi else map(context.decompress, packed))
     except zstandard.ZstdError as error:
         raise corrupt("zstd frame", str(error), "one that decodes") from error
-    for content, size in zip(contents, sizes, strict=True):
-        if len(content) != size:
-            raise corrupt("zstd content", f"{len(content)} bytes", f"{size} bytes")
+    if list(map(len, contents)) != sizes:
+        raise corrupt("zstd contents", "of other sizes", "those that were declared")
     return contents
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=128)
 def _group_layers(num_layers: int, cells: int) -> tuple[int, ...]:
     """Layers in each group, as even as can be, for `cells` ids per layer.
 
@@ -461,17 +490,13 @@ def _check_ids(ids: Ids, layout: RoutingLayout, validate: bool) -> None:
             )
 
 
-def _view(array: npt.NDArray[Any]) -> memoryview:
-    """The bytes of a contiguous array, little-endian."""
-    array = array.astype(array.dtype.newbyteorder("<"), copy=False)
-    # Flat uint8 first: memoryviews know neither "<u2" nor empty arrays of several dimensions.
-    return memoryview(array.reshape(-1).view(np.uint8))  # type: ignore[arg-type]
-
-
-def _crc32(data: Any, crc: int = 0) -> int:
-    if len(data) <= _CRC_STEP:
-        return zlib.crc32(data, crc)
-    view = memoryview(data)
-    for at in range(0, len(view), _CRC_STEP):
-        crc = zlib.crc32(view[at : at + _CRC_STEP], crc)
-    return crc
+def _crc32s(parts: list[Any]) -> list[int]:
+    """The CRC-32 of each."""
+    if max(map(len, parts)) <= _CRC_STEP:
+        return list(map(crc32, parts))
+    views = [memoryview(part) for part in parts]
+    crcs = [crc32(view[:_CRC_STEP]) for view in views]
+    for i, view in enumerate(views):
+        for at in range(_CRC_STEP, len(view), _CRC_STEP):
+            crcs[i] = crc32(view[at : at + _CRC_STEP], crcs[i])
+    return crcs

@@ -24,12 +24,11 @@ from __future__ import annotations
 
 import struct
 import zlib
-from dataclasses import dataclass
 from enum import IntEnum
 from functools import lru_cache
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from operator import gt
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -55,8 +54,20 @@ class Codec(IntEnum):
     LAYER_ZSTD = 1
 
 
-@dataclass(frozen=True, slots=True)
-class FrameHeader:
+class Pick(NamedTuple):
+    """The groups that hold some layers."""
+
+    groups: tuple[int, ...]
+    """Ascending."""
+    layer_ids: tuple[int, ...]
+    """Layers of these groups, ascending."""
+    group_layers: tuple[int, ...]
+    """Layers in each of these groups."""
+    order: list[int] | None
+    """Which of these layers are the wanted ones; None: all, as they are."""
+
+
+class FrameHeader(NamedTuple):
     """What a frame holds, and where."""
 
     num_rows: int
@@ -103,24 +114,17 @@ class FrameHeader:
         """Bytes of one layer before compression: its plane, and its low bits."""
         return layer_bytes(self.num_rows, self.top_k, self.num_experts, self.codec)
 
-    def locate(self, layer_ids: tuple[int, ...]) -> list[tuple[int, int]]:
-        """Group, and index within the group, of each of the layers.
+    def pick(self, layer_ids: tuple[int, ...]) -> Pick:
+        """Where the given layers are.
 
         Raises:
             InvalidArgument: if there are none, or the frame lacks one of them.
         """
-        places = _places(self.layer_ids, self.group_layers)
-        if not layer_ids or not places.keys() >= set(layer_ids):
-            raise InvalidArgument(
-                field="layer_ids",
-                value=layer_ids,
-                expected=f"one or more of {list(self.layer_ids)}",
-            )
-        return [places[layer] for layer in layer_ids]
+        return _pick(self.layer_ids, self.group_layers, layer_ids)
 
     def pack(self) -> bytes:
         """The header as it is stored."""
-        bitmap = _bitmap(self.layer_ids)
+        bitmap = layer_bitmap(self.layer_ids)
         groups = len(self.group_bytes)
         fixed = _FIXED.pack(
             _MAGIC,
@@ -151,13 +155,12 @@ def read_header(frame: Buffer) -> FrameHeader:
     view = memoryview(frame).cast("B")
     if len(view) < _FIXED.size:
         raise corrupt("bytes", len(view), f"at least {_FIXED.size}")
-    magic, codec, shift, top_k, num_rows, num_experts, bitmap_bytes, groups = _FIXED.unpack_from(
-        view
-    )
+    magic, *_, top_k, num_rows, num_experts, bitmap_bytes, groups = _FIXED.unpack_from(view)
     if magic != _MAGIC:
         raise corrupt("magic", magic, repr(_MAGIC))
     table_at = _FIXED.size + bitmap_bytes
-    crc_at = table_at + 10 * groups
+    layers_at = table_at + 8 * groups
+    crc_at = layers_at + 2 * groups
     if len(view) < crc_at + _CRC.size:
         raise corrupt("bytes", len(view), f"at least {crc_at + _CRC.size}")
     (stored_crc,) = _CRC.unpack_from(view, crc_at)
@@ -166,40 +169,62 @@ def read_header(frame: Buffer) -> FrameHeader:
         raise corrupt("header crc32", crc, str(stored_crc))
 
     # The checksum proves that somebody meant this, not that it makes sense.
+    shape = _shape(bytes(view[:table_at]), bytes(view[layers_at:crc_at]))
+    table = struct.unpack_from(f"<{2 * groups}I", view, table_at)
+    sizes = table[:groups]
+    if any(map(gt, shape.least, sizes)) or any(map(gt, sizes, shape.most)):
+        raise corrupt("group bytes", sizes, f"{shape.least} to {shape.most}")
+    frame_bytes = crc_at + _CRC.size + sum(sizes)
+    _check_range("bytes", len(view), frame_bytes, frame_bytes)
+    return FrameHeader(
+        num_rows,
+        shape.layer_ids,
+        num_experts,
+        top_k,
+        shape.codec,
+        shape.group_layers,
+        sizes,
+        table[groups:],
+    )
+
+
+class _Shape(NamedTuple):
+    """What frames have in common that differ in the sizes of their groups alone."""
+
+    codec: Codec
+    layer_ids: tuple[int, ...]
+    group_layers: tuple[int, ...]
+    least: tuple[int, ...]
+    """Stored bytes of each group, at least,"""
+    most: tuple[int, ...]
+    """and at most."""
+
+
+@lru_cache(maxsize=128)
+def _shape(head: bytes, layers: bytes) -> _Shape:
+    """Checks all of a header but the sizes: its start, up to the bitmap, and its last column."""
+    _, codec, shift, top_k, num_rows, num_experts, bitmap_bytes, groups = _FIXED.unpack_from(head)
     _check_range("codec", codec, Codec.RAW, Codec.LAYER_ZSTD)
     codec = Codec(codec)
     _check_range("num_rows", num_rows, 1, MAX_FRAME_ROWS)
     _check_range("num_experts", num_experts, 1, MAX_EXPERTS)
     _check_range("top_k", top_k, 1, min(MAX_TOP_K, num_experts))
     _check_range("bitmap bytes", bitmap_bytes, 1, MAX_LAYERS // 8)
-    _check_range("last byte of the bitmap", view[table_at - 1], 1, 255)
+    _check_range("last byte of the bitmap", head[-1], 1, 255)
     expected_shift = id_shift(num_experts, codec)
     _check_range("shift", shift, expected_shift, expected_shift)
-    layer_ids = _bitmap_layers(bytes(view[_FIXED.size : table_at]))
-    table = struct.unpack_from(f"<{2 * groups}I{groups}H", view, table_at)
-    header = FrameHeader(
-        num_rows=num_rows,
-        layer_ids=layer_ids,
-        num_experts=num_experts,
-        top_k=top_k,
-        codec=codec,
-        group_layers=table[2 * groups :],
-        group_bytes=table[:groups],
-        group_crcs=table[groups : 2 * groups],
-    )
-    decoded = num_rows * len(layer_ids) * top_k * header.dtype.itemsize
+    layer_ids = _bitmap_layers(head[_FIXED.size :])
+    decoded = num_rows * len(layer_ids) * top_k * id_dtype(num_experts).itemsize
     _check_range("decoded bytes", decoded, 1, MAX_FRAME_DECODED_BYTES)
-    if sum(header.group_layers) != len(layer_ids):
-        raise corrupt("group layers", header.group_layers, f"{len(layer_ids)} in all")
-    plane, low = header.layer_bytes
-    most = [layers * (plane + low) for layers in header.group_layers]
-    least = most if header.codec is Codec.RAW else [layers * low for layers in header.group_layers]
+    group_layers = struct.unpack(f"<{groups}H", layers)
+    if sum(group_layers) != len(layer_ids):
+        raise corrupt("group layers", group_layers, f"{len(layer_ids)} in all")
+    plane, low = layer_bytes(num_rows, top_k, num_experts, codec)
+    most = tuple(count * (plane + low) for count in group_layers)
+    least = most if codec is Codec.RAW else tuple(count * low for count in group_layers)
     # 0: a group without layers, or one that no codec writes.
-    sizes = header.group_bytes
-    if 0 in sizes or any(map(gt, least, sizes)) or any(map(gt, sizes, most)):
-        raise corrupt("group bytes", sizes, f"positive, {least} to {most}")
-    _check_range("bytes", len(view), header.frame_bytes, header.frame_bytes)
-    return header
+    least = tuple(max(1, size) for size in least)
+    return _Shape(codec, layer_ids, group_layers, least, most)
 
 
 def id_shift(num_experts: int, codec: Codec) -> int:
@@ -225,20 +250,34 @@ def _check_range(field: str, value: int, low: int, high: int) -> None:
         raise corrupt(field, value, f"{low} to {high}" if low < high else str(low))
 
 
-@lru_cache(maxsize=256)
-def _places(
-    layer_ids: tuple[int, ...], group_layers: tuple[int, ...]
-) -> dict[int, tuple[int, int]]:
-    places = ((g, i) for g, layers in enumerate(group_layers) for i in range(layers))
-    return dict(zip(layer_ids, places, strict=True))
+@lru_cache(maxsize=128)
+def _pick(
+    layer_ids: tuple[int, ...], group_layers: tuple[int, ...], wanted: tuple[int, ...]
+) -> Pick:
+    group_of = {
+        layer: group
+        for group, (a, b) in enumerate(pairwise(accumulate(group_layers, initial=0)))
+        for layer in layer_ids[a:b]
+    }
+    if not wanted or not group_of.keys() >= set(wanted):
+        raise InvalidArgument(
+            field="layer_ids", value=wanted, expected=f"one or more of {list(layer_ids)}"
+        )
+    groups = {group_of[layer] for layer in wanted}
+    held = tuple(layer for layer in layer_ids if group_of[layer] in groups)
+    column = {layer: i for i, layer in enumerate(held)}
+    order = None if held == wanted else [column[layer] for layer in wanted]
+    keep = tuple(sorted(groups))
+    return Pick(keep, held, tuple(group_layers[g] for g in keep), order)
 
 
-@lru_cache(maxsize=256)
-def _bitmap(layer_ids: tuple[int, ...]) -> bytes:
+@lru_cache(maxsize=128)
+def layer_bitmap(layer_ids: tuple[int, ...]) -> bytes:
+    """The bitmap of a header with these layers."""
     return sum(1 << i for i in layer_ids).to_bytes(layer_ids[-1] // 8 + 1, "little")
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=128)
 def _bitmap_layers(bitmap: bytes) -> tuple[int, ...]:
     bits = np.unpackbits(np.frombuffer(bitmap, np.uint8), bitorder="little")
     return tuple(np.flatnonzero(bits).tolist())

@@ -15,7 +15,7 @@ import numpy as np
 from routetrace.server import refs
 from routetrace.server.chunk import ParsedChunk, parse_header
 from routetrace.server.record import Sums, decode_record, hash_of, layout_from_hex
-from routetrace.server.slot_map import SlotMap
+from routetrace.server.slot_map import SlotMap, SlotRun
 from routetrace.server.spans import FOREVER, Span, SpanList
 from routetrace.server.state import Frames, State, Writer
 from routetrace.server.trace_index import Source, TraceKey, WriterKey
@@ -100,6 +100,7 @@ def _apply_renew(state: State, facts: Facts) -> int:
     for trace in found:
         trace.ttl = facts["ttl"]
         trace.expires = facts["time"] + trace.ttl
+        trace.packed = None
     return len(found)
 
 
@@ -121,7 +122,7 @@ def _apply_chunk(
         state.hold(number, NO_FRAMES)
         return False
     if writer.sequence + 1 < facts["sequence"]:
-        _lose_track(writer)
+        _lose_track(state, writer)
     if chunk is None:
         chunk = parse_header(header, writer.layout, writer.slots)
     if len(chunk.frame_lengths):
@@ -143,10 +144,12 @@ def _continues(writer: Writer, facts: Facts) -> bool:
     return behind == 0 or (behind > 0 and writer.torn)
 
 
-def _lose_track(writer: Writer) -> None:
+def _lose_track(state: State, writer: Writer) -> None:
     """Chunks of a writer are damaged: nobody knows what happened to its blocks and requests."""
     writer.slots.forget_all()
-    for _, source in writer.live.values():
+    for key, source in writer.live.values():
+        if trace := state.traces.traces.get(key):
+            state.changed(trace)
         source.remove(source.attempts[-1].end - source.tentative, FOREVER)
         source.lose(source.end, FOREVER, pb.MISSING_REASON_CORRUPT)
     writer.live.clear()
@@ -167,7 +170,16 @@ class _Applier:
 
     def run(self) -> None:
         touched: dict[TraceKey, None] = {}
-        for op in self.chunk.ops.tolist():
+        try:
+            self._run(touched)
+        finally:  # what was remembered of a trace must not outlive half a change
+            for key in touched:
+                trace = self.state.traces.traces.get(key)
+                if trace:
+                    self.state.touch(trace, self.now)
+
+    def _run(self, touched: dict[TraceKey, None]) -> None:
+        for op in self.chunk.ops:
             kind, _, arg, request, position, count, frame, row, at, num, step, version, value = op
             blocks = self.chunk.block_ids[at : at + num]
             if kind == OpKind.ROWS:
@@ -178,6 +190,7 @@ class _Applier:
                     self.slots.write(slots, ref, version, step)
                     continue
                 key, source = self._source(request)
+                touched[key] = None
                 span = Span(position, count, ref, version, Provenance.FORWARD)
                 self._rows(source, span, step, value)
             elif kind == OpKind.EXTERNAL:
@@ -188,9 +201,11 @@ class _Applier:
                 continue
             elif kind == OpKind.BEGIN:
                 key, source = self._begin(request, self.chunk.begins[arg], value)
+                touched[key] = None
                 self._take(source, blocks, position, count)
             else:
                 key, source = self._source(request)
+                touched[key] = None
                 if kind == OpKind.BLOCKS:
                     self.slots.forget_blocks(blocks)
                     if source.placed:
@@ -222,11 +237,6 @@ class _Applier:
                 elif kind == OpKind.DIGEST:
                     source.add_digests(self.chunk.token_digests[row : row + count])
                     self._rejoin(key)
-            touched[key] = None
-        for key in touched:
-            trace = self.state.traces.traces.get(key)
-            if trace:
-                self.state.touch(trace, self.now)
 
     def _source(self, request: int) -> tuple[TraceKey, Source]:
         """The live request; one that never began (its begin was lost) begins here, unnamed."""
@@ -271,8 +281,7 @@ class _Applier:
         source.tentative = tentative
         if source.blocks:
             source.written = max(source.written, span.stop)
-            slots = self.slots.slots(source.blocks, span.position, span.stop)
-            self.slots.write(slots, span.ref, span.weight_version, step)
+            self.slots.write_run(source.blocks, SlotRun(*span[:4]), step)
 
     def _drop(self, source: Source, position: int) -> None:
         """Rows at and after a position were not kept."""
@@ -283,6 +292,6 @@ class _Applier:
         # What it never wrote is forgotten already, however often it is taken back.
         last = min(stop, source.written)
         if start < last:
-            self.slots.forget(self.slots.slots(source.blocks, start, last))
+            self.slots.forget_run(source.blocks, start, last)
             if last == source.written:
                 source.written = start

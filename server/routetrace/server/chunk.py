@@ -8,17 +8,21 @@ from __future__ import annotations
 
 import zlib
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 from google.protobuf.message import DecodeError
 
+from routetrace.server.checksums import Payload, running
 from routetrace.server.refs import MAX_FRAMES, MAX_ROWS
 from routetrace.server.slot_map import SlotMap
+from routetrace.server.wire import Chunk
 from routetrace.v1 import routetrace_pb2 as pb
 from routetrace.v1.errors import Corrupt, InvalidArgument
 from routetrace.v1.frame import read_header
+from routetrace.v1.frame_check import PlainFrames
 from routetrace.v1.layout import RoutingLayout
 from routetrace.v1.records import DIGEST, NO_REQUEST, OP, U32, U64, FinishReason, OpKind, unpack
 
@@ -33,8 +37,12 @@ MAX_REQUESTS = 1 << 16
 MAX_CHUNK_ROWS = 1 << 20
 MAX_DECODED_BYTES = 256 << 20
 
-_WITH_BLOCKS = (OpKind.BEGIN, OpKind.RESUME, OpKind.BLOCKS, OpKind.EXTERNAL)
-_WITHOUT_REQUEST = (OpKind.EXTERNAL, OpKind.RESET)
+_WITH_BLOCKS = {OpKind.BEGIN, OpKind.RESUME, OpKind.BLOCKS, OpKind.EXTERNAL}
+_WITHOUT_REQUEST = {OpKind.EXTERNAL, OpKind.RESET}
+_FIELDS = OP.names or ()
+_FIRST_KIND, _LAST_KIND = min(OpKind), max(OpKind)
+_FINISH_REASONS = {*FinishReason}
+_MISSING_REASONS = {*pb.MissingReason.values()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,8 +51,8 @@ class ParsedChunk:
 
     request_ids: list[str]
     begins: list[pb.RequestBegin]
-    ops: npt.NDArray[Any]
-    """records.OP."""
+    ops: list[tuple[int, ...]]
+    """The fields of records.OP of each."""
     block_ids: list[int]
     slots: npt.NDArray[np.uint64]
     frame_lengths: npt.NDArray[np.uint32]
@@ -79,15 +87,23 @@ def check_begin(begin: pb.RequestBegin) -> None:
             )
 
 
-def check_sums(chunk: pb.Chunk) -> None:
-    """Raises Corrupt unless header and payload are what the agent sent."""
-    for field, data, crc in (
-        ("header_crc32", chunk.header, chunk.header_crc32),
-        ("payload_crc32", chunk.payload, chunk.payload_crc32),
+def check_sums(chunk: Chunk) -> list[int]:
+    """Checks that header and payload are what the agent sent.
+
+    Returns:
+        The running checksums of the payload, which the store needs too.
+
+    Raises:
+        Corrupt: if they are not.
+    """
+    sums = running(chunk.payload)
+    for field, actual, crc in (
+        ("header_crc32", zlib.crc32(chunk.header), chunk.header_crc32),
+        ("payload_crc32", sums[-1] if sums else 0, chunk.payload_crc32),
     ):
-        actual = zlib.crc32(data)
         if actual != crc:
             raise Corrupt(field=field, value=f"{crc:#010x}", expected=f"{actual:#010x}")
+    return sums
 
 
 def parse_header(data: bytes, layout: RoutingLayout, slots: SlotMap) -> ParsedChunk:
@@ -112,9 +128,10 @@ def parse_header(data: bytes, layout: RoutingLayout, slots: SlotMap) -> ParsedCh
             raise InvalidArgument(
                 field=field, value=f"{len(entries)} entries", expected=f"at most {MAX_REQUESTS}"
             )
-    sent = RoutingLayout.from_proto(header.layout)
-    if sent != layout:
-        raise InvalidArgument(field="layout", value=sent, expected=f"the Hello's, {layout}")
+    if header.layout != _proto_of(layout):
+        sent = RoutingLayout.from_proto(header.layout)
+        if sent != layout:
+            raise InvalidArgument(field="layout", value=sent, expected=f"the Hello's, {layout}")
     for request_id in header.request_ids:
         check_id("request_ids", request_id)
     for begin in header.begins:
@@ -122,7 +139,7 @@ def parse_header(data: bytes, layout: RoutingLayout, slots: SlotMap) -> ParsedCh
     chunk = ParsedChunk(
         request_ids=list(header.request_ids),
         begins=list(header.begins),
-        ops=unpack(header.ops, OP, "ops"),
+        ops=unpack(header.ops, OP, "ops").tolist(),
         block_ids=unpack(header.block_ids, U32, "block_ids").tolist(),
         slots=unpack(header.slots, U64, "slots"),
         frame_lengths=unpack(header.frame_lengths, U32, "frame_lengths"),
@@ -134,6 +151,16 @@ def parse_header(data: bytes, layout: RoutingLayout, slots: SlotMap) -> ParsedCh
     return chunk
 
 
+@lru_cache(maxsize=64)
+def _plain_frames(layout: RoutingLayout) -> PlainFrames:
+    return PlainFrames(layout)
+
+
+@lru_cache(maxsize=64)
+def _proto_of(layout: RoutingLayout) -> pb.RoutingLayout:
+    return layout.to_proto()
+
+
 def _check_frames(chunk: ParsedChunk, row_bytes: int) -> None:
     num_frames = len(chunk.frame_lengths)
     if len(chunk.frame_rows) != num_frames or num_frames > MAX_FRAMES:
@@ -142,145 +169,128 @@ def _check_frames(chunk: ParsedChunk, row_bytes: int) -> None:
             value=f"{len(chunk.frame_rows)} entries",
             expected=f"{num_frames} (one per frame, at most {MAX_FRAMES})",
         )
-    _all(
-        "frame_rows",
-        chunk.frame_rows,
-        (chunk.frame_rows >= 1) & (chunk.frame_rows <= MAX_ROWS),
-        f"1 to {MAX_ROWS} rows",
-    )
+    rows = chunk.frame_rows.tolist()
+    if rows and not 1 <= min(rows) <= max(rows) <= MAX_ROWS:
+        good = (chunk.frame_rows >= 1) & (chunk.frame_rows <= MAX_ROWS)
+        _all("frame_rows", chunk.frame_rows, good, f"1 to {MAX_ROWS} rows")
     most = min(MAX_CHUNK_ROWS, MAX_DECODED_BYTES // row_bytes)
-    _at_most("frame_rows", chunk.frame_rows, most, "rows in one chunk")
+    _at_most("frame_rows", sum(rows), most, "rows in one chunk")
 
 
 def _check_ops(chunk: ParsedChunk, num_blocks: int, num_slots: int) -> None:
-    ops = chunk.ops
-    if len(ops) > MAX_OPS:
-        raise InvalidArgument(field="ops", value=len(ops), expected=f"at most {MAX_OPS} ops")
-    kind, request = ops["kind"], ops["request"]
-    _all(
-        "ops.kind",
-        kind,
-        (kind >= min(OpKind)) & (kind <= max(OpKind)),
-        f"{int(min(OpKind))} to {int(max(OpKind))}",
-    )
-    rows = ops[kind == OpKind.ROWS]
-    by_slot = rows["request"] == NO_REQUEST
-    _all(
-        "ops.request",
-        request,
-        (request < len(chunk.request_ids))
-        | np.isin(kind, _WITHOUT_REQUEST)
-        | ((kind == OpKind.ROWS) & (request == NO_REQUEST)),
-        f"an index below {len(chunk.request_ids)}",
-    )
-    begins = ops[kind == OpKind.BEGIN]
-    _all(
-        "ops.arg",
-        begins["arg"],
-        begins["arg"] < len(chunk.begins),
-        f"an index below {len(chunk.begins)}",
-    )
-    reasons = ops[kind == OpKind.FINISH]["arg"]
-    _all("ops.arg", reasons, np.isin(reasons, list(FinishReason)), "a FinishReason")
-    reasons = ops[kind == OpKind.LOST]["arg"]
-    _all("ops.arg", reasons, np.isin(reasons, pb.MissingReason.values()), "a MissingReason")
-    _once("ops.arg", begins["arg"], "begin")
+    """Holds each op against the columns that it points into.
 
-    starts = ops[np.isin(kind, (OpKind.BEGIN, OpKind.RESUME))]
-    _all(
-        "ops.count",
-        starts["count"],
-        starts["count"] <= starts["position"],
-        "num_external_tokens of at most num_computed_tokens",
-    )
-    _all(
-        "ops.value",
-        rows["value"],
-        rows["value"] <= np.where(by_slot, 0, rows["position"].astype(np.uint64) + rows["count"]),
-        "at most position + count, and 0 for slots alone",
-    )
-    digests = ops[kind == OpKind.DIGEST]
-    end = digests["row"].astype(np.int64) + digests["count"]
-    _all("ops.row", digests["row"], end <= len(chunk.token_digests), "a range of token_digests")
-    position = ops["position"].astype(np.int64)
-    _all(
-        "ops.position",
-        position,
-        position + ops["count"] <= MAX_POSITION,
-        f"position + count of at most {MAX_POSITION}",
-    )
-    _all("ops.frame", rows["frame"], rows["frame"] < len(chunk.frame_rows), "a frame of the chunk")
-    end = rows["row"].astype(np.int64) + rows["count"]
-    _all(
-        "ops.count",
-        rows["count"],
-        (rows["count"] >= 1) & (end <= chunk.frame_rows[rows["frame"]]),
-        "at least 1 and no more rows than the frame has",
-    )
-    num = ops["num_blocks"]
-    end = ops["blocks_at"].astype(np.int64) + num
-    _all(
-        "ops.num_blocks",
-        num,
-        (num == 0)
-        | (np.isin(kind, _WITH_BLOCKS) & (end <= len(chunk.block_ids)) & (num <= num_blocks)),
-        f"a range of block_ids, of at most num_blocks = {num_blocks}, where blocks are named",
-    )
-    end = rows["blocks_at"].astype(np.int64) + rows["count"]
-    _all(
-        "ops.blocks_at", rows["blocks_at"], ~by_slot | (end <= len(chunk.slots)), "a range of slots"
-    )
-    # Each entry of a column is for one op: what ops cost is bounded by the bytes of the chunk.
-    _at_most("ops.num_blocks", num, len(chunk.block_ids), "block ids, each named once")
-    _at_most("ops.count", digests["count"], len(chunk.token_digests), "digests, each named once")
-    _at_most("ops.count", rows["count"][by_slot], len(chunk.slots), "slots, each named once")
-    _at_most("ops.count", rows["count"], int(chunk.frame_rows.sum()), "rows, each named once")
+    Most chunks have tens of ops: a loop is done with them before numpy has begun.
+    """
+    if len(chunk.ops) > MAX_OPS:
+        raise InvalidArgument(field="ops", value=len(chunk.ops), expected=f"at most {MAX_OPS} ops")
     block_ids = np.asarray(chunk.block_ids, np.int64)
     _all("block_ids", block_ids, block_ids < num_blocks, f"ids below num_blocks = {num_blocks}")
     _all("slots", chunk.slots, chunk.slots < num_slots, f"slots below {num_slots}")
+    frame_rows = chunk.frame_rows.tolist()
+    num_requests, num_frames = len(chunk.request_ids), len(frame_rows)
+    begun: set[int] = set()
+    digests = slots = rows = blocks = 0
+    wrong = ""
+    for index, op in enumerate(chunk.ops):
+        kind, _, arg, request, position, count, frame, row, at, num, _, _, value = op
+        if not _FIRST_KIND <= kind <= _LAST_KIND:
+            wrong, expected = "kind", f"{int(_FIRST_KIND)} to {int(_LAST_KIND)}"
+        elif position + count > MAX_POSITION:
+            wrong, expected = "position", f"position + count of at most {MAX_POSITION}"
+        elif num and (kind not in _WITH_BLOCKS or num > num_blocks):
+            wrong = "num_blocks"
+            expected = f"at most num_blocks = {num_blocks}, where blocks are named, and else 0"
+        elif num and at + num > len(chunk.block_ids):
+            wrong, expected = "num_blocks", "a range of block_ids"
+        elif kind == OpKind.ROWS:
+            rows += count
+            if frame >= num_frames:
+                wrong, expected = "frame", "a frame of the chunk"
+            elif not 1 <= count <= frame_rows[frame] - row:
+                wrong, expected = "count", "at least 1 and no more rows than the frame has"
+            elif request != NO_REQUEST:
+                if request >= num_requests:
+                    wrong, expected = "request", f"an index below {num_requests}"
+                elif value > position + count:
+                    wrong, expected = "value", "at most position + count"
+            else:
+                slots += count
+                if value:
+                    wrong, expected = "value", "0 for slots alone"
+                elif at + count > len(chunk.slots):
+                    wrong, expected = "blocks_at", "a range of slots"
+        elif request >= num_requests and kind not in _WITHOUT_REQUEST:
+            wrong, expected = "request", f"an index below {num_requests}"
+        elif kind in (OpKind.BEGIN, OpKind.RESUME):
+            if count > position:
+                wrong = "count"
+                expected = "num_external_tokens of at most num_computed_tokens"
+            elif kind == OpKind.BEGIN:
+                if arg >= len(chunk.begins) or arg in begun:
+                    wrong = "arg"
+                    expected = f"an index below {len(chunk.begins)}, a begin of its own for each"
+                begun.add(arg)
+        elif kind == OpKind.FINISH:
+            if arg not in _FINISH_REASONS:
+                wrong, expected = "arg", "a FinishReason"
+        elif kind == OpKind.LOST:
+            if arg not in _MISSING_REASONS:
+                wrong, expected = "arg", "a MissingReason"
+        elif kind == OpKind.DIGEST:
+            digests += count
+            if row + count > len(chunk.token_digests):
+                wrong, expected = "row", "a range of token_digests"
+        blocks += num
+        if wrong:
+            raise InvalidArgument(
+                field=f"ops.{wrong}[{index}]",
+                value=op[_FIELDS.index(wrong)],
+                expected=expected,
+            )
+    # Each entry of a column is for one op: what ops cost is bounded by the bytes of the chunk.
+    _at_most("ops.num_blocks", blocks, len(chunk.block_ids), "block ids, each named once")
+    _at_most("ops.count", digests, len(chunk.token_digests), "digests, each named once")
+    _at_most("ops.count", slots, len(chunk.slots), "slots, each named once")
+    _at_most("ops.count", rows, sum(frame_rows), "rows, each named once")
 
 
 def _all(field: str, values: npt.NDArray[Any], good: npt.NDArray[np.bool_], expected: str) -> None:
-    if not good.all():
+    if len(values) and not good.all():
         at = int(np.argmin(good))
         raise InvalidArgument(field=f"{field}[{at}]", value=int(values[at]), expected=expected)
 
 
-def _at_most(field: str, values: npt.NDArray[Any], most: int, what: str) -> None:
-    total = int(values.sum(dtype=np.int64))
+def _at_most(field: str, total: int, most: int, what: str) -> None:
     if total > most:
         raise InvalidArgument(
             field=field, value=f"{total} in all", expected=f"at most {most} {what}"
         )
 
 
-def _once(field: str, values: npt.NDArray[Any], what: str) -> None:
-    if len(np.unique(values)) != len(values):
-        raise InvalidArgument(
-            field=field, value=f"{len(values)} ops", expected=f"a {what} of its own for each"
-        )
-
-
-def check_payload(chunk: ParsedChunk, payload: bytes, layout: RoutingLayout) -> None:
+def check_payload(chunk: ParsedChunk, payload: Payload, layout: RoutingLayout) -> None:
     """Checks that the payload is the frames that the header announces, by their own headers.
 
     Raises:
         InvalidArgument: if a frame is not what the header says.
         Corrupt: if a frame header is damaged.
     """
-    if int(chunk.frame_lengths.sum(dtype=np.int64)) != len(payload):
+    lengths = chunk.frame_lengths.tolist()
+    if sum(lengths) != len(payload):
         raise InvalidArgument(
             field="payload",
             value=f"{len(payload)} bytes",
-            expected=f"{int(chunk.frame_lengths.sum(dtype=np.int64))}, the sum of frame_lengths",
+            expected=f"{sum(lengths)}, the sum of frame_lengths",
         )
+    plain = _plain_frames(layout)
     view = memoryview(payload)
     at = 0
-    for i, (length, rows) in enumerate(
-        zip(chunk.frame_lengths.tolist(), chunk.frame_rows.tolist(), strict=True)
-    ):
-        frame = read_header(view[at : at + length])
+    for i, (length, rows) in enumerate(zip(lengths, chunk.frame_rows.tolist(), strict=True)):
+        part = view[at : at + length]
         at += length
+        if plain.has(part, rows):
+            continue
+        frame = read_header(part)
         for field, value, expected in (
             ("frame_bytes", frame.frame_bytes, length),
             ("num_rows", frame.num_rows, rows),

@@ -20,7 +20,6 @@ from routetrace.server.retention import Retention
 from routetrace.server.state import State
 from routetrace.server.store import Store
 from routetrace.server.traces import TraceServicer
-from routetrace.v1 import routetrace_pb2_grpc as pb_grpc
 from routetrace.v1.errors import Unavailable
 
 _log = logging.getLogger(__name__)
@@ -59,8 +58,8 @@ class Core:
 
     def add_to(self, server: grpc.aio.Server) -> None:
         """Registers both services."""
-        pb_grpc.add_IngestServiceServicer_to_server(self._ingest, server)
-        pb_grpc.add_TraceServiceServicer_to_server(TraceServicer(self), server)
+        self._ingest.add_to(server)
+        TraceServicer(self).add_to(server)
 
     def check_ready(self) -> None:
         """Raises Unavailable while starting or draining."""

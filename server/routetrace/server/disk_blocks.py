@@ -1,7 +1,8 @@
 """The payloads of the disk store: one file of blocks of one size, which are used again and again.
 
 A payload lies in any blocks that are free, so that scattered space is as good as any other. Which
-blocks those are, and a checksum for each, is its table, which the log and the snapshots keep.
+blocks those are, and the payload's running checksum at the end of each (`checksums.py`), is its
+table, which the log and the snapshots keep.
 """
 
 from __future__ import annotations
@@ -17,15 +18,19 @@ from zlib import crc32
 
 import numpy as np
 
+from routetrace.server.checksums import STEP, Payload, running
 from routetrace.server.disk_reserve import NO_ROOM
 from routetrace.server.store import check_ranges, full
 from routetrace.v1.errors import Corrupt
 
-BLOCK_BYTES = 1 << 14
-#: Of a table: the block, and the checksum of the payload's number, the place in it, and the bytes.
+BLOCK_BYTES = STEP
+#: Of a table: the block, and the checksum of the payload from its beginning to the block's end.
 TABLE = np.dtype([("block", "<u4"), ("checksum", "<u4")])
 
 Array = np.ndarray[Any, np.dtype[Any]]
+
+#: Of preadv, by whether to wait for the disk.
+_FLAGS = getattr(os, "RWF_NOWAIT", 0), 0
 
 _libc = CDLL(None)
 _PUNCH_HOLE = 0x03  # FALLOC_FL_KEEP_SIZE | FALLOC_FL_PUNCH_HOLE
@@ -121,32 +126,34 @@ class Blocks:
 
     # ------------------------------------------------------------------ bytes
 
-    def write(self, number: int, payload: bytes) -> bytes:
+    def write(self, payload: Payload, sums: Sequence[int] | None = None) -> bytes:
         """Writes a payload into free blocks; returns its table. Durable after `sync`.
+
+        Args:
+            payload: what to write.
+            sums: its running checksums, where they are known.
 
         Raises:
             Overloaded: if there are not enough blocks.
             OSError: if it can not be written. Nothing is taken then.
         """
+        sums = running(payload) if sums is None else sums
         try:
-            return self._write(number, memoryview(payload))
+            return self._write(memoryview(payload), sums)
         except OSError as error:
             if error.errno not in NO_ROOM:
                 raise
         self._next = 0  # there may be free blocks that the disk still holds
-        return self._write(number, memoryview(payload))
+        return self._write(memoryview(payload), sums)
 
-    def _write(self, number: int, view: memoryview) -> bytes:
+    def _write(self, view: memoryview, sums: Sequence[int]) -> bytes:
         runs = self._take(blocks_of(len(view)))
-        table = np.empty(sum(count for _, count in runs), TABLE)
+        table = np.empty(len(sums), TABLE)
         at = 0
         for first, count in runs:
-            table["block"][at : at + count] = range(first, first + count)
+            table["block"][at : at + count] = np.arange(first, first + count)
             at += count
-        table["checksum"] = [
-            _checksum(number, i, view[i * BLOCK_BYTES : (i + 1) * BLOCK_BYTES])
-            for i in range(len(table))
-        ]
+        table["checksum"] = sums
         packed = table.tobytes()
         try:
             at = 0
@@ -165,60 +172,72 @@ class Blocks:
         os.fdatasync(self._file)
 
     def read(
-        self, number: int, size: int, table: bytes, ranges: Sequence[tuple[int, int]]
-    ) -> list[bytes]:
+        self,
+        number: int,
+        size: int,
+        table: bytes,
+        ranges: Sequence[tuple[int, int]],
+        wait: bool = True,
+    ) -> list[Payload]:
         """Ranges of a payload of `size` bytes. Every block that is touched is checked, every time.
 
         Raises:
             Corrupt: if a range is outside of it, or a block of it is damaged.
+            BlockingIOError: if the disk is to be waited for, and `wait` is False.
         """
         check_ranges(size, ranges, number)
         entries = np.frombuffer(table, TABLE)
-        touched = sorted(
-            (offset // BLOCK_BYTES, blocks_of(offset + length))
-            for offset, length in ranges
-            if length
-        )
+        found: list[Payload] = [b""] * len(ranges)
         # Ranges lie close together: blocks that follow each other are read at once, and once.
-        spans: list[list[int]] = []
-        for first, stop in touched:
-            if spans and first <= spans[-1][1]:
-                spans[-1][1] = max(spans[-1][1], stop)
-            else:
-                spans.append([first, stop])
-        data: dict[int, tuple[int, memoryview]] = {}
-        for first, stop in spans:
-            span = (first * BLOCK_BYTES, self._read_blocks(number, size, entries, first, stop))
-            data.update(dict.fromkeys(range(first, stop), span))
-        found = []
-        for offset, length in ranges:
-            if length:
-                begin, view = data[offset // BLOCK_BYTES]
-                found.append(bytes(view[offset - begin : offset - begin + length]))
-            else:
-                found.append(b"")
+        for first, stop, members in _neighbours(ranges):
+            begin = first * BLOCK_BYTES
+            view = self._read_blocks(number, size, entries, first, stop, wait)
+            for index in members:
+                offset, length = ranges[index]
+                found[index] = view[offset - begin : offset - begin + length]
         return found
 
     def _read_blocks(
-        self, number: int, size: int, entries: Array, first: int, stop: int
+        self, number: int, size: int, entries: Array, first: int, stop: int, wait: bool
     ) -> memoryview:
         begin = first * BLOCK_BYTES
-        view = memoryview(bytearray(min(stop * BLOCK_BYTES, size) - begin))
-        blocks = entries["block"][first:stop].astype(np.int64)
-        cuts = [0, *(np.flatnonzero(np.diff(blocks) != 1) + 1).tolist(), stop - first]
+        view = memoryview(np.empty(min(stop * BLOCK_BYTES, size) - begin, np.uint8))  # type: ignore[arg-type]
+        blocks = entries["block"][first:stop].tolist()
+        cuts = [i for i in range(1, len(blocks)) if blocks[i] != blocks[i - 1] + 1]
         try:
-            for start, end in pairwise(cuts):
+            for start, end in pairwise([0, *cuts, len(blocks)]):
                 part = view[start * BLOCK_BYTES : end * BLOCK_BYTES]
-                got = os.preadv(self._file, [part], int(blocks[start]) * BLOCK_BYTES)
+                got = os.preadv(self._file, [part], blocks[start] * BLOCK_BYTES, _FLAGS[wait])
                 if got < len(part):
+                    if not wait:
+                        raise BlockingIOError  # the rest is not in memory
                     raise Corrupt(f"record {number} lies outside of the file")
         except OSError as error:
+            if not wait:
+                raise BlockingIOError from error  # or this file system can not tell
             raise Corrupt(f"record {number} can not be read: {error}") from error
-        for i, checksum in enumerate(entries["checksum"][first:stop].tolist()):
-            part = view[i * BLOCK_BYTES : (i + 1) * BLOCK_BYTES]
-            if _checksum(number, first + i, part) != checksum:
-                raise Corrupt(f"record {number} does not match its checksum")
+        before = entries["checksum"].item(first - 1) if first else 0
+        if crc32(view, before) != entries["checksum"].item(stop - 1):
+            raise Corrupt(f"record {number} does not match its checksum")
         return view
+
+
+def _neighbours(ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int, list[int]]]:
+    """Blocks [first, stop) that follow each other, and the ranges, by index, that lie in them."""
+    touched = sorted(
+        (offset // BLOCK_BYTES, blocks_of(offset + length), index)
+        for index, (offset, length) in enumerate(ranges)
+        if length
+    )
+    found: list[tuple[int, int, list[int]]] = []
+    for first, stop, index in touched:
+        if found and first <= found[-1][1]:
+            begin, end, members = found[-1]
+            members.append(index)
+            found[-1] = begin, max(end, stop), members
+        else:
+            found.append((first, stop, [index]))
+    return found
 
 
 def blocks_of(size: int) -> int:
@@ -236,8 +255,3 @@ def write_all(file: int, data: bytes | bytearray | memoryview, at: int) -> None:
 
 def _blocks(table: bytes) -> Array:
     return np.frombuffer(table, TABLE)["block"]
-
-
-def _checksum(number: int, index: int, data: memoryview) -> int:
-    # The number and the place are in the sum: blocks must not pass for one another.
-    return crc32(data, crc32(number.to_bytes(8, "little") + index.to_bytes(4, "little")))

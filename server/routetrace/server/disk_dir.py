@@ -21,7 +21,7 @@ from routetrace.v1.errors import Corrupt, Unavailable
 log = logging.getLogger(__name__)
 
 #: The format is in the name, where no flipped bit makes another one of it.
-_NAME = "store-1"
+_NAME = "store-2"
 _OTHERS = re.compile(r"db|store-\d+")
 
 

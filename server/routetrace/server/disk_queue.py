@@ -6,6 +6,7 @@ from collections import deque
 from concurrent.futures import Future
 from dataclasses import dataclass
 
+from routetrace.server.checksums import Payload
 from routetrace.server.disk_blocks import BLOCK_BYTES, blocks_of
 from routetrace.server.disk_snapshot import Draft
 from routetrace.server.store import Record
@@ -94,7 +95,7 @@ class Queue:
         self.bytes -= item.size
         self.room -= item.room
 
-    def payload(self, number: int) -> bytes:
+    def payload(self, number: int) -> Payload:
         """The payload of a pending record; empty without one. Needs no lock."""
         item = self._pending.get(number)
         return item.record.payload if item else b""

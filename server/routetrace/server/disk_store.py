@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from routetrace.server.checksums import Payload
 from routetrace.server.config import AckMode
 from routetrace.server.disk_blocks import BLOCK_BYTES
 from routetrace.server.disk_dir import DirLock, open_directory
@@ -46,6 +48,10 @@ log = logging.getLogger(__name__)
 
 _QUEUE_BYTES = 256 << 20
 _RESERVE_LEAST = 1 << 20
+
+#: What a commit waits for: so many bytes, or so many seconds.
+_COMPANY_BYTES = 4 << 20
+_PATIENCE_SECONDS = 0.005
 
 
 class DiskStore:
@@ -96,19 +102,21 @@ class DiskStore:
 
     # ------------------------------------------------------------------ reading
 
-    def read(self, number: int, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
+    def read(
+        self, number: int, ranges: Sequence[tuple[int, int]], *, wait: bool = True
+    ) -> list[Payload]:
         """See `Store.read`."""
         with self._reading():
             # In this order: a commit enters the index before it leaves what is pending.
             pending = self._queue.payload(number)
-            if pending:
+            if len(pending):
                 return cut(pending, ranges, number)
             stored = self._index.get(number)
             if stored is None:
                 raise gone(number)
             check_ranges(stored.size, ranges, number)
             try:
-                return self._blocks.read(number, *stored, ranges)
+                return self._blocks.read(number, *stored, ranges, wait)
             except Corrupt as error:
                 if self._index.get(number) is not stored:  # dropped, and overwritten since
                     raise gone(number) from error
@@ -218,7 +226,9 @@ class DiskStore:
             else:
                 self._numbers.last = record.number
                 self._queue.add(item)
-                self._changed.notify_all()
+                # Woken for the first, and for the last that it waits for: not for each.
+                if len(self._queue) == 1 or self._queue.bytes >= _COMPANY_BYTES:
+                    self._changed.notify_all()
                 if self._ack_early:
                     future.set_result(None)  # in here, or else a later one could be first
         return future
@@ -273,16 +283,24 @@ class DiskStore:
             self._closed = True
 
     def _write_loop(self) -> None:
+        patience = 0.0
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._queue or self._closing)
+                # A commit costs much the same for one record as for ten: while chunks come in, it
+                # waits for more of them, no longer than the last one took.
+                self._changed.wait_for(
+                    lambda: self._queue.bytes >= _COMPANY_BYTES or self._closing, patience
+                )
                 if not self._queue:
                     return
                 work = self._queue.take()
             if isinstance(work, Compaction):
                 self._compact(work)
             else:
+                begun = time.monotonic()
                 self._append_group(work)
+                patience = min(time.monotonic() - begun, _PATIENCE_SECONDS)
 
     def _append_group(self, group: list[Append]) -> None:
         self._keep_reserve()
@@ -310,9 +328,10 @@ class DiskStore:
     def _commit(self, group: list[Append]) -> list[Stored | None]:
         stored: list[Stored | None] = []
         try:
-            for number, payload in [(item.record.number, item.record.payload) for item in group]:
-                table = self._blocks.write(number, payload) if payload else b""
-                stored.append(Stored(len(payload), table) if payload else None)
+            for record in [item.record for item in group]:
+                size = len(record.payload)
+                table = self._blocks.write(record.payload, record.sums) if size else b""
+                stored.append(Stored(size, table) if size else None)
             if any(stored):
                 self._blocks.sync()  # first: what the log names must be there
             before = [self._durable_number, *(item.record.number for item in group)]

@@ -8,6 +8,8 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+import grpc
+
 from routetrace.server.chunk import (
     MAX_POSITION,
     check_begin,
@@ -20,8 +22,8 @@ from routetrace.server.record import Sums, encode_chunk, encode_control, layout_
 from routetrace.server.rpc import Context, streaming, unary
 from routetrace.server.state import Writer
 from routetrace.server.trace_index import WriterKey
+from routetrace.server.wire import Chunk, Request, read_request
 from routetrace.v1 import routetrace_pb2 as pb
-from routetrace.v1 import routetrace_pb2_grpc as pb_grpc
 from routetrace.v1.errors import (
     Corrupt,
     Fenced,
@@ -49,6 +51,8 @@ _RESEND_MS = 50
 
 _HELLO_SECONDS = 10
 
+_END = object()
+
 _log = logging.getLogger(__name__)
 
 #: What a stream has to say, in order: answers to come, or why it ends; None: the agent ended it.
@@ -71,7 +75,7 @@ class Session:
     """Whether we do not listen at the moment, as too much waits for its commit."""
 
 
-class IngestServicer(pb_grpc.IngestServiceServicer):
+class IngestServicer:
     """routetrace.v1.IngestService."""
 
     def __init__(self, core: Core) -> None:
@@ -80,6 +84,21 @@ class IngestServicer(pb_grpc.IngestServiceServicer):
         self._journal = core.journal
         self._replies: set[Replies] = set()
         self._granted: dict[WriterKey, int] = {}
+
+    def add_to(self, server: grpc.aio.Server) -> None:
+        """Registers the service; what agents send is read by `wire.py`."""
+        handlers: dict[str, grpc.RpcMethodHandler[Any, Any]] = {
+            "Ingest": grpc.stream_stream_rpc_method_handler(
+                self.Ingest, read_request, pb.IngestResponse.SerializeToString
+            ),
+            "BindRequest": grpc.unary_unary_rpc_method_handler(
+                self.BindRequest,
+                pb.BindRequestRequest.FromString,
+                pb.BindRequestResponse.SerializeToString,
+            ),
+        }
+        name = pb.DESCRIPTOR.services_by_name["IngestService"].full_name
+        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(name, handlers),))
 
     def stop(self) -> None:
         """Ends the open streams, behind the answers that are under way."""
@@ -90,24 +109,22 @@ class IngestServicer(pb_grpc.IngestServiceServicer):
 
     @streaming
     async def Ingest(  # noqa: N802, D102
-        self, request_iterator: AsyncIterator[pb.IngestRequest], context: Context
+        self, request_iterator: AsyncIterator[Request], context: Context
     ) -> AsyncIterator[pb.IngestResponse]:
         self._core.check_ready()
         self._core.admission.check_agents(len(self._replies))
         try:
-            first = await asyncio.wait_for(anext(request_iterator, None), _HELLO_SECONDS)
+            first = await asyncio.wait_for(anext(request_iterator, _END), _HELLO_SECONDS)
         except asyncio.TimeoutError:
             raise InvalidArgument(
                 field="message", value="none", expected=f"hello, within {_HELLO_SECONDS} seconds"
             ) from None
-        if first is None:
+        if first is _END:
             return
-        if first.WhichOneof("message") != "hello":
-            raise InvalidArgument(
-                field="message", value=str(first.WhichOneof("message")), expected="hello, first"
-            )
-        self._core.access.check(context, "ingest", first.hello.run)
-        session = await self._open(first.hello)
+        if not isinstance(first, pb.Hello):
+            raise InvalidArgument(field="message", value=_name_of(first), expected="hello, first")
+        self._core.access.check(context, "ingest", first.run)
+        session = await self._open(first)
         replies: Replies = asyncio.Queue()
         room = asyncio.Semaphore(WINDOW)
         reader = asyncio.create_task(self._read(session, request_iterator, replies, room, context))
@@ -135,7 +152,7 @@ class IngestServicer(pb_grpc.IngestServiceServicer):
     async def _read(
         self,
         session: Session,
-        requests: AsyncIterator[pb.IngestRequest],
+        requests: AsyncIterator[Request],
         replies: Replies,
         room: asyncio.Semaphore,
         context: Context,
@@ -154,23 +171,19 @@ class IngestServicer(pb_grpc.IngestServiceServicer):
                 # A token may be taken back while its stream is open.
                 self._core.access.check(context, "ingest", session.writer.key.run)
                 self._core.agents.seen(session)
-                kind = request.WhichOneof("message")
-                if kind == "chunk":
-                    size = len(request.chunk.header) + len(request.chunk.payload)
+                if isinstance(request, Chunk):
                     session.held = True
                     await room.acquire()
-                    await self._core.admission.take_in(size)
+                    await self._core.admission.take_in(request.nbytes)
                     session.held = False
                     self._core.agents.seen(session)
-                    replies.put_nowait(
-                        asyncio.ensure_future(self._take(session, request.chunk, size))
-                    )
-                elif kind == "heartbeat":
-                    self._core.agents.heartbeat(session, request.heartbeat)
+                    replies.put_nowait(asyncio.ensure_future(self._take(session, request)))
+                elif isinstance(request, pb.Heartbeat):
+                    self._core.agents.heartbeat(session, request)
                 else:
                     raise InvalidArgument(
                         field="message",
-                        value=str(kind),
+                        value=_name_of(request),
                         expected="chunk or heartbeat, after the first",
                     )
         except RouteTraceError as error:
@@ -237,11 +250,11 @@ class IngestServicer(pb_grpc.IngestServiceServicer):
         session.next_sequence = writer.sequence + 1
         return session
 
-    async def _take(self, session: Session, chunk: pb.Chunk, size: int) -> pb.IngestResponse:
+    async def _take(self, session: Session, chunk: Chunk) -> pb.IngestResponse:
         """Stores one chunk; the answer is an Ack or a Reject."""
         writer = session.writer
         try:
-            await self._store(session, chunk, size)
+            await self._store(session, chunk)
         except RouteTraceError as error:
             detail = error.to_detail()
             if isinstance(error, (Corrupt, OutOfSequence)):
@@ -253,10 +266,10 @@ class IngestServicer(pb_grpc.IngestServiceServicer):
             )
             return pb.IngestResponse(reject=pb.Reject(sequence=chunk.sequence, error=detail))
         finally:
-            self._core.admission.committed(size)
+            self._core.admission.committed(chunk.nbytes)
         return pb.IngestResponse(ack=pb.Ack(sequence=chunk.sequence))
 
-    async def _store(self, session: Session, chunk: pb.Chunk, size: int) -> None:
+    async def _store(self, session: Session, chunk: Chunk) -> None:
         writer, sequence = session.writer, chunk.sequence
         sums = Sums(chunk.header_crc32, chunk.payload_crc32)
         known = writer.recent.get(sequence)
@@ -280,20 +293,20 @@ class IngestServicer(pb_grpc.IngestServiceServicer):
             raise OutOfSequence(
                 field="sequence", value=sequence, expected=str(session.next_sequence)
             )
-        if size > self._core.config.max_chunk_bytes:
+        if chunk.nbytes > self._core.config.max_chunk_bytes:
             raise InvalidArgument(
                 field="chunk",
-                value=f"{size} bytes",
+                value=f"{chunk.nbytes} bytes",
                 expected=f"at most max_chunk_bytes = {self._core.config.max_chunk_bytes}",
             )
         self._core.retention.check_room(writer.key.run)
-        check_sums(chunk)
+        running = check_sums(chunk)
         parsed = parse_header(chunk.header, writer.layout, writer.slots)
         check_payload(parsed, chunk.payload, writer.layout)
         record = encode_chunk(
             writer.key, writer.epoch, sequence, sums, self._journal.clock.now(), chunk.header
         )
-        applied = self._journal.append(record, chunk.payload, parsed)
+        applied = self._journal.append(record, chunk.payload, running, parsed)
         session.in_flight[sequence] = (sums, applied)
         session.next_sequence = sequence + 1
         counted = False
@@ -311,7 +324,7 @@ class IngestServicer(pb_grpc.IngestServiceServicer):
             raise OutOfSequence(field="sequence", value=sequence, expected=str(writer.sequence + 1))
         self._core.metrics.chunks.inc()
         self._core.metrics.rows.inc(int(parsed.frame_rows.sum()))
-        self._core.metrics.ingest_bytes.inc(size)
+        self._core.metrics.ingest_bytes.inc(chunk.nbytes)
 
     # ------------------------------------------------------------------ binding
 
@@ -384,6 +397,12 @@ class IngestServicer(pb_grpc.IngestServiceServicer):
         )
         trace, incarnation = self._core.reader.find(request.run, begin.trace_id)
         return pb.BindRequestResponse(trace=self._core.reader.describe(trace, incarnation))
+
+
+def _name_of(request: object) -> str:
+    """What a message is, in words."""
+    names = {pb.Hello: "hello", pb.Heartbeat: "heartbeat", Chunk: "chunk"}
+    return names.get(type(request), "None")
 
 
 def check_blocks(writer: Writer, block_ids: Sequence[int]) -> None:

@@ -12,12 +12,13 @@ import contextlib
 import logging
 import time
 from collections import deque
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
 from routetrace.server.apply import NO_FRAMES, apply_record
+from routetrace.server.checksums import Payload
 from routetrace.server.chunk import ParsedChunk
 from routetrace.server.state import State
 from routetrace.server.store import Record, Store
@@ -86,6 +87,7 @@ class Journal:
         self.changes = Changes()
         self._pending: deque[_Pending] = deque()
         self._number = 0
+        self._woken = False
 
     def recover(self) -> int:
         """Rebuilds the state from the snapshot and the records after it; returns their number.
@@ -127,20 +129,36 @@ class Journal:
             writer.torn = torn
 
     def append(
-        self, record: bytes, payload: bytes = b"", chunk: ParsedChunk | None = None
+        self,
+        record: bytes,
+        payload: Payload = b"",
+        sums: Sequence[int] | None = None,
+        chunk: ParsedChunk | None = None,
     ) -> asyncio.Future[Any]:
         """Stores a record, then applies it.
+
+        Args:
+            record: its header.
+            payload: what is stored with it.
+            sums: the running checksums of the payload, where they are known.
+            chunk: what the ChunkHeader in it holds, where that was parsed before.
 
         Returns:
             What `apply_record` returned, or the store's error; in the order of the calls.
         """
         loop = asyncio.get_running_loop()
         self._number += 1
-        stored = self.store.append(Record(self._number, record, payload))
+        stored = self.store.append(Record(self._number, record, payload, sums))
         applied: asyncio.Future[Any] = loop.create_future()
         self._pending.append(_Pending(self._number, record, chunk, stored, applied))
-        stored.add_done_callback(lambda _: loop.call_soon_threadsafe(self._apply_stored))
+        stored.add_done_callback(lambda _: self._wake(loop))
         return applied
+
+    def _wake(self, loop: asyncio.AbstractEventLoop) -> None:
+        # In the store's thread: once for all records of a commit, as far as that can be known.
+        if not self._woken:
+            self._woken = True
+            loop.call_soon_threadsafe(self._apply_stored)
 
     async def settled(self) -> None:
         """Returns when all that was appended before is applied, or has failed."""
@@ -148,6 +166,7 @@ class Journal:
             await asyncio.wait([self._pending[-1].applied])
 
     def _apply_stored(self) -> None:
+        self._woken = False  # before the look at what is done
         while self._pending and self._pending[0].stored.done():
             pending = self._pending.popleft()
             error = pending.stored.exception()
@@ -168,6 +187,6 @@ class Journal:
         for key in touched:
             self.changes.notify(key)
 
-    def snapshot(self) -> tuple[int, list[bytes]]:
-        """The state as a snapshot in pieces, and the last record that it covers."""
-        return self.state.number, list(self.state.dump())
+    def snapshot(self) -> tuple[int, Iterator[bytes]]:
+        """The state of this moment as a snapshot in pieces, and the last record that it covers."""
+        return self.state.number, self.state.dump()

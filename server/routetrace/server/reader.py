@@ -1,4 +1,4 @@
-"""What a trace looks like from outside: its state, its cells, and the messages that carry them."""
+"""What a trace looks like from outside: its state, its cells, and the rows that fill them."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import asyncio
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from itertools import islice
+from typing import NamedTuple
 
 import numpy as np
 
@@ -16,19 +16,26 @@ from routetrace.server.agents import Agents
 from routetrace.server.joins import Incarnation
 from routetrace.server.journal import Clock
 from routetrace.server.metrics import Metrics
+from routetrace.server.served import Known, Memory, Served, segments_of
 from routetrace.server.spans import merge
 from routetrace.server.state import State
 from routetrace.server.store import Store
 from routetrace.server.trace_index import Trace
-from routetrace.server.view import Segment, Selection, covered, layer_groups, missing, view
+from routetrace.server.view import Selection, covers, missing, view
 from routetrace.v1 import routetrace_pb2 as pb
 from routetrace.v1.errors import Corrupt, InvalidArgument, NotFound
 from routetrace.v1.frame import slice_frame
-from routetrace.v1.layout import RoutingLayout
-from routetrace.v1.records import DIGEST, SPAN, U32, FinishReason
+from routetrace.v1.frame_header import Buffer
+from routetrace.v1.records import DIGEST, FinishReason
 
 #: Payload bytes that a message aims at.
 MESSAGE_BYTES = 1 << 20
+
+#: Times the payload of a message that is read for it, where layers are cut out of frames.
+MOST_READ = 4
+
+#: Bytes that are read in passing, without a thread: what others wait for it is less than a wake-up.
+AT_ONCE_BYTES = 128 << 10
 
 #: Incarnations that are looked at for a complete one, the newest first.
 MAX_LOOKED_AT = 64
@@ -40,14 +47,16 @@ MAX_DIGESTS = 1 << 18
 MAX_RANGES = 1024
 
 
-@dataclass(frozen=True, slots=True)
-class Message:
+class Fetched(NamedTuple):
     """One message's worth of rows."""
 
-    spans: bytes
-    frame_lengths: bytes
-    payload: bytes
-    num_spans: int
+    spans: Served
+    """With the number of its frame, among these, in place of each `source`."""
+    frame_lengths: list[int]
+    payload: list[Buffer]
+    """The frames, in any number of pieces."""
+    unread: Served
+    """Those whose frames could not be read."""
 
 
 class Reader:
@@ -62,6 +71,7 @@ class Reader:
         self._agents = agents
         self._clock = clock
         self._pins: Counter[int] = Counter()
+        self._memory = Memory()
 
     # ------------------------------------------------------------------ looking up
 
@@ -91,23 +101,23 @@ class Reader:
                 return trace, incarnation
         return trace, join.incarnation(join.standing[-1])
 
-    def state_of(
-        self, trace: Trace, incarnation: Incarnation, segments: list[Segment] | None = None
-    ) -> int:
-        """Running, complete or incomplete; `segments` are all its rows, where they are at hand."""
+    def known(self, trace: Trace, incarnation: Incarnation) -> Known:
+        """What is known of an incarnation."""
+        return self._memory.known(trace, incarnation)
+
+    def state_of(self, trace: Trace, incarnation: Incarnation) -> int:
+        """Running, complete or incomplete."""
+        known = self.known(trace, incarnation)
+        if known.complete:
+            return pb.TRACE_STATE_COMPLETE
         recent = self._clock.now() - trace.updated <= self._agents.timeout
         own = incarnation.request.sources
         running = any(self._agents.running(s) for s in own)
-        if incarnation.num_tokens:
-            whole = Selection(0, incarnation.num_rows, own[0].layout.moe_layer_ids)
-            if segments is None:
-                segments = view(trace.sources, incarnation, whole)
-            if _covers(trace, segments, whole):
-                return pb.TRACE_STATE_COMPLETE
+        if known.num_tokens:
             # What may still come: the first word of a shard whose agent is slower than the others,
             # and the rows of the engine that computed what was loaded from elsewhere.
             held = {layer for s in own for layer in s.layout.layer_ids}
-            late = not held.issuperset(whole.layers) or any(
+            late = not held.issuperset(known.layout.layer_ids) or any(
                 s.external and len(s.digests) for s in own
             )
             others = (s for part in incarnation.continued for s in part.request.sources)
@@ -125,11 +135,20 @@ class Reader:
 
     def is_covered(self, trace: Trace, incarnation: Incarnation, selection: Selection) -> bool:
         """Whether every selected cell is there."""
-        return _covers(trace, view(trace.sources, incarnation, selection), selection)
+        if self._is_whole(trace, incarnation, selection):
+            return True
+        return covers(trace.sources, view(trace.sources, incarnation, selection), selection)
+
+    def _is_whole(self, trace: Trace, incarnation: Incarnation, selection: Selection) -> bool:
+        """Whether nothing can be missing, as nothing of the trace is."""
+        known = self.known(trace, incarnation)
+        return (
+            known.complete and selection.weight_version is None and selection.stop <= known.num_rows
+        )
 
     def select(
         self,
-        incarnation: Incarnation,
+        known: Known,
         token_start: int,
         token_stop: int,
         layer_ids: Sequence[int],
@@ -143,9 +162,8 @@ class Reader:
             InvalidArgument: if a layer is no MoE layer of the model, or positions lie outside of
                 the rows of an ended trace.
         """
-        layout = model_layout(incarnation)
+        layout, rows = known.layout, known.num_rows
         layout.columns(list(layer_ids))
-        rows = incarnation.num_rows
         if ranges:
             _check_ranges(ranges, token_start or token_stop)
             token_start, token_stop = ranges[0][0], ranges[-1][1]
@@ -156,14 +174,14 @@ class Reader:
                 value=token_stop,
                 expected=f"at least token_start = {token_start}",
             )
-        if incarnation.num_tokens and stop > rows:
+        if known.num_tokens and stop > rows:
             field, value = (
                 ("token_start", token_start) if token_start > rows else ("token_stop", stop)
             )
             raise InvalidArgument(
                 field=field,
                 value=value,
-                expected=f"at most {rows}: {incarnation.num_tokens} tokens have one row less",
+                expected=f"at most {rows}: {known.num_tokens} tokens have one row less",
             )
         layers = tuple(sorted(set(layer_ids))) or layout.layer_ids
         return Selection(
@@ -176,35 +194,46 @@ class Reader:
         self, trace: Trace, incarnation: Incarnation, *, digests: bool = True
     ) -> pb.TraceInfo:
         """Facts of one incarnation; its digests only if asked for, as they may be many."""
+        known = self.known(trace, incarnation)
+        if known.info is None:
+            known.info = self._facts(trace, incarnation, known)
+        info = pb.TraceInfo()
+        info.CopyFrom(known.info)
+        info.state = self.state_of(trace, incarnation)  # type: ignore[assignment]
+        info.expires_ms = int(trace.expires * 1000)
+        if digests:
+            if known.digests is None:
+                all_of_them = sorted(incarnation.request.digests.items())
+                known.digests = np.array(all_of_them[:MAX_DIGESTS], DIGEST).tobytes()
+            info.token_digests = known.digests
+        return info
+
+    def _facts(self, trace: Trace, incarnation: Incarnation, known: Known) -> pb.TraceInfo:
+        """Those that stay as long as the trace does not change."""
         request = incarnation.request
-        layout = model_layout(incarnation)
-        whole = Selection(0, incarnation.num_rows, layout.layer_ids)
-        segments = view(trace.sources, incarnation, whole)
         engines = {s.writer.engine_id for s in request.sources}
-        engines.update(trace.sources[s.source].writer.engine_id for s in segments)
-        versions = [s.span.weight_version for s in segments]
-        known = sorted(request.digests.items())[:MAX_DIGESTS] if digests else []
+        sources = set(known.rows["source"].tolist())
+        engines.update(trace.sources[source].writer.engine_id for source in sources)
+        versions = known.rows["weight_version"]
+        frames = set((known.rows["ref"] >> refs.ROW_BITS).tolist())
         return pb.TraceInfo(
             run=trace.key[0],
             trace_id=trace.key[1],
-            state=self.state_of(trace, incarnation, segments),  # type: ignore[arg-type]
-            num_tokens=incarnation.num_tokens,
+            num_tokens=known.num_tokens,
             prompt_len=request.prompt_len,
-            num_rows=incarnation.num_rows,
-            layout=layout.to_proto(),
+            num_rows=known.num_rows,
+            layout=known.layout.to_proto(),
             labels=trace.labels,
             incarnation=request.number,
             num_incarnations=len(trace.join.standing),
             finish_reason=reason_name(max(s.finish_reason for s in request.sources)),
             engine_ids=sorted(engines),
             num_attempts=max(len(s.attempts) for s in request.sources),
-            min_weight_version=min(versions, default=0),
-            max_weight_version=max(versions, default=0),
+            min_weight_version=int(versions.min()) if len(versions) else 0,
+            max_weight_version=int(versions.max()) if len(versions) else 0,
             created_ms=int(trace.created * 1000),
             updated_ms=int(trace.updated * 1000),
-            expires_ms=int(trace.expires * 1000),
-            stored_bytes=self._stored_bytes(segments),
-            token_digests=np.array(known, DIGEST).tobytes(),
+            stored_bytes=sum(self._frame_range(frame)[1] for frame in frames),
         )
 
     def missing(
@@ -213,9 +242,11 @@ class Reader:
         trace: Trace,
         incarnation: Incarnation,
         selection: Selection,
-        segments: list[Segment],
+        rows: Served,
     ) -> list[pb.MissingRange]:
-        """Selected cells that the segments do not give, and why."""
+        """Selected cells that the rows do not give, and why."""
+        if self._is_whole(trace, incarnation, selection):
+            return []
         sources = incarnation.request.sources
         if state == pb.TRACE_STATE_RUNNING:
             default = pb.MISSING_REASON_NOT_YET
@@ -225,111 +256,128 @@ class Reader:
             default = pb.MISSING_REASON_ABORTED
         else:
             default = pb.MISSING_REASON_NOT_CAPTURED
-        return missing(trace.sources, incarnation, segments, selection, default)
+        return missing(trace.sources, incarnation, segments_of(rows), selection, default)
 
     # ------------------------------------------------------------------ fetching
 
+    def rows(self, trace: Trace, incarnation: Incarnation, selection: Selection) -> Served:
+        """What a reader gets: ascending records, no cell twice."""
+        return self._memory.served(trace, incarnation, selection)
+
     @contextmanager
-    def pinned(self, segments: list[Segment]) -> Iterator[None]:
-        """Keeps the chunks behind segments from being dropped."""
-        chunks = {refs.chunk_of(s.span.ref) for s in segments}
+    def pinned(self, rows: Served) -> Iterator[None]:
+        """Keeps the chunks behind rows from being dropped."""
+        chunks = set((rows["ref"] >> refs.CHUNK_SHIFT).tolist())
         self._pins.update(chunks)
         try:
             yield
         finally:
-            self._pins.subtract(chunks)
-            self._pins += Counter()  # drops the zeros
+            for chunk in chunks:
+                self._pins[chunk] -= 1
+                if not self._pins[chunk]:
+                    del self._pins[chunk]
 
     def pinned_chunks(self) -> set[int]:
         """Chunks that somebody is reading."""
         return set(self._pins)
 
-    def batches(self, segments: list[Segment]) -> Iterator[list[Segment]]:
-        """Cuts segments into messages of about MESSAGE_BYTES."""
-        batch: list[Segment] = []
+    def batches(self, rows: Served, layers: tuple[int, ...]) -> Iterator[Served]:
+        """Cuts rows into messages of about MESSAGE_BYTES of the selected layers, at most."""
+        first = size = 0
+        most: float = MESSAGE_BYTES
         frames: set[int] = set()
-        size = 0
-        for segment in segments:
-            frame = segment.span.ref >> refs.ROW_BITS
-            if frame not in frames:
-                length = self._frame_range(segment)[1]
-                if batch and size + length > MESSAGE_BYTES:
-                    yield batch
-                    batch, frames, size = [], set(), 0
-                frames.add(frame)
-                size += length
-            batch.append(segment)
-        if batch:
-            yield batch
-
-    async def fetch(
-        self, batch: list[Segment], selection: Selection, first_frame: int
-    ) -> tuple[Message, list[Segment]]:
-        """Reads the frames of a batch, cut to the selected layers.
-
-        Returns:
-            The message, and the segments whose frames could not be read.
-        """
-        frames = {s.span.ref >> refs.ROW_BITS: s for s in batch}
-        ranges: dict[int, list[tuple[int, tuple[int, int]]]] = {}
-        for frame, segment in frames.items():
-            at = self._frame_range(segment)
-            ranges.setdefault(refs.chunk_of(segment.span.ref), []).append((frame, at))
-        data = await asyncio.to_thread(self._read, ranges, selection.layers)
-        number = {frame: first_frame + i for i, frame in enumerate(data)}
-        good = [s for s in batch if s.span.ref >> refs.ROW_BITS in number]
-        spans = np.zeros(len(good), SPAN)
-        for i, (_, attempt, span) in enumerate(good):
-            spans[i] = (
-                span.position,
-                span.length,
-                number[span.ref >> refs.ROW_BITS],
-                refs.row_of(span.ref),
-                attempt,
-                span.provenance,
-                0,
-                span.weight_version,
-            )
-        self._metrics.read_bytes.inc(sum(map(len, data.values())))
-        self._metrics.read_corrupt.inc(len(frames) - len(data))
-        message = Message(
-            spans.tobytes(),
-            np.array([len(f) for f in data.values()], U32).tobytes(),
-            b"".join(data.values()),
-            len(good),
-        )
-        return message, [s for s in batch if s.span.ref >> refs.ROW_BITS not in number]
-
-    def _stored_bytes(self, segments: list[Segment]) -> int:
-        frames = {s.span.ref >> refs.ROW_BITS: s for s in segments}
-        return sum(self._frame_range(s)[1] for s in frames.values())
-
-    def _frame_range(self, segment: Segment) -> tuple[int, int]:
-        """(offset, length) of a segment's frame in its chunk; empty if the chunk is not known."""
-        entry = self._state.frames.get(refs.chunk_of(segment.span.ref))
-        frame = refs.frame_of(segment.span.ref)
-        if entry is None or frame + 1 >= len(entry.offsets):
-            return 0, 0
-        return int(entry.offsets[frame]), int(entry.offsets[frame + 1] - entry.offsets[frame])
-
-    def _read(
-        self, ranges: dict[int, list[tuple[int, tuple[int, int]]]], layers: tuple[int, ...]
-    ) -> dict[int, bytes]:
-        """Frames by number, each cut to the layers; without those that cannot be read."""
-        frames: dict[int, bytes] = {}
-        for chunk, wanted in ranges.items():
-            held = self._state.frames.get(chunk)
-            if held is None:
+        for at, frame in enumerate((rows["ref"] >> refs.ROW_BITS).tolist()):
+            if frame in frames:
                 continue
-            cut = tuple(i for i in layers if i in held.layout.column)
+            length = self._frame_range(frame)[1]
+            if not frames:
+                # As if all were cut like the first one. They are read whole, so not too many.
+                most = MESSAGE_BYTES * min(MOST_READ, self._times(frame, layers))
+            if frames and size + length > most:
+                yield rows[first:at]
+                first, size = at, 0
+                frames.clear()
+            frames.add(frame)
+            size += length
+        if frames:
+            yield rows[first:]
+
+    def _times(self, frame: int, layers: tuple[int, ...]) -> float:
+        """How many times the selected layers all layers of a frame are."""
+        entry = self._state.frames.get(frame >> refs.FRAME_BITS)
+        held = entry.layout.column if entry else {}
+        return len(held) / max(1, sum(layer in held for layer in layers))
+
+    async def fetch(self, rows: Served, layers: tuple[int, ...]) -> Fetched:
+        """Reads the frames behind rows, cut to the selected layers."""
+        try:
+            # What is small and in memory is there before a thread has begun to look for it.
+            fetched = self._fetch(rows, layers, wait=False)
+        except BlockingIOError:
+            loop = asyncio.get_running_loop()
+            fetched = await loop.run_in_executor(None, self._fetch, rows, layers)
+        self._metrics.read_bytes.inc(sum(fetched.frame_lengths))
+        if len(fetched.unread):
+            lost = set((fetched.unread["ref"] >> refs.ROW_BITS).tolist())
+            self._metrics.read_corrupt.inc(len(lost))
+        return fetched
+
+    def _fetch(self, rows: Served, layers: tuple[int, ...], wait: bool = True) -> Fetched:
+        numbers = (rows["ref"] >> refs.ROW_BITS).tolist()
+        by_chunk: dict[int, list[int]] = {}
+        for frame in dict.fromkeys(numbers):
+            by_chunk.setdefault(frame >> refs.FRAME_BITS, []).append(frame)
+        order: dict[int, int] = {}  # of the frames that were read
+        lengths: list[int] = []
+        payload: list[Buffer] = []
+        at_once = 0
+        for chunk, frames in by_chunk.items():
+            ranges = [self._frame_range(frame) for frame in frames]
+            at_once += sum(length for _, length in ranges)
+            if not wait and at_once > AT_ONCE_BYTES:
+                raise BlockingIOError
             try:
-                data = self._store.read(chunk, [at for _, at in wanted])
-                for (frame, _), body in zip(wanted, data, strict=True):
-                    frames[frame] = slice_frame(body, cut)
+                pieces, sizes = self._read(chunk, ranges, layers, wait)
             except (NotFound, Corrupt, InvalidArgument):
                 # The cells are reported as missing; the other chunks are served.
                 continue
-        return frames
+            for frame in frames:
+                order[frame] = len(order)
+            payload += pieces
+            lengths += sizes
+        if len(order) == len(set(numbers)):
+            spans, unread = rows.copy(), rows[:0]
+        else:
+            there = np.array([frame in order for frame in numbers], np.bool_)
+            spans, unread = rows[there], rows[~there]
+        spans["source"] = [order[frame] for frame in numbers if frame in order]
+        return Fetched(spans, lengths, payload, unread)
+
+    def _read(
+        self, chunk: int, ranges: list[tuple[int, int]], layers: tuple[int, ...], wait: bool
+    ) -> tuple[list[Buffer], list[int]]:
+        """The bytes of frames of one chunk, each cut to the layers, and how many each has."""
+        held = self._state.frames.get(chunk)
+        if held is None or not all(length for _, length in ranges):
+            raise NotFound(field="chunk", value=chunk, expected="one that holds the frames")
+        data: Sequence[Buffer] = self._store.read(chunk, ranges, wait=wait)
+        kept = tuple(i for i in layers if i in held.layout.column)
+        if kept != held.layout.layer_ids:
+            data = [slice_frame(body, kept) for body in data]
+        return [*data], list(map(len, data))
+
+    def _frame_range(self, frame: int) -> tuple[int, int]:
+        """(offset, length) of a frame in its chunk; empty if the chunk is not known.
+
+        Args:
+            frame: a reference without its row.
+        """
+        entry = self._state.frames.get(frame >> refs.FRAME_BITS)
+        index = frame & refs.MAX_FRAMES - 1
+        if entry is None or index + 1 >= len(entry.offsets):
+            return 0, 0
+        offset = entry.offsets.item(index)
+        return offset, entry.offsets.item(index + 1) - offset
 
 
 def _check_ranges(ranges: Sequence[tuple[int, int]], also: int) -> None:
@@ -352,21 +400,6 @@ def _check_ranges(ranges: Sequence[tuple[int, int]], also: int) -> None:
                 expected=f"ascending, disjoint ranges: start >= {end}, stop above it",
             )
         end = stop
-
-
-def _covers(trace: Trace, segments: list[Segment], selection: Selection) -> bool:
-    """Whether segments give every selected cell."""
-    wanted = selection.before(selection.stop)
-    # Only those that gave segments count: of an id that is used again and again there are many.
-    held = [trace.sources[index] for index in sorted({s.source for s in segments})]
-    groups = layer_groups(held, selection.layers)
-    return all(covered(trace.sources, segments, group[0]) == wanted for group in groups)
-
-
-def model_layout(incarnation: Incarnation) -> RoutingLayout:
-    """The columns of the whole model."""
-    layout = incarnation.request.sources[0].layout
-    return layout.select(layout.moe_layer_ids)
 
 
 def reason_name(finish_reason: int) -> str:

@@ -15,6 +15,7 @@ from routetrace.v1 import routetrace_pb2 as pb
 from routetrace.v1.layout import RoutingLayout
 
 _HEAD = struct.Struct("<I")
+_to_json = json.JSONEncoder(separators=(",", ":")).encode
 
 
 class Sums(NamedTuple):
@@ -45,7 +46,7 @@ def encode_chunk(
 
 
 def _encode(facts: dict[str, Any], tail: bytes = b"") -> bytes:
-    head = json.dumps(facts, separators=(",", ":")).encode()
+    head = _to_json(facts).encode()
     return _HEAD.pack(len(head)) + head + tail
 
 

@@ -10,7 +10,8 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
+from typing import TypeVar
 
 import psutil
 
@@ -37,6 +38,11 @@ _PAUSE_SHARE = 10
 
 #: Records after which a new snapshot spares the next start their replay.
 _SNAPSHOT_RECORDS = 20_000
+
+#: Seconds that a sweep works before it lets others work.
+_TURN_SECONDS = 0.002
+
+_T = TypeVar("_T")
 
 _log = logging.getLogger(__name__)
 
@@ -154,13 +160,21 @@ class Retention:
                 self._agents.forget(writer)
 
     async def _compact(self, *, at_once: bool = False) -> None:
-        live = self._state.live_chunks() | self._reader.pinned_chunks()
-        garbage = [number for number in self._state.frames if number not in live]
+        newest = self._state.number
+        live: set[int] = set()
+        async for chunks in _in_turns(self._state.marks()):
+            live.update(chunks)
+        # What came in meanwhile may be pointed into by what was looked at before.
+        live |= self._reader.pinned_chunks()
+        garbage = [n for n in self._state.frames if n <= newest and n not in live]
         # A snapshot is as large as the indexes: worth it for a twentieth of what is stored.
         behind = self._state.number - self._snapshot_number
         few = not garbage or (len(garbage) * 20 < len(self._state.frames) and not at_once)
         if few and behind < _SNAPSHOT_RECORDS:
             return
+        async for _ in _in_turns(self._state.pack()):
+            pass
+        # Nobody finds a way to garbage: what had none at the look at it has none now, either.
         dropped = {number: self._state.release(number) for number in garbage}
         snapshot = self._journal.snapshot()
         try:
@@ -254,3 +268,13 @@ class Retention:
 
     def _count(self, reason: str, count: int) -> None:
         self._metrics.forgotten.labels(reason).inc(count)
+
+
+async def _in_turns(items: Iterator[_T]) -> AsyncIterator[_T]:
+    """Items of what takes long, with pauses in which the event loop does what waits for it."""
+    begun = time.monotonic()
+    for item in items:
+        yield item
+        if time.monotonic() - begun > _TURN_SECONDS:
+            await asyncio.sleep(0)
+            begun = time.monotonic()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from routetrace.server.refs import ROW_BITS
@@ -54,6 +54,11 @@ class SpanList:
 
     def __len__(self) -> int:
         return len(self._data) // self._FIELDS
+
+    @property
+    def refs(self) -> Sequence[int]:
+        """Of the first row of each span."""
+        return self._data[2 :: self._FIELDS]
 
     @property
     def end(self) -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any, NamedTuple, cast
 
 import msgpack
@@ -91,6 +92,7 @@ class State:
         """Stored chunks, by record number."""
         self.run_bytes: Counter[str] = Counter()
         """Their bytes, by run."""
+        self._layouts: dict[RoutingLayout, int] = {}
         self.touched: set[TraceKey | WriterKey] = set()
         """What changed since the last look; whoever wakes those who wait empties it."""
 
@@ -125,10 +127,15 @@ class State:
             source.lose(at, stop, pb.MISSING_REASON_KV_UNKNOWN)
 
     def touch(self, trace: Trace, now: float) -> None:
-        """Notes that a trace changed."""
-        trace.changes += 1
+        """Notes that a trace changed, and that it lives on."""
+        self.changed(trace)
         trace.updated = now
         trace.expires = max(trace.expires, now + trace.ttl)
+
+    def changed(self, trace: Trace) -> None:
+        """Notes that what is known of a trace, or packed of it, is no longer true."""
+        trace.changes += 1
+        trace.packed = None
         self.touched.add(trace.key)
 
     def hold(self, number: int, frames: Frames) -> None:
@@ -163,12 +170,33 @@ class State:
         newest = max(found, key=lambda w: w.opened, default=None)
         return [w for w in found if newest and w.boot_id == newest.boot_id]
 
-    def live_chunks(self) -> set[int]:
-        """Chunks that a trace or a live slot points into."""
-        live = self.traces.chunks()
-        for writer in self.writers.values():
-            live.update(writer.slots.chunks().tolist())
-        return live
+    def marks(self) -> Iterator[Iterable[int]]:
+        """Chunks that live slots and traces point into, part by part.
+
+        Between two parts records may be applied: of the chunks that were there before the first
+        part, all that are pointed into at the end are named. A trace takes over rows from slots,
+        never the other way round, so slots come first, and then all traces that there are by then.
+        """
+        for writer in [*self.writers.values()]:
+            yield writer.slots.chunks().tolist()
+        for trace in [*self.traces.traces.values()]:
+            yield trace.chunks()
+
+    def pack(self) -> Iterator[None]:
+        """Prepares a snapshot, trace by trace: those that do not change until then are done."""
+        for trace in [*self.traces.traces.values()]:
+            if trace.packed is None:
+                self._pack(trace)
+                yield
+
+    def _pack(self, trace: Trace) -> bytes:
+        for source in trace.sources:
+            self._layout_number(source.layout)
+        trace.packed = _packed("trace", dump_trace(trace, self._layouts))
+        return trace.packed
+
+    def _layout_number(self, layout: RoutingLayout) -> int:
+        return self._layouts.setdefault(layout, len(self._layouts))
 
     # ------------------------------------------------------------------ snapshots
 
@@ -176,30 +204,25 @@ class State:
         """The whole state, in pieces, for a snapshot that covers the records up to `number`.
 
         A stream of [kind, value] items, in which layouts come before what names them by number, and
-        traces before the writers whose live requests are in them.
+        traces before the writers whose live requests are in them. It is the state of the moment of
+        the call; the pieces may be taken later, and in another thread.
         """
-        piece = bytearray()
-        for item in self._items():
-            piece += cast("bytes", msgpack.packb(item))
-            if len(piece) >= _PIECE_BYTES:
-                yield bytes(piece)
-                piece.clear()
-        if piece:
-            yield bytes(piece)
-
-    def _items(self) -> Iterator[tuple[str, Any]]:
-        yield "head", (_FORMAT, self.number, self.traces.serial)
-        layouts: dict[RoutingLayout, int] = {}
-        for trace in self.traces.traces.values():
-            yield from _new_layouts(layouts, (source.layout for source in trace.sources))
-            yield "trace", dump_trace(trace, layouts)
-        for writer in self.writers.values():
-            yield "writer", self._dump_writer(writer)
-        yield "epochs", [(tuple(key), epoch) for key, epoch in self.epochs.items()]
-        for number, frames in self.frames.items():
-            yield from _new_layouts(layouts, (frames.layout,))
-            where = frames.offsets.tobytes(), layouts[frames.layout], frames.run
-            yield "frames", (number, *where)
+        traces = [trace.packed or self._pack(trace) for trace in self.traces.traces.values()]
+        for layout in {id(f.layout): f.layout for f in self.frames.values()}.values():
+            self._layout_number(layout)
+        items = [
+            _packed("head", (_FORMAT, self.number, self.traces.serial)),
+            *(_packed("layout", layout_to_hex(layout)) for layout in self._layouts),
+            *traces,
+            *(_packed("writer", self._dump_writer(writer)) for writer in self.writers.values()),
+            _packed("epochs", [(tuple(key), epoch) for key, epoch in self.epochs.items()]),
+        ]
+        layouts = dict(self._layouts)
+        frames = (
+            _packed("frames", (number, f.offsets.tobytes(), layouts[f.layout], f.run))
+            for number, f in [*self.frames.items()]
+        )
+        return _pieces(chain(items, frames))
 
     def _dump_writer(self, writer: Writer) -> dict[str, Any]:
         own = {writer.layout: 0}
@@ -244,6 +267,7 @@ class State:
             raise Corrupt("the snapshot is empty")
         self.number, self.traces, self.writers = new.number, new.traces, new.writers
         self.epochs, self.frames, self.run_bytes = new.epochs, new.frames, new.run_bytes
+        self._layouts = new._layouts
 
     def _load_item(self, kind: str, value: Any, layouts: list[RoutingLayout]) -> None:
         if kind == "head":
@@ -254,6 +278,7 @@ class State:
             _, self.number, self.traces.serial = value
         elif kind == "layout":
             layouts.append(layout_from_hex(value))
+            self._layout_number(layouts[-1])
         elif kind == "trace":
             self.traces.add(load_trace(value, layouts))
         elif kind == "writer":
@@ -290,11 +315,16 @@ class State:
         return writer
 
 
-def _new_layouts(
-    known: dict[RoutingLayout, int], layouts: Iterable[RoutingLayout]
-) -> Iterator[tuple[str, str]]:
-    """Items for those that are named for the first time."""
-    for layout in layouts:
-        if layout not in known:
-            known[layout] = len(known)
-            yield "layout", layout_to_hex(layout)
+def _packed(kind: str, value: Any) -> bytes:
+    return cast("bytes", msgpack.packb((kind, value)))
+
+
+def _pieces(items: Iterable[bytes]) -> Iterator[bytes]:
+    piece = bytearray()
+    for item in items:
+        piece += item
+        if len(piece) >= _PIECE_BYTES:
+            yield bytes(piece)
+            piece.clear()
+    if piece:
+        yield bytes(piece)

@@ -13,6 +13,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Protocol
 
+from routetrace.server.checksums import Payload
 from routetrace.v1.errors import Closed, Corrupt, InvalidArgument, NotFound, Overloaded
 
 _ROOM_TO_FORGET = 16 << 20
@@ -26,8 +27,10 @@ class Record:
     """In [1, 2**63), strictly ascending, chosen by the caller."""
     header: bytes
     """Kept until a snapshot covers the record."""
-    payload: bytes
+    payload: Payload
     """Kept until the record is dropped; if empty, there is nothing to read or to drop."""
+    sums: Sequence[int] | None = None
+    """`checksums.running` of the payload, where that was worked out already."""
 
 
 @dataclass(frozen=True)
@@ -75,12 +78,15 @@ class Store(Protocol):
         """
         ...
 
-    def read(self, number: int, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
-        """Copies (offset, length) ranges of a payload. Sees every record that is acknowledged.
+    def read(
+        self, number: int, ranges: Sequence[tuple[int, int]], *, wait: bool = True
+    ) -> list[Payload]:
+        """(offset, length) ranges of a payload. Sees every record that is acknowledged.
 
         Raises:
             NotFound: if there is no such record, or no longer.
             Corrupt: if it does not match its checksum, or a range is outside of it.
+            BlockingIOError: if the disk is to be waited for, and `wait` is False.
         """
         ...
 
@@ -163,14 +169,15 @@ def check_ranges(size: int, ranges: Sequence[tuple[int, int]], number: int) -> N
             )
 
 
-def cut(payload: bytes, ranges: Sequence[tuple[int, int]], number: int) -> list[bytes]:
-    """Copies (offset, length) ranges of a payload.
+def cut(payload: Payload, ranges: Sequence[tuple[int, int]], number: int) -> list[Payload]:
+    """(offset, length) ranges of a payload.
 
     Raises:
         Corrupt: if a range is outside of it.
     """
     check_ranges(len(payload), ranges, number)
-    return [payload[offset : offset + length] for offset, length in ranges]
+    view = memoryview(payload)
+    return [view[offset : offset + length] for offset, length in ranges]
 
 
 def check_snapshot(new: int, old: int) -> None:
@@ -193,7 +200,7 @@ class MemoryStore:
         self._lock = threading.Lock()
         self._numbers = Ascending()
         self._headers: dict[int, bytes] = {}  # in ascending order
-        self._payloads: dict[int, bytes] = {}
+        self._payloads: dict[int, Payload] = {}
         self._payload_bytes = 0
         self._header_bytes = 0
         self._snapshot: tuple[int, list[bytes]] | None = None
@@ -219,7 +226,13 @@ class MemoryStore:
         future.set_result(None)
         return future
 
-    def read(self, number: int, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
+    def read(
+        self,
+        number: int,
+        ranges: Sequence[tuple[int, int]],
+        *,
+        wait: bool = True,  # noqa: ARG002
+    ) -> list[Payload]:
         """See `Store.read`."""
         with self._lock:
             self._check_open()

@@ -149,6 +149,8 @@ class Trace:
     """In order of arrival."""
     changes: int = 0
     """Times that it changed since the server started."""
+    packed: bytes | None = None
+    """As it stands in a snapshot; None where it has changed since the last one."""
     _join: Join | None = None
 
     @property
@@ -160,14 +162,13 @@ class Trace:
 
     def rejoin(self) -> None:
         """A source began, ended, or got digests: what belongs together may have changed."""
-        self._join = None
+        self._join = self.packed = None
 
     def chunks(self) -> Iterator[int]:
         """Chunks that hold rows of this trace; with repeats."""
         for source in self.sources:
             for attempt in source.attempts:
-                for span in attempt:
-                    yield chunk_of(span.ref)
+                yield from map(chunk_of, attempt.refs)
 
 
 class TraceIndex:
@@ -218,10 +219,6 @@ class TraceIndex:
         for trace in reversed(self.traces.values()):
             if trace.key[0] == run and not (before_serial and trace.serial >= before_serial):
                 yield trace
-
-    def chunks(self) -> set[int]:
-        """Chunks that any trace points into."""
-        return {c for t in self.traces.values() for c in t.chunks()}
 
 
 def dump_trace(trace: Trace, layouts: dict[RoutingLayout, int]) -> dict[str, Any]:

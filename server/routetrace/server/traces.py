@@ -5,18 +5,21 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from importlib.metadata import version
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any
 
-from routetrace.server.admission import Admission
+import grpc
+
+from routetrace.server import answers
 from routetrace.server.chunk import MAX_LABELS, MAX_POSITION, check_id
 from routetrace.server.ingest import check_blocks
 from routetrace.server.joins import Incarnation
-from routetrace.server.reader import MAX_RANGES, MESSAGE_BYTES, Message, Reader
+from routetrace.server.reader import MAX_RANGES, MESSAGE_BYTES, Fetched, Reader
 from routetrace.server.record import encode_control
 from routetrace.server.rpc import Context, streaming, unary
+from routetrace.server.served import Served, segments_of, served
 from routetrace.server.tokens import Scope
 from routetrace.server.trace_index import Source, Trace
-from routetrace.server.view import Segment, Selection, view
+from routetrace.server.view import Segment, Selection
 from routetrace.v1 import routetrace_pb2 as pb
 from routetrace.v1 import routetrace_pb2_grpc as pb_grpc
 from routetrace.v1.errors import InvalidArgument, NotFound
@@ -35,8 +38,6 @@ MAX_TRACE_IDS = 100_000
 #: How often a waiting call looks again although nothing changed: agents get lost in silence.
 _LOOK_AGAIN_SECONDS = 1.0
 
-Response = TypeVar("Response", pb.GetTraceResponse, pb.GetBlocksResponse)
-
 
 class TraceServicer(pb_grpc.TraceServiceServicer):
     """routetrace.v1.TraceService."""
@@ -48,12 +49,31 @@ class TraceServicer(pb_grpc.TraceServiceServicer):
         self._access = core.access
         self._admission = core.admission
 
+    def add_to(self, server: grpc.aio.Server) -> None:
+        """Registers the service; what streams is handed over as it is to be sent (`answers.py`)."""
+        service = pb.DESCRIPTOR.services_by_name["TraceService"]
+        handlers: dict[str, Any] = {}
+        for method in service.methods:
+            handler, request = getattr(self, method.name), getattr(pb, method.input_type.name)
+            if method.server_streaming:
+                handlers[method.name] = grpc.unary_stream_rpc_method_handler(
+                    handler, request.FromString
+                )
+            else:
+                response = getattr(pb, method.output_type.name)
+                handlers[method.name] = grpc.unary_unary_rpc_method_handler(
+                    handler, request.FromString, response.SerializeToString
+                )
+        server.add_generic_rpc_handlers(
+            (grpc.method_handlers_generic_handler(service.full_name, handlers),)
+        )
+
     # ------------------------------------------------------------------ reads
 
     @streaming
-    async def GetTrace(  # noqa: N802, D102
+    async def GetTrace(  # type: ignore[override] # noqa: N802, D102
         self, request: pb.GetTraceRequest, context: Context
-    ) -> AsyncIterator[pb.GetTraceResponse]:
+    ) -> AsyncIterator[bytes]:
         self._check(context, "read", request.run)
         check_id("trace_id", request.trace_id)
         _at_most("token_ranges", len(request.token_ranges), MAX_RANGES)
@@ -68,22 +88,20 @@ class TraceServicer(pb_grpc.TraceServiceServicer):
             )
         with self._admission.read():
             if request.follow:
-                async for response in self._follow(request, context):
-                    yield response
+                async for message in self._follow(request, context):
+                    yield message
                 return
             trace, incarnation = await self._find(request, context)
-            selection = self._select(incarnation, request)
+            selection = self._select(trace, incarnation, request)
             digests = not request.omit_token_digests
             info = self._reader.describe(trace, incarnation, digests=digests)
-            async for response in self._send(
-                pb.GetTraceResponse, info, trace, incarnation, selection
-            ):
-                yield response
+            async for message in self._send(info, trace, incarnation, selection):
+                yield message
 
     @streaming
-    async def GetBlocks(  # noqa: N802, D102
+    async def GetBlocks(  # type: ignore[override] # noqa: N802, D102
         self, request: pb.GetBlocksRequest, context: Context
-    ) -> AsyncIterator[pb.GetBlocksResponse]:
+    ) -> AsyncIterator[bytes]:
         self._check(context, "read", request.run)
         writers = self._core.state.engine_writers(request.run, request.engine_id)
         if not writers:
@@ -116,13 +134,12 @@ class TraceServicer(pb_grpc.TraceServiceServicer):
             trace.sources.append(source)
         incarnation = trace.join.incarnation(1)
         start = min(request.token_start, request.num_tokens)
-        selection = self._reader.select(incarnation, start, request.num_tokens, request.layer_ids)
+        known = self._reader.known(trace, incarnation)
+        selection = self._reader.select(known, start, request.num_tokens, request.layer_ids)
         info = self._reader.describe(trace, incarnation)
         with self._admission.read():
-            async for response in self._send(
-                pb.GetBlocksResponse, info, trace, incarnation, selection
-            ):
-                yield response
+            async for message in self._send(info, trace, incarnation, selection):
+                yield message
 
     def _check(self, context: Context, scope: Scope, run: str) -> None:
         check_id("run", run)
@@ -130,35 +147,31 @@ class TraceServicer(pb_grpc.TraceServiceServicer):
         self._core.check_ready()
 
     async def _send(
-        self,
-        make: type[Response],
-        info: pb.TraceInfo,
-        trace: Trace,
-        incarnation: Incarnation,
-        selection: Selection,
-    ) -> AsyncIterator[Response]:
-        """What is there now: info, rows, end."""
-        sending = _Sending(self._reader, self._admission, trace, incarnation)
-        segments = view(trace.sources, incarnation, selection)
+        self, info: pb.TraceInfo, trace: Trace, incarnation: Incarnation, selection: Selection
+    ) -> AsyncIterator[bytes]:
+        """What is there now: info with the first rows, more rows, the end with the last ones."""
+        sending = _Sending(self._reader, trace)
+        rows = self._reader.rows(trace, incarnation, selection)
+        # Of these rows: the trace may be another one when the last of them is sent.
+        missing = self._reader.missing(info.state, trace, incarnation, selection, rows)
+        first: pb.TraceInfo | None = info
+        left = list(self._reader.batches(rows, selection.layers))
         # From now on: what was called complete must not be forgotten while it is on its way.
-        with self._reader.pinned(segments):
-            yield make(info=info)
-            async for message in sending.rows(segments, selection):
-                yield make(
-                    spans=message.spans,
-                    frame_lengths=message.frame_lengths,
-                    payload=message.payload,
-                )
-            info.ClearField("token_digests")  # said above
-            yield make(end=sending.end(info, segments, selection))
+        with self._reader.pinned(rows):
+            while left:
+                async with self._admission.turn():
+                    fetched, number = await sending.fetch(left.pop(0), selection)
+                    end = None if left else sending.end(info, missing, selection)
+                    yield answers.message(first, fetched, number, end)
+                first = None
+            if first is not None:
+                yield answers.message(info, end=sending.end(info, missing, selection))
 
-    async def _follow(
-        self, request: pb.GetTraceRequest, context: Context
-    ) -> AsyncIterator[pb.GetTraceResponse]:
+    async def _follow(self, request: pb.GetTraceRequest, context: Context) -> AsyncIterator[bytes]:
         """Rows as they come in, until the trace ends. Rows that were dropped again come anew."""
         trace, incarnation = self._reader.find(request.run, request.trace_id, request.incarnation)
-        yield pb.GetTraceResponse(info=self._reader.describe(trace, incarnation))
-        sending = _Sending(self._reader, self._admission, trace, incarnation)
+        yield answers.message(self._reader.describe(trace, incarnation))
+        sending = _Sending(self._reader, trace)
         sent: dict[int, list[Segment]] = {}
         while True:
             self._check(context, "read", request.run)  # a token may be taken back meanwhile
@@ -170,26 +183,30 @@ class TraceServicer(pb_grpc.TraceServiceServicer):
             last = trace.join.requests[incarnation.request.number - 1]
             while last.successor and not request.incarnation:
                 last = last.successor  # what was sent is a part of it
-            sending.incarnation = incarnation = trace.join.incarnation(last.number)
+            incarnation = trace.join.incarnation(last.number)
             info = self._reader.describe(trace, incarnation)
-            selection = self._select(incarnation, request)
-            segments = view(trace.sources, incarnation, selection)
-            async for message in sending.rows(unsent(segments, sent), selection):
-                yield pb.GetTraceResponse(
-                    info=info,
-                    spans=message.spans,
-                    frame_lengths=message.frame_lengths,
-                    payload=message.payload,
-                )
-            if info.state != pb.TRACE_STATE_RUNNING:
-                break
+            selection = self._select(trace, incarnation, request)
+            rows = self._reader.rows(trace, incarnation, selection)
+            ended = info.state != pb.TRACE_STATE_RUNNING
+            if ended:
+                missing = self._reader.missing(info.state, trace, incarnation, selection, rows)
+            fresh = served(unsent(segments_of(rows), sent))
+            with self._reader.pinned(fresh):
+                for batch in self._reader.batches(fresh, selection.layers):
+                    async with self._admission.turn():
+                        fetched, number = await sending.fetch(batch, selection)
+                        yield answers.message(info, fetched, number)
+            if ended:
+                yield answers.message(end=sending.end(info, missing, selection))
+                return
             if trace.changes == seen:
                 await self._journal.changes.wait(trace.key, _LOOK_AGAIN_SECONDS)
-        yield pb.GetTraceResponse(end=sending.end(info, segments, selection))
 
-    def _select(self, incarnation: Incarnation, request: pb.GetTraceRequest) -> Selection:
+    def _select(
+        self, trace: Trace, incarnation: Incarnation, request: pb.GetTraceRequest
+    ) -> Selection:
         return self._reader.select(
-            incarnation,
+            self._reader.known(trace, incarnation),
             request.token_start,
             request.token_stop,
             request.layer_ids,
@@ -225,7 +242,7 @@ class TraceServicer(pb_grpc.TraceServiceServicer):
             return self._reader.state_of(trace, incarnation) != pb.TRACE_STATE_RUNNING
         if request.wait_for == pb.WAIT_FOR_ROWS:
             bounded = bool(request.token_stop or request.token_ranges or incarnation.num_tokens)
-            selection = self._select(incarnation, request)
+            selection = self._select(trace, incarnation, request)
             return bounded and self._reader.is_covered(trace, incarnation, selection)
         return True
 
@@ -247,10 +264,10 @@ class TraceServicer(pb_grpc.TraceServiceServicer):
                 ),
                 context,
             )
-        selection = self._reader.select(incarnation, 0, 0, ())
-        segments = view(trace.sources, incarnation, selection)
+        selection = self._reader.select(self._reader.known(trace, incarnation), 0, 0, ())
+        rows = self._reader.rows(trace, incarnation, selection)
         info = self._reader.describe(trace, incarnation)
-        missing = self._reader.missing(info.state, trace, incarnation, selection, segments)
+        missing = self._reader.missing(info.state, trace, incarnation, selection, rows)
         return pb.StatTraceResponse(info=info, missing=missing)
 
     @unary
@@ -363,34 +380,33 @@ def _at_most(field: str, value: int, most: int) -> None:
 class _Sending:
     """Rows on their way out of one call."""
 
-    def __init__(
-        self, reader: Reader, admission: Admission, trace: Trace, incarnation: Incarnation
-    ) -> None:
-        self.incarnation = incarnation
+    def __init__(self, reader: Reader, trace: Trace) -> None:
         self._reader = reader
-        self._admission = admission
         self._trace = trace
         self._num_spans = 0
         self._num_frames = 0
-        self._unread: list[Segment] = []
+        self._unread: list[Served] = []
 
-    async def rows(self, segments: list[Segment], selection: Selection) -> AsyncIterator[Message]:
-        """The rows of segments, a message at a time."""
-        with self._reader.pinned(segments):
-            for batch in self._reader.batches(segments):
-                async with self._admission.turn():
-                    message, lost = await self._reader.fetch(batch, selection, self._num_frames)
-                    self._unread += lost
-                    self._num_spans += message.num_spans
-                    self._num_frames += len(message.frame_lengths) // 4
-                    yield message
+    async def fetch(self, rows: Served, selection: Selection) -> tuple[Fetched, int]:
+        """One message's rows, and how many frames were sent before them."""
+        fetched = await self._reader.fetch(rows, selection.layers)
+        first_frame = self._num_frames
+        self._num_spans += len(fetched.spans)
+        self._num_frames += len(fetched.frame_lengths)
+        self._unread.append(fetched.unread)
+        return fetched, first_frame
 
-    def end(self, info: pb.TraceInfo, segments: list[Segment], selection: Selection) -> pb.ReadEnd:
-        """What closes the call: what was sent, and which cells were not."""
-        missing = self._reader.missing(
-            info.state, self._trace, self.incarnation, selection, segments
-        )
-        for segment in self._unread:
+    def end(
+        self, info: pb.TraceInfo, missing: list[pb.MissingRange], selection: Selection
+    ) -> pb.ReadEnd:
+        """What closes the call: what was sent, and which cells were not.
+
+        Args:
+            info: of the trace.
+            missing: cells without rows; those that could not be read are added.
+            selection: what was asked for.
+        """
+        for segment in (s for unread in self._unread for s in segments_of(unread)):
             held = self._trace.sources[segment.source].layout.column
             missing.append(
                 pb.MissingRange(
@@ -400,13 +416,15 @@ class _Sending:
                     reason=pb.MISSING_REASON_CORRUPT,
                 )
             )
-        return pb.ReadEnd(
+        end = pb.ReadEnd(
             info=info,
             token_start=selection.start,
             token_stop=selection.stop,
             missing=missing,
             num_spans=self._num_spans,
         )
+        end.info.ClearField("token_digests")  # said before
+        return end
 
 
 def unsent(segments: list[Segment], sent: dict[int, list[Segment]]) -> list[Segment]:

@@ -106,6 +106,15 @@ def covered(sources: Sequence[Source], segments: list[Segment], layer: int) -> l
     )
 
 
+def covers(sources: Sequence[Source], segments: list[Segment], selection: Selection) -> bool:
+    """Whether segments give every selected cell."""
+    wanted = selection.before(selection.stop)
+    # Only those that gave segments count: of an id that is used again and again there are many.
+    held = [sources[index] for index in sorted({s.source for s in segments})]
+    groups = layer_groups(held, selection.layers)
+    return all(covered(sources, segments, group[0]) == wanted for group in groups)
+
+
 def missing(
     sources: Sequence[Source],
     incarnation: Incarnation,

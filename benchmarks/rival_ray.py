@@ -1,0 +1,115 @@
+"""Ray's way from an engine to a trainer: an actor puts each request's rows, another one gets them.
+
+A process of its own, whose children are all that Ray starts. A round is a line on stdin,
+"WAY NAME"; the answer is "over ROWS CHECK_SECONDS". First it says "ready" and the actors' process
+ids.
+"""
+
+# Not all of it is installed where types are checked.
+# pyright: reportMissingImports=false
+from __future__ import annotations
+
+import json
+import os
+import sys
+import warnings
+from typing import Any
+
+import numpy as np
+
+os.environ |= {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_AUTH_MODE": "disabled",
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    "RAY_raylet_start_wait_time_s": "120",
+}
+
+import ray
+
+
+class Trainer:
+    """Gets what it is told of."""
+
+    def __init__(self) -> None:
+        from rival_trainer import Checked
+
+        self._checked = Checked()
+
+    def take(self, refs: list[Any], session: int, rows: int) -> None:
+        """A request's rows; the reference comes in a list, so that getting them is ours to do."""
+        import torch
+
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the store's memory is not to be written to
+            tensor = torch.from_numpy(ray.get(refs[0]))
+        self._checked(tensor, session, rows)
+
+    def over(self) -> tuple[int, float]:
+        """Rows of the round, and seconds that comparing them took."""
+        from rival_trainer import Checked
+
+        checked, self._checked = self._checked, Checked()
+        return checked.rows, checked.seconds
+
+    def pid(self) -> int:
+        return os.getpid()
+
+
+class Engine:
+    """Runs rounds."""
+
+    def __init__(self, load_json: str, rate: float, dtype: str, trainer: Any) -> None:
+        import rival_engine as engine
+        from rival_load import Load
+
+        load = Load(**json.loads(load_json))
+        self._engine = engine.Engine(load, rate)
+        self._nobody = engine.Nobody()
+        self._way = engine.Slots(load, np.dtype(dtype), self._send)
+        self._trainer = trainer
+        self._taken: list[Any] = []
+
+    def _send(self, _round_name: str, turn: Any, rows: Any) -> None:
+        if turn.last:
+            taken = self._trainer.take.remote([ray.put(rows)], turn.session, turn.rows)
+            self._taken.append(taken)
+
+    def round(self, what: str, name: str) -> None:
+        self._engine.round(self._nobody if what == "nobody" else self._way, name)
+        ray.get(self._taken)
+        self._taken.clear()
+
+    def pid(self) -> int:
+        return os.getpid()
+
+
+def main() -> None:
+    """See the module."""
+    dtype, load_json, rate, directory = sys.argv[1:]
+    here = os.path.dirname(os.path.abspath(__file__))
+    ray.init(
+        address="local",
+        num_cpus=2,
+        include_dashboard=False,
+        object_store_memory=512 << 20,
+        configure_logging=False,
+        log_to_driver=False,
+        _temp_dir=directory,
+        runtime_env={"env_vars": {"PYTHONPATH": here, "OMP_NUM_THREADS": "1"}},
+    )
+    try:
+        trainer = ray.remote(Trainer).options(num_cpus=1).remote()
+        engine = (
+            ray.remote(Engine).options(num_cpus=1).remote(load_json, float(rate), dtype, trainer)
+        )
+        pids = ray.get([engine.pid.remote(), trainer.pid.remote()])
+        print("ready", *pids, flush=True)
+        for line in sys.stdin:
+            ray.get(engine.round.remote(*line.split()))
+            print("over", *ray.get(trainer.over.remote()), flush=True)
+    finally:
+        ray.shutdown()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,126 @@
+"""The trainer's side of every way from an engine: a process that ends up with torch tensors.
+
+A round is a line on stdin, "round NAME"; then "done SESSION ROWS" for each session that ended, and
+"over". Each tensor is compared with the truth, in CPU time that is told apart, and let go.
+"""
+
+# Not all of it is installed where types are checked.
+# pyright: reportMissingImports=false
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from rival_load import SHAPE, Load, is_true
+
+_K = SHAPE.layout.top_k
+_L = len(SHAPE.layout.layer_ids)
+
+
+class Checked:
+    """Compares tensors with the truth; counts rows, and the CPU time that it took."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self.rows = 0
+        self.received = 0
+
+    def __call__(self, tensor: torch.Tensor, session: int, rows: int) -> None:
+        begin = time.thread_time()
+        if tuple(tensor.shape) != (rows, _L, _K):
+            raise SystemExit(f"session {session}: {tuple(tensor.shape)} instead of {rows} rows")
+        if not is_true(tensor.numpy(), session):
+            raise SystemExit(f"rows of session {session} are wrong")
+        self.rows += rows
+        self.seconds += time.thread_time() - begin
+
+
+def vllm_tensor(answer: dict[str, Any]) -> torch.Tensor:
+    """Of a completion's base64 .npy file."""
+    import pybase64
+
+    file = io.BytesIO(pybase64.b64decode(answer["choices"][0]["routed_experts"]))
+    return torch.from_numpy(np.load(file))
+
+
+def sglang_tensor(answer: dict[str, Any]) -> torch.Tensor:
+    """Of the flat int32 ids in the meta information."""
+    import pybase64
+
+    flat = pybase64.b64decode_as_bytearray(answer["meta_info"]["routed_experts"])
+    return torch.from_numpy(np.frombuffer(flat, np.int32).reshape(-1, _L, _K))
+
+
+async def receive(
+    load: Load,
+    port: int,
+    name: str,
+    tensor_of: Callable[[dict[str, Any]], torch.Tensor],
+    checked: Checked,
+) -> None:
+    """All sessions of a round, over HTTP; rows are taken from the answer to the last turn."""
+    import aiohttp
+    import orjson
+
+    async def session_of(http: aiohttp.ClientSession, number: int) -> None:
+        for turn in load.all_turns[number]:
+            url = f"http://127.0.0.1:{port}/generate/{name}-{turn.name}"
+            async with http.post(url) as response:
+                body = await response.read()
+            checked.received += len(body)
+            answer = orjson.loads(body)
+            del body
+            if turn.last:
+                checked(tensor_of(answer), turn.session, turn.rows)
+            del answer
+
+    connector = aiohttp.TCPConnector(limit=0)
+    timeout = aiohttp.ClientTimeout(total=120)
+    async with aiohttp.ClientSession(
+        connector=connector, timeout=timeout, read_bufsize=1 << 20
+    ) as http:
+        await asyncio.gather(*(session_of(http, number) for number in range(load.sessions)))
+
+
+def main() -> None:
+    """See the module."""
+    kind, load_json, port, target = sys.argv[1:]
+    load = Load(**json.loads(load_json))
+    client: Any = None
+    if kind == "ours":
+        from routetrace.client import RouteClient
+
+        client = RouteClient(target)
+    else:
+        import uvloop
+
+        asyncio.set_event_loop_policy(uvloop.EventLoopPolicy())
+    print("ready", flush=True)
+    for line in sys.stdin:
+        _, name = line.split()
+        checked = Checked()
+        if client is None:
+            make = vllm_tensor if kind == "vllm" else sglang_tensor
+            asyncio.run(receive(load, int(port), name, make, checked))
+        else:
+            while (line := sys.stdin.readline()) != "over\n":
+                _, session, rows = line.split()
+                trace = client.get(f"{name}-{session}", missing="wait", wait=60)
+                while len(trace) < int(rows):  # it ends with the turn before, so far
+                    time.sleep(0.02)
+                    trace = client.get(f"{name}-{session}", missing="wait", wait=60)
+                trace.require_valid()
+                checked(trace.to_torch(), int(session), int(rows))
+                del trace
+        print(f"over {checked.rows} {checked.seconds} {checked.received}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,208 @@
+"""What a deployment needs, reckoned from a model's shape, tokens a second, and measured costs.
+
+The only place of the constants: docs/capacity.md shows what `routetrace bench capacity` prints, and
+a test holds the two together.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from routetrace.cli.models import Model
+from routetrace.cli.output import size
+
+_MB, _MIB = 1e6, 1 << 20
+
+
+@dataclass(frozen=True)
+class Costs:
+    """What a token costs: bytes, and microseconds of one core of the machine that measured.
+
+    Measured by benchmarks/capacity_costs.py: batches of 256 that decode 50 tokens/s each.
+    """
+
+    sent: float
+    """Bytes on the wire and on disk: frames, with headers, digests and block ids."""
+    engine: float
+    """The engine's own thread, in the calls of its capture agent."""
+    worker: float
+    """The agent's background."""
+    ingest: float
+    """The server, until it is acknowledged."""
+    read: float
+    """The server, each time that it is read whole."""
+    reader: float
+    """The trainer, each time that it reads it whole."""
+
+    def scaled(self, factor: float) -> Costs:
+        """Of rows that are as many times as long."""
+        return Costs(*(getattr(self, name) * factor for name in self.__annotations__))
+
+
+#: By model.
+MEASURED: Mapping[str, Costs] = {
+    "qwen3-30b-a3b": Costs(337, 2.4, 17.7, 7.3, 8.1, 11.3),
+    "deepseek-v3": Costs(470, 2.5, 22.4, 8.9, 7.8, 13.0),
+    "kimi-k2": Costs(523, 2.6, 25.0, 9.8, 7.3, 16.0),
+}
+#: Of a core of the server's process: beyond, latencies grow.
+BUSY = 0.7
+#: Bytes of a server's process before anything is in it.
+SERVER_BYTES = 100e6
+#: Bytes of its memory for a trace, with some labels; for a token of it (digests); for a frame.
+TRACE_BYTES, TOKEN_BYTES, FRAME_BYTES = 2_000, 0.31, 50
+#: Rows of a frame, as in the costs.
+FRAME_ROWS = 50
+#: Bytes of its memory for a slot of an engine's KV cache.
+SLOT_BYTES = 24
+#: Its defaults: most bytes of chunks that wait for their commit; most reads that send, with 2 MiB.
+INGEST_BYTES, SENDING_READS, READ_BYTES = 256 * _MIB, 256, 2 * _MIB
+#: Share of the store's capacity at which finished traces begin to go.
+FULL = 0.9
+#: Of an agent: Python and gRPC, the ring that it shares with the engine, its queue's default limit.
+WORKER_BYTES, RING_BYTES, QUEUE_BYTES = 60 * _MIB, 64 * _MIB, 256 * _MIB
+
+
+def costs_of(model: Model) -> Costs:
+    """Of a model that was not measured: as of Qwen3-30B-A3B, by the length of rows."""
+    if model.name in MEASURED:
+        return MEASURED[model.name]
+    known = MEASURED["qwen3-30b-a3b"]
+    return known.scaled(model.layout.row_bytes / 384)
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is to be carried."""
+
+    model: Model
+    tokens_per_second: float
+    """Rows computed, prompt and answer, of all nodes."""
+    nodes: int = 1
+    engines: int = 8
+    """KV caches of each node."""
+    batch: int = 256
+    """Requests that an engine computes at a time."""
+    kv_tokens: int = 1_000_000
+    """Slots of an engine's KV cache."""
+    trace_tokens: int = 2_000
+    """Of an average trace."""
+    hours: float = 1.0
+    """That a trace lives."""
+    reads: float = 1.0
+    """How often each row is read, all ranks taken together: 1 where each takes its own share."""
+    core: float = 1.0
+    """How many times as fast cores are as those that measured."""
+
+
+@dataclass(frozen=True)
+class Need:
+    """What a job needs."""
+
+    raw: int
+    """Bytes of a row in memory."""
+    sent: float
+    """Bytes of a row on the wire and on disk."""
+    servers: int
+    server_tokens_per_second: float
+    """That one server carries."""
+    server_cores: float
+    """Of all servers."""
+    server_memory: float
+    """Of one: indexes and slots."""
+    server_buffers: float
+    """Of one, at most, beside that."""
+    server_disk: float
+    """Of one."""
+    engine_core: float
+    """Share of a core, of each engine's thread."""
+    worker_cores: float
+    """Of each agent's background."""
+    worker_memory: float
+    """Of each, in normal operation."""
+    worker_most: float
+    """Of each, where the server is away."""
+    trainer_cores: float
+    """Of all ranks."""
+
+
+def need_of(job: Job) -> Need:
+    """The formulas of docs/capacity.md."""
+    costs, rate = costs_of(job.model), job.tokens_per_second
+    row = job.model.layout.row_bytes
+    server_us = (costs.ingest + job.reads * costs.read) / job.core
+    one = BUSY * 1e6 / server_us
+    servers = max(1, math.ceil(rate / one))
+    seconds = 3600 * job.hours
+    traces = rate * seconds / job.trace_tokens / servers
+    frames = max(1.0, job.trace_tokens / FRAME_ROWS)
+    trace = TRACE_BYTES + job.trace_tokens * TOKEN_BYTES + frames * FRAME_BYTES
+    engines = job.nodes * job.engines
+    slots = SLOT_BYTES * job.kv_tokens * math.ceil(engines / servers)
+    lingering = job.batch * FRAME_ROWS * row / 2
+    worker = WORKER_BYTES + RING_BYTES + lingering
+    return Need(
+        raw=row,
+        sent=costs.sent,
+        servers=servers,
+        server_tokens_per_second=one,
+        server_cores=rate * server_us / 1e6,
+        server_memory=SERVER_BYTES + slots + traces * trace,
+        server_buffers=INGEST_BYTES + SENDING_READS * READ_BYTES,
+        server_disk=rate * seconds * costs.sent / servers / FULL,
+        engine_core=rate / engines * costs.engine / job.core / 1e6,
+        worker_cores=rate / engines * costs.worker / job.core / 1e6,
+        worker_memory=worker,
+        worker_most=WORKER_BYTES + RING_BYTES + QUEUE_BYTES,
+        trainer_cores=rate * job.reads * costs.reader / job.core / 1e6,
+    )
+
+
+def need_rows(job: Job) -> Iterator[tuple[str, str, str]]:
+    """What is printed: what, of one, of all."""
+    need, rate = need_of(job), job.tokens_per_second
+    engines = job.nodes * job.engines
+    sent = rate * need.sent
+    yield "tokens/s", f"{rate / job.nodes:,.0f} a node", f"{rate:,.0f}"
+    yield "bytes a token", f"{need.raw} in memory", f"{need.sent:.0f} sent and stored"
+    yield "to servers", f"{_wire(sent / job.nodes)} a node", _wire(sent)
+    yield "to trainers", "", _wire(sent * job.reads)
+    yield (
+        "engine's thread",
+        f"{need.engine_core:.1%} of a core an engine",
+        _cores(need.engine_core * engines),
+    )
+    yield (
+        "agents' background",
+        f"{need.worker_cores:.1%} of a core an engine",
+        _cores(need.worker_cores * engines),
+    )
+    memory = f"{size(round(need.worker_memory))} an engine"
+    yield "agents' memory", memory, f"{size(round(need.worker_most))} if the server is away"
+    yield (
+        "servers' CPU",
+        f"{need.server_tokens_per_second:,.0f} tokens/s each",
+        _cores(need.server_cores),
+    )
+    yield "servers", f"one for {_engines(engines, need.servers)}", f"{need.servers:,}"
+    memory = f"{size(round(need.server_memory))} each"
+    yield "servers' memory", memory, f"and up to {size(round(need.server_buffers))} of buffers"
+    disk = need.server_disk
+    yield "servers' disk", f"{size(round(disk))} each", size(round(disk * need.servers))
+    yield "trainers' CPU", "", _cores(need.trainer_cores)
+
+
+def _wire(rate: float) -> str:
+    return f"{rate / _MB:,.1f} MB/s ({rate * 8 / 1e9:.2g} Gbit/s)"
+
+
+def _cores(cores: float) -> str:
+    return f"{cores:.2f} cores" if cores < 10 else f"{cores:,.0f} cores"
+
+
+def _engines(engines: int, servers: int) -> str:
+    if engines % servers and engines > servers:
+        return f"some {engines / servers:.1f} engines"
+    return f"{max(1, engines // servers)} engine{'s' * (engines // servers > 1)}"
