@@ -12,6 +12,7 @@ import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import grpc
 import numpy as np
@@ -124,7 +125,8 @@ def _header(
     rows = tokens - 1
     counts = [min(FRAME_ROWS, rows - at) for at in range(0, rows, FRAME_ROWS)]
     per_request = -(-tokens // BLOCK)
-    ops, blocks = [], []
+    ops: list[bytes] = []
+    blocks: list[int] = []
     for i in range(len(names)):
         first = (began + i) * per_request % (num_blocks - per_request)
         blocks += range(first, first + per_request)
@@ -180,7 +182,7 @@ class Agent:
         self._todo = threading.Semaphore(0)
         self._room = threading.Semaphore(WINDOW)
         self._messages: Sequence[bytes] = ()
-        call = self._channel.stream_stream(_METHOD)
+        call: Any = self._channel.stream_stream(_METHOD)
         self._answers = call(self._requests(greeting), wait_for_ready=True, timeout=300)
         self._stored = pb.IngestResponse.FromString(next(self._answers)).welcome.next_sequence - 1
 

@@ -21,6 +21,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -74,7 +75,7 @@ def serve_tcp(path: str) -> None:
     while True:
         connection, _ = listener.accept()
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        committer = Committer(path, lambda n, to=connection: to.sendall(b"." * n))
+        committer = Committer(path, partial(_answer, connection))
         head = bytearray(4)
         while connection.recv_into(head, 4, socket.MSG_WAITALL) == 4:
             body = bytearray(_HEAD.unpack(head)[0])
@@ -87,6 +88,10 @@ def serve_tcp(path: str) -> None:
             committer.add(body)
         committer.close()
         connection.close()
+
+
+def _answer(connection: socket.socket, count: int) -> None:
+    connection.sendall(b"." * count)
 
 
 def send_tcp(port: int, messages: Sequence[bytes], window: int) -> float:

@@ -10,8 +10,9 @@ from __future__ import annotations
 import itertools
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
 from ingest_load import WINDOW, Load, load, send_all
@@ -59,8 +60,8 @@ def _durable(
     for name, one in loads.items():
         cells = {
             "ours": _ours(server, one, cpu),
-            "tcp": lambda one=one: one.payload_bytes / send_tcp(tcp.port, one.messages, WINDOW),
-            "flight": lambda one=one: one.payload_bytes / put.send(one.messages, WINDOW),
+            "tcp": _theirs(partial(send_tcp, tcp.port), one),
+            "flight": _theirs(put.send, one),
         }
         cpu.clear()
         found = rounds(cells, count)
@@ -103,7 +104,7 @@ def _in_memory(table: Table, stack: ExitStack, one: Load, count: int) -> None:
     found = rounds(
         {
             "ours": _ours(server, one, []),
-            "flight": lambda: one.payload_bytes / put.send(one.messages, WINDOW),
+            "flight": _theirs(put.send, one),
         },
         count,
     )
@@ -124,6 +125,10 @@ def _ours(server: ServerProcess, one: Load, cpu: list[float]) -> Callable[[], fl
         return one.payload_bytes / took
 
     return cell
+
+
+def _theirs(send: Callable[[Sequence[bytes], int], float], one: Load) -> Callable[[], float]:
+    return lambda: one.payload_bytes / send(one.messages, WINDOW)
 
 
 if __name__ == "__main__":

@@ -113,10 +113,10 @@ def fill(target: str, ids: Array, name: str, count: int, tokens: int, lanes: int
             for handle, at in zip(handles, start, strict=True):
                 rows = ids[(at + np.arange(prompt)) % len(ids)]
                 agent.step(rows, [(handle, 0, prompt)])
-            at = np.array(start)
+            places = np.array(start)
             for position in range(prompt, tokens - 1):
                 runs = [(handle, position, 1) for handle in handles]
-                agent.step(ids[(at + position) % len(ids)], runs)
+                agent.step(ids[(places + position) % len(ids)], runs)
                 if position * len(handles) % 65_536 == 0:
                     agent.flush(60)
             for handle in handles:
@@ -140,7 +140,7 @@ class Raw:
     def __init__(self, target: str) -> None:
         options = [("grpc.max_receive_message_length", 64 << 20)]
         self._channel = grpc.insecure_channel(target, options)
-        self._get = self._channel.unary_stream(
+        self._get: Any = self._channel.unary_stream(
             "/routetrace.v1.TraceService/GetTrace",
             request_serializer=pb.GetTraceRequest.SerializeToString,
         )
@@ -245,11 +245,11 @@ class Planes:
 # ---------------------------------------------------------------------------- rivals
 
 
-def _child(function: Callable[..., None], *args: Any) -> tuple[Any, multiprocessing.Process]:
+def _child(function: Callable[..., None], *args: Any) -> tuple[Any, Any]:
     """Starts a rival on the server's core; returns what it said first."""
     context = multiprocessing.get_context("spawn")
     here, there = context.Pipe()
-    process = context.Process(target=function, args=(there, *args), daemon=True)
+    process: Any = context.Process(target=function, args=(there, *args), daemon=True)
     process.start()
     pin(PEER_CORE, process.pid or 0)
     return here.recv(), process
@@ -305,7 +305,7 @@ def serve_empty(pipe: Any) -> None:
 
     async def serve() -> None:
         server = grpc.aio.server()
-        handlers = {"Nothing": grpc.unary_unary_rpc_method_handler(nothing)}
+        handlers: Any = {"Nothing": grpc.unary_unary_rpc_method_handler(nothing)}
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("empty", handlers),))
         port = server.add_insecure_port("127.0.0.1:0")
         await server.start()
@@ -611,7 +611,7 @@ def get_small(table: Table, client: RouteClient, names: list[str]) -> None:
     calls = 50 if table.quick else 300
     turn = itertools.cycle(names)
     with rival(serve_empty) as (target, _), grpc.insecure_channel(target) as channel:
-        empty = channel.unary_unary("/empty/Nothing")
+        empty: Any = channel.unary_unary("/empty/Nothing")
 
         def p50(call: Callable[[], Any]) -> Callable[[], float]:
             def cell() -> float:

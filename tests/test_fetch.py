@@ -27,15 +27,19 @@ from routetrace.client import (
     RouteClient,
     Sample,
     Segment,
+    _aio_drive,
     make_plan,
 )
 from routetrace.client import _fetch as fetch_module
 from routetrace.client._assemble import Assembler, Want
 from routetrace.client._cells import PlacedCells
+from routetrace.client._core import Open
+from routetrace.client._drive import Driver
 from routetrace.client.plan import Piece
 from routetrace.server.testing import run_server
 from routetrace.v1 import routetrace_pb2 as pb
 from routetrace.v1.errors import Closed, Corrupt, Incomplete, InvalidArgument, NotFound
+from routetrace.v1.frame import copy_ids
 from routetrace.v1.layout import RoutingLayout
 
 randoms = st.integers(0, 2**63).map(random.Random)
@@ -388,6 +392,97 @@ def test_a_buffer_that_cannot_be_had_does_not_end_the_others(stored, client, mon
         assert next(fetched).plan is plans[2]
         with pytest.raises(StopIteration):
             next(fetched)
+
+
+def three(stored: Stored) -> Plan:
+    """A plan of three requests that lack nothing."""
+    lengths = {number: len(stored.tokens[number]) for number in (1, 2, 4)}
+    samples = [Sample.of(f"r{number}", length) for number, length in lengths.items()]
+    batch = MicroBatch.padded(samples, max(lengths.values()))
+    return make_plan(LAYOUT, batch, Rank(layer_ids=LAYOUT.layer_ids))
+
+
+def test_a_read_begins_while_the_last_message_before_is_worked_on(stored, client, monkeypatch):
+    seen: list[str] = []
+    feed, do = Assembler.feed, Driver._do
+
+    def noted_feed(self, *message):
+        seen.append("feed")
+        feed(self, *message)
+
+    def noted_do(self, step, *more):
+        if isinstance(step, Open):
+            seen.append("open")
+        return do(self, step, *more)
+
+    plain = client.fetch(three(stored))
+    monkeypatch.setattr(Assembler, "feed", noted_feed)
+    monkeypatch.setattr(Driver, "_do", noted_do)
+    rows = client.fetch(three(stored))
+    assert seen == ["open", "open", "feed", "open", "feed", "feed"]
+    assert (rows.valid == plain.valid).all()
+    assert (rows.topk_ids[rows.valid] == plain.topk_ids[rows.valid]).all()
+
+
+def test_an_error_gives_the_read_behind_it_up_too(stored, client, monkeypatch):
+    def broken(*_):
+        raise Corrupt("broken")
+
+    monkeypatch.setattr(Assembler, "feed", broken)
+    with pytest.raises(Corrupt, match="broken"):
+        client.fetch(three(stored))
+    assert not client._driver._scope._members
+
+
+def test_the_asyncio_client_decodes_beside_its_loop(stored, client, monkeypatch):
+    monkeypatch.setattr(_aio_drive, "_BESIDE_BYTES", 1)
+    threads: set[int] = set()
+    begun, going_on = threading.Event(), threading.Event()
+    feed = Assembler.feed
+
+    def noted_feed(self, *message):
+        threads.add(threading.get_ident())
+        begun.set()
+        assert going_on.wait(30)
+        feed(self, *message)
+
+    plan = three(stored)
+    plain = client.fetch(plan)
+    monkeypatch.setattr(Assembler, "feed", noted_feed)
+
+    async def reads() -> RankRows:
+        async with AsyncRouteClient(stored.target) as there:
+            given_up = asyncio.create_task(there.fetch(plan))
+            assert await asyncio.to_thread(begun.wait, 30)
+            for _ in range(3):  # it does not end while something of the caller's is written to
+                given_up.cancel()
+                await asyncio.sleep(0.02)
+            assert not given_up.done()
+            going_on.set()
+            with pytest.raises(asyncio.CancelledError):
+                await given_up
+            return await there.fetch(plan)
+
+    rows = asyncio.run(reads())
+    assert threading.get_ident() not in threads
+    assert (rows.valid == plain.valid).all()
+    assert (rows.topk_ids[rows.valid] == plain.topk_ids[rows.valid]).all()
+
+
+@pytest.mark.parametrize("top_k", [1, 2, 6, 8, 12])
+@pytest.mark.parametrize("dtype", [np.uint8, np.uint16])
+def test_ids_are_copied_between_any_strides(top_k, dtype):
+    rng = np.random.default_rng(top_k)
+    ids = rng.integers(0, 200, (3, 11, top_k)).astype(dtype)
+    for place in (
+        np.zeros((3, 11, top_k), dtype),
+        np.zeros((3, 44, top_k), dtype)[:, 1::4],
+        np.zeros((11, 3, top_k), dtype).transpose(1, 0, 2),
+        np.zeros((3, 11, 2 * top_k), dtype)[:, :, ::2],
+        np.zeros(3 * 11 * top_k * ids.itemsize + 1, np.uint8)[1:].view(dtype).reshape(ids.shape),
+    ):
+        copy_ids(ids, place)
+        assert (place == ids).all()
 
 
 def test_a_closed_client_ends_what_is_under_way(stored):

@@ -59,6 +59,8 @@ class Framed:
         self.preempted: set[int] = set()
         self.starting: dict[int, Callable[[], None]] = {}  # yet to be told, in order
         self.free = list(range(32))
+        self.going_on: list = []  # the last step, and the runs of one that goes on from it
+        self.again = 0  # steps that were told so
 
     def tick(self) -> None:
         """What has lingered for long enough goes."""
@@ -147,6 +149,7 @@ class Framed:
         tokens = None if token_ids is None else np.array(token_ids, U32).tobytes()
         self._start(handle)
         self.framer.finish(handle, num_tokens, why, tokens)
+        self.going_on = []
         self.naive.finish(self.names[handle], num_tokens, why)
         self.free.append(handle & (1 << LANE_BITS) - 1)
 
@@ -178,9 +181,17 @@ class Framed:
             self.dropped[Word.REFUSED] += len(rows)
             spans = [(handle, p, p + n, FULL, self.number) for handle, p, n in runs.T.tolist()]
             self.framer.lost(spans, b"")
+            self.going_on = []
         else:
             data = rows.copy().reshape(len(rows), -1).view(np.uint8)
-            self.framer.step(self.now, self.number, self.version, runs.copy(), data)
+            facts = self.now, self.number, self.version
+            if [self.number - 1, *runs.tolist()] == self.going_on:
+                self.framer.again(*facts, data)
+                self.again += 1
+            else:
+                self.framer.step(*facts, runs.copy(), data)
+            runs_on = np.array([runs[0], runs[1] + runs[2], runs[2]])
+            self.going_on = [self.number, *runs_on.tolist()]
             data[:] = 0xAA  # the ring is used again
         bad = invalid_rows(rows, self.layout.num_experts)
         turns = {h: i for i, h in enumerate(self.starting, 1)} if not is_lost else {}
@@ -285,6 +296,78 @@ def test_a_bad_engine(seed, frame_rows, linger, sealing):
             framed.seal()
     framed.end()
     framed.compare()
+
+
+@settings(deadline=None, max_examples=25)
+@given(SEEDS, st.sampled_from([1, 3, 40]))
+def test_steps_that_go_on_are_as_any_others(rng, frame_rows):
+    """Whatever is told in between: blocks that change hands, ends, drafts, weights, time."""
+    framed = Framed(num_blocks=64, frame_rows=frame_rows)
+    random_rows = np.random.default_rng(rng.randrange(1 << 32))
+    free = list(range(64))
+
+    def begin():
+        blocks = [free.pop(0)]
+        handle = framed.begin(
+            f"r{len(framed.names)}", block_ids=blocks, prompt_len=rng.choice([1, 9])
+        )
+        return [handle, 0, blocks]
+
+    live = [begin() for _ in range(4)]
+    for _ in range(120):
+        for one in live:  # blocks for the next row, sometimes for many
+            while len(one[2]) * BLOCK <= one[1] + rng.choice([0, 0, 3]) and free:
+                one[2].append(free.pop(0))
+                framed.add_blocks(one[0], one[2][-1:])
+        live = [one for one in live if len(one[2]) * BLOCK > one[1]]
+        kind = rng.random()
+        if live and (kind < 0.04 or not free):
+            handle, end, blocks = live.pop(rng.randrange(len(live)))
+            framed.finish(handle, end + 1)
+            free += blocks
+        elif kind < 0.08 and len(free) > 4:
+            live.append(begin())
+        elif kind < 0.12 and live:
+            one = rng.choice(live)
+            one[1] = max(0, one[1] - rng.randint(0, 2))
+            framed.rewind(one[0], one[1])
+        elif kind < 0.14:
+            framed.set_weight_version(framed.version + 1)
+        elif kind < 0.2:
+            framed.now += rng.choice([1, 9])
+            framed.tick()
+        elif kind < 0.24:
+            framed.seal()
+        elif kind < 0.26:
+            framed.external([rng.randrange(64)])
+        if live:
+            rows = random_rows.permuted(np.tile(np.arange(300), (len(live), 2, 1)), axis=2)
+            rows = rows[..., :2].astype(LAYOUT.dtype)
+            if rng.random() < 0.05:
+                rows[0] = 7
+            framed.step(rows, [(handle, end, 1) for handle, end, _ in live])
+            for one in live:
+                one[1] += 1
+    framed.end()
+    framed.compare()
+    assert framed.again > 10
+
+
+def test_rows_of_steps_that_go_on_leave_before_their_block_changes_hands():
+    """Be it one that its request began with, or one that it got later."""
+    for number, block in ((3, 0), (7, 2)):  # so many rows; the last of them are in that block
+        framed = Framed(num_blocks=8, frame_rows=40)
+        one, two = framed.begin("one", block_ids=[0]), framed.begin("two", block_ids=[1, 3])
+        framed.add_blocks(one, [2])
+        rows = np.random.default_rng(0).permuted(np.tile(np.arange(300), (2, 2, 1)), axis=2)
+        for at in range(number):
+            framed.step(rows[..., :2].astype(LAYOUT.dtype), [(one, at, 1), (two, at, 1)])
+        assert framed.again == number - 1
+        framed.add_blocks(two, [block])
+        framed.step(rows[:1, :, 2:4].astype(LAYOUT.dtype), [(two, number, 1)])
+        framed.end()
+        framed.compare()
+        assert not any(slot // BLOCK == block for slot in framed.model.slots)
 
 
 class Reckless:

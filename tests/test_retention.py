@@ -44,7 +44,7 @@ class Writer:
         self.begun = 0
         self.refusals: list[pb.ErrorDetail] = []
 
-    def put(self, name: str, seed: int, *, ends: bool = True, tries: int = 200) -> bool:
+    def put(self, name: str, seed: int, *, ends: bool = True, tries: int = 3000) -> bool:
         chunk = ChunkMaker(LAYOUT)
         chunk.begins.append(pb.RequestBegin())
         chunk.op(OpKind.BEGIN, name, value=self.begun)

@@ -8,6 +8,7 @@ import pickle
 import threading
 import time
 from collections import deque
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,7 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from routetrace.capture_agent import feed as feed_module
-from routetrace.capture_agent.feed import AGAIN, EVENT, RECORD, Feed, rows_at
+from routetrace.capture_agent.feed import AGAIN, BLOCKS, EVENT, RECORD, Feed, rows_at
+from routetrace.capture_agent.link import WorkerLink
 from routetrace.capture_agent.ring import Ring
 from routetrace.v1 import routetrace_pb2 as pb
 from routetrace.v1.errors import InvalidArgument
@@ -25,15 +27,15 @@ LAYOUT = RoutingLayout((0, 1), 2, 64, 2)
 
 
 def ends(size: int) -> tuple[Ring, Ring]:
-    buffer = memoryview(bytearray(size))
+    buffer = memoryview(mmap.mmap(-1, size))
     return Ring(buffer), Ring(buffer)
 
 
 def write(ring: Ring, data: bytes) -> bool:
-    record = ring.reserve(len(data))
-    if record is None:
+    at = ring.reserve(len(data))
+    if not at:
         return False
-    record[:] = data
+    ring.memory[at : at + len(data)] = data
     ring.commit()
     return True
 
@@ -90,11 +92,11 @@ def test_the_largest_record_fits_wherever_an_empty_ring_stands(size, lead):
 
 def test_nothing_is_seen_before_commit_and_a_second_reservation_is_refused():
     producer, consumer = ends(512)
-    record = producer.reserve(5)
-    assert record is not None
+    at = producer.reserve(5)
+    assert at
     assert consumer.peek() is None
-    assert producer.reserve(5) is None
-    record[:] = b"first"
+    assert not producer.reserve(5)
+    producer.memory[at : at + 5] = b"first"
     assert consumer.peek() is None
     producer.commit()
     assert read(consumer) == b"first"
@@ -131,7 +133,7 @@ def test_two_threads():
 
 
 def test_a_ring_whose_reader_keeps_up_stays_in_front():
-    memory = bytearray(8 << 20)
+    memory = mmap.mmap(-1, 8 << 20)
     producer, consumer = Ring(memoryview(memory)), Ring(memoryview(memory))
     told = []
     producer._behind = lambda: told.append(producer.written)
@@ -168,6 +170,9 @@ def drain(ring: Ring) -> list[tuple]:
         kind, m, n, step, version = RECORD.unpack_from(data)
         if kind == EVENT:
             out.append(pickle.loads(data[RECORD.size :]))
+        elif kind == BLOCKS:
+            pairs = np.frombuffer(data, np.int64, 2 * m, RECORD.size)
+            out.append(("blocks", *map(tuple, pairs.reshape(m, 2).tolist())))
         elif kind == AGAIN:
             ids = np.frombuffer(data, np.uint8, 4 * n, rows_at(0))
             out.append(("again", step, version, ids.tolist()))
@@ -287,6 +292,7 @@ def test_a_step_that_goes_on_is_rows_alone(dtype):
         (rows, runs),
         (rows, runs + 2 * growth),
         (rows, after[::-1]),
+        (rows, np.asfortranarray(after)),
         (rows, after[:1]),
         (rows, after.tolist()),
         (rows, after.astype(np.uint64)),
@@ -300,6 +306,14 @@ def test_a_step_that_goes_on_is_rows_alone(dtype):
         begin()
         assert not going_on(feed, *other)
         assert not going_on(feed, rows, after)  # it was not the next one, so nothing is
+    # Rows that are not contiguous are copied another way; more steps than are foreseen at a time.
+    begin()
+    drain(consumer)
+    for i in range(1, 40):
+        strided = np.repeat(rows + dtype(i), 2, axis=0)[::2]
+        assert going_on(feed, strided, runs + i * growth)
+        assert drain(consumer) == [("again", 9, 1, [i] * 12)]
+    assert not going_on(feed, rows, runs + 39 * growth)
     # What came in between: the end of a request, or a signal handler that wrote a step.
     begin()
     feed.forget()
@@ -320,6 +334,106 @@ def test_a_step_that_goes_on_is_rows_alone(dtype):
     drain(consumer)
     begin()
     assert drain(consumer)[0] == ("rewind", 7, 5)
+
+
+def ids_of(*blocks: int) -> bytes:
+    return np.array(blocks, np.uint32).tobytes()
+
+
+def test_blocks_are_told_together_before_whatever_comes_next():
+    producer, consumer = ends(1 << 18)
+    feed = Feed(producer, LAYOUT)
+    rows, runs = rows_of(2), np.array([[7, 0, 1], [8, 0, 1]])
+    growth = np.array([0, 1, 0])
+
+    feed.blocks(7, ids_of(3))
+    feed.blocks(8, ids_of(4, 5))
+    assert drain(consumer) == []
+    feed.blocks(7, ids_of(6))
+    assert feed.step(np.ascontiguousarray(runs.T), rows, 1, 0, None)
+    feed.blocks(8, ids_of(9))
+    assert going_on(feed, rows, runs + growth)
+    feed.blocks(8, ids_of(10))
+    feed.event("rewind", 5, handle=7)
+    feed.blocks(7, ids_of(11))
+    assert feed.drain()
+    assert drain(consumer) == [
+        ("blocks", (7, 3), (8, 4), (8, 5), (7, 6)),
+        (runs.tolist(), 1, 0, [0] * 8),
+        ("blocks", (8, 9)),
+        ("again", 9, 1, [0] * 8),
+        ("blocks", (8, 10)),
+        ("rewind", 7, 5),
+        ("blocks", (7, 11)),
+    ]
+    feed.blocks(7, ids_of(*range(50_000)))  # more than a record of this ring holds
+    while not feed.drain():
+        assert drain(consumer)
+    assert not feed.behind
+    # Blocks end a span of lost rows: what is lost later is lost after them.
+    feed.lose(7, 0, 1, 0, 1)
+    feed.blocks(7, ids_of(1))
+    feed.lose(7, 1, 1, 0, 1)
+    drain(consumer)
+    assert feed.drain()
+    assert [name for name, *_ in drain(consumer)] == ["lost", "blocks", "lost"]
+
+
+def test_what_a_signal_handler_tells_comes_after_what_is_being_told():
+    producer, consumer = ends(1 << 16)
+    feed = Feed(producer, LAYOUT)
+    write_now, handled = feed._write, []
+
+    def interrupted(record: bytes) -> bool:
+        if not handled:
+            handled.append(True)
+            feed.event("rewind", 1, handle=7)
+            feed.blocks(7, ids_of(2))
+            feed.lose(8, 1, 1, 0, 1)
+        return write_now(record)
+
+    feed.blocks(7, ids_of(1))
+    feed.lose(8, 0, 1, 0, 1)
+    feed._write = interrupted  # type: ignore[method-assign]
+    assert feed.drain()
+    told = drain(consumer)
+    assert [name for name, *_ in told] == ["blocks", "lost", "rewind", "blocks"]
+    assert told[:2] == [("blocks", (7, 1)), ("lost", [(8, 0, 2, 0, 1)], b"")]
+    # As does what it loses while that is being told: no row is lost without a word.
+    handled.clear()
+    feed.lose(8, 5, 1, 0, 1)
+
+    def losing(record: bytes) -> bool:
+        if not handled:
+            handled.append(True)
+            feed.lose(8, 6, 1, 0, 1)
+        return write_now(record)
+
+    feed._write = losing  # type: ignore[method-assign]
+    assert feed.drain()
+    assert [told[1] for told in drain(consumer)] == [[(8, 5, 6, 0, 1)], [(8, 6, 7, 0, 1)]]
+
+
+def test_the_background_is_woken_once_for_what_it_has_yet_to_read():
+    link = object.__new__(WorkerLink)
+    link.ring, consumer = ends(4096)
+    sent: list[bytes] = []
+    link._sock = SimpleNamespace(send=sent.append)  # type: ignore[assignment]
+    link._woken = 0
+    for _ in range(3):
+        write(link.ring, b"finish")
+        link.wake()
+    assert len(sent) == 1
+    assert read(consumer)
+    write(link.ring, b"finish")  # it may have stopped there
+    link.wake()
+    assert len(sent) == 2
+    while read(consumer):
+        pass
+    link.wake()  # as close() does, with nothing new
+    write(link.ring, b"finish")
+    link.wake()
+    assert len(sent) == 4
 
 
 def test_positions_do_not_go_on_for_ever():

@@ -47,6 +47,7 @@ from routetrace.server.metrics import Metrics
 from routetrace.server.testing import ServerProcess, run_server
 from routetrace.v1 import pem
 from routetrace.v1 import routetrace_pb2 as pb
+from routetrace.v1 import security as security_module
 from routetrace.v1.errors import (
     ERROR_METADATA_KEY,
     InvalidArgument,
@@ -1358,3 +1359,22 @@ def test_what_the_page_says_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         ):
             list(client.find())
         feed(target, Security.from_environment(), "exp-1", "r0")
+
+
+def test_a_token_file_is_read_when_it_has_changed(tmp_path, monkeypatch):
+    read, reads = security_module._read_token, []
+    monkeypatch.setattr(
+        security_module, "_read_token", lambda path: (reads.append(path), read(path))[1]
+    )
+    held, new = tmp_path / "token", tmp_path / "new"
+    held.write_text("rt_one")
+    security = Security(token_file=str(held))
+    for _ in range(3):
+        assert security.metadata() == (("authorization", "Bearer rt_one"),)
+    assert len(reads) == 1
+    new.write_text("rt_two")  # as long as the other
+    new.rename(held)
+    assert security.metadata() == (("authorization", "Bearer rt_two"),)
+    held.unlink()
+    with pytest.raises(InvalidArgument):
+        security.metadata()

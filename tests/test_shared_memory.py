@@ -51,8 +51,9 @@ while not ended:
     step += 1
     if end == "in a step" and step == 200:
         # Where most is half done: room is taken, and what is in it was never published.
-        record = agent._link.ring.reserve(1000)
-        record[:] = bytes([255]) * 1000
+        ring = agent._link.ring
+        at = ring.reserve(1000)
+        ring.memory[at : at + 1000] = bytes([255]) * 1000
         os.kill(os.getpid(), signal.SIGKILL)
     time.sleep(0.0005)
 report = agent.close()

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
+import gc
 import random
+from collections.abc import Iterator
+from contextlib import ExitStack
 from itertools import chain
 from unittest.mock import Mock
 
@@ -13,16 +17,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sim_engine import SimEngine
 
+from routetrace.server import retention
 from routetrace.server.apply import apply_record
 from routetrace.server.config import ServerConfig
 from routetrace.server.core import Core
 from routetrace.server.record import Sums, encode_chunk, encode_control, layout_to_hex
+from routetrace.server.refs import CHUNK_SHIFT, UNKNOWN
 from routetrace.server.slot_map import SlotMap, SlotRun
 from routetrace.server.spans import Span, SpanList, merge, subtract
 from routetrace.server.state import State
 from routetrace.server.store import MemoryStore
 from routetrace.v1.errors import Overloaded
 from routetrace.v1.layout import RoutingLayout
+from routetrace.v1.records import OpKind
 
 LAYOUT = RoutingLayout((0, 2), 3, 16, 2)
 WRITER = ("run", "engine", "")
@@ -218,7 +225,7 @@ async def test_a_sweep_that_finds_no_room_tries_again():
     core = Core(store, ServerConfig(store="memory"))
     await core.start()
     for record in records(0):
-        await core.journal.append(record, b"")
+        await core.journal.append(record)
     core.journal.state.traces.traces.clear()
     core.journal.state.writers.clear()
     garbage = set(core.state.frames)
@@ -230,3 +237,128 @@ async def test_a_sweep_that_finds_no_room_tries_again():
     store.compact = compact
     await core.sweep()
     assert not core.state.frames
+
+
+def pointed_into(state: State) -> set[int]:
+    """Chunks that a row of a trace, or a slot, is in; span by span, slot by slot."""
+    sources = (s for trace in state.traces.traces.values() for s in trace.sources)
+    found = {span.ref >> CHUNK_SHIFT for s in sources for a in s.attempts for span in a}
+    for writer in state.writers.values():
+        found |= {ref >> CHUNK_SHIFT for ref in writer.slots._refs.tolist() if ref != UNKNOWN}
+    return found
+
+
+@pytest.mark.parametrize("seed", range(12))
+async def test_nothing_that_is_pointed_into_goes_while_a_sweep_is_between_its_slices(
+    seed, monkeypatch
+):
+    """Records are applied, and readers come and go, between any two traces that are looked at."""
+    monkeypatch.setattr(retention, "_TURN_SECONDS", -1.0)
+    store = MemoryStore()
+    core = Core(store, ServerConfig(store="memory", default_ttl_seconds=10**6))
+    await core.start()
+    state, rng = core.state, random.Random(seed)
+    reads: list[tuple[ExitStack, set[int]]] = []
+
+    def check() -> None:
+        needed = pointed_into(state).union(*(chunks for _, chunks in reads))
+        assert needed <= set(state.frames)
+        assert needed <= set(store.numbers())
+
+    def read() -> None:
+        """Some trace's rows are on their way from now on; the trace may be forgotten meanwhile."""
+        trace = rng.choice([*state.traces.traces.values()])
+        refs = [span.ref for s in trace.sources for a in s.attempts for span in a]
+        stack = ExitStack()
+        stack.enter_context(core.reader.pinned(np.array([(ref,) for ref in refs], [("ref", "i8")])))
+        reads.append((stack, {ref >> CHUNK_SHIFT for ref in refs}))
+
+    def records_of_the_run() -> Iterator[None]:
+        for record in records(seed):
+            payload = b"rows" if b'"kind":"chunk"' in record[:40] else b""
+            core.journal.submit(record, lambda *_: None, payload)
+            yield
+
+    async def live() -> None:
+        for _ in records_of_the_run():
+            for _ in range(rng.choice((0, 0, 1, 5, 20))):
+                await asyncio.sleep(0)
+                check()
+            if state.traces.traces and rng.random() < 0.3:
+                read()
+            if reads and rng.random() < 0.3:
+                reads.pop(rng.randrange(len(reads)))[0].close()
+        await core.journal.settled()
+
+    living = asyncio.ensure_future(live())
+    while not living.done():
+        await core.sweep()
+        await asyncio.sleep(0)
+    await living
+    check()
+    for stack, _ in reads:
+        stack.close()
+    await core.sweep()
+    before = len(state.frames)
+    assert before < state.number / 2, "sweeps dropped something on the way"
+
+
+@pytest.mark.parametrize("way", ["begin", "resume"])
+def test_rows_that_a_request_takes_over_while_marks_are_made_are_marked(way):
+    """A chunk that slots alone point into is taken over by a trace, and then leaves the slots."""
+    state, recorder = State(100), Recorder()
+    rows = np.tile(np.array([0, 1], np.uint8), (4, 2, 1))
+
+    def apply() -> None:
+        recorder.flush()
+        for record in recorder.records[state.number :]:
+            apply_record(state, state.number + 1, record)
+
+    other = recorder.begin("other", block_ids=[5, 6])
+    recorder.step(rows, [(other, 0, 4)])
+    recorder.preempt(other, 4)
+    apply()
+    gone = recorder.begin("gone", block_ids=[0])
+    recorder.step(rows, [(gone, 0, 4)])
+    recorder.finish(gone, 5)
+    apply()
+    taken = state.number
+    state.forget(("run", "gone"))
+    assert taken in pointed_into(state)
+    marks = state.marks()
+    marked = set(next(marks))
+    if way == "begin":
+        recorder.begin("new", block_ids=[0, 1], num_computed_tokens=4)
+    else:
+        recorder.resume(other, 4, [0, 1])
+    recorder.chunk.op(OpKind.RESET)
+    apply()
+    assert taken in pointed_into(state)
+    assert taken in marked.union(*marks)
+
+
+def test_what_is_indexed_goes_without_the_garbage_collector():
+    """It is frozen out of its sight: a cycle would stay for good."""
+
+    def indexed() -> int:
+        kinds = ("Trace", "Source", "Join", "Request", "SpanList", "Writer", "SlotMap")
+        return sum(type(thing).__name__ in kinds for thing in gc.get_objects())
+
+    gc.collect()
+    gc.disable()
+    try:
+        before = indexed()
+        state = State(100)
+        for number, record in enumerate(records(0), 1):
+            apply_record(state, number, record)
+        for trace in state.traces.traces.values():
+            for number in trace.join.standing:
+                assert trace.join.incarnation(number).as_sampled
+        del trace
+        assert indexed() > before + 20
+        for key in [*state.traces.traces]:
+            state.forget(key)
+        state.writers.clear()
+        assert indexed() == before
+    finally:
+        gc.enable()

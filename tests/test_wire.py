@@ -47,6 +47,8 @@ def read(data: bytes) -> object:
     except DecodeError:
         return DecodeError
     if not isinstance(request, Chunk):
+        if request is not None:
+            request.DiscardUnknownFields()
         return request
     return pb.Chunk(
         sequence=request.sequence,
@@ -154,3 +156,27 @@ def test_a_plain_frame_is_one_that_read_header_takes(
         except RouteTraceError:
             return
         assert (found.group_layers, bytes(damaged)) != (header.group_layers, frame) or not alone
+
+
+@pytest.mark.parametrize(("codec", "moved"), [(Codec.RAW, 1), (Codec.LAYER_ZSTD, 600)])
+@pytest.mark.parametrize("layout", LAYOUTS[:2])
+def test_groups_of_impossible_sizes_are_not_plain(
+    layout: RoutingLayout, codec: Codec, moved: int
+) -> None:
+    """The bytes are as many as are told, and the checksum is right."""
+    ids = np.zeros((300, len(layout.layer_ids), layout.top_k), layout.dtype)
+    frame = encode_frame(ids, layout, codec=codec, validate=False)
+    header = read_header(frame)
+    first, second, *others = header.group_bytes
+    plain = PlainFrames(layout)
+    most = sum(header.layer_bytes) + 4
+    for sizes in ((most, second), (most + 1, second), (first + moved, second - moved), (3, second)):
+        total = max(0, sum(sizes) + sum(others))
+        if min(sizes) < 0:
+            continue
+        forged = header._replace(group_bytes=(*sizes, *others)).pack() + bytes(total)
+        try:
+            told = read_header(forged).group_bytes == (*sizes, *others)
+        except RouteTraceError:
+            told = False
+        assert plain.has(memoryview(forged), 300) == told == (sizes == (most, second))

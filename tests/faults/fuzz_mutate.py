@@ -16,7 +16,8 @@ from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 
 from routetrace.v1.errors import RouteTraceError
-from routetrace.v1.frame import read_header
+from routetrace.v1.frame import Codec, read_header
+from routetrace.v1.frame_header import CRC_BYTES, layer_bytes
 from routetrace.v1.records import DIGEST, OP, SPAN, U32, U64
 
 #: Columns: numbers of many records in a field of bytes.
@@ -201,7 +202,9 @@ def mutate_frame(rng: random.Random, frame: bytes) -> bytes:
     if kind < 7:
         body = mutate_bytes(rng, body)
     else:
-        body = zstd_oddity(rng, layers * plane) + (rng.randbytes(layers * low))
+        body = zstd_oddity(rng, layers * plane)
+        if low:
+            body += rng.randbytes(layers * low) + bytes(CRC_BYTES)
     return put_group(frame, group, body, rng.random() < 0.9)
 
 
@@ -232,18 +235,28 @@ def lengths_of(frames: list[bytes]) -> bytes:
 
 
 def reseal_frame(frame: bytes) -> bytes:
-    """The frame with checksums that match, as far as its tables lie within it."""
+    """The frame with checksums of its own that match, as far as its tables lie within it.
+
+    What zstd's checksums are over can only be told by decoding: those of most groups hold no more.
+    """
     out = bytearray(frame)
     if len(out) < _HEAD.size:
         return frame
-    *_, bitmap_bytes, groups = _HEAD.unpack_from(out)
+    _, codec, _, top_k, rows, experts, bitmap_bytes, groups = _HEAD.unpack_from(out)
     table = _HEAD.size + bitmap_bytes
-    end = table + 10 * groups
-    if end + 4 > len(out):
+    end = table + 6 * groups
+    if end + CRC_BYTES > len(out):
         return frame
-    at = end + 4
-    for group, size in enumerate(struct.unpack_from(f"<{groups}I", out, table)):
-        struct.pack_into("<I", out, table + 4 * (groups + group), zlib.crc32(out[at : at + size]))
+    at = end + CRC_BYTES
+    sizes = struct.unpack_from(f"<{groups}I", out, table)
+    counts = struct.unpack_from(f"<{groups}H", out, table + 4 * groups)
+    plane, low = layer_bytes(rows, top_k, experts, Codec(codec)) if codec in (0, 1) else (0, 0)
+    for size, count in zip(sizes, counts, strict=True):
+        last = at + size - CRC_BYTES
+        as_it_is = size == count * (plane + low) + CRC_BYTES
+        if last >= at and last + CRC_BYTES <= len(out) and (as_it_is or low):
+            first = at if as_it_is else max(at, last - count * low)
+            struct.pack_into("<I", out, last, zlib.crc32(out[first:last]))
         at += size
     struct.pack_into("<I", out, end, zlib.crc32(out[:end]))
     return bytes(out)
@@ -252,7 +265,7 @@ def reseal_frame(frame: bytes) -> bytes:
 def zstd_oddity(rng: random.Random, size: int) -> bytes:
     """A zstd frame that is not what a plane of `size` bytes is stored as."""
     content = bytes(min(size, 1 << 16))
-    params: dict[str, Any] = {"write_content_size": True}
+    params: dict[str, Any] = {"write_content_size": True, "write_checksum": True}
     match rng.randrange(8):
         case 0:
             return bomb(rng.choice((size, 1 << 20, 1 << 30, (1 << 62) - 1)))
@@ -263,17 +276,17 @@ def zstd_oddity(rng: random.Random, size: int) -> bytes:
         case 3:
             samples = [rng.randbytes(64) for _ in range(40)]
             dictionary = zstandard.ZstdCompressionDict(b"".join(samples) * 4)
-            return zstandard.ZstdCompressor(dict_data=dictionary).compress(content)
+            return zstandard.ZstdCompressor(dict_data=dictionary, **params).compress(content)
         case 4:
-            params["write_checksum"] = True
+            params["write_checksum"] = False
         case 5:  # a second frame, or one to be skipped, behind or before
-            z = zstandard.ZstdCompressor().compress(content)
+            z = zstandard.ZstdCompressor(**params).compress(content)
             skip = struct.pack("<II", 0x184D2A50, 4) + b"skip"
             return rng.choice((z + z, z + skip, skip + z, z + b"\0"))
         case 6:  # a large window, cut short
             params = {
                 "compression_params": zstandard.ZstdCompressionParameters(
-                    window_log=rng.choice((10, 27, 31)), enable_ldm=0
+                    window_log=rng.choice((10, 27, 31)), enable_ldm=0, write_checksum=1
                 )
             }
             return mutate_bytes(rng, zstandard.ZstdCompressor(**params).compress(content))
@@ -289,10 +302,11 @@ def bomb(declared: int, actual: int = 0) -> bytes:
     """
     actual = min(actual or declared, 1 << 30)
     out = bytearray(struct.pack("<I", 0xFD2FB528))
-    out += struct.pack("<BQ", 0xE0, declared)  # single segment, content size of 8 bytes
+    # Single segment, content size of 8 bytes, a checksum.
+    out += struct.pack("<BQ", 0xE4, declared)
     step = 128 << 10
     for at in range(0, max(actual, 1), step):
         count = min(step, actual - at)
         last = at + step >= actual
         out += struct.pack("<I", count << 3 | 1 << 1 | last)[:3] + b"\0"
-    return bytes(out)
+    return bytes(out) + bytes(CRC_BYTES)

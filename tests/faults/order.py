@@ -282,11 +282,11 @@ class Model:
             expected.append((sequence, answer))
             self.counts[answer] += 1
             self._wire.send(chunk)
-        for want in expected:
+        while expected:
             self.steps += 1
-            response = self._wire.receive()
-            got = _read(response)
-            check(got == want, f"answer {got}, expected {want}; stored {self._stored}")
+            got = _read(self._wire.receive())
+            for want in answered(expected, got):
+                check(got[1] == want[1], f"answer {got}, expected {want}; stored {self._stored}")
 
     # ------------------------------------------------------------------ actions
 
@@ -383,6 +383,24 @@ class Model:
             f"{self.counts['duplicates']} duplicates, the server counted {counted:.0f}",
         )
         return served
+
+
+def answered(asked: list[tuple[int, str]], answer: tuple[int, str]) -> list[tuple[int, str]]:
+    """Takes the chunks that one answer answers, in the order in which they were sent, out of them.
+
+    An acknowledgement stands for those that follow each other by their numbers, up to its own.
+    """
+    last, kind = answer
+    first = asked[0][0]
+    count = last - first + 1 if kind == "ack" else 1
+    found = asked[:count]
+    numbers = [number for number, _ in found]
+    check(
+        numbers == [*range(first, first + count)] and numbers[-1:] == [last],
+        f"answer {answer} to chunks {numbers or first}",
+    )
+    del asked[:count]
+    return found
 
 
 def _read(response: pb.IngestResponse) -> tuple[int, str]:

@@ -214,11 +214,17 @@ class _Writer:
                 report.violations.append(f"an answer to nothing: {answer}")
                 return
             sequence, turn = self._outstanding.popleft()
+            if answer.HasField("ack"):
+                # One stands for all that follow each other by their numbers, up to its own.
+                report.duplicates += sequence <= self._stored
+                while sequence < said.sequence and self._outstanding:
+                    if self._outstanding[0][0] != sequence + 1:
+                        break
+                    sequence, turn = self._outstanding.popleft()
+                    report.duplicates += sequence <= self._stored
             if said.sequence != sequence:
                 report.violations.append(f"answer {said.sequence} to chunk {sequence}")
             if answer.HasField("ack"):
-                # Acknowledgements are cumulative: one may stand for those before it.
-                report.duplicates += sequence <= self._stored
                 known.acked = max(known.acked, sequence)
                 self._note_ends()
                 report.acks_at.append((time.monotonic(), known.acked))

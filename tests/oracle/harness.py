@@ -358,7 +358,8 @@ class _InlineSender(Sender):
     def __init__(self, *args: Any) -> None:
         self.world: InlineWorld  # set by the link
         self._pipe: asyncio.Queue[Any] | None = None
-        self._outstanding = 0
+        #: Numbers of the chunks that were sent and not answered; 0 for the Hello.
+        self._outstanding: list[int] = []
         super().__init__(*args)
 
     def _run(self) -> None:
@@ -399,7 +400,7 @@ class _InlineSender(Sender):
                 self._send_next = 0
                 self._stop()
             self._pipe = None
-            self._outstanding = 0
+            self._outstanding.clear()
             self.world.server.run(self._responses.aclose())
             self.world.counts["reconnects"] += 1
 
@@ -428,13 +429,18 @@ class _InlineSender(Sender):
     def _send(self, message: pb.IngestRequest) -> None:
         assert self._pipe is not None
         self._pipe.put_nowait(pb.IngestRequest.FromString(message.SerializeToString()))
-        self._outstanding += 1
+        self._outstanding.append(message.chunk.sequence)
 
     def _hear(self) -> None:
         response = self.world.server.run(anext(self._responses))
-        self._outstanding -= 1
         error = response.reject.error
         assert not response.HasField("reject") or error.retry_after_ms, f"refused: {error}"
+        # One Ack stands for chunks that follow each other by their numbers.
+        first, last = self._outstanding[0], response.ack.sequence or response.reject.sequence
+        count = last - first + 1 if response.HasField("ack") else 1
+        answered = self._outstanding[:count]
+        assert answered == [*range(last - count + 1, last + 1)], f"{response} to {answered}"
+        del self._outstanding[:count]
         self._take(pb.IngestResponse.FromString(response.SerializeToString()))
 
     @staticmethod

@@ -201,15 +201,15 @@ MUTATIONS = (
     ),
     Mutation(
         "requests that go on stand still",
-        f"{AGENT}/worker.py",
+        f"{AGENT}/framer.py",
         "positions + counts, counts]",
         "positions, counts]",
     ),
     Mutation(
         "a step goes on from one that was not written last",
         f"{AGENT}/feed.py",
-        "told == self._told",
-        "len(told) == len(self._told)",
+        "return self._told.startswith(runs, at)",
+        "return len(runs) > 0",
     ),
     Mutation(
         "late rows of a preempted request kept",
@@ -226,8 +226,8 @@ MUTATIONS = (
     Mutation(
         "nobody says which rows are tentative",
         f"{AGENT}/framer.py",
-        "                drafts = max(0, tentative - (len(ids) - stop))\n",
-        "                drafts = 0\n",
+        "position, ids[part], *facts)\n                    request.emitted",
+        "position, ids[part], *facts[:2], 0)\n                    request.emitted",
     ),
     Mutation(
         "samples that start in one step share nothing",

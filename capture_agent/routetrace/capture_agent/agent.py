@@ -170,7 +170,11 @@ class CaptureAgent:
         with self._lock:
             if self._active():
                 self._handles.check(handle)
-                self._event("blocks", blocks_of(block_ids, self.config), handle=handle)
+                blocks = blocks_of(block_ids, self.config)
+                if not self._abandoned:
+                    self._feed.blocks(handle, blocks)
+                    if self._feed.stuck:
+                        self._look_after()
 
     def rewind(self, handle: int, position: int, step: int = 0) -> None:
         """Rows of a request at `position` and after were rejected (speculative decoding).

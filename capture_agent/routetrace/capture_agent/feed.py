@@ -22,13 +22,14 @@ from routetrace.v1.layout import RoutingLayout
 
 #: Kinds of record. STEP: runs [3, m] of int64 (handles, positions, counts), rows [n, row_bytes];
 #: AGAIN: rows alone, of the runs of the last STEP or AGAIN, each going on where it ended; SLOTS:
-#: slots [n] of uint64 and rows; EVENT: a pickled tuple (name, *arguments).
-STEP, SLOTS, EVENT, AGAIN = 1, 2, 3, 4
+#: slots [n] of uint64 and rows; EVENT: a pickled tuple (name, *arguments); BLOCKS: pairs [m, 2] of
+#: int64 (handle, a block that it gets).
+STEP, SLOTS, EVENT, AGAIN, BLOCKS = 1, 2, 3, 4, 5
 
 #: kind, m, n, step, weight version; up to the end of a cache line.
 RECORD = struct.Struct(f"=QIIQq{LINE - 40}x")
 
-_PACK, _HEAD = RECORD.pack, RECORD.size
+_PACK_INTO, _HEAD = RECORD.pack_into, RECORD.size
 _EVENT_HEAD = RECORD.pack(EVENT, 0, 0, 0, 0)
 
 #: Bytes of what is remembered, beyond which the other end counts as stuck.
@@ -36,11 +37,17 @@ MAX_BACKLOG_BYTES = 32 << 20
 #: What Python takes for a span, a block and an event, beside its bytes.
 _SPAN_BYTES, _BLOCK_BYTES, _EVENT_BYTES = 128, 96, 64
 #: Spans and blocks of one record, so that it fits into the smallest ring.
-_MAX_LOST = 1 << 12
+_MAX_TOLD = 1 << 12
+_PAIR_BYTES = 16
 
-_ARRAY, _INT64 = np.ndarray, np.dtype(np.int64)
+_INT64 = np.dtype(np.int64)
+_ARRAY: Any = np.ndarray  # a buffer, as type checkers of Python 3.10 do not know
 _UNSIGNED = {size: np.dtype(f"u{size}") for size in (1, 2, 4, 8)}
-_NONE: Ints = np.empty(0, np.int64)
+_NONE = np.empty((0, 0, 3), np.int64)
+
+#: Steps that are foreseen at a time, and bytes that all of them may take. One at a time would cost
+#: as much as all the rest of a step.
+_FORESEEN, _FORESEEN_BYTES = 16, 1 << 16
 
 
 @dataclass
@@ -55,9 +62,25 @@ class _Lost:
     def nbytes(self) -> int:
         return _SPAN_BYTES * len(self.spans) + _BLOCK_BYTES * len(self.blocks)
 
-    def pickle(self) -> bytes:
+    def record(self) -> bytes:
         spans = [(handle, *span) for handle, span in self.spans]
-        return pickle.dumps(("lost", spans, array("I", sorted(self.blocks)).tobytes()))
+        blocks = array("I", sorted(self.blocks)).tobytes()
+        return _EVENT_HEAD + pickle.dumps(("lost", spans, blocks))
+
+
+@dataclass
+class _Blocks:
+    """Blocks that requests got: told together, since most steps give some to many requests."""
+
+    pairs: array[int] = field(default_factory=lambda: array("q"))
+
+    @property
+    def nbytes(self) -> int:
+        return _EVENT_BYTES + 8 * len(self.pairs)
+
+    def record(self) -> bytes:
+        head = RECORD.pack(BLOCKS, len(self.pairs) // 2, 0, 0, 0)
+        return head + self.pairs.tobytes()
 
 
 def rows_at(column_bytes: int) -> int:
@@ -78,17 +101,19 @@ class Steady:
     """
 
     __slots__ = (
-        "_dtype", "_expected", "_growth", "_left", "_runs", "_runs_shape", "_shape", "_told",
-        "narrow", "num_rows", "number",
+        "_at", "_dtype", "_foreseen", "_growth", "_left", "_num_runs", "_runs", "_shape", "_size",
+        "_told", "narrow", "num_rows", "number",
     )  # fmt: skip
 
     def __init__(self, rows: Rows, runs: Ints, narrow: bool, number: int) -> None:
         self.num_rows, self.narrow, self.number = len(rows), narrow, number
         self._shape, self._dtype = rows.shape, rows.dtype
-        self._runs, self._runs_shape = runs, runs.shape[::-1]
-        # What is expected next, once somebody asks: the same memory as numbers and as bytes.
-        self._told, self._expected, self._growth = bytearray(), _NONE, _NONE
-        self._left = 0
+        self._runs, self._num_runs, self._size = runs, runs.shape[1], runs.nbytes
+        # What the next steps will tell, once somebody asks: the same memory as bytes and as numbers
+        # [steps, m, 3]; where in it the next one is; by how much it grows from one filling to the
+        # next, and for how many more steps positions may grow.
+        self._told, self._foreseen, self._growth = bytearray(), _NONE, _NONE
+        self._at = self._left = 0
 
     def goes_on(self, rows: Any, runs: Any) -> bool:
         """Whether that is the step that comes next. To be asked once for each step."""
@@ -97,26 +122,38 @@ class Steady:
             or type(runs) is not _ARRAY
             or rows.shape != self._shape
             or rows.dtype is not self._dtype
-            or runs.shape != self._runs_shape
             or runs.dtype is not _INT64
+            or runs.nbytes != self._size
+            or len(runs) != self._num_runs
         ):
             return False
-        if not self._told:
-            self._foresee()
-        expected = self._expected
-        expected += self._growth
-        self._left -= 1
-        told: bytes = runs.tobytes()
-        return self._left >= 0 and told == self._told
+        at = self._at
+        if at == len(self._told):
+            if not self._foresee():
+                return False
+            at = 0
+        self._at = at + self._size
+        try:  # unlike other comparisons of bytes this makes no copy of them
+            return self._told.startswith(runs, at)
+        except (ValueError, BufferError):  # they are not contiguous
+            return False
 
-    def _foresee(self) -> None:
-        _, positions, counts = self._runs
-        self._told = bytearray(self._runs.T.tobytes())
-        self._expected = np.frombuffer(self._told, np.int64)
-        self._growth = np.zeros_like(self._expected)
-        self._growth[1::3] = counts
-        # No position grows by more than there are rows.
-        self._left = (MAX_POSITION - 1 - int(positions.max())) // self._shape[0]
+    def _foresee(self) -> bool:
+        """Fills in what the next steps will tell; False if there can not be as many."""
+        if not self._told:
+            runs, (_, positions, counts) = self._runs, self._runs
+            # No position grows by more than there are rows.
+            self._left = (MAX_POSITION - 1 - int(positions.max())) // self._shape[0]
+            steps = max(1, min(_FORESEEN, _FORESEEN_BYTES // runs.nbytes, self._left))
+            self._told = bytearray(steps * runs.nbytes)
+            self._foreseen = np.frombuffer(self._told, np.int64).reshape(steps, -1, 3)
+            self._foreseen[...] = runs.T
+            self._foreseen[:, :, 1] += np.multiply.outer(np.arange(1, steps + 1), counts)
+            self._growth = counts * steps
+        else:
+            self._foreseen[:, :, 1] += self._growth
+        self._left -= len(self._foreseen)
+        return self._left >= 0
 
 
 class Feed:
@@ -132,8 +169,9 @@ class Feed:
         self._dtype = layout.dtype
         self._row_bytes = layout.row_bytes
         self._num_experts = layout.num_experts
-        self._backlog: deque[bytes | _Lost] = deque()
+        self._backlog: deque[bytes | _Lost | _Blocks] = deque()
         self._backlog_bytes = 0
+        self._draining = False
         self._spans: dict[int, list[int]] = {}  # spans in the backlog that may still grow
         self._number = 0  # of the last step's record, or of what came between
         #: The last step that was written, if it may go on.
@@ -176,13 +214,27 @@ class Feed:
             False if there is no room, or rows have to be looked at, or what was to go on did not
             write the last record of a step: a signal handler may have come in between.
         """
+        if (self._backlog or self._draining) and not self.drain():
+            return False
         if not steady.narrow and self._has_bad(rows):
             return False
-        head = _PACK(AGAIN, 0, steady.num_rows, step, version)
-        number = self._put(head, _HEAD, rows, steady.narrow, None, steady.number)
-        if number:
-            steady.number, self.steady = number, steady
-        return number > 0
+        ring, n = self._ring, steady.num_rows
+        at = ring.reserve(_HEAD + n * self._row_bytes)
+        if not at:
+            return False
+        try:
+            if steady.number != self._number or self._backlog:
+                ring.cancel()
+                return False
+            _PACK_INTO(ring.memory, at, AGAIN, 0, n, step, version)
+            self._fill(at + _HEAD, rows, steady.narrow)
+        except BaseException:
+            ring.cancel()
+            raise
+        steady.number = self._number = self._number + 1
+        self.steady = steady
+        ring.commit()
+        return True
 
     def step(
         self, runs: Ints, rows: Rows, step: int, version: int, bad: npt.NDArray[np.bool_] | None
@@ -222,9 +274,22 @@ class Feed:
         if RECORD.size + len(data) > self._ring.max_record:
             raise wrong("ring_bytes", self._ring.size, f"more, for an event of {len(data)} bytes")
         self._spans.pop(handle, None)
+        data = _EVENT_HEAD + data
         if not (self.drain() and self._write(data)):
             self._backlog.append(data)
             self._backlog_bytes += _EVENT_BYTES + len(data)
+
+    def blocks(self, handle: int, blocks: bytes) -> None:
+        """A request gets blocks, uint32. Written before whatever is written next."""
+        self._spans.pop(handle, None)
+        for block in array("I", blocks):
+            last = self._backlog[-1] if self._backlog else None
+            if not isinstance(last, _Blocks) or len(last.pairs) >= _MAX_TOLD:
+                last = _Blocks()
+                self._backlog.append(last)
+                self._backlog_bytes += last.nbytes
+            last.pairs.extend((handle, block))
+            self._backlog_bytes += _PAIR_BYTES
 
     def lose(self, handle: int, position: int, count: int, reason: int, step: int) -> None:
         """Remembers rows of a request that were not written."""
@@ -245,18 +310,30 @@ class Feed:
 
     def drain(self) -> bool:
         """Writes what is remembered; returns whether that was all of it."""
-        while self._backlog:
-            first = self._backlog[0]
-            if not self._write(first.pickle() if isinstance(first, _Lost) else first):
-                return False
-            self._backlog.popleft()
-            if isinstance(first, _Lost):
-                self._backlog_bytes -= first.nbytes
-                for handle, span in first.spans:
-                    if self._spans.get(handle) is span:
-                        del self._spans[handle]
-            else:
-                self._backlog_bytes -= _EVENT_BYTES + len(first)
+        """Writes what is remembered; returns whether that was all of it."""
+        if self._draining:  # a signal handler came in between: what it tells comes after
+            return False
+        self._draining = True
+        try:
+            while self._backlog:
+                # Nothing may be added to what is being written.
+                first = self._backlog.popleft()
+                more = len(self._backlog)
+                spans = first.spans if isinstance(first, _Lost) else []
+                growing = {h: span for h, span in spans if self._spans.get(h) is span}
+                for handle in growing:
+                    del self._spans[handle]
+                if not self._write(first if isinstance(first, bytes) else first.record()):
+                    if len(self._backlog) == more:
+                        self._spans.update(growing)
+                    self._backlog.appendleft(first)
+                    return False
+                if isinstance(first, bytes):
+                    self._backlog_bytes -= _EVENT_BYTES + len(first)
+                else:
+                    self._backlog_bytes -= first.nbytes
+        finally:
+            self._draining = False
         return True
 
     def clear(self) -> None:
@@ -268,52 +345,51 @@ class Feed:
 
     def _lost(self) -> _Lost:
         last = self._backlog[-1] if self._backlog else None
-        if not isinstance(last, _Lost) or len(last.spans) + len(last.blocks) > _MAX_LOST:
+        if not isinstance(last, _Lost) or len(last.spans) + len(last.blocks) > _MAX_TOLD:
             last = _Lost()
             self._backlog.append(last)
         return last
 
-    def _write(self, data: bytes) -> bool:
-        record = self._ring.reserve(len(_EVENT_HEAD) + len(data))
-        if record is None:
+    def _write(self, record: bytes) -> bool:
+        ring = self._ring
+        at = ring.reserve(len(record))
+        if not at:
             return False
-        record[:] = _EVENT_HEAD + data
-        self._ring.commit()
+        ring.memory[at : at + len(record)] = record
+        ring.commit()
         return True
 
     def _put(
-        self,
-        head: bytes,
-        start: int,
-        rows: Rows,
-        narrow: bool,
-        bad: npt.NDArray[np.bool_] | None,
-        after: int = 0,
+        self, head: bytes, start: int, rows: Rows, narrow: bool, bad: npt.NDArray[np.bool_] | None
     ) -> int:
-        """Writes a record whose rows begin at `start`; returns its number, 0 if there is no room.
-
-        Given `after`, also 0 if that is not the number of the last one.
-        """
+        """Writes a record whose rows begin at `start`; its number, or 0 if there is no room."""
         ring = self._ring
-        record = ring.reserve(start + len(rows) * self._row_bytes)
-        if record is None:
+        at = ring.reserve(start + len(rows) * self._row_bytes)
+        if not at:
             return 0
         try:
-            if after and (after != self._number or self._backlog):
-                ring.cancel()
-                return 0
-            record[: len(head)] = head
-            if narrow and rows.flags.c_contiguous:
-                # Unlike numpy's copy this keeps the GIL, and does not queue to get it back.
-                record[start:] = rows.data.cast("B")
-            else:
-                out = np.frombuffer(record, self._dtype, rows.size, start).reshape(rows.shape)
-                np.copyto(out, rows, casting="unsafe")
-                if bad is not None:
-                    out[bad] = 0 if rows.shape[2] > 1 else np.iinfo(self._dtype).max
+            ring.memory[at : at + len(head)] = head
+            self._fill(at + start, rows, narrow, bad)
         except BaseException:
             ring.cancel()
             raise
         self._number = number = self._number + 1
         ring.commit()
         return number
+
+    def _fill(
+        self, at: int, rows: Any, narrow: bool, bad: npt.NDArray[np.bool_] | None = None
+    ) -> None:
+        """Writes rows to where they belong, in the narrow dtype, and marks cells that are bad."""
+        memory = self._ring.memory
+        if narrow:
+            try:
+                # Unlike numpy's copy this keeps the GIL, and does not queue to get it back.
+                memory[at : at + rows.nbytes] = rows
+                return
+            except (ValueError, BufferError):  # they are not contiguous
+                pass
+        out = np.frombuffer(memory, self._dtype, rows.size, at).reshape(rows.shape)
+        np.copyto(out, rows, casting="unsafe")
+        if bad is not None:
+            out[bad] = 0 if rows.shape[2] > 1 else np.iinfo(self._dtype).max

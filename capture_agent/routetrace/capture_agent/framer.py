@@ -15,18 +15,20 @@ No I/O and no clock; the time is passed in.
 
 from __future__ import annotations
 
+from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import groupby, pairwise
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from routetrace.capture_agent.chunks import NO_BLOCKS, Blocks, ChunkBuilder
+from routetrace.capture_agent.chunks import NO_BLOCKS, Blocks, ChunkBuilder, Ids
 from routetrace.capture_agent.counters import Word
-from routetrace.capture_agent.linger import LANE_MASK, Bytes, Ints, Linger
+from routetrace.capture_agent.held import Held
+from routetrace.capture_agent.linger import LANE_MASK, Bytes, Ints, Linger, Places
 from routetrace.capture_agent.window import Slots, SlotWindow, as_ids
 from routetrace.v1 import routetrace_pb2 as pb
 from routetrace.v1.frame import invalid_rows
@@ -56,7 +58,7 @@ class _Request:
     lane: int
     trace_id: str = ""
     order: int = 0  # in which requests began; 0: the server was never told of it
-    blocks: Blocks = field(default_factory=lambda: NO_BLOCKS)
+    blocks: array[int] = field(default_factory=lambda: array("I"))
     emitted: int = 0  # the server was told of positions below
     owned_from: int = 0  # blocks from this index on are in the index of writers
     digests: Digests = field(default_factory=lambda: NO_DIGESTS)  # those that were sent
@@ -95,6 +97,8 @@ class Framer:
         self._out = out
         self._drop = drop
         self._linger = Linger(layout.row_bytes, frame_rows)
+        self._held = Held(frame_rows)
+        self._runs: Ints = np.empty((3, 0), np.int64)  # of the last step, but for those held
         self._requests: dict[int, _Request] = {}  # by lane
         self._known_bytes = 0  # of all requests
         self._begun = 0
@@ -146,7 +150,9 @@ class Framer:
             runs: [3, m] handles, positions and counts.
             rows: [n, row_bytes]; copied.
         """
+        self.settle()
         self._window.flush()
+        self._runs = runs
         handles, positions, counts = runs
         lanes = handles & LANE_MASK
         quick = self._linger.fits(lanes, positions, counts, version)
@@ -165,6 +171,46 @@ class Framer:
         for i in sorted(slow, key=lambda i: turns.get(int(lanes[i]), 0)):
             run = rows[stops[i] - counts[i] : stops[i]]
             self._append(now, step, version, int(lanes[i]), int(positions[i]), run)
+
+    def again(self, now: float, step: int, version: int, rows: Bytes) -> None:
+        """As step(), of the same runs as the last one, each going on where it ended."""
+        if self._held.takes(version):
+            self._held.add(step, self._linger.store(rows))
+            return
+        self.settle()
+        handles, positions, counts = self._runs
+        runs = np.array([handles, positions + counts, counts])
+        lanes = handles & LANE_MASK
+        fits = self._linger.fits(lanes, runs[1], counts, version)
+        if len(rows) > len(lanes) or self.muted or not fits.all():
+            self.step(now, step, version, runs, rows)
+            return
+        self._window.flush()
+        self._runs = runs
+        self._held.begin(now, version, lanes)
+        self._held.add(step, self._linger.store(rows))
+
+    def settle(self) -> None:
+        """Enters the steps that are held; to be called before anybody looks at what lingers."""
+        held, linger = self._held, self._linger
+        if not held:
+            return
+        steps, places = held.take()
+        n, lanes, facts = len(steps), held.lanes, (held.since, held.version)
+        self._runs[1] += n - 1
+        # Some lanes may have a frame's rows in between.
+        first = np.minimum(n, self._frame_rows - linger.fill[lanes])
+        mine = np.arange(n) < first[:, None]
+        self._enter(*facts, steps[first - 1], lanes, first, places[mine])
+        late = first < n
+        if late.any():
+            self._enter(*facts, steps[-1], lanes[late], n - first[late], places[~mine])
+
+    def _enter(
+        self, since: float, version: int, step: Any, lanes: Ints, counts: Ints, places: Places
+    ) -> None:
+        self._linger.enter(since, step, version, lanes, counts, places, 1)
+        self._flush(self._linger.full(lanes))
 
     def _start(self, lane: int) -> None:
         """Tells of a request that starts, if that is still to be done."""
@@ -215,10 +261,12 @@ class Framer:
             linger.advance(step, lane, len(frame) - fill)
             rows = rows[take:]
             bad = self._invalid(frame)
-            self._emit(request, start, frame, bad, step, version, int(linger.tentative[lane]))
+            ids = as_ids(frame, self._layout)
+            self._emit(request, start, ids, bad, step, version, int(linger.tentative[lane]))
 
     def step_slots(self, now: float, step: int, version: int, slots: Slots, rows: Bytes) -> None:
         """Rows [n, row_bytes] of one forward pass at `slots` [n]."""
+        self.settle()
         if self.muted:
             self._drop(Word.QUEUE_FULL, len(rows))
             self._forgetful = True
@@ -234,6 +282,7 @@ class Framer:
 
     def tick(self, before: float) -> None:
         """Flushes what came before that time."""
+        self.settle()
         self._flush(self._linger.expired(before))
         if self._window.since <= before:
             self._window.flush()
@@ -255,6 +304,7 @@ class Framer:
 
         `facts` is a RequestBegin, `blocks` and `prompt` are uint32.
         """
+        self.settle()
         lane = handle & LANE_MASK
         block_ids = np.frombuffer(blocks, U32)
         begin = pb.RequestBegin.FromString(facts)
@@ -337,18 +387,44 @@ class Framer:
 
     def add_blocks(self, handle: int, blocks: bytes) -> None:
         """A request gets more blocks."""
-        self._start(handle & LANE_MASK)
-        if request := self._reported(handle):
-            block_ids = np.frombuffer(blocks, U32)
-            self._flush_writers(block_ids)
-            self._out.op(OpKind.BLOCKS, request.request_id, blocks=block_ids)
-            known = len(request.blocks)
-            request.blocks = np.concatenate([request.blocks, block_ids])
-            self._count(request)
-            self._own(request, max(known, request.owned_from), len(request.blocks))
+        block_ids = np.frombuffer(blocks, U32)
+        self.add_blocks_of(np.full(len(block_ids), handle), block_ids)
+
+    def add_blocks_of(self, handles: Ints, blocks: Ints | Blocks) -> None:
+        """Requests get more blocks: block i goes to handle i."""
+        block_ids = blocks.astype(U32)
+        if len(set(block_ids.tolist())) == len(block_ids):
+            self._add_blocks(handles & LANE_MASK, block_ids)
+            return
+        for i in range(len(handles)):  # a block twice: the first may have to let go of it
+            self._add_blocks(handles[i : i + 1] & LANE_MASK, block_ids[i : i + 1])
+
+    def _add_blocks(self, lanes: Ints, block_ids: Blocks) -> None:
+        if self._starts or self._forgetful:
+            self.settle()
+        told = lanes.tolist()
+        for lane in told if self._starts else ():
+            self._start(lane)
+        self._flush_writers(block_ids)
+        index, at = np.full(len(told), -1), 0  # of those that are entered
+        for lane, same in groupby(told):
+            stop = at + len(list(same))
+            if request := self._reported(lane):
+                some, known = block_ids[at:stop], len(request.blocks)
+                self._out.op(OpKind.BLOCKS, request.request_id, blocks=some)
+                request.blocks.frombytes(some.tobytes())
+                self._count(request)
+                index[at:stop] = range(known, len(request.blocks))
+                if known < request.owned_from:
+                    index[at : at + request.owned_from - known] = -1
+            at = stop
+        owned = index >= 0
+        self._writer[block_ids[owned]] = lanes[owned]
+        self._index[block_ids[owned]] = index[owned]
 
     def rewind(self, handle: int, position: int, step: int = 0) -> None:
         """Rows at `position` and after were rejected; with `step`, unless later ones came."""
+        self.settle()
         request = self._requests[handle & LANE_MASK]
         self._start(request.lane)
         if not step or self._linger.step[request.lane] <= step:
@@ -356,6 +432,7 @@ class Framer:
 
     def preempt(self, handle: int, num_computed_tokens: int) -> None:
         """A request gives up its blocks; rows at `num_computed_tokens` and after were not kept."""
+        self.settle()
         lane = handle & LANE_MASK
         self._start(lane)
         self._requests[lane].preempted, self._linger.open[lane] = True, False
@@ -363,7 +440,7 @@ class Framer:
             self._drop(Word.REWOUND, self._linger.cut(request.lane, num_computed_tokens))
             self._flush_one(request)
             self._out.op(OpKind.PREEMPT, request.request_id, position=num_computed_tokens)
-            request.blocks = NO_BLOCKS
+            request.blocks = array("I")
             self._count(request)
             request.emitted = min(request.emitted, num_computed_tokens)
         else:
@@ -373,6 +450,7 @@ class Framer:
         self, handle: int, num_computed_tokens: int, num_external_tokens: int, blocks: bytes
     ) -> None:
         """A request starts over as a new attempt."""
+        self.settle()
         lane = handle & LANE_MASK
         self._requests[lane].preempted = False
         self._linger.open[lane] = not self._requests[lane].lost
@@ -401,6 +479,7 @@ class Framer:
 
     def finish(self, handle: int, num_tokens: int, reason: int, tokens: bytes | None) -> None:
         """A request ends with `num_tokens` tokens; `tokens`, if told, is uint32."""
+        self.settle()
         lane = handle & LANE_MASK
         request = self._requests[lane]
         self._start(lane)
@@ -419,6 +498,7 @@ class Framer:
 
     def external(self, blocks: bytes) -> None:
         """KV of blocks was loaded from elsewhere."""
+        self.settle()
         if self.muted:
             self._forgetful = True
             return
@@ -430,6 +510,7 @@ class Framer:
 
     def reset(self) -> None:
         """The engine forgot its prefix cache."""
+        self.settle()
         if self.muted:
             self._forgetful = True
             return
@@ -444,6 +525,7 @@ class Framer:
 
         The last of a span were of that step.
         """
+        self.settle()
         for handle, position, stop, reason, step in spans:
             request = self._requests[handle & LANE_MASK]
             if request.preempted:
@@ -463,6 +545,7 @@ class Framer:
 
     def close(self) -> None:
         """No more will come: flushes everything, and says so for requests that live."""
+        self.settle()
         self._start_all()
         self._flush_all()
         self._window.flush()
@@ -478,18 +561,21 @@ class Framer:
 
     def flush(self) -> None:
         """Flushes everything that lingers, and tells of all requests."""
+        self.settle()
         self._start_all()
         self._flush_all()
         self._window.flush()
 
     def flush_rows(self) -> None:
         """Flushes everything that lingers."""
+        self.settle()
         self._flush_all()
         self._window.flush()
         self._linger.compact()
 
     def shed(self, nbytes: int) -> None:
         """Drops whole requests that have rows here, newest first, until `nbytes` are free."""
+        self.settle()
         target = self.nbytes - nbytes
         self._window.shed()
         waiting = [self._requests[lane] for lane in self._linger.lingering().tolist()]
@@ -510,7 +596,7 @@ class Framer:
 
     def _count(self, request: _Request) -> None:
         """What is known of a request has changed."""
-        nbytes = _REQUEST_BYTES + request.blocks.nbytes + request.digests.nbytes
+        nbytes = _REQUEST_BYTES + 4 * len(request.blocks) + request.digests.nbytes
         self._known_bytes += nbytes - request.nbytes
         request.nbytes = nbytes
 
@@ -557,11 +643,15 @@ class Framer:
                 linger.tentative[some],
             )
             rows, row = linger.take(some), 0
-            bad = self._invalid(rows)
+            ids, bad = as_ids(rows, self._layout), self._invalid(rows)
+            good = not bad.any()
             for lane, position, n, *facts in zip(*(c.tolist() for c in columns), strict=True):
-                if n:
-                    part = slice(row, row + n)
-                    self._emit(self._requests[lane], position, rows[part], bad[part], *facts)
+                request, part = self._requests[lane], slice(row, row + n)
+                if good and 0 < n <= self._out.max_rows:
+                    self._out.rows(request.request_id, position, ids[part], *facts)
+                    request.emitted = max(request.emitted, position + n)
+                elif n:
+                    self._emit(request, position, ids[part], bad[part], *facts)
                 row += n
             at = stop
 
@@ -583,20 +673,29 @@ class Framer:
         lanes, index = self._writer[blocks], self._index[blocks]
         owned = lanes >= 0
         lanes, index = lanes[owned], index[owned]
+        if not len(lanes):
+            return
+        if held := len(self._held):
+            # At most so many rows more than those that linger: seldom any in these blocks.
+            end = linger.end[lanes]
+            near = (index * size < end + held) & ((index + 1) * size > end - linger.fill[lanes])
+            if not near.any():
+                return
+            self.settle()
         end, fill = linger.end[lanes], linger.fill[lanes]
         hit = (fill > 0) & (index * size < end) & ((index + 1) * size > end - fill)
         self._flush(np.unique(lanes[hit]))
 
     def _give(self, request: _Request, blocks: Blocks, num_computed_tokens: int) -> None:
         """A request starts with these blocks, and writes from its first uncached token on."""
-        request.blocks = blocks
+        request.blocks = array("I", blocks.tobytes())
         self._count(request)
         request.owned_from = num_computed_tokens // self._block_size if self._block_size else 0
         self._own(request, request.owned_from, len(blocks))
 
     def _own(self, request: _Request, start: int, stop: int) -> None:
         """Enters blocks start .. stop of a request into the index of writers."""
-        mine = request.blocks[start:stop]
+        mine = np.array(request.blocks[start:stop], U32)
         self._writer[mine] = request.lane
         self._index[mine] = np.arange(start, start + len(mine))
 
@@ -606,14 +705,13 @@ class Framer:
         self,
         request: _Request,
         position: int,
-        rows: Bytes,
+        ids: Ids,
         bad: npt.NDArray[np.bool_],
         step: int,
         version: int,
         tentative: int,
     ) -> None:
-        """The last rows [n, row_bytes], from `position` on; those that are `bad` become LOST."""
-        ids = as_ids(rows, self._layout)
+        """The last rows [n, L, K], from `position` on; those that are `bad` become LOST."""
         edges = {0, len(ids), *range(0, len(ids), self._out.max_rows)}
         if bad.any():
             edges.update((np.flatnonzero(bad[1:] != bad[:-1]) + 1).tolist())
@@ -625,7 +723,7 @@ class Framer:
             else:
                 drafts = max(0, tentative - (len(ids) - stop))
                 self._out.rows(request.request_id, at, ids[start:stop], step, version, drafts)
-        request.emitted = max(request.emitted, position + len(rows))
+        request.emitted = max(request.emitted, position + len(ids))
 
     def _rewind(self, request: _Request, position: int) -> None:
         """Takes back the rows at `position` and after, if there are any."""
@@ -642,7 +740,7 @@ class Framer:
         if self._block_size and position < request.owned_from * self._block_size:
             # It will write into blocks that it shares.
             first, stop = position // self._block_size, request.owned_from
-            self._flush_writers(request.blocks[first:stop])
+            self._flush_writers(np.array(request.blocks[first:stop], U32))
             self._own(request, first, stop)
             request.owned_from = first
 

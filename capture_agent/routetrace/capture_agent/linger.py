@@ -13,6 +13,7 @@ import numpy.typing as npt
 
 Ints = npt.NDArray[np.int64]
 Bytes = npt.NDArray[np.uint8]
+Places = npt.NDArray[np.int32]
 
 #: A handle is a lane and, above these bits, how often the lane was handed out.
 LANE_BITS = 20
@@ -108,12 +109,30 @@ class Linger:
             counts: [m] rows per lane.
             rows: [sum(counts), row_bytes], contiguous, in the order of the lanes.
         """
+        self.enter(now, step, version, lanes, counts, self.store(rows), counts)
+
+    def store(self, rows: Bytes) -> Places:
+        """Puts rows where there is room, and returns where; they are nobody's until enter()."""
         n = len(rows)
         if n > self._num_free:
             self._add_rows(max(len(self._arena), n, _FIRST_ROWS))
         self._num_free -= n
-        places = self._free[self._num_free : self._num_free + n]
+        places = self._free[self._num_free : self._num_free + n].copy()
         self._arena[places] = rows.view(self._row)[:, 0]
+        return places
+
+    def enter(
+        self,
+        now: float,
+        step: Ints | int,
+        version: int,
+        lanes: Ints,
+        counts: Ints,
+        places: Places,
+        last: Ints | int,
+    ) -> None:
+        """As extend(), of rows that were stored; `last` of each run are of its last step."""
+        n = len(places)
         fill = self.fill[lanes]
         if n == len(lanes):
             self._places[lanes, fill] = places
@@ -125,9 +144,10 @@ class Linger:
         self.since[fresh] = now
         self.version[fresh] = version
         self.fill[lanes] = fill + counts
-        self.advance(step, lanes, counts)
+        self.end[lanes] += counts - last
+        self.advance(step, lanes, last)
 
-    def advance(self, step: int, lanes: Ints | int, counts: Ints | int) -> None:
+    def advance(self, step: Ints | int, lanes: Ints | int, counts: Ints | int) -> None:
         """Positions of lanes come, whether their rows do or not: `counts` of them each.
 
         Those beyond the prompt may be rejected drafts, but for the first of a step: its token was
@@ -204,7 +224,7 @@ class Linger:
         self._free = np.empty(rows, np.int32)
         self._add_rows(max(rows, _FIRST_ROWS))
 
-    def _release(self, places: npt.NDArray[np.int32]) -> None:
+    def _release(self, places: Places) -> None:
         self._free[self._num_free : self._num_free + len(places)] = places
         self._num_free += len(places)
 

@@ -67,6 +67,7 @@ class WorkerLink:
         self.words = self._memory[:COUNTER_BYTES].cast("Q")
         self.ring = Ring(self._memory[COUNTER_BYTES:], behind=self.wake)
         self.ring.touch(_TOUCHED_BYTES)
+        self._woken = 0  # what had been written when the background was woken last
         self._thread = threading.Thread(target=work, name="routetrace-worker", daemon=True)
         self._thread.start()
 
@@ -90,6 +91,10 @@ class WorkerLink:
 
     def wake(self) -> None:
         """Has the background look at the ring now."""
+        # Until it has read what it was woken for, it will see all the rest as well.
+        if self.ring.read < self._woken:
+            return
+        self._woken = self.ring.written
         with suppress(OSError):  # full: it is awake; closed: it is gone
             self._sock.send(b"\0")
 

@@ -13,9 +13,11 @@ a lock that a killed process could take along.
 
 from __future__ import annotations
 
+import mmap
 import platform
 import threading
 from collections.abc import Callable
+from typing import cast
 
 _WRITTEN, _FRONT, _READ = 0, 1, 8  # in words
 _CONTROL_BYTES = 128
@@ -59,7 +61,8 @@ class Ring:
     """Single producer, single consumer; each end has a Ring of its own over the same buffer.
 
     Args:
-        buffer: zeroed memory; its size less 128 is rounded down to cache lines.
+        buffer: zeroed memory, the end of a mapping; its size less 128 is rounded down to
+            cache lines.
         behind: called where the producer finds that not all was read, once for each eighth of the
             ring that it fills.
     """
@@ -68,6 +71,10 @@ class Ring:
         self._cursors = buffer[:_CONTROL_BYTES].cast("Q")
         size = (len(buffer) - _CONTROL_BYTES) // LINE * LINE
         self._data = buffer[_CONTROL_BYTES : _CONTROL_BYTES + size]
+        #: What the producer writes records into. Slices of the mapping itself take the bytes of any
+        #: contiguous buffer, in one call.
+        self.memory = cast("mmap.mmap", buffer.obj)
+        self._front = len(self.memory) - len(buffer) + _CONTROL_BYTES + 8
         self._lengths = self._data.cast("Q")
         self._behind = behind
         self.size = size
@@ -92,26 +99,27 @@ class Ring:
         pages = self._data[: min(size, self.size) : _PAGE]
         pages[:] = bytes(len(pages))
 
-    def reserve(self, length: int) -> memoryview | None:
-        """Room for a record of `length` bytes, to be filled and committed; None if there is none.
+    def reserve(self, length: int) -> int:
+        """Where in `memory` a record of `length` bytes is to be written, and committed.
 
-        There is none either while another reservation is open: a signal handler may have come in
-        between.
+        Returns:
+            0 if there is no room. There is none either while another reservation is open: a signal
+            handler may have come in between.
         """
         if self._reserved:
-            return None
+            return 0
         self._reserved = True
         at = self._at
         end = at + 8 + length + _PAD & ~_PAD
         if end > self._limit:
             if not self._find(end - at):
                 self._reserved = False
-                return None
+                return 0
             end += self._at - at
             at = self._at
         self._next = end
         self._lengths[at >> 3] = length
-        return self._data[at + 8 : at + 8 + length]
+        return self._front + at
 
     def commit(self) -> None:
         """Publishes the reserved record."""
@@ -156,6 +164,11 @@ class Ring:
     def written(self) -> int:
         """Bytes ever published."""
         return self._base + self._at
+
+    @property
+    def read(self) -> int:
+        """Those of them that the consumer has read."""
+        return self._cursors[_READ]
 
     # ------------------------------------------------------------------ consumer
 

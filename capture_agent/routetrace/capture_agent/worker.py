@@ -25,9 +25,8 @@ import numpy as np
 from routetrace.capture_agent.chunks import ChunkBuilder
 from routetrace.capture_agent.config import AgentConfig
 from routetrace.capture_agent.counters import COUNTER_BYTES, Word
-from routetrace.capture_agent.feed import AGAIN, EVENT, RECORD, SLOTS, STEP, rows_at
+from routetrace.capture_agent.feed import AGAIN, BLOCKS, EVENT, RECORD, SLOTS, STEP, rows_at
 from routetrace.capture_agent.framer import Framer
-from routetrace.capture_agent.linger import Ints
 from routetrace.capture_agent.ring import Ring
 from routetrace.capture_agent.sender import Sender
 
@@ -73,7 +72,6 @@ class Worker:
             self._builder,
             self._drop,
         )
-        self._runs: Ints = np.empty((3, 0), np.int64)  # of the last step
         self._pending_since = 0.0
         self._warned = False
         # When the ring was last looked at; what is read came after the look before.
@@ -136,6 +134,7 @@ class Worker:
             self._take(record)
             self._ring.consume()
             taken += 1
+        self._framer.settle()
         if not taken and not self._holds:  # idle: there is nothing that could be due
             self._pending_since = self._looked
             return False
@@ -176,16 +175,18 @@ class Worker:
             else:
                 self._framer.events[name](*args)
             return
+        if kind == BLOCKS:
+            handles, blocks = np.frombuffer(record, np.int64, 2 * m, at).reshape(m, 2).T
+            self._framer.add_blocks_of(handles, blocks)
+            return
         start = rows_at({STEP: 24 * m, SLOTS: 8 * n, AGAIN: 0}[kind])
         rows = np.frombuffer(record, np.uint8, n * self._row_bytes, start)
         rows = rows.reshape(n, self._row_bytes)
         if kind == STEP:
-            self._runs = np.frombuffer(record, np.int64, 3 * m, at).reshape(3, m).copy()
-            self._framer.step(since, step, version, self._runs, rows)
+            runs = np.frombuffer(record, np.int64, 3 * m, at).reshape(3, m).copy()
+            self._framer.step(since, step, version, runs, rows)
         elif kind == AGAIN:
-            handles, positions, counts = self._runs
-            self._runs = np.array([handles, positions + counts, counts])
-            self._framer.step(since, step, version, self._runs, rows)
+            self._framer.again(since, step, version, rows)
         elif kind == SLOTS:
             slots = np.frombuffer(record, np.uint64, n, at)
             self._framer.step_slots(since, step, version, slots, rows)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Sequence
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from itertools import islice
 from typing import Any, TypeVar
@@ -24,9 +24,15 @@ from routetrace.client._core import (
     Unary,
 )
 from routetrace.client._fork import start_over_after_fork
+from routetrace.client._messages import Received
 from routetrace.v1.errors import Closed, RouteTraceError, Unavailable
 
 T = TypeVar("T")
+
+#: Bytes of rows that are worked on beside the event loop: it is held up less than by a call.
+_BESIDE_BYTES = 64 << 10
+
+_RETURNED: Any = object()
 
 
 class AsyncDriver:
@@ -78,11 +84,11 @@ class AsyncDriver:
         async with AsyncExitStack() as stream:
             while True:
                 try:
-                    step = plan.send(outcome) if failure is None else plan.throw(failure)
-                except StopIteration:
-                    return
+                    step = await _next_step(plan, outcome, failure)
                 except Unavailable as error:
                     raise self._config.explained(error) from error.__cause__
+                if step is _RETURNED:
+                    return
                 outcome = failure = None
                 if isinstance(step, Emit):
                     yield step.value
@@ -174,7 +180,38 @@ class AsyncDriver:
         finally:
             for task in pending:
                 task.cancel()
-            await asyncio.gather(*pending, return_exceptions=True)
+            await settled(pending)
+
+
+async def _next_step(plan: Plan[T], outcome: Any, failure: grpc.RpcError | None) -> Step[T]:
+    """What a plan does next; what takes it long is left to a thread."""
+
+    def advance() -> Step[T]:
+        try:
+            return plan.send(outcome) if failure is None else plan.throw(failure)
+        except StopIteration:  # no future can hold it
+            return _RETURNED  # type: ignore[no-any-return]
+
+    if not isinstance(outcome, Received) or len(outcome.payload) < _BESIDE_BYTES:
+        return advance()
+    work = asyncio.get_running_loop().run_in_executor(None, advance)
+    await settled([work])  # also if this is cancelled: it writes to arrays of the caller
+    return work.result()
+
+
+async def settled(work: Sequence[asyncio.Future[Any]]) -> None:
+    """Waits until all of it is done, however it ends; only then is a cancellation passed on."""
+    cancelled: asyncio.CancelledError | None = None
+    while not all(future.done() for future in work):
+        try:
+            await asyncio.wait(work)
+        except asyncio.CancelledError as error:  # noqa: PERF203
+            cancelled = error
+    for future in work:
+        if not future.cancelled():
+            future.exception()  # seen, if there is one
+    if cancelled is not None:
+        raise cancelled
 
 
 def _cancelling() -> bool:

@@ -27,7 +27,7 @@ from routetrace.client.trace import (
 )
 from routetrace.v1 import routetrace_pb2 as pb
 from routetrace.v1.errors import Corrupt, Unavailable
-from routetrace.v1.frame import decode_frames, read_header
+from routetrace.v1.frame import copy_ids, decode_frames, read_header
 from routetrace.v1.frame_header import Buffer
 from routetrace.v1.records import SPAN, U32, Provenance, unpack
 
@@ -88,8 +88,14 @@ class _Placed(NamedTuple):
     """The places of all its rows, if they are neighbours: it is decoded there."""
 
 
-_Columns = tuple[tuple[int, ...], slice | list[int], frozenset[int]]
-"""Layers, and their columns twice."""
+class _Columns(NamedTuple):
+    """Those of a frame's layers that were asked for."""
+
+    layer_ids: tuple[int, ...]
+    where: slice | list[int]
+    """Their columns."""
+    told: frozenset[int]
+    """The same."""
 
 
 class _Came(NamedTuple):
@@ -100,6 +106,12 @@ class _Came(NamedTuple):
     columns: frozenset[int]
     version: int
     provenance: str
+
+    def joined(self, after: _Came) -> _Came | None:
+        """With those that follow; None if they do not."""
+        if self.stop != after.start or self[2:] != after[2:]:
+            return None
+        return self._replace(stop=after.stop)
 
 
 class Assembler:
@@ -268,10 +280,13 @@ class Assembler:
         self._num_spans += len(spans)
         at = 0
         placed = []
+        runs: list[tuple[_Came, _Columns]] = []
         for index, length in enumerate(lengths):
             if index in by_frame:
-                placed.append(self._place(payload[at : at + length], by_frame[index]))
+                placed.append(self._place(payload[at : at + length], by_frame[index], runs))
             at += length
+        for came, columns in runs:
+            self._claim(came, columns)
         # Only now, as the arrays may have grown.
         ids = self._cells.ids
         wanted = (
@@ -280,19 +295,33 @@ class Assembler:
         for frame, rows in zip(placed, decode_frames(wanted), strict=True):
             if not frame.whole:
                 for places, row, count in frame.targets:
-                    ids[frame.columns, places] = rows[:, row : row + count]
+                    some = rows[:, row : row + count]
+                    if isinstance(frame.columns, slice):
+                        copy_ids(some, ids[frame.columns, places])
+                    else:
+                        ids[frame.columns, places] = some
 
-    def _place(self, frame: memoryview, spans: list[Any]) -> _Placed:
-        """Where the rows of a frame go."""
+    def _place(
+        self, frame: memoryview, spans: list[Any], runs: list[tuple[_Came, _Columns]]
+    ) -> _Placed:
+        """Where the rows of a frame go; adds them to `runs`, those that are to be claimed."""
         header = read_header(frame)
         model = (self._layout.num_experts, self._layout.top_k)
         if (header.num_experts, header.top_k) != model:
             raise self._corrupt(f"a frame of other (num_experts, top_k) than {model}")
-        layer_ids, columns, told = self._columns_of(header.layer_ids)
-        targets = [t for span in spans for t in self._targets(span, header.num_rows, columns, told)]
+        columns = self._columns_of(header.layer_ids)
+        targets: list[tuple[slice, int, int]] = []
+        for span in spans:
+            came = self._came_with(span, header.num_rows, columns)
+            targets += self._targets(came, span[3])
+            joined = runs[-1][0].joined(came) if runs else None
+            if joined:
+                runs[-1] = joined, columns
+            else:
+                runs.append((came, columns))
         places, _, count = targets[0]
-        whole = len(targets) == 1 and count == header.num_rows and isinstance(columns, slice)
-        return _Placed(frame, layer_ids, columns, targets, places if whole else None)
+        whole = len(targets) == 1 and count == header.num_rows and isinstance(columns.where, slice)
+        return _Placed(frame, columns.layer_ids, columns.where, targets, places if whole else None)
 
     def _columns_of(self, held: tuple[int, ...]) -> _Columns:
         """Which of the layers of a frame were asked for, and their columns here."""
@@ -301,13 +330,11 @@ class Assembler:
             if not layer_ids:
                 raise self._corrupt("a frame with none of the layers asked for")
             columns = [self._column[i] for i in layer_ids]
-            self._columns[held] = layer_ids, column_index(columns), frozenset(columns)
+            self._columns[held] = _Columns(layer_ids, column_index(columns), frozenset(columns))
         return self._columns[held]
 
-    def _targets(
-        self, span: Any, num_rows: int, columns: slice | list[int], told: frozenset[int]
-    ) -> list[tuple[slice, int, int]]:
-        """Where the rows of a span go, as (places, first row of the frame, rows)."""
+    def _came_with(self, span: Any, num_rows: int, columns: _Columns) -> _Came:
+        """The rows of a span, which is checked against its frame and what was asked for."""
         position, count, _, row, _, provenance, _, version = span
         stop = position + count
         if count == 0 or row + count > num_rows:
@@ -318,23 +345,32 @@ class Assembler:
             raise self._corrupt(
                 f"rows of weight version {version}, asked for {self._want.weight_version}"
             )
-        self._reserve(stop)
-        targets = []
-        for places, a, b in self._cells.parts(position, stop):
-            if self._cells.valid[columns, places].any():
-                self._take_back(position, stop, told)
-            self._cells.valid[columns, places] = True  # if decoding fails, so does the read
-            targets.append((places, row + a - position, b - a))
-        if sum(rows for _, _, rows in targets) != count:
-            raise self._corrupt(f"rows [{position}, {stop}), which were not all asked for")
-        self._filled = max(self._filled, stop)
-        came = _Came(position, stop, told, version, _PROVENANCE.get(provenance, "unknown"))
-        last = self._came[-1] if self._came else None
-        if last and last.stop == position and last[2:] == came[2:]:
-            self._came[-1] = came._replace(start=last.start)
+        name = _PROVENANCE.get(provenance, "unknown")
+        return _Came(position, stop, columns.told, version, name)
+
+    def _targets(self, came: _Came, row: int) -> list[tuple[slice, int, int]]:
+        """Where rows from `row` of a frame on go, as (places, first row of the frame, rows)."""
+        start, stop = came.start, came.stop
+        parts = self._cells.parts(start, stop)
+        targets = [(places, row + a - start, b - a) for places, a, b in parts]
+        if sum(rows for _, _, rows in targets) != stop - start:
+            raise self._corrupt(f"rows [{start}, {stop}), which were not all asked for")
+        return targets
+
+    def _claim(self, came: _Came, columns: _Columns) -> None:
+        """Says of cells that they are there; if decoding them fails, so does the read."""
+        self._reserve(came.stop)
+        valid = self._cells.valid
+        for places, _, _ in self._cells.parts(came.start, came.stop):
+            if valid[columns.where, places].any():
+                self._take_back(came.start, came.stop, columns.told)
+            valid[columns.where, places] = True
+        self._filled = max(self._filled, came.stop)
+        joined = self._came[-1].joined(came) if self._came else None
+        if joined:
+            self._came[-1] = joined
         else:
             self._came.append(came)
-        return targets
 
     def _take_back(self, position: int, stop: int, columns: frozenset[int]) -> None:
         """Rows that came before come again."""

@@ -25,6 +25,7 @@ from routetrace.client._core import (
     Unary,
 )
 from routetrace.client._fork import start_over_after_fork
+from routetrace.client._messages import Received
 from routetrace.v1.errors import Closed, RouteTraceError, Unavailable
 
 T = TypeVar("T")
@@ -120,8 +121,31 @@ class Driver:
         with closing(self.run(plan, scope)) as values:
             return next(values)
 
+    def one_by_one(self, plans: Iterable[Plan[T]]) -> list[T]:
+        """The one value of each plan; a call begins while the last message before is worked on."""
+        values: list[T] = []
+        with ExitStack() as stack:
+            under_way = [stack.enter_context(closing(self._steps(plan))) for plan in plans]
+            begun = 0
+            for number, steps in enumerate(under_way):
+                for step in steps:
+                    if isinstance(step, Emit):
+                        values.append(step.value)
+                    elif isinstance(step, Receive) and begun == number < len(under_way) - 1:
+                        begun += 1
+                        next(under_way[begun])
+                begun = max(begun, number + 1)
+        return values
+
     def run(self, plan: Plan[T], scope: Scope | None = None) -> Generator[T, None, None]:
         """The values of a plan."""
+        with closing(self._steps(plan, scope)) as steps:
+            for step in steps:
+                if isinstance(step, Emit):
+                    yield step.value
+
+    def _steps(self, plan: Plan[T], scope: Scope | None = None) -> Generator[Step[T], None, None]:
+        """Carries a plan out; stops at a call that began, its last message, and each value."""
         scope = scope or self._scope
         outcome: Any = None
         failure: grpc.RpcError | None = None
@@ -135,7 +159,7 @@ class Driver:
                     raise self._config.explained(error) from error.__cause__
                 outcome = failure = None
                 if isinstance(step, Emit):
-                    yield step.value
+                    yield step
                     continue
                 try:
                     outcome = self._do(step, scope, stream)
@@ -145,6 +169,11 @@ class Driver:
                     if not isinstance(error, grpc.RpcError):
                         raise
                     failure = error
+                else:
+                    if isinstance(step, Open) or (
+                        isinstance(outcome, Received) and outcome.is_last
+                    ):
+                        yield step
 
     def _do(self, step: Step[Any], scope: Scope, stream: ExitStack) -> Any:
         match step:

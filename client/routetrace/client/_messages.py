@@ -23,6 +23,11 @@ class Received(NamedTuple):
     """The message without its payload; None if it does not parse."""
     payload: memoryview | bytes = b""
 
+    @property
+    def is_last(self) -> bool:
+        """Whether it says that nothing follows."""
+        return self.head is not None and self.head.HasField("end")
+
 
 def parser_of(message_type: type[Any]) -> Any:
     """A deserializer for gRPC."""

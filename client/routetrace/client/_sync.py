@@ -282,7 +282,7 @@ class RouteClient:
         fetch = make(plan, out)
         if concurrency == 1:  # no thread has to be started for that
             began = time.monotonic()
-            reads = [self._driver.one(steps) for steps in fetch.reads()]
+            reads = self._driver.one_by_one(fetch.reads())
             return fetch.rows(reads, time.monotonic() - began)
         with Prefetch(self._driver, [fetch], 0, concurrency) as fetched:
             return next(fetched)

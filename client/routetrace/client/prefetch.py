@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 
-from routetrace.client._aio_drive import AsyncDriver
+from routetrace.client._aio_drive import AsyncDriver, settled
 from routetrace.client._core import Plan
 from routetrace.client._drive import Driver, Scope
 from routetrace.client._fetch import Budget, Fetch
@@ -88,7 +88,7 @@ class Prefetch:
 class AsyncPrefetch:
     """Iterates over the rows of plans, in their order; made by `AsyncRouteClient.prefetch`.
 
-    As `Prefetch`. Rows are decoded on the event loop.
+    As `Prefetch`. Rows are decoded beside the event loop, by its default executor.
     """
 
     def __init__(
@@ -144,7 +144,7 @@ class AsyncPrefetch:
         self._pending.clear()
         for task in tasks:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await settled(tasks)
 
     def _start(self) -> None:
         for fetch, reads in self._budget.admit():
@@ -161,4 +161,4 @@ class AsyncPrefetch:
         finally:
             for task in tasks:
                 task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await settled(tasks)

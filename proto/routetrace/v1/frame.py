@@ -6,9 +6,15 @@ of its layers, row-major, one layer after the other, as one of these:
 
 * RAW: the ids as they are, u8 or u16, little-endian.
 * LAYER_ZSTD: a plane of one byte per id, `id >> s` with s = max(0, ceil(log2 E) - 8), as one zstd
-  frame with its content size and without zstd's checksum; as it is where zstd does not make it
-  smaller, which its length tells. Then, if s > 0, the low bits: per layer s bit planes, lowest bit
-  first, of ceil(n K / 8) bytes each, 8 ids to a byte, the first id in the lowest bit.
+  frame with its content size and checksum, and without a dictionary; as it is where zstd does not
+  make the group smaller, which its length tells. Then, if s > 0, the low bits: per layer s bit
+  planes, lowest bit first, of ceil(n K / 8) bytes each, 8 ids to a byte, the first id in the lowest
+  bit.
+
+What a group holds outside of a zstd frame is followed by its CRC-32 (as in zlib). So every id is
+under a checksum, zstd's (of XXH64) or that one, of 32 bits either. Damaged bytes give Corrupt, or
+the very same ids; never others. The same ids, as zstd's checksum is over what comes out: there are
+bits in a zstd frame that its decoder does not look at.
 
 Popular experts differ by layer, so a layer gets an entropy table of its own where it is large
 enough to pay for it: this, more than the level, is what compresses.
@@ -17,13 +23,13 @@ enough to pay for it: this, more than the level, is what compresses.
 from __future__ import annotations
 
 import threading
+import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
-from itertools import accumulate, islice, pairwise
+from itertools import accumulate, islice, pairwise, repeat
 from math import gcd
-from operator import eq, ne
+from operator import itemgetter, ne
 from typing import Any
-from zlib import crc32
 
 import numpy as np
 import numpy.typing as npt
@@ -31,6 +37,7 @@ import zstandard
 
 from routetrace.v1.errors import InvalidArgument
 from routetrace.v1.frame_header import (
+    CRC_BYTES,
     MAX_FRAME_DECODED_BYTES,
     MAX_FRAME_ROWS,
     Buffer,
@@ -49,6 +56,7 @@ __all__ = [
     "MAX_FRAME_ROWS",
     "Codec",
     "FrameHeader",
+    "copy_ids",
     "decode_frame",
     "decode_frames",
     "decode_into",
@@ -64,6 +72,10 @@ Ids = npt.NDArray[np.unsignedinteger[Any]]
 # Above this size zlib.crc32 gives up the GIL; beside a busy thread it takes 5 ms to get it back.
 _CRC_STEP = 5120
 
+# The byte behind the magic of a zstd frame, but for its upper bits, which tell how the content size
+# is stored: a checksum, no dictionary, nothing in the bits without a meaning.
+_FLAGS, _FLAGS_MASK, _CHECKSUM_ALONE = itemgetter(4), 0b00011111, 0b00000100
+
 # Decompressed at a time: a message's worth.
 _BATCH_BYTES = 4 << 20
 
@@ -77,7 +89,7 @@ class _Contexts(threading.local):
 
     def compressor(self, level: int) -> Any:
         if level not in self.compressors:
-            self.compressors[level] = zstandard.ZstdCompressor(level=level)
+            self.compressors[level] = zstandard.ZstdCompressor(level=level, write_checksum=True)
         return self.compressors[level]
 
 
@@ -160,10 +172,22 @@ def encode_frames(
             codec=codec,
             group_layers=group_layers,
             group_bytes=tuple(map(len, groups)),
-            group_crcs=tuple(_crc32s(groups)),
         )
         frames.append(b"".join([header.pack(), *groups]))
     return frames
+
+
+def copy_ids(ids: Ids, out: Ids) -> None:
+    """Copies ids [L, n, K] to others of their shape and dtype, of any strides.
+
+    A top-k at a time, as words: between rows that lie apart numpy takes as long for one id as for
+    eight.
+    """
+    size = ids.itemsize
+    if ids.dtype == out.dtype and ids.strides[2] == out.strides[2] == size:
+        word = f"u{gcd(ids.shape[2] * size, 8)}"
+        ids, out = ids.view(word), out.view(word)
+    out[...] = ids
 
 
 def slice_frame(frame: Buffer, layer_ids: Iterable[int]) -> bytes:
@@ -188,7 +212,6 @@ def slice_frame(frame: Buffer, layer_ids: Iterable[int]) -> bytes:
         layer_ids=pick.layer_ids,
         group_layers=pick.group_layers,
         group_bytes=tuple([header.group_bytes[g] for g in pick.groups]),
-        group_crcs=tuple([header.group_crcs[g] for g in pick.groups]),
     )
     return b"".join([sliced.pack(), *_stored(frame, header, pick)])
 
@@ -285,23 +308,28 @@ class _Groups:
         """Planes that are a zstd frame,"""
         self.sizes = list(map(plane.__mul__, pick.group_layers))
         """and their content sizes."""
-        crcs = _crc32s(self.packed)
-        expected = [header.group_crcs[g] for g in pick.groups]
-        if crcs != expected:
-            at = list(map(ne, crcs, expected)).index(True)
-            raise corrupt(f"crc32 of group {pick.groups[at]}", crcs[at], str(expected[at]))
-        self._low_bits: list[memoryview] = []
-        if low:
-            low_bytes = map(low.__mul__, pick.group_layers)
-            cuts = [(g, len(g) - size) for g, size in zip(self.packed, low_bytes, strict=True)]
-            self.packed = [group[:at] for group, at in cuts]
-            self._low_bits = [group[at:] for group, at in cuts]
         self._plain: dict[int, memoryview] = {}  # planes as they are, by their place
-        if any(map(eq, map(len, self.packed), self.sizes)):
-            planes = list(zip(self.packed, self.sizes, strict=True))
-            self._plain = {i: plane for i, (plane, size) in enumerate(planes) if len(plane) == size}
-            self.packed = [plane for plane, size in planes if len(plane) != size]
-            self.sizes = [size for plane, size in planes if len(plane) != size]
+        self._low_bits: list[memoryview] = []
+        if low or max(map(len, self.packed)) >= min(self.sizes):
+            self._take_plain(low)
+
+    def _take_plain(self, low: int) -> None:
+        """Takes what is in no zstd frame out of `packed`."""
+        pick = self._pick
+        groups = zip(pick.groups, pick.group_layers, self.packed, self.sizes, strict=True)
+        self.packed, self.sizes = [], []
+        for place, (group, count, stored, size) in enumerate(groups):
+            as_it_is = len(stored) == size + count * low + CRC_BYTES
+            low_at = len(stored) - count * low - CRC_BYTES
+            if as_it_is or low:
+                _check_crc(group, stored[0 if as_it_is else low_at :])
+            if as_it_is:
+                self._plain[place] = stored[:size]
+            else:
+                self.packed.append(stored[:low_at] if low else stored)
+                self.sizes.append(size)
+            if low:
+                self._low_bits.append(stored[low_at:-CRC_BYTES])
 
     def check(self, out: Ids | None) -> None:
         """Refuses an array that the ids do not fit into."""
@@ -327,12 +355,12 @@ class _Groups:
             ids = np.left_shift(ids, shift, dtype=header.dtype)
             ids |= _unpack_low_bits(self._layers(self._low_bits, np.dtype(np.uint8)), shift, ids)
         if header.num_experts < 1 << (8 * dtype.itemsize + shift):
-            largest = int(ids.max())
+            largest = int(np.maximum.reduce(ids, axis=None))
             if largest >= header.num_experts:
                 raise corrupt("topk_ids", largest, f"ids below {header.num_experts}")
         if out is None:
             return ids.astype(header.dtype, copy=False)
-        out[...] = ids
+        copy_ids(ids, out)
         return out
 
     def _layers(self, parts: list[Any], dtype: np.dtype[Any]) -> npt.NDArray[Any]:
@@ -347,7 +375,24 @@ def _stored(frame: Buffer, header: FrameHeader, pick: Pick) -> list[memoryview]:
     return [view[at[g] : at[g + 1]] for g in pick.groups]
 
 
-def _pack(list_of_ids: Sequence[Ids], layout: RoutingLayout, codec: Codec, level: int) -> list[Any]:
+def _check_crc(group: int, sealed: memoryview) -> None:
+    """Checks the CRC-32 at the end of what is stored as it is."""
+    crc, stored = _crc32(sealed[:-CRC_BYTES]), int.from_bytes(sealed[-CRC_BYTES:], "little")
+    if crc != stored:
+        raise corrupt(f"crc32 of group {group}", crc, str(stored))
+
+
+def _seal(*parts: Any) -> list[Any]:
+    """What is stored as it is, with its CRC-32 at the end."""
+    crc = 0
+    for part in parts:
+        crc = _crc32(part, crc)
+    return [*parts, crc.to_bytes(CRC_BYTES, "little")]
+
+
+def _pack(
+    list_of_ids: Sequence[Ids], layout: RoutingLayout, codec: Codec, level: int
+) -> Iterator[Any]:
     """The groups of all the frames as they are stored."""
     num_layers, shift = len(layout.layer_ids), id_shift(layout.num_experts, codec)
     shapes = [
@@ -367,18 +412,20 @@ def _pack(list_of_ids: Sequence[Ids], layout: RoutingLayout, codec: Codec, level
         if shift:
             major = _layer_major(ids, np.empty(ids.nbytes, np.uint8))
             np.right_shift(major, shift, out=room.reshape(major.shape), casting="unsafe")
-            bits = memoryview(_pack_low_bits(major, shift).reshape(-1))  # type: ignore[arg-type]
-            low_bits += _cut(bits, [count * low for count in group_layers])
+            held = memoryview(_pack_low_bits(major, shift).reshape(-1))  # type: ignore[arg-type]
+            low_bits += _cut(held, [count * low for count in group_layers])
         else:
             _layer_major(ids, room)
     plain = _cut(memoryview(planes), sizes)  # type: ignore[arg-type]
-    packed = _compress(plain, level) if codec is Codec.LAYER_ZSTD else plain
-    stored = [
-        z if len(z) < size else plane for z, size, plane in zip(packed, sizes, plain, strict=True)
-    ]
-    if not low_bits:
-        return stored
-    return [b"".join(parts) for parts in zip(stored, low_bits, strict=True)]
+    if codec is Codec.RAW:
+        yield from (b"".join(_seal(plane)) for plane in plain)
+        return
+    packed = _compress(planes, sizes, level)
+    for z, whole, bits in zip(packed, plain, low_bits or repeat(b""), strict=False):
+        if len(z) >= len(whole) + (0 if bits else CRC_BYTES):
+            yield b"".join(_seal(whole, bits))
+        else:
+            yield b"".join([z, *_seal(bits)]) if bits else z
 
 
 def _cut(data: memoryview, sizes: list[int]) -> list[memoryview]:
@@ -424,11 +471,18 @@ def _multi(context: Any, name: str) -> Any:
     return None if zstandard.backend == "cffi" else getattr(context, name, None)
 
 
-def _compress(planes: list[memoryview], level: int) -> Iterable[Any]:
-    """Each plane as a zstd frame."""
+def _compress(planes: npt.NDArray[np.uint8], sizes: list[int], level: int) -> Iterable[Any]:
+    """Neighbouring parts of `planes`, of these sizes, as zstd frames."""
     context = _contexts.compressor(level)
     multi = _multi(context, "multi_compress_to_buffer")
-    packed: Iterable[Any] = multi(planes) if planes and multi else map(context.compress, planes)
+    if multi is None:
+        return map(context.compress, _cut(memoryview(planes), sizes))  # type: ignore[arg-type]
+    if not sizes:
+        return []
+    segments = np.empty((len(sizes), 2), np.uint64)  # offset and length of each
+    segments[:, 1] = sizes
+    segments[:, 0] = np.cumsum(segments[:, 1]) - segments[:, 1]
+    packed: Iterable[Any] = multi(zstandard.BufferWithSegments(planes.data, segments.tobytes()))
     return packed
 
 
@@ -443,13 +497,14 @@ def _decompress(packed: list[memoryview], sizes: list[int]) -> list[Any]:
         if declared != sizes:
             at = list(map(ne, declared, sizes)).index(True)
             raise corrupt("zstd content size", declared[at], str(sizes[at]))
+        for flags in set(map(_FLAGS, packed)):
+            if flags & _FLAGS_MASK != _CHECKSUM_ALONE:
+                raise corrupt("zstd flags", f"{flags:#010b}", "a checksum and no dictionary")
         multi = _multi(context, "multi_decompress_to_buffer")
-        contents = list(multi(packed) if multi else map(context.decompress, packed))
+        # None is of another size than it declares, or zstd refuses it.
+        return list(multi(packed) if multi else map(context.decompress, packed))
     except zstandard.ZstdError as error:
         raise corrupt("zstd frame", str(error), "one that decodes") from error
-    if list(map(len, contents)) != sizes:
-        raise corrupt("zstd contents", "of other sizes", "those that were declared")
-    return contents
 
 
 @lru_cache(maxsize=128)
@@ -490,13 +545,10 @@ def _check_ids(ids: Ids, layout: RoutingLayout, validate: bool) -> None:
             )
 
 
-def _crc32s(parts: list[Any]) -> list[int]:
-    """The CRC-32 of each."""
-    if max(map(len, parts)) <= _CRC_STEP:
-        return list(map(crc32, parts))
-    views = [memoryview(part) for part in parts]
-    crcs = [crc32(view[:_CRC_STEP]) for view in views]
-    for i, view in enumerate(views):
-        for at in range(_CRC_STEP, len(view), _CRC_STEP):
-            crcs[i] = crc32(view[at : at + _CRC_STEP], crcs[i])
-    return crcs
+def _crc32(data: Any, crc: int = 0) -> int:
+    if len(data) <= _CRC_STEP:
+        return zlib.crc32(data, crc)
+    view = memoryview(data)
+    for at in range(0, len(view), _CRC_STEP):
+        crc = zlib.crc32(view[at : at + _CRC_STEP], crc)
+    return crc

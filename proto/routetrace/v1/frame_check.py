@@ -9,6 +9,8 @@ import struct
 from zlib import crc32
 
 from routetrace.v1.frame_header import (
+    CRC_BYTES,
+    MAGIC,
     MAX_FRAME_DECODED_BYTES,
     MAX_FRAME_ROWS,
     Codec,
@@ -29,8 +31,8 @@ class PlainFrames:
         self._layout = layout
         self._bitmap = layer_bitmap(layout.layer_ids)
         self._layers = len(layout.layer_ids)
-        # What follows the bitmap: bytes, CRC and layers of each group, and the header's CRC.
-        self._table = struct.Struct(f"<{2 * self._layers}I{self._layers}HI")
+        # What follows the bitmap: bytes and layers of each group, and the header's CRC.
+        self._table = struct.Struct(f"<{self._layers}I{self._layers}HI")
         self._table_at = _FIXED.size + len(self._bitmap)
         self._head = self._table_at + self._table.size
         self._ones = (1,) * self._layers
@@ -50,7 +52,7 @@ class PlainFrames:
         top_k, experts = layout.top_k, layout.num_experts
         plane, low = layer_bytes(rows, top_k, experts, Codec(codec))
         fixed = _FIXED.pack(
-            b"RTF1", codec, id_shift(experts, Codec(codec)), top_k, rows, experts,
+            MAGIC, codec, id_shift(experts, Codec(codec)), top_k, rows, experts,
             len(self._bitmap), self._layers,
         )  # fmt: skip
         if frame[: self._table_at] != fixed + self._bitmap:
@@ -58,9 +60,9 @@ class PlainFrames:
         numbers = self._table.unpack_from(frame, self._table_at)
         sizes = numbers[: self._layers]
         return (
-            crc32(frame[: self._head - 4]) == numbers[-1]
-            and numbers[2 * self._layers : -1] == self._ones
+            crc32(frame[: self._head - CRC_BYTES]) == numbers[-1]
+            and numbers[self._layers : -1] == self._ones
             and self._head + sum(sizes) == len(frame)
-            and min(sizes) >= (plane if codec == Codec.RAW else max(low, 1))
-            and max(sizes) <= plane + low
+            and min(sizes) >= (plane if codec == Codec.RAW else low) + CRC_BYTES
+            and max(sizes) <= plane + low + CRC_BYTES
         )

@@ -1,9 +1,9 @@
-"""The header of a frame: what the frame holds, in which groups, and their checksums.
+"""The header of a frame: what the frame holds, and in which groups.
 
 All numbers are little-endian, nothing is padded.
 
     bytes      type       what
-    4          char [4]   magic, "RTF1"; the 1 is the version
+    4          char [4]   magic, "RTF2"; the 2 is the version
     1          u8         codec: 0 RAW, 1 LAYER_ZSTD
     1          u8         s: low bits of an id outside of its byte (frame.py); 0 for RAW
     2          u16        K, top_k
@@ -13,11 +13,11 @@ All numbers are little-endian, nothing is padded.
     2          u16        G, layer groups
     B          u8 [B]     bitmap: bit i of byte j says that layer 8 j + i is there; last byte not 0
     4 G        u32 [G]    stored bytes of each group
-    4 G        u32 [G]    CRC-32 (as in zlib) of the stored bytes of each group
     2 G        u16 [G]    layers in each group, ascending, so that their sum is L, the bits set
-    4          u32        CRC-32 of all of the above
+    4          u32        CRC-32 (as in zlib) of all of the above
 
-The stored bytes of the groups follow, back to back, and end the frame.
+The stored bytes of the groups follow, back to back, with checksums of their own (frame.py), and end
+the frame.
 """
 
 from __future__ import annotations
@@ -42,7 +42,10 @@ MAX_FRAME_DECODED_BYTES = 64 << 20
 
 Buffer = bytes | bytearray | memoryview
 
-_MAGIC = b"RTF1"
+#: Of a CRC-32 as it is stored.
+CRC_BYTES = 4
+
+MAGIC = b"RTF2"
 _FIXED = struct.Struct("<4sBBHIIHH")
 _CRC = struct.Struct("<I")
 
@@ -80,8 +83,6 @@ class FrameHeader(NamedTuple):
     """Layers in each group."""
     group_bytes: tuple[int, ...]
     """Stored bytes of each group."""
-    group_crcs: tuple[int, ...]
-    """CRC-32 of the stored bytes of each group."""
 
     @property
     def dtype(self) -> np.dtype[np.unsignedinteger[Any]]:
@@ -92,7 +93,7 @@ class FrameHeader(NamedTuple):
     def header_bytes(self) -> int:
         """Bytes before the first group."""
         bitmap_bytes = self.layer_ids[-1] // 8 + 1
-        return _FIXED.size + bitmap_bytes + 10 * len(self.group_bytes) + _CRC.size
+        return _FIXED.size + bitmap_bytes + 6 * len(self.group_bytes) + CRC_BYTES
 
     @property
     def frame_bytes(self) -> int:
@@ -127,7 +128,7 @@ class FrameHeader(NamedTuple):
         bitmap = layer_bitmap(self.layer_ids)
         groups = len(self.group_bytes)
         fixed = _FIXED.pack(
-            _MAGIC,
+            MAGIC,
             self.codec,
             self.shift,
             self.top_k,
@@ -136,9 +137,7 @@ class FrameHeader(NamedTuple):
             len(bitmap),
             groups,
         )
-        table = struct.pack(
-            f"<{2 * groups}I{groups}H", *self.group_bytes, *self.group_crcs, *self.group_layers
-        )
+        table = struct.pack(f"<{groups}I{groups}H", *self.group_bytes, *self.group_layers)
         head = fixed + bitmap + table
         return head + _CRC.pack(zlib.crc32(head))
 
@@ -156,13 +155,13 @@ def read_header(frame: Buffer) -> FrameHeader:
     if len(view) < _FIXED.size:
         raise corrupt("bytes", len(view), f"at least {_FIXED.size}")
     magic, *_, top_k, num_rows, num_experts, bitmap_bytes, groups = _FIXED.unpack_from(view)
-    if magic != _MAGIC:
-        raise corrupt("magic", magic, repr(_MAGIC))
+    if magic != MAGIC:
+        raise corrupt("magic", magic, f"{MAGIC!r}, the only version that is read")
     table_at = _FIXED.size + bitmap_bytes
-    layers_at = table_at + 8 * groups
+    layers_at = table_at + 4 * groups
     crc_at = layers_at + 2 * groups
-    if len(view) < crc_at + _CRC.size:
-        raise corrupt("bytes", len(view), f"at least {crc_at + _CRC.size}")
+    if len(view) < crc_at + CRC_BYTES:
+        raise corrupt("bytes", len(view), f"at least {crc_at + CRC_BYTES}")
     (stored_crc,) = _CRC.unpack_from(view, crc_at)
     crc = zlib.crc32(view[:crc_at])
     if crc != stored_crc:
@@ -170,11 +169,10 @@ def read_header(frame: Buffer) -> FrameHeader:
 
     # The checksum proves that somebody meant this, not that it makes sense.
     shape = _shape(bytes(view[:table_at]), bytes(view[layers_at:crc_at]))
-    table = struct.unpack_from(f"<{2 * groups}I", view, table_at)
-    sizes = table[:groups]
+    sizes = struct.unpack_from(f"<{groups}I", view, table_at)
     if any(map(gt, shape.least, sizes)) or any(map(gt, sizes, shape.most)):
         raise corrupt("group bytes", sizes, f"{shape.least} to {shape.most}")
-    frame_bytes = crc_at + _CRC.size + sum(sizes)
+    frame_bytes = crc_at + CRC_BYTES + sum(sizes)
     _check_range("bytes", len(view), frame_bytes, frame_bytes)
     return FrameHeader(
         num_rows,
@@ -184,7 +182,6 @@ def read_header(frame: Buffer) -> FrameHeader:
         shape.codec,
         shape.group_layers,
         sizes,
-        table[groups:],
     )
 
 
@@ -217,13 +214,11 @@ def _shape(head: bytes, layers: bytes) -> _Shape:
     decoded = num_rows * len(layer_ids) * top_k * id_dtype(num_experts).itemsize
     _check_range("decoded bytes", decoded, 1, MAX_FRAME_DECODED_BYTES)
     group_layers = struct.unpack(f"<{groups}H", layers)
-    if sum(group_layers) != len(layer_ids):
-        raise corrupt("group layers", group_layers, f"{len(layer_ids)} in all")
+    if sum(group_layers) != len(layer_ids) or 0 in group_layers:
+        raise corrupt("group layers", group_layers, f"{len(layer_ids)} in all, none without")
     plane, low = layer_bytes(num_rows, top_k, num_experts, codec)
-    most = tuple(count * (plane + low) for count in group_layers)
-    least = most if codec is Codec.RAW else tuple(count * low for count in group_layers)
-    # 0: a group without layers, or one that no codec writes.
-    least = tuple(max(1, size) for size in least)
+    most = tuple(count * (plane + low) + CRC_BYTES for count in group_layers)
+    least = most if codec is Codec.RAW else tuple(count * low + CRC_BYTES for count in group_layers)
     return _Shape(codec, layer_ids, group_layers, least, most)
 
 

@@ -8,6 +8,7 @@ import re
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -43,8 +44,8 @@ _CAUSES = {
 class Security:
     """TLS files and a token; none of them: plain text, for loopback and closed networks.
 
-    Files are read when a channel is made, and the token file at every call. Replace them by
-    renaming, so that no half is ever read.
+    Files are read when a channel is made; the token file is looked at at every call, and read when
+    it has changed. Replace them by renaming, so that no half is ever read.
 
     Raises:
         InvalidArgument: if fields contradict each other, or the token has characters that a header
@@ -143,8 +144,9 @@ class Security:
         Raises:
             InvalidArgument: if the token file can not be read.
         """
-        token = self.token or (self.token_file and _read_token(self.token_file))
-        return (("authorization", f"Bearer {token}"),) if token else ()
+        if self.token_file:
+            return _metadata_of(self.token_file, pem.stamp(self.token_file))
+        return (("authorization", f"Bearer {self.token}"),) if self.token else ()
 
     def version(self) -> pem.Stamp:
         """Changes when a file does that a new channel would read."""
@@ -231,6 +233,12 @@ def _switch(name: str) -> bool:
         raise InvalidArgument(
             field=_ENV_PREFIX + name, value=value, expected="true or false"
         ) from None
+
+
+@lru_cache(maxsize=16)
+def _metadata_of(path: str, _: pem.Stamp) -> tuple[tuple[str, str], ...]:
+    """The metadata of a token file, which is read again once its stamp has changed."""
+    return (("authorization", f"Bearer {_read_token(path)}"),)
 
 
 def _read_token(path: str) -> str:

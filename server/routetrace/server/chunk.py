@@ -191,7 +191,7 @@ def _check_ops(chunk: ParsedChunk, num_blocks: int, num_slots: int) -> None:
     num_requests, num_frames = len(chunk.request_ids), len(frame_rows)
     begun: set[int] = set()
     digests = slots = rows = blocks = 0
-    wrong = ""
+    wrong = expected = ""
     for index, op in enumerate(chunk.ops):
         kind, _, arg, request, position, count, frame, row, at, num, _, _, value = op
         if not _FIRST_KIND <= kind <= _LAST_KIND:

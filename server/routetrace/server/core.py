@@ -75,6 +75,7 @@ class Core:
         self.retention.covered(self.state.number - count)
         # An expiry is no record: what it forgot since the snapshot has come back.
         self.retention.expire()
+        self.retention.freeze()
         self._state_name = "ready"
         _log.info("replayed %d records: %d traces", count, len(self.state.traces.traces))
 

@@ -6,7 +6,8 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeAlias
+from time import monotonic
+from typing import TYPE_CHECKING, Any
 
 import grpc
 
@@ -19,6 +20,7 @@ from routetrace.server.chunk import (
     parse_header,
 )
 from routetrace.server.record import Sums, encode_chunk, encode_control, layout_to_hex
+from routetrace.server.replies import Answer, Replies
 from routetrace.server.rpc import Context, streaming, unary
 from routetrace.server.state import Writer
 from routetrace.server.trace_index import WriterKey
@@ -55,9 +57,6 @@ _END = object()
 
 _log = logging.getLogger(__name__)
 
-#: What a stream has to say, in order: answers to come, or why it ends; None: the agent ended it.
-Replies: TypeAlias = "asyncio.Queue[asyncio.Future[pb.IngestResponse] | RouteTraceError | None]"
-
 
 @dataclass(eq=False)
 class Session:
@@ -65,7 +64,9 @@ class Session:
 
     writer: Writer
     next_sequence: int
-    in_flight: dict[int, tuple[Sums, asyncio.Future[Any]]] = field(default_factory=dict)
+    in_flight: dict[int, list[Answer]] = field(default_factory=dict)
+    """By sequence number: the answer to a chunk that is not applied yet, and those to chunks that
+    came under the same number since."""
     over: bool = False
     """Whether it has ended, or another stream speaks for this writer now: nothing counts any more
     that was not on its way to the store before."""
@@ -103,7 +104,7 @@ class IngestServicer:
     def stop(self) -> None:
         """Ends the open streams, behind the answers that are under way."""
         for replies in self._replies:
-            replies.put_nowait(Unavailable("the server is draining", retry_after=0.5))
+            replies.end(Unavailable("the server is draining", retry_after=0.5))
 
     # ------------------------------------------------------------------ the stream
 
@@ -125,9 +126,8 @@ class IngestServicer:
             raise InvalidArgument(field="message", value=_name_of(first), expected="hello, first")
         self._core.access.check(context, "ingest", first.run)
         session = await self._open(first)
-        replies: Replies = asyncio.Queue()
-        room = asyncio.Semaphore(WINDOW)
-        reader = asyncio.create_task(self._read(session, request_iterator, replies, room, context))
+        replies = Replies(WINDOW)
+        reader = asyncio.create_task(self._read(session, request_iterator, replies, context))
         self._replies.add(replies)
         try:
             yield pb.IngestResponse(
@@ -138,11 +138,10 @@ class IngestServicer:
                     heartbeat_ms=self._core.config.heartbeat_ms,
                 )
             )
-            while (reply := await replies.get()) is not None:
-                if isinstance(reply, RouteTraceError):
-                    raise reply
-                yield await reply
-                room.release()
+            while (reply := await replies.next()) is not None:
+                response, count = reply
+                yield response
+                replies.sent(count)
         finally:
             reader.cancel()
             session.over = True
@@ -154,7 +153,6 @@ class IngestServicer:
         session: Session,
         requests: AsyncIterator[Request],
         replies: Replies,
-        room: asyncio.Semaphore,
         context: Context,
     ) -> None:
         """Takes chunks as they come, while earlier ones still wait for their commit."""
@@ -173,11 +171,11 @@ class IngestServicer:
                 self._core.agents.seen(session)
                 if isinstance(request, Chunk):
                     session.held = True
-                    await room.acquire()
+                    await replies.room()
                     await self._core.admission.take_in(request.nbytes)
                     session.held = False
                     self._core.agents.seen(session)
-                    replies.put_nowait(asyncio.ensure_future(self._take(session, request)))
+                    self._take(session, request, replies.expect(request))
                 elif isinstance(request, pb.Heartbeat):
                     self._core.agents.heartbeat(session, request)
                 else:
@@ -187,9 +185,9 @@ class IngestServicer:
                         expected="chunk or heartbeat, after the first",
                     )
         except RouteTraceError as error:
-            replies.put_nowait(error)
+            replies.end(error)
         else:
-            replies.put_nowait(None)
+            replies.end()
 
     async def _open(self, hello: pb.Hello) -> Session:
         check_id("run", hello.run)
@@ -250,41 +248,37 @@ class IngestServicer:
         session.next_sequence = writer.sequence + 1
         return session
 
-    async def _take(self, session: Session, chunk: Chunk) -> pb.IngestResponse:
-        """Stores one chunk; the answer is an Ack or a Reject."""
-        writer = session.writer
+    def _take(self, session: Session, chunk: Chunk, answer: Answer) -> None:
+        """Stores one chunk; it is answered once it is applied, or refused."""
         try:
-            await self._store(session, chunk)
-        except RouteTraceError as error:
-            detail = error.to_detail()
-            if isinstance(error, (Corrupt, OutOfSequence)):
-                # Damaged on the way, or too early: the same bytes are welcome again.
-                detail.retry_after_ms = _RESEND_MS
-            self._core.metrics.rejected.labels(_kind_name(detail)).inc()
-            _log.warning(
-                "chunk %d of writer %s refused: %s", chunk.sequence, tuple(writer.key), error
-            )
-            return pb.IngestResponse(reject=pb.Reject(sequence=chunk.sequence, error=detail))
-        finally:
-            self._core.admission.committed(chunk.nbytes)
-        return pb.IngestResponse(ack=pb.Ack(sequence=chunk.sequence))
+            self._store(session, chunk, answer)
+        except Exception as error:
+            self._refuse(session, answer, error)
 
-    async def _store(self, session: Session, chunk: Chunk) -> None:
-        writer, sequence = session.writer, chunk.sequence
-        sums = Sums(chunk.header_crc32, chunk.payload_crc32)
-        known = writer.recent.get(sequence)
-        if sequence in session.in_flight:
-            known, done = session.in_flight[sequence]
-            await asyncio.wait([done])
+    def _refuse(self, session: Session, answer: Answer, error: Exception) -> None:
+        if not isinstance(error, RouteTraceError):
+            _log.error("chunk %d can not be taken", answer.sequence, exc_info=error)
+            error = Unavailable(f"an error of the server: {error!r}", retry_after=1.0)
+        detail = error.to_detail()
+        if isinstance(error, (Corrupt, OutOfSequence)):
+            # Damaged on the way, or too early: the same bytes are welcome again.
+            detail.retry_after_ms = _RESEND_MS
+        self._core.metrics.rejected.labels(_kind_name(detail)).inc()
+        writer = tuple(session.writer.key)
+        _log.warning("chunk %d of writer %s refused: %s", answer.sequence, writer, error)
+        self._answer(answer, detail)
+
+    def _answer(self, answer: Answer, reject: pb.ErrorDetail | None = None) -> None:
+        self._core.admission.committed(answer.nbytes)
+        answer.give(reject)
+
+    def _store(self, session: Session, chunk: Chunk, answer: Answer) -> None:
+        writer, sequence, sums = session.writer, chunk.sequence, answer.sums
+        if pending := session.in_flight.get(sequence):
+            pending.append(answer)  # what becomes of the first one decides
+            return
         if sequence <= writer.sequence:
-            if known not in (None, sums):
-                self._core.metrics.conflicts.inc()
-                raise InvalidArgument(
-                    field="sequence",
-                    value=sequence,
-                    expected="a new number for new content; this one is stored with another",
-                )
-            self._core.metrics.duplicates.inc()
+            self._know_again(session, writer.recent.get(sequence), answer)
             return
         if session.over:
             # The stream that took over was told where to go on before this could be stored.
@@ -306,25 +300,51 @@ class IngestServicer:
         record = encode_chunk(
             writer.key, writer.epoch, sequence, sums, self._journal.clock.now(), chunk.header
         )
-        applied = self._journal.append(record, chunk.payload, running, parsed)
-        session.in_flight[sequence] = (sums, applied)
+        begun, rows = monotonic(), int(parsed.frame_rows.sum())
+
+        def done(counted: bool | None, error: Exception | None) -> None:
+            self._core.metrics.commit.observe(monotonic() - begun)
+            self._stored(session, sequence, rows if counted else None, error)
+
+        self._journal.submit(record, done, chunk.payload, running, parsed)
+        session.in_flight[sequence] = [answer]
         session.next_sequence = sequence + 1
-        counted = False
-        try:
-            with self._core.metrics.commit.time():
-                counted = await asyncio.shield(applied)
-        except Overloaded:
-            self._core.retention.no_room()
-            raise
-        finally:
-            del session.in_flight[sequence]
-            if not counted:
-                session.next_sequence = min(session.next_sequence, sequence)
-        if not counted:
-            raise OutOfSequence(field="sequence", value=sequence, expected=str(writer.sequence + 1))
-        self._core.metrics.chunks.inc()
-        self._core.metrics.rows.inc(int(parsed.frame_rows.sum()))
-        self._core.metrics.ingest_bytes.inc(chunk.nbytes)
+
+    def _stored(
+        self, session: Session, sequence: int, rows: int | None, error: Exception | None
+    ) -> None:
+        """A chunk and its rows are stored and applied; None: they do not count."""
+        first, *others = session.in_flight.pop(sequence)
+        if rows is None:
+            session.next_sequence = min(session.next_sequence, sequence)
+            if isinstance(error, Overloaded):
+                self._core.retention.no_room()
+            expected = str(session.writer.sequence + 1)
+            error = error or OutOfSequence(field="sequence", value=sequence, expected=expected)
+            for answer in (first, *others):
+                self._refuse(session, answer, error)
+            return
+        metrics = self._core.metrics
+        metrics.chunks.inc()
+        metrics.rows.inc(rows)
+        metrics.ingest_bytes.inc(first.nbytes)
+        self._answer(first)
+        for answer in others:
+            self._know_again(session, first.sums, answer)
+
+    def _know_again(self, session: Session, known: Sums | None, answer: Answer) -> None:
+        """A chunk is stored already, with these checksums; they are forgotten after a while."""
+        if known in (None, answer.sums):
+            self._core.metrics.duplicates.inc()
+            self._answer(answer)
+            return
+        self._core.metrics.conflicts.inc()
+        conflict = InvalidArgument(
+            field="sequence",
+            value=answer.sequence,
+            expected="a new number for new content; this one is stored with another",
+        )
+        self._refuse(session, answer, conflict)
 
     # ------------------------------------------------------------------ binding
 

@@ -90,17 +90,23 @@ class Part(NamedTuple):
 
 
 class Incarnation:
-    """The token sequence that ends with one request."""
+    """The token sequence that ends with one request.
 
-    def __init__(self, request: Request, join: Join) -> None:
+    Args:
+        request: that one.
+        proven: what `Join.proven` says of it. Not the join itself, which knows its incarnations:
+            what is indexed holds no cycles (`Retention.freeze`).
+    """
+
+    def __init__(self, request: Request, proven: list[tuple[Request, int]]) -> None:
         self.request = request
-        self._join = join
+        self._proven = proven
 
     @cached_property
     def _parts(self) -> tuple[list[Part], list[Part]]:
         continued: list[Part] = []
         alike: list[Part] = []
-        for other, proven in self._join.proven(self.request):
+        for other, proven in self._proven:
             part = Part(other, min(proven, other.num_rows))
             (continued if self.request.goes_on_from(other, proven) else alike).append(part)
         # Of several that handed over the same prompt, the last one's KV was used.
@@ -159,7 +165,8 @@ class Join:
     def incarnation(self, number: int) -> Incarnation:
         """The one that ends with a request."""
         if number not in self._incarnations:
-            self._incarnations[number] = Incarnation(self.requests[number - 1], self)
+            request = self.requests[number - 1]
+            self._incarnations[number] = Incarnation(request, [*self.proven(request)])
         return self._incarnations[number]
 
     @property

@@ -12,10 +12,10 @@ import contextlib
 import logging
 import time
 from collections import deque
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 from routetrace.server.apply import NO_FRAMES, apply_record
 from routetrace.server.checksums import Payload
@@ -25,6 +25,9 @@ from routetrace.server.store import Record, Store
 from routetrace.v1.errors import Corrupt
 
 _log = logging.getLogger(__name__)
+
+#: Takes what `apply_record` returned, or the error because of which it was not called.
+Done: TypeAlias = Callable[[Any, "Exception | None"], None]
 
 
 class Clock:
@@ -74,7 +77,7 @@ class _Pending:
     record: bytes
     chunk: ParsedChunk | None
     stored: Future[None]
-    applied: asyncio.Future[Any]
+    done: Done
 
 
 class Journal:
@@ -128,30 +131,50 @@ class Journal:
         for writer in self.state.writers.values():
             writer.torn = torn
 
-    def append(
+    def submit(
         self,
         record: bytes,
+        done: Done,
         payload: Payload = b"",
         sums: Sequence[int] | None = None,
         chunk: ParsedChunk | None = None,
-    ) -> asyncio.Future[Any]:
+    ) -> None:
         """Stores a record, then applies it.
 
         Args:
             record: its header.
+            done: called once it is applied, or was not stored; in the order of the calls.
             payload: what is stored with it.
             sums: the running checksums of the payload, where they are known.
             chunk: what the ChunkHeader in it holds, where that was parsed before.
-
-        Returns:
-            What `apply_record` returned, or the store's error; in the order of the calls.
         """
         loop = asyncio.get_running_loop()
         self._number += 1
         stored = self.store.append(Record(self._number, record, payload, sums))
-        applied: asyncio.Future[Any] = loop.create_future()
-        self._pending.append(_Pending(self._number, record, chunk, stored, applied))
-        stored.add_done_callback(lambda _: self._wake(loop))
+        self._pending.append(_Pending(self._number, record, chunk, stored, done))
+        if not stored.done():
+            stored.add_done_callback(lambda _: self._wake(loop))
+        elif not self._woken:
+            self._woken = True
+            loop.call_soon(self._apply_stored)
+
+    def append(self, record: bytes) -> asyncio.Future[Any]:
+        """Stores a record without a payload, then applies it.
+
+        Returns:
+            What `apply_record` returned, or the store's error.
+        """
+        applied: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+
+        def done(result: Any, error: Exception | None) -> None:
+            if applied.cancelled():
+                return
+            if error is None:
+                applied.set_result(result)
+            else:
+                applied.set_exception(error)
+
+        self.submit(record, done)
         return applied
 
     def _wake(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -162,14 +185,25 @@ class Journal:
 
     async def settled(self) -> None:
         """Returns when all that was appended before is applied, or has failed."""
-        if self._pending:
-            await asyncio.wait([self._pending[-1].applied])
+        if not self._pending:
+            return
+        settled: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        last = self._pending[-1]
+        before = last.done
+
+        def done(result: Any, error: Exception | None) -> None:
+            before(result, error)
+            if not settled.done():
+                settled.set_result(None)
+
+        last.done = done
+        await settled
 
     def _apply_stored(self) -> None:
         self._woken = False  # before the look at what is done
         while self._pending and self._pending[0].stored.done():
             pending = self._pending.popleft()
-            error = pending.stored.exception()
+            error: Exception | None = pending.stored.exception()  # type: ignore[assignment]
             result: Any = None
             if error is None:
                 try:
@@ -177,12 +211,10 @@ class Journal:
                 except Exception as bug:
                     _log.exception("record %d was stored but cannot be applied", pending.number)
                     error = bug
-            if pending.applied.cancelled():
-                continue
-            if error is None:
-                pending.applied.set_result(result)
-            else:
-                pending.applied.set_exception(error)
+            try:
+                pending.done(result, error)
+            except Exception:  # those behind it must hear of theirs
+                _log.exception("what waits for record %d failed", pending.number)
         touched, self.state.touched = self.state.touched, set()
         for key in touched:
             self.changes.notify(key)

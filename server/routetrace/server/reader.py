@@ -31,6 +31,9 @@ from routetrace.v1.records import DIGEST, FinishReason
 #: Payload bytes that a message aims at.
 MESSAGE_BYTES = 1 << 20
 
+#: The same for the first of a read: what decodes it begins early, while the others are read.
+FIRST_BYTES = 1 << 19
+
 #: Times the payload of a message that is read for it, where layers are cut out of frames.
 MOST_READ = 4
 
@@ -282,7 +285,10 @@ class Reader:
         return set(self._pins)
 
     def batches(self, rows: Served, layers: tuple[int, ...]) -> Iterator[Served]:
-        """Cuts rows into messages of about MESSAGE_BYTES of the selected layers, at most."""
+        """Cuts rows into messages of about MESSAGE_BYTES of the selected layers, at most.
+
+        The first one is smaller.
+        """
         first = size = 0
         most: float = MESSAGE_BYTES
         frames: set[int] = set()
@@ -292,7 +298,8 @@ class Reader:
             length = self._frame_range(frame)[1]
             if not frames:
                 # As if all were cut like the first one. They are read whole, so not too many.
-                most = MESSAGE_BYTES * min(MOST_READ, self._times(frame, layers))
+                aim = MESSAGE_BYTES if first else FIRST_BYTES
+                most = aim * min(MOST_READ, self._times(frame, layers))
             if frames and size + length > most:
                 yield rows[first:at]
                 first, size = at, 0
@@ -361,9 +368,10 @@ class Reader:
         if held is None or not all(length for _, length in ranges):
             raise NotFound(field="chunk", value=chunk, expected="one that holds the frames")
         data: Sequence[Buffer] = self._store.read(chunk, ranges, wait=wait)
-        kept = tuple(i for i in layers if i in held.layout.column)
-        if kept != held.layout.layer_ids:
-            data = [slice_frame(body, kept) for body in data]
+        if layers != held.layout.layer_ids:
+            kept = tuple(i for i in layers if i in held.layout.column)
+            if kept != held.layout.layer_ids:
+                data = [slice_frame(body, kept) for body in data]
         return [*data], list(map(len, data))
 
     def _frame_range(self, frame: int) -> tuple[int, int]:

@@ -7,6 +7,7 @@ into it. It is looked for anew each time, so that there is no count that could b
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import time
 from collections import Counter
@@ -39,6 +40,9 @@ _PAUSE_SHARE = 10
 #: Records after which a new snapshot spares the next start their replay.
 _SNAPSHOT_RECORDS = 20_000
 
+#: Traces after which those that are there are taken out of the garbage collector's sight.
+_FREEZE_TRACES = 10_000
+
 #: Seconds that a sweep works before it lets others work.
 _TURN_SECONDS = 0.002
 
@@ -70,6 +74,7 @@ class Retention:
         self._short = asyncio.Event()
         self._snapshot_number = 0
         self._took = 0.0  # seconds of the last sweep
+        self._frozen = 0  # serial number of the newest trace that the garbage collector passes over
 
     def covered(self, number: int) -> None:
         """The newest snapshot covers the records up to this number."""
@@ -133,8 +138,10 @@ class Retention:
         """Forgets what has expired, or must go, and gives its space back."""
         self._short.clear()
         begun = time.monotonic()
+        self.freeze(_FREEZE_TRACES)
         with self._metrics.sweep.time():
-            self.expire()
+            async for _ in _in_turns(self._expiring()):
+                pass
             self._metrics.agents_lost.inc(self._agents.count_lost())
             self._forget_writers()
             await self._compact()
@@ -142,15 +149,32 @@ class Retention:
                 await self._evict()
         self._took = time.monotonic() - begun
 
+    def freeze(self, least: int = 1) -> None:
+        """Takes what is there out of the garbage collector's sight, if it is that many new traces.
+
+        It looks at all objects that there are, again and again: most of a second with 100,000
+        traces. What is indexed holds no cycles, so that it goes without it.
+        """
+        newest = self._state.traces.serial
+        if newest - self._frozen >= least:
+            self._frozen = newest
+            gc.freeze()
+
     def expire(self) -> None:
         """Forgets traces whose lease has run out."""
+        for _ in self._expiring():
+            pass
+
+    def _expiring(self) -> Iterator[None]:
+        """The same, one trace after the other: they may change in between."""
         now = self._journal.clock.now()
         traces = self._state.traces.traces
-        expired = [key for key, trace in traces.items() if trace.expires <= now]
-        for key in expired:
-            self._state.forget(key)
-            self._journal.changes.notify(key)
-        self._count("expired", len(expired))
+        for trace in [*traces.values()]:
+            if trace.expires <= now and traces.get(trace.key) is trace:
+                self._state.forget(trace.key)
+                self._journal.changes.notify(trace.key)
+                self._count("expired", 1)
+            yield
 
     def _forget_writers(self) -> None:
         # An engine that nobody heard of for the life of a trace has no cache left to hit.

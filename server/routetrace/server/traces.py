@@ -188,8 +188,12 @@ class TraceServicer(pb_grpc.TraceServiceServicer):
             selection = self._select(trace, incarnation, request)
             rows = self._reader.rows(trace, incarnation, selection)
             ended = info.state != pb.TRACE_STATE_RUNNING
-            if ended:
-                missing = self._reader.missing(info.state, trace, incarnation, selection, rows)
+            # As above, and needed only for the last of them.
+            missing = (
+                self._reader.missing(info.state, trace, incarnation, selection, rows)
+                if ended
+                else []
+            )
             fresh = served(unsent(segments_of(rows), sent))
             with self._reader.pinned(fresh):
                 for batch in self._reader.batches(fresh, selection.layers):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from array import array
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict
@@ -325,8 +326,7 @@ _EVENTS: dict[str, Callable[..., None]] = {
 
 
 def _ids(blocks: bytes) -> list[int]:
-    ids: list[int] = np.frombuffer(blocks, np.uint32).tolist()
-    return ids
+    return array("I", blocks).tolist()
 
 
 def _tokens(tokens: bytes | None) -> Ints | None:
