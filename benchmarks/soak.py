@@ -111,7 +111,7 @@ class Soak:
                 raise error
         self._number = self._store.last_number()
         begin = time.perf_counter()
-        self._rival.write([record.payload for record in records])
+        self._rival.write([bytes(record.payload) for record in records])
         fill.rival.append(time.perf_counter() - begin)
 
     def _sweep(self, fill: Fill) -> None:

@@ -184,8 +184,9 @@ MUTATIONS = (
     Mutation(
         "two layers swapped",
         "client/routetrace/client/_assemble.py",
-        "        return _Placed(frame, layer_ids, columns,",
-        "        return _Placed(frame, layer_ids[1::-1] + layer_ids[2:], columns,",
+        "return _Placed(frame, columns.layer_ids, columns.where,",
+        "ids = columns.layer_ids\n"
+        "        return _Placed(frame, ids[1::-1] + ids[2:], columns.where,",
     ),
     Mutation(
         "a frame cut at the wrong layer",
