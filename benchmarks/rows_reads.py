@@ -6,7 +6,8 @@ rivals keep the same compressed bytes in memory, in a process of their own on th
 have nothing to look up, to check, or to put together.
 """
 
-# zstandard takes any buffer, whatever its stubs say; redis is not installed where types are checked.
+# zstandard takes any buffer, whatever its stubs say; redis is not installed where types are
+# checked.
 # pyright: reportMissingImports=false, reportArgumentType=false
 from __future__ import annotations
 
