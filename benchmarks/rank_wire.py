@@ -9,16 +9,15 @@ from __future__ import annotations
 import argparse
 import json
 import resource
-import socket
 import statistics
 import subprocess
 import sys
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from measure import QWEN3
+from relay import Relay
 
 from routetrace.capture_agent import AgentConfig, CaptureAgent
 from routetrace.client import MicroBatch, Plan, Rank, RankRows, RouteClient, Sample, make_plan
@@ -29,40 +28,6 @@ LAYOUT = QWEN3.layout
 TOKENS = 32768
 PROMPT = 1500
 SAMPLES = 4
-
-
-class Relay:
-    """Passes bytes between clients and a server, and counts those that the server sends."""
-
-    def __init__(self, target: str) -> None:
-        host, port = target.rsplit(":", 1)
-        self._server = (host, int(port))
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        self.target = f"127.0.0.1:{self._listener.getsockname()[1]}"
-        self.bytes = 0
-        threading.Thread(target=self._accept, daemon=True).start()
-
-    def close(self) -> None:
-        self._listener.close()
-
-    def _accept(self) -> None:
-        while True:
-            try:
-                near, _ = self._listener.accept()
-            except OSError:
-                return
-            far = socket.create_connection(self._server)
-            for pair in ((near, far, False), (far, near, True)):
-                threading.Thread(target=self._pump, args=pair, daemon=True).start()
-
-    def _pump(self, source: socket.socket, sink: socket.socket, count: bool) -> None:
-        try:
-            while data := source.recv(1 << 16):
-                self.bytes += len(data) if count else 0
-                sink.sendall(data)
-            sink.shutdown(socket.SHUT_WR)
-        except OSError:
-            return
 
 
 def main() -> None:
@@ -159,11 +124,11 @@ def wire(relay: Relay, each: list[Rank]) -> list[int]:
     """Bytes that the server sends to each rank, with all that gRPC adds."""
     sent = []
     for one in each:
-        before = relay.bytes
+        before = relay.to_clients
         with RouteClient(relay.target) as client:
             rows = client.fetch(plan_of(one))
         assert rows.coverage == 1
-        sent.append(relay.bytes - before)
+        sent.append(relay.to_clients - before)
     return sent
 
 

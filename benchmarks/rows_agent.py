@@ -4,14 +4,12 @@
 # pyright: reportArgumentType=false
 from __future__ import annotations
 
-import socket
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -32,6 +30,7 @@ from measure import (
     ratios,
     rounds,
 )
+from relay import Relay
 
 from routetrace.capture_agent import AgentConfig, CaptureAgent, chunks
 from routetrace.client import RouteClient
@@ -332,7 +331,7 @@ def session(target: str, count: int, first: int) -> tuple[int, int, int]:
     )
     with CaptureAgent(config) as agent:
         assert agent.flush(60)
-        before = relay.bytes
+        before = relay.to_server
         for turn, end in enumerate(ends):
             prompt, cached = begin + int(prompts[turn]), max(0, begin - 1) // 16 * 16
             handle = agent.begin(
@@ -354,41 +353,10 @@ def session(target: str, count: int, first: int) -> tuple[int, int, int]:
             whole += sum(map(len, encode_frames(parts, QWEN3.layout)))
             encoded += -(-rows[: end - 1].nbytes // 3) * 4
             begin = end
-        sent, told = relay.bytes - before, agent.stats().sent_bytes
+        sent, told = relay.to_server - before, agent.stats().sent_bytes
     relay.close()
     assert told <= sent < 1.05 * told, (told, sent)
     return sent, whole, encoded
-
-
-class Relay:
-    """Passes bytes between an agent and a server, and counts those that the agent sends."""
-
-    def __init__(self, target: str) -> None:
-        host, port = target.rsplit(":", 1)
-        self._server = (host, int(port))
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        self.target = f"127.0.0.1:{self._listener.getsockname()[1]}"
-        self.bytes = 0
-        threading.Thread(target=self._accept, daemon=True).start()
-
-    def close(self) -> None:
-        """Takes no more connections."""
-        self._listener.close()
-
-    def _accept(self) -> None:
-        with suppress(OSError):
-            while True:
-                near, _ = self._listener.accept()
-                far = socket.create_connection(self._server)
-                for pair in ((near, far, True), (far, near, False)):
-                    threading.Thread(target=self._pump, args=pair, daemon=True).start()
-
-    def _pump(self, source: socket.socket, sink: socket.socket, count: bool) -> None:
-        with suppress(OSError):
-            while data := source.recv(1 << 16):
-                self.bytes += len(data) if count else 0
-                sink.sendall(data)
-            sink.shutdown(socket.SHUT_WR)
 
 
 def cpu_of(pid: int) -> float:
