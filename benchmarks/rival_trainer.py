@@ -63,11 +63,11 @@ async def receive(
     port: int,
     name: str,
     tensor_of: Callable[[dict[str, Any]], torch.Tensor],
+    loads: Callable[[bytes], Any],
     checked: Checked,
 ) -> None:
     """All sessions of a round, over HTTP; rows are taken from the answer to the last turn."""
     import aiohttp
-    import orjson
 
     async def session_of(http: aiohttp.ClientSession, number: int) -> None:
         for turn in load.all_turns[number]:
@@ -75,7 +75,7 @@ async def receive(
             async with http.post(url) as response:
                 body = await response.read()
             checked.received += len(body)
-            answer = orjson.loads(body)
+            answer = loads(body)
             del body
             if turn.last:
                 checked(tensor_of(answer), turn.session, turn.rows)
@@ -94,6 +94,7 @@ def main() -> None:
     kind, load_json, port, target = sys.argv[1:]
     load = Load(**json.loads(load_json))
     client: Any = None
+    loads: Callable[[bytes], Any] = json.loads
     if kind == "ours":
         from routetrace.client import RouteClient
 
@@ -101,14 +102,18 @@ def main() -> None:
     else:
         import uvloop
 
+        if kind != "vllm-shipped":
+            import orjson
+
+            loads = orjson.loads
         asyncio.set_event_loop_policy(uvloop.EventLoopPolicy())
     print("ready", flush=True)
     for line in sys.stdin:
         _, name = line.split()
         checked = Checked()
         if client is None:
-            make = vllm_tensor if kind == "vllm" else sglang_tensor
-            asyncio.run(receive(load, int(port), name, make, checked))
+            make = sglang_tensor if kind == "sglang" else vllm_tensor
+            asyncio.run(receive(load, int(port), name, make, loads, checked))
         else:
             while (line := sys.stdin.readline()) != "over\n":
                 _, session, rows = line.split()

@@ -49,7 +49,7 @@ MUTATIONS = (
         "slot writes of a window out of order",
         f"{SERVER}/apply.py",
         "for op in self.chunk.ops:",
-        "for op in sorted(self.chunk.ops.tolist(),"
+        "for op in sorted(self.chunk.ops,"
         " key=lambda op: -op[10] if op[3] == NO_REQUEST else 0):",
     ),
     Mutation(
@@ -153,7 +153,7 @@ MUTATIONS = (
         "a stage joined to another request",
         f"{SERVER}/joins.py",
         "        name = (source.writer.engine_id, source.request_id, source.occurrence)\n",
-        '        name = (source.writer.engine_id, source.request_id, "")\n',
+        '        name = (source.writer.engine_id, "", "")\n',
         seed=1018,
     ),
     Mutation(
