@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from faults.check import Violation, audit, check, read_all, temporary
@@ -64,7 +65,7 @@ def lost_replies(seed: int, rounds: int, processes: Writers) -> dict[str, int]:
         for _ in range(rounds):
             processes.run(Run(proxy.target, RUN_FOREVER))
             _until(lambda: proxy.open >= 2)
-            time.sleep(0.2)
+            _until_still(lambda: server.metrics()["routetrace_ingest_duplicates_total"], 0.5)
             proxy.cut("down", how="drop")
             time.sleep(0.3)  # windows fill up, and are committed
             proxy.heal()
@@ -122,9 +123,20 @@ def cuts(seed: int, seconds: float, processes: Writers) -> dict[str, float]:
     return figures
 
 
-def _until(condition: object, seconds: float = 60.0) -> None:
+def _until_still(value: Callable[[], float], seconds: float) -> None:
+    """Until what was sent again was answered: else it would count as sent and not as known."""
+    last, since = value(), time.monotonic()
+    deadline = since + 30
+    while time.monotonic() < since + seconds:
+        check(time.monotonic() < deadline, "still resending after 30 s")
+        time.sleep(0.05)
+        if (now := value()) != last:
+            last, since = now, time.monotonic()
+
+
+def _until(condition: Callable[[], object], seconds: float = 60.0) -> None:
     deadline = time.monotonic() + seconds
-    while not condition():  # type: ignore[operator]
+    while not condition():
         check(time.monotonic() < deadline, "waited in vain")
         time.sleep(0.01)
 
