@@ -1,7 +1,8 @@
 """What an agent sends, built beforehand, so that a benchmark of ingest measures the server alone.
 
-Chunks are real ones: frames of recorded rows, BEGIN with the KV blocks, ROWS, digests, FINISH, and
-the checksums of both parts. They leave through raw gRPC, as fast as acknowledgements allow.
+Chunks are real ones: frames of recorded rows, BEGIN with the KV blocks of the prompt, BLOCKS, ROWS,
+digests, FINISH, and the checksums of both parts. They leave through raw gRPC, as fast as
+acknowledgements allow.
 """
 
 from __future__ import annotations
@@ -130,10 +131,15 @@ def _header(
     for i in range(len(names)):
         first = (began + i) * per_request % (num_blocks - per_request)
         blocks += range(first, first + per_request)
+        prompt = -(-min(PROMPT, tokens // 2) // BLOCK)
         ops.append(_op(OpKind.BEGIN, i, arg=i, value=began + i,
-                       blocks_at=i * per_request, num_blocks=per_request))  # fmt: skip
-        at = 0
+                       blocks_at=i * per_request, num_blocks=prompt))  # fmt: skip
+        at, held = 0, prompt
         for number, count in enumerate(counts):
+            # As it decodes beside others, it gets a block now and then, each told by itself.
+            for block in range(held, -(-(at + count) // BLOCK)):
+                ops.append(_op(OpKind.BLOCKS, i, blocks_at=i * per_request + block, num_blocks=1))
+                held = block + 1
             ops.append(_op(OpKind.ROWS, i, position=at, count=count, step=began + i + 1,
                            frame=i * len(counts) + number, weight_version=1))  # fmt: skip
             at += count

@@ -130,8 +130,6 @@ def serve_flight(path: str) -> None:
             self.kept: list[Any] = []
 
         def do_put(self, _context: Any, _what: Any, reader: Any, writer: Any) -> None:
-            self.kept = []
-
             def done(count: int) -> None:
                 writer.write(b"." * count)
 

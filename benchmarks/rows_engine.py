@@ -16,17 +16,17 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from measure import OWN_CORE, PEER_CORE, QWEN3, Table, area, pin, ratios, rounds
 
 from routetrace.capture_agent import AgentConfig, CaptureAgent
-from routetrace.capture_agent.capturer import RoutingCapturer
-from routetrace.capture_agent.vllm.schedule import StepPlan
+from routetrace.capture_agent.capturer import PendingRows, RoutingCapturer
+from routetrace.capture_agent.vllm.schedule import Schedule
 from routetrace.capture_agent.vllm.worker import WorkerSide
 from routetrace.server.testing import run_server
 
@@ -90,6 +90,12 @@ class Batch:
             ahead.append(self._runs.copy())
             self._runs[:, 1] += self._runs[:, 2]
         return ahead
+
+    def replace(self, i: int) -> None:
+        """One ends, and another one begins in its place."""
+        handle, position, _ = self._runs[i].tolist()
+        self._agent.finish(handle, position + 1)
+        self._runs[i, :2] = self._agent.begin(f"after {handle}"), 0
 
     def finish(self) -> None:
         """They end where they are."""
@@ -195,6 +201,29 @@ def changing(table: Table, agent: CaptureAgent) -> None:
         table.add(name, [1e6 * s for s in found["step"]], "us", "")
 
 
+def joining(table: Table, agent: CaptureAgent) -> None:
+    """Every fourth step one request has ended, and another one has begun in its place."""
+    every, numbers = 4, itertools.count()
+    for n in (64, 256, 1024):
+        batch = Batch(agent, n, n, np.uint8)
+
+        def step(batch: Batch = batch, n: int = n) -> float:
+            used = 0.0
+            for i in range(2 * every):
+                if i % every == 0:
+                    batch.replace(next(numbers) % n)
+                (runs,) = batch.runs(1)
+                start = time.perf_counter()
+                agent.step(batch.rows, runs)
+                used += time.perf_counter() - start
+            return used / (2 * every)
+
+        found = rounds({"step": step}, 3 if table.quick else 15, lambda: agent.flush(60))
+        batch.finish()
+        name = f"step of {n} rows, every fourth with another request, uint8"
+        table.add(name, [1e6 * s for s in found["step"]], "us", "")
+
+
 #: Steps of an engine's loop, with capture and without in turns, and how often they take turns in a
 #: round: so often that what else goes on in the machine meets both.
 BLOCK, TURNS = 10, 20
@@ -250,69 +279,116 @@ def trimmed(values: list[float]) -> float:
     return statistics.fmean(sorted(values)[tenth : len(values) - tenth])
 
 
-class Passes:
-    """In place of vLLM's capturer: every forward pass chose the same rows.
+class Passes(RoutingCapturer):
+    """Every forward pass chose the same rows; what the device does for that takes no time here.
 
     Args:
         rows: that it chose.
     """
 
-    device = SimpleNamespace(type="cpu")
-
     def __init__(self, rows: Array) -> None:
-        self._rows = rows
+        super().__init__(QWEN3.layout, len(rows), "cpu")
+        for slot in self._free:
+            slot.private.copy_(torch.from_numpy(rows))
+        self._begun = True
 
-    def snapshot(self, num_tokens: int) -> Passes:
-        """A pass of all the rows."""
-        assert num_tokens == len(self._rows)
-        return self
+    def snapshot(self, num_tokens: int) -> PendingRows:
+        """A pass of so many rows."""
+        self._begun = True
+        return super().snapshot(num_tokens)
 
-    def rows(self) -> Array:
-        """Its rows."""
-        return self._rows
+    def _narrow(self, num_tokens: int, out: torch.Tensor) -> None:
+        """They are there already."""
+
+
+class Requests:
+    """What vLLM's scheduler tells of requests that go on by one token, in blocks of 16.
+
+    Args:
+        m: requests.
+        num_blocks: of the pool.
+    """
+
+    def __init__(self, m: int, num_blocks: int) -> None:
+        self.names = [f"request-{i}-0a1b2c3d" for i in range(m)]
+        self._at = np.arange(m) % 16
+        self._blocks = itertools.cycle(range(num_blocks))
+
+    def begin(self) -> Any:
+        """The step in which they begin, each at another place of its first block."""
+        new = [
+            SimpleNamespace(
+                req_id=name,
+                sampling_params=None,
+                block_ids=([next(self._blocks)],),
+                num_computed_tokens=at,
+            )
+            for name, at in zip(self.names, self._at.tolist(), strict=True)
+        ]
+        return self._output(new, [], [], [])
+
+    def go_on(self) -> Any:
+        """A step."""
+        self._at += 1
+        at = self._at.tolist()
+        blocks = [None if p % 16 else ([next(self._blocks)],) for p in at]
+        return self._output([], self.names, at, blocks)
+
+    def _output(self, new: list[Any], names: list[str], at: list[int], blocks: Any) -> Any:
+        cached = SimpleNamespace(
+            req_ids=list(names),
+            num_computed_tokens=at,
+            new_block_ids=blocks,
+            resumed_req_ids=set[str](),
+        )
+        return SimpleNamespace(
+            scheduled_new_reqs=new,
+            scheduled_cached_reqs=cached,
+            num_scheduled_tokens=dict.fromkeys(self.names, 1),
+            preempted_req_ids=set[str](),
+        )
 
 
 def vllm_steps(table: Table, agent: CaptureAgent) -> None:
-    """The half in vLLM's worker: from a step's plan, with a block for one in 16, to step()."""
-    block_size, room = 16, 1 << 10
+    """Both halves in vLLM, with a new block for one request in 16.
+
+    In the scheduler, from its output to the plan; in the worker, from there to the end of step().
+    """
     for m in (64, 256):
-        rows = aligned(QWEN3.rows(m))
-        config = replace(
-            agent.config, engine_id=f"v{m}", block_size=block_size, num_blocks=m * room // 16
-        )
-        side = WorkerSide(cast("RoutingCapturer", Passes(rows)), config)
+        config = replace(agent.config, engine_id=f"v{m}", block_size=16, num_blocks=m * 64)
+        side = WorkerSide(Passes(QWEN3.rows(m)), config)
         assert side._agent is not None
         pin(PEER_CORE, side._agent.worker_pid)
-        runs = np.stack([np.arange(m), np.arange(m) % block_size, np.ones(m, int)], 1)
-        names = [f"r{i}" for i in range(m)]
-        blocks = itertools.count()
-
-        def one(blocks: Iterator[int] = blocks) -> bytes:
-            return np.uint32(next(blocks)).tobytes()
-
-        facts = {"num_computed_tokens": 0, "num_external_tokens": 0}
-        begins = [("begin", i, name, facts, one(), None) for i, name in enumerate(names)]
-        side.end_step(StepPlan(begins, b""), list)
-
-        def cell(
-            side: WorkerSide = side, runs: Array = runs, names: list[str] = names, one: Any = one
-        ) -> float:
-            plans = []
+        schedule, requests = Schedule("", f"v{m}", 0, drafts=False), Requests(m, m * 64)
+        for name in requests.names:
+            schedule.lookup(
+                SimpleNamespace(
+                    request_id=name,
+                    num_prompt_tokens=16,
+                    prompt_token_ids=[1] * 16,
+                    prompt_embeds=None,
+                    mm_features=(),
+                ),
+                16,
+            )
+        side.end_step(schedule.step(requests.begin()), requests.names.copy)
+        planned: list[float] = []
+        handed: list[float] = []
+        for _ in range(3 if table.quick else 15):
             for _ in range(20):
-                new = np.flatnonzero(runs[:, 1] % block_size == 0).tolist()
-                events = [("blocks", i, one()) for i in new]
-                plans.append(StepPlan(events, runs.astype(np.int32).tobytes()))
-                runs[:, 1] += 1
-            start = time.perf_counter()
-            for plan in plans:
-                side.end_step(plan, lambda: names)
-            return (time.perf_counter() - start) / 20
-
-        found = rounds({"step": cell}, 3 if table.quick else 15, partial(side.flush, 60))
+                output, batch = requests.go_on(), list(requests.names)
+                start = time.perf_counter()
+                plan = schedule.step(output)
+                between = time.perf_counter()
+                side.end_step(plan, batch.copy)
+                handed.append(time.perf_counter() - between)
+                planned.append(between - start)
+            side.flush(60)
         assert not side.faults
         side.close()
-        name = f"vLLM's worker, a step of {m} requests and {m // block_size} new blocks"
-        table.add(name, [1e6 * s for s in found["step"]], "us", "")
+        name = f"a step of {m} requests and {m // 16} new blocks"
+        table.add(f"vLLM's scheduler, {name}", [1e6 * s for s in planned], "us", "")
+        table.add(f"vLLM's worker, {name}", [1e6 * s for s in handed], "us", "")
 
 
 def calibrated() -> Callable[[int], None]:
@@ -339,6 +415,7 @@ def measure(table: Table) -> None:
         for dtype in DTYPES:
             hand_over(table, agent, dtype)
         changing(table, agent)
+        joining(table, agent)
         vllm_steps(table, agent)
         main_loop(table, agent)
         assert not agent.stats().dropped_rows, agent.stats()

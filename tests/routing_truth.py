@@ -109,6 +109,7 @@ class RecordingAgent:
         layout, size = self.config.layout, self.config.block_size
         assert rows.dtype == layout.dtype
         assert rows.shape[1:] == (len(layout.layer_ids), layout.top_k)
+        rows = rows.copy()  # as an agent does: their memory is another pass's afterwards
         self.rows.append(rows)
         at = 0
         for handle, position, count in runs.tolist():

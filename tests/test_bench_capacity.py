@@ -65,7 +65,7 @@ def test_a_worked_example_by_hand():
     traces = 20_000 * 3600 / 500
     assert need.raw == 48 * 8
     assert need.servers == 1
-    assert need.server_memory == pytest.approx(100e6 + 2 * 1000 * 24 + traces * (2000 + 155 + 500))
+    assert need.server_memory == pytest.approx(100e6 + 2 * 1000 * 19 + traces * (2000 + 155 + 500))
     assert need.engine_core == pytest.approx(10_000 * costs.engine / 1e6)
 
 

@@ -8,6 +8,7 @@ import sysconfig
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -231,6 +232,59 @@ def test_rows_may_be_asked_for_from_other_threads(late_copies: None) -> None:
                 asked.put(one)
         assert [one.result(60) for one in asking] == [steps] * len(queues)
     assert LateSlot.waited == steps
+    assert len(capturer._free) == 2
+
+
+def test_rows_are_handed_over_where_they_arrived_and_once(late_copies: None) -> None:
+    capturer = RoutingCapturer(PAIR, 4, "cpu")
+    taken: list[np.ndarray] = []
+
+    def take(rows: np.ndarray) -> None:
+        assert not capturer._free  # not yet another pass's
+        taken.append(rows)
+        assert_step(rows, len(taken))
+
+    first, second = one_pass(capturer, 1), one_pass(capturer, 2)
+    first.hand_to(take)
+    assert not taken[0].flags.owndata
+    assert LateSlot.waited == 1
+    third = one_pass(capturer, 3)  # in the room of the first: nobody waits
+    assert LateSlot.waited == 1
+    fourth = one_pass(capturer, 4)  # there is none: the rows of the second are put aside
+    assert LateSlot.waited == 2
+    second.hand_to(take)
+    third.hand_to(take)
+    for one in (first, second, third):
+        with pytest.raises(InvalidArgument):
+            one.rows()
+        with pytest.raises(InvalidArgument):
+            one.hand_to(take)
+    with pytest.raises(ZeroDivisionError):
+        fourth.hand_to(lambda _: 1 / 0)
+    assert len(capturer._free) == 2
+    assert len(taken) == 3
+
+
+def test_rows_stay_while_they_are_handed_over(late_copies: None) -> None:
+    """The engine's own thread runs on, and needs the room that they are in."""
+    capturer = RoutingCapturer(PAIR, 4, "cpu")
+    steps = 100
+
+    def take(step: int, rows: np.ndarray) -> None:
+        for _ in range(3):
+            assert_step(rows, step)
+            time.sleep(0)
+
+    def ask() -> None:
+        for step in range(steps):
+            asked.get(timeout=20).hand_to(partial(take, step))
+
+    asked = queue.SimpleQueue[Any]()
+    with ThreadPoolExecutor(1) as thread:
+        asking = thread.submit(ask)
+        for step in range(steps):
+            asked.put(one_pass(capturer, step))
+        asking.result(60)
     assert len(capturer._free) == 2
 
 

@@ -154,6 +154,10 @@ def test_every_layer_subset(n: int, num_experts: int, top_k: int, groups: tuple[
                 if set(group.tolist()) & set(layer_ids)
             ]
             assert held == tuple(np.concatenate(whole_groups).tolist())
+            # As its header says where the groups are: in as few pieces as there are gaps.
+            sliced, runs = read_header(frame).cut(layer_ids)
+            assert cut == sliced.pack() + b"".join(frame[start:stop] for start, stop in runs)
+            assert all(stop < start for (_, stop), (start, _) in itertools.pairwise(runs))
             # A cut may be cut again.
             again = slice_frame(cut, layer_ids[-1:])
             np.testing.assert_array_equal(

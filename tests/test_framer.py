@@ -22,7 +22,7 @@ from routetrace.capture_agent.linger import LANE_BITS, Linger
 from routetrace.v1 import routetrace_pb2 as pb
 from routetrace.v1.frame import invalid_rows
 from routetrace.v1.layout import RoutingLayout
-from routetrace.v1.records import U32, FinishReason, TokenDigest
+from routetrace.v1.records import OP, PACKED_OP, U32, FinishReason, OpKind, TokenDigest, unpack
 
 LAYOUT = RoutingLayout((1, 2), 4, 300, 2)
 BLOCK = 4
@@ -718,6 +718,7 @@ def test_a_request_that_writes_into_blocks_it_shares_is_flushed_for_the_next_to_
     first = framed.begin("first", block_ids=[5])
     framed.step(rows[:4], [(first, 0, 4)])
     framed.finish(first, 5)
+    framed.begin("other")  # on the lane of the first
     second = framed.begin("second", num_computed_tokens=4, block_ids=[5, 6])
     framed.rewind(second, 2)
     framed.step(rows[4:8], [(second, 2, 4)])
@@ -967,6 +968,39 @@ def test_a_message_is_what_protobuf_writes(sequence, header, size):
     assert chunk.header_crc32 == zlib.crc32(header)
     assert chunk.payload_crc32 == zlib.crc32(payload)
     assert not size or not header or pb.IngestRequest(chunk=chunk).SerializeToString() == message
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 5), st.integers(1, 3)), max_size=40),
+    st.sampled_from([3, 300]),
+    st.sampled_from([2048, 1 << 20]),
+)
+def test_blocks_of_many_requests_are_told_as_if_one_by_one(given_to, name_length, target_bytes):
+    builder = ChunkBuilder(LAYOUT, 16, target_bytes)
+    builder.op(OpKind.BLOCKS, "other", blocks=np.array([7, 8], U32))
+    names = [str(i) * name_length for i, n in given_to for _ in range(n)]
+    builder.blocks(names, np.arange(100, 100 + len(names), dtype=U32))
+    builder.seal()
+    told: list[tuple[str, int]] = []
+    ops = 0
+    for chunk in builder.ready:
+        header, _ = read_chunk(chunk.header, chunk.payload)
+        # By one op and the name of its request at most: those are not known of beforehand.
+        assert len(chunk.header) <= target_bytes + name_length + 2 * OP.itemsize
+        blocks = unpack(header.block_ids, U32, "block_ids").tolist()
+        for op in unpack(header.ops, OP, "ops"):
+            ops += 1
+            assert op["kind"] == OpKind.BLOCKS
+            at, n = int(op["blocks_at"]), int(op["num_blocks"])
+            told += [(header.request_ids[op["request"]], block) for block in blocks[at : at + n]]
+    assert told == [("other", 7), ("other", 8), *zip(names, range(100, 1000), strict=False)]
+    # Those that a request gets in a row are told in one go.
+    assert ops == 1 + sum(a != b for a, b in pairwise(["other", *names]))
+
+
+def test_a_packed_op_is_the_record():
+    fields = range(1, 1 + len(OP.fields or {}))
+    assert PACKED_OP.pack(*fields) == np.array(tuple(fields), OP).tobytes()
 
 
 def test_what_is_due_goes_with_what_came_before_it_and_nothing_else_does():

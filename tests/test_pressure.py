@@ -90,6 +90,7 @@ def test_what_is_known_of_a_request_is_not_the_chunk_that_told_of_it():
     for i in range(100):
         builder.begin(f"r{i}", pb.RequestBegin(prompt_len=64), i, 0, 0, NO_BLOCKS)
         builder.digests(f"r{i}", token_digests(np.arange(64)))
+        builder.blocks([f"r{i}"] * 3, np.arange(3 * i, 3 * i + 3, dtype=np.uint32))
         builder.op(OpKind.EXTERNAL, blocks=np.arange(200_000, dtype=np.uint32))
         builder.seal()
         ledger.apply(builder.ready.popleft())
@@ -101,6 +102,8 @@ def test_what_is_known_of_a_request_is_not_the_chunk_that_told_of_it():
         told.apply(*read_chunk(chunk.header, chunk.payload))
     assert {r.request_id for r in told.requests} == {f"r{i}" for i in range(100)}
     assert all(set(r.digests) == {64} for r in told.requests)
+    given = {r.request_id: r.blocks for r in told.requests}
+    assert given == {f"r{i}": [3 * i, 3 * i + 1, 3 * i + 2] for i in range(100)}
     for i in range(100):
         builder.op(OpKind.FINISH, f"r{i}")
     builder.seal()

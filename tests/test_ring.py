@@ -336,8 +336,28 @@ def test_a_step_that_goes_on_is_rows_alone(dtype):
     assert drain(consumer)[0] == ("rewind", 7, 5)
 
 
-def ids_of(*blocks: int) -> bytes:
-    return np.array(blocks, np.uint32).tobytes()
+@pytest.mark.parametrize("many", [1, 20, 400, 5000])
+def test_many_steps_that_go_on(many):
+    """However many of them are foreseen at a time, and up to the last position that there is."""
+    producer, consumer = ends(1 << 21)
+    feed = Feed(producer, LAYOUT)
+    counts = 1 + np.arange(many) % 2
+    rows = rows_of(counts.sum())
+    for first in (7, feed_module.MAX_POSITION - 50):
+        runs = np.stack([np.arange(many), np.full(many, first), counts], axis=1)
+        for step in range(100):
+            if runs[:, 1].max() >= feed_module.MAX_POSITION:
+                assert not going_on(feed, rows, runs)
+                break
+            if not going_on(feed, rows, runs):
+                assert step == 0 or first > 7
+                assert feed.step(runs.T.copy(), rows, step, 0, None)
+            assert len(drain(consumer)) == 1
+            runs[:, 1] += counts
+
+
+def give(feed: Feed, handle: int, *blocks: int) -> None:
+    feed.blocks([handle] * len(blocks), blocks)
 
 
 def test_blocks_are_told_together_before_whatever_comes_next():
@@ -346,16 +366,16 @@ def test_blocks_are_told_together_before_whatever_comes_next():
     rows, runs = rows_of(2), np.array([[7, 0, 1], [8, 0, 1]])
     growth = np.array([0, 1, 0])
 
-    feed.blocks(7, ids_of(3))
-    feed.blocks(8, ids_of(4, 5))
+    give(feed, 7, 3)
+    give(feed, 8, 4, 5)
     assert drain(consumer) == []
-    feed.blocks(7, ids_of(6))
+    give(feed, 7, 6)
     assert feed.step(np.ascontiguousarray(runs.T), rows, 1, 0, None)
-    feed.blocks(8, ids_of(9))
+    give(feed, 8, 9)
     assert going_on(feed, rows, runs + growth)
-    feed.blocks(8, ids_of(10))
+    give(feed, 8, 10)
     feed.event("rewind", 5, handle=7)
-    feed.blocks(7, ids_of(11))
+    give(feed, 7, 11)
     assert feed.drain()
     assert drain(consumer) == [
         ("blocks", (7, 3), (8, 4), (8, 5), (7, 6)),
@@ -366,13 +386,13 @@ def test_blocks_are_told_together_before_whatever_comes_next():
         ("rewind", 7, 5),
         ("blocks", (7, 11)),
     ]
-    feed.blocks(7, ids_of(*range(50_000)))  # more than a record of this ring holds
+    give(feed, 7, *range(50_000))  # more than a record of this ring holds
     while not feed.drain():
         assert drain(consumer)
     assert not feed.behind
     # Blocks end a span of lost rows: what is lost later is lost after them.
     feed.lose(7, 0, 1, 0, 1)
-    feed.blocks(7, ids_of(1))
+    give(feed, 7, 1)
     feed.lose(7, 1, 1, 0, 1)
     drain(consumer)
     assert feed.drain()
@@ -388,11 +408,11 @@ def test_what_a_signal_handler_tells_comes_after_what_is_being_told():
         if not handled:
             handled.append(True)
             feed.event("rewind", 1, handle=7)
-            feed.blocks(7, ids_of(2))
+            give(feed, 7, 2)
             feed.lose(8, 1, 1, 0, 1)
         return write_now(record)
 
-    feed.blocks(7, ids_of(1))
+    give(feed, 7, 1)
     feed.lose(8, 0, 1, 0, 1)
     feed._write = interrupted  # type: ignore[method-assign]
     assert feed.drain()

@@ -22,7 +22,7 @@ from routetrace.server.apply import apply_record
 from routetrace.server.config import ServerConfig
 from routetrace.server.core import Core
 from routetrace.server.record import Sums, encode_chunk, encode_control, layout_to_hex
-from routetrace.server.refs import CHUNK_SHIFT, UNKNOWN
+from routetrace.server.refs import CHUNK_SHIFT
 from routetrace.server.slot_map import SlotMap, SlotRun
 from routetrace.server.spans import Span, SpanList, merge, subtract
 from routetrace.server.state import State
@@ -173,40 +173,69 @@ writes = st.lists(
     st.tuples(
         st.lists(st.integers(0, 31), min_size=1, max_size=9),
         st.integers(0, 2),
-        st.sampled_from(["write", "write run", "forget run", "blocks", "all"]),
+        st.sampled_from(["write", "write run", "write run", "forget run", "blocks", "all"]),
     ),
     max_size=12,
 )
 
 
-@given(writes, st.lists(st.integers(0, 7), min_size=1, max_size=5), st.integers(0, 12))
-def test_the_slot_map_equals_a_dict_of_slots(steps, block_ids, last_step):
+@given(
+    writes,
+    st.integers(0, 12),
+    st.lists(st.integers(0, 7), min_size=1, max_size=5),
+    st.integers(0, 12),
+)
+def test_the_slot_map_equals_a_dict_of_slots(steps, saved, block_ids, last_step):
     slots, naive = SlotMap(4, 8), {}
     for step, (some, version, kind) in enumerate(steps, 1):
-        if kind == "write":
-            ref = step << 28
-            slots.write(np.array(some), ref, version, step)
-            naive |= {slot: (ref + i, version, step) for i, slot in enumerate(some)}
-        elif kind in ("write run", "forget run"):
-            # Blocks in any order, some of them twice; from the middle of one to that of another.
-            blocks, start = [s // 4 for s in some], some[0] % 9
-            stop = min(start + some[-1], 4 * len(blocks))
-            held = {p: blocks[p // 4] * 4 + p % 4 for p in range(start, stop)}
-            if kind == "write run":
-                run = SlotRun(start, some[-1], step << 28, version)
-                slots.write_run(blocks, run, step)
-                naive |= {s: ((step << 28) + p - start, version, step) for p, s in held.items()}
-            else:
-                slots.forget_run(blocks, start, start + some[-1])
-                naive = {s: e for s, e in naive.items() if s not in held.values()}
-        elif kind == "blocks":
-            blocks = {s // 4 for s in some}
-            slots.forget_blocks(sorted(blocks))
-            naive = {s: e for s, e in naive.items() if s // 4 not in blocks}
-        elif len(some) > 8:
-            slots.forget_all()
-            naive = {}
-    slots = SlotMap.load(slots.dump())
+        _change(slots, naive, step, some, version, kind)
+        if step == saved:
+            slots = SlotMap.load(slots.dump())
+    _check_slots(slots, naive, block_ids, last_step)
+    _check_slots(SlotMap.load(slots.dump()), naive, block_ids, last_step)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_the_slot_map_of_an_engine_that_runs_for_long(seed):
+    rng = random.Random(seed)
+    slots, naive = SlotMap(4, 8), {}
+    kinds = ["write run"] * 12 + ["write", "forget run", "forget run", "blocks", "all"]
+    for step in range(1, 1200):
+        some = [rng.randrange(32) for _ in range(rng.randint(1, 9))]
+        _change(slots, naive, step, some, rng.randrange(3), rng.choice(kinds))
+        _check_slots(slots, naive, rng.sample(range(8), 5), rng.choice([0, step - 3]))
+
+
+def _change(slots, naive, step, some, version, kind):
+    """One change, and what it means slot by slot."""
+    if kind == "write":
+        ref = step << 28
+        slots.write(np.array(some), ref, version, step)
+        naive |= {slot: (ref + i, version, step) for i, slot in enumerate(some)}
+    elif kind in ("write run", "forget run"):
+        # Blocks in any order, some of them twice; from the middle of one to that of another.
+        blocks, start = [s // 4 for s in some], some[0] % 9
+        stop = min(start + some[-1], 4 * len(blocks))
+        held = {p: blocks[p // 4] * 4 + p % 4 for p in range(start, stop)}
+        if kind == "write run":
+            run = SlotRun(start, some[-1], step << 28, version)
+            slots.write_run(blocks, run, step)
+            naive |= {s: ((step << 28) + p - start, version, step) for p, s in held.items()}
+        else:
+            slots.forget_run(blocks, start, start + some[-1])
+            for slot in held.values():
+                naive.pop(slot, None)
+    elif kind == "blocks":
+        blocks = {s // 4 for s in some}
+        slots.forget_blocks(sorted(blocks))
+        for slot in [s for s in naive if s // 4 in blocks]:
+            del naive[slot]
+    elif len(some) > 8:
+        slots.forget_all()
+        naive.clear()
+
+
+def _check_slots(slots, naive, block_ids, last_step):
     stop = len(block_ids) * 4 - 1
     seen = {}
     for run in slots.resolve(block_ids, 1, stop, last_step):
@@ -218,6 +247,22 @@ def test_the_slot_map_equals_a_dict_of_slots(steps, block_ids, last_step):
             expected[position] = entry[:2]
     assert seen == expected
     assert set(slots.chunks().tolist()) == {ref >> 28 for ref, _, _ in naive.values()}
+
+
+def test_whole_blocks_of_one_run_take_no_slots():
+    """What an engine hands out, and what a snapshot brings back, too: 24 bytes a slot otherwise."""
+    slots = SlotMap(4, 64)
+    for request in range(8):
+        blocks = [*range(8 * request, 8 * request + 8)]
+        slots.forget_run(blocks, 0, 1 << 32)
+        slots.write_run(blocks, SlotRun(0, 20, (request + 1) << 28, 1), 1)
+        slots.write_run(blocks, SlotRun(20, 11, (request + 9) << 28, 1), 2)
+    assert not slots.kept_slot_by_slot
+    assert not SlotMap.load(slots.dump()).kept_slot_by_slot
+    slots.write_run([0, 1], SlotRun(2, 4, 17 << 28, 1), 3)
+    assert slots.kept_slot_by_slot == 2
+    slots.forget_blocks([0, 1, 2])
+    assert not slots.kept_slot_by_slot
 
 
 async def test_a_sweep_that_finds_no_room_tries_again():
@@ -240,11 +285,13 @@ async def test_a_sweep_that_finds_no_room_tries_again():
 
 
 def pointed_into(state: State) -> set[int]:
-    """Chunks that a row of a trace, or a slot, is in; span by span, slot by slot."""
+    """Chunks that a row of a trace, or a slot, is in; span by span, run by run."""
     sources = (s for trace in state.traces.traces.values() for s in trace.sources)
     found = {span.ref >> CHUNK_SHIFT for s in sources for a in s.attempts for span in a}
     for writer in state.writers.values():
-        found |= {ref >> CHUNK_SHIFT for ref in writer.slots._refs.tolist() if ref != UNKNOWN}
+        slots, every = writer.slots, range(writer.slots.num_blocks)
+        runs = slots.resolve(every, 0, len(every) * slots.block_size)
+        found |= {run.ref >> CHUNK_SHIFT for run in runs}
     return found
 
 

@@ -309,7 +309,7 @@ class StubManager:
         tokens = torch.tensor([state.initial_tokens[start:stop]])
         self.requests.before({"position_ids": torch.arange(start, stop)[None], "input_ids": tokens})
         rows = np.full((count, 3, 4), stop, dtype=np.uint8)
-        self.requests.after(SimpleNamespace(rows=lambda: rows))  # type: ignore[arg-type]
+        self.requests.after(SimpleNamespace(hand_to=lambda take: take(rows)))  # type: ignore[arg-type]
 
 
 def test_a_block_that_moves_while_it_is_written_is_a_new_attempt() -> None:

@@ -443,6 +443,52 @@ def test_an_engine_without_a_group_to_follow_tells_no_blocks(halves):
     assert kinds(h.agent.take()) == ["begin", "step", "step"]
 
 
+def test_blocks_of_a_step_go_to_those_who_are_followed_and_are_forgotten_else(halves):
+    h = halves()
+    a, b = Request("a-0123abcd", [1] * 4), Request("b-0123abcd", [1] * 4)
+    out = Request("out-0123abcd", [1] * 4, capture=False)
+    one = dict.fromkeys(("a-0123abcd", "out-0123abcd", "b-0123abcd"), 1)
+    h.step(new=[(a, 0, [1]), (out, 0, [2]), (b, 0, [3])], counts=dict.fromkeys(one, 4))
+    h.agent.take()
+    h.step(cached=[(a, 4, [4, 5]), (out, 4, [6]), (b, 4, [7])], counts=one)
+    h.step(cached=[(a, 5, []), (out, 5, [8]), (b, 5, [])], counts=one)
+    told = h.agent.take("external", "add_blocks_of", "step")
+    assert [call[:3] for call in told if call[0] != "step"] == [
+        ("external", [6]),
+        ("add_blocks_of", [100, 100, 101], [4, 5, 7]),
+        ("external", [8]),
+    ]
+    assert kinds(told) == ["external", "add_blocks_of", "step", "external", "step"]
+
+
+def test_the_same_requests_in_another_order_with_other_counts_or_under_the_same_names(halves):
+    h, names = halves(), ("a-0123abcd", "b-0123abcd")
+    a, b = (Request(name, [1] * 4) for name in names)
+    h.step(new=[(a, 0, [1]), (b, 0, [2])], counts=dict.fromkeys(names, 4))
+
+    def tables(*, cached=(), **more):
+        h.step(cached=[(request, at, []) for request, at in cached], **more)
+        return [call[2] for call in h.agent.take("step")]
+
+    h.agent.take()
+    one, flipped = dict.fromkeys(names, 1), dict.fromkeys(reversed(names), 1)
+    assert tables(cached=[(a, 4), (b, 4)], counts=one) == [[[100, 4, 1], [101, 4, 1]]]
+    assert tables(cached=[(a, 5), (b, 5)], counts=one) == [[[100, 5, 1], [101, 5, 1]]]
+    assert tables(cached=[(a, 6), (b, 6)], counts=flipped) == [[[101, 6, 1], [100, 6, 1]]]
+    assert tables(cached=[(b, 7), (a, 7)], counts=flipped) == [[[101, 7, 1], [100, 7, 1]]]
+    twice = {names[1]: 2, names[0]: 1}
+    assert tables(cached=[(b, 8), (a, 8)], counts=twice) == [[[101, 8, 2], [100, 8, 1]]]
+    assert tables(cached=[(a, 9)], counts={names[0]: 1}) == [[[100, 9, 1]]]
+    ended = [a, b]
+    for first, those in ((102, names), (104, names), (106, names[:1]), (107, names[:1])):
+        for request in ended:
+            h.schedule.finish(request)
+        ended = [Request(name, [1] * 4) for name in those]
+        new = [(request, i, [1]) for i, request in enumerate(ended)]
+        expected = [[first + i, i, 1] for i in range(len(those))]
+        assert tables(new=new, counts=dict.fromkeys(those, 1)) == [expected]
+
+
 def test_a_lane_is_never_two_requests_at_a_time(halves):
     """Rows go by lanes: handles in what is told must be those of the requests that ran."""
     h, rng = halves(), random.Random(1)

@@ -132,6 +132,8 @@ def test_a_plain_frame_is_one_that_read_header_takes(
     alone = set(header.group_layers) == {1}
     assert plain.has(memoryview(frame), rows) == alone
     assert not plain.has(memoryview(frame), rows + 1)
+    assert not plain.has(memoryview(frame + b"\0"), rows)
+    assert not plain.has(memoryview(frame)[:-1], rows)
     other = LAYOUTS[(LAYOUTS.index(layout) + 1) % len(LAYOUTS)]
     assert not PlainFrames(other).has(memoryview(frame), rows)
     # Damaged, with a header whose checksum is right or not.

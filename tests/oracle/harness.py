@@ -516,11 +516,11 @@ class _InlineLink:
         if rng.random() < pace.work or self.ring.full:
             self.worker._work()
         if rng.random() < pace.seal:
-            self.worker._ship(everything=True)
+            self.worker._ship_all()
         if rng.random() < pace.talk:
             sender.talk(rng.randint(1, 4), rng.randint(0, 4))
         if rng.random() < pace.trouble:
-            self.worker._ship(everything=True)
+            self.worker._ship_all()
             rng.choice((sender.hang_up, sender.send_damaged, sender.send_twice))()
 
     def wait(self, _: float) -> None:
@@ -537,7 +537,7 @@ class _InlineLink:
         if rng.random() < 0.5:
             self.worker._work()
         if rng.random() < 0.5:
-            self.worker._ship(everything=True)
+            self.worker._ship_all()
         self.sender.talk(rng.randint(0, 8), rng.randint(0, 8))
         self.sender.hang_up()
         self.alive = False

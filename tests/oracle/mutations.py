@@ -49,22 +49,21 @@ MUTATIONS = (
         "slot writes of a window out of order",
         f"{SERVER}/apply.py",
         "for op in self.chunk.ops:",
-        "for op in sorted(self.chunk.ops,"
-        " key=lambda op: -op[10] if op[3] == NO_REQUEST else 0):",
+        "for op in sorted(self.chunk.ops, key=lambda op: -op[10] if op[3] == NO_REQUEST else 0):",
     ),
     Mutation(
         "first write wins in the slot map",
         f"{SERVER}/slot_map.py",
-        "        self._refs[slots] = refs\n",
-        "        refs = np.where(self._refs[slots] == UNKNOWN, refs, self._refs[slots])\n"
-        "        self._refs[slots] = refs\n",
+        '        self._cells["ref"][cells] = refs\n',
+        '        old = self._cells["ref"][cells]\n'
+        '        self._cells["ref"][cells] = np.where(old == UNKNOWN, refs, old)\n',
     ),
     Mutation(
         "blocks handed out anew keep their rows",
         f"{SERVER}/apply.py",
-        "                if kind == OpKind.BLOCKS:\n"
+        "                if kind == BLOCKS:\n"
         "                    self.slots.forget_blocks(blocks)\n",
-        "                if kind == OpKind.BLOCKS:\n",
+        "                if kind == BLOCKS:\n",
     ),
     Mutation(
         "uncached blocks of a new request keep their rows",
@@ -75,10 +74,10 @@ MUTATIONS = (
     Mutation(
         "rows given up by a preemption kept",
         f"{SERVER}/apply.py",
-        """                elif kind == OpKind.PREEMPT:
+        """                elif kind == PREEMPT:
                     self._drop(source, position)
 """,
-        """                elif kind == OpKind.PREEMPT:
+        """                elif kind == PREEMPT:
 """,
     ),
     Mutation(
@@ -127,10 +126,10 @@ MUTATIONS = (
     Mutation(
         "blocks that were loaded keep their rows",
         f"{SERVER}/apply.py",
-        """            elif kind == OpKind.EXTERNAL:
+        """            elif kind == EXTERNAL:
                 self.slots.forget_blocks(blocks)
 """,
-        """            elif kind == OpKind.EXTERNAL:
+        """            elif kind == EXTERNAL:
 """,
     ),
     Mutation(

@@ -8,6 +8,7 @@ import secrets
 import threading
 import time
 import weakref
+from array import array
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from multiprocessing import parent_process
@@ -170,11 +171,20 @@ class CaptureAgent:
         with self._lock:
             if self._active():
                 self._handles.check(handle)
-                blocks = blocks_of(block_ids, self.config)
-                if not self._abandoned:
-                    self._feed.blocks(handle, blocks)
-                    if self._feed.stuck:
-                        self._look_after()
+                blocks = array("I", blocks_of(block_ids, self.config))
+                self._give([handle] * len(blocks), blocks)
+
+    def add_blocks_of(self, handles: Iterable[int], block_ids: Iterable[int]) -> None:
+        """Requests get more KV blocks, as `add_blocks`: block i goes to handle i."""
+        with self._lock:
+            if self._active():
+                told = list(handles)
+                for handle in set(told):
+                    self._handles.check(handle)
+                blocks = array("I", blocks_of(block_ids, self.config))
+                if len(told) != len(blocks):
+                    raise wrong("block_ids", f"{len(blocks)} ids", f"{len(told)}, one a handle")
+                self._give(told, blocks)
 
     def rewind(self, handle: int, position: int, step: int = 0) -> None:
         """Rows of a request at `position` and after were rejected (speculative decoding).
@@ -516,6 +526,12 @@ class CaptureAgent:
         if self._closed:
             raise Closed("the agent is closed")
         return True
+
+    def _give(self, handles: list[int], blocks: array[int]) -> None:
+        if not self._abandoned:
+            self._feed.blocks(handles, blocks)
+            if self._feed.stuck:
+                self._look_after()
 
     def _event(self, *event: Any, handle: int = -1) -> None:
         if not self._abandoned:

@@ -17,6 +17,8 @@ from __future__ import annotations
 
 import threading
 from collections import deque
+from collections.abc import Callable
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -71,7 +73,7 @@ class PendingRows:
 
     def __init__(self, capturer: RoutingCapturer, slot: _Slot, num_tokens: int) -> None:
         self._capturer = capturer
-        self._slot = slot
+        self._slot: _Slot | None = slot  # None: it is free again
         self._num_tokens = num_tokens
         self._lock = threading.Lock()
         self._rows: Rows | None = None
@@ -84,11 +86,52 @@ class PendingRows:
             router wrote, or that hold an id out of range, are invalid: all ids 0 (a valid top-k
             never repeats one), or `num_experts` where top_k is 1. So is all of a layer whose first
             row is, since that is how a layer shows that it was called twice.
+
+        Raises:
+            InvalidArgument: if they were handed over.
         """
         with self._lock:
-            if self._rows is None:
-                self._rows = self._capturer._collect(self, self._slot, self._num_tokens)
-            return self._rows
+            self._fetch()
+            return self._kept()
+
+    def hand_to(self, take: Callable[[Rows], object]) -> None:
+        """Calls `take` with what `rows()` gives, but where it arrived: there is no copy of it.
+
+        `take` copies what it keeps: after it, the memory is another pass's. Nobody can ask for the
+        rows again.
+        """
+        with self._lock:
+            slot = self._slot
+            rows = self._kept() if slot is None else self._arrived(slot)
+            try:
+                take(rows)
+            finally:
+                self._rows = None
+                if slot is not None:
+                    self._release(slot)
+
+    def _spare(self) -> None:
+        """Has the slot back, at the price of a copy."""
+        with self._lock:
+            self._fetch()
+
+    def _fetch(self) -> None:
+        if self._slot is not None:
+            self._rows = self._arrived(self._slot).copy()
+            self._release(self._slot)
+
+    def _kept(self) -> Rows:
+        if self._rows is None:
+            raise InvalidArgument(field="rows", value="handed over", expected="asked for once")
+        return self._rows
+
+    def _arrived(self, slot: _Slot) -> Rows:
+        rows: Rows = slot.receive(self._num_tokens).view(self._capturer.layout.dtype)
+        return rows
+
+    def _release(self, slot: _Slot) -> None:
+        self._slot = None
+        self._capturer._take_back(self, slot)
 
 
 class RoutingCapturer:
@@ -247,7 +290,7 @@ class RoutingCapturer:
                 if self._free:
                     return self._free.popleft()
                 oldest = self._in_flight[0]
-            oldest.rows()  # not under the lock: it may wait for another thread that asked first
+            oldest._spare()  # not under the lock: it may wait for another thread that asked first
 
     def _ids(self, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Ids int32 [L, n, K] as they were written, and which cells are invalid, bool [L, n, 1]."""
@@ -265,12 +308,10 @@ class RoutingCapturer:
             ids = ids.view(torch.int16)[..., ::2]
         out.copy_(ids.transpose(0, 1))
 
-    def _collect(self, pending: PendingRows, slot: _Slot, num_tokens: int) -> Rows:
-        rows = slot.receive(num_tokens).view(self.layout.dtype).copy()
+    def _take_back(self, pending: PendingRows, slot: _Slot) -> None:
         with self._lock:
             self._in_flight.remove(pending)
             self._free.append(slot)
-        return rows
 
 
 class _Slot:
@@ -289,17 +330,24 @@ class _Slot:
 
     def send(self, num_rows: int) -> None:
         """Copies the first rows, once what the current stream does with them is done."""
+        if self.host is self.private:
+            return
         host, private = self.host[:num_rows], self.private[:num_rows]
-        if self._stream is not None:
-            self._stream.wait_stream(torch.cuda.current_stream(private.device))
-            with torch.cuda.stream(self._stream):
-                host.copy_(private, non_blocking=True)
-                self._arrived.record(self._stream)
-        elif self.host is not self.private:
+        if self._stream is None:
             host.copy_(private)
+            return
+        self._stream.wait_stream(torch.cuda.current_stream(private.device))
+        with torch.cuda.stream(self._stream):
+            host.copy_(private, non_blocking=True)
+            self._arrived.record(self._stream)
 
     def receive(self, num_rows: int) -> npt.NDArray[Any]:
         """The first rows, once they have arrived; a view."""
         if self._stream is not None:
             self._arrived.synchronize()
-        return self.host[:num_rows].numpy()
+        return self._rows[:num_rows]
+
+    @cached_property
+    def _rows(self) -> npt.NDArray[Any]:
+        # Once: what torch takes for a slice as an array is as much as a small step.
+        return self.host.numpy()

@@ -53,17 +53,22 @@ def runs_of(runs: npt.ArrayLike, num_rows: int | None = None) -> Ints:
         raise wrong("runs", f"{table.dtype} {table.shape}", "integers of shape (m, 3), m >= 1")
     columns = np.array(table.T, np.int64, order="C")
     handles, positions, counts = columns
-    # As few calls as can be, since each costs as much as a thousand numbers.
-    lowest, first, fewest = np.minimum.reduce(columns, axis=1).tolist()
-    last: int = positions.item(positions.argmax())
-    if lowest < 0 or first < 0 or last >= MAX_POSITION or fewest < 1:
-        bad = (handles < 0) | (positions < 0) | (positions >= MAX_POSITION) | (counts < 1)
+    # What a call costs is what counts here: reductions cost several times as much as these. As
+    # unsigned numbers negative ones are huge.
+    unsigned = columns.view(np.uint64)
+    lowest: int = handles.item(handles.argmin())
+    last: int = positions.item(unsigned[1].argmax())
+    fewest: int = counts.item(counts.argmin())
+    most: int = counts.item(unsigned[2].argmax())
+    if lowest < 0 or not 0 <= last < MAX_POSITION or fewest < 1 or most >= MAX_POSITION:
+        bad = (handles < 0) | (positions < 0) | (positions >= MAX_POSITION)
+        bad |= (counts < 1) | (counts >= MAX_POSITION)
         raise wrong(
             "runs",
             table[bad][0].tolist(),
             f"(handle, position in [0, {MAX_POSITION}), count >= 1)",
         )
-    total = int(np.add.reduce(counts))
+    total = len(counts) if most == 1 else int(np.add.reduce(counts))
     if num_rows is not None and total != num_rows:
         raise wrong("runs", f"{total} rows", f"{num_rows}, as many as in rows")
     return columns

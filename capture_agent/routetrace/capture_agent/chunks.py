@@ -6,6 +6,7 @@ import zlib
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -14,12 +15,14 @@ import numpy.typing as npt
 from routetrace.v1 import routetrace_pb2 as pb
 from routetrace.v1.frame import encode_frames
 from routetrace.v1.layout import RoutingLayout
-from routetrace.v1.records import NO_REQUEST, OP, U32, U64, OpKind, unpack
+from routetrace.v1.records import NO_REQUEST, OP, PACKED_OP, U32, U64, OpKind, unpack
 
 Ids = npt.NDArray[np.unsignedinteger[Any]]
 Blocks = npt.NDArray[np.uint32]
 
 NO_BLOCKS: Blocks = np.empty(0, U32)
+
+_BLOCKS = int(OpKind.BLOCKS)
 
 #: Of zstd. 3 takes a third longer, for frames that are 0 to 0.3 % smaller.
 LEVEL = 2
@@ -107,7 +110,7 @@ class ChunkBuilder:
         self.max_slot_rows = max(1, room // (row_bytes + U64.itemsize + OP.itemsize))
 
     def _clear(self) -> None:
-        self._ops: list[tuple[int, ...]] = []
+        self._ops = bytearray()  # of PACKED_OP
         self._request_ids: dict[str, int] = {}
         self._begins: list[pb.RequestBegin] = []
         self._blocks: list[bytes] = []
@@ -165,11 +168,25 @@ class ChunkBuilder:
             self._room(4 * len(blocks))
         request = self._request(request_id) if request_id is not None else 0
         at, n = self._num_blocks, len(blocks)
-        self._add((kind, 0, arg, request, position, count, 0, row, at, n, 0, 0, value))
+        self._add(kind, 0, arg, request, position, count, 0, row, at, n, 0, 0, value)
         if n:
-            self._blocks.append(blocks.tobytes())
-            self._num_blocks += n
-            self.nbytes += 4 * n
+            self._put_blocks(blocks)
+
+    def blocks(self, request_ids: Sequence[str], blocks: Blocks) -> None:
+        """Adds BLOCKS ops: request i gets block i; one op for what a request gets in a row."""
+        first = [i for i, name in enumerate(request_ids) if not i or name != request_ids[i - 1]]
+        names = [request_ids[i] for i in first]
+        counts = [stop - start for start, stop in pairwise([*first, len(request_ids)])]
+        if not self._fits(len(first), blocks.nbytes + sum(map(len, names))):
+            for name, i, n in zip(names, first, counts, strict=True):
+                self.op(OpKind.BLOCKS, name, blocks=blocks[i : i + n])
+            return
+        # Most decode steps bring a block to one request in block_size: many to tell of at a time.
+        pack, at = PACKED_OP.pack, self._num_blocks
+        for name, i, n in zip(names, first, counts, strict=True):
+            self._ops += pack(_BLOCKS, 0, 0, self._request(name), 0, 0, 0, 0, at + i, n, 0, 0, 0)
+        self.nbytes += len(first) * OP.itemsize
+        self._put_blocks(blocks)
 
     def digests(self, request_id: str, digests: npt.NDArray[Any]) -> None:
         """Adds a DIGEST op for some records.DIGEST, if there are any."""
@@ -190,9 +207,7 @@ class ChunkBuilder:
         self._room(self._frame_bytes + ids.nbytes)
         frame, n = len(self._frames), len(ids)
         request = self._request(request_id)
-        self._add(
-            (OpKind.ROWS, 0, 0, request, position, n, frame, 0, 0, 0, step, version, tentative)
-        )
+        self._add(OpKind.ROWS, 0, 0, request, position, n, frame, 0, 0, 0, step, version, tentative)
         self._frame(ids)
 
     def slot_rows(
@@ -208,7 +223,7 @@ class ChunkBuilder:
         row = 0
         for step, n in steps:
             at = self._num_slots + row
-            self._add((OpKind.ROWS, 0, 0, NO_REQUEST, 0, n, frame, row, at, 0, step, version, 0))
+            self._add(OpKind.ROWS, 0, 0, NO_REQUEST, 0, n, frame, row, at, 0, step, version, 0)
             row += n
         self._slots.append(slots)
         self._num_slots += len(slots)
@@ -224,7 +239,7 @@ class ChunkBuilder:
             layout=self._layout_proto,
             request_ids=list(self._request_ids),
             begins=self._begins,
-            ops=np.array(self._ops, OP).tobytes(),
+            ops=bytes(self._ops),
             block_ids=b"".join(self._blocks),
             slots=b"".join(slots.tobytes() for slots in self._slots),
             frame_lengths=np.array([len(f) for f in frames], U32).tobytes(),
@@ -270,10 +285,21 @@ class ChunkBuilder:
         return np.unique(slots // self._block_size).astype(U32)
 
     def _room(self, nbytes: int) -> None:
-        """Seals what is pending if `nbytes` more would make it too large."""
-        full = self.nbytes + nbytes + OP.itemsize > self._target
-        if full or len(self._frames) >= MAX_FRAMES or len(self._ops) >= MAX_OPS:
+        """Seals what is pending if an op and `nbytes` more would make it too large."""
+        if not self._fits(1, nbytes):
             self.seal()
+
+    def _fits(self, ops: int, nbytes: int) -> bool:
+        return (
+            self.nbytes + nbytes + ops * OP.itemsize <= self._target
+            and len(self._ops) + ops * OP.itemsize <= MAX_OPS * OP.itemsize
+            and len(self._frames) < MAX_FRAMES
+        )
+
+    def _put_blocks(self, blocks: Blocks) -> None:
+        self._blocks.append(blocks.tobytes())
+        self._num_blocks += len(blocks)
+        self.nbytes += 4 * len(blocks)
 
     def _request(self, request_id: str) -> int:
         if request_id not in self._request_ids:
@@ -281,8 +307,8 @@ class ChunkBuilder:
             self.nbytes += len(request_id)
         return self._request_ids[request_id]
 
-    def _add(self, op: tuple[int, ...]) -> None:
-        self._ops.append(op)
+    def _add(self, *op: int) -> None:
+        self._ops += PACKED_OP.pack(*op)
         self.nbytes += OP.itemsize
 
     def _frame(self, ids: Ids) -> None:

@@ -10,7 +10,9 @@ import pickle
 import struct
 from array import array
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -38,7 +40,6 @@ MAX_BACKLOG_BYTES = 32 << 20
 _SPAN_BYTES, _BLOCK_BYTES, _EVENT_BYTES = 128, 96, 64
 #: Spans and blocks of one record, so that it fits into the smallest ring.
 _MAX_TOLD = 1 << 12
-_PAIR_BYTES = 16
 
 _INT64 = np.dtype(np.int64)
 _ARRAY: Any = np.ndarray  # a buffer, as type checkers of Python 3.10 do not know
@@ -46,7 +47,7 @@ _UNSIGNED = {size: np.dtype(f"u{size}") for size in (1, 2, 4, 8)}
 _NONE = np.empty((0, 0, 3), np.int64)
 
 #: Steps that are foreseen at a time, and bytes that all of them may take. One at a time would cost
-#: as much as all the rest of a step.
+#: as much as all the rest of a step; but as long as batches last a few steps only, so would many.
 _FORESEEN, _FORESEEN_BYTES = 16, 1 << 16
 
 
@@ -72,7 +73,7 @@ class _Lost:
 class _Blocks:
     """Blocks that requests got: told together, since most steps give some to many requests."""
 
-    pairs: array[int] = field(default_factory=lambda: array("q"))
+    pairs: array[int]
 
     @property
     def nbytes(self) -> int:
@@ -101,8 +102,8 @@ class Steady:
     """
 
     __slots__ = (
-        "_at", "_dtype", "_foreseen", "_growth", "_left", "_num_runs", "_runs", "_shape", "_size",
-        "_told", "narrow", "num_rows", "number",
+        "_at", "_dtype", "_end", "_foreseen", "_known", "_left", "_num_runs", "_runs", "_shape",
+        "_size", "_told", "narrow", "num_rows", "number",
     )  # fmt: skip
 
     def __init__(self, rows: Rows, runs: Ints, narrow: bool, number: int) -> None:
@@ -110,10 +111,10 @@ class Steady:
         self._shape, self._dtype = rows.shape, rows.dtype
         self._runs, self._num_runs, self._size = runs, runs.shape[1], runs.nbytes
         # What the next steps will tell, once somebody asks: the same memory as bytes and as numbers
-        # [steps, m, 3]; where in it the next one is; by how much it grows from one filling to the
-        # next, and for how many more steps positions may grow.
-        self._told, self._foreseen, self._growth = bytearray(), _NONE, _NONE
-        self._at = self._left = 0
+        # [steps, m, 3]; where in it the next one is, and where those that are known end; how many
+        # these are, and for how many more positions may grow.
+        self._told, self._foreseen = bytearray(), _NONE
+        self._at = self._end = self._known = self._left = 0
 
     def goes_on(self, rows: Any, runs: Any) -> bool:
         """Whether that is the step that comes next. To be asked once for each step."""
@@ -128,10 +129,10 @@ class Steady:
         ):
             return False
         at = self._at
-        if at == len(self._told):
+        if at == self._end:
             if not self._foresee():
                 return False
-            at = 0
+            at = self._at
         self._at = at + self._size
         try:  # unlike other comparisons of bytes this makes no copy of them
             return self._told.startswith(runs, at)
@@ -139,20 +140,29 @@ class Steady:
             return False
 
     def _foresee(self) -> bool:
-        """Fills in what the next steps will tell; False if there can not be as many."""
-        if not self._told:
-            runs, (_, positions, counts) = self._runs, self._runs
+        """Fills in what more steps will tell, twice as many at most; False if some can not be."""
+        _, positions, counts = self._runs
+        known, more = self._known, max(1, self._known)
+        if not known:
             # No position grows by more than there are rows.
-            self._left = (MAX_POSITION - 1 - int(positions.max())) // self._shape[0]
-            steps = max(1, min(_FORESEEN, _FORESEEN_BYTES // runs.nbytes, self._left))
-            self._told = bytearray(steps * runs.nbytes)
-            self._foreseen = np.frombuffer(self._told, np.int64).reshape(steps, -1, 3)
-            self._foreseen[...] = runs.T
-            self._foreseen[:, :, 1] += np.multiply.outer(np.arange(1, steps + 1), counts)
-            self._growth = counts * steps
+            last: int = positions.item(positions.argmax())
+            self._left = (MAX_POSITION - 1 - last) // self._shape[0]
+            most = min(_FORESEEN, 1 << (_FORESEEN_BYTES // self._size).bit_length() >> 1) or 1
+            self._told = bytearray(most * self._size)
+            self._foreseen = _ARRAY((most, self._num_runs, 3), _INT64, self._told)
+            self._foreseen[0] = self._runs.T
+            self._foreseen[0, :, 1] += counts
+            self._known = 1
+        elif known < len(self._foreseen):
+            new = self._foreseen[known : known + more]
+            new[...] = self._foreseen[:known]
+            new[:, :, 1] += counts * known
+            self._known += more
         else:
-            self._foreseen[:, :, 1] += self._growth
-        self._left -= len(self._foreseen)
+            self._foreseen[:, :, 1] += counts * known
+            self._at = 0
+        self._end = self._known * self._size
+        self._left -= more
         return self._left >= 0
 
 
@@ -279,17 +289,15 @@ class Feed:
             self._backlog.append(data)
             self._backlog_bytes += _EVENT_BYTES + len(data)
 
-    def blocks(self, handle: int, blocks: bytes) -> None:
-        """A request gets blocks, uint32. Written before whatever is written next."""
-        self._spans.pop(handle, None)
-        for block in array("I", blocks):
-            last = self._backlog[-1] if self._backlog else None
-            if not isinstance(last, _Blocks) or len(last.pairs) >= _MAX_TOLD:
-                last = _Blocks()
-                self._backlog.append(last)
-                self._backlog_bytes += last.nbytes
-            last.pairs.extend((handle, block))
-            self._backlog_bytes += _PAIR_BYTES
+    def blocks(self, handles: Iterable[int], blocks: Iterable[int]) -> None:
+        """Requests get blocks, one each. Written before whatever is written next."""
+        told = array("q", chain.from_iterable(zip(handles, blocks, strict=True)))
+        for handle in told[::2] if self._spans else ():
+            self._spans.pop(handle, None)
+        for at in range(0, len(told), _MAX_TOLD):
+            some = _Blocks(told[at : at + _MAX_TOLD])
+            self._backlog.append(some)
+            self._backlog_bytes += some.nbytes
 
     def lose(self, handle: int, position: int, count: int, reason: int, step: int) -> None:
         """Remembers rows of a request that were not written."""
@@ -318,6 +326,8 @@ class Feed:
             while self._backlog:
                 # Nothing may be added to what is being written.
                 first = self._backlog.popleft()
+                if isinstance(first, _Blocks):
+                    self._join(first)
                 more = len(self._backlog)
                 spans = first.spans if isinstance(first, _Lost) else []
                 growing = {h: span for h, span in spans if self._spans.get(h) is span}
@@ -335,6 +345,16 @@ class Feed:
         finally:
             self._draining = False
         return True
+
+    def _join(self, first: _Blocks) -> None:
+        """Takes blocks that are told next out of the backlog, to be told with these."""
+        while self._backlog:
+            more = self._backlog[0]
+            if not isinstance(more, _Blocks) or len(first.pairs) + len(more.pairs) > _MAX_TOLD:
+                return
+            self._backlog.popleft()
+            first.pairs.extend(more.pairs)
+            self._backlog_bytes -= _EVENT_BYTES
 
     def clear(self) -> None:
         """Forgets what is remembered."""
@@ -389,7 +409,7 @@ class Feed:
                 return
             except (ValueError, BufferError):  # they are not contiguous
                 pass
-        out = np.frombuffer(memory, self._dtype, rows.size, at).reshape(rows.shape)
-        np.copyto(out, rows, casting="unsafe")
+        out = _ARRAY(rows.shape, self._dtype, memory, at)
+        out[...] = rows
         if bad is not None:
             out[bad] = 0 if rows.shape[2] > 1 else np.iinfo(self._dtype).max

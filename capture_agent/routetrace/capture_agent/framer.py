@@ -19,7 +19,7 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from itertools import groupby, pairwise
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -58,7 +58,8 @@ class _Request:
     lane: int
     trace_id: str = ""
     order: int = 0  # in which requests began; 0: the server was never told of it
-    blocks: array[int] = field(default_factory=lambda: array("I"))
+    blocks: array[int] = field(default_factory=lambda: array("I"))  # those below `owned_from`
+    num_blocks: int = 0
     emitted: int = 0  # the server was told of positions below
     owned_from: int = 0  # blocks from this index on are in the index of writers
     digests: Digests = field(default_factory=lambda: NO_DIGESTS)  # those that were sent
@@ -402,25 +403,26 @@ class Framer:
     def _add_blocks(self, lanes: Ints, block_ids: Blocks) -> None:
         if self._starts or self._forgetful:
             self.settle()
-        told = lanes.tolist()
-        for lane in told if self._starts else ():
+        for lane in lanes.tolist() if self._starts else ():
             self._start(lane)
         self._flush_writers(block_ids)
-        index, at = np.full(len(told), -1), 0  # of those that are entered
-        for lane, same in groupby(told):
-            stop = at + len(list(same))
-            if request := self._reported(lane):
-                some, known = block_ids[at:stop], len(request.blocks)
-                self._out.op(OpKind.BLOCKS, request.request_id, blocks=some)
-                request.blocks.frombytes(some.tobytes())
+        requests = [self._requests[lane] for lane in lanes.tolist()]
+        if any(request.lost for request in requests):
+            told = np.array([self._reported(lane) is not None for lane in lanes.tolist()])
+            lanes, block_ids = lanes[told], block_ids[told]
+            requests = [self._requests[lane] for lane in lanes.tolist()]
+        index: list[int] = []  # which of its request's blocks each is
+        for request, block in zip(requests, block_ids.tolist(), strict=True):
+            index.append(request.num_blocks)
+            if request.num_blocks < request.owned_from:
+                request.blocks.append(block)
                 self._count(request)
-                index[at:stop] = range(known, len(request.blocks))
-                if known < request.owned_from:
-                    index[at : at + request.owned_from - known] = -1
-            at = stop
-        owned = index >= 0
+            request.num_blocks += 1
+        self._out.blocks([request.request_id for request in requests], block_ids)
+        places = np.array(index, np.int64)
+        owned = places >= np.array([request.owned_from for request in requests], np.int64)
         self._writer[block_ids[owned]] = lanes[owned]
-        self._index[block_ids[owned]] = index[owned]
+        self._index[block_ids[owned]] = places[owned]
 
     def rewind(self, handle: int, position: int, step: int = 0) -> None:
         """Rows at `position` and after were rejected; with `step`, unless later ones came."""
@@ -440,7 +442,7 @@ class Framer:
             self._drop(Word.REWOUND, self._linger.cut(request.lane, num_computed_tokens))
             self._flush_one(request)
             self._out.op(OpKind.PREEMPT, request.request_id, position=num_computed_tokens)
-            request.blocks = array("I")
+            request.blocks, request.num_blocks = array("I"), 0
             self._count(request)
             request.emitted = min(request.emitted, num_computed_tokens)
         else:
@@ -688,16 +690,17 @@ class Framer:
 
     def _give(self, request: _Request, blocks: Blocks, num_computed_tokens: int) -> None:
         """A request starts with these blocks, and writes from its first uncached token on."""
-        request.blocks = array("I", blocks.tobytes())
-        self._count(request)
+        request.num_blocks = len(blocks)
         request.owned_from = num_computed_tokens // self._block_size if self._block_size else 0
-        self._own(request, request.owned_from, len(blocks))
+        # Those that it shares are needed again if it is to write into them.
+        request.blocks = array("I", blocks[: request.owned_from].tobytes())
+        self._count(request)
+        self._own(request, request.owned_from, blocks[request.owned_from :])
 
-    def _own(self, request: _Request, start: int, stop: int) -> None:
-        """Enters blocks start .. stop of a request into the index of writers."""
-        mine = np.array(request.blocks[start:stop], U32)
-        self._writer[mine] = request.lane
-        self._index[mine] = np.arange(start, start + len(mine))
+    def _own(self, request: _Request, start: int, blocks: Blocks) -> None:
+        """Enters blocks of a request, from its `start`-th on, into the index of writers."""
+        self._writer[blocks] = request.lane
+        self._index[blocks] = np.arange(start, start + len(blocks))
 
     # ------------------------------------------------------------------ ops
 
@@ -740,8 +743,9 @@ class Framer:
         if self._block_size and position < request.owned_from * self._block_size:
             # It will write into blocks that it shares.
             first, stop = position // self._block_size, request.owned_from
-            self._flush_writers(np.array(request.blocks[first:stop], U32))
-            self._own(request, first, stop)
+            shared = np.array(request.blocks[first:stop], U32)
+            self._flush_writers(shared)
+            self._own(request, first, shared)
             request.owned_from = first
 
     def _lose(self, request: _Request, position: int, count: int, reason: int) -> None:

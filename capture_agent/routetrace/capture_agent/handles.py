@@ -63,11 +63,10 @@ class Handles:
         Raises:
             InvalidArgument: if one of them was never handed out.
         """
-        ended: npt.NDArray[np.bool_] = (
-            self._handles.take(handles & LANE_MASK, mode="clip") != handles
-        )
-        if not np.count_nonzero(ended):
+        now = self._handles.take(handles & LANE_MASK, mode="clip")
+        if now.tobytes() == handles.tobytes():
             return None
+        ended: npt.NDArray[np.bool_] = now != handles
         for handle in handles[ended].tolist():
             if not self.is_late(handle):
                 raise wrong("runs", handle, "handles that begin() returned")

@@ -10,13 +10,14 @@ import numpy as np
 from routetrace.capture_agent.chunks import Chunk, ChunkBuilder
 from routetrace.v1 import routetrace_pb2 as pb
 from routetrace.v1.layout import RoutingLayout
-from routetrace.v1.records import DIGEST, NO_REQUEST, OP, U32, OpKind, unpack
+from routetrace.v1.records import DIGEST, NO_REQUEST, PACKED_OP, U32, OpKind, unpack
 
 #: Bytes that a request takes, beside what is counted.
 _REQUEST_BYTES = 1024
 
 # As numbers: a member of an enum takes longer to hash than all the rest of an op.
-_ROWS, _OF_NOBODY = int(OpKind.ROWS), {int(OpKind.EXTERNAL), int(OpKind.RESET)}
+_ROWS, _BLOCKS = int(OpKind.ROWS), int(OpKind.BLOCKS)
+_OF_NOBODY = {int(OpKind.EXTERNAL), int(OpKind.RESET)}
 
 
 @dataclass
@@ -47,16 +48,22 @@ class Ledger:
         """A chunk was acknowledged."""
         header = pb.ChunkHeader.FromString(chunk.header)
         request_ids = list(header.request_ids)
-        ops = unpack(header.ops, OP, "ops")
+        ops = PACKED_OP.iter_unpack(header.ops)
         block_ids = unpack(header.block_ids, U32, "block_ids").tobytes()
         digests = unpack(header.token_digests, DIGEST, "token_digests")
-        for kind, _, arg, index, position, count, _, row, at, num, _, _, value in ops.tolist():
+        for kind, _, arg, index, position, count, _, row, at, num, _, _, value in ops:
             if index == NO_REQUEST or kind in _OF_NOBODY:
                 continue
             request = self._requests.get(request_ids[index])
-            if kind == _ROWS:  # most are; they take no memory
+            # Nearly all are one of these two.
+            if kind == _ROWS:
                 if request:
                     request.end = position + count
+                continue
+            if kind == _BLOCKS:
+                if request:
+                    request.blocks.frombytes(block_ids[4 * at : 4 * (at + num)])
+                    self.nbytes += 4 * num
                 continue
             self.nbytes -= request.nbytes if request else 0
             blocks = block_ids[4 * at : 4 * (at + num)]
@@ -68,9 +75,7 @@ class Ledger:
                 self._requests.pop(request_ids[index], None)
                 request = None
             elif request:
-                if kind == OpKind.BLOCKS:
-                    request.blocks.frombytes(blocks)
-                elif kind == OpKind.LOST and not count:
+                if kind == OpKind.LOST and not count:
                     request.lost = (position, arg)
                 elif kind == OpKind.LOST:
                     request.end = max(request.end, position + count)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from routetrace.capture_agent.capturer import PendingRows
+from routetrace.capture_agent.capturer import PendingRows, Rows
 from routetrace.v1.errors import InvalidArgument
 
 if TYPE_CHECKING:
@@ -177,11 +177,14 @@ class PagedRequests:
             for (request_id, start, count), ok in zip(runs, told, strict=True)
             if ok
         ]
-        if table:
-            rows = pending.rows()
+
+        def step(rows: Rows) -> None:
             if not all(told):
                 rows = rows[np.repeat(told, [count for _, _, count in runs])]
             self._agent.step(rows, np.array(table))
+
+        if table:
+            pending.hand_to(step)
 
     def _end_requests(self) -> None:
         """Notices requests that ended or lost their blocks, before others get these."""

@@ -17,7 +17,7 @@ import numpy.typing as npt
 import torch
 from transformers import StoppingCriteria
 
-from routetrace.capture_agent.capturer import PendingRows
+from routetrace.capture_agent.capturer import PendingRows, Rows
 from routetrace.capture_agent.router_taps import RouterTaps
 
 if TYPE_CHECKING:
@@ -154,9 +154,12 @@ class GenerateCall(StoppingCriteria):  # type: ignore[misc]
         in_prompt = self._positions[np.arange(batch), np.minimum(first, width - 1)]
         positions = np.where(first < width, in_prompt, generated)
         runs = np.stack([self._handles, positions, counts], axis=1)[counts > 0]
-        rows = one.pending.rows()
-        rows = rows.reshape(batch, one.tokens.shape[1], *rows.shape[1:])[:, : len(columns)][keep]
-        self._agent.step(rows, runs)
+
+        def step(rows: Rows) -> None:
+            ids = rows.reshape(batch, one.tokens.shape[1], *rows.shape[1:])[:, : len(columns)]
+            self._agent.step(ids[keep], runs)
+
+        one.pending.hand_to(step)
 
     def finish(self, reason: str, sequences: torch.Tensor | None) -> None:
         """Ends what is still running."""

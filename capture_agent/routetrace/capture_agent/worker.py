@@ -76,7 +76,6 @@ class Worker:
         self._warned = False
         # When the ring was last looked at; what is read came after the look before.
         self._looked = self._since = time.monotonic()
-        self._poll_s = config.flush_interval_s / 2
         # Rows that are due soon go along with those that are due.
         self._early_s = min(config.flush_interval_s, config.linger_s)
 
@@ -121,7 +120,7 @@ class Worker:
         if self._builder:
             due.append(self._pending_since + self._config.flush_interval_s)
         # What is overdue waits for the sender.
-        pause = min([self._poll_s, *(at - now for at in due if at > now)])
+        pause = min([self._config.flush_interval_s, *(at - now for at in due if at > now)])
         return max(1, math.ceil(pause * 1000))
 
     def _work(self) -> bool:
@@ -138,9 +137,8 @@ class Worker:
         if not taken and not self._holds:  # idle: there is nothing that could be due
             self._pending_since = self._looked
             return False
-        self._ship()
+        self._hand_on()
         self._bound()  # before rows that linger go where they can not be dropped
-        self._tick(time.monotonic())
         self._ship()
         return not more
 
@@ -155,13 +153,6 @@ class Worker:
             self._since, self._looked = self._looked, time.monotonic()
         return self._ring.peek()
 
-    def _tick(self, now: float) -> None:
-        """Hands on rows that have lingered for long enough; they wait for nothing else then."""
-        linger_s, oldest = self._config.linger_s, self._framer.oldest
-        if oldest <= now - linger_s:
-            self._framer.tick(now - linger_s + self._early_s)
-            self._pending_since = min(self._pending_since, oldest + linger_s - self._early_s)
-
     def _take(self, record: memoryview) -> None:
         since = self._since
         kind, m, n, step, version = RECORD.unpack_from(record)
@@ -170,7 +161,7 @@ class Worker:
             name, *args = pickle.loads(record[at:])
             if name == "flush":
                 self._framer.flush()
-                self._ship(everything=True)
+                self._ship_all()
                 self._sender.flush(*args)
             else:
                 self._framer.events[name](*args)
@@ -191,18 +182,32 @@ class Worker:
             slots = np.frombuffer(record, np.uint64, n, at)
             self._framer.step_slots(since, step, version, slots, rows)
 
-    def _ship(self, *, everything: bool = False) -> None:
-        """Hands full chunks to the sender, and a part of one that has waited for long enough."""
-        now = time.monotonic()
+    def _ship(self) -> None:
+        """Hands on rows that lingered, and a part of a chunk that waited, for long enough."""
+        now, linger_s, oldest = time.monotonic(), self._config.linger_s, self._framer.oldest
         if not self._builder:
             self._pending_since = now
+        late = oldest <= now - linger_s
+        if late:  # such rows wait for nothing else
+            self._pending_since = min(self._pending_since, oldest + linger_s - self._early_s)
         # A part of a chunk that could not be sent yet may as well grow.
         due = now - self._pending_since >= self._config.flush_interval_s and self._sender.idle
-        if everything or due:
+        if late or due:  # with them goes what would follow in a chunk of its own
+            self._framer.tick(now - linger_s + self._early_s)
+        if due:
             self._builder.seal()
+        self._hand_on()
+
+    def _ship_all(self) -> None:
+        """Hands on whatever the framer has let go of."""
+        self._builder.seal()
+        self._hand_on()
+
+    def _hand_on(self) -> None:
+        """Hands full chunks to the sender."""
         ready = self._builder.ready
         if ready:
-            self._pending_since = now
+            self._pending_since = time.monotonic()
         while ready:
             self._sender.put(ready.popleft())
 
@@ -213,7 +218,7 @@ class Worker:
         full = self._held() > most or framer.nbytes > 2 * share
         if full and self._held() - framer.held_bytes < most - 2 * share:
             framer.flush_rows()  # they take less in the outbox, or go to disk
-            self._ship()
+            self._hand_on()
         if (over := self._held() - most) > 0:
             framer.shed(over)
         held = self._held()
@@ -233,7 +238,7 @@ class Worker:
         while self._work() and time.monotonic() < deadline:
             pass
         self._framer.close()
-        self._ship(everything=True)
+        self._ship_all()
         if not self._sender.drain(deadline):
             _log.warning("routetrace: closed with chunks that the server did not acknowledge")
 

@@ -43,9 +43,9 @@ class Costs:
 
 #: By model.
 MEASURED: Mapping[str, Costs] = {
-    "qwen3-30b-a3b": Costs(337, 2.4, 17.7, 7.3, 8.1, 11.3),
-    "deepseek-v3": Costs(470, 2.5, 22.4, 8.9, 7.8, 13.0),
-    "kimi-k2": Costs(523, 2.6, 25.0, 9.8, 7.3, 16.0),
+    "qwen3-30b-a3b": Costs(336, 2.8, 15.4, 7.5, 9.7, 11.7),
+    "deepseek-v3": Costs(470, 2.4, 15.5, 6.8, 7.1, 11.0),
+    "kimi-k2": Costs(523, 2.1, 14.9, 6.3, 7.4, 12.7),
 }
 #: Of a core of the server's process: beyond, latencies grow.
 BUSY = 0.7
@@ -55,8 +55,8 @@ SERVER_BYTES = 100e6
 TRACE_BYTES, TOKEN_BYTES, FRAME_BYTES = 2_000, 0.31, 50
 #: Rows of a frame, as in the costs.
 FRAME_ROWS = 50
-#: Bytes of its memory for a slot of an engine's KV cache.
-SLOT_BYTES = 24
+#: Bytes of its memory for a slot of an engine's KV cache: with short frames, as most engines have.
+SLOT_BYTES = 19
 #: Its defaults: most bytes of chunks that wait for their commit; most reads that send, with 2 MiB.
 INGEST_BYTES, SENDING_READS, READ_BYTES = 256 * _MIB, 256, 2 * _MIB
 #: Share of the store's capacity at which finished traces begin to go.

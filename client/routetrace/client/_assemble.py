@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -114,6 +115,15 @@ class _Came(NamedTuple):
         return self._replace(stop=after.stop)
 
 
+@lru_cache(maxsize=128)
+def _columns_of(held: tuple[int, ...], asked: tuple[int, ...]) -> _Columns:
+    """Which of the layers of a frame were asked for, and their columns here."""
+    column = {layer: i for i, layer in enumerate(asked)}
+    layer_ids = tuple(i for i in held if i in column)
+    columns = [column[i] for i in layer_ids]
+    return _Columns(layer_ids, column_index(columns), frozenset(columns))
+
+
 class Assembler:
     """Turns the messages of one stream into a trace, or into consecutive parts of one.
 
@@ -137,7 +147,6 @@ class Assembler:
         self._num_spans = 0
         self._num_frames = 0
         self._came: list[_Came] = []
-        self._columns: dict[tuple[int, ...], _Columns] = {}  # by the layers of a frame
         # Positions: one past the last row that came, and one past the last that was handed out.
         self._filled = want.token_start
         self._handed = want.token_start
@@ -238,7 +247,6 @@ class Assembler:
             if self._want.layer_ids is not None:
                 layout = layout.select(self._want.layer_ids)
             self._layer_ids, self._row_bytes = layout.layer_ids, layout.row_bytes
-            self._column = {layer: i for i, layer in enumerate(self._layer_ids)}
             if self._cells is None:
                 first = self._want.token_start
                 self._cells = GrowingCells(len(self._layer_ids), self._layout, first)
@@ -309,7 +317,9 @@ class Assembler:
         model = (self._layout.num_experts, self._layout.top_k)
         if (header.num_experts, header.top_k) != model:
             raise self._corrupt(f"a frame of other (num_experts, top_k) than {model}")
-        columns = self._columns_of(header.layer_ids)
+        columns = _columns_of(header.layer_ids, self._layer_ids)
+        if not columns.layer_ids:
+            raise self._corrupt("a frame with none of the layers asked for")
         targets: list[tuple[slice, int, int]] = []
         for span in spans:
             came = self._came_with(span, header.num_rows, columns)
@@ -322,16 +332,6 @@ class Assembler:
         places, _, count = targets[0]
         whole = len(targets) == 1 and count == header.num_rows and isinstance(columns.where, slice)
         return _Placed(frame, columns.layer_ids, columns.where, targets, places if whole else None)
-
-    def _columns_of(self, held: tuple[int, ...]) -> _Columns:
-        """Which of the layers of a frame were asked for, and their columns here."""
-        if held not in self._columns:
-            layer_ids = tuple(i for i in held if i in self._column)
-            if not layer_ids:
-                raise self._corrupt("a frame with none of the layers asked for")
-            columns = [self._column[i] for i in layer_ids]
-            self._columns[held] = _Columns(layer_ids, column_index(columns), frozenset(columns))
-        return self._columns[held]
 
     def _came_with(self, span: Any, num_rows: int, columns: _Columns) -> _Came:
         """The rows of a span, which is checked against its frame and what was asked for."""
@@ -457,8 +457,9 @@ class Assembler:
         if not end.missing and valid.all():
             return
         absent = np.zeros(valid.shape, np.bool_)
+        column = {layer: i for i, layer in enumerate(self._layer_ids)}
         for m in end.missing:
-            columns = [self._column[i] for i in m.layer_ids] if m.layer_ids else slice(None)
+            columns = [column[i] for i in m.layer_ids] if m.layer_ids else slice(None)
             absent[columns, max(m.start - start, 0) : max(m.stop - start, 0)] = True
         if self._want.follow and (both := valid & absent).any():
             self._handed = min(self._handed, start + int(both.any(axis=0).argmax()))

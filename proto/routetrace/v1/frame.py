@@ -205,15 +205,11 @@ def slice_frame(frame: Buffer, layer_ids: Iterable[int]) -> bytes:
         Corrupt: as `read_header`. Groups are copied with their checksums, and not checked here.
     """
     header = read_header(frame)
-    pick = header.pick(tuple(layer_ids))
-    if len(pick.groups) == len(header.group_bytes):
+    sliced, runs = header.cut(tuple(layer_ids))
+    if sliced == header:
         return bytes(frame)
-    sliced = header._replace(
-        layer_ids=pick.layer_ids,
-        group_layers=pick.group_layers,
-        group_bytes=tuple([header.group_bytes[g] for g in pick.groups]),
-    )
-    return b"".join([sliced.pack(), *_stored(frame, header, pick)])
+    view = memoryview(frame).cast("B")
+    return b"".join([sliced.pack(), *[view[start:stop] for start, stop in runs]])
 
 
 def decode_frame(frame: Buffer, *, layer_ids: Iterable[int] | None = None) -> Ids:
@@ -310,7 +306,7 @@ class _Groups:
         """and their content sizes."""
         self._plain: dict[int, memoryview] = {}  # planes as they are, by their place
         self._low_bits: list[memoryview] = []
-        if low or max(map(len, self.packed)) >= min(self.sizes):
+        if low or max(header.group_bytes) >= min(self.sizes):
             self._take_plain(low)
 
     def _take_plain(self, low: int) -> None:

@@ -6,6 +6,7 @@ A server asks this of thousands of frames a second, and nearly all of them are a
 from __future__ import annotations
 
 import struct
+from functools import lru_cache
 from zlib import crc32
 
 from routetrace.v1.frame_header import (
@@ -30,39 +31,46 @@ class PlainFrames:
     def __init__(self, layout: RoutingLayout) -> None:
         self._layout = layout
         self._bitmap = layer_bitmap(layout.layer_ids)
-        self._layers = len(layout.layer_ids)
-        # What follows the bitmap: bytes and layers of each group, and the header's CRC.
-        self._table = struct.Struct(f"<{self._layers}I{self._layers}HI")
-        self._table_at = _FIXED.size + len(self._bitmap)
-        self._head = self._table_at + self._table.size
-        self._ones = (1,) * self._layers
+        layers = len(layout.layer_ids)
+        # What follows the bitmap: bytes of each group, layers of each group, and the header's CRC.
+        self._sizes = struct.Struct(f"<{layers}I")
+        self._sizes_at = _FIXED.size + len(self._bitmap)
+        self._layers_at = self._sizes_at + self._sizes.size
+        self._layers = struct.pack(f"<{layers}H", *[1] * layers)
+        self._head = self._layers_at + len(self._layers) + CRC_BYTES
         self._most_rows = min(MAX_FRAME_ROWS, MAX_FRAME_DECODED_BYTES // layout.row_bytes)
+        self._expected = lru_cache(maxsize=256)(self._expect)
 
     def has(self, frame: memoryview, rows: int) -> bool:
         """Whether bytes are such a frame, of so many rows.
 
         False says nothing: `read_header` tells what is wrong, if anything is.
         """
-        if len(frame) < self._head or not 1 <= rows <= self._most_rows:
+        head = bytes(frame[: self._head])
+        if len(head) < self._head:
             return False
-        codec = frame[4]
-        if codec not in (Codec.RAW, Codec.LAYER_ZSTD):
+        begin, least, most = self._expected(head[4], rows)
+        if not begin or not head.startswith(begin):
             return False
-        layout = self._layout
+        sizes = self._sizes.unpack_from(head, self._sizes_at)
+        return (
+            head[self._layers_at : -CRC_BYTES] == self._layers
+            and crc32(head[:-CRC_BYTES]) == int.from_bytes(head[-CRC_BYTES:], "little")
+            and self._head + sum(sizes) == len(frame)
+            and min(sizes) >= least
+            and max(sizes) <= most
+        )
+
+    def _expect(self, codec: int, rows: int) -> tuple[bytes, int, int]:
+        """How a frame begins, and the least and the most bytes of a group; b"" if none is plain."""
+        if codec not in (Codec.RAW, Codec.LAYER_ZSTD) or not 1 <= rows <= self._most_rows:
+            return b"", 0, 0
+        layout, layers = self._layout, len(self._layout.layer_ids)
         top_k, experts = layout.top_k, layout.num_experts
         plane, low = layer_bytes(rows, top_k, experts, Codec(codec))
         fixed = _FIXED.pack(
             MAGIC, codec, id_shift(experts, Codec(codec)), top_k, rows, experts,
-            len(self._bitmap), self._layers,
+            len(self._bitmap), layers,
         )  # fmt: skip
-        if frame[: self._table_at] != fixed + self._bitmap:
-            return False
-        numbers = self._table.unpack_from(frame, self._table_at)
-        sizes = numbers[: self._layers]
-        return (
-            crc32(frame[: self._head - CRC_BYTES]) == numbers[-1]
-            and numbers[self._layers : -1] == self._ones
-            and self._head + sum(sizes) == len(frame)
-            and min(sizes) >= (plane if codec == Codec.RAW else low) + CRC_BYTES
-            and max(sizes) <= plane + low + CRC_BYTES
-        )
+        least = plane if codec == Codec.RAW else low
+        return fixed + self._bitmap, least + CRC_BYTES, plane + low + CRC_BYTES

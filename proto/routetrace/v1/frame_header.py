@@ -66,6 +66,8 @@ class Pick(NamedTuple):
     """Layers of these groups, ascending."""
     group_layers: tuple[int, ...]
     """Layers in each of these groups."""
+    runs: list[tuple[int, int]]
+    """Neighbours among them: the first, and the one behind the last."""
     order: list[int] | None
     """Which of these layers are the wanted ones; None: all, as they are."""
 
@@ -122,6 +124,22 @@ class FrameHeader(NamedTuple):
             InvalidArgument: if there are none, or the frame lacks one of them.
         """
         return _pick(self.layer_ids, self.group_layers, layer_ids)
+
+    def cut(self, layer_ids: tuple[int, ...]) -> tuple[FrameHeader, list[tuple[int, int]]]:
+        """The smallest frame with the given layers that can be cut out of one with this header.
+
+        Returns:
+            Its header, and the bytes of this frame (from, to) that its groups are.
+
+        Raises:
+            InvalidArgument: as `pick`.
+        """
+        pick, at = self.pick(layer_ids), self.group_offsets
+        sizes = tuple([self.group_bytes[group] for group in pick.groups])
+        header = self._replace(
+            layer_ids=pick.layer_ids, group_layers=pick.group_layers, group_bytes=sizes
+        )
+        return header, [(at[first], at[behind]) for first, behind in pick.runs]
 
     def pack(self) -> bytes:
         """The header as it is stored."""
@@ -263,7 +281,10 @@ def _pick(
     column = {layer: i for i, layer in enumerate(held)}
     order = None if held == wanted else [column[layer] for layer in wanted]
     keep = tuple(sorted(groups))
-    return Pick(keep, held, tuple(group_layers[g] for g in keep), order)
+    firsts = [group for group in keep if group - 1 not in groups]
+    behind = [group + 1 for group in keep if group + 1 not in groups]
+    runs = list(zip(firsts, behind, strict=True))
+    return Pick(keep, held, tuple(group_layers[g] for g in keep), runs, order)
 
 
 @lru_cache(maxsize=128)

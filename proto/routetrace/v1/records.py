@@ -5,6 +5,7 @@ All are little-endian and unaligned, so that their size is the sum of their part
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Iterable
 from enum import IntEnum
 from hashlib import blake2b
@@ -81,6 +82,9 @@ OP = np.dtype(
         ("value", "<u8"),
     ]
 )
+
+#: The same, for those who go through them one by one: in a third of the time.
+PACKED_OP = struct.Struct("<2BH7IQqQ")
 
 SPAN = np.dtype(
     [

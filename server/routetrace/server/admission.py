@@ -2,7 +2,7 @@
 
 What is over a limit is refused with Overloaded, which says when to come again, or left in the
 socket. Reads that wait cost next to nothing, so there may be many; those that are sent rows hold a
-message of about 1 MiB each, and take turns. A reader that is slow to take its message lends its
+message of some 0.5 MiB each, and take turns. A reader that is slow to take its message lends its
 turn to another one after a while, as long as there are not too many of its kind.
 """
 

@@ -13,7 +13,21 @@ from typing import Any
 import numpy as np
 
 from routetrace.server import refs
-from routetrace.server.chunk import ParsedChunk, parse_header
+from routetrace.server.chunk import (
+    BEGIN,
+    BLOCKS,
+    DIGESTS,
+    EXTERNAL,
+    FINISH,
+    LOST,
+    PREEMPT,
+    RESET,
+    RESUME,
+    REWIND,
+    ROWS,
+    ParsedChunk,
+    parse_header,
+)
 from routetrace.server.record import Sums, decode_record, hash_of, layout_from_hex
 from routetrace.server.slot_map import SlotMap, SlotRun
 from routetrace.server.spans import FOREVER, Span, SpanList
@@ -21,7 +35,7 @@ from routetrace.server.state import Frames, State, Writer
 from routetrace.server.trace_index import Source, TraceKey, WriterKey
 from routetrace.v1 import routetrace_pb2 as pb
 from routetrace.v1.layout import RoutingLayout
-from routetrace.v1.records import DIGEST, NO_REQUEST, OpKind, Provenance, unpack
+from routetrace.v1.records import DIGEST, NO_REQUEST, Provenance, unpack
 
 #: Sequence numbers whose checksums are remembered, so that a resent chunk is known again.
 DEDUP_WINDOW = 1024
@@ -182,7 +196,7 @@ class _Applier:
         for op in self.chunk.ops:
             kind, _, arg, request, position, count, frame, row, at, num, step, version, value = op
             blocks = self.chunk.block_ids[at : at + num]
-            if kind == OpKind.ROWS:
+            if kind == ROWS:
                 self.writer.step = max(self.writer.step, step)
                 ref = refs.pack(self.number, frame, row)
                 if request == NO_REQUEST:
@@ -193,48 +207,48 @@ class _Applier:
                 touched[key] = None
                 span = Span(position, count, ref, version, Provenance.FORWARD)
                 self._rows(source, span, step, value)
-            elif kind == OpKind.EXTERNAL:
+            elif kind == EXTERNAL:
                 self.slots.forget_blocks(blocks)
                 continue
-            elif kind == OpKind.RESET:
+            elif kind == RESET:
                 self.slots.forget_all()
                 continue
-            elif kind == OpKind.BEGIN:
+            elif kind == BEGIN:
                 key, source = self._begin(request, self.chunk.begins[arg], value)
                 touched[key] = None
                 self._take(source, blocks, position, count)
             else:
                 key, source = self._source(request)
                 touched[key] = None
-                if kind == OpKind.BLOCKS:
+                if kind == BLOCKS:
                     self.slots.forget_blocks(blocks)
                     if source.placed:
                         # A request holds no block twice.
                         source.blocks.extend(blocks[: self.slots.num_blocks - len(source.blocks)])
-                elif kind == OpKind.REWIND:
+                elif kind == REWIND:
                     self._drop(source, position)
-                elif kind == OpKind.PREEMPT:
+                elif kind == PREEMPT:
                     self._drop(source, position)
                     source.tentative, source.blocks = 0, []
-                elif kind == OpKind.RESUME:
+                elif kind == RESUME:
                     if len(source.attempts) < MAX_ATTEMPTS:
                         source.attempts.append(SpanList())
                     else:
                         source.attempts[-1] = SpanList()
                     source.tentative = 0
                     self._take(source, blocks, position, count)
-                elif kind == OpKind.FINISH:
+                elif kind == FINISH:
                     source.ended, source.num_tokens, source.finish_reason = True, count, arg
                     source.tentative, source.blocks = 0, []
                     del self.writer.live[self.chunk.request_ids[request]]
                     self._rejoin(key)
-                elif kind == OpKind.LOST:
+                elif kind == LOST:
                     stop = position + count if count else FOREVER
                     source.lose(position, stop, arg)
                     # What stood there before was computed again, by the pass whose rows are lost.
                     source.remove(position, stop)
                     self._forget(source, position, stop)
-                elif kind == OpKind.DIGEST:
+                elif kind == DIGESTS:
                     source.add_digests(self.chunk.token_digests[row : row + count])
                     self._rejoin(key)
 

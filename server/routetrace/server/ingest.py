@@ -300,7 +300,7 @@ class IngestServicer:
         record = encode_chunk(
             writer.key, writer.epoch, sequence, sums, self._journal.clock.now(), chunk.header
         )
-        begun, rows = monotonic(), int(parsed.frame_rows.sum())
+        begun, rows = monotonic(), sum(parsed.frame_rows.tolist())
 
         def done(counted: bool | None, error: Exception | None) -> None:
             self._core.metrics.commit.observe(monotonic() - begun)

@@ -6,6 +6,7 @@ import asyncio
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from itertools import islice
 from typing import NamedTuple
 
@@ -13,26 +14,25 @@ import numpy as np
 
 from routetrace.server import refs
 from routetrace.server.agents import Agents
+from routetrace.server.cuts import Cuts
 from routetrace.server.joins import Incarnation
 from routetrace.server.journal import Clock
 from routetrace.server.metrics import Metrics
 from routetrace.server.served import Known, Memory, Served, segments_of
-from routetrace.server.spans import merge
+from routetrace.server.spans import Interval, merge
 from routetrace.server.state import State
 from routetrace.server.store import Store
 from routetrace.server.trace_index import Trace
 from routetrace.server.view import Selection, covers, missing, view
 from routetrace.v1 import routetrace_pb2 as pb
 from routetrace.v1.errors import Corrupt, InvalidArgument, NotFound
-from routetrace.v1.frame import slice_frame
 from routetrace.v1.frame_header import Buffer
+from routetrace.v1.layout import RoutingLayout
 from routetrace.v1.records import DIGEST, FinishReason
 
-#: Payload bytes that a message aims at.
-MESSAGE_BYTES = 1 << 20
-
-#: The same for the first of a read: what decodes it begins early, while the others are read.
-FIRST_BYTES = 1 << 19
+#: Payload bytes of a message, at most, where no frame is larger. With twice as many no read is
+#: faster beyond the noise, and a reader's memory holds two or three of them.
+MESSAGE_BYTES = 1 << 19
 
 #: Times the payload of a message that is read for it, where layers are cut out of frames.
 MOST_READ = 4
@@ -62,6 +62,16 @@ class Fetched(NamedTuple):
     """Those whose frames could not be read."""
 
 
+class _Wanted(NamedTuple):
+    """Frames of one chunk that are to be read."""
+
+    chunk: int
+    layout: RoutingLayout | None
+    """What they hold; None if the chunk is not known."""
+    frames: dict[int, Interval]
+    """Where each is in the chunk: (offset, length), by its reference without the row."""
+
+
 class Reader:
     """Looks traces up, describes them, and fetches their rows. Changes nothing."""
 
@@ -69,6 +79,7 @@ class Reader:
         self, store: Store, state: State, agents: Agents, clock: Clock, metrics: Metrics
     ) -> None:
         self._store = store
+        self._cuts = Cuts(store)
         self._metrics = metrics
         self._state = state
         self._agents = agents
@@ -285,25 +296,21 @@ class Reader:
         return set(self._pins)
 
     def batches(self, rows: Served, layers: tuple[int, ...]) -> Iterator[Served]:
-        """Cuts rows into messages of about MESSAGE_BYTES of the selected layers, at most.
-
-        The first one is smaller.
-        """
+        """Cuts rows into messages of about MESSAGE_BYTES of the selected layers, at most."""
         first = size = 0
-        most: float = MESSAGE_BYTES
+        most = 0.0
         frames: set[int] = set()
         for at, frame in enumerate((rows["ref"] >> refs.ROW_BITS).tolist()):
             if frame in frames:
                 continue
             length = self._frame_range(frame)[1]
-            if not frames:
-                # As if all were cut like the first one. They are read whole, so not too many.
-                aim = MESSAGE_BYTES if first else FIRST_BYTES
-                most = aim * min(MOST_READ, self._times(frame, layers))
             if frames and size + length > most:
                 yield rows[first:at]
                 first, size = at, 0
                 frames.clear()
+            if not frames:
+                # As if all were cut like the first one. They are read whole, so not too many.
+                most = MESSAGE_BYTES * min(MOST_READ, self._times(frame, layers))
             frames.add(frame)
             size += length
         if frames:
@@ -317,42 +324,52 @@ class Reader:
 
     async def fetch(self, rows: Served, layers: tuple[int, ...]) -> Fetched:
         """Reads the frames behind rows, cut to the selected layers."""
+        wanted = self._wanted(rows)
+        fetch = partial(self._fetch, rows, wanted, layers)
+        size = sum(length for chunk in wanted for _, length in chunk.frames.values())
         try:
             # What is small and in memory is there before a thread has begun to look for it.
-            fetched = self._fetch(rows, layers, wait=False)
+            fetched = fetch(wait=False) if size <= AT_ONCE_BYTES else None
         except BlockingIOError:
-            loop = asyncio.get_running_loop()
-            fetched = await loop.run_in_executor(None, self._fetch, rows, layers)
+            fetched = None
+        if fetched is None:
+            fetched = await asyncio.get_running_loop().run_in_executor(None, fetch)
         self._metrics.read_bytes.inc(sum(fetched.frame_lengths))
         if len(fetched.unread):
             lost = set((fetched.unread["ref"] >> refs.ROW_BITS).tolist())
             self._metrics.read_corrupt.inc(len(lost))
         return fetched
 
-    def _fetch(self, rows: Served, layers: tuple[int, ...], wait: bool = True) -> Fetched:
-        numbers = (rows["ref"] >> refs.ROW_BITS).tolist()
-        by_chunk: dict[int, list[int]] = {}
-        for frame in dict.fromkeys(numbers):
-            by_chunk.setdefault(frame >> refs.FRAME_BITS, []).append(frame)
+    def _wanted(self, rows: Served) -> list[_Wanted]:
+        """The frames behind rows, by chunk, in the order of their first rows."""
+        by_chunk: dict[int, _Wanted] = {}
+        for frame in dict.fromkeys((rows["ref"] >> refs.ROW_BITS).tolist()):
+            number = frame >> refs.FRAME_BITS
+            chunk = by_chunk.get(number)
+            if chunk is None:
+                held = self._state.frames.get(number)
+                chunk = by_chunk[number] = _Wanted(number, held.layout if held else None, {})
+            chunk.frames[frame] = self._frame_range(frame)
+        return list(by_chunk.values())
+
+    def _fetch(
+        self, rows: Served, wanted: list[_Wanted], layers: tuple[int, ...], wait: bool = True
+    ) -> Fetched:
         order: dict[int, int] = {}  # of the frames that were read
         lengths: list[int] = []
         payload: list[Buffer] = []
-        at_once = 0
-        for chunk, frames in by_chunk.items():
-            ranges = [self._frame_range(frame) for frame in frames]
-            at_once += sum(length for _, length in ranges)
-            if not wait and at_once > AT_ONCE_BYTES:
-                raise BlockingIOError
+        for chunk in wanted:
             try:
-                pieces, sizes = self._read(chunk, ranges, layers, wait)
+                pieces, sizes = self._read(chunk, layers, wait)
             except (NotFound, Corrupt, InvalidArgument):
                 # The cells are reported as missing; the other chunks are served.
                 continue
-            for frame in frames:
+            for frame in chunk.frames:
                 order[frame] = len(order)
             payload += pieces
             lengths += sizes
-        if len(order) == len(set(numbers)):
+        numbers = (rows["ref"] >> refs.ROW_BITS).tolist()
+        if len(order) == sum(len(chunk.frames) for chunk in wanted):
             spans, unread = rows.copy(), rows[:0]
         else:
             there = np.array([frame in order for frame in numbers], np.bool_)
@@ -361,20 +378,20 @@ class Reader:
         return Fetched(spans, lengths, payload, unread)
 
     def _read(
-        self, chunk: int, ranges: list[tuple[int, int]], layers: tuple[int, ...], wait: bool
+        self, chunk: _Wanted, layers: tuple[int, ...], wait: bool
     ) -> tuple[list[Buffer], list[int]]:
         """The bytes of frames of one chunk, each cut to the layers, and how many each has."""
-        held = self._state.frames.get(chunk)
-        if held is None or not all(length for _, length in ranges):
-            raise NotFound(field="chunk", value=chunk, expected="one that holds the frames")
-        data: Sequence[Buffer] = self._store.read(chunk, ranges, wait=wait)
-        if layers != held.layout.layer_ids:
-            kept = tuple(i for i in layers if i in held.layout.column)
-            if kept != held.layout.layer_ids:
-                data = [slice_frame(body, kept) for body in data]
+        number, layout, frames = chunk
+        if layout is None or not all(length for _, length in frames.values()):
+            raise NotFound(field="chunk", value=number, expected="one that holds the frames")
+        if layers != layout.layer_ids:
+            kept = tuple([i for i in layers if i in layout.column])
+            if kept != layout.layer_ids:
+                return self._cuts.read(number, frames, kept, wait)
+        data = self._store.read(number, list(frames.values()), wait=wait)
         return [*data], list(map(len, data))
 
-    def _frame_range(self, frame: int) -> tuple[int, int]:
+    def _frame_range(self, frame: int) -> Interval:
         """(offset, length) of a frame in its chunk; empty if the chunk is not known.
 
         Args:

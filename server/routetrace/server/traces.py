@@ -13,7 +13,7 @@ from routetrace.server import answers
 from routetrace.server.chunk import MAX_LABELS, MAX_POSITION, check_id
 from routetrace.server.ingest import check_blocks
 from routetrace.server.joins import Incarnation
-from routetrace.server.reader import MAX_RANGES, MESSAGE_BYTES, Fetched, Reader
+from routetrace.server.reader import MAX_RANGES, Fetched, Reader
 from routetrace.server.record import encode_control
 from routetrace.server.rpc import Context, streaming, unary
 from routetrace.server.served import Served, segments_of, served
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 DEFAULT_PAGE_SIZE = 1000
 MAX_PAGE_SIZE = 10_000
+_PAGE_BYTES = 1 << 20
 _LONGEST_PAGE_TOKEN = 20
 
 #: Traces of one call, at most.
@@ -295,7 +296,7 @@ class TraceServicer(pb_grpc.TraceServiceServicer):
             info = self._reader.describe(*self._reader.find(*trace.key), digests=False)
             if request.states and info.state not in request.states:
                 continue
-            if len(response.traces) == most or size > MESSAGE_BYTES:
+            if len(response.traces) == most or size > _PAGE_BYTES:
                 response.next_page_token = str(last)
                 break
             response.traces.append(info)

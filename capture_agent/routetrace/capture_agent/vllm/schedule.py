@@ -16,6 +16,7 @@ from collections import defaultdict, deque
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import compress
 from typing import Any
 
 import numpy as np
@@ -45,9 +46,9 @@ class StepPlan:
     """int32 [m, 3]: lane, first position and number of rows of every request of the step."""
 
     @property
-    def columns(self) -> npt.NDArray[np.int32]:
-        """Lanes, positions and counts, [3, m]."""
-        return np.frombuffer(self.runs, np.int32).reshape(-1, 3).T
+    def table(self) -> npt.NDArray[np.int32]:
+        """The runs, [m, 3]."""
+        return np.frombuffer(self.runs, np.int32).reshape(-1, 3)
 
 
 @dataclass(slots=True)
@@ -56,7 +57,6 @@ class _Request:
     lane: int
     options: RequestOptions | None  # None: its routing is not kept
     prompt_len: int = 0  # as of its last input
-    end: int = 0  # position after the last row that was scheduled
     preempted: bool = False
 
 
@@ -84,6 +84,13 @@ class Schedule:
         self._requests: dict[str, _Request] = {}
         self._free: list[int] = []
         self._finished: deque[Event] = deque()
+        # By lane: the position after the last row that was scheduled.
+        self._ends = np.zeros(64, np.int32)
+        # Most steps have the requests of the one before: their ids in order, how many rows of each,
+        # and the lanes and counts that came of it. Void when a request ends.
+        self._order: list[str] = []
+        self._counts: dict[str, int] = {}
+        self._table = np.empty((0, 3), np.int32)
 
     def lookup(self, request: Any, num_local_tokens: int) -> None:
         """The scheduler looks a waiting request up in its prefix cache.
@@ -145,19 +152,24 @@ class Schedule:
                 )
         cached = output.scheduled_cached_reqs
         resumed, group = cached.resumed_req_ids, self._group
-        for i, (request_id, blocks) in enumerate(
-            zip(cached.req_ids, cached.new_block_ids, strict=True)
+        lanes, given = array("i"), array("I")
+        told = zip(cached.req_ids, cached.num_computed_tokens, cached.new_block_ids, strict=True)
+        # Most have nothing to tell.
+        for request_id, computed, blocks in (
+            told if resumed else compress(told, cached.new_block_ids)
         ):
             if request_id in resumed:
-                computed = cached.num_computed_tokens[i]
                 self._resume(request_id, computed, blocks, starts[request_id])
-            elif blocks and group is not None and blocks[group]:
-                events.append(("blocks", self._requests[request_id].lane, _blocks(blocks[group])))
+            elif blocks and group is not None:
+                given.extend(blocks[group])
+                lanes.extend([self._requests[request_id].lane] * len(blocks[group]))
+        if lanes:
+            events.append(("blocks", -1, lanes.tobytes(), given.tobytes()))
         for request_id, blocks in (getattr(output, "block_table_updates", None) or {}).items():
             # Blocks were exchanged under way: what the new ones hold is not followed.
             known = self._requests[request_id]
             self._waiting[request_id] = known.request, 0
-            self._resume(request_id, known.end, blocks, starts[request_id])
+            self._resume(request_id, self._end(known), blocks, starts[request_id])
         # A request may start with blocks that others fill in this very step: those that are not
         # followed come first, the others in the order in which they were scheduled.
         if starts:
@@ -172,13 +184,14 @@ class Schedule:
         """A plan that begins anew: what is under way is not captured any more."""
         events: list[Event] = [("fault", -1)]
         self._finished.clear()
-        self._free = []
+        self._free, self._order = [], []
         unknown = [*self._requests, *output.num_scheduled_tokens]
         self._requests = {
             request_id: _Request(None, lane, None)
             for lane, request_id in enumerate(dict.fromkeys(unknown))
         }
         for request_id, known in self._requests.items():
+            self._set_end(known, 0)
             events.append(("ignore", known.lane, request_id, 0, b""))
         table = [
             (self._requests[request_id].lane, 0, count)
@@ -197,10 +210,11 @@ class Schedule:
         known = self._requests.pop(request.request_id, None)
         if known is None:
             return None
-        end = known.end
+        self._order = []
+        end = self._end(known)
         self._take_input(known, request.num_computed_tokens)
-        if known.end < end:
-            self._finished.append(("preempt", known.lane, known.end))
+        if self._end(known) < end:
+            self._finished.append(("preempt", known.lane, self._end(known)))
         options, tokens, reason = known.options, None, "abort"
         if options is not None:
             with suppress(Exception):  # without them no other request can be proven to go on here
@@ -222,6 +236,7 @@ class Schedule:
                 self.finish(known.request)
             elif known:
                 del self._requests[request_id]
+                self._order = []
                 self._finished.append(("finish", known.lane, 0, "abort", None))
                 self._free.append(known.lane)
 
@@ -246,9 +261,9 @@ class Schedule:
             _log.error("routetrace: request %s is not captured: %s", data.req_id, error)
         kept = options if options is not None and options.capture else None
         computed = data.num_computed_tokens
-        self._requests[data.req_id] = _Request(
-            request, lane, kept, request.num_prompt_tokens, computed
-        )
+        known = _Request(request, lane, kept, request.num_prompt_tokens)
+        self._requests[data.req_id] = known
+        self._set_end(known, computed)
         blocks = self._blocks(data.block_ids)
         if kept is None:
             events.append(("ignore", lane, data.req_id, min(computed, num_local), blocks))
@@ -268,7 +283,7 @@ class Schedule:
         if known.preempted:
             return
         known.preempted = True
-        end = known.end
+        end = self._end(known)
         if self._drafts and known.request is not None:  # rows of rejected ones do not count
             end = min(end, max(0, known.request.num_tokens - 1))
         events.append(("preempt", known.lane, end))
@@ -286,7 +301,15 @@ class Schedule:
         request = known.request
         if request is not None and request.num_prompt_tokens != known.prompt_len:
             known.prompt_len = request.num_prompt_tokens
-            known.end = min(known.end, computed)
+            self._set_end(known, min(self._end(known), computed))
+
+    def _end(self, known: _Request) -> int:
+        return int(self._ends[known.lane])
+
+    def _set_end(self, known: _Request, end: int) -> None:
+        if known.lane >= len(self._ends):
+            self._ends = np.concatenate([self._ends, np.zeros(known.lane + 1, np.int32)])
+        self._ends[known.lane] = end
 
     def _blocks(self, block_ids: Any) -> bytes:
         return _blocks(block_ids[self._group]) if self._group is not None else b""
@@ -297,14 +320,14 @@ class Schedule:
         ids = [*cached.req_ids, *(data.req_id for data in new)]
         if not ids:
             return b""
-        starts = [*cached.num_computed_tokens, *(data.num_computed_tokens for data in new)]
-        known = [self._requests[i] for i in ids]
-        table = np.empty((len(ids), 3), np.int32)
-        table[:, 0] = [one.lane for one in known]
-        table[:, 1] = starts
-        table[:, 2] = [output.num_scheduled_tokens[i] for i in ids]
-        for one, end in zip(known, (table[:, 1] + table[:, 2]).tolist(), strict=True):
-            one.end = end
+        counts, table = output.num_scheduled_tokens, self._table
+        if ids != self._order or counts != self._counts:
+            self._table = table = np.empty((len(ids), 3), np.int32)
+            table[:, 0] = [self._requests[i].lane for i in ids]
+            table[:, 2] = [counts[i] for i in ids]
+            self._order, self._counts = ids, dict(counts)
+        table[:, 1] = [*cached.num_computed_tokens, *(data.num_computed_tokens for data in new)]
+        self._ends[table[:, 0]] = table[:, 1] + table[:, 2]
         return table.tobytes()
 
 

@@ -13,14 +13,15 @@ import time
 from array import array
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
+from itertools import compress
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from routetrace.capture_agent.agent import CaptureAgent
-from routetrace.capture_agent.capturer import PendingRows, RoutingCapturer
+from routetrace.capture_agent.capturer import PendingRows, RoutingCapturer, Rows
 from routetrace.capture_agent.config import AgentConfig
 from routetrace.capture_agent.vllm.schedule import Event, StepPlan
 from routetrace.v1.errors import InvalidArgument
@@ -36,6 +37,16 @@ _MAX_FAULTS = 3
 _NO_HANDLE = -1
 
 Ints = npt.NDArray[Any]
+
+
+@dataclass
+class _Batch:
+    """Which rows of a step are whose: found once, for all steps that have the same requests."""
+
+    lanes: bytes  # int32, in the order of the plan
+    names: list[str]  # in the order of the rows
+    order: list[int] | None  # the place in the plan of each of them; None: they are in order
+    handles: list[int]
 
 
 class WorkerSide:
@@ -70,6 +81,7 @@ class WorkerSide:
         self._version = 0
         # Rows of the last step: with their runs, and the weights and pause of that time.
         self._pending: tuple[PendingRows, Ints, bool] | None = None
+        self._batch: _Batch | None = None  # of the last step; void when a handle changes
         self._last_step = time.monotonic()
         self._stopped = threading.Event()
         if self._agent:
@@ -102,47 +114,60 @@ class WorkerSide:
                 self._fault(plan.events)
 
     def _end_step(self, plan: StepPlan, batch: Callable[[], Sequence[str]]) -> None:
-        columns = plan.columns
-        num_tokens = int(columns[2].sum())
+        runs = plan.table
+        num_tokens = int(np.add.reduce(runs[:, 2]))
         pending = self._capturer.snapshot(num_tokens) if num_tokens else None
         self._deliver()
         self._tell(plan.events)
         if pending is None:
             return
-        self._pending = pending, self._in_order(columns, batch()), self._paused
+        self._pending = pending, self._in_order(runs, batch()), self._paused
         if self._capturer.device.type == "cpu":
             self._deliver()
 
-    def _in_order(self, columns: Ints, batch: Sequence[str]) -> Ints:
-        """Runs [m, 3] of a plan in the order of their rows."""
-        lanes: list[int] = columns[0].tolist()
-        told = list(map(self._lanes.__getitem__, batch))
+    def _in_order(self, runs: Ints, names: Sequence[str]) -> Ints:
+        """Runs [m, 3] of a plan in the order of their rows, with handles in place of lanes."""
+        lanes, batch = runs[:, 0].tobytes(), self._batch
+        if batch is None or batch.lanes != lanes or batch.names != names:
+            batch = self._batch = _Batch(lanes, list(names), *self._order_of(runs, names))
+        if batch.order is not None:
+            runs = runs[batch.order]
+        table = runs.astype(np.int64)
+        table[:, 0] = batch.handles
+        return table
+
+    def _order_of(self, runs: Ints, names: Sequence[str]) -> tuple[list[int] | None, list[int]]:
+        """Which run each request of a batch has, None if they are in order; and its handles."""
+        told = [self._lanes[name] for name in names]
+        handles = [self._handles[lane] for lane in told]
+        lanes: list[int] = runs[:, 0].tolist()
         if told == lanes:
-            return columns.T
+            return None, handles
         row = {lane: i for i, lane in enumerate(lanes)}
         order = [row.pop(lane) for lane in told]
         if row:
             raise RuntimeError(f"the batch lacks {len(row)} requests of the plan")
-        return columns.T[order]
+        return order, handles
 
     def _deliver(self) -> None:
         """Hands the rows of the last step over."""
         if self._pending is None or self._agent is None:
             return
         (pending, runs, paused), self._pending = self._pending, None
-        rows = pending.rows()
-        table = runs.astype(np.int64)
-        handles = list(map(self._handles.__getitem__, runs[:, 0].tolist()))
-        table[:, 0] = handles
-        if _NO_HANDLE in handles:
-            kept = table[:, 0] != _NO_HANDLE
-            rows, table = rows[np.repeat(kept, table[:, 2])], table[kept]
-        if not len(table):
-            return
-        if paused:
-            self._agent.skip(table)
-        else:
-            self._agent.step(rows, table)
+        agent = self._agent
+
+        def take(rows: Rows) -> None:
+            kept = runs[:, 0] != _NO_HANDLE
+            if kept.all():
+                table = runs
+            else:
+                rows, table = rows[np.repeat(kept, runs[:, 2])], runs[kept]
+            if paused:
+                agent.skip(table)
+            elif len(table):
+                agent.step(rows, table)
+
+        pending.hand_to(take)
 
     def _rest(self) -> None:
         """Hands over what the next step would, where none comes."""
@@ -230,6 +255,7 @@ class WorkerSide:
                 elif name == "finish":
                     self._drop(lane)
             self._handles = dict.fromkeys(self._handles, _NO_HANDLE)
+            self._batch = None
             if self._config is None or self.faults > _MAX_FAULTS:
                 _log.error("routetrace: this worker captures no more")
                 return
@@ -266,12 +292,17 @@ class WorkerSide:
     def _know(self, lane: int, request_id: str) -> None:
         self._lanes[request_id], self._names[lane] = lane, request_id
         self._handles[lane] = _NO_HANDLE
+        self._batch = None
 
-    def _blocks(self, lane: int, blocks: bytes) -> None:
-        if (handle := self._handles[lane]) == _NO_HANDLE:
-            self._forget(blocks)
-        else:
-            self._to.add_blocks(handle, _ids(blocks))
+    def _blocks(self, _lane: int, lanes: bytes, blocks: bytes) -> None:
+        """Requests get blocks: block i goes to lane i."""
+        handles, ids = [self._handles[lane] for lane in array("i", lanes)], _ids(blocks)
+        if _NO_HANDLE in handles:
+            self._forget(array("I", compress(ids, (h == _NO_HANDLE for h in handles))).tobytes())
+            ids = list(compress(ids, (h != _NO_HANDLE for h in handles)))
+            handles = [h for h in handles if h != _NO_HANDLE]
+        if handles:
+            self._to.add_blocks_of(handles, ids)
 
     def _preempt(self, lane: int, num_computed_tokens: int) -> None:
         if (handle := self._handles[lane]) != _NO_HANDLE:
