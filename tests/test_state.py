@@ -265,6 +265,14 @@ def test_whole_blocks_of_one_run_take_no_slots():
     assert not slots.kept_slot_by_slot
 
 
+@pytest.mark.parametrize(("block_size", "num_blocks"), [(0, 0), (16, 0), (4, 64)])
+def test_an_empty_slot_map_comes_back(block_size, num_blocks):
+    """Engines that tell no blocks have none of any size."""
+    slots = SlotMap.load(SlotMap(block_size, num_blocks).dump())
+    assert (slots.block_size, slots.num_blocks) == (block_size, num_blocks)
+    assert not slots.chunks().size
+
+
 async def test_a_sweep_that_finds_no_room_tries_again():
     store = MemoryStore()
     core = Core(store, ServerConfig(store="memory"))

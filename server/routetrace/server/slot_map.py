@@ -281,5 +281,6 @@ class SlotMap:
         self._runs[1 : self._next] = runs
         mixed = np.frombuffer(data["mixed"], "<u4").tolist()
         self._mixed = {block: row for row, block in enumerate(mixed)}
-        self._cells = np.frombuffer(data["cells"], _CELL).reshape(-1, self.block_size).copy()
+        cells = np.frombuffer(data["cells"], _CELL)
+        self._cells = cells.reshape(len(mixed), self.block_size).copy()
         return self
