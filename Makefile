@@ -9,7 +9,7 @@ PIP    := $(PY) -m pip install --quiet --disable-pip-version-check
 TORCH  ?= torch==2.13.0
 
 .PHONY: demo test lint bench test-exact test-mutations test-install test-trainers test-vllm \
-	test-vllm-scheduler test-faults test-docker bench-vllm proto clean
+	test-vllm-scheduler test-faults test-docker bench-vllm experts-report proto clean
 
 demo: $(VENV)/.demo
 	$(PY) examples/demo.py
@@ -96,6 +96,12 @@ bench-vllm:
 	PYTHON=$(PYTHON) VLLM_VENV=$(VLLM_VENV) TORCH='$(TORCH)' scripts/vllm_env.sh 0.30.0
 	PYTHONPATH=$(VLLM_VENV)/0.30.0 $(VLLM_VENV)/bin/python benchmarks/vllm_cost.py
 
+# Makes the pictures and tables of docs/experts.md again, from the recordings beside the repository.
+# REPORT='--quick --out DIR' shows that it runs.
+REPORT ?=
+experts-report: $(VENV)/.figures
+	OMP_NUM_THREADS=1 $(PY) benchmarks/experts_report.py $(REPORT)
+
 # Regenerates the committed stubs.
 proto:
 	scripts/gen_proto.sh
@@ -111,6 +117,10 @@ $(VENV)/.demo: pyproject.toml | $(VENV)/bin/python
 $(VENV)/.dev: pyproject.toml | $(VENV)/bin/python
 	$(PY) -c 'import torch' 2>/dev/null || $(PIP) '$(TORCH)'
 	$(PIP) -e '.[dev]'
+	touch $@
+
+$(VENV)/.figures: pyproject.toml | $(VENV)/bin/python
+	$(PIP) -e '.[figures]'
 	touch $@
 
 $(BENCH_VENV)/.bench: pyproject.toml

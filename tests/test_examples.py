@@ -35,3 +35,13 @@ def test_the_grpo_loop_replays_every_trace_and_moves_the_version_on():
     out = run("r3_grpo.py", "--steps", "3", "--samples", "4", "--tokens", "8")
     steps = re.findall(r"^ +(\d+) +[\d.]+ +[\d.]+% +[\d.]+ +[\d.]+%$", out, re.M)
     assert steps == ["0", "1", "2"]
+
+
+def test_cached_experts_give_the_same_logits():
+    out = run("cached_experts.py", "--tokens", "6", "--layers", "2")
+    lines = re.findall(r"^ +(\d+) of 32, (\w+) +([\d.]+)% +[\d.]+ +(\w+)$", out, re.M)
+    assert [(int(n), name) for n, name, _, _ in lines] == [
+        (n, name) for n in (32, 16, 8, 1) for name in ("LRU", "forecast")
+    ]
+    assert {same for _, _, _, same in lines} == {"yes"}
+    assert float(lines[1][2]) == 100  # all of them, copied before the first pass

@@ -16,6 +16,7 @@ from routetrace.cli import tail as following
 from routetrace.cli import verify as verifying
 from routetrace.cli.arguments import labels_of, layers_of, tokens_of
 from routetrace.cli.connection import Connection, connected
+from routetrace.cli.experts import experts
 from routetrace.cli.facts import COLUMNS, facts_json, facts_table, layers_text, table_row
 from routetrace.cli.files import writer_for
 from routetrace.cli.output import (
@@ -39,6 +40,7 @@ app = typer.Typer(
 )
 
 app.add_typer(bench.app, name="bench")
+app.command()(connected(experts))
 
 # Ranges of a trace that `stat` prints.
 _MOST_RANGES = 50
