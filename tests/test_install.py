@@ -42,6 +42,7 @@ TORCH_BOUND = (
     "routetrace.client.megatron",
     "routetrace.client._megatron_model",
     "routetrace.capture_agent.capturer",
+    "routetrace.capture_agent.expert_weights",
     "routetrace.capture_agent.router_taps",
     "routetrace.capture_agent.transformers*",
 )
