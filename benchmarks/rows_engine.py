@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from measure import OWN_CORE, PEER_CORE, QWEN3, Table, area, pin, ratios, rounds
+from measure import OWN_CORE, PEER_CORE, QWEN3, Table, area, pin, ratios, rounds, seconds
 
 from routetrace.capture_agent import AgentConfig, CaptureAgent
 from routetrace.capture_agent.capturer import PendingRows, RoutingCapturer
@@ -104,18 +104,6 @@ class Batch:
         self._agent.flush(60)
 
 
-def per_call(function: Callable[[], Any], repeat: int) -> Callable[[], float]:
-    """A cell: wall-clock seconds of one of so many calls."""
-
-    def cell() -> float:
-        start = time.perf_counter()
-        for _ in range(repeat):
-            function()
-        return (time.perf_counter() - start) / repeat
-
-    return cell
-
-
 def hand_over(table: Table, agent: CaptureAgent, dtype: np.dtype[Any]) -> None:
     """A step to the agent, against the least that anybody could do with its rows."""
     pool = np.ones((POOL, *QWEN3.rows(1).shape[1:]), np.uint8)
@@ -163,10 +151,10 @@ def hand_over(table: Table, agent: CaptureAgent, dtype: np.dtype[Any]) -> None:
         found = rounds(
             {
                 "step": step,
-                "copy": per_call(copy, repeat),
-                "away": per_call(away, repeat),
-                "scatter": per_call(scatter, repeat),
-                "loop": per_call(loop, max(1, repeat // 8)),
+                "copy": seconds(copy, repeat),
+                "away": seconds(away, repeat),
+                "scatter": seconds(scatter, repeat),
+                "loop": seconds(loop, max(1, repeat // 8)),
             },
             3 if table.quick else 15,
             lambda: agent.flush(60),

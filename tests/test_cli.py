@@ -21,6 +21,7 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 from client_server import LAYOUT, ScriptedServer, rows_of, truth
+from commands import commands
 from feeder import Feeder
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -73,19 +74,7 @@ def server() -> Iterator[ServerProcess]:
 @pytest.fixture
 def cli(server, monkeypatch):
     """Runs a command in this process; returns what CliRunner does."""
-    for name in [name for name in os.environ if name.startswith("ROUTETRACE_")]:
-        monkeypatch.delenv(name)
-    monkeypatch.setenv("ROUTETRACE_TARGET", server.target)
-    monkeypatch.setenv("ROUTETRACE_RUN", "cli")
-    runner = CliRunner()
-
-    def call(*words: str, code: int = 0) -> Any:
-        done = runner.invoke(app, list(words))
-        assert done.exception is None or isinstance(done.exception, SystemExit), done.exception
-        assert done.exit_code == code, done.output
-        return done
-
-    return call
+    return commands(monkeypatch, server.target, "cli")
 
 
 @pytest.fixture

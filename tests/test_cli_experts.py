@@ -5,16 +5,17 @@ from __future__ import annotations
 import importlib.util
 import inspect
 import json
-import os
 import re
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import typer
+from commands import commands
 from expert_rows import drawn
 from feeder import Feeder
 from typer.testing import CliRunner
@@ -57,19 +58,7 @@ def server() -> Iterator[ServerProcess]:
 
 @pytest.fixture
 def cli(server, monkeypatch):
-    for name in [name for name in os.environ if name.startswith("ROUTETRACE_")]:
-        monkeypatch.delenv(name)
-    monkeypatch.setenv("ROUTETRACE_TARGET", server.target)
-    monkeypatch.setenv("ROUTETRACE_RUN", "experts")
-    runner = CliRunner()
-
-    def call(*words: str, code: int = 0) -> Any:
-        done = runner.invoke(app, ["experts", *words])
-        assert done.exception is None or isinstance(done.exception, SystemExit), done.exception
-        assert done.exit_code == code, done.output
-        return done
-
-    return call
+    return partial(commands(monkeypatch, server.target, "experts"), "experts")
 
 
 def report(done: Any) -> dict[str, Any]:

@@ -48,13 +48,14 @@ MAX_CHUNK_ROWS = 1 << 20
 MAX_DECODED_BYTES = 256 << 20
 
 # Plain numbers: to compare with an enum's member takes five times as long.
-BEGIN, BLOCKS, ROWS, REWIND, PREEMPT, RESUME, FINISH, LOST, DIGESTS, EXTERNAL, RESET = map(
-    int, OpKind
-)
+BEGIN, BLOCKS, ROWS = int(OpKind.BEGIN), int(OpKind.BLOCKS), int(OpKind.ROWS)
+REWIND, PREEMPT, RESUME = int(OpKind.REWIND), int(OpKind.PREEMPT), int(OpKind.RESUME)
+FINISH, LOST, DIGESTS = int(OpKind.FINISH), int(OpKind.LOST), int(OpKind.DIGEST)
+EXTERNAL, RESET = int(OpKind.EXTERNAL), int(OpKind.RESET)
 _WITH_BLOCKS = {BEGIN, RESUME, BLOCKS, EXTERNAL}
 _WITHOUT_REQUEST = {EXTERNAL, RESET}
 _FIELDS = OP.names or ()
-_FIRST_KIND, _LAST_KIND = BEGIN, RESET
+_FIRST_KIND, _LAST_KIND = int(min(OpKind)), int(max(OpKind))
 _FINISH_REASONS = {*FinishReason}
 _MISSING_REASONS = {*pb.MissingReason.values()}
 
