@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import os
 import sys
 import tempfile
@@ -34,7 +35,7 @@ from routetrace.client import RouteClient, RoutingTrace
 from routetrace.server.testing import run_server
 from routetrace.v1.errors import NotFound
 from vllm_runs.scheduler_clients import Clients
-from vllm_runs.scheduler_engine import Case, Engine
+from vllm_runs.scheduler_engine import BrokenOnPurposeError, Case, Engine
 from vllm_runs.scheduler_truth import LAYOUT, Tally, compare
 
 #: Requests that are read at a time, and seconds in which they must have come to their end.
@@ -160,6 +161,11 @@ def _write_model(folder: Path) -> Path:
     return folder
 
 
+def _is_news(record: logging.LogRecord) -> bool:
+    """Whether a message tells what the run did not ask for; tracebacks of its own hide others."""
+    return not (record.exc_info and isinstance(record.exc_info[1], BrokenOnPurposeError))
+
+
 def main() -> int:
     """Returns 1 if a row is wrong or lost, or a trace does not end."""
     parser = argparse.ArgumentParser("python -m vllm_runs.scheduler", description=__doc__)
@@ -169,6 +175,8 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=1 << 30, help="most engines of each case")
     parser.add_argument("--round-rows", type=int, default=_ROWS_PER_ROUND, help="of an engine")
     args = parser.parse_args()
+    if logging.lastResort:
+        logging.lastResort.addFilter(_is_news)
     cases = [case for case in CASES if args.case in (case.name, "")]
     total = Tally()
     with tempfile.TemporaryDirectory() as folder, run_server() as server:

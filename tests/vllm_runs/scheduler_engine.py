@@ -53,6 +53,10 @@ _TOKENS = (1000, 1 << 30)
 _MOST_IDLE = 1000
 
 
+class BrokenOnPurposeError(Exception):
+    """A fault of capture that a run asks for."""
+
+
 @dataclass(frozen=True)
 class Case:
     """How an engine is configured."""
@@ -307,7 +311,7 @@ class Engine:
 
         def fail(*_: Any) -> Any:
             self.schedule.__dict__.pop("_runs", None)
-            raise RuntimeError("broken on purpose")
+            raise BrokenOnPurposeError
 
         if self.rng.random() < 0.5:
             self.schedule._runs = fail
