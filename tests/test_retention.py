@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import time
-from contextlib import suppress
+from contextlib import closing, suppress
 
 import numpy as np
 import pytest
@@ -14,6 +14,7 @@ from reads import Reads
 from routetrace.client import RouteClient, TraceState
 from routetrace.server.config import ServerConfig
 from routetrace.server.core import Core
+from routetrace.server.disk_store import DiskStore
 from routetrace.server.store import MemoryStore
 from routetrace.server.testing import run_server
 from routetrace.v1 import routetrace_pb2 as pb
@@ -143,6 +144,45 @@ def test_a_full_store_makes_room_by_itself(tmp_path, store):
         assert there == sorted(there)
         assert sum(there) > 50
         writer.close()
+
+
+@pytest.mark.parametrize("store", ["memory", "disk"])
+def test_nothing_is_stored_that_builds_on_what_was_refused_at_the_door(tmp_path, store):
+    """What comes behind a chunk for which there is no room may well be smaller, and fit."""
+    settings = {"data_dir": tmp_path} if store == "disk" else {}
+    with run_server(store_capacity=4 << 20, over_quota="refuse", **settings) as server:
+        stream = Stream(server.target, pb.Hello(run="a", engine_id="e", layout=LAYOUT.to_proto()))
+        kept = 0
+
+        def chunk(at: int, rows: int) -> pb.Chunk:
+            made = ChunkMaker(LAYOUT)
+            made.begins.append(pb.RequestBegin())
+            made.op(OpKind.BEGIN, f"t{at}", value=at)
+            made.op(OpKind.ROWS, f"t{at}", count=rows, frame=made.frame(rows_of(at, rows)), step=1)
+            return made.make(stream.welcome.next_sequence + at)
+
+        while True:
+            stream.send(chunk(kept, 20_000))
+            if not stream.receive().HasField("ack"):
+                break
+            kept += 1
+        # The first one fits; while it is on its way to the disk, the others come.
+        burst = [chunk(kept + at, rows) for at, rows in enumerate([1, 20_000, *[1] * 18])]
+        for message in burst:
+            stream.send(message)
+        assert stream.receive().HasField("ack")
+        kept += 1
+        kinds = [stream.receive().reject.error.kind for _ in range(19)]
+        assert kinds == [pb.ERROR_KIND_OVERLOADED] + [pb.ERROR_KIND_OUT_OF_SEQUENCE] * 18
+        # There was room for one of them all the time.
+        stream.send(chunk(kept, 1))
+        assert stream.receive().HasField("ack")
+        kept += 1
+        stream.close()
+    if store == "disk":
+        with closing(DiskStore(tmp_path, capacity_bytes=8 << 20)) as disk:
+            stored = [number for number, header in disk.headers() if b'"chunk"' in (header or b"")]
+        assert len(stored) == kept > 4
 
 
 async def test_over_the_memory_limit_finished_traces_go_and_chunks_are_refused(monkeypatch):

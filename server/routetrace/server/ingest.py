@@ -306,7 +306,11 @@ class IngestServicer:
             self._core.metrics.commit.observe(monotonic() - begun)
             self._stored(session, sequence, rows if counted else None, error)
 
-        self._journal.submit(record, done, chunk.payload, running, parsed)
+        try:
+            self._journal.submit(record, done, chunk.payload, running, parsed)
+        except Overloaded:
+            self._core.retention.no_room()
+            raise
         session.in_flight[sequence] = [answer]
         session.next_sequence = sequence + 1
 

@@ -147,10 +147,16 @@ class Journal:
             payload: what is stored with it.
             sums: the running checksums of the payload, where they are known.
             chunk: what the ChunkHeader in it holds, where that was parsed before.
+
+        Raises:
+            Overloaded: if the store refuses it at the door. Whoever calls knows so before the next
+                one, which would be stored in vain if it builds on this one. `done` is not called.
         """
         loop = asyncio.get_running_loop()
         self._number += 1
         stored = self.store.append(Record(self._number, record, payload, sums))
+        if stored.done() and (refusal := stored.exception()):
+            raise refusal
         self._pending.append(_Pending(self._number, record, chunk, stored, done))
         if not stored.done():
             stored.add_done_callback(lambda _: self._wake(loop))
@@ -163,6 +169,9 @@ class Journal:
 
         Returns:
             What `apply_record` returned, or the store's error.
+
+        Raises:
+            Overloaded: as `submit`.
         """
         applied: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
 
