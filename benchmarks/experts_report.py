@@ -31,6 +31,8 @@ _BEGIN, _END = "<!-- make experts-report: begin -->", "<!-- end -->"
 _LAYERS = 8
 _PASSES = 1536
 _RANKS = 8
+# Requests side by side in a pass.
+_BATCHES = (1, 8, 24)
 
 
 class Case(NamedTuple):
@@ -115,7 +117,7 @@ def report_on(case: Case, passes: int) -> dict[str, Any]:
     for rows in _requests(keep):
         study.keep(rows, None)
     ranks, replicas = _ranks(measured)
-    placed = Asked(capacities=(1,), policies=(), passes=1, ranks=ranks, replicas=replicas)
+    placed = Asked(capacities=(1,), policies=(), ranks=ranks, replicas=replicas)
     wide = report_of(study, placed)
     some = Study(tuple(chosen), measured.num_experts, passes)
     for rows in _requests(measured):
@@ -123,7 +125,7 @@ def report_on(case: Case, passes: int) -> dict[str, Any]:
     some.learn(learn.rows[:, chosen], None)
     for rows in _spread(keep, passes):
         some.keep(rows[:, chosen], None)
-    narrow = report_of(some, Asked(passes=passes))
+    narrow = report_of(some, Asked())
     for part in ("cache", "warm_start"):
         wide[part] = narrow[part]
     wide["cached_layers"] = chosen
@@ -139,11 +141,34 @@ def report_on(case: Case, passes: int) -> dict[str, Any]:
     ahead = Asked(
         capacities=(quarter,),
         policies=("lru", "hazard"),
-        passes=passes // 3,
         ahead=measured.rows.shape[2],
     )
     wide["prefetch"] = report_of(beside, ahead)["prefetch"]
+    if measured.starts.sum() > 1:
+        wide["batches"] = [batch_report(measured, chosen, batch, passes // 3) for batch in _BATCHES]
     return wide
+
+
+def batch_report(whole: Recording, layers: list[int], batch: int, passes: int) -> dict[str, Any]:
+    """What caches do for so many requests side by side, learnt from as many side by side.
+
+    The recording is taken for requests of as many tokens as there are passes, so that all of them
+    are under way all the time.
+    """
+    study = Study(tuple(layers), whole.num_experts, passes, batch)
+    requests = [
+        request[at : at + passes, layers]
+        for request in _requests(whole)
+        for at in range(0, len(request), passes)
+    ]
+    study.count(requests[0], None)
+    for rows in requests[: len(requests) // 2]:
+        study.learn(rows, None)
+    for rows in requests[len(requests) // 2 :]:
+        study.keep(rows, None)
+    capacities = tuple(whole.num_experts * part // 4 for part in (1, 2, 3))
+    found: dict[str, Any] = report_of(study, Asked(capacities=capacities))["cache"]
+    return found
 
 
 def recording(name: str) -> Recording:
@@ -217,9 +242,7 @@ def tables(cases: list[Case] | tuple[Case, ...], reports: list[dict[str, Any]]) 
                 case.title if not at else "",
                 slots,
                 f"{100 * slots / r['num_experts']:.0f} %",
-                *(f"{100 * r['cache']['hit_rate'][name][at]:.1f}" for name in names),
-                f"{_gain(r, at):+.1f}",
-                *(f"{r['cache']['moved'][name][at]:.2f}" for name in ("lru", "hazard")),
+                *_hits(r["cache"], at),
             )
             for case, r in zip(cases, reports, strict=True)
             for at, slots in enumerate(r["cache"]["capacities"])
@@ -255,6 +278,24 @@ def tables(cases: list[Case] | tuple[Case, ...], reports: list[dict[str, Any]]) 
             )
         ),
     )  # fmt: skip
+    yield "### Several requests side by side\n"
+    yield from _table(
+        ("rows", "requests", "experts of a pass", "slots", "of E", *names, "hazard - lru",
+         "copied, lru", "copied, hazard"),
+        (
+            (
+                case.title.partition(",")[0] if not at else "",
+                found["batch"] if not at else "",
+                f"{found['needed']:.1f}" if not at else "",
+                slots,
+                f"{100 * slots / r['num_experts']:.0f} %",
+                *_hits(found, at),
+            )
+            for case, r in zip(cases, reports, strict=True)
+            for found in r.get("batches", ())
+            for at, slots in enumerate(found["capacities"])
+        ),
+    )  # fmt: skip
     yield "### Load per rank: most loaded / mean\n"
     yield from _table(
         ("rows", "ranks", "contiguous", "round-robin", "balanced, with replicas", "replicas"),
@@ -276,9 +317,12 @@ def tables(cases: list[Case] | tuple[Case, ...], reports: list[dict[str, Any]]) 
         yield ""
 
 
-def _gain(report: dict[str, Any], at: int) -> float:
-    rates = report["cache"]["hit_rate"]
-    return 100 * float(rates["hazard"][at] - rates["lru"][at])
+def _hits(cache: dict[str, Any], at: int) -> Iterator[str]:
+    """Hit rates of all policies, what hazard gains, and what is copied."""
+    rates, moved = cache["hit_rate"], cache["moved"]
+    yield from (f"{100 * rate[at]:.1f}" for rate in rates.values())
+    yield f"{100 * (rates['hazard'][at] - rates['lru'][at]):+.1f}"
+    yield from (f"{moved[name][at]:.2f}" for name in ("lru", "hazard"))
 
 
 def _middle(report: dict[str, Any]) -> list[int]:

@@ -20,11 +20,11 @@ from expert_rows import drawn
 from feeder import Feeder
 from typer.testing import CliRunner
 
-from routetrace.capture_agent.expert_forecast import ForecastFit
+from routetrace.capture_agent.expert_forecast import ExpertForecast
 from routetrace.cli import experts_figures as figures
 from routetrace.cli.commands import app
 from routetrace.cli.experts import capacities_of, requests_of_file
-from routetrace.client.expert_simulation import hit_curves, passes_of
+from routetrace.client.expert_simulation import hit_curves, passes_of, steps_of
 from routetrace.client.expert_stats import ExpertStats
 from routetrace.server.testing import ServerProcess, run_server
 from routetrace.v1.errors import InvalidArgument
@@ -93,11 +93,8 @@ def test_stored_traces_older_half_fitted_newer_half_measured(cli):
         for pair in layer["together"]:
             a, b = pair["experts"]
             assert pair["lift"] == pytest.approx(stats.coactivation[at, a, b], abs=1e-2)
-    fit = ForecastFit(24)
-    for rows in IDS[:2]:
-        fit.add(rows)
-    forecast = fit.result()
-    passes = passes_of(np.concatenate(IDS[2:]), 24)
+    forecast = ExpertForecast.fit(np.concatenate(IDS[:2]), num_experts=24)
+    passes = passes_of(steps_of(np.concatenate(IDS[2:]), 24))
     cache = found["cache"]
     curves = hit_curves(passes, 24, cache["capacities"], list(cache["hit_rate"]), forecast)
     assert list(curves) == ["lru", "lfu", "hazard", "belady"]
@@ -173,10 +170,18 @@ def test_a_batch_and_a_limit(cli, recording):
     cache = report(cli(*words, "--batch", "2"))["cache"]
     assert (cache["batch"], cache["passes"]) == (2, 60)
     starts = np.arange(120) % 60 == 0
-    passes = passes_of(rows, 24, starts=starts, batch=2)
-    expected = hit_curves(passes, 24, [12], ["lru"])["lru"][0].hit_rate
-    assert cache["hit_rate"]["lru"] == [round(expected, 4)]
+    steps = steps_of(rows, 24, starts=starts, batch=2)
+    passes = passes_of(steps)
+    # Learnt from passes of as many, too.
+    forecast = ExpertForecast.fit(rows, num_experts=24, starts=starts, batch=2)
+    curves = hit_curves(passes, 24, [12], list(cache["hit_rate"]), forecast)
+    assert cache["hit_rate"] == {name: [round(c[0].hit_rate, 4)] for name, c in curves.items()}
+    assert cache["needed"] == round(np.mean([len(n) for layer in passes for n in layer]), 3)
     assert report(cli(*words, "--passes", "7"))["cache"]["passes"] == 7
+    # A long request leaves room for the others.
+    few = report(cli(*words, "--batch", "2", "--passes", "7"))["cache"]
+    needed = [len(n) for layer in passes_of(steps[:7]) for n in layer]
+    assert (few["passes"], few["needed"]) == (7, round(np.mean(needed), 3))
 
 
 def test_copied_ahead(cli, recording):

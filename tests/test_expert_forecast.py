@@ -17,7 +17,7 @@ from routetrace.capture_agent.expert_forecast import (
     ForecastFit,
     side_by_side,
 )
-from routetrace.client.expert_simulation import passes_of
+from routetrace.client.expert_simulation import passes_of, steps_of
 from routetrace.v1.errors import InvalidArgument
 
 LAYERS, EXPERTS, TOP_K = 3, 12, 3
@@ -84,7 +84,7 @@ def brute_weights(passes, first):
 def test_weights_by_their_definition(n):
     """Blocks of 64 passes are no boundary: neither of the averages nor of what lies ahead."""
     rows = drawn(n, LAYERS, EXPERTS, TOP_K, n)
-    expected = brute_weights(passes_of(rows, EXPERTS), TOP_K / EXPERTS)
+    expected = brute_weights(passes_of(steps_of(rows, EXPERTS)), TOP_K / EXPERTS)
     np.testing.assert_allclose(fitted(rows).weights, expected, rtol=2e-3, atol=2e-4)
 
 
@@ -92,7 +92,7 @@ def test_passes_of_several_tokens():
     rows = drawn(120, LAYERS, EXPERTS, TOP_K, 5)
     starts = np.arange(120) % 30 == 0
     forecast = fitted(rows, starts=starts, batch=4)
-    passes = passes_of(rows, EXPERTS, starts=starts, batch=4)
+    passes = passes_of(steps_of(rows, EXPERTS, starts=starts, batch=4))
     assert len(passes[0]) == 30
     for layer in range(LAYERS):
         for e in range(EXPERTS):
@@ -259,8 +259,8 @@ def test_bad_arguments():
         "passes": lambda: fit.add(rows, passes=np.arange(20)[::-1]),
         "layer": lambda: forecast.hot(LAYERS, 1),
         "experts": lambda: forecast.next_layer(0, [EXPERTS]),
-        "batch": lambda: list(side_by_side(rows, None, 0)),
-        "starts": lambda: list(side_by_side(rows, np.zeros(20, int), 2)),
+        "batch": lambda: side_by_side(rows, None, 0),
+        "starts": lambda: side_by_side(rows, np.zeros(20, int), 2),
     }
     for field, call in cases.items():
         with pytest.raises(InvalidArgument) as caught:

@@ -27,6 +27,7 @@ from routetrace.client.expert_simulation import (
     round_robin,
     simulate,
     simulate_lru,
+    steps_of,
     warm_start,
 )
 from routetrace.v1.errors import InvalidArgument
@@ -90,8 +91,7 @@ def test_nothing_beats_belady_on_recorded_routing(name, batch):
     rows, starts, experts = recorded(name)
     forecast = ExpertForecast.fit(rows[: len(rows) // 2, ::6], num_experts=experts)
     rows, starts = rows[len(rows) // 2 :, ::6][:2000], starts[len(rows) // 2 :][:2000]
-    passes = passes_of(rows[:, :2], experts, starts=starts, batch=batch)
-    passes = [layer[:60] for layer in passes]
+    passes = passes_of(steps_of(rows[:, :2], experts, starts=starts, batch=batch)[:60])
     capacities = [*range(1, 13), *range(13, experts, 9), experts]
     names = ["lru", "lfu", "hazard", "belady"]
     curves = hit_curves(passes, experts, capacities, names, forecast)
@@ -108,7 +108,7 @@ def test_nothing_beats_belady_on_recorded_routing(name, batch):
 
 def test_larger_caches_hit_more_often():
     rows, starts, experts = recorded("drawn")
-    passes = passes_of(rows, experts)
+    passes = passes_of(steps_of(rows, experts))
     curves = hit_curves(passes, experts, range(4, experts + 1), ["lru", "belady"])
     for counts in curves.values():
         rates = [count.hit_rate for count in counts]
@@ -123,7 +123,7 @@ def test_counts():
 
 
 def test_curves_are_sums_over_layers():
-    passes = passes_of(drawn(60, 3, 12, 3, 1), 12)
+    passes = passes_of(steps_of(drawn(60, 3, 12, 3, 1), 12))
     together = hit_curves(passes, 12, [4, 6], ["lfu"])["lfu"]
     apart = [hit_curves([layer], 12, [4, 6], ["lfu"])["lfu"] for layer in passes]
     assert together == [sum(counts, CacheCount()) for counts in zip(*apart, strict=True)]
@@ -133,27 +133,38 @@ def test_curves_are_sums_over_layers():
 
 
 @settings(deadline=None)
-@given(st.lists(st.integers(1, 5), min_size=1, max_size=6), st.integers(1, 4), st.integers(0, 99))
+@given(st.lists(st.integers(1, 5), min_size=1, max_size=9), st.integers(1, 4), st.integers(0, 99))
 def test_passes_are_the_requests_side_by_side(lengths, batch, seed):
+    """An engine of so many places, step by step: who has ended makes room, who waited longest
+    comes in."""
     rows = drawn(sum(lengths), 2, 9, 3, seed)
     ends = np.cumsum(lengths)
     starts = np.zeros(len(rows), bool)
     starts[ends - lengths] = True
-    requests = np.split(rows, ends[:-1])
-    expected = [[], []]
-    for first in range(0, len(requests), batch):
-        group = requests[first : first + batch] if batch > 1 else [np.concatenate(requests)]
-        if batch == 1 and first:
-            break
-        for at in range(max(map(len, group))):
-            for layer in range(2):
-                tokens = [request[at, layer].tolist() for request in group if at < len(request)]
-                expected[layer].append(sorted(set().union(*tokens)))
-    assert passes_of(rows, 9, starts=starts, batch=batch) == expected
+    waiting = [request.tolist() for request in np.split(rows, ends[:-1])]
+    running = []
+    steps = steps_of(rows, 9, starts=starts, batch=batch)
+    for step in steps:
+        while waiting and len(running) < batch:
+            running.append(waiting.pop(0))
+        assert sorted(step.tolist()) == sorted(request.pop(0) for request in running)
+        running = [request for request in running if request]
+    assert not running
+    assert not waiting
+    for layer, passes in enumerate(passes_of(steps)):
+        assert passes == [sorted({*step[:, layer].ravel().tolist()}) for step in steps]
+
+
+def test_without_starts_all_rows_are_one_request():
+    rows = drawn(7, 2, 9, 3, 0)
+    assert [step.tolist() for step in steps_of(rows, 9, batch=4)] == [
+        [row] for row in rows.tolist()
+    ]
+    assert steps_of(rows[:0], 9) == passes_of([]) == []
 
 
 def test_a_cell_that_names_an_expert_twice_needs_it_once():
-    assert passes_of(np.array([[[2, 1, 2]]]), 3) == [[[1, 2]]]
+    assert passes_of([np.array([[[2, 1, 2]]])]) == [[[1, 2]]]
 
 
 # ---------------------------------------------------------------------------- traces
@@ -163,7 +174,8 @@ def test_a_cell_that_names_an_expert_twice_needs_it_once():
 def learnt():
     """Passes of the second half of drawn rows, and a forecast of the first."""
     rows = drawn(400, 3, 24, 4, 3)
-    return passes_of(rows[200:], 24), ExpertForecast.fit(rows[:200], num_experts=24), rows[200:]
+    passes = passes_of(steps_of(rows[200:], 24))
+    return passes, ExpertForecast.fit(rows[:200], num_experts=24), rows[200:]
 
 
 def test_a_warm_start_is_the_hottest_experts(learnt):
@@ -183,24 +195,31 @@ def test_a_warm_start_is_the_hottest_experts(learnt):
 
 
 def test_nothing_ahead_is_the_plain_cache(learnt):
-    passes, forecast, _ = learnt
-    plain = prefetching(passes, 24, 8, "lru", forecast, ahead=0)
+    passes, forecast, rows = learnt
+    plain = prefetching(steps_of(rows, 24), 24, 8, "lru", forecast, ahead=0)
     assert plain == hit_curves(passes, 24, [8], ["lru"])["lru"][0]
 
 
-def test_what_is_copied_ahead_is_what_the_forecast_says(monkeypatch, learnt):
-    """A forecast that knows makes every expert but the first layer's a hit."""
-    passes, forecast, _ = learnt
-    steps = iter([needed for step in zip(*passes, strict=True) for needed in step[1:]])
+@pytest.mark.parametrize("batch", [1, 4])
+def test_what_is_copied_ahead_is_what_the_forecast_says(monkeypatch, learnt, batch):
+    """A forecast that knows makes every expert but the first layer's a hit; it hears each token."""
+    _, forecast, rows = learnt
+    steps = steps_of(rows, 24, starts=np.arange(200) % 50 == 0, batch=batch)
+    passes = passes_of(steps)
+    asked = iter([(layer, step) for step in steps for layer in range(2)])
 
-    def known(layer, experts):
-        return np.isin(np.arange(24), next(steps)).astype(float)
+    def known(self, layer, experts):
+        expected, step = next(asked)
+        assert layer == expected
+        np.testing.assert_array_equal(experts, step[:, layer])
+        return np.isin(np.arange(24), step[:, layer + 1]).astype(float)
 
-    monkeypatch.setattr(ExpertForecast, "next_layer", lambda self, *asked: known(*asked))
-    count = prefetching(passes, 24, 8, "lru", forecast, ahead=4)
-    first = simulate(passes[0], 24, 8, Lru(24))
+    monkeypatch.setattr(ExpertForecast, "next_layer", known)
+    count = prefetching(steps, 24, 16, "lru", forecast, ahead=16)
+    first = simulate(passes[0], 24, 16, Lru(24))
+    assert len(steps[0]) == batch
     assert count.misses == first.misses
-    assert count.ahead == count.ahead_used > 0
+    assert count.ahead_used > 0
 
 
 def test_recall_by_its_definition(learnt):
@@ -305,10 +324,9 @@ def test_bad_arguments(learnt):
         "passes": lambda: simulate_lru([[24]], 24, [4]),
         "policy": lambda: policy_of("random", passes[0], 24),
         "forecast": lambda: policy_of("hazard", passes[0], 24),
-        "layers": lambda: prefetching([[[0]], []], 24, 4, "lru", forecast, ahead=1),
-        "rows": lambda: passes_of(rows, 4),
-        "batch": lambda: passes_of(rows, 24, batch=0),
-        "starts": lambda: passes_of(rows, 24, starts=np.zeros(3, bool), batch=2),
+        "rows": lambda: steps_of(rows, 4),
+        "batch": lambda: steps_of(rows, 24, batch=0),
+        "starts": lambda: steps_of(rows, 24, starts=np.zeros(3, bool), batch=2),
         "ranks": lambda: contiguous(1, 8, 3),
         "replicas": lambda: balanced(np.ones((1, 8)), 4, -4),
         "load": lambda: balanced(np.full((1, 8), -1), 4),

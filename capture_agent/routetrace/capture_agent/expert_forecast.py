@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import os
 import zipfile
-from collections.abc import Iterator
+from heapq import heapreplace
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -113,14 +114,14 @@ class ExpertForecast:
             rows: expert ids [n, L, K].
             num_experts: E.
             starts: bool [n]: True at the first row of a request; only needed for a batch.
-            batch: requests that are side by side in a pass, one token of each.
+            batch: requests that are under way at a time; see `side_by_side`.
 
         Raises:
             InvalidArgument: if a shape is wrong, an id out of range, or there are no rows.
         """
         fit = ForecastFit(num_experts)
-        for part, passes in side_by_side(rows, starts, batch):
-            fit.add(part, passes=passes)
+        ordered, passes = side_by_side(rows, starts, batch)
+        fit.add(ordered, passes=passes)
         return fit.result()
 
     def hot(self, layer: int, count: int) -> npt.NDArray[np.int64]:
@@ -375,18 +376,16 @@ class ForecastFit:
 
 def side_by_side(
     rows: npt.NDArray[np.integer[Any]], starts: npt.NDArray[np.bool_] | None, batch: int
-) -> Iterator[tuple[npt.NDArray[np.integer[Any]], npt.NDArray[np.int64]]]:
-    """Lays requests side by side: as `batch` of them, which begin together, decode together.
+) -> tuple[npt.NDArray[np.integer[Any]], npt.NDArray[np.int64]]:
+    """Lays requests side by side, as an engine decodes them: where one ends, the next one begins.
 
     Args:
-        rows: [n, L, K].
+        rows: [n, L, K] of requests that follow one another.
         starts: bool [n]: the first row of each request; row 0 is one anyway.
-        batch: requests in a group. The last group may have fewer; a request that ends leaves its
-            group smaller.
+        batch: requests that are under way at a time. In the last passes there are fewer.
 
-    Yields:
-        For each group its rows by pass, and the pass of each row from 0 on. All rows at once,
-        a pass each, for a batch of 1.
+    Returns:
+        The rows by pass, and the pass of each from 0 on, int64 [n].
 
     Raises:
         InvalidArgument: if the batch is below 1, or `starts` is not [n].
@@ -397,17 +396,15 @@ def side_by_side(
         raise InvalidArgument(
             field="starts", value=f"{starts.dtype} {starts.shape}", expected=f"bool [{len(rows)}]"
         )
-    if batch == 1:
-        yield rows, np.arange(len(rows))
-        return
-    begun = [0, *(np.flatnonzero(starts[1:]) + 1).tolist()] if starts is not None else [0]
-    ends = [*begun[1:], len(rows)]
-    for first in range(0, len(begun), batch):
-        spans = list(zip(begun, ends, strict=True))[first : first + batch]
-        index = np.concatenate([np.arange(a, b) for a, b in spans])
-        passes = np.concatenate([np.arange(b - a) for a, b in spans])
-        order = np.argsort(passes, kind="stable")
-        yield rows[index[order]], passes[order]
+    begun = [0] if starts is None else [0, *(np.flatnonzero(starts[1:]) + 1).tolist()]
+    free_at = [0] * min(batch, len(begun))
+    passes = np.empty(len(rows), np.int64)
+    for start, stop in pairwise([*begun, len(rows)]):
+        first = free_at[0]
+        passes[start:stop] = np.arange(first, first + stop - start)
+        heapreplace(free_at, first + stop - start)
+    order = np.argsort(passes, kind="stable")
+    return rows[order], passes[order]
 
 
 def check_rows(

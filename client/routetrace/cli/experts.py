@@ -84,7 +84,7 @@ def experts(
     given = _placement(placement) if placement is not None else None
     if npz:
         requests = [request for path in npz for request in requests_of_file(path)]
-        study = study_of(requests, len(requests), fit_npz, chosen, passes * batch)
+        study = study_of(requests, len(requests), fit_npz, chosen, passes, batch)
     else:
         with connection.client() as client:
             names = list(dict.fromkeys(ids or ()))
@@ -95,15 +95,13 @@ def experts(
                 fail(f"no such trace in run {connection.run!r}")
             with progress("experts", len(names)) as done:
                 answers = _requests_of_server(client, names, done)
-                study = study_of(answers, len(names), fit_npz, chosen, passes * batch)
+                study = study_of(answers, len(names), fit_npz, chosen, passes, batch)
     if given is not None and given.ndim == 2:
         given = np.tile(given, (len(study.layer_ids), 1, 1))
     report = report_of(
         study,
         Asked(
             capacities=capacities_of(capacity, study.num_experts),
-            batch=batch,
-            passes=passes,
             ahead=ahead,
             ranks=ranks,
             replicas=replicas,
@@ -126,7 +124,8 @@ def study_of(
     total: int,
     fit_files: Iterable[Path] | None,
     layer_ids: tuple[int, ...] | None,
-    most_rows: int,
+    passes: int,
+    batch: int,
 ) -> Study:
     """Counts requests, learns from some of them and keeps rows of the others.
 
@@ -136,7 +135,8 @@ def study_of(
             halved.
         fit_files: what to learn from in their place.
         layer_ids: columns that are looked at; all if None.
-        most_rows: how many are kept.
+        passes: most of them that are simulated.
+        batch: requests side by side in a pass.
 
     Raises:
         InvalidArgument: if they are of several models, a layer is not theirs, or there are none.
@@ -157,7 +157,7 @@ def study_of(
             request = Request(request.rows[:, at], valid, layer_ids, request.num_experts)
         if first is None or study is None:
             first = request
-            study = Study(request.layer_ids, request.num_experts, most_rows)
+            study = Study(request.layer_ids, request.num_experts, passes, batch)
         told = (request.num_experts, request.layer_ids, request.rows.shape[2])
         if told != (first.num_experts, first.layer_ids, first.rows.shape[2]):
             raise InvalidArgument(

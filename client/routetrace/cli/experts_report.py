@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from routetrace.capture_agent.expert_forecast import ExpertForecast, ForecastFit
+from routetrace.capture_agent.expert_forecast import ExpertForecast, ForecastFit, side_by_side
 from routetrace.client.expert_simulation import (
     CacheCount,
     Placement,
@@ -20,6 +21,7 @@ from routetrace.client.expert_simulation import (
     passes_of,
     prefetching,
     round_robin,
+    steps_of,
     warm_start,
 )
 from routetrace.client.expert_stats import ExpertStats, balancedness
@@ -29,6 +31,8 @@ from routetrace.v1.errors import InvalidArgument
 SHARES = (1 / 16, 1 / 8, 1 / 4, 3 / 8, 1 / 2, 3 / 4)
 # Passes from empty caches that show what a warm start is worth.
 _FIRST = 64
+# Rows that are learnt from at once: a batch wants many requests, memory few rows.
+_LEARN_ROWS = 1 << 16
 # Pairs of experts that are told of a layer.
 _PAIRS = 3
 # A pair that fewer tokens chose is not told, however unlikely by chance.
@@ -45,8 +49,6 @@ class Asked:
     Attributes:
         capacities: slots of a layer's cache; empty: some shares of the experts.
         policies: names.
-        batch: requests side by side in a pass.
-        passes: most passes of a layer that are simulated.
         ahead: experts of the next layer that are asked for while one computes; 0: none.
         ranks: ranks that share the experts; 0: no placement.
         replicas: slots beyond one for each expert.
@@ -55,38 +57,58 @@ class Asked:
 
     capacities: tuple[int, ...] = ()
     policies: tuple[str, ...] = ("lru", "lfu", "hazard", "belady")
-    batch: int = 1
-    passes: int = 2048
     ahead: int = 0
     ranks: int = 0
     replicas: int = 0
     placement: npt.NDArray[np.integer[Any]] | None = None
 
 
-class Kept(NamedTuple):
-    """Rows of whole cells that were not learnt from, of requests that follow one another."""
+class Together(NamedTuple):
+    """Rows of requests that follow one another, and where each begins."""
 
     rows: Rows
     starts: npt.NDArray[np.bool_]
 
 
+class _Requests:
+    """Copies of the rows of requests."""
+
+    def __init__(self) -> None:
+        self.num_rows = 0
+        self._rows: list[Rows] = []
+
+    def add(self, rows: Rows) -> None:
+        """Another request."""
+        if len(rows):
+            self._rows.append(np.array(rows))
+            self.num_rows += len(rows)
+
+    def together(self) -> Together:
+        """All of them; there has to be one."""
+        starts = np.zeros(self.num_rows, bool)
+        starts[np.cumsum([0, *map(len, self._rows[:-1])])] = True
+        return Together(np.concatenate(self._rows), starts)
+
+
 @dataclass
 class Study:
-    """Counts requests as they come; keeps the rows that are simulated, and no others.
+    """Counts requests as they come, and learns; of rows it keeps those that are simulated.
 
     Attributes:
         layer_ids: absolute ids of the columns.
         num_experts: E.
-        most_rows: how many are kept.
+        passes: most of them that are simulated; rows are kept for these.
+        batch: requests side by side in a pass, in what is learnt from and in what is simulated.
     """
 
     layer_ids: tuple[int, ...]
     num_experts: int
-    most_rows: int
+    passes: int
+    batch: int = 1
     requests: int = 0
     learnt: int = 0
-    _kept: list[Rows] = field(default_factory=list)
-    _kept_rows: int = 0
+    _kept: _Requests = field(default_factory=_Requests)
+    _to_learn: _Requests = field(default_factory=_Requests)
 
     def __post_init__(self) -> None:
         self.stats = ExpertStats(len(self.layer_ids), self.num_experts)
@@ -101,30 +123,37 @@ class Study:
 
     def learn(self, rows: Rows, valid: Valid | None) -> None:
         """Fits the forecast on rows, which are not to be kept, too."""
-        self._fit.add(rows, valid=valid)
-        self.learnt += len(rows) if valid is None else int(valid.all(1).sum())
+        whole = _whole(rows, valid)
+        self.learnt += len(whole)
+        self._to_learn.add(whole)
+        if self._to_learn.num_rows >= _LEARN_ROWS:
+            self._learn()
 
     def keep(self, rows: Rows, valid: Valid | None) -> None:
         """Counts a request's load, and keeps rows for the simulation while there is room."""
-        whole = rows if valid is None else rows[valid.all(1)]
+        whole = _whole(rows, valid)
         self.load += load_of(whole, self.num_experts)
-        whole = whole[: self.most_rows - self._kept_rows]
-        if len(whole):
-            self._kept.append(np.array(whole))
-            self._kept_rows += len(whole)
+        # No more of one than can be simulated, so that there are others to stand beside it.
+        room = self.passes * self.batch - self._kept.num_rows
+        self._kept.add(whole[: min(self.passes, room)])
 
     @property
-    def kept(self) -> Kept | None:
+    def kept(self) -> Together | None:
         """What was kept; None if nothing was."""
-        if not self._kept:
-            return None
-        starts = np.zeros(self._kept_rows, bool)
-        starts[np.cumsum([0, *map(len, self._kept[:-1])])] = True
-        return Kept(np.concatenate(self._kept), starts)
+        return self._kept.together() if self._kept.num_rows else None
 
     def forecast(self) -> ExpertForecast | None:
         """What was learnt; None if nothing was."""
+        self._learn()
         return self._fit.result() if self.learnt else None
+
+    def _learn(self) -> None:
+        """Learns from the requests that wait for others to be beside them."""
+        if self._to_learn.num_rows:
+            rows, starts = self._to_learn.together()
+            ordered, passes = side_by_side(rows, starts, self.batch)
+            self._fit.add(ordered, passes=passes)
+            self._to_learn = _Requests()
 
 
 def report_of(study: Study, asked: Asked) -> dict[str, Any]:
@@ -153,11 +182,16 @@ def report_of(study: Study, asked: Asked) -> dict[str, Any]:
     recall = next_layer_recall(kept.rows[:512], forecast, stats.top_k)
     for layer, likely, hot in zip(report["layers"][1:], *recall, strict=True):
         layer |= {"recall_next_layer": round(float(likely), 4), "recall_hot": round(float(hot), 4)}
-    report |= _caches(study.num_experts, kept, forecast, asked)
+    report |= _caches(study, kept, forecast, asked)
     if asked.ranks or asked.placement is not None:
         fitted = forecast.frequencies.astype(np.float64)
         report["placement"] = _placements(fitted, study.load, asked)
     return report
+
+
+def _whole(rows: Rows, valid: Valid | None) -> Rows:
+    """The rows of which every cell is there."""
+    return rows if valid is None else rows[valid.all(1)]
 
 
 def load_of(rows: Rows, num_experts: int) -> npt.NDArray[np.int64]:
@@ -204,11 +238,10 @@ def _pairs(lift: npt.NDArray[np.float64], together: npt.NDArray[np.int64]) -> li
     ]
 
 
-def _caches(experts: int, kept: Kept, forecast: ExpertForecast, asked: Asked) -> dict[str, Any]:
-    layers = [
-        passes[: asked.passes]
-        for passes in passes_of(kept.rows, experts, starts=kept.starts, batch=asked.batch)
-    ]
+def _caches(study: Study, kept: Together, forecast: ExpertForecast, asked: Asked) -> dict[str, Any]:
+    experts = study.num_experts
+    steps = steps_of(kept.rows, experts, starts=kept.starts, batch=study.batch)[: study.passes]
+    layers = passes_of(steps)
     given = asked.capacities or tuple(round(share * experts) for share in SHARES)
     capacities = sorted({max(1, capacity) for capacity in given})
     if asked.capacities and min(asked.capacities) < 1:
@@ -216,11 +249,12 @@ def _caches(experts: int, kept: Kept, forecast: ExpertForecast, asked: Asked) ->
             field="--capacity", value=min(asked.capacities), expected="at least one slot"
         )
     curves = hit_curves(layers, experts, capacities, asked.policies, forecast)
-    cells = len(layers) * len(layers[0])
+    cells = len(layers) * len(steps)
     found: dict[str, Any] = {
         "cache": {
-            "batch": asked.batch,
-            "passes": len(layers[0]),
+            "batch": study.batch,
+            "passes": len(steps),
+            "needed": round(sum(map(len, chain(*layers))) / cells, 3),
             "capacities": capacities,
             "hit_rate": {
                 name: [round(count.hit_rate, 4) for count in counts]
@@ -233,7 +267,7 @@ def _caches(experts: int, kept: Kept, forecast: ExpertForecast, asked: Asked) ->
         }
     }
     policies = [name for name in asked.policies if name != "belady"]
-    first = min(_FIRST, len(layers[0]))
+    first = min(_FIRST, len(steps))
     found["warm_start"] = {
         "passes": first,
         "rows": [
@@ -258,7 +292,7 @@ def _caches(experts: int, kept: Kept, forecast: ExpertForecast, asked: Asked) ->
                 "policy": policy,
                 "ahead": ahead,
                 **_count(
-                    prefetching(layers, experts, capacity, policy, forecast, ahead=ahead), cells
+                    prefetching(steps, experts, capacity, policy, forecast, ahead=ahead), cells
                 ),
             }
             for capacity in capacities
@@ -367,7 +401,7 @@ def _cache_tables(report: dict[str, Any]) -> Iterator[Table]:
     names = list(cache["hit_rate"])
     yield (
         f"hit rate of a cache for each layer, {cache['passes']:,} passes of {cache['batch']} "
-        f"tokens; fitted on {report['fitted_on_rows']:,} other rows",
+        f"tokens, {cache['needed']:.1f} experts; fitted on {report['fitted_on_rows']:,} other rows",
         ("slots ", "of experts ", *(f"{name} " for name in names), "copied under lru "),
         [
             (

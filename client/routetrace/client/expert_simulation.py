@@ -102,38 +102,45 @@ class CacheCount:
         return CacheCount(cache.hits, cache.misses, cache.prefetched, cache.prefetched_used)
 
 
-def passes_of(
+def steps_of(
     rows: npt.NDArray[np.integer[Any]],
     num_experts: int,
     *,
     starts: npt.NDArray[np.bool_] | None = None,
     batch: int = 1,
-) -> list[list[list[int]]]:
-    """What each layer needs, pass by pass.
+) -> list[npt.NDArray[np.integer[Any]]]:
+    """The rows of each pass: one of each request that is under way.
 
     Args:
         rows: expert ids [n, L, K] of requests that follow one another.
         num_experts: E.
         starts: bool [n]: True at the first row of a request; only needed for a batch.
-        batch: requests that are side by side in a pass, one token of each.
+        batch: requests that are under way at a time. Where one ends, the next one begins.
 
     Returns:
-        For each layer its passes, each the experts that it needs: ascending, each once.
+        For each pass [tokens, L, K].
 
     Raises:
         InvalidArgument: if a shape is wrong, an id out of range, or the batch below 1.
     """
     check_rows(rows, num_experts)
-    layers: list[list[list[int]]] = [[] for _ in range(rows.shape[1])]
-    for part, at in side_by_side(rows, starts, batch):
-        if batch == 1 and not (np.diff(ordered := np.sort(part, 2), axis=2) == 0).any():
-            for layer, passes in enumerate(layers):
-                passes.extend(ordered[:, layer].tolist())
-            continue
-        bounds = np.flatnonzero(np.diff(at, prepend=-1)).tolist()
-        for first, last in zip(bounds, [*bounds[1:], len(part)], strict=True):
-            for layer, passes in enumerate(layers):
-                passes.append(np.unique(part[first:last, layer]).tolist())
+    ordered, at = side_by_side(rows, starts, batch)
+    return np.split(ordered, np.flatnonzero(np.diff(at)) + 1) if len(rows) else []
+
+
+def passes_of(steps: Sequence[npt.NDArray[np.integer[Any]]]) -> list[list[list[int]]]:
+    """What each layer needs, pass by pass.
+
+    Args:
+        steps: of `steps_of`.
+
+    Returns:
+        For each layer its passes, each the experts that it needs: ascending, each once.
+    """
+    layers: list[list[list[int]]] = [[] for _ in range(steps[0].shape[1] if steps else 0)]
+    for step in steps:
+        for layer, passes in enumerate(layers):
+            passes.append(sorted({*step[:, layer].ravel().tolist()}))
     return layers
 
 
@@ -305,7 +312,7 @@ def warm_start(
 
 
 def prefetching(
-    layers: Sequence[Passes],
+    steps: Sequence[npt.NDArray[np.integer[Any]]],
     num_experts: int,
     capacity: int,
     policy: str,
@@ -316,7 +323,7 @@ def prefetching(
     """What caches do when the next layer's likeliest experts are copied while a layer computes.
 
     Args:
-        layers: passes of each layer, equally many.
+        steps: rows of each pass, of `steps_of`.
         num_experts: E.
         capacity: slots of each layer's cache.
         policy: a name.
@@ -325,21 +332,18 @@ def prefetching(
             ones that are there already among them.
 
     Raises:
-        InvalidArgument: as `simulate` and `policy_of`, or if layers have other numbers of passes.
+        InvalidArgument: as `simulate` and `policy_of`.
     """
-    if len({len(passes) for passes in layers}) > 1:
-        raise InvalidArgument(
-            field="layers", value=[len(p) for p in layers], expected="as many passes of each"
-        )
+    layers = passes_of(steps)
     caches = [
         ExpertCache(num_experts, capacity, policy_of(policy, passes, num_experts, forecast, at))
         for at, passes in enumerate(layers)
     ]
-    for step in zip(*layers, strict=True):
-        for at, needed in enumerate(step):
-            caches[at].plan(needed)
+    for tokens, *needed in zip(steps, *layers, strict=True):
+        for at, cache in enumerate(caches):
+            cache.plan(needed[at])
             if ahead and at + 1 < len(caches):
-                scores = forecast.next_layer(at, needed)
+                scores = forecast.next_layer(at, tokens[:, at])
                 likely = np.argsort(-scores, kind="stable")[:ahead]
                 caches[at + 1].prefetch(likely.tolist())
     return sum(map(CacheCount.of, caches), CacheCount())
