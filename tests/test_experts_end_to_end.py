@@ -7,7 +7,7 @@ import json
 import numpy as np
 import torch
 from routing_truth import padded
-from tiny_models import tiny_model
+from tiny_models import eager, tiny_model
 from typer.testing import CliRunner
 
 from routetrace.capture_agent import AgentConfig, CaptureAgent
@@ -23,9 +23,8 @@ PROMPTS = [[3, 4, 5, 6, 7], [8, 9, 10, 11, 12, 13, 14, 15], [16, 17]]
 
 def test_stored_traces_teach_a_cache_that_changes_no_row_and_no_token(tmp_path):
     model, layout = tiny_model("qwen3_moe")
-    model.set_experts_implementation("eager")
     input_ids, mask = padded(PROMPTS, "left")
-    with run_server() as server, RouteClient(server.target) as client:
+    with run_server() as server, RouteClient(server.target) as client, eager(model):
         config = AgentConfig(target=server.target, engine_id="e", layout=layout)
         with CaptureAgent(config) as agent:
             capture = TransformersCapture(model, agent, layout=layout)

@@ -11,7 +11,6 @@ import gc
 import importlib
 import types
 import weakref
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,7 +19,7 @@ import pytest
 import torch
 import transformers
 from routing_truth import RecordingAgent, padded
-from tiny_models import FAMILIES, tiny_model
+from tiny_models import FAMILIES, eager, tiny_model
 from torch import nn
 
 from routetrace.capture_agent.expert_forecast import ExpertForecast
@@ -31,17 +30,6 @@ from routetrace.v1.errors import InvalidArgument
 PROMPTS = [[3, 4, 5, 6, 7, 33], [8, 9, 10, 11, 12, 13, 14, 15], [16, 17]]
 IDS = ["long", "longest", "short"]
 NEW_TOKENS = 4
-
-
-@contextlib.contextmanager
-def eager(model: Any) -> Iterator[None]:
-    """The library's eager loop, for models whose default is another implementation."""
-    before = model.config._experts_implementation
-    model.set_experts_implementation("eager")
-    try:
-        yield
-    finally:
-        model.set_experts_implementation(before)
 
 
 def outputs(model: Any, sample: bool = False) -> list[torch.Tensor]:

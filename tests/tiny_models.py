@@ -6,7 +6,9 @@ not look like a right one.
 
 from __future__ import annotations
 
+import contextlib
 import functools
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -149,7 +151,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], tuple[int, ...], int, int]] = {
 def tiny_model(name: str, seed: int = 0) -> tuple[Any, RoutingLayout]:
     """A model of the family in float32 and evaluation mode, and its layout.
 
-    The model is shared between tests: leave no hooks, gradients or training mode behind.
+    The model is shared between tests: leave no hooks, gradients, settings or training mode behind.
     """
     return _tiny_model(name, seed)  # of one form for the cache, however it was called
 
@@ -165,3 +167,14 @@ def _tiny_model(name: str, seed: int) -> tuple[Any, RoutingLayout]:
             buffer.copy_(torch.randn(buffer.shape) * 0.1)
     layout = RoutingLayout(layers, config.num_hidden_layers, experts, top_k)
     return model, layout
+
+
+@contextlib.contextmanager
+def eager(model: Any) -> Iterator[None]:
+    """The library's eager loop, for models whose default is another implementation."""
+    before = model.config._experts_implementation
+    model.set_experts_implementation("eager")
+    try:
+        yield
+    finally:
+        model.set_experts_implementation(before)
