@@ -277,9 +277,10 @@ def test_drafts_that_the_ring_cuts_off_are_drafts_of_the_same_step(server):
 
 @pytest.fixture(scope="module")
 def idle_agent():
-    """An agent whose server is not there."""
+    """An agent whose server is not there, with a request under way."""
     config = AgentConfig("127.0.0.1:1", "e", LAYOUT, mode="thread", block_size=4, num_blocks=8)
     agent = CaptureAgent(config)
+    agent.running = agent.begin("running")
     yield agent
     agent.close(0)
 
@@ -314,8 +315,6 @@ def idle_agent():
     ],
 )
 def test_begin_refuses(idle_agent, field, arguments):
-    if "running" not in getattr(idle_agent, "marks", ()):
-        idle_agent.marks = {"running": idle_agent.begin("running")}
     with pytest.raises(InvalidArgument) as caught:
         idle_agent.begin(**{"request_id": "new", **arguments})
     assert caught.value.field == field
@@ -332,7 +331,7 @@ def test_begin_refuses(idle_agent, field, arguments):
         ("runs", lambda a, h: a.step(make_rows(2), [(h, 0, 3), (h, 2, -1)])),
         ("runs", lambda a, h: a.step(make_rows(2), [(h, -1, 2)])),
         ("runs", lambda a, h: a.step(make_rows(2), [(h, 1 << 31, 2)])),
-        ("runs", lambda a, h: a.step(make_rows(2), [(h + 1, 0, 2)])),
+        ("runs", lambda a, h: a.step(make_rows(2), [(h + 99, 0, 2)])),
         ("runs", lambda a, h: a.step(make_rows(2), [(0, 0, 2)])),
         ("runs", lambda a, h: a.step(make_rows(2), [(-1, 0, 2)])),
         ("runs", lambda a, h: a.step(make_rows(2), [(h, 0, 1 << 62)] * 4 + [(h, 0, 2)])),
@@ -342,7 +341,7 @@ def test_begin_refuses(idle_agent, field, arguments):
         ("slots", lambda a, h: a.step_slots(make_rows(2), [0])),
         ("slots", lambda a, h: a.step_slots(make_rows(2), [0, 32])),
         ("slots", lambda a, h: a.step_slots(make_rows(2), [0, -1])),
-        ("handle", lambda a, h: a.finish(h + 1, 1)),
+        ("handle", lambda a, h: a.finish(h + 99, 1)),
         ("handle", lambda a, h: a.rewind(-1, 1)),
         ("reason", lambda a, h: a.finish(h, 1, "tired")),
         ("num_tokens", lambda a, h: a.finish(h, -1)),
@@ -353,18 +352,16 @@ def test_begin_refuses(idle_agent, field, arguments):
         ("block_ids", lambda a, h: a.add_blocks(h, [9])),
         ("block_ids", lambda a, h: a.add_blocks(h, 1)),
         ("block_ids", lambda a, h: a.add_blocks_of([h, h], [1])),
-        ("handle", lambda a, h: a.add_blocks_of([h, h + 1], [1, 2])),
+        ("handle", lambda a, h: a.add_blocks_of([h, h + 99], [1, 2])),
         ("num_computed_tokens", lambda a, h: a.resume(h, 9, [1, 2])),
         ("num_external_tokens", lambda a, h: a.resume(h, 8, [1, 2], 9)),
         ("version", lambda a, h: a.set_weight_version(1 << 63)),
     ],
 )
 def test_calls_refuse(idle_agent, field, call):
-    if not hasattr(idle_agent, "handle"):
-        idle_agent.handle = idle_agent.begin("refused")
     offered = idle_agent.stats().offered_rows
     with pytest.raises(InvalidArgument) as caught:
-        call(idle_agent, idle_agent.handle)
+        call(idle_agent, idle_agent.running)
     assert caught.value.field == field
     assert idle_agent.stats().offered_rows == offered
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 import time
 from contextlib import closing, suppress
@@ -15,6 +16,7 @@ from routetrace.client import RouteClient, TraceState
 from routetrace.server.config import ServerConfig
 from routetrace.server.core import Core
 from routetrace.server.disk_store import DiskStore
+from routetrace.server.ingest import IngestServicer
 from routetrace.server.store import MemoryStore
 from routetrace.server.testing import run_server
 from routetrace.v1 import routetrace_pb2 as pb
@@ -233,6 +235,26 @@ def test_what_is_served_is_whole_whatever_was_forgotten(tmp_path, seed):
 
 
 # ---------------------------------------------------------------------------- signs of life
+
+
+async def test_an_agent_that_leaves_while_its_stream_opens_is_not_there(monkeypatch):
+    core = Core(MemoryStore(), ServerConfig(store="memory"))
+    await core.start()
+    waits = asyncio.Event()
+
+    async def settled() -> None:  # a slow disk
+        waits.set()
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(core.journal, "settled", settled)
+    hello = pb.Hello(run="a", engine_id="e", layout=LAYOUT.to_proto())
+    opening = asyncio.create_task(IngestServicer(core)._open(hello))
+    await waits.wait()
+    assert len(core.agents.connected) == 1
+    opening.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await opening
+    assert core.agents.connected == []
 
 
 def test_an_agent_that_goes_silent_is_lost_although_its_stream_stays_open():

@@ -145,14 +145,15 @@ def audit(data_dir: Path, *, failed: bool = False) -> int:
     """
     store = DiskStore(data_dir, capacity_bytes=1 << 34)
     try:
-        last: dict[tuple[str, int], int] = {}
+        last: dict[tuple[str | int, ...], int] = {}
         chunks = 0
         for number, record in store.headers():
             facts, _ = decode_record(record)
             if facts["kind"] != "chunk":
                 continue
             chunks += 1
-            key, sequence = (facts["writer"][1], facts["epoch"]), facts["sequence"]
+            # Shards of an engine may well have the same epoch.
+            key, sequence = (*facts["writer"], facts["epoch"]), facts["sequence"]
             before = last.get(key, sequence - 1)
             check(
                 failed or sequence == before + 1,

@@ -144,9 +144,8 @@ class IngestServicer:
                 replies.sent(count)
         finally:
             reader.cancel()
-            session.over = True
             self._replies.discard(replies)
-            self._core.agents.closed(session)
+            self._close(session)
 
     async def _read(
         self,
@@ -243,10 +242,19 @@ class IngestServicer:
                 field="layout", value=layout, expected=f"that of epoch {writer.epoch}"
             )
         self._core.agents.opened(session := Session(writer, 0))
-        # What earlier streams had under way must be in or out before this one hears where to go on.
-        await self._journal.settled()
+        try:
+            # What earlier streams had under way must be in or out before this one hears where to
+            # go on.
+            await self._journal.settled()
+        except BaseException:  # the agent has left meanwhile
+            self._close(session)
+            raise
         session.next_sequence = writer.sequence + 1
         return session
+
+    def _close(self, session: Session) -> None:
+        session.over = True
+        self._core.agents.closed(session)
 
     def _take(self, session: Session, chunk: Chunk, answer: Answer) -> None:
         """Stores one chunk; it is answered once it is applied, or refused."""
