@@ -9,7 +9,8 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -171,6 +172,35 @@ def test_a_second_signal_ends_it_at_once() -> None:
         assert next(watch).status == NOT_SERVING
         wait_for(lambda: not Scraped(server.metrics_target).value("routetrace_ready"))
         assert server.stop() == 128 + signal.SIGTERM
+
+
+def test_a_stream_that_opens_while_the_server_drains_is_ended() -> None:
+    with (
+        run_server(drain_seconds=1000, metrics_listen="127.0.0.1:0") as server,
+        grpc.insecure_channel(server.target) as channel,
+        ThreadPoolExecutor(1) as thread,
+    ):
+        draining, over = threading.Event(), threading.Event()
+
+        def requests() -> Iterator[pb.IngestRequest]:
+            draining.wait(30)
+            hello = pb.Hello(run="a", engine_id="e", layout=LAYOUT.to_proto())
+            yield pb.IngestRequest(hello=hello)
+            over.wait(60)
+
+        def value(name: str, **labels: str) -> float:
+            return Scraped(server.metrics_target).value(name, **labels)
+
+        answers = pb_grpc.IngestServiceStub(channel).Ingest(requests(), timeout=60)
+        wait_for(lambda: value("grpc_server_started_total", grpc_method="Ingest"))
+        code = thread.submit(server.stop)
+        wait_for(lambda: not value("routetrace_ready"))
+        draining.set()
+        with pytest.raises(grpc.RpcError) as refusal:
+            list(answers)
+        over.set()
+        assert refusal.value.code() == grpc.StatusCode.UNAVAILABLE
+        assert code.result() == 0
 
 
 def test_systemd_hears_when_it_is_ready_and_when_it_stops(

@@ -127,9 +127,10 @@ class IngestServicer:
         self._core.access.check(context, "ingest", first.run)
         session = await self._open(first)
         replies = Replies(WINDOW)
-        reader = asyncio.create_task(self._read(session, request_iterator, replies, context))
         self._replies.add(replies)
+        reader = asyncio.create_task(self._read(session, request_iterator, replies, context))
         try:
+            self._core.check_ready()  # who drains ends the streams that are there by then
             yield pb.IngestResponse(
                 welcome=pb.Welcome(
                     epoch=session.writer.epoch,
