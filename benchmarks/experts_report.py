@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,7 +19,8 @@ import numpy as np
 import numpy.typing as npt
 
 from routetrace.cli import experts_figures as figures
-from routetrace.cli.experts_report import Asked, Study, report_of
+from routetrace.cli.experts import Request, study_of
+from routetrace.cli.experts_report import Asked, Rows, Study, report_of
 
 ROOT = Path(__file__).parents[1]
 DATA = ROOT.parent / "shared" / "data"
@@ -66,7 +67,7 @@ DRAWN = Case("drawn", "drawn rows: no recordings were at hand", "", "")
 class Recording(NamedTuple):
     """Rows [n, L, K], the first one of each request, and E."""
 
-    rows: npt.NDArray[np.integer[Any]]
+    rows: Rows
     starts: npt.NDArray[np.bool_]
     num_experts: int
 
@@ -110,33 +111,21 @@ def report_on(case: Case, passes: int) -> dict[str, Any]:
     learn = recording(case.fit) if case.fit else Recording(*_cut(measured, 0, half))
     keep = measured if case.fit else Recording(*_cut(measured, half, len(measured.rows)))
     # All layers for load and ranks, some for caches: next layers have to be neighbours.
-    study = Study(tuple(range(layers)), measured.num_experts, passes)
-    for rows in _requests(measured):
-        study.count(rows, None)
-    study.learn(learn.rows, None)
-    for rows in _requests(keep):
-        study.keep(rows, None)
+    requests, every = list(_requests(measured)), list(range(layers))
+    study = study_at(every, passes, requests, learn, _requests(keep))
     ranks, replicas = _ranks(measured)
     placed = Asked(capacities=(1,), policies=(), ranks=ranks, replicas=replicas)
     wide = report_of(study, placed)
-    some = Study(tuple(chosen), measured.num_experts, passes)
-    for rows in _requests(measured):
-        some.count(rows[:, chosen], None)
-    some.learn(learn.rows[:, chosen], None)
-    for rows in _spread(keep, passes):
-        some.keep(rows[:, chosen], None)
+    some = study_at(chosen, passes, requests, learn, _spread(keep, passes))
     narrow = report_of(some, Asked())
     for part in ("cache", "warm_start"):
         wide[part] = narrow[part]
     wide["cached_layers"] = chosen
     # Neighbouring layers, a middle part of the model.
     first = max(0, layers // 2 - _LAYERS // 2)
-    near = list(range(first, min(first + _LAYERS, layers)))
-    beside = Study(tuple(near), measured.num_experts, passes // 3)
-    for rows in _spread(keep, passes // 3):
-        beside.keep(rows[:, near], None)
-    beside.count(keep.rows[:, near], None)
-    beside.learn(learn.rows[:, near], None)
+    near = every[first : first + _LAYERS]
+    few = passes // 3
+    beside = study_at(near, few, [keep.rows], learn, _spread(keep, few))
     quarter = max(measured.rows.shape[2], measured.num_experts // 4)
     ahead = Asked(
         capacities=(quarter,),
@@ -144,9 +133,22 @@ def report_on(case: Case, passes: int) -> dict[str, Any]:
         ahead=measured.rows.shape[2],
     )
     wide["prefetch"] = report_of(beside, ahead)["prefetch"]
-    if measured.starts.sum() > 1:
-        wide["batches"] = [batch_report(measured, chosen, batch, passes // 3) for batch in _BATCHES]
+    if len(requests) > 1:
+        wide["batches"] = [batch_report(measured, chosen, batch, few) for batch in _BATCHES]
     return wide
+
+
+def study_at(
+    layers: list[int], passes: int, counted: Iterable[Rows], learn: Recording, kept: Iterable[Rows]
+) -> Study:
+    """What some layers of these requests say."""
+    study = Study(tuple(layers), learn.num_experts, passes)
+    for rows in counted:
+        study.count(rows[:, layers], None)
+    study.learn(learn.rows[:, layers], None)
+    for rows in kept:
+        study.keep(rows[:, layers], None)
+    return study
 
 
 def batch_report(whole: Recording, layers: list[int], batch: int, passes: int) -> dict[str, Any]:
@@ -155,17 +157,12 @@ def batch_report(whole: Recording, layers: list[int], batch: int, passes: int) -
     The recording is taken for requests of as many tokens as there are passes, so that all of them
     are under way all the time.
     """
-    study = Study(tuple(layers), whole.num_experts, passes, batch)
     requests = [
-        request[at : at + passes, layers]
+        Request(request[at : at + passes, layers], None, tuple(layers), whole.num_experts)
         for request in _requests(whole)
         for at in range(0, len(request), passes)
     ]
-    study.count(requests[0], None)
-    for rows in requests[: len(requests) // 2]:
-        study.learn(rows, None)
-    for rows in requests[len(requests) // 2 :]:
-        study.keep(rows, None)
+    study = study_of(requests, len(requests), None, None, passes, batch)
     capacities = tuple(whole.num_experts * part // 4 for part in (1, 2, 3))
     found: dict[str, Any] = report_of(study, Asked(capacities=capacities))["cache"]
     return found
@@ -190,12 +187,12 @@ def _cut(whole: Recording, start: int, stop: int) -> Recording:
     return Recording(whole.rows[start:stop], whole.starts[start:stop], whole.num_experts)
 
 
-def _requests(whole: Recording) -> Iterator[npt.NDArray[np.integer[Any]]]:
+def _requests(whole: Recording) -> Iterator[Rows]:
     cuts = [at for at in np.flatnonzero(whole.starts).tolist() if at]
     yield from np.split(whole.rows, cuts)
 
 
-def _spread(whole: Recording, count: int) -> list[npt.NDArray[np.integer[Any]]]:
+def _spread(whole: Recording, count: int) -> list[Rows]:
     """Requests with so many rows, from all over a recording: neighbours may be of one prompt."""
     requests = list(_requests(whole))
     wanted = -(-count * len(requests) // len(whole.rows))

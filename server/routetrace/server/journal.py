@@ -149,8 +149,9 @@ class Journal:
             chunk: what the ChunkHeader in it holds, where that was parsed before.
 
         Raises:
-            Overloaded: if the store refuses it at the door. Whoever calls knows so before the next
-                one, which would be stored in vain if it builds on this one. `done` is not called.
+            Overloaded, Unavailable: if the store refuses it at once. Whoever calls knows so before
+                the next one, which would be stored in vain if it builds on this one. `done` is not
+                called.
         """
         loop = asyncio.get_running_loop()
         self._number += 1
@@ -171,7 +172,7 @@ class Journal:
             What `apply_record` returned, or the store's error.
 
         Raises:
-            Overloaded: as `submit`.
+            Overloaded, Unavailable: as `submit`.
         """
         applied: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
 
