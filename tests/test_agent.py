@@ -970,6 +970,27 @@ def test_the_engine_just_ends(server, mode, how, tmp_path):
     assert "leaked" not in errors
 
 
+def test_nothing_is_said_to_the_server_during_a_fork(server, caplog):
+    """gRPC's threads go on in the child: what they know there, they must not be able to say."""
+    with CaptureAgent(config_for(server)) as agent:
+        handle = agent.begin("a")
+        assert agent.flush(20)
+        agent._link.before_fork()
+        agent._link.before_fork()  # another thread forks as well
+        agent._link.after_fork()
+        agent.step(make_rows(3), [(handle, 0, 3)])
+        agent.finish(handle, 4)
+        assert not agent.flush(0.5)
+        assert server.welcomes == 1
+        agent._link.after_fork()
+        assert agent.flush(20)
+        assert server.welcomes == 2
+        stats = agent.stats()
+    assert_kept(stats)
+    assert stats.acknowledged_rows == 3
+    assert not caplog.records
+
+
 def test_the_background_has_names(server):
     with CaptureAgent(config_for(server)) as agent:
         assert agent.flush(20)

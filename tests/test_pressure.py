@@ -510,18 +510,19 @@ def wait_for(child):
     assert os.waitpid(child, 0)[1] == 0, child
 
 def main():
-    if how == "fork-before":
-        agent = agent_of("parent")
-        child = os.fork()
-        if child == 0:
-            assert agent.begin("nothing") == 0
-            if mode == "process":  # with threads of gRPC about, it would be gRPC that hangs
-                work("child")
-            sys.exit(0)
-        wait_for(child)
-        handle = agent.begin("r-parent")
-        agent.finish(handle, 1)
-        assert agent.flush(20)
+    if how == "fork-before":  # while it is connecting
+        for i in range(10 if mode == "thread" else 2):
+            agent = agent_of(f"parent{i}")
+            child = os.fork()
+            if child == 0:
+                assert agent.begin("nothing") == 0
+                if i % 2:
+                    work(f"child{i}")
+                sys.exit(0)
+            wait_for(child)
+            handle = agent.begin(f"r-parent{i}")
+            agent.finish(handle, 1)
+            assert agent.flush(20)
     elif how == "fork-during":
         agent = agent_of("parent")
         handle, stop, n = agent.begin("r-parent"), threading.Event(), 0
@@ -597,10 +598,10 @@ def test_processes_come_and_go(mode, how, tmp_path):
     with run_server() as server:
         run_engine(server, tmp_path, mode, how)
         expected = {f"r-{how}0", f"r-{how}1"}
-        if how.startswith("fork-"):
+        if how == "fork-before":
+            expected = {"r-parent0", "r-parent1", "r-child1"}
+        elif how == "fork-during":
             expected = {"r-parent"}
-            if how == "fork-before" and mode == "process":
-                expected.add("r-child")
         with RouteClient(server.target) as client:
             for name in expected:
                 client.get(name, missing="mask", wait=30)

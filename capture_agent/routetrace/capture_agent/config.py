@@ -45,7 +45,8 @@ class AgentConfig:
     num_blocks: int = 0
     """Blocks in the pool; needed if block_size is given."""
     mode: Mode = "process"
-    """Where the background work runs. "process" keeps it off the engine's interpreter lock."""
+    """Where the background work runs. "process" keeps it off the engine's interpreter lock; with
+    "thread" an os.fork() waits some ms for the connection to be closed, as it would not survive."""
     attributes: Mapping[str, str] = field(default_factory=dict)
     """Free text for the server's logs: model name, host, software versions."""
     frame_rows: int = 256

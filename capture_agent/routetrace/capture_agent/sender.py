@@ -27,6 +27,7 @@ from routetrace.capture_agent.ledger import Ledger
 from routetrace.capture_agent.spill import Record, Spill
 from routetrace.v1 import routetrace_pb2 as pb
 from routetrace.v1.errors import ERROR_METADATA_KEY, InvalidArgument
+from routetrace.v1.forks import keep_grpc_up
 from routetrace.v1.security import Security
 
 _INGEST = f"/{pb.DESCRIPTOR.services_by_name['IngestService'].full_name}/Ingest"
@@ -39,6 +40,8 @@ _BACKOFF_S = (0.05, 2.0)
 _REFUSED_S = 5.0
 #: Seconds that a server may ask to wait, at most.
 _MOST_PAUSE_S = 60.0
+#: Seconds that a fork waits for the channel to be closed, at most.
+_FORK_S = 1.0
 #: Bytes that a chunk takes in memory, beside its own.
 _ENTRY_BYTES = 512
 
@@ -108,6 +111,8 @@ class Sender:
         self._stale = 0  # refusals up to this number are echoes of an earlier one
         self._stream: object = None  # the one stream whose generator may send
         self._call: grpc.Call | None = None
+        self._open = False  # whether there is a channel
+        self._forks = 0  # under way
         self._connections = 0
         self._ticket = 0
         self._flushes: deque[tuple[int, int]] = deque()  # (ticket, token)
@@ -118,6 +123,7 @@ class Sender:
         self.ended = False
         #: Bytes in the outbox, in memory.
         self.nbytes = 0
+        keep_grpc_up()
         self._thread = threading.Thread(target=self._run, name="routetrace-sender", daemon=True)
         self._thread.start()
 
@@ -175,6 +181,23 @@ class Sender:
         if call is not None:
             call.cancel()
 
+    def before_fork(self) -> None:
+        """Closes the channel: gRPC's threads would go on in the child, and speak in our name."""
+        with self._changed:
+            self._forks += 1
+            call = self._call
+            self._stop()
+        if call is not None:
+            call.cancel()
+        with self._changed:
+            self._changed.wait_for(lambda: not self._open, _FORK_S)
+
+    def after_fork(self) -> None:
+        """Goes on, in the parent."""
+        with self._changed:
+            self._forks -= 1
+            self._changed.notify_all()
+
     def forget_in_child(self) -> None:
         """After a fork, in the child: lets go of the disk."""
         if self._spill:
@@ -219,18 +242,24 @@ class Sender:
             delay = max(delay, backoff * random.uniform(0.8, 1.2))
             backoff = min(2 * backoff, high)
             with self._changed:
-                if self._changed.wait_for(lambda: self._closing or self.ended, delay):
+                self._changed.wait_for(lambda: self._closing or self.ended or self._forks, delay)
+                self._changed.wait_for(lambda: self._closing or self.ended or not self._forks)
+                if self._closing or self.ended:
                     return
 
     def _connect(self) -> None:
         """One stream, from Hello to its end."""
         stream = object()
-        # A channel per attempt: no reconnection backoff but ours, and no stale addresses.
-        with self._security.channel(self._config.target, _CHANNEL_OPTIONS) as channel:
-            metadata = self._security.metadata()
-            try:
+        with self._changed:
+            if self._closing or self._forks:
+                return
+            self._open = True
+        try:
+            # A channel per attempt: no reconnection backoff but ours, and no stale addresses.
+            with self._security.channel(self._config.target, _CHANNEL_OPTIONS) as channel:
+                metadata = self._security.metadata()
                 with self._changed:
-                    if self._closing:
+                    if self._closing or self._forks:
                         return
                     self._stream = stream
                     self._send_next = self._not_before = self._stale = 0
@@ -241,10 +270,11 @@ class Sender:
                     self._take(response)
                     if self._stream is not stream and not self._closing:
                         return
-            finally:
-                with self._changed:
-                    self._send_next = 0
-                    self._stop()
+        finally:
+            with self._changed:
+                self._send_next = 0
+                self._open = False
+                self._stop()
 
     def _requests(self, stream: object) -> Iterator[bytes]:
         """Serialized IngestRequests."""
@@ -452,7 +482,7 @@ class Sender:
         with self._changed:
             if detail.kind == pb.ERROR_KIND_FENCED:
                 self._end(Ended.FENCED, detail)
-            elif not self._closing:
+            elif not (self._closing or self._forks):
                 code, details = error.code(), detail.message or error.details() or ""
                 hint = "" if detail.kind else self._security.hint(details)
                 self._complain(code.name, f"{details} ({hint})" if hint else details)
