@@ -111,7 +111,7 @@ class Sender:
         self._stale = 0  # refusals up to this number are echoes of an earlier one
         self._stream: object = None  # the one stream whose generator may send
         self._call: grpc.Call | None = None
-        self._open = False  # whether there is a channel
+        self._has_channel = False
         self._forks = 0  # under way
         self._connections = 0
         self._ticket = 0
@@ -190,7 +190,7 @@ class Sender:
         if call is not None:
             call.cancel()
         with self._changed:
-            self._changed.wait_for(lambda: not self._open, _FORK_S)
+            self._changed.wait_for(lambda: not self._has_channel, _FORK_S)
 
     def after_fork(self) -> None:
         """Goes on, in the parent."""
@@ -253,7 +253,7 @@ class Sender:
         with self._changed:
             if self._closing or self._forks:
                 return
-            self._open = True
+            self._has_channel = True
         try:
             # A channel per attempt: no reconnection backoff but ours, and no stale addresses.
             with self._security.channel(self._config.target, _CHANNEL_OPTIONS) as channel:
@@ -273,7 +273,7 @@ class Sender:
         finally:
             with self._changed:
                 self._send_next = 0
-                self._open = False
+                self._has_channel = False
                 self._stop()
 
     def _requests(self, stream: object) -> Iterator[bytes]:
