@@ -16,7 +16,7 @@ import pytest
 from ingest_server import IngestServer
 from sim_engine import SimEngine
 
-from routetrace.capture_agent import AgentConfig, AgentStats, CaptureAgent, link
+from routetrace.capture_agent import AgentConfig, AgentStats, CaptureAgent, link, sender
 from routetrace.capture_agent.worker import Worker
 from routetrace.v1 import routetrace_pb2 as pb
 from routetrace.v1.errors import Closed, Fenced, InvalidArgument, Overloaded, Unavailable
@@ -975,14 +975,14 @@ def test_nothing_is_said_to_the_server_during_a_fork(server, caplog):
     with CaptureAgent(config_for(server)) as agent:
         handle = agent.begin("a")
         assert agent.flush(20)
-        agent._link.before_fork()
-        agent._link.before_fork()  # another thread forks as well
-        agent._link.after_fork()
+        sender._before_fork()
+        sender._before_fork()  # another thread forks as well
+        sender._after_fork_in_parent()
         agent.step(make_rows(3), [(handle, 0, 3)])
         agent.finish(handle, 4)
         assert not agent.flush(0.5)
         assert server.welcomes == 1
-        agent._link.after_fork()
+        sender._after_fork_in_parent()
         assert agent.flush(20)
         assert server.welcomes == 2
         stats = agent.stats()

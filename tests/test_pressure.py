@@ -517,6 +517,9 @@ def main():
             if child == 0:
                 assert agent.begin("nothing") == 0
                 if i % 2:
+                    if not (grandchild := os.fork()):
+                        os._exit(0)
+                    wait_for(grandchild)
                     work(f"child{i}")
                 sys.exit(0)
             wait_for(child)

@@ -608,31 +608,10 @@ def _close_at_exit() -> None:
         Finalize(None, _close_all, exitpriority=1)
 
 
-#: By thread that is forking: the links that it silenced.
-_silenced: dict[int, list[WorkerLink]] = {}
-
-
-def _before_fork() -> None:
-    links = [agent._link for agent in list(_agents)] + [link for link, _ in _left]
-    _silenced[threading.get_ident()] = links
-    for link in links:
-        link.before_fork()
-
-
-def _after_fork_in_parent() -> None:
-    for link in _silenced.pop(threading.get_ident(), ()):
-        link.after_fork()
-
-
 def _after_fork_in_child() -> None:
-    _silenced.clear()
     for agent in list(_agents):
         agent._after_fork_in_child()
 
 
 atexit.register(_close_all)
-os.register_at_fork(
-    before=_before_fork,
-    after_in_parent=_after_fork_in_parent,
-    after_in_child=_after_fork_in_child,
-)
+os.register_at_fork(after_in_child=_after_fork_in_child)

@@ -129,16 +129,6 @@ class WorkerLink:
             self._process.kill()
             self._thread.join(1)
 
-    def before_fork(self) -> None:
-        """A background in this process says nothing to the server until `after_fork`."""
-        if self._worker:
-            self._worker.before_fork()
-
-    def after_fork(self) -> None:
-        """After a fork, in the parent: the background goes on."""
-        if self._worker:
-            self._worker.after_fork()
-
     def forget_in_child(self) -> None:
         """After a fork, in the child: lets go of what belongs to the parent."""
         self._sock.close()

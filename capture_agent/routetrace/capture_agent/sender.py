@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 import random
 import threading
 import time
@@ -112,7 +113,6 @@ class Sender:
         self._stream: object = None  # the one stream whose generator may send
         self._call: grpc.Call | None = None
         self._has_channel = False
-        self._forks = 0  # under way
         self._connections = 0
         self._ticket = 0
         self._flushes: deque[tuple[int, int]] = deque()  # (ticket, token)
@@ -181,10 +181,9 @@ class Sender:
         if call is not None:
             call.cancel()
 
-    def before_fork(self) -> None:
-        """Closes the channel: gRPC's threads would go on in the child, and speak in our name."""
+    def hang_up(self) -> None:
+        """Closes the channel; returns when that is done."""
         with self._changed:
-            self._forks += 1
             call = self._call
             self._stop()
         if call is not None:
@@ -192,10 +191,9 @@ class Sender:
         with self._changed:
             self._changed.wait_for(lambda: not self._has_channel, _FORK_S)
 
-    def after_fork(self) -> None:
-        """Goes on, in the parent."""
+    def go_on(self) -> None:
+        """Looks again whether there may be a channel."""
         with self._changed:
-            self._forks -= 1
             self._changed.notify_all()
 
     def forget_in_child(self) -> None:
@@ -222,6 +220,13 @@ class Sender:
     # ------------------------------------------------------------------ the stream
 
     def _run(self) -> None:
+        _running.add(self)
+        try:
+            self._keep_connected()
+        finally:
+            _running.discard(self)
+
+    def _keep_connected(self) -> None:
         low, high = _BACKOFF_S
         backoff = low
         while True:
@@ -242,16 +247,20 @@ class Sender:
             delay = max(delay, backoff * random.uniform(0.8, 1.2))
             backoff = min(2 * backoff, high)
             with self._changed:
-                self._changed.wait_for(lambda: self._closing or self.ended or self._forks, delay)
-                self._changed.wait_for(lambda: self._closing or self.ended or not self._forks)
-                if self._closing or self.ended:
+                self._changed.wait_for(lambda: self._over or _forks, delay)
+                self._changed.wait_for(lambda: self._over or not _forks)
+                if self._over:
                     return
+
+    @property
+    def _over(self) -> bool:
+        return self._closing or self.ended
 
     def _connect(self) -> None:
         """One stream, from Hello to its end."""
         stream = object()
         with self._changed:
-            if self._closing or self._forks:
+            if self._closing or _forks:
                 return
             self._has_channel = True
         try:
@@ -259,7 +268,7 @@ class Sender:
             with self._security.channel(self._config.target, _CHANNEL_OPTIONS) as channel:
                 metadata = self._security.metadata()
                 with self._changed:
-                    if self._closing or self._forks:
+                    if self._closing or _forks:
                         return
                     self._stream = stream
                     self._send_next = self._not_before = self._stale = 0
@@ -482,7 +491,7 @@ class Sender:
         with self._changed:
             if detail.kind == pb.ERROR_KIND_FENCED:
                 self._end(Ended.FENCED, detail)
-            elif not (self._closing or self._forks):
+            elif not (self._closing or _forks):
                 code, details = error.code(), detail.message or error.details() or ""
                 hint = "" if detail.kind else self._security.hint(details)
                 self._complain(code.name, f"{details} ({hint})" if hint else details)
@@ -509,3 +518,35 @@ def _spill_of(config: AgentConfig) -> Spill | None:
     except OSError as error:
         _log.warning("routetrace: nothing goes to disk, as %s failed: %s", config.spill_dir, error)
         return None
+
+
+# gRPC's threads go on in a forked child, and would speak there in the name of the parent: during a
+# fork, no sender has a channel.
+
+_running: set[Sender] = set()
+#: One for each fork that is under way.
+_forks: list[None] = []
+
+
+def _before_fork() -> None:
+    _forks.append(None)  # first: who comes later sees it
+    for sender in list(_running):
+        sender.hang_up()
+
+
+def _after_fork_in_parent() -> None:
+    _forks.pop()
+    for sender in list(_running):
+        sender.go_on()
+
+
+def _after_fork_in_child() -> None:
+    _forks.clear()
+    _running.clear()
+
+
+os.register_at_fork(
+    before=_before_fork,
+    after_in_parent=_after_fork_in_parent,
+    after_in_child=_after_fork_in_child,
+)

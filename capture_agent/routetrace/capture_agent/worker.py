@@ -96,14 +96,6 @@ class Worker:
             self._sender.close(time.monotonic() + 1)
             self._sock.close()
 
-    def before_fork(self) -> None:
-        """Says nothing to the server until `after_fork`."""
-        self._sender.before_fork()
-
-    def after_fork(self) -> None:
-        """After a fork, in the parent: goes on."""
-        self._sender.after_fork()
-
     def forget_in_child(self) -> None:
         """After a fork, in the child: lets go of what belongs to the parent."""
         self._sock.close()
