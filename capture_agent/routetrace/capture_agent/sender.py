@@ -123,7 +123,6 @@ class Sender:
         self.ended = False
         #: Bytes in the outbox, in memory.
         self.nbytes = 0
-        keep_grpc_up()
         self._thread = threading.Thread(target=self._run, name="routetrace-sender", daemon=True)
         self._thread.start()
 
@@ -181,7 +180,7 @@ class Sender:
         if call is not None:
             call.cancel()
 
-    def hang_up(self) -> None:
+    def disconnect(self) -> None:
         """Closes the channel; returns when that is done."""
         with self._changed:
             call = self._call
@@ -264,6 +263,7 @@ class Sender:
                 return
             self._has_channel = True
         try:
+            keep_grpc_up()
             # A channel per attempt: no reconnection backoff but ours, and no stale addresses.
             with self._security.channel(self._config.target, _CHANNEL_OPTIONS) as channel:
                 metadata = self._security.metadata()
@@ -279,6 +279,9 @@ class Sender:
                     self._take(response)
                     if self._stream is not stream and not self._closing:
                         return
+        except grpc.RpcError:
+            if self._stream is stream or self._closing:  # else we have hung up ourselves
+                raise
         finally:
             with self._changed:
                 self._send_next = 0
@@ -491,7 +494,7 @@ class Sender:
         with self._changed:
             if detail.kind == pb.ERROR_KIND_FENCED:
                 self._end(Ended.FENCED, detail)
-            elif not (self._closing or _forks):
+            elif not self._closing:
                 code, details = error.code(), detail.message or error.details() or ""
                 hint = "" if detail.kind else self._security.hint(details)
                 self._complain(code.name, f"{details} ({hint})" if hint else details)
@@ -531,7 +534,7 @@ _forks: list[None] = []
 def _before_fork() -> None:
     _forks.append(None)  # first: who comes later sees it
     for sender in list(_running):
-        sender.hang_up()
+        sender.disconnect()
 
 
 def _after_fork_in_parent() -> None:
