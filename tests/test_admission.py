@@ -74,16 +74,19 @@ async def test_slow_readers_lend_their_turns_but_not_without_end(monkeypatch):
     monkeypatch.setattr(module, "_SLOW_SECONDS", 0.01)
     monkeypatch.setattr(module, "_MOST_LENT", 1)
     admission = limits(max_sending_reads=2)
-    stuck = asyncio.Event()
+    stuck, four = asyncio.Event(), asyncio.Event()
     entered: list[int] = []
 
     async def read(number: int) -> None:
         async with admission.turn():
             entered.append(number)
+            if len(entered) == 4:
+                four.set()
             await stuck.wait()
 
     tasks = [asyncio.create_task(read(i)) for i in range(6)]
-    await asyncio.sleep(0.2)
+    await four.wait()
+    await asyncio.sleep(0.1)  # there would be time for more
     assert entered == [0, 1, 2, 3], "two turns, and one lent of each"
     assert admission.sending == 4
     stuck.set()

@@ -14,6 +14,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 from ingest_server import IngestServer
+from scrape import wait_for
+from shared_names import left_behind, shared_names
 from sim_engine import SimEngine
 
 from routetrace.capture_agent import AgentConfig, AgentStats, CaptureAgent, link, sender
@@ -694,7 +696,8 @@ def test_memory_is_bounded_and_whole_requests_go_newest_first(server):
         for i in range(150):
             handles.append(agent.begin(f"r{i}"))
             agent.step(rows, [(handles[-1], 0, 50)])
-        agent.flush(0.5)  # has all of it looked at
+        agent.flush(0)
+        wait_for(lambda: agent.stats().dropped_rows.get("queue_full", 0) > 50 * 50)
         agent.step(rows, [(first, 50, 50)])
         for handle in handles:
             agent.finish(handle, 51)
@@ -735,8 +738,9 @@ def test_even_events_are_bounded_while_the_server_is_away(server, monkeypatch):
             handle = agent.begin(f"r{i}", labels={"x": "y" * 1000}, block_ids=[0])
             agent.step(rows[20:24], [(handle, 0, 4)])
             agent.finish(handle, 5)
-        agent.flush(0.5)
-        assert 0.9 * (1 << 20) < workers[0]._held() < 1.1 * (1 << 20)
+        wait_for(lambda: workers[0]._held() > 0.9 * (1 << 20))
+        assert not agent.flush(0.5)
+        assert workers[0]._held() < 1.1 * (1 << 20)
         server.start()
         assert agent.flush(20)
         agent.step(rows[10:12], [(kept, 10, 2)])
@@ -833,12 +837,8 @@ def test_a_stopped_background_costs_steps_and_is_told_when_it_runs_again(server)
     }
 
 
-def shared_memory() -> set[str]:
-    return set(os.listdir("/dev/shm")) if os.path.isdir("/dev/shm") else set()
-
-
 def test_a_killed_background_is_counted_and_never_waited_for(server):
-    before = shared_memory()
+    before = shared_names()
     agent = CaptureAgent(config_for(server, mode="process", ring_bytes=1 << 20))
     handle = agent.begin("a")
     agent.step(make_rows(10), [(handle, 0, 10)])
@@ -855,7 +855,7 @@ def test_a_killed_background_is_counted_and_never_waited_for(server):
     assert report.acknowledged_rows == 10
     assert sum(report.dropped_rows.values()) == 5010
     assert report.dropped_rows["agent_lost"] > 0
-    assert shared_memory() == before
+    wait_for(lambda: not left_behind(before, [os.getpid()]))
 
 
 ENGINE = """
@@ -954,7 +954,7 @@ def is_zombie(pid: int) -> bool:
 )
 def test_the_engine_just_ends(server, mode, how, tmp_path):
     """What it reported arrives, and neither processes nor shared memory stay behind."""
-    before = shared_memory()
+    before = shared_names()
     with IngestServer() as elsewhere:
         code = run_engine(server, elsewhere, mode, how, tmp_path / "stderr")
         if how == "forked":
@@ -965,7 +965,7 @@ def test_the_engine_just_ends(server, mode, how, tmp_path):
     expected = 20 if how == "forked" else 10
     assert len(request.attempts[0].rows) == expected
     assert request.lost == [(expected, 0, pb.MISSING_REASON_AGENT_LOST)]
-    assert shared_memory() <= before
+    wait_for(lambda: not left_behind(before, []))
     assert "Traceback" not in errors
     assert "leaked" not in errors
 

@@ -55,7 +55,7 @@ def naive(
 # ---------------------------------------------------------------- compare
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(rng=st.randoms(use_true_random=False), data=st.data())
 def test_rows_of_any_plan_against_a_naive_count(rng: random.Random, data: st.DataObject) -> None:
     what = drawn(rng, LAYOUT.moe_layer_ids)
@@ -109,7 +109,7 @@ def test_rows_of_any_plan_against_a_naive_count(rng: random.Random, data: st.Dat
     assert pickle.loads(pickle.dumps(agreement)) == agreement
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(tokens=st.integers(0, 20), seed=st.integers(0, 99), start=st.integers(0, 5))
 def test_a_trace_against_a_naive_count(tokens: int, seed: int, start: int) -> None:
     ids = random_choices((tokens, 4), 6, 3, seed)
@@ -207,7 +207,7 @@ def test_what_compare_refuses() -> None:
 # ---------------------------------------------------------------- log-probabilities
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     pairs=st.lists(
         st.tuples(st.floats(-20, 0), st.floats(-20, 0), st.booleans()), min_size=1, max_size=20

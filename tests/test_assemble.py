@@ -88,7 +88,7 @@ def assert_true(trace, source: Truth, request: pb.GetTraceRequest) -> None:
         }
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(randoms)
 def test_any_cut_is_put_together(rng):
     source = truth(rng.randint(1, 40), layout=rng.choice((LAYOUT, WIDE)), rng=rng)
@@ -96,7 +96,7 @@ def test_any_cut_is_put_together(rng):
     assert_true(feed(want, source.responses(request, rng)), source, request)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(randoms)
 def test_messages_are_parsed_without_their_payload(rng):
     source = truth(rng.randint(1, 40), rng=rng)
@@ -119,7 +119,7 @@ def test_what_does_not_parse_is_no_message(data):
     assert parser_of(pb.GetTraceResponse)(data).head is None
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(randoms)
 def test_an_answer_is_whole_if_it_has_the_rows_that_a_reader_would_wait_for(rng):
     count = rng.randint(1, 9)
@@ -142,7 +142,7 @@ def test_an_answer_is_whole_if_it_has_the_rows_that_a_reader_would_wait_for(rng)
     )
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(randoms)
 def test_room_grows_with_the_rows(rng):
     source = truth(rng.randint(1, 40), rng=rng)
@@ -233,7 +233,7 @@ TAMPERINGS = (
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(randoms, st.sampled_from(TAMPERINGS))
 def test_tampering_is_an_error_or_does_no_harm(rng, tamper):
     source = truth(rng.randint(2, 30), rng=rng)

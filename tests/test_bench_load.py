@@ -460,7 +460,7 @@ def test_a_wrong_row_fact_or_hole_is_found():
 # ---------------------------------------------------------------------------- numbers
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.lists(st.floats(2e-5, 1e4), min_size=1, max_size=50), st.sampled_from((0.5, 0.9, 0.99)))
 def test_percentiles_are_close_to_the_true_ones(seconds, share):
     latencies = Latencies()

@@ -64,9 +64,7 @@ def writes_of(count: int) -> st.SearchStrategy[list[int]]:
 
 
 @on_every_device
-@settings(
-    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(max_examples=60, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_rows_are_what_was_captured_and_nothing_else(device: str, data: st.DataObject) -> None:
     layout = data.draw(layouts())

@@ -146,7 +146,7 @@ def test_weight_version_and_incarnation_are_asked_for(cli, client, tmp_path):
 
 
 @given(seed=st.integers(0, 2**32 - 1))
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 def test_any_trace_survives_npz_and_parquet(seed, tmp_path_factory):
     import random
 
@@ -619,7 +619,7 @@ def test_version_and_help(cli):
 # ---------------------------------------------------------------------------- arguments
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.sets(st.integers(0, 400), min_size=1))
 def test_layers_are_read_as_they_are_printed(ids):
     wanted = tuple(sorted(ids))
@@ -633,7 +633,7 @@ def test_tokens_are_two_positions_that_may_be_left_out(start, stop):
 
 
 @given(st.lists(st.text(max_size=250), unique=True, max_size=4))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_file_names_are_valid_and_tell_ids_apart(ids):
     names = [file_name(i) for i in ids]
     assert len(set(names)) == len(ids)

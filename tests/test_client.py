@@ -16,7 +16,7 @@ import grpc
 import numpy as np
 import pytest
 from client_server import LAYOUT, ScriptedServer, Truth, fail, truth
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import routetrace.client
@@ -513,7 +513,6 @@ class TestRetries:
         assert client.bind("e0", "r", [1], 4).num_rows == 3
 
 
-@settings(deadline=None)
 @given(
     st.sampled_from([NotFound, Corrupt, DeadlineExceeded, Unavailable, Overloaded]),
     st.floats(0, 10),

@@ -84,7 +84,7 @@ def packed(of: Routed) -> tuple[Plan, RankRows]:
 # ---------------------------------------------------------------- what fits
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(rng=st.randoms(use_true_random=False), model=st.sampled_from(sorted(MODELS)))
 def test_rows_that_fit_are_left_alone(rng: random.Random, model: str) -> None:
     layout = MODELS[model]
@@ -138,7 +138,7 @@ def test_routers_that_always_choose_the_same_are_no_alarm() -> None:
     assert diagnose(trace_of(layout, ours), theirs) is None
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     experts=st.integers(2, 40),
     top_k=st.integers(1, 4),

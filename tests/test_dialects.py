@@ -18,7 +18,7 @@ import pytest
 import torch
 from client_server import LAYOUT, rows_of, truth
 from dialect_samples import LAYOUTS, Known, any_sample, batch_of, known, of_trace, randoms
-from hypothesis import given, settings
+from hypothesis import given
 from rank_rows import rows_of as fetched
 
 from routetrace.client import MicroBatch, Rank, Sample, Segment, make_plan
@@ -84,7 +84,6 @@ def true_of(sample: Known) -> dict:
     return cells | {(last, layer): None for layer in sample.layout.moe_layer_ids}
 
 
-@settings(deadline=None)
 @given(randoms)
 def test_verl(rng: random.Random):
     sample = any_sample(rng)
@@ -100,7 +99,6 @@ def test_verl(rng: random.Random):
     assert not array[:, dense].any()
 
 
-@settings(deadline=None)
 @given(randoms)
 def test_verl_missing(rng: random.Random):
     sample = any_sample(rng, holes=True, layout=rng.choice(LAYOUTS[:5]))
@@ -112,7 +110,6 @@ def test_verl_missing(rng: random.Random):
         assert np.array_equal(array, verl.routed_experts(sample.rows))
 
 
-@settings(deadline=None)
 @given(randoms)
 def test_verl_batch(rng: random.Random):
     samples, _ = batch_of(rng, layout=rng.choice(LAYOUTS[:5]))
@@ -147,7 +144,6 @@ def test_verl_refuses():
     assert verl.batch([trace], [4], 9).shape == (1, 9, 9, 3)
 
 
-@settings(deadline=None)
 @given(randoms)
 def test_verl_targets(rng: random.Random):
     layout = rng.choice(LAYOUTS)
@@ -200,7 +196,6 @@ def slime_checks(sample: Known, experts: np.ndarray) -> None:
         assert all(np.count_nonzero(experts[:, layer]) for layer in layout.moe_layer_ids)
 
 
-@settings(deadline=None)
 @given(randoms)
 def test_slime_and_miles(rng: random.Random):
     sample = any_sample(rng)
@@ -212,7 +207,6 @@ def test_slime_and_miles(rng: random.Random):
             assert experts[token, layer].tolist() == ids
 
 
-@settings(deadline=None)
 @given(randoms)
 def test_miles_filler(rng: random.Random):
     sample = any_sample(rng, holes=True)
@@ -244,7 +238,6 @@ def nemo_replays(sample: Known, experts: np.ndarray) -> dict:
     return found
 
 
-@settings(deadline=None)
 @given(randoms)
 def test_nemo_rl(rng: random.Random):
     sample = any_sample(rng, holes=bool(rng.randrange(2)))
@@ -261,7 +254,6 @@ def test_nemo_rl(rng: random.Random):
     assert raw.dtype == experts.dtype
 
 
-@settings(deadline=None)
 @given(randoms)
 def test_nemo_rl_batch(rng: random.Random):
     samples, _ = batch_of(rng, holes=True)
@@ -296,7 +288,6 @@ def canonical(array: np.ndarray) -> str:
     return "uint8" if largest < 256 else "int16" if largest < 32768 else "int32"
 
 
-@settings(deadline=None)
 @given(randoms)
 def test_skyrl(rng: random.Random):
     sample = any_sample(rng)
@@ -314,7 +305,6 @@ def test_skyrl(rng: random.Random):
     assert payload["dtype"] == canonical(raw.reshape(payload["shape"]))
 
 
-@settings(deadline=None)
 @given(randoms)
 def test_skyrl_batches(rng: random.Random):
     samples, _ = batch_of(rng)
@@ -344,7 +334,6 @@ def test_skyrl_batches(rng: random.Random):
         skyrl.batch([s.rows for s in samples], max(s.num_tokens for s in samples) - 1)
 
 
-@settings(deadline=None)
 @given(randoms)
 def test_prime_rl(rng: random.Random):
     sample = any_sample(rng)
@@ -364,7 +353,6 @@ def test_prime_rl(rng: random.Random):
 # --- the inline answers of engines ---
 
 
-@settings(deadline=None)
 @given(randoms)
 def test_vllm(rng: random.Random):
     sample = any_sample(rng)
@@ -385,7 +373,6 @@ def test_vllm(rng: random.Random):
     assert np.array_equal(again, back)
 
 
-@settings(deadline=None)
 @given(randoms)
 def test_sglang(rng: random.Random):
     sample = any_sample(rng)

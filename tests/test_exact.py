@@ -103,7 +103,6 @@ class Exact(RuleBasedStateMachine):
 Exact.TestCase.settings = settings(
     max_examples=30,
     stateful_step_count=15,
-    deadline=None,
     suppress_health_check=list(HealthCheck),
 )
 # To shrink a failure takes minutes.

@@ -73,7 +73,7 @@ def model(
 
 
 @pytest.mark.parametrize("name", POLICIES)
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(st.integers(1, NUM_EXPERTS + 1), ACTIONS)
 def test_a_cache_of_any_actions(name, capacity, actions):
     cache = ExpertCache(NUM_EXPERTS, capacity, POLICIES[name]())
@@ -186,7 +186,7 @@ def fewest_misses(passes: list[list[int]], capacity: int) -> int:
     return best(0, frozenset())
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(
     st.integers(1, 5),
     st.lists(st.sets(st.integers(0, 5), min_size=1).map(sorted), min_size=1, max_size=7),

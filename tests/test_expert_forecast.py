@@ -27,7 +27,7 @@ def fitted(rows, **options):
     return ExpertForecast.fit(rows, num_experts=EXPERTS, **options)
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(st.integers(1, 60), st.integers(0, 999))
 def test_frequencies_and_lifts_by_their_definition(n, seed):
     rows = drawn(n, LAYERS, EXPERTS, TOP_K, seed)

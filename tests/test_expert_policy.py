@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from routetrace.capture_agent.expert_policy import Hazard, Lfu, Lru, Policy
@@ -29,21 +29,18 @@ def last_pass(passes: list[list[int]], expert: int) -> int:
     return max((i for i, experts in enumerate(passes) if expert in experts), default=-1)
 
 
-@settings(deadline=None)
 @given(PASSES, SOME)
 def test_lru_gives_up_what_was_used_longest_ago(passes, candidates):
     expected = sorted((last_pass(passes, e), e) for e in candidates)[0][1]
     assert tell(Lru(NUM_EXPERTS), passes).victim(candidates) == expected
 
 
-@settings(deadline=None)
 @given(PASSES, SOME)
 def test_lfu_gives_up_what_fewest_passes_used(passes, candidates):
     expected = sorted((sum(e in p for p in passes), e) for e in candidates)[0][1]
     assert tell(Lfu(NUM_EXPERTS), passes).victim(candidates) == expected
 
 
-@settings(deadline=None)
 @given(st.lists(SOME, max_size=20), SOME, WEIGHTS, SHARES)
 def test_hazard_gives_up_what_its_memories_say_is_least_likely(passes, candidates, weights, start):
     def chance(expert: int) -> float:
@@ -61,7 +58,6 @@ def test_hazard_gives_up_what_its_memories_say_is_least_likely(passes, candidate
         assert victim == min(candidates, key=lambda e: (chance(e), e))
 
 
-@settings(deadline=None)
 @given(PASSES, SOME)
 def test_a_question_changes_nothing(passes, candidates):
     """Neither the answer to the next one, nor what is learnt later."""

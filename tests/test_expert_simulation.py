@@ -58,7 +58,7 @@ def fewest_misses(passes: list[list[int]], experts: int, capacity: int) -> int:
 # ---------------------------------------------------------------------------- caches
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(FEW, st.integers(2, 4))
 def test_belady_is_the_best_that_there_is(passes, capacity):
     count = simulate(passes, 5, capacity, policy_of("belady", passes, 5))
@@ -66,7 +66,6 @@ def test_belady_is_the_best_that_there_is(passes, capacity):
     assert count.hits + count.misses == sum(map(len, passes))
 
 
-@settings(deadline=None)
 @given(PASSES)
 def test_lru_of_all_capacities_is_lru_of_each(passes):
     capacities = range(1, EXPERTS + 2)  # below the largest pass, too, and above all experts
@@ -74,7 +73,7 @@ def test_lru_of_all_capacities_is_lru_of_each(passes):
     assert counts == [simulate(passes, EXPERTS, c, Lru(EXPERTS)) for c in capacities]
 
 
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 @given(PASSES, st.integers(1, EXPERTS))
 def test_nothing_beats_belady(passes, capacity):
     best = simulate(passes, EXPERTS, capacity, policy_of("belady", passes, EXPERTS))
@@ -132,7 +131,6 @@ def test_curves_are_sums_over_layers():
 # ---------------------------------------------------------------------------- passes
 
 
-@settings(deadline=None)
 @given(st.lists(st.integers(1, 5), min_size=1, max_size=9), st.integers(1, 4), st.integers(0, 99))
 def test_passes_are_the_requests_side_by_side(lengths, batch, seed):
     """An engine of so many places, step by step: who has ended makes room, who waited longest
@@ -249,7 +247,6 @@ def brute_rank_load(slots, load):
     return done
 
 
-@settings(deadline=None)
 @given(st.integers(0, 999), st.sampled_from([(2, 0), (4, 0), (4, 4), (3, 1), (5, 2), (4, 8)]))
 def test_load_per_rank_by_its_definition(seed, shape):
     ranks, replicas = shape
@@ -265,7 +262,6 @@ def test_load_per_rank_by_its_definition(seed, shape):
     np.testing.assert_allclose(placement.rank_load(load).sum(1), load.sum(1), atol=1e-9)
 
 
-@settings(deadline=None)
 @given(st.integers(0, 999))
 def test_replicas_go_where_the_most_load_per_slot_is(seed):
     load = np.random.default_rng(seed).integers(1, 99, (1, 8))

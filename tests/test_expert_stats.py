@@ -8,7 +8,7 @@ from itertools import combinations
 import numpy as np
 import pytest
 from expert_rows import drawn
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from routetrace.client.expert_stats import ExpertStats, balancedness
@@ -36,7 +36,6 @@ def arrays(rows, valid):
     return ids, None if valid is None else np.array(valid, bool).reshape(-1, LAYERS)
 
 
-@settings(deadline=None)
 @given(TRACES)
 def test_counts_and_figures_are_what_they_are_defined_as(traces):
     stats = ExpertStats(LAYERS, EXPERTS)

@@ -104,7 +104,7 @@ def tensor_of(ids: list[list[int]], dtype: torch.dtype = torch.int64) -> torch.T
 
 
 @pytest.mark.parametrize("capacity", CAPACITIES)
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     st.sampled_from(sorted(POLICIES)),
     st.lists(st.tuples(IDS, st.sampled_from(SIGNED)), min_size=1, max_size=6),
@@ -187,7 +187,7 @@ ACTIONS = st.lists(
 )
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(st.sampled_from(CAPACITIES), ACTIONS)
 def test_nothing_that_happens_between_batches_makes_one_wrong(capacity, actions):
     """Batches whose waves were not all taken, copies that failed, weights that changed."""
@@ -553,7 +553,7 @@ class Device:
             self.kernels[slot].append(work)
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(
     st.sampled_from(CAPACITIES),
     st.lists(

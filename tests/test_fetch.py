@@ -152,7 +152,7 @@ def whole(number: int, stored: Stored) -> Plan:
 # ------------------------------------------------------------------ rows
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=120)
 @given(randoms)
 def test_every_rank_of_every_layout_gets_its_rows(stored, client, rng):
     case = drawn(rng, LAYOUT.layer_ids, stored.sample)
@@ -646,7 +646,7 @@ def ask(rng: random.Random, count: int, layer_ids) -> tuple[pb.GetTraceRequest, 
     return request, Want("req", chosen, edges[0], edges[-1], mask=True, into=cells)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(randoms)
 def test_any_cut_is_placed(rng):
     source = truth(rng.randint(1, 40), rng=rng)
@@ -668,7 +668,7 @@ def test_any_cut_is_placed(rng):
     assert (want.into.ids[:, untouched] == 99).all()
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(randoms)
 def test_what_was_not_asked_for_is_never_placed(rng):
     """The answer to other ranges is refused, or gives the same cells."""

@@ -87,7 +87,7 @@ def groups_of(frame: bytes) -> list[bytes]:
 # Round trips
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     layouts(),
     st.integers(1, 90),
@@ -406,7 +406,7 @@ def test_no_flip_gives_other_ids(frame: bytes) -> None:
     assert unseen <= (0.02 * 9 * len(frame) if b"\x28\xb5\x2f\xfd" in frame else 0)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(
     st.sampled_from([1, 128, 256, 300, 2000]),
     st.sampled_from([70, 256, 1000]),
@@ -622,13 +622,13 @@ def survives(data: bytes) -> None:
             use(data)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.binary(max_size=200), st.sampled_from([b"", b"RTF2", b"RTF2\1\0\1\0\1\0\0\0\4\0\0\0"]))
 def test_arbitrary_bytes(data: bytes, start: bytes) -> None:
     survives(start + data)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(
     st.sampled_from(list(SMALL_FRAMES.values())),
     st.lists(st.tuples(st.floats(0, 0.999), st.binary(min_size=1, max_size=4)), max_size=4),
@@ -713,7 +713,7 @@ def test_out_that_does_not_fit() -> None:
         assert caught.value.expected == "a uint8 (1, 5, 4)"
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.integers(1, 20), st.integers(1, 4), st.integers(1, 6), st.integers(0, 99), st.booleans())
 def test_invalid_rows_is_what_sets_say(
     top_k: int, num_layers: int, n: int, seed: int, contiguous: bool

@@ -275,7 +275,7 @@ class Framed:
         assert self.model.slots.items() <= self.naive.slots.items()
 
 
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=25)
 @given(
     st.integers(0, 1 << 32),
     st.integers(1, 12),
@@ -298,7 +298,7 @@ def test_a_bad_engine(seed, frame_rows, linger, sealing):
     framed.compare()
 
 
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=25)
 @given(SEEDS, st.sampled_from([1, 3, 40]))
 def test_steps_that_go_on_are_as_any_others(rng, frame_rows):
     """Whatever is told in between: blocks that change hands, ends, drafts, weights, time."""
@@ -564,7 +564,7 @@ class Reckless:
             self.sink.external(self._grant(2))
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(SEEDS, st.sampled_from([0.0, 0.05]), st.sampled_from([0.0, 0.1]), st.booleans())
 def test_an_engine_without_reason(rng, invalid, losses, small):
     framed = Framed(frame_rows=rng.choice([1, 4, 16, 64]), linger=rng.choice([0, 2, 1e9]))
@@ -584,7 +584,7 @@ def test_an_engine_without_reason(rng, invalid, losses, small):
         assert max(framed.chunk_bytes, default=0) <= 700
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(SEEDS)
 def test_what_is_dropped_for_memory_leaves_no_wrong_row(rng):
     framed = Framed(frame_rows=rng.choice([4, 16, 64]), linger=rng.choice([0, 2, 1e9]))
@@ -607,7 +607,7 @@ def test_what_is_dropped_for_memory_leaves_no_wrong_row(rng):
     framed.compare_lossy()
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(SEEDS)
 def test_the_newest_go_first_and_no_more_than_have_to(rng):
     framed = Framed(num_blocks=0, frame_rows=64, linger=1e9)
@@ -679,7 +679,7 @@ def test_nothing_is_told_of_slots_while_memory_is_short():
     assert framed.dropped[Word.QUEUE_FULL] == 400
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(SEEDS, st.sampled_from([0.0, 0.02]), st.booleans())
 def test_slots_alone(rng, invalid, small):
     framed = Framed(linger=rng.choice([0, 2, 1e9]))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from routetrace.server.joins import Incarnation, Join
@@ -98,7 +98,6 @@ def traces(draw) -> list[Told]:
 
 
 @given(traces())
-@settings(deadline=None)
 def test_a_row_is_served_only_for_the_tokens_that_it_was_computed_for(requests):
     by_number = {r.number: r for r in requests}
     for whole in incarnations(requests):
@@ -112,7 +111,6 @@ def test_a_row_is_served_only_for_the_tokens_that_it_was_computed_for(requests):
 
 
 @given(traces())
-@settings(deadline=None)
 def test_what_is_proven_is_joined(requests):
     for incarnation in incarnations(requests):
         mine = requests[incarnation.request.number - 1]
@@ -126,7 +124,6 @@ def test_what_is_proven_is_joined(requests):
 
 
 @given(traces())
-@settings(deadline=None)
 def test_the_order_of_arrival_changes_only_numbers_and_ties(requests):
     there = sorted(requests, key=lambda r: r.number)
     standing = {

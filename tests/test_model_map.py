@@ -869,7 +869,7 @@ def typed(draw: Callable[..., Any]) -> Case:
     return len(types), {"first_k_dense_replace": 99, **config}, layers
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     st.one_of(deepseek(), qwen(), ernie(), jamba(), llama4(), typed()),
     st.sampled_from(["n_routed_experts", "num_experts", "num_local_experts", "moe_num_experts"]),

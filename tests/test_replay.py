@@ -521,7 +521,7 @@ def test_a_router_that_raises_leaves_no_mode_behind() -> None:
 # ---------------------------------------------------------------- traces
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(data=st.data())
 def test_collate_puts_every_row_where_its_token_is(data: st.DataObject) -> None:
     num_layers, top_k = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 3))

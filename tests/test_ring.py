@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from routetrace.capture_agent import feed as feed_module
@@ -49,7 +49,6 @@ def read(ring: Ring) -> bytes | None:
     return data
 
 
-@settings(deadline=None)
 @given(
     st.integers(400, 1600),
     st.lists(st.one_of(st.none(), st.integers(0, 600)), min_size=1, max_size=200),

@@ -8,7 +8,7 @@ import os
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from routetrace.server import answers, refs, served
@@ -80,7 +80,6 @@ def cells(trace: Trace, segments: list[Segment], layers: tuple[int, ...]):
     return found
 
 
-@settings(deadline=None)
 @given(
     st.tuples(spans, spans, spans),
     ranges,

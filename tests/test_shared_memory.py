@@ -9,15 +9,15 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
 import psutil
 import pytest
 from ingest_server import IngestServer
+from scrape import wait_for
+from shared_names import left_behind, shared_names
 
 from routetrace.capture_agent import AgentConfig, CaptureAgent
 from routetrace.v1 import routetrace_pb2 as pb
@@ -26,7 +26,6 @@ from routetrace.v1.layout import RoutingLayout
 pytestmark = pytest.mark.skipif(not Path("/proc/self").exists(), reason="looks at processes")
 
 LAYOUT = RoutingLayout((1, 2, 4), 6, 300, 3)
-SHM = Path("/dev/shm")
 
 # Steps without an end, one row each, and tells of every one that has returned.
 ENGINE = """
@@ -72,7 +71,7 @@ class Engine:
 
     def __init__(self, server: IngestServer, directory: Path, memory: str, end: str = "") -> None:
         self._server = server
-        self._names = shared_memory()
+        self._names = shared_names()
         self._directory = directory / "temporary"
         self._directory.mkdir()
         self._told = directory / "told"
@@ -98,7 +97,7 @@ class Engine:
     def run(self, steps: int) -> None:
         """Lets it go on for that many steps."""
         until = self.told() + steps
-        eventually(lambda: self.told() >= until)
+        wait_for(lambda: self.told() >= until)
 
     def send(self, rows: int) -> None:
         """Lets it go on until the server has got that many rows."""
@@ -113,20 +112,10 @@ class Engine:
     def assert_nothing_is_named(self) -> None:
         """Neither while it runs nor after."""
         assert list(self._directory.iterdir()) == []
-        eventually(lambda: not self._named_by_us())
-
-    def _named_by_us(self) -> set[str]:
-        """New names in /dev/shm that are no other process's, whether or not ours still live."""
-        new = {name for name in shared_memory() - self._names if is_ours(SHM / name)}
-        ours = set(processes_of(self.pid))
-        for process in psutil.process_iter() if new else ():
-            if process.pid not in ours:
-                with suppress(psutil.Error):
-                    new -= {Path(mapped.path).name for mapped in process.memory_maps()}
-        return new
+        wait_for(lambda: not left_behind(self._names, processes_of(self.pid)))
 
     def assert_gone(self) -> None:
-        eventually(lambda: not processes_of(self.pid))
+        wait_for(lambda: not processes_of(self.pid))
         self.assert_nothing_is_named()
 
     def assert_served(self, least: int, most: int) -> int:
@@ -135,17 +124,6 @@ class Engine:
         assert least <= len(rows) <= most
         assert {p: data for p, (data, _) in rows.items()} == {p: row(p) for p in range(len(rows))}
         return len(rows)
-
-
-def shared_memory() -> set[str]:
-    return set(os.listdir(SHM)) if SHM.is_dir() else set()
-
-
-def is_ours(path: Path) -> bool:
-    try:
-        return path.stat().st_uid == os.getuid()
-    except FileNotFoundError:
-        return False
 
 
 def processes_of(session: int, states: str = "RSDTtI") -> list[int]:
@@ -159,13 +137,6 @@ def processes_of(session: int, states: str = "RSDTtI") -> list[int]:
         if int(fields[3]) == session and fields[0] in states:
             found.append(int(path.parent.name))
     return found
-
-
-def eventually(holds: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 30
-    while not holds():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 @pytest.fixture
@@ -224,7 +195,7 @@ def test_the_engine_goes_on_when_its_background_is_killed(start: Start, memory: 
     engine.kill(engine.background)
     engine.run(200)
     # Reaped, not left as a zombie.
-    eventually(lambda: processes_of(engine.pid, "RSDTtIZX") == [engine.pid])
+    wait_for(lambda: processes_of(engine.pid, "RSDTtIZX") == [engine.pid])
     engine.assert_nothing_is_named()
     engine.process.send_signal(signal.SIGTERM)
     output, _ = engine.process.communicate(timeout=60)
@@ -269,4 +240,4 @@ def test_closed_agents_hold_nothing(server: IngestServer, mode: str) -> None:
         shared = {"memory", "processes"} if mode == "process" else set()
         assert grown == {"sockets", "threads", *shared}
     del agent
-    eventually(lambda: all(count <= before[what] for what, count in held().items()))
+    wait_for(lambda: all(count <= before[what] for what, count in held().items()))

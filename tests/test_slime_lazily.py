@@ -142,7 +142,7 @@ def check_pass(rng, layout, plans, tokens, ids, replays, stages) -> None:
                         assert row == ids[number][sample][position, layer].tolist()
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(randoms)
 def test_slime_lazily(rng: random.Random):
     layout = rng.choice(LAYOUTS[:5])

@@ -20,7 +20,7 @@ from typing import Any
 
 import pytest
 from faults import images
-from hypothesis import HealthCheck, settings
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
@@ -196,8 +196,6 @@ TestCongruence = Congruence.TestCase
 TestCongruence.settings = settings(
     max_examples=12,
     stateful_step_count=20,
-    deadline=None,
-    suppress_health_check=[HealthCheck.too_slow],
 )
 
 

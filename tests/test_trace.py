@@ -69,7 +69,6 @@ def test_pickles():
     assert trace.missing[0].start == 3
 
 
-@settings(deadline=None)
 @given(st.integers(0, 2**63).map(random.Random))
 def test_slices_of_slices(rng: random.Random):
     source = truth(rng.randint(1, 30), rng=rng)
@@ -269,7 +268,7 @@ class TestVerifyTokens:
         with pytest.raises(InvalidArgument, match=f"before {first}.*before position {agreed}"):
             self.trace().verify_tokens(tokens)
 
-    @settings(max_examples=50, deadline=None)
+    @settings(max_examples=50)
     @given(st.integers(1, 300), st.randoms())
     def test_as_agents_send_them(self, count, rng):
         tokens = np.array([rng.randrange(2**32) for _ in range(count)])

@@ -66,7 +66,7 @@ def test_only_the_given_model_replays() -> None:
         assert instance.router_replay_action is None
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(st.data())
 def test_each_pass_and_its_recomputation_take_the_rows_of_their_micro_batch(data: Any) -> None:
     config = data.draw(
