@@ -179,7 +179,11 @@ def main() -> int:
         logging.lastResort.addFilter(_is_news)
     cases = [case for case in CASES if args.case in (case.name, "")]
     total = Tally()
-    with tempfile.TemporaryDirectory() as folder, run_server() as server:
+    # However slow the machine, no trace is given up before it is read.
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        run_server(agent_timeout_seconds=3600) as server,
+    ):
         model = _write_model(Path(folder))
         for case in cases:
             tally = Tally()
