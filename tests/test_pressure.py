@@ -187,7 +187,8 @@ def test_the_engine_never_waits_however_full_the_agent_is(trouble):
             # The background sees to its ring when it is its turn.
             wait_for(lambda: agent.stats().dropped_rows.get("queue_full"))
         server.hold.set()
-    assert waits <= 10, "some page faults and signals, but not one in hundreds of steps"
+    # Who waits for room in the ring does so in hundreds of steps.
+    assert waits < 100, "some page faults, and turns of the server's threads in this process"
 
 
 # ---------------------------------------------------------------------- signs of life
