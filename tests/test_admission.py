@@ -37,7 +37,8 @@ def test_agents_over_the_limit_are_refused():
 
 
 @pytest.mark.parametrize("seed", range(20))
-async def test_turns_are_bounded_and_none_is_lost(seed):
+async def test_turns_are_bounded_and_none_is_lost(seed, monkeypatch):
+    monkeypatch.setattr(module, "_MOST_LENT", 0)  # to whom a busy machine makes slow
     rng = random.Random(seed)
     turns = rng.randint(1, 4)
     admission = limits(max_sending_reads=turns)
