@@ -534,8 +534,7 @@ class Engine:
                 mine = np.where(attempt.numbers[start:stop] == UNKNOWN, UNKNOWN, PAUSED)
             if not life.kept or life.hurt:
                 mine = np.full(n, UNKNOWN)
-            attempt.numbers[start:stop] = mine
-            attempt.fed[start:stop] = life.fed[start:stop]
+            attempt.put(start, mine, life.fed[start:stop])
             self.slots.write(life, start, stop, mine)
         self.counts["steps"] += 1
         self.counts["computed rows"] += total

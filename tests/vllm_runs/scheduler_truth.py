@@ -65,6 +65,16 @@ class Attempt:
         self.fed = np.full(MAX_POSITIONS, -1)
         """[MAX_POSITIONS] the token that the row was computed for."""
 
+    def put(self, start: int, numbers: Ints, fed: Ints) -> None:
+        """Rows were computed. What was computed behind them before is taken back.
+
+        So it is where KV from elsewhere turns out not to have arrived: what was computed on it is
+        computed again, and the answer goes on from that.
+        """
+        stop = start + len(numbers)
+        self.numbers[start:stop], self.fed[start:stop] = numbers, fed
+        self.numbers[stop:], self.fed[stop:] = NOBODY, -1
+
 
 @dataclass(eq=False)
 class Life:
