@@ -249,6 +249,28 @@ def test_a_preempted_request_comes_back_in_either_protocol(engine, client, proto
     assert np.array_equal(trace.topk_ids, np.concatenate([first, [e.rows[a.request_id, 7]]]))
 
 
+@pytest.mark.parametrize("preempted", [False, True])
+def test_rows_on_kv_that_did_not_arrive_are_taken_back(engine, client, preempted):
+    """vLLM throws the step's outcome away and computes what lacks again, like this step's part."""
+    e, a = engine(), fresh("a", 14)
+    blocks = {a.request_id: [1, 2, 3, 4]}
+    e.step((a, 12, 2), new=[a], blocks=blocks, computed={a.request_id: 4})
+    e.step((a, 8, 3))  # the second of two loaded blocks lacks
+    if preempted:
+        e.step(preempted=[a])
+        # Its own block is found again, and so is the one that arrived.
+        e.step((a, 11, 3), resumed=[a], blocks=blocks, computed={a.request_id: 11})
+    else:
+        e.step((a, 11, 3))
+    a.all_token_ids.append(1)
+    e.finish(a)
+    assert e.side.flush(10)
+    trace = client.get(a.trace_id, missing="mask")  # running: who computed the rest may tell
+    assert trace.valid.all(axis=1).tolist() == [False] * 8 + [True] * 6
+    np.testing.assert_array_equal(trace.topk_ids[8:], e.expected(a.request_id, 8, 14))
+    assert {m.reason for m in trace.missing} == {"kv_unknown"}
+
+
 def test_rejected_drafts_of_a_preempted_request_are_not_kept(engine, client):
     e, a = engine(drafts=True), fresh("a")
     e.step((a, 0, 6), new=[a], blocks={a.request_id: [1, 2, 3]})

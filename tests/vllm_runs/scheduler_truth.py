@@ -195,7 +195,7 @@ def expected(lives: Sequence[Life]) -> Expected:
         if seen[PAUSED][position]:
             why.add("not_captured")
         if not why and last.reason == "abort":
-            why.add("aborted")
+            why.add("not_yet" if last.external else "aborted")  # as for the state, see `_facts`
     return Expected(numbers, reasons)
 
 
