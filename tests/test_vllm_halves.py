@@ -518,6 +518,28 @@ def test_a_fault_of_ours_costs_the_traces_under_way_and_nothing_else(engine, cli
     )
 
 
+@pytest.mark.parametrize("what", ["flush", "weights"])
+def test_a_fault_of_ours_does_not_reach_who_flushes_or_sets_the_weights(engine, client, what):
+    e, under, after = engine(), fresh("under", 5), fresh("after", 5)
+    e.capturer.device = torch.device("cuda")  # rows are on their way until something needs them
+    e.step((under, 0, 5), new=[under], blocks={under.request_id: [1, 2]})
+    assert e.side._agent.flush(10)
+    e.side._agent.step = None
+    if what == "flush":
+        assert e.side.flush(10)
+    e.side.set_weight_version(7)
+    assert e.side.stats()["faults"] == 1
+    e.step((after, 0, 5), new=[after], blocks={after.request_id: [3, 4]})
+    after.all_token_ids.append(1)
+    e.finish(after)
+    trace = client.get(after.trace_id, wait=10)
+    assert np.array_equal(trace.topk_ids, e.expected(after.request_id, 5))
+    assert trace.weight_versions == ((0, 5, 7),)
+    assert not client.get(under.trace_id, wait=40, missing="mask").valid.any()
+    with pytest.raises(InvalidArgument, match="version is 9223372036854775808"):
+        e.side.set_weight_version(1 << 63)
+
+
 def test_faults_without_end_end_capture_and_not_the_engine(engine, monkeypatch):
     e = engine()
     monkeypatch.setattr(e.capturer, "snapshot", None)

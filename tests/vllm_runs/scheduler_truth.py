@@ -69,11 +69,12 @@ class Attempt:
         """Rows were computed. What was computed behind them before is taken back.
 
         So it is where KV from elsewhere turns out not to have arrived: what was computed on it is
-        computed again, and the answer goes on from that.
+        computed again, and the answer goes on from that. Of the KV nobody knows more than before.
         """
         stop = start + len(numbers)
         self.numbers[start:stop], self.fed[start:stop] = numbers, fed
-        self.numbers[stop:], self.fed[stop:] = NOBODY, -1
+        behind = self.numbers[stop:]
+        behind[behind != UNKNOWN] = NOBODY
 
 
 @dataclass(eq=False)

@@ -175,13 +175,19 @@ class WorkerSide:
             if time.monotonic() - self._last_step < _REST_S:
                 continue
             with self._lock:
-                events: list[Event] = []
-                try:
-                    self._deliver()
-                    events = self._late_events() if self._late_events else []
-                    self._tell(events)
-                except Exception:
-                    self._fault(events)
+                self._catch_up()
+
+    def _catch_up(self) -> None:
+        """Hands over the rows of the last step, and tells of ends that no step has told of."""
+        if self._agent is None:
+            return
+        events: list[Event] = []
+        try:
+            self._deliver()
+            events = self._late_events() if self._late_events else []
+            self._tell(events)
+        except Exception:
+            self._fault(events)
 
     # ------------------------------------------------------------------ control
 
@@ -192,8 +198,11 @@ class WorkerSide:
             InvalidArgument: if it is no signed 64-bit number.
         """
         with self._lock:
-            if self._agent is not None:
+            try:
                 self._deliver()
+            except Exception:
+                self._fault([])
+            if self._agent is not None:
                 self._agent.set_weight_version(version)
                 self._version = version
 
@@ -210,12 +219,9 @@ class WorkerSide:
     def flush(self, timeout: float = 10.0) -> bool:
         """Sends everything; True once the server has acknowledged it, or where nothing is sent."""
         with self._lock:
+            self._catch_up()
             agent = self._agent
-            if agent is None:
-                return True
-            self._deliver()
-            self._tell(self._late_events() if self._late_events else [])
-        return agent.flush(timeout)
+        return agent is None or agent.flush(timeout)
 
     def stats(self) -> dict[str, Any]:
         """Counters of the agent and `faults`; empty where nothing is sent."""
