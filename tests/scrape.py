@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import time
 import urllib.request
-from collections.abc import Callable
 
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -42,11 +40,3 @@ class Scraped:
     def value(self, name: str, **labels: str) -> float:
         """Of them together; 0 if there is none."""
         return sum(value for _, value in self.samples(name, **labels))
-
-
-def wait_for(condition: Callable[[], object], seconds: float = 30.0) -> None:
-    """Until it holds."""
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)

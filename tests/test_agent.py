@@ -14,9 +14,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 from ingest_server import IngestServer
-from scrape import wait_for
 from shared_names import left_behind, shared_names
 from sim_engine import SimEngine
+from waiting import wait_for
 
 from routetrace.capture_agent import AgentConfig, AgentStats, CaptureAgent, link, sender
 from routetrace.capture_agent.worker import Worker
@@ -923,10 +923,7 @@ def run_engine(server: IngestServer, other: IngestServer, mode: str, how: str, e
     try:
         code = process.wait(60)
         server.wait_for(lambda: server.model.requests and server.model.requests[0].lost, 30)
-        deadline = time.monotonic() + 20
-        while Path(f"/proc/{pid}").exists() and not is_zombie(pid):
-            assert time.monotonic() < deadline, "the background lives on"
-            time.sleep(0.02)
+        wait_for(lambda: is_zombie(pid), 20)  # else the background lives on
     finally:
         if child:
             os.kill(child, signal.SIGKILL)

@@ -8,7 +8,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
+from waiting import wait_for
 
 from routetrace.cli.commands import app
 from routetrace.cli.load.blocks import BlockPool
@@ -176,9 +176,7 @@ def test_ctrl_c_ends_it_with_the_report_so_far(server):
     words = ("--seconds", "0", "--tokens", "1000000000", "--run", "bench-cut", "--answer", "99")
     process = bench(server.target, *words, *SMALL)
     with RouteClient(server.target, run="bench-cut") as client:
-        deadline = time.monotonic() + 30
-        while not client.server_info().num_traces and time.monotonic() < deadline:
-            time.sleep(0.05)
+        wait_for(lambda: client.server_info().num_traces)
     children = _children(process.pid)
     assert children
     process.send_signal(signal.SIGINT)
@@ -191,9 +189,7 @@ def test_ctrl_c_ends_it_with_the_report_so_far(server):
 
 def test_an_engine_that_dies_is_told(server):
     process = bench(server.target, "--seconds", "60", "--readers", "0", *SMALL)
-    deadline = time.monotonic() + 30
-    while not _children(process.pid) and time.monotonic() < deadline:
-        time.sleep(0.05)
+    wait_for(lambda: _children(process.pid))
     os.kill(_children(process.pid)[0], signal.SIGKILL)
     _, err = finished(process, 1)
     assert "engine 0 ended with code -9" in err

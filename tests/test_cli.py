@@ -10,7 +10,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -27,6 +26,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_server import drive
 from typer.testing import CliRunner
+from waiting import wait_for
 
 from routetrace.cli.arguments import layers_of, tokens_of
 from routetrace.cli.commands import app
@@ -260,10 +260,7 @@ def test_interrupted_get_leaves_nothing(server, tmp_path):
         stderr=subprocess.DEVNULL,
     )
     try:
-        deadline = time.monotonic() + 30
-        while not list(tmp_path.iterdir()):  # its unfinished file
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+        wait_for(lambda: list(tmp_path.iterdir()))  # its unfinished file
         child.send_signal(signal.SIGTERM)
         assert child.wait(20) != 0
     finally:

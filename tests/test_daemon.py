@@ -24,7 +24,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import (
     ProtoReflectionDescriptorDatabase,
 )
-from scrape import Scraped, wait_for
+from scrape import Scraped
+from waiting import wait_for
 
 from routetrace.client import RouteClient
 from routetrace.server import daemon

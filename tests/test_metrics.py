@@ -14,7 +14,8 @@ import trustme
 from client_server import LAYOUT, rows_of
 from feeder import Feeder, seal
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from scrape import Scraped, wait_for
+from scrape import Scraped
+from waiting import wait_for
 
 from routetrace.capture_agent import AgentConfig, CaptureAgent
 from routetrace.client import RouteClient

@@ -23,7 +23,7 @@ from faults.proxy import Proxy
 from faults.serving import free_port
 from ingest_server import IngestServer, Model, read_chunk
 from pressure import LAYOUT, Load, check_sample, memory_of, read_back, without_server
-from scrape import wait_for
+from waiting import wait_for
 
 from routetrace.capture_agent import AgentConfig, CaptureAgent, sender
 from routetrace.capture_agent.chunks import NO_BLOCKS, ChunkBuilder
@@ -467,14 +467,14 @@ def test_close_is_one_budget_and_says_what_was_not_sent(mode, trouble, tmp_path)
         elif trouble == "hangs":
             server.hold.clear()
         else:
-            server.script = lambda chunk: time.sleep(0.1)
+            server.script = lambda chunk: time.sleep(0.2)
         spill = {"spill_dir": str(tmp_path)} if trouble == "spilled" else {}
         agent = CaptureAgent(config_for(server.target, mode=mode, queue_bytes=2 * MIB, **spill))
         load = Load(agent, 64)
         load.steps(200)
         started = time.monotonic()
-        report = agent.close(0.5)
-        assert time.monotonic() - started < 5
+        report = agent.close(1)
+        assert time.monotonic() - started < 2.5  # and not as long for each of its parts
         dropped = sum(report.dropped_rows.values())
         assert report.acknowledged_rows + dropped + report.unsent_rows == load.offered
         assert report.unsent_rows > 0

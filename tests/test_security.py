@@ -35,7 +35,8 @@ from feeder import Feeder
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scrape import Scraped, wait_for
+from scrape import Scraped
+from waiting import wait_for
 
 from routetrace.capture_agent import AgentConfig, CaptureAgent
 from routetrace.client import AsyncRouteClient, RouteClient, Security

@@ -16,8 +16,8 @@ import numpy as np
 import psutil
 import pytest
 from ingest_server import IngestServer
-from scrape import wait_for
 from shared_names import left_behind, shared_names
+from waiting import wait_for
 
 from routetrace.capture_agent import AgentConfig, CaptureAgent
 from routetrace.v1 import routetrace_pb2 as pb

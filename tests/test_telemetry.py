@@ -198,7 +198,7 @@ async def test_a_call_is_counted_as_its_caller_saw_it(method: str, served: Serve
     }  # fmt: skip
     assert served.value("started_total", method) == seen.total()
     assert served.value("handling_seconds_count", method) == seen.total()
-    assert served.value("handling_seconds_sum", method) > 0.3  # two of them ran out of time
+    assert served.value("handling_seconds_sum", method) > 0.6  # of those two that ran out of time
 
 
 @pytest.mark.parametrize("method", METHODS)

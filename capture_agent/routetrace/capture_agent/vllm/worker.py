@@ -217,7 +217,10 @@ class WorkerSide:
             self._paused = False
 
     def flush(self, timeout: float = 10.0) -> bool:
-        """Sends everything; True once the server has acknowledged it, or where nothing is sent."""
+        """Sends everything; True once the server has acknowledged it, or where nothing is sent.
+
+        What a fault of ours has cost is not in it: see `faults` of `stats`.
+        """
         with self._lock:
             self._catch_up()
             agent = self._agent
