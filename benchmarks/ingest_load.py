@@ -1,4 +1,4 @@
-"""What an agent sends, built beforehand, so that a benchmark of ingest measures the server alone.
+"""An agent's messages, built beforehand: a benchmark of ingest measures the server alone.
 
 Chunks are real ones: frames of recorded rows, BEGIN with the KV blocks of the prompt, BLOCKS, ROWS,
 digests, FINISH, and the checksums of both parts. They leave through raw gRPC, as fast as
@@ -136,7 +136,7 @@ def _header(
                        blocks_at=i * per_request, num_blocks=prompt))  # fmt: skip
         at, held = 0, prompt
         for number, count in enumerate(counts):
-            # As it decodes beside others, it gets a block now and then, each told by itself.
+            # As it decodes beside others, it gets a block now and then, each with an op of its own.
             for block in range(held, -(-(at + count) // BLOCK)):
                 ops.append(_op(OpKind.BLOCKS, i, blocks_at=i * per_request + block, num_blocks=1))
                 held = block + 1
@@ -207,6 +207,8 @@ class Agent:
         stop = self._stored + len(messages)
         while self._stored < stop:
             answer = pb.IngestResponse.FromString(next(self._answers))
+            if answer.HasField("pace"):
+                continue
             if answer.ack.sequence <= self._stored:
                 raise SystemExit(f"not acknowledged: {answer}")
             self._room.release(answer.ack.sequence - self._stored)
@@ -214,7 +216,7 @@ class Agent:
         return time.perf_counter() - begin
 
     def close(self) -> None:
-        """Ends the stream."""
+        """End the stream."""
         self._messages = ()
         self._todo.release()
         self._answers.cancel()

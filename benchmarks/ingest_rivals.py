@@ -1,4 +1,4 @@
-"""What ingest is measured against, each a server in a process of its own.
+"""Rivals of ingest, each a server in its own process.
 
     python benchmarks/ingest_rivals.py tcp FILE      messages over a plain socket, into a file
     python benchmarks/ingest_rivals.py flight FILE   Arrow Flight do_put, into a file
@@ -44,7 +44,7 @@ class Committer:
         self._todo.put(message)
 
     def close(self) -> None:
-        """Waits until all of it is written."""
+        """Wait until all of it is written."""
         self._todo.put(None)
         self._thread.join()
         os.ftruncate(self._file, 0)
@@ -164,7 +164,7 @@ class FlightPut:
         self._descriptor = flight.FlightDescriptor.for_path("messages")
 
     def send(self, messages: Sequence[bytes], window: int) -> float:
-        """Returns the seconds until the last is acknowledged."""
+        """Return the seconds until the last is acknowledged."""
         import pyarrow as pa
 
         schema = pa.schema([("message", pa.uint8())])
@@ -213,7 +213,7 @@ class Rival:
         self.port = int(self._process.stdout.readline())
 
     def close(self) -> None:
-        """Ends it."""
+        """End it."""
         self._process.kill()
         self._process.wait()
 

@@ -1,4 +1,4 @@
-"""How things are measured: in one run, on pinned cores, in turns, as medians with their spread.
+"""Measurement in one run, on pinned cores, in turns, as medians with their spread.
 
 An area of the table (rows_*.py) is a module with one function, `measure(table)`. bench.py runs each
 in a process of its own, and each can be run alone: `python benchmarks/rows_codec.py --quick`.
@@ -119,16 +119,18 @@ class Table:
 
     Args:
         quick: for a run that only shows that everything runs.
+        beside: another checkout of routetrace, which some areas measure beside this one.
     """
 
-    def __init__(self, quick: bool = False) -> None:
+    def __init__(self, quick: bool = False, beside: Path | None = None) -> None:
         self.quick = quick
+        self.beside = beside
         self.rows: list[Row] = []
 
     def add(
         self, name: str, values: float | Sequence[float], unit: str, against: str, goal: str = ""
     ) -> float:
-        """Adds a line from the values of the rounds; returns their median."""
+        """Add a line from the values of the rounds; return their median."""
         rounds = [values] if isinstance(values, (int, float)) else list(values)
         value = statistics.median(rounds)
         low, high = (np.percentile(rounds, q) for q in (25, 75))
@@ -154,7 +156,7 @@ def rounds(
     count: int,
     between: Callable[[], Any] = lambda: None,
 ) -> dict[str, list[float]]:
-    """What each cell returns, round after round, in an order that turns; the first is thrown away.
+    """Return the values of each cell by round, in rotating order, without the first round.
 
     Args:
         cells: each measures once and returns its figure: seconds, CPU seconds, bytes.
@@ -193,7 +195,7 @@ def seconds(function: Callable[[], Any], repeat: int = 1) -> Callable[[], float]
 
 
 def pin(core: int, pid: int = 0) -> None:
-    """Keeps a process, its threads that exist and those that it will start, on one core."""
+    """Keep a process, its threads that exist and those that it will start, on one core."""
     for thread in psutil.Process(pid or None).threads():
         with contextlib.suppress(ProcessLookupError):
             os.sched_setaffinity(thread.id, {core})
@@ -201,13 +203,16 @@ def pin(core: int, pid: int = 0) -> None:
 
 
 def cpu_seconds(pid: int = 0) -> float:
-    """User and system time that a process and the children that live have used."""
+    """Return the CPU time of a process and its live children.
+
+    Read from each process' CPU clock, in nanoseconds: user and system times come in ticks of 10 ms,
+    which a short measurement does not reach.
+    """
     process = psutil.Process(pid or None)
     total = 0.0
     for one in [process, *process.children(recursive=True)]:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            times = one.cpu_times()
-            total += times.user + times.system
+        with contextlib.suppress(OSError, psutil.NoSuchProcess):
+            total += time.clock_gettime(~one.pid << 3 | 2)  # clock_getcpuclockid(3)
     return total
 
 
@@ -220,12 +225,16 @@ def rss(pid: int = 0) -> int:
 
 
 def area(measure: Callable[[Table], None]) -> None:
-    """The main program of a rows_*.py: prints its lines; `--json FILE` writes them too."""
+    """The main program of a rows_*.py: prints its lines; `--json FILE` writes them too.
+
+    `--beside DIR` measures another checkout in the same run, where the area can (rows_rates.py).
+    """
     parser = argparse.ArgumentParser()
     parser.add_argument("--quick", action="store_true", help="only that everything runs")
     parser.add_argument("--json", type=Path, help="file for the rows")
+    parser.add_argument("--beside", type=Path, help="another checkout of routetrace to measure")
     args = parser.parse_args()
-    table = Table(args.quick)
+    table = Table(args.quick, args.beside)
     measure(table)
     if args.json:
         args.json.write_text(json.dumps([asdict(row) for row in table.rows]))
@@ -233,7 +242,7 @@ def area(measure: Callable[[Table], None]) -> None:
 
 @contextlib.contextmanager
 def progress(text: str) -> Iterator[None]:
-    """Says on stderr what is going on, with its duration."""
+    """Say on stderr what is going on, with its duration."""
     start = time.perf_counter()
     print(f"... {text}", end="", file=sys.stderr, flush=True)
     yield

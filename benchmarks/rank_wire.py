@@ -1,4 +1,4 @@
-"""What one of many trainer ranks pulls: bytes on the wire and peak memory, against the whole.
+"""Bytes on the wire and peak memory of one trainer rank of many, against the whole.
 
 A real server, a real agent, 32k-token requests of the shape of Qwen3-30B-A3B, and a TCP relay
 between client and server that counts every byte. Prints a table and writes rank_wire.json.
@@ -151,7 +151,7 @@ def memory(target: str, concurrency: int) -> float:
 
 
 def peak(get: Callable[[], RankRows]) -> float:
-    """How much the peak memory grows beyond what is resident before, in bytes."""
+    """Return the growth of peak memory over resident memory, in bytes."""
     before = int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
     Path("/proc/self/clear_refs").write_text("5")  # the peak is now
     assert get().coverage == 1

@@ -1,4 +1,4 @@
-"""What trainers read in rows_reads.py: requests that a real agent captured into a server."""
+"""Requests captured by a real agent into a server, for rows_reads.py."""
 
 from __future__ import annotations
 
@@ -41,7 +41,10 @@ def fill(
 ) -> list[str]:
     """Requests that are prefilled, then decode `lanes` at a time, each `rows` tokens a step."""
     prompt = min(1500, tokens // 4)
-    config = AgentConfig(target=target, engine_id=name, layout=LAYOUT, ring_bytes=256 << 20)
+    # One codec, whatever the length of a frame: rivals decode the frames without headers.
+    config = AgentConfig(
+        target=target, engine_id=name, layout=LAYOUT, ring_bytes=256 << 20, codec="zstd"
+    )
     names = [f"{name}-{number}" for number in range(count)]
     with CaptureAgent(config) as agent:
         for first in range(0, count, lanes):
@@ -65,6 +68,6 @@ def fill(
 
 
 def plan_of(names: list[str], rank: Rank, tokens: int) -> Plan:
-    """What a rank needs of these requests."""
+    """Return the plan of a rank for these requests."""
     samples = [Sample.of(name, tokens) for name in names]
     return make_plan(LAYOUT, MicroBatch.padded(samples, tokens), rank)

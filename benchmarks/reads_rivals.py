@@ -13,15 +13,16 @@ import struct
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import grpc
+import numpy as np
 from measure import PEER_CORE, pin
 
 
 def _child(function: Callable[..., None], *args: Any) -> tuple[Any, Any]:
-    """Starts a rival on the server's core; returns what it said first."""
+    """Start a rival on the server's core; return what it said first."""
     context = multiprocessing.get_context("spawn")
     here, there = context.Pipe()
     process: Any = context.Process(target=function, args=(there, *args), daemon=True)
@@ -42,14 +43,14 @@ def rival(function: Callable[..., None], *args: Any) -> Iterator[tuple[Any, int]
 
 
 def serve_tcp(pipe: Any, payloads: list[bytes]) -> None:
-    """Sends payload i whenever it is sent the number i."""
+    """Send payload i whenever it is sent the number i."""
     os.sched_setaffinity(0, {PEER_CORE})
     listener = socket.create_server(("127.0.0.1", 0))
     pipe.send(listener.getsockname()[1])
     while True:
         peer, _ = listener.accept()
         peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        while len(number := peer.recv(4)) == 4:
+        while len(number := peer.recv(4, socket.MSG_WAITALL)) == 4:
             peer.sendall(payloads[struct.unpack("<I", number)[0]])
 
 
@@ -62,6 +63,10 @@ class Tcp:
 
     def ask(self, number: int) -> None:
         self._socket.sendall(struct.pack("<I", number))
+
+    def ask_all(self, numbers: Sequence[int]) -> None:
+        """Ask for several at once; they come in this order."""
+        self._socket.sendall(np.array(numbers, "<u4").tobytes())
 
     def receive(self, into: memoryview) -> None:
         while into:
@@ -91,7 +96,7 @@ def serve_empty(pipe: Any) -> None:
 
 
 def serve_flight(pipe: Any, traces: list[list[bytes]]) -> None:
-    """Sends the messages of trace i for the ticket i, each as a batch of one value."""
+    """Send the messages of trace i for the ticket i, each as a batch of one value."""
     os.sched_setaffinity(0, {PEER_CORE})
     import pyarrow as pa
     from pyarrow import flight

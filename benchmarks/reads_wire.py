@@ -37,7 +37,7 @@ class Raw:
         return list(self._get(pb.GetTraceRequest(run="default", trace_id=name)))
 
     def transfer(self, name: str) -> int:
-        """Takes all messages of a trace; returns their bytes."""
+        """Take all messages of a trace; return their bytes."""
         return sum(
             len(data) for data in self._get(pb.GetTraceRequest(trace_id=name, run="default"))
         )

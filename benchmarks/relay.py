@@ -25,7 +25,7 @@ class Relay:
         threading.Thread(target=self._accept, daemon=True).start()
 
     def close(self) -> None:
-        """Takes no more connections."""
+        """Take no more connections."""
         self._listener.close()
 
     def _accept(self) -> None:

@@ -26,7 +26,7 @@ Rows = npt.NDArray[Any]
 
 
 class Way(Protocol):
-    """What becomes of the rows."""
+    """Destination of the rows."""
 
     def begin(self, round_name: str, turn: Turn, /) -> None: ...
 
@@ -35,7 +35,7 @@ class Way(Protocol):
     def end(self, round_name: str, turn: Turn, /) -> None: ...
 
 
-class Nobody:
+class Idle:
     """The engine alone: what it costs that rows are made, and steps paced."""
 
     def begin(self, round_name: str, turn: Turn) -> None:
@@ -49,18 +49,21 @@ class Nobody:
 
 
 class Ours:
-    """A CaptureAgent that is told what vLLM's adapter tells it: blocks, token ids, ends."""
+    """A CaptureAgent with the calls of vLLM's adapter: blocks, token ids, ends."""
 
-    def __init__(self, load: Load, target: str, said: Callable[[str], None]) -> None:
+    def __init__(
+        self, load: Load, target: str, engine_id: str, codec: Any, said: Callable[[str], None]
+    ) -> None:
         from routetrace.capture_agent import AgentConfig, CaptureAgent
 
         self.agent = CaptureAgent(
             AgentConfig(
                 target=target,
-                engine_id="rivals",
+                engine_id=engine_id,
                 layout=SHAPE.layout,
                 block_size=BLOCK,
                 num_blocks=load.sessions * load.blocks,
+                codec=codec,
             )
         )
         self._load = load
@@ -84,12 +87,12 @@ class Ours:
         runs[:, 0] = self._handles[runs[:, 0]]
         self.agent.step(rows, runs)
 
-    def end(self, _round_name: str, turn: Turn) -> None:
+    def end(self, round_name: str, turn: Turn) -> None:
         tokens = self._tokens[turn.session][: turn.tokens]
         handle = int(self._handles[turn.session])
         self.agent.finish(handle, turn.tokens, token_ids=tokens)
         if turn.last:
-            self._said(f"done {turn.session} {turn.rows}")
+            self._said(f"done {round_name}-{turn.session} {turn.session} {turn.rows}")
 
 
 class Slots:
@@ -219,7 +222,7 @@ class Engine:
         self._rate = tokens_per_s
 
     def round(self, way: Way, name: str) -> None:
-        """Runs the load once."""
+        """Run the load once."""
         due = time.monotonic()
         for step in self._steps:
             for turn in step.begun:
@@ -244,7 +247,7 @@ _RIVALS: dict[str, tuple[Callable[[Rows], bytes], type[np.integer[Any]]]] = {
 
 def main() -> None:
     """See the module."""
-    kind, load_json, rate, target = sys.argv[1:]
+    kind, load_json, rate, target, engine_id = sys.argv[1:]
     load = Load(**json.loads(load_json))
 
     def say(line: str) -> None:
@@ -252,8 +255,9 @@ def main() -> None:
 
     way: Way
     ours: Ours | None = None
+    kind, _, codec = kind.partition("/")
     if kind == "ours":
-        way = ours = Ours(load, target, say)
+        way = ours = Ours(load, target, engine_id, codec, say)
         say(f"ready {ours.agent.worker_pid}")
     else:
         answer, dtype = _RIVALS[kind]
@@ -263,7 +267,7 @@ def main() -> None:
     engine = Engine(load, float(rate))
     for line in sys.stdin:
         what, name = line.split()
-        engine.round(Nobody() if what == "nobody" else way, name)
+        engine.round(Idle() if what == "idle" else way, name)
         say(f"over {ours.agent.stats().sent_bytes if ours else 0}")
     if ours:
         report = ours.agent.close()

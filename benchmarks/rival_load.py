@@ -1,4 +1,4 @@
-"""The load that every way from an engine to a trainer is given: an engine's steps, told in advance.
+"""The load that every way from an engine to a trainer is given: planned steps of an engine.
 
 Sessions of one or more turns run side by side. A step has the prompts' next tokens, 2048 at most,
 and one token of each request that samples, as engines that batch continuously have it.
@@ -74,7 +74,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Load:
-    """What is run.
+    """One configuration of the load.
 
     Attributes:
         sessions: side by side.

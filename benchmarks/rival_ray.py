@@ -2,7 +2,7 @@
 
 A process of its own, whose children are all that Ray starts. A round is a line on stdin,
 "WAY NAME"; the answer is "over ROWS CHECK_SECONDS". First it says "ready" and the actors' process
-ids.
+ids, the trainer's last.
 """
 
 # Not all of it is installed where types are checked.
@@ -16,19 +16,11 @@ import warnings
 from typing import Any
 
 import numpy as np
-
-os.environ |= {
-    "RAY_USAGE_STATS_ENABLED": "0",
-    "RAY_AUTH_MODE": "disabled",
-    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
-    "RAY_raylet_start_wait_time_s": "120",
-}
-
-import ray
+from ray_node import ray, ray_node
 
 
 class Trainer:
-    """Gets what it is told of."""
+    """Gets the objects whose references it receives."""
 
     def __init__(self) -> None:
         from rival_trainer import Checked
@@ -64,7 +56,7 @@ class Engine:
 
         load = Load(**json.loads(load_json))
         self._engine = engine.Engine(load, rate)
-        self._nobody = engine.Nobody()
+        self._idle = engine.Idle()
         self._way = engine.Slots(load, np.dtype(dtype), self._send)
         self._trainer = trainer
         self._taken: list[Any] = []
@@ -75,7 +67,7 @@ class Engine:
             self._taken.append(taken)
 
     def round(self, what: str, name: str) -> None:
-        self._engine.round(self._nobody if what == "nobody" else self._way, name)
+        self._engine.round(self._idle if what == "idle" else self._way, name)
         ray.get(self._taken)
         self._taken.clear()
 
@@ -85,30 +77,18 @@ class Engine:
 
 def main() -> None:
     """See the module."""
-    dtype, load_json, rate, directory = sys.argv[1:]
+    dtype, load_json, rate, count = sys.argv[1:]
     here = os.path.dirname(os.path.abspath(__file__))
-    ray.init(
-        address="local",
-        num_cpus=2,
-        include_dashboard=False,
-        object_store_memory=512 << 20,
-        configure_logging=False,
-        log_to_driver=False,
-        _temp_dir=directory,
-        runtime_env={"env_vars": {"PYTHONPATH": here, "OMP_NUM_THREADS": "1"}},
-    )
-    try:
+    environment = {"env_vars": {"PYTHONPATH": here, "OMP_NUM_THREADS": "1"}}
+    with ray_node(int(count) + 1, 512 << 20, environment):
         trainer = ray.remote(Trainer).options(num_cpus=1).remote()
-        engine = (
-            ray.remote(Engine).options(num_cpus=1).remote(load_json, float(rate), dtype, trainer)
-        )
-        pids = ray.get([engine.pid.remote(), trainer.pid.remote()])
+        make = ray.remote(Engine).options(num_cpus=1).remote
+        engines = [make(load_json, float(rate), dtype, trainer) for _ in range(int(count))]
+        pids = ray.get([each.pid.remote() for each in [*engines, trainer]])
         print("ready", *pids, flush=True)
         for line in sys.stdin:
-            ray.get(engine.round.remote(*line.split()))
+            ray.get([engine.round.remote(*line.split()) for engine in engines])
             print("over", *ray.get(trainer.over.remote()), flush=True)
-    finally:
-        ray.shutdown()
 
 
 if __name__ == "__main__":

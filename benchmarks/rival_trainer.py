@@ -1,7 +1,8 @@
 """The trainer's side of every way from an engine: a process that ends up with torch tensors.
 
-A round is a line on stdin, "round NAME"; then "done SESSION ROWS" for each session that ended, and
-"over". Each tensor is compared with the truth, in CPU time that is told apart, and let go.
+A round is a line on stdin, "round NAME"; then, for ours, "done TRACE SESSION ROWS" for each session
+that ended, and "over". Each tensor is compared with the truth, in CPU time of its own, and
+let go.
 """
 
 # Not all of it is installed where types are checked.
@@ -14,6 +15,7 @@ import json
 import sys
 import time
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -60,18 +62,27 @@ def sglang_tensor(answer: dict[str, Any]) -> torch.Tensor:
 
 async def receive(
     load: Load,
-    port: int,
+    ports: list[str],
     name: str,
     tensor_of: Callable[[dict[str, Any]], torch.Tensor],
     loads: Callable[[bytes], Any],
     checked: Checked,
 ) -> None:
-    """All sessions of a round, over HTTP; rows are taken from the answer to the last turn."""
+    """All sessions of a round, over HTTP; rows are taken from the answer to the last turn.
+
+    Args:
+        load: of each engine.
+        ports: of the engines.
+        name: of the round.
+        tensor_of: makes a tensor of an answer.
+        loads: of JSON.
+        checked: takes the tensors.
+    """
     import aiohttp
 
-    async def session_of(http: aiohttp.ClientSession, number: int) -> None:
+    async def session_of(http: aiohttp.ClientSession, engine: int, number: int) -> None:
         for turn in load.all_turns[number]:
-            url = f"http://127.0.0.1:{port}/generate/{name}-{turn.name}"
+            url = f"http://127.0.0.1:{ports[engine]}/generate/{name}-{engine}-{turn.name}"
             async with http.post(url) as response:
                 body = await response.read()
             checked.received += len(body)
@@ -86,12 +97,37 @@ async def receive(
     async with aiohttp.ClientSession(
         connector=connector, timeout=timeout, read_bufsize=1 << 20
     ) as http:
-        await asyncio.gather(*(session_of(http, number) for number in range(load.sessions)))
+        sessions = product(range(len(ports)), range(load.sessions))
+        await asyncio.gather(*(session_of(http, *each) for each in sessions))
+
+
+def read_each(client: Any, checked: Checked) -> None:
+    """Get each trace when its session has ended."""
+    while (line := sys.stdin.readline()) != "over\n":
+        _, trace_id, session, rows = line.split()
+        trace = client.get(trace_id, wait_for="rows", timeout=60)
+        while len(trace) < int(rows):  # it ends with the turn before, so far
+            time.sleep(0.02)
+            trace = client.get(trace_id, wait_for="rows", timeout=60)
+        trace.require_valid()
+        checked(trace.to_torch(), int(session), int(rows))
+        del trace
+
+
+def read_together(client: Any, checked: Checked) -> None:
+    """Get all traces when the last session has ended, as a trainer does with its batch."""
+    ended = []
+    while (line := sys.stdin.readline()) != "over\n":
+        ended.append(line.split()[1:])
+    traces = client.get_many([trace_id for trace_id, _, _ in ended], wait_for="end", timeout=60)
+    for (_, session, rows), trace in zip(ended, traces, strict=True):
+        trace.require_valid()
+        checked(trace.to_torch(), int(session), int(rows))
 
 
 def main() -> None:
     """See the module."""
-    kind, load_json, port, target = sys.argv[1:]
+    kind, load_json, ports, target, how = sys.argv[1:]
     load = Load(**json.loads(load_json))
     client: Any = None
     loads: Callable[[bytes], Any] = json.loads
@@ -113,17 +149,9 @@ def main() -> None:
         checked = Checked()
         if client is None:
             make = sglang_tensor if kind == "sglang" else vllm_tensor
-            asyncio.run(receive(load, int(port), name, make, loads, checked))
+            asyncio.run(receive(load, ports.split(","), name, make, loads, checked))
         else:
-            while (line := sys.stdin.readline()) != "over\n":
-                _, session, rows = line.split()
-                trace = client.get(f"{name}-{session}", missing="wait", wait=60)
-                while len(trace) < int(rows):  # it ends with the turn before, so far
-                    time.sleep(0.02)
-                    trace = client.get(f"{name}-{session}", missing="wait", wait=60)
-                trace.require_valid()
-                checked(trace.to_torch(), int(session), int(rows))
-                del trace
+            (read_together if how == "together" else read_each)(client, checked)
         print(f"over {checked.rows} {checked.seconds} {checked.received}", flush=True)
 
 

@@ -1,4 +1,4 @@
-"""What the agent's background costs and how late it sends: its rows of the table."""
+"""Rows of the table for the agent's background: its cost and its delay."""
 
 # zstandard takes any buffer, whatever its stubs say.
 # pyright: reportArgumentType=false
@@ -32,7 +32,8 @@ from measure import (
 )
 from relay import Relay
 
-from routetrace.capture_agent import AgentConfig, CaptureAgent, chunks
+from routetrace.capture_agent import AgentConfig, CaptureAgent
+from routetrace.capture_agent.pipeline import chunks
 from routetrace.client import RouteClient
 from routetrace.server.testing import run_server
 from routetrace.v1.frame import encode_frame, encode_frames, read_header
@@ -44,8 +45,12 @@ SHAPES = (QWEN3, DEEPSEEK, KIMI)
 BLOCK = 16
 
 
+#: Seconds that rows wait for their frame while a reader follows.
+_FOLLOWED_S = 1.0
+
+
 def measure(table: Table) -> None:
-    """Adds the agent's rows."""
+    """Add the agent's rows."""
     pin(OWN_CORE)
     with run_server() as server:
         pin(PEER_CORE, server.pid)
@@ -62,7 +67,7 @@ def measure(table: Table) -> None:
 
 @dataclass(frozen=True)
 class Load:
-    """What an engine does.
+    """Work of an engine.
 
     Attributes:
         name: of the row.
@@ -200,7 +205,7 @@ def zstd_of(shape: Shape, load: Load) -> Callable[[], float]:
 
 
 def planes_of(shape: Shape, rows: npt.NDArray[Any]) -> list[memoryview]:
-    """What zstd compresses of a frame."""
+    """Return the bytes of a frame that zstd compresses."""
     major = np.ascontiguousarray(rows.transpose(1, 0, 2))
     shift = id_shift(shape.layout.num_experts, Codec.LAYER_ZSTD)
     major = (major >> shift).astype(np.uint8)
@@ -267,9 +272,7 @@ def first_row(table: Table, target: str) -> None:
         for handle, position in running:
             agent.finish(handle, position + 1)
         out, _ = follower.communicate(timeout=60)
-    late = [
-        float(at) - given[name] - config.linger_s for name, at in map(str.split, out.splitlines())
-    ]
+    late = [float(at) - given[name] - _FOLLOWED_S for name, at in map(str.split, out.splitlines())]
     assert len(late) == len(names)
     for q, goal in ((50, "<= 20"), (99, "<= 100")):
         value = float(np.percentile(late, q)) * 1e3
@@ -279,7 +282,7 @@ def first_row(table: Table, target: str) -> None:
 
 
 def follow(target: str, names: list[str]) -> None:
-    """Says when the first row of each of these came; a process of its own."""
+    """Say when the first row of each of these came; a process of its own."""
     with RouteClient(target, run="first") as client, ThreadPoolExecutor(len(names)) as pool:
 
         def first(name: str) -> float:

@@ -10,9 +10,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import zstandard
-from measure import DATA, KIMI, OWN_CORE, QWEN3, Shape, Table, area, pin, ratios, rounds
+from measure import DATA, DEEPSEEK, KIMI, OWN_CORE, QWEN3, Shape, Table, area, pin, ratios, rounds
 
-from routetrace.v1.frame import decode_frames, encode_frames, slice_frame
+from routetrace.v1 import native
+from routetrace.v1.frame import Codec, decode_frames, encode_frames, invalid_rows, slice_frame
 from routetrace.v1.layout import RoutingLayout
 
 Ids = npt.NDArray[Any]
@@ -27,6 +28,11 @@ SETS = (
     "syn_kimi_k2_1k",
 )
 FRAME_ROWS = (256, 512, 1024)
+#: Rows of frames of running requests: with a reader that follows, and as large as PACK ones get.
+SMALL_ROWS = (48, 255)
+
+#: Level of zstd of agents.
+LEVEL = 2
 
 #: Payload of a message of a read, as the server aims at it.
 MESSAGE_BYTES = 1 << 20
@@ -120,7 +126,7 @@ def unpack(sent: list[list[bytes]], layer_ids: Sequence[int] | None = None) -> N
 
 
 def speeds(table: Table, shape: Shape, rows: int, count: int) -> None:
-    """What frames of so many rows cost: unpacked, unpacked in part, packed."""
+    """Measure frames of one size: unpacked, unpacked in part, packed."""
     parts = cut(shape.rows(max(14 * 1024 // (4 if table.quick else 1), rows)), rows)
     frames = encode_frames(parts, shape.layout)
     sent = messages(frames)
@@ -183,6 +189,66 @@ def speeds(table: Table, shape: Shape, rows: int, count: int) -> None:
         )
 
 
+def small_frames(table: Table, shape: Shape, rows: int, count: int) -> None:
+    """Measure PACK by the compiled loops and by numpy, and zstd: checked and packed, unpacked."""
+    layout = shape.layout
+    parts = [np.ascontiguousarray(part) for part in cut(shape.rows(rows * (3072 // rows)), rows)]
+    out = np.empty((len(layout.layer_ids), rows * len(parts), layout.top_k), layout.dtype)
+    places = [out[:, at : at + rows] for at in range(0, out.shape[1], rows)]
+    loaders = {"numpy": native.Loader("off", present=False)}
+    if native.installed():
+        loaders["compiled"] = native.Loader("on", present=True)
+    ways = {name: (loader, Codec.PACK) for name, loader in loaders.items()}
+    ways["zstd"] = (loaders.get("compiled", loaders["numpy"]), Codec.LAYER_ZSTD)
+    cells: dict[str, Callable[[], float]] = {}
+    stored: dict[str, int] = {}
+    for name, (loader, codec) in ways.items():
+
+        def encoded(codec: Codec = codec) -> list[bytes]:
+            for part in parts:
+                invalid_rows(part, layout.num_experts)
+            return encode_frames(parts, layout, codec=codec, level=LEVEL, validate=False)
+
+        frames = encoded()
+        stored[name] = sum(map(len, frames))
+
+        def decoded(frames: list[bytes] = frames) -> None:
+            for _ in decode_frames(
+                (frame, layout.layer_ids, place)
+                for frame, place in zip(frames, places, strict=True)
+            ):
+                pass
+
+        for what, function in (("encode", encoded), ("decode", decoded)):
+            cells[f"{what} {name}"] = _with(loader, cpu(function))
+    took = rounds(cells, count)
+    tokens, label = out.shape[1], f"{rows}-row frames, {shape.name}"
+    for what in ("encode", "decode"):
+        title = f"{'check and pack' if what == 'encode' else 'unpack'} {label}"
+        for name in ways:
+            cost = [second / tokens * 1e6 for second in took[f"{what} {name}"]]
+            table.add(f"{title}: {name}", cost, "us/tok", "")
+        if "compiled" in ways:
+            for name in ("numpy", "zstd"):
+                ratio = ratios(took[f"{what} compiled"], took[f"{what} {name}"])
+                table.add(f"{title}, compiled", ratio, "x", name)
+    table.add(f"bytes of {label}: PACK", stored["numpy"] / tokens, "B/tok", "")
+    table.add(f"bytes of {label}, PACK", stored["numpy"] / stored["zstd"], "x", "LAYER_ZSTD")
+
+
+def _with(loader: native.Loader, cell: Callable[[], float]) -> Callable[[], float]:
+    """A cell, measured with the loops of a loader."""
+
+    def measured() -> float:
+        before = native.use(loader)
+        try:
+            return cell()
+        finally:
+            native.use(before)
+
+    return measured
+
+
 def measure(table: Table) -> None:
     pin(OWN_CORE)
     sizes(table)
@@ -190,6 +256,9 @@ def measure(table: Table) -> None:
     for rows in reversed(FRAME_ROWS):
         speeds(table, QWEN3, rows, count)
     speeds(table, KIMI, FRAME_ROWS[-1], count)
+    for rows in SMALL_ROWS:
+        for shape in (QWEN3, DEEPSEEK, KIMI):
+            small_frames(table, shape, rows, count)
 
 
 if __name__ == "__main__":

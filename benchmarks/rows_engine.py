@@ -1,4 +1,4 @@
-"""What capture costs the engine's own thread.
+"""Cost of capture in the engine's own thread.
 
 The agent runs as it does by default: in a process of its own, over shared memory, to a real server.
 Both are kept on the other core, so that what is measured is the engine's thread and not a core that
@@ -9,25 +9,24 @@ topk_ids that engines hold.
 from __future__ import annotations
 
 import itertools
+import json
 import mmap
+import os
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
-from types import SimpleNamespace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import torch
-from measure import OWN_CORE, PEER_CORE, QWEN3, Table, area, pin, ratios, rounds, seconds
+from measure import HERE, OWN_CORE, PEER_CORE, QWEN3, Table, area, pin, ratios, rounds, seconds
 
 from routetrace.capture_agent import AgentConfig, CaptureAgent
-from routetrace.capture_agent.capturer import PendingRows, RoutingCapturer
-from routetrace.capture_agent.vllm.schedule import Schedule
-from routetrace.capture_agent.vllm.worker import WorkerSide
 from routetrace.server.testing import run_server
 
 Array = npt.NDArray[Any]
@@ -84,7 +83,7 @@ class Batch:
         self._runs = np.stack([np.array(handles), np.zeros(m, int), np.full(m, n // m)], 1)
 
     def runs(self, steps: int) -> list[Array]:
-        """What the next steps tell of their rows."""
+        """Return the spans of the next steps."""
         ahead = []
         for _ in range(steps):
             ahead.append(self._runs.copy())
@@ -163,7 +162,7 @@ def hand_over(table: Table, agent: CaptureAgent, dtype: np.dtype[Any]) -> None:
         name = f"step of {n} rows, {m} requests, {dtype.name}"
         ours = found["step"]
         table.add(name, [1e6 * s for s in ours], "us", "")
-        table.add(name, ratios(ours, found["copy"]), "x", "one np.copyto of the rows", "<= 1.3")
+        table.add(name, ratios(ours, found["copy"]), "x", "one np.copyto of the rows")
         table.add(name, ratios(ours, found["away"]), "x", "the same, into 64 MiB in turn")
         table.add(name, ratios(ours, found["scatter"]), "x", "slot_buffer[slots] = rows", "<= 0.8")
         goal = "<= 0.1" if n >= 256 else ""
@@ -267,120 +266,86 @@ def trimmed(values: list[float]) -> float:
     return statistics.fmean(sorted(values)[tenth : len(values) - tenth])
 
 
-class Passes(RoutingCapturer):
-    """Every forward pass chose the same rows; what the device does for that takes no time here.
+#: Of a decode step of 256 requests, in microseconds; and the share of it that capture may take.
+STEP_US, SHARE = 20_000, 0.005
+
+
+class Steps:
+    """A process that drives the engines' sides of capture, of this checkout or of another.
 
     Args:
-        rows: that it chose.
+        target: of the server.
+        checkout: whose code it runs.
     """
 
-    def __init__(self, rows: Array) -> None:
-        super().__init__(QWEN3.layout, len(rows), "cpu")
-        for slot in self._free:
-            slot.private.copy_(torch.from_numpy(rows))
-        self._begun = True
-
-    def snapshot(self, num_tokens: int) -> PendingRows:
-        """A pass of so many rows."""
-        self._begun = True
-        return super().snapshot(num_tokens)
-
-    def _narrow(self, num_tokens: int, out: torch.Tensor) -> None:
-        """They are there already."""
-
-
-class Requests:
-    """What vLLM's scheduler tells of requests that go on by one token, in blocks of 16.
-
-    Args:
-        m: requests.
-        num_blocks: of the pool.
-    """
-
-    def __init__(self, m: int, num_blocks: int) -> None:
-        self.names = [f"request-{i}-0a1b2c3d" for i in range(m)]
-        self._at = np.arange(m) % 16
-        self._blocks = itertools.cycle(range(num_blocks))
-
-    def begin(self) -> Any:
-        """The step in which they begin, each at another place of its first block."""
-        new = [
-            SimpleNamespace(
-                req_id=name,
-                sampling_params=None,
-                block_ids=([next(self._blocks)],),
-                num_computed_tokens=at,
-            )
-            for name, at in zip(self.names, self._at.tolist(), strict=True)
-        ]
-        return self._output(new, [], [], [])
-
-    def go_on(self) -> Any:
-        """A step."""
-        self._at += 1
-        at = self._at.tolist()
-        blocks = [None if p % 16 else ([next(self._blocks)],) for p in at]
-        return self._output([], self.names, at, blocks)
-
-    def _output(self, new: list[Any], names: list[str], at: list[int], blocks: Any) -> Any:
-        cached = SimpleNamespace(
-            req_ids=list(names),
-            num_computed_tokens=at,
-            new_block_ids=blocks,
-            resumed_req_ids=set[str](),
-        )
-        return SimpleNamespace(
-            scheduled_new_reqs=new,
-            scheduled_cached_reqs=cached,
-            num_scheduled_tokens=dict.fromkeys(self.names, 1),
-            preempted_req_ids=set[str](),
+    def __init__(self, target: str, checkout: Path) -> None:
+        parts = ("capture_agent", "client", "server", "proto")
+        self._process = subprocess.Popen(
+            [sys.executable, str(HERE / "engine_steps.py"), target, "256"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(str(checkout / p) for p in parts)},
+            text=True,
         )
 
+    def round(self) -> dict[str, dict[str, float]]:
+        """Run a round; return figures by engine."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write("\n")
+        self._process.stdin.flush()
+        figures: dict[str, dict[str, float]] = json.loads(self._process.stdout.readline())
+        return figures
 
-def vllm_steps(table: Table, agent: CaptureAgent) -> None:
-    """Both halves in vLLM, with a new block for one request in 16.
+    def close(self) -> None:
+        """End it."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait()
 
-    In the scheduler, from its output to the plan; in the worker, from there to the end of step().
+
+def engine_steps(table: Table) -> None:
+    """Measure CPU time of the threads of vLLM and SGLang in a step, after other work.
+
+    With `--beside DIR` another checkout does the same in turns.
     """
-    for m in (64, 256):
-        config = replace(agent.config, engine_id=f"v{m}", block_size=16, num_blocks=m * 64)
-        side = WorkerSide(Passes(QWEN3.rows(m)), config)
-        assert side._agent is not None
-        pin(PEER_CORE, side._agent.worker_pid)
-        schedule, requests = Schedule("", f"v{m}", 0, drafts=False), Requests(m, m * 64)
-        for name in requests.names:
-            schedule.lookup(
-                SimpleNamespace(
-                    request_id=name,
-                    num_prompt_tokens=16,
-                    prompt_token_ids=[1] * 16,
-                    prompt_embeds=None,
-                    mm_features=(),
-                ),
-                16,
-            )
-        side.end_step(schedule.step(requests.begin()), requests.names.copy)
-        planned: list[float] = []
-        handed: list[float] = []
-        for _ in range(3 if table.quick else 15):
-            for _ in range(20):
-                output, batch = requests.go_on(), list(requests.names)
-                start = time.perf_counter()
-                plan = schedule.step(output)
-                between = time.perf_counter()
-                side.end_step(plan, batch.copy)
-                handed.append(time.perf_counter() - between)
-                planned.append(between - start)
-            side.flush(60)
-        assert not side.faults
-        side.close()
-        name = f"a step of {m} requests and {m // 16} new blocks"
-        table.add(f"vLLM's scheduler, {name}", [1e6 * s for s in planned], "us", "")
-        table.add(f"vLLM's worker, {name}", [1e6 * s for s in handed], "us", "")
+    with tempfile.TemporaryDirectory() as data_dir, run_server(data_dir=data_dir) as server:
+        pin(PEER_CORE, server.pid)
+        ours = Steps(server.target, HERE.parent)
+        theirs = Steps(server.target, table.beside) if table.beside else None
+        found: list[dict[str, dict[str, float]]] = []
+        other: list[dict[str, dict[str, float]]] = []
+        for number in range(3 if table.quick else 12):
+            mine = ours.round()
+            beside = theirs.round() if theirs else {}
+            if number:  # the first one warms
+                found.append(mine)
+                other.append(beside)
+        ours.close()
+        if theirs:
+            theirs.close()
+    for engine in found[0]:
+        name = f"{engine}, a step of 256 requests"
+        for part in ("scheduler", "worker"):
+            if part in found[0][engine]:
+                cpu = [each[engine][part] for each in found]
+                table.add(f"{name}: {part}", cpu, "us", "CPU time of the engine's thread")
+        whole = [each[engine]["all"] for each in found]
+        share = [us / STEP_US for us in whole]
+        table.add(name, share, "x", "a step of 20 ms, CPU time", f"<= {SHARE}")
+        table.add(name, [each[engine]["clock"] for each in found], "us", "by the clock")
+        others = [each[engine]["others"] for each in found]
+        table.add(name, others, "us", "CPU time of other threads of its process")
+        if theirs:
+            base = [each[engine]["all"] for each in other]
+            table.add(name, ratios(whole, base), "x", "the checkout beside, the engine's thread")
+            base = [each[engine]["others"] + each[engine]["all"] for each in other]
+            total = [a + b for a, b in zip(whole, others, strict=True)]
+            table.add(name, ratios(total, base), "x", "the checkout beside, its process")
 
 
 def calibrated() -> Callable[[int], None]:
-    """What keeps Python busy for so many milliseconds: always the same work."""
+    """Return a function that keeps Python busy for this many milliseconds with constant work."""
     count = 10000
 
     def spin(ms: int) -> None:
@@ -404,9 +369,9 @@ def measure(table: Table) -> None:
             hand_over(table, agent, dtype)
         changing(table, agent)
         joining(table, agent)
-        vllm_steps(table, agent)
         main_loop(table, agent)
         assert not agent.stats().dropped_rows, agent.stats()
+    engine_steps(table)
 
 
 if __name__ == "__main__":

@@ -35,6 +35,8 @@ from measure import (
     rounds,
     seconds,
 )
+from reads_batches import batches
+from reads_buffer import into_one_buffer
 from reads_load import LAYOUT, Array, draw, fill, plan_of
 from reads_rivals import Tcp, redis_server, rival, serve_empty, serve_flight, serve_tcp
 from reads_wire import Planes, Raw
@@ -67,6 +69,8 @@ def measure(table: Table) -> None:
         pin(PEER_CORE, server.pid)
         get_long(table, client, server, long[0])
         get_medium(table, client, server, medium)
+        batches(table, client, server, ids)
+        into_one_buffer(table, client, server.target, ids)
         transfer(table, client, server, long)
         ranks(table, client, server, long)
         get_small(table, client, small)
@@ -147,7 +151,7 @@ def get_medium(table: Table, client: RouteClient, server: ServerProcess, names: 
     shape = (len(LAYOUT.layer_ids), MEDIUM - 1, LAYOUT.top_k)
 
     def decode(name: str, blob: bytes) -> Array:
-        """What is in a blob, with its checksums, as `get` decodes it."""
+        """Decode a blob and check its checksums, as `get` does."""
         ids = np.empty(shape, np.uint8)
         view, at, row, parts = memoryview(blob), 0, 0, []
         for length in spans[name]:
@@ -348,7 +352,7 @@ def get_small(table: Table, client: RouteClient, names: list[str]) -> None:
 
 
 def readers(table: Table, server: ServerProcess, names: list[str]) -> None:
-    """What a token costs with 64 readers at a time, each with its own traces, and with one."""
+    """Measure the cost of a token with 64 concurrent readers, of different traces, and with one."""
     raws = [Raw(server.target) for _ in range(64)]
     reads = 64 if table.quick else 256
     used: dict[int, list[float]] = {1: [], 64: []}

@@ -25,7 +25,7 @@ from routetrace.v1.layout import RoutingLayout
 
 #: One layer: the indexes are what they are for a large model, and payloads take little disk.
 SMALL = Shape("one layer", "", RoutingLayout((0,), 1, 64, 4))
-#: A payload's blocks and their checksums are told by 8 bytes for each of 16 KiB.
+#: A payload's blocks and their checksums take 8 bytes for each 16 KiB.
 _TABLE_SHARE = 8 / 16384
 #: Of a large model, compressed.
 _PAYLOAD_PER_TOKEN = 290

@@ -22,9 +22,9 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from routetrace.server.disk_store import DiskStore
-from routetrace.server.store import Record
-from routetrace.v1.errors import Overloaded
+from routetrace.common.errors import Overloaded
+from routetrace.server.store.disk.store import DiskStore
+from routetrace.server.store.interface import Record
 
 _NOISE = 64 << 20
 _FULL = 0.85
@@ -33,7 +33,7 @@ _EMPTIER = 0.75
 
 @dataclass
 class Fill:
-    """What was measured while the capacity was written once."""
+    """Measurements of one write of the capacity."""
 
     commits: list[float] = field(default_factory=list)
     rival: list[float] = field(default_factory=list)
@@ -51,7 +51,7 @@ class Rival:
         self._at = 0
 
     def write(self, parts: list[bytes]) -> None:
-        """Writes a group, and waits for the disk."""
+        """Write a group, and wait for the disk."""
         for part in parts:
             if self._at + len(part) > self._size:
                 self._at = 0
@@ -76,7 +76,7 @@ class Soak:
         self.refused_with_room = 0
 
     def fill(self) -> Fill:
-        """Writes the capacity once."""
+        """Write the capacity once."""
         fill = Fill()
         while fill.written < self._capacity:
             if self._store.stats().used_bytes > self._capacity * _FULL:
@@ -129,7 +129,7 @@ class Soak:
         fill.sweeps.append(time.perf_counter() - begin)
 
     def check(self) -> int:
-        """Reads everything that should be there; returns how many records."""
+        """Read everything that should be there; return how many records."""
         for number, (size, at) in self._live.items():
             if self._store.read(number, [(0, size)]) != [self._noise[at : at + size]]:
                 raise SystemExit(f"record {number} is not what was stored")

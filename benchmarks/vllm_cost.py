@@ -1,4 +1,4 @@
-"""What capture costs vLLM: the same rollouts without it, with routetrace, with vLLM's own return.
+"""Cost of capture in vLLM: equal rollouts without it, with routetrace, with vLLM's own return.
 
 One engine for each, in a process of its own on the first core (model, scheduler and worker in one
 thread); server and agents on the others. All live at the same time and take turns, round by round,
@@ -23,7 +23,9 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -38,13 +40,17 @@ NAMES = {
     "native": "vLLM's own return",
 }
 REQUESTS, PROMPT = 16, 96
+ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR",
+    "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "0",
+}  # fmt: skip
 
 
 # ---------------------------------------------------------------------------- an engine
 
 
-def checkpoint(directory: Path) -> Path:
-    """A config of 16 MoE layers, 64 experts, top-8; the weights are vLLM's dummies."""
+def checkpoint(directory: Path, other: Mapping[str, int] = MappingProxyType({})) -> Path:
+    """A config of 16 MoE layers, 64 experts, top-8, or others; the weights are vLLM's dummies."""
     config = {
         "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "vocab_size": 4096,
         "hidden_size": 256, "intermediate_size": 512, "moe_intermediate_size": 64,
@@ -52,7 +58,7 @@ def checkpoint(directory: Path) -> Path:
         "num_experts": 64, "num_experts_per_tok": 8, "norm_topk_prob": True,
         "decoder_sparse_step": 1, "mlp_only_layers": [], "max_position_embeddings": 2048,
         "hidden_act": "silu", "rms_norm_eps": 1e-6, "rope_theta": 10000.0,
-        "tie_word_embeddings": False, "bos_token_id": 0, "eos_token_id": 1,
+        "tie_word_embeddings": False, "bos_token_id": 0, "eos_token_id": 1, **other,
     }  # fmt: skip
     path = directory / "model"
     path.mkdir()
@@ -60,31 +66,34 @@ def checkpoint(directory: Path) -> Path:
     return path
 
 
+def attached(way: str, target: str) -> dict[str, Any]:
+    """Engine arguments of one way to get rows out."""
+    settings = {"target": target, "run": "cost", "engine_id": way}
+    if way == "connector":
+        connector = {
+            "kv_connector": "RouteTraceConnector",
+            "kv_connector_module_path": "routetrace.capture_agent.engines.vllm",
+            "kv_role": "kv_producer",
+            "kv_connector_extra_config": settings,
+        }
+        return {"kv_transfer_config": connector}
+    if way == "plugin":
+        return {"additional_config": {"routetrace": settings}}
+    return {"enable_return_routed_experts": True} if way == "native" else {}
+
+
 def serve_rounds(way: str, model: str, target: str, tokens: int) -> None:
-    """Runs one engine: a round for each line on stdin, its figures as a line on stdout."""
+    """Run one engine: a round for each line on stdin, its figures as a line on stdout."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # whatever vLLM prints goes elsewhere
     from vllm import EngineArgs, LLMEngine, SamplingParams
 
-    more: dict[str, Any] = {}
-    settings = {"target": target, "run": "cost", "engine_id": way}
-    if way == "connector":
-        more["kv_transfer_config"] = {
-            "kv_connector": "RouteTraceConnector",
-            "kv_connector_module_path": "routetrace.capture_agent.vllm",
-            "kv_role": "kv_producer",
-            "kv_connector_extra_config": settings,
-        }
-    elif way == "plugin":
-        more["additional_config"] = {"routetrace": settings}
-    elif way == "native":
-        more["enable_return_routed_experts"] = True
     engine = LLMEngine.from_engine_args(
         EngineArgs(
             model=model, load_format="dummy", skip_tokenizer_init=True, dtype="float32",
             enforce_eager=True, max_model_len=1024, block_size=32, max_num_seqs=REQUESTS,
             max_num_batched_tokens=2048, kv_cache_memory_bytes=512 << 20,
-            enable_prefix_caching=True, **more,
+            enable_prefix_caching=True, **attached(way, target),
         )
     )  # fmt: skip
     # The agent's process was started by now, and keeps to the other cores.
@@ -121,39 +130,40 @@ def serve_rounds(way: str, model: str, target: str, tokens: int) -> None:
 
 
 class Engine:
-    """One engine in a process of its own."""
+    """One engine in a process of its own, which answers each line with its figures.
 
-    def __init__(self, way: str, model: Path, target: str, tokens: int) -> None:
+    Args:
+        command: starts it.
+        environment: variables beside those of this process.
+    """
+
+    def __init__(self, command: list[str], environment: dict[str, str]) -> None:
         self.rounds: list[dict[str, float]] = []
-        environment = {
-            **os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR",
-            "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "0",
-        }  # fmt: skip
         self._log = tempfile.TemporaryFile()  # noqa: SIM115
         self._process = subprocess.Popen(
-            [sys.executable, __file__, "--engine", way, str(model), target, str(tokens)],
+            command,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._log,
-            env=environment,
+            env={**os.environ, **environment},
             text=True,
         )
 
-    def round(self) -> dict[str, float]:
-        """Runs one round."""
+    def round(self, line: str = "") -> dict[str, float]:
+        """Run one round."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        self._process.stdin.write("\n")
+        self._process.stdin.write(line + "\n")
         self._process.stdin.flush()
-        line = self._process.stdout.readline()
-        if not line:
+        answer = self._process.stdout.readline()
+        if not answer:
             self._log.seek(0)
             raise RuntimeError(self._log.read()[-3000:].decode(errors="replace"))
-        figures: dict[str, float] = json.loads(line)
+        figures: dict[str, float] = json.loads(answer)
         return figures
 
     def close(self) -> None:
-        """Ends it."""
+        """End it."""
         assert self._process.stdin is not None
         self._process.stdin.close()
         try:
@@ -180,7 +190,8 @@ def main() -> int:
         model = checkpoint(Path(directory))
         try:
             for way in ["none", *(way for way in args.ways if way != "none")]:
-                engines[way] = Engine(way, model, server.target, args.tokens)
+                what = [way, str(model), server.target, str(args.tokens)]
+                engines[way] = Engine([sys.executable, __file__, "--engine", *what], ENVIRONMENT)
                 engines[way].round()  # warm; and one at a time, for the memory that loading takes
             for _ in range(args.rounds):
                 for engine in engines.values():
@@ -195,7 +206,7 @@ def main() -> int:
 
 
 def report(version: str, engines: dict[str, Engine]) -> list[dict[str, Any]]:
-    """Prints the table; returns its rows."""
+    """Print the table; return its rows."""
     rows = []
     print(f"vLLM {version}, {REQUESTS} requests of {PROMPT} tokens a round")
     print(

@@ -2,7 +2,7 @@
 
 Generates with a small Qwen3-MoE as it is, fits a forecast on the routing that was captured, and
 generates for other prompts with ever fewer experts on the device, without and with the forecast.
-Prints what was cached, how often it was right, what was copied, and whether logits are the same.
+Prints cached experts, hit rates, copied bytes, and whether the logits are the same.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ import numpy as np
 import torch
 from tiny_moe import PROMPTS, build_model, encode
 
-from routetrace.capture_agent.expert_forecast import ExpertForecast
-from routetrace.capture_agent.router_taps import RouterTaps
-from routetrace.capture_agent.transformers_experts import serve_experts
-from routetrace.v1.model_map import layout_from_config
+from routetrace.capture_agent.engines.router_taps import RouterTaps
+from routetrace.common.model_map import layout_from_config
+from routetrace.experts.forecast import ExpertForecast
+from routetrace.experts.transformers import serve_experts
 
 
 class Rows:
@@ -32,7 +32,7 @@ class Rows:
         """A pass begins."""
 
     def after(self, pending: Any) -> None:
-        """Keeps the rows of a pass."""
+        """Keep the rows of a pass."""
         self.passes.append(pending.rows().copy())
 
     def failed(self) -> None:

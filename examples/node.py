@@ -1,6 +1,6 @@
 """An inference node: rolls out groups of samples, and streams their routing to a server.
 
-Writes what a rollout hands to its trainer, a line of JSON for each sample, without any routing:
+Writes the samples of a rollout for its trainer, a line of JSON each, without any routing:
 that travels by way of the server, under the request id. Reads ROUTETRACE_TARGET and ROUTETRACE_RUN.
 """
 
@@ -16,8 +16,8 @@ import torch
 from tiny_moe import PROMPTS, build_model, encode
 
 from routetrace.capture_agent import AgentConfig, CaptureAgent
-from routetrace.capture_agent.transformers import TransformersCapture
-from routetrace.v1.model_map import layout_from_config
+from routetrace.capture_agent.engines.transformers import TransformersCapture
+from routetrace.common.model_map import layout_from_config
 
 
 def main() -> int:
@@ -58,7 +58,7 @@ def main() -> int:
                 )
                 padding = (mask == 0).sum(1).repeat_interleave(args.samples).tolist()
                 for name, row, pad in zip(names, sequences.tolist(), padding, strict=True):
-                    print(json.dumps({"request_id": name, "tokens": row[pad:]}), file=out)
+                    print(json.dumps({"trace_id": name, "tokens": row[pad:]}), file=out)
                 print(f"rolled out {names[0]} to {names[-1]}", flush=True)
     finally:
         report = agent.close()

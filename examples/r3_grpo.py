@@ -18,11 +18,11 @@ import torch
 from tiny_moe import PROMPTS, build_model, encode
 
 from routetrace.capture_agent import AgentConfig, CaptureAgent
-from routetrace.capture_agent.transformers import TransformersCapture
+from routetrace.capture_agent.engines.transformers import TransformersCapture
 from routetrace.client import MicroBatch, Rank, RouteClient, Sample, make_plan
-from routetrace.client.replay import replay
+from routetrace.common.model_map import layout_from_config
 from routetrace.server.testing import run_server
-from routetrace.v1.model_map import layout_from_config
+from routetrace.trainers.replay import replay
 
 
 def reward(tokens: torch.Tensor) -> torch.Tensor:
@@ -99,7 +99,8 @@ def main() -> None:
             ]
             batch = MicroBatch.padded(samples, tokens.shape[1], padding_side="left")
             # Rows that other weights computed would be missing, which is an error.
-            rows = client.fetch(make_plan(layout, batch, rank), wait=30, weight_version=step)
+            plan = make_plan(layout, batch, rank)
+            rows = client.fetch(plan, wait_for="end", timeout=30, weight_version=step)
             # Old log-probabilities, and the same rows again in every train pass.
             with torch.no_grad(), replay(policy, rows, compare=True) as r:
                 old = token_logp(policy, tokens, mask, new)

@@ -1,4 +1,4 @@
-"""A small Qwen3-MoE over bytes of text: what the examples roll out and train.
+"""A small Qwen3-MoE over bytes of text: the examples roll it out and train it.
 
 The weights are random, scaled so that experts matter: then two precisions disagree about one router
 in ten, as large models do, and nothing has to be downloaded.

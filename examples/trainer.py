@@ -16,9 +16,9 @@ from pathlib import Path
 import torch
 from tiny_moe import build_model
 
-from routetrace.client import MicroBatch, Rank, RouteClient, Sample, make_plan
-from routetrace.client.replay import replay
-from routetrace.v1.model_map import layout_from_config
+from routetrace.client import MicroBatch, Rank, ReadOptions, RouteClient, Sample, make_plan
+from routetrace.common.model_map import layout_from_config
+from routetrace.trainers.replay import replay
 
 
 def main() -> int:
@@ -30,7 +30,7 @@ def main() -> int:
     args = parser.parse_args()
 
     lines = args.rollouts.read_text("utf-8").splitlines()
-    samples = {sample["request_id"]: sample["tokens"] for sample in map(json.loads, lines)}
+    samples = {sample["trace_id"]: sample["tokens"] for sample in map(json.loads, lines)}
     model = build_model().eval()
     layout = layout_from_config(model.config)
     rank = Rank(layout.layer_ids, flatten="batch")
@@ -40,16 +40,17 @@ def main() -> int:
     ]
     with ExitStack() as stack:
         client = stack.enter_context(RouteClient(args.target, run=args.run))
-        found = {stat.request_id for stat in client.find(labels={"source": "node"})}
+        found = {stat.trace_id for stat in client.find(labels={"source": "node"})}
         print(f"{len(samples)} samples, of which the server knows {len(found & samples.keys())}")
         print("sample   rows  coverage  routers that disagreed")
         coverage: list[float] = []
         disagreement: list[float] = []
         plans = [make_plan(layout, batch, rank) for batch in batches]
-        fetched = stack.enter_context(client.prefetch(plans, wait=args.wait, missing="mask"))
+        options = ReadOptions(wait_for="end", timeout=args.wait, missing="mask")
+        fetched = stack.enter_context(client.prefetch(plans, options=options))
         for (name, tokens), rows in zip(samples.items(), fetched, strict=True):
             with torch.no_grad(), replay(model, rows, compare=True) as replayed:
-                # What a policy gradient needs: log-probabilities under the experts of the rollout.
+                # A policy gradient needs log-probabilities under the experts of the rollout.
                 model(torch.tensor([tokens]))
             coverage.append(rows.coverage)
             disagreement.append(replayed.disagreement or 0.0)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import queue
 import random
 import threading
+import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent import futures
@@ -14,8 +16,8 @@ from typing import Any
 import grpc
 import numpy as np
 
+from routetrace.common.errors import ERROR_METADATA_KEY, NotFound, RouteTraceError
 from routetrace.v1 import routetrace_pb2 as pb
-from routetrace.v1.errors import ERROR_METADATA_KEY, NotFound, RouteTraceError
 from routetrace.v1.frame import encode_frame, slice_frame
 from routetrace.v1.layout import RoutingLayout
 from routetrace.v1.records import SPAN, U32, Provenance
@@ -232,6 +234,7 @@ def truth(
             "prompt_len": 4,
             "num_rows": count,
             "layout": layout.to_proto(),
+            "prefix_trace_ids": ["other"],
             "labels": {"group": "g1"},
             "incarnation": 1,
             "num_incarnations": 1,
@@ -249,11 +252,15 @@ Handler = Callable[[Any, grpc.ServicerContext], Any]
 
 
 class ScriptedServer:
-    """A gRPC server on a real socket; `script[method]` answers, `requests` keeps what was asked."""
+    """A gRPC server on a real socket; `script[method]` answers, `requests` keeps what was asked.
+
+    Reads of GetTraces are among the requests of GetTrace; `batches` keeps their calls.
+    """
 
     def __init__(self, port: int = 0) -> None:
-        self.script: dict[str, Handler] = {}
+        self.script: dict[str, Handler] = {"GetTraces": self._get_traces}
         self.requests: list[tuple[str, Any]] = []
+        self.batches: list[pb.GetTracesRequest] = []
         self._truths: list[Truth] = []
         self._changed = threading.Condition()
         self._server = grpc.server(
@@ -289,6 +296,47 @@ class ScriptedServer:
             fail(context, NotFound(field="trace_id", value=request.trace_id, expected="known"))
         yield from found.responses(request)
 
+    def _get_traces(
+        self, request: pb.GetTracesRequest, context: grpc.ServicerContext
+    ) -> Iterator[Any]:
+        """Answers each read as GetTrace does, side by side; parts share messages at random."""
+        parts: queue.SimpleQueue[pb.TracePart | _Aborted | None] = queue.SimpleQueue()
+
+        def answer(number: int, read: pb.GetTraceRequest) -> None:
+            read.run = request.run
+            self.requests.append(("GetTrace", read))
+            try:
+                for message in self.script["GetTrace"](read, _ReadContext(context)):
+                    parts.put(pb.TracePart(read=number, message=message))
+            except _Aborted as aborted:
+                parts.put(
+                    pb.TracePart(read=number, error=aborted.detail) if aborted.detail else aborted
+                )
+            parts.put(None)
+
+        for number, asked in enumerate(request.reads):
+            read = pb.GetTraceRequest.FromString(asked.SerializeToString())
+            threading.Thread(target=answer, args=(number, read), daemon=True).start()
+        rng, left = random.Random(len(request.reads)), len(request.reads)
+        message = pb.GetTracesResponse()
+        while left:
+            part = parts.get()
+            if part is None:
+                left -= 1
+                continue
+            if isinstance(part, _Aborted):
+                context.abort(part.status, part.text)
+            part.payload_bytes = len(part.message.payload)
+            message.payload += part.message.payload
+            part.message.ClearField("payload")
+            message.parts.append(part)
+            if rng.randrange(2):
+                yield message
+                message = pb.GetTracesResponse()
+        message.last = True
+        if message.parts:
+            yield message
+
     def _find(self, request: pb.GetTraceRequest) -> Truth | None:
         found = [
             t
@@ -308,6 +356,30 @@ class ScriptedServer:
         self.stop()
 
 
+class _Aborted(Exception):
+    """End of one read of several."""
+
+    def __init__(self, status: Any, text: str, detail: pb.ErrorDetail | None) -> None:
+        self.status, self.text, self.detail = status, text, detail
+
+
+class _ReadContext:
+    """The context of one read of several."""
+
+    def __init__(self, context: grpc.ServicerContext) -> None:
+        self._context = context
+        self._detail: pb.ErrorDetail | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._context, name)
+
+    def set_trailing_metadata(self, metadata: Any) -> None:
+        self._detail = pb.ErrorDetail.FromString(dict(metadata)[ERROR_METADATA_KEY])
+
+    def abort(self, status: Any, text: str) -> None:
+        raise _Aborted(status, text, self._detail)
+
+
 class _Handlers(grpc.GenericRpcHandler):
     def __init__(self, server: ScriptedServer) -> None:
         self._server = server
@@ -321,7 +393,10 @@ class _Handlers(grpc.GenericRpcHandler):
 
         def answer(raw: bytes, context: grpc.ServicerContext) -> Any:
             request = request_type.FromString(raw)
-            self._server.requests.append((method.name, request))
+            if method.name == "GetTraces":
+                self._server.batches.append(request)
+            else:
+                self._server.requests.append((method.name, request))
             return self._server.script[method.name](request, context)
 
         def stream(raw: bytes, context: grpc.ServicerContext) -> Iterator[Any]:
@@ -332,11 +407,29 @@ class _Handlers(grpc.GenericRpcHandler):
         return grpc.unary_unary_rpc_method_handler(answer, None, _bytes)
 
 
+def sealed(response: Any, later: bytes = b"") -> bytes:
+    """A message as a server sends it: where the contract has it, with the checksum.
+
+    `later` is a field of a later version, behind the payload.
+    """
+    fields = response.DESCRIPTOR.fields_by_name
+    if "crc32" not in fields:
+        return response.SerializeToString()
+    payload, head = type(response)(), type(response)()
+    head.CopyFrom(response)
+    if "payload" in fields:
+        payload.payload = response.payload
+        head.ClearField("payload")
+    data = head.SerializeToString()
+    crc = b"\x75" + zlib.crc32(data + later).to_bytes(4, "little")
+    return data + crc + payload.SerializeToString() + later
+
+
 def _bytes(response: Any) -> bytes:
-    return response if isinstance(response, bytes) else response.SerializeToString()
+    return response if isinstance(response, bytes) else sealed(response)
 
 
 def fail(context: grpc.ServicerContext, error: RouteTraceError) -> None:
-    """Ends a call with a typed error, as the server does."""
+    """End a call with a typed error, as the server does."""
     context.set_trailing_metadata(((ERROR_METADATA_KEY, error.to_detail().SerializeToString()),))
     context.abort(error.status, error.message)

@@ -14,7 +14,7 @@ from routetrace.cli.commands import app
 
 
 def commands(monkeypatch: pytest.MonkeyPatch, target: str, run: str) -> Callable[..., Any]:
-    """What runs a command against a server, checks its exit code, and returns CliRunner's result.
+    """Return a function that runs a command against a server and checks its exit code.
 
     Nothing of the environment's own ROUTETRACE_* settings is seen.
     """

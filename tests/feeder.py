@@ -7,6 +7,7 @@ import zlib
 
 import numpy as np
 
+from routetrace.common.security import Security
 from routetrace.v1 import routetrace_pb2 as pb
 from routetrace.v1 import routetrace_pb2_grpc as pb_grpc
 from routetrace.v1.frame import encode_frame
@@ -21,7 +22,9 @@ from routetrace.v1.records import (
     OpKind,
     token_digests,
 )
-from routetrace.v1.security import Security
+
+#: Longest life of a stream [s]: more than that of any module's fixtures on a busy machine.
+_LONGEST_S = 3600
 
 
 class ChunkMaker:
@@ -92,7 +95,7 @@ class Stream:
         )
         self._out: queue.SimpleQueue[pb.IngestRequest | None] = queue.SimpleQueue()
         self._in = pb_grpc.IngestServiceStub(self.channel).Ingest(
-            iter(self._out.get, None), timeout=60, metadata=security.metadata()
+            iter(self._out.get, None), timeout=_LONGEST_S, metadata=security.metadata()
         )
         self._out.put(pb.IngestRequest(hello=hello))
         self.welcome = next(self._in).welcome
@@ -101,7 +104,8 @@ class Stream:
         self._out.put(pb.IngestRequest(chunk=chunk))
 
     def receive(self) -> pb.IngestResponse:
-        return next(self._in)
+        """The next reply to a chunk."""
+        return next(answer for answer in self._in if not answer.HasField("pace"))
 
     def close(self) -> None:
         self._out.put(None)
@@ -110,7 +114,7 @@ class Stream:
 
 
 class Feeder:
-    """A sink for SimEngine; every flush() is one acknowledged chunk."""
+    """A sink for SmallEngine; every flush() is one acknowledged chunk."""
 
     def __init__(
         self,
@@ -121,6 +125,7 @@ class Feeder:
         engine_id: str = "e0",
         shard: str = "",
         boot_id: str = "boot",
+        epoch: int = 0,
         block_size: int = 0,
         num_blocks: int = 0,
         security: Security | None = None,
@@ -131,6 +136,7 @@ class Feeder:
             engine_id=engine_id,
             shard=shard,
             boot_id=boot_id,
+            epoch=epoch,
             layout=layout.to_proto(),
             block_size=block_size,
             num_blocks=num_blocks,
@@ -141,6 +147,8 @@ class Feeder:
         self.version = 0
         self.step_number = 0
         self.chunk = ChunkMaker(layout)
+        self.last = b""
+        """Last chunk that was sent."""
 
     def begin(self, request_id, *, trace_id="", prompt_len=0, labels=None, num_computed_tokens=0,
               num_external_tokens=0, block_ids=(), ttl_seconds=0, prompt_token_ids=None,
@@ -159,6 +167,8 @@ class Feeder:
             arg=len(self.chunk.begins) - 1,
             value=len(self.names),
         )
+        if num_computed_tokens > num_external_tokens:
+            self.chunk.op(OpKind.INHERIT, request_id)
         self.names.append(request_id)
         self.digest(len(self.names) - 1, prompt_token_ids, ends)
         return len(self.names) - 1
@@ -212,6 +222,8 @@ class Feeder:
             count=num_external_tokens,
             blocks=list(block_ids),
         )
+        if num_computed_tokens > num_external_tokens:
+            self.chunk.op(OpKind.INHERIT, self.names[handle])
 
     def finish(self, handle, num_tokens, reason="stop", token_ids=None) -> None:
         self.digest(handle, token_ids)
@@ -225,7 +237,9 @@ class Feeder:
     def flush(self) -> None:
         if not self.chunk.ops:
             return
-        self.stream.send(self.chunk.make(self.sequence))
+        chunk = self.chunk.make(self.sequence)
+        self.last = chunk.SerializeToString()
+        self.stream.send(chunk)
         answer = self.stream.receive()
         assert answer.ack.sequence == self.sequence, answer
         self.sequence += 1

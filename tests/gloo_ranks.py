@@ -17,7 +17,7 @@ Body = Callable[..., Any]
 
 
 def run_ranks(world: int, body: Body, *arguments: Any, timeout: float = 100.0) -> list[Any]:
-    """What `body(rank, *arguments)` returns in each of `world` processes, in the order of ranks.
+    """Return `body(rank, *arguments)` of each of `world` processes, in the order of ranks.
 
     Raises:
         ProcessRaisedException: if one of them raises; the others are ended.

@@ -15,8 +15,8 @@ from typing import Any
 import grpc
 import numpy as np
 
+from routetrace.common.errors import ERROR_METADATA_KEY, RouteTraceError
 from routetrace.v1 import routetrace_pb2 as pb
-from routetrace.v1.errors import ERROR_METADATA_KEY, RouteTraceError
 from routetrace.v1.frame import decode_frame
 from routetrace.v1.layout import RoutingLayout
 from routetrace.v1.records import DIGEST, NO_REQUEST, OP, U32, U64, OpKind, unpack
@@ -48,6 +48,8 @@ class Request:
     index: int = -1
     digests: dict[int, int] = field(default_factory=dict)
     drafts: int = NO_DRAFTS  # first position that may still be rejected
+    known: int = 0  # leading tokens whose rows it has yet to inherit
+    erased: set[int] = field(default_factory=set)  # positions of drafts whose KV was replaced since
     num_tokens: int = -1
     reason: int = 0
 
@@ -56,7 +58,7 @@ class Request:
         return entry[0] if entry else None
 
     def served(self) -> set[int]:
-        """Positions of the last attempt that can not be rejected any more."""
+        """Positions of the last attempt that cannot be rejected any more."""
         return {p for p in self.attempts[-1].rows if p < self.drafts}
 
     @property
@@ -69,7 +71,7 @@ class Request:
 
 
 class Model:
-    """What an engine's ops come to."""
+    """State after an engine's ops."""
 
     def __init__(self, block_size: int = 0) -> None:
         self.block_size = block_size
@@ -88,18 +90,36 @@ class Model:
         return block * self.block_size + position % self.block_size
 
     def _take(self, request: Request, computed: int, blocks: list[int], external: int) -> None:
-        request.blocks = list(blocks)
-        request.drafts = NO_DRAFTS
-        attempt = Attempt()
+        request.blocks, request.known = list(blocks), computed - external
+        request.drafts, request.erased = NO_DRAFTS, set()
         self._forget_from(request, computed - external)
-        for position in range(computed):
+        request.attempts.append(Attempt(cached=dict.fromkeys(range(computed - external, computed))))
+
+    def inherit(self, request_id: str) -> None:
+        request = self.live[request_id]
+        known, request.known = request.known, 0
+        for position in range(known):
             slot = self._slot(request, position)
-            attempt.cached[position] = None if slot is None else self.slots.get(slot)
-        request.attempts.append(attempt)
+            row = None if slot is None else self.slots.get(slot)
+            request.attempts[-1].cached[position] = row
+        while known % max(self.block_size, 1):  # others may have written behind them
+            self.slots.pop(self._slot(request, known), None)  # type: ignore[arg-type]
+            known += 1
 
     def _forget_from(self, request: Request, position: int) -> None:
         for p in range(position, len(request.blocks) * self.block_size):
             self.slots.pop(self._slot(request, p), None)  # type: ignore[arg-type]
+
+    def _confirm(self, request: Request, stop: int) -> None:
+        """Drafts before `stop` cannot be rejected any more."""
+        for p, row in request.attempts[-1].rows.items():
+            slot = self._slot(request, p)
+            if request.drafts <= p < stop and slot is not None and p not in request.erased:
+                self.slots[slot] = row
+        if request.drafts < stop:
+            request.drafts = (
+                stop if any(p >= stop for p in request.attempts[-1].rows) else NO_DRAFTS
+            )
 
     def begin(
         self,
@@ -117,18 +137,21 @@ class Model:
 
     def blocks(self, request_id: str, blocks: list[int]) -> None:
         self.live[request_id].blocks.extend(blocks)
-        self.external(blocks)
+        self._forget_blocks(blocks)
 
     def rows(self, request_id: str, position: int, rows: list[Row], drafts: int = 0) -> None:
         request = self.live[request_id]
-        request.drafts = position + len(rows) - drafts if drafts else NO_DRAFTS
         attempt = request.attempts[-1]
         if position < max([*attempt.rows, *attempt.cached], default=-1) + 1:
             self.rewind(request_id, position)
+        sure = position + len(rows) - drafts
+        self._confirm(request, sure)
+        request.drafts = sure if drafts else NO_DRAFTS
+        request.erased.difference_update(range(position, position + len(rows)))
         for p, row in enumerate(rows, position):
             attempt.rows[p] = row
             slot = self._slot(request, p)
-            if slot is not None:
+            if slot is not None and p < sure:
                 self.slots[slot] = row
 
     def slot_rows(self, slots: list[int], rows: list[Row]) -> None:
@@ -151,6 +174,7 @@ class Model:
         ]
 
     def preempt(self, request_id: str, position: int) -> None:
+        self._confirm(self.live[request_id], position)
         self.rewind(request_id, position)
         self.live[request_id].blocks = []
         self.live[request_id].drafts = NO_DRAFTS
@@ -160,7 +184,8 @@ class Model:
 
     def finish(self, request_id: str, num_tokens: int, reason: int) -> None:
         request = self.live.pop(request_id)
-        self._forget_from(request, num_tokens)
+        self._confirm(request, num_tokens - 1)
+        self._forget_from(request, max(0, num_tokens - 1))
         request.blocks = []
         request.drafts = NO_DRAFTS
         request.num_tokens, request.reason = num_tokens, reason
@@ -169,19 +194,43 @@ class Model:
                 for p in [p for p in kept if p >= num_tokens - 1]:
                     del kept[p]
 
-    def lost(self, request_id: str, position: int, count: int, reason: int) -> None:
-        self.live[request_id].attempts[-1].lost.append((position, count, reason))
+    def lost(
+        self, request_id: str, position: int, count: int, reason: int, drafts: int = 0
+    ) -> None:
+        request = self.live[request_id]
+        request.attempts[-1].lost.append((position, count, reason))
+        for p in range(position, position + count):
+            self.slots.pop(self._slot(request, p), None)  # type: ignore[arg-type]
+        if count:
+            self._confirm(request, position + count - drafts)
+
+    def forget(self, slots: list[int]) -> None:
+        for slot in slots:
+            self.slots.pop(slot, None)
 
     def external(self, blocks: list[int]) -> None:
+        self._erase(set(blocks))
+        self._forget_blocks(blocks)
+
+    def _erase(self, blocks: set[int]) -> None:
+        """Drafts in blocks are not there any more, confirmed or not."""
+        for request in self.live.values():
+            for p in request.attempts[-1].rows:
+                nth = p // self.block_size if self.block_size else len(request.blocks)
+                if nth < len(request.blocks) and request.blocks[nth] in blocks:
+                    request.erased.add(p)
+
+    def _forget_blocks(self, blocks: list[int]) -> None:
         for block in blocks:
             for slot in range(block * self.block_size, (block + 1) * self.block_size):
                 self.slots.pop(slot, None)
 
     def reset(self) -> None:
+        self._erase({block for request in self.live.values() for block in request.blocks})
         self.slots.clear()
 
     def apply(self, header: pb.ChunkHeader, frames: list[np.ndarray]) -> None:
-        """Applies a chunk; `frames` are [n, L, K]."""
+        """Apply a chunk; `frames` are [n, L, K]."""
         blocks = unpack(header.block_ids, U32, "block_ids").tolist()
         slots = unpack(header.slots, U64, "slots").tolist()
         digests = unpack(header.token_digests, DIGEST, "token_digests").tolist()
@@ -193,9 +242,11 @@ class Model:
             arg, version = int(op["arg"]), int(op["weight_version"])
             row, value = int(op["row"]), int(op["value"])
             name = ""
-            if kind not in {OpKind.EXTERNAL, OpKind.RESET} and request != NO_REQUEST:
+            of_nobody = {OpKind.EXTERNAL, OpKind.RESET, OpKind.FORGET}
+            if kind not in of_nobody and request != NO_REQUEST:
                 name = header.request_ids[request]
-            assert kind == OpKind.ROWS or at + op["num_blocks"] <= len(blocks)
+            in_slots = kind in {OpKind.ROWS, OpKind.FORGET}
+            assert in_slots or at + op["num_blocks"] <= len(blocks)
             some = blocks[at : at + int(op["num_blocks"])]
             if kind == OpKind.ROWS:
                 part = frames[op["frame"]][row : row + count]
@@ -222,7 +273,12 @@ class Model:
             elif kind == OpKind.FINISH:
                 self.finish(name, count, arg)
             elif kind == OpKind.LOST:
-                self.lost(name, position, count, arg)
+                self.lost(name, position, count, arg, value)
+            elif kind == OpKind.INHERIT:
+                self.inherit(name)
+            elif kind == OpKind.FORGET:
+                assert at + count <= len(slots)
+                self.forget(slots[at : at + count])
             elif kind == OpKind.DIGEST:
                 assert row + count <= len(digests)
                 self.live[name].digests.update(digests[row : row + count])
@@ -263,7 +319,8 @@ class IngestServer(IngestServiceServicer):
         self.heartbeats: list[pb.Heartbeat] = []  # of all streams
         self.metadata: list[dict[str, str]] = []  # of each stream
         self.script: Callable[[pb.Chunk], pb.ErrorDetail | RouteTraceError | None] | None = None
-        self.admit: Callable[[dict[str, str]], RouteTraceError | None] | None = None  # by metadata
+        # By hello and metadata; returns the refusal of a stream.
+        self.admit: Callable[[pb.Hello, dict[str, str]], RouteTraceError | None] | None = None
         self.hold = threading.Event()  # while clear, no chunk is looked at
         self.hold.set()
         self.changed = threading.Condition()
@@ -276,7 +333,7 @@ class IngestServer(IngestServiceServicer):
         self.start()
 
     def forget(self) -> None:
-        """Loses everything, as a server whose disk is gone."""
+        """Lose everything, as a server whose disk is gone."""
         self.boots += 1
         self.epoch = 0
         self.hello: pb.Hello | None = None
@@ -294,7 +351,7 @@ class IngestServer(IngestServiceServicer):
         self._server.start()
 
     def stop(self) -> None:
-        """Ends all streams; the port is free afterwards."""
+        """End all streams; the port is free afterwards."""
         self.hold.set()
         self._server.stop(0).wait()
 
@@ -338,7 +395,7 @@ class IngestServer(IngestServiceServicer):
             with self.changed:
                 self.metadata.append(metadata)
                 self.changed.notify_all()
-            if self.admit and (refusal := self.admit(metadata)):
+            if self.admit and (refusal := self.admit(first.hello, metadata)):
                 raise refusal
             yield pb.IngestResponse(welcome=self._welcome(first.hello))
             epoch = self.epoch

@@ -55,7 +55,7 @@ class Drawn:
         sample, position = divmod(serial, MANY)
         for segment in self.batch.samples[sample].segments:
             if segment.at <= position < segment.at + segment.stop - segment.start:
-                return segment.request_id, segment.start + position - segment.at
+                return segment.trace_id, segment.start + position - segment.at
         return None
 
 

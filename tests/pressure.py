@@ -122,12 +122,12 @@ def check_sample(stats: AgentStats, offered: int) -> None:
 
 
 def read_back(target: str, load: Load) -> Counter[str]:
-    """Reads all requests and compares them cell by cell; rows that are there, or why not."""
+    """Read all requests, compare them cell by cell, and return the rows or the reasons."""
     found: Counter[str] = Counter()
     by_name = {request.name: request for request in load.requests}
     with RouteClient(target) as client:
         for trace in client.get_many(by_name, missing="mask", prefetch=16):
-            request = by_name[trace.request_id]
+            request = by_name[trace.trace_id]
             truth, there = load.rows(request), trace.valid.all(axis=1)
             assert (trace.valid == there[:, None]).all(), "rows come whole"
             assert trace.num_tokens == request.num_tokens
@@ -139,7 +139,7 @@ def read_back(target: str, load: Load) -> Counter[str]:
 
 
 def without_server(steps: int, batch: int, queue_bytes: int, **settings: Any) -> dict[str, Any]:
-    """Plays so many steps without a server, which then comes; raises if anything is wrong."""
+    """Play so many steps without a server, which then comes; raise if anything is wrong."""
     port = free_port()
     # Time flies: of ten minutes some ten seconds are left.
     config = AgentConfig(
@@ -169,7 +169,7 @@ def without_server(steps: int, batch: int, queue_bytes: int, **settings: Any) ->
             stats = agent.stats()
             check_sample(stats, load.offered)
             found = read_back(server.target, load)
-    assert stats.in_flight_rows == stats.untold_requests == 0
+    assert stats.in_flight_rows == stats.unreported_requests == 0
     assert found.pop("stored") == stats.acknowledged_rows
     assert found == stats.dropped_rows, "what a reader is told is what was counted"
     return {
@@ -184,7 +184,7 @@ def without_server(steps: int, batch: int, queue_bytes: int, **settings: Any) ->
 
 
 def main() -> None:
-    """Prints one line for each figure."""
+    """Print one line for each figure."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=30_000, help="ten minutes of 50 a second")
     parser.add_argument("--batch", type=int, default=64)

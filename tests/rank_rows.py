@@ -35,7 +35,7 @@ def rows_of(
     missing: float = 0.0,
     reads: tuple[ReadFacts, ...] = (),
 ) -> RankRows:
-    """What a plan gets of `samples`, the ids [positions, all layers, top_k] of each.
+    """Return the rows that a plan gets of `samples`, ids [positions, all layers, top_k] each.
 
     Cells without a row hold garbage; a share of those that were planned is missing. Which ones
     depends on the sample and position, not on the rank.
@@ -75,7 +75,7 @@ def trace_of(
 
 def _facts(layout: RoutingLayout, versions: Sequence[tuple[int, int, int]]) -> dict[str, Any]:
     return {
-        "request_id": "r",
+        "trace_id": "r",
         "run": "test",
         "state": TraceState.COMPLETE,
         "num_tokens": 0,
@@ -95,5 +95,6 @@ def _facts(layout: RoutingLayout, versions: Sequence[tuple[int, int, int]]) -> d
         "stored_bytes": 0,
         "expires": 0.0,
         "token_digests": np.zeros(0, DIGEST),
+        "prefix_trace_ids": (),
         "weight_versions": tuple(versions),
     }

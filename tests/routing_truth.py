@@ -19,17 +19,17 @@ from routetrace.v1.layout import RoutingLayout
 
 @dataclass
 class Told:
-    """What the agent was told of one request."""
+    """Events of one request."""
 
     prompt_len: int
-    prompt: list[int]
+    prompt: list[int] | None
     labels: dict[str, str] | None
     blocks: list[int]
     end: int
     rows: dict[int, np.ndarray | None] = field(default_factory=dict)
     num_tokens: int | None = None
     reason: str = ""
-    tokens: list[int] = field(default_factory=list)
+    tokens: list[int] | None = field(default_factory=list)
     attempts: int = 1
     preemptions: int = 0
     given: list[int] = field(default_factory=list)
@@ -65,8 +65,10 @@ class RecordingAgent:
         prompt_token_ids: Any = None,
     ) -> int:
         assert request_id not in self.requests or self.requests[request_id].num_tokens is not None
-        assert len(prompt_token_ids) == prompt_len
-        told = Told(prompt_len, list(prompt_token_ids), labels, [], num_computed_tokens)
+        assert prompt_token_ids is None or len(prompt_token_ids) == prompt_len
+        told = Told(
+            prompt_len, prompt_token_ids and list(prompt_token_ids), labels, [], num_computed_tokens
+        )
         handle = len(self.by_handle) + 1
         self.requests[request_id] = self.by_handle[handle] = told
         self._take(told, num_computed_tokens, list(block_ids))
@@ -138,11 +140,14 @@ class RecordingAgent:
         assert told.attempts == told.preemptions + 1
         self._take(told, num_computed_tokens, list(block_ids))
 
-    def finish(self, handle: int, num_tokens: int, reason: str, token_ids: list[int]) -> None:
+    def finish(
+        self, handle: int, num_tokens: int, reason: str, token_ids: list[int] | None
+    ) -> None:
         told = self.by_handle[handle]
         assert told.num_tokens is None
         assert reason in ("stop", "length", "abort")
-        assert len(token_ids) == num_tokens
+        assert (token_ids is None) == (told.prompt is None)
+        assert token_ids is None or len(token_ids) == num_tokens
         told.num_tokens, told.reason, told.tokens, told.blocks = num_tokens, reason, token_ids, []
 
     def trace(self, request_id: str) -> np.ndarray:

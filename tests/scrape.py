@@ -1,10 +1,20 @@
-"""What /metrics of a server says."""
+"""Samples of a server's /metrics, and the status of its other pages."""
 
 from __future__ import annotations
 
+import urllib.error
 import urllib.request
 
 from prometheus_client.parser import text_string_to_metric_families
+
+
+def http_status(address: str, path: str) -> int:
+    """Status with which a page at a metrics port is served."""
+    try:
+        with urllib.request.urlopen(f"http://{address}{path}", timeout=60) as response:
+            return response.status
+    except urllib.error.HTTPError as error:
+        return error.code
 
 
 class Scraped:

@@ -60,7 +60,10 @@ class SmallMoE(nn.Module):
             weights, ids = scores.topk(self.layout.top_k)
             self.read(column, ids)
             hidden = torch.einsum("nd,nkdh->nkh", x, self.up[column][ids]).tanh()
-            out = torch.einsum("nkh,nkhd,nk->nd", hidden, self.down[column][ids], weights)
+            # Of two operands each: for more, opt_einsum (where it is installed) plans with the
+            # number of tokens, and a compiled model is compiled again for every length.
+            hidden = hidden * weights[..., None]
+            out = torch.einsum("nkh,nkhd->nd", hidden, self.down[column][ids])
             x = torch.tanh(x + self.reduce(out))
         return x
 
@@ -71,7 +74,7 @@ def tokens(n: int, seed: int) -> torch.Tensor:
 
 
 def truth(layout: RoutingLayout, x: torch.Tensor) -> np.ndarray:
-    """What the routers choose for x, [n, layers, top_k], without any capture."""
+    """Return the routers' choices for x, [n, layers, top_k], without capture."""
     seen: dict[int, torch.Tensor] = {}
     SmallMoE(layout, seen.__setitem__).to(x.device)(x)
     ids = torch.stack([seen[column] for column in range(len(layout.layer_ids))], dim=1)

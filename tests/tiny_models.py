@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 from collections.abc import Iterator
 from typing import Any
 
@@ -36,6 +37,12 @@ _COMMON: dict[str, Any] = {
     "pad_token_id": PAD,
     "eos_token_id": EOS,
     "bos_token_id": 2,
+}
+_WIDE: dict[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "moe_intermediate_size": 64,
+    "head_dim": 16,
 }
 _MLA: dict[str, Any] = {
     "q_lora_rank": 16,
@@ -148,18 +155,21 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], tuple[int, ...], int, int]] = {
 }
 
 
-def tiny_model(name: str, seed: int = 0) -> tuple[Any, RoutingLayout]:
+def tiny_model(name: str, seed: int = 0, *, wide: bool = False) -> tuple[Any, RoutingLayout]:
     """A model of the family in float32 and evaluation mode, and its layout.
 
-    The model is shared between tests: leave no hooks, gradients, settings or training mode behind.
+    A wide one has experts whose sizes are multiples of 64, as those of real models are. The model
+    is shared between tests: leave no hooks, gradients, settings or training mode behind.
     """
-    return _tiny_model(name, seed)  # of one form for the cache, however it was called
+    return _tiny_model(name, seed, wide)  # of one form for the cache, however it was called
 
 
 @functools.cache
-def _tiny_model(name: str, seed: int) -> tuple[Any, RoutingLayout]:
+def _tiny_model(name: str, seed: int, wide: bool) -> tuple[Any, RoutingLayout]:
     prefix, special, layers, experts, top_k = FAMILIES[name]
-    config = getattr(transformers, f"{prefix}Config")(**{**_COMMON, **special})
+    config = getattr(transformers, f"{prefix}Config")(
+        **{**_COMMON, **(_WIDE if wide else {}), **special}
+    )
     torch.manual_seed(seed)
     model = getattr(transformers, f"{prefix}ForCausalLM")(config).eval()
     for key, buffer in model.named_buffers():
@@ -167,6 +177,20 @@ def _tiny_model(name: str, seed: int) -> tuple[Any, RoutingLayout]:
             buffer.copy_(torch.randn(buffer.shape) * 0.1)
     layout = RoutingLayout(layers, config.num_hidden_layers, experts, top_k)
     return model, layout
+
+
+def paging(*, page_size: int, **options: Any) -> Any:
+    """A `ContinuousBatchingConfig`, in the words of this version of the library."""
+    kind = transformers.ContinuousBatchingConfig
+    return kind(**{PAGE_SIZE: page_size}, **options)
+
+
+#: What `ContinuousBatchingConfig` calls the tokens of a page.
+PAGE_SIZE = (
+    "page_size"
+    if "page_size" in inspect.signature(transformers.ContinuousBatchingConfig).parameters
+    else "block_size"
+)
 
 
 @contextlib.contextmanager

@@ -64,13 +64,13 @@ ENTRYPOINT ["/usr/bin/prometheus"]
 
 
 class Unable(Exception):
-    """Containers can not be run here; says why."""
+    """Containers cannot be run here; says why."""
 
 
 def impossible() -> str:
-    """Why this machine can not run containers at all; "" if it may."""
+    """Why this machine cannot run containers at all; "" if it may."""
     if os.geteuid() != 0:
-        return "podman can not stand in for Docker without root"
+        return "podman cannot stand in for Docker without root"
     try:
         call("unshare", "--mount", "--net", "mount", "-t", "tmpfs", "none", "/mnt")
     except (OSError, Unable) as error:
@@ -79,7 +79,7 @@ def impossible() -> str:
 
 
 def prepare(work: Path) -> dict[str, str]:
-    """Installs what is missing, and makes the base images.
+    """Install what is missing, and make the base images.
 
     Args:
         work: a directory for images, volumes and configuration.
@@ -88,14 +88,14 @@ def prepare(work: Path) -> dict[str, str]:
         The environment in which podman and podman-compose use that directory.
 
     Raises:
-        Unable: if this machine can not do it.
+        Unable: if this machine cannot do it.
     """
     if os.geteuid() != 0:
-        raise Unable("no Docker engine answers, and without root podman can not stand in for it")
+        raise Unable("no Docker engine answers, and without root podman cannot stand in for it")
     missing = [name for name in PACKAGES if not _installed(name)]
     if missing:
         if shutil.which("apt-get") is None:
-            raise Unable(f"no Docker engine answers, and {', '.join(missing)} can not be installed")
+            raise Unable(f"no Docker engine answers, and {', '.join(missing)} cannot be installed")
         # No daemon is started by its installation.
         environ = {**os.environ, "DEBIAN_FRONTEND": "noninteractive", "RUNLEVEL": "1"}
         call("apt-get", "update", "-qq", env=environ)
@@ -128,7 +128,7 @@ def prepare(work: Path) -> dict[str, str]:
 
 
 def build_arguments(work: Path) -> str:
-    """How `podman build` reaches what pip on this machine is configured to install from."""
+    """Return arguments that give `podman build` the package sources of this machine's pip."""
     settings: dict[str, str] = {}
     told = call(sys.executable, "-m", "pip", "config", "list")
     for line in told.splitlines():
@@ -141,14 +141,14 @@ def build_arguments(work: Path) -> str:
         # The pages of an index may point to files beside it.
         path = Path(word.removeprefix("file://"))
         path = path.parent if word.startswith("file:") else path
-        if path.is_absolute() and path.is_dir() and path != Path("/"):
+        if path.is_absolute() and path.exists() and path != Path("/"):
             mounts.add(f"{path}:{path}")
     volumes = " ".join(f"--volume={mount}:ro" for mount in sorted(mounts))
     return f"--network=host --pull=never --build-arg=PYTHON_IMAGE={BASE_IMAGE} {volumes}"
 
 
 def inside(command: list[str], environ: dict[str, str]) -> int:
-    """Runs a command in namespaces of its own; what it leaves running ends with it."""
+    """Run a command in namespaces of its own; what it leaves running ends with it."""
     # What it writes to /run goes with it, too.
     script = 'mount -t tmpfs tmpfs /run && ip link set lo up && exec "$@"'
     return subprocess.run(
@@ -162,7 +162,7 @@ def inside(command: list[str], environ: dict[str, str]) -> int:
 
 
 def clear(work: Path) -> list[str]:
-    """Removes the directory; says what could not be left as it was."""
+    """Remove the directory; say what could not be left as it was."""
     for process in _processes(work):
         with contextlib.suppress(ProcessLookupError):
             os.kill(process, signal.SIGKILL)
@@ -182,7 +182,7 @@ def clear(work: Path) -> list[str]:
 
 
 def call(*command: str, env: dict[str, str] | None = None, cwd: Path | None = None) -> str:
-    """Runs a command to its end and returns what it printed.
+    """Run a command to its end and return what it printed.
 
     Raises:
         Unable: if it fails; with the end of its output.

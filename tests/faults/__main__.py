@@ -18,7 +18,7 @@ from faults.shares import SHARES, Options
 
 
 def main() -> int:
-    """Returns 1 if a promise was broken."""
+    """Return 1 if a promise was broken."""
     parser = argparse.ArgumentParser("python -m faults", description=__doc__)
     parser.add_argument("--share", choices=tuple(SHARES), default="quick")
     parser.add_argument("--scenario", action="append", help="only this one; may be repeated")

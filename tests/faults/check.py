@@ -11,9 +11,9 @@ import numpy as np
 
 from faults.script import RUN, Said, Script
 from routetrace.client import RouteClient, RoutingTrace, TraceState
-from routetrace.server.disk_store import DiskStore
-from routetrace.server.record import decode_record
-from routetrace.v1.errors import NotFound, RouteTraceError
+from routetrace.common.errors import NotFound, RouteTraceError
+from routetrace.server.index.records.record import decode_record
+from routetrace.server.store.disk.store import DiskStore
 
 
 class Violation(AssertionError):
@@ -21,14 +21,14 @@ class Violation(AssertionError):
 
 
 def check(holds: object, message: str) -> None:
-    """Raises Violation unless it holds."""
+    """Raise Violation unless it holds."""
     if not holds:
         raise Violation(message)
 
 
 @dataclass
 class Known:
-    """How far a writer got, as it knows itself."""
+    """Progress of a writer, by its own account."""
 
     acked: int = 0
     """Chunks 1 .. acked are acknowledged."""
@@ -42,7 +42,7 @@ class Known:
 
 @dataclass
 class Served:
-    """What was compared; `+=` adds up."""
+    """Counts of a comparison; `+=` adds up."""
 
     traces: int = 0
     rows: int = 0
@@ -63,7 +63,7 @@ def compare(
     evicted: bool = False,
     prefetch: int = 16,
 ) -> Served:
-    """Reads every trace of a writer: acknowledged is served, served was sent, and all of it exact.
+    """Read every trace of a writer: acknowledged is served, served was sent, and all of it exact.
 
     Args:
         client: whom to ask.
@@ -130,7 +130,7 @@ def _compare_one(
 
 
 def audit(data_dir: Path, *, failed: bool = False) -> int:
-    """Walks through the files of a server that has ended: each chunk is there once, in its order.
+    """Walk through the files of a server that has ended: each chunk is there once, in its order.
 
     Args:
         data_dir: its data.
@@ -148,12 +148,14 @@ def audit(data_dir: Path, *, failed: bool = False) -> int:
         last: dict[tuple[str | int, ...], int] = {}
         chunks = 0
         for number, record in store.headers():
-            facts, _ = decode_record(record)
-            if facts["kind"] != "chunk":
+            change = decode_record(record)
+            if not change.HasField("chunk"):
                 continue
+            chunk, writer = change.chunk, change.chunk.writer
             chunks += 1
             # Shards of an engine may well have the same epoch.
-            key, sequence = (*facts["writer"], facts["epoch"]), facts["sequence"]
+            key = writer.run, writer.engine_id, writer.shard, chunk.epoch
+            sequence = chunk.sequence
             before = last.get(key, sequence - 1)
             check(
                 failed or sequence == before + 1,

@@ -16,7 +16,7 @@ from faults.serving import Server
 from faults.torn import Load
 from faults.writers import Job, Run, Writers, no_violations
 from routetrace.client import RouteClient
-from routetrace.v1.errors import NotFound
+from routetrace.common.errors import NotFound
 
 DAY = 86400
 _FOREVER = 1 << 30

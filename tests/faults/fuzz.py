@@ -29,7 +29,7 @@ ROOM = 3 << 30
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Returns the number of findings, at most 99."""
+    """Return the number of findings, at most 99."""
     parser = argparse.ArgumentParser("faults.fuzz", description=__doc__.splitlines()[0])
     parser.add_argument("--seconds", type=float, default=60.0, help="of all targets together")
     parser.add_argument("--seed", type=int, default=None)
@@ -69,7 +69,7 @@ def main(argv: list[str] | None = None) -> int:
 def run_target(
     name: str, seed: int, seconds: float, inputs: int = 0, engine: str = "own"
 ) -> dict[str, Any]:
-    """Runs one target in processes of its own until its time, or its number of inputs, is over."""
+    """Run one target in processes of its own until its time, or its number of inputs, is over."""
     directory = Path(tempfile.mkdtemp(prefix=f"routetrace-fuzz-{name}-"))
     total: dict[str, Any] = {
         "inputs": 0, "taken": 0, "seconds": 0.0, "slowest": 0.0, "grown": 0, "limit": 0,
@@ -103,7 +103,7 @@ def run_target(
 def _run_child(
     name: str, seed: int, seconds: float, inputs: int, directory: Path, engine: str
 ) -> str:
-    """Returns how it ended, if that is a finding."""
+    """Return how it ended, if that is a finding."""
     (directory / "report.json").unlink(missing_ok=True)
     command = [
         sys.executable, "-m", "faults.fuzz", "--child", str(directory), "--target", name,
@@ -207,7 +207,7 @@ class Runner:
             self.write()
 
     def write(self) -> None:
-        """Says how it stands, so that it is known after a crash."""
+        """Say how it stands, so that it is known after a crash."""
         self._written = time.monotonic()
         self.report["seconds"] = self._written - self._started
         part = self._directory / "report.part"
@@ -251,7 +251,7 @@ def _child(name: str, seed: int, seconds: float, count: int, directory: Path, en
 
 
 def _instrumented(engine: str) -> Any:
-    """What is imported in it tells libFuzzer which lines are reached."""
+    """Modules imported inside it report reached lines to libFuzzer."""
     if engine != "atheris":
         return nullcontext()
     import atheris

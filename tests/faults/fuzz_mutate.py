@@ -5,6 +5,7 @@ Checksums are made right again, so that what stands behind them is reached.
 
 from __future__ import annotations
 
+import math
 import random
 import struct
 import zlib
@@ -15,7 +16,7 @@ import zstandard
 from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 
-from routetrace.v1.errors import RouteTraceError
+from routetrace.common.errors import RouteTraceError
 from routetrace.v1.frame import Codec, read_header
 from routetrace.v1.frame_header import CRC_BYTES, layer_bytes
 from routetrace.v1.records import DIGEST, OP, SPAN, U32, U64
@@ -49,7 +50,7 @@ def odd_number(rng: random.Random, bits: int = 64, signed: bool = False) -> int:
 
 
 def mutate_bytes(rng: random.Random, data: bytes) -> bytes:
-    """Flips, cuts, repeats, inserts."""
+    """Flip, cut, repeat, insert."""
     out = bytearray(data)
     for _ in range(rng.choice((1, 1, 1, 2, 8))):
         at = rng.randrange(len(out) + 1)
@@ -68,7 +69,7 @@ def mutate_bytes(rng: random.Random, data: bytes) -> bytes:
 
 
 def mutate_records(rng: random.Random, data: bytes, dtype: np.dtype[Any]) -> bytes:
-    """Changes fields of records, or drops, repeats and reorders records."""
+    """Change fields of records, or drop, repeat and reorder records."""
     if not data or len(data) % dtype.itemsize or rng.random() < 0.03:
         return mutate_bytes(rng, data)
     records = np.frombuffer(data, dtype).copy()
@@ -112,7 +113,7 @@ _BITS = {
 
 
 def mutate_message(rng: random.Random, message: Message) -> None:
-    """Changes one field, somewhere in the message, to what a writer could have put there."""
+    """Change one field, somewhere in the message, to what a writer could have put there."""
     fields = [f for f in message.DESCRIPTOR.fields if f.name != "payload"]
     # Those that are set hold most of the sense.
     field = rng.choice([f for f, _ in message.ListFields() if f.name != "payload"] or fields)
@@ -164,6 +165,8 @@ def _scalar(rng: random.Random, field: FieldDescriptor, value: Any) -> Any:
         return odd_number(rng, bits, signed)
     if field.type == FieldDescriptor.TYPE_BOOL:
         return not value
+    if field.type == FieldDescriptor.TYPE_DOUBLE:
+        return rng.choice((0.0, -1.0, 1e300, math.inf, math.nan, value + 1))
     if field.type == FieldDescriptor.TYPE_STRING:
         return rng.choice(_ODD_TEXT)
     if field.name in COLUMNS:
@@ -177,7 +180,7 @@ _HEAD = struct.Struct("<4sBBHIIHH")
 
 
 def mutate_frame(rng: random.Random, frame: bytes) -> bytes:
-    """Changes a field of the header, the tables or a group; the checksums are right afterwards."""
+    """Change a field of the header, the tables or a group; the checksums are right afterwards."""
     try:
         header = read_header(frame)
     except RouteTraceError:
@@ -250,7 +253,7 @@ def reseal_frame(frame: bytes) -> bytes:
     at = end + CRC_BYTES
     sizes = struct.unpack_from(f"<{groups}I", out, table)
     counts = struct.unpack_from(f"<{groups}H", out, table + 4 * groups)
-    plane, low = layer_bytes(rows, top_k, experts, Codec(codec)) if codec in (0, 1) else (0, 0)
+    plane, low = layer_bytes(rows, top_k, experts, Codec(codec)) if codec in list(Codec) else (0, 0)
     for size, count in zip(sizes, counts, strict=True):
         last = at + size - CRC_BYTES
         as_it_is = size == count * (plane + low) + CRC_BYTES

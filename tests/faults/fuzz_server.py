@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import random
 import zlib
+from contextlib import suppress
 from functools import cache
 from typing import Any
 
@@ -13,7 +14,6 @@ import numpy as np
 from client_server import rows_of
 from feeder import ChunkMaker, Feeder
 from google.protobuf.message import DecodeError
-from sim_engine import SimEngine
 
 from faults.fuzz_mutate import (
     frames_of,
@@ -21,23 +21,32 @@ from faults.fuzz_mutate import (
     mutate_bytes,
     mutate_frame,
     mutate_message,
-    odd_number,
 )
 from faults.fuzz_targets import LAYOUTS, Target, pack_parts, unpack_parts
-from routetrace.server import refs
-from routetrace.server.apply import apply_record
-from routetrace.server.chunk import check_payload, check_sums, parse_header
-from routetrace.server.config import ServerConfig
+from routetrace.common.errors import ERROR_METADATA_KEY, InvalidArgument, RouteTraceError
 from routetrace.server.core import Core
-from routetrace.server.record import Sums, encode_chunk, encode_control, layout_to_hex
-from routetrace.server.served import segments_of
-from routetrace.server.state import State
-from routetrace.server.store import MemoryStore, Record
+from routetrace.server.index.apply import apply_record
+from routetrace.server.index.chunk import check_payload, check_sums, parse_header
+from routetrace.server.index.records.format import HEAD, UnsupportedFormat
+from routetrace.server.index.records.record import (
+    Sums,
+    decode_record,
+    encode_chunk,
+    encode_delete,
+    encode_open,
+    encode_renew,
+)
+from routetrace.server.index.state import State
+from routetrace.server.index.traces import refs
+from routetrace.server.read.served import segments_of
+from routetrace.server.read.view import Segment, covered, view
+from routetrace.server.settings.config import ServerConfig
+from routetrace.server.store.interface import Record
+from routetrace.server.store.memory import MemoryStore
 from routetrace.server.testing import run_server
-from routetrace.server.view import Segment, covered, view
+from routetrace.simulation.small_engine import SmallEngine
 from routetrace.v1 import routetrace_pb2 as pb
 from routetrace.v1 import routetrace_pb2_grpc as pb_grpc
-from routetrace.v1.errors import ERROR_METADATA_KEY, InvalidArgument, RouteTraceError
 from routetrace.v1.layout import RoutingLayout
 from routetrace.v1.records import NO_REQUEST, OP, SPAN, OpKind, Provenance
 
@@ -64,11 +73,11 @@ class Recording(Feeder):
 
 @cache
 def _runs() -> list[tuple[pb.Hello, list[pb.Chunk]]]:
-    """What agents of engines that behave badly send."""
+    """Messages of agents whose engines misbehave."""
     found = []
     for seed, layout in enumerate((*LAYOUTS, *LAYOUTS)):
         sink = Recording(layout)
-        sim = SimEngine(sink, layout, seed, num_blocks=14)
+        sim = SmallEngine(sink, layout, seed, num_blocks=14)
         for i in range(6):
             prompt = [sim.rng.randrange(4) for _ in range(sim.rng.randint(1, 14))]
             sim.submit(f"r{i % 4}", prompt, sim.rng.randint(1, 9))
@@ -90,7 +99,7 @@ def _runs() -> list[tuple[pb.Hello, list[pb.Chunk]]]:
 
 
 def reseal(chunk: pb.Chunk) -> None:
-    """Makes the checksums right."""
+    """Make the checksums right."""
     chunk.header_crc32 = zlib.crc32(chunk.header)
     chunk.payload_crc32 = zlib.crc32(chunk.payload)
 
@@ -185,9 +194,9 @@ class StormTarget(ChunkTarget):
 
 
 def _opened(layout: RoutingLayout, block_size: int, num_blocks: int) -> bytes:
-    return encode_control(
-        "open", 0, writer=WRITER, epoch=1, boot_id="boot", layout=layout_to_hex(layout),
-        block_size=block_size, num_blocks=num_blocks,
+    return encode_open(
+        0, WRITER, epoch=1, boot_id="boot", layout=layout, block_size=block_size,
+        num_blocks=num_blocks,
     )  # fmt: skip
 
 
@@ -238,10 +247,10 @@ def _check_segments(
 ) -> None:
     packed = np.zeros(1, SPAN)
     ends: dict[int, int] = {}
-    for index, attempt, span in segments:
+    for index, attempt, span, layers in segments:
         source = trace.sources[index]
         assert 0 <= span.position < span.stop <= 1 << 31
-        for layer in source.layout.layer_ids:
+        for layer in layers or source.layout.layer_ids:
             assert ends.get(layer, 0) <= span.position, "a cell twice"
             ends[layer] = span.stop
         frames = state.frames[refs.chunk_of(span.ref)]
@@ -295,8 +304,8 @@ def _records(rng: random.Random) -> list[bytes]:
     for sequence, chunk in enumerate(chunks, 1):
         sums = Sums(chunk.header_crc32, chunk.payload_crc32)
         records.append(encode_chunk(WRITER, 1, sequence, sums, float(sequence), chunk.header))
-    records.append(encode_control("renew", 9.0, run="run", trace_ids=["r0", "?"], ttl=5))
-    records.append(encode_control("delete", 9.0, run="run", trace_ids=["r1"]))
+    records.append(encode_renew(9.0, "run", ["r0", "?"], 5))
+    records.append(encode_delete(9.0, "run", ["r1"], "deleted"))
     return records
 
 
@@ -313,24 +322,23 @@ class RecordTarget(Target):
         if not parts:
             return data
         i = rng.randrange(len(parts))
-        # In the JSON most bytes are digits and quotes: another digit makes another number.
-        head = bytearray(parts[i])
-        digits = [at for at, byte in enumerate(head[:200]) if chr(byte).isdigit()]
-        if digits and rng.random() < 0.4:
-            at = rng.choice(digits)
-            head[at : at + 1] = str(odd_number(rng, 64, True)).encode()
-            size = int.from_bytes(head[:4], "little") + len(head) - len(parts[i])
-            head[:4] = max(size, 0).to_bytes(4, "little")
-            parts[i] = bytes(head)
-        else:
-            parts[i] = mutate_bytes(rng, parts[i])
+        if rng.random() < 0.7:
+            with suppress(DecodeError, RouteTraceError):
+                record = decode_record(parts[i])
+                mutate_message(rng, record)
+                parts[i] = HEAD + record.SerializeToString()
+                return pack_parts(parts)
+        parts[i] = mutate_bytes(rng, parts[i])
         return pack_parts(parts)
 
     def one_input(self, data: bytes) -> bool:
         core = new_core()
         for number, record in enumerate(unpack_parts(data), 1):
             core.store.append(Record(number, record, b"")).result()
-        core.journal.recover()
+        try:
+            core.journal.recover()
+        except UnsupportedFormat:
+            return False
         return bool(core.state.traces.traces)
 
 
@@ -343,7 +351,8 @@ class SnapshotTarget(Target):
         core = new_core()
         for number, record in enumerate(_records(rng), 1):
             apply_record(core.state, number, record)
-        return b"".join(core.state.dump())
+        (piece,) = core.state.dump()
+        return piece
 
     def one_input(self, data: bytes) -> bool:
         state = State(1.0)
@@ -380,6 +389,9 @@ class RequestTarget(Target):
         assert answers[-1].ack.sequence == chunks[-1].sequence
         self._requests: dict[str, Any] = {
             "GetTrace": pb.GetTraceRequest(run="run", trace_id="r0"),
+            "GetTraces": pb.GetTracesRequest(
+                run="run", reads=[pb.GetTraceRequest(trace_id=f"r{i}") for i in range(3)]
+            ),
             "GetBlocks": pb.GetBlocksRequest(
                 run="run", engine_id="engine", block_ids=[0, 1], num_tokens=7
             ),
@@ -389,6 +401,8 @@ class RequestTarget(Target):
             "RetireTraces": pb.RetireTracesRequest(run="run", through_weight_version=-1),
             "RenewLease": pb.RenewLeaseRequest(run="run", trace_ids=["r0"], ttl_seconds=90),
             "GetServerInfo": pb.GetServerInfoRequest(run="run"),
+            "ListAgents": pb.ListAgentsRequest(run="run", page_size=1),
+            "ForgetEngine": pb.ForgetEngineRequest(run="run", engine_id="none"),
             "BindRequest": pb.BindRequestRequest(
                 run="run", engine_id="engine", request_id="b", block_ids=[0, 1], num_tokens=7
             ),
@@ -396,7 +410,7 @@ class RequestTarget(Target):
         }
 
     def close(self) -> None:
-        """Ends the server."""
+        """End the server."""
         self._channel.close()
         self._server.__exit__(None, None, None)
 
@@ -461,6 +475,7 @@ def waits(path: str, body: bytes) -> bool:
     name = path.rpartition("/")[2]
     kind = {
         "GetTrace": pb.GetTraceRequest,
+        "GetTraces": pb.GetTracesRequest,
         "StatTrace": pb.StatTraceRequest,
         "BindRequest": pb.BindRequestRequest,
     }.get(name)
@@ -471,7 +486,8 @@ def waits(path: str, body: bytes) -> bool:
     except DecodeError:
         return False
     return bool(
-        getattr(request, "wait_for", 0)
+        any(read.wait_for for read in getattr(request, "reads", ()))
+        or getattr(request, "wait_for", 0)
         or getattr(request, "wait", False)
         or getattr(request, "follow", False)
         or getattr(request, "step", 0)

@@ -30,9 +30,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from routetrace.server.disk_store import DiskStore
-from routetrace.server.store import Record
-from routetrace.v1.errors import Corrupt, NotFound
+from routetrace.common.errors import Corrupt, NotFound
+from routetrace.server.store.disk.store import DiskStore
+from routetrace.server.store.interface import Record
 
 CAPACITY = 6 << 20
 _BLOCK = 16384
@@ -51,7 +51,7 @@ _PATIENCE = 60.0
 
 
 def payload_of(number: int) -> bytes:
-    """What every writer stores under this number."""
+    """Return the payload that every writer stores under this number."""
     size = (0, 100, 3000, 20_000, 70_000)[number * 7 % 5]
     at = number * 7919 % (len(_NOISE) - size)
     return (b"%d:" % number + _NOISE[at : at + size])[:size]
@@ -77,7 +77,7 @@ def pieces_of(number: int) -> Iterator[bytes]:
 
 
 def write(directory: Path, seed: int, last: int) -> None:
-    """Puts, snapshots and drops, up to a number."""
+    """Put, snapshot and drop, up to a number."""
     rng = random.Random(seed)
     store = DiskStore(directory, capacity_bytes=CAPACITY)
     live: list[int] = []
@@ -117,7 +117,7 @@ class Writer:
         return self._process.poll() is None
 
     def kill(self) -> None:
-        """Kills it, if it still runs."""
+        """Kill it, if it still runs."""
         self._process.kill()
         self._process.wait()
 
@@ -126,7 +126,7 @@ class Writer:
 
 
 def damage(directory: Path, old: Path | None, rng: random.Random) -> str:
-    """Damages files of a directory; returns what was done."""
+    """Damage files of a directory; return what was done."""
     files = sorted(path for path in directory.rglob("*") if path.is_file())
     file = rng.choice([path for path in files if path.stat().st_size] or files)
     data = bytearray(file.read_bytes())
@@ -172,7 +172,7 @@ def damage(directory: Path, old: Path | None, rng: random.Random) -> str:
 
 
 def open_and_read(directory: Path, *, again: bool) -> Counter[str]:
-    """Does what a server does when it starts, reads all that ever was, and counts."""
+    """Do what a server does when it starts, read all that ever was, and count."""
     counts: Counter[str] = Counter()
     store = DiskStore(directory, capacity_bytes=CAPACITY)
     counts["set aside"] = sum("damaged-" in path.name for path in directory.iterdir())
@@ -217,7 +217,7 @@ def open_and_read(directory: Path, *, again: bool) -> Counter[str]:
 
 
 def check(spec: dict[str, Any]) -> dict[str, Any]:
-    """Copies a directory, damages the copy, opens it, and opens it again.
+    """Copy a directory, damage the copy, open it, and open it again.
 
     Returns:
         What was counted, and `error` if something went wrong.
@@ -250,7 +250,7 @@ def check(spec: dict[str, Any]) -> dict[str, Any]:
 
 
 def serve() -> None:
-    """Opens what it is told to, one after the other."""
+    """Open what it is told to, one after the other."""
     logging.disable(logging.CRITICAL)
     for line in sys.stdin:
         try:
@@ -268,7 +268,7 @@ class Opener:
         self._process: subprocess.Popen[str] | None = None
 
     def open(self, **spec: Any) -> dict[str, Any]:
-        """What `check` returned; `crash` if the process ended over it, or never came back."""
+        """Return the result of `check`; `crash` if the process ended or hung."""
         if self._process is None:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "faults.images", "--serve"],
@@ -296,7 +296,7 @@ class Opener:
         return {"error": f"the process ended: {name}", "counts": {"crashes": 1}}
 
     def close(self) -> None:
-        """Ends the process."""
+        """End the process."""
         if self._process is not None:
             self._process.kill()
             self._process.communicate()
@@ -317,7 +317,7 @@ class Campaign:
         self._next = 0
 
     def run(self, specs: Iterator[dict[str, Any]]) -> None:
-        """Opens all of them, on all openers."""
+        """Open all of them, on all openers."""
         lock = threading.Lock()
 
         def work(opener: Opener) -> None:
@@ -359,7 +359,7 @@ class Campaign:
                 if writer is None or not writer.running:
                     writer = Writer(self.root / f"live-{i}", rng.randrange(1 << 30))
                     last = None
-                    while not list(writer.directory.glob("store-2/snapshot-*")):
+                    while not list(writer.directory.glob("store-3/snapshot-*")):
                         time.sleep(0.01)  # nothing to see yet
                 time.sleep(rng.random() * 0.1)
                 image = self.root / f"image-{i}"
@@ -385,7 +385,7 @@ class Campaign:
             sources.append({"source": str(directory), "whole": found})
         for i in range(2):
             writer = Writer(self.root / f"killed-{i}", rng.randrange(1 << 30))
-            while len(list(writer.directory.glob("store-2/snapshot-*"))) < 2:
+            while len(list(writer.directory.glob("store-3/snapshot-*"))) < 2:
                 time.sleep(0.01)
             old = _copy(writer.directory, self.root / f"killed-{i}-old", rng)
             time.sleep(rng.random() * 0.5)
@@ -398,7 +398,7 @@ class Campaign:
 
 
 def _copy(source: Path, target: Path, rng: random.Random) -> Path:
-    """Copies file by file, in any order, from under a writer."""
+    """Copy file by file, in any order, from under a writer."""
     names = [path.relative_to(source) for path in source.rglob("*")]
     rng.shuffle(names)
     for name in names:
@@ -416,7 +416,7 @@ def _copied(source: Path, target: Path) -> Path:
 
 
 def run(seed: int, *, images: int = 300, flips: int = 10_000, seconds: float = 0) -> dict[str, int]:
-    """Returns what was counted.
+    """Return what was counted.
 
     Args:
         seed: of everything but the moments at which images are taken.

@@ -18,7 +18,7 @@ _ENOUGH = 1 << 30
 
 
 def scripts(reports: list[Report]) -> list[Script]:
-    """What the writers said."""
+    """Reports of the writers."""
     return [Script(r.job.seed, r.job.engine_id, r.job.longest) for r in reports]
 
 

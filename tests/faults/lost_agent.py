@@ -5,14 +5,16 @@ from __future__ import annotations
 import os
 import signal
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import grpc
 import numpy as np
 from client_server import rows_of
 from feeder import Stream
+from waiting import wait_for
 
-from faults.check import check, temporary
+from faults.check import Violation, check, temporary
 from faults.script import LAYOUT, RUN
 from faults.serving import Server
 from routetrace.capture_agent import AgentConfig, CaptureAgent
@@ -22,6 +24,7 @@ from routetrace.v1 import routetrace_pb2 as pb
 HEARTBEAT_S = 0.5
 #: A poll, a call, and a machine that has other things to do.
 _SLACK_S = 0.5
+_TRIES = 3
 _ROWS = 40
 
 
@@ -44,7 +47,19 @@ def _rows(seed: int, i: int) -> np.ndarray:
     return rows_of(LAYOUT, _ROWS, seed * 1000 + i)
 
 
+class _Late(Violation):
+    """A heartbeat or a loss that was late: by the machine's fault, unless it always is."""
+
+
 def once(seed: int, how: str) -> dict[str, float]:
+    """Lose one agent of several; try again where the machine may have been late."""
+    for _ in range(_TRIES - 1):
+        with suppress(_Late):
+            return _once(seed, how)
+    return _once(seed, how)
+
+
+def _once(seed: int, how: str) -> dict[str, float]:
     """One agent of several is killed, or stopped; it comes back, or another one in its place."""
     with (
         temporary() as path,
@@ -67,7 +82,8 @@ def once(seed: int, how: str) -> dict[str, float]:
         time.sleep(3 * HEARTBEAT_S)
         for i in range(4):
             state = client.stat(f"t{i}").state
-            check(state is TraceState.RUNNING, f"t{i} is {state.value}, and its agent is there")
+            if state is not TraceState.RUNNING:
+                raise _Late(f"t{i} is {state.value}, and its agent is there")
         pid = agents[0].worker_pid
         os.kill(pid, signal.SIGKILL if how == "killed" else signal.SIGSTOP)
         gone = time.monotonic()
@@ -76,11 +92,14 @@ def once(seed: int, how: str) -> dict[str, float]:
             time.sleep(0.01)
         took = time.monotonic() - gone
         limit = 2 * HEARTBEAT_S + _SLACK_S
-        check(took <= limit, f"lost after {took:.2f} s, expected {limit} s at most")
+        if took > limit:
+            raise _Late(f"lost after {took:.2f} s, expected {limit} s at most")
         got = client.get("t0", token_stop=30, missing="mask")
         reasons = {m.reason for m in got.missing}
         check(reasons == {"agent_lost"}, f"missing rows of a lost agent: {reasons or 'none'}")
         check(np.array_equal(got.topk_ids[:25], _rows(seed, 0)[:25]), "other rows")
+        # The next sweep counts it; an agent that has been replaced is not counted any more.
+        wait_for(lambda: server.metrics()["routetrace_agents_lost_total"] >= 1)
         # Another boot of the engine takes over.
         second = _agent(server.target, "e0")
         handle = second.begin("r", trace_id="t0-again", prompt_len=25)
@@ -104,8 +123,6 @@ def once(seed: int, how: str) -> dict[str, float]:
             check(np.array_equal(trace.topk_ids, _rows(seed, i)), f"{name}: other rows")
         old = client.get("t0", missing="mask")
         check(len(old) == 25 and old.num_tokens == 0, f"rows of a fenced agent: {old}")
-        lost = server.metrics()["routetrace_agents_lost_total"]
-        check(lost >= 1, "no lost agent was counted")
         for agent in [*agents, second]:
             agent.close(2)
         check(server.stop() == 0, "no clean end")

@@ -25,9 +25,9 @@ from faults.script import RUN, Script
 from faults.serving import Server
 from routetrace.client import RouteClient
 from routetrace.client._drive import Driver
-from routetrace.server.config import ServerConfig
 from routetrace.server.core import Core
-from routetrace.server.store import MemoryStore
+from routetrace.server.settings.config import ServerConfig
+from routetrace.server.store.memory import MemoryStore
 from routetrace.v1 import routetrace_pb2 as pb
 
 Action = tuple[str, int]
@@ -134,7 +134,7 @@ class Inline:
         self._loop = asyncio.new_event_loop()
         self._store = MemoryStore()
         self._config = ServerConfig(store="memory", agent_timeout_seconds=1e6)
-        self.client = RouteClient("inline:0", run=RUN, timeout=2)
+        self.client = RouteClient("inline:1", run=RUN, timeout=2)
         self.client._driver = _Loopback(self.client._config, self)
         self._counted = 0.0
         self._start()
@@ -153,7 +153,7 @@ class Inline:
         self.server.run(wire.responses.aclose())
 
     def restart(self) -> None:
-        """What was not stored is gone."""
+        """Drop everything that was not stored."""
         self._counted = self.duplicates()
         for task in asyncio.all_tasks(self._loop):
             task.cancel()
@@ -172,7 +172,7 @@ class Inline:
         return self._counted + (value or 0.0)
 
     def close(self) -> None:
-        """Ends it."""
+        """End it."""
         self.client.close()
         for task in asyncio.all_tasks(self._loop):
             task.cancel()
@@ -217,7 +217,7 @@ class Real:
         return self._counted + self._server.metrics()["routetrace_ingest_duplicates_total"]
 
     def close(self) -> None:
-        """Ends it."""
+        """End it."""
         self._stack.close()
 
 
@@ -257,7 +257,7 @@ class Model:
         )
 
     def _say(self, sends: Sequence[tuple[int, str]]) -> None:
-        """Sends chunks without waiting in between, and compares the answers."""
+        """Send chunks without waiting in between, and compare the answers."""
         expected = []
         for sequence, kind in sends:
             chunk = self._script.chunk(sequence)
@@ -291,7 +291,7 @@ class Model:
     # ------------------------------------------------------------------ actions
 
     def do(self, action: Action) -> None:
-        """Carries one out."""
+        """Carry one out."""
         kind, value = action
         rng = random.Random(value)
         self.counts[kind] += 1
@@ -373,7 +373,7 @@ class Model:
             raise Violation(f"expected to be fenced, got {answer}")
 
     def finish(self) -> Served:
-        """Compares every row of every boot, and what the server counted."""
+        """Compare every row of every boot, and what the server counted."""
         served = Served()
         for script, stored in [*self._boots, (self._script, self._stored)]:
             served += compare(self._target.client, script, Known(stored, stored), prefetch=0)
@@ -386,7 +386,7 @@ class Model:
 
 
 def answered(asked: list[tuple[int, str]], answer: tuple[int, str]) -> list[tuple[int, str]]:
-    """Takes the chunks that one answer answers, in the order in which they were sent, out of them.
+    """Take the chunks that one answer answers, in the order in which they were sent, out of them.
 
     An acknowledgement stands for those that follow each other by their numbers, up to its own.
     """
@@ -442,7 +442,7 @@ def carry_out(seed: int, actions: Sequence[Action], make: Callable[[], Target]) 
 
 
 def shrink(seed: int, actions: list[Action], make: Callable[[], Target]) -> list[Action]:
-    """Leaves out what is not needed to fail; for a minute at most."""
+    """Leave out what is not needed to fail; for a minute at most."""
     deadline = time.monotonic() + 60
     size = len(actions) // 2
     while size and time.monotonic() < deadline:

@@ -24,7 +24,7 @@ LIMITS = {"run_quota": 400_000, "store_capacity": 4 << 20}
 
 
 def once(seed: int, processes: Writers, limit: str, policy: str, times: float) -> dict[str, float]:
-    """Writes several times what there is room for."""
+    """Write several times what there is room for."""
     most = LIMITS[limit]
     with (
         temporary() as path,

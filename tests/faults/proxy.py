@@ -99,7 +99,7 @@ class Proxy:
         self._call(do)
 
     def reset_all(self) -> int:
-        """Resets every connection; returns how many."""
+        """Reset every connection; return how many."""
 
         def do() -> int:
             for connection in (found := list(self._open)):
@@ -109,7 +109,7 @@ class Proxy:
         return int(self._call(do))
 
     def reset_randomly(self, seed: int, most_bytes: int) -> None:
-        """Resets each new connection after a random number of bytes; 0: no longer."""
+        """Reset each new connection after a random number of bytes; 0: no longer."""
         rng = random.Random(f"proxy {seed}")
 
         def do() -> None:
@@ -118,7 +118,7 @@ class Proxy:
         self._call(do)
 
     def slow(self, direction: str, *, delay_s: float = 0.0, bytes_per_s: float = 0.0) -> None:
-        """Delays what passes, or limits how much does; of new connections, buffers are small."""
+        """Delay what passes, or limit how much does; of new connections, buffers are small."""
 
         def do() -> None:
             self._ways[direction].delay_s = delay_s
@@ -225,7 +225,7 @@ class Proxy:
     # ------------------------------------------------------------------ ends
 
     def close(self) -> None:
-        """Ends everything."""
+        """End everything."""
 
         async def end() -> None:
             self._server.close()

@@ -50,7 +50,7 @@ def pythons() -> dict[str, list[str]]:
 
 
 def fill(server: Server, traces: int, *, large: bool = False) -> list[str]:
-    """Stores traces; returns their names. The large one comes last."""
+    """Store traces; return their names. The large one comes last."""
     feeder = Feeder(server.target, LAYOUT, run=RUN)
     names = [f"t{i}" for i in range(traces)] + ["large"] * large
     for i, name in enumerate(names):

@@ -16,15 +16,15 @@ from typing import Any
 
 import grpc
 
+from routetrace.common.errors import ERROR_METADATA_KEY
 from routetrace.v1 import routetrace_pb2 as pb
 from routetrace.v1 import routetrace_pb2_grpc as pb_grpc
-from routetrace.v1.errors import ERROR_METADATA_KEY
 
 _MOST_BYTES = [("grpc.max_receive_message_length", 64 << 20)]
 
 
 async def _get(stub: Any, run: str, trace_id: str, counts: Counter[str]) -> int:
-    """Reads one trace until it is answered; returns its bytes."""
+    """Read one trace until it is answered; return its bytes."""
     deadline = time.monotonic() + 120
     while True:
         size, ended = 0, False
@@ -81,7 +81,7 @@ async def _read(job: dict[str, Any]) -> dict[str, Any]:
 
 
 async def _hang(job: dict[str, Any]) -> None:
-    """Opens streams, takes the first message of each, says so, and waits to be killed."""
+    """Open streams, take the first message of each, say so, and wait to be killed."""
     async with grpc.aio.insecure_channel(job["target"], options=_MOST_BYTES) as channel:
         stub = pb_grpc.TraceServiceStub(channel)
         calls = [
@@ -94,7 +94,7 @@ async def _hang(job: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    """Does what it is told."""
+    """Carry out the commands of stdin."""
     job = json.loads(sys.stdin.readline())
     if job.get("hang"):
         asyncio.run(_hang(job))

@@ -1,4 +1,4 @@
-"""What a made-up engine says: every chunk and every row is a function of a seed.
+"""Chunks of a made-up engine: every chunk and every row is a function of a seed.
 
 So whoever knows the seed and how far a writer got knows what must be served.
 """
@@ -30,7 +30,7 @@ _LIVE_REQUESTS = 4
 
 @dataclass(frozen=True)
 class Part:
-    """What one chunk says of one request: rows [start, stop)."""
+    """Rows [start, stop) of one request in one chunk."""
 
     request: int
     start: int
@@ -41,7 +41,7 @@ class Part:
 
 @dataclass
 class Said:
-    """What was said of a request so far: its first rows, and whether it ended."""
+    """State of a request so far: its first rows, and whether it ended."""
 
     rows: int = 0
     ended: bool = False
@@ -106,7 +106,7 @@ class Script:
     # ------------------------------------------------------------------ chunks
 
     def parts(self, sequence: int) -> list[Part]:
-        """What the chunk of a number says."""
+        """Return the content of a chunk by its number."""
         while len(self._parts) < sequence:
             self._parts.append(self._next_parts())
         return self._parts[sequence - 1]

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import random
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -15,23 +13,12 @@ from typing import Any
 
 import psutil
 
-from routetrace.server.testing import ServerProcess
-
-#: Below what the kernel hands out by itself: nobody takes the port while the server is away, nor
-#: does a client that tries to reach it connect to itself.
-_PORTS = range(15_000, 30_000)
+from routetrace.server.testing import ServerProcess, free_ports
 
 
 def free_port() -> int:
-    """A port of 127.0.0.1 that nobody listens on."""
-    while True:
-        port = random.choice(_PORTS)
-        with socket.socket() as probe:
-            try:
-                probe.bind(("127.0.0.1", port))
-            except OSError:
-                continue
-            return port
+    """Return a free port of 127.0.0.1."""
+    return free_ports(1)
 
 
 class Server:
@@ -64,7 +51,7 @@ class Server:
         self._process: ServerProcess | None = None
 
     def command(self) -> list[str]:
-        """What runs it."""
+        """Return the command line."""
         command = [*self.python, "-m", "routetrace.server.daemon"]
         for name, value in self.settings.items():
             flag = name.replace("_", "-")
@@ -87,19 +74,19 @@ class Server:
 
     @property
     def log(self) -> str:
-        """What it printed in this life."""
+        """Return the output since the last start."""
         assert self._process is not None
         return self._process.log.read_text(errors="replace")
 
     def start(self, timeout: float = 60.0) -> float:
-        """Starts it; returns the seconds until it was ready."""
+        """Start it; return the seconds until it was ready."""
         begun = time.monotonic()
         self._process = ServerProcess(self.command(), timeout)
         self.starts += 1
         return time.monotonic() - begun
 
     def start_and_kill(self, seconds: float) -> None:
-        """Starts it, and kills it before it is ready, or not long after."""
+        """Start it, and kill it before it is ready, or not long after."""
         with subprocess.Popen(
             self.command(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
         ) as process:

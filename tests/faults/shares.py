@@ -1,6 +1,6 @@
-"""How much of each scenario belongs to which share.
+"""Sizes of each scenario in each share.
 
-`quick` takes about a minute on an idle machine, `ci` ten; `full` has the numbers
+`quick` takes about a minute on an idle machine, `ci` four to five; `full` has the numbers
 that the project is judged by. Scenarios are modules of this package with a `run(seed, ...)`.
 """
 
@@ -29,14 +29,15 @@ SHARES: dict[str, dict[str, Options]] = {
         "drain": {"restarts": 1},
         "pressure": {"times": 1.5, "capacity": 0},
         "images": {"images": 5, "flips": 100},
+        "power": {"images": 100},
         "fuzz": {"seconds": 5},
     },
     "ci": {
-        "kill": {"seeds": 15, "memory_seeds": 3},
-        "torn": {"seeds": 4, "kills": 3},
-        "cut": {"count": 300, "rounds": 5, "seconds": 5.0},
-        "order": {"runs": 15, "actions": 300, "real_runs": 3, "real_actions": 150},
-        "disk": {"disks": 4},
+        "kill": {"seeds": 5, "memory_seeds": 1},
+        "torn": {"seeds": 2, "kills": 3},
+        "cut": {"count": 150, "rounds": 3, "seconds": 2.0},
+        "order": {"runs": 6, "actions": 300, "real_runs": 3, "real_actions": 150},
+        "disk": {"disks": 3},
         "lost_agent": {"runs": 2},
         "clocks": {"runs": 2, "jumps": 6},
         "readers": {
@@ -47,10 +48,11 @@ SHARES: dict[str, dict[str, Options]] = {
             "fast_reads": 1000,
             "kills": 200,
         },
-        "drain": {"restarts": 5},
-        "pressure": {"times": 3.0},
-        "images": {"images": 50, "flips": 1500},
-        "fuzz": {"seconds": 60},
+        "drain": {"restarts": 3},
+        "pressure": {"times": 1.5},
+        "images": {"images": 25, "flips": 1000},
+        "power": {"images": 700},
+        "fuzz": {"seconds": 20},
     },
     "full": {
         "kill": {"seeds": 200, "memory_seeds": 20},
@@ -72,6 +74,7 @@ SHARES: dict[str, dict[str, Options]] = {
         "drain": {"restarts": 20, "every_s": 3.0},
         "pressure": {"times": 10.0},
         "images": {"images": 300, "flips": 10_000},
+        "power": {"images": 50_000},
         "fuzz": {"seconds": 3600},
     },
 }

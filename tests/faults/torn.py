@@ -64,7 +64,6 @@ class Load:
         specs = [replace(s, slot_only_twin=False) for s in random_specs(rng, self.world.layout)]
         chances = Chances(crash=0.0)
         self.cluster = Cluster(self.world.layout, seed, self.world, specs, chances)
-        self._marked: dict[tuple[str, str], AgentStats] = {}
         self._over = threading.Event()
         self._failure: BaseException | None = None
         # In a thread, as engines now and then wait until all is stored: that may take a cut's time.
@@ -79,25 +78,29 @@ class Load:
         except BaseException as error:
             self._failure = error
 
-    def mark(self) -> None:
-        """Remembers how far each agent is."""
-        self._marked = {key: agent.stats() for key, agent in self.world.agents.items()}
+    def on_their_way(self) -> dict[tuple[str, str], AgentStats]:
+        """Return the agents that have rows which are not acknowledged, and how far each is."""
+        if self._failure:
+            raise self._failure
+        agents = {key: agent.stats() for key, agent in list(self.world.agents.items())}
+        return {key: stats for key, stats in agents.items() if stats.in_flight_rows}
 
-    def until_acknowledged(self, timeout: float) -> float:
-        """Waits until each agent that had rows on their way heard of some; returns when."""
+    def until_acknowledged(
+        self, marked: dict[tuple[str, str], AgentStats], timeout: float
+    ) -> float:
+        """Wait until rows of each agent in `marked` are acknowledged; return the time."""
         deadline = time.monotonic() + timeout
-        waiting = {key for key, stats in self._marked.items() if stats.in_flight_rows}
-        check(waiting, "no rows were on their way: this shows nothing")
+        waiting = set(marked)
         while waiting:
-            check(time.monotonic() < deadline, f"agents heard nothing in {timeout} s: {waiting}")
+            check(time.monotonic() < deadline, f"no acknowledgement in {timeout} s: {waiting}")
             time.sleep(0.005)
             for key in list(waiting):
-                if self.world.agents[key].stats().chunks > self._marked[key].chunks:
+                if self.world.agents[key].stats().chunks > marked[key].chunks:
                     waiting.discard(key)
         return time.monotonic()
 
     def finish(self, client_target: str = "") -> int:
-        """Lets everything end and arrive, and compares all of it; returns the cells."""
+        """Let everything end and arrive, and compare all of it; return the cells."""
         self._over.set()
         self._thread.join()
         if self._failure:

@@ -24,9 +24,10 @@ import numpy as np
 from faults.check import Known
 from faults.script import RUN, Script
 from routetrace.client import AsyncRouteClient
+from routetrace.common.errors import NotFound, RouteTraceError
+from routetrace.common.target import FAILOVER_OPTIONS, targets_of
 from routetrace.v1 import routetrace_pb2 as pb
 from routetrace.v1 import routetrace_pb2_grpc as pb_grpc
-from routetrace.v1.errors import NotFound, RouteTraceError
 
 _OPTIONS = [
     ("grpc.max_receive_message_length", 64 << 20),
@@ -34,6 +35,7 @@ _OPTIONS = [
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.min_reconnect_backoff_ms", 1000),
     ("grpc.max_reconnect_backoff_ms", 500),
+    *FAILOVER_OPTIONS.items(),
 ]
 
 #: Seconds until a writer that goes on by itself tries again.
@@ -58,7 +60,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Run:
-    """What writers are to do until they report."""
+    """Work of the writers until they report."""
 
     target: str
     limit: int
@@ -71,7 +73,7 @@ class Run:
 
 @dataclass
 class Report:
-    """What became of it, over all runs."""
+    """Results over all runs."""
 
     job: Job
     known: Known
@@ -106,6 +108,7 @@ class _Writer:
         self._changed = asyncio.Condition()
         self._ended: deque[int] = deque()  # requests that may be read and deleted
         self._readable: list[int] = []
+        self._attempts = 0
         self._told = 0  # chunks whose ends were noted
 
     async def run(self, run: Run, stop: asyncio.Event) -> Report:
@@ -136,7 +139,10 @@ class _Writer:
 
     async def _stream(self, run: Run, stop: asyncio.Event) -> None:
         report, known = self.report, self.report.known
-        async with grpc.aio.insecure_channel(run.target, options=_OPTIONS) as channel:
+        targets = targets_of(run.target)
+        self._attempts += 1
+        target = targets[self._attempts % len(targets)]
+        async with grpc.aio.insecure_channel(target, options=_OPTIONS) as channel:
             call = pb_grpc.IngestServiceStub(channel).Ingest()
             await call.write(pb.IngestRequest(hello=self.script.hello(report.epoch)))
             answer = await call.read()
@@ -207,6 +213,8 @@ class _Writer:
                 await asyncio.sleep(run.pace_s)
 
     async def _take(self, answer: pb.IngestResponse) -> None:
+        if answer.HasField("pace"):
+            return
         report, known = self.report, self.report.known
         async with self._changed:
             said = answer.reject if answer.HasField("reject") else answer.ack
@@ -331,7 +339,7 @@ class Writers:
         self._busy: list[Connection] = []
 
     def jobs(self, jobs: Sequence[Job]) -> None:
-        """Makes new writers, dealt to the processes."""
+        """Make new writers, dealt to the processes."""
         self._busy = []
         for i, pipe in enumerate(self._pipes):
             mine = list(jobs[i :: len(self._pipes)])
@@ -340,18 +348,18 @@ class Writers:
                 self._busy.append(pipe)
 
     def run(self, run: Run) -> None:
-        """Lets all of them run."""
+        """Let all of them run."""
         for pipe in self._busy:
             pipe.send(("run", run))
 
     def stop(self) -> list[Report]:
-        """Ends the run; as `reports`."""
+        """End the run; as `reports`."""
         for pipe in self._busy:
             pipe.send(("stop", None))
         return self.reports()
 
     def reports(self, timeout: float = 300.0) -> list[Report]:
-        """Waits until the run is over.
+        """Wait until the run is over.
 
         Raises:
             TimeoutError: if it does not end.
@@ -365,7 +373,7 @@ class Writers:
         return sorted(reports, key=lambda r: r.job.engine_id)
 
     def close(self) -> None:
-        """Ends the processes."""
+        """End the processes."""
         for pipe in self._pipes:
             pipe.close()
         for process in self._processes:
@@ -381,7 +389,7 @@ class Writers:
 
 
 def no_violations(reports: Iterable[Report]) -> None:
-    """Raises Violation if a writer saw something that must not be."""
+    """Raise Violation if a writer saw something that must not be."""
     from faults.check import check
 
     for report in reports:

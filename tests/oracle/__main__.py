@@ -9,6 +9,7 @@ import time
 
 from oracle.compare import Wrong
 from oracle.runs import WORLDS, Outcome, run
+from oracle.taken import TakenWorld
 
 #: Share of the cells that goes through sockets, processes and a store on disk.
 _SOCKET_SHARE = 0.25
@@ -25,9 +26,12 @@ def main() -> int:
     parser.add_argument("--world", choices=(*WORLDS, "both"), default="both")
     parser.add_argument("--once", action="store_true", help="only the run of this very seed")
     parser.add_argument("--requests", type=int, default=0, help="of each run; 0: the seed says")
+    parser.add_argument("--object-url", default="", help="bucket of the world taken; in memory")
+    parser.add_argument("--object-endpoint", default="", help="of that bucket")
     args = parser.parse_args()
+    TakenWorld.url, TakenWorld.endpoint = args.object_url.rstrip("/"), args.object_endpoint
     seed = random.randrange(1 << 31) if args.seed is None else args.seed
-    worlds = list(WORLDS) if args.world == "both" else [args.world]
+    worlds = ["inline", "socket"] if args.world == "both" else [args.world]
     print(f"seeds from {seed} on", flush=True)
 
     total = Outcome()
@@ -55,7 +59,8 @@ def main() -> int:
 
     tally = total.tally
     print(f"\n{time.monotonic() - started:.0f} s, last seed {seed - 1}")
-    table = {"runs": total.runs, "traces": tally.traces, "reads": tally.reads, **total.counts}
+    table = {"runs": total.runs, "traces": tally.traces, "reads": tally.reads}
+    table |= {"prefix_rows_read": tally.prefix_rows, **total.counts}
     for name, count in table.items():
         print(f"  {name.replace('_', ' '):<28}{count:>12,}")
     print(f"{tally.cells} cells compared, 0 wrong, {tally.missing} missing with reason")

@@ -9,16 +9,20 @@ from dataclasses import dataclass, replace
 from oracle import truth
 from oracle.engine import VOCABULARY, Chances, Engine
 from oracle.request import Request
-from oracle.truth import Bound, Expected, Policy, Record, RowStore
+from oracle.truth import Bound, Expected, Policy, PrefixRows, Record, RowStore
 from oracle.world import EngineSpec, Shard, World
 from routetrace.v1.layout import RoutingLayout
 
 COUNTS = (
     *("requests", "samples", "turns", "branches", "retries", "continued", "resubmitted"),
-    *("handoffs", "aborts", "crashes", "preemptions", "resumes", "rows", "late_rows"),
-    *("rewinds", "rejected_rows", "reused_blocks", "cached_rows", "shared_rows", "unknown_rows"),
+    *("beams", "handoffs", "aborts", "crashes", "preemptions", "resumes", "rows", "late_rows"),
+    *("rewinds", "rejected_rows", "reused_blocks", "cached_rows", "unknown_rows"),
+    *("shared_in_part", "skipped_rows", "redone", "draft_branches"),
     *("external_loads", "external_rows", "weight_updates", "resets", "binds", "barriers"),
 )
+
+_BRANCH = "filled"
+"""Traces of requests that go on from what drafts filled are called so."""
 
 Job = Generator["Ask", Request, None]
 """What a user does: asks engines, one after the other."""
@@ -32,6 +36,8 @@ class Ask:
 
     engine: Engine
     request: Request
+    next_one: bool = False
+    """Whether it does not queue behind others."""
 
 
 class Cluster:
@@ -72,7 +78,6 @@ class Cluster:
                 self.counts,
                 self._before_begin,
                 self._on_bind,
-                lambda trace_id: trace_id not in self.records,
             )
             for i, spec in enumerate(specs or random_specs(rng, layout))
         ]
@@ -82,6 +87,8 @@ class Cluster:
         self._jobs: list[Job] = []
         self._asked: dict[Request, Job] = {}
         self._names = 0
+        self._prompts: list[list[int]] = []
+        """The last ones."""
         self._version = 0
 
     # ------------------------------------------------------------------ what happens
@@ -106,6 +113,8 @@ class Cluster:
         engine = rng.choice(busy)
         self._disturb(engine)
         engine.step()
+        if self.chances.branch:
+            self._branch(engine)
         for engine in self.engines:
             done, engine.done = engine.done, []
             for request in done:
@@ -160,12 +169,21 @@ class Cluster:
         return [*self.records, *self.bound]
 
     def expected(
-        self, trace_id: str, policy: Policy, weight_version: int | None = None
+        self,
+        trace_id: str,
+        policy: Policy,
+        weight_version: int | None = None,
+        prefix_rows: PrefixRows = "same_version",
     ) -> list[Expected]:
         """Every incarnation of a trace, absorbed ones too, in order of arrival."""
         if bound := self.bound.get(trace_id):
             return [b.expected(i + 1, self.store, weight_version) for i, b in enumerate(bound)]
-        return truth.expected(self.records[trace_id], self.store, policy, weight_version)
+        records = self.records[trace_id]
+        answers = truth.expected(records, self.store, policy, weight_version)
+        if prefix_rows != "never":
+            others = [r for name, of in self.records.items() if name != trace_id for r in of]
+            truth.add_prefix_rows(answers, records, others, self.store, prefix_rows, weight_version)
+        return answers
 
     # ------------------------------------------------------------------ users
 
@@ -176,7 +194,7 @@ class Cluster:
         except StopIteration:
             return
         self._asked[ask.request] = job
-        ask.engine.submit(ask.request)
+        ask.engine.submit(ask.request, next_one=ask.next_one)
 
     def _name(self, kind: str) -> str:
         self._names += 1
@@ -194,23 +212,41 @@ class Cluster:
 
     def _prompt(self) -> list[int]:
         """Mostly short; some are long enough for several token digests."""
-        high = self.rng.choice((24, 80, 150, 300))
-        return self._tokens(2, max(2, min(high, self._capacity - 4)))
+        rng = self.rng
+        high = max(2, min(rng.choice((24, 80, 150, 300)), self._capacity - 4))
+        prompt = self._tokens(2, high)
+        if self._prompts and rng.random() < 0.4:
+            # As another one begins: a system prompt, a few examples.
+            shared = rng.choice(self._prompts)
+            prompt = [*shared[: rng.choice((64, 100, 128, len(shared)))], *prompt][:high]
+        self._prompts = [*self._prompts[-4:], prompt]
+        return prompt
 
     def _draw_job(self, num_requests: int) -> tuple[Job, int]:
         """A job, and about how many engine requests it makes."""
         rng = self.rng
-        kind = rng.choice(("single", "group", "session", "session", "session", "again"))
+        kinds = ("single", "group", "session", "session", "session", "again", "beam", "warm up")
+        kind = rng.choice(kinds)
         if kind == "single" or num_requests < 2:
             return self._single(self._name("trace"), self._prompt()), 1
         if kind == "group":
             n, name, prompt = rng.randint(2, 5), self._name("group"), self._prompt()
             self.counts["samples"] += n
-            samples = [self._single(f"{name}/{i}", prompt) for i in range(n)]
+            one_trace = rng.random() < 0.3
+            names = [name if one_trace else f"{name}/{i}" for i in range(n)]
+            samples = [self._single(trace_id, prompt) for trace_id in names]
             self._jobs += samples[1:]
             return samples[0], n
         if kind == "again":
             return self._again(self._name("trace"), self._prompt()), 2
+        whole = [engine for engine in self.engines if engine.spec.role == "both"]
+        if kind == "warm up" and whole:
+            name, prompt, engine = self._name("warm"), self._prompt(), rng.choice(whole)
+            first = prompt[: -rng.randint(1, min(6, len(prompt) - 1))]
+            self._jobs.append(self._ask(engine, name, first, 1))
+            return self._ask(engine, name, prompt, 12), 2
+        if kind == "beam":
+            return self._beam(self._name("beam")), 1
         turns = rng.randint(2, 5)
         one_trace = rng.random() < 0.7
         return self._session(self._name("session"), self._prompt(), turns, one_trace), turns
@@ -218,11 +254,49 @@ class Cluster:
     def _single(self, trace_id: str, prompt: list[int]) -> Job:
         yield from self._answer(trace_id, prompt)
 
+    def _ask(
+        self,
+        engine: Engine,
+        trace_id: str,
+        tokens: list[int],
+        most: int,
+        *,
+        next_one: bool = False,
+    ) -> Job:
+        """One request to that engine, for at most so many tokens."""
+        most = min(most, self._capacity - len(tokens))
+        request = Request(self._name("request"), trace_id, tokens, self.rng.randint(1, most))
+        yield Ask(engine, request, next_one)
+
     def _again(self, trace_id: str, prompt: list[int]) -> Job:
         """The same prompt under the same id once more, though nothing was wrong."""
         for _ in range(2):
             yield from self._answer(trace_id, prompt)
             self.counts["resubmitted"] += 1
+
+    def _branch(self, engine: Engine) -> None:
+        """Go on from blocks that accepted drafts have filled, in the pass that confirms them."""
+        for request in engine.filled:
+            own = not request.trace_id.startswith(_BRANCH)
+            if own and self.rng.random() < self.chances.branch:
+                full = request.computed // engine.spec.block_size * engine.spec.block_size
+                tokens = [*request.tokens[:full], *self._tokens(1, 4)]
+                if len(tokens) < self._capacity:
+                    self.counts["draft_branches"] += 1
+                    job = self._ask(engine, self._name(_BRANCH), tokens, 8, next_one=True)
+                    self._go_on(job, None)
+
+    def _beam(self, name: str) -> Job:
+        """Continue the tokens of a running request on its engine, as a tree search does."""
+        running = [(e, r) for e in self.engines if e.spec.role == "both" for r in e.running]
+        short = [(e, r) for e, r in running if len(r.tokens) + 8 < self._capacity]
+        if not short:
+            yield from self._answer(name, self._prompt())
+            return
+        self.counts["beams"] += 1
+        engine, parent = self.rng.choice(short)
+        tokens = [*parent.tokens, *self._tokens(1, 4)]
+        yield from self._ask(engine, name, tokens, 12)
 
     def _session(self, name: str, tokens: list[int], turns: int, one_trace: bool) -> Job:
         """A conversation: each prompt is everything before and something new."""
@@ -299,7 +373,10 @@ class Cluster:
                 left = max_tokens - 1
                 request = Request(request_id, trace_id, first.tokens, left, remote=remote)
             return (yield Ask(engine, request))
-        return (yield Ask(rng.choice(whole), Request(request_id, trace_id, prompt, max_tokens)))
+        # KV of some of the prompt comes from a store that other engines fill, too.
+        restored = rng.randint(1, len(prompt)) if rng.random() < 0.15 else 0
+        request = Request(request_id, trace_id, prompt, max_tokens, remote=restored)
+        return (yield Ask(rng.choice(whole), request))
 
 
 def random_specs(rng: random.Random, layout: RoutingLayout) -> list[EngineSpec]:

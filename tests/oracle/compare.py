@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from contextlib import closing
+from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
@@ -12,18 +13,22 @@ import numpy as np
 import numpy.typing as npt
 
 from oracle.cluster import Cluster
-from oracle.truth import Expected, Policy
+from oracle.truth import NOBODY, Expected, Policy, PrefixRows
 from routetrace.client import (
     MicroBatch,
     Rank,
+    ReadOptions,
     RouteClient,
     RoutingTrace,
     Sample,
     Segment,
     TraceState,
+    _calls,
     make_plan,
 )
-from routetrace.v1.errors import NotFound
+from routetrace.client._batch import together
+from routetrace.client._core import Plan
+from routetrace.common.errors import NotFound, RouteTraceError
 
 Bools = npt.NDArray[np.bool_]
 
@@ -40,6 +45,8 @@ class Tally:
     """Cells of all reads: valid ones, and missing ones with their reasons."""
     missing: int = 0
     """Those that were missing."""
+    prefix_rows: int = 0
+    """Rows of all reads that stood in for those of another trace."""
     reads: int = 0
     traces: int = 0
 
@@ -57,11 +64,12 @@ class _Read:
     policy: Policy
     weight_version: int | None = None
     incarnation: int | None = None
+    prefix_rows: PrefixRows = "same_version"
 
     def __str__(self) -> str:
         which = "default incarnation" if self.incarnation is None else f"#{self.incarnation}"
         version = "" if self.weight_version is None else f", weights {self.weight_version} only"
-        return f"trace {self.trace_id!r}, {which}, {self.policy}{version}"
+        return f"trace {self.trace_id!r}, {which}, {self.policy}{version}, {self.prefix_rows}"
 
     def get(self, client: RouteClient, **part: Any) -> RoutingTrace:
         """The answer, with missing cells masked; only `part` of it, if that is named.
@@ -70,12 +78,29 @@ class _Read:
             NotFound: if there is no such trace or incarnation.
         """
         return client.get(
+            self.trace_id, incarnation=self.incarnation, options=self._options, **part
+        )
+
+    def plan(self, client: RouteClient) -> Plan[RoutingTrace]:
+        """The same, to be carried out together with others."""
+        return _calls.get(
+            client._config,
             self.trace_id,
+            self._options,
+            layer_ids=None,
+            token_start=0,
+            token_stop=None,
+            incarnation=self.incarnation,
+            pin_memory=False,
+        )
+
+    @property
+    def _options(self) -> ReadOptions:
+        return ReadOptions(
             missing="mask",
             policy=self.policy,
-            incarnation=self.incarnation,
             weight_version=self.weight_version,
-            **part,
+            prefix_rows=self.prefix_rows,
         )
 
 
@@ -96,6 +121,7 @@ class Comparer:
         self._cluster = cluster
         self._rng = rng
         self._settled = settled
+        self._asked = 0
 
     def all(self) -> Tally:
         """Compares all traces.
@@ -104,6 +130,34 @@ class Comparer:
             Wrong: if one differs.
         """
         return self._each(self._cluster.traces())
+
+    def blocks(self) -> Tally:
+        """Compares what slots name with what is true of them.
+
+        Raises:
+            Wrong: if one differs.
+        """
+        tally = Tally()
+        for engine in self._cluster.engines:
+            held = engine.held()
+            for blocks, numbers in self._rng.sample(held, min(len(held), 3)):
+                who = engine.spec.engine_id
+                found = self._client.get_blocks(who, blocks, len(numbers), missing="mask")
+                columns = found.layout.columns(list(found.layer_ids))
+                held_by = np.isin(engine.layout.columns(list(found.layer_ids)), engine.columns)
+                known = (numbers != NOBODY)[:, None] & held_by
+                ids = self._cluster.store.cells(numbers[:, None].repeat(len(columns), 1))
+                same = (found.topk_ids == ids).all(axis=2)
+                wrong = (found.valid != known) | (known & ~same)
+                if wrong.any():
+                    at, column = np.argwhere(wrong)[0].tolist()
+                    raise Wrong(
+                        f"blocks {blocks} of {who}: slot {at}, layer {found.layer_ids[column]} is "
+                        f"{'known' if found.valid[at, column] else 'unknown'}, expected row "
+                        f"{numbers[at]}"
+                    )
+                tally += Tally(cells=known.size, missing=int((~known).sum()), reads=1)
+        return tally
 
     def some(self, most: int) -> Tally:
         """Compares some traces, half of them such that run, if there are any; as `all`."""
@@ -133,6 +187,14 @@ class Comparer:
             *(_Read(trace_id, self._rng.choice(policies), version) for version in asked),
         ):
             tally += self._incarnations(read, whole)
+        if any(e.prefix or not e.known.all() for e in whole):
+            choices: tuple[PrefixRows, ...] = ("any_version", "never")
+            for prefix_rows in choices:
+                version = self._rng.choice((None, *asked))
+                policy = self._rng.choice(policies)
+                whole = self._cluster.expected(trace_id, "as_sampled", None, prefix_rows)
+                read = _Read(trace_id, policy, version, prefix_rows=prefix_rows)
+                tally += self._incarnations(read, whole)
         return tally
 
     def _incarnations(self, read: _Read, whole: Sequence[Expected]) -> Tally:
@@ -143,28 +205,31 @@ class Comparer:
             whole: what is expected as sampled, of any weight version.
         """
         tally = Tally()
-        expected = self._cluster.expected(read.trace_id, read.policy, read.weight_version)
+        expected = self._cluster.expected(
+            read.trace_id, read.policy, read.weight_version, read.prefix_rows
+        )
         if [e.number for e in expected] != [e.number for e in whole]:
             raise Wrong(f"{read}: the oracle contradicts itself")
         pairs = list(zip(expected, whole, strict=True))
         certain = not any(e.uncertain or not e.number for e in expected)
         count = sum(e.counted for e in expected)
         numbers = range(1, len(expected) + 2)
-        if (read.policy, read.weight_version) != ("as_sampled", None):
+        if (read.policy, read.weight_version, read.prefix_rows) != (
+            "as_sampled", None, "same_version",
+        ):  # fmt: skip
             numbers = sorted(self._rng.sample(numbers, min(len(numbers), 3)))
-        for number in (None, *numbers):
-            one = _Read(read.trace_id, read.policy, read.weight_version, number)
-            try:
-                trace = one.get(self._client)
-            except NotFound:
+        reads = [replace(read, incarnation=number) for number in (None, *numbers)]
+        for one, trace in zip(reads, self._answers(reads), strict=False):
+            number = one.incarnation
+            if isinstance(trace, NotFound):
                 if certain and number != len(expected) + 1:
                     raise Wrong(f"{one}: not found, of {len(expected)} requests") from None
                 break
             if number is not None and number > len(expected):
                 raise Wrong(f"{one}: there is one, of {len(expected)} requests")
             if certain:
-                wanted = number or _default(whole)
-                if (trace.incarnation, trace.num_incarnations) != (wanted, count):
+                wanted = {number} if number else _default(whole)
+                if trace.incarnation not in wanted or trace.num_incarnations != count:
                     raise Wrong(
                         f"{one}: incarnation {trace.incarnation} of {trace.num_incarnations}, "
                         f"expected {wanted} of {count}"
@@ -175,6 +240,25 @@ class Comparer:
                 tally += self._part(one, trace)
                 tally += self._planned(one, trace)
         return tally
+
+    def _answers(self, reads: Sequence[_Read]) -> Iterator[RoutingTrace | NotFound]:
+        """The answers to reads, or that there is none; every second time of one stream."""
+        self._asked += 1
+        if self._asked % 2:
+            plan = together(self._client._config, [read.plan(self._client) for read in reads])
+            with closing(self._client._driver.run(plan)) as answers:
+                for answer in answers:
+                    if isinstance(answer, RouteTraceError) and not isinstance(answer, NotFound):
+                        raise answer
+                    yield answer
+            return
+        for read in reads:
+            try:
+                answer = read.get(self._client)
+            except NotFound as error:  # noqa: PERF203
+                yield error
+            else:
+                yield answer
 
     def _part(self, read: _Read, trace: RoutingTrace) -> Tally:
         """Reads some rows and layers of a trace alone; the whole of it was right."""
@@ -204,7 +288,11 @@ class Comparer:
         batch = MicroBatch.packed([Sample(len(trace), (rows,))], align=2 * size)
         plan = make_plan(trace.layout, batch, rank)
         got = self._client.fetch(
-            plan, missing="mask", policy=read.policy, weight_version=read.weight_version
+            plan,
+            missing="mask",
+            policy=read.policy,
+            weight_version=read.weight_version,
+            prefix_rows=read.prefix_rows,
         )
         tokens = plan.position_of[plan.planned]
         columns = [layer_ids.index(i) for i in rank.layer_ids]
@@ -227,7 +315,8 @@ class Comparer:
             problem = self._differs(trace, expected, whole)
             if not problem:
                 num_missing = int((~trace.valid).sum())
-                return Tally(cells=trace.valid.size, missing=num_missing, reads=1)
+                stood_in = sum(stop - start for start, stop, _ in trace.prefix_sources)
+                return Tally(trace.valid.size, num_missing, stood_in, reads=1)
             problems.append(problem)
         raise Wrong(f"{read}: " + ("; or ".join(problems) or "nothing of the kind is expected"))
 
@@ -253,12 +342,14 @@ class Comparer:
             self._state_differs(trace, whole)
             or self._cells_differ(trace, expected)
             or _versions_differ(trace, expected)
+            or _origins_differ(trace, expected)
             or _reasons_differ(trace, expected)
         )
 
     def _state_differs(self, trace: RoutingTrace, whole: Expected) -> str:
-        complete = bool(whole.num_tokens and (whole.uncertain or whole.known.all()))
-        allowed = {TraceState.COMPLETE} if complete else set()
+        complete = bool(whole.num_tokens and (whole.uncertain or whole.there.all()))
+        may_be = bool(whole.num_tokens and whole.possible.all())
+        allowed = {TraceState.COMPLETE} if complete or may_be else set()
         if whole.uncertain or not complete:
             allowed |= {TraceState.INCOMPLETE}
             allowed |= set() if self._settled else {TraceState.RUNNING}
@@ -272,9 +363,9 @@ class Comparer:
         wrong = (trace.topk_ids != expected.ids[:n]).any(axis=2) & valid & known
         wrong |= valid & ~known
         if not expected.uncertain:
-            wrong |= known & ~valid
+            wrong |= expected.there[:n] & ~valid
         for position, column in np.argwhere(wrong).tolist():
-            if expected.uncertain and any(
+            if trace.valid[position, column] and any(
                 np.array_equal(ids, trace.topk_ids[position, column])
                 for ids, _ in expected.candidates(position, column)
             ):
@@ -318,11 +409,14 @@ class Comparer:
         return f"({most} of the row's cells) was computed for {', '.join(names[:3])}"
 
 
-def _default(whole: Sequence[Expected]) -> int:
-    """The number of the newest complete incarnation, else of the newest."""
+def _default(whole: Sequence[Expected]) -> set[int]:
+    """The number of the newest complete incarnation, else of the newest; those that may be it."""
     counted = [e for e in whole if e.counted]
-    complete = [e.number for e in counted if e.num_tokens and e.known.all()]
-    return max(complete or [e.number for e in counted])
+    complete = [e.number for e in counted if e.num_tokens and e.there.all()]
+    surely = max(complete or [e.number for e in counted])
+    least = max(complete, default=0)
+    possibly = (e.number for e in counted if e.num_tokens and e.possible.all())
+    return {surely, *(number for number in possibly if number > least)}
 
 
 def _versions_differ(trace: RoutingTrace, expected: Expected) -> str:
@@ -337,6 +431,9 @@ def _versions_differ(trace: RoutingTrace, expected: Expected) -> str:
         # Some valid cell must be of this version; where it is, the version must be told.
         certain = (match & expected.known[:n] & trace.valid).any(axis=1)
         wrong = here != certain
+        for p in expected.prefix:
+            if p < n and not expected.known[p].any():
+                wrong[p] = here[p] and version not in _possible_versions(expected, p)
         if expected.uncertain:
             wrong = np.array(
                 [here[p] and version not in _possible_versions(expected, p) for p in range(n)],
@@ -348,6 +445,29 @@ def _versions_differ(trace: RoutingTrace, expected: Expected) -> str:
                 f"position {position} of {n} is {'' if here[position] else 'not '}of weights "
                 f"{version}; expected {sorted(_possible_versions(expected, position))}"
             )
+    return ""
+
+
+def _origins_differ(trace: RoutingTrace, expected: Expected) -> str:
+    """Compares where rows that stand in are told to be from."""
+    marked: set[int] = set()
+    for start, stop, trace_id in trace.prefix_sources:
+        for position in range(start, stop):
+            marked.add(position)
+            numbers = [n for n, ids in expected.prefix.get(position, {}).items() if trace_id in ids]
+            if not any(
+                trace.valid[position, column]
+                and np.array_equal(expected.row(n, column)[0], trace.topk_ids[position, column])
+                for n in numbers
+                for column in range(trace.valid.shape[1])
+            ):
+                return f"position {position} is not of trace {trace_id!r}"
+    told = {p for a, b, name in trace.provenance if name == "prefix" for p in range(a, b)}
+    if told != marked:
+        return f"positions {sorted(told ^ marked)} are of no trace, or of one that is not told"
+    unmarked = [p for p in expected.prefix if p < len(trace) and trace.valid[p].all()]
+    if not expected.uncertain and not marked.issuperset(unmarked):
+        return f"positions {sorted({*unmarked} - marked)} are of another trace, which is not told"
     return ""
 
 

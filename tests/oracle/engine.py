@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -40,6 +40,10 @@ class Chances:
     skip: float = 0.1
     """A running request is not scheduled."""
     external_in_place: float = 0.01
+    not_captured: float = 0.02
+    """The routing of a pass is not captured."""
+    redo: float = 0.05
+    """A request computes its last tokens once more."""
     accept: float = 0.6
     """A draft token is the right one."""
     rewind_untold: float = 0.3
@@ -49,6 +53,8 @@ class Chances:
     update: float = 0.01
     reset: float = 0.005
     crash: float = 0.002
+    branch: float = 0.0
+    """Another request begins with a block that accepted drafts have just filled."""
 
 
 @dataclass
@@ -60,6 +66,8 @@ class Run:
     start: int
     numbers: np.ndarray
     slots: np.ndarray
+    before: np.ndarray
+    """Rows that the request had from there on."""
     drafts: int
     """How many of the last rows are of draft tokens."""
     kept: int
@@ -98,7 +106,6 @@ class Engine:
         counts: of what happened; shared by all engines.
         before_begin: called with a record before it begins.
         on_bind: called with the trace id of a bound request, and what is true of it.
-        is_new: tells whether nothing began under a trace id yet.
     """
 
     def __init__(
@@ -112,7 +119,6 @@ class Engine:
         counts: dict[str, int],
         before_begin: Callable[[Engine, Record], None],
         on_bind: Callable[[str, Bound], None],
-        is_new: Callable[[str], bool],
     ) -> None:
         self.spec = spec
         self.layout = layout
@@ -123,7 +129,6 @@ class Engine:
         self.counts = counts
         self.before_begin = before_begin
         self.on_bind = on_bind
-        self.is_new = is_new
         held = {layer for shard in spec.shards for layer in shard.layer_ids}
         self.columns = layout.columns(sorted(held))
         self.alone = all(shard.size == 1 for shard in spec.shards)
@@ -134,6 +139,8 @@ class Engine:
         self.waiting: list[Request] = []
         self.done: list[Request] = []
         """Ended since somebody looked."""
+        self.filled: list[Request] = []
+        """Requests whose accepted drafts filled a block in the last step."""
         self.boot()
 
     def boot(self) -> None:
@@ -165,12 +172,23 @@ class Engine:
         spec = self.spec
         return (spec.num_blocks - 1) * spec.block_size - 2 * (spec.draft_tokens + 2)
 
+    def held(self) -> list[tuple[list[int], np.ndarray]]:
+        """Blocks of running requests, and the numbers of the rows that their slots name."""
+        for run in self.flying.runs if self.flying else ():
+            if not run.told and (run.before != NOBODY).any():
+                return []  # it has overwritten rows, and nobody was told
+        size = self.pool.block_size
+        of = [
+            (r.blocks, self.pool.slots_of(r.blocks, 0, len(r.blocks) * size)) for r in self.running
+        ]
+        return [(list(b), self.store.in_slots(self.pool.slots[slots])) for b, slots in of if b]
+
     @property
     def idle(self) -> bool:
         return not (self.running or self.waiting or self.flying)
 
-    def submit(self, request: Request) -> None:
-        self.waiting.append(request)
+    def submit(self, request: Request, *, next_one: bool = False) -> None:
+        self.waiting.insert(0 if next_one else len(self.waiting), request)
 
     # ------------------------------------------------------------------ what is told
 
@@ -201,6 +219,7 @@ class Engine:
     def step(self) -> None:
         """Schedules and computes one forward pass, and tells what is known by then."""
         before = self.flying
+        self.filled = []
         step = self._schedule()
         if not self.spec.asynchronous:
             if step:
@@ -245,6 +264,8 @@ class Engine:
     def reset_prefix_cache(self) -> None:
         """Forgets the prefix cache; of what still runs, nobody knows the slots any more."""
         self.drain()
+        if not self.alone and any(self.pool.refs):
+            return  # as in _load_in_place
         self.counts["resets"] += 1
         self._tell("reset_prefix_cache")
         self.pool.reset()
@@ -272,6 +293,11 @@ class Engine:
         begun = [*self.running, *(r for r in self.waiting if r.record)]
         if begun and rng.random() < chances.abort:
             self._finish(rng.choice(begun), "abort")
+        for run in self.flying.runs if self.flying else ():
+            # What goes back is often given up while it is under way.
+            again = run.request.running and (run.before != NOBODY).any() and not run.told
+            if again and rng.random() < 0.5:
+                self._finish(run.request, "abort")
         if spec.offload and self.pool.node_of and rng.random() < chances.external_in_place:
             self._load_in_place()
         while self.waiting and len(self.running) < spec.max_running and rng.random() < 0.8:
@@ -285,6 +311,9 @@ class Engine:
         for request in list(self.running):
             if not request.running or not budget or rng.random() < chances.skip:
                 continue
+            # Those of asynchronous engines are in flight nearly always.
+            if rng.random() < chances.redo * (10 if spec.asynchronous else 1):
+                self._redo(request)
             left = len(request.ahead) - request.ahead_computed
             count = min(left, budget)
             if count > 8 and rng.random() < 0.3:
@@ -295,34 +324,48 @@ class Engine:
                 chosen.append((request, count, drafts))
                 budget -= count + len(drafts)
         chosen = [c for c in chosen if c[0].running]
-        behind = [] if spec.asynchronous else self._admit_behind(chosen, budget)
-        return self._forward(chosen, behind) if chosen else None
+        if not spec.asynchronous:
+            self._admit_behind(chosen, budget)
+        return self._forward(chosen) if chosen else None
 
-    def _admit_behind(
-        self, chosen: list[tuple[Request, int, list[int]]], budget: int
-    ) -> list[Request]:
-        """Admits requests that reuse blocks which the pass to come computes; returns them.
+    def _admit_behind(self, chosen: list[tuple[Request, int, list[int]]], budget: int) -> None:
+        """Admits requests that reuse blocks which the pass to come computes.
 
         Some of them join that pass at once.
         """
         for request, count, _ in chosen:
             self._register(request, request.computed + count)
-        behind = []
         while self.waiting and len(self.running) < self.spec.max_running:
             request = self.waiting[0]
-            # Another one of its trace would wait until all that was told is at the server.
-            fresh = request.record is not None or self.is_new(request.trace_id)
-            if not fresh or self.rng.random() < 0.2 or not self._admit(request):
+            if self.rng.random() < 0.2 or not self._admit(request, chosen):
                 break
             self.running.append(self.waiting.pop(0))
-            behind.append(request)
+            if self.pool.free and self.rng.random() < 0.3:
+                new = self.pool.allocate()
+                request.blocks.append(new)
+                self._about("add_blocks", request, [new])
             room = len(request.blocks) * self.pool.block_size - request.computed
             count = min(len(request.tokens) - request.computed, budget, room)
             if count and self.rng.random() < 0.8:
                 chosen.append((request, count, []))
                 budget -= count
                 self._register(request, request.computed + count)
-        return behind
+
+    def _redo(self, request: Request) -> None:
+        """Goes back some tokens: they are computed once more, into the same slots.
+
+        Not of requests in flight; and not where several are told different things.
+        """
+        record, attempt = request.record, request.attempt
+        own = request.ahead_computed - attempt.given
+        if own < 1 or not self.alone or self.twins or self._in_flight(request):
+            return
+        assert record is not None
+        start = request.ahead_computed - self.rng.randint(1, min(own, 4))
+        old = attempt.rows[start:].tolist()
+        record.discarded += [(p, n) for p, n in enumerate(old, start) if n != NOBODY]
+        request.computed = request.ahead_computed = start
+        self.counts["redone"] += 1
 
     def _make_room(self, request: Request, num_tokens: int) -> bool:
         """Gets blocks for so many tokens, from the request that began to run last if need be."""
@@ -343,8 +386,13 @@ class Engine:
             return False
         return True
 
-    def _admit(self, request: Request) -> bool:
-        """Begins or resumes a request with what the cache has of it; False if there is no room."""
+    def _admit(
+        self, request: Request, chosen: Sequence[tuple[Request, int, list[int]]] = ()
+    ) -> bool:
+        """Begins or resumes a request with what the cache has of it; False if there is no room.
+
+        Some of it is in the cache once the pass has run in which `chosen` are.
+        """
         pool, rng = self.pool, self.rng
         if request.record is None and any(
             r.record and r.request_id == request.request_id for r in (*self.running, *self.waiting)
@@ -358,12 +406,18 @@ class Engine:
             while num_full < len(path) and path[num_full] in pool.offloaded:
                 num_full += 1
         computed = num_full * pool.block_size
-        if request.remote:
+        # After a preemption it is loaded once more, or computed.
+        if request.remote and (request.record is None or rng.random() < 0.5):
             # Of prompts that were handed over whole, some engines compute the last token again.
             at_most = min(request.remote, len(tokens) - 1)
             computed = max(computed, at_most - (rng.random() < 0.2))
         external = computed - num_local * pool.block_size
         local = [pool.cached[n] for n in path[:num_local]]
+        if not external and (donor := self._ends_inside(tokens, num_local, chosen)):
+            computed = len(donor.prompt)
+            local.append(donor.blocks[num_local])
+            num_local += 1
+            self.counts["shared_in_part"] += 1
         total = -(-(computed + 1) // pool.block_size)
         total += rng.randint(0, (len(tokens) + 1) // pool.block_size + 1 - total)
         if sum(1 for b in local if not pool.refs[b]) + total - num_local > len(pool.free):
@@ -383,11 +437,8 @@ class Engine:
         request.running = True
         record = request.record
         assert record is not None
-        inherited = pool.slots[pool.slots_of(request.blocks, 0, computed)]
         size = request.most + 3 * (self.spec.draft_tokens + 2)
-        record.attempts.append(Attempt(size, inherited))
-        self.counts["cached_rows"] += int((inherited != NOBODY).sum())
-        self.counts["unknown_rows"] += int((inherited == NOBODY).sum()) - external
+        record.attempts.append(Attempt(size, computed - external, computed))
         if external:
             record.external = True
             self.counts["external_loads"] += 1
@@ -400,6 +451,42 @@ class Engine:
             self.counts["resumes"] += 1
             self._about("resume", request, computed, list(request.blocks), external)
         return True
+
+    def _ends_inside(
+        self, tokens: list[int], nth: int, chosen: Sequence[tuple[Request, int, list[int]]]
+    ) -> Request | None:
+        """A request that ends with this pass, and leaves its last block to another: the nth."""
+        for request, count, _ in chosen:
+            n = len(request.prompt)
+            if (
+                (request.computed + count, request.most) == (n, n + 1)
+                and (n // self.pool.block_size, tokens[:n]) == (nth, request.tokens)
+                and n % self.pool.block_size > 0
+                and n < len(tokens)
+                and self.pool.refs[request.blocks[nth]] == 1  # one other writes behind it
+            ):
+                return request
+        return None
+
+    def _inherit(self, request: Request) -> None:
+        """A request takes the rows that the slots of its cached tokens name by now."""
+        attempt = request.attempt
+        if attempt.cached:
+            slots = self.pool.slots_of(request.blocks, 0, attempt.cached)
+            numbers = self.store.in_slots(self.pool.slots[slots])
+            self.counts["cached_rows"] += int((numbers != NOBODY).sum())
+            self.counts["unknown_rows"] += int((numbers == NOBODY).sum())
+            attempt.inherit(numbers)
+
+    def _keep(self, request: Request, stop: int) -> None:
+        """A request gives up its blocks; what they hold from a position on was not kept."""
+        self._inherit(request)
+        for position, number, _ in request.drafts:
+            self.store.named[number] = position < stop
+        request.drafts = []
+        size = len(request.blocks) * self.pool.block_size
+        numbers = self.pool.slots[self.pool.slots_of(request.blocks, min(stop, size), size)]
+        self.store.named[numbers[numbers != NOBODY]] = False
 
     def _record(self, request: Request) -> Record:
         spec = self.spec
@@ -435,7 +522,13 @@ class Engine:
 
     def _load_in_place(self) -> None:
         """Some cached blocks are loaded from elsewhere once more."""
-        cached = sorted(self.pool.node_of)
+        if self.flying and not self.flying.told:
+            self._tell_rows(self.flying)
+        # A rank that has no rows of a request yet inherits later than others: the contract leaves
+        # open which of its cached rows are known then.
+        cached = [b for b in sorted(self.pool.node_of) if self.alone or not self.pool.refs[b]]
+        if not cached:
+            return
         blocks = self.rng.sample(cached, min(len(cached), self.rng.randint(1, 4)))
         self.counts["external_loads"] += 1
         self.counts["external_rows"] += len(blocks) * self.pool.block_size
@@ -455,12 +548,8 @@ class Engine:
 
     # ------------------------------------------------------------------ computing
 
-    def _forward(self, chosen: list[tuple[Request, int, list[int]]], behind: list[Request]) -> Step:
-        """Computes rows, accepts drafts and samples tokens, on the device.
-
-        Those `behind` were admitted on blocks that this pass computes.
-        """
-        cached = {request: request.computed for request in behind}
+    def _forward(self, chosen: list[tuple[Request, int, list[int]]]) -> Step:
+        """Computes rows, accepts drafts and samples tokens, on the device."""
         rng = self.rng
         rng.shuffle(chosen)
         total = sum(count + len(drafts) for _, count, drafts in chosen)
@@ -478,21 +567,25 @@ class Engine:
                 sampled = rng.randrange(VOCABULARY)
                 request.ahead = [*request.ahead, *drafts[: kept - known], sampled]
             request.ahead_computed = kept
+            before = request.attempt.rows[start:].copy()
+            request.attempt.rows[start:] = NOBODY
             slots = self.pool.slots_of(request.blocks, start, stop)
             self.pool.slots[slots] = NOBODY
             self.pool.slots[slots[: kept - start]] = own[: kept - start]
             request.attempt.rows[start:kept] = own[: kept - start]
             self.counts["rejected_rows"] += stop - kept
             run = Run(
-                request, request.attempt, start, own, slots, stop - known, kept, request.ahead
+                request,
+                request.attempt,
+                start,
+                own,
+                slots,
+                before,
+                stop - known,
+                kept,
+                request.ahead,
             )
             runs.append(run)
-        for request, computed in cached.items():
-            inherited = self.pool.slots[self.pool.slots_of(request.blocks, 0, computed)]
-            attempt = request.attempt
-            self.counts["shared_rows"] += int((inherited != attempt.rows[:computed]).sum())
-            attempt.rows[:computed] = inherited
-            attempt.unknown[:computed] = inherited == NOBODY
         self.steps += 1
         return Step(self.steps, runs)
 
@@ -511,6 +604,10 @@ class Engine:
             else:
                 self.counts["late_rows"] += len(run.numbers)
         ranks = self._deal(step)
+        # More often where it confirms drafts: the rows of the next pass would confirm them, too.
+        confirms = any(run.request.drafts for run in step.runs)
+        captured = self.rng.random() >= self.chances.not_captured * (5 if confirms else 1)
+        self._name(step, ranks, captured)
         for line in self.lines:
             mine = None if ranks is None else ranks == line.shard.rank
             runs: list[tuple[Request, int, int]] = []
@@ -526,7 +623,9 @@ class Engine:
                     run.lines.append(line)
                 runs += [(run.request, run.start + a, b - a) for a, b in parts]
                 at += n
-            if runs or self.rng.random() < 0.3:
+            if not captured:
+                line.skip(step.number, runs)
+            elif runs or self.rng.random() < 0.3:
                 told = rows if mine is None else rows[mine]
                 line.step(step.number, told[:, line.columns], runs)
         if self.twins:
@@ -539,6 +638,38 @@ class Engine:
             if self.loaded:
                 loaded, self.loaded = self.loaded, []
                 self._twins_forget(loaded)
+
+    def _name(self, step: Step, ranks: np.ndarray | None, captured: bool) -> None:
+        """Works out which rows slots name once a pass was told, by the rules for drafts."""
+        at = 0
+        for run in step.runs:
+            n, request = len(run.numbers), run.request
+            dealt = np.zeros(n, int) if ranks is None else ranks[at : at + n]
+            at += n
+            if not run.told:
+                continue
+            assert request.record is not None
+            self.store.named[run.before[run.before != NOBODY]] = False  # rejected, all of them
+            for rank in np.unique(dealt).tolist():
+                mine = np.flatnonzero(dealt == rank) + run.start
+                first = int(mine[0])
+                for position, number, _ in (d for d in request.drafts if d[2] == rank):
+                    self.store.named[number] = position < first
+                request.drafts = [d for d in request.drafts if d[2] != rank]
+                for position in mine.tolist() if captured else ():
+                    number = int(run.numbers[position - run.start])
+                    if position == first or position < request.record.prompt_len:
+                        self.store.named[number] = True
+                    else:
+                        request.drafts.append((position, number, rank))
+            if not captured:
+                self.counts["skipped_rows"] += n
+                rows = run.attempt.rows[run.start : run.stop]
+                rows[rows == run.numbers] = NOBODY  # later passes may have come in between
+                run.attempt.skipped[run.start : run.stop] = True
+        for run in step.runs:  # after all that the pass has computed
+            if run.told:
+                self._inherit(run.request)
 
     def _deal(self, step: Step) -> np.ndarray | None:
         """The context-parallel rank that computes each row; None if there is only one.
@@ -572,6 +703,11 @@ class Engine:
             request.tokens = run.ahead[: request.most]
             request.computed = min(run.kept, len(request.tokens))
             self._register(request, request.computed)
+            size = self.pool.block_size
+            # A rank without rows of a request inherits later than others: drafts are confirmed or
+            # not by then.
+            if self.alone and run.drafts and (run.start + 1) // size < request.computed // size:
+                self.filled.append(request)
             if len(request.tokens) == request.most:
                 self._finish(request, request.end or self.rng.choice(("stop", "length")))
             elif run.kept < run.stop:
@@ -615,6 +751,7 @@ class Engine:
                 sure = min(run.kept, max(run.start + 1, record.prompt_len))
                 positions = range(run.start, sure)
                 record.discarded += zip(positions, run.numbers.tolist(), strict=False)
+        self._keep(request, stop)
         request.attempt.rows[stop:] = NOBODY
         record.tentative = (0, 0)
         request.computed = stop
@@ -633,7 +770,11 @@ class Engine:
         assert record is not None
         for run in self._in_flight(request):
             if not run.told:
-                request.attempt.rows[run.start :] = NOBODY  # they come late
+                request.attempt.rows[run.start :] = run.before  # they come late
+            if request.running and self.rng.random() < 0.5:  # its KV can be hit
+                self._register(request, min(run.kept, len(request.tokens)))
+        if request.running:
+            self._keep(request, len(request.tokens) - 1)
         self.counts["aborts"] += reason == "abort"
         self.counts["handoffs"] += reason == "handoff"
         tokens = request.tokens

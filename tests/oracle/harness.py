@@ -20,6 +20,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 from unittest.mock import patch
@@ -31,20 +32,18 @@ from oracle.world import EngineSpec, Shard
 from routetrace.capture_agent import AgentConfig, CaptureAgent
 from routetrace.capture_agent import agent as agent_module
 from routetrace.capture_agent import link as link_module
-from routetrace.capture_agent import sender as sender_module
-from routetrace.capture_agent import worker as worker_module
 from routetrace.capture_agent.counters import COUNTER_BYTES
-from routetrace.capture_agent.ring import Ring
-from routetrace.capture_agent.sender import Sender
+from routetrace.capture_agent.pipeline.ring import Ring
+from routetrace.capture_agent.transport.sender import Sender
 from routetrace.capture_agent.worker import Worker
 from routetrace.client import RouteClient
 from routetrace.client._drive import Driver
 from routetrace.client._messages import parser_of
-from routetrace.server import journal as journal_module
-from routetrace.server.config import ServerConfig
 from routetrace.server.core import Core
-from routetrace.server.store import MemoryStore
-from routetrace.server.testing import ServerProcess, run_server
+from routetrace.server.index import journal as journal_module
+from routetrace.server.settings.config import ServerConfig
+from routetrace.server.store.memory import MemoryStore
+from routetrace.server.testing import ServerProcess, free_ports, run_server
 from routetrace.v1 import routetrace_pb2 as pb
 from routetrace.v1.layout import RoutingLayout
 
@@ -54,7 +53,7 @@ RUN = "oracle"
 _CALL_TIMEOUT_S = 10
 
 #: How long an agent may be silent before the server gives it up; in the inline world by its clock.
-AGENT_TIMEOUT_S = {"inline": 1e6, "socket": 1.0}
+AGENT_TIMEOUT_S = {"inline": 1e6, "socket": 1.0, "workers": 1.0}
 
 
 class BaseWorld:
@@ -352,25 +351,22 @@ class _Loopback(Driver):
         return lambda request, **_: self._world.server.call(name, request)
 
 
-class _InlineSender(Sender):
-    """The sender, without a thread and a channel: the world says when it talks."""
+class _InlineStream:
+    """Moves the messages of a sender that was not started: the world says when."""
 
-    def __init__(self, *args: Any) -> None:
-        self.world: InlineWorld  # set by the link
+    def __init__(self, world: InlineWorld, sender: Sender) -> None:
+        self._world = world
+        self._sender = sender
         self._pipe: asyncio.Queue[Any] | None = None
         #: Numbers of the chunks that were sent and not answered; 0 for the Hello.
         self._outstanding: list[int] = []
-        super().__init__(*args)
-
-    def _run(self) -> None:
-        """Nothing is done in a thread."""
 
     def talk(self, most_sent: int, most_heard: int) -> None:
         """Sends some chunks, and takes some of the answers."""
         if self._pipe is None:
             self._open()
-        while most_sent and self._may_send():
-            self._send(self._chunk())
+        while most_sent and (message := self._chunk()):
+            self._send(message)
             most_sent -= 1
         while most_heard and self._outstanding and self._pipe is not None:
             self._hear()
@@ -378,53 +374,48 @@ class _InlineSender(Sender):
 
     def send_damaged(self) -> None:
         """A chunk is damaged on its way; the next one of its number is not."""
-        if self._pipe is not None and self._may_send():
-            message = pb.IngestRequest.FromString(self._chunk().SerializeToString())
+        if self._pipe is not None and (message := self._chunk()):
             data = bytearray(message.chunk.header)
-            data[self.world.rng.randrange(len(data))] ^= 1 << self.world.rng.randrange(8)
+            data[self._world.rng.randrange(len(data))] ^= 1 << self._world.rng.randrange(8)
             message.chunk.header = bytes(data)
             self._send(message)
-            self.world.counts["damaged"] += 1
+            self._world.counts["damaged"] += 1
 
     def send_twice(self) -> None:
         """A chunk arrives that arrived before; its answer says nothing new."""
-        if self._pipe is not None and self._may_send():
-            message = self._chunk()
+        if self._pipe is not None and (message := self._chunk()):
             self._send(message)
             self._send(message)
 
     def hang_up(self) -> None:
         """The connection breaks: what was not answered may or may not have arrived."""
         if self._pipe is not None:
-            with self._changed:  # as Sender._connect in the end
-                self._send_next = 0
-                self._stop()
+            self._sender.closed()
             self._pipe = None
             self._outstanding.clear()
-            self.world.server.run(self._responses.aclose())
-            self.world.counts["reconnects"] += 1
+            self._world.server.run(self._responses.aclose())
+            self._world.counts["reconnects"] += 1
 
     @property
     def busy(self) -> bool:
         """Whether there is something to send, or to hear."""
-        return bool(self._outbox)
+        return bool(self._sender.outbox)
 
     def _open(self) -> None:
-        # As Sender._connect, up to the Welcome.
-        self._stream = stream = object()
-        self._send_next, self._not_before, self._stale = 0, 0.0, 0
         self._pipe = asyncio.Queue()
-        self._messages = map(pb.IngestRequest.FromString, self._requests(stream))
-        self._responses = self.world.server.stream(self._incoming(self._pipe))
-        self._send(next(self._messages))
+        self._responses = self._world.server.stream(self._incoming(self._pipe))
+        self._send(pb.IngestRequest.FromString(self._sender.open()))
         self._hear()
 
-    def _chunk(self) -> pb.IngestRequest:
-        """The next chunk; heartbeats on the way to it arrive, and are not answered."""
+    def _chunk(self) -> pb.IngestRequest | None:
+        """The next chunk, if one may be sent; heartbeats on the way to it are not answered."""
         assert self._pipe is not None
-        while (message := next(self._messages)).HasField("heartbeat"):
-            self._pipe.put_nowait(message)
-        return message
+        while message := self._sender.next_message():
+            request = pb.IngestRequest.FromString(message)
+            if not request.HasField("heartbeat"):
+                return request
+            self._pipe.put_nowait(request)
+        return None
 
     def _send(self, message: pb.IngestRequest) -> None:
         assert self._pipe is not None
@@ -432,7 +423,10 @@ class _InlineSender(Sender):
         self._outstanding.append(message.chunk.sequence)
 
     def _hear(self) -> None:
-        response = self.world.server.run(anext(self._responses))
+        response = self._world.server.run(anext(self._responses))
+        while response.HasField("pace"):
+            self._sender.receive(pb.IngestResponse.FromString(response.SerializeToString()))
+            response = self._world.server.run(anext(self._responses))
         error = response.reject.error
         assert not response.HasField("reject") or error.retry_after_ms, f"refused: {error}"
         # One Ack stands for chunks that follow each other by their numbers.
@@ -441,7 +435,7 @@ class _InlineSender(Sender):
         answered = self._outstanding[:count]
         assert answered == [*range(last - count + 1, last + 1)], f"{response} to {answered}"
         del self._outstanding[:count]
-        self._take(pb.IngestResponse.FromString(response.SerializeToString()))
+        self._sender.receive(pb.IngestResponse.FromString(response.SerializeToString()))
 
     @staticmethod
     async def _incoming(pipe: asyncio.Queue[Any]) -> AsyncIterator[Any]:
@@ -489,15 +483,15 @@ class _Pace:
 class _InlineLink:
     """Stands in for WorkerLink: the background, in the caller's thread, when the seed says so."""
 
-    def __init__(self, world: InlineWorld, config: AgentConfig) -> None:
+    def __init__(self, world: InlineWorld, config: AgentConfig, *, held: bool) -> None:
+        assert not held, "no agent replaces another one here"
         self._world = world
         memory = memoryview(mmap.mmap(-1, COUNTER_BYTES + config.ring_bytes))
         self.words = memory[:COUNTER_BYTES].cast("Q")
         self.ring = _TellingRing(memory[COUNTER_BYTES:], self._written)
-        with patch.object(worker_module, "Sender", _InlineSender):
-            self.worker = Worker(config, memory, _Deaf(), 0)  # type: ignore[arg-type]
-        self.sender: Any = self.worker._sender
-        self.sender.world = world
+        clock = world.clock.monotonic
+        self.worker = Worker(config, memory, _Deaf(), 0, clock=clock)  # type: ignore[arg-type]
+        self.sender = _InlineStream(world, self.worker.sender)
         self.sender.talk(0, 0)  # says how large chunks may be
         rng = world.rng
         self._pace = _Pace(
@@ -570,7 +564,7 @@ class InlineWorld(BaseWorld):
     """The code of every stop, in one thread."""
 
     name = "inline"
-    target = "inline:0"
+    target = "inline:1"
 
     def __init__(self, layout: RoutingLayout, seed: int) -> None:
         super().__init__(layout, seed)
@@ -585,8 +579,6 @@ class InlineWorld(BaseWorld):
         )
         self._patches = ExitStack()
         self._patches.enter_context(_no_errors())
-        for module in (worker_module, sender_module):
-            self._patches.enter_context(patch.object(module, "time", self.clock))
         self._loop = asyncio.new_event_loop()
         self._loop.set_default_executor(_Here(1))
         self._start()
@@ -680,12 +672,16 @@ class SocketWorld(BaseWorld):
             self._server = self._stack.enter_context(
                 run_server(
                     data_dir=self._directory,
-                    listen=self.target,
                     agent_timeout_seconds=AGENT_TIMEOUT_S[self.name],
                     sweep_interval_seconds=0.5,
+                    **self.server_settings(),
                 )
             )
             self.target = self._server.target
+
+    def server_settings(self) -> dict[str, Any]:
+        """Settings of the server that differ between worlds."""
+        return {"listen": self.target}
 
     def settings(self) -> dict[str, Any]:
         rng = self.rng
@@ -714,7 +710,7 @@ class SocketWorld(BaseWorld):
             os.kill(agent.worker_pid, signal.SIGKILL)
         else:
             # What was not sent is gone: the stream ends, and no other one begins.
-            worker._sender.close(time.monotonic())
+            worker.sender.close(time.monotonic())
         agent.close(0)
 
     def flush(self, engine_id: str) -> None:
@@ -732,10 +728,15 @@ class SocketWorld(BaseWorld):
         if self._steps == self._back_at:
             self._serve()
         elif self._steps == self._kill_at and self._server:
-            self._server.kill()
-            self._server = None
-            self._back_at = self._steps + self.rng.randint(1, 50)
+            self.kill()
             self.counts["server restarts"] += 1
+
+    def kill(self) -> None:
+        """Kill the server, and start it some steps later."""
+        assert self._server
+        self._server.kill()
+        self._server = None
+        self._back_at = self._steps + self.rng.randint(1, 50)
 
     def settle(self) -> None:
         time.sleep(1.3 * AGENT_TIMEOUT_S[self.name])
@@ -744,3 +745,21 @@ class SocketWorld(BaseWorld):
         with self._stack:
             for agent in self.agents.values():
                 self.cut(agent)
+
+
+class WorkersWorld(SocketWorld):
+    """As SocketWorld, with two workers: the run is at the second, which is killed alone."""
+
+    name = "workers"
+
+    def __init__(self, layout: RoutingLayout, seed: int) -> None:
+        self._front = f"127.0.0.1:{free_ports(2)}"
+        super().__init__(layout, seed)
+        self._kill_at = self.rng.randint(20, 60)
+
+    def server_settings(self) -> dict[str, Any]:
+        return {"listen": self._front, "workers": 2, "run_workers": f'{{"{RUN}": 1}}'}
+
+    def kill(self) -> None:
+        lock = Path(self._directory) / "partition-1" / "lock"
+        os.kill(int(lock.read_text()), signal.SIGKILL)

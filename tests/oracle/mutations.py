@@ -7,6 +7,7 @@ are failures.
 
 from __future__ import annotations
 
+import argparse
 import os
 import re
 import shutil
@@ -47,137 +48,180 @@ AGENT = "capture_agent/routetrace/capture_agent"
 MUTATIONS = (
     Mutation(
         "slot writes of a window out of order",
-        f"{SERVER}/apply.py",
-        "for op in self.chunk.ops:",
-        "for op in sorted(self.chunk.ops, key=lambda op: -op[10] if op[3] == NO_REQUEST else 0):",
+        f"{SERVER}/index/apply.py",
+        "enumerate(self.chunk.ops, 1)",
+        "enumerate("
+        "sorted(self.chunk.ops, key=lambda op: -op[10] if op[3] == NO_REQUEST else 0), 1)",
     ),
     Mutation(
         "first write wins in the slot map",
-        f"{SERVER}/slot_map.py",
+        f"{SERVER}/index/slot_map.py",
         '        self._cells["ref"][cells] = refs\n',
         '        old = self._cells["ref"][cells]\n'
         '        self._cells["ref"][cells] = np.where(old == UNKNOWN, refs, old)\n',
     ),
     Mutation(
         "blocks handed out anew keep their rows",
-        f"{SERVER}/apply.py",
+        f"{SERVER}/index/apply.py",
         "                if kind == BLOCKS:\n"
         "                    self.slots.forget_blocks(blocks)\n",
         "                if kind == BLOCKS:\n",
     ),
     Mutation(
         "uncached blocks of a new request keep their rows",
-        f"{SERVER}/apply.py",
+        f"{SERVER}/index/apply.py",
         "        self._forget(source, known, FOREVER)\n",
         "",
     ),
     Mutation(
         "rows given up by a preemption kept",
-        f"{SERVER}/apply.py",
-        """                elif kind == PREEMPT:
-                    self._drop(source, position)
+        f"{SERVER}/index/apply.py",
+        """                    source.remove(position, FOREVER)
+                    self._release(source, position)
 """,
-        """                elif kind == PREEMPT:
+        """                    self._release(source, position)
 """,
     ),
     Mutation(
-        "rejected rows kept in their slots",
-        f"{SERVER}/apply.py",
+        "rows that are taken back kept in their slots",
+        f"{SERVER}/index/apply.py",
         """        source.remove(position, FOREVER)
         self._forget(source, position, FOREVER)
 """,
         """        source.remove(position, FOREVER)
 """,
-        seed=1042,
+    ),
+    Mutation(
+        "drafts in slots before they are confirmed",
+        f"{SERVER}/index/apply.py",
+        "        if tentative:\n            sure",
+        "        if False:\n            sure",
+    ),
+    Mutation(
+        "confirmed drafts in no slot",
+        f"{SERVER}/index/apply.py",
+        "                    self._name(source, span.cut(start, end), source.draft_step)\n",
+        "                    pass\n",
+    ),
+    Mutation(
+        "a skipped pass confirms nothing",
+        f"{SERVER}/index/apply.py",
+        "                    if count:\n                        self._confirm",
+        "                    if False:\n                        self._confirm",
+    ),
+    Mutation(
+        "what lies behind the end of a request kept in its slots",
+        f"{SERVER}/index/apply.py",
+        "        self._confirm(source, position)\n"
+        "        self.slots.forget_run(source.blocks, position, FOREVER)\n",
+        "        self._confirm(source, FOREVER)\n",
+    ),
+    Mutation(
+        "the last token of a request kept in its slot",
+        f"{SERVER}/index/apply.py",
+        "self._release(source, max(0, count - 1))",
+        "self._release(source, count)",
+    ),
+    Mutation(
+        "drafts confirmed after their blocks were forgotten",
+        f"{SERVER}/index/slot_map.py",
+        "            if max(self._erased[block], self._all_erased) <= since:\n",
+        "            if True:\n",
+    ),
+    Mutation(
+        "a snapshot forgets which drafts slots are to name",
+        f"{SERVER}/index/traces/sources.py",
+        "        drafts=SpanList(message.drafts),\n",
+        "",
     ),
     Mutation(
         "tentative rows served",
-        f"{SERVER}/trace_index.py",
+        f"{SERVER}/index/traces/sources.py",
         "        if attempt < len(self.attempts) - 1 or not self.tentative:\n",
         "        if True:\n",
     ),
     Mutation(
         "a resumed request goes on in its first attempt",
-        f"{SERVER}/apply.py",
+        f"{SERVER}/index/apply.py",
         "                        source.attempts.append(SpanList())\n",
         "                        pass\n",
     ),
     Mutation(
         "off by one at finish",
-        f"{SERVER}/apply.py",
+        f"{SERVER}/index/apply.py",
         "source.ended, source.num_tokens, source.finish_reason = True, count, arg",
         "source.ended, source.num_tokens, source.finish_reason = True, count + 1, arg",
     ),
     Mutation(
         "every seventh chunk dropped in silence",
-        f"{SERVER}/apply.py",
-        """    _Applier(state, writer, chunk, number, facts["time"]).run()
+        f"{SERVER}/index/apply.py",
+        """    yield from _Applier(state, writer, chunk, number, now).run()
 """,
-        """    if facts["sequence"] % 7:
-        _Applier(state, writer, chunk, number, facts["time"]).run()
+        """    if change.sequence % 7:
+        yield from _Applier(state, writer, chunk, number, now).run()
 """,
     ),
     Mutation(
         "external KV taken from the slot map",
-        f"{SERVER}/apply.py",
-        "        known = num_computed_tokens - num_external_tokens\n",
-        "        known = num_computed_tokens\n",
+        f"{SERVER}/index/apply.py",
+        "source.cached = known = num_computed_tokens - num_external_tokens\n",
+        "source.cached = known = num_computed_tokens\n",
     ),
     Mutation(
         "blocks that were loaded keep their rows",
-        f"{SERVER}/apply.py",
+        f"{SERVER}/index/apply.py",
         """            elif kind == EXTERNAL:
-                self.slots.forget_blocks(blocks)
+                self.slots.erase(blocks)
 """,
         """            elif kind == EXTERNAL:
 """,
     ),
     Mutation(
         "joined without a digest",
-        f"{SERVER}/joins.py",
-        "        seen = {request.number}\n",
-        """        seen = {r.number for r in self.requests}
-        for other in self.requests:
-            if other is not request:
-                yield other, min(other.prompt_len, request.prompt_len)
+        f"{SERVER}/index/traces/joins.py",
+        """            for other, position in self._tree.proven(request.number - 1):
+                yield self.requests[other], position
+""",
+        """            for other in self.requests:
+                if other is not request:
+                    yield other, min(other.prompt_len, request.prompt_len)
 """,
     ),
     Mutation(
         "joined beyond what was proven",
-        f"{SERVER}/joins.py",
+        f"{SERVER}/index/traces/joins.py",
         "            part = Part(other, min(proven, other.num_rows))\n",
         "            part = Part(other, other.num_rows)\n",
     ),
     Mutation(
         "a stage joined to another request",
-        f"{SERVER}/joins.py",
+        f"{SERVER}/index/traces/joins.py",
         "        name = (source.writer.engine_id, source.request_id, source.occurrence)\n",
         '        name = (source.writer.engine_id, "", "")\n',
         seed=1018,
     ),
     Mutation(
         "latest served for as_sampled",
-        f"{SERVER}/view.py",
+        f"{SERVER}/read/view.py",
         "    latest = selection.policy == pb.READ_POLICY_LATEST\n",
         "    latest = True\n",
     ),
     Mutation(
         "weight version ignored",
-        f"{SERVER}/view.py",
+        f"{SERVER}/read/view.py",
         "                if selection.weight_version not in (None, span.weight_version):\n",
         "                if False:\n",
     ),
     Mutation(
         "a sweep forgets the slots",
-        f"{SERVER}/state.py",
-        "            yield writer.slots.chunks().tolist()\n",
+        f"{SERVER}/index/state.py",
+        "            yield chain(writer.slots.chunks().tolist(), *drafts)\n",
         "            yield ()\n",
     ),
     Mutation(
         "a snapshot forgets what is tentative",
-        f"{SERVER}/trace_index.py",
-        """        tentative=data["tentative"],
-""",
+        f"{SERVER}/index/traces/sources.py",
+        "        tentative=message.tentative,\n",
         "",
     ),
     Mutation(
@@ -201,58 +245,113 @@ MUTATIONS = (
     ),
     Mutation(
         "requests that go on stand still",
-        f"{AGENT}/framer.py",
+        f"{AGENT}/pipeline/intake.py",
         "positions + counts, counts]",
         "positions, counts]",
     ),
     Mutation(
         "a step goes on from one that was not written last",
-        f"{AGENT}/feed.py",
-        "return self._told.startswith(runs, at)",
+        f"{AGENT}/pipeline/steady.py",
+        "return self._expected.startswith(runs, at)",
         "return len(runs) > 0",
     ),
     Mutation(
         "late rows of a preempted request kept",
-        f"{AGENT}/framer.py",
-        "        if request.preempted:\n            self._drop(Word.LATE",
+        f"{AGENT}/pipeline/framer.py",
+        "        if request.phase is Phase.PREEMPTED:\n            self._drop(Word.LATE",
         "        if False:\n            self._drop(Word.LATE",
     ),
     Mutation(
         "a late rewind takes later rows along",
-        f"{AGENT}/framer.py",
+        f"{AGENT}/pipeline/framer.py",
         "        if not step or self._linger.step[request.lane] <= step:\n",
         "        if True:\n",
     ),
     Mutation(
         "nobody says which rows are tentative",
-        f"{AGENT}/framer.py",
+        f"{AGENT}/pipeline/emitter.py",
         "position, ids[part], *facts)\n                    request.emitted",
         "position, ids[part], *facts[:2], 0)\n                    request.emitted",
     ),
     Mutation(
         "samples that start in one step share nothing",
-        f"{AGENT}/framer.py",
-        "        if not num_cached_tokens or not self._block_size"
-        " or num_cached_tokens % self._block_size:\n",
-        "        if True:\n",
+        f"{AGENT}/pipeline/framer.py",
+        "            self._starting[lane] = known\n",
+        "            self._starting[lane] = known\n"
+        "            self._inherit(lane)\n"
+        "            return\n",
+    ),
+    Mutation(
+        "rows of a step in their own order, whoever inherits them",
+        f"{AGENT}/pipeline/framer.py",
+        "sorted(slow, key=lambda i: turns.get(int(lanes[i]), 0))",
+        "sorted(slow, key=lambda i: -turns.get(int(lanes[i]), 0))",
+    ),
+    Mutation(
+        "late rows leave their slots as they are",
+        f"{AGENT}/pipeline/framer.py",
+        "            self._out.forget(slots)\n",
+        "            pass\n",
     ),
     Mutation(
         "a prefix looked up before its rows were sent",
-        f"{AGENT}/framer.py",
-        "        self._flush(np.unique(lanes[hit]))\n",
-        "        self._flush(lanes[:0])\n",
+        f"{AGENT}/pipeline/framer.py",
+        "            self._emitter.flush(np.unique(hit))\n",
+        "            self._emitter.flush(hit[:0])\n",
     ),
     Mutation(
         "a rank's second range of positions not sent",
-        f"{SERVER}/view.py",
-        "for a, b in ranges if a < min(b, stop)]",
-        "for a, b in ranges[:1] if a < min(b, stop)]",
+        f"{SERVER}/read/view.py",
+        "for a, b in ranges if max(a, start) < min(b, stop)]",
+        "for a, b in ranges[:1] if max(a, start) < min(b, stop)]",
     ),
     Mutation(
         "rows of a rank placed one token late",
         "client/routetrace/client/plan.py",
         "first = self.at + (start - self.start) * self.stride",
         "first = self.at + min(start - self.start + (start > self.start), stop - start)",
+    ),
+    Mutation(
+        "the last prompt row of the engine that handed over",
+        f"{SERVER}/index/traces/joins.py",
+        "        return [*self._last_of_prompt, *continued,",
+        "        return [*continued,",
+    ),
+    Mutation(
+        "a last prompt row that was given its token all the same",
+        f"{SERVER}/index/traces/joins.py",
+        "        return [*(Part(r, prompt_len, last) for r in given), own]\n",
+        "        return [own]\n",
+    ),
+    Mutation(
+        "rows of other weights stand in",
+        f"{SERVER}/read/prefixes.py",
+        "    if policy != pb.PREFIX_ROWS_ANY_VERSION:\n",
+        "    if False:\n",
+    ),
+    Mutation(
+        "rows stand in beyond what is proven",
+        f"{SERVER}/read/prefixes.py",
+        "        stop = min(position, request.num_rows)\n",
+        "        stop = request.num_rows\n",
+    ),
+    Mutation(
+        "inherited rows stand in",
+        f"{SERVER}/read/prefixes.py",
+        "                    forward = span.provenance == Provenance.FORWARD\n",
+        "                    forward = True\n",
+    ),
+    Mutation(
+        "a snapshot forgets which prefixes were computed",
+        f"{SERVER}/index/traces/trace_index.py",
+        "        self.prefixes.add(trace)\n",
+        "        self.prefixes._traces[trace.serial] = trace\n",
+    ),
+    Mutation(
+        "a reader that wants no rows of others gets them",
+        f"{SERVER}/read/served.py",
+        "        if not own.holes or prefix_rows == pb.PREFIX_ROWS_NEVER:\n",
+        "        if not own.holes:\n",
     ),
 )
 
@@ -315,7 +414,13 @@ def judge_all(mutations: Iterable[Mutation]) -> Iterable[Verdict]:
 
 def main() -> int:
     """Prints the table; returns 1 if a mutation was not caught."""
-    chosen = [m for m in MUTATIONS if not sys.argv[1:] or m.name in sys.argv[1:]]
+    parser = argparse.ArgumentParser(prog="oracle.mutations")
+    parser.add_argument("names", nargs="*", help="only these")
+    parser.add_argument("--every", type=int, default=1, help="each nth; others on other days")
+    args = parser.parse_args()
+    first = int(time.time() // 86400) % args.every
+    chosen = [m for m in MUTATIONS[first :: args.every] if not args.names or m.name in args.names]
+    print(f"{len(chosen)} of {len(MUTATIONS)} mutations, from number {first} on")
     missed = 0
     for verdict in judge_all(chosen):
         missed += not verdict.caught

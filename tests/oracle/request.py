@@ -40,6 +40,8 @@ class Request:
     blocks: list[int] = field(default_factory=list)
     nodes: list[int] = field(default_factory=list)
     """Prefix cache nodes of the leading full blocks."""
+    drafts: list[tuple[int, int, int]] = field(default_factory=list)
+    """(position, row, rank) that were told, and that nothing confirmed."""
     running: bool = False
     last_twin_step: int = 0
 
@@ -108,6 +110,14 @@ class Line:
             table = [(self._handles[request], start, n) for request, start, n in runs]
             number = self.sink.step(rows, np.array(table, np.int64).reshape(-1, 3))
             if number:
+                self.steps[step] = number
+
+        self._queue.append(call)
+
+    def skip(self, step: int, runs: list[tuple[Request, int, int]]) -> None:
+        def call() -> None:
+            table = [(self._handles[request], start, n) for request, start, n in runs]
+            if number := self.sink.skip(np.array(table, np.int64).reshape(-1, 3)):
                 self.steps[step] = number
 
         self._queue.append(call)

@@ -8,11 +8,18 @@ from dataclasses import dataclass, field, replace
 
 from oracle.cluster import Cluster, random_specs
 from oracle.compare import Comparer, Tally, Wrong
-from oracle.harness import BaseWorld, InlineWorld, SocketWorld
+from oracle.engine import Chances
+from oracle.harness import BaseWorld, InlineWorld, SocketWorld, WorkersWorld
+from oracle.taken import TakenWorld
 from oracle.world import EngineSpec
 from routetrace.v1.layout import RoutingLayout
 
-WORLDS: dict[str, type[BaseWorld]] = {"inline": InlineWorld, "socket": SocketWorld}
+WORLDS: dict[str, type[BaseWorld]] = {
+    "inline": InlineWorld,
+    "socket": SocketWorld,
+    "taken": TakenWorld,
+    "workers": WorkersWorld,
+}
 
 #: Few experts, so that an id is 8 bits; many, so that it is 16; layers that are dense; many layers.
 LAYOUTS = (
@@ -22,7 +29,12 @@ LAYOUTS = (
 )
 
 #: Engine requests of one run, about; starting a server is worth more of them.
-SIZES = {"inline": (10, 30, 60), "socket": (100, 200)}
+SIZES = {
+    "inline": (10, 30, 60),
+    "socket": (100, 200),
+    "taken": (10, 30, 60),
+    "workers": (100, 200),
+}
 
 #: Probabilities, after a step of the cluster, that everything so far is made certain, so that a
 #: crash leaves little in doubt; and that some traces are compared then.
@@ -62,12 +74,17 @@ def _specs(rng: random.Random, layout: RoutingLayout) -> list[EngineSpec]:
     ]
 
 
+def _chances(seed: int) -> Chances:
+    """In a third of the runs requests go on from what drafts have just filled."""
+    return Chances(branch=0.5 if seed % 3 == 0 else 0.0)
+
+
 def run(seed: int, world_name: str = "inline", num_requests: int = 0) -> Outcome:
     """Makes one run; the seed says all about it but the world.
 
     Args:
         seed: of everything.
-        world_name: "inline" or "socket".
+        world_name: one of WORLDS.
         num_requests: about so many engine requests; 0: as many as the seed says.
 
     Raises:
@@ -80,7 +97,7 @@ def run(seed: int, world_name: str = "inline", num_requests: int = 0) -> Outcome
     outcome = Outcome(runs=1)
     try:
         with WORLDS[world_name](layout, seed) as world:
-            cluster = Cluster(layout, seed, world, _specs(rng, layout))
+            cluster = Cluster(layout, seed, world, _specs(rng, layout), _chances(seed))
             cluster.submit_workload(num_requests)
             while cluster.step():
                 world.disturb()
@@ -90,6 +107,7 @@ def run(seed: int, world_name: str = "inline", num_requests: int = 0) -> Outcome
                     cluster.barrier()
                     comparer = Comparer(world.client, cluster, rng, settled=False)
                     outcome.tally += comparer.some(8)
+                    outcome.tally += comparer.blocks()
             cluster.barrier()
             world.settle()
             outcome.tally += Comparer(world.client, cluster, rng, settled=True).all()

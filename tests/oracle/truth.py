@@ -17,6 +17,7 @@ import numpy as np
 from routetrace.v1.layout import RoutingLayout
 
 Policy = Literal["as_sampled", "latest"]
+PrefixRows = Literal["same_version", "any_version", "never"]
 Candidate = tuple[np.ndarray, int]
 """(ids [K], weight version) that may be served in a cell."""
 
@@ -48,6 +49,9 @@ class RowStore:
         self._rng = np.random.default_rng(seed)
         self._choices = np.zeros((1024, self.num_layers), np.uint16)
         self.versions = np.zeros(1024, np.int64)
+        self.named = np.zeros(1024, bool)
+        """Whether the slot that a row is in names it, by what the agents were told: they heard of
+        it, it cannot be a rejected draft, and its request kept it."""
         self.size = 0
 
     def draw(self, n: int, version: int) -> np.ndarray:
@@ -56,11 +60,17 @@ class RowStore:
         while self.size > len(self.versions):
             self._choices = np.concatenate([self._choices, np.zeros_like(self._choices)])
             self.versions = np.concatenate([self.versions, np.zeros_like(self.versions)])
+            self.named = np.concatenate([self.named, np.zeros_like(self.named)])
         self._choices[first : self.size] = self._rng.integers(
             len(self._ids), size=(n, self.num_layers), dtype=np.uint16
         )
         self.versions[first : self.size] = version
         return np.arange(first, self.size)
+
+    def in_slots(self, numbers: np.ndarray) -> np.ndarray:
+        """Numbers of the rows in slots, without those that the slots do not name."""
+        known = (numbers != NOBODY) & self.named[numbers]
+        return np.where(known, numbers, NOBODY)
 
     def rows(self, numbers: np.ndarray) -> np.ndarray:
         """[n, L, K] of numbers [n]."""
@@ -79,13 +89,24 @@ class RowStore:
 class Attempt:
     """One pass over the positions of a request."""
 
-    def __init__(self, size: int, inherited: np.ndarray) -> None:
+    def __init__(self, size: int, known: int, computed: int) -> None:
         self.rows = np.full(size, NOBODY)
         """Number of the row at each position; those of rejected drafts are not here."""
         self.unknown = np.zeros(size, bool)
         """Positions whose KV was there, and nobody knows who computed it."""
-        self.rows[: len(inherited)] = inherited
-        self.unknown[: len(inherited)] = inherited == NOBODY
+        self.unknown[known:computed] = True
+        self.given = computed
+        """Leading tokens that were computed before."""
+        self.skipped = np.zeros(size, bool)
+        """Positions that were computed, and not captured."""
+        self.cached = known
+        """Leading tokens whose rows it has yet to inherit."""
+
+    def inherit(self, numbers: np.ndarray) -> None:
+        """Takes the rows in the slots of its cached tokens."""
+        self.rows[: self.cached] = numbers
+        self.unknown[: self.cached] = numbers == NOBODY
+        self.cached = 0
 
 
 @dataclass(eq=False)
@@ -166,18 +187,46 @@ class Expected:
     num_rows is an upper bound."""
     prompt_len: int = 0
     engine_id: str = ""
+    prefix: dict[int, dict[int, set[str]]] = field(default_factory=dict)
+    """By position: rows of other traces that may stand in, by number, and whose they are."""
+    certain: set[int] = field(default_factory=set)
+    """Positions at which one of them must."""
+    unfiltered: list[frozenset[str]] = field(default_factory=list)
+    """By position, why rows of any weights may be missing; empty if they are not, or if it is
+    uncertain."""
     _store: RowStore | None = None
     _servable: dict[tuple[int, int], set[int]] = field(default_factory=dict)
 
     def candidates(self, position: int, layer_column: int) -> list[Candidate]:
         """Every row that may be served in a cell."""
-        if self._store is None:
-            if position < self.num_rows and self.known[position, layer_column]:
-                ids = self.ids[position, layer_column]
-                return [(ids, int(self.versions[position, layer_column]))]
-            return []
-        numbers = sorted(self._servable.get((position, layer_column), ()))
-        return [self._store.cell(number, layer_column) for number in numbers]
+        own: list[Candidate] = []
+        if not self.uncertain and position < self.num_rows and self.known[position, layer_column]:
+            ids = self.ids[position, layer_column]
+            own = [(ids, int(self.versions[position, layer_column]))]
+        numbers = {
+            *self._servable.get((position, layer_column), ()),
+            *self.prefix.get(position, ()),
+        }
+        return own + [self.row(number, layer_column) for number in sorted(numbers)]
+
+    def row(self, number: int, layer_column: int) -> Candidate:
+        """A cell of a row that is told by its number."""
+        assert self._store is not None
+        return self._store.cell(number, layer_column)
+
+    @property
+    def there(self) -> np.ndarray:
+        """[num_rows, L] bool: cells that must be there."""
+        there = self.known.copy()
+        there[sorted(self.certain)] = True
+        return there
+
+    @property
+    def possible(self) -> np.ndarray:
+        """[num_rows, L] bool: cells that may be there; of meaning if it is not uncertain."""
+        possible = self.known.copy()
+        possible[sorted(self.prefix)] = True
+        return possible
 
 
 def expected(
@@ -203,7 +252,7 @@ def expected(
         if uncertain:
             answer = _servable(record, proven, store, weight_version)
         else:
-            answer = _exact(record, proven, store, policy, weight_version)
+            answer = _exact(record, known_at, proven, store, policy, weight_version)
         answer.number = i + 1 if i < first_lost else 0
         answer.counted = not absorbed
         answer.prompt_len, answer.engine_id = record.prompt_len, record.engine_id
@@ -265,6 +314,7 @@ def _absorbs(known_at: dict[Record, set[int]], b: Record, a: Record) -> bool:
 
 def _exact(
     record: Record,
+    known_at: dict[Record, set[int]],
     proven: dict[Record, int],
     store: RowStore,
     policy: Policy,
@@ -273,7 +323,7 @@ def _exact(
     """An incarnation of which everything is known."""
     arrival = {other: i for i, other in enumerate(proven)}
     before = [a for a, q in proven.items() if _continues(record, a, q)]
-    before.sort(key=lambda a: (a.prompt_len, -arrival[a]))
+    before.sort(key=lambda a: (a.prompt_len, a.handed_over, -arrival[a]))
     alike = [a for a, q in proven.items() if q and a not in before]
     told = [(a, a.limit(proven[a])) for a in before]
     own = (record, record.num_tokens - 1)
@@ -286,21 +336,60 @@ def _exact(
         num_rows = num_tokens - 1
     sampled = policy == "as_sampled"
     parts = [*told, own, *others] if sampled else [own, *told[::-1], *others]
-    any_version = _fill(parts, num_rows, store, policy, None)
-    numbers = any_version
-    if weight_version is not None:
-        numbers = _fill(parts, num_rows, store, policy, weight_version)
+    last: list[tuple[int, list[int]]] = []
+    if sampled and record.prompt_len <= num_rows:  # else it was aborted before
+        last = _last_of_prompt(known_at, record, told)
+
+    def fill(version: int | None) -> np.ndarray:
+        numbers = _fill(parts, num_rows, store, policy, version)
+        for number, columns in reversed(last):
+            if version in (None, store.versions[number]):
+                numbers[record.prompt_len - 1, columns] = number
+        return numbers
+
+    any_version = fill(None)
+    numbers = any_version if weight_version is None else fill(weight_version)
     reasons = _reasons([*told, own], num_rows, store.num_layers)
+    # Of its rows all columns are there, or none.
+    unfiltered = [
+        frozenset() if (any_version[p] != NOBODY).any() else reasons[p, 0] for p in range(num_rows)
+    ]
     if weight_version is not None:
         reasons[any_version != NOBODY] = frozenset(("other_version",))
     known = numbers != NOBODY
     cells, versions = store.cells(numbers), store.versions[numbers]
-    return Expected(0, True, num_tokens, num_rows, cells, known, versions, reasons)
+    answer = Expected(0, True, num_tokens, num_rows, cells, known, versions, reasons)
+    answer._store, answer.unfiltered = store, unfiltered
+    return answer
+
+
+def _last_of_prompt(
+    known_at: dict[Record, set[int]], record: Record, told: list[tuple[Record, int]]
+) -> list[tuple[int, list[int]]]:
+    """(row number, columns) of those that come first at the last position of the prompt.
+
+    First those of requests whose next token it is proven to have been given, then its own: of the
+    attempt that came there first, if a forward pass computed it.
+    """
+    last = record.prompt_len - 1
+    before = [a for a, stop in told if stop > last]
+    first: list[tuple[int, list[int]]] = []
+    for a in before:
+        same = _same(a, record)
+        if any(record.prompt_len < q <= same for q in known_at[a] & known_at[record]):
+            rows = [int(attempt.rows[last]) for attempt in a.attempts]
+            first += [(number, a.columns) for number in rows if number != NOBODY][:1]
+    for attempt in record.attempts if before else ():
+        if (attempt.rows[last:] != NOBODY).any():
+            if attempt.given <= last and attempt.rows[last] != NOBODY:
+                first.append((int(attempt.rows[last]), record.columns))
+            break
+    return first
 
 
 def _end(record: Record, stop: int) -> int:
-    """One past the last row before a position."""
-    held = [np.flatnonzero(a.rows[:stop] != NOBODY) for a in record.attempts]
+    """One past the last row before a position that was computed."""
+    held = [np.flatnonzero((a.rows != NOBODY)[:stop] | a.skipped[:stop]) for a in record.attempts]
     return max((int(h[-1]) + 1 for h in held if len(h)), default=0)
 
 
@@ -340,6 +429,11 @@ def _reasons(parts: list[tuple[Record, int]], num_rows: int, num_layers: int) ->
         for attempt in part.attempts:
             for column in part.columns:
                 reasons[:stop, column][attempt.unknown[:stop]] = why
+    for part, limit in parts:
+        skipped = [np.flatnonzero(a.skipped[: min(limit, num_rows)]) for a in part.attempts]
+        for position in {p for found in skipped for p in found.tolist()}:
+            for column in part.columns:
+                reasons[position, column] |= {"not_captured", *default}
     return reasons
 
 
@@ -358,7 +452,7 @@ def _servable(
             if attempt is part.attempts[-1]:
                 rows[slice(*part.tentative)] = NOBODY
             found += [(p, int(rows[p])) for p in np.flatnonzero(rows != NOBODY).tolist()]
-            heard_of.update(np.flatnonzero(attempt.unknown[:stop]).tolist())
+            heard_of.update(np.flatnonzero((attempt.unknown | attempt.skipped)[:stop]).tolist())
         for position, number in found:
             if position >= stop:
                 continue
@@ -382,6 +476,112 @@ def _servable(
         _store=store,
         _servable=servable,
     )
+
+
+# ---------------------------------------------------------------------------- what stands in
+
+
+def add_prefix_rows(
+    answers: list[Expected],
+    records: list[Record],
+    others: list[Record],
+    store: RowStore,
+    prefix_rows: PrefixRows,
+    weight_version: int | None,
+) -> None:
+    """Adds the rows of other traces that stand in where nobody knows who computed the KV.
+
+    Args:
+        answers: what is expected of each request of a trace.
+        records: these requests.
+        others: requests of all other traces.
+        store: the rows.
+        prefix_rows: of which weights: those of the request's own first row, or any.
+        weight_version: that is asked for; None: any.
+    """
+    known_at = _closed(records)
+    of_trace: dict[str, list[Record]] = defaultdict(list)
+    for other in others:
+        of_trace[other.trace_id].append(other)
+    closed: dict[str, dict[Record, set[int]]] = {}
+    for answer, record in zip(answers, records, strict=True):
+        holes = _holes(answer, record)
+        if not holes:
+            continue
+        wanted = _versions(record, store, every=answer.uncertain)
+        sure: set[int] = set()
+        for other in others:
+            same = min(_same(record, other), record.prompt_len)
+            if not same:
+                continue
+            if other.trace_id not in closed:
+                closed[other.trace_id] = _closed(of_trace[other.trace_id])
+            both = known_at[record] & closed[other.trace_id][other]
+            proven = max((q for q in both if q <= same), default=0)
+            settled = all(r.settled for r in of_trace[other.trace_id])
+            for position, number in _computed(other):
+                if position >= other.limit(proven) or position not in holes:
+                    continue
+                if prefix_rows == "any_version" or int(store.versions[number]) in wanted:
+                    rows = answer.prefix.setdefault(position, {})
+                    rows.setdefault(number, set()).add(other.trace_id)
+                    if settled and holes[position] and (position, number) not in other.discarded:
+                        sure.add(position)
+        answer.certain = sure if not answer.uncertain else set()
+        if weight_version is not None:
+            _only(answer, store, weight_version)
+
+
+def _holes(answer: Expected, record: Record) -> dict[int, bool]:
+    """Positions of the prompt at which rows may stand in; True: they must, if there are any."""
+    holes = {}
+    for position in range(min(record.prompt_len, answer.num_rows)):
+        reasons = answer.unfiltered[position] if answer.unfiltered else ALL_REASONS
+        if "kv_unknown" in reasons:
+            holes[position] = reasons == {"kv_unknown"}
+    return holes
+
+
+def _versions(record: Record, store: RowStore, *, every: bool) -> set[int]:
+    """The weight version of the first row that a request computed itself; of `every` one."""
+    versions = set()
+    for attempt in record.attempts:
+        rows = attempt.rows[attempt.given :]
+        numbers = rows[rows != NOBODY]
+        versions.update(store.versions[numbers if every else numbers[:1]].tolist())
+        if versions and not every:
+            break
+    if every:
+        versions.update(store.versions[[number for _, number in record.discarded]].tolist())
+    return versions
+
+
+def _computed(record: Record) -> list[tuple[int, int]]:
+    """(position, row) of what forward passes of a request computed and nobody rejected."""
+    found = [] if record.settled else list(record.discarded)
+    for attempt in record.attempts:
+        rows = attempt.rows.copy()
+        rows[: attempt.given] = NOBODY
+        if attempt is record.attempts[-1]:
+            rows[slice(*record.tentative)] = NOBODY
+        found += [(p, int(rows[p])) for p in np.flatnonzero(rows != NOBODY).tolist()]
+    return found
+
+
+def _only(answer: Expected, store: RowStore, weight_version: int) -> None:
+    """Leaves out rows of other weights; which ones were chosen before is not told."""
+    for position, rows in [*answer.prefix.items()]:
+        left = {n: traces for n, traces in rows.items() if store.versions[n] == weight_version}
+        if len(left) < len(rows):
+            other = frozenset({"other_version"})
+            if position not in answer.certain:
+                other |= answer.unfiltered[position]
+            answer.reasons[position][~answer.known[position]] = other
+            answer.certain.discard(position)
+        if left:
+            answer.prefix[position] = left
+        else:
+            del answer.prefix[position]
 
 
 @dataclass(eq=False)

@@ -1,1 +1,1 @@
-"""What trainers do with rows, in their own code; see `python -m trainer_runs`."""
+"""Rows in trainers' own code; see `python -m trainer_runs`."""

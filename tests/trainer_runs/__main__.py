@@ -21,7 +21,7 @@ _LINE = "{:<52} {:>6} {:>9} {:>6} {:>9}"
 
 
 def main() -> int:
-    """Returns 1 if a row is wrong, or anything fails."""
+    """Return 1 if a row is wrong, or anything fails."""
     found = [m.name for m in iter_modules(trainer_runs.__path__) if m.name.endswith("_checks")]
     parser = argparse.ArgumentParser("python -m trainer_runs", description=__doc__)
     parser.add_argument("names", nargs="*", help=f"of {', '.join(found)}; all if none is named")
@@ -40,7 +40,7 @@ def main() -> int:
 
 
 def _run(name: str) -> tuple[int, int, int]:
-    """Prints what a module finds, and returns (rows, wrong, 1 if it failed)."""
+    """Print what a module finds, and return (rows, wrong, 1 if it failed)."""
     rows = wrong = 0
     try:
         for layout, ranks, compared, bad, *live in import_module(f"trainer_runs.{name}").run():

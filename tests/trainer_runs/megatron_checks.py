@@ -17,9 +17,9 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.utils import get_batch_on_this_cp_rank
 
-from routetrace.client.megatron import local_rank, replay
 from routetrace.client.plan import MicroBatch, Plan, Sample, make_plan
 from routetrace.client.rows import RankRows
+from routetrace.trainers.megatron import local_rank, replay
 from routetrace.v1.layout import RoutingLayout
 from trainer_runs.megatron_model import (
     EXPERTS,
@@ -40,7 +40,7 @@ _LAYOUT = RoutingLayout(MOE_LAYERS, LAYERS, EXPERTS, TOP_K)
 
 @dataclass(frozen=True)
 class Layout:
-    """How a model and its tokens are spread over ranks; the rest of them are data parallel."""
+    """Layout of a model and its tokens over ranks; remaining ranks are data parallel."""
 
     ranks: int = 4
     tp: int = 1
@@ -197,7 +197,7 @@ class _Truth:
         return 1 + (batch * _SLOTS + slot) * _SLOT_LEN + position
 
     def rows(self, plan: Plan, batch: int) -> RankRows:
-        """What a server that knows these rows would send; rubbish where there is no row."""
+        """Return the answer of a server with these rows; random ids for missing rows."""
         serials = np.where(plan.planned, self.serial(batch, plan.sample_of, plan.position_of), 0)
         layers = list(plan.layer_ids)
         valid = self.valid[serials][:, layers].T

@@ -91,7 +91,7 @@ def make_chunks(config: TransformerConfig, *, own_tokens: bool = False) -> list[
 
     Args:
         config: as of `make_config`.
-        own_tokens: an attention that looks at nothing, for what Megatron's own can not do.
+        own_tokens: an attention that looks at nothing, for what Megatron's own cannot do.
     """
     virtual = config.virtual_pipeline_model_parallel_size
     chunks = []
@@ -136,7 +136,7 @@ def _mark(chunk: GPTModel) -> None:
 
 @dataclass(frozen=True)
 class Seen:
-    """What a router did in one call."""
+    """Result of one call of a router."""
 
     layer: int
     serials: torch.Tensor

@@ -64,7 +64,7 @@ def forward(model: Any, number: int, count: int = 6) -> torch.Tensor:
 
 
 def check(observer: Observer, rows: list[RankRows]) -> int:
-    """How many calls of routers there were; each used the rows of its own micro-batch."""
+    """Return the number of router calls; each used the rows of its own micro-batch."""
     for seen in observer.seen:
         mine = rows[int(seen.serials[0]) // 100]
         column = mine.layer_ids.index(seen.layer)

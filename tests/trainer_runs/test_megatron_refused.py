@@ -1,4 +1,4 @@
-"""What replay in Megatron refuses: it says so, and changes nothing."""
+"""Refusals of replay in Megatron, which change nothing."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from trainer_runs import megatron_cpu  # isort: skip  # noqa: F401  # first of a
 
 from megatron.core.transformer.moe.router_replay import RouterReplay
 
-from routetrace.client.megatron import replay
 from routetrace.client.rows import RankRows
-from routetrace.v1.errors import InvalidArgument
+from routetrace.common.errors import InvalidArgument
+from routetrace.trainers.megatron import replay
 from trainer_runs.megatron_passes import FULL, forward, make_model, make_rows
 
 
@@ -77,8 +77,8 @@ def test_a_router_that_does_not_ask_is_noticed() -> None:
 @pytest.mark.parametrize(
     ("rows", "message"),
     [
-        ([], "those of 0 micro-batches"),
-        ([make_rows(0), make_rows(1)], "those of 2 micro-batches"),
+        ([], "rows of 0 micro-batches"),
+        ([make_rows(0), make_rows(1)], "rows of 2 micro-batches"),
         ([make_rows(0, tokens=7)], "rows of 7 tokens"),
         ([make_rows(0, layers=(1, 3))], r"missing are \[2\]"),
         ([make_rows(0, top_k=2)], "top-2 of 8"),

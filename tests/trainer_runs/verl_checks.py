@@ -34,7 +34,7 @@ from verl.utils.veomni.router_replay import VeOmniRouterReplay
 from verl.workers.utils.padding import left_right_2_no_padding
 
 from routetrace.client import MicroBatch, Plan, Rank, Sample, make_plan
-from routetrace.client.dialects import SampleRows, verl
+from routetrace.trainers.dialects import SampleRows, verl
 from routetrace.v1.layout import RoutingLayout
 from trainer_runs.megatron_model import EXPERTS, LAYERS, MOE_LAYERS, TOP_K, make_config
 
@@ -42,7 +42,7 @@ from trainer_runs.megatron_model import EXPERTS, LAYERS, MOE_LAYERS, TOP_K, make
 replay.device_name = "cpu"
 
 _LAYOUT = RoutingLayout(MOE_LAYERS, LAYERS, EXPERTS, TOP_K)
-_ALL_MOE = RoutingLayout((0, 1, 2), 3, EXPERTS, TOP_K)
+_WITH_DENSE = RoutingLayout((1, 2, 4), 6, EXPERTS, TOP_K)
 _LENGTHS = (37, 1, 20, 2, 64, 33)
 _PROMPTS = (9, 1, 19, 1, 5, 20)
 _MANY = 1 << 12  # a token's serial number is sample * _MANY + position + 1; 0 is padding
@@ -53,7 +53,7 @@ Count = tuple[int, int, int]
 
 @dataclass(frozen=True)
 class Layout:
-    """How verl spreads tokens and layers."""
+    """Layout of tokens and layers in verl."""
 
     tp: int = 1
     """Tensor parallel, with sequence parallelism."""
@@ -182,14 +182,16 @@ def _jagged_batch() -> Count:
 
 def _veomni() -> Count:
     """As VeOmniEngineWithLMHead.prepare_model_inputs hands targets over, some rows missing."""
-    ids, samples = _samples(_ALL_MOE, missing=0.2)
-    arrays = [torch.from_numpy(verl.routed_experts(s, missing="zeros")) for s in samples]
+    ids, samples = _samples(_WITH_DENSE, missing=0.2)
+    arrays = [
+        torch.from_numpy(verl.routed_experts(s, missing="zeros", axis="moe")) for s in samples
+    ]
     full = torch.cat([torch.cat([a, a.new_zeros(1, *a.shape[1:])]) for a in arrays])
     controller = VeOmniRouterReplay()
     controller.begin_replay()
     controller.begin_microbatch(targets=list(full.to(torch.int64).unbind(dim=1)))
     compared = wrong = live = 0
-    routers = [torch.nn.Identity() for _ in _ALL_MOE.moe_layer_ids]
+    routers = [torch.nn.Identity() for _ in _WITH_DENSE.moe_layer_ids]
     for layer in (0, 1, 2, 2, 1, 0):  # again, as activation checkpointing does
         native = torch.from_numpy(random_choices((len(full),), EXPERTS, TOP_K, 99 + layer)).long()
         got = controller.on_router_forward(routers[layer], native.float(), native).numpy()
@@ -202,6 +204,8 @@ def _veomni() -> Count:
             live += sample.num_tokens - len(there)
         compared += len(got)
         wrong += int((got != expected).any(axis=1).sum())
+    # As prepare_model_outputs demands after the forward pass.
+    wrong += controller.num_fired != controller.num_targets
     return compared, wrong, live
 
 

@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -26,6 +27,8 @@ from vllm_runs.runs import RUNNERS, RUNS, WAYS, Run
 _HERE = Path(__file__).parent
 _TIMEOUT_S = 420
 _LOG_LINES = 30
+#: Errors in a log, without what pydantic adds.
+_ERROR = re.compile(r"^ *((?:\S*Error:|Value error,) .+?)(?: \[type=.*)?$", re.MULTILINE)
 
 #: Seconds after which what a run has left behind counts as left: vLLM's workers end some time after
 #: its engine.
@@ -53,13 +56,15 @@ class Job:
 
 
 def main() -> int:
-    """Returns 1 if anything is wrong."""
+    """Return 1 if anything is wrong."""
     parser = argparse.ArgumentParser("python -m vllm_runs", description=__doc__)
     parser.add_argument("--installed", type=Path, required=True, help="holds a folder per version")
     parser.add_argument("--version", action="append", choices=RUNNERS, help="all if none is named")
     parser.add_argument("--way", action="append", choices=WAYS, help="all if none is named")
+    parser.add_argument("--run", action="append", help="only of these runs")
     parser.add_argument("--scenario", action="append", help="of a scenario or a run; or all")
     parser.add_argument("--share", action="store_true", help="only what CI has time for")
+    parser.add_argument("--native", action="store_true", help="demand vLLM's own rows everywhere")
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="runs at a time")
     parser.add_argument("--json", type=Path, help="also writes the results there")
     parser.add_argument("--logs", type=Path, help="keeps what the engines print there")
@@ -81,9 +86,9 @@ def main() -> int:
         directory = Path(temporary)
         logs = args.logs or directory / "logs"
         logs.mkdir(parents=True, exist_ok=True)
-        for model in {job.run.model for job in jobs}:
+        for model in {name for job in jobs for name in (job.run.model, job.run.draft) if name}:
             write_checkpoint(model, directory / "models" / model)
-        waiting = [pool.submit(_run, job, installed, directory, logs) for job in jobs]
+        waiting = [pool.submit(_run, job, args.native, installed, directory, logs) for job in jobs]
         for future in as_completed(waiting):
             for result in future.result():
                 results.append(result)
@@ -111,17 +116,19 @@ def _choose(args: argparse.Namespace) -> Iterator[Job]:
     """The longest ones come first, so that none is left alone at the end."""
     versions, wanted = args.version or RUNNERS, args.scenario
     for run in RUNS:
+        if args.run and run.name not in args.run:
+            continue
         names = [n for n in run.scenarios if not wanted or n in wanted or run.name in wanted]
         for version in sorted(versions, reverse=True):
             for way in args.way or WAYS:
                 if args.share and not run.shared(version, way):
                     continue
-                if names and way in run.ways and run.possible(version):
+                if names and way in run.ways:
                     yield Job(run, version, way, tuple(names))
 
 
-def _run(job: Job, installed: Path, directory: Path, logs: Path) -> list[Result]:
-    """Runs a job, and ends whatever it leaves behind."""
+def _run(job: Job, native: bool, installed: Path, directory: Path, logs: Path) -> list[Result]:
+    """Run a job, and end whatever it leaves behind."""
     if _stopping.is_set():
         return []
     out, log = directory / f"{job.name}.json", logs / f"{job.name}.log"
@@ -133,6 +140,7 @@ def _run(job: Job, installed: Path, directory: Path, logs: Path) -> list[Result]
     command += ["--directory", str(own), "--out", str(out)]
     for name in job.scenarios:
         command += ["--scenario", name]
+    command += ["--native"] if native else []
     faults = []
     with log.open("wb") as output:
         process = subprocess.Popen(
@@ -148,7 +156,8 @@ def _run(job: Job, installed: Path, directory: Path, logs: Path) -> list[Result]
         grace = _GRACE_S
         try:
             if code := process.wait(_TIMEOUT_S):
-                faults.append(f"the engine's process ended with code {code}")
+                errors = _ERROR.findall(log.read_text(errors="replace")) or [""]
+                faults.append(f"the engine's process ended with code {code}. {errors[-1]}".strip())
         except subprocess.TimeoutExpired:
             faults.append(f"still running after {_TIMEOUT_S} s")
             grace = 0.0
@@ -190,7 +199,7 @@ def _environment(job: Job, installed: Path, own: Path) -> dict[str, str]:
 
 
 def _end_session(session: int, grace: float) -> list[str]:
-    """Kills the processes of a session that do not end by themselves; returns their commands."""
+    """Kill the processes of a session that do not end by themselves; return their commands."""
     deadline = time.monotonic() + grace
     while (left := _members(session)) and time.monotonic() < deadline:
         time.sleep(0.2)

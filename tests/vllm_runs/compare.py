@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import numpy as np
+from routed_cells import fates
 
-from routetrace.client import RouteClient, RoutingTrace, TraceState
-from routetrace.v1.errors import NotFound, RouteTraceError
+from routetrace.client import ReadOptions, RouteClient, RoutingTrace, TraceState
+from routetrace.common.errors import NotFound, RouteTraceError
 from vllm_runs.engine import Answer
 from vllm_runs.reference import Reference
 from vllm_runs.report import Tally
@@ -25,6 +26,7 @@ class Comparison:
         layers: its MoE layers.
         native: whether vLLM returns its own rows, and they are right.
         handles: the run's name, if responses must hold a handle.
+        asked: whether vLLM was asked for its own rows, right or not.
     """
 
     def __init__(
@@ -34,15 +36,17 @@ class Comparison:
         layers: tuple[int, ...],
         native: bool,
         handles: str | None,
+        asked: bool = False,
     ) -> None:
         self._client = client
         self._reference = reference
         self._layers = layers
         self._native = native
         self._handles = handles
+        self._asked = asked
 
     def compare(self, answers: Iterable[Answer]) -> Tally:
-        """Compares what is served for each of these requests."""
+        """Compare what is served for each of these requests."""
         tally = Tally()
         for answer in answers:
             tally.requests += 1
@@ -52,8 +56,14 @@ class Comparison:
 
     def _answer(self, answer: Answer, tally: Tally) -> list[str]:
         try:
-            wait = None if answer.absent else 1.0 if answer.optional else WAIT_S
-            trace = self._client.get(answer.trace_id, wait=wait, missing="mask")
+            options = ReadOptions(missing="mask")
+            if not answer.absent:
+                timeout = 1.0 if answer.optional else WAIT_S
+                options = ReadOptions(missing="mask", wait_for="end", timeout=timeout)
+            # Else a session may be read as of the turn before.
+            whole = not (answer.absent or answer.broken or answer.cut)
+            number = len(answer.tokens) if whole else None
+            trace = self._client.get(answer.trace_id, num_tokens=number, options=options)
         except NotFound:
             return [] if answer.absent or answer.optional else ["no such trace"]
         except RouteTraceError as error:
@@ -67,6 +77,9 @@ class Comparison:
         return faults + self._rows(answer, trace, latest, tally)
 
     def _facts(self, answer: Answer, trace: RoutingTrace) -> list[str]:
+        if answer.broken:
+            right = trace.state is TraceState.INCOMPLETE and trace.valid.all()
+            return [] if right and 0 < len(trace) < len(answer.tokens) else [f"{trace!r}"]
         faults = []
         number = len(answer.tokens)
         if trace.num_tokens < number or (trace.num_tokens > number and not answer.cut):
@@ -115,15 +128,28 @@ class Comparison:
         choice = None
         if self._reference is not None:
             phases = [(a, b, v in answer.changed) for a, b, v in answer.versions or ()]
-            choice = self._reference.choose(answer.tokens[:rows], phases, answer.recomputed)
+            tokens = answer.tokens[:rows]
+            if answer.loaded is None:
+                choice = self._reference.choose(tokens, phases, answer.recomputed)
+            else:
+                choice = self._reference.choose_handed(tokens, answer.loaded, phases[-1][0])
+            choice_again = choice
             same, ties = choice.agrees(ids)
             wrong = valid & ~same
+            _add(tally.cells, fates(choice, ids, valid, trace.missing, self._layers))
+            if self._asked:
+                own = None if answer.native is None else answer.native[:, list(self._layers)]
+                _add(tally.native_cells, fates(choice, own))
             tally.reference += there
             tally.ties += ties
             if wrong.any():
                 faults.append(f"unlike Transformers': {_where(wrong, self._layers)}")
             if not answer.recomputed:
-                again = latest.valid[:rows] & ~choice.agrees(latest.topk_ids[:rows])[0]
+                if answer.loaded is not None:  # of what both computed the second one's
+                    choice_again = self._reference.choose_handed(
+                        tokens, answer.loaded, answer.loaded
+                    )
+                again = latest.valid[:rows] & ~choice_again.agrees(latest.topk_ids[:rows])[0]
                 if again.any():
                     faults.append(f"the latest ones are wrong: {_where(again, self._layers)}")
 
@@ -145,6 +171,11 @@ class Comparison:
 
         tally.wrong += int(wrong.any(axis=1).sum())
         return faults
+
+
+def _add(total: dict[str, int], counts: Mapping[str, int]) -> None:
+    for fate, count in counts.items():
+        total[fate] = total.get(fate, 0) + count
 
 
 def _where(cells: np.ndarray, layers: tuple[int, ...]) -> str:

@@ -30,11 +30,11 @@ class Embedded:
         self._llm = self.do(make())
 
     def do(self, work: Coroutine[Any, Any, _T]) -> _T:
-        """Runs it in the loop."""
+        """Run it in the loop."""
         return self._loop.run_until_complete(work)
 
     async def complete(self, ask: Ask, stop_after: int | None = None) -> list[Answer]:
-        """Asks for a completion; the request's id is the trace's.
+        """Ask for for a completion; the request's id is the trace's.
 
         Args:
             ask: the request.
@@ -75,7 +75,7 @@ class Embedded:
         return [stats for stats in self.do(self._llm.collective_rpc("routetrace_stats")) if stats]
 
     def close(self) -> None:
-        """Ends the engine."""
+        """End the engine."""
         self._llm.shutdown()
         self._loop.close()
 

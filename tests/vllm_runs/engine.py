@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -26,7 +26,7 @@ STEP_TOKENS = 64
 
 @dataclass(frozen=True)
 class Attachment:
-    """Where the rows go."""
+    """Destination of the rows."""
 
     way: Way
     target: str
@@ -35,7 +35,7 @@ class Attachment:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """What routetrace is told in the engine."""
+        """Settings of routetrace in the engine."""
         return {"target": self.target, "run": self.run, "engine_id": self.engine_id}
 
     def numbered(self, number: int) -> Attachment:
@@ -55,7 +55,7 @@ class Attachment:
             }
         ours = {
             "kv_connector": "RouteTraceConnector",
-            "kv_connector_module_path": "routetrace.capture_agent.vllm",
+            "kv_connector_module_path": "routetrace.capture_agent.engines.vllm",
             "kv_role": "kv_producer",
             "kv_connector_extra_config": self.settings,
         }
@@ -92,7 +92,7 @@ class Ask:
 
 @dataclass
 class Answer:
-    """What came of a request, and what its trace must look like."""
+    """Result of a request, and the expected shape of its trace."""
 
     trace_id: str
     tokens: list[int]
@@ -109,6 +109,8 @@ class Answer:
     """(start, stop, weight version) of the rows; None: not looked at."""
     changed: tuple[int, ...] = ()
     """Weight versions under which `reference.change_weights` held."""
+    loaded: int | None = None
+    """Tokens whose KV came from an engine with other weights."""
     recomputed: bool = False
     """Whether everything was computed again when they changed."""
     may_lack: tuple[str, ...] = ()
@@ -119,6 +121,8 @@ class Answer:
     """There must be no such trace."""
     optional: bool = False
     """There may be no such trace, as no row was ever computed."""
+    broken: bool = False
+    """Capture broke down under way: the rows before are there, and nobody tells of the end."""
     cut: bool = False
     """Aborted: the engine may have come further than what was delivered."""
 
@@ -155,7 +159,7 @@ def base_arguments(checkpoint: Path, native: bool) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Setup:
-    """What an engine is made of."""
+    """Configuration of an engine."""
 
     checkpoint: Path
     attachment: Attachment
@@ -189,7 +193,7 @@ class Engine:
         self._asked: dict[str, Ask] = {}
 
     def add(self, ask: Ask) -> None:
-        """Hands a request to the engine."""
+        """Hand a request to the engine."""
         from vllm import SamplingParams
 
         sampling = {"temperature": 1.0, "ignore_eos": True, **ask.sampling}
@@ -217,20 +221,20 @@ class Engine:
         return bool(self._core.has_unfinished_requests())
 
     def drain(self) -> list[Answer]:
-        """Steps until nothing is left; returns what has finished."""
+        """Step until nothing is left; return what has finished."""
         finished = []
         while self.busy:
             finished += self.step()
         return finished
 
     def run(self, asks: Iterable[Ask]) -> list[Answer]:
-        """Runs requests together, to their ends."""
+        """Run requests together, to their ends."""
         for ask in asks:
             self.add(ask)
         return self.drain()
 
     def abort(self, trace_id: str) -> Answer:
-        """Aborts a request; returns what was delivered of it."""
+        """Abort a request; return what was delivered of it."""
         internal, ask = next((i, a) for i, a in self._asked.items() if a.trace_id == trace_id)
         self._core.abort_request([internal], internal=False)
         answer = self.delivered.get(trace_id)
@@ -239,8 +243,8 @@ class Engine:
         answer.cut = True
         return answer
 
-    def rpc(self, name: str, *args: Any) -> list[Any]:
-        """Calls a method of the workers."""
+    def rpc(self, name: str | Callable[..., Any], *args: Any) -> list[Any]:
+        """Call a method of the workers, or a function in each of them."""
         return self.llm.collective_rpc(name, args=args)
 
     def agents(self) -> list[dict[str, Any]]:
@@ -249,7 +253,7 @@ class Engine:
         return [stats for stats in self.rpc("routetrace_stats") if stats]
 
     def close(self) -> None:
-        """Ends the engine and its processes."""
+        """End the engine and its processes."""
         self._core.engine_core.shutdown()
 
     def count(self, name: str) -> float:

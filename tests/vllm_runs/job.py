@@ -23,7 +23,7 @@ _NAMESPACE = "vllm-runs"
 
 
 def main() -> None:
-    """Runs the scenarios of one run."""
+    """Run the scenarios of one run."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--run", required=True)
     parser.add_argument("--version", required=True)
@@ -32,23 +32,29 @@ def main() -> None:
     parser.add_argument("--directory", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--scenario", action="append", required=True)
+    parser.add_argument("--native", action="store_true")
     args = parser.parse_args()
     run = next(r for r in RUNS if r.name == args.run)
     if run.prepare:
         run.prepare()
-    native = run.has_native(args.version, args.way)
+    usual = run.has_native(args.version, args.way)
+    native = usual or args.native
+    reference = Reference(args.checkpoint) if run.exact else None
     # A trace whose rows may still come from another engine is given up after these seconds.
     with (
         run_server(agent_timeout_seconds=10) as server,
         RouteClient(server.target, run=_NAMESPACE) as client,
     ):
         attachment = Attachment(args.way, server.target, _NAMESPACE)
-        subject = run.build(Setup(args.checkpoint, attachment, native, args.directory, run.more))
+        more = dict(run.more)
+        if run.draft:
+            drafter = str(args.checkpoint.with_name(run.draft))
+            more["speculative_config"] = {"model": drafter, **more["speculative_config"]}
+        subject = run.build(Setup(args.checkpoint, attachment, native, args.directory, more))
         handles = _NAMESPACE if args.way == "connector" else None
         layers = MODELS[run.model][2]
-        reference = Reference(args.checkpoint) if run.exact else None
-        right = native and run.trusted
-        comparison = Comparison(client, reference, layers, right, handles)
+        right = usual and run.trusted
+        comparison = Comparison(client, reference, layers, right, handles, native)
         try:
             with args.out.open("a") as out:
                 for name in args.scenario:
@@ -64,7 +70,8 @@ def _scenario(run: Run, name: str, subject: Any, comparison: Comparison) -> tupl
     started = time.monotonic()
     try:
         tally = comparison.compare(run.scenarios[name](subject))
-        tally.faults += _agent_faults(subject)
+        if not run.faults:
+            tally.faults += _agent_faults(subject)
     except Exception as error:  # the others go on
         traceback.print_exc()
         tally = Tally(faults=[f"{type(error).__name__}: {error}"])
@@ -75,7 +82,7 @@ def _scenario(run: Run, name: str, subject: Any, comparison: Comparison) -> tupl
 
 
 def _agent_faults(subject: Any) -> list[str]:
-    """What the agents say went wrong, though no trace may show it."""
+    """Return the faults that agents report, which no trace need show."""
     faults = []
     for stats in subject.agents():
         # Taken back by the engine, or computed for a request that had ended by then.

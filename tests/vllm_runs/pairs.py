@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from vllm_runs.engine import BLOCK, Answer, Ask, Engine, Setup
-from vllm_runs.scenarios import GREEDY, expect
+from vllm_runs.scenarios import expect, update_weights
 
 
 class Pair:
@@ -21,7 +21,7 @@ class Pair:
         return self.first.agents() + self.second.agents()
 
     def close(self) -> None:
-        """Ends both."""
+        """End both."""
         self.first.close()
         self.second.close()
 
@@ -34,13 +34,17 @@ def replicas(setup: Setup) -> Pair:
 
 def disaggregated(setup: Setup) -> Pair:
     """Two engines that hand KV over through vLLM's own example connector, on disk."""
-    beside = {
+    beside = _beside(setup)
+    first, second = (replace(setup, attachment=setup.attachment.numbered(i)) for i in (0, 1))
+    return Pair(Engine(first, beside), Engine(second, beside))
+
+
+def _beside(setup: Setup) -> dict[str, Any]:
+    return {
         "kv_connector": "ExampleConnector",
         "kv_role": "kv_both",
         "kv_connector_extra_config": {"shared_storage_path": str(setup.directory)},
     }
-    first, second = (replace(setup, attachment=setup.attachment.numbered(i)) for i in (0, 1))
-    return Pair(Engine(first, beside), Engine(second, beside))
 
 
 def data_parallel(pair: Pair) -> list[Answer]:
@@ -58,22 +62,62 @@ def data_parallel(pair: Pair) -> list[Answer]:
 
 
 def handover(pair: Pair) -> list[Answer]:
-    """A prompt is computed by the one and goes on in the other, under one trace id.
+    """A prompt is computed by the one and goes on in the other, with other weights, in one trace.
 
-    The blocks that the KV is loaded into held other requests before.
+    Both sample the first token of the answer. The blocks that the KV is loaded into held other
+    requests before.
     """
     hits = pair.second.count("external_prefix_cache_hits")
     done = pair.second.run(Ask(f"before-{i}", pair.first.prompts.make(90)) for i in range(4))
+    update_weights(pair.second, 1)
+    sampled_alike = True
     for i, length in enumerate((100, 110, 70)):  # the connector fails at full blocks
         name, prompt = f"handover-{i}", pair.first.prompts.make(length)
-        handed = Ask(name, prompt, max_tokens=1, sampling=GREEDY, words={"handoff": True})
-        (first,) = pair.first.run([handed])
-        # The decode engine samples the first token again, or gets it as part of its prompt.
-        prompt = first.tokens if i % 2 else prompt
-        done += pair.second.run([Ask(name, prompt, sampling=GREEDY)])
-    # Nobody tells of the routing behind this one.
+        (first,) = pair.first.run([Ask(name, prompt, max_tokens=1, words={"handoff": True})])
+        # The decode engine samples the first token itself, or gets it as part of its prompt.
+        given = i % 2 == 1
+        (answer,) = pair.second.run([Ask(name, first.tokens if given else prompt)])
+        sampled_alike &= answer.tokens[: length + 1] == first.tokens
+        # Of the tokens after the last whole block, which both compute, those of the prefill engine.
+        answer.loaded = (answer.prompt_len - 1) // BLOCK * BLOCK
+        handed = length if given else length - 1
+        answer.versions = ((0, handed, 0), (handed, len(answer.tokens) - 1, 1))
+        answer.changed = (1,)
+        done.append(answer)
+    expect(not sampled_alike, "both engines sampled the same tokens")
+    # Nobody tells of the routing behind this one: the weights are others.
     pair.second.llm.reset_prefix_cache()
     (alone,) = pair.second.run([Ask("alone", prompt)])
     alone.may_lack, alone.must_lack = ("kv_unknown",), (0, (len(prompt) - 1) // BLOCK * BLOCK)
+    alone.loaded = alone.must_lack[1]
+    alone.versions, alone.changed = ((alone.loaded, len(alone.tokens) - 1, 1),), (1,)
     expect(pair.second.count("external_prefix_cache_hits") > hits, "no KV was handed over")
     return [*done, alone]
+
+
+def offloading(setup: Setup) -> Engine:
+    """An engine that keeps KV on disk and loads it again, as offloading connectors do."""
+    return Engine(setup, _beside(setup))
+
+
+def restored(engine: Engine) -> list[Answer]:
+    """Prompts whose KV was evicted and comes back from outside of the engine.
+
+    Rows of another trace with the same tokens stand in, up to the last position where digests tell
+    that they are the same; the others are missing.
+    """
+    hits = engine.count("external_prefix_cache_hits")
+    prompts = [engine.prompts.make(n) for n in (100, 70, 129)]
+    done = engine.run(Ask(f"offloaded-{i}", prompt) for i, prompt in enumerate(prompts))
+    for again in ("restored", "restored-again"):
+        engine.llm.reset_prefix_cache()
+        done += engine.run(Ask(f"{again}-{i}", prompt) for i, prompt in enumerate(prompts))
+        engine.llm.reset_prefix_cache()
+        # The same three blocks with another end; there is a digest behind the second.
+        other = prompts[0][: 3 * BLOCK] + engine.prompts.make(11)
+        (part,) = engine.run([Ask(f"{again}-part", other)])
+        part.may_lack, part.must_lack = ("kv_unknown",), (2 * BLOCK, 3 * BLOCK)
+        done.append(part)
+    came = engine.count("external_prefix_cache_hits") - hits
+    expect(came >= 500, f"{came} tokens came back")
+    return done

@@ -1,12 +1,13 @@
-"""What vLLM does not do on a CPU by itself; none of it touches what is captured."""
+"""Features that vLLM lacks on a CPU; none touches capture."""
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 
 def schedule_ahead() -> None:
-    """Has the scheduler run ahead of the model, which vLLM turns off on CPU."""
+    """Make the scheduler run ahead of the model, which vLLM turns off on CPU."""
     from vllm.platforms.cpu import CpuPlatform
 
     check = CpuPlatform.check_and_update_config
@@ -18,13 +19,64 @@ def schedule_ahead() -> None:
     CpuPlatform.check_and_update_config = staticmethod(forced)
 
 
+def skip_padding() -> None:
+    """Make routers choose -1 for padding, as CUDA kernels do; experts on CPU get 0 for it."""
+    import torch
+    from vllm.forward_context import get_forward_context
+    from vllm.model_executor.layers.fused_moe.router.base_router import BaseRouter
+    from vllm.model_executor.layers.fused_moe.router.cpu_router import CPURouter
+
+    route, select = CPURouter._compute_routing, BaseRouter._select_experts
+
+    def compute_routing(self: Any, *args: Any, **kwargs: Any) -> Any:
+        weights, ids = route(self, *args, **kwargs)
+        padding = get_forward_context().is_padding
+        return weights, ids if padding is None else torch.where(padding[: len(ids), None], -1, ids)
+
+    def select_experts(self: Any, *args: Any, **kwargs: Any) -> Any:
+        weights, ids = select(self, *args, **kwargs)
+        return weights, ids.clamp(min=0)
+
+    CPURouter._compute_routing = compute_routing
+    BaseRouter._select_experts = select_experts
+
+
 def repair_drafts() -> None:
-    """Has 0.30.0 verify drafts by its kernels for CPU: it puts them where nothing looks."""
+    """Make and verify drafts with vLLM's kernels for CPU, which vLLM itself never calls."""
     from vllm.utils import cpu_triton_utils
     from vllm.v1.sample import rejection_sampler
+    from vllm.v1.spec_decode import utils
 
-    for value in list(vars(rejection_sampler).values()):
-        kernel = getattr(value, "kernel", None)
-        ours = getattr(cpu_triton_utils, getattr(kernel, "__name__", ""), None)
-        if ours is not None:
-            value.kernel = ours
+    for module in (rejection_sampler, utils):
+        for value in list(vars(module).values()):
+            kernel = getattr(value, "kernel", None)
+            ours = getattr(cpu_triton_utils, getattr(kernel, "__name__", ""), None)
+            if ours is not None:
+                value.kernel = _ByPosition(kernel, ours.func)
+    # Theirs writes to a copy.
+    rejection_sampler._expand.kernel = _ByPosition(rejection_sampler.expand_kernel, _expand)
+
+
+class _ByPosition:
+    """Calls a function as a kernel is called, whose arguments have other names."""
+
+    def __init__(self, kernel: Any, function: Any) -> None:
+        self.arg_names = tuple(inspect.signature(kernel).parameters)
+        self._function = function
+
+    def __getitem__(self, _grid: Any) -> Any:
+        return lambda **given: self._function(*(given[n] for n in self.arg_names if n in given))
+
+
+def _expand(
+    output: Any, values: Any, cu_num_tokens: Any, replace_from: int, replace_to: int, *_: Any
+) -> None:
+    counts = cu_num_tokens.diff(prepend=cu_num_tokens.new_zeros(1))
+    values = values.masked_fill(values == replace_from, replace_to)
+    output.copy_(values.repeat_interleave(counts))
+
+
+def schedule_ahead_with_drafts() -> None:
+    """Both."""
+    repair_drafts()
+    schedule_ahead()

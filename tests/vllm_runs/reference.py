@@ -1,4 +1,4 @@
-"""What Transformers chooses for the same tokens, in float32: the independent oracle."""
+"""Choices of Transformers for the same tokens, in float32: the independent truth."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TIE = 1e-4
 
 @dataclass(frozen=True)
 class Choice:
-    """What the routers chose, and among what."""
+    """Choices of the routers, and their candidates."""
 
     ids: npt.NDArray[np.int64]
     """[tokens, MoE layers, top_k], ascending."""
@@ -61,6 +61,9 @@ class Reference:
     def __init__(self, checkpoint: Path) -> None:
         self._model: Any = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
         self._model.eval()
+        for module in self._model.modules():
+            # vLLM's Transformers backend decorates classes of Transformers in place.
+            module.do_not_compile = True
         routers = [m for m in self._model.modules() if hasattr(m, "top_k") and hasattr(m, "weight")]
         self._seen: list[list[tuple[torch.Tensor, torch.Tensor]]] = [[] for _ in routers]
         for router, seen in zip(routers, self._seen, strict=True):
@@ -104,9 +107,25 @@ class Reference:
             torch.stack(ids, 1).sort(2).values.numpy(), torch.stack(scores, 1).float().numpy()
         )
 
+    def choose_handed(self, tokens: Sequence[int], loaded: int, handed: int) -> Choice:
+        """The choices where one engine goes on from another's KV, with `change_weights`.
+
+        Args:
+            tokens: token ids from position 0 on.
+            loaded: tokens whose KV came from the other engine.
+            handed: tokens whose choices are the other engine's; some of them may have been computed
+                by both.
+        """
+        first = self.choose(tokens[:handed])
+        second = self.choose(tokens, [(0, loaded, False), (loaded, len(tokens), True)])
+        return Choice(
+            np.concatenate([first.ids, second.ids[handed:]]),
+            np.concatenate([first.scores, second.scores[handed:]]),
+        )
+
 
 def change_weights(model: Any) -> None:
-    """Has every MLP see half of its inputs with the other sign; twice is as before.
+    """Make every MLP see half of its inputs with the other sign; twice is as before.
 
     By the norms before them: vLLM's linear layers on CPU keep packed copies of their weights.
     """
@@ -117,7 +136,9 @@ def change_weights(model: Any) -> None:
 
 def _listen(seen: list[tuple[torch.Tensor, torch.Tensor]]) -> Any:
     def hook(router: Any, _args: Any, output: Any) -> None:
-        scores, _, ids = output
+        # Logits of all experts, weights and ids of the chosen ones; their order differs.
+        (ids,) = (part for part in output if not part.is_floating_point())
+        scores = max((part for part in output if part is not ids), key=lambda part: part.shape[-1])
         bias = getattr(router, "e_score_correction_bias", None)
         if bias is not None:
             scores = scores.sigmoid() + bias

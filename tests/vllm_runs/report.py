@@ -1,4 +1,4 @@
-"""What came of the runs: a line for each scenario, and what is wrong."""
+"""Report of the runs: a line for each scenario, and the faults."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _WIDTHS = (7, 10, 19, 15, 9, 8, 8, 6, 7)
 
 @dataclass(kw_only=True)
 class Tally:
-    """What was compared, and what was found."""
+    """Counts of comparisons and findings."""
 
     requests: int = 0
     native: int = 0
@@ -28,6 +28,10 @@ class Tally:
     """Reason -> rows."""
     faults: list[str] = field(default_factory=list)
     """What is not as it must be; a wrong row is always among them."""
+    cells: dict[str, int] = field(default_factory=dict)
+    """Cells by fate (`routed_cells`), where Transformers' choices are known."""
+    native_cells: dict[str, int] = field(default_factory=dict)
+    """The same for vLLM's own, where they were asked for."""
     notes: dict[str, float] = field(default_factory=dict)
     """What else was measured."""
 
@@ -58,7 +62,7 @@ def line(result: Result) -> str:
 
 
 def details(result: Result) -> list[str]:
-    """What stands below the table: faults, and what else was noticed."""
+    """Return the lines below the table: faults and notes."""
     r = result
     where = f"{r.version} {r.way}, {r.run}, {r.scenario}"
     lines = [f"FAULT {where}: {fault}" for fault in r.faults]

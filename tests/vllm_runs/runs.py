@@ -8,13 +8,14 @@ from typing import Any
 
 from vllm_runs import embedded, pairs, patches, scenarios, serving
 from vllm_runs.engine import Engine, Setup, Way
+from vllm_runs.models import DRAFT
 from vllm_runs.scenarios import named
 
 WAYS: tuple[Way, ...] = ("connector", "plugin")
 
-#: Default model runner of the versions on CPU. The second one runs in Triton's interpreter, and
-#: only it has vLLM's own return of routed experts in versions that have both; 0.30.0 refuses that
-#: return beside any KV connector.
+#: Default model runner of the versions on CPU; on CUDA it is the second one in both. That one runs
+#: in Triton's interpreter. Of 0.32.0, only it has vLLM's own return of routed experts; 0.30.0
+#: refuses that return beside any KV connector.
 RUNNERS = {"0.30.0": 1, "0.32.0": 2}
 
 
@@ -25,6 +26,8 @@ class Run:
     name: str
     scenarios: Mapping[str, Callable[[Any], Any]]
     model: str = "qwen3_moe"
+    draft: str = ""
+    """The model that drafts, if one does."""
     build: Callable[[Setup], Any] = Engine
     more: Mapping[str, Any] = field(default_factory=dict)
     """More engine arguments."""
@@ -39,18 +42,19 @@ class Run:
     """Whether the precision is Transformers', so that both must choose alike."""
     beside: bool = False
     """Whether there is another KV connector."""
+    faults: bool = False
+    """Whether capture breaks down on purpose."""
     prepare: Callable[[], None] | None = None
     """Called before vLLM starts."""
     ways: tuple[Way, ...] = WAYS
-    share: int = 0
-    """In how many ways it is in the share for CI."""
+    share: tuple[int, ...] = ()
+    """Model runners whose versions do it in the share for CI, in one way."""
 
     def shared(self, version: str, way: Way) -> bool:
-        """Whether it is in the share for CI: best in the way in which vLLM's own rows are there."""
+        """Whether it is in the share for CI, in the way in which vLLM's own rows are there."""
         best = "plugin" if RUNNERS[version] == 1 else "connector"
-        return RUNNERS[version] in self.runners and (
-            self.share == len(WAYS) or (self.share == 1 and way == best)
-        )
+        wanted = RUNNERS[version] in self.share and max(self.runners) >= RUNNERS[version]
+        return wanted and way == best
 
     def runner(self, version: str) -> int:
         """The model runner that does it: the version's own one if that can."""
@@ -59,19 +63,34 @@ class Run:
 
     def has_native(self, version: str, way: Way) -> bool:
         """Whether vLLM's own rows are there to compare with."""
-        runner = self.runner(version)
-        if RUNNERS[version] != runner:
-            return False
-        return self.native and (runner == 2 or (way == "plugin" and not self.beside))
-
-    def possible(self, version: str) -> bool:
-        """Whether the version can do it: the older runner is in both, the newer one in one."""
-        return RUNNERS[version] in self.runners or min(self.runners) < RUNNERS[version]
+        if version == "0.30.0":
+            return self.native and way == "plugin" and not self.beside
+        return self.native and self.runner(version) == 2
 
 
 _ARCHITECTURE = named((scenarios.concurrent, scenarios.prefix, scenarios.chunked))
+# Latent attention on CPU wants the real models' sizes; as plain attention any will do.
+_NO_MLA = {"VLLM_MLA_DISABLE": "1"}
+_SHARED_FAMILIES = {"ernie4_5_moe": (2,)}
+_DRAFTED = named(
+    (
+        scenarios.drafted,
+        scenarios.concurrent,
+        scenarios.prefix,
+        scenarios.stop,
+        scenarios.abort,
+        scenarios.preemption,
+        scenarios.mixed,
+    )
+)
 _PROCESSES = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
+# Functions of ours are called in the workers.
+_CALLS = {"VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}
 _SMALL = {"num_gpu_blocks_override": 14}
+_DRAFT_MODEL = {
+    "speculative_config": {"method": "draft_model", "num_speculative_tokens": 3},
+    **_SMALL,
+}
 
 RUNS = (
     Run(
@@ -92,19 +111,35 @@ RUNS = (
                 scenarios.late,
             )
         ),
-        share=2,
+        share=(1, 2),
     ),
     Run(
         "small_cache",
         named((scenarios.preemption, scenarios.mixed)),
         more=_SMALL,
-        share=1,
+        share=(1, 2),
+    ),
+    Run(
+        "padding",  # to which routers give -1, as on CUDA
+        named((scenarios.concurrent, scenarios.prefix, scenarios.chunked, scenarios.abort)),
+        runners=(2,),
+        prepare=patches.skip_padding,
+        share=(1, 2),
     ),
     Run("mixtral", _ARCHITECTURE, "mixtral"),
     Run("olmoe", _ARCHITECTURE, "olmoe"),
-    Run("glm4_moe", _ARCHITECTURE, "glm4_moe", share=1),
+    Run("glm4_moe", _ARCHITECTURE, "glm4_moe"),
     Run("qwen3_dense_layers", _ARCHITECTURE, "qwen3_moe_dense_layers"),
-    Run("qwen3_300", _ARCHITECTURE, "qwen3_moe_300", share=1),
+    Run("qwen3_300", _ARCHITECTURE, "qwen3_moe_300"),
+    *(
+        Run(family, _ARCHITECTURE, family, share=_SHARED_FAMILIES.get(family, ()))
+        for family in ("qwen2_moe", "ernie4_5_moe", "granite_moe", "dots1", "flex_olmo")
+    ),
+    *(
+        # From the second position on vLLM's attention on CPU differs from that of Transformers.
+        Run(family, _ARCHITECTURE, family, env=_NO_MLA, exact=False, ways=("plugin",))
+        for family in ("deepseek_v2", "deepseek_v3")
+    ),
     Run(
         "gpt_oss",
         _ARCHITECTURE,
@@ -126,7 +161,33 @@ RUNS = (
         },
         prepare=patches.repair_drafts,
         runners=(1,),
-        share=1,
+        share=(1, 2),
+    ),
+    Run(
+        "drafts_asynchronous",
+        _DRAFTED,
+        more=_DRAFT_MODEL,
+        draft="qwen3_moe" + DRAFT,
+        prepare=patches.schedule_ahead_with_drafts,
+        runners=(1,),
+        share=(1, 2),
+    ),
+    Run(
+        "drafts_asynchronous_v2",
+        _DRAFTED,
+        more=_DRAFT_MODEL,
+        draft="qwen3_moe" + DRAFT,
+        prepare=patches.schedule_ahead,
+        runners=(2,),
+        native=False,  # refused beside a model that drafts
+    ),
+    Run(
+        "mtp_asynchronous",
+        _DRAFTED,
+        "glm4_moe_mtp",
+        more={"speculative_config": {"method": "mtp", "num_speculative_tokens": 2}, **_SMALL},
+        prepare=patches.schedule_ahead_with_drafts,
+        runners=(1,),
     ),
     Run(
         "compiled",
@@ -134,7 +195,7 @@ RUNS = (
         more={"enforce_eager": False},
         runners=(1,),
         trusted=False,  # vLLM's own rows are all zeros then
-        share=1,
+        share=(1, 2),
     ),
     Run(
         "asynchronous",
@@ -153,7 +214,7 @@ RUNS = (
         more=_SMALL,
         runners=(2,),
         prepare=patches.schedule_ahead,
-        share=1,
+        share=(1, 2),
     ),
     Run(
         "processes",
@@ -165,7 +226,14 @@ RUNS = (
         named((scenarios.control, scenarios.concurrent, scenarios.prefix)),
         more={"tensor_parallel_size": 2},
         env={**_PROCESSES, "VLLM_CPU_OMP_THREADS_BIND": "0|1"},
-        share=1,
+        share=(2,),
+    ),
+    Run(
+        "tensor_parallel_ranks",
+        named((scenarios.ranks,)),
+        more={"tensor_parallel_size": 2},
+        env={**_PROCESSES, **_CALLS, "VLLM_CPU_OMP_THREADS_BIND": "0|1"},
+        faults=True,
     ),
     Run("async_llm", named((embedded.embedded,)), build=embedded.Embedded, env=_PROCESSES),
     Run(
@@ -180,16 +248,24 @@ RUNS = (
         build=pairs.disaggregated,
         # The example connector saves a prompt that is computed in one step.
         more={"max_num_batched_tokens": 256, **_SMALL},
-        env=_PROCESSES,
+        env={**_PROCESSES, **_CALLS},
         native=False,  # has no rows of what came from elsewhere
         beside=True,
-        share=1,
+        share=(1, 2),
+    ),
+    Run(
+        "offloading",
+        named((pairs.restored,)),
+        build=pairs.offloading,
+        more={"max_num_batched_tokens": 512},
+        native=False,
+        beside=True,
     ),
     Run(
         "http",
         named((serving.completions, serving.chat, serving.streams, serving.weight_version)),
         build=serving.Served,
         env={**_PROCESSES, "VLLM_SERVER_DEV_MODE": "1"},
-        share=1,
+        share=(2,),
     ),
 )

@@ -1,4 +1,4 @@
-"""What is done to an engine: each scenario asks it, and says what the traces must be like."""
+"""Scenarios: requests to an engine, and the expected traces."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import random
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from typing import Any
 
 from vllm_runs.engine import BLOCK, STEP_TOKENS, Answer, Ask, Engine
 from vllm_runs.reference import change_weights
@@ -140,13 +141,22 @@ def mixed(engine: Engine) -> list[Answer]:
 
 
 def speculative(engine: Engine) -> list[Answer]:
-    """Drafts, of which some are rejected."""
+    """Drafts, of which some are rejected; from what the prompt repeats."""
+    phrase = engine.prompts.make(7)
+    return _drafted(engine, [(phrase * 12)[i : i + 50] for i in range(4)])
+
+
+def drafted(engine: Engine) -> list[Answer]:
+    """Drafts by another model, of which some are rejected."""
+    return _drafted(engine, [engine.prompts.make(n) for n in (20, 33, 64, 90)])
+
+
+def _drafted(engine: Engine, prompts: list[list[int]]) -> list[Answer]:
     drafts, taken = ("spec_decode_num_draft_tokens", "spec_decode_num_accepted_tokens")
     before = engine.count(drafts), engine.count(taken)
-    phrase = engine.prompts.make(7)
     done = engine.run(
-        Ask(f"speculative-{i}", (phrase * 12)[i : i + 50], max_tokens=60, sampling=GREEDY)
-        for i in range(4)
+        Ask(f"speculative-{i}", prompt, max_tokens=60, sampling=GREEDY)
+        for i, prompt in enumerate(prompts)
     )
     offered, accepted = engine.count(drafts) - before[0], engine.count(taken) - before[1]
     expect(0 < accepted < offered, f"{accepted} of {offered} drafts accepted")
@@ -185,13 +195,13 @@ def weights(engine: Engine) -> list[Answer]:
     engine.add(Ask("weights-during", prompt, max_tokens=20))
     for _ in range(4):  # two chunks of the prompt, and two tokens
         engine.step()
-    _update_weights(engine, 2)
+    update_weights(engine, 2)
     (during,) = engine.drain()
     changed = len(prompt) + 2
     during.versions = ((0, changed, 1), (changed, len(during.tokens) - 1, 2))
     (hit,) = engine.run([Ask("weights-hit", prompt)])
     hit.versions = ((0, STEP_TOKENS, 1), (STEP_TOKENS, len(hit.tokens) - 1, 2))
-    _update_weights(engine, 3)
+    update_weights(engine, 3)
     (after,) = engine.run([Ask("weights-after", engine.prompts.make(40))])
     after.versions = ((0, len(after.tokens) - 1, 3),)
     during.changed = hit.changed = (2,)
@@ -217,13 +227,13 @@ def reset(engine: Engine) -> list[Answer]:
     for _ in range(4):  # the prompts, and three tokens
         engine.step()
     engine.llm.reset_prefix_cache(reset_running_requests=True)
-    _update_weights(engine, 11)
+    update_weights(engine, 11)
     done = sorted(engine.drain(), key=lambda a: a.trace_id)
     for answer, length in zip(done, lengths, strict=True):
         begun = length + 3
         answer.versions = ((0, begun, 10), (begun, len(answer.tokens) - 1, 11))
         answer.changed, answer.recomputed = (11,), True
-    _update_weights(engine, 12)
+    update_weights(engine, 12)
     return done
 
 
@@ -236,6 +246,49 @@ def control(engine: Engine) -> list[Answer]:
     return [done]
 
 
+def ranks(engine: Engine) -> list[Answer]:
+    """Capture is off, or breaks, in one of two tensor-parallel ranks while a request runs.
+
+    Rank 0 sends: of the other one's faults no trace may show anything.
+    """
+    done = []
+    for rank in (1, 0):
+        for what in ("pause", "break"):
+            name = f"ranks-{what}-{rank}"
+            engine.add(Ask(name, engine.prompts.make(40), max_tokens=20))
+            for _ in range(3):  # the prompt, and two tokens
+                engine.step()
+            engine.rpc(_at_rank, rank, what)
+            for _ in range(4):
+                engine.step()
+            engine.rpc(_at_rank, rank, "resume")
+            (answer,) = engine.drain()
+            if rank == 0 and what == "pause":
+                answer.may_lack, answer.must_lack = ("not_captured", "kv_unknown"), (42, 46)
+            elif rank == 0:  # another agent took over, which does not know the request
+                answer.broken = True
+            done += [answer, *engine.run([Ask(f"{name}-after", engine.prompts.make(40))])]
+    return done
+
+
+def _at_rank(worker: Any, rank: int, what: str) -> None:
+    """Runs in each worker: does something to capture in one of them."""
+    from routetrace.capture_agent.engines.vllm import attach
+
+    if worker.rank != rank:
+        return
+    if what != "break":
+        getattr(worker, f"routetrace_{what}")()
+        return
+    capturer: Any = attach._last._capturer  # type: ignore[union-attr]
+
+    def fail(*_: Any) -> None:
+        del capturer.begin
+        raise MemoryError("on purpose")
+
+    capturer.begin = fail
+
+
 def expect(fact: bool, otherwise: str) -> None:
     """A scenario in which nothing happened proves nothing.
 
@@ -246,7 +299,8 @@ def expect(fact: bool, otherwise: str) -> None:
         raise AssertionError(otherwise)
 
 
-def _update_weights(engine: Engine, version: int) -> None:
+def update_weights(engine: Engine, version: int) -> None:
+    """Push other weights; twice is as before."""
     engine.llm.apply_model(change_weights)
     engine.rpc("routetrace_set_weight_version", version)
 

@@ -31,9 +31,9 @@ from pathlib import Path
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
-from routetrace.client import RouteClient, RoutingTrace
+from routetrace.client import ReadOptions, RouteClient, RoutingTrace
+from routetrace.common.errors import NotFound
 from routetrace.server.testing import run_server
-from routetrace.v1.errors import NotFound
 from vllm_runs.scheduler_clients import Clients
 from vllm_runs.scheduler_engine import BrokenOnPurposeError, Case, Engine
 from vllm_runs.scheduler_truth import LAYOUT, Tally, compare
@@ -55,12 +55,19 @@ CASES = (
     Case("V2 asynchronous", protocol=2, asynchronous=True, role="kv_producer"),
     Case("V1 drafts", drafts=3),
     Case("V2 drafts", protocol=2, drafts=4, late=True),
+    Case("V1 asynchronous drafts", drafts=3, asynchronous=True, late=True),
+    Case("V2 asynchronous drafts", protocol=2, drafts=4, asynchronous=True, way="plugin"),
+    Case("V2 asynchronous drafts pipeline", protocol=2, drafts=2, asynchronous=True, stages=2),
+    Case("V1 asynchronous drafts loads", drafts=3, asynchronous=True, loads=True, way="plugin"),
+    Case("V2 asynchronous drafts faults", protocol=2, drafts=3, asynchronous=True, faults=True),
     Case("V1 plugin", way="plugin"),
     Case("V2 plugin asynchronous", protocol=2, way="plugin", asynchronous=True, late=True),
     Case("V1 priorities", policy="priority"),
     Case("V2 priorities drafts", protocol=2, policy="priority", drafts=2, way="plugin"),
     Case("V1 pipeline", stages=2, late=True),
     Case("V2 pipeline asynchronous", protocol=2, stages=2, asynchronous=True, role="kv_producer"),
+    Case("V1 context parallel", context=2),
+    Case("V2 context parallel asynchronous", protocol=2, context=4, asynchronous=True, late=True),
     Case("V1 sessions", sessions=True),
     Case("V2 sessions drafts", protocol=2, sessions=True, drafts=3),
     Case("V1 loads", loads=True),
@@ -72,7 +79,7 @@ CASES = (
 
 
 def play(case: Case, seed: int, target: str, model: Path, num_rows: int) -> Tally:
-    """Runs an engine until it has computed so many rows, and all its requests have ended."""
+    """Run an engine until it has computed so many rows, and all its requests have ended."""
     tally = Tally()
     started = time.monotonic()
     engine = Engine(case, seed, target, model)
@@ -104,7 +111,7 @@ def play(case: Case, seed: int, target: str, model: Path, num_rows: int) -> Tall
             _read(client, clients, engine, tally)
         if not tally.faults:
             hurt = {life.trace_id for life in engine.ended if life.hurt}
-            left = {trace.request_id for trace in client.find()} - hurt
+            left = {trace.trace_id for trace in client.find()} - hurt
             tally.faults += [f"there is a trace {trace_id!r}" for trace_id in left]
     engine.close()
     tally.counts = engine.counts
@@ -116,19 +123,20 @@ def play(case: Case, seed: int, target: str, model: Path, num_rows: int) -> Tall
 
 
 def _read(client: RouteClient, clients: Clients, engine: Engine, tally: Tally) -> None:
-    """Reads and forgets traces whose end the worker was told of."""
+    """Read and forget traces whose end the worker knows."""
     told = [lives for lives in clients.ready if lives[-1].ended_at < engine.steps]
     clients.ready = [lives for lives in clients.ready if lives[-1].ended_at >= engine.steps]
     ids = [lives[-1].trace_id for lives in told]
     # Who loaded KV may hear more from elsewhere, and who was hurt may never end.
-    wait = None if engine.case.loads or engine.case.faults else _WAIT_S
+    # The truth knows the rows of a request alone, not those of others that may stand in.
+    options = ReadOptions(missing="mask", prefix_rows="never", wait_for="end", timeout=_WAIT_S)
+    if engine.case.loads or engine.case.faults:
+        options = ReadOptions(missing="mask", prefix_rows="never")
     # Between two turns a conversation has ended: who asks before the next turn has arrived is
     # answered at once.
-    if wait is None or any(len(lives) > 1 for lives in told):
+    if options.wait_for is None or any(len(lives) > 1 for lives in told):
         engine.flush()
-    with closing(
-        client.get_many(ids, missing="mask", wait=wait, prefetch=16, errors="return")
-    ) as traces:
+    with closing(client.get_many(ids, options=options, prefetch=16, errors="return")) as traces:
         for lives, trace in zip(told, traces, strict=True):
             if lives[-1].hurt and isinstance(trace, NotFound):
                 continue
@@ -140,7 +148,7 @@ def _read(client: RouteClient, clients: Clients, engine: Engine, tally: Tally) -
 
 
 def _write_model(folder: Path) -> Path:
-    """What vLLM wants to know of a model."""
+    """Configuration of a model for vLLM."""
     facts = {
         "architectures": ["Qwen3MoeForCausalLM"],
         "model_type": "qwen3_moe",
@@ -167,7 +175,7 @@ def _is_news(record: logging.LogRecord) -> bool:
 
 
 def main() -> int:
-    """Returns 1 if a row is wrong or lost, or a trace does not end."""
+    """Return 1 if a row is wrong or lost, or a trace does not end."""
     parser = argparse.ArgumentParser("python -m vllm_runs.scheduler", description=__doc__)
     parser.add_argument("--rows", type=int, default=1_000_000, help="compared, at least so many")
     parser.add_argument("--seed", type=int, default=1)

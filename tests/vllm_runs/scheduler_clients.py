@@ -1,4 +1,4 @@
-"""What users do to an engine, for vllm_runs.scheduler."""
+"""Actions of users, for vllm_runs.scheduler."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from vllm_runs.scheduler_truth import BLOCK, MAX_LEN, MAX_POSITIONS, Chat, Life
 
 
 class Clients:
-    """What users do to an engine, at random."""
+    """Random actions of users."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
@@ -48,7 +48,7 @@ class Clients:
                 engine.abort(request.request_id)
                 engine.counts["aborts after a load"] += 1
         if rng.random() < 0.005 and engine.case.depth == 1:
-            self._replace()  # vLLM can not, while a step of the other one is in flight
+            self._replace()  # vLLM cannot, while a step of the other one is in flight
         if rng.random() < 0.004:
             engine.reset()
         if engine.case.faults and rng.random() < 0.004:
@@ -84,7 +84,7 @@ class Clients:
             self.engine.counts["names used again"] += 1
 
     def settle(self) -> None:
-        """Looks which traces have ended."""
+        """Check which traces have ended."""
         ended = self.engine.ended[self._settled :]
         self._settled = len(self.engine.ended)
         for life in ended:

@@ -26,11 +26,11 @@ from vllm.v1.outputs import DraftTokenIds, KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
-from routetrace.capture_agent.capturer import RoutingCapturer
 from routetrace.capture_agent.config import AgentConfig
-from routetrace.capture_agent.vllm.attach import _schedules
-from routetrace.capture_agent.vllm.settings import settings_of
-from routetrace.capture_agent.vllm.worker import WorkerSide
+from routetrace.capture_agent.engines.capturer import RoutingCapturer
+from routetrace.capture_agent.engines.vllm.attach import _schedules
+from routetrace.capture_agent.engines.vllm.settings import attention_group, settings_of
+from routetrace.capture_agent.engines.vllm.worker import WorkerSide
 from vllm_runs.scheduler_truth import (
     BLOCK,
     LAYOUT,
@@ -59,7 +59,7 @@ class BrokenOnPurposeError(Exception):
 
 @dataclass(frozen=True)
 class Case:
-    """How an engine is configured."""
+    """Configuration of an engine."""
 
     name: str
     protocol: int = 1
@@ -69,6 +69,8 @@ class Case:
     """A step is scheduled before the outcome of the last one is known."""
     stages: int = 1
     """Of a pipeline; each has an agent."""
+    context: int = 1
+    """Ranks that keep a part of the context each: a block of the scheduler is one of each rank."""
     drafts: int = 0
     """Most tokens that are drafted at a time."""
     policy: str = "fcfs"
@@ -183,32 +185,37 @@ class Engine:
         num_blocks = MAX_POSITIONS // BLOCK + seqs * rng.randrange(1, 9)
         config.cache_config.num_gpu_blocks = num_blocks
         self.slots = Slots(num_blocks)
-        spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=1, dtype=torch.float32)
+        spec = FullAttentionSpec(
+            block_size=BLOCK // case.context, num_kv_heads=1, head_size=1, dtype=torch.float32
+        )
+        cache = KVCacheConfig(
+            num_blocks=num_blocks,
+            kv_cache_tensors=[],
+            kv_cache_groups=[KVCacheGroupSpec(["layer"], spec)],
+        )
         init_none_hash(sha256)
         self._hasher = get_request_block_hasher(BLOCK, sha256)
         self.scheduler = config.scheduler_config.get_scheduler_cls()(
             vllm_config=config,
-            kv_cache_config=KVCacheConfig(
-                num_blocks=num_blocks,
-                kv_cache_tensors=[],
-                kv_cache_groups=[KVCacheGroupSpec(["layer"], spec)],
-            ),
+            kv_cache_config=cache,
             structured_output_manager=StructuredOutputManager(config),
             block_size=BLOCK,
             log_stats=False,
         )
         self.scheduler.use_v2_model_runner = case.protocol == 2
-        self.stages = list(self._stages(config, num_blocks, most))
+        self.stages = list(self._stages(config, cache, most))
         self.elsewhere: Elsewhere | None = None
         if case.loads:
             connector = self.scheduler.connector
             self.elsewhere = connector if case.way == "plugin" else connector._connectors[1]
             self.elsewhere.rng = rng
 
-    def _stages(self, config: Any, num_blocks: int, most: int) -> Iterator[Stage]:
+    def _stages(self, config: Any, cache: KVCacheConfig, most: int) -> Iterator[Stage]:
         settings = settings_of(config)
         assert settings is not None
         self.schedule = _schedules[settings.boot_id, settings.engine_id]
+        group = attention_group(cache, config.parallel_config)
+        assert group is not None
         layers = np.array_split(range(len(LAYOUT.layer_ids)), self.case.stages)
         for stage, columns in enumerate(layers):
             layout = LAYOUT.select(tuple(LAYOUT.layer_ids[c] for c in columns))
@@ -222,8 +229,8 @@ class Engine:
                 layout=layout,
                 shard=f"pp{stage}" if self.case.stages > 1 else "",
                 boot_id=settings.boot_id,
-                block_size=BLOCK,
-                num_blocks=num_blocks,
+                block_size=group[1],
+                num_blocks=cache.num_blocks,
                 **settings.agent,
             )
             # Where the scheduler is not in the process of a worker, the engine runs an empty step.
@@ -284,7 +291,7 @@ class Engine:
         """The prefix cache is forgotten, also by requests that run."""
         held_back = self.scheduler.defer_block_free and self._in_flight
         if held_back or self.case.loads or any(life.session for life in self.lives.values()):
-            return  # vLLM can not, while others than running requests have blocks
+            return  # vLLM cannot, while others than running requests have blocks
         self.scheduler.reset_prefix_cache(reset_running_requests=True)
         self.counts["resets"] += 1
 
@@ -320,8 +327,11 @@ class Engine:
                 stage.side._agent.step = fail
 
     def _look_for_faults(self) -> None:
-        """What ran since capture broke down may be lost, and no slot is known."""
-        faults = self.stages[0].side.faults
+        """Allow the loss of rows since capture failed; no slot is known."""
+        side = self.stages[0].side
+        if self._broken_at is not None:
+            side.stats()  # takes the steps that were launched: slots are known again from here on
+        faults = side.faults
         if faults == self._faults:
             return
         if self._broken_at is None:
@@ -336,7 +346,7 @@ class Engine:
     # ------------------------------------------------------------------ steps
 
     def step(self, before_outcome: Callable[[], None] = lambda: None) -> None:
-        """Schedules a step and runs it; tells the scheduler of the oldest one in flight."""
+        """Schedule and run a step; give the scheduler the result of the oldest one in flight."""
         output = self.scheduler.schedule()
         self._idle = 0 if output.total_num_scheduled_tokens else self._idle + 1
         if self._idle > _MOST_IDLE:
@@ -365,11 +375,11 @@ class Engine:
                 life.shown += answer.new_token_ids
                 if answer.finish_reason is not None:
                     self._stop(life, str(answer.finish_reason), answer.kv_transfer_params)
-        if self.case.drafts:
+        if self.case.drafts and not self.case.asynchronous:
             self._draft()
 
     def _loaded(self, output: Any) -> Any:
-        """What arrived from elsewhere by now, and what did not."""
+        """Return the external loads that arrived, and those that did not."""
         if self.elsewhere is None:
             return None
         arrived, failed = set(), set()
@@ -429,7 +439,7 @@ class Engine:
     # ------------------------------------------------------------------ the model
 
     def _execute(self, output: Any) -> tuple[list[str], list[list[int]]]:
-        """Runs a step; its requests in the order of the batch, and what each of them sampled."""
+        """Run a step; its requests in the order of the batch, and what each of them sampled."""
         self.steps += 1
         self._look_for_faults()
         order = list(output.num_scheduled_tokens)
@@ -444,8 +454,12 @@ class Engine:
             stage.side.begin_step()
         if total:
             self._forward(output, order, starts)
+        positions = self._positions(output, order, starts)
         for stage in self.stages:
-            stage.side.end_step(plans.pop(), lambda: order)
+            stage.side.end_step(plans.pop(), lambda: order, positions)
+            if positions is not None:
+                positions.fill_(-1)  # the next step's, once this one was launched
+                positions = self._positions(output, order, starts)
         # After the step: requests that start together share what it computed.
         for life, computed in hits:
             self.counts["hit rows"] += computed
@@ -455,8 +469,17 @@ class Engine:
         self._new_drafts = []
         return order, [self._sample(r, output, starts[r]) for r in order]
 
+    def _positions(
+        self, output: Any, order: list[str], starts: dict[str, int]
+    ) -> torch.Tensor | None:
+        """The position of each row, where the scheduler does not know it."""
+        if not (self.case.drafts and self.case.asynchronous):
+            return None
+        runs = (range(starts[r], starts[r] + output.num_scheduled_tokens[r]) for r in order)
+        return torch.tensor([p for run in runs for p in run], dtype=torch.int64)
+
     def _plan(self, output: Any) -> Any:
-        """What a worker gets of the plan."""
+        """Return a worker's part of the plan."""
         arrived = pickle.loads(pickle.dumps(output))
         if self.case.way == "plugin":
             return arrived.routetrace_plan
@@ -465,12 +488,15 @@ class Engine:
         return arrived.kv_connector_metadata.plan
 
     def _schedule(self, output: Any) -> tuple[dict[str, int], list[tuple[Life, int]]]:
-        """Keeps the block tables; first position of each request, and who hit how many tokens."""
+        """Keep the block tables; first position of each request, and who hit how many tokens."""
         starts, hits = {}, []
         for request_id in output.preempted_req_ids or ():
             self.counts["preemptions"] += 1
             if life := self.lives.get(request_id):
                 life.preempted = True
+                if self.case.drafts and life.attempts:
+                    # Drafts that are not judged yet are computed again, unless the answer ends.
+                    life.attempts[-1].give_up(len(life.shown))
         for data in output.scheduled_new_reqs:
             life = self.lives[data.req_id]
             if life.attempts:
@@ -484,6 +510,9 @@ class Engine:
         for i, request_id in enumerate(cached.req_ids):
             life, blocks = self.lives[request_id], cached.new_block_ids[i]
             starts[request_id] = cached.num_computed_tokens[i]
+            if life.next is not None and request_id not in cached.resumed_req_ids:
+                self.counts["rejections learned late"] += life.next < starts[request_id]
+                starts[request_id] = life.next
             if request_id in cached.resumed_req_ids:
                 self.counts["resumes"] += 1
                 self._start(life, blocks[0])
@@ -504,6 +533,7 @@ class Engine:
     def _start(self, life: Life, blocks: list[int]) -> None:
         life.blocks = list(blocks)
         life.preempted = False
+        life.next = None
         life.attempts.append(Attempt())
         self.counts["blocks handed on"] += self.slots.written(blocks)
 
@@ -524,9 +554,11 @@ class Engine:
         for request_id in order:
             life, start, n = self.lives[request_id], starts[request_id], scheduled[request_id]
             stop = start + n
-            drafts = output.scheduled_spec_decode_tokens.get(request_id, ())
-            if drafts:
-                life.fed[stop - len(drafts) : stop] = drafts
+            life.drafts = list(output.scheduled_spec_decode_tokens.get(request_id, ()))
+            if self.case.asynchronous:  # the worker's own, where the scheduler has placeholders
+                life.drafts = new_tokens(rng, len(life.drafts))
+            if life.drafts:
+                life.fed[stop - len(life.drafts) : stop] = life.drafts
             mine = numbers[at : at + n]
             at += n
             attempt = life.attempts[-1]
@@ -545,7 +577,7 @@ class Engine:
         if self.scheduler.requests[request_id].is_prefill_chunk:
             self.counts["chunks"] += 1
             return []
-        drafts = output.scheduled_spec_decode_tokens.get(request_id, [])
+        drafts = life.drafts
         known = stop - len(drafts)
         accepted = 0
         while accepted < len(drafts) and drafts[accepted] >= 0 and rng.random() < 0.7:
@@ -559,19 +591,21 @@ class Engine:
         last = rng.choice(STOP_TOKENS) if rng.random() < 0.02 else new_tokens(rng, 1)[0]
         sampled = [*drafts[:accepted], last]
         life.fed[known : known + len(sampled)] = sampled
+        if self.case.asynchronous:
+            life.next = known + accepted
         self._new_drafts.append(request_id)
         return sampled
 
     # ------------------------------------------------------------------ the end
 
     def flush(self) -> None:
-        """Returns when the server has all that was told so far."""
+        """Return when the server has all that was told so far."""
         for stage in self.stages:
             if not stage.side.flush():
                 self.faults.append("the agent could not be flushed")
 
     def close(self) -> None:
-        """Notes what must not have happened; the agents end."""
+        """Note what must not have happened; the agents end."""
         self.flush()
         self._look_for_faults()
         for stage in self.stages:
@@ -600,7 +634,7 @@ def _config(case: Case, agent: dict[str, Any], model: Path, most: int, seqs: int
     more: dict[str, Any] = {}
     ours = {
         "kv_connector": "RouteTraceConnector",
-        "kv_connector_module_path": "routetrace.capture_agent.vllm",
+        "kv_connector_module_path": "routetrace.capture_agent.engines.vllm",
         "kv_role": case.role,
         "kv_connector_extra_config": agent,
     }
@@ -647,4 +681,5 @@ def _config(case: Case, agent: dict[str, Any], model: Path, most: int, seqs: int
     # On CPU vLLM has neither; its scheduler has both.
     config.scheduler_config.async_scheduling = case.asynchronous
     config.parallel_config.pipeline_parallel_size = case.stages
+    config.parallel_config.decode_context_parallel_size = case.context
     return config

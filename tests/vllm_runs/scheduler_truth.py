@@ -1,4 +1,4 @@
-"""What a reader must get of the runs of vllm_runs.scheduler, and whether that is what it got.
+"""Expected reads of the runs of vllm_runs.scheduler, and their comparison.
 
 Worked out from three things: which tokens the model was fed, which row it chose for each, and which
 row computed what lies in each KV slot.
@@ -76,6 +76,11 @@ class Attempt:
         behind = self.numbers[stop:]
         behind[behind != UNKNOWN] = NOBODY
 
+    def give_up(self, start: int) -> None:
+        """Rows at and after a position are not kept, whatever comes of them."""
+        behind = self.numbers[start:]
+        behind[behind >= 0] = PAUSED
+
 
 @dataclass(eq=False)
 class Life:
@@ -106,6 +111,11 @@ class Life:
     """Whether some of its KV came from elsewhere."""
     attempts: list[Attempt] = field(default_factory=list)
     blocks: list[int] = field(default_factory=list)
+    drafts: list[int] = field(default_factory=list)
+    """Those that the step which runs has to judge."""
+    next: int | None = None
+    """Position of the last token that the model sampled and was not fed, where the scheduler may
+    not know it; None while it does."""
     fed: Ints = field(default_factory=lambda: np.full(MAX_POSITIONS, -1))
     """[MAX_POSITIONS] the tokens as the model knows them, drafts of the step that runs included."""
 
@@ -127,7 +137,7 @@ class Slots:
         self._tokens = np.full(num_blocks * BLOCK, -1)
 
     def written(self, blocks: Sequence[int]) -> int:
-        """How many of these blocks have been in use."""
+        """Return the number of these blocks that have been in use."""
         return int((self._numbers[np.array(blocks, np.int64) * BLOCK] != NOBODY).sum())
 
     def write(self, life: Life, start: int, stop: int, numbers: Ints) -> None:
@@ -164,7 +174,7 @@ def _slots(life: Life, start: int, stop: int) -> Ints:
 
 @dataclass
 class Expected:
-    """What a reader must get."""
+    """Expected result of a read."""
 
     numbers: Ints
     """[tokens - 1] of the rows, or below 0."""
@@ -195,14 +205,14 @@ def expected(lives: Sequence[Life]) -> Expected:
             why.add("kv_unknown")
         if seen[PAUSED][position]:
             why.add("not_captured")
-        if not why and last.reason == "abort":
-            why.add("not_yet" if last.external else "aborted")  # as for the state, see `_facts`
+        if last.reason == "abort" and (not why or (numbers[position:] < 0).all()):
+            why.add("aborted")
     return Expected(numbers, reasons)
 
 
 @dataclass
 class Tally:
-    """What was compared, and what was found."""
+    """Counts of comparisons and findings."""
 
     requests: int = 0
     rows: int = 0
@@ -237,7 +247,7 @@ class Tally:
 
 
 def compare(tally: Tally, rows: Rows, lives: Sequence[Life], trace: RoutingTrace) -> None:
-    """Compares a trace, cell by cell."""
+    """Compare a trace, cell by cell."""
     last, truth = lives[-1], expected(lives)
     tally.requests += len(lives)
     if last.hurt:
@@ -287,8 +297,6 @@ def _rows(tally: Tally, rows: Rows, truth: Expected, trace: RoutingTrace) -> Ite
 def _facts(last: Life, truth: Expected, trace: RoutingTrace) -> Iterator[str]:
     whole = bool((truth.numbers >= 0).all())
     state = TraceState.COMPLETE if whole else TraceState.INCOMPLETE
-    if not whole and last.external:
-        state = TraceState.RUNNING  # who computed the rest may still tell
     labels = dict(last.labels)
     if last.request_id[1:2] == "_":
         labels["sample"] = last.request_id[0]

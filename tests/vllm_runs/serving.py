@@ -56,7 +56,7 @@ class Served:
             raise
 
     def close(self) -> None:
-        """Ends the server."""
+        """End the server."""
         self._process.terminate()
         try:
             self._process.wait(30)
@@ -65,7 +65,7 @@ class Served:
             self._process.wait()
 
     def rpc(self, name: str, *args: Any) -> list[Any]:
-        """Calls a method of the workers, as RL frameworks do."""
+        """Call a method of the workers, as RL frameworks do."""
         answer = self.post("/collective_rpc", {"method": name, "args": args})
         results: list[Any] = json.loads(answer)["results"] if answer else []
         return results
@@ -76,7 +76,7 @@ class Served:
         return [stats for stats in self.rpc("routetrace_stats") if stats]
 
     def post(self, path: str, body: Any, headers: dict[str, str] | None = None) -> bytes:
-        """What the server answers."""
+        """Return the server's answer."""
         with self.open(path, body, headers) as response:
             return response.read()
 
@@ -97,7 +97,7 @@ class Served:
             connection.close()
 
     def complete(self, ask: Ask, *, named_by_header: bool) -> list[Answer]:
-        """Asks for a completion.
+        """Ask for for a completion.
 
         Args:
             ask: the request.
@@ -119,7 +119,7 @@ class Served:
         return self._answers(ask, self.post("/v1/completions", body, headers))
 
     def chat(self, ask: Ask, text: str) -> list[Answer]:
-        """Asks for a chat completion; the prompt is the text, through the server's tokenizer."""
+        """Ask for for a chat completion; the prompt is the text, through the server's tokenizer."""
         body = {
             "model": self.model,
             "messages": [{"role": "user", "content": text}],
@@ -151,11 +151,14 @@ class Served:
                     labels=labels_of(ask),
                 )
             )
-        # Written as compactly as the server does.
-        without = len(json.dumps(answer, separators=(",", ":"), ensure_ascii=False).encode())
+        without = _size(answer)
         self._note("bytes of answers", len(body))
         self._note("bytes without vLLM's own rows", without)
+        if handle:
+            del answer["kv_transfer_params"]["routetrace"]
+            self._note("bytes of routetrace's handles", without - _size(answer))
         self._note("rows", sum(len(a.tokens) - 1 for a in done))
+        self._note("answer tokens", sum(len(a.tokens) - a.prompt_len for a in done))
         return done
 
     def _note(self, name: str, value: int) -> None:
@@ -178,6 +181,11 @@ class Served:
         raise TimeoutError("vLLM's server did not get ready")
 
 
+def _size(answer: Any) -> int:
+    """Bytes of an answer, written as compactly as the server does."""
+    return len(json.dumps(answer, separators=(",", ":"), ensure_ascii=False).encode())
+
+
 def completions(server: Served) -> list[Answer]:
     """Requests at a time, named by header or in their body; several samples; one opted out."""
     lengths = (5, 40, 100, 33, 64)
@@ -193,6 +201,8 @@ def completions(server: Served) -> list[Answer]:
         done = [answer for future in waiting for answer in future.result()]
     for answer in done:
         answer.absent = answer.trace_id == out.trace_id
+    sent = sum(stats["sent_bytes"] for stats in server.agents())
+    server.notes["bytes that agents sent so far"] = sent
     return done
 
 

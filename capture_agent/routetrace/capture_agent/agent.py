@@ -1,14 +1,16 @@
-"""CaptureAgent: what an engine calls."""
+"""CaptureAgent: the interface for engines."""
+
+# Over 400 lines: one public class, half of it docstrings that are the contract with engines.
 
 from __future__ import annotations
 
 import atexit
+import logging
 import os
 import secrets
 import threading
 import time
 import weakref
-from array import array
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from multiprocessing import parent_process
@@ -20,7 +22,10 @@ import numpy as np
 import numpy.typing as npt
 
 from routetrace.capture_agent import counters
-from routetrace.capture_agent.checks import (
+from routetrace.capture_agent.config import AgentConfig
+from routetrace.capture_agent.counters import AgentStats, CloseReport, Ended, Word
+from routetrace.capture_agent.link import WorkerLink
+from routetrace.capture_agent.pipeline.checks import (
     Ints,
     Rows,
     blocks_of,
@@ -28,76 +33,104 @@ from routetrace.capture_agent.checks import (
     external_of,
     labels_of,
     number,
+    pairs_of,
     rows_of,
     runs_of,
     slots_of,
     tokens_of,
+    version_of,
     wrong,
 )
-from routetrace.capture_agent.config import AgentConfig, check_id
-from routetrace.capture_agent.counters import AgentStats, CloseReport, Ended, Word
-from routetrace.capture_agent.feed import Feed
-from routetrace.capture_agent.handles import Handles
-from routetrace.capture_agent.link import WorkerLink
+from routetrace.capture_agent.pipeline.feed import Feed
+from routetrace.capture_agent.pipeline.handles import Handles
+from routetrace.capture_agent.pipeline.window import last_bad
+from routetrace.common.errors import Closed, InvalidArgument
+from routetrace.common.limits import check_id
+from routetrace.common.security import Security
+from routetrace.common.target import targets_of
 from routetrace.v1 import routetrace_pb2 as pb
-from routetrace.v1.errors import Closed, InvalidArgument
 from routetrace.v1.records import FinishReason
-from routetrace.v1.security import Security
 
 _OFFERED = int(Word.OFFERED)
+#: Most late runs of one record, so that it fits into the smallest ring.
+_LATE_RUNS = 1 << 10
+_log = logging.getLogger(__name__)
+
 _REASONS = {reason.name.lower(): reason for reason in FinishReason}
 
 
 class CaptureAgent:
-    """Takes an engine's routing and sends it to a server, in the background.
+    """Sends an engine's routing to a server, in the background.
 
-    No call waits for the server or the network, except for flush() and close(). In a child after
+    No call waits for the server or the network, except flush() and close(). In a child after
     os.fork() an inherited agent does nothing and counts nothing.
 
     Positions count the tokens of a request from 0. A request of N tokens has N - 1 rows, since its
     last token is never forwarded.
 
-    Calls come in the order of the engine's steps: what a step's schedule decides (begin, blocks,
-    resume, preempt, external) after the rows of the steps before it and before its own. What its
-    outcome says (rewind, finish) may come one step late, as asynchronous engines learn it late;
-    rows of a request that has ended or was preempted by then are late, and dropped.
+    Calls follow the order of the engine's steps: decisions of a step's schedule (begin, blocks,
+    resume, preempt, external) after the rows of the steps before it and before its own rows.
+    Outcomes of a step (rewind, finish) may follow one step late, since asynchronous engines learn
+    them late; rows of a request that has ended or was preempted by then are late, and dropped.
 
-    An engine of several shards has an agent for each, and tells each of them of every request. To
-    step() each gives its own layers and positions; a token and its drafts are of one rank.
+    An engine of several shards has one agent per shard, and reports every request to each. To
+    step() each passes its own layers and positions; a token and its drafts belong to one rank.
 
     Args:
-        config: whom to send to, and what rows look like.
+        config: server, engine and layout.
+        own_thread: whether calls come from a thread that the engine does not wait for: copies of
+            rows then release Python's global lock.
+        predecessor: agent of the same engine that this one replaces. It is closed in the
+            background, and nothing is sent before: the server keeps to the agent that connected
+            last.
 
     Raises:
-        InvalidArgument: if a certificate, a key or a token can not be used.
-        OSError: if the background can not be started.
+        InvalidArgument: if a certificate, a key or a token cannot be used.
+        OSError: if the background cannot be started.
     """
 
-    def __init__(self, config: AgentConfig) -> None:
+    def __init__(
+        self,
+        config: AgentConfig,
+        *,
+        own_thread: bool = False,
+        predecessor: CaptureAgent | None = None,
+    ) -> None:
+        if not isinstance(config, AgentConfig):
+            raise wrong("config", config, "an AgentConfig(target=..., engine_id=..., layout=...)")
         self.config = config = replace(config, boot_id=config.boot_id or secrets.token_hex(8))
-        cast("Security", config.security).check(config.target)
+        for target in targets_of(config.target):
+            cast("Security", config.security).check(target)
         layout = config.layout
         self._columns = (len(layout.layer_ids), layout.top_k)
-        # A top-1 whose dtype has no id to spare can not mark a cell.
+        # A top-1 layout whose dtype has no spare id cannot mark a cell.
         self._markable = layout.top_k > 1 or layout.num_experts <= np.iinfo(layout.dtype).max
-        # Reentrant, since a signal handler may come in between; the ring copes with that.
+        # Reentrant: a signal handler may call the agent in between, and the ring allows that.
         self._lock = threading.RLock()
         self._inert = False  # inherited over a fork
         self._closed = False
-        self._abandoned = False  # nobody reads the ring any more
+        self._abandoned = False  # the background is dead or stuck; the ring is not read
         self._final: AgentStats | None = None
         self._done = threading.Event()
         self._weight_version = 0
+        self._went_back = False  # that is logged once
         self._step = 0
         self._flushes = 0
         self._begun = 0
         self._handles = Handles()
-        self._link = WorkerLink(config)
+        self._link = WorkerLink(config, held=predecessor is not None)
+        if predecessor is not None:
+            threading.Thread(
+                target=_succeed,
+                args=(predecessor, self._link),
+                name="routetrace-close",
+                daemon=True,
+            ).start()
         self._words = self._link.words
-        self._feed = Feed(self._link.ring, layout)
+        self._feed = Feed(self._link.ring, layout, yields=own_thread)
         _agents.add(self)
         _close_at_exit()
-        # Collected without close(): the background sends what it has.
+        # Collected without close(): the background sends its chunks.
         weakref.finalize(self, _collected, self._link, config.close_timeout_s).atexit = False
 
     # ------------------------------------------------------------------ requests
@@ -115,18 +148,19 @@ class CaptureAgent:
         block_ids: Iterable[int] = (),
         prompt_token_ids: npt.ArrayLike | None = None,
     ) -> int:
-        """A request begins.
+        """Begin a request.
 
         Args:
-            request_id: the engine's name for it; free again once it has finished.
-            trace_id: the trace that its rows belong to; the request id if empty.
+            request_id: name given by the engine; reusable once the request has finished.
+            trace_id: trace that its rows belong to; the request id if empty.
             prompt_len: prompt tokens.
-            labels: group, session, sample and whatever else readers look traces up by.
-            ttl_seconds: life of the trace after its last change; 0: the server's default.
-            num_computed_tokens: leading tokens whose KV is in the cache already, in `block_ids`, or
-                gets there in the step of its first rows; the server hears of it with those.
-            num_external_tokens: how many of them, the last ones, were loaded from elsewhere
-                (another engine, CPU memory, a remote cache): nobody here knows what computed them.
+            labels: group, session, sample and other names that readers look traces up by.
+            ttl_seconds: lease of the trace after its last change; 0: the server's default.
+            num_computed_tokens: leading tokens whose KV is in the cache, in `block_ids`, at the
+                latest after the step of its first rows. It inherits their rows together with its
+                own first ones.
+            num_external_tokens: the last ones of them, loaded from elsewhere (another engine, CPU
+                memory, a remote cache); their rows are unknown.
             block_ids: its KV blocks, in order; none where block_size is 0.
             prompt_token_ids: the prompt, [prompt_len]; lets the server prove that rows of different
                 engines belong to the same tokens.
@@ -135,7 +169,7 @@ class CaptureAgent:
             A handle for the other calls.
 
         Raises:
-            InvalidArgument: naming the argument that is wrong; nothing happened.
+            InvalidArgument: naming the wrong argument; nothing was recorded.
             Closed: after close().
         """
         with self._lock:
@@ -167,36 +201,32 @@ class CaptureAgent:
             return handle
 
     def add_blocks(self, handle: int, block_ids: Iterable[int]) -> None:
-        """A request gets more KV blocks, newly allocated; told before the step that writes them."""
+        """Add newly allocated KV blocks to a request, before the step that writes them."""
         with self._lock:
             if self._active():
                 self._handles.check(handle)
-                blocks = array("I", blocks_of(block_ids, self.config))
-                self._give([handle] * len(blocks), blocks)
+                blocks = np.frombuffer(blocks_of(block_ids, self.config), np.uint32)
+                self._give(np.full(len(blocks), handle), blocks.astype(np.int64))
 
-    def add_blocks_of(self, handles: Iterable[int], block_ids: Iterable[int]) -> None:
-        """Requests get more KV blocks, as `add_blocks`: block i goes to handle i."""
+    def add_blocks_of(self, handles: npt.ArrayLike, block_ids: npt.ArrayLike) -> None:
+        """Add KV blocks to requests, as `add_blocks`: block i goes to handle i."""
         with self._lock:
             if self._active():
-                told = list(handles)
-                for handle in set(told):
-                    self._handles.check(handle)
-                blocks = array("I", blocks_of(block_ids, self.config))
-                if len(told) != len(blocks):
-                    raise wrong("block_ids", f"{len(blocks)} ids", f"{len(told)}, one a handle")
-                self._give(told, blocks)
+                owners, blocks = pairs_of(handles, block_ids, self.config)
+                self._handles.check_all(owners)
+                self._give(owners, blocks)
 
     def rewind(self, handle: int, position: int, step: int = 0) -> None:
-        """Rows of a request at `position` and after were rejected (speculative decoding).
+        """Reject rows of a request at `position` and after (speculative decoding).
 
-        Not needed where the next rows start at `position`; but of context-parallel ranks another
-        one may compute those, so that all are told.
+        Not needed where the next rows start at `position`. With context parallelism another rank
+        may compute those, so call it on every rank.
 
         Args:
-            handle: of the request; one that has finished is passed over.
+            handle: request; ignored if it has finished.
             position: first position that was rejected.
-            step: what step() returned for the rows. Needed where an engine learns of a rejection
-                late, when rows of a later step have taken the place already: those stay.
+            step: value that step() returned for the rows. Needed where an engine learns of a
+                rejection late, after rows of a later step took the place: those stay.
         """
         with self._lock:
             if self._active() and not self._handles.is_late(handle):
@@ -205,9 +235,9 @@ class CaptureAgent:
                 self._event("rewind", number("position", position), int(step), handle=handle)
 
     def preempt(self, handle: int, num_computed_tokens: int) -> None:
-        """A request gives up its blocks; rows at `num_computed_tokens` and after were not kept.
+        """Preempt a request: it releases its blocks, and keeps rows below `num_computed_tokens`.
 
-        Rows that come before it is resumed are late: they are dropped.
+        Rows that arrive before it is resumed are late: they are dropped.
         """
         with self._lock:
             if self._active():
@@ -222,7 +252,7 @@ class CaptureAgent:
         block_ids: Iterable[int],
         num_external_tokens: int = 0,
     ) -> None:
-        """A preempted request starts over; arguments as for begin()."""
+        """Start the next attempt of a preempted request; arguments as for begin()."""
         with self._lock:
             if self._active():
                 self._handles.check(handle)
@@ -238,14 +268,14 @@ class CaptureAgent:
         reason: str = "stop",
         token_ids: npt.ArrayLike | None = None,
     ) -> None:
-        """A request ends.
+        """End a request.
 
         Args:
-            handle: of the request; void from now on. Rows that come later are dropped.
+            handle: request; void afterwards. Later rows are dropped, and their slots unknown.
             num_tokens: tokens of prompt and answer; rows beyond num_tokens - 1 do not count.
-            reason: "stop", "length", "abort", or "handoff": another engine goes on with the same
-                trace, which has not ended.
-            token_ids: all its tokens, [num_tokens], for what begin() says.
+            reason: "stop", "length", "abort", or "handoff": another engine continues the trace,
+                which has not ended.
+            token_ids: all its tokens, [num_tokens]; see prompt_token_ids of begin().
         """
         with self._lock:
             if self._active():
@@ -257,64 +287,78 @@ class CaptureAgent:
                 why = int(_REASONS[reason])
                 self._event("finish", int(num_tokens), why, tokens, handle=handle)
                 self._handles.free(handle)
-                self._feed.forget()
-                self._link.wake()
+                self._feed.interrupt()
+                if not self._handles:  # the background sends what it has
+                    self._link.wake()
 
     # ------------------------------------------------------------------ the engine
 
     def external(self, block_ids: Iterable[int]) -> None:
-        """KV of these blocks was loaded from elsewhere: nobody knows what computed it.
+        """Note that the KV of these blocks was loaded from elsewhere: their rows are unknown.
 
-        Told after the rows of every step that was under way before, to step_slots() too: a slot
-        does not say whose row it takes.
+        Call it after step() or step_slots() of every step that was under way before, since a slot
+        does not name the request of its row.
         """
         with self._lock:
             if self._active():
                 self._event("external", blocks_of(block_ids, self.config))
 
     def reset_prefix_cache(self) -> None:
-        """The engine forgot its prefix cache."""
+        """Note that the engine cleared its prefix cache."""
         with self._lock:
             if self._active():
                 self._event("reset")
 
     def set_weight_version(self, version: int) -> None:
-        """Steps from now on are computed by these weights."""
+        """Set the weight version of the following steps, a signed 64-bit integer.
+
+        Versions ascend, except after a rollback: one that goes back is logged once.
+        """
         with self._lock:
             if self._active():
-                if not -(1 << 63) <= version < 1 << 63:
-                    raise wrong("version", version, "a signed 64-bit number")
-                self._weight_version = int(version)
+                version = version_of(version)
+                if version < self._weight_version and not self._went_back:
+                    self._went_back = True
+                    _log.warning(
+                        "routetrace: the weight version of engine %r goes back from %d to %d: if "
+                        "that is no rollback, set versions that ascend; retire_through(%d) does "
+                        "not spare new rows",
+                        self.config.engine_id,
+                        self._weight_version,
+                        version,
+                        self._weight_version,
+                    )
+                self._weight_version = version
 
     # ------------------------------------------------------------------ rows
 
     def step(self, rows: Rows, runs: npt.ArrayLike) -> int:
-        """The routing of one forward pass.
+        """Record the routing of one forward pass.
 
         Args:
-            rows: [n, L, K] of any integer dtype: for each token and each of the layout's layers its
-                expert ids, in the order of the router. Copied. A cell that was not captured is
-                marked by an id twice, or one out of range: its row is reported as missing.
+            rows: [n, L, K] of any integer dtype: expert ids of each token in each layer of the
+                layout, in the order of the router. Copied. To mark a cell that was not captured,
+                repeat an id or use one out of range: its row is reported as missing.
             runs: [m, 3] of (handle, first position, number of rows), covering the n rows in order.
-                A position below the end of its request takes back the rows from there on. Rows
-                behind the first of a run and the prompt count as drafts, which readers do not get
-                before a later step or the end of the request confirms them.
+                A position below the end of its request rejects the rows from there on. Rows after
+                the prompt, except the first of a run, are drafts, which readers do not get before
+                a later step or the end of the request confirms them.
 
         Returns:
-            The number of the step, from 1; 0 if there was nothing to take.
+            The number of the step, from 1; 0 if there were no rows.
 
         Raises:
-            InvalidArgument: naming the argument that is wrong; nothing was taken.
+            InvalidArgument: naming the wrong argument; nothing was recorded.
             Closed: after close().
         """
-        # Each call of Python counts here: `with` takes twice as long.
+        # Each Python call counts here: `with` takes twice as long.
         self._lock.acquire()
         try:
             if (self._inert or self._closed) and not self._active():
                 return 0
             feed, number = self._feed, 0
             steady, feed.steady = feed.steady, None
-            if steady is not None and steady.goes_on(rows, runs):
+            if steady is not None and steady.matches(rows, runs):
                 self._step = number = self._step + 1
                 self._words[_OFFERED] += steady.num_rows
                 if feed.again(steady, rows, number, self._weight_version):
@@ -325,7 +369,7 @@ class CaptureAgent:
             self._lock.release()
 
     def _take_step(self, rows: Rows, runs: npt.ArrayLike, number: int) -> int:
-        """A step that has to be looked at; with its number, if it has one."""
+        """Check and record a step; `number` is its number, 0 if it has none yet."""
         rows = rows_of(rows, self._columns)
         if len(rows) == 0 and np.size(runs) == 0:
             return 0
@@ -337,22 +381,23 @@ class CaptureAgent:
         if late is not None:
             kept = np.repeat(~late, columns[2])
             self._words[Word.TOO_LATE] += len(rows) - int(kept.sum())
+            self._report_late(columns[:, late])
             columns, rows = np.ascontiguousarray(columns[:, ~late]), rows[kept]
         if len(rows) and not self._abandoned:
             self._send_step(columns, rows)
         return number
 
     def skip(self, runs: npt.ArrayLike) -> int:
-        """One forward pass whose routing was not captured: its rows are missing.
+        """Record a forward pass that was not captured: its rows are missing.
 
         Args:
             runs: as for step().
 
         Returns:
-            The number of the step, from 1; 0 if there was nothing to take.
+            The number of the step, from 1; 0 if there are no runs.
 
         Raises:
-            InvalidArgument: if runs are none; nothing was taken.
+            InvalidArgument: if `runs` is wrong; nothing was recorded.
             Closed: after close().
         """
         with self._lock:
@@ -361,6 +406,7 @@ class CaptureAgent:
             columns = runs_of(runs)
             late = self._handles.late(columns[0])
             if late is not None:
+                self._report_late(columns[:, late])
                 columns = columns[:, ~late]
             self._step += 1
             if not self._abandoned:
@@ -370,15 +416,14 @@ class CaptureAgent:
             return self._step
 
     def step_slots(self, rows: Rows, slots: npt.ArrayLike) -> int:
-        """The routing of one forward pass of an engine that knows only slots.
+        """Record the routing of one forward pass of an engine that knows only slots.
 
         Args:
             rows: as for step().
-            slots: [n] the slot of each row; of a slot named twice, the last row stays.
+            slots: [n] the slot of each row; of a slot named twice, the last row counts.
 
         Returns:
-            The number of the step, from 1: what `RouteClient.bind` asks for; 0 if there was
-            nothing to take.
+            The number of the step, from 1, for `RouteClient.bind`; 0 if there were no rows.
         """
         with self._lock:
             if not self._active():
@@ -399,13 +444,21 @@ class CaptureAgent:
             for at in range(0, len(rows), most):
                 self._send_step(_cut(runs, at, at + most), rows[at : at + most])
             return
-        bad = self._feed.bad_cells(rows)
+        bad, unmarked = self._feed.bad_cells(rows), 0
         if bad is not None and not self._markable:
-            self._words[Word.UNMARKABLE] += len(rows)
-            self._lose(runs, pb.MISSING_REASON_INVALID_IDS)
-        elif not self._feed.step(runs, rows, self._step, self._weight_version, bad):
+            lost = np.any(bad, axis=1)
+            unmarked = int(lost.sum())
+            self._event("bad", self._step, np.packbits(lost).tobytes())
+        if self._feed.step(runs, rows, self._step, self._weight_version, bad):
+            self._words[Word.UNMARKABLE] += unmarked
+        else:
             self._refuse(len(rows))
             self._lose(runs, pb.MISSING_REASON_QUEUE_FULL)
+
+    def _report_late(self, runs: Ints) -> None:
+        """Report late rows: they are dropped, but the pass has written their slots."""
+        for at in range(0, runs.shape[1], _LATE_RUNS) if self.config.block_size else ():
+            self._event("late", runs[:, at : at + _LATE_RUNS].tobytes())
 
     def _lose(self, runs: Ints, reason: int) -> None:
         for handle, position, count in runs.T.tolist():
@@ -417,29 +470,33 @@ class CaptureAgent:
             slots, part = column[at : at + most], rows[at : at + most]
             bad = self._feed.bad_cells(part)
             if bad is not None and not self._markable:
-                self._words[Word.UNMARKABLE] += len(part)
-            elif self._feed.slots(slots, part, self._step, self._weight_version, bad):
-                continue
+                lost = np.any(bad, axis=1)
+                self._words[Word.UNMARKABLE] += int(lost.sum())
+                forgotten = last_bad(slots, lost)
+                slots, part, bad = slots[~lost], part[~lost], None
             else:
+                forgotten = slots[:0]
+            if not self._feed.slots(slots, part, self._step, self._weight_version, bad):
                 self._refuse(len(part))
-            self._feed.lose_blocks(np.unique(slots // self.config.block_size).tolist())
+                self._feed.lose_blocks(np.unique(slots // self.config.block_size).tolist())
+            if len(forgotten):
+                self._event("forget", forgotten.tobytes())
 
     def _refuse(self, rows: int) -> None:
-        """There was no room for them."""
+        """Count rows that found no room in the ring."""
         self._words[Word.REFUSED] += rows
         self._look_after()
 
     # ------------------------------------------------------------------ ends
 
     def flush(self, timeout: float = 10.0) -> bool:
-        """Sends everything handed over before, without waiting for frames and chunks to fill up.
+        """Send everything recorded so far, without waiting for frames and chunks to fill.
 
         Args:
             timeout: seconds to wait for the server's acknowledgement.
 
         Returns:
-            True once nothing of it is in flight any more; False if that takes too long, or the
-            background is gone.
+            True once none of it is in flight; False after the timeout, or if the background ended.
         """
         deadline = time.monotonic() + timeout
         with self._lock:
@@ -460,23 +517,23 @@ class CaptureAgent:
 
     @property
     def worker_pid(self) -> int:
-        """Process that the background runs in."""
+        """Id of the process that the background runs in."""
         return self._link.pid
 
     def stats(self) -> AgentStats:
-        """What became of the rows so far."""
+        """Counters of the rows so far."""
         if self._inert:
             return AgentStats()
         return self._final or counters.read(self._words, self._link.leftover)
 
     def close(self, timeout: float | None = None) -> CloseReport:
-        """Sends what is left and ends; requests that are running are reported as lost.
+        """Send the rest and end; running requests are reported as lost.
 
         Args:
-            timeout: seconds for all of it; the configuration's close_timeout_s if None.
+            timeout: seconds in total; the configuration's close_timeout_s if None.
 
         Returns:
-            What became of the rows; the same again if it was called before.
+            Final counters of the rows; a second call returns the same report.
         """
         deadline = time.monotonic() + (self.config.close_timeout_s if timeout is None else timeout)
         if self._inert:
@@ -500,7 +557,7 @@ class CaptureAgent:
     # ------------------------------------------------------------------ private
 
     def _finish(self, deadline: float) -> bool:
-        """Takes nothing more, and hands over what is remembered; False if that was done before."""
+        """Refuse further calls and write the backlog; return False if that was done before."""
         with self._lock:
             first, self._closed = not self._closed, True
         if first:
@@ -510,7 +567,7 @@ class CaptureAgent:
         return first
 
     def _end(self, deadline: float) -> CloseReport:
-        """Waits for the background, until `deadline` at most."""
+        """Wait for the background, at most until `deadline`."""
         leftover = self._link.leftover
         self._link.close(deadline)
         if ended := self._words[Word.ENDED]:
@@ -527,7 +584,7 @@ class CaptureAgent:
             raise Closed("the agent is closed")
         return True
 
-    def _give(self, handles: list[int], blocks: array[int]) -> None:
+    def _give(self, handles: Ints, blocks: Ints) -> None:
         if not self._abandoned:
             self._feed.blocks(handles, blocks)
             if self._feed.stuck:
@@ -539,7 +596,7 @@ class CaptureAgent:
             self._look_after()
 
     def _look_after(self) -> None:
-        """Gives up where the background is gone, or has been stuck for too long."""
+        """Abandon the background if it is dead, or if the backlog exceeds its limit."""
         if self._feed.behind:
             self._link.wake()
             if self._feed.stuck or not self._link.alive:
@@ -553,8 +610,16 @@ class CaptureAgent:
         self._link.forget_in_child()
 
 
+def _succeed(predecessor: CaptureAgent, link: WorkerLink) -> None:
+    """Close an agent, then let the one that replaces it send."""
+    try:
+        predecessor.close()
+    finally:
+        link.release()
+
+
 def _cut(runs: Ints, start: int, stop: int) -> Ints:
-    """The parts of runs that cover the rows [start, stop)."""
+    """Return the parts of runs that cover the rows [start, stop)."""
     handles, positions, counts = runs
     stops = np.cumsum(counts)
     starts = stops - counts
@@ -573,12 +638,12 @@ def _report(stats: AgentStats) -> CloseReport:
 _agents: weakref.WeakSet[CaptureAgent] = weakref.WeakSet()
 
 
-# Links of agents that were collected, if they end with this process.
+# Links of agents that were collected, if their background runs in this process.
 _left: list[tuple[WorkerLink, float]] = []
 
 
 def _collected(link: WorkerLink, timeout: float) -> None:
-    """The background of an agent that nobody closed sends what it has, in its own time."""
+    """Have the background of an agent that was not closed send its chunks and end."""
     link.hang_up()
     _left[:] = [other for other in _left if other[0].alive]
     if link.pid == os.getpid():
@@ -586,7 +651,7 @@ def _collected(link: WorkerLink, timeout: float) -> None:
 
 
 def _close_all() -> None:
-    """Ends all agents side by side."""
+    """Close all agents side by side."""
     now = time.monotonic()
     ends: list[tuple[Callable[[float], object], float]] = []
     for link, timeout in _left:
@@ -603,7 +668,7 @@ def _close_all() -> None:
 
 
 def _close_at_exit() -> None:
-    """As atexit would, which does not run in the children of multiprocessing."""
+    """Close agents at exit of a child of multiprocessing, where atexit does not run."""
     if parent_process() is not None:
         Finalize(None, _close_all, exitpriority=1)
 

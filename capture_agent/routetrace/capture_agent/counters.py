@@ -1,6 +1,6 @@
-"""What became of the rows: counters in memory that the engine and the background both see.
+"""Counters of rows, in memory that the engine and the background share.
 
-Each word has one writer. Rows in flight are not counted but left over, so that
+Each word has one writer. Rows in flight are not counted but derived, so that
 
     offered = acknowledged + dropped + in flight
 
@@ -17,38 +17,39 @@ COUNTER_BYTES = 4096
 
 
 class Word(IntEnum):
-    """Where a counter is."""
+    """Index of a counter."""
 
     # Written by the engine.
     OFFERED = 0
-    REFUSED = 1  # rows that did not fit into the ring
-    UNMARKABLE = 2  # rows with ids out of range, of a layout that has no mark for them
-    DEADLINE = 3  # when close() ends: time.monotonic_ns(); 0 while it was not called
+    REFUSED = 1  # rows that found no room in the ring
+    UNMARKABLE = 2  # rows with ids out of range, of a layout without a mark for them
+    DEADLINE = 3  # end of close(), as time.monotonic_ns(); 0 before the call
     TOO_LATE = 4  # rows of requests that had ended
+    HELD = 5  # 1 while the agent before this one may still send
     # Written by the background's framing.
     QUEUE_FULL = 8
     INVALID_IDS = 9
     REWOUND = 10
     LATE = 11  # rows of requests that were preempted
-    UNTOLD = 12  # requests that the server will never hear of
+    UNREPORTED = 12  # requests dropped without a name
     # Written by the background's sender.
     ACKNOWLEDGED = 16
     REJECTED = 17
     SENT_BYTES = 18
     CHUNKS = 19
     RECONNECTS = 20
-    FLUSHED = 21  # token of the last flush that is done
+    FLUSHED = 21  # token of the last completed flush
     ENDED = 22  # an Ended
-    CORRUPT = 23  # rows that came back damaged from the disk
+    CORRUPT = 23  # rows that were damaged on disk
     QUEUED_BYTES = 24  # in the outbox, in memory
     SPILLED_BYTES = 25  # in the outbox, on disk
 
 
 class Ended(IntEnum):
-    """Why the background gave up; 0 while it has not."""
+    """Reason why the background stopped sending; 0 while it sends."""
 
-    FENCED = 1  # a newer epoch of the engine has taken over
-    REJECTED = 2  # the server refuses even what stands for refused chunks
+    FENCED = 1  # a newer epoch of the engine took over
+    REJECTED = 2  # the server refuses even the replacements of refused chunks
 
 
 _REASONS = {
@@ -63,55 +64,55 @@ _REASONS = {
 
 @dataclass(frozen=True)
 class AgentStats:
-    """What became of the rows so far: offered = acknowledged + dropped + in flight."""
+    """Counters of rows so far: offered = acknowledged + dropped + in flight."""
 
     offered_rows: int = 0
-    """Rows handed to step() and step_slots()."""
+    """Rows passed to step() and step_slots()."""
     acknowledged_rows: int = 0
     """Rows that the server has stored."""
     dropped_rows: dict[str, int] = field(default_factory=dict)
-    """Rows that it will not get, by reason: queue_full (no room in the ring or the queue),
-    invalid_ids (an id out of range or twice in one top-k), rewound (taken back by the engine before
-    they were sent), late (of a request that had ended or was preempted by then), rejected (refused
-    by the server), corrupt (damaged on the disk they were spilled to), fenced (a newer epoch of the
-    engine has taken over), agent_lost (the background died), unsent (close() ran out of time)."""
+    """Rows that the server will not get, by reason: queue_full (no room in the ring or the queue),
+    invalid_ids (an id out of range or twice in one top-k), rewound (rejected by the engine before
+    they were sent), late (of a request that had ended or was preempted), rejected (refused by the
+    server), corrupt (damaged on the disk they were spilled to), fenced (a newer epoch of the engine
+    took over), agent_lost (the background died), unsent (close() ran out of time)."""
     in_flight_rows: int = 0
-    """Rows on their way."""
+    """Rows neither acknowledged nor dropped."""
     sent_bytes: int = 0
-    """Bytes of the chunks that were acknowledged."""
+    """Bytes of acknowledged chunks."""
     chunks: int = 0
-    """Chunks that were acknowledged."""
+    """Acknowledged chunks."""
     reconnects: int = 0
-    """Times that the stream was opened again."""
+    """Streams opened after the first one."""
     queued_bytes: int = 0
-    """Bytes of chunks that wait for their acknowledgement, in memory."""
+    """Bytes of unacknowledged chunks in memory."""
     spilled_bytes: int = 0
-    """The same on disk."""
-    untold_requests: int = 0
-    """Requests, all their rows dropped, of which the server will never hear: there was no memory
-    for their names."""
+    """Bytes of unacknowledged chunks on disk."""
+    unreported_requests: int = 0
+    """Requests dropped with all their rows and without a report, as memory for their names was
+    exhausted."""
 
 
 @dataclass(frozen=True)
 class CloseReport:
-    """What became of the rows in the end."""
+    """Final counters of rows."""
 
     acknowledged_rows: int = 0
     """Rows that the server has stored."""
     dropped_rows: dict[str, int] = field(default_factory=dict)
-    """Rows that it has not, by reason; as in AgentStats, without those unsent."""
+    """Dropped rows by reason, as in AgentStats, but for unsent ones."""
     unsent_rows: int = 0
-    """Rows that were still on their way when the time was up."""
+    """Rows in flight when close() ran out of time."""
 
 
 def read(words: memoryview, leftover: str | None) -> AgentStats:
-    """Reads the counters.
+    """Read the counters.
 
     Args:
         words: the counters, as "Q".
-        leftover: what became of the rows that are nowhere else; None while they are in flight.
+        leftover: drop reason of the remaining rows; None while they are in flight.
     """
-    # Before OFFERED, so that rows that move in between do not make the rest negative.
+    # Read before OFFERED: rows that arrive in between must not make the rest negative.
     acknowledged = words[Word.ACKNOWLEDGED]
     dropped = {reason: sum(words[w] for w in where) for reason, where in _REASONS.items()}
     offered = words[Word.OFFERED]
@@ -128,5 +129,5 @@ def read(words: memoryview, leftover: str | None) -> AgentStats:
         reconnects=words[Word.RECONNECTS],
         queued_bytes=words[Word.QUEUED_BYTES],
         spilled_bytes=words[Word.SPILLED_BYTES],
-        untold_requests=words[Word.UNTOLD],
+        unreported_requests=words[Word.UNREPORTED],
     )

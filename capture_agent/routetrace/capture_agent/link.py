@@ -1,9 +1,9 @@
-"""The engine's end of the background: shared memory, a socket to wake it, and how it is started.
+"""The engine's end of the background: start, shared memory, and a socket to wake it.
 
-A child process gets the memory and its end of the socket by file descriptor, and none of it has a
-name: whichever side is killed, nothing is left behind in /dev/shm. It is a plain subprocess and not
+A child process gets the memory and its end of the socket by file descriptor, and neither has a
+name: whichever side is killed, nothing stays behind in /dev/shm. It is a plain subprocess and not
 one of multiprocessing's, so that it does not import the engine's main module again, and so that
-daemonic worker processes may have it.
+daemonic worker processes may start it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from contextlib import suppress
 
 from routetrace.capture_agent.config import AgentConfig
 from routetrace.capture_agent.counters import COUNTER_BYTES, Ended, Word
-from routetrace.capture_agent.ring import Ring
+from routetrace.capture_agent.pipeline.ring import Ring
 from routetrace.capture_agent.worker import Worker
 
 _BOOT = """\
@@ -35,39 +35,44 @@ main()
 """
 
 
-#: Bytes of the ring that an engine's first steps find in memory: its part that is used again and
-#: again where the background keeps up.
+#: Bytes of the ring that are paged in at the start: the part that is reused while the background
+#: keeps up.
 _TOUCHED_BYTES = 4 << 20
 
 
 class WorkerLink:
-    """Starts the background and stays in touch with it; used by the engine's side alone."""
+    """Starts, wakes and ends the background; used by the engine's side alone.
 
-    def __init__(self, config: AgentConfig) -> None:
+    Args:
+        config: of the agent.
+        held: whether nothing is sent before `release`.
+    """
+
+    def __init__(self, config: AgentConfig, *, held: bool = False) -> None:
         size = COUNTER_BYTES + config.ring_bytes
         self._owner = os.getpid()
         self._sock, theirs = socket.socketpair()
         self._process: subprocess.Popen[bytes] | None = None
         self._worker: Worker | None = None
+        fd = _anonymous_file(size) if config.mode == "process" else -1
+        self._memory = memoryview(mmap.mmap(fd, size))
+        self.words = self._memory[:COUNTER_BYTES].cast("Q")
+        self.words[Word.HELD] = held
         if config.mode == "process":
-            fd = _anonymous_file(size)
-            self._memory = memoryview(mmap.mmap(fd, size))
             try:
                 self._process = _spawn(config, fd, theirs)
             finally:
                 os.close(fd)
                 theirs.close()
-            # Reaps it, and is how its end is noticed.
+            # Reaps the process; the end of the thread shows that it ended.
             work: Callable[[], object] = self._process.wait
         else:
-            self._memory = memoryview(mmap.mmap(-1, size))
             self._worker = Worker(config, self._memory, theirs, 0)
             work = self._worker.run
         self._sock.setblocking(False)
-        self.words = self._memory[:COUNTER_BYTES].cast("Q")
         self.ring = Ring(self._memory[COUNTER_BYTES:], behind=self.wake)
         self.ring.touch(_TOUCHED_BYTES)
-        self._woken = 0  # what had been written when the background was woken last
+        self._woken = 0  # bytes that were written when the background was woken last
         self._thread = threading.Thread(target=work, name="routetrace-worker", daemon=True)
         self._thread.start()
 
@@ -78,28 +83,34 @@ class WorkerLink:
 
     @property
     def pid(self) -> int:
-        """Process that the background runs in."""
+        """Id of the process that the background runs in."""
         return self._process.pid if self._process else os.getpid()
 
     @property
     def leftover(self) -> str | None:
-        """What became of rows that are nowhere, once the background is gone; None while it runs."""
+        """Drop reason of rows in flight once the background ended; None while it runs."""
         if self.alive:
             return None
         ended = self.words[Word.ENDED]
         return Ended(ended).name.lower() if ended else "agent_lost"
 
+    def release(self) -> None:
+        """Let the background send."""
+        self.words[Word.HELD] = 0
+        with suppress(OSError):  # full: it is awake; closed: it has ended
+            self._sock.send(b"\0")
+
     def wake(self) -> None:
-        """Has the background look at the ring now."""
-        # Until it has read what it was woken for, it will see all the rest as well.
+        """Wake the background to read the ring."""
+        # Until it has read the records it was woken for, it will see later ones as well.
         if self.ring.read < self._woken:
             return
         self._woken = self.ring.written
-        with suppress(OSError):  # full: it is awake; closed: it is gone
+        with suppress(OSError):  # full: it is awake; closed: it has ended
             self._sock.send(b"\0")
 
     def wait(self, seconds: float) -> None:
-        """Waits for the background to report something, or to end."""
+        """Wait for a report of the background, or its end."""
         try:
             poll = select.poll()
             poll.register(self._sock, select.POLLIN)
@@ -109,20 +120,20 @@ class WorkerLink:
             pass  # another thread read it, or closed the socket
 
     def hang_up(self) -> None:
-        """Has the background finish, in its own time."""
+        """Have the background finish, without a deadline."""
         if os.getpid() == self._owner:
-            with suppress(OSError):  # it is gone
-                # Not close() alone: some forked process may hold the socket as well.
+            with suppress(OSError):  # it has ended
+                # Not close() alone: a forked process may hold the socket as well.
                 self._sock.shutdown(socket.SHUT_RDWR)
             self._sock.close()
 
     def finish(self, deadline: float) -> None:
-        """Has the background finish by `deadline` (monotonic); does not wait for it."""
+        """Have the background finish by `deadline` (monotonic), without waiting for it."""
         self.words[Word.DEADLINE] = int(deadline * 1e9)
         self.hang_up()
 
     def close(self, deadline: float) -> None:
-        """As `finish`, but waits, and ends it then."""
+        """As `finish`, but wait, and kill the process at the deadline."""
         self.finish(deadline)
         self._thread.join(max(0.0, deadline - time.monotonic()))
         if self._process and self.alive:
@@ -130,7 +141,7 @@ class WorkerLink:
             self._thread.join(1)
 
     def forget_in_child(self) -> None:
-        """After a fork, in the child: lets go of what belongs to the parent."""
+        """After a fork, in the child: release the resources of the parent."""
         self._sock.close()
         if self._worker:
             self._worker.forget_in_child()
@@ -154,10 +165,10 @@ def _spawn(config: AgentConfig, memory_fd: int, sock: socket.socket) -> subproce
         pass_fds=(memory_fd, sock.fileno()),
         env={
             **os.environ,
-            # One thread: it has no linear algebra to do.
+            # One thread: the background does no linear algebra.
             "OMP_NUM_THREADS": "1",
             "OPENBLAS_NUM_THREADS": "1",
-            # What a chunk takes is used again by the next one, and not cleared by the kernel first.
+            # The next chunk reuses the memory of the last one, without zeroing by the kernel.
             "MALLOC_MMAP_THRESHOLD_": str(4 << 20),
             "MALLOC_TRIM_THRESHOLD_": str(16 << 20),
         },

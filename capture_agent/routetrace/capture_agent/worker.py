@@ -1,8 +1,8 @@
-"""The background: from the ring through framer and chunks to the sender.
+"""The background: from the ring through pipeline and chunks to the sender.
 
-Runs in a thread of the engine's process, or in a process of its own; all it shares with the engine
-is a block of memory and a socket. The engine's end of the socket wakes it and, when it is closed by
-close() or by the engine's death, tells it to finish.
+Runs in a thread of the engine's process or in a separate process, and shares a block of memory and
+a socket with the engine. The engine's end of the socket wakes it; when that end is closed, by
+close() or by the engine's death, the background finishes.
 """
 
 from __future__ import annotations
@@ -18,26 +18,55 @@ import signal
 import socket
 import sys
 import time
+from collections.abc import Callable
 from contextlib import suppress
 
 import numpy as np
 
-from routetrace.capture_agent.chunks import ChunkBuilder
 from routetrace.capture_agent.config import AgentConfig
 from routetrace.capture_agent.counters import COUNTER_BYTES, Word
-from routetrace.capture_agent.feed import AGAIN, BLOCKS, EVENT, RECORD, SLOTS, STEP, rows_at
-from routetrace.capture_agent.framer import Framer
-from routetrace.capture_agent.ring import Ring
-from routetrace.capture_agent.sender import Sender
+from routetrace.capture_agent.pipeline.chunks import CODECS, ChunkBuilder
+from routetrace.capture_agent.pipeline.feed import (
+    AGAIN,
+    BLOCKS,
+    EVENT,
+    RECORD,
+    SLOTS,
+    STEP,
+    rows_at,
+)
+from routetrace.capture_agent.pipeline.intake import Intake
+from routetrace.capture_agent.pipeline.pressure import SHARES, Pressure, PressureGauge
+from routetrace.capture_agent.pipeline.ring import Ring
+from routetrace.capture_agent.transport.connection import Transport
+from routetrace.capture_agent.transport.sender import Sender
+from routetrace.v1 import routetrace_pb2 as pb
 
-#: Share of the time for close() that is kept back for ending in good order.
+#: Share of the time for close() that is reserved for an orderly end.
 _RESERVE = 0.1
 
-#: Records taken from the ring before timers and memory are looked at again.
+#: Longest times that rows, and then frames and events, wait while a reader waits for them.
+_AWAITED_LINGER_S = 1.0
+_AWAITED_FLUSH_S = 0.1
+
+#: The same for rows that come with slots alone: a bind without a step takes what has arrived.
+_SLOTS_LINGER_S = 1.0
+
+#: Time between two looks at the ring.
+_LOOK_S = 0.1
+
+#: Time between two looks at whether the agent before this one has ended, while it is closed.
+_HELD_LOOK_S = 0.01
+
+#: Shares of memory that lingering rows may take before all of them are flushed.
+_LINGER_SHARES = 2
+
+#: Shares that may be held after that without a disk; the rest is for events, and for rows that can
+#: still be dropped.
+_FLUSHED_SHARES = 10
+
+#: Records taken from the ring between two looks at timers and memory.
 _BATCH = 64
-#: Of memory that may be held: what is in the ring and not yet bounded, a chunk that is being put
-#: together, and each of the steps in which things are given up.
-_SHARES = 16
 
 _log = logging.getLogger(__name__)
 
@@ -50,21 +79,30 @@ class Worker:
         memory: counters and ring.
         sock: its end of the socket.
         parent: process id of the engine where that is another process, else 0.
+        transport: network; gRPC if None.
+        clock: seconds, monotonic.
     """
 
     def __init__(
-        self, config: AgentConfig, memory: memoryview, sock: socket.socket, parent: int
+        self,
+        config: AgentConfig,
+        memory: memoryview,
+        sock: socket.socket,
+        parent: int,
+        transport: Transport | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        self._clock = clock
         self._config = config
         self._words = memory[:COUNTER_BYTES].cast("Q")
         self._ring = Ring(memory[COUNTER_BYTES:])
         self._sock = sock
         self._parent = parent
         self._row_bytes = config.layout.row_bytes
-        self._share = config.queue_bytes // _SHARES
-        self._builder = ChunkBuilder(config.layout, config.block_size, self._share)
-        self._sender = Sender(config, self._words, self._builder, self._notify)
-        self._framer = Framer(
+        self._share = config.queue_bytes // SHARES
+        self._builder = ChunkBuilder(config.layout, self._share, CODECS[config.codec])
+        self.sender = Sender(config, self._words, self._builder, self._notify, transport, clock)
+        self._intake = Intake(
             config.layout,
             config.block_size,
             config.num_blocks,
@@ -72,34 +110,38 @@ class Worker:
             self._builder,
             self._drop,
         )
-        self._pending_since = 0.0
-        self._warned = False
-        # When the ring was last looked at; what is read came after the look before.
-        self._looked = self._since = time.monotonic()
-        # Rows that are due soon go along with those that are due.
-        self._early_s = min(config.flush_interval_s, config.linger_s)
+        self._gauge = PressureGauge(self._share)
+        self._sending = False
+        # Time of the last look at the ring; records that are read arrived after the look before.
+        self._looked = self._since = self._pending_since = self._clock()
 
     def run(self) -> None:
-        """Works until the engine's end of the socket is closed, then finishes."""
+        """Work until the engine's end of the socket is closed, then finish."""
         self._sock.setblocking(False)
         poll = select.poll()
         poll.register(self._sock, select.POLLIN)
         try:
             more = False
-            while not self._sender.ended:
+            while not self.sender.ended:
+                if not self._sending and not self._words[Word.HELD]:
+                    self._start_sending()
                 ready = poll.poll(0 if more else self._pause_ms())
                 if (ready and self._hung_up()) or (self._parent and self._orphaned()):
                     self._finish()
                     break
                 more = self._work()
         finally:
-            self._sender.close(time.monotonic() + 1)
+            self.sender.close(self._clock() + 1)
             self._sock.close()
 
     def forget_in_child(self) -> None:
-        """After a fork, in the child: lets go of what belongs to the parent."""
+        """After a fork, in the child: release the resources of the parent."""
         self._sock.close()
-        self._sender.forget_in_child()
+        self.sender.forget_in_child()
+
+    def _start_sending(self) -> None:
+        self._sending = True
+        self.sender.start()
 
     def _hung_up(self) -> bool:
         try:
@@ -110,21 +152,21 @@ class Worker:
             return True
 
     def _orphaned(self) -> bool:
-        """The engine died, but some process that it forked still holds its end of the socket."""
+        """Whether the engine died; a forked process may still hold its end of the socket."""
         return os.getppid() != self._parent
 
     def _pause_ms(self) -> int:
-        """For how long there is nothing to do, as far as is known."""
-        now = time.monotonic()
-        due = [self._framer.oldest + self._config.linger_s]
+        """Time to the next timer that is known, in ms."""
+        now = self._clock()
+        due = [self._intake.oldest + self._linger_s, self._slots_due]
         if self._builder:
-            due.append(self._pending_since + self._config.flush_interval_s)
-        # What is overdue waits for the sender.
-        pause = min([self._config.flush_interval_s, *(at - now for at in due if at > now)])
+            due.append(self._pending_since + self._flush_s)
+        # Overdue rows wait for the sender.
+        pause = min([self._flush_s, _LOOK_S, *(at - now for at in due if at > now)])
         return max(1, math.ceil(pause * 1000))
 
     def _work(self) -> bool:
-        """One round; returns whether the ring may hold more."""
+        """Work one round; return whether the ring may hold more."""
         taken = nbytes = 0
         while (more := taken < _BATCH and nbytes < self._share) and (
             record := self._peek()
@@ -133,24 +175,24 @@ class Worker:
             self._take(record)
             self._ring.consume()
             taken += 1
-        self._framer.settle()
-        if not taken and not self._holds:  # idle: there is nothing that could be due
+        self._intake.settle()
+        if not taken and not self._holds:  # idle: nothing can be due
             self._pending_since = self._looked
             return False
         self._hand_on()
-        self._bound()  # before rows that linger go where they can not be dropped
+        self._bound()  # before lingering rows leave for where they cannot be dropped
         self._ship()
         return not more
 
     @property
     def _holds(self) -> bool:
-        """Whether there is anything here that a timer, or room in memory, has to do with."""
-        framer = self._framer
-        return bool(self._builder) or framer.nbytes > 0 or framer.muted or self._warned
+        """Whether a timer, or the end of memory pressure, may be due."""
+        calm = self._gauge.level is Pressure.NORMAL and not self._gauge.alarmed
+        return bool(self._builder) or self._intake.nbytes > 0 or not calm
 
     def _peek(self) -> memoryview | None:
         if self._ring.caught_up:
-            self._since, self._looked = self._looked, time.monotonic()
+            self._since, self._looked = self._looked, self._clock()
         return self._ring.peek()
 
     def _take(self, record: memoryview) -> None:
@@ -160,103 +202,136 @@ class Worker:
         if kind == EVENT:
             name, *args = pickle.loads(record[at:])
             if name == "flush":
-                self._framer.flush()
+                self._intake.flush()
                 self._ship_all()
-                self._sender.flush(*args)
+                self.sender.flush(*args)
             else:
-                self._framer.events[name](*args)
+                self._intake.event(name, *args)
             return
         if kind == BLOCKS:
             handles, blocks = np.frombuffer(record, np.int64, 2 * m, at).reshape(m, 2).T
-            self._framer.add_blocks_of(handles, blocks)
+            self._intake.add_blocks(handles, blocks)
             return
-        start = rows_at({STEP: 24 * m, SLOTS: 8 * n, AGAIN: 0}[kind])
+        start = rows_at(24 * m if kind == STEP else 8 * n if kind == SLOTS else 0)
         rows = np.frombuffer(record, np.uint8, n * self._row_bytes, start)
         rows = rows.reshape(n, self._row_bytes)
         if kind == STEP:
             runs = np.frombuffer(record, np.int64, 3 * m, at).reshape(3, m).copy()
-            self._framer.step(since, step, version, runs, rows)
+            self._intake.step(since, step, version, runs, rows)
         elif kind == AGAIN:
-            self._framer.again(since, step, version, rows)
+            self._intake.again(since, step, version, rows)
         elif kind == SLOTS:
             slots = np.frombuffer(record, np.uint64, n, at)
-            self._framer.step_slots(since, step, version, slots, rows)
+            self._intake.step_slots(since, step, version, slots, rows)
 
     def _ship(self) -> None:
-        """Hands on rows that lingered, and a part of a chunk that waited, for long enough."""
-        now, linger_s, oldest = time.monotonic(), self._config.linger_s, self._framer.oldest
+        """Flush rows that lingered, and seal a chunk that was pending, for long enough."""
+        now, oldest = self._clock(), self._intake.oldest
+        linger_s, flush_s = self._linger_s, self._flush_s
+        early_s = min(flush_s, linger_s)
         if not self._builder:
             self._pending_since = now
         late = oldest <= now - linger_s
-        if late:  # such rows wait for nothing else
-            self._pending_since = min(self._pending_since, oldest + linger_s - self._early_s)
-        # A part of a chunk that could not be sent yet may as well grow.
-        due = now - self._pending_since >= self._config.flush_interval_s and self._sender.idle
-        if late or due:  # with them goes what would follow in a chunk of its own
-            self._framer.tick(now - linger_s + self._early_s)
+        if late:  # such rows wait no longer
+            self._pending_since = min(self._pending_since, oldest + linger_s - early_s)
+        if self._slots_due <= now:
+            self._intake.flush_slots()
+        # The rest of a batch waits for no more; a chunk that cannot be sent yet may as well grow.
+        waited = now - self._pending_since >= flush_s or self._intake.all_ended
+        due = waited and self.sender.idle
+        if late or due:  # rows due a little later would else take another chunk
+            self._intake.tick(now - linger_s + early_s)
         if due:
             self._builder.seal()
         self._hand_on()
 
+    @property
+    def _linger_s(self) -> float:
+        awaited = self.sender.awaited in (pb.AWAITED_ROWS, pb.AWAITED_UNSPECIFIED)
+        return min(self._config.linger_s, _AWAITED_LINGER_S if awaited else math.inf)
+
+    @property
+    def _flush_s(self) -> float:
+        awaited = self.sender.awaited != pb.AWAITED_NOTHING
+        return min(self._config.flush_interval_s, _AWAITED_FLUSH_S if awaited else math.inf)
+
+    @property
+    def _slots_due(self) -> float:
+        return self._intake.slots_since + min(self._linger_s, _SLOTS_LINGER_S)
+
     def _ship_all(self) -> None:
-        """Hands on whatever the framer has let go of."""
+        """Seal the pending chunk, and hand all chunks to the sender."""
         self._builder.seal()
         self._hand_on()
 
     def _hand_on(self) -> None:
-        """Hands full chunks to the sender."""
+        """Hand full chunks to the sender."""
         ready = self._builder.ready
         if ready:
-            self._pending_since = time.monotonic()
+            self._pending_since = self._clock()
         while ready:
-            self._sender.put(ready.popleft())
+            self.sender.put(ready.popleft())
 
     def _bound(self) -> None:
-        """Keeps memory in bounds: rows go first, then events, then the names of requests."""
-        framer, share = self._framer, self._share
-        most = (_SHARES - 2) * share
-        full = self._held() > most or framer.nbytes > 2 * share
-        if full and self._held() - framer.held_bytes < most - 2 * share:
-            framer.flush_rows()  # they take less in the outbox, or go to disk
+        """Bound memory: drop rows first, then events, then the names of requests."""
+        intake, share = self._intake, self._share
+        most = (SHARES - 2) * share
+        full = self._held() > most or intake.nbytes > _LINGER_SHARES * share
+        kept, most_kept = self._held() - intake.held_bytes, most - 2 * share
+        if not self._config.spill_dir:  # rows may take as much in the outbox
+            kept, most_kept = kept + intake.nbytes, _FLUSHED_SHARES * share
+        if full and kept < most_kept:
+            intake.flush()
+            intake.compact()
             self._hand_on()
         if (over := self._held() - most) > 0:
-            framer.shed(over)
-        held = self._held()
-        framer.muted, framer.silent = held > (_SHARES - 1) * share, held > _SHARES * share
-        if framer.silent and not self._warned:
-            _log.warning("routetrace: memory is used up; requests begin that nobody will hear of")
-        self._warned = held > _SHARES // 2 * share and (self._warned or framer.silent)
+            intake.shed(over)
+        if self._gauge.measure(self._held()):
+            _log.warning("routetrace: queue memory exhausted; new requests will not be recorded")
+        intake.pressure = self._gauge.level
 
     def _held(self) -> int:
-        return self._sender.held_bytes + self._builder.nbytes + self._framer.held_bytes
+        return self.sender.held_bytes + self._builder.nbytes + self._intake.held_bytes
 
     def _finish(self) -> None:
-        """Sends what is left, within the time there is."""
-        now = time.monotonic()
+        """Send the rest within the time that close() has left."""
+        now = self._clock()
         deadline = self._words[Word.DEADLINE] / 1e9 or now + self._config.close_timeout_s
         deadline -= _RESERVE * (deadline - now)
-        while self._work() and time.monotonic() < deadline:
+        while self._work() and self._clock() < deadline:
             pass
-        self._framer.close()
+        self._intake.close()
         self._ship_all()
-        if not self._sender.drain(deadline):
+        if not self._sending:
+            half = now + (deadline - now) / 2  # the rest is for what this agent holds
+            while self._words[Word.HELD] and self._clock() < half:
+                time.sleep(_HELD_LOOK_S)
+            self._start_sending()
+        if not self.sender.drain(deadline):
             _log.warning("routetrace: closed with chunks that the server did not acknowledge")
 
     def _drop(self, word: Word, rows: int) -> None:
+        if rows and word is Word.INVALID_IDS and not self._words[word]:
+            _log.warning(
+                "routetrace: engine %r: rows with an id twice in one top-k or outside [0, %d) are "
+                "reported as missing; stats() counts them as invalid_ids",
+                self._config.engine_id,
+                self._config.layout.num_experts,
+            )
         self._words[word] += rows
 
     def _notify(self) -> None:
-        with suppress(OSError):  # full: it will be read; closed: nobody waits
+        with suppress(OSError):  # full: the engine's end will read it; closed: it does not wait
             self._sock.send(b"\0")
 
 
 def main() -> None:
-    """The process: reads what it needs from stdin and runs a Worker."""
-    # It ends with the engine, and is the last to know: what ends the engine must not end it first.
+    """Run a Worker as a process; its arguments arrive on stdin."""
+    # Signals that end the engine must not end this process first; it ends after the engine.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s")
-    gc.freeze()  # nothing of what was imported will go
+    gc.freeze()  # imported objects live to the end
     config, memory_fd, sock_fd, parent = pickle.load(sys.stdin.buffer)
     memory = mmap.mmap(memory_fd, 0)
     os.close(memory_fd)

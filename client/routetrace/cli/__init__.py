@@ -1,4 +1,4 @@
-"""The `routetrace` command: gets, lists, checks and forgets traces; docs/cli.md."""
+"""The `routetrace` command; see docs/cli.md."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import sys
 
 
 def main() -> None:
-    """Runs the command that the arguments name, and exits.
+    """Run the command and exit.
 
-    With 0 if all went well, 1 if something is missing, wrong or out of reach, 2 if the command is
-    not one.
+    The exit code is 0 on success, 1 if something is missing, wrong or unreachable, 2 on a usage
+    error.
     """
-    # What gRPC has to say comes as an error; its own log lines are for programmers.
+    # Errors of gRPC are reported as ours; its log lines are for developers.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     try:
         from routetrace.cli.commands import app
@@ -26,6 +26,6 @@ def main() -> None:
             file=sys.stderr,
         )
         sys.exit(2)
-    # What is half written goes, as it does after Ctrl-C.
+    # Unfinished files are removed, as after Ctrl-C.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     app()

@@ -1,15 +1,65 @@
-"""What words on the command line mean."""
+"""Parsing of arguments, and options that commands share."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from importlib.metadata import version
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand, TyperGroup
+
+
+class Command(TyperCommand):
+    """A command whose help shows no type for flags, --help included."""
+
+    def __init__(self, *args: Any, help: str | None = None, **more: Any) -> None:  # noqa: A002
+        # typer keeps the line breaks of docstrings within paragraphs.
+        text = re.sub(r"(?<!\n)\n(?!\n)", " ", help) if help else help
+        super().__init__(*args, help=text, **more)
+
+    def get_params(self, ctx: Any) -> Any:
+        """Return the parameters."""
+        return _without_flag_types(super().get_params(ctx))
+
+
+class Group(TyperGroup):
+    """A group of commands whose help shows no type for flags, --help included."""
+
+    def get_params(self, ctx: Any) -> Any:
+        """Return the parameters."""
+        return _without_flag_types(super().get_params(ctx))
+
+
+def _without_flag_types(params: Sequence[Any]) -> Sequence[Any]:
+    for param in params:
+        if getattr(param, "is_flag", False) and param.metavar is None:
+            param.metavar = ""
+    return params
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(version("routetrace"))
+        raise typer.Exit
+
+
+#: `--version`, which every command has; its value is not used.
+Version = Annotated[
+    bool,
+    typer.Option(
+        "--version", help="Print the version and exit.", callback=_print_version, is_eager=True
+    ),
+]
+
+
+#: `--json` of commands that print lines.
+AsJson = Annotated[bool, typer.Option("--json", help="Print one line of JSON each.")]
 
 
 def labels_of(words: Sequence[str]) -> dict[str, str]:
-    """Labels from words "key=value"."""
+    """Parse labels "key=value"."""
     labels = {}
     for word in words:
         key, equals, value = word.partition("=")
@@ -20,14 +70,14 @@ def labels_of(words: Sequence[str]) -> dict[str, str]:
 
 
 def layers_of(text: str | None) -> tuple[int, ...] | None:
-    """Layer ids from "12-23,30"; None for all."""
+    """Parse layer ids "12-23,30"; None means all."""
     if text is None:
         return None
     ids: set[int] = set()
     for part in text.split(","):
         match = re.fullmatch(r"(\d{1,9})(?:-(\d{1,9}))?", part.strip())
         first, last = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
-        # A layer id has at most four digits; a longer range would only fill memory.
+        # No model has as many layers; a longer range would fill memory.
         if last < first or last - first > 10_000:
             raise typer.BadParameter(f"{text!r}: expected layer ids and ranges, such as 12-23,30")
         ids.update(range(first, last + 1))
@@ -35,7 +85,7 @@ def layers_of(text: str | None) -> tuple[int, ...] | None:
 
 
 def tokens_of(text: str | None) -> tuple[int, int | None]:
-    """First position and one past the last from "a:b", where either may be left out."""
+    """Parse positions "start:stop", where either may be omitted."""
     match = re.fullmatch(r"(\d{0,9}):(\d{0,9})", text or ":")
     if match is None:
         raise typer.BadParameter(f"{text!r}: expected positions start:stop, such as 100:200")

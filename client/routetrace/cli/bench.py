@@ -1,4 +1,4 @@
-"""`routetrace bench`: how much a deployment carries, measured and reckoned."""
+"""`routetrace bench`: capacity of a deployment, measured and estimated."""
 
 from __future__ import annotations
 
@@ -12,22 +12,27 @@ from typing import Annotated, Any
 
 import typer
 
+from routetrace.cli.arguments import Command, Group, Version
 from routetrace.cli.capacity import Job, need_rows
 from routetrace.cli.connection import Connection, connected
-from routetrace.cli.load.plan import MIXES, Lengths, Load, Mix
-from routetrace.cli.load.report import Progress, report_json, report_rows
-from routetrace.cli.load.run import Run
-from routetrace.cli.load.verdict import failures
-from routetrace.cli.models import MODELS, Model, made_up
-from routetrace.cli.output import say, write_table
+from routetrace.cli.load_report import Progress, report_json, report_rows
+from routetrace.cli.output import note, write_table
+from routetrace.simulation.models import MODELS, Model, custom_model
+from routetrace.simulation.plan import MIXES, Lengths, Load, Mix
+from routetrace.simulation.run import Run
+from routetrace.simulation.verdict import failures
 
-app = typer.Typer(no_args_is_help=True, help="Measures a deployment, and reckons what one needs.")
+app = typer.Typer(
+    no_args_is_help=True,
+    cls=Group,
+    help="Measure a deployment, or estimate the resources of one.",
+)
 
 _RUN_PREFIX = "bench-"
 
 
 class MixChoice(str, Enum):
-    """Mixes by name."""
+    """Names of mixes."""
 
     chat = "chat"
     reasoning = "reasoning"
@@ -36,13 +41,13 @@ class MixChoice(str, Enum):
 
 
 class ReadsChoice(str, Enum):
-    """How much of a session a reader reads."""
+    """Part of a session that a reader reads."""
 
     whole = "whole"
     rank = "rank"
 
 
-#: What --quick changes where nothing else is said.
+#: Defaults with --quick.
 _QUICK: Mapping[str, Any] = {
     "mix": MixChoice.quick,
     "seconds": 8.0,
@@ -70,84 +75,94 @@ def _option(panel: str, text: str, **more: Any) -> Any:
 _MIX, _ENGINES, _READERS = "Requests", "Engines", "Readers"
 
 
-ModelOption = Annotated[str, typer.Option(help=f"the shape of rows: {', '.join(MODELS)}")]
+ModelOption = Annotated[str, typer.Option(help=f"Shape of rows: {', '.join(MODELS)}.")]
 Layers = Annotated[
-    int, typer.Option(min=0, help="MoE layers, of a shape of its own; with the next two")
+    int, typer.Option(min=0, help="MoE layers, in place of --model; with --experts, --top-k.")
 ]
-Experts = Annotated[int, typer.Option(min=0, help="experts a layer")]
-TopK = Annotated[int, typer.Option(min=0, help="experts a token")]
+Experts = Annotated[int, typer.Option(min=0, help="Experts per layer.")]
+TopK = Annotated[int, typer.Option(min=0, help="Experts per token.")]
 
 
-@app.command("load")
+@app.callback()
+def bench(version: Version = False) -> None:
+    """Accept --version for the group."""
+
+
+@app.command("load", cls=Command)
 @connected
 def load_command(
     connection: Connection,
-    quick: Annotated[bool, typer.Option("--quick", help="a bit of everything, 10 s")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Run every feature for 10 s.")] = False,
     seconds: Annotated[
-        float | None, typer.Option(min=0, help="how long; 0: until --tokens  [60]")
+        float | None, typer.Option(min=0, help="Duration; 0: until --tokens (default: 60).")
     ] = None,
-    tokens: Annotated[int, typer.Option(min=0, help="sampled tokens; 0: until --seconds")] = 0,
+    tokens: Annotated[int, typer.Option(min=0, help="Tokens to sample; 0: until --seconds.")] = 0,
     model: ModelOption = "qwen3-30b-a3b",
     layers: Layers = 0,
     experts: Experts = 0,
     top_k: TopK = 0,
-    seed: Annotated[int, typer.Option(min=0, help="of everything that is random")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Random seed.")] = 0,
     json_file: Annotated[
-        Path | None, typer.Option("--json", metavar="FILE", help="writes the report there too")
+        Path | None,
+        typer.Option("--json", metavar="FILE", help="Also write the report here."),
     ] = None,
-    keep: Annotated[bool, typer.Option("--keep", help="leave the traces to their ttl")] = False,
-    ttl: Annotated[int, typer.Option(min=1, help="seconds that traces live in any case")] = 600,
-    mix: Annotated[MixChoice | None, _option(_MIX, "what sessions are like  [chat]")] = None,
+    keep: Annotated[bool, typer.Option("--keep", help="Leave the traces to their lease.")] = False,
+    ttl: Annotated[int, typer.Option(min=1, help="Lease of traces in seconds.")] = 600,
+    mix: Annotated[MixChoice | None, _option(_MIX, "Shape of sessions (default: chat).")] = None,
     prompt: Annotated[
-        str, _option(_MIX, "lengths: 512, uniform:50:900 or lognormal:MEDIAN:SIGMA")
+        str, _option(_MIX, "Lengths: 512, uniform:50:900 or lognormal:MEDIAN:SIGMA.")
     ] = "",
-    answer: Annotated[str, _option(_MIX, "lengths, as of the prompt")] = "",
+    answer: Annotated[str, _option(_MIX, "Lengths, as for --prompt.")] = "",
     system: Annotated[
-        int | None, _option(_MIX, "tokens that all prompts of an engine share", min=0)
+        int | None, _option(_MIX, "Tokens shared by all prompts of an engine.", min=0)
     ] = None,
-    group: Annotated[int | None, _option(_MIX, "samples of each prompt", min=1)] = None,
-    turns: Annotated[int | None, _option(_MIX, "most turns of a session", min=1)] = None,
-    max_tokens: Annotated[int, _option(_MIX, "longest session", min=1, max=1 << 20)] = 32768,
+    group: Annotated[int | None, _option(_MIX, "Samples per prompt.", min=1)] = None,
+    turns: Annotated[int | None, _option(_MIX, "Maximum turns of a session.", min=1)] = None,
+    max_tokens: Annotated[
+        int, _option(_MIX, "Maximum session length.", min=1, max=1 << 20)
+    ] = 32768,
     agents: Annotated[
-        int, _option(_ENGINES, "engines, each a process with its own agent", min=1, max=1024)
+        int, _option(_ENGINES, "Engines, one process with its own agent each.", min=1, max=1024)
     ] = 2,
     batch: Annotated[
-        int | None, _option(_ENGINES, "requests that an engine computes at a time  [64]", min=1)
+        int | None, _option(_ENGINES, "Concurrent requests of an engine (default: 64).", min=1)
     ] = None,
     steps: Annotated[
-        float, _option(_ENGINES, "steps a second; 0: as fast as acknowledgements come", min=0)
+        float, _option(_ENGINES, "Steps per second; 0: as fast as acknowledgements arrive.", min=0)
     ] = 0.0,
-    prefill: Annotated[int, _option(_ENGINES, "prompt tokens of a step, at most", min=1)] = 2048,
-    kv_blocks: Annotated[int, _option(_ENGINES, "KV blocks of 16 tokens; 0: enough", min=0)] = 0,
+    prefill: Annotated[int, _option(_ENGINES, "Maximum prompt tokens per step.", min=1)] = 2048,
+    kv_blocks: Annotated[int, _option(_ENGINES, "KV blocks of 16 tokens; 0: enough.", min=0)] = 0,
     drafts: Annotated[
-        int | None, _option(_ENGINES, "draft tokens of each decoding step  [0]", min=0, max=16)
+        int | None, _option(_ENGINES, "Draft tokens per decoding step (default: 0).", min=0, max=16)
     ] = None,
     preemptions: Annotated[
-        float | None, _option(_ENGINES, "per thousand steps  [0]", min=0, max=1000)
+        float | None,
+        _option(_ENGINES, "Preemptions per 1,000 steps (default: 0).", min=0, max=1000),
     ] = None,
     update_seconds: Annotated[
-        float | None, _option(_ENGINES, "between weight versions; 0: never  [0]", min=0)
+        float | None,
+        _option(_ENGINES, "Seconds per weight version; 0: one only (default: 0).", min=0),
     ] = None,
     readers: Annotated[
-        int, _option(_READERS, "trainers, each a process that checks all it reads", min=0, max=1024)
+        int, _option(_READERS, "Trainers, one process each; all rows are checked.", min=0, max=1024)
     ] = 1,
     reads: Annotated[
-        ReadsChoice, _option(_READERS, "whole sessions, or one rank's share (PP 4, CP 2)")
+        ReadsChoice, _option(_READERS, "Whole sessions, or the share of one rank (PP 4, CP 2).")
     ] = ReadsChoice.whole,
     followers: Annotated[
-        int | None, _option(_READERS, "readers that follow sessions while they run  [0]", min=0)
+        int | None, _option(_READERS, "Readers that follow running sessions (default: 0).", min=0)
     ] = None,
 ) -> None:
-    """Simulated engines and trainers against the server: what it carries, and whether it is right.
+    """Run simulated engines and trainers against the server, and check every row.
 
-    Every row that is read is compared with what the engine computed. Exits with 1 if one is wrong,
-    if a read fails, or if rows are unaccounted for. The run must be empty; it is emptied at the
-    end.
+    Every row read is compared with the one that the engine computed. Exits with 1 if a row is
+    wrong, a read fails, or rows are unaccounted for. The run must be empty; its traces are deleted
+    at the end.
     """
     run = connection.run if connection.run != "default" else _RUN_PREFIX + secrets.token_hex(4)
     if not run.startswith(_RUN_PREFIX):
         raise typer.BadParameter(
-            f"{run!r}: expected a run that begins with {_RUN_PREFIX!r}, whose traces may go",
+            f"{run!r}: expected a run that begins with {_RUN_PREFIX!r}, as its traces are deleted",
             param_hint="--run",
         )
     _check_shape(layers, experts, top_k)
@@ -189,38 +204,39 @@ def load_command(
         json_file.write_text(json.dumps(report_json(plan, tally), indent=1) + "\n")
     problems = list(failures(tally))
     for problem in problems:
-        say(f"routetrace: {problem}")
+        note(f"routetrace: {problem}")
     if problems:
         raise typer.Exit(1)
 
 
-@app.command()
+@app.command(cls=Command)
 def capacity(
     tokens_per_second: Annotated[
-        float, typer.Option(min=1, help="rows computed, prompt and answer, of all nodes")
+        float, typer.Option(min=1, help="Rows computed on all nodes, for prompts and answers.")
     ],
     model: ModelOption = "qwen3-30b-a3b",
     layers: Layers = 0,
     experts: Experts = 0,
     top_k: TopK = 0,
-    nodes: Annotated[int, typer.Option(min=1)] = 1,
-    engines: Annotated[int, typer.Option(min=1, help="KV caches of a node")] = 8,
-    batch: Annotated[int, typer.Option(min=1, help="requests of an engine at a time")] = 256,
+    nodes: Annotated[int, typer.Option(min=1, help="Number of nodes.")] = 1,
+    engines: Annotated[int, typer.Option(min=1, help="KV caches per node.")] = 8,
+    batch: Annotated[int, typer.Option(min=1, help="Concurrent requests of an engine.")] = 256,
     kv_tokens: Annotated[
-        int, typer.Option(min=0, help="slots of an engine's KV cache")
+        int, typer.Option(min=0, help="Slots of the KV cache of an engine.")
     ] = 1_000_000,
-    trace_tokens: Annotated[int, typer.Option(min=1, help="of an average trace")] = 2_000,
-    hours: Annotated[float, typer.Option(min=0, help="that a trace lives")] = 1.0,
+    trace_tokens: Annotated[int, typer.Option(min=1, help="Tokens of an average trace.")] = 2_000,
+    hours: Annotated[float, typer.Option(min=0, help="Lease of a trace in hours.")] = 1.0,
     reads: Annotated[
-        float, typer.Option(min=0, help="how often a row is read, all ranks taken together")
+        float, typer.Option(min=0, help="Reads per row, summed over all ranks.")
     ] = 1.0,
     core: Annotated[
-        float, typer.Option(min=0.01, help="how many times as fast your cores are")
+        float, typer.Option(min=0.01, help="Speed of your cores relative to the measured ones.")
     ] = 1.0,
+    _version: Version = False,
 ) -> None:
-    """What a deployment needs: bytes, cores, memory, disk, and how many servers.
+    """Estimate bytes, cores, memory, disk and servers of a deployment.
 
-    Reckoned from costs that were measured on one slow core; docs/capacity.md has the formulas.
+    Based on costs measured on one slow core; docs/capacity.md has the formulas.
     """
     _check_shape(layers, experts, top_k)
     job = Job(
@@ -245,7 +261,7 @@ def _check_shape(*shape: int) -> None:
 
 def _model(name: str, *shape: int) -> Model:
     if any(shape):
-        return made_up(*shape)
+        return custom_model(*shape)
     if name not in MODELS:
         raise typer.BadParameter(f"{name!r}: expected {' or '.join(MODELS)}", param_hint="--model")
     return MODELS[name]

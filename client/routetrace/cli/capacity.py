@@ -1,7 +1,7 @@
-"""What a deployment needs, reckoned from a model's shape, tokens a second, and measured costs.
+"""Resources of a deployment from model shape, token rate and measured costs.
 
-The only place of the constants: docs/capacity.md shows what `routetrace bench capacity` prints, and
-a test holds the two together.
+All constants are here: docs/capacity.md shows the output of `routetrace bench capacity`, and a test
+compares the two.
 """
 
 from __future__ import annotations
@@ -10,34 +10,34 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from routetrace.cli.models import Model
 from routetrace.cli.output import size
+from routetrace.simulation.models import Model
 
 _MB, _MIB = 1e6, 1 << 20
 
 
 @dataclass(frozen=True)
 class Costs:
-    """What a token costs: bytes, and microseconds of one core of the machine that measured.
+    """Cost of a token: bytes, and microseconds of one core of the measured machine.
 
-    Measured by benchmarks/capacity_costs.py: batches of 256 that decode 50 tokens/s each.
+    From benchmarks/capacity_costs.py: batches of 256 that decode 50 tokens/s each.
     """
 
     sent: float
-    """Bytes on the wire and on disk: frames, with headers, digests and block ids."""
+    """Bytes on the wire and on disk: frames, headers, digests, block ids."""
     engine: float
-    """The engine's own thread, in the calls of its capture agent."""
+    """Engine thread, in calls of the capture agent."""
     worker: float
-    """The agent's background."""
+    """Background of the agent."""
     ingest: float
-    """The server, until it is acknowledged."""
+    """Server, until acknowledgement."""
     read: float
-    """The server, each time that it is read whole."""
+    """Server, per read."""
     reader: float
-    """The trainer, each time that it reads it whole."""
+    """Trainer, per read."""
 
     def scaled(self, factor: float) -> Costs:
-        """Of rows that are as many times as long."""
+        """Return the costs of rows `factor` times as long."""
         return Costs(*(getattr(self, name) * factor for name in self.__annotations__))
 
 
@@ -47,26 +47,26 @@ MEASURED: Mapping[str, Costs] = {
     "deepseek-v3": Costs(470, 2.4, 15.5, 6.8, 7.1, 11.0),
     "kimi-k2": Costs(523, 2.1, 14.9, 6.3, 7.4, 12.7),
 }
-#: Of a core of the server's process: beyond, latencies grow.
+#: Maximum load of a server core; latencies grow above it.
 BUSY = 0.7
-#: Bytes of a server's process before anything is in it.
+#: Memory of an empty server process.
 SERVER_BYTES = 100e6
-#: Bytes of its memory for a trace, with some labels; for a token of it (digests); for a frame.
+#: Server memory per trace with a few labels, per token (digests), per frame.
 TRACE_BYTES, TOKEN_BYTES, FRAME_BYTES = 2_000, 0.31, 50
-#: Rows of a frame, as in the costs.
+#: Rows per frame, as in the costs.
 FRAME_ROWS = 50
-#: Bytes of its memory for a slot of an engine's KV cache: with short frames, as most engines have.
+#: Server memory per slot of a KV cache, with short frames as in most engines.
 SLOT_BYTES = 19
-#: Its defaults: most bytes of chunks that wait for their commit; most reads that send, with 2 MiB.
+#: Server defaults: bytes of uncommitted chunks; concurrent streaming reads of 2 MiB each.
 INGEST_BYTES, SENDING_READS, READ_BYTES = 256 * _MIB, 256, 2 * _MIB
-#: Share of the store's capacity at which finished traces begin to go.
+#: Share of the store's capacity at which eviction starts.
 FULL = 0.9
-#: Of an agent: Python and gRPC, the ring that it shares with the engine, its queue's default limit.
+#: Memory of an agent: Python and gRPC, ring shared with the engine, default limit of its queue.
 WORKER_BYTES, RING_BYTES, QUEUE_BYTES = 60 * _MIB, 64 * _MIB, 256 * _MIB
 
 
 def costs_of(model: Model) -> Costs:
-    """Of a model that was not measured: as of Qwen3-30B-A3B, by the length of rows."""
+    """Return measured costs, or those of Qwen3-30B-A3B scaled by row length."""
     if model.name in MEASURED:
         return MEASURED[model.name]
     known = MEASURED["qwen3-30b-a3b"]
@@ -75,31 +75,31 @@ def costs_of(model: Model) -> Costs:
 
 @dataclass(frozen=True)
 class Job:
-    """What is to be carried."""
+    """Load of a deployment."""
 
     model: Model
     tokens_per_second: float
-    """Rows computed, prompt and answer, of all nodes."""
+    """Rows computed on all nodes, for prompts and answers."""
     nodes: int = 1
     engines: int = 8
-    """KV caches of each node."""
+    """KV caches per node."""
     batch: int = 256
-    """Requests that an engine computes at a time."""
+    """Concurrent requests of an engine."""
     kv_tokens: int = 1_000_000
-    """Slots of an engine's KV cache."""
+    """Slots of the KV cache of an engine."""
     trace_tokens: int = 2_000
-    """Of an average trace."""
+    """Tokens of an average trace."""
     hours: float = 1.0
-    """That a trace lives."""
+    """Lease of a trace."""
     reads: float = 1.0
-    """How often each row is read, all ranks taken together: 1 where each takes its own share."""
+    """Reads per row, summed over all ranks: 1 where each rank reads its own share."""
     core: float = 1.0
-    """How many times as fast cores are as those that measured."""
+    """Speed of cores relative to the measured ones."""
 
 
 @dataclass(frozen=True)
 class Need:
-    """What a job needs."""
+    """Resources of a job."""
 
     raw: int
     """Bytes of a row in memory."""
@@ -107,29 +107,29 @@ class Need:
     """Bytes of a row on the wire and on disk."""
     servers: int
     server_tokens_per_second: float
-    """That one server carries."""
+    """Capacity of one server."""
     server_cores: float
-    """Of all servers."""
+    """Total of all servers."""
     server_memory: float
-    """Of one: indexes and slots."""
+    """Indexes and slots of one server."""
     server_buffers: float
-    """Of one, at most, beside that."""
+    """Maximum additional buffers of one server."""
     server_disk: float
-    """Of one."""
+    """Disk of one server."""
     engine_core: float
-    """Share of a core, of each engine's thread."""
+    """Share of a core per engine thread."""
     worker_cores: float
-    """Of each agent's background."""
+    """Cores per agent background."""
     worker_memory: float
-    """Of each, in normal operation."""
+    """Memory per agent background in normal operation."""
     worker_most: float
-    """Of each, where the server is away."""
+    """Memory per agent background while the server is unreachable."""
     trainer_cores: float
-    """Of all ranks."""
+    """Total of all ranks."""
 
 
 def need_of(job: Job) -> Need:
-    """The formulas of docs/capacity.md."""
+    """Apply the formulas of docs/capacity.md."""
     costs, rate = costs_of(job.model), job.tokens_per_second
     row = job.model.layout.row_bytes
     server_us = (costs.ingest + job.reads * costs.read) / job.core
@@ -161,7 +161,7 @@ def need_of(job: Job) -> Need:
 
 
 def need_rows(job: Job) -> Iterator[tuple[str, str, str]]:
-    """What is printed: what, of one, of all."""
+    """Yield table rows: name, per unit, total."""
     need, rate = need_of(job), job.tokens_per_second
     engines = job.nodes * job.engines
     sent = rate * need.sent

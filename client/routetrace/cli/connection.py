@@ -1,4 +1,4 @@
-"""Which server a command talks to, as whom, and how its errors end."""
+"""Options for the connection to the server, and error handling of commands."""
 
 from __future__ import annotations
 
@@ -11,17 +11,18 @@ from typing import Annotated, Any
 
 import typer
 
+from routetrace.cli.arguments import Version
 from routetrace.cli.output import fail
 from routetrace.client import RouteClient
-from routetrace.v1.errors import InvalidArgument, RouteTraceError
-from routetrace.v1.security import Security
+from routetrace.common.errors import InvalidArgument, RouteTraceError
+from routetrace.common.security import Security
 
 DEFAULT_TARGET = "127.0.0.1:7411"
 
 
 @dataclass(frozen=True)
 class Connection:
-    """A server, a run, and what proves who is asking."""
+    """Server, run and credentials of a command."""
 
     target: str
     run: str
@@ -29,33 +30,34 @@ class Connection:
     security: Security
 
     def client(self) -> RouteClient:
-        """A client of it."""
+        """Return a new client."""
         return RouteClient(self.target, run=self.run, timeout=self.timeout, security=self.security)
 
 
 def connected(command: Callable[..., None]) -> Callable[..., None]:
-    """Gives a command, whose first parameter is a `Connection`, the options that make one.
+    """Add the connection options to a command whose first parameter is a `Connection`.
 
-    Errors of routetrace and of files become one line on stderr, and exit code 1, or 2 for an
+    Errors of routetrace and of files become one line on stderr and exit code 1, or 2 for an
     argument that the client or the server refused.
     """
 
     @functools.wraps(command)
     def run(**arguments: Any) -> None:
+        arguments.pop("version")
         given = {name: arguments.pop(name) for name in _OPTIONS}
         try:
             command(_connection(**given), **arguments)
         except InvalidArgument as error:
             fail(error, 2)
-        except BrokenPipeError:  # whoever read the output has seen enough
+        except BrokenPipeError:  # the reader of the output closed it
             raise
         except (RouteTraceError, OSError) as error:
             fail(error, 1)
 
-    # typer makes the options out of the signature.
+    # typer derives the options from the signature.
     own = list(inspect.signature(command, eval_str=True).parameters.values())[1:]
     run.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
-        [p.replace(kind=p.KEYWORD_ONLY) for p in (*own, *_OPTIONS.values())]
+        [p.replace(kind=p.KEYWORD_ONLY) for p in (*own, _VERSION, *_OPTIONS.values())]
     )
     return run
 
@@ -83,31 +85,42 @@ def _option(
     )
 
 
-# What is not given here is taken from the environment by `Security`. A token is no flag: the
-# machine's other users could read it.
+_VERSION = inspect.Parameter(
+    "version", inspect.Parameter.KEYWORD_ONLY, default=False, annotation=Version
+)
+# `Security` takes defaults from the environment. A token is no flag: other users of the machine
+# could read it.
 _OPTIONS = {
     option.name: option
     for option in (
-        _option("target", str, DEFAULT_TARGET, "host:port", env="ROUTETRACE_TARGET"),
-        _option("run", str, "default", "the traces' run", env="ROUTETRACE_RUN"),
-        _option("timeout", float, 60.0, "seconds that a call may take"),
-        _option("tls", bool, False, "use TLS [env: ROUTETRACE_TLS]"),
-        _option("ca_file", Path | None, None, "PEM file of authorities [env: ROUTETRACE_CA_FILE]"),
+        _option("target", str, DEFAULT_TARGET, "Server, host:port.", env="ROUTETRACE_TARGET"),
+        _option("run", str, "default", "Run of the traces.", env="ROUTETRACE_RUN"),
+        _option("timeout", float, 60.0, "Timeout of a call in seconds."),
+        _option("tls", bool, False, "Use TLS (env: ROUTETRACE_TLS)."),
         _option(
-            "cert_file", Path | None, None, "PEM file of a certificate [env: ROUTETRACE_CERT_FILE]"
+            "ca_file",
+            Path | None,
+            None,
+            "PEM file of authorities (env: ROUTETRACE_CA_FILE).",
         ),
-        _option("key_file", Path | None, None, "PEM file of its key [env: ROUTETRACE_KEY_FILE]"),
+        _option(
+            "cert_file",
+            Path | None,
+            None,
+            "PEM file of a certificate (env: ROUTETRACE_CERT_FILE).",
+        ),
+        _option("key_file", Path | None, None, "PEM file of its key (env: ROUTETRACE_KEY_FILE)."),
         _option(
             "server_name",
             str | None,
             None,
-            "name in the server's certificate [env: ROUTETRACE_SERVER_NAME]",
+            "Name in the certificate of the server (env: ROUTETRACE_SERVER_NAME).",
         ),
         _option(
             "token_file",
             Path | None,
             None,
-            "file of the bearer token [env: ROUTETRACE_TOKEN_FILE, or the token: ROUTETRACE_TOKEN]",
+            "File of the bearer token (env: ROUTETRACE_TOKEN_FILE; token: ROUTETRACE_TOKEN).",
         ),
     )
 }

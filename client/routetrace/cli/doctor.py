@@ -1,4 +1,4 @@
-"""What `routetrace doctor` looks at: each thing that stands between a user and their rows."""
+"""Checks of `routetrace doctor`, from installed packages to the quota of the run."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import socket
 import ssl
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import grpc
@@ -17,17 +17,19 @@ import grpc
 from routetrace.cli.connection import Connection
 from routetrace.cli.output import describe, plain, size
 from routetrace.client import ServerInfo
-from routetrace.v1 import pem
-from routetrace.v1.errors import (
+from routetrace.common import pem
+from routetrace.common.errors import (
     InvalidArgument,
     PermissionDenied,
     RouteTraceError,
     Unauthenticated,
 )
+from routetrace.common.target import targets_of
 
-# What is declared in pyproject.toml.
+# As declared in pyproject.toml.
 _OLDEST = {"grpcio": (1, 62), "protobuf": (4, 25), "numpy": (1, 24), "zstandard": (0, 22)}
 _OPTIONAL = {
+    "numba": "compiled loops for frames",
     "pyarrow": "get -o FILE.parquet",
     "torch": "RoutingTrace.to_torch and replay",
 }
@@ -35,28 +37,36 @@ _SECONDS = 5.0
 _CLOCK_SECONDS = 5.0
 _CERTIFICATE_DAYS = 14
 _FULL = 0.9
-# A HealthCheckResponse whose status is SERVING; its other statuses, by number.
+# Encoded HealthCheckResponse with status SERVING, and with its other statuses.
 _SERVING = b"\x08\x01"
 _STATUS = {b"": "UNKNOWN", b"\x08\x02": "NOT_SERVING", b"\x08\x03": "SERVICE_UNKNOWN"}
 
 
 @dataclass(frozen=True)
 class Check:
-    """One thing that was looked at."""
+    """Result of one check."""
 
     verdict: Literal["ok", "warning", "problem"]
-    what: str
+    subject: str
     details: str
     advice: str = ""
 
     def __str__(self) -> str:
-        then = f"; {self.advice}" if self.advice else ""
-        return plain(f"{self.what}: {self.details}{then}")
+        remedy = f"; {self.advice}" if self.advice else ""
+        return plain(f"{self.subject}: {self.details}{remedy}")
 
 
 def checks(connection: Connection) -> Iterator[Check]:
-    """Looks at one thing after the other; what can not work after a problem is left out."""
+    """Run the checks in order, of several servers for each.
+
+    A problem that makes later checks of a server meaningless ends them.
+    """
     yield from _packages()
+    for target in targets_of(connection.target):
+        yield from _checks_of(replace(connection, target=target))
+
+
+def _checks_of(connection: Connection) -> Iterator[Check]:
     yield from _environment(connection.target)
     address = _address(connection.target)
     if address is not None:
@@ -91,23 +101,25 @@ def _packages() -> Iterator[Check]:
             yield Check("ok", name, found)
     installed = {found.name: found.version for found in importlib.metadata.distributions()}
     for name, use in _OPTIONAL.items():
-        details = installed.get(name, f"not installed; only {use} would need it")
+        details = installed.get(name, f"not installed; only needed for {use}")
         if "+cpu" in details:
-            details += " is built without GPUs: to_torch('cuda') will fail"
+            details += " has no CUDA support; to_torch('cuda') fails"
         yield Check("ok", name, details)
 
 
 def _environment(target: str) -> Iterator[Check]:
-    """Proxies that gRPC takes from the environment, which few expect."""
+    """Check for proxies that gRPC takes from the environment."""
     for name in ("grpc_proxy", "https_proxy", "http_proxy"):
         if os.environ.get(name):
-            advice = f"if the server is not behind it, add {target.rpartition(':')[0]} to no_proxy"
-            yield Check("warning", "proxy", f"gRPC may go through ${name}", advice)
+            advice = (
+                f"if it does not lead to the server, add {target.rpartition(':')[0]} to no_proxy"
+            )
+            yield Check("warning", "proxy", f"gRPC may use ${name}", advice)
             return
 
 
 def _address(target: str) -> tuple[str, int] | None:
-    """Host and port; None for targets that gRPC resolves in ways of its own."""
+    """Return host and port; None for targets that only gRPC resolves."""
     host, _, port = target.removeprefix("dns:///").rpartition(":")
     if not host or "/" in host or not port.isdecimal():
         return None
@@ -118,8 +130,8 @@ def _reach(host: str, port: int) -> list[Check]:
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except OSError as error:
-        advice = "check --target, and the name in DNS or /etc/hosts"
-        return [Check("problem", "name", f"{host} can not be resolved: {error}", advice)]
+        advice = "check --target, DNS and /etc/hosts"
+        return [Check("problem", "name", f"cannot resolve {host}: {error}", advice)]
     addresses = list(dict.fromkeys(entry[4][0] for entry in found))
     name = Check("ok", "name", f"{host} is {', '.join(map(str, addresses))}")
     begun = time.monotonic()
@@ -127,8 +139,8 @@ def _reach(host: str, port: int) -> list[Check]:
         socket.create_connection((host, port), _SECONDS).close()
     except OSError as error:
         advice = (
-            "is the server running, and does its --listen name this port and an address that "
-            "this machine can reach (127.0.0.1 is only its own)?"
+            "check that the server is running, and that its --listen names this port and an "
+            "address reachable from this machine (127.0.0.1 is local to the server)"
         )
         return [name, Check("problem", "connection", f"{host}:{port}: {error}", advice)]
     took = (time.monotonic() - begun) * 1000
@@ -143,12 +155,12 @@ def _certificate(connection: Connection, host: str, port: int) -> Check:
     except (OSError, ValueError) as error:
         if not ours:
             return Check("ok", "TLS", "off on both sides")
-        advice = "is the port right, and is TLS on at the server (--tls-cert, --tls-key)?"
-        return Check("problem", "TLS", f"no handshake: {error}", advice)
+        advice = "check the port, and TLS on the server (--tls-cert, --tls-key)"
+        return Check("problem", "TLS", f"handshake failed: {error}", advice)
     if not ours:
-        advice = "give --ca-file, or --tls if a public authority signed its certificate"
-        return Check("problem", "TLS", "the server speaks TLS, and this side does not", advice)
-    advice = "replace the file; the server takes the new one by itself"
+        advice = "set --ca-file, or --tls if a public authority signed its certificate"
+        return Check("problem", "TLS", "on at the server, off here", advice)
+    advice = "replace the file; the server reloads it"
     if days < 0:
         return Check("problem", "TLS", f"the certificate expired {-days:.1f} days ago", advice)
     if days < _CERTIFICATE_DAYS:
@@ -157,7 +169,7 @@ def _certificate(connection: Connection, host: str, port: int) -> Check:
 
 
 def _health(connection: Connection) -> Check:
-    """Asks as Kubernetes does. In bytes: the client has no stubs of the health service."""
+    """Call the health service, with raw bytes as the client has no stubs of it."""
     service = b"routetrace.v1.TraceService"
     request = b"\x0a" + bytes([len(service)]) + service
     security = connection.security
@@ -168,13 +180,15 @@ def _health(connection: Connection) -> Check:
     except grpc.RpcError as error:
         details, code = error.details() or "", error.code().name
         if code == "UNIMPLEMENTED":
-            return Check("warning", "health", "not served", "is this a routetrace-server?")
-        advice = security.hint(details) or "look at the server's log"
+            return Check(
+                "warning", "health", "not served", "check that the target is a routetrace-server"
+            )
+        advice = security.hint(details) or "see the log of the server"
         return Check("problem", "health", f"{code}: {' '.join(details.split())}", advice)
     if answer == _SERVING:
         return Check("ok", "health", "SERVING")
     status = _STATUS.get(answer, repr(answer))
-    advice = "it is starting or draining: wait, and look at its log"
+    advice = "the server is starting or draining: wait, and see its log"
     return Check("problem", "health", status, advice)
 
 
@@ -184,18 +198,18 @@ def _server(connection: Connection) -> Iterator[Check]:
         with connection.client() as client:
             info = client.server_info()
     except Unauthenticated as error:
-        advice = "give --token-file or ROUTETRACE_TOKEN, of a token that the server knows"
+        advice = "set --token-file or ROUTETRACE_TOKEN to a token that the server accepts"
         yield Check("problem", "token", describe(error), advice)
         return
     except PermissionDenied as error:
-        advice = f"ask for a token that may read run {connection.run!r}"
+        advice = f"use a token that may read run {connection.run!r}"
         yield Check("problem", "token", describe(error), advice)
         return
     except RouteTraceError as error:
-        yield Check("problem", "server", describe(error), "look at the server's log")
+        yield Check("problem", "server", describe(error), "see the log of the server")
         return
     if connection.security.metadata():
-        yield Check("ok", "token", f"taken for run {connection.run!r}")
+        yield Check("ok", "token", f"accepted for run {connection.run!r}")
     yield from _info(info, connection.run, (begun + time.time()) / 2)
 
 
@@ -205,32 +219,34 @@ def _info(info: ServerInfo, run: str, now: float) -> Iterator[Check]:
     if info.version == ours:
         yield Check("ok", "server", f"{info.version}, {up}")
     else:
-        advice = "install the same release on both sides where you can"
+        advice = "install the same release on both sides if possible"
         yield Check("warning", "server", f"{info.version}, here {ours}, {up}", advice)
     skew = info.now - now
     if abs(skew) > _CLOCK_SECONDS:
-        advice = "times in tables are off by that, nothing else; run NTP on both machines"
-        yield Check("warning", "clock", f"the server's is {skew:+.1f} s off", advice)
+        advice = "only displayed times are affected; run NTP on both machines"
+        yield Check("warning", "clock", f"server clock off by {skew:+.1f} s", advice)
     else:
         yield Check("ok", "clock", f"{skew:+.2f} s apart")
     if info.damaged_records:
-        advice = "routetrace verify --all names the traces that lost cells; check the disk"
+        advice = "routetrace verify --all lists the affected traces; check the disk"
         yield Check("warning", "store", f"{info.damaged_records} damaged records", advice)
     yield _room("store", info.used_bytes, info.capacity_bytes, "--store-capacity")
     if info.run_quota_bytes:
         yield _room(f"quota of run {run!r}", info.run_bytes, info.run_quota_bytes, "--run-quota")
-    what = f"{info.num_traces} traces, {size(info.run_bytes)}, {info.num_agents} agents connected"
+    content = (
+        f"{info.num_traces} traces, {size(info.run_bytes)}, {info.num_agents} agents connected"
+    )
     if info.num_traces or info.num_agents:
-        yield Check("ok", f"run {run!r}", what)
+        yield Check("ok", f"run {run!r}", content)
     else:
-        advice = "is this the run that the agents name? (--run, ROUTETRACE_RUN)"
-        yield Check("warning", f"run {run!r}", what, advice)
+        advice = "check that agents use this run (--run, ROUTETRACE_RUN)"
+        yield Check("warning", f"run {run!r}", content, advice)
 
 
-def _room(what: str, used: int, limit: int, flag: str) -> Check:
+def _room(subject: str, used: int, limit: int, flag: str) -> Check:
     share = used / limit if limit else 0
     details = f"{size(used)} of {size(limit)} ({share:.1%})"
     if share < _FULL:
-        return Check("ok", what, details)
-    advice = f"traces go early or chunks are refused: retire what was trained on, or raise {flag}"
-    return Check("warning", what, details, advice)
+        return Check("ok", subject, details)
+    advice = f"traces may be evicted or chunks refused: retire old traces, or raise {flag}"
+    return Check("warning", subject, details, advice)

@@ -1,4 +1,4 @@
-"""`routetrace experts`: how traces spread over experts, and what caches and placements would do."""
+"""`routetrace experts`: load of experts, simulated caches and placements."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import json
 import re
 import zipfile
 from collections.abc import Iterable, Iterator
+from datetime import datetime, timezone
 from pathlib import Path
+from textwrap import fill
 from typing import Annotated, Any, NamedTuple
 
 import numpy as np
@@ -16,65 +18,71 @@ import typer
 from routetrace.cli import experts_figures as figures
 from routetrace.cli.arguments import labels_of, layers_of
 from routetrace.cli.connection import Connection
-from routetrace.cli.experts_report import Asked, Rows, Study, Valid, report_of, tables_of
-from routetrace.cli.output import describe, fail, progress, say, write_json, write_table
+from routetrace.cli.output import describe, fail, note, progress, write_json, write_table
 from routetrace.client import RouteClient
-from routetrace.v1.errors import InvalidArgument, RouteTraceError
+from routetrace.common.errors import InvalidArgument, RouteTraceError
+from routetrace.experts.report import Asked, Rows, Study, Valid, report_of
+from routetrace.experts.tables import tables_of
 
 
 class Request(NamedTuple):
-    """Rows of one request, and of which model."""
+    """Rows and model shape of one request."""
 
     rows: Rows
     """[n, L, K]."""
     valid: Valid | None
-    """[n, L]; None: all of them."""
+    """[n, L]; None: all valid."""
     layer_ids: tuple[int, ...]
     num_experts: int
 
 
 def experts(
     connection: Connection,
-    ids: Annotated[list[str] | None, typer.Argument(metavar="ID", help="trace ids")] = None,
+    ids: Annotated[list[str] | None, typer.Argument(metavar="ID", help="Trace ids.")] = None,
     label: Annotated[
         list[str] | None,
-        typer.Option("--label", "-l", metavar="KEY=VALUE", help="traces with all these labels"),
+        typer.Option("--label", "-l", metavar="KEY=VALUE", help="Traces with all these labels."),
     ] = None,
-    everything: Annotated[bool, typer.Option("--all", help="all traces of the run")] = False,
+    everything: Annotated[bool, typer.Option("--all", help="All traces of the run.")] = False,
     npz: Annotated[
         list[Path] | None,
-        typer.Option(help="recorded rows, in place of a server's: of `get`, or with ids and E"),
+        typer.Option(help="Rows from `get`, or recorded as ids and E, in place of a server."),
     ] = None,
     fit_npz: Annotated[
         list[Path] | None,
-        typer.Option(help="rows to learn from; else the first half of what is given"),
+        typer.Option(help="Rows to learn from (default: the first half of the traces)."),
     ] = None,
-    layers: Annotated[str | None, typer.Option(help="absolute layer ids, such as 12-23,30")] = None,
+    layers: Annotated[
+        str | None, typer.Option(help="Absolute layer ids, such as 12-23,30.")
+    ] = None,
     capacity: Annotated[
-        str | None, typer.Option(help="slots of a layer's cache, such as 16,32 or 25%,50%")
+        str | None, typer.Option(help="Cache slots per layer, such as 16,32 or 25%,50%.")
     ] = None,
-    batch: Annotated[int, typer.Option(min=1, help="requests side by side in a pass")] = 1,
-    passes: Annotated[int, typer.Option(min=1, help="most passes that are simulated")] = 2048,
+    batch: Annotated[int, typer.Option(min=1, help="Concurrent requests in a pass.")] = 1,
+    passes: Annotated[int, typer.Option(min=1, help="Maximum simulated passes.")] = 2048,
     ahead: Annotated[
-        int, typer.Option(min=0, help="experts of the next layer to copy ahead; 0: none")
+        int, typer.Option(min=0, help="Experts of the next layer to copy ahead; 0: none.")
     ] = 0,
     ranks: Annotated[
-        int, typer.Option(min=0, help="ranks that share each layer's experts; 0: no placement")
+        int, typer.Option(min=0, help="Ranks that share the experts of a layer; 0: no placement.")
     ] = 0,
     replicas: Annotated[
-        int, typer.Option(min=0, help="slots beyond one for each expert, for hot ones")
+        int, typer.Option(min=0, help="Extra slots for replicas of hot experts.")
     ] = 0,
     placement: Annotated[
         Path | None,
-        typer.Option(help="JSON of experts by rank and slot, for all layers or for each"),
+        typer.Option(help="JSON of experts by rank and slot, for all layers or per layer."),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="print a line of JSON")] = False,
-    png: Annotated[Path | None, typer.Option(help="directory to draw pictures into")] = None,
+    full: Annotated[
+        bool, typer.Option("--full", help="All layers and capacities, more than a screen.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one line of JSON.")] = False,
+    png: Annotated[Path | None, typer.Option(help="Directory for pictures.")] = None,
 ) -> None:
-    """Tells how traces spread over experts, and what a cache or a placement of them would do.
+    """Show the load of experts, and simulate caches and placements of them.
 
     Cache policies and placements are fitted on the older half of the traces and measured on the
-    newer one.
+    newer half.
     """
     if bool(ids) + bool(label) + everything + bool(npz) != 1:
         raise typer.BadParameter("expected trace ids, --label, --all, or --npz")
@@ -90,9 +98,9 @@ def experts(
             names = list(dict.fromkeys(ids or ()))
             if not names:
                 found = client.find(labels=labels_of(label or ()))
-                names = [stat.request_id for stat in found][::-1]  # oldest first
+                names = [stat.trace_id for stat in found][::-1]  # oldest first
             if not names:
-                fail(f"no such trace in run {connection.run!r}")
+                fail(f"no matching trace in run {connection.run!r}")
             with progress("experts", len(names)) as done:
                 answers = _requests_of_server(client, names, done)
                 study = study_of(answers, len(names), fit_npz, chosen, passes, batch)
@@ -111,12 +119,17 @@ def experts(
     if as_json:
         write_json(report)
     else:
-        for at, (title, columns, rows) in enumerate(tables_of(report)):
-            print(f"{chr(10) if at else ''}{title}")
+        for at, (title, columns, rows) in enumerate(tables_of(report, full=full)):
+            print("\n" * bool(at) + fill(title, 80))
             write_table(columns, rows)
+        if not full:
+            note("--full shows each layer and capacity")
     if png is not None:
-        for file in figures.draw(report, png):
-            say(f"wrote {file}")
+        source = figures.Source(
+            _names(npz) if npz else f"run {connection.run}", "", datetime.now(timezone.utc).date()
+        )
+        for file in figures.draw(report, png, source):
+            note(f"wrote {file}")
 
 
 def study_of(
@@ -127,19 +140,18 @@ def study_of(
     passes: int,
     batch: int,
 ) -> Study:
-    """Counts requests, learns from some of them and keeps rows of the others.
+    """Count requests, learn from some of them and keep the rows of the others.
 
     Args:
-        requests: as many as `total`, or fewer.
-        total: how many are expected: the first half of them is learnt from. A single one is
-            halved.
-        fit_files: what to learn from in their place.
-        layer_ids: columns that are looked at; all if None.
-        passes: most of them that are simulated.
-        batch: requests side by side in a pass.
+        requests: up to `total` requests.
+        total: expected number; the first half is learnt from. A single request is halved.
+        fit_files: files to learn from in place of the first half.
+        layer_ids: columns to study; None for all.
+        passes: maximum simulated passes.
+        batch: concurrent requests in a pass.
 
     Raises:
-        InvalidArgument: if they are of several models, a layer is not theirs, or there are none.
+        InvalidArgument: if models differ, a layer is unknown, or no request is given.
     """
     study: Study | None = None
     first: Request | None = None
@@ -147,10 +159,10 @@ def study_of(
     def cut(request: Request) -> Request:
         nonlocal study, first
         if layer_ids is not None:
-            strange = sorted(set(layer_ids) - set(request.layer_ids))
-            if strange:
+            unknown = sorted(set(layer_ids) - set(request.layer_ids))
+            if unknown:
                 raise InvalidArgument(
-                    field="layer_ids", value=strange, expected=f"ids among {request.layer_ids}"
+                    field="layer_ids", value=unknown, expected=f"ids among {request.layer_ids}"
                 )
             at = [request.layer_ids.index(layer) for layer in layer_ids]
             valid = None if request.valid is None else request.valid[:, at]
@@ -158,19 +170,19 @@ def study_of(
         if first is None or study is None:
             first = request
             study = Study(request.layer_ids, request.num_experts, passes, batch)
-        told = (request.num_experts, request.layer_ids, request.rows.shape[2])
-        if told != (first.num_experts, first.layer_ids, first.rows.shape[2]):
+        shape = (request.num_experts, request.layer_ids, request.rows.shape[2])
+        if shape != (first.num_experts, first.layer_ids, first.rows.shape[2]):
             raise InvalidArgument(
                 field="traces",
-                value=f"top-{told[2]} of {told[0]} at {len(told[1])} layers",
+                value=f"top-{shape[2]} of {shape[0]} at {len(shape[1])} layers",
                 expected=f"one model: top-{first.rows.shape[2]} of {first.num_experts} at "
-                f"{len(first.layer_ids)} layers, as the first one has",
+                f"{len(first.layer_ids)} layers, as in the first trace",
             )
         return request
 
     apart = fit_files is not None and bool(list(fit_files))
-    for at, asked in enumerate(requests):
-        request = cut(asked)
+    for at, whole in enumerate(requests):
+        request = cut(whole)
         assert study is not None
         rows, valid = request.rows, request.valid
         study.count(rows, valid)
@@ -187,21 +199,21 @@ def study_of(
     if study is None:
         raise InvalidArgument(field="traces", value=0, expected="at least one")
     for path in fit_files or ():
-        for asked in requests_of_file(path):
-            request = cut(asked)
+        for whole in requests_of_file(path):
+            request = cut(whole)
             study.learn(request.rows, request.valid)
     return study
 
 
 def requests_of_file(path: Path) -> list[Request]:
-    """Requests of a .npz.
+    """Read the requests of a .npz.
 
-    Either what `routetrace get` writes, or a recording: `ids` [n, L, K], `E`, and, if there are
-    several requests, `bound` bool [n], True at the first row of each.
+    The file is from `routetrace get`, or a recording: `ids` [n, L, K], `E`, and, for several
+    requests, `bound` bool [n], True at the first row of each.
 
     Raises:
-        InvalidArgument: if it is none of these.
-        OSError: if it can not be read.
+        InvalidArgument: if the file has another format.
+        OSError: if the file cannot be read.
     """
     try:
         with np.load(path, allow_pickle=False) as file:
@@ -215,7 +227,7 @@ def requests_of_file(path: Path) -> list[Request]:
             bound = file["bound"] if "bound" in file else np.zeros(len(rows), bool)
     except (ValueError, KeyError, TypeError, EOFError, zipfile.BadZipFile) as error:
         raise InvalidArgument(
-            field="--npz", value=path, expected=f"what `get` writes, or ids and E: {error}"
+            field="--npz", value=path, expected=f"a file from `get`, or ids and E: {error}"
         ) from error
     if rows.ndim != 3 or bound.shape != rows.shape[:1]:
         raise InvalidArgument(
@@ -227,10 +239,10 @@ def requests_of_file(path: Path) -> list[Request]:
 
 
 def capacities_of(text: str | None, num_experts: int) -> tuple[int, ...]:
-    """Slots from "16,32" or "25%,50%"; () for None.
+    """Parse slots "16,32" or "25%,50%"; () for None.
 
     Raises:
-        typer.BadParameter: if it is something else.
+        typer.BadParameter: if the text has another form.
     """
     slots = []
     for part in text.split(",") if text else ():
@@ -250,15 +262,20 @@ def _requests_of_server(client: RouteClient, names: list[str], done: Any) -> Ite
         done()
         if isinstance(answer, RouteTraceError):
             failed += 1
-            say(f"routetrace: {name}: {describe(answer)}")
+            note(f"routetrace: {name}: {describe(answer)}")
             continue
         yield Request(answer.topk_ids, answer.valid, answer.layer_ids, answer.layout.num_experts)
     if failed:
         fail(f"{failed} of {len(names)} traces failed")
 
 
+def _names(files: list[Path]) -> str:
+    more = f" and {len(files) - 1} more" if len(files) > 1 else ""
+    return f"{files[0].name}{more}"
+
+
 def _placement(path: Path) -> npt.NDArray[np.integer[Any]]:
-    """[R, S] or [L, R, S] from a file of JSON."""
+    """Read a placement [R, S] or [L, R, S] from JSON."""
     try:
         slots = np.array(json.loads(path.read_text("utf-8")))
     except ValueError as error:
@@ -269,6 +286,6 @@ def _placement(path: Path) -> npt.NDArray[np.integer[Any]]:
         raise InvalidArgument(
             field="--placement",
             value=f"{slots.dtype} {slots.shape}",
-            expected="experts by rank and slot, for all layers or for each",
+            expected="integers [ranks, slots] or [layers, ranks, slots]",
         )
     return slots

@@ -1,24 +1,28 @@
-"""Facts about traces, as JSON and as tables."""
+"""Trace facts as JSON and as tables."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from textwrap import wrap
 from typing import Any
 
-from routetrace.cli.output import moment, size
+from routetrace.cli.output import age, moment, size
 from routetrace.client import RoutingTrace, TraceFacts, TraceStat, TraceState
 
-#: Columns of `table_row`; those that end in a space are aligned to the right.
-COLUMNS = "trace", "state", "tokens ", "rows ", "weights", "stored ", "updated", "labels"
+#: Columns of `table_row`; those that end in a space are right-aligned.
+COLUMNS = ("trace", "age ", "state", "tokens ", "coverage ", "inc. ", "weights ", "labels")
+#: Columns of these that break within words where the terminal is too narrow.
+FOLD = ("trace", "labels")
 
 
 def facts_json(facts: TraceFacts) -> dict[str, Any]:
-    """What is known of a trace, in JSON's own types; of one that was read, also what was read."""
+    """Return the facts of a trace in JSON types, with the range read if it was read."""
     layout = facts.layout
     value: dict[str, Any] = {
         name: getattr(facts, name)
         for name in (
-            "request_id",
+            "trace_id",
             "run",
             "num_tokens",
             "num_rows",
@@ -39,6 +43,7 @@ def facts_json(facts: TraceFacts) -> dict[str, Any]:
     value |= {
         "state": facts.state.value,
         "engine_ids": list(facts.engine_ids),
+        "prefix_trace_ids": list(facts.prefix_trace_ids),
         "layout": {
             "layer_ids": list(layout.layer_ids),
             "num_hidden_layers": layout.num_hidden_layers,
@@ -47,7 +52,8 @@ def facts_json(facts: TraceFacts) -> dict[str, Any]:
         },
     }
     if isinstance(facts, TraceStat):
-        value["coverage"] = coverage(facts)
+        value["coverage"] = facts.coverage
+        value["missing_cells"] = dict(facts.missing_cells)
     if isinstance(facts, RoutingTrace):
         value |= {
             "token_start": facts.token_start,
@@ -55,6 +61,7 @@ def facts_json(facts: TraceFacts) -> dict[str, Any]:
             "layer_ids": list(facts.layer_ids),
             "coverage": facts.coverage,
             "provenance": [list(run) for run in facts.provenance],
+            "prefix_sources": [list(run) for run in facts.prefix_sources],
         }
     missing = getattr(facts, "missing", None)
     if missing is not None:
@@ -65,36 +72,23 @@ def facts_json(facts: TraceFacts) -> dict[str, Any]:
     return value
 
 
-def coverage(stat: TraceStat) -> float | None:
-    """Share of the cells known so far that are there; None from calls that do not tell."""
-    if stat.missing is None:
-        return None
-    cells = stat.num_rows * len(stat.layout.layer_ids)
-    lost = sum(
-        (min(m.stop, stat.num_rows) - m.start) * len(m.layer_ids)
-        for m in stat.missing
-        if m.start < stat.num_rows
-    )
-    return 1 - lost / cells if cells else 1.0
-
-
 def is_whole(facts: TraceFacts) -> bool:
-    """Whether the trace has ended, with every cell there."""
+    """Return whether the trace has ended with every cell present."""
     return facts.state is TraceState.COMPLETE and facts.num_tokens > 0
 
 
 def facts_table(found: TraceStat) -> Iterator[tuple[str, object]]:
-    """What `routetrace stat` prints: names and values."""
-    share = coverage(found)
+    """Yield names and values for `routetrace stat`."""
     end = f", {found.finish_reason}" if found.finish_reason else ""
-    tokens = f"{found.num_tokens:,}" if found.num_tokens else "not known"
-    yield "trace", found.request_id
+    tokens = f"{found.num_tokens:,}" if found.num_tokens else "unknown"
+    yield "trace", found.trace_id
     yield "run", found.run
     yield "state", f"{found.state.value}{end}"
     yield "tokens", f"{tokens} ({found.prompt_len:,} of the prompt)" if found.prompt_len else tokens
     yield "rows", f"{found.num_rows:,}"
-    if share is not None:
-        yield "coverage", "100 %" if is_whole(found) and share == 1 else f"{share:.2%}"
+    yield "coverage", _share(found.coverage)
+    if found.missing_cells:
+        yield "missing", _cells(found.missing_cells)
     layout = found.layout
     yield (
         "model",
@@ -103,6 +97,8 @@ def facts_table(found: TraceStat) -> Iterator[tuple[str, object]]:
     )
     yield "weights", _weights(found)
     yield "engines", ", ".join(found.engine_ids)
+    if found.prefix_trace_ids:
+        yield "prefix from", ", ".join(found.prefix_trace_ids)
     yield "attempts", found.num_attempts
     yield "incarnation", f"{found.incarnation} ({found.num_incarnations} in all)"
     yield "labels", _labels(found)
@@ -112,18 +108,40 @@ def facts_table(found: TraceStat) -> Iterator[tuple[str, object]]:
     yield "expires", moment(found.expires)
 
 
-def table_row(found: TraceStat) -> tuple[object, ...]:
-    """A row of `routetrace list`."""
+def table_row(found: TraceStat, now: float) -> tuple[object, ...]:
+    """Return a row of `routetrace list`."""
     return (
-        found.request_id,
+        found.trace_id,
+        age(now - found.created),
         found.state.value,
-        found.num_tokens or "?",
-        found.num_rows,
+        found.num_tokens or f"{found.num_rows}+",
+        _share(found.coverage),
+        found.num_incarnations,
         _weights(found),
-        size(found.stored_bytes),
-        moment(found.updated),
         _labels(found),
     )
+
+
+def totals(found: Sequence[TraceStat]) -> list[str]:
+    """Return traces by state, coverage and missing cells by reason, as lines."""
+    states = Counter(stat.state.value for stat in found)
+    cells = sum(stat.num_rows * len(stat.layout.layer_ids) for stat in found)
+    missing: Counter[str] = Counter()
+    for stat in found:
+        missing.update(stat.missing_cells)
+    text = f"{len(found):,} traces: " + ", ".join(f"{n:,} {s}" for s, n in states.items())
+    share = _share(1 - sum(missing.values()) / cells if cells else 1.0)
+    rest = [f"missing cells: {_cells(missing)}"] if missing else []
+    return [line for part in (f"{text}; coverage {share}", *rest) for line in wrap(part, 80)]
+
+
+def _share(share: float) -> str:
+    """Format a coverage; 100 % only where nothing is missing."""
+    return "100 %" if share == 1 else f"{min(share, 0.9999):.2%}"
+
+
+def _cells(cells: Mapping[str, int]) -> str:
+    return ", ".join(f"{n:,} {reason}" for reason, n in sorted(cells.items()))
 
 
 def _weights(found: TraceStat) -> str:
@@ -136,7 +154,7 @@ def _labels(found: TraceStat) -> str:
 
 
 def layers_text(ids: tuple[int, ...]) -> str:
-    """Layer ids as `--layers` takes them."""
+    """Format layer ids for `--layers`."""
     runs: list[list[int]] = []
     for layer in ids:
         if runs and runs[-1][1] == layer - 1:

@@ -1,4 +1,4 @@
-"""Traces as files: .npz, a directory of them, or Parquet. A file is there whole, or not at all."""
+"""Traces as .npz or Parquet files, which are written whole or not at all."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import hashlib
 import importlib.util
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Protocol
@@ -18,38 +18,51 @@ import numpy.typing as npt
 
 from routetrace.cli.facts import facts_json
 from routetrace.client import RoutingTrace
-from routetrace.v1.errors import InvalidArgument
+from routetrace.common.errors import InvalidArgument
 
 # Rows of a Parquet row group; short traces share one.
 _GROUP_ROWS = 1 << 19
-# Longest file name that is made of an id; file systems take 255 bytes.
-_LONGEST_NAME = 180
+# Maximum length of a file name from an id; file systems allow 255 bytes.
+_MAX_NAME = 180
 
 
 class Writer(Protocol):
-    """Takes traces; what it wrote is there once it is left without an error."""
+    """Context that takes traces; the output exists once it exits without an error."""
 
     keeps_parts: bool
-    """Whether what was written stays if other traces fail."""
+    """Whether written traces stay if others fail."""
 
     def __enter__(self) -> Writer: ...
 
     def __exit__(self, *error: object) -> None: ...
 
     def add(self, trace: RoutingTrace) -> None:
-        """Writes a trace."""
+        """Write a trace."""
 
 
-def writer_for(output: str, num_traces: int) -> Writer:
-    """What writes to a path, by its ending.
+def writer_for(output: str, trace_ids: Sequence[str], *, force: bool = False) -> Writer:
+    """Return the writer of traces for a path, by its suffix.
+
+    Args:
+        output: path; a directory if it ends in /.
+        trace_ids: traces to write.
+        force: whether files that exist are replaced.
 
     Raises:
-        InvalidArgument: if that can not hold so many traces, or needs what is not installed.
+        InvalidArgument: if the format cannot hold the traces, a file exists, or pyarrow is not
+            installed.
     """
     path = Path(output)
     if not (path.parent.is_dir() or output.endswith("/")):
         raise InvalidArgument(
             field="--output", value=output, expected=f"a file in a directory; {path.parent} is none"
+        )
+    names = [path]
+    if output.endswith("/") or path.is_dir():
+        names = [path / f"{file_name(trace_id)}.npz" for trace_id in trace_ids]
+    if not force and (there := [name for name in names if name.exists()]):
+        raise InvalidArgument(
+            field="--output", value=str(there[0]), expected="no such file yet, or --force"
         )
     if output.endswith("/") or path.is_dir():
         return Directory(path)
@@ -57,7 +70,7 @@ def writer_for(output: str, num_traces: int) -> Writer:
         if importlib.util.find_spec("pyarrow") is None:
             raise InvalidArgument("to write Parquet, pip install pyarrow")
         return ParquetFile(path)
-    if path.suffix == ".npz" and num_traces == 1:
+    if path.suffix == ".npz" and len(trace_ids) == 1:
         return NpzFile(path)
     expected = "a directory (with a / at the end) or .parquet, to hold several traces"
     if path.suffix != ".npz":
@@ -67,7 +80,7 @@ def writer_for(output: str, num_traces: int) -> Writer:
 
 @contextlib.contextmanager
 def atomically(path: Path) -> Iterator[Path]:
-    """A path to write to, which becomes `path` if all goes well, and nothing otherwise."""
+    """Yield a temporary path, renamed to `path` on success, removed on error."""
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
         yield part
@@ -80,7 +93,7 @@ def atomically(path: Path) -> Iterator[Path]:
 
 
 def write_npz(trace: RoutingTrace, path: Path) -> None:
-    """Writes one trace.
+    """Write one trace to a .npz.
 
     Arrays: `topk_ids` [tokens, layers, top_k] uint8 or uint16, `valid` bool [tokens, layers],
     `layer_ids` int32 [layers], `weight_versions` int64 [n, 3] (start, stop, version by position),
@@ -99,7 +112,7 @@ def write_npz(trace: RoutingTrace, path: Path) -> None:
 
 
 class NpzFile:
-    """One trace."""
+    """A .npz of one trace."""
 
     keeps_parts = False
 
@@ -113,12 +126,12 @@ class NpzFile:
         pass
 
     def add(self, trace: RoutingTrace) -> None:
-        """Writes it."""
+        """Write the trace."""
         write_npz(trace, self._path)
 
 
 class Directory:
-    """A .npz for each trace; each is there as soon as it is written."""
+    """One .npz per trace; each exists as soon as it is written."""
 
     keeps_parts = True
 
@@ -133,20 +146,20 @@ class Directory:
         pass
 
     def add(self, trace: RoutingTrace) -> None:
-        """Writes a trace."""
-        write_npz(trace, self._path / f"{file_name(trace.request_id)}.npz")
+        """Write a trace."""
+        write_npz(trace, self._path / f"{file_name(trace.trace_id)}.npz")
 
 
-def file_name(request_id: str) -> str:
-    """A name for a file, of an id that may hold anything; other ids get other names."""
-    name = quote(request_id, safe="")
-    if len(name) <= _LONGEST_NAME:
+def file_name(trace_id: str) -> str:
+    """Return a unique and valid file name for any id."""
+    name = quote(trace_id, safe="")
+    if len(name) <= _MAX_NAME:
         return name
-    return f"{name[:_LONGEST_NAME]}-{hashlib.sha256(request_id.encode()).hexdigest()[:16]}"
+    return f"{name[:_MAX_NAME]}-{hashlib.sha256(trace_id.encode()).hexdigest()[:16]}"
 
 
 class ParquetFile:
-    """All traces, a row for each token and layer.
+    """Parquet of all traces, one row per token and layer.
 
     Columns: `trace_id`, `position`, `layer`, `topk_ids` (a list of top_k ids; null where the cell
     is missing), `weight_version` (null where it is unknown).
@@ -163,7 +176,7 @@ class ParquetFile:
 
     def __enter__(self) -> ParquetFile:
         self._part = self._stack.enter_context(atomically(self._path))
-        self._part.open("wb").close()  # tells now, not after an hour, that it can not be written
+        self._part.open("wb").close()  # fail early if it cannot be written
         return self
 
     def __exit__(self, *error: Any) -> None:
@@ -176,18 +189,18 @@ class ParquetFile:
             self._stack.__exit__(*error)
 
     def add(self, trace: RoutingTrace) -> None:
-        """Writes a trace.
+        """Write a trace.
 
         Raises:
-            InvalidArgument: if its model has another top-k, or wider ids, than the first one's.
+            InvalidArgument: if its model has another top-k or id width than the first one.
         """
         first = self._first = self._first or trace
         if (trace.top_k, trace.layout.dtype) != (first.top_k, first.layout.dtype):
             raise InvalidArgument(
-                field=f"trace {trace.request_id!r}",
+                field=f"trace {trace.trace_id!r}",
                 value=f"top-{trace.top_k} of {trace.layout.num_experts}",
-                expected=f"top-{first.top_k} of {first.layout.num_experts}, as the first one has; "
-                "write models of several kinds into a directory",
+                expected=f"top-{first.top_k} of {first.layout.num_experts}, as in the first trace; "
+                "write traces of several models to a directory",
             )
         self._tables.append(parquet_table(trace))
         if sum(len(table) for table in self._tables) >= _GROUP_ROWS:
@@ -207,7 +220,7 @@ class ParquetFile:
 
 
 def parquet_table(trace: RoutingTrace) -> Any:
-    """The rows of a trace as they are written to Parquet."""
+    """Return the Parquet table of a trace."""
     import pyarrow as pa
 
     tokens, layers, top_k = trace.topk_ids.shape
@@ -216,7 +229,7 @@ def parquet_table(trace: RoutingTrace) -> Any:
     versions, known = _versions(trace)
     columns = {
         "trace_id": pa.DictionaryArray.from_arrays(
-            pa.array(np.zeros(cells, np.int32)), pa.array([trace.request_id])
+            pa.array(np.zeros(cells, np.int32)), pa.array([trace.trace_id])
         ),
         "position": pa.array(positions.repeat(layers)),
         "layer": pa.array(np.tile(np.array(trace.layer_ids, np.uint16), tokens)),
@@ -231,10 +244,10 @@ def parquet_table(trace: RoutingTrace) -> Any:
 
 
 def _versions(trace: RoutingTrace) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
-    """Weight version of each token, and whether it is known."""
+    """Return the weight version of each token, and a mask of the known ones."""
     versions = np.zeros(len(trace), np.int64)
     known = np.zeros(len(trace), bool)
-    # Pipeline stages may differ for a moment: the newest one is told.
+    # Where pipeline stages differ, the newest version is reported.
     for start, stop, version in sorted(trace.weight_versions, key=lambda run: run[2]):
         rows = slice(start - trace.token_start, stop - trace.token_start)
         versions[rows], known[rows] = version, True

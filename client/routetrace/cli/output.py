@@ -1,11 +1,11 @@
-"""What people see: lines, tables, progress; what programs see: lines of JSON."""
+"""Output: lines, tables and progress for users, lines of JSON for programs."""
 
 from __future__ import annotations
 
 import contextlib
 import json
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from datetime import datetime
 from typing import Any, NoReturn
 
@@ -15,51 +15,65 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-from routetrace.v1.errors import RouteTraceError
+from routetrace.common.errors import RouteTraceError
 
-# No table that is piped somewhere is cut to a width.
+# Tables in pipes are not cut to a width.
 _PIPED_WIDTH = 10_000
 
 
-def say(text: object) -> None:
-    """A line on stderr."""
+def note(text: object) -> None:
+    """Print a line on stderr."""
     print(plain(str(text)), file=sys.stderr)
 
 
 def fail(error: object, code: int = 1) -> NoReturn:
-    """Ends the command with a line that says why."""
-    say(f"routetrace: {describe(error)}")
+    """Exit with an error line."""
+    note(f"routetrace: {describe(error)}")
     raise typer.Exit(code)
 
 
 def describe(error: object) -> str:
-    """An error in one line."""
+    """Return an error as one line."""
     if isinstance(error, RouteTraceError):
         return " ".join(error.message.split()) or type(error).__name__
     return " ".join(str(error).split())
 
 
 def write_json(value: Any) -> None:
-    """A line of JSON on stdout."""
+    """Print a line of JSON on stdout."""
     print(json.dumps(value, ensure_ascii=False, default=str))
 
 
-def write_table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
-    """A table on stdout; columns whose name ends in a space are aligned to the right."""
+def write_table(
+    columns: Sequence[str], rows: Iterable[Sequence[object]], fold: Collection[str] | None = None
+) -> None:
+    """Print a table; columns with a name that ends in a space are right-aligned.
+
+    Args:
+        columns: names.
+        rows: cells.
+        fold: columns that break where the terminal is too narrow; None: all.
+    """
     table = Table(box=None, pad_edge=False, header_style="bold", show_header=any(columns))
     for name in columns:
         right = name.endswith(" ")
-        table.add_column(name.strip(), justify="right" if right else "left", overflow="fold")
+        table.add_column(
+            name.strip(),
+            justify="right" if right else "left",
+            overflow="fold",
+            no_wrap=fold is not None and name not in fold,
+            min_width=max(map(len, name.split()), default=0),  # headers break between words alone
+        )
     for row in rows:
-        # As text, which rich does not read for markup or emoji.
+        # rich interprets no markup or emoji in Text.
         table.add_row(*(Text(plain(str(cell))) for cell in row))
     width = None if sys.stdout.isatty() else _PIPED_WIDTH
     Console(file=sys.stdout, width=width).print(table)
 
 
 @contextlib.contextmanager
-def progress(what: str, total: int | None) -> Iterator[Callable[[], None]]:
-    """A bar on stderr if that is a terminal; call what it gives for each thing that is done."""
+def progress(title: str, total: int | None) -> Iterator[Callable[[], None]]:
+    """Show a bar on terminals; yield a function that advances it by one."""
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
@@ -70,17 +84,17 @@ def progress(what: str, total: int | None) -> Iterator[Callable[[], None]]:
     with Progress(
         *columns, console=console, transient=True, disable=not sys.stderr.isatty()
     ) as bar:
-        task = bar.add_task(what, total=total)
+        task = bar.add_task(title, total=total)
         yield lambda: bar.advance(task)
 
 
 def plain(text: str) -> str:
-    """Text without what a terminal would obey."""
+    """Escape control characters."""
     return "".join(c if c.isprintable() else f"\\x{ord(c):02x}" for c in text)
 
 
 def size(count: int) -> str:
-    """Bytes, for people."""
+    """Format a number of bytes."""
     value, units = float(count), iter(("B", "KiB", "MiB", "GiB", "TiB"))
     unit = next(units)
     while value >= 1024 and unit != "TiB":
@@ -88,6 +102,34 @@ def size(count: int) -> str:
     return f"{count} B" if unit == "B" else f"{value:.1f} {unit}"
 
 
+def none_found(kind: str, run: str, runs: Sequence[str]) -> str:
+    """Return the message for an empty result; `runs` are those that exist."""
+    if run in runs:
+        return f"no such {kind} in run {run!r}"
+    return f"no run {run!r}; runs: {', '.join(runs) or 'none yet'}"
+
+
+def age(seconds: float) -> str:
+    """Format a duration in at most 6 characters: "9 s", "59 min", "23 h", "400 d"."""
+    count = int(max(0.0, seconds))
+    if count < 60:
+        return f"{count} s"
+    if count < 3600:
+        return f"{count // 60} min"
+    return f"{count // 3600} h" if count < 48 * 3600 else f"{count // 86400} d"
+
+
+def short(count: int) -> str:
+    """Format a count in at most 5 characters: "9999", "123k", "4.56M"."""
+    if count < 10_000:
+        return str(count)
+    value, units = float(count), iter("kMGTPE")
+    while True:
+        value, unit = value / 1000, next(units)
+        if value < 999.5 or unit == "E":
+            return f"{value:.3g}{unit}"
+
+
 def moment(seconds: float) -> str:
-    """Unix seconds as local time."""
+    """Format Unix seconds as local time."""
     return datetime.fromtimestamp(seconds).astimezone().isoformat(" ", "seconds")

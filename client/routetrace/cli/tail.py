@@ -1,4 +1,4 @@
-"""What `routetrace tail` prints."""
+"""Output of `routetrace tail`."""
 
 from __future__ import annotations
 
@@ -11,29 +11,29 @@ from routetrace.client import RoutingTrace
 
 
 def print_parts(parts: Iterable[RoutingTrace], rows: bool) -> bool:
-    """Prints the parts of a trace as they come.
+    """Print the parts of a trace as they arrive.
 
     Args:
-        parts: of `RouteClient.follow`, with missing cells masked.
-        rows: print every row, not how many there are.
+        parts: parts from `RouteClient.follow`, with missing cells masked.
+        rows: print every row in place of their number.
 
     Returns:
-        Whether the trace ended whole.
+        Whether the trace ended without missing rows.
     """
-    begun = time.monotonic()
-    count, whole, last = 0, True, None
+    before = time.monotonic()
+    whole, last = True, None
     for last in parts:
-        count += len(last)
         whole = whole and bool(last.valid.all())
         if rows:
             _print_rows(last)
         elif len(last):
-            rate = count / max(time.monotonic() - begun, 1e-9)
+            now = time.monotonic()
+            rate, before = len(last) / max(now - before, 1e-9), now
             print(
                 f"[{last.token_start}, {last.token_stop})  {len(last)} rows, "
                 f"{last.coverage:.1%} valid, {rate:,.0f} rows/s"
             )
-        # Whoever reads along wants it now.
+        # For readers of a pipe.
         sys.stdout.flush()
     if last is None:
         return False

@@ -1,4 +1,4 @@
-"""Reads traces whole, and finds what is wrong with them."""
+"""Verification of whole traces."""
 
 from __future__ import annotations
 
@@ -11,22 +11,21 @@ import numpy as np
 
 from routetrace.cli.output import describe, progress, size
 from routetrace.client import RouteClient, RoutingTrace, TraceState
-from routetrace.v1.errors import NotFound, RouteTraceError
+from routetrace.common.errors import NotFound, RouteTraceError
 
 
 class Finding(NamedTuple):
-    """What is wrong with a trace."""
+    """One defect of a trace."""
 
     trace: str
     wrong: str
-    """One word: "corrupt", "missing", "unknown end", "rows", "digests", "weights", or the name of
-    the error."""
+    """Kind: "corrupt", "missing", "unknown end", "rows", "digests", "weights", or an error name."""
     details: str
 
 
 @dataclass
 class Report:
-    """What was read, and what is wrong."""
+    """Amount read, and defects."""
 
     findings: list[Finding] = field(default_factory=list)
     traces: int = 0
@@ -37,61 +36,63 @@ class Report:
 
     @property
     def summary(self) -> str:
-        """In one line."""
+        """One-line summary."""
         bad = len({finding.trace for finding in self.findings})
         read = f"cells {self.cells:,}, stored {size(self.bytes)}"
         return (
             f"traces {self.traces:,}, incarnations {self.incarnations:,}, "
-            f"running {self.running:,}, {read}; traces with something wrong: {bad:,}"
+            f"running {self.running:,}, {read}; defective traces: {bad:,}"
         )
 
 
 def verify(client: RouteClient, ids: Iterable[str] | None) -> Report:
-    """Reads every incarnation of traces; the client checks checksums and completeness of each read.
+    """Read and check every incarnation of traces.
+
+    The client itself checks checksums and completeness of each read.
 
     Args:
-        client: whose run is meant.
-        ids: trace ids; all traces of the run if None, of which some may go meanwhile.
+        client: client of the run.
+        ids: trace ids; None for all traces of the run, where deleted ones are skipped.
     """
     report = Report()
     total = None if ids is None else len(list(ids := list(ids)))
-    names = (stat.request_id for stat in client.find()) if ids is None else iter(ids)
-    asked, told = tee(names)
-    answers = client.get_many(asked, missing="mask", errors="return")
+    names = (stat.trace_id for stat in client.find()) if ids is None else iter(ids)
+    requested, listed = tee(names)
+    answers = client.get_many(requested, missing="mask", errors="return")
     with progress("verify", total) as done:
-        for name, answer in zip(told, answers, strict=True):
+        for name, answer in zip(listed, answers, strict=True):
             if ids is None and isinstance(answer, NotFound):
                 continue  # expired or deleted since it was listed
             report.traces += 1
-            _look_at(report, name, answer)
+            _check(report, name, answer)
             if isinstance(answer, RoutingTrace) and answer.num_incarnations > 1:
                 for other in _others(client, answer):
-                    _look_at(report, name, other)
+                    _check(report, name, other)
             done()
     return report
 
 
 def _others(client: RouteClient, first: RoutingTrace) -> Iterator[RoutingTrace | RouteTraceError]:
-    """The other incarnations of a trace.
+    """Yield the other incarnations of a trace.
 
-    They are known by the arrival numbers of engine requests, some of which go on in others.
+    Their numbers are arrival numbers of engine requests, some of which continue others.
     """
     seen, number = {first.incarnation}, 0
     while len(seen) < first.num_incarnations:
         number += 1
         try:
-            incarnation = client.stat(first.request_id, incarnation=number).incarnation
+            incarnation = client.stat(first.trace_id, incarnation=number).incarnation
             if incarnation in seen:
                 continue
             seen.add(incarnation)
-            yield client.get(first.request_id, incarnation=incarnation, missing="mask")
+            yield client.get(first.trace_id, incarnation=incarnation, missing="mask")
         except NotFound:
             return
         except RouteTraceError as error:
             yield error
 
 
-def _look_at(report: Report, name: str, answer: RoutingTrace | RouteTraceError) -> None:
+def _check(report: Report, name: str, answer: RoutingTrace | RouteTraceError) -> None:
     if isinstance(answer, RouteTraceError):
         report.findings.append(Finding(name, type(answer).__name__.lower(), describe(answer)))
         return
@@ -111,28 +112,28 @@ def _wrong_with(trace: RoutingTrace) -> Iterator[tuple[str, str]]:
         trace.validate()
     except RouteTraceError as error:
         yield "corrupt", describe(error)
-    # What is not there yet may come while the request runs; anything else will not.
+    # Only "not_yet" of a running request is temporary.
     lost = [m for m in trace.missing if not (running and m.reason == "not_yet")]
     if lost:
         more = f"; {len(lost) - 3} more ranges" if len(lost) > 3 else ""
         yield "missing", "; ".join(map(str, lost[:3])) + more
     if not running and not trace.num_tokens:
-        yield "unknown end", f"nobody told how it ended, after {trace.num_rows} rows"
+        yield "unknown end", f"end not reported after {trace.num_rows} rows"
     if not running and trace.num_tokens and trace.num_rows != trace.num_tokens - 1:
         yield "rows", f"{trace.num_rows} rows of {trace.num_tokens} tokens"
     at = trace.token_digests["position"]
-    if at.size and (np.diff(at.astype(np.int64)).min(initial=1) < 1 or at[-1] > _most(trace)):
-        yield "digests", f"positions {at[:4].tolist()} .. {at[-1]} of {_most(trace)} tokens"
+    if at.size and (np.diff(at.astype(np.int64)).min(initial=1) < 1 or at[-1] > _max_tokens(trace)):
+        yield "digests", f"positions {at[:4].tolist()} .. {at[-1]} of {_max_tokens(trace)} tokens"
     versions = {version for _, _, version in trace.weight_versions}
     if versions and not (
         trace.min_weight_version <= min(versions) <= max(versions) <= trace.max_weight_version
     ):
         yield (
             "weights",
-            f"rows of versions {sorted(versions)}, told were {trace.min_weight_version} "
+            f"rows of versions {sorted(versions)}, expected {trace.min_weight_version} "
             f"to {trace.max_weight_version}",
         )
 
 
-def _most(trace: RoutingTrace) -> int:
+def _max_tokens(trace: RoutingTrace) -> int:
     return trace.num_tokens or trace.num_rows + 1

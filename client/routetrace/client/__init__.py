@@ -1,23 +1,69 @@
-"""Reads routing back: RouteClient, AsyncRouteClient, and what they take and return."""
+"""Reading of routing: RouteClient, AsyncRouteClient, their arguments, results and errors."""
+
+from importlib.metadata import version as _version
 
 from routetrace.client._aio import AsyncRouteClient
 from routetrace.client._sync import RouteClient
 from routetrace.client.micro_batch import MicroBatch, Sample, Segment
+from routetrace.client.options import ReadOptions
 from routetrace.client.plan import Plan, Rank, make_plan
 from routetrace.client.rows import FetchStats, RankRows
-from routetrace.client.stat import MissingRange, ServerInfo, TraceFacts, TraceStat, TraceState
+from routetrace.client.stat import (
+    AgentStat,
+    Limit,
+    ReadFacts,
+    ServerInfo,
+    TraceFacts,
+    TraceStat,
+    TraceState,
+)
 from routetrace.client.trace import RoutingTrace
-from routetrace.v1.security import Security
+from routetrace.common.errors import (
+    Closed,
+    Corrupt,
+    DeadlineExceeded,
+    Fenced,
+    Incomplete,
+    InvalidArgument,
+    Moved,
+    NotFound,
+    OutOfSequence,
+    Overloaded,
+    PermissionDenied,
+    RouteTraceError,
+    Unauthenticated,
+    Unavailable,
+)
+from routetrace.common.missing import MissingRange
+from routetrace.common.security import Security
+
+__version__ = _version("routetrace")
 
 __all__ = [
+    "AgentStat",
     "AsyncRouteClient",
+    "Closed",
+    "Corrupt",
+    "DeadlineExceeded",
+    "Fenced",
     "FetchStats",
+    "Incomplete",
+    "InvalidArgument",
+    "Limit",
     "MicroBatch",
     "MissingRange",
+    "Moved",
+    "NotFound",
+    "OutOfSequence",
+    "Overloaded",
+    "PermissionDenied",
     "Plan",
     "Rank",
     "RankRows",
+    "ReadFacts",
+    "ReadOptions",
     "RouteClient",
+    "RouteTraceError",
     "RoutingTrace",
     "Sample",
     "Security",
@@ -26,5 +72,8 @@ __all__ = [
     "TraceFacts",
     "TraceStat",
     "TraceState",
+    "Unauthenticated",
+    "Unavailable",
+    "__version__",
     "make_plan",
 ]

@@ -1,23 +1,31 @@
 """AsyncRouteClient: the asyncio client."""
 
+# Over 400 lines: one class; most lines are signatures and docstrings of its methods.
+
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
-from typing import Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import numpy.typing as npt
 
 from routetrace.client import _arguments, _calls
 from routetrace.client._aio_drive import AsyncDriver
-from routetrace.client._calls import Errors, Missing, MissingOrWait, Policy
+from routetrace.client._calls import Errors
 from routetrace.client._core import Config, Plan
+from routetrace.client.options import Missing, ReadKeywords, ReadOptions, merged
 from routetrace.client.plan import Plan as RankPlan
-from routetrace.client.prefetch import AsyncPrefetch
+from routetrace.client.prefetch import AsyncPrefetch, fetch_async
 from routetrace.client.rows import RankRows
-from routetrace.client.stat import ServerInfo, TraceStat, TraceState
+from routetrace.client.stat import AgentStat, ServerInfo, TraceStat, TraceState
 from routetrace.client.trace import RoutingTrace
-from routetrace.v1.errors import RouteTraceError
-from routetrace.v1.security import Security
+from routetrace.common.errors import RouteTraceError
+from routetrace.common.security import Security
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+_DEFAULTS = ReadOptions()
 
 
 class AsyncRouteClient:
@@ -26,30 +34,36 @@ class AsyncRouteClient:
     Close it before a fork: gRPC's asyncio machinery does not survive one, and makes calls hang. In
     the child of a process that did not, calls raise Unavailable.
 
-    Connects at the first call. Calls that fail because the server is away or busy are repeated,
-    with growing pauses, until their timeout. Every call raises errors of `routetrace.v1.errors`
-    alone; a gRPC error is at most their `__cause__`:
+    Connects at the first call. A call that fails because the server is unreachable or busy is
+    repeated, with growing pauses, until its timeout. `ReadOptions` describes the options that
+    get, get_many, fetch, prefetch and follow share; each is also a keyword argument of them, which
+    wins over `options`.
 
-    * InvalidArgument: an argument is wrong; told before anything is sent where possible
+    Every call raises errors of `routetrace.client` only; a gRPC error is at most their `__cause__`:
+
+    * InvalidArgument: a wrong argument; raised before anything is sent where possible. For an
+      unknown keyword of these calls it is also a TypeError
     * NotFound: no such trace, engine or run
     * Corrupt: the answer fails its checksums, or contradicts itself
-    * Unavailable, Overloaded: the server could not be reached, or had no room, until the timeout
+    * Unavailable, Overloaded: server not reachable, or without room, until the timeout
     * DeadlineExceeded: no answer within the timeout
     * Unauthenticated, PermissionDenied
     * Closed: the client was closed
 
     Args:
-        target: host:port; $ROUTETRACE_TARGET if None.
-        run: the training job whose traces are meant; $ROUTETRACE_RUN or "default" if None.
-        timeout: seconds that a call may take, where the call is not given its own.
-        max_message_bytes: largest message that is taken or sent.
-        options: more gRPC channel options, which win over the client's own.
-        security: TLS files and a token; what the environment says if None. Certificates that are
-            replaced are used by new calls, within a second or so.
+        target: host:port, host (port 7411), several with commas between, or a gRPC target;
+            $ROUTETRACE_TARGET if None.
+        run: training job of the traces; $ROUTETRACE_RUN or "default" if None.
+        timeout: seconds of a call that is not given its own timeout.
+        max_message_bytes: size limit of one message, in both directions.
+        channel_options: further gRPC channel options, which win over the client's own.
+        security: TLS files and a token; from the environment if None. New calls use certificates
+            that were replaced more than about a second before.
 
     Raises:
-        InvalidArgument: if there is no target, a number is not positive, a file of `security` can
-            not be used, or its token would travel in plain text.
+        InvalidArgument: if there is no target or it has a scheme such as http, an argument has a
+            wrong type or range, a file of `security` is not usable, or its token would travel in
+            plain text.
     """
 
     def __init__(
@@ -59,10 +73,12 @@ class AsyncRouteClient:
         run: str | None = None,
         timeout: float = 60.0,
         max_message_bytes: int = 64 << 20,
-        options: Iterable[tuple[str, Any]] = (),
+        channel_options: Iterable[tuple[str, Any]] = (),
         security: Security | None = None,
     ) -> None:
-        self._config = Config.make(target, run, timeout, max_message_bytes, options, security)
+        self._config = Config.make(
+            target, run, timeout, max_message_bytes, channel_options, security
+        )
         self._driver = AsyncDriver(self._config)
 
     def __repr__(self) -> str:
@@ -76,132 +92,119 @@ class AsyncRouteClient:
         await self.close()
 
     async def close(self) -> None:
-        """Ends what is under way and disconnects; may be called more than once."""
+        """End all calls and disconnect; may be called more than once."""
         await self._driver.close()
 
     async def get(
         self,
-        request_id: str,
+        trace_id: str,
         *,
         layer_ids: Sequence[int] | None = None,
         token_start: int = 0,
         token_stop: int | None = None,
-        missing: MissingOrWait = "raise",
-        wait: float | None = None,
-        policy: Policy = "as_sampled",
-        weight_version: int | None = None,
         incarnation: int | None = None,
-        timeout: float | None = None,
+        num_tokens: int | None = None,
+        pin_memory: bool = False,
+        options: ReadOptions = _DEFAULTS,
+        **keywords: Unpack[ReadKeywords],
     ) -> RoutingTrace:
-        """The rows of one request.
+        """Return the rows of one trace.
 
         Args:
-            request_id: the trace's id.
+            trace_id: id of the trace: the engine's request id, unless another one was given.
             layer_ids: absolute decoder layer ids, strictly ascending; all MoE layers if None.
             token_start: first position.
             token_stop: one past the last position; to the end if None.
-            missing: what to do if a row asked for is not there: "raise" Incomplete, "mask" it in
-                `RoutingTrace.valid`, or "wait" for it. Rows to the end are not all there before the
-                end is known: while the request runs, or if nobody told how it ended.
-            wait: how many seconds to wait, in addition to the timeout: for the rows if `missing` is
-                "wait", then as many as the timeout has if None; else for the request to be known
-                and to end, and not at all if None.
-            policy: which rows to take where a token was computed more than once. "as_sampled":
-                those of the pass that sampling went by: of a preempted request the first one; of a
-                request that goes on from another (a continued rollout, a prefill handed over) that
-                other's. "latest": those of the last pass.
-            weight_version: only rows that this version computed; those of any if None.
-            incarnation: `TraceFacts.incarnation` of the one that is meant, or the arrival number of
+                Frames of up to 512 rows travel whole, whatever part of them is requested.
+            incarnation: `TraceFacts.incarnation` of the requested one, or the arrival number of
                 any engine request with this id; the newest complete one, else the newest, if None.
-            timeout: seconds; the client's if None.
+            num_tokens: with `wait_for`, prompt and output tokens of the trace, as the engine's
+                answer counts them. Several requests under one id make up one trace (turns of a
+                session): until the next one has begun at the server, up to a second later, the
+                trace is complete as of the last. An end at fewer tokens does not count.
+            pin_memory: use page-locked memory for the ids (needs torch with CUDA), so that
+                `RoutingTrace.to_torch` copies at full speed and does not block.
+            options: see `ReadOptions`.
+            **keywords: fields of `ReadOptions` that replace those of `options`.
 
         Raises:
-            Incomplete: if rows are missing, or may be as the end is not known, and `missing` is
-                "raise", or is "wait" and they did not come in time; says which and why.
-            DeadlineExceeded: also if the request had not ended after `wait` seconds, or none was
-                known after waiting for its rows; says how far it was.
+            Incomplete: if rows are missing, or may be because the end is unknown, and `missing` is
+                "raise"; lists the missing ranges and the reasons.
+            DeadlineExceeded: also if the request had not ended (`wait_for="end"`) within the
+                timeout, or the trace was still unknown; reports how far it was.
             NotFound: also if there is no such incarnation.
             RouteTraceError: see the class.
         """
         plan = _calls.get(
             self._config,
-            request_id,
+            trace_id,
+            merged(self.get, options, keywords),
             layer_ids=layer_ids,
             token_start=token_start,
             token_stop=token_stop,
-            missing=missing,
-            wait=wait,
-            policy=policy,
-            weight_version=weight_version,
             incarnation=incarnation,
-            timeout=timeout,
+            num_tokens=num_tokens,
+            pin_memory=pin_memory,
         )
         return await self._driver.one(plan)
 
     @overload
     def get_many(
         self,
-        request_ids: Iterable[str],
+        trace_ids: Iterable[str],
         *,
-        prefetch: int = 8,
+        prefetch: int = 32,
         errors: Literal["raise"] = "raise",
         layer_ids: Sequence[int] | None = None,
         token_start: int = 0,
         token_stop: int | None = None,
-        missing: MissingOrWait = "raise",
-        wait: float | None = None,
-        policy: Policy = "as_sampled",
-        weight_version: int | None = None,
-        timeout: float | None = None,
+        pin_memory: bool = False,
+        options: ReadOptions = _DEFAULTS,
+        **keywords: Unpack[ReadKeywords],
     ) -> AsyncGenerator[RoutingTrace, None]: ...
 
     @overload
     def get_many(
         self,
-        request_ids: Iterable[str],
+        trace_ids: Iterable[str],
         *,
-        prefetch: int = 8,
+        prefetch: int = 32,
         errors: Literal["return"],
         layer_ids: Sequence[int] | None = None,
         token_start: int = 0,
         token_stop: int | None = None,
-        missing: MissingOrWait = "raise",
-        wait: float | None = None,
-        policy: Policy = "as_sampled",
-        weight_version: int | None = None,
-        timeout: float | None = None,
+        pin_memory: bool = False,
+        options: ReadOptions = _DEFAULTS,
+        **keywords: Unpack[ReadKeywords],
     ) -> AsyncGenerator[RoutingTrace | RouteTraceError, None]: ...
 
     def get_many(
         self,
-        request_ids: Iterable[str],
+        trace_ids: Iterable[str],
         *,
-        prefetch: int = 8,
+        prefetch: int = 32,
         errors: Errors = "raise",
         layer_ids: Sequence[int] | None = None,
         token_start: int = 0,
         token_stop: int | None = None,
-        missing: MissingOrWait = "raise",
-        wait: float | None = None,
-        policy: Policy = "as_sampled",
-        weight_version: int | None = None,
-        timeout: float | None = None,
+        pin_memory: bool = False,
+        options: ReadOptions = _DEFAULTS,
+        **keywords: Unpack[ReadKeywords],
     ) -> AsyncGenerator[Any, None]:
-        """The rows of many requests, in the order of their ids, read ahead in the background.
+        """Return the rows of many traces, in the order of their ids, read ahead in the background.
 
         Args:
-            request_ids: the traces' ids; taken from as reading gets on.
-            prefetch: most traces that are being read or lie ready.
+            trace_ids: ids of the traces; consumed as reading advances.
+            prefetch: maximum of traces that are being read or ready. Calls of half as many, at most
+                32, read them; `timeout` bounds each call.
             errors: "raise" the error of a trace at its turn, which ends the iteration, or "return"
                 it in its place.
-            layer_ids: as in `get`, and so are the others.
+            layer_ids: as in `get`.
             token_start: as in `get`.
             token_stop: as in `get`.
-            missing: as in `get`.
-            wait: as in `get`, for each trace from when its reading starts.
-            policy: as in `get`.
-            weight_version: as in `get`.
-            timeout: as in `get`, for each trace.
+            pin_memory: as in `get`.
+            options: see `ReadOptions`; they apply to each trace from the start of its read.
+            **keywords: as in `get`.
 
         Returns:
             A generator; reading starts with its first value, and ends when it is closed.
@@ -211,24 +214,23 @@ class AsyncRouteClient:
         """
         _arguments.whole("prefetch", prefetch, 1)
         _arguments.choice("errors", errors, ("raise", "return"))
+        _arguments.several("trace_ids", trace_ids, "trace ids")
+        read_options = merged(self.get_many, options, keywords)
 
-        def plan(request_id: str) -> Plan[RoutingTrace]:
+        def plan(trace_id: str) -> Plan[RoutingTrace]:
             return _calls.get(
                 self._config,
-                request_id,
+                trace_id,
+                read_options,
                 layer_ids=layer_ids,
                 token_start=token_start,
                 token_stop=token_stop,
-                missing=missing,
-                wait=wait,
-                policy=policy,
-                weight_version=weight_version,
                 incarnation=None,
-                timeout=timeout,
+                pin_memory=pin_memory,
             )
 
-        plan("any").close()  # tells of wrong arguments now
-        return self._driver.many(plan, request_ids, prefetch, errors == "return")
+        plan("any").close()  # raises for wrong arguments now
+        return self._driver.many(plan, trace_ids, prefetch, errors == "return")
 
     async def fetch(
         self,
@@ -236,31 +238,25 @@ class AsyncRouteClient:
         *,
         out: Any = None,
         pin_memory: bool = False,
-        missing: MissingOrWait = "raise",
-        wait: float | None = None,
-        policy: Policy = "as_sampled",
-        weight_version: int | None = None,
         concurrency: int = 1,
-        timeout: float | None = None,
+        options: ReadOptions = _DEFAULTS,
+        **keywords: Unpack[ReadKeywords],
     ) -> RankRows:
-        """The rows that a rank needs of a micro-batch, decoded into one buffer.
+        """Return the rows that a rank needs of a micro-batch, decoded into one buffer.
 
-        Only its layers and tokens cross the wire, cut by the server out of what it stored.
+        Only its layers and tokens cross the wire; the server cuts them out of the stored frames.
 
         Args:
-            plan: of `routetrace.client.plan.make_plan`.
+            plan: result of `routetrace.client.make_plan`.
             out: [layers, tokens, top_k] to decode into, `plan.shape` of `plan.layout.dtype`: an
                 array, or a CPU tensor, pinned for example (16-bit ids also as int16); a new array
                 if None. Of undefined content after an error.
-            pin_memory: takes page-locked memory for new arrays (needs torch with CUDA), so that
-                `RankRows.to_torch` need not wait.
-            missing: as in `get`, of the rows that the plan asks for.
-            wait: as in `get`, for each request.
-            policy: as in `get`.
-            weight_version: as in `get`.
-            concurrency: most requests that are read at a time: more help where the server is far,
-                and take more memory beside the buffer.
-            timeout: as in `get`, for each request.
+            pin_memory: use page-locked memory for new arrays (needs torch with CUDA), so that
+                `RankRows.to_torch` does not block.
+            concurrency: maximum of calls at a time, each for up to 32 requests within `timeout`: a
+                higher one helps if the server is far away, and takes more memory beside the buffer.
+            options: see `ReadOptions`; they apply to each request of the plan.
+            **keywords: as in `get`.
 
         Raises:
             InvalidArgument: also if a request is of another model than the plan, or its tokens are
@@ -269,17 +265,10 @@ class AsyncRouteClient:
             RouteTraceError: see the class.
         """
         make = _calls.fetch(
-            self._config,
-            missing=missing,
-            wait=wait,
-            policy=policy,
-            weight_version=weight_version,
-            pin_memory=pin_memory,
-            timeout=timeout,
+            self._config, merged(self.fetch, options, keywords), pin_memory=pin_memory
         )
         _arguments.whole("concurrency", concurrency, 1)
-        async with AsyncPrefetch(self._driver, [make(plan, out)], 0, concurrency) as fetched:
-            return await anext(fetched)
+        return await fetch_async(self._driver, make(plan, out), concurrency)
 
     def prefetch(
         self,
@@ -287,99 +276,86 @@ class AsyncRouteClient:
         *,
         max_bytes: int = 256 << 20,
         pin_memory: bool = False,
-        missing: MissingOrWait = "raise",
-        wait: float | None = None,
-        policy: Policy = "as_sampled",
-        weight_version: int | None = None,
         concurrency: int = 2,
-        timeout: float | None = None,
+        options: ReadOptions = _DEFAULTS,
+        **keywords: Unpack[ReadKeywords],
     ) -> AsyncPrefetch:
-        """The rows of many plans, in their order, fetched in the background from now on.
+        """Fetch the rows of many plans, in their order, in the background from now on.
 
-        While rewards are computed, say. Close it (it is a context manager) if it is not iterated to
-        its end.
+        For example while rewards are computed. Close it (it is a context manager) if it is not
+        iterated to its end.
 
         Args:
-            plans: of `routetrace.client.plan.make_plan`; taken from as the budget allows.
-            max_bytes: for the buffers that are being filled, lie ready, or were handed out last
-                (asking for the next says that the last is done with); one plan is always read.
-            pin_memory: as in `fetch`, and so are the others.
-            missing: as in `fetch`.
-            wait: as in `fetch`.
-            policy: as in `fetch`.
-            weight_version: as in `fetch`.
+            plans: results of `routetrace.client.make_plan`; consumed as the budget allows.
+            max_bytes: budget of the buffers that are being filled, are ready, or were returned last
+                (asking for the next releases the last); one plan is always read.
+            pin_memory: as in `fetch`.
             concurrency: as in `fetch`, over all plans.
-            timeout: as in `fetch`.
+            options: as in `fetch`.
+            **keywords: as in `get`.
 
         Returns:
-            An iterator that counts in `stats` what was fetched, avoided and waited for.
+            An iterator that counts in `stats` the bytes fetched and avoided, and the wait.
 
         Raises:
-            RouteTraceError: as `fetch`, at the turn of the plan; the iteration may go on behind it.
+            RouteTraceError: as `fetch`, at the turn of the plan; the iteration may continue after
+                it.
         """
         make = _calls.fetch(
-            self._config,
-            missing=missing,
-            wait=wait,
-            policy=policy,
-            weight_version=weight_version,
-            pin_memory=pin_memory,
-            timeout=timeout,
+            self._config, merged(self.prefetch, options, keywords), pin_memory=pin_memory
         )
+        _arguments.several("plans", plans, "plans")
         _arguments.whole("max_bytes", max_bytes, 0, 2**63 - 1)
         _arguments.whole("concurrency", concurrency, 1)
         return AsyncPrefetch(self._driver, map(make, plans), max_bytes, concurrency)
 
     def follow(
         self,
-        request_id: str,
+        trace_id: str,
         *,
         layer_ids: Sequence[int] | None = None,
         token_start: int = 0,
         token_stop: int | None = None,
-        missing: Missing = "raise",
-        policy: Policy = "as_sampled",
-        weight_version: int | None = None,
         incarnation: int | None = None,
-        timeout: float | None = None,
+        options: ReadOptions = _DEFAULTS,
+        **keywords: Unpack[ReadKeywords],
     ) -> AsyncGenerator[RoutingTrace, None]:
-        """The rows of one request as they come in, in consecutive parts, until it ends.
+        """Return the rows of one trace as they arrive, in consecutive parts, until it ends.
 
-        Rows behind a hole are held back until it is filled, or the request has ended. The last part
-        tells how it ended; it may hold no rows. A part that starts before the end of the one before
-        replaces its rows from there on: the engine took them back (rejected speculative tokens).
+        Rows after a hole are held back until it is filled, or the request has ended. The last part
+        has the final state of the trace; it may hold no rows. A part that starts before the end of
+        the previous one replaces its rows from there on: the engine took them back (rejected
+        speculative tokens).
 
         Args:
-            request_id: the trace's id.
+            trace_id: as in `get`.
             layer_ids: as in `get`.
             token_start: as in `get`.
             token_stop: as in `get`.
-            missing: "raise" or "mask", as in `get`; tells at the end, with the last part.
-            policy: as in `get`.
-            weight_version: as in `get`.
-            incarnation: as in `get`; if None, and another engine request goes on from the one that
-                is followed (a handoff), that is followed from there on.
-            timeout: seconds for all of it; None: no limit but the request's end.
+            incarnation: as in `get`; if None, and another engine request continues the one that
+                is followed (a handoff), that one is followed from there on.
+            options: see `ReadOptions`. `missing` concerns the last part; `wait_for="rows"` waits
+                for an unknown trace to begin; `timeout` covers the whole stream.
+            **keywords: as in `get`.
 
         Returns:
             A generator; closing it ends the call.
 
         Raises:
+            NotFound: if the trace is unknown and `wait_for` is None.
+            DeadlineExceeded: if the trace was still unknown after waiting, or the timeout passed.
             Incomplete: if the request ended with rows missing and `missing` is "raise".
             Unavailable: also if the connection breaks after a first part.
             RouteTraceError: see the class.
         """
         plan = _calls.follow(
             self._config,
-            request_id,
+            trace_id,
+            merged(self.follow, options, keywords),
             layer_ids=layer_ids,
             token_start=token_start,
             token_stop=token_stop,
-            missing=missing,
-            policy=policy,
-            weight_version=weight_version,
             incarnation=incarnation,
-            timeout=timeout,
         )
         return self._driver.run(plan)
 
@@ -394,7 +370,7 @@ class AsyncRouteClient:
         missing: Missing = "raise",
         timeout: float | None = None,
     ) -> RoutingTrace:
-        """The rows behind KV blocks of one engine, as they are now.
+        """Return the rows of KV blocks of one engine, as they are now.
 
         Args:
             engine_id: the engine whose blocks are meant.
@@ -403,10 +379,10 @@ class AsyncRouteClient:
             token_start: first of them.
             layer_ids: as in `get`.
             missing: "raise" or "mask", as in `get`.
-            timeout: as in `get`.
+            timeout: seconds; the client's timeout if None.
 
         Returns:
-            A trace without request id: one of `num_tokens` + 1 tokens that has ended.
+            A trace with an empty id: one of `num_tokens` + 1 tokens that has ended.
 
         Raises:
             Incomplete: if rows are missing and `missing` is "raise".
@@ -425,19 +401,19 @@ class AsyncRouteClient:
         return await self._driver.one(plan)
 
     async def stat(
-        self, request_id: str, *, incarnation: int | None = None, timeout: float | None = None
+        self, trace_id: str, *, incarnation: int | None = None, timeout: float | None = None
     ) -> TraceStat:
-        """What is known of a trace, and which of its cells are missing.
+        """Return the facts about a trace, and its missing cells.
 
         Args:
-            request_id: the trace's id.
+            trace_id: id of the trace.
             incarnation: as in `get`.
-            timeout: as in `get`.
+            timeout: seconds; the client's timeout if None.
 
         Raises:
             RouteTraceError: see the class.
         """
-        plan = _calls.stat(self._config, request_id, incarnation=incarnation, timeout=timeout)
+        plan = _calls.stat(self._config, trace_id, incarnation=incarnation, timeout=timeout)
         return await self._driver.one(plan)
 
     def find(
@@ -445,19 +421,28 @@ class AsyncRouteClient:
         *,
         labels: Mapping[str, str] | None = None,
         states: Iterable[TraceState | str] = (),
+        retirable_through: int | None = None,
         timeout: float | None = None,
     ) -> AsyncGenerator[TraceStat, None]:
-        """The traces of the run, newest first; asks for more as the iteration gets on.
+        """Return the traces of the run, newest first; request pages as the iteration advances.
 
         Args:
             labels: labels that a trace must have, all of them.
             states: one of these states ("running", "complete", "incomplete"); any if empty.
-            timeout: as in `get`, for each page.
+            retirable_through: only traces that `retire_through` would delete with this weight
+                version.
+            timeout: seconds; the client's timeout if None. For each page.
 
         Raises:
             RouteTraceError: see the class.
         """
-        plan = _calls.find(self._config, labels=labels, states=states, timeout=timeout)
+        plan = _calls.find(
+            self._config,
+            labels=labels,
+            states=states,
+            retirable_through=retirable_through,
+            timeout=timeout,
+        )
         return self._driver.run(plan)
 
     async def bind(
@@ -476,8 +461,9 @@ class AsyncRouteClient:
         ttl_seconds: int = 0,
         timeout: float | None = None,
     ) -> TraceStat:
-        """Makes a trace of the rows behind KV blocks that an agent filled which knows only slots.
+        """Make a trace of the rows of KV blocks, for an agent that knows only slots.
 
+        Waits for the engine's agent to connect, at most `timeout`: NotFound if it has not by then.
         Not repeated if the connection breaks: blocks may be given away in between.
 
         Args:
@@ -494,9 +480,9 @@ class AsyncRouteClient:
                 missing, and the server waits for it. 0: take what is there.
             trace_id: the trace's id; the request's if "".
             prompt_len: prompt tokens; 0 if unknown.
-            labels: what to find the trace by.
+            labels: labels for `find`.
             ttl_seconds: seconds that it lives after its last change; 0: the server's default.
-            timeout: as in `get`.
+            timeout: seconds; the client's timeout if None.
 
         Raises:
             RouteTraceError: see the class.
@@ -518,27 +504,46 @@ class AsyncRouteClient:
         )
         return await self._driver.one(plan)
 
-    async def delete(self, request_id: str, *, timeout: float | None = None) -> None:
-        """Forgets a trace at once.
+    async def delete(self, trace_id: str, *, timeout: float | None = None) -> None:
+        """Delete a trace at once.
 
         Args:
-            request_id: the trace's id.
-            timeout: as in `get`.
+            trace_id: id of the trace.
+            timeout: seconds; the client's timeout if None.
 
         Raises:
             RouteTraceError: see the class.
         """
-        return await self._driver.one(_calls.delete(self._config, request_id, timeout=timeout))
+        return await self._driver.one(_calls.delete(self._config, trace_id, timeout=timeout))
 
-    async def retire_through(self, weight_version: int, *, timeout: float | None = None) -> int:
-        """Forgets the ended traces of the run that hold nothing newer than a weight version.
+    async def forget_engine(self, engine_id: str, *, timeout: float | None = None) -> int:
+        """Forget the disconnected agents of an engine, and the rows that its KV blocks name.
+
+        Its traces stay. For engines that never come back under their name.
 
         Args:
-            weight_version: the newest version that is to go.
-            timeout: as in `get`.
+            engine_id: the engine.
+            timeout: seconds; the client's timeout if None.
 
         Returns:
-            How many were forgotten.
+            Number of its shards that were forgotten.
+
+        Raises:
+            RouteTraceError: see the class.
+        """
+        return await self._driver.one(
+            _calls.forget_engine(self._config, engine_id, timeout=timeout)
+        )
+
+    async def retire_through(self, weight_version: int, *, timeout: float | None = None) -> int:
+        """Delete the ended traces of the run that hold nothing newer than a weight version.
+
+        Args:
+            weight_version: newest version to delete.
+            timeout: seconds; the client's timeout if None.
+
+        Returns:
+            Number of deleted traces.
 
         Raises:
             RouteTraceError: see the class.
@@ -548,32 +553,43 @@ class AsyncRouteClient:
         )
 
     async def renew(
-        self, request_ids: Iterable[str], ttl_seconds: int = 0, *, timeout: float | None = None
+        self, trace_ids: Iterable[str], ttl_seconds: int = 0, *, timeout: float | None = None
     ) -> int:
-        """Gives traces another time to live.
+        """Give traces another time to live.
 
         Args:
-            request_ids: the traces' ids.
+            trace_ids: ids of the traces.
             ttl_seconds: seconds from now; 0: the server's default.
-            timeout: as in `get`.
+            timeout: seconds; the client's timeout if None.
 
         Returns:
-            How many of them are known.
+            Number of known traces among them.
 
         Raises:
             RouteTraceError: see the class.
         """
         return await self._driver.one(
-            _calls.renew(self._config, request_ids, ttl_seconds, timeout=timeout)
+            _calls.renew(self._config, trace_ids, ttl_seconds, timeout=timeout)
         )
 
     async def server_info(self, *, timeout: float | None = None) -> ServerInfo:
-        """How the server stands, and what it holds of the run.
+        """Return the state of the server, and its contents of the run.
 
         Args:
-            timeout: as in `get`.
+            timeout: seconds; the client's timeout if None.
 
         Raises:
             RouteTraceError: see the class.
         """
         return await self._driver.one(_calls.server_info(self._config, timeout=timeout))
+
+    def agents(self, *, timeout: float | None = None) -> AsyncGenerator[AgentStat, None]:
+        """Return the agents of the run, also those that have left within a default lease.
+
+        Args:
+            timeout: seconds; the client's timeout if None. For each page of 1,000.
+
+        Raises:
+            RouteTraceError: see the class.
+        """
+        return self._driver.run(_calls.agents(self._config, timeout=timeout))

@@ -1,4 +1,4 @@
-"""Carries out plans on an asyncio event loop."""
+"""Execution of read plans on an asyncio event loop."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 import grpc
 
+from routetrace.client._batch import batch_size, begun_late, checked, together
 from routetrace.client._channels import Connections
 from routetrace.client._core import (
     END,
@@ -25,18 +26,19 @@ from routetrace.client._core import (
 )
 from routetrace.client._fork import start_over_after_fork
 from routetrace.client._messages import Received
-from routetrace.v1.errors import Closed, RouteTraceError, Unavailable
+from routetrace.client._outage import Outage
+from routetrace.common.errors import Closed, DeadlineExceeded, RouteTraceError, Unavailable
 
 T = TypeVar("T")
 
-#: Bytes of rows that are worked on beside the event loop: it is held up less than by a call.
+#: Bytes of rows from which decoding runs in a thread: less blocks the loop for less than a call.
 _BESIDE_BYTES = 64 << 10
 
 _RETURNED: Any = object()
 
 
 class AsyncDriver:
-    """Channels, the first opened at the first call on each event loop that it is used on."""
+    """Channels, opened at the first call on each event loop."""
 
     #: Whether this process was forked while a client had a channel: gRPC shares one poller between
     #: all asyncio channels, which does not live on in the child, and calls would hang.
@@ -45,6 +47,7 @@ class AsyncDriver:
     def __init__(self, config: Config) -> None:
         self._config = config
         self._closed = False
+        self._outage = Outage(config)
         self._begin()
         start_over_after_fork(self)
 
@@ -61,11 +64,11 @@ class AsyncDriver:
 
     @property
     def state(self) -> str:
-        """For people: idle, open or closed."""
+        """State for repr: idle, open or closed."""
         return "closed" if self._closed else "open" if self._connections else "idle"
 
     async def close(self) -> None:
-        """Gives up what is under way; there is no way back."""
+        """Cancel all calls, for good."""
         self._closed = True
         channels = self._connections.clear()
         if self._loop is asyncio.get_running_loop():
@@ -73,19 +76,24 @@ class AsyncDriver:
                 await channel.close()
 
     async def one(self, plan: Plan[T]) -> T:
-        """The one value of a plan."""
+        """Return the one value of a plan."""
         async with aclosing(self.run(plan)) as values:
             return await anext(values)
 
+    async def every(self, plan: Plan[T | RouteTraceError]) -> list[T]:
+        """Return the values of a plan; raise the first error among them."""
+        async with aclosing(self.run(plan)) as values:
+            return [checked(value) async for value in values]
+
     async def run(self, plan: Plan[T]) -> AsyncGenerator[T, None]:
-        """The values of a plan."""
+        """Yield the values of a plan."""
         outcome: Any = None
         failure: grpc.RpcError | None = None
         async with AsyncExitStack() as stream:
             while True:
                 try:
                     step = await _next_step(plan, outcome, failure)
-                except Unavailable as error:
+                except (Unavailable, DeadlineExceeded) as error:
                     raise self._config.explained(error) from error.__cause__
                 if step is _RETURNED:
                     return
@@ -93,16 +101,20 @@ class AsyncDriver:
                 if isinstance(step, Emit):
                     yield step.value
                     continue
+                self._outage.before(step)
                 try:
                     outcome = await self._do(step, stream)
+                    if isinstance(step, (Unary, Receive)):
+                        self._outage.answered()
                 except grpc.RpcError as error:
                     if self._closed:
-                        raise Closed("the client was closed meanwhile") from error
+                        raise Closed("the client was closed during the call") from error
                     failure = error
+                    self._outage.failed(error)
                 except asyncio.CancelledError:
-                    # Closing the channel cancels its calls; that is not for the caller's task.
+                    # Closing the channel cancels its calls, not the caller's task.
                     if self._closed and not _cancelling():
-                        raise Closed("the client was closed meanwhile") from None
+                        raise Closed("the client was closed during the call") from None
                     raise
 
     async def _do(self, step: Step[Any], stream: AsyncExitStack) -> Any:
@@ -127,7 +139,7 @@ class AsyncDriver:
 
     @asynccontextmanager
     async def _connected(self) -> AsyncIterator[dict[str, Any]]:
-        """The methods to call, for the time of a call."""
+        """Lend the methods of a connection for one call."""
         if self._closed:
             raise Closed("the client is closed")
         if self._lost_poller:
@@ -155,36 +167,51 @@ class AsyncDriver:
         prefetch: int,
         return_errors: bool,
     ) -> AsyncGenerator[T | RouteTraceError, None]:
-        """The values of one plan per id, in their order, `prefetch` of them at a time."""
-
-        async def one(request_id: str) -> T:
-            return await self.one(plan(request_id))
-
+        """Yield the value of one plan per id, in order, `prefetch` of them at a time."""
         ids = iter(ids)
-        pending: deque[asyncio.Task[T]] = deque()
+        size = batch_size(prefetch)
+        pending: deque[asyncio.Future[T | RouteTraceError]] = deque()
+        tasks: set[asyncio.Task[None]] = set()
         try:
             while True:
-                for i in islice(ids, prefetch - len(pending)):
-                    pending.append(asyncio.create_task(one(i)))
+                while prefetch - len(pending) >= size and (some := [*islice(ids, size)]):
+                    make = asyncio.get_running_loop().create_future
+                    futures: list[asyncio.Future[T | RouteTraceError]] = [make() for _ in some]
+                    batch = together(self._config, [begun_late(plan, i) for i in some])
+                    task = asyncio.create_task(self._fill(batch, futures))
+                    tasks.add(task)
+                    task.add_done_callback(tasks.discard)
+                    pending += futures
                 if not pending:
                     return
-                value: T | RouteTraceError
                 try:
-                    value = await pending[0]
+                    value = await pending.popleft()
                 except RouteTraceError as error:
-                    if not return_errors:
-                        raise
                     value = error
-                pending.popleft()
-                yield value
+                yield value if return_errors else checked(value)
         finally:
-            for task in pending:
+            for task in tasks:
                 task.cancel()
-            await settled(pending)
+            await settled([*tasks])
+
+    async def _fill(self, plan: Plan[T], futures: Sequence[asyncio.Future[T]]) -> None:
+        """Set futures to the values of a plan, each as it comes."""
+        left = iter(futures)
+        try:
+            async with aclosing(self.run(plan)) as values:
+                async for value in values:
+                    future = next(left)
+                    if not future.done():  # as it is if the caller was cancelled
+                        future.set_result(value)
+        except Exception as error:
+            for future in left:
+                if not future.done():
+                    future.set_exception(error)
+                    future.exception()  # marks it as seen: there may be no waiter
 
 
 async def _next_step(plan: Plan[T], outcome: Any, failure: grpc.RpcError | None) -> Step[T]:
-    """What a plan does next; what takes it long is left to a thread."""
+    """Return the next step of a plan; decode large messages in a thread."""
 
     def advance() -> Step[T]:
         try:
@@ -200,7 +227,7 @@ async def _next_step(plan: Plan[T], outcome: Any, failure: grpc.RpcError | None)
 
 
 async def settled(work: Sequence[asyncio.Future[Any]]) -> None:
-    """Waits until all of it is done, however it ends; only then is a cancellation passed on."""
+    """Wait until all futures are done; only then pass a cancellation on."""
     cancelled: asyncio.CancelledError | None = None
     while not all(future.done() for future in work):
         try:
@@ -215,6 +242,6 @@ async def settled(work: Sequence[asyncio.Future[Any]]) -> None:
 
 
 def _cancelling() -> bool:
-    """Whether somebody cancels the running task; Python 3.10 does not tell."""
+    """Whether the running task is being cancelled; always False on Python 3.10."""
     cancelling = getattr(asyncio.current_task(), "cancelling", None)
     return cancelling is not None and cancelling() > 0

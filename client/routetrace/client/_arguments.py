@@ -1,51 +1,116 @@
-"""Checks of what callers pass, before anything is sent."""
+"""Checks of arguments, before anything is sent."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from difflib import get_close_matches
 from operator import index
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-from routetrace.v1.errors import InvalidArgument
+from routetrace.common.errors import InvalidArgument
+
+_T = TypeVar("_T")
 
 
-def text(field: str, value: Any) -> str:
-    """A string that is not empty."""
-    if not isinstance(value, str) or not value:
-        raise InvalidArgument(field=field, value=value, expected="a string that is not empty")
+class UnknownKeyword(InvalidArgument, TypeError):
+    """A call has no such keyword argument."""
+
+
+def unknown_keyword(call: str, name: str, known: Sequence[str]) -> UnknownKeyword:
+    """Return the error for a keyword argument that a call does not have."""
+    close = get_close_matches(name, known, 1)
+    hint = f"did you mean {close[0]!r}? " if close else ""
+    expected = ", ".join(known)
+    return UnknownKeyword(
+        f"{call}() got an unexpected keyword argument {name!r}; {hint}expected one of {expected}",
+        field=name,
+        value=name,
+        expected=expected,
+    )
+
+
+def text(field: str, value: Any, *, empty: bool = False) -> str:
+    """Return a string of Unicode text, which may be empty only if `empty`."""
+    if isinstance(value, str) and (value or empty):
+        try:
+            value.encode()
+            return value
+        except UnicodeEncodeError:  # half of a surrogate pair
+            pass
+    expected = "a string of Unicode text" if empty else "a string of Unicode text, not empty"
+    raise InvalidArgument(field=field, value=value, expected=expected)
+
+
+def texts(field: str, values: Any) -> list[str]:
+    """Return strings that are not empty."""
+    return [text(field, value) for value in several(field, values, "trace ids")]
+
+
+def several(field: str, values: Any, noun: str) -> Iterable[Any]:
+    """Return an iterable that is not a string."""
+    if isinstance(values, (str, bytes)) or not isinstance(values, Iterable):
+        raise InvalidArgument(field=field, value=values, expected=f"an iterable of {noun}")
+    return values
+
+
+def labels(value: Any) -> dict[str, str]:
+    """Return labels as a dict; None gives none."""
+    if value is None:
+        return {}
+    if not isinstance(value, Mapping):
+        raise InvalidArgument(field="labels", value=value, expected="a mapping of strings")
+    for key, item in value.items():
+        if not (isinstance(key, str) and isinstance(item, str)):
+            raise InvalidArgument(
+                field="labels", value={key: item}, expected="strings, such as {'group': 'g0'}"
+            )
+    return {text("labels", key): text("labels", item, empty=True) for key, item in value.items()}
+
+
+def instance(field: str, value: Any, kind: type[_T]) -> _T:
+    """Return an object of a class."""
+    if not isinstance(value, kind):
+        expected = f"{'an' if kind.__name__[0] in 'AEIOU' else 'a'} {kind.__name__}"
+        raise InvalidArgument(field=field, value=value, expected=expected)
     return value
 
 
 def whole(field: str, value: Any, low: int = 0, high: int = 2**32 - 1) -> int:
-    """An integer in [low, high]."""
+    """Return an integer in [low, high]."""
     try:
         number = index(value)
     except TypeError:
         number = low - 1
     if not low <= number <= high:
-        raise InvalidArgument(field=field, value=value, expected=f"an integer in [{low}, {high}]")
+        raise InvalidArgument(
+            field=field, value=repr(value), expected=f"an integer in [{low}, {high}]"
+        )
     return number
 
 
-def wholes(field: str, values: Iterable[Any]) -> list[int]:
-    """Integers in [0, 2**32)."""
-    return [whole(field, value) for value in values]
+def wholes(field: str, values: Any) -> list[int]:
+    """Return integers in [0, 2**32)."""
+    return [whole(field, value) for value in several(field, values, "integers in [0, 2**32)")]
 
 
 def weight_version(value: Any) -> int:
-    """A weight version: an int64."""
+    """Return a weight version: an int64."""
     return whole("weight_version", value, -(2**63), 2**63 - 1)
 
 
 def tokens(
     field: str, values: npt.ArrayLike, count: int | None = None
 ) -> npt.NDArray[np.integer[Any]]:
-    """Token ids, `count` of them if that is given."""
-    # Tensors on a device have to come back first.
-    ids = np.asarray(getattr(values, "cpu", lambda: values)())
+    """Return token ids, `count` of them if given."""
+    try:
+        # Tensors on a device have to come back first.
+        ids = np.asarray(getattr(values, "cpu", lambda: values)())
+    except ValueError:  # lists of several lengths
+        ids = np.asarray("ragged")
     integers = not ids.size or (
         ids.dtype.kind in "iu" and 0 <= int(ids.min()) <= int(ids.max()) < 2**32
     )
@@ -59,30 +124,23 @@ def tokens(
     return ids
 
 
-def positive(field: str, value: Any) -> Any:
-    """A number above 0."""
-    if not value > 0:
-        raise InvalidArgument(field=field, value=value, expected="a number above 0")
-    return value
-
-
-def seconds(field: str, value: float) -> float:
-    """A number of seconds."""
-    if not value >= 0:
-        raise InvalidArgument(field=field, value=value, expected="seconds, 0 or more")
-    return value
+def positive(field: str, value: Any) -> float:
+    """Return a finite number above 0."""
+    if not isinstance(value, (int, float, np.integer, np.floating)) or not 0 < value < math.inf:
+        raise InvalidArgument(field=field, value=repr(value), expected="a finite number above 0")
+    return float(value)
 
 
 def choice(field: str, value: Any, choices: Iterable[str]) -> str:
-    """One of some words."""
+    """Return one of some words."""
     choices = tuple(choices)
     if value not in choices:
         raise InvalidArgument(field=field, value=value, expected=f"one of {choices}")
     return choices[choices.index(value)]
 
 
-def layers(layer_ids: Sequence[int] | None) -> tuple[int, ...] | None:
-    """Layer ids, strictly ascending; None for all."""
+def layers(layer_ids: Any) -> tuple[int, ...] | None:
+    """Return layer ids, strictly ascending; None for all."""
     if layer_ids is None:
         return None
     ids = wholes("layer_ids", layer_ids)
@@ -95,7 +153,7 @@ def layers(layer_ids: Sequence[int] | None) -> tuple[int, ...] | None:
 
 
 def stop(token_start: int, token_stop: int | None) -> int | None:
-    """One past the last position; None for the end."""
+    """Return one past the last position; None for the end."""
     # The wire says "to the end" with 0.
     if token_stop is None or whole("token_stop", token_stop) > token_start:
         return token_stop

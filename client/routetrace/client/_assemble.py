@@ -1,4 +1,6 @@
-"""Puts the messages of a read stream together, and believes none of them unchecked."""
+"""Assembly of the messages of a read stream, all of them checked."""
+
+# Over 400 lines: one state of a read stream, of which every check needs all parts.
 
 from __future__ import annotations
 
@@ -17,7 +19,6 @@ from routetrace.client.stat import (
     TraceState,
     facts_from_proto,
     layout_from_proto,
-    missing_from_proto,
 )
 from routetrace.client.trace import (
     RoutingTrace,
@@ -26,30 +27,31 @@ from routetrace.client.trace import (
     incomplete,
     merge_ranges,
 )
+from routetrace.common.errors import Corrupt, Unavailable
+from routetrace.common.missing import missing_from_proto
 from routetrace.v1 import routetrace_pb2 as pb
-from routetrace.v1.errors import Corrupt, Unavailable
 from routetrace.v1.frame import copy_ids, decode_frames, read_header
 from routetrace.v1.frame_header import Buffer
 from routetrace.v1.records import SPAN, U32, Provenance, unpack
 
-#: Positions of one trace, and bytes of their ids: what a stream may make us allocate for.
+#: Limits of the memory for one stream: positions of a trace, and bytes of their ids.
 MAX_ROWS = 1 << 24
 MAX_BYTES = 16 << 30
 
-# Allocated on the word of the server alone; what is beyond comes as rows come.
+# Allocated from the server's count alone; arrays beyond it grow with the rows.
 _FIRST_BYTES = 1 << 30
 
-# How often a follower may hear that a cell is missing: whenever it was sent, and unreadable.
-_TOLD_AGAIN = 8
+# Times that a stream of a follower may report a cell as missing: once per unreadable frame.
+_MISSING_REPORTS = 8
 
 _PROVENANCE = {p.value: p.name.lower() for p in Provenance}
 
 
 @dataclass(frozen=True)
 class Want:
-    """What a read asked for."""
+    """Request of a read, as its result is checked against it."""
 
-    request_id: str
+    trace_id: str
     """The trace; "" where the server is not asked for one."""
     layer_ids: tuple[int, ...] | None
     """Absolute layer ids, ascending; None: all MoE layers."""
@@ -66,19 +68,23 @@ class Want:
     """The one that is meant; 0: the server's choice, which of a running request may change."""
     token_digests: bool = True
     """Whether the trace's token digests are of use."""
+    num_tokens: int = 0
+    """Tokens that the trace has at least, if it has ended."""
     num_rows: int | None = None
     """Positions that exist, where the server cannot know: reads by KV blocks."""
+    pin_memory: bool = False
+    """Whether new arrays are page-locked."""
     into: PlacedCells | None = None
     """Where the rows go, and which they are; None: all from `token_start` on, into new arrays."""
 
     @property
     def name(self) -> str:
-        """For messages."""
-        return f"trace {self.request_id!r}" if self.request_id else "rows of KV blocks"
+        """Name for errors."""
+        return f"trace {self.trace_id!r}" if self.trace_id else "rows of KV blocks"
 
 
 class _Placed(NamedTuple):
-    """A frame, and where its rows go."""
+    """A frame, and the places of its rows."""
 
     frame: memoryview
     layer_ids: tuple[int, ...]
@@ -90,26 +96,28 @@ class _Placed(NamedTuple):
 
 
 class _Columns(NamedTuple):
-    """Those of a frame's layers that were asked for."""
+    """Requested layers of a frame."""
 
     layer_ids: tuple[int, ...]
     where: slice | list[int]
     """Their columns."""
-    told: frozenset[int]
+    given: frozenset[int]
     """The same."""
 
 
 class _Came(NamedTuple):
-    """Rows that came with one span, or with several that follow each other."""
+    """Rows of one span, or of several consecutive ones."""
 
     start: int
     stop: int
     columns: frozenset[int]
     version: int
     provenance: str
+    origin: str
+    """The trace that they stand in from; "" if they are the trace's own."""
 
     def joined(self, after: _Came) -> _Came | None:
-        """With those that follow; None if they do not."""
+        """Return the union with the rows that follow; None if they do not follow."""
         if self.stop != after.start or self[2:] != after[2:]:
             return None
         return self._replace(stop=after.stop)
@@ -117,7 +125,7 @@ class _Came(NamedTuple):
 
 @lru_cache(maxsize=128)
 def _columns_of(held: tuple[int, ...], asked: tuple[int, ...]) -> _Columns:
-    """Which of the layers of a frame were asked for, and their columns here."""
+    """Return the requested layers of a frame, and their columns here."""
     column = {layer: i for i, layer in enumerate(asked)}
     layer_ids = tuple(i for i in held if i in column)
     columns = [column[i] for i in layer_ids]
@@ -125,14 +133,15 @@ def _columns_of(held: tuple[int, ...], asked: tuple[int, ...]) -> _Columns:
 
 
 class Assembler:
-    """Turns the messages of one stream into a trace, or into consecutive parts of one.
+    """Turn the messages of one stream into a trace, or into consecutive parts of one.
 
-    Whatever is wrong with the stream ends in an error, never in a wrong or shorter answer:
+    Any fault of the stream ends in an error, never in a wrong or shorter answer:
 
+    * every message is the one that was sealed (`_messages.py`);
     * every frame passes its checksums and has the layout's experts and top-k;
-    * every span lies within its frame and within what was asked for;
+    * every span lies within its frame and within the request;
     * no cell comes twice, unless the stream follows a running request: an engine may take rows back
-      (rejected speculative tokens), and what comes later is then what holds;
+      (rejected speculative tokens), and later rows replace them;
     * the stream has its end, which counts the spans and accounts for every cell: sent or missing;
     * it is of the incarnation and weight version asked for, and N tokens have N - 1 rows.
     """
@@ -153,12 +162,12 @@ class Assembler:
 
     @property
     def state(self) -> TraceState | None:
-        """State of the trace as last told; None before the first message."""
+        """State of the trace in the last message; None before the first."""
         return TraceState.from_proto(self._info.state) if self._info else None
 
     @property
     def num_rows(self) -> int:
-        """Rows of the trace as last told."""
+        """Rows of the trace in the last message."""
         return self._info.num_rows if self._info else 0
 
     def feed(
@@ -166,19 +175,19 @@ class Assembler:
         message: pb.GetTraceResponse | pb.GetBlocksResponse | None,
         payload: Buffer | None = None,
     ) -> None:
-        """Takes the next message.
+        """Check and take the next message.
 
         Args:
-            message: the message; None stands for one that does not parse.
+            message: the message; None stands for one that does not parse as it was sealed.
             payload: its frames, where they were taken out of it.
 
         Raises:
-            Corrupt: if it cannot be true.
+            Corrupt: if it contradicts itself or the request.
             InvalidArgument: if the trace is of another model than the rows are to be placed for.
         """
         with _corrupt_if_invalid(self._want.name):
             if message is None:
-                raise self._corrupt("a message that does not parse")
+                raise self._corrupt("a message that does not parse, or not as it was sealed")
             if self._end is not None:
                 raise self._corrupt("a message after the end")
             if message.HasField("info"):
@@ -193,7 +202,7 @@ class Assembler:
                 self._end = message.end
 
     def take(self) -> RoutingTrace | None:
-        """The rows after those handed out, up to the first hole; None if there are none.
+        """Return the rows after those handed out, up to the first hole; None if there are none.
 
         A part that starts before the stop of the one before replaces its rows from there on.
         """
@@ -210,11 +219,11 @@ class Assembler:
         return self._build(self._info, start, self._handed, copy=True)
 
     def finish(self) -> RoutingTrace | ReadFacts:
-        """The rows that were not handed out, after the stream ended; facts, where rows are placed.
+        """Return the rows not handed out, after the stream ended; facts, where rows are placed.
 
         Raises:
             Unavailable: if the stream has no end.
-            Corrupt: if its end contradicts what came.
+            Corrupt: if its end contradicts the rows.
             Incomplete: if cells are missing, or may be, and the reader wants no mask.
         """
         if self._end is None:
@@ -222,15 +231,15 @@ class Assembler:
         with _corrupt_if_invalid(self._want.name):
             read = self._finish(self._end)
         stop = self._end.token_stop
-        # A trace of known length has no rows beyond; of others nobody knows.
+        # Only a trace of known length has no rows beyond.
         unknown_end = not read.num_tokens and self._want.token_stop != stop
         if not self._want.mask and (unknown_end or read.missing):
             raise incomplete(read, stop if unknown_end else None)
         return read
 
     def _learn(self, info: pb.TraceInfo) -> None:
-        """Takes facts about the trace; the first ones make room for its rows."""
-        if info.trace_id != self._want.request_id:
+        """Take facts about the trace; make room for its rows at the first."""
+        if info.trace_id != self._want.trace_id:
             raise self._corrupt(f"trace {info.trace_id!r}")
         asked = self._want.incarnation
         if asked not in (0, info.incarnation):
@@ -249,7 +258,9 @@ class Assembler:
             self._layer_ids, self._row_bytes = layout.layer_ids, layout.row_bytes
             if self._cells is None:
                 first = self._want.token_start
-                self._cells = GrowingCells(len(self._layer_ids), self._layout, first)
+                self._cells = GrowingCells(
+                    len(self._layer_ids), self._layout, first, self._want.pin_memory
+                )
                 stop = min(info.num_rows, self._want.token_stop or info.num_rows)
                 self._reserve(min(stop, first + _FIRST_BYTES // self._row_bytes))
         else:
@@ -276,6 +287,8 @@ class Assembler:
         if sum(lengths) != len(payload):
             raise self._corrupt(f"frames of {sum(lengths)} bytes in {len(payload)} bytes")
         spans = unpack(message.spans, SPAN, "spans").tolist()
+        choices: list[tuple[int, ...] | None] = [None]
+        choices += [tuple(choice.layer_ids) for choice in message.layer_choices]
         by_frame: dict[int, list[Any]] = {}
         for span in spans:
             index = span[2] - self._num_frames
@@ -291,11 +304,13 @@ class Assembler:
         runs: list[tuple[_Came, _Columns]] = []
         for index, length in enumerate(lengths):
             if index in by_frame:
-                placed.append(self._place(payload[at : at + length], by_frame[index], runs))
+                some = by_frame[index]
+                chosen = self._chosen(some, choices)
+                placed.append(self._place(payload[at : at + length], some, chosen, runs))
             at += length
         for came, columns in runs:
             self._claim(came, columns)
-        # Only now, as the arrays may have grown.
+        # After claiming, which may replace the arrays.
         ids = self._cells.ids
         wanted = (
             (p.frame, p.layer_ids, ids[p.columns, p.whole] if p.whole else None) for p in placed
@@ -303,21 +318,38 @@ class Assembler:
         for frame, rows in zip(placed, decode_frames(wanted), strict=True):
             if not frame.whole:
                 for places, row, count in frame.targets:
-                    some = rows[:, row : row + count]
+                    part = rows[:, row : row + count]
                     if isinstance(frame.columns, slice):
-                        copy_ids(some, ids[frame.columns, places])
+                        copy_ids(part, ids[frame.columns, places])
                     else:
-                        ids[frame.columns, places] = some
+                        ids[frame.columns, places] = part
+
+    def _chosen(
+        self, spans: list[Any], choices: list[tuple[int, ...] | None]
+    ) -> tuple[int, ...] | None:
+        """Return the layers that the spans of a frame give; None: all that it holds."""
+        choice: int
+        [choice, *others] = {span[6] for span in spans}
+        if others or choice >= len(choices):
+            raise self._corrupt(f"a frame with choices {choice, *others} of {len(choices)} layers")
+        return choices[choice]
 
     def _place(
-        self, frame: memoryview, spans: list[Any], runs: list[tuple[_Came, _Columns]]
+        self,
+        frame: memoryview,
+        spans: list[Any],
+        chosen: tuple[int, ...] | None,
+        runs: list[tuple[_Came, _Columns]],
     ) -> _Placed:
-        """Where the rows of a frame go; adds them to `runs`, those that are to be claimed."""
+        """Return the places of a frame's rows; add the rows to `runs`, which are to be claimed."""
         header = read_header(frame)
         model = (self._layout.num_experts, self._layout.top_k)
         if (header.num_experts, header.top_k) != model:
             raise self._corrupt(f"a frame of other (num_experts, top_k) than {model}")
-        columns = _columns_of(header.layer_ids, self._layer_ids)
+        held = header.layer_ids
+        if chosen is not None:
+            held = tuple(i for i in held if i in chosen)
+        columns = _columns_of(held, self._layer_ids)
         if not columns.layer_ids:
             raise self._corrupt("a frame with none of the layers asked for")
         targets: list[tuple[slice, int, int]] = []
@@ -334,8 +366,8 @@ class Assembler:
         return _Placed(frame, columns.layer_ids, columns.where, targets, places if whole else None)
 
     def _came_with(self, span: Any, num_rows: int, columns: _Columns) -> _Came:
-        """The rows of a span, which is checked against its frame and what was asked for."""
-        position, count, _, row, _, provenance, _, version = span
+        """Return the rows of a span, checked against its frame and the request."""
+        position, count, _, row, attempt, provenance, _, version = span
         stop = position + count
         if count == 0 or row + count > num_rows:
             raise self._corrupt(f"a span of {count} rows at {row} of {num_rows}")
@@ -346,7 +378,13 @@ class Assembler:
                 f"rows of weight version {version}, asked for {self._want.weight_version}"
             )
         name = _PROVENANCE.get(provenance, "unknown")
-        return _Came(position, stop, columns.told, version, name)
+        origin = ""
+        if provenance == Provenance.PREFIX:
+            origins = list(self._info.prefix_trace_ids) if self._info else []
+            if attempt >= len(origins):
+                raise self._corrupt(f"rows of trace {attempt} of {len(origins)} that stand in")
+            origin = origins[attempt]
+        return _Came(position, stop, columns.given, version, name, origin)
 
     def _targets(self, came: _Came, row: int) -> list[tuple[slice, int, int]]:
         """Where rows from `row` of a frame on go, as (places, first row of the frame, rows)."""
@@ -358,12 +396,12 @@ class Assembler:
         return targets
 
     def _claim(self, came: _Came, columns: _Columns) -> None:
-        """Says of cells that they are there; if decoding them fails, so does the read."""
+        """Mark cells as valid; if decoding them fails, so does the read."""
         self._reserve(came.stop)
         valid = self._cells.valid
         for places, _, _ in self._cells.parts(came.start, came.stop):
             if valid[columns.where, places].any():
-                self._take_back(came.start, came.stop, columns.told)
+                self._take_back(came.start, came.stop, columns.given)
             valid[columns.where, places] = True
         self._filled = max(self._filled, came.stop)
         joined = self._came[-1].joined(came) if self._came else None
@@ -373,7 +411,7 @@ class Assembler:
             self._came.append(came)
 
     def _take_back(self, position: int, stop: int, columns: frozenset[int]) -> None:
-        """Rows that came before come again."""
+        """Replace rows that were received before."""
         if not self._want.follow:
             raise self._corrupt(f"rows [{position}, {stop}) twice")
         self._handed = min(self._handed, position)
@@ -393,7 +431,7 @@ class Assembler:
         ]
 
     def _drop_from(self, position: int) -> None:
-        """Forgets rows that the engine took back."""
+        """Drop rows that the engine took back."""
         self._cells.valid[:, position - self._want.token_start :] = False
         self._filled = min(self._filled, position)
         self._handed = min(self._handed, position)
@@ -411,8 +449,14 @@ class Assembler:
     def _provenance(self) -> tuple[tuple[int, int, str], ...]:
         return merge_ranges((came.start, came.stop, came.provenance) for came in self._came)
 
+    @property
+    def _prefix_sources(self) -> tuple[tuple[int, int, str], ...]:
+        return merge_ranges(
+            (came.start, came.stop, came.origin) for came in self._came if came.origin
+        )
+
     def _reserve(self, stop: int) -> None:
-        """Makes room for positions before `stop`."""
+        """Make room for positions before `stop`."""
         if stop > MAX_ROWS:
             raise self._corrupt(f"{stop} rows, more than {MAX_ROWS}")
         if not self._want.into:
@@ -430,7 +474,9 @@ class Assembler:
         start, stop = end.token_start, end.token_stop
         self._check_range(start, stop, end.info.num_rows)
         self._reserve(stop)
-        left = (stop - start) * len(self._layer_ids) * (_TOLD_AGAIN if self._want.follow else 1)
+        left = (
+            (stop - start) * len(self._layer_ids) * (_MISSING_REPORTS if self._want.follow else 1)
+        )
         for m in end.missing:
             if not start <= m.start < m.stop <= stop:
                 raise self._corrupt(f"[{m.start}, {m.stop}) missing in [{start}, {stop})")
@@ -448,12 +494,13 @@ class Assembler:
                 missing=missing,
                 weight_versions=self._versions,
                 provenance=self._provenance,
+                prefix_sources=self._prefix_sources,
             )
         trace = self._build(end.info, start, stop, missing=missing)
         return trace.tokens(self._handed) if start < self._handed <= stop else trace
 
     def _account(self, end: pb.ReadEnd, valid: Any, start: int) -> None:
-        """Checks that each cell [layers, positions from start on] is either there or missing."""
+        """Check that each cell [layers, positions from start on] is either there or missing."""
         if not end.missing and valid.all():
             return
         absent = np.zeros(valid.shape, np.bool_)
@@ -473,7 +520,7 @@ class Assembler:
             )
 
     def _check_range(self, start: int, stop: int, num_rows: int) -> None:
-        """Checks the range that was answered against the one that was asked for."""
+        """Check the range of the result against the request."""
         want = self._want
         asked = num_rows if want.token_stop is None else want.token_stop
         # A start beyond the last row may have been clamped.
@@ -499,6 +546,7 @@ class Assembler:
             token_stop=stop,
             weight_versions=clip_ranges(self._versions, start, stop),
             provenance=clip_ranges(self._provenance, start, stop),
+            prefix_sources=clip_ranges(self._prefix_sources, start, stop),
             _ids=ids.copy() if copy else ids,
             _valid=valid.copy() if copy else valid,
         )
@@ -509,8 +557,8 @@ class Assembler:
 
 @contextmanager
 def _corrupt_if_invalid(name: str) -> Iterator[None]:
-    """What the server sent is no argument of the caller: it cannot be invalid, only corrupt."""
+    """Turn errors about values in messages, which are no arguments, into Corrupt."""
     try:
         yield
     except (ValueError, KeyError) as error:
-        raise Corrupt(f"{name}: the server sent what cannot be true: {error}") from error
+        raise Corrupt(f"{name}: the server sent an invalid message: {error}") from error

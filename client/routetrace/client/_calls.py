@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 import numpy.typing as npt
@@ -11,112 +14,113 @@ from routetrace.client import _arguments as check
 from routetrace.client._assemble import Want
 from routetrace.client._core import Config, Plan, pages, read, read_parts, read_waiting, unary
 from routetrace.client._fetch import Fetch
+from routetrace.client._memory import check_pin
+from routetrace.client.options import Missing, ReadOptions
 from routetrace.client.plan import Plan as RankPlan
 from routetrace.client.stat import (
+    AgentStat,
     ServerInfo,
     TraceStat,
     TraceState,
     facts_from_proto,
-    missing_from_proto,
 )
 from routetrace.client.trace import RoutingTrace
+from routetrace.common.errors import InvalidArgument
+from routetrace.common.missing import missing_from_proto, reason_of
 from routetrace.v1 import routetrace_pb2 as pb
-from routetrace.v1.records import token_digests
+from routetrace.v1.records import ADAPTER_LABEL, token_digests
 
-Missing = Literal["raise", "mask"]
-MissingOrWait = Literal["raise", "mask", "wait"]
-Policy = Literal["as_sampled", "latest"]
 Errors = Literal["raise", "return"]
 
 _POLICIES = {
     "as_sampled": pb.READ_POLICY_AS_SAMPLED,
     "latest": pb.READ_POLICY_LATEST,
 }
+_PREFIX_ROWS = {
+    "same_version": pb.PREFIX_ROWS_SAME_VERSION,
+    "any_version": pb.PREFIX_ROWS_ANY_VERSION,
+    "never": pb.PREFIX_ROWS_NEVER,
+}
+_WAITS = {
+    "rows": pb.WAIT_FOR_ROWS,
+    "end": pb.WAIT_FOR_END,
+}
 _STATES = tuple(state.value for state in TraceState)
 
 
 def get(
     config: Config,
-    request_id: str,
+    trace_id: str,
+    options: ReadOptions,
     *,
     layer_ids: Sequence[int] | None,
     token_start: int,
     token_stop: int | None,
-    missing: MissingOrWait,
-    wait: float | None,
-    policy: Policy,
-    weight_version: int | None,
     incarnation: int | None,
-    timeout: float | None,
+    pin_memory: bool,
+    num_tokens: int | None = None,
 ) -> Plan[RoutingTrace]:
     """See RouteClient.get."""
-    what = request_id, layer_ids, token_start, token_stop, weight_version, incarnation
-    want = _want(*what, missing, ("raise", "mask", "wait"))
-    return _reading(config, missing, wait, policy, timeout)(want)
+    want = _want(trace_id, options, layer_ids, token_start, token_stop, incarnation)
+    if num_tokens is not None:
+        want = replace(want, num_tokens=check.whole("num_tokens", num_tokens, 1))
+        if options.wait_for is None:
+            raise InvalidArgument(
+                field="num_tokens", value=num_tokens, expected="None, or wait_for 'end' or 'rows'"
+            )
+    return _reader(config, options)(replace(want, pin_memory=check_pin(pin_memory)))
 
 
-def fetch(
-    config: Config,
-    *,
-    missing: MissingOrWait,
-    wait: float | None,
-    policy: Policy,
-    weight_version: int | None,
-    pin_memory: bool,
-    timeout: float | None,
-) -> Callable[..., Fetch]:
+def fetch(config: Config, options: ReadOptions, *, pin_memory: bool) -> Callable[..., Fetch]:
     """See RouteClient.fetch; makes a fetch of a plan, and of an `out` if there is one."""
-    mask = check.choice("missing", missing, ("raise", "mask", "wait")) == "mask"
-    read = _reading(config, missing, wait, policy, timeout)
-    version = None if weight_version is None else check.weight_version(weight_version)
+    read = _reader(config, options)
+    pin = check_pin(pin_memory)
 
     def make(plan: RankPlan, out: Any = None) -> Fetch:
-        return Fetch(plan, read, mask, version, out, pin_memory)
+        check.instance("plan", plan, RankPlan)
+        return Fetch(
+            config, plan, read, options.missing == "mask", options.weight_version, out, pin
+        )
 
     return make
 
 
-def _reading(
-    config: Config,
-    missing: MissingOrWait,
-    wait: float | None,
-    policy: Policy,
-    timeout: float | None,
-) -> Callable[[Want], Plan[Any]]:
-    """How traces are read: at once, or once they are what is waited for."""
-    limit = config.limit(timeout)
-    check.choice("policy", policy, _POLICIES)
-    if missing == "wait":
-        wait_for, seconds = pb.WAIT_FOR_ROWS, limit if wait is None else check.seconds("wait", wait)
-    elif wait is not None:
-        wait_for, seconds = pb.WAIT_FOR_END, check.seconds("wait", wait)
-    else:
-        return lambda want: read("GetTrace", _get_request(config, want, policy), want, limit)
-    return lambda want: read_waiting(
-        _get_request(config, want, policy), want, wait_for, seconds, limit
-    )
+def _reader(config: Config, options: ReadOptions) -> Callable[[Want], Plan[Any]]:
+    """Return a function that reads a trace, now or after waiting."""
+    limit = config.limit(options.timeout)
+
+    def reader(want: Want) -> Plan[Any]:
+        request = _get_request(config, want, options)
+        if options.wait_for is None:
+            return read("GetTrace", request, want, limit)
+        request.wait_for = _WAITS[options.wait_for]
+        return read_waiting(request, want, limit, config.timeout)
+
+    return reader
 
 
 def follow(
     config: Config,
-    request_id: str,
+    trace_id: str,
+    options: ReadOptions,
     *,
     layer_ids: Sequence[int] | None,
     token_start: int,
     token_stop: int | None,
-    missing: Missing,
-    policy: Policy,
-    weight_version: int | None,
     incarnation: int | None,
-    timeout: float | None,
 ) -> Plan[RoutingTrace]:
     """See RouteClient.follow."""
-    what = request_id, layer_ids, token_start, token_stop, weight_version, incarnation
-    want = _want(*what, missing, ("raise", "mask"), follow=True)
-    request = _get_request(config, want, policy)
-    if timeout is not None:
-        check.positive("timeout", timeout)
-    return read_parts(request, want, config.timeout, timeout)
+    if options.wait_for == "end":
+        raise InvalidArgument(
+            field="wait_for", value="end", expected="'rows' or None: follow reads to the end anyway"
+        )
+    want = _want(trace_id, options, layer_ids, token_start, token_stop, incarnation)
+    want = replace(want, follow=True)
+    request = _get_request(config, want, options)
+    limit = config.limit(options.timeout)
+    if options.wait_for:
+        request.wait_ms = min(math.ceil(1000 * limit), 2**32 - 1)
+    return read_parts(request, want, limit, options.timeout)
 
 
 def get_blocks(
@@ -150,19 +154,22 @@ def get_blocks(
 
 
 def stat(
-    config: Config, request_id: str, *, incarnation: int | None, timeout: float | None
+    config: Config, trace_id: str, *, incarnation: int | None, timeout: float | None
 ) -> Plan[TraceStat]:
     """See RouteClient.stat."""
     request = pb.StatTraceRequest(
         run=config.run,
-        trace_id=check.text("request_id", request_id),
+        trace_id=check.text("trace_id", trace_id),
         incarnation=_incarnation(incarnation),
     )
 
     def convert(response: pb.StatTraceResponse) -> TraceStat:
         facts = facts_from_proto(response.info)
         missing = missing_from_proto(response.missing, facts["layout"].layer_ids)
-        return TraceStat(**facts, missing=missing)
+        cells: Counter[str] = Counter()
+        for m in missing:
+            cells[m.reason] += (m.stop - m.start) * len(m.layer_ids)
+        return TraceStat(**facts, missing=missing, missing_cells=dict(cells))
 
     return unary("StatTrace", request, config.limit(timeout), convert)
 
@@ -172,16 +179,21 @@ def find(
     *,
     labels: Mapping[str, str] | None,
     states: Iterable[TraceState | str],
+    retirable_through: int | None,
     timeout: float | None,
 ) -> Plan[TraceStat]:
     """See RouteClient.find."""
+    if retirable_through is not None:
+        check.weight_version(retirable_through)
+    states = check.several("states", states, "states")
     names = [check.choice("states", state, _STATES) for state in states]
     request = pb.ListTracesRequest(
         run=config.run,
-        labels=labels or {},
+        labels=check.labels(labels),
         states=[TraceState(name).to_proto() for name in names],
+        retirable_through=retirable_through,
     )
-    return pages(request, config.limit(timeout), _stat)
+    return pages("ListTraces", request, config.limit(timeout), lambda page: page.traces, _stat)
 
 
 def bind(
@@ -204,9 +216,10 @@ def bind(
     num_tokens = check.whole("num_tokens", num_tokens, 1)
     if num_computed_tokens is not None:
         check.whole("num_computed_tokens", num_computed_tokens, 0, num_tokens - 1)
-    digests = b""
+    digests, named = b"", check.labels(labels)
     if token_ids is not None:
-        digests = token_digests(check.tokens("token_ids", token_ids, num_tokens)).tobytes()
+        tokens = check.tokens("token_ids", token_ids, num_tokens)
+        digests = token_digests(tokens, adapter=named.get(ADAPTER_LABEL, "")).tobytes()
     request = pb.BindRequestRequest(
         run=config.run,
         engine_id=check.text("engine_id", engine_id),
@@ -217,9 +230,9 @@ def bind(
         token_digests=digests,
         step=check.whole("step", step, 0, 2**64 - 1),
         begin=pb.RequestBegin(
-            trace_id=trace_id,
+            trace_id=check.text("trace_id", trace_id, empty=True),
             prompt_len=check.whole("prompt_len", prompt_len),
-            labels=labels or {},
+            labels=named,
             ttl_seconds=check.whole("ttl_seconds", ttl_seconds),
         ),
     )
@@ -233,9 +246,17 @@ def bind(
     )
 
 
-def delete(config: Config, request_id: str, *, timeout: float | None) -> Plan[None]:
+def forget_engine(config: Config, engine_id: str, *, timeout: float | None) -> Plan[int]:
+    """See RouteClient.forget_engine."""
+    request = pb.ForgetEngineRequest(run=config.run, engine_id=check.text("engine_id", engine_id))
+    return unary(
+        "ForgetEngine", request, config.limit(timeout), lambda response: response.num_forgotten
+    )
+
+
+def delete(config: Config, trace_id: str, *, timeout: float | None) -> Plan[None]:
     """See RouteClient.delete."""
-    request = pb.DeleteTraceRequest(run=config.run, trace_id=check.text("request_id", request_id))
+    request = pb.DeleteTraceRequest(run=config.run, trace_id=check.text("trace_id", trace_id))
     return unary("DeleteTrace", request, config.limit(timeout), lambda _: None)
 
 
@@ -249,12 +270,12 @@ def retire_through(config: Config, weight_version: int, *, timeout: float | None
 
 
 def renew(
-    config: Config, request_ids: Iterable[str], ttl_seconds: int, *, timeout: float | None
+    config: Config, trace_ids: Iterable[str], ttl_seconds: int, *, timeout: float | None
 ) -> Plan[int]:
     """See RouteClient.renew."""
     request = pb.RenewLeaseRequest(
         run=config.run,
-        trace_ids=[check.text("request_ids", i) for i in request_ids],
+        trace_ids=check.texts("trace_ids", trace_ids),
         ttl_seconds=check.whole("ttl_seconds", ttl_seconds),
     )
     return unary("RenewLease", request, config.limit(timeout), lambda r: int(r.num_renewed))
@@ -266,41 +287,45 @@ def server_info(config: Config, *, timeout: float | None) -> Plan[ServerInfo]:
     return unary("GetServerInfo", request, config.limit(timeout), ServerInfo.from_proto)
 
 
+def agents(config: Config, *, timeout: float | None) -> Plan[AgentStat]:
+    """See RouteClient.agents."""
+    request = pb.ListAgentsRequest(run=config.run)
+    limit = config.limit(timeout)
+    return pages("ListAgents", request, limit, lambda page: page.agents, AgentStat.from_proto)
+
+
 def _want(
-    request_id: str,
+    trace_id: str,
+    options: ReadOptions,
     layer_ids: Sequence[int] | None,
     token_start: int,
     token_stop: int | None,
-    weight_version: int | None,
     incarnation: int | None,
-    missing: MissingOrWait,
-    choices: tuple[str, ...],
-    *,
-    follow: bool = False,
 ) -> Want:
     return Want(
-        check.text("request_id", request_id),
+        check.text("trace_id", trace_id),
         check.layers(layer_ids),
         check.whole("token_start", token_start),
         check.stop(token_start, token_stop),
-        mask=check.choice("missing", missing, choices) == "mask",
-        follow=follow,
-        weight_version=None if weight_version is None else check.weight_version(weight_version),
+        mask=options.missing == "mask",
+        weight_version=options.weight_version,
         incarnation=_incarnation(incarnation),
     )
 
 
-def _get_request(config: Config, want: Want, policy: Policy) -> pb.GetTraceRequest:
+def _get_request(config: Config, want: Want, options: ReadOptions) -> pb.GetTraceRequest:
     ranges = want.into.ranges if want.into else ()
     return pb.GetTraceRequest(
         run=config.run,
-        trace_id=want.request_id,
+        trace_id=want.trace_id,
         token_start=0 if ranges else want.token_start,
         token_stop=0 if ranges else want.token_stop or 0,
         token_ranges=[pb.TokenRange(start=a, stop=b) for a, b in ranges],
         layer_ids=want.layer_ids or (),
-        policy=_POLICIES[check.choice("policy", policy, _POLICIES)],
+        policy=_POLICIES[options.policy],
+        prefix_rows=_PREFIX_ROWS[options.prefix_rows],
         incarnation=want.incarnation,
+        num_tokens=want.num_tokens,
         follow=want.follow,
         weight_version=want.weight_version,
         omit_token_digests=not want.token_digests,
@@ -312,4 +337,5 @@ def _incarnation(incarnation: int | None) -> int:
 
 
 def _stat(info: pb.TraceInfo) -> TraceStat:
-    return TraceStat(**facts_from_proto(info))
+    cells = {reason_of(m.reason): m.cells for m in info.missing_cells}
+    return TraceStat(**facts_from_proto(info), missing_cells=cells)

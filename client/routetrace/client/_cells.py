@@ -1,4 +1,4 @@
-"""Where the rows of a read go: arrays that grow with them, or places in arrays of the caller."""
+"""Destinations of rows: arrays that grow, or places in arrays of the caller."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from routetrace.client._memory import zeros
 from routetrace.client.plan import Piece
 from routetrace.client.trace import merge_ranges
 from routetrace.v1.layout import RoutingLayout
@@ -23,32 +24,36 @@ class GrowingCells:
         num_layers: layers that are read.
         layout: the model's.
         start: the first position.
+        pin: whether the ids are page-locked.
     """
 
-    def __init__(self, num_layers: int, layout: RoutingLayout, start: int) -> None:
+    def __init__(
+        self, num_layers: int, layout: RoutingLayout, start: int, pin: bool = False
+    ) -> None:
         self._start = start
+        self._pin = pin
         self.ids: Ids = np.zeros((num_layers, 0, layout.top_k), layout.dtype)
         self.valid: Valid = np.zeros((num_layers, 0), np.bool_)
 
     def reserve(self, stop: int) -> None:
-        """Makes room for positions before `stop`."""
+        """Make room for positions before `stop`."""
         ids, valid = self.ids, self.valid
         old, need = valid.shape[1], stop - self._start
         if need <= old:
             return
         room = max(need, 2 * old)
-        # Zeros, so that cells that never come do not show what the memory held before.
-        self.ids = np.zeros((len(ids), room, ids.shape[2]), ids.dtype)
+        # Zeros: missing cells must not show previous content of the memory.
+        self.ids = zeros((len(ids), room, ids.shape[2]), ids.dtype, self._pin)
         self.valid = np.zeros((len(valid), room), np.bool_)
         self.ids[:, :old] = ids
         self.valid[:, :old] = valid
 
     def rows(self, start: int, stop: int) -> slice:
-        """Where positions [start, stop) are in the arrays."""
+        """Return the places of positions [start, stop) in the arrays."""
         return slice(start - self._start, stop - self._start)
 
     def parts(self, start: int, stop: int) -> Iterator[tuple[slice, int, int]]:
-        """Where positions [start, stop) are: (places in the arrays, from, to)."""
+        """Yield the places of positions [start, stop): (places in the arrays, from, to)."""
         yield self.rows(start, stop), start, stop
 
 
@@ -58,7 +63,7 @@ class PlacedCells:
     Args:
         ids: [layers, tokens, top_k].
         valid: [layers, tokens].
-        layout: what the caller takes the model for.
+        layout: the model's, as the caller expects it.
         pieces: the ranges, ascending and disjoint, and their places.
     """
 
@@ -78,12 +83,12 @@ class PlacedCells:
         return [(start, stop) for start, stop, _ in ranges]
 
     def clear(self) -> None:
-        """Forgets what was read before."""
+        """Mark all places as missing."""
         for piece in self.pieces:
             self.valid[:, piece.where(piece.start, piece.stop)] = False
 
     def parts(self, start: int, stop: int) -> Iterator[tuple[slice, int, int]]:
-        """Where positions [start, stop) are, those that have a place: (places, from, to)."""
+        """Yield the places of positions in [start, stop), if any: (places, from, to)."""
         for piece in self.pieces:
             a, b = max(start, piece.start), min(stop, piece.stop)
             if a < b:

@@ -1,4 +1,4 @@
-"""Which channel a call uses: a new one once a certificate was replaced, the old until its end."""
+"""Channels of a client: a new one for new calls after a certificate or the route changed."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from collections.abc import Callable
 from typing import Any
 
 from routetrace.client._core import Config, methods
-from routetrace.v1.errors import InvalidArgument
+from routetrace.common.errors import InvalidArgument
 
-#: Seconds between two looks at the files.
+#: Seconds between two checks of the files.
 _LOOK_S = 1.0
 
 _log = logging.getLogger(__name__)
@@ -19,8 +19,9 @@ _log = logging.getLogger(__name__)
 class Connection:
     """A channel, its methods by name, and the calls on it."""
 
-    def __init__(self, channel: Any) -> None:
+    def __init__(self, channel: Any, target: str) -> None:
         self.channel = channel
+        self.target = target
         self.methods = methods(channel)
         self.calls = 0
 
@@ -29,8 +30,8 @@ class Connections:
     """The connections of a client. Not thread-safe.
 
     Args:
-        config: where to, and as whom.
-        make: makes a channel to a target, with options.
+        config: route and credentials.
+        make: returns a channel for a target and options.
     """
 
     def __init__(self, config: Config, make: Callable[[str, Any], Any]) -> None:
@@ -44,10 +45,10 @@ class Connections:
         return bool(self._all)
 
     def enter(self) -> Connection:
-        """The connection for a new call, which is to leave it.
+        """Return the connection for a new call, which must leave it.
 
         Raises:
-            InvalidArgument: if there is none yet, and a file that it needs can not be used.
+            InvalidArgument: if there is none yet, and a file for it is not usable.
         """
         now = time.monotonic()
         if not self._all or now >= self._look_at:
@@ -56,28 +57,31 @@ class Connections:
             if not self._all or version != self._version:
                 self._connect()
                 self._version = version
+        if self._all[-1].target != self._config.route.target:
+            self._connect()
         self._all[-1].calls += 1
         return self._all[-1]
 
     def leave(self, connection: Connection) -> list[Any]:
-        """A call has ended; returns channels that are of no more use, to be closed."""
+        """Remove an ended call; return unused channels, to be closed."""
         connection.calls -= 1
         done = [old for old in self._all[:-1] if not old.calls]
         self._all = [kept for kept in self._all if kept not in done]
         return [old.channel for old in done]
 
     def clear(self) -> list[Any]:
-        """Forgets all; returns the channels, to be closed."""
-        gone, self._all = self._all, []
-        return [connection.channel for connection in gone]
+        """Remove all connections; return their channels, to be closed."""
+        removed, self._all = self._all, []
+        return [connection.channel for connection in removed]
 
     def _connect(self) -> None:
+        target = self._config.route.target
         try:
-            channel = self._make(self._config.target, self._config.channel_options)
+            channel = self._make(target, self._config.channel_options)
         except InvalidArgument as error:
             if not self._all:
                 raise
-            # Perhaps half of it is there yet; the next change is another attempt.
-            _log.warning("routetrace: goes on with the certificates it has: %s", error)
+            # The replacement may be incomplete; the next change is another attempt.
+            _log.warning("routetrace: new certificates not usable, keeping the old ones: %s", error)
         else:
-            self._all.append(Connection(channel))
+            self._all.append(Connection(channel, target))

@@ -1,4 +1,4 @@
-"""Carries out plans with blocking calls."""
+"""Execution of read plans with blocking calls."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 import grpc
 
+from routetrace.client._batch import batch_size, begun_late, checked, together
 from routetrace.client._channels import Connections
 from routetrace.client._core import (
     END,
@@ -26,7 +27,8 @@ from routetrace.client._core import (
 )
 from routetrace.client._fork import start_over_after_fork
 from routetrace.client._messages import Received
-from routetrace.v1.errors import Closed, RouteTraceError, Unavailable
+from routetrace.client._outage import Outage
+from routetrace.common.errors import Closed, DeadlineExceeded, RouteTraceError, Unavailable
 
 T = TypeVar("T")
 
@@ -35,7 +37,7 @@ _NO_SPIN_THREAD = ("SingleThreadedUnaryStream", 1)
 
 
 class Scope:
-    """Calls, and scopes within, that are given up together."""
+    """Calls, and inner scopes, that are cancelled together."""
 
     def __init__(self) -> None:
         self._event = threading.Event()
@@ -44,27 +46,27 @@ class Scope:
 
     @property
     def cancelled(self) -> bool:
-        """Whether it was given up."""
+        """Whether it was cancelled."""
         return self._event.is_set()
 
     def wait(self, seconds: float) -> None:
-        """Sleeps, unless the scope is given up."""
+        """Sleep until the time is over or the scope is cancelled."""
         self._event.wait(seconds)
 
     def add(self, member: Any) -> None:
-        """Takes in a call or a scope."""
+        """Add a call or a scope."""
         with self._lock:
             self._members.add(member)
         if self.cancelled:
             member.cancel()
 
     def discard(self, member: Any) -> None:
-        """Lets one go."""
+        """Remove a call or a scope."""
         with self._lock:
             self._members.discard(member)
 
     def cancel(self) -> None:
-        """Gives all up."""
+        """Cancel all members, and those added later."""
         self._event.set()
         with self._lock:
             members = list(self._members)
@@ -73,7 +75,7 @@ class Scope:
 
 
 class Driver:
-    """Channels, the first opened at the first call, and what is under way. Thread-safe."""
+    """Channels, opened at the first call, and the calls under way. Thread-safe."""
 
     def __init__(self, config: Config) -> None:
         self._config = config
@@ -87,6 +89,7 @@ class Driver:
 
     def _begin(self) -> None:
         self._connections = Connections(self._config, self._channel)
+        self._outage = Outage(self._config)
         self._lock = threading.Lock()
         self._scope = Scope()
 
@@ -95,11 +98,11 @@ class Driver:
 
     @property
     def state(self) -> str:
-        """For people: idle, open or closed."""
+        """State for repr: idle, open or closed."""
         return "closed" if self._scope.cancelled else "open" if self._connections else "idle"
 
     def close(self) -> None:
-        """Gives up what is under way; there is no way back."""
+        """Cancel all calls, for good."""
         self._scope.cancel()
         with self._lock:
             channels = self._connections.clear()
@@ -107,22 +110,30 @@ class Driver:
             channel.close()
 
     def scope(self) -> Scope:
-        """A scope that is given up when the driver is closed; `end` lets it go."""
+        """Return a scope that closing the driver cancels; `end` removes it."""
         scope = Scope()
         self._scope.add(scope)
         return scope
 
     def end(self, scope: Scope) -> None:
-        """Lets a scope go."""
+        """Remove a scope."""
         self._scope.discard(scope)
 
     def one(self, plan: Plan[T], scope: Scope | None = None) -> T:
-        """The one value of a plan."""
+        """Return the one value of a plan."""
         with closing(self.run(plan, scope)) as values:
             return next(values)
 
-    def one_by_one(self, plans: Iterable[Plan[T]]) -> list[T]:
-        """The one value of each plan; a call begins while the last message before is worked on."""
+    def every(self, plan: Plan[T | RouteTraceError], scope: Scope | None = None) -> list[T]:
+        """Return the values of a plan; raise the first error among them."""
+        with closing(self.run(plan, scope)) as values:
+            return [checked(value) for value in values]
+
+    def one_by_one(self, plans: Iterable[Plan[T | RouteTraceError]]) -> list[T]:
+        """Return the values of all plans; raise the first error among them.
+
+        A call starts as the previous one decodes its last message.
+        """
         values: list[T] = []
         with ExitStack() as stack:
             under_way = [stack.enter_context(closing(self._steps(plan))) for plan in plans]
@@ -130,7 +141,7 @@ class Driver:
             for number, steps in enumerate(under_way):
                 for step in steps:
                     if isinstance(step, Emit):
-                        values.append(step.value)
+                        values.append(checked(step.value))
                     elif isinstance(step, Receive) and begun == number < len(under_way) - 1:
                         begun += 1
                         next(under_way[begun])
@@ -138,14 +149,14 @@ class Driver:
         return values
 
     def run(self, plan: Plan[T], scope: Scope | None = None) -> Generator[T, None, None]:
-        """The values of a plan."""
+        """Yield the values of a plan."""
         with closing(self._steps(plan, scope)) as steps:
             for step in steps:
                 if isinstance(step, Emit):
                     yield step.value
 
     def _steps(self, plan: Plan[T], scope: Scope | None = None) -> Generator[Step[T], None, None]:
-        """Carries a plan out; stops at a call that began, its last message, and each value."""
+        """Execute a plan; stop after a call starts, at its last message, and at each value."""
         scope = scope or self._scope
         outcome: Any = None
         failure: grpc.RpcError | None = None
@@ -155,21 +166,26 @@ class Driver:
                     step = plan.send(outcome) if failure is None else plan.throw(failure)
                 except StopIteration:
                     return
-                except Unavailable as error:
+                except (Unavailable, DeadlineExceeded) as error:
                     raise self._config.explained(error) from error.__cause__
                 outcome = failure = None
                 if isinstance(step, Emit):
                     yield step
                     continue
+                self._outage.before(step)
                 try:
                     outcome = self._do(step, scope, stream)
                 except (grpc.RpcError, ValueError) as error:
                     if scope.cancelled:
-                        raise Closed("the client was closed meanwhile") from error
+                        raise Closed("the client was closed during the call") from error
                     if not isinstance(error, grpc.RpcError):
                         raise
                     failure = error
+                    with self._lock:
+                        self._outage.failed(error)
                 else:
+                    if isinstance(step, (Unary, Receive)):
+                        self._outage.answered()
                     if isinstance(step, Open) or (
                         isinstance(outcome, Received) and outcome.is_last
                     ):
@@ -199,7 +215,7 @@ class Driver:
 
     @contextmanager
     def _connected(self) -> Iterator[dict[str, Any]]:
-        """The methods to call, for the time of a call."""
+        """Lend the methods of a connection for one call."""
         with self._lock:
             if self._scope.cancelled:
                 raise Closed("the client is closed")
@@ -219,27 +235,37 @@ class Driver:
         prefetch: int,
         return_errors: bool,
     ) -> Generator[T | RouteTraceError, None, None]:
-        """The values of one plan per id, in their order, `prefetch` of them at a time."""
+        """Yield the value of one plan per id, in order, `prefetch` of them at a time."""
         scope = self.scope()
         ids = iter(ids)
-        pending: deque[Future[T]] = deque()
-        with ThreadPoolExecutor(prefetch, "routetrace-get-many") as pool:
+        size = batch_size(prefetch)
+        pending: deque[Future[T | RouteTraceError]] = deque()
+        with ThreadPoolExecutor(prefetch // size + 1, "routetrace-get-many") as pool:
             try:
                 while True:
-                    for i in islice(ids, prefetch - len(pending)):
-                        pending.append(pool.submit(lambda i: self.one(plan(i), scope), i))
+                    while prefetch - len(pending) >= size and (some := [*islice(ids, size)]):
+                        futures: list[Future[T | RouteTraceError]] = [Future() for _ in some]
+                        batch = together(self._config, [begun_late(plan, i) for i in some])
+                        pool.submit(self._fill, batch, futures, scope)
+                        pending += futures
                     if not pending:
                         return
-                    value: T | RouteTraceError
                     try:
                         value = pending.popleft().result()
                     except RouteTraceError as error:
-                        if not return_errors:
-                            raise
                         value = error
-                    yield value
+                    yield value if return_errors else checked(value)
             finally:
                 self.end(scope)
                 scope.cancel()
-                for future in pending:
-                    future.cancel()
+
+    def _fill(self, plan: Plan[T], futures: Sequence[Future[T]], scope: Scope) -> None:
+        """Set futures to the values of a plan, each as it comes."""
+        try:
+            with closing(self.run(plan, scope)) as values:
+                for future, value in zip(futures, values, strict=True):
+                    future.set_result(value)
+        except BaseException as error:
+            for future in futures:
+                if not future.done():
+                    future.set_exception(error)

@@ -1,34 +1,55 @@
-"""One fetch of a plan: what is read, where it goes, and what is made of it. No I/O."""
+"""One fetch of a plan: its reads, their destination and result. No I/O."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from typing import Any
 
+import grpc
 import numpy as np
 import numpy.typing as npt
 
+from routetrace.client import _memory
 from routetrace.client._assemble import Want
+from routetrace.client._batch import MAX_READS, together
 from routetrace.client._cells import PlacedCells
+from routetrace.client._core import Config, Emit, Part
 from routetrace.client._core import Plan as Steps
-from routetrace.client.alignment import check_tokens, comparable
-from routetrace.client.plan import Plan
+from routetrace.client.alignment import check_layout, check_tokens, comparable
+from routetrace.client.plan import Plan, PlannedRead
 from routetrace.client.rows import FetchStats, RankRows
 from routetrace.client.stat import ReadFacts
-from routetrace.v1.errors import InvalidArgument
+from routetrace.common.errors import InvalidArgument, RouteTraceError
 
 Read = Callable[[Want], Steps[ReadFacts]]
 
+#: Fields of a read that a trace of other tokens, or of another model, does not have.
+_OF_THE_TRACE = ("layer_ids", "token_start", "token_stop")
+#: Changes to a read so that it has the facts of the trace, and little else.
+_FIRST_ROW: dict[str, Any] = {
+    "layer_ids": None,
+    "token_start": 0,
+    "token_stop": 1,
+    "mask": True,
+    "token_digests": True,
+    "into": None,
+}
+
+#: Maximum ranges of positions in one batch: a server takes requests of 64 KiB.
+_MAX_RANGES = 4096
+
 
 class Fetch:
-    """What a plan needs.
+    """Reads of one plan, and their result.
 
     Args:
-        plan: the plan.
-        read: makes the steps that read a `Want`.
+        config: configuration of the client.
+        plan: rank plan.
+        read: returns the read plan of a `Want`.
         mask: whether cells may be missing.
-        weight_version: that must have computed all rows; None: any.
-        out: [layers, tokens, top_k] to decode into; an array or a CPU tensor; None: a new one.
+        weight_version: weight version of all rows; None: any.
+        out: [layers, tokens, top_k] to decode into: an array or a CPU tensor; None: a new array.
         pin_memory: whether a new one is page-locked.
 
     Raises:
@@ -37,6 +58,7 @@ class Fetch:
 
     def __init__(
         self,
+        config: Config,
         plan: Plan,
         read: Read,
         mask: bool,
@@ -45,6 +67,7 @@ class Fetch:
         pin_memory: bool = False,
     ) -> None:
         self.plan = plan
+        self._config = config
         self._read = read
         self._mask = mask
         self._weight_version = weight_version
@@ -54,20 +77,32 @@ class Fetch:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that it will hold."""
+        """Bytes of its result."""
         return self.plan.nbytes
 
-    def reads(self) -> Iterator[Steps[ReadFacts]]:
-        """The reads, in the order of `plan.reads`; the memory for them is taken now."""
+    def reads(self, concurrency: int) -> Iterator[Steps[ReadFacts | RouteTraceError]]:
+        """Allocate the result; yield plans for batches of `plan.reads`, in their order.
+
+        Args:
+            concurrency: number of batches under way at a time.
+        """
         plan = self.plan
         ids = self._out
         if ids is None:
-            ids = _empty(plan.shape, plan.layout.dtype, self._pin)
+            ids = _memory.empty(plan.shape, plan.layout.dtype, self._pin)
         self._ids = ids
-        self._valid = _empty(plan.shape[:2], np.dtype(np.bool_), self._pin)
-        self._valid.fill(False)
-        for number in range(len(plan.reads)):
-            yield self._steps(number)
+        self._valid = _memory.zeros(plan.shape[:2], np.bool_, self._pin)
+        most = min(MAX_READS, -(-len(plan.reads) // concurrency))
+        batch: list[Steps[ReadFacts]] = []
+        ranges = 0
+        for number, planned in enumerate(plan.reads):
+            ranges += len(planned.pieces)
+            if len(batch) == most or (batch and ranges > _MAX_RANGES):
+                yield together(self._config, batch)
+                batch, ranges = [], len(planned.pieces)
+            batch.append(self._steps(number))
+        if batch:
+            yield together(self._config, batch)
 
     def _steps(self, number: int) -> Steps[ReadFacts]:
         planned = self.plan.reads[number]
@@ -75,7 +110,7 @@ class Fetch:
         cells = PlacedCells(self._ids, self._valid, self.plan.layout, planned.pieces)
         self._cells.append(cells)
         want = Want(
-            segment.request_id,
+            segment.trace_id,
             self.plan.layer_ids,
             planned.pieces[0].start,
             planned.pieces[-1].stop,
@@ -85,14 +120,31 @@ class Fetch:
             token_digests=comparable(self.plan.samples[planned.sample], segment),
             into=cells,
         )
-        return _blame(planned.sample, segment.request_id, self._read(want))
+        return self._explained(planned, want)
+
+    def _explained(self, planned: PlannedRead, want: Want) -> Steps[ReadFacts]:
+        """Run a read plan; explain its InvalidArgument by the tokens and layers of the trace."""
+        number, segment = planned.sample, planned.segment
+        try:
+            yield from self._read(want)
+        except InvalidArgument as error:
+            if error.field in _OF_THE_TRACE:
+                facts = yield from _facts(self._read(replace(want, **_FIRST_ROW)))
+                if facts:
+                    check_layout(want.name, facts.layout, self.plan.layout)
+                    check_tokens(number, self.plan.samples[number], segment, facts)
+            raise InvalidArgument(
+                field=f"samples[{number}]: {error.field} of {want.name}",
+                value=error.value,
+                expected=error.expected,
+            ) from error
 
     def rows(self, reads: list[ReadFacts], wait_seconds: float) -> RankRows:
-        """What came.
+        """Return the result.
 
         Args:
-            reads: what each of the reads gave.
-            wait_seconds: how long the caller waited for them.
+            reads: result of each read.
+            wait_seconds: seconds that the caller waited for them.
 
         Raises:
             InvalidArgument: if the tokens of a request are not those of its sample.
@@ -126,47 +178,52 @@ class Fetch:
 
 
 class Budget:
-    """Which fetches may be under way: as many as fit into so many bytes, and one at least."""
+    """Admission of fetches: as many as fit into a number of bytes, at least one."""
 
-    def __init__(self, fetches: Iterable[Fetch], max_bytes: int) -> None:
+    def __init__(self, fetches: Iterable[Fetch], max_bytes: int, concurrency: int) -> None:
         self._fetches = iter(fetches)
+        self._concurrency = concurrency
         self._left = max_bytes
         self._under_way = 0
         self._next: Fetch | None = None
 
-    def admit(self) -> Iterator[tuple[Fetch, list[Steps[ReadFacts]]]]:
-        """Those that may begin now, and their reads; one that cannot be made is passed over."""
+    def admit(self) -> Iterator[tuple[Fetch, list[Steps[ReadFacts | RouteTraceError]]]]:
+        """Yield the fetches that may begin now, with their reads; skip one that raises."""
         while True:
             fetch = self._next or next(self._fetches, None)
             self._next = fetch
             if fetch is None or (self._under_way and fetch.nbytes > self._left):
                 return
             self._next = None
-            reads = list(fetch.reads())  # takes the memory, or fails
+            reads = list(fetch.reads(self._concurrency))  # allocates, or raises
             self._left -= fetch.nbytes
             self._under_way += 1
             yield fetch, reads
 
     def release(self, fetch: Fetch) -> None:
-        """The memory of one is the caller's now."""
+        """Return the bytes of a fetch to the budget."""
         self._left += fetch.nbytes
         self._under_way -= 1
 
 
-def _blame(sample: int, request_id: str, steps: Steps[ReadFacts]) -> Steps[ReadFacts]:
-    """Names the sample in what is wrong with its read."""
+def _facts(steps: Steps[ReadFacts]) -> Part[ReadFacts | None]:
+    """Run a read plan; return its result, or None if it fails."""
     try:
-        yield from steps
-    except InvalidArgument as error:
-        raise InvalidArgument(
-            field=f"samples[{sample}]: {error.field} of trace {request_id!r}",
-            value=error.value,
-            expected=error.expected,
-        ) from error
+        step = steps.send(None)
+        while not isinstance(step, Emit):
+            try:
+                outcome = yield step
+            except grpc.RpcError as failure:  # noqa: PERF203
+                step = steps.throw(failure)
+            else:
+                step = steps.send(outcome)
+    except RouteTraceError:
+        return None
+    return step.value
 
 
 def _checked(out: Any, plan: Plan) -> npt.NDArray[Any]:
-    """The caller's buffer as an array of the plan's shape and dtype."""
+    """Return the caller's buffer as an array of the plan's shape and dtype."""
     dtype = plan.layout.dtype
     try:
         array = out.numpy() if hasattr(out, "numpy") else out
@@ -183,17 +240,3 @@ def _checked(out: Any, plan: Plan) -> npt.NDArray[Any]:
             expected=f"a writeable array or CPU tensor of {dtype} {plan.shape}",
         )
     return array  # type: ignore[no-any-return]
-
-
-def _empty(shape: tuple[int, ...], dtype: np.dtype[Any], pin: bool) -> npt.NDArray[Any]:
-    if not pin:
-        return np.empty(shape, dtype)
-    import torch
-
-    if not torch.cuda.is_available():
-        raise InvalidArgument(
-            field="pin_memory", value=True, expected="False without a CUDA device"
-        )
-    # torch before 2.3 has no uint16, and numpy no pinned memory.
-    size = int(np.prod(shape)) * dtype.itemsize
-    return torch.empty(size, dtype=torch.uint8, pin_memory=True).numpy().view(dtype).reshape(shape)

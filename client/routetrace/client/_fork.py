@@ -1,8 +1,7 @@
-"""What a forked child does with the clients of its parent.
+"""Clients in a forked child.
 
-A channel that was used before a fork does not work in the child, and closing it there would say
-goodbye on the parent's connection. So the child puts it aside, unclosed, and makes its own at the
-first call.
+A channel that was used before a fork does not work in the child, and closing it there would end
+the parent's connection. So the child keeps it unclosed, and opens its own at the first call.
 """
 
 from __future__ import annotations
@@ -11,14 +10,14 @@ import os
 import weakref
 from typing import Any, Protocol
 
-from routetrace.v1.forks import keep_grpc_up
+from routetrace.common.forks import keep_grpc_up
 
 
 class Forkable(Protocol):
-    """Something that must start over in a forked child."""
+    """Object that must start over in a forked child."""
 
     def _start_over(self) -> Any:
-        """Forgets the parent's channel and locks; returns what must never be collected."""
+        """Replace the parent's channel and locks; return objects that must stay alive."""
 
 
 _all: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -26,7 +25,7 @@ _inherited: list[Any] = []
 
 
 def start_over_after_fork(client: Forkable) -> None:
-    """Calls `_start_over` in every forked child, for as long as the client lives."""
+    """Call `_start_over` in every forked child, for the lifetime of the client."""
     _all.add(client)
     keep_grpc_up()
 

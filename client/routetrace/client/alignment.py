@@ -9,9 +9,9 @@ import numpy.typing as npt
 
 from routetrace.client.micro_batch import Sample, Segment
 from routetrace.client.stat import TraceFacts
-from routetrace.v1.errors import InvalidArgument
+from routetrace.common.errors import InvalidArgument
 from routetrace.v1.layout import RoutingLayout
-from routetrace.v1.records import TokenDigest
+from routetrace.v1.records import ADAPTER_LABEL, TokenDigest
 
 # Tokens that a sample may have too many at its start, where they are looked for.
 _MAX_SHIFT = 64
@@ -53,8 +53,8 @@ def check_tokens(number: int, sample: Sample, segment: Segment, facts: TraceFact
     Args:
         number: of the sample, for the message.
         sample: the sample.
-        segment: what it takes of the request.
-        facts: what is known of the request.
+        segment: the part of the request that it takes.
+        facts: facts of the request.
 
     Returns:
         How many of the request's token digests confirmed the sample's token ids; 0 proves nothing.
@@ -67,13 +67,13 @@ def check_tokens(number: int, sample: Sample, segment: Segment, facts: TraceFact
         # Tokens behind those that the rows are of may be another request's.
         stop = min(segment.num_tokens or segment.stop, sample.num_tokens)
         token_ids = sample.token_ids[:stop]
-        confirmed, agreed, differs = compare_tokens(token_ids, facts.token_digests)
+        confirmed, agreed, differs = compare_tokens(token_ids, facts)
         if differs is not None:
             raise InvalidArgument(
                 field=f"samples[{number}].token_ids",
                 value=f"{len(token_ids)} tokens",
                 expected=f"the {facts.num_tokens or 'first'} tokens of trace "
-                f"{facts.request_id!r}: {_explain(confirmed, agreed, token_ids, facts)}",
+                f"{facts.trace_id!r}: {_explain(confirmed, agreed, token_ids, facts)}",
             )
     count = segment.num_tokens
     # The start of a request is enough where it is proven to be that.
@@ -82,7 +82,7 @@ def check_tokens(number: int, sample: Sample, segment: Segment, facts: TraceFact
         raise InvalidArgument(
             field=f"samples[{number}].num_tokens",
             value=count,
-            expected=f"{facts.num_tokens}, the tokens of trace {facts.request_id!r} (prompt "
+            expected=f"{facts.num_tokens}, the tokens of trace {facts.trace_id!r} (prompt "
             f"{facts.prompt_len}): its rows may be shifted against other tokens. Of a sample that "
             "was cut short, give its token_ids, or the segment that it takes",
         )
@@ -100,13 +100,11 @@ class Compared(NamedTuple):
     """Position of the next digest, if that differs; None if none of the tokens' digests does."""
 
 
-def compare_tokens(
-    token_ids: npt.NDArray[np.integer[Any]], token_digests: npt.NDArray[Any]
-) -> Compared:
-    """Compares tokens, from position 0 on, with the digests [n] of records.DIGEST of a request."""
-    digest = TokenDigest()
+def compare_tokens(token_ids: npt.NDArray[np.integer[Any]], facts: TraceFacts) -> Compared:
+    """Compare tokens, from position 0 on, with the token digests of a request."""
+    digest = TokenDigest(facts.labels.get(ADAPTER_LABEL, ""))
     confirmed = 0
-    for position, value in token_digests.tolist():
+    for position, value in facts.token_digests.tolist():
         if position > len(token_ids):
             break
         agreed = digest.position
@@ -126,9 +124,10 @@ def _explain(
 ) -> str:
     """Why tokens differ from a request's, after as many digests and tokens agreed."""
     position, value = facts.token_digests.tolist()[confirmed]
+    adapter = facts.labels.get(ADAPTER_LABEL, "")
     if not agreed:
         for shift in range(1, min(_MAX_SHIFT, len(token_ids) - position) + 1):
-            if TokenDigest().update(token_ids[shift : shift + position]) == value:
+            if TokenDigest(adapter).update(token_ids[shift : shift + position]) == value:
                 return (
                     f"they start {shift} {'token' if shift == 1 else 'tokens'} late in the sample, "
                     "which has padding or special tokens before them that the engine did not see"

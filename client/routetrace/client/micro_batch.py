@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from routetrace.client import _arguments as check
-from routetrace.v1.errors import InvalidArgument
+from routetrace.common.errors import InvalidArgument
 
 PaddingSide = Literal["left", "right"]
 
@@ -19,7 +19,7 @@ PaddingSide = Literal["left", "right"]
 class Segment:
     """Rows [start, stop) of a request, for the positions of a sample from `at` on."""
 
-    request_id: str
+    trace_id: str
     """The trace's id."""
     start: int
     """First position in the request."""
@@ -34,7 +34,7 @@ class Segment:
     start; None: any number."""
 
     def __post_init__(self) -> None:
-        check.text("request_id", self.request_id)
+        check.text("trace_id", self.trace_id)
         check.whole("start", self.start)
         check.whole("stop", self.stop, self.start + 1)
         if self.at is None:
@@ -42,6 +42,8 @@ class Segment:
         check.whole("at", self.at)
         if self.num_tokens is not None:
             check.whole("num_tokens", self.num_tokens, self.stop + 1)
+        if self.incarnation is not None:
+            check.whole("incarnation", self.incarnation, 1)
 
     @property
     def shift(self) -> int:
@@ -65,11 +67,15 @@ class Sample:
     """Tokens that it takes in a packed batch; None: `num_tokens`, rounded up to the batch's
     `align`."""
     token_ids: npt.NDArray[np.integer[Any]] | None = None
-    """[num_tokens]; compared with the token digests of the requests, where the agent told them."""
+    """[num_tokens]; compared with the token digests that the agent reported, if any."""
 
     def __post_init__(self) -> None:
         check.whole("num_tokens", self.num_tokens)
-        object.__setattr__(self, "segments", tuple(self.segments))
+        segments = check.several("segments", self.segments, "Segment")
+        segments = tuple(
+            check.instance(f"segments[{i}]", s, Segment) for i, s in enumerate(segments)
+        )
+        object.__setattr__(self, "segments", segments)
         if self.token_ids is not None:
             ids = check.tokens("token_ids", self.token_ids, self.num_tokens)
             object.__setattr__(self, "token_ids", ids)
@@ -89,7 +95,7 @@ class Sample:
     @classmethod
     def of(
         cls,
-        request_id: str,
+        trace_id: str,
         num_tokens: int | None = None,
         *,
         token_ids: npt.ArrayLike | None = None,
@@ -99,7 +105,7 @@ class Sample:
         """One whole request: N tokens, N - 1 rows.
 
         Args:
-            request_id: the trace's id.
+            trace_id: the trace's id.
             num_tokens: its tokens, prompt and output; how many `token_ids` are, if None.
             token_ids: [num_tokens] integers. With them the rows are proven to be of these tokens,
                 where the agent knew its tokens, and a sample may be cut short.
@@ -107,10 +113,10 @@ class Sample:
             incarnation: as in `RouteClient.get`.
 
         Raises:
-            InvalidArgument: naming what is wrong.
+            InvalidArgument: naming the wrong argument.
         """
         return cls.turns(
-            [(request_id, _count(num_tokens, token_ids))],
+            [(trace_id, _count(num_tokens, token_ids))],
             token_ids=token_ids,
             padded_len=padded_len,
             incarnation=incarnation,
@@ -119,7 +125,7 @@ class Sample:
     @classmethod
     def turns(
         cls,
-        requests: Sequence[tuple[str, int]],
+        traces: Sequence[tuple[str, int]],
         *,
         token_ids: npt.ArrayLike | None = None,
         padded_len: int | None = None,
@@ -131,22 +137,22 @@ class Sample:
         and forwarded only now. (Turns that share one trace id are one request: use `of`.)
 
         Args:
-            requests: (request id, tokens at its end), in order, with growing numbers of tokens.
+            traces: (trace id, tokens at its end), in order, with growing numbers of tokens.
             token_ids: as in `of`, of the last turn.
             padded_len: see `Sample`.
             incarnation: as in `RouteClient.get`, of each.
 
         Raises:
-            InvalidArgument: naming what is wrong.
+            InvalidArgument: naming the wrong argument.
         """
         segments = []
         first, num_tokens = 0, 0
-        for number, (request_id, count) in enumerate(requests):
-            num_tokens = check.whole(f"requests[{number}].num_tokens", count, num_tokens + 1)
+        for number, (trace_id, count) in enumerate(traces):
+            num_tokens = check.whole(f"traces[{number}].num_tokens", count, num_tokens + 1)
             if first < num_tokens - 1:
                 segments.append(
                     Segment(
-                        request_id,
+                        trace_id,
                         first,
                         num_tokens - 1,
                         incarnation=incarnation,
@@ -169,6 +175,11 @@ def _count(num_tokens: int | None, token_ids: npt.ArrayLike | None) -> int:
     if token_ids is None:
         raise InvalidArgument(field="num_tokens", value=None, expected="a number, or token_ids")
     return check.tokens("token_ids", token_ids).size
+
+
+def _samples(samples: Iterable[Sample]) -> tuple[Sample, ...]:
+    listed = check.several("samples", samples, "Sample")
+    return tuple(check.instance(f"samples[{i}]", s, Sample) for i, s in enumerate(listed))
 
 
 class Unit(NamedTuple):
@@ -199,12 +210,12 @@ class MicroBatch:
             samples: in order.
             align: each takes a multiple of so many tokens. Megatron with context parallelism needs
                 2 cp_size, times the tensor parallel size with sequence parallelism.
-            total_len: tokens of the batch; what the samples leave is one sequence of padding.
+            total_len: tokens of the batch; those behind the samples are one sequence of padding.
 
         Raises:
-            InvalidArgument: naming what is wrong.
+            InvalidArgument: naming the wrong argument.
         """
-        samples = tuple(samples)
+        samples = _samples(samples)
         check.whole("align", align, 1)
         units = []
         start = 0
@@ -234,9 +245,9 @@ class MicroBatch:
             padding_side: where the padding is.
 
         Raises:
-            InvalidArgument: naming what is wrong.
+            InvalidArgument: naming the wrong argument.
         """
-        samples = tuple(samples)
+        samples = _samples(samples)
         check.whole("seq_len", seq_len)
         check.choice("padding_side", padding_side, ("left", "right"))
         lanes = []

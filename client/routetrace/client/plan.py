@@ -23,7 +23,7 @@ import numpy.typing as npt
 
 from routetrace.client import _arguments as check
 from routetrace.client.micro_batch import MicroBatch, Sample, Segment, Unit
-from routetrace.v1.errors import InvalidArgument
+from routetrace.common.errors import InvalidArgument
 from routetrace.v1.layout import RoutingLayout
 
 ContextLayout = Literal["zigzag", "contiguous", "ulysses"]
@@ -32,7 +32,7 @@ Flatten = Literal["sequence", "batch"]
 
 @dataclass(frozen=True)
 class Rank:
-    """What a rank computes of the model and of a micro-batch."""
+    """The part of the model and of a micro-batch that a rank computes."""
 
     layer_ids: Sequence[int]
     """Absolute ids of its MoE layers, ascending: of its pipeline stage, all its virtual stages.
@@ -59,7 +59,7 @@ class Rank:
             check.whole(f"{name}_rank", getattr(self, f"{name}_rank"), 0, size - 1)
         check.choice("cp_layout", self.cp_layout, ("zigzag", "contiguous", "ulysses"))
         check.choice("flatten", self.flatten, ("sequence", "batch"))
-        object.__setattr__(self, "layer_ids", tuple(int(i) for i in self.layer_ids))
+        object.__setattr__(self, "layer_ids", tuple(check.wholes("layer_ids", self.layer_ids)))
 
 
 class Run(NamedTuple):
@@ -90,7 +90,7 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True)
 class PlannedRead:
-    """What is read of one request, for one segment of one sample."""
+    """Rows of one request, for one segment of one sample."""
 
     sample: int
     segment: Segment
@@ -115,7 +115,7 @@ class Plan:
     runs: tuple[Run, ...]
     """The local tokens that are no padding."""
     reads: tuple[PlannedRead, ...]
-    """What is to be fetched."""
+    """Rows to fetch, and their places."""
 
     def __repr__(self) -> str:
         return (
@@ -130,7 +130,7 @@ class Plan:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the ids and of what says where they are valid."""
+        """Bytes of the ids and of their validity mask."""
         cell = self.layout.top_k * self.layout.dtype.itemsize + 1
         return self.num_tokens * len(self.layer_ids) * cell
 
@@ -169,18 +169,21 @@ def make_plan(layout: RoutingLayout, batch: MicroBatch, rank: Rank) -> Plan:
     """Which rows a rank needs, and where they go.
 
     Args:
-        layout: the model's, as of `routetrace.v1.model_map.layout_from_config`.
+        layout: the model's, as of `routetrace.common.model_map.layout_from_config`.
         batch: the samples, as laid out before they are split.
-        rank: what this rank computes.
+        rank: the part that this rank computes.
 
     Raises:
         InvalidArgument: if a layer is no MoE layer of the model, or a length cannot be split evenly
             as the rank says; names it.
     """
+    check.instance("layout", layout, RoutingLayout)
+    check.instance("batch", batch, MicroBatch)
+    check.instance("rank", rank, Rank)
     model = layout.select(layout.moe_layer_ids)
     layer_ids = tuple(rank.layer_ids)
     if layer_ids:
-        model.select(layer_ids)  # or says what is wrong with them
+        model.select(layer_ids)  # raises if one is wrong
     lane_len, pieces = _split_lanes(batch, rank)
     lanes = len(batch.lanes)
     by_sequence = rank.flatten == "sequence"
@@ -212,7 +215,7 @@ def make_plan(layout: RoutingLayout, batch: MicroBatch, rank: Rank) -> Plan:
 
 
 def _split_lanes(batch: MicroBatch, rank: Rank) -> tuple[int, list[tuple[int, int, int, int, int]]]:
-    """What a rank has of each lane.
+    """Return the part of each lane that a rank has.
 
     Returns:
         The tokens that it has of each, and (lane, sample, start, stop, place in the lane) of those

@@ -1,4 +1,4 @@
-"""Plans fetched ahead, in the background, within a budget of bytes."""
+"""Background fetches of plans within a budget of bytes."""
 
 from __future__ import annotations
 
@@ -14,30 +14,31 @@ from routetrace.client._drive import Driver, Scope
 from routetrace.client._fetch import Budget, Fetch
 from routetrace.client.rows import FetchStats, RankRows
 from routetrace.client.stat import ReadFacts
+from routetrace.common.errors import RouteTraceError
 
 
 class Prefetch:
     """Iterates over the rows of plans, in their order; made by `RouteClient.prefetch`.
 
-    Reading starts when it is made. What is being read, lies ready, and was handed out last counts
-    against the budget; asking for the next says that the last is done with. The error of a plan is
-    raised at its turn; the iteration may go on behind it.
+    Reading starts at once. Results that are being read, are ready, or were returned last count
+    against the budget; asking for the next releases the last. The error of a plan is raised at its
+    turn; the iteration may continue after it.
     """
 
     def __init__(
         self, driver: Driver, fetches: Iterable[Fetch], max_bytes: int, concurrency: int
     ) -> None:
         self.stats = FetchStats()
-        """Of all that was handed out."""
+        """Sum over all results returned."""
         self._driver = driver
-        self._budget = Budget(fetches, max_bytes)
+        self._budget = Budget(fetches, max_bytes, concurrency)
         self._pool = ThreadPoolExecutor(concurrency, "routetrace-fetch")
         self._scope = driver.scope()
-        self._pending: deque[tuple[Fetch, Scope, list[Future[ReadFacts]]]] = deque()
+        self._pending: deque[tuple[Fetch, Scope, list[Future[list[ReadFacts]]]]] = deque()
         self._last: Fetch | None = None
         try:
             self._start()
-        except BaseException:  # nobody gets hold of what has begun
+        except BaseException:  # the caller has no object to close
             self.close()
             raise
 
@@ -62,8 +63,8 @@ class Prefetch:
         self._last, scope, futures = self._pending.popleft()
         began = time.monotonic()
         try:
-            reads = [future.result() for future in futures]
-        finally:  # after an error, the others are of no use
+            reads = [facts for future in futures for facts in future.result()]
+        finally:  # after an error, cancel the other reads
             scope.cancel()
             self._scope.discard(scope)
         rows = self._last.rows(reads, time.monotonic() - began)
@@ -71,7 +72,7 @@ class Prefetch:
         return rows
 
     def close(self) -> None:
-        """Gives up what is under way; may be called more than once."""
+        """Cancel all fetches; may be called more than once."""
         self._scope.cancel()
         self._driver.end(self._scope)
         self._pool.shutdown(cancel_futures=True)
@@ -81,7 +82,7 @@ class Prefetch:
         for fetch, reads in self._budget.admit():
             scope = Scope()
             self._scope.add(scope)
-            futures = [self._pool.submit(self._driver.one, steps, scope) for steps in reads]
+            futures = [self._pool.submit(self._driver.every, steps, scope) for steps in reads]
             self._pending.append((fetch, scope, futures))
 
 
@@ -95,16 +96,16 @@ class AsyncPrefetch:
         self, driver: AsyncDriver, fetches: Iterable[Fetch], max_bytes: int, concurrency: int
     ) -> None:
         self.stats = FetchStats()
-        """Of all that was handed out."""
+        """Sum over all results returned."""
         self._driver = driver
-        self._budget = Budget(fetches, max_bytes)
+        self._budget = Budget(fetches, max_bytes, concurrency)
         self._slots = asyncio.Semaphore(concurrency)
         self._closed = False
         self._pending: deque[tuple[Fetch, asyncio.Future[list[ReadFacts]]]] = deque()
         self._last: Fetch | None = None
         try:
             self._start()
-        except BaseException:  # nobody gets hold of what has begun
+        except BaseException:  # the caller has no object to close
             for _, task in self._pending:
                 task.cancel()
             raise
@@ -138,7 +139,7 @@ class AsyncPrefetch:
         return rows
 
     async def close(self) -> None:
-        """Gives up what is under way; may be called more than once."""
+        """Cancel all fetches; may be called more than once."""
         self._closed = True
         tasks = [task for _, task in self._pending]
         self._pending.clear()
@@ -150,15 +151,31 @@ class AsyncPrefetch:
         for fetch, reads in self._budget.admit():
             self._pending.append((fetch, asyncio.create_task(self._all(reads))))
 
-    async def _all(self, reads: list[Plan[ReadFacts]]) -> list[ReadFacts]:
-        async def one(steps: Plan[ReadFacts]) -> ReadFacts:
+    async def _all(self, reads: list[Plan[ReadFacts | RouteTraceError]]) -> list[ReadFacts]:
+        async def every(steps: Plan[ReadFacts | RouteTraceError]) -> list[ReadFacts]:
             async with self._slots:
-                return await self._driver.one(steps)
+                return await self._driver.every(steps)
 
-        tasks = [asyncio.create_task(one(steps)) for steps in reads]
+        tasks = [asyncio.create_task(every(steps)) for steps in reads]
         try:
-            return list(await asyncio.gather(*tasks))
+            return [facts for batch in await asyncio.gather(*tasks) for facts in batch]
         finally:
             for task in tasks:
                 task.cancel()
             await settled(tasks)
+
+
+def fetch_blocking(driver: Driver, fetch: Fetch, concurrency: int) -> RankRows:
+    """Return the rows of one fetch."""
+    if concurrency == 1:  # needs no thread
+        began = time.monotonic()
+        reads = driver.one_by_one(fetch.reads(concurrency))
+        return fetch.rows(reads, time.monotonic() - began)
+    with Prefetch(driver, [fetch], 0, concurrency) as fetched:
+        return next(fetched)
+
+
+async def fetch_async(driver: AsyncDriver, fetch: Fetch, concurrency: int) -> RankRows:
+    """Return the rows of one fetch."""
+    async with AsyncPrefetch(driver, [fetch], 0, concurrency) as fetched:
+        return await anext(fetched)

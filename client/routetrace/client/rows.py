@@ -1,4 +1,4 @@
-"""RankRows: what a plan gets, ready to replay."""
+"""RankRows: the result of a plan, ready to replay."""
 
 from __future__ import annotations
 
@@ -9,10 +9,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from routetrace.client import _arguments as check
+from routetrace.client._memory import to_tensor
 from routetrace.client.plan import Plan
-from routetrace.client.stat import MissingRange, ReadFacts
+from routetrace.client.stat import ReadFacts
 from routetrace.client.trace import column_index, ids_to_torch
-from routetrace.v1.errors import InvalidArgument
+from routetrace.common.errors import InvalidArgument
+from routetrace.common.missing import MissingRange
 
 if TYPE_CHECKING:
     import torch
@@ -20,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class FetchStats:
-    """What it cost; sums up with `+`."""
+    """Cost of fetches; add them with `+`."""
 
     bytes_fetched: int = 0
     """Compressed bytes of rows that crossed the wire."""
@@ -31,7 +34,7 @@ class FetchStats:
     cells: int = 0
     """Cells (token, layer) that were planned."""
     valid_cells: int = 0
-    """Those of them that are there."""
+    """Planned cells that are valid."""
     wait_seconds: float = 0.0
     """Seconds that the caller waited for them."""
 
@@ -48,7 +51,7 @@ class RankRows:
     """
 
     plan: Plan
-    """What was asked for."""
+    """The plan."""
     topk_ids: npt.NDArray[np.unsignedinteger[Any]]
     """[layers, local tokens, top_k] of uint8 up to 256 experts, uint16 above, C-contiguous: logical
     expert ids in the router's order."""
@@ -57,10 +60,10 @@ class RankRows:
     layer_ids: tuple[int, ...]
     """Absolute decoder layer ids of the first axis, ascending."""
     reads: tuple[ReadFacts, ...] = ()
-    """What is known of the request behind each of `plan.reads`."""
+    """Facts about the trace of each of `plan.reads`."""
     verified: tuple[int, ...] = ()
     """For each of `plan.reads`, how many token digests confirmed its sample's token ids; 0 proves
-    nothing: no token ids were given, or the agent told no digests."""
+    nothing: no token ids were given, or the agent reported no digests."""
     stats: FetchStats = field(default_factory=FetchStats)
 
     def __repr__(self) -> str:
@@ -78,7 +81,7 @@ class RankRows:
 
     @property
     def missing(self) -> tuple[tuple[int, MissingRange], ...]:
-        """(sample, cells that are missing and why), by positions of the request."""
+        """(sample, missing cells), by positions of the trace."""
         return tuple(
             (planned.sample, missing)
             for planned, read in zip(self.plan.reads, self.reads, strict=False)
@@ -86,7 +89,7 @@ class RankRows:
         )
 
     def layers(self, layer_ids: Sequence[int]) -> RankRows:
-        """The rows of some of the layers, as of a virtual pipeline stage.
+        """Return the rows of some of the layers, as of a virtual pipeline stage.
 
         Neighbours share memory, others are copied.
 
@@ -96,11 +99,11 @@ class RankRows:
         Raises:
             InvalidArgument: if they are not ascending, or one of them is not here.
         """
-        strange = sorted(set(layer_ids) - set(self.layer_ids))
-        if strange or list(layer_ids) != sorted(set(layer_ids)):
+        layer_ids = check.wholes("layer_ids", layer_ids)
+        if set(layer_ids) - set(self.layer_ids) or layer_ids != sorted(set(layer_ids)):
             raise InvalidArgument(
                 field="layer_ids",
-                value=list(layer_ids),
+                value=layer_ids,
                 expected=f"strictly ascending ids among {list(self.layer_ids)}",
             )
         columns = column_index([self.layer_ids.index(i) for i in layer_ids])
@@ -129,11 +132,12 @@ class RankRows:
     def to_torch(
         self, device: Any = None, dtype: torch.dtype | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The ids [layers, tokens, top_k] and what is valid [layers, tokens], as tensors.
+        """Return the ids [layers, tokens, top_k] and validity [layers, tokens] as tensors.
 
-        Ids travel to the device as narrow as they are, without waiting if their memory is pinned,
-        and are widened there. Without a device and a wider dtype the tensors share memory with this
-        object.
+        Ids travel to the device as narrow as they are and are widened there, in the order of its
+        current stream. Nothing waits for it if their memory is page-locked: these rows may be
+        dropped at once then, but memory of the caller's (`out`) is not to be written to before the
+        copy is over. Without a device and a wider dtype the tensors share memory with this object.
 
         Args:
             device: where to; stays on the CPU if None.
@@ -143,8 +147,5 @@ class RankRows:
         Raises:
             InvalidArgument: if `dtype` is too narrow, or not of integers.
         """
-        import torch
-
         ids = ids_to_torch(self.topk_ids, self.plan.layout.num_experts, device, dtype)
-        valid = torch.from_numpy(self.valid)
-        return ids, valid if device is None else valid.to(device, non_blocking=True)
+        return ids, to_tensor(self.valid, device)

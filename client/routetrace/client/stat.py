@@ -1,23 +1,24 @@
-"""What is known of a trace, without its rows."""
+"""Facts about traces and servers."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from enum import Enum
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from routetrace.common.missing import MissingRange
 from routetrace.v1 import routetrace_pb2 as pb
 from routetrace.v1.layout import RoutingLayout
 from routetrace.v1.records import DIGEST, unpack
 
 
 class TraceState(str, Enum):
-    """Where a trace stands."""
+    """State of a trace."""
 
     RUNNING = "running"
     """Still being generated, or something may still come: the last rows of a slower agent, the
@@ -28,71 +29,21 @@ class TraceState(str, Enum):
     """Nothing more comes, and cells are missing or the end is not known (num_tokens is 0)."""
 
     def to_proto(self) -> pb.TraceState.ValueType:
-        """As it crosses the wire."""
+        """Convert to the wire."""
         return pb.TraceState.Value(f"TRACE_STATE_{self.name}")
 
     @classmethod
+    @cache
     def from_proto(cls, state: int) -> TraceState:
-        """From the wire."""
+        """Convert a message."""
         return cls[pb.TraceState.Name(state).removeprefix("TRACE_STATE_")]  # type: ignore[arg-type]
-
-
-@dataclass(frozen=True)
-class MissingRange:
-    """Cells that are not there."""
-
-    start: int
-    """First position."""
-    stop: int
-    """One past the last position."""
-    layer_ids: tuple[int, ...]
-    """Absolute layer ids, ascending; never empty."""
-    reason: str
-    """Why, as the contract names it: "not_yet", "not_captured", "kv_unknown", "queue_full",
-    "invalid_ids", "agent_lost", "rejected", "corrupt", "aborted", "other_version" (there are rows,
-    but of other weight versions than the one asked for); "unspecified" if untold."""
-
-    def __str__(self) -> str:
-        layers = f"layer {self.layer_ids[0]}"
-        if len(self.layer_ids) > 1:
-            layers = f"{len(self.layer_ids)} layers {self.layer_ids[0]}..{self.layer_ids[-1]}"
-        return f"positions [{self.start}, {self.stop}) of {layers}: {self.reason}"
-
-    def to_proto(self) -> pb.MissingRange:
-        """As it crosses the wire."""
-        reason = pb.MissingReason.Value(f"MISSING_REASON_{self.reason.upper()}")
-        return pb.MissingRange(
-            start=self.start, stop=self.stop, layer_ids=self.layer_ids, reason=reason
-        )
-
-    @classmethod
-    def from_proto(cls, message: pb.MissingRange, layer_ids: tuple[int, ...]) -> MissingRange:
-        """From the wire, where no layers mean all of `layer_ids`."""
-        try:
-            reason = pb.MissingReason.Name(message.reason)
-        except ValueError:  # a reason that a newer server knows
-            reason = "MISSING_REASON_UNSPECIFIED"
-        return cls(
-            message.start,
-            message.stop,
-            tuple(sorted(message.layer_ids)) or layer_ids,
-            reason.removeprefix("MISSING_REASON_").lower(),
-        )
-
-
-def missing_from_proto(
-    messages: Iterable[pb.MissingRange], layer_ids: tuple[int, ...]
-) -> tuple[MissingRange, ...]:
-    """Missing ranges from the wire, by position."""
-    ranges = (MissingRange.from_proto(m, layer_ids) for m in messages)
-    return tuple(sorted(ranges, key=lambda m: (m.start, m.layer_ids)))
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class TraceFacts:
     """Facts about a trace, as of the moment of the answer."""
 
-    request_id: str
+    trace_id: str
     """The trace's id; "" for rows that were asked for by KV blocks."""
     run: str
     state: TraceState
@@ -103,7 +54,7 @@ class TraceFacts:
     """Positions 0 .. num_rows - 1 exist, whether captured or not; there may be more while
     num_tokens is 0."""
     prompt_len: int
-    """Prompt tokens; 0 if the agent did not tell."""
+    """Prompt tokens; 0 if unknown."""
     layout: RoutingLayout
     """The model; its `layer_ids` are all its MoE layers."""
     labels: dict[str, str]
@@ -133,14 +84,24 @@ class TraceFacts:
     """Compressed bytes of the frames that hold its rows, all layers."""
     token_digests: npt.NDArray[Any]
     """[n] of records.DIGEST, ascending: position, digest of the token ids before it."""
+    prefix_trace_ids: tuple[str, ...]
+    """Other traces whose rows stand in where KV was restored from elsewhere."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class TraceStat(TraceFacts):
-    """What the server knows of a trace, without its rows."""
+    """Facts about a trace, without its rows."""
 
     missing: tuple[MissingRange, ...] | None = None
-    """Cells of the whole trace that are not there; None from calls that do not tell."""
+    """Missing cells of the whole trace; None from calls that do not report them."""
+    missing_cells: Mapping[str, int] = field(default_factory=dict)
+    """Number of missing cells of its rows (position, layer) by reason, from `stat` and `find`."""
+
+    @property
+    def coverage(self) -> float:
+        """Share of the cells of its rows that are present."""
+        cells = self.num_rows * len(self.layout.layer_ids)
+        return 1 - sum(self.missing_cells.values()) / cells if cells else 1.0
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -152,8 +113,11 @@ class ReadFacts(TraceFacts):
     weight_versions: tuple[tuple[int, int, int], ...] = ()
     """(start, stop, weight version) of the rows, by position."""
     provenance: tuple[tuple[int, int, str], ...] = ()
-    """(start, stop, "forward" or "cached") of the rows, by position: computed by an engine request
-    of this incarnation, or by another one whose KV blocks it reused."""
+    """(start, stop, "forward", "cached" or "prefix") of the rows, by position: computed by an
+    engine request of this incarnation, by another one whose KV blocks it reused, or by one of
+    another trace with the same tokens, whose rows stand in."""
+    prefix_sources: tuple[tuple[int, int, str], ...] = ()
+    """(start, stop, trace id) of the rows that stand in, by position."""
 
 
 def layout_from_proto(message: pb.RoutingLayout) -> RoutingLayout:
@@ -178,7 +142,7 @@ def facts_from_proto(info: pb.TraceInfo) -> dict[str, Any]:
         KeyError, ValueError: if the state is not set, or unknown.
     """
     return {
-        "request_id": info.trace_id,
+        "trace_id": info.trace_id,
         "run": info.run,
         "state": TraceState.from_proto(info.state),
         "num_tokens": info.num_tokens,
@@ -198,17 +162,39 @@ def facts_from_proto(info: pb.TraceInfo) -> dict[str, Any]:
         "expires": info.expires_ms / 1000,
         "stored_bytes": info.stored_bytes,
         "token_digests": np.sort(unpack(info.token_digests, DIGEST, "token_digests")),
+        "prefix_trace_ids": tuple(info.prefix_trace_ids),
     }
 
 
 @dataclass(frozen=True)
+class Limit:
+    """A limit that owners share, or a quota, as one owner sees it."""
+
+    name: str
+    """Of the server's setting, such as "max_reads" or "run_quota"."""
+    limit: int
+    """Its value: for all owners, or for one run or token if it is a quota."""
+    used: int
+    """Parts of all that count against it: reads, streams, slots or bytes."""
+    held: int
+    """Part of the owner."""
+    share: int
+    """Most that the owner may hold, as long as all others keep their parts."""
+
+    @classmethod
+    def from_proto(cls, limit: pb.Limit) -> Limit:
+        """Convert a message."""
+        return cls(limit.name, limit.limit, limit.used, limit.held, limit.share)
+
+
+@dataclass(frozen=True)
 class ServerInfo:
-    """How a server stands, and what it holds of one run."""
+    """State of a server, and its contents of one run."""
 
     version: str
     """Of its software."""
     ack_mode: str
-    """What an acknowledgement promises: "fsync" or "memory"."""
+    """Durability of acknowledged rows: "fsync" or "memory"."""
     store: str
     """Where chunks are kept: "disk" or "memory"."""
     started: float
@@ -229,10 +215,16 @@ class ServerInfo:
     """Stored bytes of the run's chunks."""
     run_quota_bytes: int
     """Most of them; 0: no quota."""
+    runs: tuple[str, ...] = ()
+    """Runs with traces or agents that the client may read, sorted; at most 1000."""
+    owner: str = ""
+    """Owner of the client's part of `limits`: "token NAME", or "run NAME" without tokens."""
+    limits: tuple[Limit, ...] = ()
+    """Limits of the process that serves the run; none from a server older than 0.8."""
 
     @classmethod
     def from_proto(cls, info: pb.GetServerInfoResponse) -> ServerInfo:
-        """From the wire."""
+        """Convert a message."""
         return cls(
             version=info.version,
             ack_mode=info.ack_mode,
@@ -246,4 +238,65 @@ class ServerInfo:
             num_traces=info.num_traces,
             run_bytes=info.run_bytes,
             run_quota_bytes=info.run_quota_bytes,
+            runs=tuple(info.runs),
+            owner=info.owner,
+            limits=tuple(map(Limit.from_proto, info.limits)),
+        )
+
+
+@dataclass(frozen=True)
+class AgentStat:
+    """State of an agent: one shard of one engine."""
+
+    engine_id: str
+    shard: str
+    """Part of the engine that it sees; "" if it sees all of it."""
+    connected: bool
+    """Whether its stream is open."""
+    connected_since: float | None
+    """Unix seconds of the begin of its last stream; None if before the server's start."""
+    seen: float | None
+    """Unix seconds of its last message; None if before the server's start."""
+    epoch: int
+    """Number of its boot; the newest fences older ones."""
+    attributes: Mapping[str, str]
+    """"host", "routetrace" (its version), "engine", "model" and others that its engine gave."""
+    running_requests: int
+    """Requests that have not ended."""
+    offered_rows: int
+    """Rows that its engine offered, as of its last heartbeat, like the counts below."""
+    acknowledged_rows: int
+    in_flight_rows: int
+    dropped_rows: Mapping[str, int]
+    """Rows that it dropped, by reason."""
+    queued_bytes: int
+    """Unacknowledged bytes in its memory."""
+    spilled_bytes: int
+    """Unacknowledged bytes on its disk."""
+    weight_version: int | None
+    """Weight version of its last rows; None before the first row."""
+    weight_version_lag: int
+    """Versions by which it is behind the newest of the run's connected agents."""
+
+    @classmethod
+    def from_proto(cls, info: pb.AgentInfo) -> AgentStat:
+        """Convert a message."""
+        report = info.report
+        return cls(
+            engine_id=info.engine_id,
+            shard=info.shard,
+            connected=info.connected,
+            connected_since=info.connected_ms / 1000 if info.connected_ms else None,
+            seen=info.seen_ms / 1000 if info.seen_ms else None,
+            epoch=info.epoch,
+            attributes=dict(info.attributes),
+            running_requests=info.running_requests,
+            offered_rows=report.offered_rows,
+            acknowledged_rows=report.acknowledged_rows,
+            in_flight_rows=report.in_flight_rows,
+            dropped_rows=dict(report.dropped_rows),
+            queued_bytes=report.queued_bytes,
+            spilled_bytes=report.spilled_bytes,
+            weight_version=info.weight_version if info.HasField("weight_version") else None,
+            weight_version_lag=info.weight_version_lag,
         )

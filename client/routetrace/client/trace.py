@@ -1,4 +1,4 @@
-"""RoutingTrace: the rows of one request, with proof of what is there."""
+"""RoutingTrace: the rows of one trace, with the validity of each cell."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ import numpy as np
 import numpy.typing as npt
 
 from routetrace.client import _arguments as check
+from routetrace.client._memory import check_device, require_torch, to_tensor
 from routetrace.client.alignment import compare_tokens
 from routetrace.client.stat import ReadFacts, TraceState
-from routetrace.v1.errors import Corrupt, Incomplete, InvalidArgument
+from routetrace.common.errors import Corrupt, Incomplete, InvalidArgument
 from routetrace.v1.frame import invalid_rows
 
 if TYPE_CHECKING:
@@ -31,8 +32,8 @@ class RoutingTrace(ReadFacts):
     Row i is position token_start + i, column j is layer layer_ids[j]. Ids are logical and in the
     router's order. Where `valid` is False the ids mean nothing.
 
-    Stored layer by layer, so that what a layer of a trainer needs, `topk_ids[:, j]`, is contiguous.
-    Immutable; slices share memory with what they came from.
+    Stored layer by layer, so that the rows of one layer, `topk_ids[:, j]`, are contiguous.
+    Immutable; slices share memory with the whole.
     """
 
     layer_ids: tuple[int, ...]
@@ -56,7 +57,7 @@ class RoutingTrace(ReadFacts):
 
     @property
     def valid(self) -> npt.NDArray[np.bool_]:
-        """Which cells are there: bool [tokens, layers], a read-only, transposed view."""
+        """Validity of cells: bool [tokens, layers], a read-only, transposed view."""
         return _read_only(self._valid.T)
 
     def __len__(self) -> int:
@@ -81,18 +82,19 @@ class RoutingTrace(ReadFacts):
     def __repr__(self) -> str:
         of = f" of {self.num_rows}" if self.num_rows != len(self) else ""
         return (
-            f"<RoutingTrace {self.request_id!r} {self.state.value}: "
+            f"<RoutingTrace {self.trace_id!r} {self.state.value}: "
             f"rows [{self.token_start}, {self.token_stop}){of}, {len(self.layer_ids)} layers, "
             f"top-{self.top_k} of {self.layout.num_experts}, coverage {self.coverage:.4g}>"
         )
 
     def tokens(self, start: int, stop: int | None = None) -> RoutingTrace:
-        """The rows of positions [start, stop); to the end if `stop` is None.
+        """Return the rows of positions [start, stop); to the end if `stop` is None.
 
         Raises:
             InvalidArgument: if they are not all within [token_start, token_stop).
         """
-        stop = self.token_stop if stop is None else stop
+        start = check.whole("start", start)
+        stop = self.token_stop if stop is None else check.whole("stop", stop)
         if not self.token_start <= start <= stop <= self.token_stop:
             raise InvalidArgument(
                 field="start, stop",
@@ -111,12 +113,13 @@ class RoutingTrace(ReadFacts):
             ),
             weight_versions=clip_ranges(self.weight_versions, start, stop),
             provenance=clip_ranges(self.provenance, start, stop),
+            prefix_sources=clip_ranges(self.prefix_sources, start, stop),
             _ids=self._ids[:, rows],
             _valid=self._valid[:, rows],
         )
 
     def layers(self, layer_ids: Sequence[int]) -> RoutingTrace:
-        """The columns of the given layers; neighbours share memory, others are copied.
+        """Return the columns of the given layers; neighbours share memory, others are copied.
 
         Args:
             layer_ids: absolute layer ids, strictly ascending.
@@ -124,7 +127,7 @@ class RoutingTrace(ReadFacts):
         Raises:
             InvalidArgument: if they are not ascending, or one of them is not here.
         """
-        kept = self.layout.select(tuple(layer_ids)).layer_ids
+        kept = self.layout.select(tuple(check.wholes("layer_ids", layer_ids))).layer_ids
         strange = sorted(set(kept) - set(self.layer_ids))
         if strange:
             raise InvalidArgument(
@@ -143,31 +146,31 @@ class RoutingTrace(ReadFacts):
     def split(
         self, prompt_len: int | None = None, num_output_tokens: int | None = None
     ) -> tuple[RoutingTrace | None, RoutingTrace | None]:
-        """The rows of the prompt, and those of the generated tokens; None for an empty part.
+        """Return the rows of the prompt, and of the generated tokens; None for an empty part.
 
         The last sampled token has no row, unless a later turn forwarded it.
 
         Args:
-            prompt_len: prompt tokens; those the agent told if None.
+            prompt_len: prompt tokens; the number reported by the agent if None.
             num_output_tokens: cuts the generated part to as many rows, where speculative decoding
-                captured more tokens than came out; no cut if None.
+                captured more tokens than came out; no cut if None. 0 leaves none of them (vLLM's
+                `split_routed_experts` does not cut at 0).
 
         Raises:
-            InvalidArgument: if a number is negative, or the prompt's length is unknown.
+            InvalidArgument: if a number is negative or not whole, or the prompt's length is
+                unknown.
         """
         if prompt_len is None and not self.prompt_len:
             raise InvalidArgument(
                 field="prompt_len",
                 value=None,
-                expected="the number of prompt tokens, as the agent did not tell it",
+                expected="the number of prompt tokens, which the agent did not report",
             )
         prompt_len = self.prompt_len if prompt_len is None else prompt_len
-        for name, value in (("prompt_len", prompt_len), ("num_output_tokens", num_output_tokens)):
-            if value is not None and value < 0:
-                raise InvalidArgument(field=name, value=value, expected="0 or more")
+        prompt_len = check.whole("prompt_len", prompt_len)
         stop = self.token_stop
         if num_output_tokens is not None:
-            stop = min(stop, prompt_len + num_output_tokens)
+            stop = min(stop, prompt_len + check.whole("num_output_tokens", num_output_tokens))
         middle = min(max(prompt_len, self.token_start), self.token_stop)
         prompt = self.tokens(self.token_start, middle)
         generated = self.tokens(middle, max(middle, stop))
@@ -176,8 +179,10 @@ class RoutingTrace(ReadFacts):
     def to_torch(self, device: Any = None, dtype: torch.dtype | None = None) -> torch.Tensor:
         """The expert ids as a tensor [tokens, layers, top_k], transposed from layer-major memory.
 
-        Ids travel to the device as narrow as they are and are widened there. Without a device and a
-        wider dtype the tensor shares memory with the trace: do not write to it.
+        Ids travel to the device as narrow as they are and are widened there, in the order of its
+        current stream. Nothing waits for it if the trace's memory is page-locked (`pin_memory=True`
+        in `get`), and the trace may be dropped at once. Without a device and a wider dtype the
+        tensor shares memory with the trace: do not write to it.
 
         Args:
             device: where to; stays on the CPU if None.
@@ -185,15 +190,16 @@ class RoutingTrace(ReadFacts):
                 and int32 above, as torch computes little on uint16.
 
         Raises:
-            InvalidArgument: if `dtype` is too narrow, or not of integers.
+            InvalidArgument: if `dtype` is too narrow, or not of integers, or torch is not installed
+                or has no such device.
         """
         return ids_to_torch(self._ids, self.layout.num_experts, device, dtype).transpose(0, 1)
 
     def routed_experts(self, *, fill: int | None = None) -> npt.NDArray[np.unsignedinteger[Any]]:
-        """The rows as vLLM's `routed_experts` has them.
+        """Return the rows in the layout of vLLM's `routed_experts`.
 
         Args:
-            fill: what to put into MoE cells that are missing; None: they are an error.
+            fill: value of missing MoE cells; None: they are an error.
 
         Returns:
             A new array [tokens, num_hidden_layers, top_k], uint8 up to 256 experts, uint16 above;
@@ -205,8 +211,7 @@ class RoutingTrace(ReadFacts):
                 `fill` is None.
         """
         limit = int(np.iinfo(self._ids.dtype).max)
-        if fill is not None and not 0 <= fill <= limit:
-            raise InvalidArgument(field="fill", value=fill, expected=f"a number in [0, {limit}]")
+        fill = None if fill is None else check.whole("fill", fill, 0, limit)
         if fill is None:
             self.require_valid()
             if self.layer_ids != self.layout.moe_layer_ids:
@@ -225,7 +230,7 @@ class RoutingTrace(ReadFacts):
         return rows
 
     def require_valid(self) -> None:
-        """Does nothing if every cell here is valid.
+        """Raise Incomplete unless every cell here is valid.
 
         Raises:
             Incomplete: if not; names the ranges and why they are missing.
@@ -234,7 +239,7 @@ class RoutingTrace(ReadFacts):
             raise incomplete(self)
 
     def verify_tokens(self, token_ids: npt.ArrayLike) -> int:
-        """Checks that these are the tokens whose routing this is.
+        """Check that this is the routing of these tokens.
 
         Args:
             token_ids: token ids from position 0 on: prompt and output.
@@ -246,7 +251,7 @@ class RoutingTrace(ReadFacts):
             InvalidArgument: if they differ; names the first position whose digest says so.
         """
         ids = check.tokens("token_ids", token_ids)
-        confirmed, agreed, differs = compare_tokens(ids, self.token_digests)
+        confirmed, agreed, differs = compare_tokens(ids, self)
         if differs is not None:
             raise InvalidArgument(
                 field="token_ids",
@@ -256,7 +261,7 @@ class RoutingTrace(ReadFacts):
         return confirmed
 
     def validate(self) -> None:
-        """Checks that every valid cell is what a router can choose.
+        """Check that a router can choose every valid cell.
 
         Raises:
             Corrupt: if an id is not below num_experts, or is twice in one top-k.
@@ -280,13 +285,15 @@ def ids_to_torch(
     dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
     """Expert ids as a tensor of the same shape; see `RoutingTrace.to_torch`."""
+    require_torch("to_torch")
     import torch
 
     narrow = ids.dtype.itemsize == 1
     if dtype is None:
         dtype = torch.uint8 if narrow else torch.int32
     if (
-        dtype is torch.bool
+        not isinstance(dtype, torch.dtype)
+        or dtype is torch.bool
         or dtype.is_floating_point
         or dtype.is_complex
         or torch.iinfo(dtype).max < num_experts - 1
@@ -296,22 +303,18 @@ def ids_to_torch(
             value=str(dtype),
             expected=f"an integer dtype that holds {num_experts - 1}",
         )
-    # torch warns of memory that it must not write to, as some object stores hand out.
-    array = ids if ids.flags.writeable else ids.copy()
-    # torch before 2.3 has no uint16: its bytes travel as int16.
-    tensor = torch.from_numpy(array if narrow else array.view(np.int16))
-    if device is not None:
-        tensor = tensor.to(device, non_blocking=True)
+    check_device(device)
+    tensor = to_tensor(ids, device)
     if not narrow:
         tensor = tensor.to(torch.int32).bitwise_and_(0xFFFF)
     return tensor.to(dtype)
 
 
 def incomplete(read: ReadFacts, unknown_from: int | None = None) -> Incomplete:
-    """The error that says what a trace lacks.
+    """Return the error that lists the missing cells of a trace.
 
     Args:
-        read: what was read.
+        read: facts of the read.
         unknown_from: first position that may or may not exist.
     """
     what = [str(m) for m in read.missing[:4]]
@@ -320,20 +323,20 @@ def incomplete(read: ReadFacts, unknown_from: int | None = None) -> Incomplete:
     if unknown_from is not None:
         what.append(f"positions from {unknown_from} on: the end is not known")
     return Incomplete(
-        f"trace {read.request_id!r} is {read.state.value}; missing {'; '.join(what)}",
-        missing=tuple(m.to_proto() for m in read.missing),
+        f"trace {read.trace_id!r} is {read.state.value}; missing {'; '.join(what)}",
+        missing=read.missing,
     )
 
 
 def column_index(columns: list[int]) -> slice | list[int]:
-    """An index of ascending columns: a slice, which makes views, if they are neighbours."""
+    """Return an index of ascending columns: a slice, which makes views, if they are neighbours."""
     if columns and columns[-1] - columns[0] + 1 == len(columns):
         return slice(columns[0], columns[-1] + 1)
     return columns
 
 
 def merge_ranges(ranges: Iterable[tuple[int, int, _T]]) -> tuple[tuple[int, int, _T], ...]:
-    """Joins ranges (start, stop, value) that touch or overlap and have one value."""
+    """Join ranges (start, stop, value) that touch or overlap and have one value."""
     merged: list[tuple[int, int, _T]] = []
     last: dict[_T, int] = {}  # value -> index in merged
     for start, stop, value in sorted(ranges, key=lambda r: r[:2]):
@@ -349,7 +352,7 @@ def merge_ranges(ranges: Iterable[tuple[int, int, _T]]) -> tuple[tuple[int, int,
 def clip_ranges(
     ranges: Iterable[tuple[int, int, _T]], start: int, stop: int
 ) -> tuple[tuple[int, int, _T], ...]:
-    """The parts of ranges (start, stop, value) that lie in [start, stop)."""
+    """Return the parts of ranges (start, stop, value) that lie in [start, stop)."""
     clipped = ((max(a, start), min(b, stop), value) for a, b, value in ranges)
     return tuple(part for part in clipped if part[0] < part[1])
 

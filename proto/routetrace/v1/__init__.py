@@ -1,1 +1,1 @@
-"""The contract: messages, frames, layouts and errors that agents, server and clients share."""
+"""Contract of agents, server and clients: messages, frames, layouts and records."""

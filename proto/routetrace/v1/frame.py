@@ -1,31 +1,36 @@
-"""The frame: a run of rows, compressed, that can be decoded alone and cut by layers.
+"""Frame: compressed consecutive rows that decode alone and can be cut by layers.
 
-A frame is a header (frame_header.py has its layout) and a body: layer groups, back to back, in
-ascending layer order. Each group decodes without the others. A group holds the ids [n, K] of each
-of its layers, row-major, one layer after the other, as one of these:
+A frame is a header (frame_header.py) and a body: layer groups, back to back, in ascending layer
+order. Each group decodes without the others. A group holds the ids [n, K] of each of its layers,
+row-major, one layer after the other, as one of these:
 
-* RAW: the ids as they are, u8 or u16, little-endian.
+* RAW: the ids, u8 or u16, little-endian.
 * LAYER_ZSTD: a plane of one byte per id, `id >> s` with s = max(0, ceil(log2 E) - 8), as one zstd
-  frame with its content size and checksum, and without a dictionary; as it is where zstd does not
-  make the group smaller, which its length tells. Then, if s > 0, the low bits: per layer s bit
+  frame with its content size and checksum, without a dictionary; uncompressed where zstd does not
+  make the group smaller, as its length shows. Then, if s > 0, the low bits: per layer s bit
   planes, lowest bit first, of ceil(n K / 8) bytes each, 8 ids to a byte, the first id in the lowest
   bit.
+* PACK: as LAYER_ZSTD without zstd, and `id >> s` takes ceil(log2 E) - s bits in place of a byte: 8
+  of them follow each other in as many bytes (bit_pack.py), the last ones of a layer filled up with
+  zeros.
 
-What a group holds outside of a zstd frame is followed by its CRC-32 (as in zlib). So every id is
-under a checksum, zstd's (of XXH64) or that one, of 32 bits either. Damaged bytes give Corrupt, or
-the very same ids; never others. The same ids, as zstd's checksum is over what comes out: there are
-bits in a zstd frame that its decoder does not look at.
+Bytes of a group outside of a zstd frame are followed by their CRC-32 (as in zlib), so that every id
+is under a checksum of 32 bits: zstd's (of XXH64) or that one. Damaged bytes give Corrupt or the
+same ids, never others. They may give the same ids since zstd's checksum covers its output, and its
+decoder ignores some bits of a frame.
 
-Popular experts differ by layer, so a layer gets an entropy table of its own where it is large
-enough to pay for it: this, more than the level, is what compresses.
+Popular experts differ by layer. A layer that is large enough has its own entropy table, which
+compresses more than a higher level does. In a small frame such tables cost as much as they save,
+and a packed one is encoded and decoded several times as fast.
 """
+
+# Over 400 lines: encoder and decoder of one format mirror each other and are read together.
 
 from __future__ import annotations
 
 import threading
-import zlib
 from collections.abc import Iterable, Iterator, Sequence
-from functools import lru_cache
+from functools import partial
 from itertools import accumulate, islice, pairwise, repeat
 from math import gcd
 from operator import itemgetter, ne
@@ -35,7 +40,9 @@ import numpy as np
 import numpy.typing as npt
 import zstandard
 
-from routetrace.v1.errors import InvalidArgument
+from routetrace.common.checksum import stepped_crc32 as crc32
+from routetrace.common.errors import InvalidArgument
+from routetrace.v1 import bit_pack, native, packed
 from routetrace.v1.frame_header import (
     CRC_BYTES,
     MAX_FRAME_DECODED_BYTES,
@@ -45,8 +52,11 @@ from routetrace.v1.frame_header import (
     FrameHeader,
     Pick,
     corrupt,
+    group_layers,
     id_shift,
+    id_width,
     layer_bytes,
+    packed_header,
     read_header,
 )
 from routetrace.v1.layout import RoutingLayout
@@ -69,19 +79,20 @@ __all__ = [
 
 Ids = npt.NDArray[np.unsignedinteger[Any]]
 
-# Above this size zlib.crc32 gives up the GIL; beside a busy thread it takes 5 ms to get it back.
-_CRC_STEP = 5120
-
-# The byte behind the magic of a zstd frame, but for its upper bits, which tell how the content size
-# is stored: a checksum, no dictionary, nothing in the bits without a meaning.
+# The byte after the magic of a zstd frame, without its upper bits (the form of the content size): a
+# checksum, no dictionary, reserved bits 0.
 _FLAGS, _FLAGS_MASK, _CHECKSUM_ALONE = itemgetter(4), 0b00011111, 0b00000100
 
-# Decompressed at a time: a message's worth.
+#: Rows of a frame from which on tables of zstd pay, and experts up to which they never do.
+ZSTD_ROWS = 256
+PACKED_EXPERTS = 8
+
+# Bytes decompressed at a time: about one message.
 _BATCH_BYTES = 4 << 20
 
 
 class _Contexts(threading.local):
-    """zstd contexts of this thread: one that two threads use at a time crashes the process."""
+    """zstd contexts of this thread: concurrent use of one crashes the process."""
 
     def __init__(self) -> None:
         self.decompressor: Any = zstandard.ZstdDecompressor()
@@ -97,7 +108,7 @@ _contexts = _Contexts()
 
 
 def invalid_rows(ids: Ids, num_experts: int) -> npt.NDArray[np.bool_]:
-    """Finds rows that no router chose: an id out of range, or twice in one top-k.
+    """Find rows that no router chose: an id out of range, or twice in one top-k.
 
     Args:
         ids: [n, L, K] unsigned integers.
@@ -106,14 +117,19 @@ def invalid_rows(ids: Ids, num_experts: int) -> npt.NDArray[np.bool_]:
     Returns:
         bool [n], True where a row is invalid.
     """
+    kernels = native.kernels(0)
+    if kernels:
+        found = packed.invalid_rows(kernels, ids, num_experts)
+        if found is not None:
+            return found
     num_rows, num_layers, top_k = ids.shape
     cells = ids.reshape(num_rows * num_layers, top_k)
     bad = np.zeros(len(cells), np.bool_)
     if ids.size and int(ids.max()) >= num_experts:
         bad |= (cells >= num_experts).any(axis=1)
     if top_k > 1:
-        # A contiguous plane per rank, compared with the one that is `step` ranks before: ten times
-        # as fast as to sort each top-k.
+        # A contiguous plane per rank, compared with the one `step` ranks before: ten times as fast
+        # as a sort of each top-k.
         ranks = np.ascontiguousarray(cells.T)
         same = ranks[1:] == ranks[:-1]
         for step in range(2, top_k):
@@ -127,11 +143,11 @@ def encode_frame(
     ids: Ids,
     layout: RoutingLayout,
     *,
-    codec: Codec = Codec.LAYER_ZSTD,
+    codec: Codec | None = Codec.LAYER_ZSTD,
     level: int = 3,
     validate: bool = True,
 ) -> bytes:
-    """One frame of the rows `ids` [n, L, K]; see `encode_frames`."""
+    """Return one frame of the rows `ids` [n, L, K]; see `encode_frames`."""
     return encode_frames([ids], layout, codec=codec, level=level, validate=validate)[0]
 
 
@@ -139,18 +155,19 @@ def encode_frames(
     list_of_ids: Sequence[Ids],
     layout: RoutingLayout,
     *,
-    codec: Codec = Codec.LAYER_ZSTD,
+    codec: Codec | None = Codec.LAYER_ZSTD,
     level: int = 3,
     validate: bool = True,
 ) -> list[bytes]:
-    """One frame per array; zstd runs once for all of them, outside of the GIL.
+    """Return one frame per array; zstd runs once for all of them, outside of the GIL.
 
     Args:
         list_of_ids: arrays [n, L, K] of `layout.dtype` and any strides, 1 <= n <= MAX_FRAME_ROWS.
-        layout: what the columns are.
-        codec: how to store them.
+        layout: of the columns.
+        codec: encoding of the groups; None: PACK for frames of less than ZSTD_ROWS rows, and for
+            models of up to PACKED_EXPERTS experts, else LAYER_ZSTD.
         level: zstd level, 1 to 19.
-        validate: False where `invalid_rows` has checked the ids already.
+        validate: False where `invalid_rows` has checked the ids.
 
     Raises:
         InvalidArgument: if a shape, a dtype, an id or the level is wrong.
@@ -159,29 +176,52 @@ def encode_frames(
         raise InvalidArgument(field="level", value=level, expected="a number in [1, 19]")
     for ids in list_of_ids:
         _check_ids(ids, layout, validate)
-    packed = iter(_pack(list_of_ids, layout, codec, level))
-    frames = []
-    for ids in list_of_ids:
-        group_layers = _group_layers(len(layout.layer_ids), len(ids) * layout.top_k)
-        groups = list(islice(packed, len(group_layers)))
-        header = FrameHeader(
-            num_rows=len(ids),
-            layer_ids=layout.layer_ids,
-            num_experts=layout.num_experts,
-            top_k=layout.top_k,
-            codec=codec,
-            group_layers=group_layers,
-            group_bytes=tuple(map(len, groups)),
-        )
-        frames.append(b"".join([header.pack(), *groups]))
+    codecs = [_codec_of(ids, layout) if codec is None else codec for ids in list_of_ids]
+    frames: list[bytes] = [b""] * len(codecs)
+    left = list(range(len(codecs)))
+    kernels = native.kernels(_packed_rows(list_of_ids, codecs))
+    if kernels:
+        for i, (ids, its) in enumerate(zip(list_of_ids, codecs, strict=True)):
+            if packed.encodes(ids, its):
+                frames[i] = packed.encode(kernels, ids, layout)
+        left = [i for i, frame in enumerate(frames) if not frame]
+    stored = {
+        each: _pack([list_of_ids[i] for i in left if codecs[i] is each], layout, each, level)
+        for each in {codecs[i] for i in left}
+    }
+    for i in left:
+        ids, its = list_of_ids[i], codecs[i]
+        counts = group_layers(len(layout.layer_ids), len(ids) * layout.top_k, its)
+        groups = list(islice(stored[its], len(counts)))
+        if its is Codec.PACK:
+            head, _ = packed_header(layout.layer_ids, len(ids), layout.num_experts, layout.top_k)
+        else:
+            head = FrameHeader(
+                num_rows=len(ids),
+                layer_ids=layout.layer_ids,
+                num_experts=layout.num_experts,
+                top_k=layout.top_k,
+                codec=its,
+                group_layers=counts,
+                group_bytes=tuple(map(len, groups)),
+            ).pack()
+        frames[i] = b"".join([head, *groups])
     return frames
 
 
-def copy_ids(ids: Ids, out: Ids) -> None:
-    """Copies ids [L, n, K] to others of their shape and dtype, of any strides.
+def _packed_rows(list_of_ids: Sequence[Ids], codecs: list[Codec]) -> int:
+    return sum(len(ids) for ids, its in zip(list_of_ids, codecs, strict=True) if its is Codec.PACK)
 
-    A top-k at a time, as words: between rows that lie apart numpy takes as long for one id as for
-    eight.
+
+def _codec_of(ids: Ids, layout: RoutingLayout) -> Codec:
+    pays = len(ids) >= ZSTD_ROWS and layout.num_experts > PACKED_EXPERTS
+    return Codec.LAYER_ZSTD if pays else Codec.PACK
+
+
+def copy_ids(ids: Ids, out: Ids) -> None:
+    """Copy ids [L, n, K] to an array of the same shape and dtype, of any strides.
+
+    Copies words of a top-k: between separate rows numpy takes as long for one id as for eight.
     """
     size = ids.itemsize
     if ids.dtype == out.dtype and ids.strides[2] == out.strides[2] == size:
@@ -191,7 +231,7 @@ def copy_ids(ids: Ids, out: Ids) -> None:
 
 
 def slice_frame(frame: Buffer, layer_ids: Iterable[int]) -> bytes:
-    """A frame of only those groups that hold the given layers; nothing is decoded.
+    """Return a frame of only the groups that hold the given layers, without decoding.
 
     Args:
         frame: exactly one frame.
@@ -202,7 +242,7 @@ def slice_frame(frame: Buffer, layer_ids: Iterable[int]) -> bytes:
 
     Raises:
         InvalidArgument: if no layer is named, or the frame lacks one.
-        Corrupt: as `read_header`. Groups are copied with their checksums, and not checked here.
+        Corrupt: as `read_header`. Groups are copied with their checksums, unchecked.
     """
     header = read_header(frame)
     sliced, runs = header.cut(tuple(layer_ids))
@@ -213,11 +253,11 @@ def slice_frame(frame: Buffer, layer_ids: Iterable[int]) -> bytes:
 
 
 def decode_frame(frame: Buffer, *, layer_ids: Iterable[int] | None = None) -> Ids:
-    """The ids of a frame, layer-major.
+    """Return the ids of a frame, layer-major.
 
     Args:
         frame: exactly one frame.
-        layer_ids: absolute layer ids, in the order wanted; all of the frame's if None.
+        layer_ids: absolute layer ids, in the order of the result; None: all.
 
     Returns:
         A new array [len(layer_ids), n, K] of uint8 or uint16.
@@ -231,13 +271,13 @@ def decode_frame(frame: Buffer, *, layer_ids: Iterable[int] | None = None) -> Id
 
 
 def decode_into(frame: Buffer, out: Ids, layer_ids: Iterable[int]) -> None:
-    """As `decode_frame`, into an array of the caller.
+    """Decode a frame into an array of the caller.
 
     Args:
         frame: exactly one frame.
-        out: [len(layer_ids), n, K] of the frame's dtype; of undefined content after an error.
-            Fastest where each out[i] is contiguous.
-        layer_ids: absolute layer ids, in the order wanted.
+        out: [len(layer_ids), n, K] of the frame's dtype; undefined after an error. Fastest
+            where each out[i] is contiguous.
+        layer_ids: absolute layer ids, in the order of `out`.
 
     Raises:
         InvalidArgument: if no layer is named, the frame lacks one, or `out` does not fit.
@@ -249,19 +289,19 @@ def decode_into(frame: Buffer, out: Ids, layer_ids: Iterable[int]) -> None:
 def decode_frames(
     frames: Iterable[tuple[Buffer, Iterable[int] | None, Ids | None]],
 ) -> Iterator[Ids]:
-    """Decodes frames one after the other; zstd runs once for many of them, outside of the GIL.
+    """Decode frames one after the other; zstd runs once for many of them, outside of the GIL.
 
-    Beside a thread that is busy in Python it takes 5 ms to get the GIL back, each time. What is
-    decoded ahead is bounded: a few bytes may well stand for very many.
+    Each time it takes 5 ms to reacquire the GIL from a thread that is busy in Python. Bytes decoded
+    ahead are bounded, since a few bytes may expand to very many.
 
     Args:
         frames: (frame, layer_ids, out) of each, as for `decode_frame` and `decode_into`.
 
     Yields:
-        The ids of each, in `out` where that is given, written when it is its turn.
+        The ids of each, in `out` where that is given, written just before it is yielded.
 
     Raises:
-        InvalidArgument, Corrupt: as those, before the first if they can be seen by then.
+        InvalidArgument, Corrupt: as those, where possible before the first result.
     """
     opened = [(_Groups(frame, layer_ids), out) for frame, layer_ids, out in frames]
     for groups, out in opened:
@@ -277,7 +317,7 @@ def decode_frames(
 def _batches(
     opened: list[tuple[_Groups, Ids | None]],
 ) -> Iterator[list[tuple[_Groups, Ids | None]]]:
-    """Neighbours that are decompressed together: about _BATCH_BYTES, or one frame."""
+    """Yield consecutive frames to decompress together: about _BATCH_BYTES, or one frame."""
     batch: list[tuple[_Groups, Ids | None]] = []
     size = 0
     for groups, out in opened:
@@ -292,25 +332,32 @@ def _batches(
 
 
 class _Groups:
-    """The groups of a frame that hold some layers."""
+    """Groups of a frame that hold given layers."""
 
     def __init__(self, frame: Buffer, layer_ids: Iterable[int] | None) -> None:
         self.header = header = read_header(frame)
         wanted = header.layer_ids if layer_ids is None else tuple(layer_ids)
         self._pick = pick = header.pick(wanted)
         self._shape = len(wanted), header.num_rows, header.top_k
+        self._decode = None
+        kernels = native.kernels(header.num_rows) if header.codec is Codec.PACK else None
+        if kernels:
+            self.packed, self.sizes = [], []
+            decoding = packed.opened(frame, header, wanted)
+            self._decode = partial(packed.decode, kernels, frame, header, decoding)
+            return
         plane, low = header.layer_bytes
         self.packed = _stored(frame, header, pick)
-        """Planes that are a zstd frame,"""
+        """Planes that are a zstd frame."""
         self.sizes = list(map(plane.__mul__, pick.group_layers))
-        """and their content sizes."""
-        self._plain: dict[int, memoryview] = {}  # planes as they are, by their place
+        """Their content sizes."""
+        self._plain: dict[int, memoryview] = {}  # uncompressed planes, by their place
         self._low_bits: list[memoryview] = []
         if low or max(header.group_bytes) >= min(self.sizes):
             self._take_plain(low)
 
     def _take_plain(self, low: int) -> None:
-        """Takes what is in no zstd frame out of `packed`."""
+        """Move bytes outside of any zstd frame out of `packed`."""
         pick = self._pick
         groups = zip(pick.groups, pick.group_layers, self.packed, self.sizes, strict=True)
         self.packed, self.sizes = [], []
@@ -328,7 +375,7 @@ class _Groups:
                 self._low_bits.append(stored[low_at:-CRC_BYTES])
 
     def check(self, out: Ids | None) -> None:
-        """Refuses an array that the ids do not fit into."""
+        """Refuse an array of another shape or dtype than the ids."""
         if out is None:
             return
         dtype = self.header.dtype
@@ -340,17 +387,27 @@ class _Groups:
             )
 
     def ids(self, unpacked: Iterator[Any], out: Ids | None) -> Ids:
-        """The ids, from the contents of `packed`."""
+        """Return the ids, from the contents of `packed`."""
         header = self.header
+        if self._decode:
+            ids = self._decode(out)
+            if out is None or ids is out:
+                return ids
+            copy_ids(ids, out)
+            return out
         contents: list[Any] = list(islice(unpacked, len(self.packed)))
         for place, plain in self._plain.items():
             contents.insert(place, plain)
         shift, dtype = header.shift, np.dtype(np.uint8) if header.shift else header.dtype
-        ids = self._layers(contents, dtype.newbyteorder("<")).reshape(self._shape)
+        ids = self._layers(contents, dtype.newbyteorder("<"))
+        if header.codec is Codec.PACK:
+            ids = bit_pack.unpack(ids.reshape(-1), header.width).reshape(len(ids), -1)
+            ids = ids[:, : header.num_rows * header.top_k]
+        ids = ids.reshape(self._shape)
         if shift:
             ids = np.left_shift(ids, shift, dtype=header.dtype)
             ids |= _unpack_low_bits(self._layers(self._low_bits, np.dtype(np.uint8)), shift, ids)
-        if header.num_experts < 1 << (8 * dtype.itemsize + shift):
+        if header.num_experts < 1 << (header.width + shift):
             largest = int(np.maximum.reduce(ids, axis=None))
             if largest >= header.num_experts:
                 raise corrupt("topk_ids", largest, f"ids below {header.num_experts}")
@@ -360,61 +417,71 @@ class _Groups:
         return out
 
     def _layers(self, parts: list[Any], dtype: np.dtype[Any]) -> npt.NDArray[Any]:
-        """Parts of groups as [layers that are wanted, numbers of each]."""
+        """Return parts of groups as [wanted layers, numbers of each]."""
         held = np.frombuffer(bytearray().join(parts), dtype).reshape(len(self._pick.layer_ids), -1)
         return held if self._pick.order is None else held[self._pick.order]
 
 
 def _stored(frame: Buffer, header: FrameHeader, pick: Pick) -> list[memoryview]:
-    """The groups that were picked, as they are stored."""
+    """Return the stored bytes of the picked groups."""
     view, at = memoryview(frame).cast("B"), header.group_offsets
     return [view[at[g] : at[g + 1]] for g in pick.groups]
 
 
 def _check_crc(group: int, sealed: memoryview) -> None:
-    """Checks the CRC-32 at the end of what is stored as it is."""
-    crc, stored = _crc32(sealed[:-CRC_BYTES]), int.from_bytes(sealed[-CRC_BYTES:], "little")
+    """Check the CRC-32 at the end of uncompressed bytes."""
+    crc, stored = crc32(sealed[:-CRC_BYTES]), int.from_bytes(sealed[-CRC_BYTES:], "little")
     if crc != stored:
         raise corrupt(f"crc32 of group {group}", crc, str(stored))
 
 
 def _seal(*parts: Any) -> list[Any]:
-    """What is stored as it is, with its CRC-32 at the end."""
+    """Return uncompressed parts, followed by their CRC-32."""
     crc = 0
     for part in parts:
-        crc = _crc32(part, crc)
+        if len(part):
+            crc = crc32(part, crc)
     return [*parts, crc.to_bytes(CRC_BYTES, "little")]
 
 
 def _pack(
     list_of_ids: Sequence[Ids], layout: RoutingLayout, codec: Codec, level: int
 ) -> Iterator[Any]:
-    """The groups of all the frames as they are stored."""
+    """Yield the stored bytes of the groups of all frames."""
     num_layers, shift = len(layout.layer_ids), id_shift(layout.num_experts, codec)
     shapes = [
         (
             *layer_bytes(len(ids), layout.top_k, layout.num_experts, codec),
-            _group_layers(num_layers, len(ids) * layout.top_k),
+            group_layers(num_layers, len(ids) * layout.top_k, codec),
         )
         for ids in list_of_ids
     ]
-    planes = np.empty(num_layers * sum(plane for plane, _, _ in shapes), np.uint8)
-    sizes = [count * plane for plane, _, group_layers in shapes for count in group_layers]
+    width = id_width(layout.num_experts, codec)
+    # Bytes of a layer's plane before it is packed.
+    rooms = [plane * 8 // width if codec is Codec.PACK else plane for plane, _, _ in shapes]
+    planes = np.empty(num_layers * sum(rooms), np.uint8)
+    sizes = [count * plane for plane, _, counts in shapes for count in counts]
     low_bits: list[memoryview] = []
     at = 0
-    for ids, (plane, low, group_layers) in zip(list_of_ids, shapes, strict=True):
-        room = planes[at : at + num_layers * plane]
-        at += len(room)
+    for ids, bytes_of_layer, (_, low, counts) in zip(list_of_ids, rooms, shapes, strict=True):
+        room = planes[at : at + num_layers * bytes_of_layer].reshape(num_layers, -1)
+        at += room.size
+        used = ids[0, 0].nbytes * len(ids) if not shift else len(ids) * layout.top_k
+        room[:, used:] = 0
+        room = room[:, :used]
         if shift:
-            major = _layer_major(ids, np.empty(ids.nbytes, np.uint8))
+            major = _layer_major(ids, np.empty((num_layers, used * ids.itemsize), np.uint8))
             np.right_shift(major, shift, out=room.reshape(major.shape), casting="unsafe")
             held = memoryview(_pack_low_bits(major, shift).reshape(-1))  # type: ignore[arg-type]
-            low_bits += _cut(held, [count * low for count in group_layers])
+            low_bits += _cut(held, [count * low for count in counts])
         else:
             _layer_major(ids, room)
+    if codec is Codec.PACK:
+        planes = bit_pack.pack(planes, width)
     plain = _cut(memoryview(planes), sizes)  # type: ignore[arg-type]
-    if codec is Codec.RAW:
-        yield from (b"".join(_seal(plane)) for plane in plain)
+    if codec is not Codec.LAYER_ZSTD:
+        for plane, bits in zip(plain, low_bits or repeat(b""), strict=False):
+            yield b"".join(_seal(plane, bits))
         return
     packed = _compress(planes, sizes, level)
     for z, whole, bits in zip(packed, plain, low_bits or repeat(b""), strict=False):
@@ -425,16 +492,16 @@ def _pack(
 
 
 def _cut(data: memoryview, sizes: list[int]) -> list[memoryview]:
-    """Neighbouring parts of these sizes."""
+    """Return consecutive parts of these sizes."""
     return [data[a:b] for a, b in pairwise(accumulate(sizes, initial=0))]
 
 
 def _layer_major(ids: Ids, room: npt.NDArray[np.uint8]) -> Ids:
-    """Writes ids [n, L, K] as [L, n, K], little-endian, into the bytes `room`."""
+    """Write ids [n, L, K] as [L, n, K], little-endian, into the bytes `room` [L, ...]."""
     num_rows, num_layers, top_k = ids.shape
     ids = ids.astype(ids.dtype.newbyteorder("<"), copy=False)
     major = room.view(ids.dtype).reshape(num_layers, num_rows, top_k)
-    # Words as wide as divide a top-k move several times as fast as single ids.
+    # Words that divide a top-k move several times as fast as single ids.
     contiguous = ids.strides[2] == ids.itemsize
     word = f"u{gcd(top_k * ids.itemsize, 8)}" if contiguous else ids.dtype
     major.view(word)[...] = ids.view(word).transpose(1, 0, 2)
@@ -442,7 +509,7 @@ def _layer_major(ids: Ids, room: npt.NDArray[np.uint8]) -> Ids:
 
 
 def _pack_low_bits(ids: Ids, shift: int) -> npt.NDArray[np.uint8]:
-    """The `shift` low bits of ids [L, n, K], as [L, shift * ceil(n K / 8)]."""
+    """Return the `shift` low bits of ids [L, n, K], as [L, shift * ceil(n K / 8)]."""
     packed = [np.zeros((len(ids), 0), np.uint8)]
     if shift:
         flat = ids.astype(np.uint8).reshape(len(ids), -1)
@@ -453,7 +520,7 @@ def _pack_low_bits(ids: Ids, shift: int) -> npt.NDArray[np.uint8]:
 
 
 def _unpack_low_bits(packed: npt.NDArray[np.uint8], shift: int, like: Ids) -> Any:
-    """The `shift` low bits of ids of the shape of `like`, [L, n, K]."""
+    """Return the `shift` low bits of ids of the shape of `like`, [L, n, K]."""
     planes = packed.reshape(len(like), shift, -1)
     bits = np.unpackbits(planes, axis=2, count=like[0].size, bitorder="little")
     low = bits[:, 0]
@@ -463,12 +530,12 @@ def _unpack_low_bits(packed: npt.NDArray[np.uint8], shift: int, like: Ids) -> An
 
 
 def _multi(context: Any, name: str) -> Any:
-    """A call for many frames at a time; None where the backend lacks it: cffi's only raises."""
+    """Return the call for many frames at a time; None where missing (cffi's only raises)."""
     return None if zstandard.backend == "cffi" else getattr(context, name, None)
 
 
 def _compress(planes: npt.NDArray[np.uint8], sizes: list[int], level: int) -> Iterable[Any]:
-    """Neighbouring parts of `planes`, of these sizes, as zstd frames."""
+    """Return consecutive parts of `planes`, of these sizes, as zstd frames."""
     context = _contexts.compressor(level)
     multi = _multi(context, "multi_compress_to_buffer")
     if multi is None:
@@ -483,12 +550,12 @@ def _compress(planes: npt.NDArray[np.uint8], sizes: list[int], level: int) -> It
 
 
 def _decompress(packed: list[memoryview], sizes: list[int]) -> list[Any]:
-    """The contents of zstd frames, which must declare and have these sizes."""
+    """Return the contents of zstd frames, which must declare and have these sizes."""
     if not packed:
         return []
     context = _contexts.decompressor
     try:
-        # Before anything is allocated: 32 kB may well claim to hold 1 GiB.
+        # Before anything is allocated: 32 kB may claim to hold 1 GiB.
         declared = list(map(zstandard.frame_content_size, packed))
         if declared != sizes:
             at = list(map(ne, declared, sizes)).index(True)
@@ -497,24 +564,10 @@ def _decompress(packed: list[memoryview], sizes: list[int]) -> list[Any]:
             if flags & _FLAGS_MASK != _CHECKSUM_ALONE:
                 raise corrupt("zstd flags", f"{flags:#010b}", "a checksum and no dictionary")
         multi = _multi(context, "multi_decompress_to_buffer")
-        # None is of another size than it declares, or zstd refuses it.
+        # zstd refuses a frame of another size than it declares.
         return list(multi(packed) if multi else map(context.decompress, packed))
     except zstandard.ZstdError as error:
         raise corrupt("zstd frame", str(error), "one that decodes") from error
-
-
-@lru_cache(maxsize=128)
-def _group_layers(num_layers: int, cells: int) -> tuple[int, ...]:
-    """Layers in each group, as even as can be, for `cells` ids per layer.
-
-    From 512 ids on a layer stands alone; smaller ones share a table, about 2048 ids to a group.
-    Measured from 4 to 256 rows with K >= 4: within 2 % of the best grouping on traces with the skew
-    of large models (310 bytes a token at 64 rows, 336 in one group), within 6 % on small models
-    (58 and 55), and a pipeline stage can cut its layers out of all but the smallest frames.
-    """
-    per_group = 1 if cells >= 512 else -(-2048 // cells)
-    groups = -(-num_layers // per_group)
-    return tuple(num_layers * (g + 1) // groups - num_layers * g // groups for g in range(groups))
 
 
 def _check_ids(ids: Ids, layout: RoutingLayout, validate: bool) -> None:
@@ -539,12 +592,3 @@ def _check_ids(ids: Ids, layout: RoutingLayout, validate: bool) -> None:
                 value=f"invalid in {bad.size} rows; row {bad[0]} holds {ids[bad[0]].tolist()}",
                 expected=f"below {layout.num_experts}, and no id twice in a layer's top-k",
             )
-
-
-def _crc32(data: Any, crc: int = 0) -> int:
-    if len(data) <= _CRC_STEP:
-        return zlib.crc32(data, crc)
-    view = memoryview(data)
-    for at in range(0, len(view), _CRC_STEP):
-        crc = zlib.crc32(view[at : at + _CRC_STEP], crc)
-    return crc

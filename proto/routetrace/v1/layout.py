@@ -1,4 +1,4 @@
-"""The columns of a row: which layers, how many experts, how wide an id."""
+"""Layout of rows: layers, number of experts, width of an id."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from itertools import pairwise
 
 import numpy as np
 
+from routetrace.common.errors import InvalidArgument
 from routetrace.v1 import routetrace_pb2 as pb
-from routetrace.v1.errors import InvalidArgument
 
 MAX_LAYERS = 4096
 MAX_EXPERTS = 65536
@@ -17,13 +17,13 @@ MAX_TOP_K = 1024
 
 
 def id_dtype(num_experts: int) -> np.dtype[np.unsignedinteger]:
-    """The narrowest dtype that holds the ids 0 .. num_experts - 1: uint8 or uint16."""
+    """Return the narrowest dtype that holds the ids 0 .. num_experts - 1: uint8 or uint16."""
     return np.dtype(np.uint8 if num_experts <= 256 else np.uint16)
 
 
 @dataclass(frozen=True)
 class RoutingLayout:
-    """What the columns of a row are.
+    """Columns of a row.
 
     Raises:
         InvalidArgument: if the numbers contradict each other.
@@ -56,10 +56,10 @@ class RoutingLayout:
                 raise InvalidArgument(
                     field=name, value=ids, expected=f"ids in [0, {self.num_hidden_layers})"
                 )
-        strange = set(self.layer_ids) - set(self.moe_layer_ids)
-        if strange:
+        unknown = set(self.layer_ids) - set(self.moe_layer_ids)
+        if unknown:
             raise InvalidArgument(
-                field="layer_ids", value=sorted(strange), expected="only ids in moe_layer_ids"
+                field="layer_ids", value=sorted(unknown), expected="only ids in moe_layer_ids"
             )
 
     @property
@@ -74,30 +74,32 @@ class RoutingLayout:
 
     @cached_property
     def column(self) -> dict[int, int]:
-        """Absolute layer id -> column."""
+        """Column by absolute layer id."""
         return {layer: i for i, layer in enumerate(self.layer_ids)}
 
     def columns(self, layer_ids: tuple[int, ...] | list[int]) -> list[int]:
-        """Columns of the given layers.
+        """Return the columns of the given layers.
 
         Raises:
             InvalidArgument: if one of them is not among `layer_ids`.
         """
-        strange = [i for i in layer_ids if i not in self.column]
-        if strange:
+        unknown = [i for i in layer_ids if i not in self.column]
+        if unknown:
             raise InvalidArgument(
-                field="layer_ids", value=strange[:8], expected=f"ids among {list(self.layer_ids)}"
+                field="layer_ids", value=unknown[:8], expected=f"ids among {list(self.layer_ids)}"
             )
         return [self.column[i] for i in layer_ids]
 
     def select(self, layer_ids: tuple[int, ...]) -> RoutingLayout:
-        """The same model, seen through `layer_ids` alone."""
+        """Return the layout of the same model with `layer_ids` alone."""
+        if layer_ids == self.layer_ids:
+            return self
         return RoutingLayout(
             layer_ids, self.num_hidden_layers, self.num_experts, self.top_k, self.moe_layer_ids
         )
 
     def to_proto(self) -> pb.RoutingLayout:
-        """As it crosses the wire."""
+        """Return the message for the wire."""
         return pb.RoutingLayout(
             layer_ids=self.layer_ids,
             moe_layer_ids=self.moe_layer_ids,
@@ -109,7 +111,7 @@ class RoutingLayout:
 
     @classmethod
     def from_proto(cls, message: pb.RoutingLayout) -> RoutingLayout:
-        """From the wire.
+        """Read the message from the wire.
 
         Raises:
             InvalidArgument: if the numbers contradict each other.

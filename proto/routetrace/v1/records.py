@@ -1,6 +1,6 @@
-"""The packed columns of the contract: numpy dtypes of the records inside `bytes` fields.
+"""Packed columns of the contract: numpy dtypes of the records in `bytes` fields.
 
-All are little-endian and unaligned, so that their size is the sum of their parts.
+All are little-endian and unaligned, so that their size is the sum of their fields.
 """
 
 from __future__ import annotations
@@ -14,42 +14,52 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from routetrace.v1.errors import InvalidArgument
+from routetrace.common.errors import InvalidArgument
 
 
 class OpKind(IntEnum):
-    """What an op of `ChunkHeader.ops` says. Fields that are not named are 0."""
+    """Kind of an op in `ChunkHeader.ops`. Fields that are not named are 0."""
 
     BEGIN = 1
-    """`request` begins; begins[arg] holds its facts. `position` = num_computed_tokens: the tokens
-    before it are in the KV cache, in the request's blocks. KV of the last `count` of them was
-    loaded from elsewhere: unknown until written. Blocks: the request's first blocks. `value`:
-    requests that this boot of the engine began before it, the same number at all shards."""
+    """`request` begins; begins[arg] describes it. `position` = num_computed_tokens: the tokens
+    before it are in the KV cache, in the request's blocks, and their rows come with INHERIT. KV of
+    the last `count` of them was loaded from elsewhere: unknown until written. Blocks: the request's
+    first blocks; their slots at later positions are unknown until written. `value`: requests that
+    this boot of the engine began before it, the same number at all shards."""
     BLOCKS = 2
     """More blocks for `request`, newly allocated: unknown until written."""
     ROWS = 3
     """`count` rows, rows `row`.. of frame `frame`, are positions `position`.. of `request`,
     computed by `weight_version`, the last of them in `step`. The last `value` positions up to their
-    end (more than `count` where a step is split) are drafts that may still be rejected; what
-    follows them, or a FINISH, confirms them. A slot-only agent sets `request` to NO_REQUEST and
-    names `count` slots from `blocks_at` on."""
+    end (more than `count` where a step is split) are drafts that may still be rejected: in no
+    answer, and their slots unknown, until rows of a later step (or LOST ones), a FINISH or a
+    PREEMPT confirm them. A slot-only agent sets `request` to NO_REQUEST and names `count` slots
+    from `blocks_at` on."""
     REWIND = 4
     """Rows of `request` at `position` and after were rejected (speculative decoding)."""
     PREEMPT = 5
-    """`request` gave up its blocks; rows at `position` and after were not kept."""
+    """`request` lost its blocks; rows at `position` and after were not kept, and their slots are
+    unknown. Drafts before it are confirmed."""
     RESUME = 6
     """`request` starts over as a new attempt; `position`, `count` and blocks as in BEGIN."""
     FINISH = 7
-    """`request` ended with `count` tokens; `arg` is a FinishReason."""
+    """`request` ended with `count` tokens; `arg` is a FinishReason. Drafts before position
+    count - 1 are confirmed; the slots at that position and after are unknown."""
     LOST = 8
-    """Rows [position, position + count) of `request` will not come; `arg` is a MissingReason.
-    count = 0: none from `position` on."""
+    """Rows [position, position + count) of `request` are lost; `arg` is a MissingReason. The
+    last `value` positions up to their end may be rejected drafts, as in ROWS. count = 0: none from
+    `position` on."""
     DIGEST = 9
     """`count` token digests of `request`, from `row` on in `token_digests`."""
     EXTERNAL = 10
     """KV of the named blocks was loaded from elsewhere: unknown until written."""
     RESET = 11
-    """The engine forgot its prefix cache: every slot is unknown until written."""
+    """The engine cleared its prefix cache: every slot is unknown until written."""
+    INHERIT = 12
+    """`request` takes the rows that the slots of its cached tokens name now: those before position
+    - count of its BEGIN or RESUME."""
+    FORGET = 13
+    """`count` slots, from `blocks_at` on in the column of slots, are unknown until written."""
 
 
 class FinishReason(IntEnum):
@@ -59,7 +69,7 @@ class FinishReason(IntEnum):
     LENGTH = 2
     ABORT = 3
     HANDOFF = 4
-    """Not the end of its trace: another engine goes on (disaggregated prefill)."""
+    """Another engine continues the trace (disaggregated prefill)."""
 
 
 #: `request` of a ROWS op that belongs to slots alone.
@@ -83,7 +93,7 @@ OP = np.dtype(
     ]
 )
 
-#: The same, for those who go through them one by one: in a third of the time.
+#: The same for iteration one by one, in a third of the time.
 PACKED_OP = struct.Struct("<2BH7IQqQ")
 
 SPAN = np.dtype(
@@ -94,15 +104,15 @@ SPAN = np.dtype(
         ("row", "<u4"),
         ("attempt", "<u2"),
         ("provenance", "u1"),
-        ("flags", "u1"),
+        ("choice", "u1"),
         ("weight_version", "<i8"),
     ]
 )
 
 DIGEST = np.dtype([("position", "<u4"), ("value", "<u8")])
 
-#: Positions of token digests: the multiples of it, and the ends of prompts and requests. The same
-#: everywhere, so that engines with blocks of other sizes have positions in common.
+#: Interval of token digests; further ones are at the ends of prompts and requests. A constant, so
+#: that engines with different block sizes share positions.
 DIGEST_EVERY = 64
 
 U32 = np.dtype("<u4")
@@ -110,16 +120,19 @@ U64 = np.dtype("<u8")
 
 
 class Provenance(IntEnum):
-    """How the rows of a span came to this trace."""
+    """Origin of the rows of a span."""
 
     FORWARD = 1
     """A forward pass of the request itself."""
     CACHED = 2
-    """The forward pass that computed the KV blocks which the request reused."""
+    """The forward pass that computed the KV blocks that the request reused."""
+    PREFIX = 3
+    """A forward pass of another trace over the same tokens: the request's KV was restored from
+    elsewhere. Only in answers."""
 
 
 def unpack(data: bytes, dtype: np.dtype[Any], field: str) -> npt.NDArray[Any]:
-    """A read-only array over a `bytes` column.
+    """Return a read-only array over a `bytes` column.
 
     Raises:
         InvalidArgument: if the length is not a multiple of the record's.
@@ -133,21 +146,33 @@ def unpack(data: bytes, dtype: np.dtype[Any], field: str) -> npt.NDArray[Any]:
     return np.frombuffer(data, dtype)
 
 
+#: Label of a request that names its adapter, such as a LoRA adapter. Token digests include it.
+ADAPTER_LABEL = "adapter"
+
+
 class TokenDigest:
     """Rolling blake2b-64 of token ids (as little-endian uint32), readable at any position.
 
-    A function of the tokens alone: two engines that saw the same prefix agree on its digest.
+    A function of the tokens and the adapter alone: two engines that saw the same prefix with the
+    same adapter agree on its digest.
+
+    Args:
+        adapter: name of the weights that the request adds to the model's; "": none.
     """
 
-    def __init__(self) -> None:
-        self._hash = blake2b(digest_size=8)
+    def __init__(self, adapter: str = "") -> None:
+        key = blake2b(adapter.encode()).digest() if adapter else b""
+        self._hash = blake2b(digest_size=8, key=key)
         self.position = 0
 
     def update(self, token_ids: npt.ArrayLike) -> int:
-        """Appends tokens; returns the digest of all tokens so far."""
-        ids = np.asarray(token_ids, dtype=U32)
-        self._hash.update(ids.tobytes())
-        self.position += ids.size
+        """Append tokens; return the digest of all tokens so far."""
+        return self.update_bytes(np.asarray(token_ids, dtype=U32).tobytes())
+
+    def update_bytes(self, data: bytes | memoryview) -> int:
+        """Append tokens as little-endian uint32; return the digest of all tokens so far."""
+        self._hash.update(data)
+        self.position += len(data) // U32.itemsize
         return self.value
 
     @property
@@ -157,20 +182,23 @@ class TokenDigest:
 
 
 def token_digests(
-    token_ids: npt.NDArray[np.integer[Any]], ends: Iterable[int] = ()
+    token_ids: npt.NDArray[np.integer[Any]], ends: Iterable[int] = (), adapter: str = ""
 ) -> npt.NDArray[Any]:
-    """Digests of a token sequence: at every DIGEST_EVERY tokens, and at its end.
+    """Return the digests of a token sequence: at every DIGEST_EVERY tokens, and at its end.
 
     Args:
         token_ids: [n] from position 0 on.
-        ends: further positions, where other requests ended; those beyond n are passed over.
+        ends: further positions, where other requests ended; those beyond n are ignored.
+        adapter: see `TokenDigest`.
 
     Returns:
         [m] of DIGEST, ascending.
     """
     n = len(token_ids)
     positions = sorted({*range(DIGEST_EVERY, n, DIGEST_EVERY), *(e for e in ends if 0 < e < n), n})
-    digest = TokenDigest()
+    digest = TokenDigest(adapter)
+    data, size = memoryview(np.asarray(token_ids, dtype=U32).tobytes()), U32.itemsize
     return np.array(
-        [(p, digest.update(token_ids[digest.position : p])) for p in positions if p], DIGEST
+        [(p, digest.update_bytes(data[size * digest.position : size * p])) for p in positions if p],
+        DIGEST,
     )

@@ -5,10 +5,10 @@ The routetrace contract, version 1.
 
 A row is one token's routing: for each MoE layer its ordered top-k logical expert ids.
 Rows travel in frames (frame.py), frames in chunks, chunks over one Ingest stream per agent.
-Readers get frames back as they were stored, cut to the layers that they asked for.
+Readers get frames as they were stored, cut to the requested layers.
 
-Columns of many small numbers are packed little-endian arrays in `bytes` fields; the record
-layouts are given beside each field and, for Python, as numpy dtypes in records.py.
+Columns of many small numbers are packed little-endian arrays in `bytes` fields. A comment at
+each field names the record; records.py defines the records as numpy dtypes.
 """
 
 import builtins
@@ -63,23 +63,27 @@ class _ErrorKindEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._Enum
     ERROR_KIND_UNSPECIFIED: _ErrorKind.ValueType  # 0
     """Not set."""
     ERROR_KIND_INVALID_ARGUMENT: _ErrorKind.ValueType  # 1
-    """A field holds something that it must not."""
+    """A field has an invalid value."""
     ERROR_KIND_NOT_FOUND: _ErrorKind.ValueType  # 2
     """No such trace, engine or run."""
     ERROR_KIND_CORRUPT: _ErrorKind.ValueType  # 3
     """Stored bytes do not match their checksum."""
     ERROR_KIND_FENCED: _ErrorKind.ValueType  # 4
-    """The sender speaks for an engine epoch that a newer one has replaced."""
+    """A newer epoch of the engine has replaced the sender's."""
     ERROR_KIND_OUT_OF_SEQUENCE: _ErrorKind.ValueType  # 5
     """A sequence number is not the next one."""
     ERROR_KIND_OVERLOADED: _ErrorKind.ValueType  # 6
-    """Too much work or no room at the moment."""
+    """Too many requests or too little room; retry later."""
     ERROR_KIND_UNAVAILABLE: _ErrorKind.ValueType  # 7
     """Starting, draining or broken."""
     ERROR_KIND_UNAUTHENTICATED: _ErrorKind.ValueType  # 8
     """No valid credentials."""
     ERROR_KIND_PERMISSION_DENIED: _ErrorKind.ValueType  # 9
     """Valid credentials that do not cover this run or scope."""
+    ERROR_KIND_MOVED: _ErrorKind.ValueType  # 40
+    """Another worker, of this server or of another, serves the run: the call had no effect, repeat it
+    at `target`.
+    """
 
 class ErrorKind(_ErrorKind, metaclass=_ErrorKindEnumTypeWrapper):
     """Kinds of error."""
@@ -87,24 +91,56 @@ class ErrorKind(_ErrorKind, metaclass=_ErrorKindEnumTypeWrapper):
 ERROR_KIND_UNSPECIFIED: ErrorKind.ValueType  # 0
 """Not set."""
 ERROR_KIND_INVALID_ARGUMENT: ErrorKind.ValueType  # 1
-"""A field holds something that it must not."""
+"""A field has an invalid value."""
 ERROR_KIND_NOT_FOUND: ErrorKind.ValueType  # 2
 """No such trace, engine or run."""
 ERROR_KIND_CORRUPT: ErrorKind.ValueType  # 3
 """Stored bytes do not match their checksum."""
 ERROR_KIND_FENCED: ErrorKind.ValueType  # 4
-"""The sender speaks for an engine epoch that a newer one has replaced."""
+"""A newer epoch of the engine has replaced the sender's."""
 ERROR_KIND_OUT_OF_SEQUENCE: ErrorKind.ValueType  # 5
 """A sequence number is not the next one."""
 ERROR_KIND_OVERLOADED: ErrorKind.ValueType  # 6
-"""Too much work or no room at the moment."""
+"""Too many requests or too little room; retry later."""
 ERROR_KIND_UNAVAILABLE: ErrorKind.ValueType  # 7
 """Starting, draining or broken."""
 ERROR_KIND_UNAUTHENTICATED: ErrorKind.ValueType  # 8
 """No valid credentials."""
 ERROR_KIND_PERMISSION_DENIED: ErrorKind.ValueType  # 9
 """Valid credentials that do not cover this run or scope."""
+ERROR_KIND_MOVED: ErrorKind.ValueType  # 40
+"""Another worker, of this server or of another, serves the run: the call had no effect, repeat it
+at `target`.
+"""
 global___ErrorKind = ErrorKind
+
+class _Awaited:
+    ValueType = typing.NewType("ValueType", builtins.int)
+    V: typing_extensions.TypeAlias = ValueType
+
+class _AwaitedEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_Awaited.ValueType], builtins.type):
+    DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
+    AWAITED_UNSPECIFIED: _Awaited.ValueType  # 0
+    """Not set, by servers before 0.8: as ROWS."""
+    AWAITED_NOTHING: _Awaited.ValueType  # 1
+    """No reader waits."""
+    AWAITED_ENDS: _Awaited.ValueType  # 2
+    """Readers wait for requests to begin or end: chunks are sent early."""
+    AWAITED_ROWS: _Awaited.ValueType  # 3
+    """Readers wait for rows of running requests: frames and chunks are sent early."""
+
+class Awaited(_Awaited, metaclass=_AwaitedEnumTypeWrapper):
+    """Demand for the rows of one writer. Agents fill frames and chunks while there is none."""
+
+AWAITED_UNSPECIFIED: Awaited.ValueType  # 0
+"""Not set, by servers before 0.8: as ROWS."""
+AWAITED_NOTHING: Awaited.ValueType  # 1
+"""No reader waits."""
+AWAITED_ENDS: Awaited.ValueType  # 2
+"""Readers wait for requests to begin or end: chunks are sent early."""
+AWAITED_ROWS: Awaited.ValueType  # 3
+"""Readers wait for rows of running requests: frames and chunks are sent early."""
+global___Awaited = Awaited
 
 class _TraceState:
     ValueType = typing.NewType("ValueType", builtins.int)
@@ -115,11 +151,11 @@ class _TraceStateEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._Enu
     TRACE_STATE_UNSPECIFIED: _TraceState.ValueType  # 0
     """Not set."""
     TRACE_STATE_RUNNING: _TraceState.ValueType  # 1
-    """Still being generated."""
+    """Not ended."""
     TRACE_STATE_COMPLETE: _TraceState.ValueType  # 2
-    """Ended, and every cell is there."""
+    """Ended, every cell is present."""
     TRACE_STATE_INCOMPLETE: _TraceState.ValueType  # 3
-    """Ended, and cells are missing."""
+    """Ended, cells are missing."""
 
 class TraceState(_TraceState, metaclass=_TraceStateEnumTypeWrapper):
     """---------------------------------------------------------------------------- reads
@@ -130,11 +166,11 @@ class TraceState(_TraceState, metaclass=_TraceStateEnumTypeWrapper):
 TRACE_STATE_UNSPECIFIED: TraceState.ValueType  # 0
 """Not set."""
 TRACE_STATE_RUNNING: TraceState.ValueType  # 1
-"""Still being generated."""
+"""Not ended."""
 TRACE_STATE_COMPLETE: TraceState.ValueType  # 2
-"""Ended, and every cell is there."""
+"""Ended, every cell is present."""
 TRACE_STATE_INCOMPLETE: TraceState.ValueType  # 3
-"""Ended, and cells are missing."""
+"""Ended, cells are missing."""
 global___TraceState = TraceState
 
 class _ReadPolicy:
@@ -151,7 +187,7 @@ class _ReadPolicyEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._Enu
     """The rows of the last forward pass."""
 
 class ReadPolicy(_ReadPolicy, metaclass=_ReadPolicyEnumTypeWrapper):
-    """Which rows are served where a position was computed more than once."""
+    """Choice of rows where a position was computed more than once."""
 
 READ_POLICY_UNSPECIFIED: ReadPolicy.ValueType  # 0
 """As AS_SAMPLED."""
@@ -161,6 +197,36 @@ READ_POLICY_LATEST: ReadPolicy.ValueType  # 2
 """The rows of the last forward pass."""
 global___ReadPolicy = ReadPolicy
 
+class _PrefixRows:
+    ValueType = typing.NewType("ValueType", builtins.int)
+    V: typing_extensions.TypeAlias = ValueType
+
+class _PrefixRowsEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_PrefixRows.ValueType], builtins.type):
+    DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
+    PREFIX_ROWS_UNSPECIFIED: _PrefixRows.ValueType  # 0
+    """As SAME_VERSION."""
+    PREFIX_ROWS_SAME_VERSION: _PrefixRows.ValueType  # 1
+    """Rows of the weight version that computed the request's own first row."""
+    PREFIX_ROWS_ANY_VERSION: _PrefixRows.ValueType  # 2
+    """Rows of any weight version."""
+    PREFIX_ROWS_NEVER: _PrefixRows.ValueType  # 3
+    """None."""
+
+class PrefixRows(_PrefixRows, metaclass=_PrefixRowsEnumTypeWrapper):
+    """Whether rows that another trace of the run computed for the same tokens stand in for prompt
+    positions whose KV was restored from elsewhere, so that their own rows are unknown.
+    """
+
+PREFIX_ROWS_UNSPECIFIED: PrefixRows.ValueType  # 0
+"""As SAME_VERSION."""
+PREFIX_ROWS_SAME_VERSION: PrefixRows.ValueType  # 1
+"""Rows of the weight version that computed the request's own first row."""
+PREFIX_ROWS_ANY_VERSION: PrefixRows.ValueType  # 2
+"""Rows of any weight version."""
+PREFIX_ROWS_NEVER: PrefixRows.ValueType  # 3
+"""None."""
+global___PrefixRows = PrefixRows
+
 class _WaitFor:
     ValueType = typing.NewType("ValueType", builtins.int)
     V: typing_extensions.TypeAlias = ValueType
@@ -168,21 +234,25 @@ class _WaitFor:
 class _WaitForEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_WaitFor.ValueType], builtins.type):
     DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
     WAIT_FOR_UNSPECIFIED: _WaitFor.ValueType  # 0
-    """Now."""
+    """At once."""
     WAIT_FOR_END: _WaitFor.ValueType  # 1
-    """Once the trace has ended (or exists and has ended)."""
+    """When the trace exists and has ended. If only rows of KV that another engine computed are
+    missing then, the read waits for them, until the agent timeout at most.
+    """
     WAIT_FOR_ROWS: _WaitFor.ValueType  # 2
-    """Once every row that was asked for is there; up to the end, that is once the trace is complete."""
+    """When every requested row is present; for a read up to the end: when the trace is complete."""
 
 class WaitFor(_WaitFor, metaclass=_WaitForEnumTypeWrapper):
-    """When a read is answered. The call's deadline bounds the wait."""
+    """Time of the reply to a read, at most the call's deadline."""
 
 WAIT_FOR_UNSPECIFIED: WaitFor.ValueType  # 0
-"""Now."""
+"""At once."""
 WAIT_FOR_END: WaitFor.ValueType  # 1
-"""Once the trace has ended (or exists and has ended)."""
+"""When the trace exists and has ended. If only rows of KV that another engine computed are
+missing then, the read waits for them, until the agent timeout at most.
+"""
 WAIT_FOR_ROWS: WaitFor.ValueType  # 2
-"""Once every row that was asked for is there; up to the end, that is once the trace is complete."""
+"""When every requested row is present; for a read up to the end: when the trace is complete."""
 global___WaitFor = WaitFor
 
 class _MissingReason:
@@ -194,7 +264,7 @@ class _MissingReasonEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._
     MISSING_REASON_UNSPECIFIED: _MissingReason.ValueType  # 0
     """Not set."""
     MISSING_REASON_NOT_YET: _MissingReason.ValueType  # 1
-    """The request is running and has not got there."""
+    """The request is running and has not computed them."""
     MISSING_REASON_NOT_CAPTURED: _MissingReason.ValueType  # 2
     """No agent reported a forward pass for them."""
     MISSING_REASON_KV_UNKNOWN: _MissingReason.ValueType  # 3
@@ -204,23 +274,23 @@ class _MissingReasonEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._
     MISSING_REASON_INVALID_IDS: _MissingReason.ValueType  # 5
     """The agent dropped the rows: ids out of range, repeated, or never written."""
     MISSING_REASON_AGENT_LOST: _MissingReason.ValueType  # 6
-    """The agent went away in mid-request."""
+    """The agent was lost during the request."""
     MISSING_REASON_REJECTED: _MissingReason.ValueType  # 7
     """The chunk that held them was refused."""
     MISSING_REASON_CORRUPT: _MissingReason.ValueType  # 8
-    """The stored bytes are gone or do not match their checksum."""
+    """The stored bytes are lost or do not match their checksum."""
     MISSING_REASON_ABORTED: _MissingReason.ValueType  # 9
-    """The request was aborted before it got there."""
+    """The request was aborted before it computed them."""
     MISSING_REASON_OTHER_VERSION: _MissingReason.ValueType  # 10
-    """There are rows, but none of the weight version that was asked for."""
+    """Rows exist, but none of the requested weight version."""
 
 class MissingReason(_MissingReason, metaclass=_MissingReasonEnumTypeWrapper):
-    """Why cells are missing."""
+    """Reason why cells are missing."""
 
 MISSING_REASON_UNSPECIFIED: MissingReason.ValueType  # 0
 """Not set."""
 MISSING_REASON_NOT_YET: MissingReason.ValueType  # 1
-"""The request is running and has not got there."""
+"""The request is running and has not computed them."""
 MISSING_REASON_NOT_CAPTURED: MissingReason.ValueType  # 2
 """No agent reported a forward pass for them."""
 MISSING_REASON_KV_UNKNOWN: MissingReason.ValueType  # 3
@@ -230,20 +300,20 @@ MISSING_REASON_QUEUE_FULL: MissingReason.ValueType  # 4
 MISSING_REASON_INVALID_IDS: MissingReason.ValueType  # 5
 """The agent dropped the rows: ids out of range, repeated, or never written."""
 MISSING_REASON_AGENT_LOST: MissingReason.ValueType  # 6
-"""The agent went away in mid-request."""
+"""The agent was lost during the request."""
 MISSING_REASON_REJECTED: MissingReason.ValueType  # 7
 """The chunk that held them was refused."""
 MISSING_REASON_CORRUPT: MissingReason.ValueType  # 8
-"""The stored bytes are gone or do not match their checksum."""
+"""The stored bytes are lost or do not match their checksum."""
 MISSING_REASON_ABORTED: MissingReason.ValueType  # 9
-"""The request was aborted before it got there."""
+"""The request was aborted before it computed them."""
 MISSING_REASON_OTHER_VERSION: MissingReason.ValueType  # 10
-"""There are rows, but none of the weight version that was asked for."""
+"""Rows exist, but none of the requested weight version."""
 global___MissingReason = MissingReason
 
 @typing.final
 class RoutingLayout(google.protobuf.message.Message):
-    """What the columns of a row are."""
+    """Columns of a row."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -267,7 +337,7 @@ class RoutingLayout(google.protobuf.message.Message):
 
     @property
     def moe_layer_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """Absolute ids of every MoE layer of the model: what a complete trace covers."""
+        """Absolute ids of every MoE layer of the model, all of which a complete trace covers."""
 
     def __init__(
         self,
@@ -285,7 +355,7 @@ global___RoutingLayout = RoutingLayout
 
 @typing.final
 class ErrorDetail(google.protobuf.message.Message):
-    """Why a request, chunk or cell was refused or is missing; also the trailing metadata
+    """Reason why a request, chunk or cell was refused or is missing; also the trailing metadata
     `routetrace-error-bin` of every failed call.
     """
 
@@ -297,6 +367,7 @@ class ErrorDetail(google.protobuf.message.Message):
     EXPECTED_FIELD_NUMBER: builtins.int
     MESSAGE_FIELD_NUMBER: builtins.int
     RETRY_AFTER_MS_FIELD_NUMBER: builtins.int
+    TARGET_FIELD_NUMBER: builtins.int
     kind: global___ErrorKind.ValueType
     """Machine-readable kind."""
     field: builtins.str
@@ -304,11 +375,15 @@ class ErrorDetail(google.protobuf.message.Message):
     value: builtins.str
     """Its value, printed."""
     expected: builtins.str
-    """What was expected in its place."""
+    """Expectation."""
     message: builtins.str
-    """One sentence for people."""
+    """One readable sentence."""
     retry_after_ms: builtins.int
-    """Milliseconds after which a retry makes sense; 0: retrying is of no use."""
+    """Milliseconds after which a retry may succeed; 0: never."""
+    target: builtins.str
+    """With MOVED: ":port" of the worker that serves the call, on the host of this call's target; or
+    host:port of another server's, which is followed only if that host is configured.
+    """
     def __init__(
         self,
         *,
@@ -318,8 +393,9 @@ class ErrorDetail(google.protobuf.message.Message):
         expected: builtins.str = ...,
         message: builtins.str = ...,
         retry_after_ms: builtins.int = ...,
+        target: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["expected", b"expected", "field", b"field", "kind", b"kind", "message", b"message", "retry_after_ms", b"retry_after_ms", "value", b"value"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["expected", b"expected", "field", b"field", "kind", b"kind", "message", b"message", "retry_after_ms", b"retry_after_ms", "target", b"target", "value", b"value"]) -> None: ...
 
 global___ErrorDetail = ErrorDetail
 
@@ -341,11 +417,11 @@ class IngestRequest(google.protobuf.message.Message):
 
     @property
     def chunk(self) -> global___Chunk:
-        """Rows and events."""
+        """Rows and other ops."""
 
     @property
     def heartbeat(self) -> global___Heartbeat:
-        """A sign of life, at least every Welcome.heartbeat_ms."""
+        """Sent at least every Welcome.heartbeat_ms."""
 
     def __init__(
         self,
@@ -369,17 +445,22 @@ class IngestResponse(google.protobuf.message.Message):
     WELCOME_FIELD_NUMBER: builtins.int
     ACK_FIELD_NUMBER: builtins.int
     REJECT_FIELD_NUMBER: builtins.int
+    PACE_FIELD_NUMBER: builtins.int
     @property
     def welcome(self) -> global___Welcome:
-        """Answer to the Hello."""
+        """Reply to the Hello."""
 
     @property
     def ack(self) -> global___Ack:
-        """Chunks that are stored."""
+        """Stored chunks."""
 
     @property
     def reject(self) -> global___Reject:
-        """A chunk that is not."""
+        """A refused chunk."""
+
+    @property
+    def pace(self) -> global___Pace:
+        """A change of pace."""
 
     def __init__(
         self,
@@ -387,16 +468,17 @@ class IngestResponse(google.protobuf.message.Message):
         welcome: global___Welcome | None = ...,
         ack: global___Ack | None = ...,
         reject: global___Reject | None = ...,
+        pace: global___Pace | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["ack", b"ack", "message", b"message", "reject", b"reject", "welcome", b"welcome"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["ack", b"ack", "message", b"message", "reject", b"reject", "welcome", b"welcome"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["message", b"message"]) -> typing.Literal["welcome", "ack", "reject"] | None: ...
+    def HasField(self, field_name: typing.Literal["ack", b"ack", "message", b"message", "pace", b"pace", "reject", b"reject", "welcome", b"welcome"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["ack", b"ack", "message", b"message", "pace", b"pace", "reject", b"reject", "welcome", b"welcome"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["message", b"message"]) -> typing.Literal["welcome", "ack", "reject", "pace"] | None: ...
 
 global___IngestResponse = IngestResponse
 
 @typing.final
 class Hello(google.protobuf.message.Message):
-    """Who is sending. A writer is (run, engine_id, shard); an epoch is one boot of it."""
+    """Identity of the sender. A writer is (run, engine_id, shard); an epoch is one boot of it."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -434,9 +516,9 @@ class Hello(google.protobuf.message.Message):
     epoch: builtins.int
     """Epoch to continue after a reconnect; 0 opens a new one and fences the older ones."""
     block_size: builtins.int
-    """Tokens per KV block of the full-attention group; 0 if slots are not told."""
+    """Tokens per KV block of the full-attention group; 0 if slots are not reported."""
     num_blocks: builtins.int
-    """Blocks in the pool; slots are block_id * block_size + offset. 0 if slots are not told."""
+    """Blocks in the pool; slots are block_id * block_size + offset. 0 if slots are not reported."""
     boot_id: builtins.str
     """Names one boot of the engine: the same for all its shards, another after a restart. Required
     where shard is set, since shards are joined by it.
@@ -469,7 +551,7 @@ global___Hello = Hello
 
 @typing.final
 class Welcome(google.protobuf.message.Message):
-    """The server's answer to a Hello."""
+    """The server's reply to a Hello."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -477,14 +559,17 @@ class Welcome(google.protobuf.message.Message):
     NEXT_SEQUENCE_FIELD_NUMBER: builtins.int
     MAX_CHUNK_BYTES_FIELD_NUMBER: builtins.int
     HEARTBEAT_MS_FIELD_NUMBER: builtins.int
+    AWAITED_FIELD_NUMBER: builtins.int
     epoch: builtins.int
     """Epoch to use from now on."""
     next_sequence: builtins.int
     """Sequence number that the next chunk must have; lower ones are stored."""
     max_chunk_bytes: builtins.int
-    """Largest Chunk (header and payload) that is taken, in bytes."""
+    """Maximum bytes of a Chunk (header and payload)."""
     heartbeat_ms: builtins.int
     """Milliseconds between two heartbeats; an agent that misses several counts as lost."""
+    awaited: global___Awaited.ValueType
+    """Demand at this time; a Pace follows each change."""
     def __init__(
         self,
         *,
@@ -492,15 +577,34 @@ class Welcome(google.protobuf.message.Message):
         next_sequence: builtins.int = ...,
         max_chunk_bytes: builtins.int = ...,
         heartbeat_ms: builtins.int = ...,
+        awaited: global___Awaited.ValueType = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["epoch", b"epoch", "heartbeat_ms", b"heartbeat_ms", "max_chunk_bytes", b"max_chunk_bytes", "next_sequence", b"next_sequence"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["awaited", b"awaited", "epoch", b"epoch", "heartbeat_ms", b"heartbeat_ms", "max_chunk_bytes", b"max_chunk_bytes", "next_sequence", b"next_sequence"]) -> None: ...
 
 global___Welcome = Welcome
 
 @typing.final
+class Pace(google.protobuf.message.Message):
+    """A change of the demand."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    AWAITED_FIELD_NUMBER: builtins.int
+    awaited: global___Awaited.ValueType
+    """Demand from now on."""
+    def __init__(
+        self,
+        *,
+        awaited: global___Awaited.ValueType = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["awaited", b"awaited"]) -> None: ...
+
+global___Pace = Pace
+
+@typing.final
 class Heartbeat(google.protobuf.message.Message):
-    """A sign of life, and what became of the agent's rows since it started:
-    offered = acknowledged + dropped + in flight. Not answered.
+    """Sign of life with counters of the agent's rows since it started:
+    offered = acknowledged + dropped + in flight. Has no reply.
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
@@ -528,18 +632,18 @@ class Heartbeat(google.protobuf.message.Message):
     QUEUED_BYTES_FIELD_NUMBER: builtins.int
     SPILLED_BYTES_FIELD_NUMBER: builtins.int
     offered_rows: builtins.int
-    """Rows that the engine handed over."""
+    """Rows that the engine offered."""
     acknowledged_rows: builtins.int
-    """Rows that the agent knows to be stored."""
+    """Rows that are acknowledged."""
     in_flight_rows: builtins.int
-    """Rows on their way."""
+    """Rows in flight."""
     queued_bytes: builtins.int
-    """Bytes that wait for an acknowledgement, in memory."""
+    """Unacknowledged bytes in memory."""
     spilled_bytes: builtins.int
-    """Bytes that wait for one, on the agent's disk."""
+    """Unacknowledged bytes on the agent's disk."""
     @property
     def dropped_rows(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.int]:
-        """Rows that it will not send, by reason ("queue_full", "invalid_ids", "rewound", ...)."""
+        """Rows that the agent dropped, by reason ("queue_full", "invalid_ids", "rewound", ...)."""
 
     def __init__(
         self,
@@ -557,7 +661,7 @@ global___Heartbeat = Heartbeat
 
 @typing.final
 class Chunk(google.protobuf.message.Message):
-    """Frames and events of a window of steps."""
+    """Frames and ops of a window of steps."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -591,7 +695,7 @@ global___Chunk = Chunk
 
 @typing.final
 class ChunkHeader(google.protobuf.message.Message):
-    """What the payload of a chunk is, in columns."""
+    """Description of the payload of a chunk, in columns."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -605,7 +709,7 @@ class ChunkHeader(google.protobuf.message.Message):
     FRAME_ROWS_FIELD_NUMBER: builtins.int
     TOKEN_DIGESTS_FIELD_NUMBER: builtins.int
     ops: builtins.bytes
-    """What happened, in the order in which it happened: records.OP (56 bytes each)."""
+    """Ops in their order: records.OP (56 bytes each)."""
     block_ids: builtins.bytes
     """uint32 block ids; ops take ranges of them."""
     slots: builtins.bytes
@@ -626,7 +730,7 @@ class ChunkHeader(google.protobuf.message.Message):
 
     @property
     def begins(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___RequestBegin]:
-        """Facts of the requests that begin in this chunk; BEGIN ops name them by `arg`."""
+        """Requests that begin in this chunk; BEGIN ops name them by `arg`."""
 
     def __init__(
         self,
@@ -648,7 +752,7 @@ global___ChunkHeader = ChunkHeader
 
 @typing.final
 class RequestBegin(google.protobuf.message.Message):
-    """Facts that a request brings along."""
+    """Description of a request at its begin."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -677,10 +781,10 @@ class RequestBegin(google.protobuf.message.Message):
     prompt_len: builtins.int
     """Prompt tokens."""
     ttl_seconds: builtins.int
-    """Seconds that the trace lives after its last change; 0: the server's default."""
+    """Lease of the trace after its last change, in seconds; 0: the server's default."""
     @property
     def labels(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.str]:
-        """group, session, sample and whatever else readers look traces up by."""
+        """group, session, sample and any other label for lookups."""
 
     def __init__(
         self,
@@ -696,7 +800,7 @@ global___RequestBegin = RequestBegin
 
 @typing.final
 class Ack(google.protobuf.message.Message):
-    """Everything up to and including `sequence` is stored, as the server's ack mode promises."""
+    """All chunks up to and including `sequence` are stored, as the server's ack mode promises."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -714,8 +818,8 @@ global___Ack = Ack
 
 @typing.final
 class Reject(google.protobuf.message.Message):
-    """A chunk that was not stored. Its sequence number is still to be used: by the same chunk again
-    if error.retry_after_ms > 0, else by one that does without it.
+    """A chunk that was not stored. Its sequence number is used again: by the same chunk if
+    error.retry_after_ms > 0, else by one without the refused rows.
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
@@ -726,7 +830,7 @@ class Reject(google.protobuf.message.Message):
     """Sequence number of the refused chunk."""
     @property
     def error(self) -> global___ErrorDetail:
-        """Why."""
+        """Reason."""
 
     def __init__(
         self,
@@ -757,28 +861,28 @@ class BindRequestRequest(google.protobuf.message.Message):
     run: builtins.str
     """Namespace."""
     engine_id: builtins.str
-    """Engine whose slot maps are asked (all shards)."""
+    """Engine whose slot maps are read (all shards)."""
     request_id: builtins.str
     """Engine-local request id."""
     num_tokens: builtins.int
-    """Tokens of the request; rows are asked for the first num_tokens - 1 of them."""
+    """Tokens of the request; the first num_tokens - 1 of them have rows."""
     step: builtins.int
-    """Last engine step that the request took part in: rows written later belong to somebody else
-    and count as missing; the server waits until this step was ingested. 0: take what is there.
+    """Last engine step of the request: rows written later belong to another request and count as
+    missing; the server waits until this step is stored. 0: no limit and no wait.
     """
     num_computed_tokens: builtins.int
-    """Leading tokens that a forward pass has computed, where the request ended before all of
-    num_tokens - 1 were: rows beyond are missing. If not set: all of them.
+    """Leading tokens that a forward pass has computed, where the request ended before num_tokens - 1:
+    later rows are missing. If not set: all.
     """
     token_digests: builtins.bytes
     """records.DIGEST: digests of the request's tokens."""
     @property
     def block_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """The request's blocks, in order."""
+        """The request's blocks, in order; those beyond its tokens are ignored."""
 
     @property
     def begin(self) -> global___RequestBegin:
-        """Facts of the request."""
+        """Description of the request."""
 
     def __init__(
         self,
@@ -806,23 +910,27 @@ class BindRequestResponse(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     TRACE_FIELD_NUMBER: builtins.int
+    CRC32_FIELD_NUMBER: builtins.int
+    crc32: builtins.int
+    """CRC-32 of all bytes of this message except this field."""
     @property
     def trace(self) -> global___TraceInfo:
-        """The trace as it stands now."""
+        """The trace at this time."""
 
     def __init__(
         self,
         *,
         trace: global___TraceInfo | None = ...,
+        crc32: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["trace", b"trace"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["trace", b"trace"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["crc32", b"crc32", "trace", b"trace"]) -> None: ...
 
 global___BindRequestResponse = BindRequestResponse
 
 @typing.final
 class TraceInfo(google.protobuf.message.Message):
-    """Facts about a trace."""
+    """Description of a trace."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -862,12 +970,14 @@ class TraceInfo(google.protobuf.message.Message):
     EXPIRES_MS_FIELD_NUMBER: builtins.int
     TOKEN_DIGESTS_FIELD_NUMBER: builtins.int
     STORED_BYTES_FIELD_NUMBER: builtins.int
+    PREFIX_TRACE_IDS_FIELD_NUMBER: builtins.int
+    MISSING_CELLS_FIELD_NUMBER: builtins.int
     run: builtins.str
     """Namespace."""
     trace_id: builtins.str
     """The trace's id."""
     state: global___TraceState.ValueType
-    """Where it stands."""
+    """Its state."""
     num_tokens: builtins.int
     """Tokens of the request; 0 while unknown. A trace of N tokens has N - 1 rows."""
     prompt_len: builtins.int
@@ -875,17 +985,15 @@ class TraceInfo(google.protobuf.message.Message):
     num_rows: builtins.int
     """Positions 0 .. num_rows - 1 exist, whether captured or not."""
     incarnation: builtins.int
-    """Which incarnation this is: the number, from 1 in order of arrival, of the engine request that
-    its tokens end with.
+    """Number of this incarnation: that of the engine request with its last tokens, from 1 in order of
+    arrival.
     """
     num_incarnations: builtins.int
-    """Incarnations recorded under this id. An engine request that another one continues is no
-    incarnation of its own.
-    """
+    """Incarnations under this id. An engine request that another one continues is not an incarnation."""
     finish_reason: builtins.str
-    """How the request ended, in the engine's words ("stop", "length", "abort"); "" while running."""
+    """Finish reason of the engine ("stop", "length", "abort"); "" while running."""
     num_attempts: builtins.int
-    """Attempts of the engine request that its tokens end with (1 + preemptions)."""
+    """Attempts of the engine request with its last tokens (1 + preemptions)."""
     min_weight_version: builtins.int
     """Lowest and highest weight version of the rows."""
     max_weight_version: builtins.int
@@ -895,10 +1003,11 @@ class TraceInfo(google.protobuf.message.Message):
     updated_ms: builtins.int
     """Last change."""
     expires_ms: builtins.int
-    """When the trace expires, if nothing changes."""
+    """Expiry, if the trace does not change."""
     token_digests: builtins.bytes
-    """Token digests: records.DIGEST (position, blake2b-64 of the token ids before it). Not in lists;
-    in a read's end only if they are not those of its first message.
+    """Token digests: records.DIGEST (position, blake2b-64 of the token ids before it, keyed by blake2b
+    of the label "adapter" if there is one). Not in lists; in a read's end only if they differ from
+    those of its first message.
     """
     stored_bytes: builtins.int
     """Compressed bytes of the frames that hold its rows, all layers."""
@@ -908,11 +1017,23 @@ class TraceInfo(google.protobuf.message.Message):
 
     @property
     def labels(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.str]:
-        """Labels given at begin."""
+        """Labels given at begin: of the request that the incarnation ends with, and of those that it
+        continues; the last one's count.
+        """
 
     @property
     def engine_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """Engines that contributed rows."""
+
+    @property
+    def prefix_trace_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """Other traces of the run whose rows are substituted; spans with provenance PREFIX name them by
+        index.
+        """
+
+    @property
+    def missing_cells(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___MissingCells]:
+        """Missing cells of its rows by reason, in lists alone; StatTrace has their ranges."""
 
     def __init__(
         self,
@@ -937,15 +1058,39 @@ class TraceInfo(google.protobuf.message.Message):
         expires_ms: builtins.int = ...,
         token_digests: builtins.bytes = ...,
         stored_bytes: builtins.int = ...,
+        prefix_trace_ids: collections.abc.Iterable[builtins.str] | None = ...,
+        missing_cells: collections.abc.Iterable[global___MissingCells] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["layout", b"layout"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["created_ms", b"created_ms", "engine_ids", b"engine_ids", "expires_ms", b"expires_ms", "finish_reason", b"finish_reason", "incarnation", b"incarnation", "labels", b"labels", "layout", b"layout", "max_weight_version", b"max_weight_version", "min_weight_version", b"min_weight_version", "num_attempts", b"num_attempts", "num_incarnations", b"num_incarnations", "num_rows", b"num_rows", "num_tokens", b"num_tokens", "prompt_len", b"prompt_len", "run", b"run", "state", b"state", "stored_bytes", b"stored_bytes", "token_digests", b"token_digests", "trace_id", b"trace_id", "updated_ms", b"updated_ms"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["created_ms", b"created_ms", "engine_ids", b"engine_ids", "expires_ms", b"expires_ms", "finish_reason", b"finish_reason", "incarnation", b"incarnation", "labels", b"labels", "layout", b"layout", "max_weight_version", b"max_weight_version", "min_weight_version", b"min_weight_version", "missing_cells", b"missing_cells", "num_attempts", b"num_attempts", "num_incarnations", b"num_incarnations", "num_rows", b"num_rows", "num_tokens", b"num_tokens", "prefix_trace_ids", b"prefix_trace_ids", "prompt_len", b"prompt_len", "run", b"run", "state", b"state", "stored_bytes", b"stored_bytes", "token_digests", b"token_digests", "trace_id", b"trace_id", "updated_ms", b"updated_ms"]) -> None: ...
 
 global___TraceInfo = TraceInfo
 
 @typing.final
+class MissingCells(google.protobuf.message.Message):
+    """Number of missing cells."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    REASON_FIELD_NUMBER: builtins.int
+    CELLS_FIELD_NUMBER: builtins.int
+    reason: global___MissingReason.ValueType
+    """Reason."""
+    cells: builtins.int
+    """Number of (position, layer)."""
+    def __init__(
+        self,
+        *,
+        reason: global___MissingReason.ValueType = ...,
+        cells: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["cells", b"cells", "reason", b"reason"]) -> None: ...
+
+global___MissingCells = MissingCells
+
+@typing.final
 class MissingRange(google.protobuf.message.Message):
-    """Cells that are not there."""
+    """Missing cells."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -958,10 +1103,10 @@ class MissingRange(google.protobuf.message.Message):
     stop: builtins.int
     """One past the last position."""
     reason: global___MissingReason.ValueType
-    """Why."""
+    """Reason."""
     @property
     def layer_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """Layers; empty means all that were asked for."""
+        """Layers; empty: all requested ones."""
 
     def __init__(
         self,
@@ -987,14 +1132,14 @@ class ReadEnd(google.protobuf.message.Message):
     MISSING_FIELD_NUMBER: builtins.int
     NUM_SPANS_FIELD_NUMBER: builtins.int
     token_start: builtins.int
-    """First position that was asked for, after clamping."""
+    """First requested position, after clamping."""
     token_stop: builtins.int
     """One past the last."""
     num_spans: builtins.int
-    """Spans sent in this stream, to be compared."""
+    """Spans sent in this stream, for comparison."""
     @property
     def info(self) -> global___TraceInfo:
-        """The trace as it stood when the last row was sent."""
+        """The trace when the last row was sent."""
 
     @property
     def missing(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___MissingRange]:
@@ -1016,7 +1161,7 @@ global___ReadEnd = ReadEnd
 
 @typing.final
 class GetTraceRequest(google.protobuf.message.Message):
-    """Asks for a trace."""
+    """Requests a trace."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -1032,6 +1177,9 @@ class GetTraceRequest(google.protobuf.message.Message):
     WEIGHT_VERSION_FIELD_NUMBER: builtins.int
     TOKEN_RANGES_FIELD_NUMBER: builtins.int
     OMIT_TOKEN_DIGESTS_FIELD_NUMBER: builtins.int
+    WAIT_MS_FIELD_NUMBER: builtins.int
+    PREFIX_ROWS_FIELD_NUMBER: builtins.int
+    NUM_TOKENS_FIELD_NUMBER: builtins.int
     run: builtins.str
     """Namespace."""
     trace_id: builtins.str
@@ -1041,25 +1189,31 @@ class GetTraceRequest(google.protobuf.message.Message):
     token_stop: builtins.int
     """One past the last position; 0: to the end."""
     policy: global___ReadPolicy.ValueType
-    """Which attempt."""
+    """Choice of attempts."""
     incarnation: builtins.int
-    """Which incarnation; 0: the newest complete one, else the newest."""
+    """Incarnation; 0: the newest complete one, else the newest."""
     wait_for: global___WaitFor.ValueType
-    """When to answer; of no effect on a follower."""
+    """Time of the reply; ignored with `follow`."""
     follow: builtins.bool
-    """Send rows as they come in, until the trace ends."""
+    """Send rows as they arrive, until the trace ends."""
     weight_version: builtins.int
-    """Only rows that this weight version computed; if not set, those of any."""
+    """Only rows of this weight version; if not set: of any."""
     omit_token_digests: builtins.bool
-    """Leaves token digests out: 16 bytes for each 64 tokens of the request."""
+    """Omit token digests: 16 bytes for each 64 tokens of the request."""
+    wait_ms: builtins.int
+    """With `follow`: milliseconds to wait until the trace and the incarnation exist."""
+    prefix_rows: global___PrefixRows.ValueType
+    """Substituted rows of other traces; the server may forbid them."""
+    num_tokens: builtins.int
+    """With `wait_for`: an end at fewer tokens is that of an earlier request of the trace. 0: any end."""
     @property
     def layer_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """Absolute layer ids; empty: all MoE layers."""
 
     @property
     def token_ranges(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___TokenRange]:
-        """Positions that are asked for, instead of token_start and token_stop, which must be 0 then:
-        ascending, disjoint, at most 1024. Not for a follower.
+        """Requested positions, in place of token_start and token_stop, which must be 0 then: ascending,
+        disjoint, at most 1024. Not with `follow`.
         """
 
     def __init__(
@@ -1077,9 +1231,12 @@ class GetTraceRequest(google.protobuf.message.Message):
         weight_version: builtins.int | None = ...,
         token_ranges: collections.abc.Iterable[global___TokenRange] | None = ...,
         omit_token_digests: builtins.bool = ...,
+        wait_ms: builtins.int = ...,
+        prefix_rows: global___PrefixRows.ValueType = ...,
+        num_tokens: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_weight_version", b"_weight_version", "weight_version", b"weight_version"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_weight_version", b"_weight_version", "follow", b"follow", "incarnation", b"incarnation", "layer_ids", b"layer_ids", "omit_token_digests", b"omit_token_digests", "policy", b"policy", "run", b"run", "token_ranges", b"token_ranges", "token_start", b"token_start", "token_stop", b"token_stop", "trace_id", b"trace_id", "wait_for", b"wait_for", "weight_version", b"weight_version"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_weight_version", b"_weight_version", "follow", b"follow", "incarnation", b"incarnation", "layer_ids", b"layer_ids", "num_tokens", b"num_tokens", "omit_token_digests", b"omit_token_digests", "policy", b"policy", "prefix_rows", b"prefix_rows", "run", b"run", "token_ranges", b"token_ranges", "token_start", b"token_start", "token_stop", b"token_stop", "trace_id", b"trace_id", "wait_for", b"wait_for", "wait_ms", b"wait_ms", "weight_version", b"weight_version"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_weight_version", b"_weight_version"]) -> typing.Literal["weight_version"] | None: ...
 
 global___GetTraceRequest = GetTraceRequest
@@ -1107,6 +1264,26 @@ class TokenRange(google.protobuf.message.Message):
 global___TokenRange = TokenRange
 
 @typing.final
+class LayerChoice(google.protobuf.message.Message):
+    """Some layers of the frames of a message."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    LAYER_IDS_FIELD_NUMBER: builtins.int
+    @property
+    def layer_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """Absolute layer ids, ascending; at least one."""
+
+    def __init__(
+        self,
+        *,
+        layer_ids: collections.abc.Iterable[builtins.int] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["layer_ids", b"layer_ids"]) -> None: ...
+
+global___LayerChoice = LayerChoice
+
+@typing.final
 class GetTraceResponse(google.protobuf.message.Message):
     """Part of a trace."""
 
@@ -1116,22 +1293,32 @@ class GetTraceResponse(google.protobuf.message.Message):
     SPANS_FIELD_NUMBER: builtins.int
     FRAME_LENGTHS_FIELD_NUMBER: builtins.int
     END_FIELD_NUMBER: builtins.int
+    LAYER_CHOICES_FIELD_NUMBER: builtins.int
+    CRC32_FIELD_NUMBER: builtins.int
     PAYLOAD_FIELD_NUMBER: builtins.int
     spans: builtins.bytes
-    """Where the frames' rows belong: records.SPAN. Frames are numbered as they arrive; a span names
-    one of the same message. When following, rows of positions that came before replace them.
+    """Places of the frames' rows: records.SPAN. Frames are numbered as they arrive; a span names one
+    of the same message. With `follow`, later rows of a position replace earlier ones. The
+    `attempt` of a span of provenance PREFIX is an index of the last info's prefix_trace_ids. A span
+    with `choice` = n > 0 gives only the layers of layer_choices[n - 1]: its frame may hold others.
     """
     frame_lengths: builtins.bytes
     """uint32 bytes per frame in the payload."""
+    crc32: builtins.int
+    """CRC-32 of all bytes of this message except this field and the payload."""
     payload: builtins.bytes
     """Frames, one after the other."""
     @property
     def info(self) -> global___TraceInfo:
-        """In the first message; when following, again with rows, as the trace stands then."""
+        """In the first message; with `follow` again with rows, as of that time."""
 
     @property
     def end(self) -> global___ReadEnd:
         """Last message only."""
+
+    @property
+    def layer_choices(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___LayerChoice]:
+        """Choices of layers that spans of this message name; at most 255."""
 
     def __init__(
         self,
@@ -1140,16 +1327,111 @@ class GetTraceResponse(google.protobuf.message.Message):
         spans: builtins.bytes = ...,
         frame_lengths: builtins.bytes = ...,
         end: global___ReadEnd | None = ...,
+        layer_choices: collections.abc.Iterable[global___LayerChoice] | None = ...,
+        crc32: builtins.int = ...,
         payload: builtins.bytes = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["end", b"end", "info", b"info"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["end", b"end", "frame_lengths", b"frame_lengths", "info", b"info", "payload", b"payload", "spans", b"spans"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["crc32", b"crc32", "end", b"end", "frame_lengths", b"frame_lengths", "info", b"info", "layer_choices", b"layer_choices", "payload", b"payload", "spans", b"spans"]) -> None: ...
 
 global___GetTraceResponse = GetTraceResponse
 
 @typing.final
+class GetTracesRequest(google.protobuf.message.Message):
+    """Requests many traces."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    RUN_FIELD_NUMBER: builtins.int
+    READS_FIELD_NUMBER: builtins.int
+    run: builtins.str
+    """Namespace of all reads."""
+    @property
+    def reads(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___GetTraceRequest]:
+        """At most 1024 requests without `run` and `follow`. They are answered in any order: one that waits
+        delays no other.
+        """
+
+    def __init__(
+        self,
+        *,
+        run: builtins.str = ...,
+        reads: collections.abc.Iterable[global___GetTraceRequest] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["reads", b"reads", "run", b"run"]) -> None: ...
+
+global___GetTracesRequest = GetTracesRequest
+
+@typing.final
+class GetTracesResponse(google.protobuf.message.Message):
+    """Parts of traces."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    PARTS_FIELD_NUMBER: builtins.int
+    LAST_FIELD_NUMBER: builtins.int
+    CRC32_FIELD_NUMBER: builtins.int
+    PAYLOAD_FIELD_NUMBER: builtins.int
+    last: builtins.bool
+    """Whether all reads are answered."""
+    crc32: builtins.int
+    """CRC-32 of all bytes of this message except this field and the payload."""
+    payload: builtins.bytes
+    """Payloads of the parts, one after the other."""
+    @property
+    def parts(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___TracePart]:
+        """Parts; those of one read come in order, over all messages."""
+
+    def __init__(
+        self,
+        *,
+        parts: collections.abc.Iterable[global___TracePart] | None = ...,
+        last: builtins.bool = ...,
+        crc32: builtins.int = ...,
+        payload: builtins.bytes = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["crc32", b"crc32", "last", b"last", "parts", b"parts", "payload", b"payload"]) -> None: ...
+
+global___GetTracesResponse = GetTracesResponse
+
+@typing.final
+class TracePart(google.protobuf.message.Message):
+    """Message of one read."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    READ_FIELD_NUMBER: builtins.int
+    MESSAGE_FIELD_NUMBER: builtins.int
+    PAYLOAD_BYTES_FIELD_NUMBER: builtins.int
+    ERROR_FIELD_NUMBER: builtins.int
+    read: builtins.int
+    """Index of the read in the request."""
+    payload_bytes: builtins.int
+    """Bytes of its payload."""
+    @property
+    def message(self) -> global___GetTraceResponse:
+        """The message of GetTrace, without seal and payload."""
+
+    @property
+    def error(self) -> global___ErrorDetail:
+        """In place of a message: the error that ends this read alone."""
+
+    def __init__(
+        self,
+        *,
+        read: builtins.int = ...,
+        message: global___GetTraceResponse | None = ...,
+        payload_bytes: builtins.int = ...,
+        error: global___ErrorDetail | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["error", b"error", "message", b"message"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["error", b"error", "message", b"message", "payload_bytes", b"payload_bytes", "read", b"read"]) -> None: ...
+
+global___TracePart = TracePart
+
+@typing.final
 class GetBlocksRequest(google.protobuf.message.Message):
-    """Asks for the rows behind KV blocks."""
+    """Requests the rows behind KV blocks."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -1162,14 +1444,14 @@ class GetBlocksRequest(google.protobuf.message.Message):
     run: builtins.str
     """Namespace."""
     engine_id: builtins.str
-    """Engine whose slot maps are asked (newest epoch, all shards)."""
+    """Engine whose slot maps are read (newest epoch, all shards)."""
     num_tokens: builtins.int
-    """Rows wanted: the first num_tokens slots of the blocks."""
+    """Requested rows: the first num_tokens slots of the blocks."""
     token_start: builtins.int
     """First of them."""
     @property
     def block_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """Blocks of the request, in order."""
+        """Blocks of the request, in order; those beyond num_tokens are ignored."""
 
     @property
     def layer_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
@@ -1199,11 +1481,15 @@ class GetBlocksResponse(google.protobuf.message.Message):
     SPANS_FIELD_NUMBER: builtins.int
     FRAME_LENGTHS_FIELD_NUMBER: builtins.int
     END_FIELD_NUMBER: builtins.int
+    LAYER_CHOICES_FIELD_NUMBER: builtins.int
+    CRC32_FIELD_NUMBER: builtins.int
     PAYLOAD_FIELD_NUMBER: builtins.int
     spans: builtins.bytes
     """As in GetTraceResponse."""
     frame_lengths: builtins.bytes
     """As in GetTraceResponse."""
+    crc32: builtins.int
+    """CRC-32 of all bytes of this message except this field and the payload."""
     payload: builtins.bytes
     """Frames, one after the other."""
     @property
@@ -1214,6 +1500,10 @@ class GetBlocksResponse(google.protobuf.message.Message):
     def end(self) -> global___ReadEnd:
         """Last message only."""
 
+    @property
+    def layer_choices(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___LayerChoice]:
+        """As in GetTraceResponse."""
+
     def __init__(
         self,
         *,
@@ -1221,16 +1511,18 @@ class GetBlocksResponse(google.protobuf.message.Message):
         spans: builtins.bytes = ...,
         frame_lengths: builtins.bytes = ...,
         end: global___ReadEnd | None = ...,
+        layer_choices: collections.abc.Iterable[global___LayerChoice] | None = ...,
+        crc32: builtins.int = ...,
         payload: builtins.bytes = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["end", b"end", "info", b"info"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["end", b"end", "frame_lengths", b"frame_lengths", "info", b"info", "payload", b"payload", "spans", b"spans"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["crc32", b"crc32", "end", b"end", "frame_lengths", b"frame_lengths", "info", b"info", "layer_choices", b"layer_choices", "payload", b"payload", "spans", b"spans"]) -> None: ...
 
 global___GetBlocksResponse = GetBlocksResponse
 
 @typing.final
 class StatTraceRequest(google.protobuf.message.Message):
-    """Asks what is known of a trace."""
+    """Requests the description of a trace."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -1260,34 +1552,38 @@ global___StatTraceRequest = StatTraceRequest
 
 @typing.final
 class StatTraceResponse(google.protobuf.message.Message):
-    """What is known of a trace."""
+    """Description of a trace."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     INFO_FIELD_NUMBER: builtins.int
     MISSING_FIELD_NUMBER: builtins.int
+    CRC32_FIELD_NUMBER: builtins.int
+    crc32: builtins.int
+    """CRC-32 of all bytes of this message except this field."""
     @property
     def info(self) -> global___TraceInfo:
-        """Facts."""
+        """The trace."""
 
     @property
     def missing(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___MissingRange]:
-        """Cells of the whole trace that are not there."""
+        """Missing cells of the whole trace."""
 
     def __init__(
         self,
         *,
         info: global___TraceInfo | None = ...,
         missing: collections.abc.Iterable[global___MissingRange] | None = ...,
+        crc32: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["info", b"info"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["info", b"info", "missing", b"missing"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["crc32", b"crc32", "info", b"info", "missing", b"missing"]) -> None: ...
 
 global___StatTraceResponse = StatTraceResponse
 
 @typing.final
 class ListTracesRequest(google.protobuf.message.Message):
-    """Asks for traces."""
+    """Requests a list of traces."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -1312,15 +1608,18 @@ class ListTracesRequest(google.protobuf.message.Message):
     STATES_FIELD_NUMBER: builtins.int
     PAGE_SIZE_FIELD_NUMBER: builtins.int
     PAGE_TOKEN_FIELD_NUMBER: builtins.int
+    RETIRABLE_THROUGH_FIELD_NUMBER: builtins.int
     run: builtins.str
     """Namespace."""
     page_size: builtins.int
-    """Most traces in one answer; 0: 1000."""
+    """Maximum traces in one message; 0: 1000."""
     page_token: builtins.str
-    """next_page_token of the answer before."""
+    """next_page_token of the previous message."""
+    retirable_through: builtins.int
+    """Only traces that RetireTraces would delete with this through_weight_version."""
     @property
     def labels(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.str]:
-        """Every one of these labels must match."""
+        """Labels that must all match, of the incarnation that a read without a number returns."""
 
     @property
     def states(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[global___TraceState.ValueType]:
@@ -1334,38 +1633,45 @@ class ListTracesRequest(google.protobuf.message.Message):
         states: collections.abc.Iterable[global___TraceState.ValueType] | None = ...,
         page_size: builtins.int = ...,
         page_token: builtins.str = ...,
+        retirable_through: builtins.int | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["labels", b"labels", "page_size", b"page_size", "page_token", b"page_token", "run", b"run", "states", b"states"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_retirable_through", b"_retirable_through", "retirable_through", b"retirable_through"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_retirable_through", b"_retirable_through", "labels", b"labels", "page_size", b"page_size", "page_token", b"page_token", "retirable_through", b"retirable_through", "run", b"run", "states", b"states"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_retirable_through", b"_retirable_through"]) -> typing.Literal["retirable_through"] | None: ...
 
 global___ListTracesRequest = ListTracesRequest
 
 @typing.final
 class ListTracesResponse(google.protobuf.message.Message):
-    """Some traces, newest first."""
+    """Page of traces, newest first."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     TRACES_FIELD_NUMBER: builtins.int
     NEXT_PAGE_TOKEN_FIELD_NUMBER: builtins.int
+    CRC32_FIELD_NUMBER: builtins.int
     next_page_token: builtins.str
-    """Set where there are more."""
+    """Set if more traces follow."""
+    crc32: builtins.int
+    """CRC-32 of all bytes of this message except this field."""
     @property
     def traces(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___TraceInfo]:
-        """Facts of each."""
+        """The traces."""
 
     def __init__(
         self,
         *,
         traces: collections.abc.Iterable[global___TraceInfo] | None = ...,
         next_page_token: builtins.str = ...,
+        crc32: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["next_page_token", b"next_page_token", "traces", b"traces"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["crc32", b"crc32", "next_page_token", b"next_page_token", "traces", b"traces"]) -> None: ...
 
 global___ListTracesResponse = ListTracesResponse
 
 @typing.final
 class DeleteTraceRequest(google.protobuf.message.Message):
-    """Asks to forget a trace."""
+    """Requests the deletion of a trace."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -1387,7 +1693,7 @@ global___DeleteTraceRequest = DeleteTraceRequest
 
 @typing.final
 class DeleteTraceResponse(google.protobuf.message.Message):
-    """The trace is forgotten."""
+    """The trace is deleted."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -1399,7 +1705,7 @@ global___DeleteTraceResponse = DeleteTraceResponse
 
 @typing.final
 class RetireTracesRequest(google.protobuf.message.Message):
-    """Asks to forget old traces."""
+    """Requests the deletion of old traces."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -1408,7 +1714,7 @@ class RetireTracesRequest(google.protobuf.message.Message):
     run: builtins.str
     """Namespace."""
     through_weight_version: builtins.int
-    """Traces whose rows are all of this version or older, and that have ended, go."""
+    """Traces that have ended with all rows of this version or older are deleted."""
     def __init__(
         self,
         *,
@@ -1421,13 +1727,13 @@ global___RetireTracesRequest = RetireTracesRequest
 
 @typing.final
 class RetireTracesResponse(google.protobuf.message.Message):
-    """What was forgotten."""
+    """Outcome of a deletion."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     NUM_RETIRED_FIELD_NUMBER: builtins.int
     num_retired: builtins.int
-    """Traces forgotten."""
+    """Deleted traces."""
     def __init__(
         self,
         *,
@@ -1439,7 +1745,7 @@ global___RetireTracesResponse = RetireTracesResponse
 
 @typing.final
 class RenewLeaseRequest(google.protobuf.message.Message):
-    """Asks for another expiry."""
+    """Requests another expiry."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -1485,13 +1791,13 @@ global___RenewLeaseResponse = RenewLeaseResponse
 
 @typing.final
 class GetServerInfoRequest(google.protobuf.message.Message):
-    """Asks how the server stands."""
+    """Requests the status of the server."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     RUN_FIELD_NUMBER: builtins.int
     run: builtins.str
-    """Namespace whose share is asked for."""
+    """Namespace whose share is requested."""
     def __init__(
         self,
         *,
@@ -1503,7 +1809,7 @@ global___GetServerInfoRequest = GetServerInfoRequest
 
 @typing.final
 class GetServerInfoResponse(google.protobuf.message.Message):
-    """How the server stands."""
+    """Status of the server."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -1519,12 +1825,15 @@ class GetServerInfoResponse(google.protobuf.message.Message):
     NUM_TRACES_FIELD_NUMBER: builtins.int
     RUN_BYTES_FIELD_NUMBER: builtins.int
     RUN_QUOTA_BYTES_FIELD_NUMBER: builtins.int
+    RUNS_FIELD_NUMBER: builtins.int
+    OWNER_FIELD_NUMBER: builtins.int
+    LIMITS_FIELD_NUMBER: builtins.int
     version: builtins.str
-    """Of the server's software."""
+    """Version of the server."""
     ack_mode: builtins.str
-    """What an acknowledgement promises: "fsync" or "memory"."""
+    """Ack mode: "fsync" or "memory"."""
     store: builtins.str
-    """Where chunks are kept: "disk" or "memory"."""
+    """Store of chunks: "disk" or "memory"."""
     started_ms: builtins.int
     """Unix milliseconds of its start."""
     now_ms: builtins.int
@@ -1532,17 +1841,27 @@ class GetServerInfoResponse(google.protobuf.message.Message):
     used_bytes: builtins.int
     """Bytes that count against the capacity."""
     capacity_bytes: builtins.int
-    """Most bytes that are kept."""
+    """Maximum of used_bytes."""
     damaged_records: builtins.int
-    """Records that did not match their checksums since the start."""
+    """Records with a wrong checksum since the start."""
     num_agents: builtins.int
-    """Agents of the run that are connected."""
+    """Connected agents of the run."""
     num_traces: builtins.int
     """Traces of the run."""
     run_bytes: builtins.int
     """Stored bytes of the run's chunks."""
     run_quota_bytes: builtins.int
-    """Most of them; 0: no quota."""
+    """Maximum of run_bytes; 0: no quota."""
+    owner: builtins.str
+    """Owner of the caller's part of limits: "token NAME", or "run NAME" on a server without tokens."""
+    @property
+    def runs(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """Runs with traces or agents that the caller may read, sorted; at most 1000."""
+
+    @property
+    def limits(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___Limit]:
+        """Limits of the process that serves the run."""
+
     def __init__(
         self,
         *,
@@ -1558,7 +1877,222 @@ class GetServerInfoResponse(google.protobuf.message.Message):
         num_traces: builtins.int = ...,
         run_bytes: builtins.int = ...,
         run_quota_bytes: builtins.int = ...,
+        runs: collections.abc.Iterable[builtins.str] | None = ...,
+        owner: builtins.str = ...,
+        limits: collections.abc.Iterable[global___Limit] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["ack_mode", b"ack_mode", "capacity_bytes", b"capacity_bytes", "damaged_records", b"damaged_records", "now_ms", b"now_ms", "num_agents", b"num_agents", "num_traces", b"num_traces", "run_bytes", b"run_bytes", "run_quota_bytes", b"run_quota_bytes", "started_ms", b"started_ms", "store", b"store", "used_bytes", b"used_bytes", "version", b"version"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["ack_mode", b"ack_mode", "capacity_bytes", b"capacity_bytes", "damaged_records", b"damaged_records", "limits", b"limits", "now_ms", b"now_ms", "num_agents", b"num_agents", "num_traces", b"num_traces", "owner", b"owner", "run_bytes", b"run_bytes", "run_quota_bytes", b"run_quota_bytes", "runs", b"runs", "started_ms", b"started_ms", "store", b"store", "used_bytes", b"used_bytes", "version", b"version"]) -> None: ...
 
 global___GetServerInfoResponse = GetServerInfoResponse
+
+@typing.final
+class Limit(google.protobuf.message.Message):
+    """A limit that owners share, or a quota."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: builtins.int
+    LIMIT_FIELD_NUMBER: builtins.int
+    USED_FIELD_NUMBER: builtins.int
+    HELD_FIELD_NUMBER: builtins.int
+    SHARE_FIELD_NUMBER: builtins.int
+    name: builtins.str
+    """Name of the setting."""
+    limit: builtins.int
+    """Its value: for all owners, or for one run or token if it is a quota."""
+    used: builtins.int
+    """Parts of all that count against it."""
+    held: builtins.int
+    """Part of the caller's owner."""
+    share: builtins.int
+    """Maximum of held, as long as all others keep their parts."""
+    def __init__(
+        self,
+        *,
+        name: builtins.str = ...,
+        limit: builtins.int = ...,
+        used: builtins.int = ...,
+        held: builtins.int = ...,
+        share: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["held", b"held", "limit", b"limit", "name", b"name", "share", b"share", "used", b"used"]) -> None: ...
+
+global___Limit = Limit
+
+@typing.final
+class ForgetEngineRequest(google.protobuf.message.Message):
+    """Forgets an engine."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    RUN_FIELD_NUMBER: builtins.int
+    ENGINE_ID_FIELD_NUMBER: builtins.int
+    run: builtins.str
+    """Namespace."""
+    engine_id: builtins.str
+    """The engine, all of whose agents are disconnected."""
+    def __init__(
+        self,
+        *,
+        run: builtins.str = ...,
+        engine_id: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["engine_id", b"engine_id", "run", b"run"]) -> None: ...
+
+global___ForgetEngineRequest = ForgetEngineRequest
+
+@typing.final
+class ForgetEngineResponse(google.protobuf.message.Message):
+    """Outcome of ForgetEngine."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NUM_FORGOTTEN_FIELD_NUMBER: builtins.int
+    CRC32_FIELD_NUMBER: builtins.int
+    num_forgotten: builtins.int
+    """Number of its shards that were forgotten."""
+    crc32: builtins.int
+    """CRC-32 of all bytes of this message except this field."""
+    def __init__(
+        self,
+        *,
+        num_forgotten: builtins.int = ...,
+        crc32: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["crc32", b"crc32", "num_forgotten", b"num_forgotten"]) -> None: ...
+
+global___ForgetEngineResponse = ForgetEngineResponse
+
+@typing.final
+class ListAgentsRequest(google.protobuf.message.Message):
+    """Requests the agents of a run."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    RUN_FIELD_NUMBER: builtins.int
+    PAGE_SIZE_FIELD_NUMBER: builtins.int
+    PAGE_TOKEN_FIELD_NUMBER: builtins.int
+    run: builtins.str
+    """Namespace."""
+    page_size: builtins.int
+    """Maximum agents in one message; 0: 1000."""
+    page_token: builtins.str
+    """next_page_token of the previous message."""
+    def __init__(
+        self,
+        *,
+        run: builtins.str = ...,
+        page_size: builtins.int = ...,
+        page_token: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["page_size", b"page_size", "page_token", b"page_token", "run", b"run"]) -> None: ...
+
+global___ListAgentsRequest = ListAgentsRequest
+
+@typing.final
+class ListAgentsResponse(google.protobuf.message.Message):
+    """Page of agents, in the order in which their epochs opened."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    AGENTS_FIELD_NUMBER: builtins.int
+    NEXT_PAGE_TOKEN_FIELD_NUMBER: builtins.int
+    CRC32_FIELD_NUMBER: builtins.int
+    next_page_token: builtins.str
+    """Set if more agents follow."""
+    crc32: builtins.int
+    """CRC-32 of all bytes of this message except this field."""
+    @property
+    def agents(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___AgentInfo]:
+        """The agents."""
+
+    def __init__(
+        self,
+        *,
+        agents: collections.abc.Iterable[global___AgentInfo] | None = ...,
+        next_page_token: builtins.str = ...,
+        crc32: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["agents", b"agents", "crc32", b"crc32", "next_page_token", b"next_page_token"]) -> None: ...
+
+global___ListAgentsResponse = ListAgentsResponse
+
+@typing.final
+class AgentInfo(google.protobuf.message.Message):
+    """An agent, from its first stream until it has been silent for a default lease."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    @typing.final
+    class AttributesEntry(google.protobuf.message.Message):
+        DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: builtins.int
+        VALUE_FIELD_NUMBER: builtins.int
+        key: builtins.str
+        value: builtins.str
+        def __init__(
+            self,
+            *,
+            key: builtins.str = ...,
+            value: builtins.str = ...,
+        ) -> None: ...
+        def ClearField(self, field_name: typing.Literal["key", b"key", "value", b"value"]) -> None: ...
+
+    ENGINE_ID_FIELD_NUMBER: builtins.int
+    SHARD_FIELD_NUMBER: builtins.int
+    CONNECTED_FIELD_NUMBER: builtins.int
+    EPOCH_FIELD_NUMBER: builtins.int
+    CONNECTED_MS_FIELD_NUMBER: builtins.int
+    SEEN_MS_FIELD_NUMBER: builtins.int
+    ATTRIBUTES_FIELD_NUMBER: builtins.int
+    REPORT_FIELD_NUMBER: builtins.int
+    RUNNING_REQUESTS_FIELD_NUMBER: builtins.int
+    WEIGHT_VERSION_FIELD_NUMBER: builtins.int
+    WEIGHT_VERSION_LAG_FIELD_NUMBER: builtins.int
+    engine_id: builtins.str
+    """Engine of the agent."""
+    shard: builtins.str
+    """Part of the engine that it sees."""
+    connected: builtins.bool
+    """Whether its stream is open."""
+    epoch: builtins.int
+    """Its current epoch."""
+    connected_ms: builtins.int
+    """Unix milliseconds of the begin of its last stream; 0: before the server's start."""
+    seen_ms: builtins.int
+    """Unix milliseconds of its last message; 0: before the server's start."""
+    running_requests: builtins.int
+    """Requests that have not ended."""
+    weight_version: builtins.int
+    """Weight version of its last rows; not set before the first row of its epoch."""
+    weight_version_lag: builtins.int
+    """Versions by which it is behind the newest of the run's connected agents."""
+    @property
+    def attributes(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.str]:
+        """Attributes of its last Hello, shortened: "host", "routetrace" (its version), "engine", ..."""
+
+    @property
+    def report(self) -> global___Heartbeat:
+        """Its last heartbeat; not set before the first one since the server's start."""
+
+    def __init__(
+        self,
+        *,
+        engine_id: builtins.str = ...,
+        shard: builtins.str = ...,
+        connected: builtins.bool = ...,
+        epoch: builtins.int = ...,
+        connected_ms: builtins.int = ...,
+        seen_ms: builtins.int = ...,
+        attributes: collections.abc.Mapping[builtins.str, builtins.str] | None = ...,
+        report: global___Heartbeat | None = ...,
+        running_requests: builtins.int = ...,
+        weight_version: builtins.int | None = ...,
+        weight_version_lag: builtins.int = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["_weight_version", b"_weight_version", "report", b"report", "weight_version", b"weight_version"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_weight_version", b"_weight_version", "attributes", b"attributes", "connected", b"connected", "connected_ms", b"connected_ms", "engine_id", b"engine_id", "epoch", b"epoch", "report", b"report", "running_requests", b"running_requests", "seen_ms", b"seen_ms", "shard", b"shard", "weight_version", b"weight_version", "weight_version_lag", b"weight_version_lag"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_weight_version", b"_weight_version"]) -> typing.Literal["weight_version"] | None: ...
+
+global___AgentInfo = AgentInfo

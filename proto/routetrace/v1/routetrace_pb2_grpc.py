@@ -6,7 +6,7 @@ from routetrace.v1 import routetrace_pb2 as routetrace_dot_v1_dot_routetrace__pb
 
 
 class IngestServiceStub(object):
-    """Takes what capture agents send.
+    """Receives routing from capture agents.
     """
 
     def __init__(self, channel):
@@ -28,12 +28,12 @@ class IngestServiceStub(object):
 
 
 class IngestServiceServicer(object):
-    """Takes what capture agents send.
+    """Receives routing from capture agents.
     """
 
     def Ingest(self, request_iterator, context):
-        """One long-lived stream per agent: a Hello first, then chunks. The server answers with one
-        Welcome, then with acknowledgements and rejections in sequence order.
+        """One long-lived stream per agent: a Hello first, then chunks. The server sends one Welcome, then
+        acknowledgements and rejections in sequence order.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -67,7 +67,7 @@ def add_IngestServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class IngestService(object):
-    """Takes what capture agents send.
+    """Receives routing from capture agents.
     """
 
     @staticmethod
@@ -120,6 +120,11 @@ class TraceServiceStub(object):
                 request_serializer=routetrace_dot_v1_dot_routetrace__pb2.GetTraceRequest.SerializeToString,
                 response_deserializer=routetrace_dot_v1_dot_routetrace__pb2.GetTraceResponse.FromString,
                 )
+        self.GetTraces = channel.unary_stream(
+                '/routetrace.v1.TraceService/GetTraces',
+                request_serializer=routetrace_dot_v1_dot_routetrace__pb2.GetTracesRequest.SerializeToString,
+                response_deserializer=routetrace_dot_v1_dot_routetrace__pb2.GetTracesResponse.FromString,
+                )
         self.GetBlocks = channel.unary_stream(
                 '/routetrace.v1.TraceService/GetBlocks',
                 request_serializer=routetrace_dot_v1_dot_routetrace__pb2.GetBlocksRequest.SerializeToString,
@@ -155,6 +160,16 @@ class TraceServiceStub(object):
                 request_serializer=routetrace_dot_v1_dot_routetrace__pb2.GetServerInfoRequest.SerializeToString,
                 response_deserializer=routetrace_dot_v1_dot_routetrace__pb2.GetServerInfoResponse.FromString,
                 )
+        self.ListAgents = channel.unary_unary(
+                '/routetrace.v1.TraceService/ListAgents',
+                request_serializer=routetrace_dot_v1_dot_routetrace__pb2.ListAgentsRequest.SerializeToString,
+                response_deserializer=routetrace_dot_v1_dot_routetrace__pb2.ListAgentsResponse.FromString,
+                )
+        self.ForgetEngine = channel.unary_unary(
+                '/routetrace.v1.TraceService/ForgetEngine',
+                request_serializer=routetrace_dot_v1_dot_routetrace__pb2.ForgetEngineRequest.SerializeToString,
+                response_deserializer=routetrace_dot_v1_dot_routetrace__pb2.ForgetEngineResponse.FromString,
+                )
 
 
 class TraceServiceServicer(object):
@@ -162,7 +177,14 @@ class TraceServiceServicer(object):
     """
 
     def GetTrace(self, request, context):
-        """Streams one trace: info first, then spans and the frames that they point into, then the end.
+        """Streams one trace: info first, then spans and their frames, then the end.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetTraces(self, request, context):
+        """Streams many traces, each as GetTrace would, in messages of about 1 MB that hold parts of several.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -190,28 +212,42 @@ class TraceServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def DeleteTrace(self, request, context):
-        """Forgets one trace at once.
+        """Deletes one trace at once.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def RetireTraces(self, request, context):
-        """Forgets every trace whose newest row was computed at or before a weight version.
+        """Deletes every trace whose newest row was computed at or before a weight version.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def RenewLease(self, request, context):
-        """Extends or shortens the life of traces.
+        """Extends or shortens the leases of traces.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetServerInfo(self, request, context):
-        """How the server stands, and what it holds of one run.
+        """Describes the server and its share of one run.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListAgents(self, request, context):
+        """Lists the agents of one run, connected ones and those that were.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ForgetEngine(self, request, context):
+        """Forgets the disconnected agents of one engine, and the rows that its slots name. Traces stay.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -224,6 +260,11 @@ def add_TraceServiceServicer_to_server(servicer, server):
                     servicer.GetTrace,
                     request_deserializer=routetrace_dot_v1_dot_routetrace__pb2.GetTraceRequest.FromString,
                     response_serializer=routetrace_dot_v1_dot_routetrace__pb2.GetTraceResponse.SerializeToString,
+            ),
+            'GetTraces': grpc.unary_stream_rpc_method_handler(
+                    servicer.GetTraces,
+                    request_deserializer=routetrace_dot_v1_dot_routetrace__pb2.GetTracesRequest.FromString,
+                    response_serializer=routetrace_dot_v1_dot_routetrace__pb2.GetTracesResponse.SerializeToString,
             ),
             'GetBlocks': grpc.unary_stream_rpc_method_handler(
                     servicer.GetBlocks,
@@ -260,6 +301,16 @@ def add_TraceServiceServicer_to_server(servicer, server):
                     request_deserializer=routetrace_dot_v1_dot_routetrace__pb2.GetServerInfoRequest.FromString,
                     response_serializer=routetrace_dot_v1_dot_routetrace__pb2.GetServerInfoResponse.SerializeToString,
             ),
+            'ListAgents': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListAgents,
+                    request_deserializer=routetrace_dot_v1_dot_routetrace__pb2.ListAgentsRequest.FromString,
+                    response_serializer=routetrace_dot_v1_dot_routetrace__pb2.ListAgentsResponse.SerializeToString,
+            ),
+            'ForgetEngine': grpc.unary_unary_rpc_method_handler(
+                    servicer.ForgetEngine,
+                    request_deserializer=routetrace_dot_v1_dot_routetrace__pb2.ForgetEngineRequest.FromString,
+                    response_serializer=routetrace_dot_v1_dot_routetrace__pb2.ForgetEngineResponse.SerializeToString,
+            ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
             'routetrace.v1.TraceService', rpc_method_handlers)
@@ -285,6 +336,23 @@ class TraceService(object):
         return grpc.experimental.unary_stream(request, target, '/routetrace.v1.TraceService/GetTrace',
             routetrace_dot_v1_dot_routetrace__pb2.GetTraceRequest.SerializeToString,
             routetrace_dot_v1_dot_routetrace__pb2.GetTraceResponse.FromString,
+            options, channel_credentials,
+            insecure, call_credentials, compression, wait_for_ready, timeout, metadata)
+
+    @staticmethod
+    def GetTraces(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(request, target, '/routetrace.v1.TraceService/GetTraces',
+            routetrace_dot_v1_dot_routetrace__pb2.GetTracesRequest.SerializeToString,
+            routetrace_dot_v1_dot_routetrace__pb2.GetTracesResponse.FromString,
             options, channel_credentials,
             insecure, call_credentials, compression, wait_for_ready, timeout, metadata)
 
@@ -404,5 +472,39 @@ class TraceService(object):
         return grpc.experimental.unary_unary(request, target, '/routetrace.v1.TraceService/GetServerInfo',
             routetrace_dot_v1_dot_routetrace__pb2.GetServerInfoRequest.SerializeToString,
             routetrace_dot_v1_dot_routetrace__pb2.GetServerInfoResponse.FromString,
+            options, channel_credentials,
+            insecure, call_credentials, compression, wait_for_ready, timeout, metadata)
+
+    @staticmethod
+    def ListAgents(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(request, target, '/routetrace.v1.TraceService/ListAgents',
+            routetrace_dot_v1_dot_routetrace__pb2.ListAgentsRequest.SerializeToString,
+            routetrace_dot_v1_dot_routetrace__pb2.ListAgentsResponse.FromString,
+            options, channel_credentials,
+            insecure, call_credentials, compression, wait_for_ready, timeout, metadata)
+
+    @staticmethod
+    def ForgetEngine(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(request, target, '/routetrace.v1.TraceService/ForgetEngine',
+            routetrace_dot_v1_dot_routetrace__pb2.ForgetEngineRequest.SerializeToString,
+            routetrace_dot_v1_dot_routetrace__pb2.ForgetEngineResponse.FromString,
             options, channel_credentials,
             insecure, call_credentials, compression, wait_for_ready, timeout, metadata)

@@ -5,10 +5,10 @@ The routetrace contract, version 1.
 
 A row is one token's routing: for each MoE layer its ordered top-k logical expert ids.
 Rows travel in frames (frame.py), frames in chunks, chunks over one Ingest stream per agent.
-Readers get frames back as they were stored, cut to the layers that they asked for.
+Readers get frames as they were stored, cut to the requested layers.
 
-Columns of many small numbers are packed little-endian arrays in `bytes` fields; the record
-layouts are given beside each field and, for Python, as numpy dtypes in records.py.
+Columns of many small numbers are packed little-endian arrays in `bytes` fields. A comment at
+each field names the record; records.py defines the records as numpy dtypes.
 """
 
 import abc
@@ -26,15 +26,15 @@ class _ServicerContext(grpc.ServicerContext, grpc.aio.ServicerContext):  # type:
     ...
 
 class IngestServiceStub:
-    """Takes what capture agents send."""
+    """Receives routing from capture agents."""
 
     def __init__(self, channel: typing.Union[grpc.Channel, grpc.aio.Channel]) -> None: ...
     Ingest: grpc.StreamStreamMultiCallable[
         routetrace.v1.routetrace_pb2.IngestRequest,
         routetrace.v1.routetrace_pb2.IngestResponse,
     ]
-    """One long-lived stream per agent: a Hello first, then chunks. The server answers with one
-    Welcome, then with acknowledgements and rejections in sequence order.
+    """One long-lived stream per agent: a Hello first, then chunks. The server sends one Welcome, then
+    acknowledgements and rejections in sequence order.
     """
 
     BindRequest: grpc.UnaryUnaryMultiCallable[
@@ -44,14 +44,14 @@ class IngestServiceStub:
     """Names the request behind KV blocks that a slot-only agent filled."""
 
 class IngestServiceAsyncStub:
-    """Takes what capture agents send."""
+    """Receives routing from capture agents."""
 
     Ingest: grpc.aio.StreamStreamMultiCallable[
         routetrace.v1.routetrace_pb2.IngestRequest,
         routetrace.v1.routetrace_pb2.IngestResponse,
     ]
-    """One long-lived stream per agent: a Hello first, then chunks. The server answers with one
-    Welcome, then with acknowledgements and rejections in sequence order.
+    """One long-lived stream per agent: a Hello first, then chunks. The server sends one Welcome, then
+    acknowledgements and rejections in sequence order.
     """
 
     BindRequest: grpc.aio.UnaryUnaryMultiCallable[
@@ -61,7 +61,7 @@ class IngestServiceAsyncStub:
     """Names the request behind KV blocks that a slot-only agent filled."""
 
 class IngestServiceServicer(metaclass=abc.ABCMeta):
-    """Takes what capture agents send."""
+    """Receives routing from capture agents."""
 
     @abc.abstractmethod
     def Ingest(
@@ -69,8 +69,8 @@ class IngestServiceServicer(metaclass=abc.ABCMeta):
         request_iterator: _MaybeAsyncIterator[routetrace.v1.routetrace_pb2.IngestRequest],
         context: _ServicerContext,
     ) -> typing.Union[collections.abc.Iterator[routetrace.v1.routetrace_pb2.IngestResponse], collections.abc.AsyncIterator[routetrace.v1.routetrace_pb2.IngestResponse]]:
-        """One long-lived stream per agent: a Hello first, then chunks. The server answers with one
-        Welcome, then with acknowledgements and rejections in sequence order.
+        """One long-lived stream per agent: a Hello first, then chunks. The server sends one Welcome, then
+        acknowledgements and rejections in sequence order.
         """
 
     @abc.abstractmethod
@@ -91,7 +91,13 @@ class TraceServiceStub:
         routetrace.v1.routetrace_pb2.GetTraceRequest,
         routetrace.v1.routetrace_pb2.GetTraceResponse,
     ]
-    """Streams one trace: info first, then spans and the frames that they point into, then the end."""
+    """Streams one trace: info first, then spans and their frames, then the end."""
+
+    GetTraces: grpc.UnaryStreamMultiCallable[
+        routetrace.v1.routetrace_pb2.GetTracesRequest,
+        routetrace.v1.routetrace_pb2.GetTracesResponse,
+    ]
+    """Streams many traces, each as GetTrace would, in messages of about 1 MB that hold parts of several."""
 
     GetBlocks: grpc.UnaryStreamMultiCallable[
         routetrace.v1.routetrace_pb2.GetBlocksRequest,
@@ -115,25 +121,37 @@ class TraceServiceStub:
         routetrace.v1.routetrace_pb2.DeleteTraceRequest,
         routetrace.v1.routetrace_pb2.DeleteTraceResponse,
     ]
-    """Forgets one trace at once."""
+    """Deletes one trace at once."""
 
     RetireTraces: grpc.UnaryUnaryMultiCallable[
         routetrace.v1.routetrace_pb2.RetireTracesRequest,
         routetrace.v1.routetrace_pb2.RetireTracesResponse,
     ]
-    """Forgets every trace whose newest row was computed at or before a weight version."""
+    """Deletes every trace whose newest row was computed at or before a weight version."""
 
     RenewLease: grpc.UnaryUnaryMultiCallable[
         routetrace.v1.routetrace_pb2.RenewLeaseRequest,
         routetrace.v1.routetrace_pb2.RenewLeaseResponse,
     ]
-    """Extends or shortens the life of traces."""
+    """Extends or shortens the leases of traces."""
 
     GetServerInfo: grpc.UnaryUnaryMultiCallable[
         routetrace.v1.routetrace_pb2.GetServerInfoRequest,
         routetrace.v1.routetrace_pb2.GetServerInfoResponse,
     ]
-    """How the server stands, and what it holds of one run."""
+    """Describes the server and its share of one run."""
+
+    ListAgents: grpc.UnaryUnaryMultiCallable[
+        routetrace.v1.routetrace_pb2.ListAgentsRequest,
+        routetrace.v1.routetrace_pb2.ListAgentsResponse,
+    ]
+    """Lists the agents of one run, connected ones and those that were."""
+
+    ForgetEngine: grpc.UnaryUnaryMultiCallable[
+        routetrace.v1.routetrace_pb2.ForgetEngineRequest,
+        routetrace.v1.routetrace_pb2.ForgetEngineResponse,
+    ]
+    """Forgets the disconnected agents of one engine, and the rows that its slots name. Traces stay."""
 
 class TraceServiceAsyncStub:
     """Serves traces."""
@@ -142,7 +160,13 @@ class TraceServiceAsyncStub:
         routetrace.v1.routetrace_pb2.GetTraceRequest,
         routetrace.v1.routetrace_pb2.GetTraceResponse,
     ]
-    """Streams one trace: info first, then spans and the frames that they point into, then the end."""
+    """Streams one trace: info first, then spans and their frames, then the end."""
+
+    GetTraces: grpc.aio.UnaryStreamMultiCallable[
+        routetrace.v1.routetrace_pb2.GetTracesRequest,
+        routetrace.v1.routetrace_pb2.GetTracesResponse,
+    ]
+    """Streams many traces, each as GetTrace would, in messages of about 1 MB that hold parts of several."""
 
     GetBlocks: grpc.aio.UnaryStreamMultiCallable[
         routetrace.v1.routetrace_pb2.GetBlocksRequest,
@@ -166,25 +190,37 @@ class TraceServiceAsyncStub:
         routetrace.v1.routetrace_pb2.DeleteTraceRequest,
         routetrace.v1.routetrace_pb2.DeleteTraceResponse,
     ]
-    """Forgets one trace at once."""
+    """Deletes one trace at once."""
 
     RetireTraces: grpc.aio.UnaryUnaryMultiCallable[
         routetrace.v1.routetrace_pb2.RetireTracesRequest,
         routetrace.v1.routetrace_pb2.RetireTracesResponse,
     ]
-    """Forgets every trace whose newest row was computed at or before a weight version."""
+    """Deletes every trace whose newest row was computed at or before a weight version."""
 
     RenewLease: grpc.aio.UnaryUnaryMultiCallable[
         routetrace.v1.routetrace_pb2.RenewLeaseRequest,
         routetrace.v1.routetrace_pb2.RenewLeaseResponse,
     ]
-    """Extends or shortens the life of traces."""
+    """Extends or shortens the leases of traces."""
 
     GetServerInfo: grpc.aio.UnaryUnaryMultiCallable[
         routetrace.v1.routetrace_pb2.GetServerInfoRequest,
         routetrace.v1.routetrace_pb2.GetServerInfoResponse,
     ]
-    """How the server stands, and what it holds of one run."""
+    """Describes the server and its share of one run."""
+
+    ListAgents: grpc.aio.UnaryUnaryMultiCallable[
+        routetrace.v1.routetrace_pb2.ListAgentsRequest,
+        routetrace.v1.routetrace_pb2.ListAgentsResponse,
+    ]
+    """Lists the agents of one run, connected ones and those that were."""
+
+    ForgetEngine: grpc.aio.UnaryUnaryMultiCallable[
+        routetrace.v1.routetrace_pb2.ForgetEngineRequest,
+        routetrace.v1.routetrace_pb2.ForgetEngineResponse,
+    ]
+    """Forgets the disconnected agents of one engine, and the rows that its slots name. Traces stay."""
 
 class TraceServiceServicer(metaclass=abc.ABCMeta):
     """Serves traces."""
@@ -195,7 +231,15 @@ class TraceServiceServicer(metaclass=abc.ABCMeta):
         request: routetrace.v1.routetrace_pb2.GetTraceRequest,
         context: _ServicerContext,
     ) -> typing.Union[collections.abc.Iterator[routetrace.v1.routetrace_pb2.GetTraceResponse], collections.abc.AsyncIterator[routetrace.v1.routetrace_pb2.GetTraceResponse]]:
-        """Streams one trace: info first, then spans and the frames that they point into, then the end."""
+        """Streams one trace: info first, then spans and their frames, then the end."""
+
+    @abc.abstractmethod
+    def GetTraces(
+        self,
+        request: routetrace.v1.routetrace_pb2.GetTracesRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[collections.abc.Iterator[routetrace.v1.routetrace_pb2.GetTracesResponse], collections.abc.AsyncIterator[routetrace.v1.routetrace_pb2.GetTracesResponse]]:
+        """Streams many traces, each as GetTrace would, in messages of about 1 MB that hold parts of several."""
 
     @abc.abstractmethod
     def GetBlocks(
@@ -227,7 +271,7 @@ class TraceServiceServicer(metaclass=abc.ABCMeta):
         request: routetrace.v1.routetrace_pb2.DeleteTraceRequest,
         context: _ServicerContext,
     ) -> typing.Union[routetrace.v1.routetrace_pb2.DeleteTraceResponse, collections.abc.Awaitable[routetrace.v1.routetrace_pb2.DeleteTraceResponse]]:
-        """Forgets one trace at once."""
+        """Deletes one trace at once."""
 
     @abc.abstractmethod
     def RetireTraces(
@@ -235,7 +279,7 @@ class TraceServiceServicer(metaclass=abc.ABCMeta):
         request: routetrace.v1.routetrace_pb2.RetireTracesRequest,
         context: _ServicerContext,
     ) -> typing.Union[routetrace.v1.routetrace_pb2.RetireTracesResponse, collections.abc.Awaitable[routetrace.v1.routetrace_pb2.RetireTracesResponse]]:
-        """Forgets every trace whose newest row was computed at or before a weight version."""
+        """Deletes every trace whose newest row was computed at or before a weight version."""
 
     @abc.abstractmethod
     def RenewLease(
@@ -243,7 +287,7 @@ class TraceServiceServicer(metaclass=abc.ABCMeta):
         request: routetrace.v1.routetrace_pb2.RenewLeaseRequest,
         context: _ServicerContext,
     ) -> typing.Union[routetrace.v1.routetrace_pb2.RenewLeaseResponse, collections.abc.Awaitable[routetrace.v1.routetrace_pb2.RenewLeaseResponse]]:
-        """Extends or shortens the life of traces."""
+        """Extends or shortens the leases of traces."""
 
     @abc.abstractmethod
     def GetServerInfo(
@@ -251,6 +295,22 @@ class TraceServiceServicer(metaclass=abc.ABCMeta):
         request: routetrace.v1.routetrace_pb2.GetServerInfoRequest,
         context: _ServicerContext,
     ) -> typing.Union[routetrace.v1.routetrace_pb2.GetServerInfoResponse, collections.abc.Awaitable[routetrace.v1.routetrace_pb2.GetServerInfoResponse]]:
-        """How the server stands, and what it holds of one run."""
+        """Describes the server and its share of one run."""
+
+    @abc.abstractmethod
+    def ListAgents(
+        self,
+        request: routetrace.v1.routetrace_pb2.ListAgentsRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[routetrace.v1.routetrace_pb2.ListAgentsResponse, collections.abc.Awaitable[routetrace.v1.routetrace_pb2.ListAgentsResponse]]:
+        """Lists the agents of one run, connected ones and those that were."""
+
+    @abc.abstractmethod
+    def ForgetEngine(
+        self,
+        request: routetrace.v1.routetrace_pb2.ForgetEngineRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[routetrace.v1.routetrace_pb2.ForgetEngineResponse, collections.abc.Awaitable[routetrace.v1.routetrace_pb2.ForgetEngineResponse]]:
+        """Forgets the disconnected agents of one engine, and the rows that its slots name. Traces stay."""
 
 def add_TraceServiceServicer_to_server(servicer: TraceServiceServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...

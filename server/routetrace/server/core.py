@@ -1,4 +1,8 @@
-"""The server without its sockets: state, services, and what must be done from time to time."""
+"""Composition of the server without its sockets.
+
+Only the daemon, the scrape endpoint and tests hold a Core. Every part gets what it needs in its
+constructor.
+"""
 
 from __future__ import annotations
 
@@ -8,87 +12,166 @@ import time
 
 import grpc
 
-from routetrace.server.access import Access
-from routetrace.server.admission import Admission
-from routetrace.server.agents import Agents
-from routetrace.server.config import ServerConfig
-from routetrace.server.ingest import IngestServicer
-from routetrace.server.journal import Journal
-from routetrace.server.metrics import Metrics
-from routetrace.server.reader import Reader
-from routetrace.server.retention import Retention
-from routetrace.server.state import State
-from routetrace.server.store import Store
-from routetrace.server.traces import TraceServicer
-from routetrace.v1.errors import Unavailable
+from routetrace.server.access.admission import Admission
+from routetrace.server.access.control import Access
+from routetrace.server.access.lifecycle import Lifecycle, Recovery, ServerState
+from routetrace.server.access.partition import WHOLE, Partition
+from routetrace.server.common.metrics import Metrics
+from routetrace.server.index.agents import Agents
+from routetrace.server.index.demand import Demand
+from routetrace.server.index.journal import Journal
+from routetrace.server.index.state import State
+from routetrace.server.ingest.service import IngestServicer
+from routetrace.server.ops.scrape import Scrape
+from routetrace.server.process import ownership
+from routetrace.server.read.census import Census
+from routetrace.server.read.peers import NO_PEERS, Peers
+from routetrace.server.read.reader import Reader
+from routetrace.server.read.retention import Retention
+from routetrace.server.read.service import TraceServicer
+from routetrace.server.settings.config import ServerConfig
+from routetrace.server.store.interface import Store
 
 _log = logging.getLogger(__name__)
 
 
 class Core:
-    """The server without its sockets. All of it belongs to one event loop.
+    """Parts of the server, wired together; all calls belong to one event loop.
 
     Raises:
-        ConfigError: if a file that the settings name can not be used.
+        ConfigError: if a file named in the settings cannot be used.
     """
 
-    def __init__(self, store: Store, config: ServerConfig) -> None:
+    def __init__(
+        self,
+        store: Store,
+        config: ServerConfig,
+        partition: Partition = WHOLE,
+        peers: Peers = NO_PEERS,
+    ) -> None:
         self.config = config
+        self._partition = partition
         self.store = store
         self.metrics = Metrics()
         self.access = Access(config, self.metrics)
         self.admission = Admission(config, self.metrics)
         self.state = State(config.default_ttl_seconds)
-        self.journal = Journal(store, self.state)
+        self.journal = Journal(store, self.state, self._fail)
         clock = self.journal.clock
         self.agents = Agents(self.state, clock, config.agent_timeout_seconds)
-        self.reader = Reader(store, self.state, self.agents, clock, self.metrics)
+        self.reader = Reader(
+            store, self.state, self.agents, clock, self.metrics, config.forbids_prefix_rows
+        )
         self.retention = Retention(self.journal, self.reader, self.agents, config, self.metrics)
+        self.census = Census(self.state, self.reader, self.agents, clock)
         self.started = clock.now()
-        #: Seconds that the last start took to rebuild the state, and from how many records.
-        self.recovery_seconds = 0.0
-        self.recovered_records = 0
-        self._ingest = IngestServicer(self)
-        self._state_name = "starting"
+        self.recovery = Recovery()
+        self.lifecycle = Lifecycle()
+        demand = Demand()
+        self.failed = asyncio.Event()
+        """Set when a committed record could not be applied: the process must end."""
+        self.lost = asyncio.Event()
+        """Set when another server has taken over the store: this one starts over."""
+        self._ingest = IngestServicer(
+            config=config,
+            lifecycle=self.lifecycle,
+            access=self.access,
+            admission=self.admission,
+            agents=self.agents,
+            demand=demand,
+            journal=self.journal,
+            reader=self.reader,
+            retention=self.retention,
+            room=self.retention.room,
+            metrics=self.metrics,
+            partition=partition,
+        )
+        self._traces = TraceServicer(
+            config=config,
+            lifecycle=self.lifecycle,
+            access=self.access,
+            admission=self.admission,
+            agents=self.agents,
+            demand=demand,
+            journal=self.journal,
+            reader=self.reader,
+            retention=self.retention,
+            store=store,
+            started=self.started,
+            partition=partition,
+            peers=peers,
+        )
 
     @property
     def ready(self) -> bool:
         """Whether data calls are served."""
-        return self._state_name == "ready"
+        return self.lifecycle.ready
 
     def add_to(self, server: grpc.aio.Server) -> None:
-        """Registers both services."""
+        """Register both services."""
         self._ingest.add_to(server)
-        TraceServicer(self).add_to(server)
+        self._traces.add_to(server)
 
-    def check_ready(self) -> None:
-        """Raises Unavailable while starting or draining."""
-        if not self.ready:
-            raise Unavailable(f"the server is {self._state_name}", retry_after=0.5)
+    def register_scrape(self) -> None:
+        """Add the gauges of the state to the metrics; call it where the event loop runs."""
+        self.metrics.registry.register(
+            Scrape(
+                config=self.config,
+                lifecycle=self.lifecycle,
+                recovery=self.recovery,
+                access=self.access,
+                admission=self.admission,
+                agents=self.agents,
+                census=self.census,
+                state=self.state,
+                memory_bytes=self.retention.memory_bytes,
+                room=self.retention.room,
+                store=self.store,
+            )
+        )
 
     async def start(self) -> None:
-        """Rebuilds the state from the store; data calls are refused until this is done."""
+        """Wait for the ownership of the store, then rebuild the state from it.
+
+        Data calls are refused until this is done.
+
+        Raises:
+            RouteTraceError: if the store cannot be used.
+            InvalidArgument: if it has a run of another partition.
+        """
+        ownership.watch(self.store, self.lifecycle, self.lost)
+        await ownership.take_over(self.store, self.lifecycle)
         before = time.monotonic()
         count = await asyncio.to_thread(self.journal.recover)
-        self.recovery_seconds = time.monotonic() - before
-        self.recovered_records = count
+        for run in self.state.runs():
+            self._partition.check_stored(run)
+        self.recovery.seconds = time.monotonic() - before
+        self.recovery.records = count
         self.retention.covered(self.state.number - count)
-        # An expiry is no record: what it forgot since the snapshot has come back.
+        # An expiry is no record, so traces that expired since the snapshot are replayed.
         self.retention.expire()
         self.retention.freeze()
-        self._state_name = "ready"
+        self.lifecycle.enter(ServerState.READY)
         _log.info("replayed %d records: %d traces", count, len(self.state.traces.traces))
 
     async def stop(self) -> None:
-        """Refuses new calls, ends the agents' streams, and wakes the calls that wait."""
-        self._state_name = "draining"
+        """Refuse new calls, end the agents' streams, and wake waiting calls."""
+        self.lifecycle.enter(ServerState.DRAINING)
         self._ingest.stop()
         self.journal.changes.notify_all()
 
+    def _fail(self) -> None:
+        """Refuse all data calls: the state may hold a part of a record."""
+        self.lifecycle.enter(ServerState.FAILED)
+        self._ingest.stop()
+        self.journal.changes.notify_all()
+        self.failed.set()
+
     async def sweep_due(self) -> None:
-        """Returns when it is time to sweep."""
+        """Wait until the next sweep is due."""
         await self.retention.due()
 
     async def sweep(self) -> None:
-        """Forgets what has expired, or must go for want of room, and gives its space back."""
+        """Delete expired traces, evict where a limit is near, reclaim space, and count the rest."""
         await self.retention.sweep()
+        await self.census.count()

@@ -1,8 +1,7 @@
-"""The process: settings, store and core behind a gRPC server, from start to clean end."""
+"""Server process: settings, store and core behind a gRPC server, from start to shutdown."""
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import contextlib
 import ctypes
@@ -11,57 +10,69 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Sequence
-from dataclasses import replace
-from pathlib import Path
+from collections.abc import Coroutine, Sequence
 from typing import Any
 
 import grpc
 from google.protobuf.descriptor import FileDescriptor
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection, reflection_pb2
 
-from routetrace.server import logs
-from routetrace.server.config import ConfigError, ServerConfig, load_config
+from routetrace.common.errors import InvalidArgument, RouteTraceError
+from routetrace.server import backup
+from routetrace.server.access.lifecycle import Lifecycle
+from routetrace.server.access.partition import WHOLE
+from routetrace.server.access.tokens import main_token
 from routetrace.server.core import Core
-from routetrace.server.disk_store import DiskStore
-from routetrace.server.scrape import Endpoint
-from routetrace.server.store import MemoryStore, Store
-from routetrace.server.telemetry import Telemetry
-from routetrace.server.tokens import main_token
+from routetrace.server.ops import logs
+from routetrace.server.ops.endpoint import Endpoint, on_loop
+from routetrace.server.ops.health import TRACE_SERVICE, Health
+from routetrace.server.ops.telemetry import Telemetry
+from routetrace.server.process import announce, pauses, probe
+from routetrace.server.process.link import Link
+from routetrace.server.process.ownership import open_object_store
+from routetrace.server.process.partitions import check_partitions
+from routetrace.server.process.readiness import Readiness, watch_store
+from routetrace.server.process.workers import Seat, supervise
+from routetrace.server.read.peers import Peers
+from routetrace.server.settings import usage
+from routetrace.server.settings.config import ConfigError, ServerConfig, load_config
+from routetrace.server.store.disk.store import DiskStore
+from routetrace.server.store.interface import Store
+from routetrace.server.store.memory import MemoryStore
 from routetrace.v1 import routetrace_pb2 as pb
-from routetrace.v1.errors import InvalidArgument, RouteTraceError
-from routetrace.v1.security import Security
 
 log = logging.getLogger("routetrace.server.daemon")
 
-#: Ready once they are SERVING; "" alone means alive.
-READY_SERVICES = ("routetrace.v1.IngestService", "routetrace.v1.TraceService")
+#: Maximum open calls of one connection, those included that are not cleaned up yet.
+MAX_STREAMS = 6000
 
-_DEFAULT_TARGET = "127.0.0.1:7411"
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
-_SERVING = health_pb2.HealthCheckResponse.SERVING
-_NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 
 
-class StartError(Exception):
-    """The server can not start; the message says why, on one line."""
+class ServeError(Exception):
+    """The server cannot start or continue; the message is one line."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Serves until SIGTERM or SIGINT.
+    """Serve until SIGTERM or SIGINT.
 
-    `health` as the first argument asks a running server, `token` makes a bearer token.
+    `health` as the first argument checks a running server, `token` makes a bearer token, `backup`
+    and `restore` copy a data directory.
 
     Returns:
-        0 after a clean end (health: ready), 1 if the server can not start (health: not ready),
-        2 if the settings are wrong.
+        0 after a clean shutdown (health: ready), 1 if the server cannot start or continue (health:
+        not ready), 2 if the settings are wrong.
     """
     args = list(sys.argv[1:] if argv is None else argv)
     if args[:1] == ["health"]:
-        return _health(args[1:])
+        return probe.main(args[1:])
     if args[:1] == ["token"]:
         return main_token(args[1:])
+    if args[:1] in (["backup"], ["restore"]):
+        return backup.main(args[0], args[1:])
+    if {"-h", "--help", "--version"} & {*args}:
+        usage.parser().parse_args([a for a in args if a in ("-h", "--help", "--version")])
     try:
         config = load_config(args)
     except ConfigError as error:
@@ -69,9 +80,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     logs.set_up(config.log_level, config.log_format)
     _keep_freed_memory()
+    pauses.shorten()
+    if config.workers == 1:
+        return _run_server(config)
     try:
-        asyncio.run(_serve(config))
-    except (ConfigError, StartError) as error:
+        return supervise(config, _run_server)
+    except (ConfigError, OSError) as error:
+        print(f"routetrace-server: {error}", file=sys.stderr)
+        return 2 if isinstance(error, ConfigError) else 1
+
+
+def _run_server(config: ServerConfig, seat: Seat | None = None) -> int:
+    """Run a server, or one worker of it in its seat; return the exit code."""
+    try:
+        asyncio.run(_serve(config, seat))
+    except (ConfigError, ServeError) as error:
         print(f"routetrace-server: {error}", file=sys.stderr)
         return 2 if isinstance(error, ConfigError) else 1
     return 0
@@ -80,95 +103,155 @@ def main(argv: Sequence[str] | None = None) -> int:
 # ---------------------------------------------------------------------------- serving
 
 
-async def _serve(config: ServerConfig) -> None:
+async def _serve(config: ServerConfig, seat: Seat | None = None) -> None:
     stop = asyncio.Event()
     _stop_on_signals(stop)
     if config.ready_file:
         config.ready_file.unlink(missing_ok=True)
-    store = await asyncio.to_thread(_open_store, config)
-    try:
-        await _serve_from(store, config, stop)
-    finally:
-        await asyncio.to_thread(store.close)
-        if config.ready_file:
-            config.ready_file.unlink(missing_ok=True)
+    if seat is None and config.store == "disk":
+        check_partitions(config.data_dir, 1)
+    link = Link(seat.link, stop) if seat else None
+    again = False
+    while True:
+        store = await asyncio.to_thread(_open_store, config, seat, first=not again)
+        try:
+            again = await _serve_from(store, config, stop, seat, link)
+        finally:
+            await asyncio.to_thread(store.close)
+            if config.ready_file:
+                config.ready_file.unlink(missing_ok=True)
+        if not again:
+            break
+        log.warning("starting over as a standby")
     log.info("stopped")
 
 
-async def _serve_from(store: Store, config: ServerConfig, stop: asyncio.Event) -> None:
-    core = Core(store, config)
+async def _serve_from(
+    store: Store, config: ServerConfig, stop: asyncio.Event, seat: Seat | None, link: Link | None
+) -> bool:
+    """Serve until stopped; return True if the store is another server's, or to be left to it."""
+    core = Core(store, config, seat.partition, Peers(seat.peers)) if seat else Core(store, config)
     files = [pb.DESCRIPTOR, health_pb2.DESCRIPTOR]
     if config.reflection:
         files.append(reflection_pb2.DESCRIPTOR)
+    gate = core.access.interceptors(core.admission.pace)
     server = grpc.aio.server(
-        interceptors=[Telemetry(core.metrics, files), *core.access.interceptors()],
+        interceptors=[Telemetry(core.metrics, files), *gate],
         options=_server_options(config),
     )
     core.add_to(server)
-    checks = health.aio.HealthServicer()  # pyright: ignore[reportAttributeAccessIssue]
-    health_pb2_grpc.add_HealthServicer_to_server(checks, server)
-    for service in READY_SERVICES:
-        await checks.set(service, _NOT_SERVING)
+    health = Health(core.metrics)
+    health.add_to(server)
+    readiness = Readiness(health, core.lifecycle, store)
+    if link:
+        _follow(link, core.lifecycle, readiness)
     if config.reflection:
         reflection.enable_server_reflection(_services_of(files), server)
     address = _bind(server, config, core.access.credentials())
-    endpoint = _open_endpoint(core, config)
+    if seat:
+        server.add_insecure_port(f"unix:{seat.socket}")
+    endpoint = _open_endpoint(core, config, health)
     try:
         await server.start()
         log.info("listening on %s", address)
         addresses = [address, endpoint.address] if endpoint else [address]
-        await _run_until(stop, server, core, checks, addresses)
+        running = _run(core, readiness, addresses, alone=link is None)
+        await _run_until(stop, server, core, readiness, running)
     finally:
+        if link:
+            link.on_change = lambda: None
         if endpoint:
             await asyncio.to_thread(endpoint.close)
+    return core.lost.is_set() and not stop.is_set()
 
 
 async def _run_until(
-    stop: asyncio.Event, server: grpc.aio.Server, core: Core, checks: Any, addresses: list[str]
+    stop: asyncio.Event,
+    server: grpc.aio.Server,
+    core: Core,
+    readiness: Readiness,
+    run: Coroutine[Any, Any, None],
 ) -> None:
-    running = asyncio.create_task(_run(core, checks, addresses))
-    stopping = asyncio.create_task(stop.wait())
-    await asyncio.wait({running, stopping}, return_when=asyncio.FIRST_COMPLETED)
-    log.info("draining, for %g seconds at most", core.config.drain_seconds)
-    _tell_systemd("STOPPING=1")
-    await checks.enter_graceful_shutdown()
-    stopping.cancel()
-    running.cancel()
+    running = asyncio.create_task(run)
+    ends = [asyncio.create_task(event.wait()) for event in (stop, core.failed, core.lost)]
+    await asyncio.wait({running, *ends}, return_when=asyncio.FIRST_COMPLETED)
+    # Calls on what another server owns have no time left.
+    seconds = 0 if core.lost.is_set() else core.config.drain_seconds
+    log.info("draining; open calls have up to %g seconds", seconds)
+    if not core.lost.is_set():
+        announce.stopping()
+    readiness.health.drain()
+    for task in (running, *ends):
+        task.cancel()
     await core.stop()
-    await server.stop(core.config.drain_seconds)
+    await server.stop(seconds)
     with contextlib.suppress(asyncio.CancelledError):
         await running
+    if core.failed.is_set():
+        raise ServeError(
+            f"record {core.journal.failed} cannot be applied; a restart rebuilds the state without "
+            "it. The log has the error; please report it"
+        )
 
 
-async def _run(core: Core, checks: Any, addresses: list[str]) -> None:
-    """Until it is cancelled; ends by itself only where the start fails."""
+async def _run(core: Core, readiness: Readiness, addresses: Sequence[str], *, alone: bool) -> None:
+    """Start the core, then sweep until cancelled; return only if the start fails."""
     try:
         await core.start()
     except RouteTraceError as error:
-        raise StartError(f"can not use what is in {core.config.data_dir}: {error}") from error
-    for service in READY_SERVICES:
-        await checks.set(service, _SERVING)
-    if core.config.ready_file:
-        _write_atomically(core.config.ready_file, "\n".join(addresses))
-    _tell_systemd("READY=1")
-    log.info("ready")
+        if core.lost.is_set():
+            return
+        place = core.config.object_url or core.config.data_dir
+        raise ServeError(f"cannot use the data in {place}: {error}") from error
+    if alone:  # else the server is ready once all workers are
+        readiness.serving = True
+        readiness.report()
+        announce.ready(core.config.ready_file, addresses)
+    watch = asyncio.create_task(watch_store(core.store, readiness))
+    try:
+        await _sweep(core)
+    finally:
+        watch.cancel()
+
+
+def _follow(link: Link, lifecycle: Lifecycle, readiness: Readiness) -> None:
+    """Report readiness to the watching process, and with the other workers to health checks."""
+
+    def on_change() -> None:
+        if lifecycle.ready or lifecycle.directs:
+            link.report_ready()
+        readiness.serving = link.all_ready
+        readiness.report()
+
+    link.on_change = lifecycle.on_change = on_change
+
+
+async def _sweep(core: Core) -> None:
+    """Sweep until cancelled."""
     while True:
         await core.sweep_due()
         try:
             await core.sweep()
         except Exception:
-            log.exception("sweep failed; it is tried again at the next one")
+            log.exception("sweep failed; retrying at the next one")
 
 
-def _open_store(config: ServerConfig) -> Store:
+def _open_store(config: ServerConfig, seat: Seat | None, *, first: bool) -> Store:
     if config.store == "memory":
         return MemoryStore(config.store_capacity)
+    if config.store == "object":
+        try:
+            return open_object_store(config, seat.partition if seat else WHOLE, first=first)
+        except InvalidArgument as error:
+            raise ConfigError(str(error)) from error
+        except RouteTraceError as error:
+            raise ServeError(f"cannot open the store in {config.object_url}: {error}") from error
     try:
         return DiskStore(
             config.data_dir, capacity_bytes=config.store_capacity, ack_mode=config.ack_mode
         )
     except (RouteTraceError, OSError) as error:
-        raise StartError(f"can not open the store in {config.data_dir}: {error}") from error
+        raise ServeError(f"cannot open the store in {config.data_dir}: {error}") from error
 
 
 def _bind(
@@ -177,7 +260,7 @@ def _bind(
     host, port = config.host_port
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
-        # gRPC does not say why it can not have an address; this does.
+        # gRPC does not report why it cannot bind an address; a socket does.
         with socket.socket(family) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind((host, port))
@@ -186,17 +269,23 @@ def _bind(
         else:
             port = server.add_insecure_port(config.listen)
     except (OSError, RuntimeError) as error:
-        raise StartError(f"can not listen on {config.listen}: {error}") from error
+        raise ServeError(f"cannot listen on {config.listen}: {error}") from error
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
-def _open_endpoint(core: Core, config: ServerConfig) -> Endpoint | None:
+def _open_endpoint(core: Core, config: ServerConfig, health: Health) -> Endpoint | None:
     if not config.metrics_listen:
         return None
+    # Not ready without reads alone: while the disk is full, stored traces are still served.
+    probes = {
+        "/livez": on_loop(lambda: True),
+        "/readyz": on_loop(lambda: health.serving(TRACE_SERVICE)),
+    }
     try:
-        endpoint = Endpoint(core, config.metrics_listen)
+        endpoint = Endpoint(core.metrics.registry, config.metrics_listen, probes)
     except OSError as error:
-        raise StartError(f"can not serve metrics on {config.metrics_listen}: {error}") from error
+        raise ServeError(f"cannot serve metrics on {config.metrics_listen}: {error}") from error
+    core.register_scrape()
     log.info("metrics on http://%s/metrics", endpoint.address)
     return endpoint
 
@@ -209,19 +298,23 @@ def _server_options(config: ServerConfig) -> list[tuple[str, int]]:
     return [
         ("grpc.max_receive_message_length", config.max_message_bytes),
         ("grpc.max_send_message_length", -1),
-        # gRPC's own is two minutes: connections that never get anywhere cost memory.
+        # The default is two minutes, in which connections without a handshake cost memory.
         ("grpc.server_handshake_timeout_ms", 10_000),
         # Two servers on one port would each get half of the calls.
         ("grpc.so_reuseport", 0),
-        # From 1.82 on, the defaults cancel a third of a burst of 5,000 calls. Admission is ours.
-        ("grpc.server.max_pending_requests", 1 << 30),
-        ("grpc.server.max_pending_requests_hard_limit", 1 << 30),
-        # Nor is a call cancelled that is not taken within 30 s: its deadline is its own.
+        # A stream that its client resets at once still costs 13 kB and a turn of the event loop.
+        # It counts here until both are free again, so that one connection cannot pile them up.
+        # Lower limits refuse calls of honest bursts of 5,000, whose ends gRPC has yet to clean up.
+        ("grpc.max_concurrent_streams", MAX_STREAMS),
+        # Of all connections together. The defaults, 1000 and 3000, cancel calls of honest bursts.
+        ("grpc.server.max_pending_requests", 6000),
+        ("grpc.server.max_pending_requests_hard_limit", 8000),
+        # By default, a call that waits for 30 s is cancelled; only its own deadline counts.
         ("grpc.server_max_unrequested_time_in_server", 86_400),
-        # Clients ping every 30 s, also between calls; that must not count as abuse.
+        # Clients ping every 30 s, also between calls, which must not count as abuse.
         ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
         ("grpc.keepalive_permit_without_calls", 1),
-        # A host that vanished must end its stream, or its agent would never count as lost.
+        # Without pings, the stream of a vanished host stays open and its agent is never lost.
         ("grpc.keepalive_time_ms", 30_000),
         ("grpc.keepalive_timeout_ms", 10_000),
     ]
@@ -232,7 +325,7 @@ def _stop_on_signals(stop: asyncio.Event) -> None:
 
     def on_signal(number: int) -> None:
         if stop.is_set():
-            os._exit(128 + number)  # the store survives it, as it survives a crash
+            os._exit(128 + number)  # the store survives a crash
         log.info("%s", signal.Signals(number).name)
         stop.set()
 
@@ -240,86 +333,13 @@ def _stop_on_signals(stop: asyncio.Event) -> None:
         loop.add_signal_handler(number, on_signal, number)
 
 
-def _tell_systemd(state: str) -> None:
-    """Says how the service stands, where it was started with Type=notify."""
-    path = os.environ.get("NOTIFY_SOCKET")
-    if path:
-        address = "\0" + path[1:] if path.startswith("@") else path
-        try:
-            with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as notify:
-                notify.sendto(state.encode(), address)
-        except OSError as error:
-            log.warning("systemd can not be told %s: %s", state, error)
-
-
 def _keep_freed_memory() -> None:
-    # glibc hands what chunks took back to the kernel as soon as they are written, and faults the
-    # same pages in again for the next ones: up to 1 s of CPU per GB that is ingested.
+    # glibc returns the memory of each chunk to the kernel and faults it in again for the next one:
+    # up to 1 s of CPU per ingested GB.
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt:  # other C libraries have none
         mallopt(_M_TRIM_THRESHOLD, 128 << 20)
         mallopt(_M_MMAP_THRESHOLD, 4 << 20)
-
-
-def _write_atomically(path: Path, text: str) -> None:
-    part = path.with_name(f"{path.name}.{os.getpid()}.part")
-    part.write_text(text)
-    part.replace(path)
-
-
-# ---------------------------------------------------------------------------- health
-
-
-def _health(argv: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(
-        "routetrace-server health",
-        description="Exits 0 if a server is ready, 1 if it is not, 2 if it can not be asked like "
-        "that. No token is needed.",
-    )
-    parser.add_argument(
-        "--target",
-        default=os.environ.get("ROUTETRACE_TARGET", _DEFAULT_TARGET),
-        help="host:port to ask (default: %(default)s) [env: ROUTETRACE_TARGET]",
-    )
-    parser.add_argument(
-        "--timeout", type=float, default=5.0, help="seconds to wait (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--tls", action="store_true", default=None, help="use TLS [env: ROUTETRACE_TLS]"
-    )
-    for flag, text in (
-        ("ca-file", "PEM file of the authorities to trust; the system's without it"),
-        ("cert-file", "PEM file of a certificate, for servers that ask for one"),
-        ("key-file", "PEM file of its key"),
-        ("server-name", "name in the server's certificate, where it is not the target's host"),
-    ):
-        name = f"ROUTETRACE_{flag.upper().replace('-', '_')}"
-        parser.add_argument(f"--{flag}", help=f"{text} [env: {name}]")
-    args = vars(parser.parse_args(argv))
-    target, timeout = args.pop("target"), args.pop("timeout")
-    given = {name: value for name, value in args.items() if value is not None}
-    try:
-        # A token is not for those who only look.
-        security = replace(Security.from_environment(), token="", token_file="", **given)
-        with security.channel(target, []) as channel:
-            return 0 if _ask(channel, timeout) else 1
-    except InvalidArgument as error:
-        print(f"routetrace-server health: {error}", file=sys.stderr)
-        return 2
-
-
-def _ask(channel: grpc.Channel, timeout: float) -> bool:
-    stub: Any = health_pb2_grpc.HealthStub(channel)
-    ready = True
-    for service in READY_SERVICES:
-        try:
-            answer = stub.Check(health_pb2.HealthCheckRequest(service=service), timeout=timeout)
-            status = health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status)
-        except grpc.RpcError as error:
-            status = f"{error.code().name}: {error.details()}"
-        print(f"{service}: {status}")
-        ready = ready and status == "SERVING"
-    return ready
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""A real server for tests: its own process, on a free port of 127.0.0.1.
+"""Real server for tests, in its own process, on a free port of 127.0.0.1.
 
 with run_server() as server:
     client = RouteClient(server.target)
@@ -7,15 +7,34 @@ with run_server() as server:
 from __future__ import annotations
 
 import os
+import random
+import socket
 import subprocess
 import sys
 import tempfile
 import time
+from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 _LOG_TAIL = 4000
+#: Below the ports that systems give to connections: none takes a port while its server is away, and
+#: no client that tries to reach it connects to itself.
+_PORTS = range(15_000, 30_000)
+
+
+def free_ports(count: int) -> int:
+    """Return the first of `count` free ports of 127.0.0.1 in a row."""
+    while True:
+        first = random.choice(_PORTS)
+        with ExitStack() as probes:
+            try:
+                for port in range(first, first + count):
+                    probes.enter_context(socket.socket()).bind(("127.0.0.1", port))
+            except OSError:
+                continue
+            return first
 
 
 class ServerProcess:
@@ -23,16 +42,16 @@ class ServerProcess:
 
     Attributes:
         target: "127.0.0.1:port", for clients and agents.
-        metrics_target: "host:port" of its metrics; empty without the setting `metrics_listen`.
-        pid: of the process.
-        log: file that holds what it printed.
+        metrics_target: "host:port" of the metrics; empty without the setting `metrics_listen`.
+        pid: process id.
+        log: file with the output of the process.
     """
 
     def __init__(self, command: list[str], timeout: float) -> None:
         self._dir = tempfile.TemporaryDirectory(prefix="routetrace-")
         self.log = Path(self._dir.name) / "log"
         ready_file = Path(self._dir.name) / "ready"
-        # Settings that surround the test are not the test's.
+        # Settings in the environment must not reach the test server.
         env = {k: v for k, v in os.environ.items() if not k.startswith("ROUTETRACE_")}
         with self.log.open("wb") as output:
             self._process = subprocess.Popen(
@@ -52,20 +71,20 @@ class ServerProcess:
         self.target, _, self.metrics_target = addresses.partition("\n")
 
     def stop(self, timeout: float = 30.0) -> int:
-        """Ends it with SIGTERM; returns its exit code.
+        """Stop the server with SIGTERM; return its exit code.
 
         Raises:
-            TimeoutError: if it is still running after `timeout` seconds; it is then killed.
+            TimeoutError: if it still runs after `timeout` seconds; it is then killed.
         """
         self._process.terminate()
         try:
             return self._process.wait(timeout)
         except subprocess.TimeoutExpired:
             self.kill()
-            raise TimeoutError(f"the server ran on after SIGTERM: {self._log_tail()}") from None
+            raise TimeoutError(f"the server still runs after SIGTERM: {self._log_tail()}") from None
 
     def kill(self) -> None:
-        """Ends it with SIGKILL, as a crash would."""
+        """Kill the server with SIGKILL, as in a crash."""
         self._process.kill()
         self._process.wait()
 
@@ -94,7 +113,7 @@ class ServerProcess:
                 code = self._process.returncode
                 raise RuntimeError(f"the server ended with code {code}: {self._log_tail()}")
             time.sleep(0.01)
-        raise TimeoutError(f"the server did not get ready: {self._log_tail()}")
+        raise TimeoutError(f"the server is not ready in time: {self._log_tail()}")
 
     def _log_tail(self) -> str:
         return self.log.read_text(errors="replace")[-_LOG_TAIL:]
@@ -103,17 +122,17 @@ class ServerProcess:
 def run_server(
     *, data_dir: str | Path | None = None, port: int = 0, timeout: float = 60.0, **settings: Any
 ) -> ServerProcess:
-    """Starts `routetrace-server` and waits until it is ready.
+    """Start `routetrace-server` and wait until it is ready.
 
     Args:
-        data_dir: keeps chunks there; without it they are kept in memory.
-        port: to listen on, on 127.0.0.1; 0 takes a free one.
-        timeout: seconds that the start may take.
-        settings: any setting of `routetrace.server.config.ServerConfig`, by its name.
+        data_dir: directory of the disk store; None: a memory store.
+        port: port on 127.0.0.1; 0 picks a free one.
+        timeout: maximum seconds of the start.
+        settings: settings of `routetrace.server.settings.config.ServerConfig` by name.
 
     Raises:
-        RuntimeError: if the server ends instead; the message holds the end of its log.
-        TimeoutError: if it takes too long.
+        RuntimeError: if the server exits; the message has the end of its log.
+        TimeoutError: if the server is not ready in time.
     """
     settings.setdefault("listen", f"127.0.0.1:{port}")
     if data_dir is None:

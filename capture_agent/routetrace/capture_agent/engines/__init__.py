@@ -1,0 +1,1 @@
+"""Engine adapters, one package an engine; `capturer` copies routing off a device."""

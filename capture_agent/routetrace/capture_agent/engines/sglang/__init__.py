@@ -1,0 +1,1 @@
+"""Capture in SGLang by its own plugin entry point; see docs/sglang.md."""

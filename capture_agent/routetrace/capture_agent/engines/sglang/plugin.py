@@ -1,0 +1,208 @@
+"""Entry point that every process of SGLang runs (group sglang.srt.plugins).
+
+It changes nothing where capture is off. Otherwise it hooks the model runner, so that a capture
+starts with the capturer of its ranks, and the scheduler of the same process.
+"""
+
+# SGLang is not installed where types are checked.
+# pyright: reportMissingImports=false
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable
+from typing import Any
+
+from routetrace.capture_agent.config import AgentConfig
+from routetrace.capture_agent.engines.sglang import seams
+from routetrace.capture_agent.engines.sglang.settings import (
+    NGRAM,
+    Settings,
+    refuse_unsupported,
+    settings_of,
+)
+from routetrace.common.errors import InvalidArgument, RouteTraceError
+from routetrace.common.model_map import layout_from_config
+
+_log = logging.getLogger(__name__)
+
+# The latest capture of this process, and its model runner with the tap.
+_capture: Any = None
+_tapped: tuple[Any, Any] | None = None
+
+
+def register() -> None:
+    """Prepare this process.
+
+    Raises:
+        Refused: if a setting is wrong, or this version of SGLang cannot be captured from.
+    """
+    try:
+        settings = settings_of()
+    except InvalidArgument as error:
+        raise seams.Refused(f"routetrace: {error}") from error
+    if settings is None:
+        return
+    seams.check()
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    after, around = HookType.AFTER, HookType.AROUND
+    hooks: list[tuple[str, Callable[..., Any], Any]] = [
+        (f"{seams.SCHEDULER}.run_batch", _run_batch, around),
+        (f"{seams.SCHEDULER}.process_batch_result", _processed, after),
+        (f"{seams.SCHEDULER}.flush_cache", _flushed, after),
+        (f"{seams.REQUEST}.reset_for_retract", _retracted, after),
+    ]
+    # Aborts of requests that wait: where SGLang has a method for them, or as it sends them.
+    abort = f"{seams.SCHEDULER}.send_abort_output"
+    if seams.found(abort) is not None:
+        hooks.append((abort, lambda _, __, output, req=None: _aborted(output, req), after))
+    else:
+        hooks.append((seams.SENDER, lambda _, __, output, req=None: _aborted(output, req), after))
+    hooks += [(name, _loaded, after) for name in seams.LOADS if seams.found(name) is not None]
+    for source in ("disk", "distributed", "tensor", "ipc"):
+        hooks.append((f"{seams.UPDATER}.update_weights_from_{source}", _updated, after))
+    # Told without weights: a trainer wrote them itself.
+    site = f"{seams.SCHEDULER}.handle_update_weight_version"
+    if seams.found(site) is not None:
+        hooks.append((site, lambda _, __, request: _renamed(request.new_version), after))
+    if all(seams.found(name) is not None for name in (seams.STREAMER_MADE, seams.ANSWERS)):
+        hooks += [(seams.STREAMER_MADE, _streamer_made, after), (seams.ANSWERS, _answered, after)]
+    if settings.probe and seams.found(seams.GRAPHS) is not None:
+        hooks.append((seams.GRAPHS, _probe, after))
+    names = [name for name, *_ in hooks]
+
+    def made(_: Any, runner: Any, *__: Any, **___: Any) -> None:
+        seams.check_applied(names)
+        try:
+            _attach(runner, settings)
+        except RouteTraceError as error:
+            raise seams.Refused(f"routetrace: {error}") from error
+
+    hooks.append((f"{seams.RUNNER}.init_routed_experts_capturer", made, after))
+    for name, hook, kind in hooks:
+        HookRegistry.register(name, hook, kind)
+
+
+def _attach(runner: Any, settings: Settings) -> None:
+    """Capture from a model runner, before its CUDA graphs are recorded."""
+    global _capture, _tapped  # noqa: PLW0603
+    if runner.is_draft_worker:
+        return
+    from sglang.srt.runtime_context import get_parallel
+
+    from routetrace.capture_agent.engines.sglang.capture import Capture
+    from routetrace.capture_agent.engines.sglang.tap import Tap
+
+    refuse_unsupported(runner.server_args)
+    for name in ("SGLANG_SIMULATE_UNIFORM_EXPERTS", "SGLANG_SIMULATE_ROUND_ROBIN_EXPERTS"):
+        if os.environ.get(name, "").lower() in ("1", "true"):
+            raise InvalidArgument(field=name, value="on", expected="off: experts are made up")
+    num_drafts = 1
+    if getattr(runner.server_args, "speculative_algorithm", None) == NGRAM:
+        num_drafts = int(runner.server_args.speculative_num_draft_tokens)
+        from routetrace.capture_agent.engines.sglang.speculation import hook_verifications
+
+        hook_verifications(current)
+    layout = layout_from_config(runner.model_config.hf_config)
+    tap = Tap(runner, layout, num_drafts)  # on every rank: DeepEP gathers ids from all
+    _tapped = runner, tap
+    parallel = get_parallel()
+    if parallel.attn_tp_rank != 0:
+        tap.ignore()
+        return
+    page = int(runner.page_size)
+    config = AgentConfig(
+        engine_id=settings.engine_id + _rank(runner, parallel),
+        layout=layout,
+        block_size=page,
+        num_blocks=int(runner.max_token_pool_size) // page + 2,  # one is padding
+        attributes={"engine": "sglang", "model": str(runner.server_args.model_path)},
+        **{"target": "", **settings.agent},
+    )
+    _capture = Capture(tap, config)
+    _log.info("routetrace: %d MoE layers are captured", len(layout.layer_ids))
+
+
+def _rank(runner: Any, parallel: Any) -> str:
+    """Return the suffix of the engine id that identifies this data-parallel rank."""
+    args = runner.server_args
+    replica = getattr(parallel, "dp_rank", getattr(runner, "dp_rank", None))
+    if int(getattr(parallel, "attn_dp_size", 1)) > 1:
+        replica = f"{replica or 0}-{parallel.attn_dp_rank}"
+    return f"-dp{replica or 0}" if int(getattr(args, "dp_size", 1)) > 1 else ""
+
+
+def _probe(_: Any, runner: Any, *__: Any, **___: Any) -> None:
+    """Check the layers of a model runner whose graphs are made."""
+    global _tapped
+    if _tapped is None or _tapped[0] is not runner:
+        return
+    from routetrace.capture_agent.engines.sglang.probe import probe
+
+    tap, _tapped = _tapped[1], None
+    try:
+        probe(runner, tap)
+    except RouteTraceError as error:
+        raise seams.Refused(f"routetrace: {error}") from error
+
+
+def _run_batch(
+    original: Callable[..., Any], scheduler: Any, batch: Any, *args: Any, **kw: Any
+) -> Any:
+    if _capture is None:
+        return original(scheduler, batch, *args, **kw)
+    return _capture.run(lambda: original(scheduler, batch, *args, **kw), batch)
+
+
+def _processed(_: Any, __: Any, batch: Any, *___: Any, **____: Any) -> None:
+    if _capture is not None:
+        _capture.finished(batch)
+
+
+def _flushed(done: Any, *_: Any, **__: Any) -> None:
+    if _capture is not None and done:
+        _capture.flushed()
+
+
+def _retracted(_: Any, req: Any, *__: Any, **___: Any) -> None:
+    if _capture is not None:
+        _capture.retracted(req)
+
+
+def _aborted(output: Any, req: Any) -> None:
+    if _capture is not None and type(output).__name__ == "AbortReq" and hasattr(req, "output_ids"):
+        _capture.ended(req, "abort")
+
+
+def _loaded(slots: Any, *_: Any, **__: Any) -> None:
+    if _capture is not None and slots is not None:
+        _capture.loaded(slots)
+
+
+def _updated(result: Any, _: Any, request: Any, *__: Any, **___: Any) -> None:
+    if _capture is not None and getattr(result, "success", True):
+        _capture.updated(getattr(request, "weight_version", None))
+
+
+def _streamer_made(_: Any, scheduler: Any) -> None:
+    streamer = scheduler.output_streamer
+    if streamer.rust_server is None:  # which cannot send more
+        type(streamer).has_additional_customized_info = True
+
+
+def _answered(info: dict[str, Any], _: Any, reqs: list[Any]) -> dict[str, Any] | None:
+    """Add the handles of their traces to the answers of requests that have ended."""
+    if _capture is None or all(req.finished_reason is None for req in reqs):
+        return None
+    return {**info, "routetrace": [_capture.handles(req) for req in reqs]}
+
+
+def _renamed(version: Any) -> None:
+    if _capture is not None and version is not None:
+        _capture.updated(version)
+
+
+def current() -> Any:
+    """Return the capture of this process; None without one."""
+    return _capture

@@ -1,0 +1,318 @@
+"""Requests under way: from SGLang's batches to the calls of a `CaptureAgent`.
+
+A request has a lane, a small number that stands for it in tables. `Requests` follows what SGLang
+launches and decides, on SGLang's own thread. `Deliveries` reports passes whose rows have arrived,
+on another one; see `timeline` for the events between. They share nothing but plans and free lanes.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from copy import copy
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from routetrace.capture_agent.agent import CaptureAgent
+from routetrace.capture_agent.engines.request_options import RequestOptions
+from routetrace.common.errors import InvalidArgument
+
+_log = logging.getLogger(__name__)
+
+Ints = npt.NDArray[np.int64]
+Tokens = npt.NDArray[np.uint32]
+
+#: In place of the handle of a request that is not captured.
+NO_HANDLE = -1
+
+#: Attribute of SGLang's `Req` that holds its `Live`.
+_MARK = "_routetrace_live"
+
+
+@dataclass(eq=False, slots=True)
+class Live:
+    """A request that has been in a pass, and has not ended."""
+
+    lane: int
+    request_id: str
+    options: RequestOptions | None
+    """None: the request is not captured."""
+    prompt_len: int
+    prompt: Sequence[int] | None
+    """For digests; None if token ids do not identify the model's input."""
+    retracted: bool = False
+
+
+@dataclass(eq=False, slots=True)
+class Start:
+    """A request begins or resumes in a pass."""
+
+    live: Live
+    run: int
+    """Index of its run in the plan."""
+    resumed: bool
+    num_computed: int
+    """Tokens whose KV is in the cache."""
+
+
+@dataclass(eq=False, slots=True)
+class Plan:
+    """Order of the rows of one pass."""
+
+    lanes: Ints
+    """[m] of the requests, in the order of their rows."""
+    positions: Ints
+    """[m] of their first rows."""
+    counts: Ints
+    """[m] numbers of their rows."""
+    version: int
+    """Of the weights."""
+    starts: list[Start]
+    num_lanes: int
+    """Size of a table by lane."""
+
+
+class Requests:
+    """Requests of one scheduler.
+
+    Args:
+        options_of: returns the options of a request (SGLang's `Req`), None if it is not captured.
+        free: lanes of requests that have ended, to which another thread appends.
+    """
+
+    def __init__(self, options_of: Callable[[Any], RequestOptions | None], free: list[int]) -> None:
+        self._options_of = options_of
+        self._free = free
+        self._num_lanes = 0
+        # By lane: position after the last launched row, of the passes before the last one.
+        self._ends = np.zeros(0, np.int64)
+        self._batch: list[Any] = []  # requests of the last pass, their lanes and rows
+        self._lanes = self._positions = self._counts = np.empty(0, np.int64)
+
+    def plan(self, reqs: Sequence[Any], positions: Ints, counts: Ints, version: int) -> Plan:
+        """Return the plan of a pass that is launched now.
+
+        Args:
+            reqs: SGLang's requests, in the order of their rows.
+            positions: [m] of their first rows; not changed later.
+            counts: [m] numbers of their rows; not changed later.
+            version: of the weights.
+        """
+        starts: list[Start] = []
+        if self._batch != reqs:  # the same objects in most passes, which is compared first
+            self._note_ends()
+            self._batch = []
+            for run, req in enumerate(reqs):
+                live: Live | None = getattr(req, _MARK, None)
+                if live is None or live.retracted:
+                    starts.append(self._start(req, live, run, int(positions[run])))
+            self._batch = list(reqs)
+            self._lanes = np.array([getattr(req, _MARK).lane for req in reqs], np.int64)
+        self._positions, self._counts = positions, counts
+        return Plan(self._lanes, positions, counts, version, starts, self._num_lanes)
+
+    def _note_ends(self) -> None:
+        """Note the ends of the rows of the last pass."""
+        if len(self._lanes):
+            self._ends[self._lanes] = self._positions + self._counts
+
+    def retract(self, req: Any) -> tuple[Live, int] | None:
+        """Note that a request loses its KV.
+
+        Returns:
+            It, and the number of its rows that count: the token which the last one samples is
+            dropped, where it is under way. None if the request was in no pass.
+        """
+        live: Live | None = getattr(req, _MARK, None)
+        if live is None or live.retracted:
+            return None
+        live.retracted = True
+        self._batch = []
+        self._note_ends()
+        num_tokens = len(req.origin_input_ids) + len(req.output_ids)
+        return live, min(int(self._ends[live.lane]), num_tokens - 1)
+
+    def options(self, req: Any) -> RequestOptions | None:
+        """Return the options of a request that has not ended; None if it is not captured."""
+        live: Live | None = getattr(req, _MARK, None)
+        return None if live is None else live.options
+
+    def end(self, req: Any) -> Live | None:
+        """Note that a request has ended; return it, None if it was in no pass or has ended."""
+        live: Live | None = getattr(req, _MARK, None)
+        if live is not None:
+            setattr(req, _MARK, None)
+            self._batch = []
+        return live
+
+    def _start(self, req: Any, live: Live | None, run: int, position: int) -> Start:
+        resumed = live is not None
+        if live is None:
+            options = None if req.finished() else self._options(req)
+            prompt = req.origin_input_ids
+            known = copy(prompt) if _is_text(req) else None
+            live = Live(self._new_lane(), req.rid, options, len(prompt), known)
+            setattr(req, _MARK, live)
+        live.retracted = False
+        return Start(live, run, resumed, position)
+
+    def _options(self, req: Any) -> RequestOptions | None:
+        try:
+            return self._options_of(req)
+        except InvalidArgument as error:
+            _log.error("routetrace: request %s is not captured: %s", req.rid, error)
+            return None
+
+    def _new_lane(self) -> int:
+        if not self._free:
+            size = self._num_lanes
+            self._num_lanes = max(64, 2 * size)
+            self._ends = np.concatenate([self._ends, np.zeros(self._num_lanes - size, np.int64)])
+            self._free.extend(range(size, self._num_lanes))
+        return self._free.pop()
+
+
+class Deliveries:
+    """Reports of passes and requests to an agent.
+
+    Args:
+        block_size: SGLang's page size.
+        free: takes the lanes of requests that have ended.
+    """
+
+    def __init__(self, block_size: int, free: list[int]) -> None:
+        self._block_size = block_size
+        self._free = free
+        self._handles = np.full(64, NO_HANDLE, np.int64)  # by lane
+
+    def deliver(
+        self,
+        plan: Plan,
+        rows: npt.NDArray[np.unsignedinteger],
+        slots: Ints,
+        prefixes: Ints,
+        agent: CaptureAgent,
+    ) -> None:
+        """Report a pass: its begins, blocks and rows.
+
+        Args:
+            plan: of the pass.
+            rows: [n, L, K] ids.
+            slots: [n] of the rows.
+            prefixes: slots of the cached tokens of all requests that start, one after the other.
+            agent: to report to.
+        """
+        size, counts, n = self._block_size, plan.counts, len(rows)
+        self._fit(plan.num_lanes)
+        total = int(np.add.reduce(counts))
+        if n != len(slots) or n != total:
+            raise RuntimeError(f"{n} rows, {len(slots)} slots, {total} tokens")
+        stops = firsts = counts
+        if plan.starts or n > len(counts):
+            stops = np.cumsum(counts)
+            firsts = stops - counts
+        at = 0
+        for start in plan.starts:
+            cached = prefixes[at : at + start.num_computed]
+            at += start.num_computed
+            own = np.concatenate([cached, slots[firsts[start.run] : stops[start.run]]])
+            self._report_start(start, (own[::size] // size).tolist(), agent)
+        handles = self._handles[plan.lanes]
+        runs = np.empty((len(counts), 3), np.int64)
+        runs[:, 0], runs[:, 1], runs[:, 2] = handles, plan.positions, counts
+        positions, owners = runs[:, 1], handles
+        if n > len(counts):
+            positions = np.repeat(positions - firsts, counts) + np.arange(n)
+            owners = np.repeat(handles, counts)
+        new = positions % size == 0
+        captured = owners != NO_HANDLE
+        every = bool(captured.all())
+        if not every:
+            new &= captured
+        if plan.starts:
+            going_on = np.ones(len(counts), np.bool_)
+            going_on[[start.run for start in plan.starts]] = False
+            new &= going_on if n == len(counts) else np.repeat(going_on, counts)
+        if new.any():
+            agent.add_blocks_of(owners[new], slots[new] // size)
+        if not every:
+            agent.external(np.unique(slots[~captured] // size).tolist())
+            rows, runs = rows[captured], runs[handles != NO_HANDLE]
+        if len(runs):
+            agent.step(rows, runs)
+
+    def _report_start(self, start: Start, blocks: list[int], agent: CaptureAgent) -> None:
+        live, handle = start.live, int(self._handles[start.live.lane])
+        if start.resumed:
+            if handle != NO_HANDLE:
+                agent.resume(handle, start.num_computed, blocks)
+            return
+        prompt = live.prompt
+        if prompt is not None:
+            live.prompt = ()  # no longer needed
+        if live.options is None:
+            return
+        try:
+            self._handles[live.lane] = agent.begin(
+                live.request_id,
+                trace_id=live.options.trace_id,
+                prompt_len=live.prompt_len,
+                labels=live.options.labels,
+                ttl_seconds=live.options.ttl_seconds,
+                num_computed_tokens=start.num_computed,
+                block_ids=blocks,
+                prompt_token_ids=None if prompt is None else tokens_of(prompt),
+            )
+        except InvalidArgument as error:
+            _log.error("routetrace: request %s is not captured: %s", live.request_id, error)
+
+    def report_retraction(self, live: Live, num_rows: int, agent: CaptureAgent) -> None:
+        """Report a retraction that `retract` noted."""
+        self._fit(live.lane + 1)
+        if (handle := int(self._handles[live.lane])) != NO_HANDLE:
+            agent.preempt(handle, num_rows)
+
+    def report_end(
+        self, live: Live, parts: Sequence[Sequence[int]], reason: str, agent: CaptureAgent
+    ) -> None:
+        """Report an end that `end` noted, and free the lane: no pass refers to it any more.
+
+        Args:
+            live: the request.
+            parts: all its tokens, one part after the other.
+            reason: of the end.
+            agent: to report to.
+        """
+        self._fit(live.lane + 1)
+        handle = int(self._handles[live.lane])
+        self._handles[live.lane] = NO_HANDLE
+        self._free.append(live.lane)
+        if handle != NO_HANDLE:
+            known = None if live.prompt is None else tokens_of(*parts)
+            agent.finish(handle, sum(map(len, parts)), reason, known)
+
+    def _fit(self, num_lanes: int) -> None:
+        """Have room for so many lanes."""
+        if len(self._handles) < num_lanes:
+            more = np.full(num_lanes - len(self._handles), NO_HANDLE, np.int64)
+            self._handles = np.concatenate([self._handles, more])
+
+    def give_up(self) -> None:
+        """Drop all handles, since their agent is lost."""
+        self._handles[:] = NO_HANDLE
+
+
+def tokens_of(*parts: Sequence[int]) -> Tokens:
+    """Return token ids, concatenated."""
+    return np.concatenate([np.asarray(part, np.int64) for part in parts]).astype(np.uint32)
+
+
+def _is_text(req: Any) -> bool:
+    """Whether the token ids of a request and the weights alone determine its rows."""
+    return all(
+        getattr(req, name, None) is None
+        for name in ("input_embeds", "multimodal_inputs", "lora_id", "extra_key")
+    )

@@ -1,0 +1,111 @@
+"""Names of SGLang that capture attaches to, found by feature, not by version."""
+
+# SGLang is not installed where types are checked.
+# pyright: reportMissingImports=false
+from __future__ import annotations
+
+import pkgutil
+from collections.abc import Iterable
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+_SRT = "sglang.srt."
+RUNNER = _SRT + "model_executor.model_runner.ModelRunner"
+#: Makes the CUDA graphs, or what runs without them; the last step of a model runner's start.
+GRAPHS = RUNNER + ".init_cuda_graphs"
+BATCH = _SRT + "model_executor.forward_batch_info.ForwardBatch"
+#: Its attribute with the number of its tokens before padding, None without: ranks of data-parallel
+#: attention pad to the longest batch.
+NUM_TOKENS = "_original_num_tokens"
+CAPTURER = _SRT + "state_capturer.routed_experts"
+SCHEDULER = _SRT + "managers.scheduler.Scheduler"
+REQUEST = _SRT + "managers.schedule_batch.Req"
+UPDATER = _SRT + "managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
+SENDER = _SRT + "managers.scheduler_components.output_sender.SenderWrapper.send_output"
+LOADS = (
+    _SRT + "managers.cache_controller.HiCacheController.load",
+    _SRT + "mem_cache.hybrid_cache.hybrid_cache_controller.HybridCacheController.load",
+)
+#: Where answers can carry more: once the streamer exists, and for each answer.
+STREAMER_MADE = SCHEDULER + ".init_output_streamer"
+ANSWERS = (
+    _SRT + "managers.scheduler_components.output_streamer.SchedulerOutputStreamer"
+    ".build_additional_customized_info"
+)
+#: Where drafts are used: what moves the KV of accepted ones, and the worker.
+MOVE = _SRT + "speculative.spec_utils.move_accept_tokens_to_target_kvcache"
+NGRAM = _SRT + "speculative.ngram_worker.NGRAMWorker.forward_batch_generation"
+
+#: Attributes without which nothing can be captured.
+_REQUIRED = (
+    _SRT + "plugins.hook_registry.HookRegistry.register",
+    RUNNER + ".init_routed_experts_capturer",
+    CAPTURER + ".RoutedExpertsCapturer._get_local_slice",
+    CAPTURER + ".RoutedExpertsCapturer.on_forward_end",
+    CAPTURER + ".get_global_experts_capturer",
+    CAPTURER + ".set_global_experts_capturer",
+    SCHEDULER + ".run_batch",
+    SCHEDULER + ".process_batch_result",
+    SCHEDULER + ".flush_cache",
+    REQUEST + ".reset_for_retract",
+    REQUEST + ".output_ids_through_stop",
+    _SRT + "runtime_context.get_parallel",
+    SENDER,
+    LOADS[0],
+    *(
+        f"{UPDATER}.update_weights_from_{source}"
+        for source in ("disk", "distributed", "tensor", "ipc")
+    ),
+)
+
+
+class Refused(SystemExit):
+    """The server cannot start with capture.
+
+    SGLang only logs the exceptions of plugins, so this is none of those: without capture, a server
+    with capture switched on must not start.
+    """
+
+
+def found(name: str) -> Any:
+    """Return the attribute of a dotted name; None if this version of SGLang lacks it."""
+    try:
+        return pkgutil.resolve_name(name)
+    except (ImportError, AttributeError):
+        return None
+
+
+def check() -> None:
+    """Check that this version of SGLang has every seam.
+
+    Raises:
+        Refused: naming those that it lacks.
+    """
+    check_found(_REQUIRED)
+
+
+def check_found(names: Iterable[str]) -> None:
+    """Check that this version of SGLang has these names.
+
+    Raises:
+        Refused: naming those that it lacks.
+    """
+    if missing := [name for name in names if found(name) is None]:
+        try:
+            number = version("sglang")
+        except PackageNotFoundError:
+            number = "of unknown version"
+        raise Refused(
+            f"routetrace: cannot capture from SGLang {number}: it lacks {', '.join(missing)}; "
+            "docs/sglang.md lists the versions that are tested"
+        )
+
+
+def check_applied(names: list[str]) -> None:
+    """Check that SGLang has applied the hooks on these names; it only logs those that fail.
+
+    Raises:
+        Refused: naming those that are not applied.
+    """
+    if missing := [name for name in names if not hasattr(found(name), "__wrapped__")]:
+        raise Refused(f"routetrace: SGLang did not apply the hooks on {', '.join(missing)}")

@@ -1,0 +1,124 @@
+"""Settings of capture in SGLang, and the modes that are refused.
+
+Capture is off unless the environment of the server has
+
+    ROUTETRACE_TARGET    host:port of routetrace-server
+    ROUTETRACE_SGLANG    optional: an object of `AgentConfig` fields in JSON, such as
+                         {"engine_id": "rollout-0", "linger_s": 0.2}; "off" turns capture off;
+                         "probe": false starts without a pass over dummy tokens
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from routetrace.capture_agent.config import AgentConfig, security_of
+from routetrace.capture_agent.engines.sglang import seams
+from routetrace.common.errors import InvalidArgument
+
+VARIABLE = "ROUTETRACE_SGLANG"
+
+#: The way to draft that is followed.
+NGRAM = "NGRAM"
+
+_SET_BY_US = {"layout", "shard", "boot_id", "block_size", "num_blocks", "attributes"}
+_SETTINGS = {f.name for f in fields(AgentConfig)} - _SET_BY_US | {"probe"}
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Settings of one server."""
+
+    engine_id: str
+    """Of the server; data-parallel ranks append their own."""
+    agent: Mapping[str, Any]
+    """Other settings of the agent."""
+    probe: bool = True
+    """Whether layers are tried at start."""
+
+
+def settings_of(environ: Mapping[str, str] = os.environ) -> Settings | None:
+    """Return the settings in an environment; None if capture is off.
+
+    Raises:
+        InvalidArgument: naming the wrong setting.
+    """
+    given = environ.get(VARIABLE, "")
+    if given.lower() == "off":
+        return None
+    agent = _parsed(given) if given else {}
+    if not (agent.get("target") or environ.get("ROUTETRACE_TARGET")):
+        if given:
+            raise InvalidArgument(
+                field="ROUTETRACE_TARGET", value="", expected=f"host:port, beside {VARIABLE}"
+            )
+        return None
+    if "security" in agent:  # a mapping would show its token where settings are printed
+        agent["security"] = security_of(agent["security"])
+    probe = agent.pop("probe", True)
+    if not isinstance(probe, bool):
+        raise InvalidArgument(field=f"{VARIABLE} probe", value=probe, expected="true or false")
+    engine_id = agent.pop("engine_id", "") or environ.get("ROUTETRACE_ENGINE_ID", "")
+    # Unique, but not the same after a restart.
+    return Settings(engine_id or f"sglang-{socket.gethostname()}-{os.getpid()}", agent, probe)
+
+
+def _parsed(given: str) -> dict[str, Any]:
+    try:
+        agent = json.loads(given)
+    except ValueError:
+        agent = None
+    if not isinstance(agent, dict):
+        # Not the value, which may hold a token.
+        raise InvalidArgument(field=VARIABLE, value="<text>", expected='a JSON object or "off"')
+    if unknown := sorted(set(agent) - _SETTINGS):
+        raise InvalidArgument(
+            field=f"{VARIABLE} setting",
+            value=unknown[0],
+            expected=f"one of {', '.join(sorted(_SETTINGS))}",
+        )
+    return agent
+
+
+def refuse_unsupported(server_args: Any) -> None:
+    """Raise InvalidArgument if a server runs in a mode with wrong or lost rows.
+
+    Args:
+        server_args: SGLang's `ServerArgs`, resolved.
+    """
+    for name, expected in _unsupported(server_args):
+        raise InvalidArgument(field=name, value=getattr(server_args, name), expected=expected)
+    dp_attention = getattr(server_args, "enable_dp_attention", False)
+    if dp_attention and not hasattr(seams.found(seams.BATCH), seams.NUM_TOKENS):
+        raise InvalidArgument(
+            field="enable_dp_attention",
+            value=True,
+            expected="off: this version of SGLang does not note which tokens are padding",
+        )
+
+
+def _unsupported(args: Any) -> Iterator[tuple[str, str]]:
+    for name, fine, expected in (
+        ("pp_size", (1,), "1: stages hold different layers"),
+        ("speculative_algorithm", (None, "NONE", NGRAM), "none or NGRAM: no other is tested"),
+        ("attn_cp_size", (1,), "1: tokens of a request are spread over ranks"),
+        ("dcp_size", (1,), "1: tokens of a request are spread over ranks"),
+        ("disaggregation_mode", ("null", None), "'null': KV moves between engines"),
+        ("dllm_algorithm", (None,), "none: positions are computed several times"),
+        ("enable_hisparse", (False,), "off: KV moves between slots"),
+        ("enable_pdmux", (False,), "off: a prefill pass is split"),
+        ("enable_two_batch_overlap", (False,), "off: halves of a batch share rows"),
+        ("enable_single_batch_overlap", (False,), "off: parts of a batch share rows"),
+        ("enable_lmcache", (False,), "off: KV arrives without notice"),
+        ("enable_unified_cache_external_linker", (False,), "off: KV arrives without notice"),
+        ("radix_cache_backend", (None,), "the default: others move KV without notice"),
+        ("is_embedding", (False,), "off: nothing is sampled"),
+    ):
+        # A mode that this version of SGLang lacks is not on.
+        if getattr(args, name, fine[0]) not in fine:
+            yield name, expected

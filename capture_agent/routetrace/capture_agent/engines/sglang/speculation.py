@@ -1,0 +1,74 @@
+"""Passes that verify drafts: from trees of tokens to rows of those that were accepted.
+
+SGLang's NGRAM worker has the model verify a tree of drafts for each request, and then moves the KV
+of the accepted path to the front of the slots that the tree was written to. Even without branches
+of its own a tree pads with children of its root, and matches of several lengths start several
+branches: so the accepted rows are not the first ones of a request. They are chosen on the device,
+once the tree is judged; rejected rows are not reported.
+
+The worker also leaves the output of SGLang's capturer behind, so a pass is put into its result.
+"""
+
+# SGLang is not installed where types are checked.
+# pyright: reportMissingImports=false
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from routetrace.capture_agent.engines.sglang import seams
+from routetrace.capture_agent.engines.sglang.requests import Ints, Plan
+
+#: First position of a request in a plan whose drafts are not judged: an upper bound.
+UNKNOWN_POSITION = 1 << 40
+
+
+def hook_verifications(capture: Callable[[], Any]) -> None:
+    """Hook SGLang's NGRAM worker, in a server that uses it.
+
+    Args:
+        capture: returns the capture of this process, None without one.
+
+    Raises:
+        Refused: if this version of SGLang lacks a name.
+    """
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    def judged(_: Any, batch: Any, accepted: Any, num_drafts: Any, *__: Any, **___: Any) -> None:
+        if (current := capture()) is not None:
+            current.judged(accepted, batch.seq_lens, num_drafts + 1)
+
+    def generated(result: Any, *_: Any, **__: Any) -> None:
+        if (current := capture()) is not None:
+            current.carry(result)
+
+    hooks = ((seams.MOVE, judged), (seams.NGRAM, generated))
+    seams.check_found([name for name, _ in hooks])
+    for name, hook in hooks:
+        HookRegistry.register(name, hook, HookType.AFTER)
+    HookRegistry.apply_hooks()
+    seams.check_applied([name for name, _ in hooks])
+
+
+def accepted_part(
+    plan: Plan,
+    rows: npt.NDArray[np.unsignedinteger],
+    slots: Ints,
+    outcome: Ints,
+) -> tuple[Plan, npt.NDArray[np.unsignedinteger], Ints]:
+    """Return plan, rows and slots of the accepted tokens of a pass that verified drafts.
+
+    Args:
+        plan: of the pass.
+        rows: [m * d, L, K] ids.
+        slots: [m * d] of the rows.
+        outcome: [2, m] first positions, and numbers of accepted tokens.
+    """
+    positions, counts = outcome
+    depth = len(rows) // len(counts)
+    kept = (np.arange(depth) < counts[:, None]).ravel()
+    return replace(plan, positions=positions, counts=counts), rows[kept], slots[kept]

@@ -1,0 +1,138 @@
+"""Entry point that every process of vLLM runs (group vllm.general_plugins).
+
+It changes nothing where capture is not configured. Otherwise it attaches workers when they load
+their model, and, without the connector, follows the scheduler and the steps of the workers by
+wrapping their public methods.
+"""
+
+# vLLM is not installed where types are checked.
+# pyright: reportMissingImports=false
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+#: Attribute of vLLM's SchedulerOutput that carries the plan of a step.
+_PLAN = "routetrace_plan"
+
+
+def register() -> None:
+    """Prepare this process; idempotent."""
+    from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm.v1.worker.worker_base import WorkerBase
+
+    if not hasattr(WorkerBase.__init__, "routetrace"):
+        _attach_workers(WorkerBase)
+        _follow_schedulers(Scheduler)
+
+
+def _attach_workers(worker_class: Any) -> None:
+    make = worker_class.__init__
+
+    @functools.wraps(make)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
+        from routetrace.capture_agent.engines.vllm.settings import settings_of
+
+        make(self, *args, **kwargs)
+        settings = settings_of(self.vllm_config)
+        if settings is not None:
+            _attach_with_model(self, settings)
+
+    __init__.routetrace = True  # type: ignore[attr-defined]
+    worker_class.__init__ = __init__
+
+
+def _attach_with_model(worker: Any, settings: Any) -> None:
+    inner = worker.load_model
+
+    def load_model(*args: Any, **kwargs: Any) -> Any:
+        from routetrace.capture_agent.engines.vllm.attach import Attachment
+
+        result = inner(*args, **kwargs)
+        attachment = Attachment(worker, settings)
+        if settings.way == "plugin":
+            _follow_steps(worker, attachment)
+        return result
+
+    worker.load_model = load_model
+
+
+def _follow_steps(worker: Any, attachment: Any) -> None:
+    inner = worker.execute_model
+
+    def execute_model(scheduler_output: Any) -> Any:
+        plan = getattr(scheduler_output, _PLAN, None)
+        if plan is None:  # a step without a scheduler
+            return inner(scheduler_output)
+        attachment.begin_step(plan)
+        result = inner(scheduler_output)
+        attachment.end_step(plan)
+        return result
+
+    worker.execute_model = execute_model
+
+
+def _follow_schedulers(scheduler_class: Any) -> None:
+    make, schedule = scheduler_class.__init__, scheduler_class.schedule
+
+    @functools.wraps(make)
+    def __init__(  # noqa: N807
+        self: Any, vllm_config: Any, kv_cache_config: Any, *args: Any, **kwargs: Any
+    ) -> None:
+        from routetrace.capture_agent.engines.vllm.settings import settings_of
+
+        make(self, vllm_config, kv_cache_config, *args, **kwargs)
+        settings = settings_of(vllm_config)
+        self.routetrace = None
+        if settings is not None and settings.way == "plugin":
+            from routetrace.capture_agent.engines.vllm.attach import make_schedule
+
+            self.routetrace = make_schedule(vllm_config, settings, kv_cache_config)
+            _watch_lookups(self)
+
+    @functools.wraps(schedule)
+    def schedule_and_plan(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if self.routetrace is None:
+            return schedule(self, *args, **kwargs)
+        output = schedule(self, *args, **kwargs)
+        setattr(output, _PLAN, self.routetrace.step(output, self.requests))
+        return output
+
+    scheduler_class.__init__ = __init__
+    scheduler_class.schedule = schedule_and_plan
+    for name in ("update_from_output", "finish_requests"):
+        _note_ends_after(scheduler_class, name)
+
+
+def _note_ends_after(scheduler_class: Any, name: str) -> None:
+    inner = getattr(scheduler_class, name)
+
+    @functools.wraps(inner)
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        result = inner(self, *args, **kwargs)
+        if self.routetrace is not None:
+            self.routetrace.finish_all(self.finished_req_ids)
+        return result
+
+    setattr(scheduler_class, name, method)
+
+
+def _watch_lookups(scheduler: Any) -> None:
+    """Note which cached tokens are local, where another connector loads KV from elsewhere."""
+    connector = scheduler.connector
+    if connector is None:
+        return
+    inner = connector.get_num_new_matched_tokens
+
+    def get_num_new_matched_tokens(request: Any, num_computed_tokens: int) -> Any:
+        scheduler.routetrace.lookup(request, num_computed_tokens)
+        return inner(request, num_computed_tokens)
+
+    connector.get_num_new_matched_tokens = get_num_new_matched_tokens
+    allocated = connector.update_state_after_alloc
+
+    def update_state_after_alloc(request: Any, blocks: Any, *args: Any) -> Any:
+        scheduler.routetrace.allocate(request, blocks)
+        return allocated(request, blocks, *args)
+
+    connector.update_state_after_alloc = update_state_after_alloc

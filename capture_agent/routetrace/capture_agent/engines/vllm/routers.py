@@ -1,0 +1,252 @@
+"""Connect the routers of a model in vLLM to a capturer.
+
+The ids are read while they are logical, before experts are remapped for load balancing. Draft
+models are never captured, since only the target model is searched.
+
+Three kinds of modules expose ids: routers (BaseRouter), whose method is wrapped; kernels that route
+and compute in one call; and modules with `layer_id` and `capture_fn` (vLLM's
+RoutedExpertsCaptureSource: experts of DeepSeek-V4 and Kimi-K3 with MegaMoE). The latter two have
+one callback, which vLLM's own return of routed experts sets when the KV cache is allocated: ours
+then calls both.
+"""
+
+# vLLM is not installed where types are checked.
+# pyright: reportMissingImports=false
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from routetrace.capture_agent.engines.capturer import RoutingCapturer
+from routetrace.capture_agent.engines.parallel import local_rows
+from routetrace.common.errors import InvalidArgument
+from routetrace.common.model_map import layout_from_config
+from routetrace.v1.layout import RoutingLayout
+
+_log = logging.getLogger(__name__)
+
+Ids = torch.Tensor
+Read = Callable[[Ids], Ids]
+Callback = Callable[[Ids], None]
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Place for one callback.
+
+    Args:
+        get: returns the present callback, or None.
+        put: replaces it.
+    """
+
+    get: Callable[[], Callback | None]
+    put: Callable[[Callback], None]
+
+
+class Routers:
+    """Routers of a model, connected to a capturer.
+
+    Created after the weights are loaded, before anything is compiled or recorded into a graph.
+
+    Args:
+        model: the target model, or this rank's stage of it.
+        vllm_config: vLLM's configuration.
+        device: of the model.
+
+    Raises:
+        InvalidArgument: if a MoE layer was not found, or cannot be captured; nothing was changed.
+    """
+
+    def __init__(self, model: torch.nn.Module, vllm_config: Any, device: torch.device) -> None:
+        whole = layout_from_config(vllm_config.model_config.hf_config)
+        layers = _moe_layers(model, whole)
+        layout = _stage(whole, sorted(layers), vllm_config.parallel_config)
+        found = {i: _find(f"layer {i}", layers[i], layout.top_k) for i in layout.layer_ids}
+        self.capturer = capturer = RoutingCapturer(
+            layout, vllm_config.scheduler_config.max_num_batched_tokens, device
+        )
+        read = _reader(vllm_config.parallel_config)
+        self._callbacks: list[tuple[_Place, Callback]] = []
+        for layer, column in layout.column.items():
+            callback = _callback(capturer, column, read)
+            place = found[layer]
+            if isinstance(place, _Place):
+                self._callbacks.append((place, callback))
+            else:
+                _wrap(place, callback)
+        self.keep()
+        # A recorded pass may follow one that ended early, without begin() between them.
+        model.register_forward_pre_hook(lambda *_: capturer.forget())
+
+    def keep(self) -> None:
+        """Set the callbacks again, and call those that replaced them."""
+        for place, ours in self._callbacks:
+            present = place.get()
+            if not hasattr(present, "routetrace"):
+                place.put(_both(ours, present))
+
+
+def _callback(capturer: RoutingCapturer, column: int, read: Read) -> Callback:
+    return lambda topk_ids: capturer.capture(column, read(topk_ids))
+
+
+def _both(ours: Callback, theirs: Callback | None) -> Callback:
+    def both(topk_ids: Ids) -> None:
+        ours(topk_ids)
+        if theirs is not None:
+            theirs(topk_ids)
+
+    both.routetrace = True  # type: ignore[attr-defined]
+    return both
+
+
+def _moe_layers(model: torch.nn.Module, layout: RoutingLayout) -> dict[int, Any]:
+    try:
+        from vllm.model_executor.layers.fused_moe.layer import MoERunner
+    except ImportError as error:
+        raise InvalidArgument(
+            field="vllm", value="no MoERunner", expected="a version whose MoE layers have one"
+        ) from error
+    layers: dict[int, Any] = {}
+    modules: list[tuple[str, Any]] = [
+        (n, m) for n, m in model.named_modules() if isinstance(m, MoERunner) or _is_source(m)
+    ]
+    for name, module in modules:
+        layer: int = module.layer_id
+        if layer >= layout.num_hidden_layers or "mtp" in name:
+            continue  # drafts
+        if layer in layers:
+            raise InvalidArgument(field="model", value=name, expected="one MoE per decoder layer")
+        layers[layer] = module
+    return layers
+
+
+def _is_source(module: Any) -> bool:
+    return hasattr(module, "layer_id") and hasattr(module, "capture_fn")
+
+
+def _stage(whole: RoutingLayout, found: list[int], parallel: Any) -> RoutingLayout:
+    """Return the layout of this pipeline stage, all of whose layers must have been found."""
+    expected = list(whole.moe_layer_ids)
+    size = parallel.pipeline_parallel_size
+    if size > 1:
+        from vllm.distributed.parallel_state import get_pp_group
+        from vllm.distributed.utils import get_pp_indices
+
+        rank = get_pp_group().rank_in_group
+        start, stop = get_pp_indices(whole.num_hidden_layers, rank, size)
+        expected = [layer for layer in expected if start <= layer < stop]
+    if found != expected or not found:
+        raise InvalidArgument(
+            field="model",
+            value=f"MoE layers {found}",
+            expected=f"layers {expected or 'that route'}",
+        )
+    return whole.select(tuple(found))
+
+
+def _find(name: str, module: Any, top_k: int) -> Any:
+    """Return the source of the ids of one layer: a `_Place` for a callback, or a BaseRouter.
+
+    Raises:
+        InvalidArgument: if the ids cannot be read.
+    """
+    from vllm.model_executor.layers.fused_moe.router.base_router import BaseRouter
+
+    source = _is_source(module)
+    if not source and module.is_monolithic:
+        return _kernel_place(name, module)
+    router = module if source else module.router
+    if not source and (
+        not isinstance(router, BaseRouter)
+        or not callable(getattr(router, "_compute_routing", None))
+    ):
+        raise InvalidArgument(
+            field=name, value=f"router {type(router).__name__}", expected="a BaseRouter of vLLM"
+        )
+    if getattr(router, "top_k", top_k) < top_k:
+        raise InvalidArgument(
+            field=name, value=f"top_k {router.top_k}", expected=f"{top_k} or more"
+        )
+    if source:
+        return _Place(
+            lambda: module.capture_fn, lambda callback: setattr(module, "capture_fn", callback)
+        )
+    return router
+
+
+def _kernel_place(name: str, module: Any) -> _Place:
+    kernel: Any = module._quant_method
+    for part in ("moe_kernel", "impl", "fused_experts"):
+        kernel = getattr(kernel, part, None)
+    supports = getattr(kernel, "supports_routing_replay_capture", None)
+    if supports is None or not supports():
+        raise InvalidArgument(
+            field=name,
+            value=f"kernel {type(kernel).__name__}",
+            expected="one that exposes its ids: this one routes and computes in one call",
+        )
+    if hasattr(kernel, "set_capture_fn"):  # vLLM 0.30: the kernel has the callback
+        return _Place(lambda: kernel.routing_replay_capture_fn, kernel.set_capture_fn)
+    experts = module.routed_experts  # vLLM 0.32: its layer has it, as kernels may be rebuilt
+
+    def put(callback: Callback) -> None:
+        from vllm.model_executor.layers.fused_moe.routed_experts_capturer import RoutedExpertsSink
+
+        experts.routing_sink = RoutedExpertsSink(kernel.moe_config, callback)
+
+    return _Place(lambda: getattr(experts.routing_sink, "capture_fn", None), put)
+
+
+def _wrap(router: Any, callback: Callback) -> None:
+    inner = router._compute_routing
+
+    def compute_routing(*args: Any, **kwargs: Any) -> Any:
+        weights, topk_ids = inner(*args, **kwargs)
+        callback(topk_ids)
+        return weights, topk_ids
+
+    router._compute_routing = compute_routing
+
+
+def _reader(parallel: Any) -> Read:
+    """Return a function that cuts this rank's rows out of those that a router sees."""
+    if parallel.data_parallel_size == 1:
+        return lambda topk_ids: topk_ids
+    from vllm.distributed.parallel_state import get_tp_group
+    from vllm.forward_context import get_forward_context
+
+    rank, tp_size = parallel.data_parallel_rank, parallel.tensor_parallel_size
+    sharded = getattr(parallel, "use_sequence_parallel_moe", tp_size > 1)
+    failed = False
+
+    def gather(topk_ids: torch.Tensor) -> torch.Tensor:
+        gathered: torch.Tensor = get_tp_group().all_gather(topk_ids, dim=0)
+        return gathered
+
+    def read(topk_ids: torch.Tensor) -> torch.Tensor:
+        nonlocal failed
+        metadata = get_forward_context().dp_metadata
+        if metadata is None:
+            return topk_ids
+        try:
+            own: torch.Tensor = local_rows(
+                topk_ids,
+                metadata.num_tokens_across_dp_cpu.tolist(),
+                rank,
+                tp_size=tp_size,
+                shard_sizes=getattr(metadata, "local_sizes", None),
+                all_gather=gather if sharded else None,
+            )
+        except InvalidArgument as error:
+            if not failed:
+                _log.error("routetrace: rows of this layout are missing: %s", error)
+            failed = True
+            return topk_ids[:0]
+        return own
+
+    return read

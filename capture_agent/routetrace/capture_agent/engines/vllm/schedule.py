@@ -1,0 +1,392 @@
+"""Scheduler's half: from each step of vLLM's scheduler to the plan for the worker's half.
+
+Reads vLLM's `SchedulerOutput`, `Request` and `KVCacheBlocks` alone, and imports nothing of vLLM. A
+plan travels to the worker with the step it belongs to, so that nothing can overtake it.
+
+Both preemption protocols are detected: a resumed request is named in `resumed_req_ids` (with all
+its blocks), or is scheduled as if it were new.
+"""
+
+from __future__ import annotations
+
+import logging
+from array import array
+from collections import defaultdict, deque
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import compress
+from typing import Any
+
+import numpy as np
+
+from routetrace.capture_agent.engines.request_options import RequestOptions
+from routetrace.capture_agent.engines.vllm.inputs import adapter_label, tokens_of
+from routetrace.capture_agent.engines.vllm.options import options_of
+from routetrace.capture_agent.engines.vllm.plan import (
+    AddBlocks,
+    Begin,
+    Columns,
+    Event,
+    External,
+    Finish,
+    Ignore,
+    Preempt,
+    Resume,
+    StartOver,
+    StepPlan,
+    pack_blocks,
+)
+from routetrace.common.errors import InvalidArgument
+
+_log = logging.getLogger(__name__)
+
+_REASONS = {
+    "FINISHED_STOPPED": "stop",
+    "FINISHED_REPETITION": "stop",
+    "FINISHED_LENGTH_CAPPED": "length",
+}
+
+
+@dataclass(slots=True)
+class _Request:
+    request: Any  # None: unknown after `_start_over`
+    lane: int
+    options: RequestOptions | None  # None: not captured
+    prompt_len: int = 0  # as of its last input
+    preempted: bool = False
+
+
+class Schedule:
+    """Follows one scheduler.
+
+    Nothing raises: after an internal fault the requests under way stay incomplete, and those that
+    begin later are followed again.
+
+    Args:
+        run: namespace of the traces, for the handles that clients get.
+        engine_id: of the engine.
+        group: index of the KV cache group whose blocks are followed; None: no group.
+        drafts: whether the engine drafts tokens. Where its steps overlap as well, first positions
+            in a plan are upper bounds: a step is planned before the drafts of the last one are
+            judged, as if all of them were accepted.
+        named_inputs: whether identifiers of images, audio and video stand for their contents.
+    """
+
+    def __init__(
+        self,
+        run: str,
+        engine_id: str,
+        group: int | None,
+        *,
+        drafts: bool,
+        named_inputs: bool = True,
+    ) -> None:
+        self._run = run
+        self._engine_id = engine_id
+        self._group = group
+        self._drafts = drafts
+        self._named_inputs = named_inputs
+        self._waiting: dict[str, tuple[Any, int]] = {}  # request, tokens in the local cache
+        self._allocated: dict[str, Any] = {}  # blocks of waiting requests, since the last step
+        self._requests: dict[str, _Request] = {}
+        self._free: list[int] = []
+        self._finished: deque[Event] = deque()
+        # By lane: the position after the last row that was scheduled.
+        self._ends = np.zeros(64, np.int32)
+        # Most steps have the requests of the one before: their ids in order, the rows of each, and
+        # both as columns of the plan. Void when a request ends.
+        self._order: list[str] = []
+        self._counts: dict[str, int] = {}
+        self._columns = Columns([], [])
+        # First positions of the last step, if `_ends` does not know of it yet.
+        self._latest = b""
+
+    def lookup(self, request: Any, num_local_tokens: int) -> None:
+        """Note that the scheduler looks a waiting request up in its prefix cache.
+
+        Args:
+            request: vLLM's `Request`.
+            num_local_tokens: leading tokens that are cached in this engine.
+        """
+        self._waiting[request.request_id] = request, num_local_tokens
+
+    def allocate(self, request: Any, blocks: Any) -> None:
+        """Note the blocks of a waiting request, which may wait longer for KV from elsewhere.
+
+        Args:
+            request: vLLM's `Request`.
+            blocks: vLLM's `KVCacheBlocks`.
+        """
+        self._allocated[request.request_id] = blocks
+
+    def step(self, output: Any, requests: Mapping[str, Any] | None = None) -> StepPlan:
+        """Return the plan of a step.
+
+        Args:
+            output: vLLM's `SchedulerOutput`.
+            requests: vLLM's `Request`s by id, where `lookup` is not called for them.
+        """
+        try:
+            return self._step(output, requests or {})
+        except Exception:
+            _log.exception(
+                "routetrace: internal fault in capture; traces under way stay incomplete"
+            )
+            return self._start_over(output)
+
+    def _step(self, output: Any, requests: Mapping[str, Any]) -> StepPlan:
+        events = self.take_finished() if self._finished else []
+        for request_id in output.preempted_req_ids or ():
+            if known := self._requests.get(request_id):
+                self._preempt(known, events)
+        copies = getattr(output, "kv_cache_block_copies", None)
+        if copies and self._group is not None:
+            # Contents of copied blocks are not followed.
+            events.append(External(pack_blocks(copy.dst_block_id for copy in copies)))
+        if self._allocated:
+            self._report_loads(output, events)
+        cached = output.scheduled_cached_reqs
+        updates = getattr(output, "block_table_updates", None)
+        if output.scheduled_new_reqs or cached.resumed_req_ids or updates:
+            self._report_starts(output, requests, events)
+        elif self._group is not None:
+            self._add_blocks(cached.req_ids, cached.new_block_ids, events)
+        runs = self._runs(output)
+        return StepPlan(events, runs, self._columns.num_tokens if runs else 0)
+
+    def _report_loads(self, output: Any, events: list[Event]) -> None:
+        """Report blocks of requests that wait for KV from elsewhere."""
+        for request_id, blocks in self._allocated.items():
+            if request_id not in output.num_scheduled_tokens and request_id in self._waiting:
+                # Others may hit the loaded blocks before their request starts.
+                num_local = self._waiting[request_id][1]
+                events.append(External(self._blocks(blocks.get_block_ids()), num_local))
+        self._allocated.clear()
+
+    def _report_starts(self, output: Any, requests: Mapping[str, Any], events: list[Event]) -> None:
+        """Report begins, resumes and new blocks of a step that has any of the first two."""
+        starts: dict[str, list[Event]] = defaultdict(list)
+        for data in output.scheduled_new_reqs:
+            known = self._requests.get(data.req_id)
+            if known is None:
+                if data.req_id not in self._waiting and data.req_id in requests:
+                    self.lookup(requests[data.req_id], data.num_computed_tokens)
+                self._begin(data, starts[data.req_id])
+            else:
+                self._take_input(known, data.num_computed_tokens)
+                self._resume(
+                    data.req_id, data.num_computed_tokens, data.block_ids, starts[data.req_id]
+                )
+        cached = output.scheduled_cached_reqs
+        ids, given = cached.req_ids, cached.new_block_ids
+        if resumed := cached.resumed_req_ids:
+            for request_id, computed, blocks in zip(
+                ids, cached.num_computed_tokens, given, strict=True
+            ):
+                if request_id in resumed:
+                    self._resume(request_id, computed, blocks, starts[request_id])
+            given = [
+                None if request_id in resumed else blocks
+                for request_id, blocks in zip(ids, given, strict=True)
+            ]
+        if self._group is not None:
+            self._add_blocks(ids, given, events)
+        for request_id, blocks in (getattr(output, "block_table_updates", None) or {}).items():
+            # Contents of exchanged blocks are not followed.
+            known = self._requests[request_id]
+            self._waiting[request_id] = known.request, 0
+            self._resume(request_id, self._end(known), blocks, starts[request_id])
+        # A request may start with blocks that others fill in this step: requests that are not
+        # captured come first, the others in the order of the scheduler.
+        order = {request_id: i for i, request_id in enumerate(output.num_scheduled_tokens)}
+        for request_id in sorted(
+            starts, key=lambda i: (self._requests[i].options is not None, order.get(i, 0))
+        ):
+            events += starts[request_id]
+
+    def _add_blocks(self, ids: list[str], given: list[Any], events: list[Event]) -> None:
+        """Report the new blocks of requests that go on; most get none."""
+        if len(ids) != len(given):
+            raise RuntimeError(f"{len(ids)} requests, {len(given)} of them with blocks")
+        lanes, blocks, group, requests = array("i"), array("I"), self._group, self._requests
+        for request_id, groups in compress(zip(ids, given, strict=True), given):
+            new = groups[group]
+            blocks.extend(new)
+            lane = requests[request_id].lane
+            if len(new) == 1:
+                lanes.append(lane)
+            else:
+                lanes.extend([lane] * len(new))
+        if lanes:
+            events.append(AddBlocks(lanes.tobytes(), blocks.tobytes()))
+
+    def _start_over(self, output: Any) -> StepPlan:
+        """Return a plan that ends the capture of all requests under way."""
+        events: list[Event] = [StartOver()]
+        self._finished.clear()
+        self._free, self._order, self._latest = [], [], b""
+        unknown = [*self._requests, *output.num_scheduled_tokens]
+        self._requests = {
+            request_id: _Request(None, lane, None)
+            for lane, request_id in enumerate(dict.fromkeys(unknown))
+        }
+        for request_id, known in self._requests.items():
+            self._set_end(known, 0)
+            events.append(Ignore(known.lane, request_id, 0, b""))
+        table = [
+            (self._requests[request_id].lane, 0, count)
+            for request_id, count in output.num_scheduled_tokens.items()
+        ]
+        runs = np.array(table, np.int32).T.tobytes()
+        return StepPlan(events, runs, sum(output.num_scheduled_tokens.values()))
+
+    def finish(self, request: Any) -> dict[str, Any] | None:
+        """Note the end of a request.
+
+        Returns:
+            The handle for its client: run, trace id and number of tokens; None if it was never
+            scheduled or not captured.
+        """
+        self._waiting.pop(request.request_id, None)
+        known = self._requests.pop(request.request_id, None)
+        if known is None:
+            return None
+        self._order = []
+        end = self._end(known)
+        self._take_input(known, request.num_computed_tokens)
+        if self._end(known) < end:
+            self._finished.append(Preempt(known.lane, self._end(known)))
+        options, tokens, reason = known.options, None, "abort"
+        if options is not None:
+            with suppress(Exception):  # without tokens no other request can be joined to this one
+                tokens = tokens_of(request, request.all_token_ids, self._named_inputs)
+            reason = _REASONS.get(request.status.name, reason)
+            reason = "handoff" if options.handoff else reason
+        # Events keep their order, so that the lane is reused only after this one.
+        self._finished.append(Finish(known.lane, request.num_tokens, reason, tokens))
+        self._free.append(known.lane)
+        if options is None:
+            return None
+        return {"run": self._run, "trace_id": options.trace_id, "num_tokens": request.num_tokens}
+
+    def finish_all(self, request_ids: Iterable[str]) -> None:
+        """Note the ends of requests by id."""
+        for request_id in request_ids:
+            self._waiting.pop(request_id, None)
+            if (known := self._requests.get(request_id)) and known.request is not None:
+                self.finish(known.request)
+            elif known:
+                del self._requests[request_id]
+                self._order = []
+                self._finished.append(Finish(known.lane, 0, "abort", None))
+                self._free.append(known.lane)
+
+    def take_finished(self) -> list[Event]:
+        """Take the ends that no plan holds yet; may be called from another thread."""
+        events: list[Event] = []
+        while self._finished:
+            events.append(self._finished.popleft())
+        return events
+
+    # ------------------------------------------------------------------ private
+
+    def _begin(self, data: Any, events: list[Event]) -> None:
+        request, num_local = self._waiting.pop(data.req_id)
+        lane = self._free.pop() if self._free else len(self._requests)
+        params = data.sampling_params
+        options: RequestOptions | None = None
+        try:
+            extra_args = params.extra_args if params is not None else None
+            options = options_of(data.req_id, extra_args, self._engine_id)
+        except InvalidArgument as error:
+            _log.error("routetrace: request %s is not captured: %s", data.req_id, error)
+        kept = options if options is not None and options.capture else None
+        computed = data.num_computed_tokens
+        known = _Request(request, lane, kept, request.num_prompt_tokens)
+        self._requests[data.req_id] = known
+        self._set_end(known, computed)
+        blocks = self._blocks(data.block_ids)
+        if kept is None:
+            events.append(Ignore(lane, data.req_id, min(computed, num_local), blocks))
+            return
+        events.append(
+            Begin(
+                lane,
+                data.req_id,
+                trace_id=kept.trace_id,
+                prompt_len=request.num_prompt_tokens,
+                labels={**kept.labels, **adapter_label(request)},
+                ttl_seconds=kept.ttl_seconds,
+                num_computed_tokens=computed,
+                num_external_tokens=max(0, computed - num_local),
+                blocks=blocks,
+                prompt=tokens_of(request, request.prompt_token_ids, self._named_inputs),
+            )
+        )
+
+    def _preempt(self, known: _Request, events: list[Event]) -> None:
+        if known.preempted:
+            return
+        known.preempted = True
+        end = self._end(known)
+        if self._drafts and (request := known.request) is not None:
+            # Rows of rejected drafts do not count, nor do those not judged yet. The last known
+            # token has a row if a step is in flight, to which it was fed first.
+            in_flight = getattr(request, "num_stale_output_tokens", 0) > 0
+            end = min(end, max(0, request.num_tokens - (not in_flight)))
+        events.append(Preempt(known.lane, end))
+
+    def _resume(self, request_id: str, computed: int, block_ids: Any, events: list[Event]) -> None:
+        known = self._requests[request_id]
+        self._preempt(known, events)  # not every version of vLLM reports preemptions
+        known.preempted = False
+        _, num_local = self._waiting.pop(request_id, (None, computed))
+        external = max(0, computed - num_local)
+        events.append(Resume(known.lane, computed, self._blocks(block_ids), external))
+
+    def _take_input(self, known: _Request, computed: int) -> None:
+        """Adjust the end of a session that got more input, which replaces its later tokens."""
+        request = known.request
+        if request is not None and request.num_prompt_tokens != known.prompt_len:
+            known.prompt_len = request.num_prompt_tokens
+            self._set_end(known, min(self._end(known), computed))
+
+    def _end(self, known: _Request) -> int:
+        self._note_ends()
+        return int(self._ends[known.lane])
+
+    def _note_ends(self) -> None:
+        """Note the ends of the rows of the last step, before another one has other requests."""
+        if self._latest:
+            columns, positions = self._columns, np.frombuffer(self._latest, np.int32)
+            self._ends[columns.lanes] = positions + columns.counts
+            self._latest = b""
+
+    def _set_end(self, known: _Request, end: int) -> None:
+        self._note_ends()
+        if known.lane >= len(self._ends):
+            self._ends = np.concatenate([self._ends, np.zeros(known.lane + 1, np.int32)])
+        self._ends[known.lane] = end
+
+    def _blocks(self, block_ids: Any) -> bytes:
+        return pack_blocks(block_ids[self._group]) if self._group is not None else b""
+
+    def _runs(self, output: Any) -> bytes:
+        """Return lane, position and count of every request of the step, int32 [3, m]."""
+        cached, new = output.scheduled_cached_reqs, output.scheduled_new_reqs
+        ids, positions = cached.req_ids, cached.num_computed_tokens
+        if new:
+            ids = [*ids, *(data.req_id for data in new)]
+            positions = [*positions, *(data.num_computed_tokens for data in new)]
+        if not ids:
+            return b""
+        counts = output.num_scheduled_tokens
+        if ids != self._order or counts != self._counts:
+            self._note_ends()
+            lanes = [self._requests[i].lane for i in ids]
+            self._columns = Columns(lanes, [counts[i] for i in ids])
+            self._order, self._counts = list(ids), dict(counts)
+        columns = self._columns
+        self._latest = latest = columns.pack(*positions)
+        return columns.lane_bytes + latest + columns.count_bytes

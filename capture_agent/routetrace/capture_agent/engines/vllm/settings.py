@@ -1,0 +1,160 @@
+"""Settings of capture in vLLM's configuration.
+
+    connector   kv_transfer_config names RouteTraceConnector, alone or in a MultiConnector; settings
+                are its kv_connector_extra_config
+    plugin      additional_config has an object "routetrace", the settings; or the environment has
+                ROUTETRACE_VLLM=1
+
+Settings are fields of `AgentConfig`: target, run, engine_id, mode, linger_s, queue_bytes, ...;
+`security` is an object of the fields of `Security`.
+"""
+
+# vLLM is not installed where types are checked.
+# pyright: reportMissingImports=false
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any, Literal
+
+from routetrace.capture_agent.config import AgentConfig, security_of
+from routetrace.common.errors import InvalidArgument
+
+#: Name of the connector class.
+CONNECTOR = "RouteTraceConnector"
+
+Way = Literal["connector", "plugin"]
+
+_SET_BY_US = {"layout", "shard", "boot_id", "block_size", "num_blocks", "attributes"}
+_SETTINGS = {f.name for f in fields(AgentConfig)} - _SET_BY_US
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Settings of one engine."""
+
+    way: Way
+    """Source of steps and requests."""
+    run: str
+    """Namespace of the traces."""
+    engine_id: str
+    """Of this data-parallel rank."""
+    boot_id: str
+    """Of this start of the engine; the same in all its processes."""
+    agent: Mapping[str, Any]
+    """Other settings of the agent."""
+
+
+def settings_of(vllm_config: Any) -> Settings | None:
+    """Return the settings in a `VllmConfig`; None if capture is not configured.
+
+    Raises:
+        InvalidArgument: naming the wrong setting.
+    """
+    by_connector = _connector_settings(vllm_config.kv_transfer_config)
+    by_plugin = _plugin_settings(vllm_config.additional_config)
+    given = by_plugin if by_connector is None else by_connector
+    if given is None:
+        return None
+    unknown = sorted(set(given) - _SETTINGS)
+    if unknown:
+        raise InvalidArgument(
+            field="routetrace setting",
+            value=unknown[0],  # not its value, which may be a token
+            expected=f"one of {', '.join(sorted(_SETTINGS))}",
+        )
+    agent = dict(given)
+    if "security" in agent:  # a mapping would show its token where settings are printed
+        agent["security"] = security_of(agent["security"])
+    run = agent.pop("run", "") or os.environ.get("ROUTETRACE_RUN", "") or "default"
+    engine_id = agent.pop("engine_id", "") or os.environ.get("ROUTETRACE_ENGINE_ID", "")
+    boot_id = str(vllm_config.instance_id)
+    parallel = vllm_config.parallel_config
+    if not engine_id:
+        # Unique, but not the same after a restart.
+        engine_id = f"vllm-{socket.gethostname()}-{boot_id}"
+        if getattr(parallel, "nnodes", 1) > 1:
+            raise InvalidArgument(
+                field="engine_id", value="", expected="a name: the engine spans several hosts"
+            )
+    rank = parallel.data_parallel_index
+    if rank or parallel.data_parallel_size > 1:
+        engine_id = f"{engine_id}-dp{rank}"
+    way: Way = "plugin" if by_connector is None else "connector"
+    return Settings(way, run, engine_id, boot_id, agent)
+
+
+def _connector_settings(config: Any) -> Mapping[str, Any] | None:
+    if config is None:
+        return None
+    extra = config.kv_connector_extra_config or {}
+    if config.kv_connector == CONNECTOR:
+        return dict(extra)
+    if config.kv_connector == "MultiConnector":
+        for child in extra.get("connectors", ()):
+            if child.get("kv_connector") == CONNECTOR:
+                return dict(child.get("kv_connector_extra_config") or {})
+    return None
+
+
+def _plugin_settings(config: Any) -> Mapping[str, Any] | None:
+    given = config.get("routetrace") if isinstance(config, dict) else None
+    if given is None and os.environ.get("ROUTETRACE_VLLM") == "1":
+        return {}
+    if given is not None and not isinstance(given, dict):
+        raise InvalidArgument(
+            field="additional_config['routetrace']", value=given, expected="an object of settings"
+        )
+    return given
+
+
+def refuse_unsupported(vllm_config: Any) -> None:
+    """Raise InvalidArgument if the engine runs in a mode with wrong or lost rows."""
+    parallel, model = vllm_config.parallel_config, vllm_config.model_config
+    for field, value, fine, why in (
+        ("enable_dbo", getattr(parallel, "use_ubatching", False), False,
+         "off: halves of a batch that overlap write to the same rows"),
+        ("prefill_context_parallel_size", getattr(parallel, "prefill_context_parallel_size", 1), 1,
+         "1: tokens of a request are spread over ranks"),
+        ("runner_type", model.runner_type, "generate", "'generate': others sample no tokens"),
+        ("is_encoder_decoder", bool(model.is_encoder_decoder), False, "a decoder-only model"),
+    ):  # fmt: skip
+        if value != fine:
+            raise InvalidArgument(field=field, value=value, expected=why)
+
+
+def names_inputs(vllm_config: Any) -> bool:
+    """Whether identifiers of images, audio and video stand for their contents.
+
+    They are hashes of the contents or names that the caller gave; numbers that count from 0 in each
+    process, where both caches that need them are off.
+    """
+    multimodal = getattr(vllm_config.model_config, "multimodal_config", None)
+    return (
+        multimodal is None
+        or multimodal.mm_processor_cache_gb > 0
+        or bool(vllm_config.cache_config.enable_prefix_caching)
+    )
+
+
+def judges_drafts_late(vllm_config: Any) -> bool:
+    """Whether a step is planned before the drafts of the last one are judged."""
+    drafts = vllm_config.speculative_config is not None
+    return drafts and bool(vllm_config.scheduler_config.async_scheduling)
+
+
+def attention_group(kv_cache_config: Any, parallel_config: Any) -> tuple[int, int] | None:
+    """Return the KV cache group that keeps every token, and its block size; None without one.
+
+    Sliding windows and states recycle their blocks, so that their slots do not identify tokens.
+    Under decode context parallelism the scheduler's block is one block of each rank.
+    """
+    ranks = getattr(parallel_config, "decode_context_parallel_size", 1)
+    from vllm.v1.kv_cache_interface import is_full_attention_spec
+
+    for index, group in enumerate(kv_cache_config.kv_cache_groups):
+        if is_full_attention_spec(group.kv_cache_spec):
+            return index, int(group.kv_cache_spec.block_size) * ranks
+    return None

@@ -1,0 +1,1 @@
+"""Send chunks to the server and keep them until they are acknowledged."""

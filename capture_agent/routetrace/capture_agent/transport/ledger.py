@@ -1,0 +1,111 @@
+"""State of live requests as the server has it, to report again if the server loses it."""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from routetrace.capture_agent.pipeline.chunks import Chunk, ChunkBuilder
+from routetrace.v1 import routetrace_pb2 as pb
+from routetrace.v1.layout import RoutingLayout
+from routetrace.v1.records import DIGEST, NO_REQUEST, PACKED_OP, U32, OpKind, unpack
+
+#: Bytes that a request takes, beside its counted parts.
+_REQUEST_BYTES = 1024
+
+# As numbers: hashing a member of an enum takes longer than the rest of an op.
+_ROWS, _BLOCKS = int(OpKind.ROWS), int(OpKind.BLOCKS)
+_WITHOUT_REQUEST = {int(OpKind.EXTERNAL), int(OpKind.RESET), int(OpKind.FORGET)}
+
+
+@dataclass
+class _Request:
+    # Copies: a part of a message or of an array would keep the whole in memory.
+    facts: bytes  # a RequestBegin
+    index: int  # number of requests that began before
+    blocks: array[int]
+    end: int  # next position
+    lost: tuple[int, int] | None = None  # position from which on all rows are lost, reason
+    preempted: bool = False
+    digests: bytearray = field(default_factory=bytearray)  # records.DIGEST
+
+    @property
+    def nbytes(self) -> int:
+        return _REQUEST_BYTES + len(self.facts) + 4 * len(self.blocks) + len(self.digests)
+
+
+class Ledger:
+    """Live requests as of the last acknowledged chunk."""
+
+    def __init__(self) -> None:
+        self._requests: dict[str, _Request] = {}
+        #: Bytes in memory.
+        self.nbytes = 0
+
+    def apply(self, chunk: Chunk) -> None:
+        """Apply an acknowledged chunk."""
+        header = pb.ChunkHeader.FromString(chunk.header)
+        request_ids = list(header.request_ids)
+        ops = PACKED_OP.iter_unpack(header.ops)
+        block_ids = unpack(header.block_ids, U32, "block_ids").tobytes()
+        digests = unpack(header.token_digests, DIGEST, "token_digests")
+        for kind, _, arg, index, position, count, _, row, at, num, _, _, value in ops:
+            if index == NO_REQUEST or kind in _WITHOUT_REQUEST:
+                continue
+            request = self._requests.get(request_ids[index])
+            # Nearly all ops are one of these two.
+            if kind == _ROWS:
+                if request:
+                    request.end = position + count
+                continue
+            if kind == _BLOCKS:
+                if request:
+                    request.blocks.frombytes(block_ids[4 * at : 4 * (at + num)])
+                    self.nbytes += 4 * num
+                continue
+            self.nbytes -= request.nbytes if request else 0
+            blocks = block_ids[4 * at : 4 * (at + num)]
+            if kind == OpKind.BEGIN:
+                facts = header.begins[arg].SerializeToString()
+                request = _Request(facts, value, array("I", blocks), position)
+                self._requests[request_ids[index]] = request
+            elif kind == OpKind.FINISH:
+                self._requests.pop(request_ids[index], None)
+                request = None
+            elif request:
+                if kind == OpKind.LOST and not count:
+                    request.lost = (position, arg)
+                elif kind == OpKind.LOST:
+                    request.end = max(request.end, position + count)
+                elif kind == OpKind.REWIND:
+                    request.end = min(request.end, position)
+                elif kind == OpKind.PREEMPT:
+                    request.end = min(request.end, position)
+                    request.blocks, request.preempted = array("I"), True
+                elif kind == OpKind.DIGEST:
+                    request.digests += digests[row : row + count].tobytes()
+                elif kind == OpKind.RESUME:
+                    request.end, request.preempted = position, False
+                    request.blocks = array("I", blocks)
+            self.nbytes += request.nbytes if request else 0
+
+    def begin_anew(self, layout: RoutingLayout) -> list[Chunk]:
+        """Return chunks that report the live requests to a server without memory of them."""
+        builder = ChunkBuilder(layout)
+        for request_id, request in self._requests.items():
+            facts = pb.RequestBegin.FromString(request.facts)
+            builder.begin(request_id, facts, request.index, 0, 0, np.array(request.blocks, U32))
+            builder.digests(request_id, np.frombuffer(bytes(request.digests), DIGEST))
+            if request.end:
+                builder.op(
+                    OpKind.LOST, request_id, arg=pb.MISSING_REASON_AGENT_LOST, count=request.end
+                )
+            if request.lost:
+                position, reason = request.lost
+                builder.op(OpKind.LOST, request_id, arg=reason, position=position)
+            if request.preempted:
+                builder.op(OpKind.PREEMPT, request_id, position=request.end)
+        builder.seal()
+        return list(builder.ready)

@@ -1,0 +1,1 @@
+"""Expert weights served from host memory, and policies learned from traces."""

@@ -1,0 +1,86 @@
+"""`routetrace agents`: the agents of a run, as the server sees them now."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from operator import attrgetter
+from typing import Any
+
+from routetrace.cli.arguments import AsJson
+from routetrace.cli.connection import Connection
+from routetrace.cli.output import age, none_found, note, short, write_json, write_table
+from routetrace.client import AgentStat
+
+#: Columns of the table; those that end in a space are right-aligned.
+_COLUMNS = (
+    "engine",
+    "shard",
+    "since ",
+    "seen ",
+    "rows ",
+    "dropped ",
+    "weights ",
+    "version",
+    "host",
+)
+#: Columns that break within words where the terminal is too narrow.
+_FOLD = ("engine", "shard", "version", "host")
+
+
+def agents(connection: Connection, as_json: AsJson = False) -> None:
+    """List the agents of the run: those that are connected, and those that were.
+
+    An agent is listed until it has been silent for the server's default lease.
+    """
+    with connection.client() as client:
+        found = sorted(client.agents(), key=attrgetter("engine_id", "shard"))
+        info = client.server_info()
+    if as_json:
+        for agent in found:
+            write_json(asdict(agent))
+        return
+    if not found:
+        note(none_found("agent", connection.run, info.runs))
+        return
+    write_table(_COLUMNS, (_row(agent, info.now) for agent in found), _FOLD)
+    dropped = [*_dropped(found)]
+    if dropped:
+        print()
+        write_table(("engine", "shard", "dropped because", "rows "), dropped, _FOLD)
+    note(_totals(found))
+
+
+def _row(agent: AgentStat, now: float) -> tuple[Any, ...]:
+    seen = "?" if agent.seen is None else age(now - agent.seen)
+    since = "gone"
+    if agent.connected and agent.connected_since is not None:
+        since = age(now - agent.connected_since)
+    weights = "" if agent.weight_version is None else str(agent.weight_version)
+    if agent.weight_version_lag:
+        weights += f" (-{agent.weight_version_lag})"
+    return (
+        agent.engine_id,
+        agent.shard,
+        since,
+        seen,
+        short(agent.offered_rows),
+        short(sum(agent.dropped_rows.values())),
+        weights,
+        agent.attributes.get("routetrace", ""),
+        agent.attributes.get("host", ""),
+    )
+
+
+def _dropped(found: Sequence[AgentStat]) -> Iterator[tuple[Any, ...]]:
+    for agent in found:
+        for reason, rows in sorted(agent.dropped_rows.items()):
+            if rows:
+                yield agent.engine_id, agent.shard, reason, f"{rows:,}"
+
+
+def _totals(found: Sequence[AgentStat]) -> str:
+    connected = [agent for agent in found if agent.connected]
+    text = f"{len(found)} agents, {len(connected)} connected"
+    versions = [a.weight_version for a in connected if a.weight_version is not None]
+    return f"{text}; newest weight version {max(versions)}" if versions else text

@@ -1,0 +1,113 @@
+"""Memory for rows: numpy's, or torch's page-locked memory; copies to a device."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from routetrace.common.errors import InvalidArgument
+
+if TYPE_CHECKING:
+    import torch
+
+
+def require_torch(field: str) -> None:
+    """Raise InvalidArgument, naming the field or method, unless torch can be imported."""
+    try:
+        import torch  # noqa: F401
+    except ImportError as error:
+        raise InvalidArgument(
+            f"{field} needs torch, which cannot be imported ({error}): install torch",
+            field=field,
+            value="no torch",
+            expected="torch installed",
+        ) from error
+
+
+def check_pin(pin_memory: bool) -> bool:
+    """Return whether to use page-locked memory.
+
+    Raises:
+        InvalidArgument: if there is none.
+    """
+    if pin_memory:
+        require_torch("pin_memory")
+        import torch
+
+        if not torch.cuda.is_available():
+            raise InvalidArgument(
+                field="pin_memory", value=True, expected="False without a CUDA device"
+            )
+    return bool(pin_memory)
+
+
+def empty(shape: tuple[int, ...], dtype: npt.DTypeLike, pin: bool) -> npt.NDArray[Any]:
+    """Return an array of undefined content, page-locked if `pin`.
+
+    Page-locked memory belongs to torch, which caches it: only the first allocation is slow.
+    """
+    dtype = np.dtype(dtype)
+    if not pin:
+        return np.empty(shape, dtype)
+    import torch
+
+    # torch before 2.3 has no uint16, and numpy no pinned memory.
+    size = int(np.prod(shape)) * dtype.itemsize
+    return torch.empty(size, dtype=torch.uint8, pin_memory=True).numpy().view(dtype).reshape(shape)
+
+
+def zeros(shape: tuple[int, ...], dtype: npt.DTypeLike, pin: bool) -> npt.NDArray[Any]:
+    """Return an array of zeros, page-locked if `pin`."""
+    if not pin:
+        return np.zeros(shape, dtype)
+    array = empty(shape, dtype, pin)
+    array.fill(0)
+    return array
+
+
+def check_device(device: Any) -> None:
+    """Raise InvalidArgument unless torch has the device on this machine."""
+    import torch
+
+    try:
+        torch.empty(0, device=device)
+    except (AssertionError, RuntimeError, TypeError, NotImplementedError) as error:
+        raise InvalidArgument(
+            field="device", value=device, expected=f"a device that torch can use here ({error})"
+        ) from error
+
+
+def to_tensor(array: npt.NDArray[Any], device: Any = None) -> torch.Tensor:
+    """Return a bool or integer array as a tensor: of the same memory, or on a device.
+
+    The copy to a device is ordered on its current stream. It does not block if the memory is
+    page-locked; if that is torch's, it may be freed at once and is not reused before the copy ends.
+    uint16 becomes int16 of the same bits, which torch before 2.3 has.
+    """
+    import torch
+
+    # torch warns of memory that it must not write to, as some object stores hand out.
+    array = array if array.flags.writeable else array.copy()
+    array = array.view(np.int16) if array.dtype == np.uint16 else array
+    tensor = torch.from_numpy(array)
+    owner: Any = array
+    while isinstance(owner, np.ndarray):
+        owner = owner.base
+    if isinstance(owner, torch.Tensor):
+        # On the very storage: torch's allocator would not know of copies from the middle of it.
+        storage = owner.untyped_storage()
+        first = (tensor.data_ptr() - storage.data_ptr()) // array.itemsize
+        tensor = torch.empty(0, dtype=tensor.dtype, device="cpu").set_(
+            storage, first, tensor.shape, tensor.stride()
+        )
+    if device is None:
+        return tensor
+    if tensor.is_contiguous() or not tensor.is_pinned():
+        return tensor.to(device, non_blocking=True)
+    # Some tokens of all layers; as a whole, torch would gather them in pageable memory first.
+    moved = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+    for to, of in zip(moved, tensor, strict=True):
+        to.copy_(of, non_blocking=True)
+    return moved

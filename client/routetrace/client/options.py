@@ -1,0 +1,96 @@
+"""ReadOptions: the choices that all reads of traces share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields, replace
+from inspect import signature
+from typing import Any, Literal, TypedDict
+
+from routetrace.client import _arguments as check
+
+Missing = Literal["raise", "mask"]
+WaitFor = Literal["rows", "end"]
+Policy = Literal["as_sampled", "latest"]
+PrefixRows = Literal["same_version", "any_version", "never"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReadOptions:
+    """Options of get, get_many, fetch, prefetch and follow, which also take each by keyword.
+
+    Raises:
+        InvalidArgument: naming the option that is wrong.
+    """
+
+    missing: Missing = "raise"
+    """Treatment of missing rows: "raise" Incomplete, or "mask" them in `RoutingTrace.valid`. Rows
+    to the end are missing as long as the end is unknown: while the request runs, or if no agent
+    reported its end."""
+    wait_for: WaitFor | None = None
+    """"end": wait until the request has ended. "rows": wait until every requested row is there;
+    if the read is to the end of the trace, that includes the end. None: read at once. Of a session
+    under one trace id, the end of an earlier turn counts until the server has the next begin: read
+    it with `get(num_tokens=)`, or by positions (`fetch`). `follow` takes "rows", to wait for an
+    unknown request to begin, but not "end"."""
+    timeout: float | None = None
+    """Seconds that a call may take; None: the client's timeout. get_many, fetch and prefetch read
+    up to 32 traces with one call. A read that waited in vain is repeated once, within the client's
+    timeout, to report the state of the trace.
+    `follow`: seconds for the whole stream; None: until the request ends, and the client's timeout
+    for its beginning."""
+    policy: Policy = "as_sampled"
+    """Choice among the rows of a token that was computed more than once. "as_sampled": rows of the
+    pass that sampling used: the first one of a preempted request, the earlier request's where one
+    continues another (continued rollout, prefill handoff). "latest": rows of the last pass."""
+    prefix_rows: PrefixRows = "same_version"
+    """Source of rows for a prompt whose KV was restored from elsewhere: other traces of the run
+    with the same tokens, proven by digests (`provenance` "prefix"). "same_version": rows of the
+    weight version that computed the request's own first row; "any_version"; "never"."""
+    weight_version: int | None = None
+    """Weight version of all rows, others are missing; None: any."""
+
+    def __post_init__(self) -> None:
+        check.choice("missing", self.missing, ("raise", "mask"))
+        if self.wait_for is not None:
+            check.choice("wait_for", self.wait_for, ("rows", "end"))
+        if self.timeout is not None:
+            check.positive("timeout", self.timeout)
+        check.choice("policy", self.policy, ("as_sampled", "latest"))
+        check.choice("prefix_rows", self.prefix_rows, ("same_version", "any_version", "never"))
+        if self.weight_version is not None:
+            check.weight_version(self.weight_version)
+
+
+_NAMES = tuple(field.name for field in fields(ReadOptions))
+
+
+class ReadKeywords(TypedDict, total=False):
+    """The fields of `ReadOptions` as keyword arguments."""
+
+    missing: Missing
+    wait_for: WaitFor | None
+    timeout: float | None
+    policy: Policy
+    prefix_rows: PrefixRows
+    weight_version: int | None
+
+
+def merged(
+    call: Callable[..., Any], options: ReadOptions, keywords: Mapping[str, Any]
+) -> ReadOptions:
+    """Return the options with some of them replaced.
+
+    Args:
+        call: method that takes the options.
+        options: options to replace.
+        keywords: its other keyword arguments.
+
+    Raises:
+        InvalidArgument: naming a keyword that the call does not have; it is also a TypeError.
+    """
+    for name in keywords:
+        if name not in _NAMES:
+            own = [p.name for p in signature(call).parameters.values() if p.kind is p.KEYWORD_ONLY]
+            raise check.unknown_keyword(call.__name__, name, [*own, *_NAMES])
+    return replace(check.instance("options", options, ReadOptions), **keywords)

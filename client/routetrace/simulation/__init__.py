@@ -1,0 +1,1 @@
+"""Simulated engines, their loads and a comparer, for `bench load` and tests."""

@@ -1,0 +1,1 @@
+"""Adapters for trainers: replay, Megatron, dialects, agreement, diagnosis."""

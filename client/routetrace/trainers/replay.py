@@ -1,0 +1,372 @@
+"""Rollout Routing Replay in a transformers model (R3, arXiv:2510.11370).
+
+    batch = MicroBatch.padded(samples, seq_len, padding_side="left")
+    plan = make_plan(layout, batch, Rank(layout.layer_ids, flatten="batch"))
+    with replay(model, client.fetch(plan)):
+        loss = loss_of(model(input_ids, attention_mask=mask))
+        loss.backward()
+
+Only the choice is replayed. While a router runs, its call of `topk` that chooses experts returns
+the given ids and the scores at them. The router still computes the scores (softmax before or after,
+sigmoid, bias, normalisation, scaling), so gradients reach it through them.
+
+The backward pass belongs inside the block, as activation checkpointing reruns the routers there.
+Under FSDP2 (`fully_shard`) each rank replays the rows of its own tokens. Compiled models are not
+supported, since the routers of a compiled model do not run hooks.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Any, Literal, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import nn
+
+from routetrace.client.rows import RankRows
+from routetrace.common.errors import InvalidArgument
+from routetrace.common.model_map import layout_from_config
+from routetrace.trainers._force import Compare, Forcer, Given
+from routetrace.trainers.agreement import Agreement, of_overlap, overlap, tally
+from routetrace.v1.frame import invalid_rows
+from routetrace.v1.layout import RoutingLayout
+
+# Name of a module of decoder layer <i> within the decoder.
+_LAYER = re.compile(r"(?:layers|blocks|h)\.(\d+)\.")
+
+Ids = torch.Tensor | npt.NDArray[Any]
+
+
+class Trace(Protocol):
+    """Part of `RoutingTrace` that `collate` uses."""
+
+    @property
+    def topk_ids(self) -> npt.NDArray[Any]:
+        """[tokens, layers, top_k]."""
+        ...
+
+    @property
+    def valid(self) -> npt.NDArray[np.bool_]:
+        """[tokens, layers]."""
+        ...
+
+    @property
+    def layer_ids(self) -> Sequence[int]:
+        """Absolute layer ids of the columns."""
+        ...
+
+    @property
+    def token_start(self) -> int:
+        """Position of the first row."""
+        ...
+
+
+def replay(
+    model: Any,
+    topk_ids: RankRows | Ids,
+    *,
+    layer_ids: Sequence[int] | None = None,
+    valid: Ids | None = None,
+    compare: Compare = False,
+    layout: RoutingLayout | None = None,
+) -> Replay:
+    """Make every forward and backward pass in the block use the given experts.
+
+    All passes in the block must process the same tokens, such as old log-probabilities, then
+    training; use another block for another micro-batch.
+
+    Ids are copied to a device when its first layer runs, in a narrow dtype, and without waiting if
+    their memory is pinned. Do not write to that memory within the block.
+
+    Args:
+        model: a MoE model of transformers.
+        topk_ids: rows of a plan with `Rank(flatten="batch")`; or integer ids [batch, seq, L, K] or
+            [tokens, L, K], in the token order of the routers: batch by batch.
+        layer_ids: absolute layer ids of the L columns: all MoE layers of the model, in any order.
+            None for rows of a plan, which have their own.
+        valid: bool, shape of topk_ids without its last one or two axes. Where False, the model's
+            own router decides: padding, the last token, rows not captured. None for all valid, and
+            for rows of a plan.
+        compare: also keep the choices of the model's own routers, see `Replay.agreement` and
+            `Replay.trainer_ids`; runs every router twice. "only": keep their choices and replay
+            nothing.
+        layout: layout of the model; by default from `model.config`.
+
+    Raises:
+        InvalidArgument: if routers, shapes, layers or the flattening of a plan do not fit, or ids
+            are out of range or repeated in a valid cell. In a pass, if its number of tokens differs
+            or a router does not choose by one call of `topk`.
+    """
+    if compare not in (False, True, "only"):
+        raise InvalidArgument(field="compare", value=compare, expected='a bool, or "only"')
+    config = getattr(model, "config", None)
+    if config is None and layout is None:
+        raise InvalidArgument(
+            field="model", value=type(model).__name__, expected="a MoE model of transformers"
+        )
+    layout = layout_from_config(config) if layout is None else layout
+    routers = _routers(model, layout)
+    rows = topk_ids if isinstance(topk_ids, RankRows) else None
+    if rows is not None:
+        for name, value in (("layer_ids", layer_ids), ("valid", valid)):
+            if value is not None:
+                raise InvalidArgument(field=name, value=value, expected="None, with rows of a plan")
+        layer_ids = rows.layer_ids
+    columns = [] if layer_ids is None else list(layer_ids)
+    if sorted(columns) != sorted(routers):
+        raise InvalidArgument(
+            field="layer_ids",
+            value=columns,
+            expected=f"the layers of the model's {len(routers)} routers, {sorted(routers)}",
+        )
+    if isinstance(topk_ids, RankRows):
+        given = _of_rows(layout, topk_ids)
+    else:
+        given = _of_arrays(layout, topk_ids, columns, valid)
+    forcers = [
+        Forcer(routers[layer], layer, layout.num_experts, given, column, compare)
+        for column, layer in enumerate(columns)
+    ]
+    return Replay(given, forcers, rows)
+
+
+class Replay:
+    """Context returned by `replay`."""
+
+    def __init__(self, given: Given, forcers: list[Forcer], rows: RankRows | None) -> None:
+        self._given = given
+        self._forcers = forcers
+        self._rows = rows
+        self._handles: list[Any] = []
+
+    def __enter__(self) -> Replay:
+        for forcer in self._forcers:
+            self._handles += [
+                forcer.router.register_forward_pre_hook(forcer.before, with_kwargs=True),
+                # Also after an exception, which usually ends recomputation early.
+                forcer.router.register_forward_hook(forcer.after, always_call=True),
+            ]
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self._given.settle()
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of tokens of a pass."""
+        return len(self._forcers[0].ids)
+
+    @property
+    def trainer_ids(self) -> torch.Tensor | None:
+        """Choices of the model's own routers in the latest pass.
+
+        A CPU tensor [L, tokens, K] of uint8 up to 256 experts, int32 above, with the layers of the
+        rows or `layer_ids`. Earlier layers were replayed, unless `compare` is "only". None without
+        `compare` or before a pass. Waits for the device.
+        """
+        live = [forcer.live.cpu() for forcer in self._forcers if forcer.live is not None]
+        if len(live) < len(self._forcers):
+            return None
+        ids = torch.stack(live)
+        return ids if ids.dtype == torch.uint8 else ids.int() & 0xFFFF
+
+    @property
+    def agreement(self) -> Agreement:
+        """Agreement of the model's own routers with the given ids in the latest pass.
+
+        Empty without `compare` or before a pass. Waits for the device. Counts of planned and
+        fallback tokens need rows of a plan.
+        """
+        forcers = [forcer for forcer in self._forcers if forcer.live is not None]
+        if not forcers:
+            return Agreement()
+        matched = [overlap(forcer.ids, forcer.live) for forcer in forcers]
+        matched_ids = np.stack([counts.cpu().numpy() for counts in matched])
+        if self._rows is not None and len(forcers) == len(self._forcers):
+            return of_overlap(self._rows, matched_ids)
+        valid = np.stack([forcer.valid.cpu().numpy() for forcer in forcers])
+        layers = [forcer.layer for forcer in forcers]
+        return tally(matched_ids, valid, layers, forcers[0].ids.shape[1])
+
+    @property
+    def disagreement(self) -> float | None:
+        """Share of valid cells where the model's own choice is another set.
+
+        Covers the latest pass; None without `compare` or before a pass. Waits for the device.
+        """
+        return self.agreement.disagreement
+
+
+def _routers(model: Any, layout: RoutingLayout) -> dict[int, nn.Module]:
+    """Return the router of each MoE layer by absolute layer id."""
+    found: dict[int, nn.Module] = {}
+    for ending in ("router", "gate"):
+        seen = set(found)
+        for name, module in model.get_decoder().named_modules():
+            match = _LAYER.match(name)
+            if match is None or not type(module).__name__.lower().endswith(ending):
+                continue
+            layer = int(match[1])
+            # MTP layers are numbered after the decoder layers, or have another name.
+            if layer in layout.moe_layer_ids and layer not in seen and "mtp" not in name.lower():
+                if layer in found:
+                    raise InvalidArgument(
+                        field=f"layers.{layer}", value=name, expected="one router in the layer"
+                    )
+                found[layer] = module
+    missing = sorted(set(layout.moe_layer_ids) - set(found))
+    if missing:
+        raise InvalidArgument(
+            field="model",
+            value=type(model).__name__,
+            expected=f"a model with a router on each MoE layer; none found on layers {missing}",
+        )
+    return found
+
+
+def _of_rows(layout: RoutingLayout, rows: RankRows) -> Given:
+    """Check the rows; the result shares their memory."""
+    planned = rows.plan.layout
+    if (planned.num_experts, planned.top_k) != (layout.num_experts, layout.top_k):
+        raise InvalidArgument(
+            field="plan.layout",
+            value=f"top-{planned.top_k} of {planned.num_experts} experts",
+            expected=f"top-{layout.top_k} of {layout.num_experts}, as the model's routers choose",
+        )
+    if any(run.stride != 1 for run in rows.plan.runs):
+        raise InvalidArgument(
+            field="plan",
+            value="tokens flattened by sequence",
+            expected='Rank(flatten="batch"), as the model\'s routers see tokens',
+        )
+    for column, layer in enumerate(rows.layer_ids):
+        ids, valid = rows.topk_ids[column], rows.valid[column]
+        bad = invalid_rows(ids[:, None], layout.num_experts) & valid
+        if bad.any():
+            token = int(bad.argmax())
+            raise _bad_ids(ids[token].tolist(), token, layer, layout)
+    # torch supports few operations on uint16: carry its bits as int16.
+    narrow = rows.topk_ids if rows.topk_ids.itemsize == 1 else rows.topk_ids.view(np.int16)
+    return Given(_shared(narrow), _shared(rows.valid))
+
+
+def _shared(array: npt.NDArray[Any]) -> torch.Tensor:
+    # torch warns of read-only memory.
+    return torch.from_numpy(array if array.flags.writeable else array.copy())
+
+
+def _bad_ids(ids: list[int], token: int, layer: int, layout: RoutingLayout) -> InvalidArgument:
+    return InvalidArgument(
+        field="topk_ids",
+        value=f"{ids} for token {token} at layer {layer}",
+        expected=f"distinct ids in [0, {layout.num_experts}) in every valid cell",
+    )
+
+
+def _of_arrays(
+    layout: RoutingLayout, topk_ids: Ids, layer_ids: list[int], valid: Ids | None
+) -> Given:
+    """Check ids; the result is a narrow copy in layer-major order."""
+    if isinstance(topk_ids, np.ndarray) and topk_ids.dtype.kind == "u" and topk_ids.itemsize > 1:
+        topk_ids = topk_ids.astype(np.int64)  # torch supports few operations on wide unsigned types
+    ids = torch.as_tensor(topk_ids)
+    shape = (len(layer_ids), layout.top_k)
+    if ids.dim() not in (3, 4) or ids.shape[-2:] != shape or not _is_integer(ids):
+        raise InvalidArgument(
+            field="topk_ids",
+            value=f"{ids.dtype} {tuple(ids.shape)}",
+            expected=f"integers [batch, seq, {shape[0]}, {shape[1]}] or the same without batch",
+        )
+    if valid is None:
+        mask = torch.ones(ids.shape[:-1], dtype=torch.bool, device=ids.device)
+    else:
+        mask = torch.as_tensor(valid, device=ids.device)
+        if mask.shape == ids.shape[:-2]:
+            mask = mask[..., None].expand(ids.shape[:-1])
+        if mask.shape != ids.shape[:-1] or mask.dtype != torch.bool:
+            raise InvalidArgument(
+                field="valid",
+                value=f"{mask.dtype} {tuple(mask.shape)}",
+                expected=f"bool {tuple(ids.shape[:-1])} or {tuple(ids.shape[:-2])}",
+            )
+    ids, mask = ids.reshape(-1, *shape), mask.reshape(-1, shape[0])
+    ordered = ids.sort(dim=-1).values
+    bad = (ordered[..., 0] < 0) | (ordered[..., -1] >= layout.num_experts)
+    bad |= (ordered[..., 1:] == ordered[..., :-1]).any(dim=-1)
+    bad &= mask
+    if bool(bad.any()):
+        token, column = bad.nonzero()[0].tolist()
+        raise _bad_ids(ids[token, column].tolist(), token, layer_ids[column], layout)
+    narrow = torch.uint8 if layout.num_experts <= 256 else torch.int16
+    ids, mask = ids.to(narrow).transpose(0, 1), mask.transpose(0, 1)
+    return Given(ids.contiguous(), mask.contiguous())
+
+
+def _is_integer(tensor: torch.Tensor) -> bool:
+    return not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool)
+
+
+def collate(
+    traces: Sequence[Trace],
+    token_lens: Sequence[int],
+    seq_len: int,
+    *,
+    padding_side: Literal["left", "right"] = "right",
+    dtype: torch.dtype = torch.int64,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Lay out the rows of traces as their tokens in a padded batch.
+
+    The row of position p has the column of token p. Padding has no row, nor has the last token of a
+    sequence, unless the trace has one; rows of tokens outside the batch are left out.
+
+    Args:
+        traces: one per sequence, with equal layers.
+        token_lens: tokens of each sequence in the batch, from position 0.
+        seq_len: columns of the batch.
+        padding_side: side of the padding.
+        dtype: integer dtype of the ids; a narrow one (uint8 up to 256 experts) saves memory.
+
+    Returns:
+        Ids [batch, seq_len, L, K], and their validity, bool [batch, seq_len, L].
+
+    Raises:
+        InvalidArgument: if counts, lengths, layers or top-k are inconsistent.
+    """
+    if not traces or len(token_lens) != len(traces):
+        raise InvalidArgument(
+            field="token_lens", value=f"{len(token_lens)} lengths", expected=f"{len(traces)}, > 0"
+        )
+    if padding_side not in ("left", "right"):
+        raise InvalidArgument(field="padding_side", value=padding_side, expected="left or right")
+    layer_ids, shape = list(traces[0].layer_ids), traces[0].topk_ids.shape[1:]
+    ids = torch.zeros((len(traces), seq_len, *shape), dtype=dtype)
+    valid = torch.zeros((len(traces), seq_len, shape[0]), dtype=torch.bool)
+    for i, (trace, length) in enumerate(zip(traces, token_lens, strict=True)):
+        if list(trace.layer_ids) != layer_ids or trace.topk_ids.shape[1:] != shape:
+            raise InvalidArgument(
+                field=f"traces[{i}]",
+                value=f"layers {list(trace.layer_ids)}, top-{trace.topk_ids.shape[2]}",
+                expected=f"layers {layer_ids}, top-{shape[1]}, as in the first trace",
+            )
+        if not 0 <= length <= seq_len:
+            raise InvalidArgument(
+                field=f"token_lens[{i}]", value=length, expected=f"a length in [0, {seq_len}]"
+            )
+        count = max(0, min(len(trace.topk_ids), length - trace.token_start))
+        column = trace.token_start + (seq_len - length if padding_side == "left" else 0)
+        rows = np.ascontiguousarray(trace.topk_ids[:count], dtype=np.int64)
+        ids[i, column : column + count] = torch.from_numpy(rows).to(dtype)
+        valid[i, column : column + count] = torch.from_numpy(trace.valid[:count].copy())
+    return ids, valid

@@ -1,0 +1,1 @@
+"""Share errors, identifiers, security and model facts among all sides."""

@@ -1,0 +1,329 @@
+"""Routing layout of a model, from its Hugging Face config.
+
+The expert count and the top-k have one meaning and many names. A config names its MoE layers in one
+of these ways; the most explicit one wins:
+
+1. a type for each layer (`mlp_layer_types`, `layers_block_type`, `hybrid_override_pattern`);
+2. the ids of the MoE layers (`moe_layers`, `moe_layers_enum`, `moe_layer_list`);
+3. conditions on the layer's index, all of which must hold (`first_k_dense_replace`,
+   `moe_layer_freq`, `decoder_sparse_step`, `mlp_only_layers`, ...);
+4. nothing at all: every decoder layer is MoE, as in Mixtral.
+
+MTP layers come after the decoder layers and are never part of a layout. Hash-routed layers
+(DeepSeek-V4) are MoE layers like the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from routetrace.common.errors import InvalidArgument
+from routetrace.v1.layout import MAX_LAYERS, RoutingLayout
+
+_Config = Mapping[str, Any]
+
+# Keys of the language model in configs of multi-modal models.
+_TEXT_CONFIGS = ("text_config", "llm_config", "language_config", "thinker_config")
+
+_NUM_EXPERTS = (
+    "num_experts",
+    "n_routed_experts",
+    "num_local_experts",
+    "moe_num_experts",
+    "num_routed_experts",
+)
+_TOP_K = (
+    "num_experts_per_tok",
+    "num_experts_per_token",
+    "experts_per_token",
+    "num_selected_experts",
+    "top_k_experts",
+    "experts_top_k",
+    "moe_top_k",
+    "moe_topk",
+    "moe_k",
+)
+_NUM_LAYERS = ("num_hidden_layers", "num_layers", "n_layers")
+# False in the dense members of a family whose configs all have the expert keys.
+_SWITCHES = ("enable_moe_block", "is_moe", "use_moe")
+
+# key -> (words for a MoE layer, words for a dense one). A list without any of these words is about
+# something else: `layer_types` mostly describes attention.
+_TYPES: dict[str, tuple[frozenset[str], frozenset[str]]] = {
+    "mlp_layer_types": (frozenset({"sparse", "moe", "hash_moe"}), frozenset({"dense"})),
+    "layers_block_type": (frozenset({"moe"}), frozenset({"mlp"})),
+    "layer_types": (frozenset({"moe"}), frozenset({"mlp"})),
+    "hybrid_override_pattern": (frozenset("E"), frozenset("-")),
+}
+_IDS = ("moe_layers", "moe_layers_enum", "moe_layer_list")
+
+_Test = Callable[[int, int], bool]  # (layer, value of the key) -> may the layer be MoE
+
+
+def _from(layer: int, first: int) -> bool:
+    return layer >= first
+
+
+def _until(layer: int, last: int) -> bool:
+    return last == -1 or layer <= last
+
+
+def _multiple(layer: int, step: int) -> bool:
+    return layer % step == 0
+
+
+def _every(layer: int, step: int) -> bool:
+    return (layer + 1) % step == 0
+
+
+# key -> (least value allowed, condition)
+_CONDITIONS: dict[str, tuple[int, _Test]] = {
+    "first_k_dense_replace": (0, _from),
+    "num_dense_layers": (0, _from),
+    "n_dense_first_layers": (0, _from),
+    "dense_mlp_idx": (0, _from),
+    "moe_layer_num_skipped": (0, _from),
+    "moe_layer_start_index": (0, _from),
+    "moe_layer_end_index": (-1, _until),
+    "moe_layer_freq": (1, _multiple),
+    "expert_layer_period": (1, _multiple),  # counted from expert_layer_offset
+    "decoder_sparse_step": (1, _every),
+    "moe_layer_frequency": (1, _every),
+    "moe_layer_interval": (1, _every),
+    "interleave_moe_layer_step": (1, _every),
+}
+
+# Families whose own default is not "every layer": a config.json of theirs that leaves the layers
+# out relies on a default that only their config class knows.
+# fmt: off
+_NEEDS_LAYERS = frozenset({
+    "afmoe", "axk1", "axk2", "bailing_hybrid", "beam", "deepseek_v3", "deepseek_v32", "dots3_note",
+    "ernie4_5_moe", "ernie4_5_vl_moe", "exaone_moe", "flint", "glm4_moe", "glm4_moe_lite",
+    "glm4v_moe", "glm5_next", "glm_moe_dsa", "hy_v3", "hy_v4", "jamba", "kimi_linear", "laguna",
+    "lfm2_moe", "mimo_v2_flash", "mistral_large4", "nemotron_h", "step3p5", "unlimited_ocr",
+})
+# fmt: on
+
+
+class ModelMapError(InvalidArgument):
+    """A config without a layout; the message names the keys that were tried."""
+
+
+def layout_from_config(config: object) -> RoutingLayout:
+    """Return the layout of all MoE layers of a model.
+
+    Args:
+        config: a config object of transformers (or of anything that has `to_dict()` or plain
+            attributes), or a mapping as in `config.json`. Multi-modal models may give their whole
+            config; the language model's is found in it.
+
+    Returns:
+        Columns for every MoE layer by absolute decoder layer id. `num_experts` counts the ids that
+        a router can choose: the zero-computation experts of LongCat are among them, shared experts
+        are not.
+
+    Raises:
+        ModelMapError: if the model is dense, or the config does not say which layers are MoE, names
+            no expert count or top-k, or contradicts itself.
+        InvalidArgument: if the numbers do not make a layout (top_k above num_experts).
+    """
+    text, is_moe = _language_model(_mapping("config", config))
+    switch = next((key for key in _SWITCHES if text.get(key) is False), None)
+    if not is_moe or switch is not None:
+        raise _not_moe(_NUM_EXPERTS if switch is None else (switch,), text)
+    num_experts = _number(text, _NUM_EXPERTS, 0)
+    if num_experts <= 1:
+        raise _not_moe(_NUM_EXPERTS, text)
+    top_k = _number(text, _TOP_K, 1)
+    count, layer_ids = _moe_layers(text)
+    # The router of LongCat may also choose an expert that computes nothing.
+    if text.get("zero_expert_num") is not None:
+        num_experts += _number(text, ("zero_expert_num",), 0)
+    return RoutingLayout(tuple(layer_ids), count, num_experts, top_k)
+
+
+def _mapping(name: str, config: object) -> _Config:
+    if isinstance(config, Mapping):
+        return config
+    values: object = None
+    if not isinstance(config, type):
+        to_dict = getattr(config, "to_dict", None)
+        values = to_dict() if callable(to_dict) else getattr(config, "__dict__", None)
+    if not isinstance(values, Mapping):
+        raise ModelMapError(field=name, value=config, expected="a model config or a mapping")
+    return values
+
+
+def _sections(config: _Config) -> Iterator[_Config]:
+    """Yield the configs of language models in `config`, innermost first, then `config`."""
+    for key in _TEXT_CONFIGS:
+        if config.get(key) is not None:
+            outer = {"model_type": config.get("model_type")}
+            yield from _sections({**outer, **_mapping(key, config[key])})
+    if config.get("ffn_config") is not None:  # DBRX
+        config = {**_mapping("ffn_config", config["ffn_config"]), **config}
+    yield config
+
+
+def _language_model(config: _Config) -> tuple[_Config, bool]:
+    """Return the innermost config with experts, else the innermost; and whether it has them."""
+    sections = list(_sections(config))
+    for section in sections:
+        if _given(section, _NUM_EXPERTS):
+            return section, True
+    return sections[0], False
+
+
+def _given(config: _Config, keys: tuple[str, ...]) -> list[str]:
+    return [key for key in keys if config.get(key) is not None]
+
+
+def _not_moe(keys: tuple[str, ...], config: _Config) -> ModelMapError:
+    value = ", ".join(f"{key} = {config[key]!r}" for key in _given(config, keys)) or "absent"
+    names = " | ".join(keys)
+    model = f" ({config['model_type']})" if config.get("model_type") else ""
+    return ModelMapError(
+        f"not a MoE model{model}: looked for {names}, found {value}",
+        field=names,
+        value=value,
+        expected="more than one routed expert",
+    )
+
+
+def _integers(key: str, value: object, least: int) -> list[int]:
+    """Return the value, or the values of a list, as integers not below `least`."""
+    values: list[Any] = list(value) if isinstance(value, (list, tuple)) else [value]
+    if any(not isinstance(v, int) or isinstance(v, bool) or v < least for v in values):
+        raise ModelMapError(field=key, value=value, expected=f"integers not below {least}")
+    return values
+
+
+def _number(config: _Config, keys: tuple[str, ...], least: int) -> int:
+    """Return the number that all given keys agree on.
+
+    A list has one entry per layer (Hunyuan) or modality (Ernie), and `per_layer_config` overrides
+    single layers; a layout has one number for all of them.
+    """
+    names = " | ".join(keys)
+    overrides = config.get("per_layer_config")
+    layers = list(overrides.values()) if isinstance(overrides, Mapping) else []
+    sources = [config, *(layer for layer in layers if isinstance(layer, Mapping))]
+    found = {
+        key: [
+            number
+            for source in sources
+            if source.get(key) is not None
+            for number in _integers(key, source[key], least)
+        ]
+        for key in keys
+    }
+    numbers = {number for values in found.values() for number in values}
+    if len(numbers) != 1:
+        raise ModelMapError(
+            field=names,
+            value={key: values for key, values in found.items() if values} or "absent",
+            expected="one number, the same for all layers and modalities",
+        )
+    return numbers.pop()
+
+
+def _moe_layers(config: _Config) -> tuple[int, list[int]]:
+    """Return the number of decoder layers, and the ids of the MoE layers among them."""
+    blocks = config.get("layers_block_type")
+    if not _given(config, _NUM_LAYERS) and isinstance(blocks, (list, tuple)):
+        count = len(blocks)  # the only source for Nemotron-H
+    elif config.get("model_type") == "longcat_flash":
+        # transformers up to 5.17 also writes num_hidden_layers: attention blocks, two to a layer.
+        count = _number(config, ("num_layers",), 1)
+    else:
+        count = _number(config, _NUM_LAYERS, 1)
+    if count > MAX_LAYERS:  # before anything of that size is allocated
+        names = " | ".join(_NUM_LAYERS)
+        raise ModelMapError(field=names, value=count, expected=f"at most {MAX_LAYERS} layers")
+    for rule in (_by_type, _by_id, _by_condition):
+        found = rule(config, count)
+        if found is not None:
+            break
+    else:
+        model = str(config.get("model_type") or "").removesuffix("_text")
+        if model in _NEEDS_LAYERS:
+            tried = " | ".join((*_TYPES, *_IDS, *_CONDITIONS, "mlp_only_layers"))
+            raise ModelMapError(
+                f"{model} does not say which layers are MoE, and not all of them are: "
+                f"looked for {tried}; give the config object of transformers instead of a mapping",
+                field=tried,
+                value="absent",
+                expected="one of them",
+            )
+        found = ("num_hidden_layers", list(range(count)))
+    keys, layers = found
+    if not layers:
+        raise ModelMapError(
+            f"no MoE layer among {count} decoder layers, according to {keys}",
+            field=keys,
+            value={key: config.get(key) for key in keys.split(" & ")},
+            expected=f"at least one MoE layer in [0, {count})",
+        )
+    return count, layers
+
+
+def _by_type(config: _Config, count: int) -> tuple[str, list[int]] | None:
+    for key in _given(config, tuple(_TYPES)):
+        types, (moe, dense) = config[key], _TYPES[key]
+        if not isinstance(types, (list, tuple, str)):
+            types = ()
+        known = [word for word in types if isinstance(word, str) and word in moe | dense]
+        if key == "mlp_layer_types":
+            if not known or len(known) < len(types):
+                words = ", ".join(sorted(moe | dense))
+                raise ModelMapError(field=key, value=config[key], expected=f"a list of {words}")
+            types = types[:count]  # MTP layers may follow
+        elif not known:
+            continue
+        if len(types) != count:
+            raise ModelMapError(field=key, value=types, expected=f"one type for each of {count}")
+        return key, [layer for layer, word in enumerate(types) if word in moe]
+    return None
+
+
+def _by_id(config: _Config, count: int) -> tuple[str, list[int]] | None:
+    for key in _given(config, _IDS):
+        ids = config[key]
+        if isinstance(ids, str):  # "3,4,5"
+            words = [word.strip() for word in ids.split(",") if word.strip()]
+            ids = [int(word) if word.isdecimal() else word for word in words]
+        # MTP layers are counted on from the last decoder layer.
+        return key, sorted({layer for layer in _integers(key, ids, 0) if layer < count})
+    return None
+
+
+def _by_condition(config: _Config, count: int) -> tuple[str, list[int]] | None:
+    given = _given(config, (*_CONDITIONS, "mlp_only_layers"))
+    layers = set(range(count))
+    for key in given:
+        value = config[key]
+        if key == "mlp_only_layers":
+            layers -= set(_integers(key, value, 0))
+        elif key == "moe_layer_freq" and isinstance(value, (list, tuple)):
+            if len(value) < count:
+                raise ModelMapError(
+                    field=key, value=value, expected=f"one flag for each of {count}"
+                )
+            layers &= {layer for layer in range(count) if value[layer]}
+        else:
+            least, test = _CONDITIONS[key]
+            offset = 0
+            if key == "expert_layer_period":
+                offset = _number(config, ("expert_layer_offset",), 0)
+            # A list has one entry per modality (Ernie).
+            sets = [
+                {layer for layer in range(count) if test(layer - offset, number)}
+                for number in _integers(key, value, least)
+            ]
+            if any(other != sets[0] for other in sets):
+                raise ModelMapError(
+                    field=key, value=value, expected="the same layers for every modality"
+                )
+            layers &= sets[0]
+    return (" & ".join(given), sorted(layers)) if given else None

@@ -1,0 +1,1 @@
+"""Messages of a data directory: records of the journal, and snapshots."""

@@ -1,0 +1,43 @@
+# Sourced by vllm_env.sh and sglang_env.sh: makes one venv with the packages that the given versions
+# of an engine have in common, and a folder for each version in it, of which PYTHONPATH chooses one.
+#
+# The caller sets `venv` and `package`, and defines two functions:
+#   version_extras VERSION FOLDER   installs what this version alone needs into its folder
+#   shared_packages                 installs the packages in common; their constraints are in "$venv/torch.txt"
+set -euo pipefail
+cd "$(dirname "$0")/.."
+torch=${TORCH:-torch==2.13.0}
+pip=("$venv/bin/python" -m pip install --quiet --disable-pip-version-check)
+
+install_version() {
+  [ -d "$venv/$1" ] && return
+  rm -rf "$venv/$1.part"
+  "${pip[@]}" --no-deps --target "$venv/$1.part" "$package==$1"
+  version_extras "$1" "$venv/$1.part"
+  mv "$venv/$1.part" "$venv/$1"
+}
+
+install_shared() {
+  local ready=$venv/.shared
+  [ "$ready" -nt "$0" ] && [ "$ready" -nt pyproject.toml ] && return
+  "$venv/bin/python" -c 'import torch' 2>/dev/null || "${pip[@]}" "$torch"
+  # Newer packages may want another torch.
+  "$venv/bin/python" -m pip freeze | grep '^torch==' >"$venv/torch.txt"
+  shared_packages
+  # Installed, not only on the path: engines find plugins by their entry points.
+  "${pip[@]}" -e '.[server]'
+  touch "$ready"
+}
+
+make_environment() {
+  [ -x "$venv/bin/python" ] || "${PYTHON:-python3}" -m venv "$venv"
+  local jobs=()
+  for version in "$@"; do
+    install_version "$version" &
+    jobs+=($!)
+  done
+  install_shared
+  for job in "${jobs[@]}"; do
+    wait "$job"
+  done
+}

@@ -1,0 +1,1 @@
+"""Authenticate callers, and bound the load that is admitted."""

@@ -1,0 +1,171 @@
+"""Time of the event loop, shared between the owners of calls.
+
+A call costs the loop up to some milliseconds a step: to begin, and to hand each message over to
+gRPC, which encrypts and writes it at once. The loop runs what is ready in order of arrival, so
+hundreds of calls of one owner would delay each step of another's by a second. Here, an owner that
+has used its share waits instead, for as long as others are active; one alone never waits.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from time import monotonic
+
+#: Seconds without a step after which an owner does not count as active.
+ACTIVE_SECONDS = 1.0
+
+#: Part of the loop's time that the steps of all active owners get together; the rest is for what
+#: is not measured: gRPC's own work for their calls, and agents.
+_STEPS_SHARE = 0.6
+
+#: Seconds over which the use of an owner is averaged: what it leaves of its share, others get.
+_USE_SECONDS = 0.25
+
+#: Maximum active owners for which that is reckoned, at each step: runs, of which there may be
+#: thousands, are owners on a server without tokens.
+_MOST_COMPARED = 16
+
+#: Seconds that an owner may use at once, after a pause.
+_BURST_SECONDS = 0.005
+
+#: Maximum seconds that count for one step: on a busy machine the loop may be off the processor.
+LONGEST_STEP_SECONDS = 0.02
+
+
+@dataclass(slots=True)
+class _Account:
+    """Loop time of one owner."""
+
+    at: float
+    """Time up to which the credit is reckoned."""
+    seen: float
+    """Time of the last step, or attempt."""
+    credit: float = _BURST_SECONDS
+    """Seconds that the owner may use; below zero, its steps wait."""
+    used: float = 0.0
+    """Seconds used in about the last `_USE_SECONDS`."""
+    stepping: int = 0
+    """Steps in this round of the loop, which are not counted yet."""
+    waiting: deque[asyncio.Future[None]] = field(default_factory=deque)
+    timer: asyncio.TimerHandle | None = None
+
+
+class Pace:
+    """Steps of calls by owner. All calls belong to one event loop.
+
+    Args:
+        now: clock in seconds.
+    """
+
+    def __init__(self, now: Callable[[], float] = monotonic) -> None:
+        self._now = now
+        self._accounts: dict[str, _Account] = {}
+        self._stepped: list[_Account] = []
+        self._began = 0.0
+
+    @property
+    def waiting(self) -> dict[str, int]:
+        """Steps that wait, by owner."""
+        return {owner: len(a.waiting) for owner, a in self._accounts.items() if a.waiting}
+
+    async def step(self, owner: str) -> None:
+        """Wait until the owner may use the loop; count its time until the caller's next wait.
+
+        The steps of one owner go on in order of arrival.
+        """
+        now = self._now()
+        account = self._account(owner, now)
+        if len(self._accounts) > 1:
+            self._refill(account, now)
+            if account.waiting or account.stepping or account.credit < 0:
+                await self._turn(account)
+        self._count(account)
+
+    def _account(self, owner: str, now: float) -> _Account:
+        """Return the account of an active owner, after those that are not active any more."""
+        account = self._accounts.pop(owner, None)
+        while self._accounts:  # the least recently seen one is first
+            first, idle = next(iter(self._accounts.items()))
+            if now - idle.seen < ACTIVE_SECONDS or idle.waiting:
+                break
+            del self._accounts[first]
+        if account is None:
+            account = _Account(now, now)
+        account.seen = now
+        self._accounts[owner] = account
+        return account
+
+    def _refill(self, account: _Account, now: float) -> None:
+        seconds = now - account.at
+        account.at = now
+        account.used *= math.exp(-seconds / _USE_SECONDS)
+        account.credit = min(_BURST_SECONDS, account.credit + seconds * self._rate(account))
+
+    def _rate(self, account: _Account) -> float:
+        """Return the seconds of credit that an owner gets in a second: at least an equal part."""
+        equal = _STEPS_SHARE / max(1, len(self._accounts))
+        if len(self._accounts) > _MOST_COMPARED:
+            return equal
+        others = sum(other.used for other in self._accounts.values() if other is not account)
+        return max(equal, _STEPS_SHARE - others / _USE_SECONDS)
+
+    async def _turn(self, account: _Account) -> None:
+        """Wait for the credit that earlier steps of the owner leave."""
+        waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        account.waiting.append(waiter)
+        self._wake_later(account)
+        try:
+            await waiter
+        except BaseException:
+            if waiter in account.waiting:
+                account.waiting.remove(waiter)
+            else:
+                self._wake_later(account)  # cancelled just after it got its turn
+            raise
+
+    def _wake_later(self, account: _Account) -> None:
+        """Wake the next step of an owner once it has credit."""
+        if account.timer is not None or account.stepping or not account.waiting:
+            return
+        seconds = max(0.0, -account.credit / self._rate(account))
+        if len(self._accounts) == 1:
+            seconds = 0.0
+        loop = asyncio.get_running_loop()
+        account.timer = loop.call_later(seconds, self._wake, account)
+
+    def _wake(self, account: _Account) -> None:
+        account.timer = None
+        now = self._now()
+        account.seen = now
+        self._refill(account, now)
+        while account.waiting:
+            waiter = account.waiting.popleft()
+            if not waiter.done():
+                waiter.set_result(None)
+                return
+
+    def _count(self, account: _Account) -> None:
+        """Count the time until the loop's next round as that of the steps in this one."""
+        if not self._stepped:
+            self._began = self._now()
+            asyncio.get_running_loop().call_soon(self._counted)
+        account.stepping += 1
+        self._stepped.append(account)
+
+    def _counted(self) -> None:
+        now = self._now()
+        took = min(now - self._began, LONGEST_STEP_SECONDS * len(self._stepped))
+        stepped, self._stepped = self._stepped, []
+        for account in stepped:
+            self._refill(account, now)
+            account.stepping -= 1
+            # One that was alone for long owes no more than a step.
+            credit = account.credit - took / len(stepped)
+            account.credit = max(-LONGEST_STEP_SECONDS, credit)
+            account.used += took / len(stepped)
+        for account in stepped:
+            self._wake_later(account)

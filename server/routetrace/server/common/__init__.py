@@ -1,0 +1,1 @@
+"""Modules that all rooms of the server use."""

@@ -1,0 +1,119 @@
+"""Typed errors as a status and an ErrorDetail in trailing metadata."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import AsyncIterator, Callable
+from typing import Any, NamedTuple, NoReturn, Protocol, TypeVar, cast
+
+import grpc
+
+from routetrace.common.errors import ERROR_METADATA_KEY, InvalidArgument, RouteTraceError
+from routetrace.server.common.limited import LimitedLog
+
+_failures = LimitedLog(logging.getLogger(__name__), "failed calls")
+
+#: Size of a message up to which it is parsed as it arrives, in less than a millisecond.
+_AT_ONCE_BYTES = 64 << 10
+
+F = TypeVar("F", bound=Callable[..., Any])
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class TooLong(NamedTuple):
+    """Message over the limit of its method, which was not parsed."""
+
+    name: str
+    nbytes: int
+    most: int
+
+
+class Unparsed(NamedTuple):
+    """Message that takes the event loop some milliseconds to parse."""
+
+    data: bytes
+    parse: Callable[[bytes], Any]
+
+
+class Parses(Protocol):
+    """Servicer that parses long messages when their caller may use the loop."""
+
+    async def parsed(self, request: Unparsed, context: Context) -> Any:
+        """Return the message."""
+
+
+def limited(parse: Callable[[bytes], Any], name: str, most: int) -> Callable[[bytes], Any]:
+    """Return a parser that leaves messages of over `most` bytes, and long ones, unparsed."""
+
+    def parsed(data: bytes) -> Any:
+        if len(data) > most:
+            return TooLong(name, len(data), most)
+        return parse(data) if len(data) <= _AT_ONCE_BYTES else Unparsed(data, parse)
+
+    return parsed
+
+
+async def _message(servicer: Parses, request: object, context: Context) -> object:
+    if isinstance(request, TooLong):
+        raise InvalidArgument(
+            field=request.name,
+            value=f"{request.nbytes} bytes",
+            expected=f"at most {request.most} bytes",
+        )
+    if isinstance(request, Unparsed):
+        return await servicer.parsed(request, context)
+    return request
+
+
+async def fail(context: Context, error: RouteTraceError) -> NoReturn:
+    """End a call with a typed error."""
+    detail = error.to_detail().SerializeToString()
+    await context.abort(error.status, error.message, ((ERROR_METADATA_KEY, detail),))
+
+
+def internal(error: Exception) -> str:
+    """Return the text for callers about an error of the server; its own text may hold paths."""
+    return f"internal error of the server ({type(error).__name__}); its log has the details"
+
+
+async def _fail_internally(
+    context: Context, handler: Callable[..., Any], error: Exception
+) -> NoReturn:
+    """End a call with an error that is not typed, which gRPC would send as it is."""
+    name = handler.__name__
+    _failures.warning((name, type(error)), "%s failed: %s", name, error, error=error)
+    await fail(context, RouteTraceError(internal(error)))
+
+
+def unary(handler: F) -> F:
+    """Decorate a unary handler to send its typed errors to the caller."""
+
+    @functools.wraps(handler)
+    async def wrapped(self: Parses, request: object, context: Context) -> object:
+        try:
+            request = await _message(self, request, context)
+            return await handler(self, request, context)
+        except RouteTraceError as error:
+            await fail(context, error)
+        except Exception as error:
+            await _fail_internally(context, handler, error)
+
+    return cast("F", wrapped)
+
+
+def streaming(handler: F) -> F:
+    """Decorate a streaming handler to send its typed errors to the caller."""
+
+    @functools.wraps(handler)
+    async def wrapped(self: Parses, request: object, context: Context) -> AsyncIterator[object]:
+        try:
+            request = await _message(self, request, context)
+            async for response in handler(self, request, context):
+                yield response
+        except RouteTraceError as error:
+            await fail(context, error)
+        except Exception as error:
+            await _fail_internally(context, handler, error)
+
+    return cast("F", wrapped)

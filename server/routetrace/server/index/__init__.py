@@ -1,0 +1,1 @@
+"""Derive the state from records: slots, requests, traces and their joins."""

@@ -1,0 +1,370 @@
+"""Checks of an incoming chunk that need no earlier chunk.
+
+A chunk that passes can be stored and applied. Routing is not decoded: only frame headers are read.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Generator, Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from google.protobuf.message import DecodeError
+
+from routetrace.common.errors import Corrupt, InvalidArgument
+from routetrace.common.limits import MAX_POSITION, check_id, check_labels
+from routetrace.server.common.slices import at_once
+from routetrace.server.index.slot_map import SlotMap
+from routetrace.server.index.traces.refs import MAX_FRAMES, MAX_ROWS
+from routetrace.server.wire.checksums import Payload, running
+from routetrace.server.wire.messages import Chunk
+from routetrace.v1 import routetrace_pb2 as pb
+from routetrace.v1.frame import read_header
+from routetrace.v1.frame_check import PlainFrames
+from routetrace.v1.layout import RoutingLayout
+from routetrace.v1.records import (
+    DIGEST,
+    NO_REQUEST,
+    OP,
+    PACKED_OP,
+    U32,
+    U64,
+    FinishReason,
+    OpKind,
+    unpack,
+)
+
+MAX_OPS = 1 << 17
+#: Maximum request ids, and begins, of one chunk.
+MAX_REQUESTS = 1 << 15
+#: Entries and ops that are checked at a time.
+_CHECKED = 256
+#: Maximum requests of one boot of an engine.
+MAX_BEGUN = 1 << 62
+#: Maximum rows of one chunk, and bytes of their ids.
+MAX_CHUNK_ROWS = 1 << 20
+MAX_DECODED_BYTES = 256 << 20
+#: Maximum blocks, and tokens, of a request that is named by its blocks.
+MAX_BLOCKS = 1 << 21
+MAX_BLOCK_TOKENS = 1 << 22
+
+# Plain numbers: comparing with an enum member takes five times as long.
+BEGIN, BLOCKS, ROWS = int(OpKind.BEGIN), int(OpKind.BLOCKS), int(OpKind.ROWS)
+REWIND, PREEMPT, RESUME = int(OpKind.REWIND), int(OpKind.PREEMPT), int(OpKind.RESUME)
+FINISH, LOST, DIGESTS = int(OpKind.FINISH), int(OpKind.LOST), int(OpKind.DIGEST)
+EXTERNAL, RESET = int(OpKind.EXTERNAL), int(OpKind.RESET)
+INHERIT, FORGET = int(OpKind.INHERIT), int(OpKind.FORGET)
+_WITH_BLOCKS = {BEGIN, RESUME, BLOCKS, EXTERNAL}
+_WITHOUT_REQUEST = {EXTERNAL, RESET, FORGET}
+_FIELDS = OP.names or ()
+_FIRST_KIND, _LAST_KIND = int(min(OpKind)), int(max(OpKind))
+_FINISH_REASONS = {*FinishReason}
+_MISSING_REASONS = {*pb.MissingReason.values()}
+
+
+@dataclass(frozen=True, slots=True)
+class ParsedChunk:
+    """Checked columns of a chunk header."""
+
+    request_ids: list[str]
+    begins: list[pb.RequestBegin]
+    ops: list[tuple[int, ...]]
+    """Fields of records.OP per op."""
+    block_ids: list[int]
+    slots: npt.NDArray[np.uint64]
+    frame_lengths: npt.NDArray[np.uint32]
+    frame_rows: npt.NDArray[np.uint32]
+    token_digests: npt.NDArray[Any]
+    """records.DIGEST."""
+
+
+def check_begin(begin: pb.RequestBegin) -> None:
+    """Raise InvalidArgument unless trace id and labels of a begin are valid."""
+    check_id("begins.trace_id", begin.trace_id, required=False)
+    check_labels("begins.labels", begin.labels)
+
+
+def check_sums(chunk: Chunk) -> list[int]:
+    """Check header and payload against the checksums of the agent.
+
+    Returns:
+        The running checksums of the payload, which the store needs too.
+
+    Raises:
+        Corrupt: if they are not.
+    """
+    sums = running(chunk.payload)
+    for field, actual, crc in (
+        ("header_crc32", zlib.crc32(chunk.header), chunk.header_crc32),
+        ("payload_crc32", sums[-1] if sums else 0, chunk.payload_crc32),
+    ):
+        if actual != crc:
+            raise Corrupt(field=field, value=f"{crc:#010x}", expected=f"{actual:#010x}")
+    return sums
+
+
+def parse_header(data: bytes, layout: RoutingLayout, slots: SlotMap) -> ParsedChunk:
+    """Parse and check a ChunkHeader at once; see `parse_in_steps`."""
+    return at_once(parse_in_steps(data, layout, slots))
+
+
+def parse_in_steps(
+    data: bytes, layout: RoutingLayout, slots: SlotMap
+) -> Generator[None, None, ParsedChunk]:
+    """Parse and check a ChunkHeader, step by step.
+
+    Args:
+        data: serialized ChunkHeader.
+        layout: layout of the Hello.
+        slots: slot map of the writer.
+
+    Raises:
+        InvalidArgument: naming the first invalid field.
+    """
+    try:
+        header = pb.ChunkHeader.FromString(data)
+    except DecodeError as error:
+        raise InvalidArgument(
+            field="header", value=f"{len(data)} bytes", expected="a serialized ChunkHeader"
+        ) from error
+    for field, entries in (("request_ids", header.request_ids), ("begins", header.begins)):
+        if len(entries) > MAX_REQUESTS:
+            raise InvalidArgument(
+                field=field, value=f"{len(entries)} entries", expected=f"at most {MAX_REQUESTS}"
+            )
+    if header.layout != _proto_of(layout):
+        sent = RoutingLayout.from_proto(header.layout)
+        if sent != layout:
+            raise InvalidArgument(field="layout", value=sent, expected=f"the Hello's, {layout}")
+    for index, request_id in enumerate(header.request_ids, 1):
+        check_id("request_ids", request_id)
+        if not index % _CHECKED:
+            yield
+    for index, begin in enumerate(header.begins, 1):
+        check_begin(begin)
+        if not index % _CHECKED:
+            yield
+    unpack(header.ops, OP, "ops")
+    block_ids = unpack(header.block_ids, U32, "block_ids")
+    _check_block_ids(block_ids, slots.num_blocks)
+    chunk = ParsedChunk(
+        request_ids=list(header.request_ids),
+        begins=list(header.begins),
+        ops=[*PACKED_OP.iter_unpack(header.ops)],
+        block_ids=block_ids.tolist(),
+        slots=unpack(header.slots, U64, "slots"),
+        frame_lengths=unpack(header.frame_lengths, U32, "frame_lengths"),
+        frame_rows=unpack(header.frame_rows, U32, "frame_rows"),
+        token_digests=unpack(header.token_digests, DIGEST, "token_digests"),
+    )
+    _check_frames(chunk, layout.row_bytes)
+    yield
+    yield from _check_ops(chunk, slots.num_blocks, slots.num_blocks * slots.block_size)
+    return chunk
+
+
+@lru_cache(maxsize=64)
+def _plain_frames(layout: RoutingLayout) -> PlainFrames:
+    return PlainFrames(layout)
+
+
+@lru_cache(maxsize=64)
+def _proto_of(layout: RoutingLayout) -> pb.RoutingLayout:
+    return layout.to_proto()
+
+
+def _check_frames(chunk: ParsedChunk, row_bytes: int) -> None:
+    num_frames = len(chunk.frame_lengths)
+    if len(chunk.frame_rows) != num_frames or num_frames > MAX_FRAMES:
+        raise InvalidArgument(
+            field="frame_rows",
+            value=f"{len(chunk.frame_rows)} entries",
+            expected=f"{num_frames} (one per frame, at most {MAX_FRAMES})",
+        )
+    rows = chunk.frame_rows.tolist()
+    if rows and not 1 <= min(rows) <= max(rows) <= MAX_ROWS:
+        good = (chunk.frame_rows >= 1) & (chunk.frame_rows <= MAX_ROWS)
+        _all("frame_rows", chunk.frame_rows, good, f"1 to {MAX_ROWS} rows")
+    most = min(MAX_CHUNK_ROWS, MAX_DECODED_BYTES // row_bytes)
+    _at_most("frame_rows", sum(rows), most, "rows in one chunk")
+
+
+def _check_ops(chunk: ParsedChunk, num_blocks: int, num_slots: int) -> Iterator[None]:
+    """Check each op against the columns that it points into.
+
+    Most chunks have tens of ops, for which a loop is faster than numpy.
+    """
+    if len(chunk.ops) > MAX_OPS:
+        raise InvalidArgument(field="ops", value=len(chunk.ops), expected=f"at most {MAX_OPS} ops")
+    if len(chunk.slots):
+        _all("slots", chunk.slots, chunk.slots < num_slots, f"slots below {num_slots}")
+    frame_rows = chunk.frame_rows.tolist()
+    num_requests, num_frames = len(chunk.request_ids), len(frame_rows)
+    begun: set[int] = set()
+    digests = slots = rows = blocks = 0
+    wrong = expected = ""
+    for index, op in enumerate(chunk.ops):
+        kind, _, arg, request, position, count, frame, row, at, num, _, _, value = op
+        if not _FIRST_KIND <= kind <= _LAST_KIND:
+            wrong, expected = "kind", f"{int(_FIRST_KIND)} to {int(_LAST_KIND)}"
+        elif position + count > MAX_POSITION:
+            wrong, expected = "position", f"position + count of at most {MAX_POSITION}"
+        elif num and (kind not in _WITH_BLOCKS or num > num_blocks):
+            wrong = "num_blocks"
+            expected = f"at most num_blocks = {num_blocks}, and 0 for ops without blocks"
+        elif num and at + num > len(chunk.block_ids):
+            wrong, expected = "num_blocks", "a range of block_ids"
+        elif kind == ROWS:
+            rows += count
+            if frame >= num_frames:
+                wrong, expected = "frame", "a frame of the chunk"
+            elif not 1 <= count <= frame_rows[frame] - row:
+                wrong, expected = "count", "at least 1 and no more rows than the frame has"
+            elif request != NO_REQUEST:
+                if request >= num_requests:
+                    wrong, expected = "request", f"an index below {num_requests}"
+                elif value > position + count:
+                    wrong, expected = "value", "at most position + count"
+            else:
+                slots += count
+                if value:
+                    wrong, expected = "value", "0 for slots alone"
+                elif at + count > len(chunk.slots):
+                    wrong, expected = "blocks_at", "a range of slots"
+        elif kind == FORGET:
+            slots += count
+            if at + count > len(chunk.slots):
+                wrong, expected = "blocks_at", "a range of slots"
+        elif request >= num_requests and kind not in _WITHOUT_REQUEST:
+            wrong, expected = "request", f"an index below {num_requests}"
+        elif kind in (BEGIN, RESUME):
+            if count > position:
+                wrong = "count"
+                expected = "num_external_tokens of at most num_computed_tokens"
+            elif kind == BEGIN:
+                if arg >= len(chunk.begins) or arg in begun:
+                    wrong = "arg"
+                    expected = f"an index below {len(chunk.begins)}, a begin of its own for each"
+                elif value >= MAX_BEGUN:
+                    wrong, expected = "value", f"less than {MAX_BEGUN} requests before it"
+                begun.add(arg)
+        elif kind == FINISH:
+            if arg not in _FINISH_REASONS:
+                wrong, expected = "arg", "a FinishReason"
+        elif kind == LOST:
+            if arg not in _MISSING_REASONS:
+                wrong, expected = "arg", "a MissingReason"
+            elif value > position + count:
+                wrong, expected = "value", "at most position + count"
+        elif kind == DIGESTS:
+            digests += count
+            if row + count > len(chunk.token_digests):
+                wrong, expected = "row", "a range of token_digests"
+        blocks += num
+        if not index % _CHECKED:
+            yield
+        if wrong:
+            raise InvalidArgument(
+                field=f"ops.{wrong}[{index}]",
+                value=op[_FIELDS.index(wrong)],
+                expected=expected,
+            )
+    # Each column entry belongs to one op, which bounds the cost of ops by the size of the chunk.
+    _at_most("ops.num_blocks", blocks, len(chunk.block_ids), "block ids, each named once")
+    _at_most("ops.count", digests, len(chunk.token_digests), "digests, each named once")
+    _at_most("ops.count", slots, len(chunk.slots), "slots, each named once")
+    _at_most("ops.count", rows, sum(frame_rows), "rows, each named once")
+
+
+def _all(field: str, values: npt.NDArray[Any], good: npt.NDArray[np.bool_], expected: str) -> None:
+    if len(values) and not good.all():
+        at = int(np.argmin(good))
+        raise InvalidArgument(field=f"{field}[{at}]", value=int(values[at]), expected=expected)
+
+
+def _at_most(field: str, total: int, most: int, what: str) -> None:
+    if total > most:
+        raise InvalidArgument(
+            field=field, value=f"{total} in all", expected=f"at most {most} {what}"
+        )
+
+
+def check_payload(chunk: ParsedChunk, payload: Payload, layout: RoutingLayout) -> None:
+    """Check the frame headers of a payload against the chunk header.
+
+    Raises:
+        InvalidArgument: if a frame differs from the chunk header.
+        Corrupt: if a frame header is damaged.
+    """
+    lengths = chunk.frame_lengths.tolist()
+    if sum(lengths) != len(payload):
+        raise InvalidArgument(
+            field="payload",
+            value=f"{len(payload)} bytes",
+            expected=f"{sum(lengths)}, the sum of frame_lengths",
+        )
+    plain = _plain_frames(layout)
+    view = memoryview(payload)
+    at = 0
+    for i, (length, rows) in enumerate(zip(lengths, chunk.frame_rows.tolist(), strict=True)):
+        part = view[at : at + length]
+        at += length
+        if plain.has(part, rows):
+            continue
+        frame = read_header(part)
+        for field, value, expected in (
+            ("frame_bytes", frame.frame_bytes, length),
+            ("num_rows", frame.num_rows, rows),
+            ("layer_ids", frame.layer_ids, layout.layer_ids),
+            ("num_experts", frame.num_experts, layout.num_experts),
+            ("top_k", frame.top_k, layout.top_k),
+        ):
+            if value != expected:
+                raise InvalidArgument(
+                    field=f"frame[{i}].{field}", value=value, expected=str(expected)
+                )
+
+
+def blocks_of(
+    slots: SlotMap, block_ids: Sequence[int] | npt.NDArray[np.uint32], num_tokens: int
+) -> npt.NDArray[np.uint32]:
+    """Return the blocks of a request's first tokens; further ids are ignored.
+
+    Args:
+        slots: slot map of a writer.
+        block_ids: blocks of the request, in order; any number of them, valid or not.
+        num_tokens: tokens whose slots are meant.
+
+    Raises:
+        InvalidArgument: if there are more than the engine has, or than MAX_BLOCKS, or one is not
+            below num_blocks.
+    """
+    # Cut first: there may be millions of ids.
+    ids = np.asarray(block_ids[: num_needed(slots, len(block_ids), num_tokens)], U32)
+    _check_block_ids(ids, slots.num_blocks)
+    return ids
+
+
+def num_needed(slots: SlotMap, count: int, num_tokens: int) -> int:
+    """Return how many of a request's `count` block ids its first tokens need.
+
+    Raises:
+        InvalidArgument: if these are more than the engine has, or than MAX_BLOCKS.
+    """
+    needed = min(count, -(-num_tokens // max(slots.block_size, 1)))
+    most = min(slots.num_blocks, MAX_BLOCKS)
+    if needed > most:
+        raise InvalidArgument(
+            field="block_ids",
+            value=f"{needed} ids",
+            expected=f"at most {most}; num_blocks is {slots.num_blocks}",
+        )
+    return needed
+
+
+def _check_block_ids(ids: npt.NDArray[np.uint32], num_blocks: int) -> None:
+    _all("block_ids", ids, ids < num_blocks, f"ids below num_blocks = {num_blocks}")

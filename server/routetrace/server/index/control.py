@@ -1,0 +1,110 @@
+"""Application of the records without rows: writers, bound requests, deletions, leases."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from typing import Any
+
+from routetrace.server.index.records.record import hash_of_bind, layout_from_stored
+from routetrace.server.index.slot_map import SlotMap
+from routetrace.server.index.state import State, engine_key
+from routetrace.server.index.traces.sources import Source, WriterKey
+from routetrace.server.index.traces.tombstones import Fate
+from routetrace.server.index.writer import Writer
+from routetrace.stored import format5_pb2 as stored
+from routetrace.v1 import routetrace_pb2 as pb
+from routetrace.v1.records import DIGEST, U32, unpack
+
+
+def key_of(message: stored.WriterKey) -> WriterKey:
+    """Return the key of a writer."""
+    return WriterKey(message.run, message.engine_id, message.shard)
+
+
+def _apply_open(state: State, change: stored.Open, _: float) -> Generator[None, None, Writer]:
+    yield
+    key = key_of(change.writer)
+    old = state.writers.get(key)
+    if old:
+        state.touched.update(trace_key for trace_key, _ in old.live.values())
+    slots = SlotMap(change.block_size, change.num_blocks)
+    layout = layout_from_stored(change.layout)
+    writer = Writer(key, change.epoch, change.boot_id, state.number, layout, slots, change.token)
+    state.writers[key] = writer
+    state.epochs[key] = writer.epoch
+    state.touched.add(engine_key(key.run, key.engine_id))
+    state.prune_tombstones()
+    return writer
+
+
+def _apply_bind(state: State, change: stored.Bind, now: float) -> Generator[None, None, None]:
+    """Make a finished request of the rows that the slots of its blocks name."""
+    begin = pb.RequestBegin(
+        trace_id=change.trace_id,
+        prompt_len=change.prompt_len,
+        labels=change.labels,
+        ttl_seconds=change.ttl_seconds,
+    )
+    request_id, num_tokens, step = change.request_id, change.num_tokens, change.step
+    blocks = unpack(change.block_ids, U32, "block_ids")
+    digests = unpack(change.digests, DIGEST, "token_digests")
+    asked = yield from hash_of_bind(request_id, blocks, num_tokens, step)
+    found = []
+    for writer in state.engine_writers(change.run, change.engine_id):
+        rows = Source(writer.key, writer.epoch, request_id, "", writer.layout)
+        yield from state.inherit(writer, rows, blocks, change.num_computed_tokens, step)
+        found.append((writer, rows))
+    # From here on at once: a reader sees all of a bound request or nothing.
+    for writer, rows in found:
+        key, source = state.begin(writer, request_id, f"bind {asked}", begin, now)
+        trace = state.traces.traces[key]
+        source.ended, source.num_tokens = True, num_tokens
+        source.attempts, source.lost = rows.attempts, rows.lost
+        source.add_digests(digests)
+        # A repeated bind replaces the request: more slots may be known.
+        for i, other in enumerate(trace.sources[:-1]):
+            if (other.writer, other.occurrence) == (source.writer, source.occurrence):
+                trace.sources[i] = trace.sources.pop()
+                break
+        state.touch(trace, now)
+
+
+def _apply_delete(state: State, change: stored.Delete, now: float) -> Generator[None, None, int]:
+    fate = Fate(change.reason, now, change.token)
+    count = 0
+    for trace_id in change.trace_ids:
+        count += state.forget((change.run, trace_id), fate)
+        yield
+    return count
+
+
+def _apply_renew(state: State, change: stored.Renew, now: float) -> Generator[None, None, int]:
+    yield
+    traces = [state.trace((change.run, i), now) for i in change.trace_ids]
+    found = [trace for trace in traces if trace]
+    for trace in found:
+        trace.ttl = change.ttl
+        trace.expires = now + trace.ttl
+        trace.packed = None
+    return len(found)
+
+
+def _apply_forget(
+    state: State, change: stored.Forget, _: float
+) -> Generator[None, None, list[WriterKey]]:
+    yield
+    engine = change.run, change.engine_id
+    keys = [key for key in state.writers if (key.run, key.engine_id) == engine]
+    for key in keys:
+        state.touched.update(trace_key for trace_key, _ in state.writers.pop(key).live.values())
+    return keys
+
+
+#: Function that applies a change, by its name in the record.
+CONTROL: dict[str, Callable[[State, Any, float], Generator[None, None, Any]]] = {
+    "open": _apply_open,
+    "bind": _apply_bind,
+    "delete": _apply_delete,
+    "renew": _apply_renew,
+    "forget": _apply_forget,
+}

@@ -1,0 +1,1 @@
+"""Records of the log and snapshots, as they are stored."""

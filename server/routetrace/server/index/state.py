@@ -1,0 +1,319 @@
+"""State of the server, derived from records.
+
+Every change is a record in the store. `apply.py` applies records in order after their commit, and
+again when the server starts; a snapshot replaces the records before it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+from google.protobuf.message import DecodeError
+
+from routetrace.common.errors import Corrupt
+from routetrace.server.index.owners import owner_of
+from routetrace.server.index.records.record import (
+    key_to_stored,
+    layout_from_stored,
+    layout_to_stored,
+)
+from routetrace.server.index.records.snapshot import pieces, read_pieces, to_bytes
+from routetrace.server.index.traces.refs import chunk_of
+from routetrace.server.index.traces.sources import Source, TraceKey, WriterKey
+from routetrace.server.index.traces.spans import Span
+from routetrace.server.index.traces.tombstones import Boot, Fate, Tombstones
+from routetrace.server.index.traces.trace import Trace, dump_trace, load_trace
+from routetrace.server.index.traces.trace_index import TraceIndex
+from routetrace.server.index.writer import Writer, dump_writer, load_writer
+from routetrace.stored import format5_pb2 as stored
+from routetrace.v1 import routetrace_pb2 as pb
+from routetrace.v1.layout import RoutingLayout
+from routetrace.v1.records import Provenance
+
+#: Positions that a request inherits at a time.
+INHERITED = 1 << 14
+
+
+class Frames(NamedTuple):
+    """Frames of a stored chunk: frame i is at offsets[i] .. offsets[i + 1]."""
+
+    offsets: np.ndarray[Any, np.dtype[np.uint32]]
+    layout: RoutingLayout
+    run: str
+    token: str = ""
+    """Name of the token that sent it; "" without one."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all frames."""
+        return int(self.offsets[-1])
+
+
+class State:
+    """Writers with their slot maps, the trace index, and the directory of stored chunks."""
+
+    def __init__(self, default_ttl: float) -> None:
+        self.default_ttl = default_ttl
+        self.number = 0
+        """Last applied record."""
+        self.traces = TraceIndex()
+        self.tombstones = Tombstones()
+        self.expired = 0
+        """Expired traces that are not counted yet; `Retention` resets it."""
+        self.writers: dict[WriterKey, Writer] = {}
+        self.epochs: dict[WriterKey, int] = {}
+        """Highest epoch ever granted, also to forgotten writers."""
+        self.frames: dict[int, Frames] = {}
+        """Stored chunks, by record number."""
+        self.run_bytes: Counter[str] = Counter()
+        """Bytes of stored chunks, by run."""
+        self.owner_bytes: Counter[str] = Counter()
+        """Bytes of stored chunks, by owner."""
+        self._layouts: dict[RoutingLayout, int] = {}
+        self.touched: set[TraceKey | WriterKey] = set()
+        """Changes whose waiting tasks are not woken yet; `Journal` empties it."""
+
+    def begin(
+        self, writer: Writer, request_id: str, occurrence: str, begin: pb.RequestBegin, now: float
+    ) -> tuple[TraceKey, Source]:
+        """Add a new source to the trace index, unless its trace was deleted already."""
+        source = Source(
+            writer.key,
+            writer.epoch,
+            request_id,
+            occurrence,
+            writer.layout,
+            begin.prompt_len,
+            dict(begin.labels),
+        )
+        key = (writer.key.run, begin.trace_id or request_id)
+        self.trace(key, now)  # an expired one must not become part of the new one
+        source.forgotten = self.tombstones.hold(source)
+        if not source.forgotten:
+            ttl = begin.ttl_seconds or self.default_ttl
+            self.traces.begin(key, source, ttl=ttl, now=now, token=writer.token)
+        return key, source
+
+    def trace(self, key: TraceKey, now: float) -> Trace | None:
+        """Return a trace; delete it if its lease ran out before this time of a record.
+
+        Sweeps delete expired traces without a record, and a replay must not depend on sweeps.
+        """
+        trace = self.traces.traces.get(key)
+        if trace and trace.expires <= now:
+            self.forget(key, Fate("expired", trace.expires))
+            self.expired += 1
+            return None
+        return trace
+
+    def inherit(
+        self,
+        writer: Writer,
+        source: Source,
+        block_ids: Sequence[int] | npt.NDArray[np.uint32],
+        stop: int,
+        last_step: int = 0,
+    ) -> Iterator[None]:
+        """Give a source the rows that its slots name for positions [0, stop), piece by piece.
+
+        The slots must not change between two pieces.
+        """
+        spans = source.attempts[-1]
+        at = 0
+        for start in range(0, stop, INHERITED):
+            end = min(start + INHERITED, stop)
+            for run in writer.slots.resolve(block_ids, start, end, last_step):
+                if run.position > at:
+                    source.lose(at, run.position, pb.MISSING_REASON_KV_UNKNOWN)
+                spans.append(Span(*run, Provenance.CACHED))
+                at = run.position + run.length
+            yield
+        if at < stop:
+            source.lose(at, stop, pb.MISSING_REASON_KV_UNKNOWN)
+
+    def touch(self, trace: Trace, now: float) -> None:
+        """Note a change of a trace, and extend its lease."""
+        self.changed(trace)
+        trace.updated = now
+        trace.expires = max(trace.expires, now + trace.ttl)
+
+    def changed(self, trace: Trace) -> None:
+        """Discard cached views and the packed form of a trace."""
+        trace.changes += 1
+        self.traces.changes += 1
+        trace.packed = None
+        self.touched.add(trace.key)
+
+    def hold(self, number: int, frames: Frames) -> None:
+        """Add a stored chunk."""
+        self.frames[number] = frames
+        self._count(frames, frames.nbytes)
+
+    def release(self, number: int) -> Frames:
+        """Remove a stored chunk; return its frames."""
+        frames = self.frames.pop(number)
+        self._count(frames, -frames.nbytes)
+        return frames
+
+    def _count(self, frames: Frames, nbytes: int) -> None:
+        owner = owner_of(frames.token, frames.run)
+        for held, name in ((self.run_bytes, frames.run), (self.owner_bytes, owner)):
+            held[name] += nbytes
+            if not held[name]:
+                del held[name]
+
+    def forget(self, key: TraceKey, fate: Fate) -> bool:
+        """Delete a trace; its live requests continue without a trace, at all shards."""
+        self.touched.add(key)
+        sources = self.traces.remove(key)
+        if sources is None:
+            return False
+        self.tombstones.add(key, sources, fate)
+        return True
+
+    def prune_tombstones(self) -> None:
+        """Forget tombstones of boots that are over, where there are many."""
+        self.tombstones.prune(
+            Boot(key.run, key.engine_id, w.boot_id) for key, w in self.writers.items()
+        )
+
+    def engine_writers(self, run: str, engine_id: str) -> list[Writer]:
+        """Return the writers of an engine in its newest boot, in order."""
+        found = [
+            w
+            for key, w in sorted(self.writers.items())
+            if (key.run, key.engine_id) == (run, engine_id)
+        ]
+        # The slots of a shard that has not reported since a restart are obsolete.
+        newest = max(found, key=lambda w: w.opened, default=None)
+        return [w for w in found if newest and w.boot_id == newest.boot_id]
+
+    def runs(self) -> set[str]:
+        """Return the runs that have traces or writers."""
+        return {*self.traces.of_run, *(key.run for key in self.writers)}
+
+    def marks(self) -> Iterator[Iterable[int]]:
+        """Yield the chunks that live slots and traces point into, part by part.
+
+        Records may be applied between two parts: of the chunks stored before the first part, all
+        that are pointed into at the end are included. Traces take over rows from slots, and slots
+        only drafts of live requests; so slots and drafts come first, then all traces of that time.
+        """
+        for writer in [*self.writers.values()]:
+            live = [source for _, source in writer.live.values()]
+            drafts = (map(chunk_of, source.drafts.refs) for source in live)
+            yield chain(writer.slots.chunks().tolist(), *drafts)
+        for trace in [*self.traces.traces.values()]:
+            yield trace.chunks()
+
+    def pack(self) -> Iterator[None]:
+        """Prepare the snapshot of traces that changed, one by one."""
+        for trace in [*self.traces.traces.values()]:
+            if trace.packed is None:
+                self._pack(trace)
+                yield
+
+    def _pack(self, trace: Trace) -> bytes:
+        for source in trace.sources:
+            self._layout_number(source.layout)
+        piece = stored.Piece()
+        dump_trace(piece.traces.add(), trace, self._layouts)
+        trace.packed = to_bytes(piece)
+        return trace.packed
+
+    def _layout_number(self, layout: RoutingLayout) -> int:
+        return self._layouts.setdefault(layout, len(self._layouts))
+
+    # ------------------------------------------------------------------ snapshots
+
+    def dump(self) -> Iterator[bytes]:
+        """Return the state in pieces, for a snapshot that covers the records up to `number`.
+
+        They hold the state at the time of the call, and may be taken later, in another thread.
+        """
+        traces = [trace.packed or self._pack(trace) for trace in self.traces.traces.values()]
+        for layout in {id(f.layout): f.layout for f in self.frames.values()}.values():
+            self._layout_number(layout)
+        head = stored.Piece(head=stored.Head(number=self.number, serial=self.traces.serial))
+        head.layouts.extend(map(layout_to_stored, self._layouts))
+        parts = [to_bytes(head), *traces]
+        for writer in self.writers.values():
+            piece = stored.Piece()
+            dump_writer(piece.writers.add(), writer)
+            parts.append(to_bytes(piece))
+        tail = self.tombstones.dump()
+        for key, epoch in self.epochs.items():
+            tail.epochs.add(writer=key_to_stored(key), epoch=epoch)
+        parts.append(to_bytes(tail))
+        layouts, frames = dict(self._layouts), [*self.frames.items()]
+        return pieces(chain(parts, _dump_frames(frames, layouts)))
+
+    def load(self, data: Iterable[bytes]) -> None:
+        """Load the pieces of a snapshot; on error leave the state unchanged.
+
+        Raises:
+            Corrupt: if the pieces are no snapshot.
+            UnsupportedFormat: if the snapshot has another format.
+        """
+        new = State(self.default_ttl)
+        layouts: list[RoutingLayout] = []
+        headed = False
+        try:
+            for piece in read_pieces(data):
+                headed = headed or piece.HasField("head")
+                new._load_piece(piece, layouts)
+        except (KeyError, IndexError, OverflowError, TypeError, ValueError, DecodeError) as error:
+            raise Corrupt(f"the snapshot cannot be read: {error}") from error
+        if not headed:
+            raise Corrupt("the snapshot has no head")
+        self.replace(new)
+
+    def replace(self, new: State) -> None:
+        """Take over everything that another state holds."""
+        self.number, self.traces, self.writers = new.number, new.traces, new.writers
+        self.tombstones, self.expired = new.tombstones, new.expired
+        self.epochs, self.frames = new.epochs, new.frames
+        self.run_bytes, self.owner_bytes = new.run_bytes, new.owner_bytes
+        self._layouts = new._layouts
+
+    def _load_piece(self, piece: stored.Piece, layouts: list[RoutingLayout]) -> None:
+        if piece.HasField("head"):
+            self.number, self.traces.serial = piece.head.number, piece.head.serial
+        for layout in piece.layouts:
+            layouts.append(layout_from_stored(layout))
+            self._layout_number(layouts[-1])
+        for trace in piece.traces:
+            self.traces.add(load_trace(trace, layouts))
+        for message in piece.writers:
+            writer = load_writer(message, self.traces.traces)
+            self.writers[writer.key] = writer
+        self.tombstones.load(piece)
+        for known in piece.epochs:
+            key = WriterKey(known.writer.run, known.writer.engine_id, known.writer.shard)
+            self.epochs[key] = known.epoch
+        for chunk in piece.frames:
+            offsets = np.frombuffer(chunk.offsets, np.uint32)
+            held = Frames(offsets, layouts[chunk.layout], chunk.run, chunk.token)
+            self.hold(chunk.number, held)
+
+
+def engine_key(run: str, engine_id: str) -> WriterKey:
+    """Return the key of changes in which a writer of an engine opens an epoch."""
+    return WriterKey(run, engine_id, "")
+
+
+def _dump_frames(
+    frames: list[tuple[int, Frames]], layouts: dict[RoutingLayout, int]
+) -> Iterator[bytes]:
+    for number, chunk in frames:
+        piece = stored.Piece()
+        offsets, layout = chunk.offsets.tobytes(), layouts[chunk.layout]
+        piece.frames.add(
+            number=number, offsets=offsets, layout=layout, run=chunk.run, token=chunk.token
+        )
+        yield to_bytes(piece)

@@ -1,0 +1,1 @@
+"""Traces: sources of rows, joins and prefixes."""

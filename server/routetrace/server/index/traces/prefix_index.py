@@ -1,0 +1,195 @@
+"""Index of the traces that computed rows of a token prefix, by sorted token digests.
+
+It is derived from the traces and not part of snapshots. It holds only digests after rows that a
+forward pass of the trace computed, once per weight version: of thousands of requests that hit one
+cached prompt, it names those that computed it. Results are hints: the caller compares the digests
+of the trace.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from functools import lru_cache
+from hashlib import blake2b
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from routetrace.server.index.traces.sources import Source
+from routetrace.server.index.traces.trace import Trace
+from routetrace.v1.records import Provenance
+
+#: Sources that are indexed at a time.
+_BATCH = 64
+
+#: Maximum entries of a tier, which bounds the time to sort one.
+_MAX_TIER = 1 << 16
+
+#: Maximum indexed weight versions of one trace.
+_MAX_VERSIONS = 64
+
+#: Maximum share of entries of removed traces.
+_DEAD_SHARE = 0.25
+
+_Column = npt.NDArray[Any]
+
+
+class _Tier(NamedTuple):
+    """Ascending entries."""
+
+    keys: _Column
+    versions: _Column
+    serials: _Column
+
+    def part(self, chosen: slice | _Column) -> _Tier:
+        return _Tier(*(column[chosen] for column in self))
+
+    def __len__(self) -> int:
+        return self.keys.size
+
+
+class PrefixIndex:
+    """Traces by (run, position, digest, weight version): 24 bytes for each digest of a trace."""
+
+    def __init__(self) -> None:
+        self._traces: dict[int, Trace] = {}
+        self._fresh: dict[Source, Trace] = {}
+        self._tiers: list[_Tier] = []  # the larger ones first
+        self._dead = 0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all entries."""
+        return sum(column.nbytes for tier in self._tiers for column in tier)
+
+    def __len__(self) -> int:
+        return sum(map(len, self._tiers))
+
+    # ------------------------------------------------------------------ keeping up
+
+    def add(self, trace: Trace) -> None:
+        """Add a new or loaded trace."""
+        self._traces[trace.serial] = trace
+        for source in trace.sources:
+            for spans in source.attempts:
+                for span in spans:
+                    if span.provenance == Provenance.FORWARD:
+                        self.computed(trace, span.weight_version, span.position)
+
+    def computed(self, trace: Trace, weight_version: int, position: int) -> None:
+        """Note rows that a forward pass computed from a position on."""
+        first = trace.computed.get(weight_version)
+        known = first is not None or len(trace.computed) < _MAX_VERSIONS
+        if known and (first is None or position < first):
+            trace.computed[weight_version] = position
+            for source in trace.sources:
+                self.learn(trace, source)
+
+    def learn(self, trace: Trace, source: Source) -> None:
+        """Queue the digests of a source for the index."""
+        self._fresh[source] = trace
+        if len(self._fresh) >= _BATCH:
+            self._take_in()
+
+    def remove(self, trace: Trace) -> None:
+        """Remove a trace; its entries stay until `clean`."""
+        if self._traces.pop(trace.serial, None):
+            for source in trace.sources:
+                self._fresh.pop(source, None)
+                self._dead += len(trace.computed) * len(source.digests)
+
+    def clean(self) -> Iterator[None]:
+        """Drop entries of removed traces, if they are many, tier by tier."""
+        if self._dead <= _DEAD_SHARE * len(self):
+            return
+        self._dead = at = 0
+        while at < len(self._tiers):  # other tasks may change it between two steps
+            tier = self._tiers[at]
+            serials, of_entry = np.unique(tier.serials, return_inverse=True)
+            there = np.array([serial in self._traces for serial in serials.tolist()], np.bool_)
+            self._tiers[at] = tier if there.all() else tier.part(there[of_entry])
+            if at and self._fit(at):
+                self._join(at)
+            else:
+                at += 1
+            yield
+
+    def _take_in(self) -> None:
+        parts = []
+        for source, trace in self._fresh.items():
+            digests = source.digests
+            for version, first in trace.computed.items():
+                held = digests[digests["position"] > first]
+                if len(held):
+                    keys = held["value"] ^ np.uint64(_salt(trace.key[0]))
+                    numbers = np.full((2, len(held)), [[version], [trace.serial]], np.int64)
+                    parts.append(_Tier(keys, *numbers))
+        self._fresh.clear()
+        if parts:
+            self._tiers.append(_merged(parts))
+        # Join neighbours of similar size, so that tiers stay few.
+        last = len(self._tiers) - 1
+        while (
+            last > 0
+            and self._fit(last)
+            and (len(self._tiers[last - 1]) < 2 * len(self._tiers[last]))
+        ):
+            self._join(last)
+            last -= 1
+
+    def _fit(self, at: int) -> bool:
+        """Whether a tier and its predecessor can be joined."""
+        return len(self._tiers[at - 1]) + len(self._tiers[at]) <= _MAX_TIER
+
+    def _join(self, at: int) -> None:
+        """Join a tier with its predecessor."""
+        self._tiers[at - 1 : at + 1] = [_merged(self._tiers[at - 1 : at + 1])]
+
+    # ------------------------------------------------------------------ looking up
+
+    def holders(
+        self, run: str, digests: Sequence[int], weight_version: int | None
+    ) -> list[list[int]]:
+        """Return serial numbers of traces that may hold rows of each prefix, removed ones too.
+
+        Args:
+            run: run of the traces.
+            digests: digests of the prefixes.
+            weight_version: weight version of the rows; None: any.
+        """
+        if self._fresh:
+            self._take_in()
+        keys = np.array(digests, np.uint64) ^ np.uint64(_salt(run))
+        found: list[set[int]] = [set() for _ in keys]
+        for tier in self._tiers:
+            first = np.searchsorted(tier.keys, keys, "left")
+            last = np.searchsorted(tier.keys, keys, "right")
+            for i in np.flatnonzero(first < last).tolist():
+                held = tier.part(slice(first[i], last[i]))
+                serials = held.serials
+                if weight_version is not None:
+                    serials = serials[held.versions == weight_version]
+                found[i].update(serials.tolist())
+        return [sorted(serials) for serials in found]
+
+    def trace(self, serial: int) -> Trace | None:
+        """Return a trace unless it was removed."""
+        return self._traces.get(serial)
+
+
+def _merged(tiers: Iterable[_Tier]) -> _Tier:
+    """Merge tiers, without repeated entries."""
+    whole = _Tier(*map(np.concatenate, zip(*tiers, strict=True)))
+    whole = whole.part(np.lexsort(whole[::-1]))
+    new = np.ones(len(whole), np.bool_)
+    new[1:] = False
+    for column in whole:
+        new[1:] |= column[1:] != column[:-1]
+    return whole if new.all() else whole.part(new)
+
+
+@lru_cache(maxsize=1024)
+def _salt(run: str) -> int:
+    """Return the salt of a run's digests."""
+    return int.from_bytes(blake2b(run.encode(), digest_size=8).digest(), "little")

@@ -1,0 +1,213 @@
+"""Tree of the token prefixes that the requests of one trace report.
+
+A digest stands for all tokens before its position, so the prefixes of one token sequence form a
+chain, and the chains of all requests a tree: requests that begin alike share a path. Its size is
+that of the reports, however many requests go on from each other; each question takes a time that
+grows with the logarithm of its depth.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from typing import NamedTuple
+
+Digests = dict[int, int]
+"""Position -> digest of the tokens before it; ascending."""
+
+Prefix = tuple[int, int]
+"""(position, digest): the tokens of a sequence before a position."""
+
+_ROOT = 0
+
+
+class Reported(NamedTuple):
+    """Facts of one request that decide who goes on from whom."""
+
+    digests: Digests
+    prompt_len: int
+    num_tokens: int
+    """Final token count; 0 while unknown."""
+    handed_over: bool
+
+    @property
+    def order(self) -> tuple[int, bool]:
+        """Only a request later in this order can continue another."""
+        return self.prompt_len, not self.handed_over
+
+
+class PrefixTree:
+    """Prefixes of requests, which go by their index."""
+
+    def __init__(self, requests: Sequence[Reported]) -> None:
+        self._requests = requests
+        shorter = _next_shorter([r.digests for r in requests if r.digests])
+        prefixes: list[Prefix] = [(-1, 0), *sorted(shorter)]  # shorter ones come first
+        self._prefixes = prefixes
+        self._number = {prefix: node for node, prefix in enumerate(prefixes)}
+        self._parent = [self._number[shorter.get(p) or prefixes[_ROOT]] for p in prefixes]
+        self._link()
+        self._leaf = [
+            self._number[next(reversed(r.digests.items()))] if r.digests else _ROOT
+            for r in requests
+        ]
+        self._given = [
+            self._at(leaf, r.prompt_len) for leaf, r in zip(self._leaf, requests, strict=True)
+        ]
+        self._arrange()
+        self._find_newest()
+
+    def _link(self) -> None:
+        """Set depths, and for each node an ancestor to jump to, which makes a climb logarithmic."""
+        parent = self._parent
+        self._depth = depth = [0] * len(parent)
+        self._jump = jump = [_ROOT] * len(parent)
+        for node in range(1, len(parent)):
+            up = parent[node]
+            depth[node] = depth[up] + 1
+            far = jump[up]
+            even = depth[up] - depth[far] == depth[far] - depth[jump[far]]
+            jump[node] = jump[far] if even else up
+
+    def _arrange(self) -> None:
+        """Order the requests such that those with a prefix are a range."""
+        count = [0] * len(self._parent)
+        for leaf in self._leaf:
+            count[leaf] += 1
+        own = [*count]
+        for node in range(len(count) - 1, 0, -1):
+            count[self._parent[node]] += count[node]
+        first, free = [0] * len(count), [0] * len(count)
+        free[_ROOT] = own[_ROOT]
+        for node in range(1, len(count)):
+            up = self._parent[node]
+            first[node] = free[up]
+            free[up] += count[node]
+            free[node] = first[node] + own[node]
+        self._range = [(at, at + n) for at, n in zip(first, count, strict=True)]
+        self._order = [0] * len(self._leaf)
+        for index, leaf in enumerate(self._leaf):
+            self._order[first[leaf]] = index
+            first[leaf] += 1
+
+    def _find_newest(self) -> None:
+        """Set the newest request whose prompt has each prefix, and of which more is known.
+
+        The second one was given more tokens than the prefix, or sampled after it.
+        """
+        size = len(self._parent)
+        self._newest, self._further = [-1] * size, [-1] * size
+        for index, (node, request) in enumerate(zip(self._given, self._requests, strict=True)):
+            self._newest[node] = index
+            if not request.handed_over or request.prompt_len > self._prefixes[node][0]:
+                self._further[node] = index
+        for node in range(size - 1, 0, -1):
+            up, newest = self._parent[node], self._newest[node]
+            self._newest[up] = max(self._newest[up], newest)
+            self._further[up] = max(self._further[up], newest)
+        # The longest prefix of each that is one of some prompt.
+        self._prompted = prompted = [_ROOT] * size
+        for node in range(1, size):
+            prompted[node] = node if self._newest[node] >= 0 else prompted[self._parent[node]]
+
+    def _at(self, node: int, position: int) -> int:
+        """Return the longest prefix of a node that ends at or before a position."""
+        prefixes, parent, jump = self._prefixes, self._parent, self._jump
+        while prefixes[node][0] > position:
+            node = jump[node] if prefixes[jump[node]][0] > position else parent[node]
+        return node
+
+    def _among(self, node: int) -> list[int]:
+        start, stop = self._range[node]
+        return self._order[start:stop]
+
+    # ------------------------------------------------------------------ questions
+
+    def digests(self, index: int) -> Digests:
+        """Return the digests of a request, with those of others that have the same tokens."""
+        chain = []
+        node = self._leaf[index]
+        while node != _ROOT:
+            chain.append(self._prefixes[node])
+            node = self._parent[node]
+        return dict(reversed(chain))
+
+    def having(self, prefix: Prefix) -> list[int]:
+        """Return the requests with a prefix, in order."""
+        node = self._number.get(prefix, _ROOT)
+        return sorted(self._among(node)) if node != _ROOT else []
+
+    def common(self, one: int, other: int) -> int:
+        """Return the length of the longest prefix that two requests have; -1 for none."""
+        a, b = self._leaf[one], self._leaf[other]
+        depth, jump, parent = self._depth, self._jump, self._parent
+        if depth[a] < depth[b]:
+            a, b = b, a
+        while depth[a] > depth[b]:
+            a = jump[a] if depth[jump[a]] >= depth[b] else parent[a]
+        while a != b:
+            far = jump[a] != jump[b]
+            a, b = (jump[a], jump[b]) if far else (parent[a], parent[b])
+        return self._prefixes[a][0]
+
+    def proven(self, index: int) -> Iterator[tuple[int, int]]:
+        """Yield other requests that share a prefix of a request's prompt, and its length."""
+        node = self._given[index]
+        inner = (0, 0)
+        while node != _ROOT:
+            start, stop = self._range[node]
+            low, high = inner if inner[1] else (start, start)
+            position = self._prefixes[node][0]
+            for part in (self._order[start:low], self._order[high:stop]):
+                for other in part:
+                    if other != index:
+                        yield other, position
+            inner = start, stop
+            node = self._parent[node]
+
+    def successor(self, index: int) -> int | None:
+        """Return the newest request that fully contains a request, if any."""
+        request = self._requests[index]
+        whole = request.num_tokens - request.handed_over
+        if whole <= 0 or not (request.prompt_len or request.handed_over):
+            return None
+        node = self._prompted[self._leaf[index]]
+        if self._prefixes[node][0] > request.prompt_len and self._prefixes[node][0] >= whole:
+            return self._newest[node]
+        # Only KV that was handed over is taken over without a sampled token.
+        while request.handed_over and self._prefixes[node][0] >= whole:
+            found = self._further[node]
+            if self._prefixes[node][0] < request.prompt_len:  # it ended within its prompt
+                later = (
+                    i
+                    for i in self._among(node)
+                    if self._requests[i].order > request.order
+                    and self._requests[i].prompt_len >= self._prefixes[node][0]
+                )
+                found = max(later, default=-1)
+            if found >= 0:
+                return found
+            node = self._parent[node]
+        return None
+
+
+def _next_shorter(digests: Sequence[Digests]) -> dict[Prefix, Prefix | None]:
+    """Return the next shorter known prefix of each.
+
+    Longest first: of several known ones, the longest is the next, and the others are shorter ones
+    of that.
+    """
+    shorter: dict[Prefix, set[Prefix]] = {}
+    for each in digests:
+        prefixes = list(each.items())
+        shorter.setdefault(prefixes[0], set())
+        for one, longer in pairwise(prefixes):
+            shorter.setdefault(longer, set()).add(one)
+    before: dict[Prefix, Prefix | None] = {}
+    for prefix in sorted(shorter, reverse=True):
+        known = sorted(shorter[prefix], reverse=True)
+        before[prefix] = known[0] if known else None
+        for longer, one in pairwise(known):
+            if one[0] < longer[0]:
+                shorter[longer].add(one)
+    return before

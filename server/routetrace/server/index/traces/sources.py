@@ -1,0 +1,202 @@
+"""Reports of one writer about one engine request, position by position."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from routetrace.server.index.traces.spans import FOREVER, SpanList
+from routetrace.stored import format5_pb2 as stored
+from routetrace.v1.layout import RoutingLayout
+from routetrace.v1.records import DIGEST, U32
+
+#: Maximum notes of lost positions of one engine request.
+MAX_LOST = 4096
+
+_LOST = np.dtype("<i8")
+
+TraceKey = tuple[str, str]
+"""(run, trace id)."""
+
+
+class WriterKey(NamedTuple):
+    """Writer: one shard of one engine of one run."""
+
+    run: str
+    engine_id: str
+    shard: str
+
+
+@dataclass(slots=True)
+class Lost:
+    """Positions [start, stop) that will have no rows."""
+
+    start: int
+    stop: int
+    reason: int
+
+
+@dataclass(slots=True, eq=False)
+class Source:
+    """Report of one writer about one engine request."""
+
+    writer: WriterKey
+    epoch: int
+    request_id: str
+    occurrence: str
+    """Distinguishes requests of the same engine and id; equal at all shards. It has a "/" only if
+    other shards may report the request: boot id, and number of requests begun before."""
+    layout: RoutingLayout
+    prompt_len: int = 0
+    """Length of the prompt; 0 while unknown."""
+    labels: Mapping[str, str] = field(default_factory=dict)
+    """Labels given at its begin."""
+    attempts: list[SpanList] = field(default_factory=lambda: [SpanList()])
+    tentative: int = 0
+    """Number of drafts at the end of the last attempt."""
+    blocks: list[int] = field(default_factory=list)
+    """KV blocks of the request."""
+    placed: bool = True
+    """Whether `blocks` is complete: not if the begin was lost."""
+    external: bool = False
+    """Whether external KV was loaded for it."""
+    ended: bool = False
+    num_tokens: int = 0
+    """Final token count; 0 while unknown."""
+    finish_reason: int = 0
+    lost: list[Lost] = field(default_factory=list)
+    forgotten: bool = False
+    """Whether its trace was deleted: the request may still run, but its rows are not served."""
+    written: int = 0
+    """One past the last position whose slot may be known."""
+    cached: int = 0
+    """Number of cached tokens whose rows are not inherited yet."""
+    drafts: SpanList = field(default_factory=SpanList)
+    """Drafts, which slots name once they are confirmed."""
+    drafts_since: int = 0
+    """`SlotMap.erasures` when the drafts were written."""
+    draft_step: int = 0
+    """Engine step of the drafts."""
+    _digests: npt.NDArray[Any] = field(default_factory=lambda: np.empty(0, DIGEST))
+    _new_digests: list[npt.NDArray[Any]] = field(default_factory=list)
+
+    @property
+    def digests(self) -> npt.NDArray[Any]:
+        """DIGEST by position, ascending."""
+        if self._new_digests:
+            # Latest first: np.unique keeps the first of several at one position.
+            learned = np.concatenate([self._digests, *self._new_digests])[::-1]
+            _, first = np.unique(learned["position"], return_index=True)
+            self._digests, self._new_digests = learned[first], []
+        return self._digests
+
+    def confirmed(self, attempt: int) -> int:
+        """Return one past the last confirmed position of an attempt."""
+        if attempt < len(self.attempts) - 1 or not self.tentative:
+            return FOREVER
+        return self.attempts[attempt].end - self.tentative
+
+    @property
+    def end(self) -> int:
+        """One past the last position that was reported, as row or as lost, and confirmed."""
+        ends = [min(a.end, self.confirmed(i)) for i, a in enumerate(self.attempts)]
+        return max(ends + [m.stop for m in self.lost if m.stop < FOREVER])
+
+    def remove(self, start: int, stop: int) -> None:
+        """Drop the positions [start, stop) of the last attempt."""
+        spans = self.attempts[-1]
+        confirmed = spans.end - self.tentative
+        self.drafts.remove(start, stop)
+        if stop >= spans.end:
+            spans.truncate(start)
+        else:
+            spans.remove(start, stop)
+        self.tentative = max(0, spans.end - confirmed)
+
+    def lose(self, start: int, stop: int, reason: int) -> None:
+        """Note lost positions with a reason; beyond MAX_LOST, notes are merged into the last."""
+        if len(self.lost) < MAX_LOST:
+            self.lost.append(Lost(start, stop, reason))
+        else:
+            last = self.lost[-1]
+            last.start, last.stop = min(last.start, start), max(last.stop, stop)
+
+    def add_digests(self, digests: npt.NDArray[Any]) -> None:
+        """Add token digests; of two at one position the later counts."""
+        self._new_digests.append(digests)
+
+
+def dump_source(message: stored.Source, source: Source, layouts: dict[RoutingLayout, int]) -> None:
+    """Set the stored form of a source; layouts go by number.
+
+    Fields with default values are left unset: a snapshot has a source for each request.
+    """
+    _, message.engine_id, message.shard = source.writer
+    message.epoch = source.epoch
+    message.request_id = source.request_id
+    message.occurrence = source.occurrence
+    message.layout = layouts[source.layout]
+    message.prompt_len = source.prompt_len
+    for spans in source.attempts:
+        message.attempts.append(spans.tobytes())
+    message.ended = source.ended
+    message.num_tokens = source.num_tokens
+    message.finish_reason = source.finish_reason
+    message.written = source.written
+    message.digests = source.digests.tobytes()
+    if source.blocks:
+        message.blocks = np.array(source.blocks, U32).tobytes()
+    if source.cached:
+        message.cached = source.cached
+    if source.labels:
+        message.labels.update(source.labels)
+    if source.lost:
+        lost = [(m.start, m.stop, m.reason) for m in source.lost]
+        message.lost = np.array(lost, _LOST).tobytes()
+    if source.tentative:
+        message.tentative = source.tentative
+    if len(source.drafts):
+        message.drafts = source.drafts.tobytes()
+        message.drafts_since, message.draft_step = source.drafts_since, source.draft_step
+    if not source.placed:
+        message.unplaced = True
+    if source.external:
+        message.external = True
+    if source.forgotten:
+        message.forgotten = True
+
+
+def load_source(message: stored.Source, run: str, layouts: Sequence[RoutingLayout]) -> Source:
+    """Return the source of a stored form."""
+    source = Source(
+        writer=WriterKey(run, message.engine_id, message.shard),
+        epoch=message.epoch,
+        request_id=message.request_id,
+        occurrence=message.occurrence,
+        layout=layouts[message.layout],
+        prompt_len=message.prompt_len,
+        labels=dict(message.labels),
+        attempts=[SpanList(spans) for spans in message.attempts],
+        tentative=message.tentative,
+        blocks=np.frombuffer(message.blocks, U32).tolist() if message.blocks else [],
+        placed=not message.unplaced,
+        external=message.external,
+        ended=message.ended,
+        num_tokens=message.num_tokens,
+        finish_reason=message.finish_reason,
+        written=message.written,
+        forgotten=message.forgotten,
+        cached=message.cached,
+        drafts=SpanList(message.drafts),
+        drafts_since=message.drafts_since,
+        draft_step=message.draft_step,
+        _digests=np.frombuffer(message.digests, DIGEST),
+    )
+    if message.lost:
+        lost = np.frombuffer(message.lost, _LOST).reshape(-1, 3)
+        source.lost = [Lost(*note) for note in lost.tolist()]
+    return source

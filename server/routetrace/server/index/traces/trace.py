@@ -1,0 +1,107 @@
+"""A trace: the sources under one trace id of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from routetrace.server.index.traces.joins import Join
+from routetrace.server.index.traces.refs import chunk_of
+from routetrace.server.index.traces.sources import Source, TraceKey, dump_source, load_source
+from routetrace.stored import format5_pb2 as stored
+from routetrace.v1.layout import RoutingLayout
+
+
+class Counted(NamedTuple):
+    """Completeness of an ended trace, as `read/census.py` found it."""
+
+    changes: int
+    """`Trace.changes` at that time."""
+    state: int
+    """TraceState."""
+    cells: int
+    """Cells of its rows, present or not."""
+    missing: tuple[tuple[int, int], ...]
+    """(MissingReason, missing cells)."""
+
+
+@dataclass(slots=True, eq=False)
+class Trace:
+    """One trace."""
+
+    key: TraceKey
+    serial: int
+    """Ascending in the order of first appearance."""
+    ttl: float
+    """Lease in seconds after the last change."""
+    created: float
+    updated: float
+    expires: float
+    sources: list[Source] = field(default_factory=list)
+    """In order of arrival."""
+    token: str = ""
+    """Name of the token that began it; "" without one."""
+    changes: int = 0
+    """Number of changes since the server started."""
+    computed: dict[int, int] = field(default_factory=dict)
+    """First position with a computed row, by weight version."""
+    packed: bytes | None = None
+    """Cached piece of a snapshot; None after a change."""
+    counted: Counted | None = None
+    """Cached result of the census."""
+    _join: Join | None = None
+
+    @property
+    def join(self) -> Join:
+        """Requests and incarnations of the sources."""
+        if self._join is None:
+            self._join = Join(self.sources)
+        return self._join
+
+    def rejoin(self) -> None:
+        """Discard the join after a source began, ended or got digests."""
+        self._join = self.packed = None
+
+    def may_have(self, labels: Mapping[str, str]) -> bool:
+        """Whether each label is one of some source, so that an incarnation may have them all."""
+        return all(
+            any(s.labels.get(key) == text for s in self.sources) for key, text in labels.items()
+        )
+
+    def chunks(self) -> Iterator[int]:
+        """Yield chunks with rows of this trace, with repeats."""
+        for source in self.sources:
+            for attempt in source.attempts:
+                yield from map(chunk_of, attempt.refs)
+
+
+def dump_trace(message: stored.Trace, trace: Trace, layouts: dict[RoutingLayout, int]) -> None:
+    """Set the stored form of a trace; layouts go by number."""
+    message.run, message.trace_id = trace.key
+    message.serial = trace.serial
+    message.ttl, message.created = trace.ttl, trace.created
+    message.updated, message.expires = trace.updated, trace.expires
+    message.token = trace.token
+    for source in trace.sources:
+        dump_source(message.sources.add(), source, layouts)
+
+
+def load_trace(message: stored.Trace, layouts: Sequence[RoutingLayout]) -> Trace:
+    """Return the trace of a stored form."""
+    run = message.run
+    sources = [load_source(source, run, layouts) for source in message.sources]
+    if message.labels:
+        labels = dict(message.labels)
+        for source in sources:
+            source.labels = labels
+    return Trace(
+        (run, message.trace_id),
+        message.serial,
+        message.ttl,
+        message.created,
+        message.updated,
+        message.expires,
+        sources,
+        message.token,
+    )

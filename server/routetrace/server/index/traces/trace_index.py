@@ -1,0 +1,79 @@
+"""Trace index: reports of all agents about all requests, position by position.
+
+    Trace (run, trace id)
+      Source           report of one writer about one engine request
+        Attempt        one pass over the positions; a resume after preemption starts the next
+          spans        (position, length, ref, weight version, provenance), ascending
+
+It holds reports without conclusions: `joins.py` decides which sources make up one token sequence,
+`view.py` which of their rows are served. `apply.py` writes it; no I/O, no clock.
+"""
+
+from __future__ import annotations
+
+from routetrace.server.index.traces.prefix_index import PrefixIndex
+from routetrace.server.index.traces.sources import Source, TraceKey
+from routetrace.server.index.traces.trace import Trace
+
+#: Maximum sources of a trace; the oldest are dropped.
+MAX_SOURCES = 4096
+
+
+class TraceIndex:
+    """All traces of all runs."""
+
+    def __init__(self) -> None:
+        self.traces: dict[TraceKey, Trace] = {}
+        self.of_run: dict[str, dict[TraceKey, Trace]] = {}
+        """The same by run, oldest first."""
+        self.serial = 0
+        """Serial number of the newest trace."""
+        self.changes = 0
+        """Number of changes of all traces."""
+        self.prefixes = PrefixIndex()
+
+    def begin(
+        self, key: TraceKey, source: Source, *, ttl: float, now: float, token: str = ""
+    ) -> Trace:
+        """Add a source that begins a request; `token` is that of its writer, if any."""
+        trace = self.traces.get(key)
+        if trace is None:
+            self.serial += 1
+            trace = Trace(key, self.serial, ttl, now, now, now + ttl, token=token)
+            self.add(trace)
+        trace.ttl = ttl
+        trace.sources.append(source)
+        if len(trace.sources) > MAX_SOURCES:
+            trace.sources.pop(0).forgotten = True
+        trace.rejoin()
+        return trace
+
+    def remove(self, key: TraceKey) -> list[Source] | None:
+        """Remove a trace; return its sources, or None if it does not exist."""
+        trace = self.traces.pop(key, None)
+        if trace is None:
+            return None
+        self.changes += 1
+        self.prefixes.remove(trace)
+        of_run = self.of_run[key[0]]
+        del of_run[key]
+        if not of_run:
+            del self.of_run[key[0]]
+        for source in trace.sources:
+            source.forgotten = True
+        return trace.sources
+
+    def add(self, trace: Trace) -> None:
+        """Add a new trace."""
+        self.traces[trace.key] = trace
+        self.of_run.setdefault(trace.key[0], {})[trace.key] = trace
+        self.prefixes.add(trace)
+
+    def newest_first(self, run: str, before_serial: int = 0) -> list[Trace]:
+        """Return the traces of a run below a serial number (0: all), newest first."""
+        traces = self.of_run.get(run, {}).values()
+        return [t for t in reversed(traces) if not before_serial or t.serial < before_serial]
+
+    def counts(self) -> dict[str, int]:
+        """Return the number of traces by run."""
+        return {run: len(traces) for run, traces in self.of_run.items()}

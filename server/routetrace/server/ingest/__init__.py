@@ -1,0 +1,1 @@
+"""Take chunks in: streams, sessions and acknowledgements."""

@@ -1,0 +1,1 @@
+"""Metrics, scrapes, telemetry and logs."""

@@ -1,0 +1,1 @@
+"""Server process: workers, ownership of its store, readiness."""

@@ -1,0 +1,85 @@
+"""Ownership of a store that several servers name: one waits for it, and may lose it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+
+from routetrace.server.access.lifecycle import Lifecycle, ServerState
+from routetrace.server.access.partition import Partition
+from routetrace.server.process.partitions import worker_address
+from routetrace.server.settings.config import ServerConfig
+from routetrace.server.store.interface import Owner, Store
+from routetrace.server.store.object.bucket import open_bucket
+from routetrace.server.store.object.layout import check_layout, partition_url
+from routetrace.server.store.object.lease import Lease
+from routetrace.server.store.object.probe import check_conditions
+from routetrace.server.store.object.seats import Seats
+from routetrace.server.store.object.store import ObjectStore
+
+_log = logging.getLogger("routetrace.server.daemon")
+
+
+def open_object_store(config: ServerConfig, partition: Partition, *, first: bool) -> ObjectStore:
+    """Return the store of a partition of `object_url`, which `take_over` fills.
+
+    Args:
+        config: of the server, or of its worker for the partition.
+        partition: of the bucket's prefix.
+        first: whether to check the object store and the division into partitions.
+
+    Raises:
+        InvalidArgument: if the settings, the credentials or the object store cannot be used.
+        Unavailable: if it does not answer.
+    """
+    if first:
+        whole = open_bucket(config.object_url, config.object_endpoint)
+        check_conditions(whole)
+        check_layout(whole, partition.count, config.run_workers)
+    url = partition_url(config.object_url, partition.number)
+    seconds = config.object_lease_seconds
+    leases = open_bucket(
+        url, config.object_endpoint, timeout=max(1.0, seconds / 2), retry_seconds=0.0
+    )
+    address, seats = "", None
+    if partition.count > 1:
+        address = worker_address(config.advertised, partition.number)
+        seats = Seats(leases, partition.number, config.advertised, seconds)
+    name = f"{socket.gethostname()} ({config.listen})"
+    return ObjectStore(
+        open_bucket(url, config.object_endpoint),
+        Lease(leases, name, seconds, address=address, seats=seats),
+        capacity_bytes=config.store_capacity,
+        cache_bytes=config.object_cache,
+    )
+
+
+def watch(store: Store, lifecycle: Lifecycle, lost: asyncio.Event) -> None:
+    """Serve only while the store is owned; set `lost` once this server should leave it."""
+    if ownership := store.ownership:
+        loop = asyncio.get_running_loop()
+        lifecycle.owns = lambda: ownership.owned
+        ownership.on_lost = lambda: loop.call_soon_threadsafe(lost.set)
+
+
+async def take_over(store: Store, lifecycle: Lifecycle) -> None:
+    """Wait until this server owns the store; a store that is always its own returns at once.
+
+    Raises:
+        RouteTraceError: as `Ownership.take_over`.
+    """
+    if store.ownership is None:
+        return
+    loop = asyncio.get_running_loop()
+
+    def waiting(owner: Owner) -> None:
+        if owner.name:
+            _log.info(
+                "standby: %s owns the store; waiting until it leaves or its lease is over",
+                owner.name,
+            )
+        loop.call_soon_threadsafe(lifecycle.stand_by, owner)
+
+    await asyncio.to_thread(store.ownership.take_over, waiting)
+    lifecycle.enter(ServerState.STARTING)

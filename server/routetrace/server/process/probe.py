@@ -1,0 +1,78 @@
+"""`routetrace-server health`: whether a server is ready, asked without a token."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from routetrace.common.errors import InvalidArgument
+from routetrace.common.security import Security
+from routetrace.common.target import parse_target, targets_of
+from routetrace.server.ops.health import READY_SERVICES
+from routetrace.server.settings import usage
+
+_DEFAULT_TARGET = "127.0.0.1:7411"
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run `health`; return 0 if the server is ready, 1 if not, 2 if the arguments are wrong."""
+    parser = argparse.ArgumentParser(
+        "routetrace-server health",
+        description="Check a server without a token. Exit code 0: ready, 1: not ready, 2: invalid "
+        "arguments.",
+    )
+    usage.add_version(parser)
+    parser.add_argument(
+        "--target",
+        default=os.environ.get("ROUTETRACE_TARGET", _DEFAULT_TARGET),
+        help="host:port of the server (default: %(default)s) [env: ROUTETRACE_TARGET]",
+    )
+    parser.add_argument(
+        "--timeout", type=float, default=5.0, help="seconds to wait (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--tls", action="store_true", default=None, help="use TLS [env: ROUTETRACE_TLS]"
+    )
+    for flag, text in (
+        ("ca-file", "PEM file of the trusted authorities (default: those of the system)"),
+        ("cert-file", "PEM file of a client certificate, if the server requires one"),
+        ("key-file", "PEM file of the certificate's key"),
+        ("server-name", "name in the server certificate, if it is not the host of the target"),
+    ):
+        name = f"ROUTETRACE_{flag.upper().replace('-', '_')}"
+        parser.add_argument(f"--{flag}", help=f"{text} [env: {name}]")
+    args = vars(parser.parse_args(argv))
+    timeout = args.pop("timeout")
+    try:
+        target = parse_target(args.pop("target"))
+        if len(targets_of(target)) > 1:
+            raise InvalidArgument(field="target", value=target, expected="one server")
+        given = {name: value for name, value in args.items() if value is not None}
+        # The health service needs no token, so none is sent.
+        security = replace(Security.from_environment(), token="", token_file="", **given)
+        with security.channel(target, []) as channel:
+            return 0 if _ask(channel, timeout) else 1
+    except InvalidArgument as error:
+        print(f"routetrace-server health: {error}", file=sys.stderr)
+        return 2
+
+
+def _ask(channel: grpc.Channel, timeout: float) -> bool:
+    stub: Any = health_pb2_grpc.HealthStub(channel)
+    ready = True
+    for service in READY_SERVICES:
+        try:
+            answer = stub.Check(health_pb2.HealthCheckRequest(service=service), timeout=timeout)
+            status = health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status)
+        except grpc.RpcError as error:
+            status = f"{error.code().name}: {error.details()}"
+        print(f"{service}: {status}")
+        ready = ready and status == "SERVING"
+    return ready

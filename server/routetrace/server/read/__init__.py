@@ -1,0 +1,1 @@
+"""Serve traces: views, cuts and answers."""

@@ -1,0 +1,129 @@
+"""Many reads in one stream: messages that hold parts of several answers."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from contextlib import AbstractAsyncContextManager, AbstractContextManager, ExitStack
+from time import monotonic
+
+from routetrace.common.errors import RouteTraceError
+from routetrace.server.access.admission import Turn
+from routetrace.server.common.slices import SLICE_SECONDS
+from routetrace.server.read import answers
+from routetrace.server.read.sending import Answer
+from routetrace.server.read.served import Served
+from routetrace.v1 import routetrace_pb2 as pb
+
+#: Maximum reads of one stream.
+MAX_READS = 1024
+
+
+class Batch:
+    """Reads of one GetTraces call, each answered as GetTrace would at its turn.
+
+    A read that waits is answered as of the moment at which its wait ends, in any order.
+
+    Args:
+        reads: requests.
+        answer: returns the answer to a read, after waiting if it asks for that.
+        pinned: keeps rows until they are sent.
+        turn: is held while a message is fetched and sent.
+        step: waits until the owner of the call may look a trace up.
+    """
+
+    def __init__(
+        self,
+        reads: Sequence[pb.GetTraceRequest],
+        answer: Callable[[pb.GetTraceRequest], Awaitable[Answer]],
+        pinned: Callable[[Served], AbstractContextManager[None]],
+        turn: Callable[[], AbstractAsyncContextManager[Turn]],
+        step: Callable[[], Awaitable[None]],
+    ) -> None:
+        self._answer = answer
+        self._pinned = pinned
+        self._turn = turn
+        self._step = step
+        self._asked = deque(enumerate(reads))
+        self._waiting: set[asyncio.Task[None]] = set()
+        self._ready: deque[tuple[int, Answer | RouteTraceError]] = deque()
+        self._pins: dict[int, ExitStack] = {}  # by read
+        self._news = asyncio.Event()
+        self._broken: BaseException | None = None
+
+    async def messages(self) -> AsyncGenerator[bytes, None]:
+        """Yield the messages."""
+        try:
+            while self._asked or self._ready or self._waiting or self._broken:
+                if not (self._asked or self._ready):
+                    self._news.clear()
+                    await self._news.wait()
+                if self._broken:
+                    raise self._broken
+                async with self._turn() as turn:
+                    message = answers.Parts()
+                    sent: list[int] = []
+                    begun = monotonic()
+                    while (self._asked or self._ready) and not message.full:
+                        await self._add(message, sent)
+                        # A read that was begun needs a turn of the loop, and so do others.
+                        if not self._ready or monotonic() - begun > SLICE_SECONDS:
+                            await asyncio.sleep(0)
+                            await self._step()
+                            begun = monotonic()
+                    message.head.last = not (self._asked or self._ready or self._waiting)
+                    if message.head.parts:
+                        await turn.sending()
+                        yield message.sealed()
+                for number in sent:
+                    self._pins.pop(number).close()
+        finally:
+            for task in self._waiting:
+                task.cancel()
+            await asyncio.gather(*self._waiting, return_exceptions=True)
+            for pins in self._pins.values():
+                pins.close()
+
+    async def _add(self, message: answers.Parts, sent: list[int]) -> None:
+        """Add the next piece of an answer, or an error; or begin the next read.
+
+        Args:
+            message: takes it.
+            sent: takes the numbers of reads that are answered.
+        """
+        if not self._ready:
+            number, read = self._asked.popleft()
+            if read.wait_for:
+                task = asyncio.create_task(self._begin(number, read))
+                self._waiting.add(task)
+                task.add_done_callback(self._waited)
+            else:
+                await self._begin(number, read)
+            return
+        number, answer = self._ready[0]
+        if isinstance(answer, RouteTraceError):
+            message.add_error(number, answer)
+        else:
+            message.add(number, await answer.next())
+            if not answer.done:
+                return
+            sent.append(number)
+        self._ready.popleft()
+
+    async def _begin(self, number: int, read: pb.GetTraceRequest) -> None:
+        """Answer a read, and pin its rows at once."""
+        try:
+            answer = await self._answer(read)
+        except RouteTraceError as error:
+            self._ready.append((number, error))
+            return
+        pins = self._pins[number] = ExitStack()
+        pins.enter_context(self._pinned(answer.rows))
+        self._ready.append((number, answer))
+
+    def _waited(self, task: asyncio.Task[None]) -> None:
+        self._waiting.discard(task)
+        if not task.cancelled() and (error := task.exception()):
+            self._broken = error
+        self._news.set()

@@ -1,0 +1,115 @@
+"""Reads that follow a trace: rows as they arrive, until it ends."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+
+from routetrace.server.access.admission import Admission
+from routetrace.server.common.rpc import Context
+from routetrace.server.index.demand import Demand
+from routetrace.server.index.journal import Journal
+from routetrace.server.read import answers
+from routetrace.server.read.checks import Checks
+from routetrace.server.read.finding import Finder
+from routetrace.server.read.reader import Reader
+from routetrace.server.read.sending import Piece, Sending
+from routetrace.server.read.served import segments_of, served
+from routetrace.server.read.view import Segment
+from routetrace.v1 import routetrace_pb2 as pb
+
+
+class Follower:
+    """Sends the rows of running traces as they arrive."""
+
+    def __init__(
+        self,
+        *,
+        admission: Admission,
+        checks: Checks,
+        demand: Demand,
+        finder: Finder,
+        journal: Journal,
+        reader: Reader,
+    ) -> None:
+        self._admission = admission
+        self._checks = checks
+        self._demand = demand
+        self._finder = finder
+        self._journal = journal
+        self._reader = reader
+
+    async def messages(
+        self, request: pb.GetTraceRequest, context: Context, owner: str
+    ) -> AsyncIterator[bytes]:
+        """Yield rows as they arrive, until the trace ends; rows that change are sent again."""
+        prefix_rows = request.prefix_rows
+        trace, incarnation = await self._finder.find_to_follow(request, context, owner)
+        info = self._reader.describe(trace, incarnation, prefix_rows=prefix_rows)
+        yield answers.message(Piece(info))
+        sending = Sending(self._reader, trace.sources)
+        sent: dict[int, list[Segment]] = {}
+        while True:
+            self._checks.call(context, "read", request.run)  # a token may be taken back meanwhile
+            if not self._finder.exists(trace):
+                raise self._reader.not_found(*trace.key, named=True)
+            seen = trace.changes
+            last = trace.join.requests[incarnation.request.number - 1]
+            while last.successor and not request.incarnation:
+                last = last.successor  # it contains all rows sent so far
+            incarnation = trace.join.incarnation(last.number)
+            info = self._reader.describe(trace, incarnation, prefix_rows=prefix_rows)
+            selection = self._finder.select(trace, incarnation, request)
+            sending.sources = self._reader.known(trace, incarnation, prefix_rows).sources
+            rows = self._reader.rows(trace, incarnation, selection)
+            running = info.state == pb.TRACE_STATE_RUNNING
+            ended = not running and self._reader.settled(trace, incarnation)
+            # Computed with the rows, and sent with the last of them.
+            missing = (
+                self._reader.missing(info.state, trace, incarnation, selection, rows)
+                if ended
+                else []
+            )
+            fresh = served(unsent(segments_of(rows), sent))
+            with self._reader.frames.pinned(fresh):
+                for batch in self._reader.frames.batches(fresh, selection.layers):
+                    async with self._admission.turn(owner) as turn:
+                        fetched, number = await sending.fetch(batch, selection)
+                        await turn.sending()
+                        yield answers.message(Piece(info, fetched, number))
+            if ended:
+                yield answers.message(Piece(end=sending.end(info, missing, selection)))
+                return
+            if trace.changes == seen:
+                with self._demand.waiting(self._finder.places(trace), pb.AWAITED_ROWS):
+                    await self._journal.changes.wait(trace.key, self._finder.look_again())
+
+
+def unsent(segments: list[Segment], sent: dict[int, list[Segment]]) -> list[Segment]:
+    """Return the parts of segments that were not sent, or not with the same rows.
+
+    Args:
+        segments: current segments.
+        sent: segments sent so far by source; updated.
+    """
+    fresh = []
+    by_source: dict[int, list[Segment]] = {}
+    for segment in segments:
+        by_source.setdefault(segment.source, []).append(segment)
+    for source, now in by_source.items():
+        before = {
+            (s.span.ref - s.span.position, s.layers): (s.span.position, s.span.stop)
+            for s in sent.get(source, ())
+        }
+        for segment in now:
+            # Rows that were sent have the same reference at the same position.
+            key = segment.span.ref - segment.span.position, segment.layers
+            a, b = before.get(key, (0, 0))
+            for start, stop in (
+                (segment.span.position, min(segment.span.stop, max(a, segment.span.position))),
+                (max(segment.span.position, b), segment.span.stop),
+            ):
+                if start < stop:
+                    fresh.append(segment._replace(span=segment.span.cut(start, stop)))
+        sent[source] = now
+    fresh.sort(key=lambda s: s.span.position)
+    return fresh

@@ -1,0 +1,393 @@
+"""Trace service: reads, look-ups, deletion and leases of traces."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import ExitStack, aclosing
+from functools import partial
+from typing import Any
+
+import grpc
+
+from routetrace.common.errors import InvalidArgument, NotFound
+from routetrace.common.limits import MAX_LABELS, check_id
+from routetrace.common.seals import sealed
+from routetrace.server.access.admission import Admission
+from routetrace.server.access.control import Access
+from routetrace.server.access.lifecycle import Lifecycle
+from routetrace.server.access.partition import Partition
+from routetrace.server.common.rpc import Context, Unparsed, limited, streaming, unary
+from routetrace.server.common.slices import in_turns
+from routetrace.server.index.agents import Agents
+from routetrace.server.index.chunk import MAX_BLOCK_TOKENS
+from routetrace.server.index.demand import Demand
+from routetrace.server.index.journal import Journal
+from routetrace.server.index.records.record import encode_forget, encode_renew
+from routetrace.server.index.traces.trace import Trace
+from routetrace.server.read import answers
+from routetrace.server.read.batch import MAX_READS, Batch
+from routetrace.server.read.blocks import trace_of_blocks
+from routetrace.server.read.checks import Checks, at_most, check_part, check_read, page_of
+from routetrace.server.read.finding import Finder
+from routetrace.server.read.following import Follower
+from routetrace.server.read.limits import Limits
+from routetrace.server.read.peers import Peers
+from routetrace.server.read.reader import Reader
+from routetrace.server.read.retention import Retention
+from routetrace.server.read.sending import Answer
+from routetrace.server.read.status import Status
+from routetrace.server.settings.config import ServerConfig
+from routetrace.server.store.interface import Store
+from routetrace.v1 import routetrace_pb2 as pb
+from routetrace.v1 import routetrace_pb2_grpc as pb_grpc
+from routetrace.v1.layout import MAX_LAYERS
+
+_PAGE_BYTES = 1 << 20
+#: Maximum traces of one call, and of one record: applying it holds the event loop.
+MAX_TRACE_IDS = 100_000
+_MAX_RENEWED = 1000
+
+#: Maximum size of a request, by method; of all others.
+_MESSAGE_BYTES = {"GetTraces": 4 << 20, "GetBlocks": 4 << 20, "RenewLease": 8 << 20}
+_LEAST_MESSAGE_BYTES = 256 << 10
+
+#: Bytes that a read of blocks takes for each position while it is built.
+_POSITION_BYTES = 64
+
+
+class TraceServicer(pb_grpc.TraceServiceServicer):
+    """routetrace.v1.TraceService."""
+
+    def __init__(
+        self,
+        *,
+        config: ServerConfig,
+        lifecycle: Lifecycle,
+        access: Access,
+        admission: Admission,
+        agents: Agents,
+        demand: Demand,
+        journal: Journal,
+        reader: Reader,
+        retention: Retention,
+        store: Store,
+        started: float,
+        partition: Partition,
+        peers: Peers,
+    ) -> None:
+        self._config = config
+        self._checks = Checks(access, lifecycle, partition)
+        self._access = access
+        self._admission = admission
+        self._agents = agents
+        self._journal = journal
+        self._state = journal.state
+        self._reader = reader
+        self._retention = retention
+        self._finder = Finder(
+            access=access,
+            admission=admission,
+            agents=agents,
+            checks=self._checks,
+            demand=demand,
+            journal=journal,
+            partition=partition,
+            reader=reader,
+        )
+        self._status = Status(
+            access=access,
+            agents=agents,
+            checks=self._checks,
+            config=config,
+            journal=journal,
+            limits=Limits(
+                admission=admission, config=config, room=retention.room, state=journal.state
+            ),
+            partition=partition,
+            peers=peers,
+            started=started,
+            store=store,
+        )
+        self._follower = Follower(
+            admission=admission,
+            checks=self._checks,
+            demand=demand,
+            finder=self._finder,
+            journal=journal,
+            reader=reader,
+        )
+
+    def add_to(self, server: grpc.aio.Server) -> None:
+        """Register the service; read messages are serialized by `answers.py`."""
+        service = pb.DESCRIPTOR.services_by_name["TraceService"]
+        handlers: dict[str, Any] = {}
+        for method in service.methods:
+            handler, name = getattr(self, method.name), method.input_type.name
+            most = _MESSAGE_BYTES.get(method.name, _LEAST_MESSAGE_BYTES)
+            parse = limited(getattr(pb, name).FromString, name, most)
+            if method.server_streaming:
+                handlers[method.name] = grpc.unary_stream_rpc_method_handler(handler, parse)
+            else:
+                handlers[method.name] = grpc.unary_unary_rpc_method_handler(handler, parse, sealed)
+        server.add_generic_rpc_handlers(
+            (grpc.method_handlers_generic_handler(service.full_name, handlers),)
+        )
+
+    async def parsed(self, request: Unparsed, context: Context) -> Any:
+        """Parse a long message; see `Admission.parsed`."""
+        return await self._admission.parsed(self._access.owner_of(context), request)
+
+    # ------------------------------------------------------------------ reads
+
+    @streaming
+    async def GetTrace(  # type: ignore[override] # noqa: N802, D102
+        self, request: pb.GetTraceRequest, context: Context
+    ) -> AsyncIterator[bytes]:
+        owner = self._checks.call(context, "read", request.run)
+        check_read(request)
+        with self._admission.read(owner):
+            await self._admission.pace.step(owner)
+            if request.follow:
+                async for message in self._follower.messages(request, context, owner):
+                    yield message
+                return
+            async for message in self._send(await self._answer(request, context, owner), owner):
+                yield message
+
+    @streaming
+    async def GetTraces(  # type: ignore[override] # noqa: N802, D102
+        self, request: pb.GetTracesRequest, context: Context
+    ) -> AsyncIterator[bytes]:
+        owner = self._checks.call(context, "read", request.run)
+        at_most("reads", len(request.reads), MAX_READS)
+
+        async def answer(read: pb.GetTraceRequest) -> Answer:
+            self._checks.call(context, "read", request.run)  # a token may be taken back meanwhile
+            check_part(read)
+            read.run = request.run
+            return await self._answer(read, context, owner)
+
+        with ExitStack() as counted:
+            # Each counts; where few are allowed at all, a call takes at most a quarter of them.
+            most = max(1, self._config.max_reads // 4)
+            for _ in range(min(len(request.reads), most)):
+                counted.enter_context(self._admission.read(owner))
+            turn = partial(self._admission.turn, owner)
+            step = partial(self._admission.pace.step, owner)
+            batch = Batch(request.reads, answer, self._reader.frames.pinned, turn, step)
+            async with aclosing(batch.messages()) as messages:
+                async for message in messages:
+                    yield message
+
+    @streaming
+    async def GetBlocks(  # type: ignore[override] # noqa: N802, D102
+        self, request: pb.GetBlocksRequest, context: Context
+    ) -> AsyncIterator[bytes]:
+        owner = self._checks.call(context, "read", request.run)
+        at_most("num_tokens", request.num_tokens, MAX_BLOCK_TOKENS)
+        at_most("layer_ids", len(request.layer_ids), MAX_LAYERS)
+        self._retention.room.check_memory()
+        size = 4 * len(request.block_ids) + _POSITION_BYTES * request.num_tokens
+        with self._admission.read(owner), self._admission.bind(owner, size):
+            trace = await trace_of_blocks(self._journal, request)
+            incarnation = trace.join.incarnation(1)
+            start = min(request.token_start, request.num_tokens)
+            known = self._reader.known(trace, incarnation)
+            selection = self._reader.select(known, start, request.num_tokens, request.layer_ids)
+            info = self._reader.describe(trace, incarnation)
+            answer = Answer(self._reader, info, trace, incarnation, selection)
+            async for message in self._send(answer, owner):
+                yield message
+
+    async def _answer(self, request: pb.GetTraceRequest, context: Context, owner: str) -> Answer:
+        """Wait for the requested trace; return the answer as of then."""
+        trace, incarnation = await self._finder.find(request, context, owner)
+        selection = self._finder.select(trace, incarnation, request)
+        digests = not request.omit_token_digests
+        info = self._reader.describe(
+            trace, incarnation, digests=digests, prefix_rows=request.prefix_rows
+        )
+        return Answer(self._reader, info, trace, incarnation, selection)
+
+    async def _send(self, answer: Answer, owner: str) -> AsyncIterator[bytes]:
+        """Yield the messages of an answer."""
+        # The chunks of rows that the info counts as present must not be dropped meanwhile.
+        with self._reader.frames.pinned(answer.rows):
+            while not answer.done:
+                async with self._admission.turn(owner) as turn:
+                    piece = await answer.next()
+                    await turn.sending()
+                    yield answers.message(piece)
+
+    # ------------------------------------------------------------------ look-ups
+
+    @unary
+    async def StatTrace(  # noqa: N802, D102
+        self, request: pb.StatTraceRequest, context: Context
+    ) -> pb.StatTraceResponse:
+        owner = self._checks.call(context, "read", request.run)
+        check_id("trace_id", request.trace_id)
+        with self._admission.read(owner):
+            trace, incarnation = await self._finder.find(
+                pb.GetTraceRequest(
+                    run=request.run,
+                    trace_id=request.trace_id,
+                    incarnation=request.incarnation,
+                    wait_for=pb.WAIT_FOR_END if request.wait else pb.WAIT_FOR_UNSPECIFIED,
+                ),
+                context,
+                owner,
+            )
+        selection = self._reader.select(self._reader.known(trace, incarnation), 0, 0, ())
+        rows = self._reader.rows(trace, incarnation, selection)
+        info = self._reader.describe(trace, incarnation)
+        missing = self._reader.missing(info.state, trace, incarnation, selection, rows)
+        return pb.StatTraceResponse(info=info, missing=missing)
+
+    @unary
+    async def ListTraces(  # noqa: N802, D102
+        self, request: pb.ListTracesRequest, context: Context
+    ) -> pb.ListTracesResponse:
+        self._checks.call(context, "read", request.run)
+        at_most("labels", len(request.labels), MAX_LABELS)
+        at_most("states", len(request.states), len(pb.TraceState.values()))
+        start, most = page_of(request)
+        response = pb.ListTracesResponse()
+        last = size = 0
+        async for trace in in_turns(self._state.traces.newest_first(request.run, start)):
+            if not self._finder.exists(trace):
+                continue
+            if not trace.may_have(request.labels):
+                continue
+            if request.HasField("retirable_through") and not self._retirable(
+                trace, request.retirable_through
+            ):
+                continue
+            _, incarnation = self._reader.find(*trace.key)
+            if request.states and (self._reader.state_of(trace, incarnation) not in request.states):
+                continue
+            info = self._reader.describe(trace, incarnation, digests=False)
+            if any(info.labels.get(key) != text for key, text in request.labels.items()):
+                continue
+            info.missing_cells.extend(self._reader.missing_cells(info.state, trace, incarnation))
+            if len(response.traces) == most or size > _PAGE_BYTES:
+                response.next_page_token = str(last)
+                break
+            response.traces.append(info)
+            size += info.ByteSize()
+            last = trace.serial
+        return response
+
+    # ------------------------------------------------------------------ deletion and leases
+
+    @unary
+    async def DeleteTrace(  # noqa: N802, D102
+        self, request: pb.DeleteTraceRequest, context: Context
+    ) -> pb.DeleteTraceResponse:
+        self._checks.call(context, "admin", request.run)
+        self._finder.look_up(
+            pb.GetTraceRequest(run=request.run, trace_id=request.trace_id), context
+        )
+        token = self._access.token_of(context)
+        await self._retention.forget(request.run, [request.trace_id], "deleted", token)
+        return pb.DeleteTraceResponse()
+
+    @unary
+    async def RetireTraces(  # noqa: N802, D102
+        self, request: pb.RetireTracesRequest, context: Context
+    ) -> pb.RetireTracesResponse:
+        self._checks.call(context, "admin", request.run)
+        retired = [
+            trace.key[1]
+            async for trace in in_turns(self._state.traces.newest_first(request.run))
+            if self._finder.exists(trace) and self._retirable(trace, request.through_weight_version)
+        ]
+        count = 0
+        if retired:
+            token = self._access.token_of(context)
+            count = await self._retention.forget(request.run, retired, "retired", token)
+        return pb.RetireTracesResponse(num_retired=count)
+
+    def _retirable(self, trace: Trace, through: int) -> bool:
+        """Whether a trace has ended and none of its rows has a newer weight version."""
+        newer = any(
+            span.weight_version > through
+            for source in trace.sources
+            for spans in source.attempts
+            for span in spans
+        )
+        return not newer and self._reader.ended(trace)
+
+    @unary
+    async def RenewLease(  # noqa: N802, D102
+        self, request: pb.RenewLeaseRequest, context: Context
+    ) -> pb.RenewLeaseResponse:
+        self._checks.call(context, "read", request.run)
+        at_most("trace_ids", len(request.trace_ids), MAX_TRACE_IDS)
+        ttl = request.ttl_seconds or self._config.default_ttl_seconds
+        async for trace_id in in_turns(request.trace_ids):
+            check_id("trace_ids", trace_id)
+            trace = self._state.traces.traces.get((request.run, trace_id))
+            if trace is not None and self._journal.clock.now() + ttl < trace.expires:
+                # A lease that ends earlier deletes.
+                self._access.check(context, "admin", request.run)
+        count = 0
+        for at in range(0, len(request.trace_ids), _MAX_RENEWED):
+            now, part = self._journal.clock.now(), request.trace_ids[at : at + _MAX_RENEWED]
+            count += await self._journal.append(encode_renew(now, request.run, part, ttl))
+        return pb.RenewLeaseResponse(num_renewed=count)
+
+    # ------------------------------------------------------------------ the server
+
+    @unary
+    async def ListAgents(  # noqa: N802, D102
+        self, request: pb.ListAgentsRequest, context: Context
+    ) -> pb.ListAgentsResponse:
+        self._checks.call(context, "read", request.run)
+        start, most = page_of(request)
+        writers = [w for w in self._state.writers.values() if w.key.run == request.run]
+        writers = sorted((w for w in writers if w.opened > start), key=lambda w: w.opened)
+        newest = self._agents.newest_weight_version(request.run)
+        response = pb.ListAgentsResponse()
+        size = 0
+        for writer in writers:
+            if len(response.agents) == most or size > _PAGE_BYTES:
+                break
+            response.agents.append(self._agents.describe(writer, newest))
+            size += response.agents[-1].ByteSize()
+        if len(response.agents) < len(writers):
+            response.next_page_token = str(writers[len(response.agents) - 1].opened)
+        return response
+
+    @unary
+    async def ForgetEngine(  # noqa: N802, D102
+        self, request: pb.ForgetEngineRequest, context: Context
+    ) -> pb.ForgetEngineResponse:
+        self._checks.call(context, "admin", request.run)
+        self._access.check(context, "admin", request.run, request.engine_id)
+        check_id("engine_id", request.engine_id)
+        engine = request.run, request.engine_id
+        if any((key.run, key.engine_id) == engine for key in self._agents.connected):
+            raise InvalidArgument(
+                field="engine_id",
+                value=request.engine_id,
+                expected="an engine whose agents are disconnected",
+            )
+        if not any((key.run, key.engine_id) == engine for key in self._state.writers):
+            raise NotFound(
+                field="engine_id",
+                value=request.engine_id,
+                expected=f"an engine of run {request.run!r}",
+            )
+        record = encode_forget(self._journal.clock.now(), *engine)
+        forgotten = await self._journal.append(record)
+        for key in forgotten:
+            if key not in self._state.writers:  # it may have come back
+                self._agents.forget(key)
+        return pb.ForgetEngineResponse(num_forgotten=len(forgotten))
+
+    @unary
+    async def GetServerInfo(  # noqa: N802, D102
+        self, request: pb.GetServerInfoRequest, context: Context
+    ) -> pb.GetServerInfoResponse:
+        return await self._status.info(request, context)

@@ -1,0 +1,1 @@
+"""Settings of the server, from flags, environment and file."""

@@ -1,0 +1,400 @@
+"""Settings of the daemon: flags, environment, file, defaults; the first one wins."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import (
+    ByteSize,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
+from pydantic_settings import (
+    BaseSettings,
+    PydanticBaseSettingsSource,
+    SettingsConfigDict,
+    SettingsError,
+)
+
+from routetrace.server.common.addresses import is_loopback, split_address, split_object_url
+from routetrace.server.settings.environment import unknown_variables
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib  # pyright: ignore[reportMissingImports]
+
+ENV_PREFIX = "ROUTETRACE_"
+
+_LAST_PORT = 65535
+# Bytes that an IngestRequest adds to its chunk.
+_MESSAGE_OVERHEAD = 65536
+
+AckMode = Literal["fsync", "memory"]
+OverQuota = Literal["evict", "refuse"]
+LogFormat = Literal["auto", "json", "console"]
+LogLevel = Literal["debug", "info", "warning", "error"]
+
+
+class ConfigError(Exception):
+    """Invalid settings; the message names each of them on one line."""
+
+
+class ServerConfig(BaseSettings):
+    """Settings of the daemon; built directly, from keyword arguments and defaults alone."""
+
+    _sources: ClassVar[tuple[str, ...]] = ("init_settings",)
+
+    model_config = SettingsConfigDict(
+        env_prefix=ENV_PREFIX,
+        extra="forbid",
+        frozen=True,
+        cli_prog_name="routetrace-server",
+        cli_kebab_case=True,
+        cli_implicit_flags=True,
+        cli_hide_none_type=True,
+        cli_show_env_vars=True,
+        cli_exit_on_error=False,
+    )
+
+    listen: str = Field(
+        "127.0.0.1:7411", description="host:port to listen on; port 0 picks a free port"
+    )
+    advertise: str = Field(
+        "",
+        description="host:port by which clients reach listen, for workers with store object: other "
+        "servers send callers there; empty: listen",
+    )
+    insecure: bool = Field(
+        False,
+        description="allow a non-loopback listen address without TLS or tokens",
+    )
+    tls_cert: Path | None = Field(
+        None, description="PEM file of the server certificate and its chain; enables TLS"
+    )
+    tls_key: Path | None = Field(None, description="PEM file of the private key of tls_cert")
+    tls_client_ca: Path | None = Field(
+        None,
+        description="PEM file of the authorities that must have signed client certificates",
+    )
+    tokens: Path | None = Field(
+        None, description="TOML file of accepted bearer tokens; every call then needs one"
+    )
+    reflection: bool = Field(False, description="serve gRPC reflection (for grpcurl)")
+    metrics_listen: str = Field(
+        "", description="host:port for Prometheus metrics over plain HTTP; empty: no metrics"
+    )
+    workers: int = Field(
+        1,
+        ge=1,
+        le=64,
+        description="processes that share the runs, each on a port of its own from that of listen "
+        "(and of metrics_listen) on, with a partition of its own in data_dir or object_url, for "
+        "which their number is fixed",
+    )
+    run_workers: dict[str, int] = Field(
+        default_factory=dict,
+        description="worker, from 0 on, by run: JSON, or a table in a file; by a hash for others; "
+        "fixed for an object_url",
+    )
+    store: Literal["disk", "memory", "object"] = Field(
+        "disk",
+        description="where chunks are stored; memory: lost when the server stops; object: in an "
+        "S3-compatible object store, which several servers may name: one serves each partition",
+    )
+    object_url: str = Field(
+        "",
+        description="s3://bucket/prefix of the object store; credentials come from the AWS_* "
+        "variables",
+    )
+    object_endpoint: str = Field(
+        "", description="URL of an S3-compatible service; empty: Amazon S3, or AWS_ENDPOINT_URL"
+    )
+    object_lease_seconds: float = Field(
+        5,
+        ge=1,
+        le=3600,
+        description="seconds without a sign of life after which a standby takes the object store "
+        "over",
+    )
+    object_cache: ByteSize = Field(
+        ByteSize(256 << 20), description="memory for payloads of the object store"
+    )
+    data_dir: Path = Field(Path("routetrace-data"), description="directory of the disk store")
+    ack_mode: AckMode = Field(
+        "fsync",
+        description="when chunks are acknowledged: once durable on disk (fsync), or once queued "
+        "for it (memory; a crash loses the queue)",
+    )
+    store_capacity: ByteSize = Field(
+        ByteSize(64 << 30),
+        gt=0,
+        description="maximum stored bytes, such as 64GiB; chunks beyond it are refused",
+    )
+    memory_limit: ByteSize = Field(
+        ByteSize(0),
+        description="maximum memory of the process, such as 16GiB; chunks beyond it are refused, "
+        "finished traces are evicted before; 0: no limit",
+    )
+    run_quota: ByteSize = Field(
+        ByteSize(0), description="maximum stored bytes of a run without its own quota; 0: no limit"
+    )
+    run_quotas: dict[str, ByteSize] = Field(
+        default_factory=dict,
+        description="maximum stored bytes by run: JSON, or a table in a file",
+    )
+    token_quota: ByteSize = Field(
+        ByteSize(0),
+        description="maximum stored bytes that one token sent, over all its runs; 0: no limit",
+    )
+    over_quota: OverQuota = Field(
+        "evict",
+        description="action above 90 percent of the capacity, the memory limit or a quota: evict "
+        "finished traces, oldest first (evict), or none, until chunks are refused at the limit "
+        "(refuse)",
+    )
+    max_chunk_bytes: Annotated[ByteSize, Field(ge=1024, le=1 << 30)] = Field(
+        ByteSize(8 << 20), description="maximum size of a chunk"
+    )
+    max_reads: int = Field(
+        20_000,
+        ge=1,
+        description="maximum concurrent reads, also waiting; more are refused, and those of a "
+        "token or run that holds more than are free",
+    )
+    max_sending_reads: int = Field(
+        256,
+        ge=1,
+        description="maximum concurrent streaming reads (about 2 MiB each); others queue",
+    )
+    stalled_read_seconds: float = Field(
+        60, gt=0, description="seconds after which a read ends whose reader takes no message"
+    )
+    max_agents: int = Field(
+        8192,
+        ge=1,
+        description="maximum connected agents; more are refused, and those of a token or run that "
+        "holds more than are free",
+    )
+    max_writers: int = Field(
+        32_768,
+        ge=1,
+        description="maximum engine shards that are remembered, connected or not; shared as "
+        "max_agents",
+    )
+    max_slots: int = Field(
+        1 << 32,
+        ge=1,
+        description="maximum KV slots of all engines, which take memory as they are written (some "
+        "2 bytes each, at most 24); shared as max_agents",
+    )
+    max_ingest_bytes: ByteSize = Field(
+        ByteSize(256 << 20),
+        gt=0,
+        description="maximum bytes of chunks not committed yet; more stay in the sockets",
+    )
+    forbid_prefix_rows: list[str] = Field(
+        default_factory=list,
+        description="JSON list of runs, or patterns such as grpo-*, in which rows of another "
+        "trace never stand in for external KV",
+    )
+    default_ttl_seconds: int = Field(
+        86400,
+        ge=1,
+        lt=1 << 32,
+        description="default lease of a trace in seconds after a change",
+    )
+    sweep_interval_seconds: float = Field(
+        10, gt=0, description="seconds between rounds of expiry and compaction"
+    )
+    heartbeat_seconds: float = Field(
+        10,
+        ge=0.1,
+        le=3600,
+        description="seconds between heartbeats of agents; at most half of agent_timeout_seconds",
+    )
+    agent_timeout_seconds: float = Field(
+        20, ge=0, description="seconds without a message after which an agent counts as lost"
+    )
+    drain_seconds: float = Field(10, ge=0, description="seconds for open calls at shutdown")
+    log_level: LogLevel = Field("info", description="minimum level of logged messages")
+    log_format: LogFormat = Field(
+        "auto", description="console lines or JSON; auto: console if stderr is a terminal"
+    )
+    ready_file: Path | None = Field(
+        None,
+        description="file that gets host:port once the server is ready, and on a second line that "
+        "of the metrics, if enabled",
+    )
+
+    @property
+    def host_port(self) -> tuple[str, int]:
+        """Host and port of `listen`."""
+        return split_address(self.listen)
+
+    @property
+    def advertised(self) -> str:
+        """host:port at which clients reach `listen`."""
+        return self.advertise or self.listen
+
+    @property
+    def max_message_bytes(self) -> int:
+        """Maximum size of a message; a longer one is refused before it is read."""
+        return self.max_chunk_bytes + _MESSAGE_OVERHEAD
+
+    @property
+    def heartbeat_ms(self) -> int:
+        """Milliseconds between heartbeats; an agent may miss one without being lost."""
+        return int(1000 * min(self.heartbeat_seconds, self.agent_timeout_seconds / 2))
+
+    def quota_of(self, run: str) -> int:
+        """Return the maximum stored bytes of a run; 0: no limit."""
+        return self.run_quotas.get(run, self.run_quota)
+
+    def forbids_prefix_rows(self, run: str) -> bool:
+        """Whether rows of one trace of a run never stand in for another's."""
+        return any(fnmatchcase(run, pattern) for pattern in self.forbid_prefix_rows)
+
+    @field_validator("listen", "metrics_listen", "advertise")
+    @classmethod
+    def _check_listen(cls, value: str, info: ValidationInfo) -> str:
+        if value or info.field_name == "listen":
+            split_address(value)
+        return value
+
+    @model_validator(mode="after")
+    def _check_together(self) -> ServerConfig:
+        if (self.tls_cert is None) != (self.tls_key is None):
+            raise ValueError("tls_cert and tls_key: expected both or neither")
+        if self.tls_client_ca is not None and self.tls_cert is None:
+            raise ValueError("tls_client_ca: expected tls_cert and tls_key too")
+        if (self.store == "object") != bool(self.object_url):
+            raise ValueError(
+                f"store is {self.store!r} and object_url is {self.object_url!r}: expected store "
+                "object with an object_url, or another store without"
+            )
+        if self.object_url:
+            split_object_url(self.object_url)
+            if self.ack_mode != "fsync":
+                raise ValueError("ack_mode: expected fsync with store object")
+        self._check_workers()
+        lacking = [name for name in ("tls_cert", "tokens") if getattr(self, name) is None]
+        if lacking and not self.insecure and not is_loopback(self.host_port[0]):
+            raise ValueError(
+                f"listen is {self.listen!r}, which other machines can reach: expected "
+                f"{' and '.join(lacking)}, a loopback address, or insecure to be set"
+            )
+        return self
+
+    def _check_workers(self) -> None:
+        for run, number in self.run_workers.items():
+            if not 0 <= number < self.workers:
+                raise ValueError(
+                    f"run_workers names worker {number} for run {run!r}: expected 0 to "
+                    f"{self.workers - 1}, as workers is {self.workers}"
+                )
+        if self.workers == 1:
+            return
+        taken: set[int] = set()
+        if self.store == "object":
+            self._check_advertised()
+        for name, address in (("listen", self.listen), ("metrics_listen", self.metrics_listen)):
+            if not address:
+                continue
+            port = split_address(address)[1]
+            ports = range(port, port + self.workers)
+            if not port or ports[-1] > _LAST_PORT or not taken.isdisjoint(ports):
+                raise ValueError(
+                    f"{name} is {address!r} with workers = {self.workers}: expected a port with "
+                    f"{self.workers - 1} ports after it for the other workers, none used twice"
+                )
+            taken.update(ports)
+
+    def _check_advertised(self) -> None:
+        host, port = split_address(self.advertised)
+        if host in ("0.0.0.0", "::") or not 0 < port <= _LAST_PORT - self.workers + 1:
+            raise ValueError(
+                f"advertise is {self.advertise!r}, listen is {self.listen!r}: expected advertise "
+                f"to be the host:port by which clients reach worker 0 of {self.workers}"
+            )
+
+    @classmethod
+    def settings_customise_sources(  # type: ignore[override]
+        cls, _: type[BaseSettings], **sources: PydanticBaseSettingsSource
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        """Return the sources of settings, highest first."""
+        return tuple(sources[name] for name in cls._sources)
+
+
+class _LayeredConfig(ServerConfig):
+    """Receive MoE routing from inference engines and serve it to trainers.
+
+    Flags override the environment, the environment overrides the TOML file of --config (or
+    ROUTETRACE_CONFIG), and the file overrides the defaults.
+    """
+
+    # Keyword arguments hold the file; pydantic puts flags before all other sources.
+
+    _sources = ("env_settings", "init_settings")
+
+
+def load_config(argv: Sequence[str]) -> ServerConfig:
+    """Return settings from flags, environment (ROUTETRACE_*), a TOML file and defaults.
+
+    Args:
+        argv: flags, without the program name. `--config PATH` (or ROUTETRACE_CONFIG) names the
+            file.
+
+    Raises:
+        ConfigError: if a setting is unknown or invalid.
+    """
+    path, flags = _take_config_flag(argv)
+    path = path or os.environ.get("ROUTETRACE_CONFIG")
+    values = _read_file(Path(path)) if path else {}
+    if unknown := unknown_variables(os.environ, ENV_PREFIX, ServerConfig.model_fields):
+        raise ConfigError(f"unknown environment variables: {', '.join(unknown)}")
+    try:
+        return _LayeredConfig(_cli_parse_args=flags, **values)  # type: ignore[call-arg]
+    except ValidationError as error:
+        raise ConfigError("; ".join(map(_describe, error.errors()))) from None
+    except SettingsError as error:
+        raise ConfigError(str(error)) from None
+
+
+def _take_config_flag(argv: Sequence[str]) -> tuple[str | None, list[str]]:
+    # The file is read before the flags are, which override it.
+    path, rest = None, list(argv)
+    for i, flag in enumerate(argv):
+        if flag == "--config":
+            if i + 1 == len(argv):
+                raise ConfigError("--config: expected the path of a TOML file after it")
+            path, rest = argv[i + 1], [*argv[:i], *argv[i + 2 :]]
+        elif flag.startswith("--config="):
+            path, rest = flag.partition("=")[2], [*argv[:i], *argv[i + 1 :]]
+    return path, rest
+
+
+def _read_file(path: Path) -> dict[str, Any]:
+    try:
+        values = tomllib.loads(path.read_text("utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"config file {path} cannot be read: {error}") from None
+    unknown = values.keys() - ServerConfig.model_fields.keys()
+    if unknown:
+        raise ConfigError(f"config file {path} has unknown keys: {', '.join(sorted(unknown))}")
+    return values
+
+
+def _describe(error: Any) -> str:
+    message = error["msg"].removeprefix("Value error, ")
+    if not error["loc"]:
+        return str(message)
+    return f"{error['loc'][0]} is {str(error['input'])[:200]!r}: {message}"

@@ -1,0 +1,1 @@
+"""Keep records and payloads: the interface, memory and disk."""

@@ -1,0 +1,1 @@
+"""Keep records in plain files with checksummed blocks and a log."""

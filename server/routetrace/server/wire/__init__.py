@@ -1,0 +1,1 @@
+"""Read messages and checksums as they cross the wire."""

@@ -1,0 +1,163 @@
+"""`list` and `agents` at a terminal of 80 columns, with ids as long as real ones."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+
+import pytest
+from client_server import LAYOUT, rows_of
+from commands import commands
+from feeder import Feeder
+from terminal import screen
+from waiting import wait_for
+
+from routetrace.cli.output import age, short
+from routetrace.client import RouteClient
+from routetrace.server.testing import ServerProcess, run_server
+from routetrace.v1 import routetrace_pb2 as pb
+
+ENGINE = "rollout-worker-7f9c4d-node-17.cluster.internal-dp"
+TRACE = "chatcmpl-3f2a9be1-77c1-4f6e-9d3e-0a1b2c3d4e5f-sample"
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[ServerProcess]:
+    with run_server(agent_timeout_seconds=3600) as server:
+        yield server
+
+
+@pytest.fixture
+def cli(server, monkeypatch):
+    return commands(monkeypatch, server.target, "tables")
+
+
+@pytest.fixture(scope="module")
+def agents(server):
+    """Run "tables": an agent that lags and drops, one that has gone."""
+    feeders = []
+    for i, weight_version in enumerate((1041, 1038)):
+        feeder = Feeder(
+            server.target, LAYOUT, run="tables", engine_id=f"{ENGINE}{i}", shard=f"pp{i}"
+        )
+        feeder.set_weight_version(weight_version)
+        handle = feeder.begin(f"r{i}")
+        feeder.step(rows_of(LAYOUT, 4), [(handle, 0, 4)])
+        feeder.flush()
+        feeders.append(feeder)
+    beat = pb.Heartbeat(
+        offered_rows=1_234_567_890, dropped_rows={"queue_full": 12_345_678, "rewound": 5}
+    )
+    feeders[1].stream._out.put(pb.IngestRequest(heartbeat=beat))
+    gone = Feeder(server.target, LAYOUT, run="tables", engine_id="gone")
+    gone.close()
+    with RouteClient(server.target, run="tables") as client:
+        wait_for(lambda: any(agent.offered_rows for agent in client.agents()))
+        wait_for(lambda: sum(agent.connected for agent in client.agents()) == 2)
+    yield
+    for feeder in feeders:
+        feeder.close()
+
+
+def test_agents_fit_80_columns(server, agents):
+    shown = screen("agents", "--target", server.target, "--run", "tables")
+    assert max(map(len, shown)) <= 80, shown
+    header = shown[0].split()
+    assert header == [
+        "engine", "shard", "since", "seen", "rows", "dropped", "weights", "version", "host"
+    ]  # fmt: skip
+    text = "\n".join(shown)
+    assert "1.23G" in text
+    assert "12.3M" in text
+    assert "1038 (-3)" in text
+    assert [line.split()[:2] for line in shown if line.startswith("gone")] == [["gone", "gone"]]
+    assert any(line.split()[-2:] == ["queue_full", "12,345,678"] for line in shown)
+    assert shown[-1] == "3 agents, 2 connected; newest weight version 1041"
+
+
+def test_agents_in_a_pipe_keep_whole_ids(cli, agents):
+    done = cli("agents")
+    assert f"{ENGINE}0" in done.stdout
+    lines = [json.loads(line) for line in cli("agents", "--json").stdout.splitlines()]
+    assert [line["engine_id"] for line in lines] == ["gone", f"{ENGINE}0", f"{ENGINE}1"]
+    assert lines[2]["dropped_rows"] == {"queue_full": 12_345_678, "rewound": 5}
+    assert lines[2]["weight_version_lag"] == 3
+
+
+def test_agents_of_no_run(cli, agents):
+    assert "no run 'typo'; runs: tables" in cli("agents", "--run", "typo").stderr
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(-1, "0 s"), (59.9, "59 s"), (60, "1 min"), (3599, "59 min"), (3600, "1 h"),
+     (47 * 3600, "47 h"), (48 * 3600, "2 d"), (400 * 86400, "400 d")],
+)  # fmt: skip
+def test_age(seconds, text):
+    assert age(seconds) == text
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [(0, "0"), (9999, "9999"), (10_000, "10k"), (12_345, "12.3k"), (999_499, "999k"),
+     (999_600, "1M"), (1_234_567, "1.23M"), (2**64 - 1, "18.4E")],
+)  # fmt: skip
+def test_short(count, text):
+    assert short(count) == text
+
+
+@pytest.fixture(scope="module")
+def traces(server):
+    """Run "traces": one retried, one with missing cells that ended first, one that runs."""
+    feeder = Feeder(server.target, LAYOUT, run="traces", engine_id=ENGINE)
+    labels = {"group": "prompt-000123", "session": "3f2a9be1-77c1-4f6e"}
+
+    def begin(name, trace_id):
+        handle = feeder.begin(name, trace_id=trace_id, labels=labels)
+        feeder.step(rows_of(LAYOUT, 99), [(handle, 0, 99)])
+        return handle
+
+    running = begin("a", f"{TRACE}-0")
+    holes = begin("b", f"{TRACE}-1")
+    for version in (1041, 1042):
+        feeder.set_weight_version(version)
+        feeder.finish(begin(f"c{version}", f"{TRACE}-2"), 100)
+    feeder.flush()
+    feeder.finish(holes, 131_072)
+    feeder.flush()
+    yield running
+    feeder.close()
+
+
+def test_list_fits_80_columns(server, traces):
+    shown = screen("list", "--target", server.target, "--run", "traces")
+    assert max(map(len, shown)) <= 80, shown
+    assert shown[0].split() == [
+        "trace", "age", "state", "tokens", "coverage", "inc.", "weights", "labels"
+    ]  # fmt: skip
+    cells = [line.split() for line in shown if re.search(r"running|complete", line)][:3]
+    assert [(row[3], *row[4:6]) for row in cells] == [
+        ("complete", "100", "100"), ("incomplete", "131072", "0.08%"), ("running", "99+", "100")
+    ]  # fmt: skip
+    text = "\n".join(shown)
+    assert re.search(r"complete +100 +100 % +2 +1042 ", text), "two incarnations"
+    # Ids and labels are broken, and whole.
+    width = shown[0].index("age") - 2
+    column = "".join(line[:width].strip() for line in shown[1:])
+    assert column.startswith(f"{TRACE}-2{TRACE}-1{TRACE}-0"), text
+    assert shown[-2:] == [
+        "3 traces: 1 complete, 1 incomplete, 1 running; coverage 0.23%",
+        "missing cells: 654,860 not_captured",
+    ]
+
+
+def test_list_is_in_the_order_of_its_age_column(server, traces, cli):
+    """By the first report, not by the last change: the second trace changed last."""
+    lines = cli("list", "--run", "traces", "--json").stdout.splitlines()
+    found = [json.loads(line) for line in lines]
+    assert [one["trace_id"] for one in found] == [f"{TRACE}-{i}" for i in (2, 1, 0)]
+    created = [one["created"] for one in found]
+    assert created == sorted(created, reverse=True)
+    assert found[1]["updated"] > found[0]["updated"]
+    assert [one["num_incarnations"] for one in found] == [2, 1, 1]

@@ -1,0 +1,635 @@
+"""Capture in SGLang, without SGLang: settings, options, order of events, calls of the agent."""
+
+import sys
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from routetrace.capture_agent.config import AgentConfig
+from routetrace.capture_agent.engines.sglang import capture as captures
+from routetrace.capture_agent.engines.sglang import plugin, seams, tap
+from routetrace.capture_agent.engines.sglang import probe as probes
+from routetrace.capture_agent.engines.sglang.options import options_of
+from routetrace.capture_agent.engines.sglang.requests import NO_HANDLE, Deliveries, Requests
+from routetrace.capture_agent.engines.sglang.settings import refuse_unsupported, settings_of
+from routetrace.capture_agent.engines.sglang.timeline import Timeline
+from routetrace.common.errors import InvalidArgument
+from routetrace.v1.layout import RoutingLayout
+
+# ---------------------------------------------------------------------- settings
+
+
+def test_off_by_default():
+    assert settings_of({}) is None
+    assert settings_of({"ROUTETRACE_TARGET": "h:1", "ROUTETRACE_SGLANG": "off"}) is None
+
+
+def test_a_target_turns_it_on():
+    settings = settings_of({"ROUTETRACE_TARGET": "h:1", "ROUTETRACE_ENGINE_ID": "e"})
+    assert settings is not None
+    assert (settings.engine_id, settings.agent) == ("e", {})
+    settings = settings_of({"ROUTETRACE_SGLANG": '{"target": "h:1", "linger_s": 0.5}'})
+    assert settings is not None
+    assert settings.agent == {"target": "h:1", "linger_s": 0.5}
+
+
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [
+        ("[]", "ROUTETRACE_SGLANG"),
+        ("{", "ROUTETRACE_SGLANG"),
+        ('{"target": "h:1", "layout": 3}', "layout"),
+        ('{"target": "h:1", "no_such": 3}', "no_such"),
+        ('{"linger_s": 3}', "ROUTETRACE_TARGET"),
+        ('{"target": "h:1", "probe": 1}', "probe"),
+    ],
+)
+def test_wrong_settings_are_named(given, named):
+    with pytest.raises(InvalidArgument, match=named):
+        settings_of({"ROUTETRACE_SGLANG": given})
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("pp_size", 2),
+        ("speculative_algorithm", "EAGLE"),
+        ("disaggregation_mode", "decode"),
+        ("attn_cp_size", 2),
+        ("dllm_algorithm", "x"),
+        ("enable_hisparse", True),
+        ("enable_lmcache", True),
+    ],
+)
+def test_what_is_not_supported_is_refused_by_name(name, value):
+    refuse_unsupported(SimpleNamespace(pp_size=1, disaggregation_mode="null"))
+    refuse_unsupported(SimpleNamespace(speculative_algorithm="NGRAM"))
+    with pytest.raises(InvalidArgument, match=name):
+        refuse_unsupported(SimpleNamespace(**{name: value}))
+
+
+@pytest.mark.parametrize("notes", [True, False])
+def test_dp_attention_needs_the_number_of_tokens_before_padding(monkeypatch, notes):
+    batch = type("ForwardBatch", (), {"_original_num_tokens": None} if notes else {})
+    monkeypatch.setattr(seams, "found", lambda name: batch if name == seams.BATCH else None)
+    args = SimpleNamespace(enable_dp_attention=True)
+    if notes:
+        refuse_unsupported(args)
+    else:
+        with pytest.raises(InvalidArgument, match="enable_dp_attention"):
+            refuse_unsupported(args)
+
+
+def test_without_the_seams_a_server_does_not_start():
+    with pytest.raises(SystemExit, match="run_batch"):
+        seams.check()
+    with pytest.raises(SystemExit, match="did not apply"):
+        seams.check_applied(["json.dumps"])
+
+
+# ---------------------------------------------------------------------- options
+
+
+def test_options():
+    options = options_of("rid", None)
+    assert options is not None
+    assert options.trace_id == "rid"
+    given = {"trace_id": "t", "labels": {"a": 1}, "group": "g", "ttl_seconds": 5}
+    options = options_of("rid", {"routetrace": given, "other": 1})
+    assert options is not None
+    assert (options.trace_id, options.ttl_seconds) == ("t", 5)
+    assert options.labels == {"a": "1", "group": "g"}
+    assert options_of("rid", {"routetrace": {"capture": False}}) is None
+    assert options_of("HEALTH_CHECK_1", None) is None
+
+
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [("x", "custom_params"), ({"tracid": "t"}, "tracid"), ({"labels": 3}, "labels")],
+)
+def test_wrong_options_are_named(given, named):
+    with pytest.raises(InvalidArgument, match=named):
+        options_of("rid", {"routetrace": given})
+
+
+# ---------------------------------------------------------------------- order of events
+
+
+def test_events_wait_for_the_passes_before_them_alone():
+    log = []
+    timeline = Timeline(lambda event: event())
+    timeline.add(lambda: log.append("at once"))
+    timeline.launch("a")
+    timeline.add(lambda: log.append("after a"))
+    timeline.launch("b")
+    timeline.add(lambda: log.append("after b"))
+    assert log == ["at once"]
+    timeline.arrive("a", lambda: log.append("a"))
+    assert log[1:] == ["a", "after a"]
+    with pytest.raises(RuntimeError):
+        timeline.arrive("c", lambda: None)
+    timeline.arrive("b", lambda: log.append("b"))
+    assert log[3:] == ["b", "after b"]
+    timeline.launch("c")
+    timeline.add(lambda: log.append("lost"))
+    (event,) = timeline.clear()
+    timeline.add(event)
+    assert log[5:] == ["lost"]
+
+
+# ---------------------------------------------------------------------- rows
+
+
+class Capturer:
+    """As much of SGLang's capturer as is used, with two layers of which one is MoE."""
+
+    num_layers, topk_size = 3, 2
+
+    def __init__(self, *_, **__):
+        self.device_cache = SimpleNamespace(buffer=torch.zeros((8, 3, 3), dtype=torch.int32))
+
+    def _get_local_slice(self, forward_batch, can_run_graph, cuda_graph_batch):
+        return self.device_cache.buffer[: len(forward_batch.out_cache_loc), :, :2]
+
+    def on_forward_end(self, *_, **__):
+        raise AssertionError("SGLang's own would write into its table")
+
+
+@pytest.fixture
+def seams_of_sglang(monkeypatch):
+    """A module of SGLang whose capturer is off."""
+    module = SimpleNamespace(RoutedExpertsCapturer=Capturer, current=None)
+    module.get_global_experts_capturer = lambda: module.current
+    module.set_global_experts_capturer = lambda capturer: setattr(module, "current", capturer)
+    monkeypatch.setattr(tap, "found", lambda _: module)
+    return module
+
+
+RUNNER = SimpleNamespace(
+    model=None, model_config=None, server_args=None, max_running_requests=1, device="cpu"
+)
+
+
+@pytest.mark.parametrize(("experts", "dtype"), [(16, torch.uint8), (300, torch.int16)])
+def test_rows_are_private_and_a_layer_that_does_not_write_is_seen(seams_of_sglang, experts, dtype):
+    layout = RoutingLayout((0, 2), 3, experts, 2)
+    rows_of = tap.Tap(RUNNER, layout)
+    capturer, taken = seams_of_sglang.current, []
+    rows_of.on_forward_end(lambda fb, rows, slots, native: taken.append((rows, slots)) or "carried")
+    buffer = capturer.device_cache.buffer
+    assert buffer.dtype == dtype
+    batch = SimpleNamespace(out_cache_loc=torch.tensor([5, 6]))
+    buffer[:2, 0], buffer[:2, 2] = torch.tensor([3, 4, 0]), torch.tensor([7, 1, 0])
+    assert capturer.on_forward_end(batch, False, None, True) == "carried"
+    buffer[:2, 0] = torch.tensor([9, 8, 0])
+    capturer.on_forward_end(forward_batch=batch, can_run_graph=False, cuda_graph_batch=None)
+    (first, slots), (second, _) = taken
+    assert first.tolist() == [[[3, 4], [7, 1]]] * 2
+    assert slots.tolist() == [5, 6]
+    narrow = second.numpy().view(layout.dtype)
+    unwritten = np.iinfo(layout.dtype).max
+    assert narrow.tolist() == [[[9, 8], [unwritten] * 2]] * 2
+
+
+def test_padding_and_passes_of_other_ranks_leave_no_rows(seams_of_sglang):
+    """A rank of data-parallel attention pads its batch; its pass may have no token of its own."""
+    rows_of = tap.Tap(RUNNER, RoutingLayout((0, 2), 3, 16, 2))
+    capturer, taken = seams_of_sglang.current, []
+    rows_of.on_forward_end(lambda fb, rows, slots, native: taken.append((rows, slots)))
+    buffer = capturer.device_cache.buffer
+
+    def launch(length):
+        buffer[:4] = torch.tensor([3, 4, 0])
+        slots = torch.tensor([5, 6, 7, 0][:length] + [0] * (4 - length))
+        batch = SimpleNamespace(out_cache_loc=slots, _original_num_tokens=length)
+        capturer.on_forward_end(batch, False, None, True)
+
+    launch(3)
+    ((rows, slots),) = taken
+    assert rows.tolist() == [[[3, 4]] * 2] * 3
+    assert slots.tolist() == [5, 6, 7]
+    launch(0)
+    assert len(taken) == 1
+    assert rows_of.unwritten_layers() == [0, 2]
+
+
+def test_a_pass_that_verifies_drafts_has_room(seams_of_sglang):
+    rows_of = tap.Tap(RUNNER, RoutingLayout((0, 2), 3, 16, 2), num_drafts=11)
+    buffer = seams_of_sglang.current.device_cache.buffer
+    assert buffer.shape == (11, 3, 3)
+    assert rows_of.unwritten_layers() == [0, 2]
+
+
+def test_a_rank_without_agent_takes_no_rows(seams_of_sglang):
+    tap.Tap(RUNNER, RoutingLayout((0, 2), 3, 16, 2)).ignore()
+    assert seams_of_sglang.current.on_forward_end("batch", False, None) is None
+
+
+class Eager:
+    """As much of SGLang's eager runner as is used: a pass in which some layers show their ids."""
+
+    def __init__(self, capturer, shown):
+        self.capturer, self.shown, self.passes = capturer, shown, []
+
+    def _alloc_dummy_decode_buffers(self, batch_size, *, num_tokens_per_req):
+        return batch_size * num_tokens_per_req
+
+    def _dummy_run(self, batch_size, *, buffers, **how):
+        self.passes.append(buffers)
+        for layer in self.shown(how):
+            self.capturer.device_cache.buffer[:buffers, layer] = torch.tensor([1, 3, 0])
+
+
+@pytest.fixture
+def tapped(seams_of_sglang, monkeypatch):
+    """A tap, and a runner whose layers of a pass `shown` names."""
+    module = SimpleNamespace(ForwardMode=SimpleNamespace(EXTEND="extend"))
+    monkeypatch.setitem(sys.modules, "sglang.srt.model_executor.forward_batch_info", module)
+
+    def make(shown):
+        rows_of = tap.Tap(RUNNER, RoutingLayout((0, 2), 3, 16, 2))
+        eager = Eager(seams_of_sglang.current, shown)
+        backend = SimpleNamespace(get_cuda_graph_seq_len_fill_value=lambda: 1)
+        return rows_of, SimpleNamespace(eager_runner=eager, attn_backend=backend)
+
+    return make
+
+
+def test_a_probe_passes_where_every_moe_layer_shows_its_ids(tapped):
+    rows_of, runner = tapped(lambda _: [0, 2])
+    probes.probe(runner, rows_of)
+    assert runner.eager_runner.passes == [1, 4]
+    assert rows_of.unwritten_layers() == [0, 2]  # nothing of it is left for the first real pass
+
+
+@pytest.mark.parametrize("kind", ["decode", "prefill"])
+def test_a_layer_that_a_fused_kernel_routes_is_refused_by_name(tapped, kind):
+    def shown(how):
+        return [0] if ("forward_mode_override" in how) == (kind == "prefill") else [0, 2]
+
+    rows_of, runner = tapped(shown)
+    with pytest.raises(InvalidArgument, match=rf"layers \[2\] show no ids in a {kind} pass"):
+        probes.probe(runner, rows_of)
+
+
+def test_a_backend_without_graphs_is_probed_too(tapped):
+    class Backend:
+        def get_cuda_graph_seq_len_fill_value(self):
+            raise NotImplementedError
+
+    rows_of, runner = tapped(lambda _: [2])
+    runner.attn_backend = Backend()
+    with pytest.raises(InvalidArgument, match=r"layers \[0\]"):
+        probes.probe(runner, rows_of)
+    with pytest.raises(NotImplementedError):
+        runner.attn_backend.get_cuda_graph_seq_len_fill_value()
+
+
+def test_without_a_dummy_pass_a_server_starts_and_the_log_says_so(tapped, caplog):
+    rows_of, runner = tapped(lambda _: [])
+    runner.eager_runner._dummy_run = None  # not even callable
+    probes.probe(runner, rows_of)
+    assert "no decode pass" in caplog.text
+    assert "no prefill pass" in caplog.text
+    probes.probe(SimpleNamespace(), rows_of)
+    assert "has no dummy pass" in caplog.text
+
+
+def test_a_capturer_of_another_model_is_refused(seams_of_sglang):
+    with pytest.raises(InvalidArgument, match="3 layers of 2 experts"):
+        tap.Tap(RUNNER, RoutingLayout((0, 2), 3, 16, 4))
+
+
+# ---------------------------------------------------------------------- calls of the agent
+
+
+class Agent:
+    """Notes calls."""
+
+    def __init__(self):
+        self.calls = []
+        self.begun = 0
+
+    def begin(self, request_id, **facts):
+        self.begun += 1
+        self.calls.append(("begin", request_id, facts["num_computed_tokens"], facts["block_ids"]))
+        return 100 + self.begun
+
+    def add_blocks_of(self, handles, blocks):
+        self.calls.append(("add_blocks_of", handles.tolist(), blocks.tolist()))
+
+    def step(self, rows, runs):
+        self.calls.append(("step", rows[:, 0, 0].tolist(), runs.tolist()))
+
+    def __getattr__(self, name):
+        return lambda *args: self.calls.append((name, *args))
+
+
+class Request:
+    """As much of SGLang's `Req` as is used."""
+
+    def __init__(self, rid, prompt, capture=True):
+        self.rid, self.origin_input_ids, self.output_ids = rid, prompt, []
+        self.capture = capture
+
+    def finished(self):
+        return False
+
+
+@pytest.fixture
+def agent():
+    return Agent()
+
+
+class Both:
+    """The half that follows the scheduler, and the half that reports to the agent."""
+
+    def __init__(self):
+        free = []
+        self.requests = Requests(
+            lambda req: options_of(req.rid, None) if req.capture else None, free
+        )
+        self.deliveries = Deliveries(4, free)
+
+    def __getattr__(self, name):
+        return getattr(self.requests if hasattr(self.requests, name) else self.deliveries, name)
+
+
+@pytest.fixture
+def requests():
+    return Both()
+
+
+def deliver(requests, agent, reqs, positions, counts, slots, prefixes=()):
+    plan = requests.plan(reqs, np.array(positions), np.array(counts), 0)
+    rows = np.arange(sum(counts), dtype=np.uint8)[:, None, None]
+    requests.deliver(plan, rows, np.array(slots), np.array(prefixes, np.int64), agent)
+
+
+def test_blocks_follow_slots(requests, agent):
+    a, b = Request("a", list(range(6))), Request("b", list(range(5)))
+    deliver(requests, agent, [a, b], [0, 4], [6, 1], [8, 9, 10, 11, 16, 17, 20], [40, 41, 42, 43])
+    assert agent.calls == [
+        ("begin", "a", 0, [2, 4]),
+        ("begin", "b", 4, [10, 5]),
+        ("step", list(range(7)), [[101, 0, 6], [102, 4, 1]]),
+    ]
+    agent.calls.clear()
+    deliver(requests, agent, [a, b], [6, 5], [1, 1], [18, 21])
+    deliver(requests, agent, [a, b], [7, 6], [1, 1], [19, 22])
+    deliver(requests, agent, [a, b], [8, 7], [1, 1], [24, 23])
+    assert [call for call in agent.calls if call[0] != "step"] == [("add_blocks_of", [101], [6])]
+
+
+def test_chunks_that_go_on_get_blocks_at_page_starts(requests, agent):
+    a = Request("a", list(range(12)))
+    deliver(requests, agent, [a], [0], [3], [0, 1, 2])
+    deliver(requests, agent, [a], [3], [8], [3, 8, 9, 10, 11, 4, 5, 6])
+    assert agent.calls[2] == ("add_blocks_of", [101, 101], [2, 1])
+
+
+def test_a_retracted_request_resumes_even_where_the_batch_looks_the_same(requests, agent):
+    a = Request("a", list(range(4)))
+    deliver(requests, agent, [a], [0], [4], [4, 5, 6, 7])
+    a.output_ids = [9]
+    noted = requests.retract(a)
+    assert noted is not None
+    assert noted[1] == 4
+    requests.report_retraction(*noted, agent)
+    assert requests.retract(a) is None
+    deliver(requests, agent, [a], [0], [5], [8, 9, 10, 11, 12])
+    assert ("preempt", 101, 4) in agent.calls
+    assert ("resume", 101, 0, [2, 3]) in agent.calls
+
+
+def test_the_row_whose_token_is_dropped_does_not_count(requests, agent):
+    a = Request("a", list(range(4)))
+    deliver(requests, agent, [a], [0], [4], [4, 5, 6, 7])  # its token is under way
+    noted = requests.retract(a)
+    assert noted is not None
+    assert noted[1] == 3
+
+
+def test_slots_of_requests_that_are_not_captured_become_unknown(requests, agent):
+    a, b = Request("a", list(range(5))), Request("b", list(range(4)), capture=False)
+    deliver(requests, agent, [b, a], [0, 0], [4, 5], [4, 5, 6, 7, 8, 9, 10, 11, 12])
+    assert agent.calls == [
+        ("begin", "a", 0, [2, 3]),
+        ("external", [1]),
+        ("step", [4, 5, 6, 7, 8], [[101, 0, 5]]),
+    ]
+
+
+def test_ends(requests, agent):
+    a = Request("a", [1, 2, 3])
+    assert requests.end(a) is None
+    deliver(requests, agent, [a], [0], [3], [4, 5, 6])
+    live = requests.end(a)
+    assert live is not None
+    assert requests.end(a) is None
+    requests.report_end(live, ([1, 2, 3], [4]), "stop", agent)
+    assert agent.calls[-1][:2] == ("finish", 101)
+    again = Request("a", [1, 2, 3])
+    deliver(requests, agent, [again], [0], [3], [4, 5, 6])
+    assert agent.calls[-1] == ("step", [0, 1, 2], [[102, 0, 3]])
+
+
+def test_after_a_fault_requests_under_way_are_not_captured(requests, agent):
+    a = Request("a", [1, 2, 3])
+    deliver(requests, agent, [a], [0], [3], [4, 5, 6])
+    requests.give_up()
+    agent.calls.clear()
+    deliver(requests, agent, [a], [3], [1], [7])
+    assert agent.calls == [("external", [1])]
+    assert NO_HANDLE == -1
+
+
+def test_rows_and_tokens_must_agree(requests, agent):
+    with pytest.raises(RuntimeError, match="3 slots"):
+        deliver(requests, agent, [Request("a", [1])], [0], [2], [4, 5, 6])
+
+
+# ---------------------------------------------------------------------- faults
+
+
+class Passes:
+    """A tap whose passes are launched by hand."""
+
+    def on_forward_end(self, hook):
+        self.hook = hook
+
+
+@pytest.fixture
+def scheduler(monkeypatch):
+    """A capture whose agents note calls, and a function that launches a pass."""
+    agents = []
+
+    def make(config, **_):
+        agents.append(Agent())
+        return agents[-1]
+
+    monkeypatch.setattr(captures, "CaptureAgent", make)
+    passes = Passes()
+    layout = RoutingLayout((0, 2), 3, 16, 2)
+    config = AgentConfig("localhost:1", "e", layout, block_size=4, num_blocks=99)
+    capture = captures.Capture(passes, config)
+
+    def launch(*runs, slots, verifies=False):
+        """A pass of runs of (request, first position, rows)."""
+        mode = SimpleNamespace(
+            is_idle=lambda: False, is_extend=lambda: True, is_target_verify=lambda: verifies
+        )
+        batch = SimpleNamespace(
+            reqs=[req for req, _, _ in runs],
+            forward_mode=mode,
+            prefix_lens=[first for _, first, _ in runs],
+            extend_lens=[n for _, _, n in runs],
+            req_to_token_pool=SimpleNamespace(req_to_token=torch.zeros((1, 9), dtype=torch.int32)),
+            req_pool_indices_cpu=torch.zeros(len(runs), dtype=torch.int64),
+        )
+        rows = torch.tensor([[[slot % 16, 1]] * 2 for slot in slots], dtype=torch.uint8)
+        forward = SimpleNamespace(forward_mode=mode)
+        return capture.run(lambda: passes.hook(forward, rows, torch.tensor(slots), None), batch)
+
+    yield SimpleNamespace(capture=capture, agents=agents, launch=launch)
+    capture.close()
+
+
+def req_of(rid, n):
+    req = Request(rid, list(range(n)))
+    req.sampling_params = SimpleNamespace(custom_params=None)
+    req.finished_reason, req.output_ids_through_stop = None, []
+    return req
+
+
+def test_a_request_that_ends_has_the_handle_of_its_trace(scheduler, monkeypatch):
+    monkeypatch.setattr(plugin, "_capture", scheduler.capture)
+    named, goes_on, left_out = req_of("a", 4), req_of("b", 4), req_of("c", 4)
+    named.sampling_params.custom_params = {"routetrace": {"trace_id": "t"}}
+    left_out.sampling_params.custom_params = {"routetrace": {"capture": False}}
+    reqs = [named, goes_on, left_out, req_of("d", 4)]  # the last was in no pass
+    scheduler.launch(*((req, 0, 4) for req in reqs[:3]), slots=range(4, 16)).finalize()
+    assert plugin._answered({}, None, reqs) is None
+    for req in (named, left_out, reqs[3]):
+        req.finished_reason, req.output_ids_through_stop = "stop", [5, 6, 7]
+    handle = {"run": "default", "trace_id": "t", "num_tokens": 7}
+    info = plugin._answered({"other": [0] * 4}, None, reqs)
+    assert info == {"other": [0] * 4, "routetrace": [[handle], [], [], []]}
+    scheduler.capture.ended(named)
+    assert plugin._answered({}, None, [named]) == {"routetrace": [[]]}
+
+
+def test_events_follow_the_passes_that_were_launched_before_them(scheduler):
+    a, b = req_of("a", 4), req_of("b", 4)
+    first = scheduler.launch((a, 0, 4), slots=[4, 5, 6, 7])
+    second = scheduler.launch((b, 0, 4), slots=[8, 9, 10, 11])
+    scheduler.capture.ended(a, "abort")  # while both are under way
+    scheduler.capture.flushed()
+    first.finalize()
+    scheduler.capture.flush(0)
+    (agent,) = scheduler.agents
+    told = [call[0] for call in agent.calls if call[0] != "set_weight_version"]
+    assert told == ["begin", "step", "flush"]
+    second.finalize()
+    scheduler.capture.flush(0)
+    told = [call[0] for call in agent.calls if call[0] != "set_weight_version"]
+    assert told[3:] == ["begin", "step", "finish", "reset_prefix_cache", "flush"]
+
+
+def test_rows_of_accepted_drafts_are_reported_wherever_they_were_in_the_tree(scheduler):
+    a, b = req_of("a", 4), req_of("b", 3)
+    scheduler.launch((a, 0, 4), (b, 0, 3), slots=[4, 5, 6, 7, 8, 9, 10]).finalize()
+    # Trees of three: SGLang moves the KV of those that it accepts to the front of their slots.
+    output = scheduler.launch((a, 4, 3), (b, 3, 3), slots=[12, 13, 14, 11, 16, 17], verifies=True)
+    accepted = torch.tensor([[0, 2, -1], [3, -1, -1]], dtype=torch.int32)
+    scheduler.capture.judged(accepted, torch.tensor([4, 3]), torch.tensor([2, 1]))
+    result = SimpleNamespace(routed_experts_output=None)
+    scheduler.capture.carry(result)
+    assert result.routed_experts_output is output
+    scheduler.capture.carry(SimpleNamespace(routed_experts_output="SGLang's own"))
+    copies = []
+    output.map_device_tensors(lambda tensor: copies.append(tensor) or tensor.clone())
+    assert len(copies) == 3
+    output.finalize()
+    a.output_ids = [1, 2]
+    scheduler.capture.retracted(a)
+    scheduler.capture.flush(0)
+    (agent,) = scheduler.agents
+    assert [call for call in agent.calls[3:] if call[0] not in ("set_weight_version", "flush")] == [
+        ("step", [*range(4, 8), 8, 9, 10], [[101, 0, 4], [102, 0, 3]]),
+        ("add_blocks_of", [101], [3]),
+        ("step", [12, 14, 11], [[101, 4, 2], [102, 3, 1]]),
+        ("preempt", 101, 5),
+    ]
+
+
+def test_drafts_that_were_not_judged_are_a_fault(scheduler, caplog):
+    a = req_of("a", 4)
+    scheduler.launch((a, 0, 4), slots=[4, 5, 6, 7]).finalize()
+    scheduler.launch((a, 4, 2), slots=[8, 9], verifies=True).finalize()
+    scheduler.capture.flush(0)
+    assert scheduler.capture.faults == 1
+    assert "2 rows" in caplog.text
+
+
+def test_after_a_fault_in_a_launch_nothing_of_the_requests_under_way_is_told(scheduler, caplog):
+    a, b, c = req_of("a", 4), req_of("b", 4), req_of("c", 4)
+    scheduler.launch((a, 0, 4), slots=[4, 5, 6, 7]).finalize()
+    lost = scheduler.launch((b, 0, 4), slots=[8, 9, 10, 11])
+    broken = SimpleNamespace(rid="broken")  # no request
+    assert scheduler.launch((broken, 0, 1), slots=[12]) is None
+    lost.finalize()
+    scheduler.launch((a, 4, 1), (b, 4, 1), (c, 0, 4), slots=[16, 20, 24, 25, 26, 27]).finalize()
+    scheduler.capture.flush(0)
+    assert scheduler.capture.faults == 1
+    old, new = scheduler.agents
+    assert [call[1] for call in old.calls if call[0] == "begin"] == ["a"]
+    assert [call for call in new.calls if call[0] not in ("set_weight_version", "flush")] == [
+        ("begin", "c", 0, [6]),
+        ("external", [4, 5]),
+        ("step", [8, 9, 10, 11], [[101, 0, 4]]),
+    ]
+    assert "internal fault" in caplog.text
+
+
+def test_a_fault_in_a_report_costs_the_requests_under_way(scheduler):
+    a, b = req_of("a", 4), req_of("b", 4)
+    scheduler.launch((a, 0, 4), slots=[4, 5, 6, 7]).finalize()
+    scheduler.capture.flush(0)
+    scheduler.agents[0].step = None  # not even callable
+    scheduler.launch((a, 4, 1), slots=[8]).finalize()
+    scheduler.launch((a, 5, 1), (b, 0, 4), slots=[9, 12, 13, 14, 15]).finalize()
+    scheduler.capture.flush(0)
+    assert scheduler.capture.faults == 1
+    new = scheduler.agents[1]
+    assert [call for call in new.calls if call[0] not in ("set_weight_version", "flush")] == [
+        ("begin", "b", 0, [3]),
+        ("external", [2]),
+        ("step", [12, 13, 14, 15], [[101, 0, 4]]),
+    ]
+
+
+def test_faults_without_end_end_capture_and_not_the_server(scheduler):
+    for i in range(5):
+        scheduler.launch((SimpleNamespace(rid=f"{i}"), 0, 1), slots=[4])
+        scheduler.capture.flush(0)
+    assert scheduler.capture.faults == 4
+    assert len(scheduler.agents) == 4
+    assert scheduler.launch((req_of("a", 4), 0, 4), slots=[4, 5, 6, 7]) is None
+
+
+def test_what_is_noted_is_private(scheduler):
+    """SGLang goes on with its lists while they are reported."""
+    a = req_of("a", 4)
+    with scheduler.capture._courier.lock:
+        output = scheduler.launch((a, 0, 4), slots=[4, 5, 6, 7])
+        output.finalize()
+        a.output_ids_through_stop = [9]
+        scheduler.capture.ended(a, "abort")
+        a.origin_input_ids.append(77)
+        a.output_ids_through_stop.append(78)
+        scheduler.capture.flush(0)
+    (finish,) = [call for call in scheduler.agents[0].calls if call[0] == "finish"]
+    assert (finish[2], finish[4].tolist()) == (5, [0, 1, 2, 3, 9])

@@ -1,0 +1,654 @@
+"""Attaching to vLLM, without vLLM: what is asked for, found, refused, proven and wrapped.
+
+The modules of vLLM that are imported are stood in for by the few names that count. Real engines are
+in vllm_runs.
+"""
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType, SimpleNamespace
+from typing import ClassVar
+
+import numpy as np
+import pytest
+import torch
+
+from routetrace.capture_agent.engines.vllm import attach, plugin
+from routetrace.capture_agent.engines.vllm.plan import StepPlan
+from routetrace.capture_agent.engines.vllm.routers import Routers
+from routetrace.capture_agent.engines.vllm.settings import (
+    attention_group,
+    names_inputs,
+    refuse_unsupported,
+    settings_of,
+)
+from routetrace.common.errors import InvalidArgument
+
+NUM_EXPERTS, TOP_K, TOKENS = 8, 2, 5
+
+LATE_DRAFTS = {"speculative_config": object(), "scheduler_config__async_scheduling": True}
+
+
+# ---------------------------------------------------------------------------- stand-ins
+
+
+class BaseRouter:
+    """Chooses experts; some of them fuse shared experts into more columns."""
+
+    def __init__(self, top_k=TOP_K, columns=0):
+        self.top_k = top_k
+        self._columns = columns or top_k
+        self.ids = torch.randint(0, NUM_EXPERTS, (TOKENS, 1)) + torch.arange(self._columns)
+        self.ids %= NUM_EXPERTS
+
+    def _compute_routing(self, hidden_states, router_logits, indices_type, *, input_ids=None):
+        return torch.ones(len(self.ids), self._columns), self.ids
+
+
+class MoERunner(torch.nn.Module):
+    def __init__(self, layer_id, router=None, kernel=None):
+        super().__init__()
+        self.layer_id = layer_id
+        self.router = router or BaseRouter()
+        self.is_monolithic = kernel is not None
+        self._quant_method = SimpleNamespace(
+            moe_kernel=SimpleNamespace(impl=SimpleNamespace(fused_experts=kernel))
+        )
+        self.routed_experts = SimpleNamespace(routing_sink=None)
+
+    def forward(self):
+        if self.is_monolithic:
+            self._quant_method.moe_kernel.impl.fused_experts.run(self)
+        else:
+            self.router._compute_routing(None, None, None)
+
+
+class SinkKernel:
+    """Routes and computes in one go, and writes its ids into a sink of its layer, as in 0.32."""
+
+    moe_config = "of this kernel"
+
+    def __init__(self, tells=True):
+        self._tells = tells
+
+    def supports_routing_replay_capture(self):
+        return self._tells
+
+    def run(self, runner):
+        if (sink := runner.routed_experts.routing_sink) is not None:
+            sink.capture_fn(runner.router.ids)
+
+
+class TellingKernel(SinkKernel):
+    """Routes and computes in one go, and calls back with its ids, as in 0.30."""
+
+    routing_replay_capture_fn = None
+
+    def set_capture_fn(self, capture_fn):
+        self.routing_replay_capture_fn = capture_fn
+
+    def run(self, runner):
+        if self.routing_replay_capture_fn is not None:
+            self.routing_replay_capture_fn(runner.router.ids)
+
+
+class RoutedExpertsSink:
+    """Output buffer of the kernels of 0.32."""
+
+    def __init__(self, moe_config, capture_fn):
+        assert moe_config == SinkKernel.moe_config
+        self.capture_fn = capture_fn
+
+
+class MegaMoEExperts(torch.nn.Module):
+    """Experts that are no MoERunner: a RoutedExpertsCaptureSource."""
+
+    def __init__(self, layer_id, router=None):
+        super().__init__()
+        self.capture_fn = None
+        self.layer_id = layer_id
+        self.router = router or BaseRouter()
+        self.top_k = self.router.top_k
+
+    def forward(self):
+        if self.capture_fn is not None:
+            self.capture_fn(self.router.ids)
+
+
+class Model(torch.nn.Module):
+    def __init__(self, runners, drafts=()):
+        super().__init__()
+        self.layers = torch.nn.ModuleList(runners)
+        self.mtp = torch.nn.ModuleList(drafts)
+        self.skipped = set()
+
+    def forward(self):
+        for layer in [*self.layers, *self.mtp]:
+            if layer.layer_id not in self.skipped:
+                layer()
+
+
+class Ranks(SimpleNamespace):
+    """A process group."""
+
+
+@pytest.fixture
+def vllm(monkeypatch):
+    """The names of vLLM that are imported; what a test may change is returned."""
+    world = SimpleNamespace(
+        tp=Ranks(rank_in_group=0, world_size=1, all_gather=None),
+        pp=Ranks(rank_in_group=0, world_size=1),
+        context=SimpleNamespace(dp_metadata=None),
+    )
+    names = {
+        "vllm.model_executor.layers.fused_moe.layer": {"MoERunner": MoERunner},
+        "vllm.model_executor.layers.fused_moe.router.base_router": {"BaseRouter": BaseRouter},
+        "vllm.model_executor.layers.fused_moe.routed_experts_capturer": {
+            "RoutedExpertsSink": RoutedExpertsSink
+        },
+        "vllm.distributed.parallel_state": {
+            "get_tp_group": lambda: world.tp,
+            "get_pp_group": lambda: world.pp,
+        },
+        "vllm.distributed.utils": {
+            "get_pp_indices": lambda layers, rank, size: (
+                rank * layers // size,
+                (rank + 1) * layers // size,
+            )
+        },
+        "vllm.forward_context": {"get_forward_context": lambda: world.context},
+        "vllm.v1.kv_cache_interface": {"is_full_attention_spec": lambda spec: spec.full},
+    }
+    for name, attributes in names.items():
+        parts = name.split(".")
+        for i in range(1, len(parts) + 1):
+            module = ".".join(parts[:i])
+            if module not in sys.modules:
+                monkeypatch.setitem(sys.modules, module, ModuleType(module))
+        vars(sys.modules[name]).update(attributes)
+    return world
+
+
+def config_of(**changes):
+    """A VllmConfig of a model with 4 layers, the first of them dense."""
+    config = SimpleNamespace(
+        model_config=SimpleNamespace(
+            hf_config={
+                "num_hidden_layers": 4,
+                "first_k_dense_replace": 1,
+                "n_routed_experts": NUM_EXPERTS,
+                "num_experts_per_tok": TOP_K,
+            },
+            model="tiny",
+            runner_type="generate",
+            is_encoder_decoder=False,
+        ),
+        scheduler_config=SimpleNamespace(max_num_batched_tokens=TOKENS, async_scheduling=False),
+        parallel_config=SimpleNamespace(
+            tensor_parallel_size=1,
+            pipeline_parallel_size=1,
+            data_parallel_size=1,
+            data_parallel_rank=0,
+            data_parallel_index=0,
+        ),
+        compilation_config=SimpleNamespace(),
+        speculative_config=None,
+        kv_transfer_config=None,
+        additional_config={},
+        instance_id="boot",
+    )
+    for path, value in changes.items():
+        *parents, name = path.split("__")
+        target = config
+        for parent in parents:
+            target = getattr(target, parent)
+        setattr(target, name, value)
+    return config
+
+
+def transfer(name, extra=None):
+    return SimpleNamespace(kv_connector=name, kv_connector_extra_config=extra or {})
+
+
+def rows_of(capturer, model):
+    capturer.begin()
+    model()
+    return capturer.snapshot(TOKENS).rows()
+
+
+def chosen(model):
+    return np.stack([layer.router.ids[:, :TOP_K].numpy() for layer in model.layers], axis=1)
+
+
+def model_of(layers=(1, 2, 3), **more):
+    return Model([MoERunner(layer) for layer in layers], **more)
+
+
+CPU = torch.device("cpu")
+
+
+# ---------------------------------------------------------------------------- what is asked for
+
+
+def test_nothing_is_captured_unless_it_is_asked_for(monkeypatch):
+    monkeypatch.delenv("ROUTETRACE_VLLM", raising=False)
+    assert settings_of(config_of()) is None
+    assert settings_of(config_of(kv_transfer_config=transfer("NixlConnector"))) is None
+    assert settings_of(config_of(additional_config={"other": 1})) is None
+
+
+def test_the_connector_is_found_alone_and_among_others():
+    ours = {"target": "traces:7411", "run": "r", "engine_id": "e"}
+    child = {"kv_connector": "RouteTraceConnector", "kv_connector_extra_config": ours}
+    many = {"connectors": [{"kv_connector": "NixlConnector"}, child]}
+    for config in (transfer("RouteTraceConnector", ours), transfer("MultiConnector", many)):
+        found = settings_of(config_of(kv_transfer_config=config))
+        assert (found.way, found.run, found.engine_id) == ("connector", "r", "e")
+        assert found.agent == {"target": "traces:7411"}
+
+
+def test_the_plugin_is_asked_for_by_configuration_or_environment(monkeypatch):
+    found = settings_of(config_of(additional_config={"routetrace": {"linger_s": 0.5}}))
+    assert (found.way, found.agent) == ("plugin", {"linger_s": 0.5})
+    monkeypatch.setenv("ROUTETRACE_VLLM", "1")
+    monkeypatch.setenv("ROUTETRACE_RUN", "of the environment")
+    found = settings_of(config_of())
+    assert (found.way, found.run) == ("plugin", "of the environment")
+
+
+def test_data_parallel_ranks_are_engines_of_their_own():
+    ids = set()
+    for rank in range(2):
+        config = config_of(
+            additional_config={"routetrace": {"engine_id": "e"}},
+            parallel_config__data_parallel_size=2,
+            parallel_config__data_parallel_index=rank,
+        )
+        ids.add(settings_of(config).engine_id)
+    assert ids == {"e-dp0", "e-dp1"}
+
+
+def test_engines_that_nobody_named_do_not_meet():
+    names = [
+        settings_of(config_of(additional_config={"routetrace": {}}, instance_id=boot)).engine_id
+        for boot in ("a", "b")
+    ]
+    assert len(set(names)) == 2
+    with pytest.raises(InvalidArgument) as error:
+        settings_of(config_of(additional_config={"routetrace": {}}, parallel_config__nnodes=2))
+    assert error.value.field == "engine_id"
+
+
+@pytest.mark.parametrize("name", ["tagret", "layout", "block_size"])
+def test_a_setting_that_there_is_not_is_named(name):
+    with pytest.raises(InvalidArgument, match=name):
+        settings_of(config_of(additional_config={"routetrace": {name: 1}}))
+
+
+@pytest.mark.parametrize(
+    ("cache_gb", "prefix_caching", "named"), [(4, False, True), (0, True, True), (0, False, False)]
+)
+def test_images_are_named_unless_both_caches_are_off(cache_gb, prefix_caching, named):
+    assert names_inputs(config_of())
+    multimodal = SimpleNamespace(mm_processor_cache_gb=cache_gb)
+    cache = SimpleNamespace(enable_prefix_caching=prefix_caching)
+    config = config_of(model_config__multimodal_config=multimodal, cache_config=cache)
+    assert names_inputs(config) is named
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"parallel_config__use_ubatching": True}, "enable_dbo"),
+        ({"parallel_config__prefill_context_parallel_size": 2}, "prefill_context_parallel_size"),
+        ({"model_config__runner_type": "pooling"}, "runner_type"),
+        ({"model_config__is_encoder_decoder": True}, "is_encoder_decoder"),
+    ],
+)
+def test_ways_to_run_that_can_not_be_captured_are_refused(changes, field):
+    refuse_unsupported(config_of())
+    refuse_unsupported(config_of(speculative_config=object()))
+    refuse_unsupported(config_of(scheduler_config__async_scheduling=True))
+    refuse_unsupported(config_of(**LATE_DRAFTS))
+    refuse_unsupported(config_of(parallel_config__decode_context_parallel_size=2))
+    with pytest.raises(InvalidArgument) as error:
+        refuse_unsupported(config_of(**changes))
+    assert error.value.field == field
+
+
+def test_slots_are_those_of_the_full_attention_group(vllm):
+    def group(full, block_size):
+        spec = SimpleNamespace(full=full, block_size=block_size)
+        return SimpleNamespace(kv_cache_spec=spec)
+
+    both = SimpleNamespace(kv_cache_groups=[group(False, 64), group(True, 16)])
+    one = config_of().parallel_config
+    assert attention_group(both, one) == (1, 16)
+    assert attention_group(SimpleNamespace(kv_cache_groups=[group(False, 64)]), one) is None
+    # A block of the scheduler is one of each rank that keeps a part of the context.
+    many = config_of(parallel_config__decode_context_parallel_size=4).parallel_config
+    assert attention_group(both, many) == (1, 64)
+
+
+# ---------------------------------------------------------------------------- routers
+
+
+def test_every_moe_layer_writes_what_it_chose(vllm):
+    model = model_of()
+    capturer = Routers(model, config_of(), CPU).capturer
+    assert capturer.layout.layer_ids == (1, 2, 3)
+    assert np.array_equal(rows_of(capturer, model), chosen(model))
+
+
+def test_fused_shared_experts_are_cut_off(vllm):
+    model = Model([MoERunner(layer, BaseRouter(columns=TOP_K + 1)) for layer in (1, 2, 3)])
+    capturer = Routers(model, config_of(), CPU).capturer
+    assert np.array_equal(rows_of(capturer, model), chosen(model))
+
+
+def test_draft_layers_are_not_captured(vllm):
+    model = model_of(drafts=[MoERunner(0), MoERunner(4)])
+    capturer = Routers(model, config_of(), CPU).capturer
+    assert np.array_equal(rows_of(capturer, model), chosen(model))
+
+
+MADE_OF = {
+    "routers": MoERunner,
+    "kernels": lambda layer: MoERunner(layer, kernel=TellingKernel()),
+    "kernels with sinks": lambda layer: MoERunner(layer, kernel=SinkKernel()),
+    "capture sources": MegaMoEExperts,
+}
+
+
+@pytest.mark.parametrize("made_of", MADE_OF)
+def test_whatever_routes_and_tells_is_captured(vllm, made_of):
+    model = Model([MADE_OF[made_of](layer) for layer in (1, 2, 3)])
+    capturer = Routers(model, config_of(), CPU).capturer
+    assert np.array_equal(rows_of(capturer, model), chosen(model))
+
+
+def bind_vllms_own(model, told):
+    """As bind_routed_experts_capturer of vLLM: callbacks that are there are replaced."""
+    for layer in model.layers:
+
+        def callback(ids, layer_id=layer.layer_id):
+            told.append((layer_id, ids))
+
+        if isinstance(layer, MegaMoEExperts):
+            layer.capture_fn = callback
+        elif isinstance(kernel := layer._quant_method.moe_kernel.impl.fused_experts, TellingKernel):
+            kernel.set_capture_fn(callback)
+        else:
+            layer.routed_experts.routing_sink = RoutedExpertsSink(kernel.moe_config, callback)
+
+
+@pytest.mark.parametrize("made_of", [name for name in MADE_OF if name != "routers"])
+def test_vllms_own_return_and_ours_share_the_place_of_a_callback(vllm, made_of):
+    model = Model([MADE_OF[made_of](layer) for layer in (1, 2, 3)])
+    routers, told = Routers(model, config_of(), CPU), []
+    bind_vllms_own(model, told)
+    for _ in range(2):  # asked for again, ours is there
+        routers.keep()
+        told.clear()
+        assert np.array_equal(rows_of(routers.capturer, model), chosen(model))
+        assert [layer for layer, _ in told] == [1, 2, 3]
+        assert all(
+            ids is layer.router.ids for (_, ids), layer in zip(told, model.layers, strict=True)
+        )
+
+
+@pytest.mark.parametrize("skipped", [1, 2])
+def test_layers_of_a_pass_that_ended_early_are_not_taken_for_the_next_one(vllm, skipped):
+    """As when an engine records a pass after one that broke off, with no step between."""
+    model = model_of()
+    capturer = Routers(model, config_of(), CPU).capturer
+    capturer.begin()
+    model.layers[skipped - 1]()
+    model.skipped = {skipped}
+    model()
+    rows = capturer.snapshot(TOKENS).rows()
+    assert capturer_valid(rows).all(axis=0).tolist() == [i != skipped for i in (1, 2, 3)]
+
+
+@pytest.mark.parametrize(
+    ("runners", "said"),
+    [
+        ([MoERunner(1), MoERunner(2)], r"\[1, 2\]"),
+        ([MoERunner(layer) for layer in range(4)], r"\[0, 1, 2, 3\]"),
+        ([MoERunner(1), MoERunner(2), MoERunner(2), MoERunner(3)], "one MoE per decoder layer"),
+        ([], "MoE layers"),
+        ([MoERunner(1), MoERunner(2), MoERunner(3, kernel=object())], "layer 3.*kernel object"),
+        ([MoERunner(1, kernel=TellingKernel(tells=False)), MoERunner(2), MoERunner(3)], "layer 1"),
+        ([MoERunner(1), MoERunner(2, router=object()), MoERunner(3)], "layer 2.*router object"),
+        ([MoERunner(1), MoERunner(2), MoERunner(3, BaseRouter(top_k=1))], "layer 3.*top_k 1"),
+    ],
+)
+def test_what_can_not_be_captured_is_refused_and_left_alone(vllm, runners, said):
+    model = Model(runners)
+    routed = [getattr(runner.router, "_compute_routing", None) for runner in runners]
+    with pytest.raises(InvalidArgument, match=said):
+        Routers(model, config_of(), CPU)
+    assert routed == [getattr(runner.router, "_compute_routing", None) for runner in runners]
+
+
+def test_a_stage_has_its_own_layers(vllm):
+    vllm.pp.rank_in_group, vllm.pp.world_size = 1, 2
+    config = config_of(parallel_config__pipeline_parallel_size=2)
+    capturer = Routers(model_of((2, 3)), config, CPU).capturer
+    assert capturer.layout.layer_ids == (2, 3)
+    assert capturer.layout.moe_layer_ids == (1, 2, 3)
+    with pytest.raises(InvalidArgument):
+        Routers(model_of((1, 2, 3)), config, CPU)
+
+
+def data_parallel(vllm, sizes, rank, tp_size=1, local_sizes=None):
+    vllm.context.dp_metadata = SimpleNamespace(
+        num_tokens_across_dp_cpu=torch.tensor(sizes), local_sizes=local_sizes
+    )
+    return config_of(
+        parallel_config__data_parallel_size=len(sizes),
+        parallel_config__data_parallel_rank=rank,
+        parallel_config__tensor_parallel_size=tp_size,
+    )
+
+
+def test_of_all_ranks_tokens_those_of_this_rank_are_taken(vllm):
+    model = model_of()
+    capturer = Routers(model, data_parallel(vllm, [2, 3], rank=1), CPU).capturer
+    capturer.begin()
+    model()
+    assert np.array_equal(capturer.snapshot(3).rows(), chosen(model)[2:])
+
+
+def test_shards_of_the_tokens_are_gathered(vllm):
+    model = model_of()
+    vllm.tp.all_gather = lambda ids, dim: torch.cat([ids, ids.flip(0)], dim)
+    config = data_parallel(vllm, [2 * TOKENS - 1, 3], rank=0, tp_size=2)
+    config.scheduler_config.max_num_batched_tokens = 2 * TOKENS
+    capturer = Routers(model, config, CPU).capturer
+    capturer.begin()
+    model()
+    both = np.concatenate([chosen(model), chosen(model)[::-1]])
+    assert np.array_equal(capturer.snapshot(2 * TOKENS - 1).rows(), both[:-1])
+
+
+def test_a_layout_of_tokens_that_is_not_known_is_missing_and_does_not_stop_the_model(vllm, caplog):
+    model = model_of()
+    capturer = Routers(model, data_parallel(vllm, [40, 30], rank=0), CPU).capturer
+    rows = rows_of(capturer, model)
+    assert not capturer_valid(rows).any()
+    assert caplog.text.count("topk_ids") == 1
+
+
+def capturer_valid(rows):
+    return (rows[..., :1] != rows[..., 1:]).all(axis=-1)
+
+
+# ---------------------------------------------------------------------------- a worker
+
+
+PADDING = torch.full((1, TOP_K), -1)
+
+
+class Worker:
+    """A worker whose dummy batch is padding: its layers write -1, or what `dummy` says of them."""
+
+    more: ClassVar = {}
+    """Of its model runner."""
+
+    def __init__(self, vllm_config, dummy=None):
+        self.vllm_config = vllm_config
+        self.calls = []
+        self.model = None
+        self.dummy = dummy or {}
+
+    def load_model(self):
+        self.model = model_of()
+        self.model_runner = SimpleNamespace(
+            get_model=lambda: self.model,
+            device=CPU,
+            input_batch=SimpleNamespace(req_ids=[]),
+            **self.more,
+        )
+
+    def initialize_from_config(self, kv_cache_config):
+        self.calls.append("initialize_from_config")
+
+    def compile_or_warm_up_model(self):
+        self.calls.append("compile_or_warm_up_model")
+        return "times"
+
+    def execute_dummy_batch(self):
+        for layer in self.model.layers:
+            for ids in self.dummy.get(layer.layer_id, [PADDING]):
+                layer.router.ids = ids
+                layer()
+
+    def execute_model(self, scheduler_output):
+        self.model()
+        return scheduler_output
+
+    def shutdown(self):
+        self.calls.append("shutdown")
+
+
+ASKED = {"target": "127.0.0.1:9", "mode": "thread", "close_timeout_s": 0}
+
+
+@pytest.fixture
+def worker(vllm):
+    made = []
+
+    def make(dummy=None, **changes):
+        config = config_of(additional_config={"routetrace": ASKED}, **changes)
+        one = Worker(config, dummy)
+        plugin._attach_with_model(one, settings_of(config))
+        one.load_model()
+        made.append(one)
+        return one
+
+    yield make
+    for one in made:
+        one.shutdown()
+
+
+def cache(num_blocks=8):
+    spec = SimpleNamespace(full=True, block_size=4)
+    groups = [SimpleNamespace(kv_cache_spec=spec)]
+    return SimpleNamespace(kv_cache_groups=groups, num_blocks=num_blocks)
+
+
+def test_the_proof_is_a_pass_over_a_dummy_batch(worker):
+    one = worker()
+    one.initialize_from_config(cache())
+    assert one.compile_or_warm_up_model() == "times"
+    assert one.calls == ["initialize_from_config", "compile_or_warm_up_model"]
+
+
+ONE, LATE = torch.tensor([[0, 1]]), torch.tensor([[NUM_EXPERTS, 0]])
+
+
+@pytest.mark.parametrize(
+    ("dummy", "said"),
+    [
+        ({2: []}, r"model is layers \[2\] never written,"),
+        ({1: [], 2: []}, r"layers \[1, 2\] never written"),
+        ({3: [ONE, ONE]}, r"layers \[3\] written twice"),
+        ({3: [PADDING, PADDING]}, r"layers \[3\] written twice"),
+        ({1: [ONE, PADDING]}, r"layers \[1\] written twice"),
+        ({1: [LATE]}, rf"layers \[1\] out of range: id {NUM_EXPERTS} of {NUM_EXPERTS} experts"),
+        ({1: [PADDING - 1]}, r"layers \[1\] out of range: id -2 of"),
+        ({1: [], 2: [ONE, ONE], 3: [LATE]}, r"\[1\] never .*; .*\[2\] written twice; .*\[3\] out"),
+    ],
+)
+def test_layers_that_do_not_write_once_are_named_at_start_and_how(worker, dummy, said):
+    one = worker(dummy)
+    one.initialize_from_config(cache())
+    with pytest.raises(InvalidArgument, match=said):
+        one.compile_or_warm_up_model()
+
+
+def test_one_rank_of_the_tensor_parallel_group_sends(worker, vllm):
+    vllm.tp.rank_in_group = 1
+    one = worker()
+    one.initialize_from_config(cache())
+    assert one.compile_or_warm_up_model() == "times"  # it captures all the same
+    assert one.routetrace_stats() == {}
+    assert one.routetrace_flush(0) is True
+    vllm.tp.rank_in_group = 0
+    other = worker()
+    other.initialize_from_config(cache())
+    assert other.routetrace_stats()["offered_rows"] == 0
+
+
+def test_compiled_code_with_capture_has_a_mark_of_its_own(worker):
+    one = worker()
+    mark = one.vllm_config.additional_config["routetrace.compiled"]
+    assert "(1, 2, 3)" in mark
+    assert "Tensor[] topk_ids" in mark  # the operator that is in it
+
+
+def test_the_connector_finds_its_worker_and_no_other(worker):
+    one = worker()
+    assert attach.attachment_of(one.vllm_config).belongs_to(one.vllm_config)
+    with pytest.raises(InvalidArgument) as error:
+        attach.attachment_of(config_of())
+    assert error.value.field == "VLLM_PLUGINS"
+
+
+def test_a_step_that_no_scheduler_made_is_let_through(worker):
+    one = worker()
+    one.initialize_from_config(cache())
+    output = SimpleNamespace()
+    assert one.execute_model(output) is output
+    assert one.routetrace_stats()["offered_rows"] == 0
+
+
+@pytest.mark.parametrize("runner", [1, 2])
+def test_where_drafts_are_judged_late_the_batch_tells_its_positions(worker, monkeypatch, runner):
+    positions = torch.arange(TOKENS)
+    if runner == 1:
+        buffers = {"positions": positions}
+    else:
+        buffers = {"input_buffers": SimpleNamespace(positions=positions)}
+    monkeypatch.setattr(Worker, "more", buffers)
+    told = []
+    for changes in ({}, {"speculative_config": object()}, LATE_DRAFTS):
+        one = worker(**changes)
+        one.initialize_from_config(cache())
+        monkeypatch.setattr(attach._last.side, "end_step", lambda *args: told.append(args[2]))
+        one.execute_model(SimpleNamespace(routetrace_plan=StepPlan()))
+    assert told[:2] == [None, None]
+    assert told[2] is positions
+
+
+def test_a_runner_that_has_no_positions_to_tell_is_refused(worker):
+    with pytest.raises(InvalidArgument, match="--no-async-scheduling"):
+        worker(**LATE_DRAFTS)
+
+
+def test_control_before_there_is_a_cache_is_refused(worker):
+    one = worker()
+    with pytest.raises(RuntimeError):
+        one.routetrace_stats()

@@ -1,0 +1,840 @@
+"""The two halves of capture in vLLM, against what vLLM's scheduler tells in its own words.
+
+Real engines and vLLM's real scheduler drive them in vllm_runs; here are the protocols, one by one,
+and what no engine does on demand: faults of ours, ends that nobody tells, bad options.
+"""
+
+from __future__ import annotations
+
+import pickle
+import threading
+import time
+import zlib
+from itertools import count
+from types import SimpleNamespace
+from typing import get_args
+
+import numpy as np
+import pytest
+import torch
+
+from routetrace.capture_agent.config import AgentConfig
+from routetrace.capture_agent.engines.capturer import RoutingCapturer
+from routetrace.capture_agent.engines.vllm import plan as plans
+from routetrace.capture_agent.engines.vllm import worker as worker_module
+from routetrace.capture_agent.engines.vllm.options import options_of, split_request_id
+from routetrace.capture_agent.engines.vllm.schedule import Schedule
+from routetrace.capture_agent.engines.vllm.worker import WorkerSide
+from routetrace.client import RouteClient, TraceState
+from routetrace.common.errors import InvalidArgument, NotFound
+from routetrace.server.testing import run_server
+from routetrace.v1.layout import RoutingLayout
+
+LAYOUT = RoutingLayout((0, 2), 3, 16, 2)
+BLOCK = 4
+
+_numbers = count(1)
+
+
+# ---------------------------------------------------------------------------- options
+
+
+@pytest.mark.parametrize(
+    ("request_id", "sample", "name"),
+    [
+        ("cmpl-my-req-1-0-9dc7cdf0", None, "my-req-1"),
+        ("cmpl-my-req-1-2-9dc7cdf0", None, "my-req-1-2"),
+        ("1_cmpl-my-req-1-0-9dc7cdf0", 1, "my-req-1"),
+        ("chatcmpl-r-9dc7cdf0", None, "r"),
+        ("rollout-7-0a1b2c3d", None, "rollout-7"),
+        ("0_rollout-7-0a1b2c3d", 0, "rollout-7"),
+        ("17-0a1b2c3d", None, None),
+        ("3_17-0a1b2c3d", 3, None),
+    ],
+)
+def test_a_trace_is_called_as_the_user_called_the_request(request_id, sample, name):
+    assert split_request_id(request_id) == (sample, name)
+
+
+def test_ids_that_nobody_chose_name_no_trace():
+    one, other = (options_of("0-0a1b2c3d", None, engine).trace_id for engine in ("a", "b"))
+    assert one != other
+    assert one == "a/0-0a1b2c3d"
+
+
+def test_options_are_read_and_samples_told_apart():
+    given = {
+        "routetrace.trace_id": "t",
+        "routetrace.group": "g",
+        "routetrace.label.kind": 7,
+        "routetrace.capture": 1,
+        "routetrace.handoff": "true",
+        "routetrace.ttl_seconds": 60,
+        "kv_transfer_params": {"not": "ours"},
+    }
+    options = options_of("2_5-0a1b2c3d", given, "e")
+    assert options.trace_id == "t/2"
+    assert options.labels == {"group": "g", "kind": "7", "sample": "2"}
+    assert (options.capture, options.handoff, options.ttl_seconds) == (True, True, 60)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("trace_id", ""),
+        ("trace_id", ["t"]),
+        ("trace_id", "t" * 600),
+        ("capture", "no"),
+        ("handoff", 2),
+        ("ttl_seconds", -1),
+        ("ttl_seconds", "long"),
+        ("lable.x", "y"),
+    ],
+)
+def test_a_bad_option_is_named(key, value):
+    with pytest.raises(InvalidArgument) as error:
+        options_of("r-0a1b2c3d", {f"routetrace.{key}": value}, "e")
+    assert key in error.value.field
+
+
+# ---------------------------------------------------------------------------- an engine
+
+
+class Request:
+    """Fields of vLLM's Request that the plug-in reads."""
+
+    def __init__(self, request_id, prompt, options=None):
+        self.request_id = request_id
+        self.prompt_token_ids = list(prompt)
+        self.all_token_ids = list(prompt)
+        self.num_prompt_tokens = len(self.all_token_ids)
+        self.num_computed_tokens = 0
+        self.prompt_embeds, self.mm_features, self.lora_request = None, [], None
+        self.sampling_params = SimpleNamespace(extra_args=options)
+        self.status = SimpleNamespace(name="FINISHED_LENGTH_CAPPED")
+
+    @property
+    def num_tokens(self):
+        return len(self.all_token_ids)
+
+
+class Engine:
+    """A scheduler by hand, with a router that draws ids at random; the halves are real."""
+
+    def __init__(self, target, *, drafts=False, linked=True):
+        engine_id = f"e{next(_numbers)}"
+        self.schedule = Schedule("r", engine_id, 0, drafts=drafts)
+        config = AgentConfig(
+            target, engine_id, LAYOUT, run="r", mode="thread", block_size=BLOCK, num_blocks=64,
+            linger_s=0.01, flush_interval_s=0.01,
+        )  # fmt: skip
+        self.capturer = RoutingCapturer(LAYOUT, 64, "cpu")
+        late = self.schedule.take_finished if linked else None
+        self.side = WorkerSide(self.capturer, config, late)
+        self.random = np.random.default_rng(0)
+        self.rows = {}  # (request id, position) -> the row that was computed last
+        self.known = set()
+
+    def step(
+        self,
+        *runs,
+        new=(),
+        resumed=(),
+        preempted=(),
+        blocks=None,
+        computed=None,
+        late=None,
+        **more,
+    ):
+        """Runs are (request, start, count); of new and resumed ones `blocks` are all, else more.
+
+        `late` are first positions that the model knows, and the scheduler did not: then the model
+        tells all of them.
+        """
+        blocks, computed = blocks or {}, computed or {}
+        fresh, old = [], []
+        for request, start, _ in runs:
+            if request in new:
+                self.schedule.lookup(request, computed.get(request.request_id, start))
+                fresh.append(
+                    SimpleNamespace(
+                        req_id=request.request_id,
+                        sampling_params=request.sampling_params,
+                        block_ids=(blocks.get(request.request_id, []),),
+                        num_computed_tokens=start,
+                    )
+                )
+            else:
+                if request in resumed:
+                    self.schedule.lookup(request, computed.get(request.request_id, start))
+                old.append((request, start))
+        cached = SimpleNamespace(
+            req_ids=[request.request_id for request, _ in old],
+            num_computed_tokens=[start for _, start in old],
+            new_block_ids=[
+                (blocks[r.request_id],) if r.request_id in blocks else None for r, _ in old
+            ],
+            resumed_req_ids={request.request_id for request in resumed},
+        )
+        output = SimpleNamespace(
+            scheduled_new_reqs=fresh,
+            scheduled_cached_reqs=cached,
+            num_scheduled_tokens={request.request_id: n for request, _, n in runs},
+            preempted_req_ids={request.request_id for request in preempted},
+            **more,
+        )
+        plan = pickle.loads(pickle.dumps(self.schedule.step(output)))
+        self.side.begin_step()
+        batch = list(runs)
+        self.random.shuffle(batch)
+        ids = self.draw(sum(n for _, _, n in batch))
+        for column in range(len(LAYOUT.layer_ids)):
+            self.capturer.capture(column, torch.from_numpy(ids[:, column]))
+        positions = []
+        for request, start, n in batch:
+            first = (late or {}).get(request, start)
+            for p in range(first, first + n):
+                self.rows[request.request_id, p] = ids[len(positions)]
+                positions.append(p)
+        self.side.end_step(
+            plan,
+            lambda: [request.request_id for request, _, _ in batch],
+            torch.tensor(positions) if late is not None else None,
+        )
+
+    def draw(self, n):
+        first = self.random.integers(0, 16, (n, len(LAYOUT.layer_ids), 1))
+        return (first + np.array([0, 5])) % 16
+
+    def finish(self, request):
+        return self.schedule.finish(request)
+
+    def expected(self, request_id, *positions):
+        return np.stack([self.rows[request_id, p] for p in range(*positions)])
+
+
+@pytest.fixture(scope="module")
+def server():
+    with run_server() as one:
+        yield one
+
+
+@pytest.fixture
+def engine(server):
+    made = []
+
+    def make(**settings):
+        made.append(Engine(server.target, **settings))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.side.close()
+
+
+@pytest.fixture
+def client(server):
+    with RouteClient(server.target, run="r") as one:
+        yield one
+
+
+def fresh(name, length=6, **options):
+    """A request with a trace of its own."""
+    number = next(_numbers)
+    trace_id = f"{name}-{number}"
+    given = {f"routetrace.{key}": value for key, value in options.items()}
+    tokens = range(100 * number, 100 * number + length)
+    request = Request(
+        f"{name}-{number}-internal", tokens, {"routetrace.trace_id": trace_id, **given}
+    )
+    request.trace_id = trace_id
+    return request
+
+
+# ---------------------------------------------------------------------------- protocols
+
+
+@pytest.mark.parametrize("protocol", ["resumed", "new"])
+def test_a_preempted_request_comes_back_in_either_protocol(engine, client, protocol):
+    e, a = engine(), fresh("a")
+    e.step((a, 0, 6), new=[a], blocks={a.request_id: [1, 2]})
+    a.all_token_ids.append(7)
+    e.step((a, 6, 1))
+    a.all_token_ids.append(8)
+    first = e.expected(a.request_id, 7)
+    e.step(preempted=[a])
+    again = {protocol: [a]}
+    e.step((a, 4, 4), blocks={a.request_id: [1, 5]}, **again)
+    a.all_token_ids.append(9)
+    assert e.finish(a) == {"run": "r", "trace_id": a.trace_id, "num_tokens": 9}
+    trace = client.get(a.trace_id, wait_for="end", timeout=60)
+    assert trace.state is TraceState.COMPLETE
+    assert np.array_equal(trace.topk_ids[:7], first)
+    assert np.array_equal(trace.topk_ids, np.concatenate([first, [e.rows[a.request_id, 7]]]))
+
+
+@pytest.mark.parametrize("preempted", [False, True])
+def test_rows_on_kv_that_did_not_arrive_are_taken_back(engine, client, preempted):
+    """vLLM throws the step's outcome away and computes what lacks again, like this step's part."""
+    e, a = engine(), fresh("a", 14)
+    blocks = {a.request_id: [1, 2, 3, 4]}
+    e.step((a, 12, 2), new=[a], blocks=blocks, computed={a.request_id: 4})
+    e.step((a, 8, 3))  # the second of two loaded blocks lacks
+    if preempted:
+        e.step(preempted=[a])
+        # Its own block is found again, and so is the one that arrived.
+        e.step((a, 11, 3), resumed=[a], blocks=blocks, computed={a.request_id: 11})
+    else:
+        e.step((a, 11, 3))
+    a.all_token_ids.append(1)
+    e.finish(a)
+    assert e.side.flush(60)
+    trace = client.get(a.trace_id, missing="mask")  # running: who computed the rest may tell
+    assert trace.valid.all(axis=1).tolist() == [False] * 8 + [True] * 6
+    np.testing.assert_array_equal(trace.topk_ids[8:], e.expected(a.request_id, 8, 14))
+    assert {m.reason for m in trace.missing} == {"kv_unknown"}
+
+
+def test_rejected_drafts_of_a_preempted_request_are_not_kept(engine, client):
+    e, a = engine(drafts=True), fresh("a")
+    e.step((a, 0, 6), new=[a], blocks={a.request_id: [1, 2, 3]})
+    a.all_token_ids.append(7)
+    e.step((a, 6, 4))  # one token and three drafts, of which the first is accepted
+    a.all_token_ids += [8, 9]
+    kept = e.expected(a.request_id, 8)
+    e.step(preempted=[a])
+    e.step((a, 0, 9), new=[a], blocks={a.request_id: [4, 5, 6]})
+    a.all_token_ids.append(10)
+    e.finish(a)
+    trace = client.get(a.trace_id, wait_for="end", timeout=60)
+    assert np.array_equal(trace.topk_ids[:8], kept)
+    assert np.array_equal(trace.topk_ids[8], e.rows[a.request_id, 8])
+
+
+def test_drafts_may_be_judged_when_the_next_step_is_planned(engine, client):
+    """Asynchronous scheduling: a plan takes the drafts of the step before for accepted."""
+    e, a = engine(drafts=True), fresh("a")
+    e.step((a, 0, 6), new=[a], blocks={a.request_id: [1, 2, 3, 4, 5]}, late={})
+    a.all_token_ids.append(7)
+    e.step((a, 6, 4), late={})
+    e.step((a, 10, 4), late={a: 7})  # all three were rejected
+    a.all_token_ids.append(8)
+    e.step((a, 11, 4), late={a: 9})  # two of three; the first three are known by now
+    a.all_token_ids += [9, 10]
+    kept = e.expected(a.request_id, 10)
+    # A block is hit that holds accepted drafts, and one that held rejected ones.
+    b = Request("b-internal", [*a.all_token_ids[:8], 5], {"routetrace.trace_id": a.trace_id + "b"})
+    e.step((b, 8, 1), (a, 13, 4), new=[b], blocks={b.request_id: [1, 2, 6]}, late={a: 10})
+    a.all_token_ids.append(11)
+    assert len(a.all_token_ids) == 11
+    for request, length in ((a, 11), (b, 9)):
+        assert e.finish(request)["num_tokens"] == length
+    trace = client.get(a.trace_id, wait_for="end", timeout=60)
+    assert trace.state is TraceState.COMPLETE
+    np.testing.assert_array_equal(trace.topk_ids, kept)
+    other = client.get(a.trace_id + "b", wait_for="end", timeout=60)
+    np.testing.assert_array_equal(other.topk_ids, kept[:8])
+
+
+def test_drafts_that_nobody_judged_before_a_preemption_are_computed_again(engine, client):
+    e, a = engine(drafts=True), fresh("a")
+    e.step((a, 0, 6), new=[a], blocks={a.request_id: [1, 2, 3, 4]}, late={})
+    a.all_token_ids.append(7)
+    e.step((a, 6, 4), late={})
+    e.step((a, 10, 4), late={a: 7})
+    a.all_token_ids.append(8)  # what the first of the two sampled; the other is in flight
+    kept = e.expected(a.request_id, 8)
+    a.num_stale_output_tokens = 4
+    e.step(preempted=[a])
+    a.all_token_ids += [9, 10]  # one of its drafts was accepted
+    e.step((a, 0, 10), new=[a], blocks={a.request_id: [5, 6, 7]}, late={})
+    a.all_token_ids.append(11)
+    e.finish(a)
+    trace = client.get(a.trace_id, wait_for="end", timeout=60)
+    assert trace.state is TraceState.COMPLETE
+    np.testing.assert_array_equal(trace.topk_ids[:8], kept)
+    np.testing.assert_array_equal(trace.topk_ids[8:], e.expected(a.request_id, 8, 10))
+
+
+@pytest.mark.parametrize("wrong", [12, 3])
+def test_positions_that_can_not_be_are_not_believed(engine, client, caplog, wrong):
+    """Above the plan, or of no run."""
+    e, a = engine(drafts=True), fresh("a")
+    e.step((a, 0, 6), new=[a], blocks={a.request_id: [1, 2, 3, 4]}, late={})
+    a.all_token_ids.append(7)
+    if wrong == 12:
+        e.step((a, 6, 2), late={a: wrong})
+    else:
+        end_step, e.side.end_step = (
+            e.side.end_step,
+            lambda plan, batch, _: end_step(plan, batch, torch.tensor([wrong, wrong])),
+        )
+        e.step((a, 6, 2), late={})
+    assert e.side.stats()["faults"] == 1
+    assert "positions of the batch" in caplog.text
+
+
+def test_a_prefix_hit_takes_the_rows_that_computed_its_blocks(engine, client):
+    e, a = engine(), fresh("a", 9)
+    e.step((a, 0, 9), new=[a], blocks={a.request_id: [1, 2, 3]})
+    b = Request(
+        "b-internal", [*a.prompt_token_ids[:8], 1, 2], {"routetrace.trace_id": a.trace_id + "b"}
+    )
+    e.step((b, 8, 2), (a, 9, 1), new=[b], blocks={b.request_id: [1, 2, 7]})
+    b.all_token_ids.append(3)
+    e.finish(b)
+    trace = client.get(a.trace_id + "b", wait_for="end", timeout=60)
+    assert np.array_equal(trace.topk_ids[:8], e.expected(a.request_id, 8))
+    assert np.array_equal(trace.topk_ids[8:], e.expected(b.request_id, 8, 10))
+
+
+@pytest.mark.parametrize("why", ["opt-out", "bad option", "copied", "loaded", "waits for KV"])
+def test_blocks_that_are_not_followed_are_unknown_to_those_who_hit_them(engine, client, why):
+    e, a = engine(), fresh("a", 9)
+    e.step((a, 0, 9), new=[a], blocks={a.request_id: [1, 2, 3]})
+    e.finish(a)
+    # The blocks of the first are given to another, which fills them with something else.
+    options = {"opt-out": {"capture": False}, "bad option": {"captrue": True}}.get(why, {})
+    other, more = fresh("other", 9, **options), {}
+    if why == "copied":
+        more["kv_cache_block_copies"] = [SimpleNamespace(src_block_id=9, dst_block_id=1)]
+        e.step(**more)
+    elif why == "loaded":
+        e.step(
+            (other, 8, 1),
+            new=[other],
+            blocks={other.request_id: [1, 2, 3]},
+            computed={other.request_id: 0},
+        )
+    elif why == "waits for KV":
+        e.schedule.lookup(other, 0)
+        e.schedule.allocate(other, SimpleNamespace(get_block_ids=lambda: ([1, 2, 3],)))
+        e.step()
+    else:
+        e.step((other, 0, 9), new=[other], blocks={other.request_id: [1, 2, 3]})
+    hit = fresh("hit", 9)
+    e.step((hit, 4, 5), new=[hit], blocks={hit.request_id: [1, 5, 6]})
+    hit.all_token_ids.append(1)
+    e.finish(hit)
+    trace = client.get(hit.trace_id, wait_for="end", timeout=60, missing="mask")
+    assert not trace.valid[:4].any()
+    assert trace.valid[4:].all()
+    assert {m.reason for m in trace.missing} == {"kv_unknown"}
+    if why in {"opt-out", "bad option"}:
+        assert e.finish(other) is None
+        with pytest.raises(NotFound):
+            client.get(other.trace_id)
+
+
+def test_what_is_forgotten_comes_before_what_starts_in_the_same_step(engine, client):
+    e, a, out = engine(), fresh("a", 5), fresh("out", 9, capture=False)
+    e.step((a, 0, 5), new=[a], blocks={a.request_id: [3, 4]})
+    e.finish(a)
+    e.step((out, 0, 4), new=[out], blocks={out.request_id: [1]})
+    # It gets the first one's block, and one that starts hits it, all in one step.
+    hit = fresh("hit", 6)
+    e.step(
+        (out, 4, 5), (hit, 4, 2), new=[hit],
+        blocks={out.request_id: [3, 5], hit.request_id: [3, 6]},
+    )  # fmt: skip
+    hit.all_token_ids.append(1)
+    e.finish(hit)
+    trace = client.get(hit.trace_id, wait_for="end", timeout=60, missing="mask")
+    assert trace.valid.any(axis=1).tolist() == [False] * 4 + [True] * 2
+
+
+def test_those_that_start_do_so_in_the_order_of_the_scheduler(engine, client):
+    e, a = engine(), fresh("a", 6)
+    e.step((a, 0, 6), new=[a], blocks={a.request_id: [1, 2]})
+    a.all_token_ids.append(7)
+    e.step(preempted=[a])
+    hit = Request(
+        "hit-internal", [*a.all_token_ids[:4], 1], {"routetrace.trace_id": a.trace_id + "h"}
+    )
+    # The one that comes back fills the block that the new one hits.
+    e.step(
+        (a, 0, 7), (hit, 4, 1), new=[hit], resumed=[a],
+        blocks={a.request_id: [5, 6], hit.request_id: [5, 7]},
+    )  # fmt: skip
+    hit.all_token_ids.append(2)
+    e.finish(hit)
+    trace = client.get(a.trace_id + "h", wait_for="end", timeout=60)
+    assert np.array_equal(trace.topk_ids[:4], np.stack([e.rows[a.request_id, p] for p in range(4)]))
+
+
+def test_an_id_that_ends_and_begins_in_one_step_is_another_request(engine, client):
+    e, a = engine(), fresh("a", 5)
+    e.step((a, 0, 5), new=[a], blocks={a.request_id: [1, 2]})
+    a.all_token_ids.append(1)
+    first = e.expected(a.request_id, 5)
+    e.finish(a)
+    b = Request(a.request_id, [9, 8, 7], {"routetrace.trace_id": a.trace_id + "b"})
+    e.step((b, 0, 3), new=[b], blocks={b.request_id: [2]})
+    b.all_token_ids.append(1)
+    e.finish(b)
+    assert np.array_equal(client.get(a.trace_id, wait_for="end", timeout=60).topk_ids, first)
+    assert np.array_equal(
+        client.get(a.trace_id + "b", wait_for="end", timeout=60).topk_ids,
+        e.expected(b.request_id, 3),
+    )
+
+
+def test_a_row_too_many_does_not_count(engine, client):
+    e, a = engine(), fresh("a", 5)
+    e.step((a, 0, 5), new=[a], blocks={a.request_id: [1, 2]})
+    a.all_token_ids.append(1)
+    e.step((a, 5, 1))
+    a.status.name = "FINISHED_STOPPED"
+    e.finish(a)  # the token of the step that was under way is not taken
+    trace = client.get(a.trace_id, wait_for="end", timeout=60)
+    assert (trace.num_tokens, len(trace), trace.finish_reason) == (6, 5, "stop")
+
+
+def adapter(name, path="/adapters"):
+    """Fields of vLLM's LoRARequest that the plug-in reads."""
+    return SimpleNamespace(lora_name=name, lora_path=path)
+
+
+@pytest.mark.parametrize(
+    ("writer", "reader", "alike"),
+    [
+        (None, None, True),
+        (adapter("math"), adapter("math"), True),
+        (adapter("math"), adapter("code"), False),
+        (adapter("math"), None, False),
+        (None, adapter("math"), False),
+        (adapter("math"), adapter("math", "/others"), False),
+    ],
+)
+@pytest.mark.parametrize("one_trace", [False, True])
+def test_rows_of_another_adapter_do_not_stand_in(engine, client, writer, reader, alike, one_trace):
+    """KV of the same tokens from elsewhere: rows stand in if the adapter was the same."""
+    one, other, a = engine(), engine(), fresh("a", 80, handoff="true" if one_trace else "false")
+    a.lora_request = writer
+    one.step((a, 0, 60), new=[a], blocks={a.request_id: list(range(1, 16))})
+    one.step((a, 60, 20), blocks={a.request_id: list(range(16, 21))})
+    a.all_token_ids.append(1)
+    one.finish(a)
+    assert one.side.flush(60)
+    trace_id = a.trace_id if one_trace else a.trace_id + "b"
+    b = Request("b-internal", a.prompt_token_ids, {"routetrace.trace_id": trace_id})
+    b.lora_request = reader
+    other.step(
+        (b, 72, 8), new=[b], blocks={b.request_id: list(range(1, 21))}, computed={b.request_id: 0}
+    )
+    b.all_token_ids.append(2)
+    other.finish(b)
+    assert other.side.flush(60)
+    trace = client.get(trace_id, missing="mask")
+    assert trace.valid.all(axis=1).tolist() == [alike] * 72 + [True] * 8
+    # The rows of the engine that handed over come first, but for that of the last prompt token.
+    own = 79 if alike and one_trace else 72
+    np.testing.assert_array_equal(trace.topk_ids[own:], other.expected(b.request_id, own, 80))
+    if alike:
+        np.testing.assert_array_equal(trace.topk_ids[:own], one.expected(a.request_id, own))
+
+
+def test_tokens_of_an_adapter_can_be_verified(engine, client):
+    e, a = engine(), fresh("a", 60)
+    a.lora_request = adapter("math")
+    e.step((a, 0, 60), new=[a], blocks={a.request_id: list(range(1, 16))})
+    a.all_token_ids.append(1)
+    e.finish(a)
+    trace = client.get(a.trace_id, wait_for="end", timeout=60)
+    assert trace.labels["adapter"] == "math=/adapters"
+    tokens = np.array(a.all_token_ids)
+    assert trace.verify_tokens(tokens) == len(trace.token_digests) > 0
+    with pytest.raises(InvalidArgument, match="token_ids"):
+        trace.verify_tokens(tokens + 1)
+
+
+def prompt_of(change, **settings):
+    """Tokens, for digests, that a plan holds of a request."""
+    schedule = Schedule("r", "e", None, drafts=False, **settings)
+    request = fresh("image", 70)
+    request.prompt_token_ids = [5] * 70
+    change(request)
+    schedule.lookup(request, 0)
+    data = SimpleNamespace(
+        req_id=request.request_id,
+        sampling_params=request.sampling_params,
+        block_ids=([],),
+        num_computed_tokens=0,
+    )
+    output = SimpleNamespace(
+        scheduled_new_reqs=[data],
+        num_scheduled_tokens={request.request_id: 70},
+        scheduled_cached_reqs=SimpleNamespace(
+            req_ids=[], num_computed_tokens=[], new_block_ids=[], resumed_req_ids=set()
+        ),
+        preempted_req_ids=set(),
+    )
+    [begin] = schedule.step(output).events
+    return begin.prompt
+
+
+def image(identifier, offset=3):
+    """The change that gives a request an image."""
+    place = SimpleNamespace(offset=offset, length=20)
+    feature = SimpleNamespace(mm_position=place, identifier=identifier)
+    return lambda request: setattr(request, "mm_features", [feature])
+
+
+def test_images_that_differ_do_not_prove_the_same_tokens():
+    assert prompt_of(image("cat")) == prompt_of(image("cat"))
+    assert prompt_of(image("cat")) != prompt_of(image("dog"))
+    assert prompt_of(image("cat")) != prompt_of(image("cat", offset=4))
+    # Two identifiers of equal CRC-32: of a million images some hundred pairs have that.
+    assert zlib.crc32(b"plumless") == zlib.crc32(b"buckeroo")
+    assert prompt_of(image("plumless")) != prompt_of(image("buckeroo"))
+
+
+def test_images_that_vllm_only_counts_prove_nothing():
+    """Without caches each process counts its images from 0: two have one identifier."""
+    assert prompt_of(image("renderer0-mm-1-image-0"), named_inputs=False) is None
+    assert prompt_of(lambda request: None, named_inputs=False)
+
+
+def test_embeddings_prove_nothing_and_a_salt_changes_nothing():
+    assert prompt_of(lambda request: setattr(request, "prompt_embeds", object())) is None
+    plain = prompt_of(lambda request: None)
+    assert prompt_of(lambda request: setattr(request, "cache_salt", "tenant")) == plain
+
+
+# ---------------------------------------------------------------------------- control, faults
+
+
+def test_rows_in_flight_keep_the_weights_that_computed_them(engine, client):
+    e, a = engine(), fresh("a", 5)
+    e.side.set_weight_version(3)
+    e.step((a, 0, 5), new=[a], blocks={a.request_id: [1, 2]})
+    a.all_token_ids.append(1)
+    e.side.set_weight_version(4)
+    e.step((a, 5, 1))
+    a.all_token_ids.append(2)
+    e.finish(a)
+    assert client.get(a.trace_id, wait_for="end", timeout=60).weight_versions == (
+        (0, 5, 3),
+        (5, 6, 4),
+    )
+
+
+def test_what_is_computed_in_a_pause_is_missing_and_unknown(engine, client):
+    e, a = engine(), fresh("a", 4)
+    e.step((a, 0, 4), new=[a], blocks={a.request_id: [1, 2, 3]})
+    e.side.pause()
+    assert e.side.stats()["paused"]
+    e.step((a, 4, 4))
+    e.side.resume()
+    e.step((a, 8, 1))
+    a.all_token_ids += [1] * 6
+    hit = fresh("hit", 9)
+    e.step((hit, 8, 1), new=[hit], blocks={hit.request_id: [1, 2, 9]})
+    hit.all_token_ids.append(1)
+    for request in (a, hit):
+        e.finish(request)
+    trace = client.get(a.trace_id, wait_for="end", timeout=60, missing="mask")
+    assert trace.valid.all(axis=1).tolist() == [True] * 4 + [False] * 4 + [True]
+    assert {m.reason for m in trace.missing} == {"not_captured"}
+    trace = client.get(hit.trace_id, wait_for="end", timeout=60, missing="mask")
+    assert trace.valid.all(axis=1).tolist() == [True] * 4 + [False] * 4 + [True]
+
+
+def test_an_end_that_no_step_tells_is_told_when_the_engine_rests(engine, client):
+    e, a, unlinked = engine(), fresh("a", 5), engine(linked=False)
+    e.step((a, 0, 5), new=[a], blocks={a.request_id: [1, 2]})
+    a.all_token_ids.append(1)
+    e.finish(a)
+    assert client.get(a.trace_id, wait_for="end", timeout=60).state is TraceState.COMPLETE
+    b = fresh("b", 5)
+    unlinked.step((b, 0, 5), new=[b], blocks={b.request_id: [1, 2]})
+    b.all_token_ids.append(1)
+    unlinked.finish(b)
+    time.sleep(0.3)
+    assert client.stat(b.trace_id).state is TraceState.RUNNING
+    unlinked.step()
+    assert client.get(b.trace_id, wait_for="end", timeout=60).state is TraceState.COMPLETE
+
+
+@pytest.mark.parametrize("where", ["worker", "before the pass", "scheduler"])
+def test_a_fault_of_ours_costs_the_traces_under_way_and_nothing_else(engine, client, where):
+    e, before, under = engine(), fresh("before", 5), fresh("under", 5)
+    e.step((before, 0, 5), new=[before], blocks={before.request_id: [1, 2]})
+    before.all_token_ids.append(1)
+    e.finish(before)
+    e.step((under, 0, 5), new=[under], blocks={under.request_id: [3, 4]})
+    assert e.side.flush(60)
+    under.all_token_ids.append(1)
+    if where == "worker":
+        e.side._agent.step = None  # not even callable
+        e.step((under, 5, 1))
+    elif where == "before the pass":
+
+        def fail(*_):
+            del e.capturer.begin
+            raise MemoryError
+
+        e.capturer.begin = fail
+        e.step((under, 5, 1))
+    else:
+        broken, e.schedule._runs = e.schedule._runs, None
+        e.step((under, 5, 1))
+        e.schedule._runs = broken
+    assert e.side.stats()["faults"] == 1
+    # What is under way gets a block that was known, and is hit: nobody knows it now.
+    under.all_token_ids += [1] * 3
+    e.step((under, 6, 3), blocks={under.request_id: [1]})
+    e.finish(under)
+    after, hit = fresh("after", 5), fresh("hit", 5)
+    e.step((after, 0, 5), new=[after], blocks={after.request_id: [6, 7]})
+    e.step((hit, 4, 1), new=[hit], blocks={hit.request_id: [1, 9]})
+    for request in (after, hit):
+        request.all_token_ids.append(1)
+        e.finish(request)
+    assert client.get(before.trace_id, wait_for="end", timeout=60).state is TraceState.COMPLETE
+    whole = client.get(after.trace_id, wait_for="end", timeout=60)
+    assert np.array_equal(whole.topk_ids, e.expected(after.request_id, 5))
+    assert not client.get(hit.trace_id, wait_for="end", timeout=60, missing="mask").valid[:4].any()
+    cut = client.get(under.trace_id, wait_for="end", timeout=60, missing="mask")
+    assert cut.state is TraceState.INCOMPLETE
+    assert np.array_equal(
+        cut.topk_ids[cut.valid], e.expected(under.request_id, len(cut))[cut.valid]
+    )
+
+
+@pytest.mark.parametrize("what", ["flush", "weights"])
+def test_a_fault_of_ours_does_not_reach_who_flushes_or_sets_the_weights(engine, client, what):
+    e, under, after = engine(), fresh("under", 5), fresh("after", 5)
+    e.capturer.device = torch.device("cuda")  # rows are on their way until something needs them
+    courier = e.side._courier
+    rest_s, courier._rest_s = courier._rest_s, 3600  # a rest delivers them, too
+    e.step((under, 0, 5), new=[under], blocks={under.request_id: [1, 2]})
+    e.side.stats()  # the step is taken
+    assert e.side._agent.flush(60)  # the server knows its begin
+    e.side._agent.step = None
+    if what == "flush":
+        assert e.side.flush(60)
+    e.side.set_weight_version(7)
+    assert e.side.stats()["faults"] == 1
+    courier._rest_s = rest_s
+    e.step((after, 0, 5), new=[after], blocks={after.request_id: [3, 4]})
+    after.all_token_ids.append(1)
+    e.finish(after)
+    trace = client.get(after.trace_id, wait_for="end", timeout=60)
+    assert np.array_equal(trace.topk_ids, e.expected(after.request_id, 5))
+    assert trace.weight_versions == ((0, 5, 7),)
+    assert not client.get(under.trace_id, wait_for="end", timeout=60, missing="mask").valid.any()
+    with pytest.raises(InvalidArgument, match="version is 9223372036854775808"):
+        e.side.set_weight_version(1 << 63)
+
+
+def test_positions_of_a_pass_that_cannot_be_read_have_arrived_when_they_are_used(
+    engine, client, monkeypatch
+):
+    """No event of the capturer follows their copy, which from a GPU is late without a wait."""
+    to_host, waits = worker_module.to_host, []
+
+    def late(positions, *, wait):
+        waits.append(wait)
+        return to_host(positions, wait=wait) if wait else np.full(len(positions), 1 << 40)
+
+    monkeypatch.setattr(worker_module, "to_host", late)
+    e, a = engine(drafts=True), fresh("a")
+
+    def fail(*_):
+        del e.capturer.begin
+        raise MemoryError
+
+    e.capturer.begin = fail
+    e.step((a, 0, 6), new=[a], blocks={a.request_id: [1, 2, 3]}, late={})
+    monkeypatch.undo()
+    a.all_token_ids.append(7)
+    e.step((a, 6, 1), late={})
+    a.all_token_ids.append(8)
+    e.finish(a)
+    assert waits == [True]
+    assert e.side.stats()["faults"] == 1
+    trace = client.get(a.trace_id, wait_for="end", timeout=60, missing="mask")
+    assert trace.valid.all(axis=1).tolist() == [False] * 6 + [True]
+
+
+def test_an_engine_does_not_wait_for_its_agent(engine, client):
+    e, a = engine(), fresh("a", 5)
+    called, may_go_on, step = threading.Event(), threading.Event(), e.side._agent.step
+
+    def slow(*args):
+        called.set()
+        assert may_go_on.wait(60)
+        step(*args)
+
+    e.side._agent.step = slow
+    e.step((a, 0, 5), new=[a], blocks={a.request_id: [1, 2]})
+    assert called.wait(60)
+    a.all_token_ids.append(1)
+    e.step((a, 5, 1))
+    assert e.side._agent.stats().offered_rows == 0
+    may_go_on.set()
+    a.all_token_ids.append(1)
+    e.finish(a)
+    trace = client.get(a.trace_id, wait_for="end", timeout=60)
+    np.testing.assert_array_equal(trace.topk_ids, e.expected(a.request_id, 6))
+
+
+def test_a_step_that_is_launched_while_another_agent_takes_over_is_kept(
+    engine, client, monkeypatch
+):
+    e, under, after = engine(), fresh("under", 5), fresh("after", 5)
+    e.step((under, 0, 5), new=[under], blocks={under.request_id: [1, 2]})
+    assert e.side.flush(60)
+    taking_over, may_go_on, make = threading.Event(), threading.Event(), worker_module.CaptureAgent
+
+    def slow(*args, **settings):
+        taking_over.set()
+        assert may_go_on.wait(60)
+        return make(*args, **settings)
+
+    monkeypatch.setattr(worker_module, "CaptureAgent", slow)
+    e.side._agent.step = None  # not even callable
+    under.all_token_ids.append(1)
+    e.step((under, 5, 1))
+    assert taking_over.wait(60)
+    e.step((after, 0, 5), new=[after], blocks={after.request_id: [3, 4]})
+    may_go_on.set()
+    after.all_token_ids.append(1)
+    e.finish(after)
+    trace = client.get(after.trace_id, wait_for="end", timeout=60)
+    np.testing.assert_array_equal(trace.topk_ids, e.expected(after.request_id, 5))
+    assert e.side.stats()["faults"] == 1
+
+
+EVENTS = [
+    plans.Begin(3, "r-0", "t", 5, {"group": "g"}, 60, 4, 2, b"\1\0\0\0", None),
+    plans.Ignore(1, "r-1", 4, b""),
+    plans.AddBlocks(b"\3\0\0\0", b"\7\0\0\0"),
+    plans.Preempt(3, 4),
+    plans.Resume(3, 4, b"\7\0\0\0", 2),
+    plans.Finish(3, 9, "stop", b"\1\0\0\0"),
+    plans.External(b"\7\0\0\0", 2),
+    plans.StartOver(),
+]
+
+
+def test_plans_cross_processes_as_they_are():
+    assert {type(event) for event in EVENTS} == set(get_args(plans.Event))
+    plan = plans.StepPlan(EVENTS, b"\0" * 12, 7)
+    for protocol in range(2, pickle.HIGHEST_PROTOCOL + 1):
+        copy = pickle.loads(pickle.dumps(plan, protocol))
+        assert copy == plan
+        assert [type(event) for event in copy.events] == [type(event) for event in EVENTS]
+
+
+def test_faults_without_end_end_capture_and_not_the_engine(engine, monkeypatch):
+    e = engine()
+    monkeypatch.setattr(e.capturer, "snapshot", None)
+    for _ in range(6):
+        a = fresh("a", 5)
+        e.step((a, 0, 5), new=[a], blocks={a.request_id: [1, 2]})
+        e.finish(a)
+    assert e.side.faults == 4
+    assert e.side.stats() == {}
+    assert e.side.flush(0)

@@ -1,0 +1,1 @@
+"""`make test-gpu`: everything that needs a CUDA device."""

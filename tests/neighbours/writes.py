@@ -1,0 +1,144 @@
+"""Attacks of a token that may feed its own runs."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+
+import grpc
+import numpy as np
+from client_server import rows_of
+from feeder import ChunkMaker, Stream
+
+from neighbours.attacking import RUN, Attack, begins, outcome
+from neighbours.tenants import LAYOUT
+from routetrace.v1 import routetrace_pb2 as pb
+from routetrace.v1 import routetrace_pb2_grpc as pb_grpc
+from routetrace.v1.records import FinishReason, OpKind
+
+
+def bind_step(attack: Attack, calls: int = 60, ids: int = 7_600_000) -> None:
+    """Bind requests to a step that never comes."""
+    _bind(attack, calls, calls, ids, 1 << 63)
+
+
+def bind_blocks(attack: Attack, ids: int = 8_000_000, threads: int = 2) -> None:
+    """Bind requests of millions of blocks."""
+    _bind(attack, threads, 1000, ids, 0)
+
+
+def _bind(attack: Attack, threads: int, calls: int, ids: int, step: int) -> None:
+    feeder = attack.feeder("pool", block_size=1, num_blocks=64)
+    feeder.step_slots(rows_of(LAYOUT, 1), [0])
+    feeder.flush()
+    block_ids = [1] * ids
+
+    def bind(number: int) -> None:
+        # A connection takes the messages of its calls one after the other.
+        with attack.access.channel() as channel:
+            stub = pb_grpc.IngestServiceStub(channel)
+            request = pb.BindRequestRequest(
+                run=RUN, engine_id="pool", request_id=f"b{number}", block_ids=block_ids,
+                num_tokens=ids, step=step,
+            )  # fmt: skip
+            call = stub.BindRequest.future(request, timeout=60, metadata=attack.access.metadata)
+            while not attack.over and not call.done():
+                attack.pause(0.05)
+            call.cancel()
+            with suppress(grpc.FutureCancelledError):
+                error = call.exception()
+                attack.count(outcome(error) if error else "OK")
+
+    attack.prepared()
+    attack.repeat(threads, calls, bind)
+    feeder.close()
+
+
+def many_begins(attack: Attack, chunks: int = 6, requests: int = 60_000) -> None:
+    """Send chunks that are full of requests without rows."""
+    stream = attack.stream("beginner")
+    headers = [begins(number * requests, requests, "b") for number in range(chunks)]
+    attack.prepared()
+    sequence = 1
+    for header in headers:
+        if attack.over:
+            break
+        sequence += attack.ask(stream, sequence, header) == "OK"
+    stream.channel.close()
+
+
+def slot_maps(attack: Attack, writers: int = 12, slots: int = 1 << 25) -> None:
+    """Open engines of the largest pools, and reset their caches."""
+    maker = ChunkMaker(LAYOUT)
+    maker.op(OpKind.RESET)
+    header = maker.make(1).header
+    attack.prepared()
+    streams: list[Stream] = []
+
+    def open_one(number: int) -> None:
+        try:
+            stream = attack.stream(f"pool-{number}", block_size=16, num_blocks=slots // 16)
+        except grpc.RpcError as error:
+            attack.count(outcome(error))
+            return
+        streams.append(stream)
+        attack.ask(stream, 1, header)
+
+    attack.repeat(4, writers, open_one)
+    attack.pause()
+    for stream in streams:
+        stream.channel.close()
+
+
+def crash_loop(attack: Attack, names: int = 600) -> None:
+    """Open writers under new names, and hang up."""
+    attack.prepared()
+
+    def crash(number: int) -> None:
+        try:
+            stream = attack.stream(f"pod-{number}")
+        except grpc.RpcError as error:
+            attack.count(outcome(error))
+            attack.pause(0.01)
+            return
+        attack.count("OK")
+        stream.channel.close()
+
+    attack.repeat(4, names, crash)
+
+
+def fill(attack: Attack, mib: int = 80) -> None:
+    """Store finished traces until the store is full, and go on."""
+    stream = attack.stream("filler")
+    rows = rows_of(LAYOUT, 1000)
+    attack.prepared()
+    stored = 0
+    sequence = 1
+    while stored < mib << 20 and not attack.over:
+        maker = ChunkMaker(LAYOUT)
+        name = f"f{sequence}"
+        maker.begins.append(pb.RequestBegin(prompt_len=1))
+        maker.op(OpKind.BEGIN, name, value=sequence - 1)
+        for at in range(0, 8000, len(rows)):
+            frame = maker.frame(np.roll(rows, sequence + at, 1))
+            maker.op(OpKind.ROWS, name, position=at, count=len(rows), frame=frame, step=sequence)
+        maker.op(OpKind.FINISH, name, count=8001, arg=FinishReason.STOP)
+        chunk = maker.make(sequence)
+        if attack.ask(stream, sequence, chunk.header, chunk.payload) == "OK":
+            sequence += 1
+            stored += len(chunk.payload)
+        else:
+            attack.pause(0.05)
+    attack.count("MiB stored", stored >> 20)
+    stream.channel.close()
+
+
+def heartbeat(attack: Attack, reasons: int = 200_000) -> None:
+    """Report unknown reasons for drops."""
+    stream = attack.stream("beating")
+    report = pb.Heartbeat(dropped_rows={f"reason-{i:07d}": i + 1 for i in range(reasons)})
+    attack.prepared()
+    while not attack.over:
+        stream._out.put(pb.IngestRequest(heartbeat=report))
+        attack.count("heartbeats")
+        attack.pause(0.25)
+    stream.channel.close()

@@ -1,0 +1,80 @@
+"""The examples run as a user runs them, only shorter."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+def run(name: str, *flags: str) -> str:
+    done = subprocess.run(
+        [sys.executable, EXAMPLES / name, *flags],
+        capture_output=True,
+        text=True,
+        timeout=110,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_the_demo_brings_rollout_and_trainer_closer():
+    table = run("demo.py", "--prompts", "2", "--samples", "2", "--tokens", "24")
+    cells = dict(re.findall(r"^  (\S.*?)  +(\S.*)$", table, re.M))
+    assert cells["coverage"] == "100.0%"
+    arms = {
+        name: float(cells[name].split()[0])
+        for name in (
+            "no replay",
+            "the same bf16 model, one full forward",
+            "replay: right rows",
+            "replay: rows of another sample",
+            "replay: rows one token late",
+        )
+    }
+    without = arms["no replay"]
+    assert arms["replay: right rows"] < without / 2
+    assert arms["replay: right rows"] < arms["the same bf16 model, one full forward"]
+    assert arms["replay: rows of another sample"] > 5 * without
+    assert arms["replay: rows one token late"] > 5 * without
+    layers, top_k = 6, 4
+    assert float(cells["bytes per row, uint8"]) == layers * top_k
+    assert float(cells["bytes per row, int32"]) == 4 * layers * top_k
+    assert float(cells["bytes per row, sent"].split()[0]) < layers * top_k
+    assert 0 < float(cells["routers that disagree, bf16 / fp32"].rstrip("%")) < 50
+
+
+def test_the_grpo_loop_replays_every_trace_and_moves_the_version_on():
+    out = run("r3_grpo.py", "--steps", "3", "--samples", "4", "--tokens", "8")
+    steps = re.findall(r"^ +(\d+) +[\d.]+ +[\d.]+% +[\d.]+ +[\d.]+%$", out, re.M)
+    assert steps == ["0", "1", "2"]
+
+
+def test_cached_experts_give_the_same_logits():
+    out = run("cached_experts.py", "--tokens", "6", "--layers", "2")
+    lines = re.findall(r"^ +(\d+) of 32, (\w+) +([\d.]+)% +[\d.]+ +(\w+)$", out, re.M)
+    assert [(int(n), name) for n, name, _, _ in lines] == [
+        (n, name) for n in (32, 16, 8, 1) for name in ("LRU", "forecast")
+    ]
+    assert {same for _, _, _, same in lines} == {"yes"}
+    assert float(lines[1][2]) == 100  # all of them, copied before the first pass
+
+
+def test_every_read_and_error_of_the_client():
+    lines = run("client_api.py").splitlines()
+    assert lines == [
+        "get: 11 rows at layers (1, 2), complete",
+        "get_many: g0-s0, coverage 100%",
+        "get_many: g0-s1, coverage 100%",
+        "fetch: ids (1, 21, 2), 19 valid cells",
+        "follow: 8 rows",
+        "NotFound: trace_id",
+        "Incomplete: positions 0 to 11, other_version",
+        "InvalidArgument: layer_ids is [2, 1], expected strictly ascending ids, or None for all",
+        "InvalidArgument: target",
+        "AsyncRouteClient: 19 rows",
+    ]

@@ -1,0 +1,479 @@
+"""Every call of every agent, kept for ever, and what one agent's calls say of rows and slots.
+
+Nothing is kept up to date: a question is answered by going back through the calls that bear on it.
+A value is a set of rows, with None for "unknown": one element where the contract decides, several
+where it leaves the choice.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+#: Expert ids by layer; what makes rows of different passes differ.
+Ids = Mapping[int, tuple[int, ...]]
+
+
+@dataclass(eq=False)
+class Row:
+    """One token's routing, as one forward pass computed it for one agent."""
+
+    part: Part | None
+    attempt: int
+    position: int
+    ids: Ids
+    step: int
+    version: int
+    draft: bool
+    at: int
+
+    def __repr__(self) -> str:
+        whose = f"{self.part.request_id}@{self.position}" if self.part else "slot"
+        return f"<{whose} of step {self.step}{' draft' if self.draft else ''}>"
+
+
+Value = frozenset["Row | None"]
+UNKNOWN: Value = frozenset((None,))
+
+
+@dataclass(eq=False)
+class Run:
+    """Consecutive rows of one request in one step; a row that was not taken is None."""
+
+    at: int
+    step: int
+    attempt: int
+    start: int
+    rows: list[Row | None]
+    why_lost: list[str]
+
+    @property
+    def stop(self) -> int:
+        return self.start + len(self.rows)
+
+
+@dataclass(eq=False)
+class Attempt:
+    """One begin or resume."""
+
+    at: int
+    cached: int
+    external: int
+    blocks: list[int]
+    inherits_at: int = -1
+    surely: bool = True
+    """Whether the contract says that it inherits: by its first rows, not by an early end."""
+
+
+@dataclass(eq=False)
+class Part:
+    """One request, as one agent was told of it."""
+
+    writer: Writer
+    request_id: str
+    trace_id: str
+    prompt_len: int
+    index: int
+    """Requests that this agent began before."""
+    prompt: tuple[int, ...] | None
+    earlier_ends: tuple[int, ...]
+    """Where prompts and answers of the requests end that this agent saw of the trace before."""
+    begun_at: int
+    attempts: list[Attempt] = field(default_factory=list)
+    runs: list[Run] = field(default_factory=list)
+    rewinds: list[tuple[int, int, int]] = field(default_factory=list)
+    """(at, position, last step that is meant)"""
+    preempts: list[tuple[int, int, int]] = field(default_factory=list)
+    """(at, attempt, computed tokens)"""
+    ended_at: int = -1
+    num_tokens: int = 0
+    reason: str = ""
+    tokens: tuple[int, ...] | None = None
+    released_at: int = -1
+    """When it gave up its blocks; -1 while it holds some."""
+
+    def digests(self) -> dict[int, tuple[int, ...]]:
+        """The tokens before each position at which both sides of a comparison have a digest."""
+        known: dict[int, tuple[int, ...]] = {}
+        for tokens in (self.prompt, self.tokens):
+            if tokens is not None:
+                at = {*range(64, len(tokens), 64), len(tokens), *self.earlier_ends}
+                known.update({p: tokens[:p] for p in at if 0 < p <= len(tokens)})
+        if self.prompt is None and self.tokens is not None and self.prompt_len:
+            known[self.prompt_len] = self.tokens[: self.prompt_len]
+        return known
+
+    def end(self) -> int:
+        """One past the last position of the current attempt that was computed, or is cached."""
+        last = self.attempts[-1]
+        number = len(self.attempts) - 1
+        stop = last.cached
+        for run in self.runs:
+            if run.attempt == number:
+                stop = run.stop
+        for _, position, step in self.rewinds:
+            runs = [r for r in self.runs if r.attempt == number]
+            if runs and runs[-1].step <= step:
+                stop = min(stop, position)
+        if self.preempts and self.preempts[-1][1] == number:
+            stop = min(stop, self.preempts[-1][2])
+        return stop
+
+
+@dataclass(eq=False)
+class Writer:
+    """One agent: a shard of one boot of an engine."""
+
+    engine_id: str
+    boot_id: str
+    shard: str
+    layer_ids: tuple[int, ...]
+    num_experts: int
+    block_size: int
+    step: int = 0
+    version: int = 0
+    parts: list[Part] = field(default_factory=list)
+    #: Of each slot: (at, row or None, whether it is certain), in order.
+    effects: dict[int, list[tuple[int, Row | None, bool]]] = field(
+        default_factory=lambda: defaultdict(list)
+    )
+    #: When all slots became unknown.
+    resets: list[int] = field(default_factory=list)
+    #: When a block was given to a request last.
+    given: dict[int, int] = field(default_factory=dict)
+
+
+class Log:
+    """All calls, in the order in which they were made."""
+
+    def __init__(self) -> None:
+        self.now = 0
+        self.writers: list[Writer] = []
+        self.parts: list[Part] = []
+        self.deletions: list[tuple[int, str]] = []
+        #: Traces of which calls may be missing at the server.
+        self.unclear: set[str] = set()
+        #: Whether the agents of requests that still run count as lost.
+        self.settled = False
+
+    def writer(self, writer: Writer) -> Writer:
+        self.writers.append(writer)
+        return writer
+
+    # ------------------------------------------------------------------ calls
+
+    def begin(
+        self,
+        writer: Writer,
+        request_id: str,
+        trace_id: str,
+        prompt_len: int,
+        cached: int,
+        external: int,
+        blocks: Sequence[int],
+        prompt: Iterable[int] | None,
+    ) -> Part:
+        self.now += 1
+        trace_id = trace_id or request_id
+        earlier = [p for p in writer.parts if p.trace_id == trace_id]
+        ends = {p.num_tokens for p in earlier if p.tokens} | {p.prompt_len for p in earlier}
+        part = Part(
+            writer,
+            request_id,
+            trace_id,
+            prompt_len,
+            len(writer.parts),
+            None if prompt is None else tuple(int(t) for t in prompt),
+            tuple(ends),
+            self.now,
+        )
+        writer.parts.append(part)
+        self.parts.append(part)
+        self._attempt(part, cached, external, blocks)
+        return part
+
+    def resume(self, part: Part, cached: int, blocks: Sequence[int], external: int) -> None:
+        self.now += 1
+        part.released_at = -1
+        self._attempt(part, cached, external, blocks)
+
+    def _attempt(self, part: Part, cached: int, external: int, blocks: Sequence[int]) -> None:
+        attempt = Attempt(self.now, cached, external, list(blocks))
+        part.attempts.append(attempt)
+        size = part.writer.block_size
+        for index, block in enumerate(attempt.blocks):
+            # A block that holds cached tokens is a hit, not handed out newly; of a block that is
+            # cached in part, the contract leaves open whether its rest is forgotten now or with the
+            # first rows.
+            newly = index * size >= cached - external
+            if newly:
+                part.writer.given[block] = self.now
+            for position in range(index * size, (index + 1) * size):
+                if position >= cached - external:
+                    self._effect(part.writer, self._slot(part, attempt, position), None, newly)
+
+    def add_blocks(self, part: Part, blocks: Iterable[int]) -> None:
+        self.now += 1
+        for block in blocks:
+            part.attempts[-1].blocks.append(block)
+            part.writer.given[block] = self.now
+            for slot in self._slots_of(part.writer, block):
+                self._effect(part.writer, slot, None)
+
+    def step(
+        self,
+        writer: Writer,
+        runs: Iterable[tuple[Part, int, int]],
+        rows: Sequence[Ids] | None,
+    ) -> int:
+        """A step, or a skip where there are no rows."""
+        self.now += 1
+        writer.step += 1
+        at, told = 0, []
+        for part, start, count in runs:
+            told.append((part, start, [None] * count if rows is None else rows[at : at + count]))
+            at += count
+        first = {part for part, _, _ in told if part.attempts[-1].inherits_at < 0}
+        for part, start, ids in sorted(told, key=lambda run: run[0] in first):
+            if part.released_at < 0 and part.attempts[-1].inherits_at < 0:
+                # Of several that inherit in one step, either may come first.
+                self._inherit(part, len(first) == 1)
+            self._run(part, start, ids)
+        return writer.step
+
+    def _inherit(self, part: Part, sure: bool) -> None:
+        """The rest of the block that is cached in part becomes unknown once more."""
+        attempt, size = part.attempts[-1], part.writer.block_size
+        attempt.inherits_at = self.now
+        known = attempt.cached - attempt.external
+        for position in range(known, -(-known // size) * size if size else known):
+            self._effect(part.writer, self._slot(part, attempt, position), None, sure)
+
+    def _run(self, part: Part, start: int, ids: Sequence[Ids | None]) -> None:
+        writer, attempt = part.writer, part.attempts[-1]
+        if part.released_at >= 0:  # late
+            for position in range(start, start + len(ids)):
+                block = self._block(part, attempt, position)
+                if block is not None and writer.given.get(block, 0) <= part.released_at:
+                    self._effect(writer, self._slot(part, attempt, position), None)
+            return
+        number = len(part.attempts) - 1
+        rows: list[Row | None] = []
+        why: list[str] = []
+        for position, row_ids in enumerate(ids, start):
+            bad = row_ids is not None and not valid_ids(row_ids, writer.num_experts)
+            row = None
+            if row_ids is not None and not bad:
+                draft = position > start and position >= part.prompt_len
+                row = Row(
+                    part, number, position, row_ids, writer.step, writer.version, draft, self.now
+                )
+            rows.append(row)
+            why.append("" if row else "invalid_ids" if bad else "not_captured")
+            slot = self._slot(part, attempt, position)
+            if slot is not None:
+                self._effect(writer, slot, row)
+        part.runs.append(Run(self.now, writer.step, number, start, rows, why))
+
+    def step_slots(self, writer: Writer, slots: Iterable[int], rows: Sequence[Ids]) -> int:
+        self.now += 1
+        writer.step += 1
+        for slot, ids in zip(slots, rows, strict=True):
+            row = None
+            if valid_ids(ids, writer.num_experts):
+                row = Row(None, 0, -1, ids, writer.step, writer.version, False, self.now)
+            self._effect(writer, slot, row)
+        return writer.step
+
+    def rewind(self, part: Part, position: int, step: int) -> None:
+        self.now += 1
+        if part.ended_at < 0:
+            part.rewinds.append((self.now, position, step or part.writer.step))
+
+    def preempt(self, part: Part, computed: int) -> None:
+        self.now += 1
+        part.preempts.append((self.now, len(part.attempts) - 1, computed))
+        self._release(part, computed)
+
+    def finish(
+        self, part: Part, num_tokens: int, reason: str, tokens: Iterable[int] | None
+    ) -> None:
+        self.now += 1
+        if part.released_at < 0:
+            self._release(part, num_tokens - 1)
+        part.ended_at, part.num_tokens, part.reason = self.now, num_tokens, reason
+        part.tokens = None if tokens is None else tuple(int(t) for t in tokens)
+
+    def _release(self, part: Part, kept: int) -> None:
+        attempt, size = part.attempts[-1], part.writer.block_size
+        ran = attempt.inherits_at >= 0
+        if not ran:
+            attempt.surely = False
+            self._inherit(part, False)
+        for position in range(max(kept, 0), len(attempt.blocks) * size):
+            self._effect(part.writer, self._slot(part, attempt, position), None, ran)
+        part.released_at = self.now
+
+    def external(self, writer: Writer, blocks: Iterable[int]) -> None:
+        self.now += 1
+        for block in blocks:
+            for slot in self._slots_of(writer, block):
+                self._effect(writer, slot, None)
+
+    def reset(self, writer: Writer) -> None:
+        self.now += 1
+        writer.resets.append(self.now)
+
+    def set_version(self, writer: Writer, version: int) -> None:
+        writer.version = version
+
+    def delete(self, trace_id: str) -> None:
+        """A reader deletes a trace; all calls before have arrived."""
+        self.now += 1
+        self.deletions.append((self.now, trace_id))
+
+    # ------------------------------------------------------------------ slots
+
+    def _effect(self, writer: Writer, slot: int | None, row: Row | None, sure: bool = True) -> None:
+        if slot is not None:
+            writer.effects[slot].append((self.now, row, sure))
+
+    def _block(self, part: Part, attempt: Attempt, position: int) -> int | None:
+        index = (
+            position // part.writer.block_size if part.writer.block_size else len(attempt.blocks)
+        )
+        return attempt.blocks[index] if index < len(attempt.blocks) else None
+
+    def _slot(self, part: Part, attempt: Attempt, position: int) -> int | None:
+        block, size = self._block(part, attempt, position), part.writer.block_size
+        return None if block is None else block * size + position % size
+
+    @staticmethod
+    def _slots_of(writer: Writer, block: int) -> range:
+        return range(block * writer.block_size, (block + 1) * writer.block_size)
+
+    def slot(self, writer: Writer, slot: int, at: int | None = None) -> Value:
+        """The row that a slot names after the call `at`; after the last one if None."""
+        at = self.now if at is None else at
+        also_unknown = False
+        found: set[Row | None] = set()
+        written = -1
+        for when, row, sure in reversed(writer.effects.get(slot, ())):
+            if when > at:
+                continue
+            if found:
+                # Requests that hit one prefix write the same KV to one slot in one step: the row of
+                # either is right.
+                if when != written or row is None:
+                    break
+                found |= self.confirmed(row, at)
+                continue
+            if any(when < reset <= at for reset in writer.resets):
+                return UNKNOWN
+            if not sure:
+                also_unknown = True
+                continue
+            if row is None:
+                return UNKNOWN
+            if row.part is not None and self.deleted(row.part, row.at):
+                also_unknown = True  # computed for a trace that was deleted before
+            found |= self.confirmed(row, at)
+            written = when
+        if also_unknown:
+            found.add(None)
+        return frozenset(found) or UNKNOWN
+
+    # ------------------------------------------------------------------ rows
+
+    def alive(self, row: Row, at: int) -> bool:
+        """Whether nothing has rejected the row, up to the call `at`."""
+        part, p = row.part, row.position
+        if part is None:
+            return True
+        if any(
+            row.at < run.at <= at and run.attempt == row.attempt and run.start <= p
+            for run in part.runs
+        ):
+            return False
+        if any(
+            row.at < when <= at and position <= p and row.step <= step
+            for when, position, step in part.rewinds
+        ):
+            return False
+        if any(when <= at and n == row.attempt and kept <= p for when, n, kept in part.preempts):
+            return False
+        # Where an earlier attempt left KV, it stays: the end is that of the last one.
+        last = row.attempt == len(part.attempts) - 1
+        return not (last and 0 <= part.ended_at <= at and p >= part.num_tokens - 1)
+
+    def confirmed(self, row: Row, at: int) -> Value:
+        """The row if it may be served after the call `at`; None if it may still be rejected."""
+        part = row.part
+        if part is None:
+            return frozenset((row,))
+        if not self.alive(row, at):
+            return UNKNOWN
+        if not row.draft:
+            return frozenset((row,))
+        if any(row.at < run.at <= at and run.start > row.position for run in part.runs):
+            return frozenset((row,))
+        if 0 <= part.ended_at <= at:
+            return frozenset((row,))
+        if any(
+            when <= at and n == row.attempt and kept > row.position
+            for when, n, kept in part.preempts
+        ):
+            return frozenset((row, None))  # kept by the engine; the contract says nothing of it
+        return UNKNOWN
+
+    def own(self, part: Part, number: int, position: int) -> Value:
+        """The row that an attempt computed itself."""
+        if part.ended_at >= 0 and position >= part.num_tokens - 1:
+            return UNKNOWN
+        for run in reversed(part.runs):
+            if run.attempt == number and run.start <= position < run.stop:
+                row = run.rows[position - run.start]
+                if row is None or not self.alive(row, self.now):
+                    return UNKNOWN
+                return self.confirmed(row, self.now)
+        return UNKNOWN
+
+    def cached(self, part: Part, number: int, position: int) -> Value:
+        """The row that an attempt inherited."""
+        attempt = part.attempts[number]
+        if position >= attempt.cached - attempt.external:
+            return UNKNOWN
+        if part.ended_at >= 0 and position >= part.num_tokens - 1:
+            return UNKNOWN
+        slot = self._slot(part, attempt, position)
+        if slot is None:
+            return UNKNOWN
+        if attempt.inherits_at < 0:  # the contract does not say when the server hears of it
+            return self.slot(part.writer, slot) | UNKNOWN
+        value = self.slot(part.writer, slot, attempt.inherits_at)
+        return value if attempt.surely else value | UNKNOWN
+
+    def held(self, part: Part) -> bool:
+        """Whether the server need not know of the request yet."""
+        first = part.attempts[0]
+        return first.cached > 0 and first.inherits_at < 0
+
+    def deleted(self, part: Part, at: int) -> bool:
+        """Whether a call `at` for this request came after the deletion of its trace."""
+        return any(
+            trace_id == part.trace_id and part.begun_at < when < at
+            for when, trace_id in self.deletions
+        )
+
+
+def valid_ids(ids: Ids, num_experts: int) -> bool:
+    """Whether every layer of a row has different experts that exist."""
+    return all(
+        len(set(layer)) == len(layer) and all(0 <= i < num_experts for i in layer)
+        for layer in ids.values()
+    )
+
+
+Policy = Literal["as_sampled", "latest"]

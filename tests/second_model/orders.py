@@ -1,0 +1,612 @@
+"""Orders of calls that the docstrings of CaptureAgent allow, by a little engine.
+
+The engine knows tokens: each slot holds the tokens before and at it whose KV was written there, so
+that a prefix hit is offered where the KV is really that of the same tokens, and nowhere else. An
+*event* is what one decision of an engine tells: the calls that belong together, with their
+arguments. `Engine.events` lists all that may come next; `every` goes through all orders of them,
+and `random_order` draws one.
+
+Requests are named A, B, C in the order in which they begin, blocks are taken from the end of one
+list, and tokens follow from their place, so orders that differ in names alone come once.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from itertools import product
+from typing import Any, NamedTuple
+
+Call = tuple[Any, ...]
+Event = tuple[Call, ...]
+Tokens = tuple[int, ...]
+
+
+class Family(NamedTuple):
+    """A corner of all orders that is small enough to go through."""
+
+    name: str
+    block_size: int = 4
+    num_blocks: int = 12
+    prompt_len: int = 2
+    requests: int = 2
+    depth: int = 8
+    drafts: tuple[int, ...] = (0,)
+    """Numbers of drafts that a decode step may have."""
+    ends: tuple[str, ...] = ("stop",)
+    same_trace: bool = False
+    own_trace: bool = True
+    joint: bool = False
+    """Whether one step may hold rows of several requests."""
+    late: int = 0
+    """Most late steps of a request."""
+    skips: bool = False
+    chunks: bool = False
+    preempts: bool = False
+    rewinds: bool = False
+    early_blocks: bool = False
+    externals: bool = False
+    decode_engine: bool = False
+    resets: bool = False
+    versions: bool = False
+    flushes: bool = False
+    deletes: bool = False
+    sharded: bool = False
+    partial: bool = True
+    """Whether a hit may end inside a block."""
+    invalid: bool = False
+    turns: bool = True
+    """Whether a request may go on from all tokens of an earlier one."""
+    same_prompt: bool = True
+    prompts: tuple[int, ...] = ()
+    """Lengths of prompts; (prompt_len,) if empty."""
+
+
+@dataclass
+class Req:
+    """A request as its engine sees it."""
+
+    name: str
+    number: int
+    engine: str
+    trace: str
+    prompt_len: int
+    tokens: Tokens
+    blocks: list[int]
+    computed: int
+    base: int = -1
+    """Position of the last row that is no draft, while drafts behind it are open."""
+    open_drafts: int = 0
+    status: str = "running"
+    stepped: bool = False
+    late: int = 0
+    held_blocks: tuple[int, ...] = ()
+
+    def sampled(self, position: int) -> int:
+        return 1000 * (self.number + 1) + 2 * position
+
+    def outcome(self, accepted: int) -> tuple[Tokens, int]:
+        """Tokens and computed tokens once so many drafts were accepted."""
+        if self.base < 0:
+            return self.tokens, self.computed
+        drafts = tuple(self.sampled(p) + 1 for p in range(self.base + 1, self.base + 1 + accepted))
+        tokens = self.tokens[: self.base + 1] + drafts
+        return (*tokens, self.sampled(len(tokens))), self.base + 1 + accepted
+
+
+@dataclass
+class Engine:
+    """Engines, their KV and their requests, and what they may tell next."""
+
+    family: Family
+    requests: list[Req] = field(default_factory=list)
+    #: Of each engine: blocks that are free, the next one last.
+    free: dict[str, list[int]] = field(default_factory=dict)
+    #: Of each engine and slot: the tokens up to and at the one whose KV is there.
+    kv: dict[tuple[str, int], Tokens] = field(default_factory=dict)
+    steps: dict[str, int] = field(default_factory=dict)
+    version: int = 0
+    flushed: bool = True
+    last: Event = ()
+    deleted: tuple[str, ...] = ()
+    last_step: dict[str, int] = field(default_factory=dict)
+    """Of each request: the step of its last rows, while a late rewind may name it."""
+
+    def __post_init__(self) -> None:
+        if not self.free:
+            self.free = {e: list(range(self.family.num_blocks))[::-1] for e in ("e", "d")}
+
+    def copy(self) -> Engine:
+        return replace(
+            self,
+            requests=[replace(r, blocks=list(r.blocks)) for r in self.requests],
+            free={e: list(b) for e, b in self.free.items()},
+            kv=dict(self.kv),
+            steps=dict(self.steps),
+            last_step=dict(self.last_step),
+        )
+
+    # ------------------------------------------------------------------ what may come next
+
+    def events(self) -> list[Event]:
+        f = self.family
+        found: list[Event] = [*self._begins(), *self._steps()]
+        for r in self.requests:
+            if r.status == "running":
+                found += self._ends(r)
+                if f.early_blocks and not r.stepped and len(r.blocks) < 3 and self.free[r.engine]:
+                    found.append((("add", r.name, (self.free[r.engine][-1],)),))
+            if r.status == "preempted":
+                found += self._resumes(r)
+        if f.rewinds:
+            found += self._rewinds()
+        if self.requests and not self.flushed:
+            if f.flushes:
+                found.append((("flush",),))
+            if f.sharded and self.last[0][0] != "sync":
+                found.append((("sync",),))
+        if f.versions and self.requests and self.last[0][0] != "version":
+            found.append((("version", self.version + 1),))
+        if f.resets and self.requests and self.last[0][0] != "reset":
+            found.append((("reset", "e"),))
+        if f.externals and self.last[:1] and self.last[0][0] not in ("external", "version"):
+            found += [
+                (("external", r.engine, (r.blocks[0],)),)
+                for r in self.requests
+                if r.status == "ended" and r.blocks and r.blocks[0] in self.free[r.engine]
+            ]
+        if f.deletes:
+            found += [
+                (("flush",), ("delete", t))
+                for t in sorted({r.trace for r in self.requests if r.stepped})
+                if t not in self.deleted
+            ]
+        return found
+
+    def _begins(self) -> Iterator[Event]:
+        f, number = self.family, len(self.requests)
+        if number == f.requests:
+            return
+        name = "ABCDEFGH"[number]
+        traces = ["t"] if number == 0 or f.same_trace else []
+        if number and f.own_trace:
+            traces.append(f"t{name}")
+        prompts = (
+            {tuple(range(1, n + 1)): None for n in f.prompts or (f.prompt_len,)}
+            if f.same_prompt or not number
+            else {}
+        )
+        if f.turns:
+            for q in self.requests:
+                if q.status == "ended" and q.computed >= q.prompt_len:
+                    prompts[(*q.tokens, 7 + number)] = None
+        engines = ("e", "d") if f.decode_engine and number else ("e",)
+        for engine, trace, prompt in product(engines, traces, prompts):
+            yield from self._begin(engine, name, trace, prompt)
+
+    def _begin(self, engine: str, name: str, trace: str, prompt: Tokens) -> Iterator[Event]:
+        f, size = self.family, self.family.block_size
+        # Lookahead for two tokens, so that steps need no blocks before they are due.
+        total = -(-(len(prompt) + (0 if f.early_blocks else 2)) // size)
+        seen = set()
+        for hit, blocks in self._hits(engine, prompt):
+            for cached in {hit, hit // size * size} if not f.partial else {hit}:
+                if not f.partial and cached % size:
+                    continue
+                kept = blocks[: -(-cached // size)]
+                new = self._take(engine, total - len(kept), kept)
+                if new is None or (cached, kept) in seen:
+                    continue
+                if not self._may_write(engine, prompt, cached, kept):
+                    continue
+                seen.add((cached, kept))
+                yield (("begin", engine, name, trace, prompt, cached, 0, (*kept, *new)),)
+        if f.externals or engine == "d":
+            new = self._take(engine, total, ())
+            for cached in {len(prompt) - 1, len(prompt)} if engine == "d" else {len(prompt) - 1}:
+                if new is not None and cached:
+                    yield (("begin", engine, name, trace, prompt, cached, cached, new),)
+
+    def _hits(self, engine: str, prompt: Tokens) -> Iterator[tuple[int, tuple[int, ...]]]:
+        """(cached tokens, blocks that hold them), nothing cached included."""
+        size = self.family.block_size
+        yield 0, ()
+        for q in self.requests:
+            if q.engine != engine:
+                continue
+            blocks = q.blocks if q.status == "running" else list(q.held_blocks)
+            hit = 0
+            while hit < min(len(prompt) - 1, len(blocks) * size):
+                slot = blocks[hit // size] * size + hit % size
+                soon = (
+                    q.status == "running"
+                    and q.tokens[: hit + 1] == prompt[: hit + 1]
+                    and hit >= q.computed
+                    and q.computed < q.prompt_len
+                )
+                if not soon and self.kv.get((engine, slot)) != prompt[: hit + 1]:
+                    break
+                hit += 1
+            # Blocks that were given away since hold other KV, unless a hit shares them.
+            if hit:
+                yield hit, tuple(blocks[: -(-hit // size)])
+
+    def _may_write(self, engine: str, tokens: Tokens, cached: int, kept: tuple[int, ...]) -> bool:
+        """Whether the rest of the last hit block is its own, or gets the same KV from all."""
+        if cached % self.family.block_size == 0 or kept[-1] in self.free[engine]:
+            return True
+        stop = len(kept) * self.family.block_size
+        return all(
+            stop <= min(q.prompt_len, len(tokens)) and q.tokens[:stop] == tokens[:stop]
+            for q in self.requests
+            if q.engine == engine and kept[-1] in q.blocks
+        )
+
+    def _take(self, engine: str, count: int, but: tuple[int, ...]) -> tuple[int, ...] | None:
+        free = [b for b in reversed(self.free[engine]) if b not in but]
+        return tuple(free[:count]) if len(free) >= count else None
+
+    def _runs(self, r: Req) -> list[tuple[Call, ...]]:
+        """Runs that one request may have in the next step: (name, start, count) with blocks."""
+        f, found = self.family, []
+        if r.status == "running":
+            if r.computed < len(r.tokens) - 1 or (r.base < 0 and r.computed < r.prompt_len):
+                # Prompt, or all that a preempted request computes again.
+                left = len(r.tokens) - r.computed
+                found.append((r.name, r.computed, left))
+                if f.chunks and left > 1:
+                    found.append((r.name, r.computed, 1))
+            else:
+                for accepted in range(r.open_drafts + 1):
+                    _, computed = r.outcome(accepted)
+                    found += [(r.name, computed, 1 + drafts) for drafts in f.drafts]
+        elif r.status in ("ended", "preempted") and r.late < f.late and r.stepped:
+            start = len(r.tokens) - 1 + r.late
+            if start < len(r.held_blocks) * f.block_size:
+                found.append((r.name, start, 1))
+        return found
+
+    def _steps(self) -> Iterator[Event]:
+        f = self.family
+        choices = [(None, *self._runs(r)) for r in self.requests]
+        for picked in product(*choices):
+            runs = tuple(run for run in picked if run)
+            if not runs or (len(runs) > 1 and not f.joint):
+                continue
+            for engine in {self._req(run[0]).engine for run in runs}:
+                mine = tuple(run for run in runs if self._req(run[0]).engine == engine)
+                if len(mine) < len(runs):
+                    break
+                for kind in ("step", "skip", "bad") if f.skips else ("step",):
+                    if kind == "bad" and not f.invalid:
+                        continue
+                    event = self._step(engine, kind, mine)
+                    if event:
+                        yield event
+
+    def _step(self, engine: str, kind: str, runs: tuple[Any, ...]) -> Event | None:
+        size, calls = self.family.block_size, []
+        after = self.copy()
+        for name, start, count in runs:
+            r = after._req(name)
+            if r.status != "running":
+                continue
+            need = -(-(start + count + 2) // size) - len(r.blocks)
+            if need > 0:
+                new = after._take(engine, need, ())
+                if new is None:
+                    return None
+                calls.append(("add", name, new))
+                after.apply((calls[-1],))
+        calls.append((kind, engine, runs))
+        after.apply((calls[-1],))
+        for name, start, _ in runs:  # cached tokens must be there by the end of the step
+            r = after._req(name)
+            if r.status == "running" and not self._req(name).stepped and start:
+                external = r.name in self._external_names
+                for p in range(0 if external else start):
+                    slot = r.blocks[p // size] * size + p % size
+                    if after.kv.get((engine, slot)) != r.tokens[: p + 1]:
+                        return None
+        return tuple(calls)
+
+    _external_names: frozenset[str] = frozenset()
+
+    def _ends(self, r: Req) -> Iterator[Event]:
+        f = self.family
+        if r.computed < r.prompt_len and r.base < 0:
+            if "abort" in f.ends and r.stepped:
+                yield (("finish", r.name, r.tokens, "abort", r.computed),)
+        else:
+            for accepted in range(r.open_drafts + 1):
+                tokens, computed = r.outcome(accepted)
+                for reason in f.ends:
+                    if reason == "handoff" and r.engine == "d":
+                        continue
+                    yield (("finish", r.name, tokens, reason, computed),)
+                    if accepted:  # the last accepted draft is a stop token
+                        yield (("finish", r.name, tokens[:-1], reason, computed - 1),)
+            tokens, computed = r.outcome(0)
+            for back in range(1, f.late + 1):  # its last steps were under way when it stopped
+                if len(tokens) - back > r.prompt_len and "stop" in f.ends:
+                    yield (("finish", r.name, tokens[:-back], "stop", computed - back),)
+        if f.preempts and r.stepped and r.computed >= r.prompt_len:
+            for accepted in range(r.open_drafts + 1):
+                tokens, computed = r.outcome(accepted)
+                yield (("preempt", r.name, tokens, computed),)
+
+    def _resumes(self, r: Req) -> Iterator[Event]:
+        size = self.family.block_size
+        total = -(-(len(r.tokens) + 2) // size)
+        seen = set()
+        for hit, blocks in self._hits(r.engine, r.tokens):
+            cached = hit if self.family.partial else hit // size * size
+            kept = blocks[: -(-cached // size)]
+            new = self._take(r.engine, total - len(kept), kept)
+            if (
+                new is not None
+                and (cached, kept) not in seen
+                and self._may_write(r.engine, r.tokens, cached, kept)
+            ):
+                seen.add((cached, kept))
+                yield (("resume", r.name, cached, (*kept, *new)),)
+
+    def _rewinds(self) -> Iterator[Event]:
+        if self.last and self.last[-1][0] == "rewind":
+            return
+        for r in self.requests:
+            if r.status == "running" and r.open_drafts:
+                for accepted in range(r.open_drafts):
+                    step = self.last_step[r.name]
+                    yield (("rewind", r.name, r.base + 1 + accepted, step),)
+
+    # ------------------------------------------------------------------ what it does
+
+    def _req(self, name: str) -> Req:
+        return self.requests["ABCDEFGH".index(name)]
+
+    def apply(self, event: Event) -> None:
+        for call in event:
+            getattr(self, f"_on_{call[0]}")(*call[1:])
+        self.last = event
+        self.flushed = event[-1][0] == "flush"
+
+    def _hold(self, engine: str, blocks: tuple[int, ...]) -> None:
+        self.free[engine] = [b for b in self.free[engine] if b not in blocks]
+        for q in self.requests:  # a step that was under way is over when its blocks are given away
+            if q.engine == engine and q.status != "running" and {*q.held_blocks} & {*blocks}:
+                q.late = self.family.late
+
+    def _forget(self, engine: str, blocks: tuple[int, ...], cached: int) -> None:
+        """Blocks that are handed out newly hold nothing that a request could hit."""
+        size = self.family.block_size
+        for block in blocks[-(-cached // size) :]:
+            for slot in range(block * size, (block + 1) * size):
+                self.kv.pop((engine, slot), None)
+
+    def _on_begin(
+        self,
+        engine: str,
+        name: str,
+        trace: str,
+        prompt: Tokens,
+        cached: int,
+        external: int,
+        blocks: tuple[int, ...],
+    ) -> None:
+        size = self.family.block_size
+        number = len(self.requests)
+        r = Req(name, number, engine, trace, len(prompt), prompt, list(blocks), cached)
+        self.requests.append(r)
+        self._hold(engine, blocks)
+        self._forget(engine, blocks, cached)
+        if cached == len(prompt):  # the token behind it came along with the KV
+            r.tokens = (*prompt, 900)
+        if external:
+            self._external_names = self._external_names | {name}
+            for p in range(cached):
+                self.kv[engine, blocks[p // size] * size + p % size] = prompt[: p + 1]
+
+    def _on_add(self, name: str, blocks: tuple[int, ...]) -> None:
+        r = self._req(name)
+        self._hold(r.engine, blocks)
+        self._forget(r.engine, blocks, 0)
+        r.blocks += blocks
+
+    def _on_step(self, engine: str, runs: tuple[tuple[str, int, int], ...]) -> None:
+        size = self.family.block_size
+        self.steps[engine] = self.steps.get(engine, 0) + 1
+        for name, start, count in runs:
+            r = self._req(name)
+            if r.status != "running":
+                blocks, tokens = list(r.held_blocks), r.tokens
+                r.late += 1
+                while len(tokens) < start + count:
+                    tokens = (*tokens, r.sampled(len(tokens)))
+            else:
+                if r.base >= 0 and r.open_drafts:
+                    r.tokens, r.computed = r.outcome(start - r.base - 1)
+                blocks, tokens = r.blocks, r.tokens
+                drafts = start + count - len(tokens)
+                if drafts > 0:
+                    first = len(tokens)
+                    tokens = tokens + tuple(r.sampled(first + i) + 1 for i in range(drafts))
+                r.stepped = True
+                self.last_step[name] = self.steps[engine]
+                r.base, r.open_drafts = -1, 0
+                if drafts > 0:
+                    r.base, r.open_drafts, r.computed = start, drafts, start + 1
+                else:
+                    r.computed = start + count
+                    if r.computed == len(r.tokens):
+                        r.tokens = (*r.tokens, r.sampled(r.computed))
+            for p in range(start, start + count):
+                if p // size < len(blocks):
+                    self.kv[engine, blocks[p // size] * size + p % size] = tokens[: p + 1]
+
+    _on_skip = _on_bad = _on_step
+
+    def _end(self, name: str, tokens: Tokens, computed: int, status: str) -> None:
+        r = self._req(name)
+        r.tokens, r.computed, r.base, r.open_drafts = tokens, computed, -1, 0
+        r.status, r.late = status, 0
+        r.held_blocks, r.blocks = tuple(r.blocks), []
+        others = {b for q in self.requests if q.engine == r.engine for b in q.blocks}
+        self.free[r.engine] += [b for b in reversed(r.held_blocks) if b not in others]
+
+    def _on_finish(self, name: str, tokens: Tokens, _: str, computed: int) -> None:
+        self._end(name, tokens, computed, "ended")
+
+    def _on_preempt(self, name: str, tokens: Tokens, computed: int) -> None:
+        self._end(name, tokens, computed, "preempted")
+
+    def _on_resume(self, name: str, cached: int, blocks: tuple[int, ...]) -> None:
+        r = self._req(name)
+        self._hold(r.engine, blocks)
+        self._forget(r.engine, blocks, cached)
+        r.blocks, r.computed, r.status = list(blocks), cached, "running"
+        r.stepped = False
+
+    def _on_rewind(self, name: str, position: int, _: int) -> None:
+        r = self._req(name)
+        r.tokens, r.computed = r.outcome(position - r.base - 1)
+        r.base, r.open_drafts = -1, 0
+
+    def _on_external(self, engine: str, blocks: tuple[int, ...]) -> None:
+        size = self.family.block_size
+        for block in blocks:  # what is loaded is the KV that a later request asks for, or other
+            for slot in range(block * size, (block + 1) * size):
+                self.kv.setdefault((engine, slot), ())
+
+    def _on_reset(self, engine: str) -> None:
+        held = {b for q in self.requests if q.engine == engine for b in q.blocks}
+        size = self.family.block_size
+        self.kv = {
+            (e, slot): t for (e, slot), t in self.kv.items() if e != engine or slot // size in held
+        }
+
+    def _on_version(self, version: int) -> None:
+        self.version = version
+
+    def _on_delete(self, trace: str) -> None:
+        self.deleted = (*self.deleted, trace)
+
+    def _on_flush(self) -> None:
+        pass
+
+    _on_sync = _on_flush
+
+
+def every(family: Family, depth: int | None = None) -> Iterator[tuple[Event, ...]]:
+    """All orders of `depth` events, and those that end before."""
+    limit = family.depth if depth is None else depth
+
+    def walk(engine: Engine, order: tuple[Event, ...]) -> Iterator[tuple[Event, ...]]:
+        events = engine.events() if len(order) < limit else []
+        if not events:
+            yield order
+        for event in events:
+            after = engine.copy()
+            after.apply(event)
+            yield from walk(after, (*order, event))
+
+    yield from walk(Engine(family), ())
+
+
+def random_order(
+    family: Family, length: int, rng: random.Random, like: Callable[[Event], float]
+) -> tuple[Event, ...]:
+    """One order of about `length` events; `like` weighs them."""
+    engine, order = Engine(family), []
+    for _ in range(length):
+        events = engine.events()
+        if not events:
+            break
+        event = rng.choices(events, [like(e) for e in events])[0]
+        engine.apply(event)
+        order.append(event)
+    return tuple(order)
+
+
+def legal(family: Family, order: Iterable[Event]) -> bool:
+    """Whether the docstrings allow the order."""
+    engine = Engine(family)
+    for event in order:
+        if event not in engine.events():
+            return False
+        engine.apply(event)
+    return True
+
+
+FAMILIES = (
+    Family("drafts", 1, 24, drafts=(0, 1), late=2, same_prompt=False, skips=True),
+    Family("drafts", 4, 8, drafts=(0, 1), late=2, ends=("stop", "abort"), same_prompt=False),
+    Family("two drafts", 4, 8, drafts=(0, 2), late=2, ends=("stop", "handoff"), same_prompt=False),
+    Family("late skips", 4, 8, late=2, skips=True, invalid=True, preempts=True, same_prompt=False),
+    Family("rewinds", 4, 8, drafts=(0, 2), rewinds=True, flushes=True, same_prompt=False),
+    Family(
+        "hand-over",
+        4,
+        8,
+        drafts=(0,),
+        ends=("stop", "handoff"),
+        same_trace=True,
+        own_trace=False,
+        decode_engine=True,
+        versions=True,
+    ),
+    Family(
+        "hand-over at a digest",
+        64,
+        4,
+        prompt_len=63,
+        ends=("stop", "handoff"),
+        same_trace=True,
+        own_trace=False,
+        decode_engine=True,
+    ),
+    Family(
+        "samples",
+        4,
+        8,
+        prompt_len=4,
+        same_trace=True,
+        own_trace=False,
+        joint=True,
+        turns=False,
+        early_blocks=True,
+    ),
+    Family(
+        "samples",
+        1,
+        24,
+        prompt_len=2,
+        requests=3,
+        same_trace=True,
+        joint=True,
+        turns=False,
+        ends=("abort",),
+        chunks=True,
+        depth=7,
+    ),
+    Family(
+        "deletion",
+        4,
+        8,
+        requests=2,
+        same_trace=True,
+        own_trace=False,
+        deletes=True,
+        sharded=True,
+        turns=False,
+        depth=7,
+    ),
+    Family("restored KV", 4, 8, prompt_len=5, externals=True, versions=True, turns=False),
+    Family("preemption", 1, 24, preempts=True, late=2, drafts=(0, 1), ends=("stop",), turns=False),
+    Family("preemption", 4, 8, preempts=True, late=1, versions=True, requests=1, ends=("abort",)),
+    Family("resets", 4, 8, resets=True, flushes=True, externals=True, depth=7),
+    Family("turns", 4, 8, requests=3, same_trace=True, own_trace=False, same_prompt=False),
+    Family("retries", 4, 8, requests=3, same_trace=True, own_trace=False, ends=("stop", "abort")),
+    Family("reuse", 1, 10, requests=3, drafts=(0, 1), ends=("stop", "abort"), depth=7),
+)

@@ -1,0 +1,264 @@
+"""Which requests of a trace belong together, against the tokens themselves."""
+
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from routetrace.server.index.traces.joins import Incarnation, Join
+from routetrace.server.index.traces.sources import Source, WriterKey
+from routetrace.server.index.traces.spans import FOREVER, Span, SpanList
+from routetrace.server.read.view import Selection, view
+from routetrace.v1 import routetrace_pb2 as pb
+from routetrace.v1.layout import RoutingLayout
+from routetrace.v1.records import DIGEST_EVERY, FinishReason, token_digests
+
+LAYOUT = RoutingLayout((0,), 1, 8, 2)
+
+
+class Told:
+    """Reports of one engine request, beside its tokens."""
+
+    def __init__(self, number, tokens, prompt_len, *, end="stop", digests=True, holes=0, ends=()):
+        self.number, self.tokens, self.prompt_len, self.end = number, tokens, prompt_len, end
+        self.positions: set[int] = set()
+        self.source = Source(WriterKey("", f"e{number}", ""), 1, "r", "b/0", LAYOUT, prompt_len)
+        if digests:
+            self._tell(tokens[:prompt_len], ends)
+        if end:
+            self.source.ended, self.source.num_tokens = True, len(tokens)
+            self.source.finish_reason = FinishReason[end.upper()]
+            if digests:
+                self._tell(tokens)
+        # Row p of request number i is i << 16 | p.
+        if holes < len(tokens) - 1:
+            span = Span(holes, len(tokens) - 1 - holes, number << 16 | holes, 0, 1)
+            self.source.attempts[0].append(span)
+
+    def _tell(self, tokens, ends=()):
+        self.source.add_digests(token_digests(np.array(tokens, np.uint32), ends))
+        grid = range(DIGEST_EVERY, len(tokens), DIGEST_EVERY)
+        self.positions |= {*grid, len(tokens), *(e for e in ends if 0 < e < len(tokens))} - {0}
+
+
+def incarnations(requests: list[Told], standing: bool = False) -> list[Incarnation]:
+    join = Join([r.source for r in requests])
+    numbers = join.standing if standing else range(1, len(requests) + 1)
+    return [join.incarnation(n) for n in numbers]
+
+
+def served(requests: list[Told], incarnation: Incarnation, policy="as_sampled") -> list[int]:
+    """Number of the request whose row is served, by position; 0: none."""
+    value = pb.ReadPolicy.Value(f"READ_POLICY_{policy.upper()}")
+    selection = Selection(0, incarnation.num_rows, (0,), value)
+    rows = [0] * incarnation.num_rows
+    for _, _, span, _ in view([r.source for r in requests], incarnation, selection):
+        for position in range(span.position, span.stop):
+            assert not rows[position], "a cell twice"
+            rows[position] = (span.ref + position - span.position) >> 16
+            assert (span.ref + position - span.position) & 0xFFFF == position
+    return rows
+
+
+def same_before(a: Told, b: Told) -> int:
+    n = 0
+    for x, y in zip(a.tokens, b.tokens, strict=False):
+        if x != y:
+            break
+        n += 1
+    return n
+
+
+token = st.integers(0, 1)
+
+
+@st.composite
+def traces(draw) -> list[Told]:
+    """Requests that branch off each other anywhere, and some that have nothing in common."""
+    requests: list[Told] = []
+    ends: list[int] = []
+    for number in range(1, draw(st.integers(2, 5)) + 1):
+        base = draw(st.sampled_from(requests)).tokens if requests and draw(st.booleans()) else []
+        keep = draw(st.one_of(st.just(len(base)), st.integers(0, len(base))))
+        prompt = base[:keep] + draw(st.lists(token, min_size=0 if keep else 1, max_size=210))
+        tokens = prompt + draw(st.lists(token, min_size=1, max_size=90))
+        request = Told(
+            number,
+            tokens,
+            len(prompt),
+            end=draw(st.sampled_from(["", "stop", "abort", "handoff"])),
+            digests=draw(st.integers(0, 5)) > 0,
+            holes=draw(st.integers(0, len(prompt))),
+            ends=tuple(ends) if draw(st.booleans()) else (),
+        )
+        ends += [len(tokens)] if request.end else []
+        requests.append(request)
+    return draw(st.permutations(requests))
+
+
+@given(traces())
+def test_a_row_is_served_only_for_the_tokens_that_it_was_computed_for(requests):
+    by_number = {r.number: r for r in requests}
+    for whole in incarnations(requests):
+        mine = requests[whole.request.number - 1]
+        for policy in ("as_sampled", "latest"):
+            for position, number in enumerate(served(requests, whole, policy)):
+                if number and number != mine.number:
+                    same = same_before(by_number[number], mine)
+                    assert position < same, "another token"
+                    assert position < mine.prompt_len, "in place of what the request sampled"
+
+
+@given(traces())
+def test_what_is_proven_is_joined(requests):
+    for incarnation in incarnations(requests):
+        mine = requests[incarnation.request.number - 1]
+        rows = served(requests, incarnation)
+        for other in requests:
+            # At the least what both told of themselves; more may follow from third ones.
+            both = [q for q in other.positions & mine.positions if q <= mine.prompt_len]
+            proven = max((q for q in both if q <= same_before(other, mine)), default=0)
+            for span in other.source.attempts[0]:
+                assert all(rows[span.position : min(span.stop, proven)])
+
+
+@given(traces())
+def test_the_order_of_arrival_changes_only_numbers_and_ties(requests):
+    there = sorted(requests, key=lambda r: r.number)
+    standing = {
+        tuple(requests[n - 1].number for n in Join([r.source for r in requests]).standing)
+        for requests in (requests, there)
+    }
+    assert len({frozenset(s) for s in standing}) == 1
+
+
+def numbers(*requests: Told) -> list[list[int]]:
+    return [served(list(requests), i) for i in incarnations(list(requests), standing=True)]
+
+
+def test_a_handed_over_prefill_and_its_decode_are_one_sequence():
+    prompt = [1] * 100
+    prefill = Told(1, [*prompt, 7], 100, end="handoff")
+    decode = Told(2, [*prompt, 8, 8, 8], 100, holes=100)
+    assert numbers(prefill, decode) == [[1] * 100 + [2] * 2]
+    # In the other order of arrival too, and where the prefill engine does not say what it was for.
+    assert numbers(decode, prefill) == [[1] * 100 + [2] * 2]
+    silent = Told(1, [*prompt, 7], 100)
+    assert numbers(silent, decode) == [[1] * 100, [1] * 100 + [2] * 2]
+    # Of two that were handed over, the KV of the last one was used.
+    again = Told(3, [*prompt, 9], 100, end="handoff")
+    late = Told(4, [*prompt, 8, 8], 100, holes=100)
+    assert numbers(prefill, again, late) == [[3] * 100 + [4]]
+
+
+def test_the_last_prompt_row_is_of_the_engine_that_sampled_the_token_behind_it():
+    def decode(prompt_len, *sampled, holes):
+        return Told(2, [1] * prompt_len + [*sampled], prompt_len, holes=holes)
+
+    prefill = Told(1, [*[1] * 100, 7], 100, end="handoff")
+    # A decode engine computes the last prompt token again, and often more of its last block.
+    computed = decode(100, 8, 8, 8, holes=96)
+    for requests in ((prefill, computed), (computed, prefill)):
+        assert numbers(*requests) == [[1] * 99 + [2] * 3]
+    # One that was given the token has no such row, and equal tokens need proof.
+    assert numbers(prefill, decode(100, 7, 8, holes=100)) == [[1] * 100 + [2]]
+    assert numbers(prefill, decode(100, 7, 8, holes=96)) == [[1] * 99 + [2] * 2]
+    # A digest behind the prompt that both have is proof.
+    longer = Told(1, [*[1] * 127, 7], 127, end="handoff")
+    assert numbers(longer, decode(127, 7, 9, holes=96)) == [[1] * 127 + [2]]
+    assert numbers(longer, decode(127, 8, 9, holes=96)) == [[1] * 126 + [2] * 2]
+    # Whoever goes on from there finds the same row, whichever engine was heard first.
+    then = Told(3, [*computed.tokens, 9, 9], 103, ends=(103,))
+    for requests in ((prefill, computed, then), (computed, prefill, then)):
+        assert numbers(*requests)[-1][99:] == [2] * 3 + [3] * 2
+
+
+def test_a_pass_that_only_repeats_the_last_prompt_token_does_not_count():
+    prefill = Told(1, [*[1] * 100, 7], 100, end="handoff")
+    given = Told(2, [*[1] * 100, 7, 8, 8], 100, holes=100)
+    # Preempted behind the prompt, and computed again from the start.
+    given.source.attempts.append(SpanList())
+    given.source.attempts[1].append(Span(0, 102, 2 << 16, 0, 1))
+    assert numbers(prefill, given) == [[1] * 100 + [2] * 2]
+    # Preempted before it: the second attempt sampled.
+    early = Told(2, [*[1] * 100, 8, 8, 8], 100, holes=100)
+    early.source.attempts[0].truncate(0)
+    early.source.attempts.append(given.source.attempts[1])
+    assert numbers(prefill, early) == [[1] * 99 + [2] * 3]
+
+
+def test_a_row_that_was_inherited_sampled_nothing():
+    prefill = Told(1, [*[1] * 100, 7], 100, end="handoff")
+    decode = Told(2, [*[1] * 100, 7, 8], 100, holes=100)
+    spans = decode.source.attempts[0] = SpanList()
+    spans.append(Span(0, 100, 2 << 16, 0, 2))
+    spans.append(Span(100, 1, 2 << 16 | 100, 0, 1))
+    assert numbers(prefill, decode) == [[1] * 100 + [2]]
+
+
+def test_a_continued_rollout_keeps_the_rows_that_sampled_its_tokens():
+    first = Told(1, [1] * 100 + [2] * 57, 100, end="abort")
+    then = Told(2, [*first.tokens, 3, 3, 3], 157)
+    assert numbers(first, then) == [[1] * 156 + [2] * 3]
+    third = Told(3, [*then.tokens, 4], 160, ends=(157,))
+    assert numbers(first, then, third) == [[1] * 156 + [2] * 3 + [3]]
+    (latest,) = incarnations([first, then], standing=True)
+    assert served([first, then], latest, "latest") == [2] * 159
+
+
+def test_a_retry_that_sampled_other_tokens_is_a_sequence_of_its_own():
+    dead = Told(1, [1] * 100 + [2] * 50, 100, end="")
+    retry = Told(2, [1] * 100 + [3] * 50, 100)
+    assert numbers(dead, retry) == [[1] * 149, [2] * 149]
+    # Where it took KV from elsewhere, the prompt's rows are the same; the sampled ones are not.
+    loaded = Told(2, [1] * 100 + [3] * 50, 100, holes=90)
+    assert numbers(dead, loaded)[1] == [1] * 90 + [2] * 59
+
+
+def test_turns_of_a_session_and_forks_of_it():
+    first = Told(1, [1] * 70 + [2] * 30, 70)
+    second = Told(2, [*first.tokens, *[3] * 40, *[4] * 20], 140, ends=(100,))
+    fork = Told(3, [*first.tokens, *[5] * 40, *[4] * 20], 140, ends=(100,))
+    assert numbers(first, second) == [[1] * 99 + [2] * 60]
+    assert numbers(first, second, fork) == [[1] * 99 + [2] * 60, [1] * 99 + [3] * 60]
+    # On an engine that does not know where the first turn ended, proof reaches to position 64.
+    far = Told(2, second.tokens, 140)
+    assert numbers(first, far) == [[1] * 99, [2] * 159]
+    # A fork before the last token is another sequence, and the first one stands.
+    other = Told(3, [*first.tokens[:99], *[5] * 20], 99, ends=(99,))
+    assert [len(rows) for rows in numbers(first, other)] == [99, 118]
+
+
+def test_without_digests_nothing_is_joined():
+    prompt = [1] * 100
+    prefill = Told(1, [*prompt, 7], 100, end="handoff", digests=False)
+    decode = Told(2, [*prompt, 8, 8, 8], 100, holes=100, digests=False)
+    rows = numbers(prefill, decode)
+    assert rows == [[1] * 100, [0] * 100 + [2] * 2]
+
+
+def test_shards_are_one_request_unless_their_tokens_differ():
+    tokens = np.arange(80, dtype=np.uint32)
+    sources = [Source(WriterKey("", "e", f"pp{i}"), 1, "r", "boot/0", LAYOUT, 70) for i in range(3)]
+    sources[0].add_digests(token_digests(tokens))
+    sources[2].add_digests(token_digests(tokens + 1))
+    assert [r.sources for r in Join(sources).requests] == [sources[:2], sources[2:]]
+    # The same id later, of another boot, and twice of one writer.
+    again = Source(WriterKey("", "e", "pp0"), 2, "r", "boot/0", LAYOUT)
+    other = Source(WriterKey("", "e", "pp1"), 2, "r", "again/0", LAYOUT)
+    assert len(Join([*sources[:2], again, other]).requests) == 3
+
+
+def test_an_unfinished_request_ends_where_its_drafts_begin():
+    source = Source(WriterKey("", "e", ""), 1, "r", "b/0", LAYOUT)
+    source.attempts[0].append(Span(0, 10, 0, 0, 1))
+    source.tentative = 3
+    incarnation = Join([source]).incarnation(1)
+    assert incarnation.num_rows == 7
+    (segment,) = view([source], incarnation, Selection(0, FOREVER, (0,)))
+    assert segment.span.stop == 7
+    source.remove(8, FOREVER)
+    assert source.tentative == 1
+    source.remove(5, FOREVER)
+    assert (source.tentative, source.end) == (0, 5)

@@ -1,0 +1,83 @@
+"""Limits of names and of blocks, which stand in one place."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+
+from routetrace.common.errors import InvalidArgument
+from routetrace.common.limits import (
+    MAX_ID_LENGTH,
+    MAX_LABEL_LENGTH,
+    MAX_LABELS,
+    check_id,
+    check_labels,
+)
+from routetrace.server.index.chunk import MAX_BLOCKS, blocks_of
+from routetrace.server.index.slot_map import SlotMap
+
+SLOTS = SlotMap(4, 10)
+
+
+class Ids(Sequence):
+    """Very many ids, of which a request for few tokens may look at few."""
+
+    def __init__(self) -> None:
+        self.taken = 0
+
+    def __len__(self) -> int:
+        return 1 << 23
+
+    def __getitem__(self, index):
+        assert isinstance(index, slice), "no id is looked at by itself"
+        ids = [0] * len(range(*index.indices(len(self))))
+        self.taken += len(ids)
+        return ids
+
+
+def test_ids_beyond_the_tokens_are_not_looked_at():
+    ids = Ids()
+    assert blocks_of(SLOTS, ids, 9).tolist() == [0, 0, 0]
+    assert ids.taken == 3
+
+
+@pytest.mark.parametrize(("tokens", "blocks"), [(1, 1), (4, 1), (5, 2), (8, 2), (40, 10)])
+def test_a_request_has_the_blocks_of_its_tokens(tokens, blocks):
+    assert blocks_of(SLOTS, [*range(10)], tokens).tolist() == [*range(blocks)]
+
+
+def test_blocks_that_an_engine_does_not_have_are_named():
+    with pytest.raises(InvalidArgument, match=r"block_ids\[2\] is 10, expected ids below num_bloc"):
+        blocks_of(SLOTS, [0, 9, 10, 11], 16)
+    assert blocks_of(SLOTS, [0, 9, 10, 11], 8).tolist() == [0, 9]
+    with pytest.raises(InvalidArgument, match="at most 10"):
+        blocks_of(SLOTS, [0] * 11, 44)
+    with pytest.raises(InvalidArgument, match="at most 0"):
+        blocks_of(SlotMap(0, 0), [0], 1)
+    with pytest.raises(InvalidArgument, match=f"at most {MAX_BLOCKS}"):
+        blocks_of(SlotMap(1, MAX_BLOCKS + 1), np.zeros(MAX_BLOCKS + 1, np.uint32), MAX_BLOCKS + 1)
+
+
+def test_ids_have_a_length():
+    check_id("run", "x" * MAX_ID_LENGTH)
+    check_id("shard", "", required=False)
+    for value in ("", "x" * (MAX_ID_LENGTH + 1), 7, None, b"x"):
+        with pytest.raises(
+            InvalidArgument, match=r"run is .*, expected a string of 1 to 512 Unicode char"
+        ):
+            check_id("run", value)
+
+
+def test_labels_are_few_and_short():
+    check_labels("labels", {f"k{i}": "v" for i in range(MAX_LABELS)})
+    check_labels("labels", {"k": "v" * (MAX_LABEL_LENGTH - 1)})
+    for labels in (
+        {f"k{i}": "v" for i in range(MAX_LABELS + 1)},
+        {"k": "v" * MAX_LABEL_LENGTH},
+        {"": "v"},
+        {"k": 1},
+    ):
+        with pytest.raises(InvalidArgument, match=r"^labels is"):
+            check_labels("labels", labels)

@@ -1,0 +1,162 @@
+"""The event loop's time, shared between the owners of calls."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import suppress
+from types import SimpleNamespace
+
+import pytest
+
+from routetrace.common.errors import Overloaded
+from routetrace.server.access.admission import Admission
+from routetrace.server.access.control import Access
+from routetrace.server.access.pace import ACTIVE_SECONDS, LONGEST_STEP_SECONDS, Pace
+from routetrace.server.access.tokens import new_token
+from routetrace.server.common.metrics import Metrics
+from routetrace.server.common.rpc import Unparsed
+from routetrace.server.settings.config import ServerConfig
+
+#: Seconds of the loop that a step of the heavy owner takes, by the test's clock.
+_COST = 0.01
+
+
+class Busy:
+    """Steps of owners, in their order; those of "heavy" take their time."""
+
+    def __init__(self) -> None:
+        self.time = 0.0
+        self.pace = Pace(lambda: self.time)
+        self.done: list[str] = []
+
+    async def step(self, owner: str) -> None:
+        await self.pace.step(owner)
+        self.time += _COST if owner == "heavy" else 0.0
+        self.done.append(owner)
+
+
+@pytest.fixture
+async def busy():
+    return Busy()
+
+
+async def test_a_backlog_of_one_owner_does_not_delay_the_steps_of_another(busy):
+    await busy.step("light")
+    backlog = [asyncio.create_task(busy.step("heavy")) for _ in range(100)]
+    for _ in range(10):
+        await busy.step("light")
+        await asyncio.sleep(0)
+    # Each pass of the loop lets one of the backlog through at most.
+    assert busy.done.count("light") == 11
+    assert busy.done.count("heavy") <= 15
+    assert busy.pace.waiting["heavy"] >= 99 - busy.done.count("heavy")  # one may have been woken
+    for task in backlog:
+        task.cancel()
+    await asyncio.gather(*backlog, return_exceptions=True)
+    assert busy.pace.waiting == {}
+
+
+async def test_all_of_a_backlog_gets_through_in_order(busy):
+    await busy.step("light")
+    order: list[int] = []
+
+    async def numbered(number: int) -> None:
+        await busy.step("heavy")
+        order.append(number)
+
+    await asyncio.gather(*map(numbered, range(20)))
+    assert order == [*range(20)]
+
+
+async def test_one_owner_alone_never_waits(busy):
+    for _ in range(100):
+        step = busy.pace.step("heavy")
+        with pytest.raises(StopIteration):
+            step.send(None)
+        busy.time += _COST
+
+
+async def test_an_owner_that_was_alone_for_long_owes_little_to_the_next_one(busy):
+    for _ in range(1000):
+        await busy.step("heavy")
+        await asyncio.sleep(0)  # it is counted
+    await busy.step("light")
+    assert busy.pace._accounts["heavy"].credit >= -LONGEST_STEP_SECONDS
+
+
+async def test_an_owner_that_is_not_active_any_more_does_not_count(busy):
+    await busy.step("light")
+    busy.time += ACTIVE_SECONDS + 1
+    for _ in range(100):
+        step = busy.pace.step("heavy")
+        with pytest.raises(StopIteration):
+            step.send(None)
+
+
+@pytest.mark.parametrize("kind", ["waiting", "granted"])
+async def test_a_call_that_ends_while_it_waits_does_not_stop_the_others(busy, kind):
+    for owner in ("light", "heavy"):
+        await busy.step(owner)
+        await asyncio.sleep(0)  # it is counted
+    tasks = [asyncio.create_task(busy.step("heavy")) for _ in range(3)]
+    await asyncio.sleep(0)
+    assert busy.pace.waiting == {"heavy": 3}
+    if kind == "granted":
+        [account] = [a for a in busy.pace._accounts.values() if a.waiting]
+        account.timer.cancel()
+        busy.pace._wake(account)
+    tasks[0].cancel()
+    with suppress(asyncio.CancelledError):
+        await tasks[0]
+    await asyncio.gather(*tasks[1:])
+    assert busy.done.count("heavy") == 3
+
+
+async def test_long_messages_wait_unparsed_and_count_until_then():
+    admission = Admission(ServerConfig(store="memory", max_ingest_bytes=1000), Metrics())
+    await admission.pace.step("token other")
+    admission.pace._account("token mine", admission.pace._now()).credit = -0.1
+    parsed: list[bytes] = []
+    messages = [Unparsed(bytes(200), parsed.append) for _ in range(3)]
+    first = [asyncio.create_task(admission.parsed("token mine", m)) for m in messages[:2]]
+    await asyncio.sleep(0)
+    assert (parsed, admission.binding.held["token mine"]) == ([], 400)
+    third = [asyncio.create_task(admission.parsed("token mine", messages[2]))]
+    await asyncio.sleep(0)
+    assert admission.binding.held["token mine"] == 600
+    with pytest.raises(Overloaded, match="max_ingest_bytes"):
+        await admission.parsed("token mine", messages[2])
+    await asyncio.gather(*first, *third)
+    assert (len(parsed), admission.binding.used) == (3, 0)
+
+
+class Noting(Pace):
+    """Notes the owners of steps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.owners: list[str] = []
+
+    async def step(self, owner: str) -> None:
+        self.owners.append(owner)
+        await super().step(owner)
+
+
+async def test_calls_with_a_token_begin_in_its_time(tmp_path):
+    text, digest = new_token()
+    tokens = tmp_path / "tokens.toml"
+    tokens.write_text(
+        f'[[token]]\nname = "reader"\nsha256 = "{digest}"\nscopes = ["read"]\nruns = ["*"]\n'
+    )
+    pace = Noting()
+    access = Access(ServerConfig(store="memory", tokens=tokens), Metrics())
+    [gate] = access.interceptors(pace)
+
+    async def handler(_):
+        return None
+
+    for method in ("routetrace.v1.TraceService/GetTrace", "grpc.health.v1.Health/Check"):
+        metadata = (("authorization", f"Bearer {text}"),)
+        details = SimpleNamespace(method=f"/{method}", invocation_metadata=metadata)
+        await gate.intercept_service(handler, details)
+    assert pace.owners == ["token reader"]

@@ -1,0 +1,130 @@
+"""Which traces computed rows of which prefixes, against a set of them."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from routetrace.server.index.traces import prefix_index
+from routetrace.server.index.traces.prefix_index import PrefixIndex
+from routetrace.server.index.traces.sources import Source, WriterKey
+from routetrace.server.index.traces.spans import Span
+from routetrace.server.index.traces.trace import Trace
+from routetrace.server.index.traces.trace_index import TraceIndex
+from routetrace.v1.layout import RoutingLayout
+from routetrace.v1.records import DIGEST, Provenance
+
+LAYOUT = RoutingLayout((0,), 1, 8, 2)
+
+#: What happens to traces: who of eight, and what.
+steps = st.lists(
+    st.tuples(
+        st.integers(0, 7),
+        st.one_of(
+            st.just(("new",)),
+            st.just(("gone",)),
+            st.just(("clean",)),
+            st.tuples(st.just("rows"), st.integers(0, 2), st.integers(0, 5)),
+            st.tuples(st.just("digests"), st.lists(st.integers(1, 6), max_size=6)),
+        ),
+    ),
+    max_size=60,
+)
+
+
+def source_of(run: str) -> Source:
+    return Source(WriterKey(run, "e", ""), 1, "r", "b/0", LAYOUT)
+
+
+def digests_of(positions: list[int]) -> np.ndarray:
+    """Equal in all traces: they share all their tokens."""
+    return np.array([(p, p * 1000) for p in sorted(set(positions))], DIGEST)
+
+
+@given(steps, st.integers(1, 5), st.integers(2, 40))
+def test_it_finds_what_there_is(happens, batch, most):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(prefix_index, "_BATCH", batch)
+        patch.setattr(prefix_index, "_MAX_TIER", most)
+        patch.setattr(prefix_index, "_DEAD_SHARE", 0.0)
+        traces = TraceIndex()
+        index = traces.prefixes
+        for who, (what, *how) in happens:
+            key = (f"run{who % 2}", f"t{who}")
+            trace = traces.traces.get(key)
+            if what == "new" or trace is None:
+                trace = traces.begin(key, source_of(key[0]), ttl=1, now=0)
+            source = trace.sources[-1]
+            if what == "rows":
+                version, position = how
+                source.attempts[0].append(Span(position, 1, 0, version, Provenance.FORWARD))
+                index.computed(trace, version, position)
+            elif what == "digests":
+                source.add_digests(digests_of(how[0]))
+                index.learn(trace, source)
+            elif what == "gone":
+                traces.remove(key)
+            elif what == "clean":
+                for _ in index.clean():
+                    pass
+        again = TraceIndex()
+        for trace in traces.traces.values():
+            trace.computed = {}
+            again.add(trace)
+        positions = [1, 2, 3, 4, 5, 6]
+        for run in ("run0", "run1", "run2"):
+            for version in (0, 1, 2, None):
+                expected = [
+                    {
+                        t.serial
+                        for t in traces.traces.values()
+                        if t.key[0] == run
+                        and any(p in s.digests["position"].tolist() for s in t.sources)
+                        and any(
+                            span.position < p and version in (None, span.weight_version)
+                            for s in t.sources
+                            for span in s.attempts[0]
+                        )
+                    }
+                    for p in positions
+                ]
+                found = index.holders(run, [p * 1000 for p in positions], version)
+                there = [{s for s in held if index.trace(s)} for held in found]
+                assert all(map(set.issuperset, there, expected))
+                loaded = again.prefixes.holders(run, [p * 1000 for p in positions], version)
+                assert [set(held) for held in loaded] == expected
+
+
+def test_what_is_gone_takes_no_room():
+    traces = TraceIndex()
+    for i in range(1000):
+        source = source_of("run")
+        trace = traces.begin(("run", f"t{i}"), source, ttl=1, now=0)
+        traces.prefixes.computed(trace, 0, 0)
+        values = np.array([(64 * p, i << 32 | p) for p in range(1, 33)], DIGEST)
+        source.add_digests(values)
+        traces.prefixes.learn(trace, source)
+    traces.prefixes.holders("run", [0], None)
+    assert len(traces.prefixes) == 32_000
+    assert traces.prefixes.nbytes == 24 * 32_000
+    for i in range(900):
+        traces.remove(("run", f"t{i}"))
+    for _ in traces.prefixes.clean():
+        pass
+    assert len(traces.prefixes) == 3200
+    # What was told twice, by two shards say, is held once.
+    trace = traces.traces["run", "t999"]
+    for _ in range(100):
+        traces.prefixes.learn(trace, trace.sources[0])
+        traces.prefixes.holders("run", [0], None)
+    assert len(traces.prefixes) < 3400
+
+
+def test_weight_versions_of_one_trace_are_bounded():
+    index, trace = PrefixIndex(), Trace(("run", "t"), 1, 1, 0, 0, 1, [source_of("run")])
+    index.add(trace)
+    for version in range(1000):
+        index.computed(trace, version, 0)
+    assert len(trace.computed) == 64

@@ -1,0 +1,93 @@
+"""The tree of prefixes against the definition of what it answers, request by request."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from routetrace.server.index.traces.prefix_tree import PrefixTree, Reported
+
+
+def requests_of(rng: random.Random) -> list[Reported]:
+    """Requests that branch off each other anywhere, of 1 to 12 tokens."""
+    sequences: list[list[int]] = []
+    found = []
+    for _ in range(rng.randint(2, 9)):
+        base = rng.choice(sequences) if sequences and rng.random() < 0.8 else []
+        tokens = [*base[: rng.randint(0, len(base))], *rng.choices((0, 1), k=rng.randint(1, 6))]
+        sequences.append(tokens)
+        ends = sorted(rng.sample(range(1, len(tokens) + 1), rng.randint(0, len(tokens))))
+        ended = rng.random() < 0.7
+        found.append(
+            Reported(
+                {at: hash(tuple(tokens[:at])) for at in ends},
+                rng.randint(0, len(tokens)),
+                rng.randint(1, len(tokens) + 1) if ended else 0,
+                ended and rng.random() < 0.4,
+            )
+        )
+    return found
+
+
+def spread(requests: list[Reported]) -> list[dict[int, int]]:
+    """Digests of each, and below each that it shares with another one, those of the other."""
+    known = [dict(r.digests) for r in requests]
+    changed = True
+    while changed:
+        changed = False
+        for a in known:
+            for b in known:
+                shared = max((p for p in a if b.get(p) == a[p]), default=0)
+                new = {p: d for p, d in b.items() if p < shared and p not in a}
+                a.update(new)
+                changed = changed or bool(new)
+    return [dict(sorted(k.items())) for k in known]
+
+
+def goes_on(later: Reported, before: Reported, proven: int) -> bool:
+    if before.order >= later.order:
+        return False
+    rows = before.num_tokens - 1 if before.num_tokens else 1 << 32
+    return (before.handed_over and proven >= rows) or proven > before.prompt_len > 0
+
+
+@pytest.mark.parametrize("seed", range(300))
+def test_every_answer_is_that_of_the_definition(seed: int) -> None:
+    requests = requests_of(random.Random(seed))
+    tree, known = PrefixTree(requests), spread(requests)
+    for i, (mine, request) in enumerate(zip(known, requests, strict=True)):
+        assert tree.digests(i) == mine
+        proven = {}
+        successor = None
+        for j, theirs in enumerate(known):
+            shared = [p for p in mine if theirs.get(p) == mine[p]]
+            if i != j:
+                assert tree.common(i, j) == max(shared, default=-1)
+                if within := [p for p in shared if p <= request.prompt_len]:
+                    proven[j] = max(within)
+        whole = request.num_tokens - request.handed_over
+        for position, digest in mine.items():
+            assert tree.having((position, digest)) == [
+                j for j, theirs in enumerate(known) if theirs.get(position) == digest
+            ]
+            if 0 < whole <= position:
+                for j, (theirs, other) in enumerate(zip(known, requests, strict=True)):
+                    given = theirs.get(position) == digest and position <= other.prompt_len
+                    if given and goes_on(other, request, position):
+                        successor = j
+        found = list(tree.proven(i))
+        assert dict(found) == proven
+        assert len(found) == len(proven)
+        assert tree.successor(i) == successor
+
+
+def test_a_long_chain_of_turns_takes_a_tree_of_its_turns() -> None:
+    count = 20_000
+    turns = [
+        Reported({n: n for n in (at, at + 1)}, at, at + 1, False) for at in range(1, count + 1)
+    ]
+    tree = PrefixTree(turns)
+    assert [tree.successor(i) for i in range(count - 1)] == [count - 1] * (count - 1)
+    assert tree.successor(count - 1) is None
+    assert len(list(tree.proven(count - 1))) == count - 1

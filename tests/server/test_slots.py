@@ -1,0 +1,272 @@
+"""Which rows slots name, call by call: docs/rows.md, sections 1 to 3, over sockets."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from routetrace.capture_agent import AgentConfig, CaptureAgent
+from routetrace.client import RouteClient
+from routetrace.server.testing import run_server
+from routetrace.v1.layout import RoutingLayout
+
+LAYOUT = RoutingLayout((0,), 1, 500, 2)
+RUNS = itertools.count()
+
+
+@pytest.fixture(scope="module")
+def server():
+    with run_server() as process:
+        yield process
+
+
+class Engine:
+    """An agent and a reader; each row that it computes is another one."""
+
+    def __init__(self, target: str, block_size: int = 4) -> None:
+        self.run = f"run{next(RUNS)}"
+        self.agent = CaptureAgent(
+            AgentConfig(
+                target=target,
+                run=self.run,
+                engine_id="e",
+                layout=LAYOUT,
+                block_size=block_size,
+                num_blocks=64,
+                mode="thread",
+                linger_s=3600,
+                flush_interval_s=0.01,
+            )
+        )
+        self.client = RouteClient(target, run=self.run)
+        self.num_rows = 0
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.agent.close()
+        self.client.close()
+
+    def step(self, *runs: tuple[int, int, int]) -> list[int]:
+        """Compute rows; their numbers."""
+        n = sum(count for _, _, count in runs)
+        numbers = np.arange(self.num_rows, self.num_rows + n)
+        self.num_rows += n
+        rows = np.stack([numbers, numbers + 1], axis=1)[:, None]
+        self.agent.step(rows, np.array(runs))
+        return numbers.tolist()
+
+    def blocks(self, first: int, num_tokens: int) -> list[int]:
+        size = self.agent.config.block_size
+        return list(range(first, first - -num_tokens // size))
+
+    def rows(self, trace_id: str, incarnation: int | None = None) -> list[int | None]:
+        assert self.agent.flush(30)
+        return numbers(self.client.get(trace_id, incarnation=incarnation, missing="mask"))
+
+    def in_blocks(self, blocks: list[int], num_tokens: int) -> list[int | None]:
+        assert self.agent.flush(30)
+        return numbers(self.client.get_blocks("e", blocks, num_tokens, missing="mask"))
+
+    def hit(self, blocks: list[int], num_tokens: int, name: str = "hit") -> list[int | None]:
+        """The rows that a request inherits which finds so many tokens in blocks."""
+        prompt_len = num_tokens + 1
+        handle = self.agent.begin(
+            name,
+            prompt_len=prompt_len,
+            num_computed_tokens=num_tokens,
+            block_ids=[*blocks, 63],
+        )
+        self.step((handle, num_tokens, 1))
+        self.agent.finish(handle, num_tokens + 2)
+        return self.rows(name)[:num_tokens]
+
+
+def numbers(part) -> list[int | None]:
+    """The numbers of rows; None: missing."""
+    valid = part.valid[:, 0].tolist()
+    return [n if v else None for n, v in zip(part.topk_ids[:, 0, 0].tolist(), valid, strict=True)]
+
+
+@pytest.fixture(params=[1, 4])
+def engine(server, request) -> Iterator[Engine]:
+    with Engine(server.target, request.param) as engine:
+        yield engine
+
+
+@pytest.mark.parametrize("flushed", [False, True])
+@pytest.mark.parametrize("late", ["step", "skip", "none"])
+@pytest.mark.parametrize("reason", ["stop", "abort", "handoff", "preempt"])
+def test_a_rejected_draft_is_no_row_of_whoever_hits_its_block(engine, reason, late, flushed):
+    agent, blocks = engine.agent, engine.blocks(0, 4)
+    a = agent.begin("a", prompt_len=2, block_ids=blocks)
+    prompt = engine.step((a, 0, 2))
+    token, _ = engine.step((a, 2, 2))
+    if flushed:
+        assert agent.flush(30)
+    # The draft was rejected, and the request ends while the next step is under way.
+    if reason == "preempt":
+        agent.preempt(a, 3)
+    else:
+        agent.finish(a, 4, reason)
+    if late == "step":
+        engine.step((a, 3, 1))
+    elif late == "skip":
+        agent.skip([(a, 3, 1)])
+    assert engine.in_blocks(blocks, 4) == [*prompt, token, None]
+    assert engine.hit(blocks, 4) == [*prompt, token, None]
+    assert engine.rows("a")[:3] == [*prompt, token]
+
+
+@pytest.mark.parametrize("late", ["step", "skip"])
+@pytest.mark.parametrize("ends", ["finish", "preempt"])
+@pytest.mark.parametrize("given", ["cached", "new", "another", "none"])
+def test_a_late_row_forgets_its_slot_unless_the_block_is_new_since(engine, ends, late, given):
+    """Whoever hits the block since gets the KV that the late pass wrote."""
+    agent, blocks = engine.agent, engine.blocks(0, 8)
+    a = agent.begin("a", prompt_len=8, block_ids=blocks)
+    rows = engine.step((a, 0, 8))
+    agent.finish(a, 9) if ends == "finish" else agent.preempt(a, 8)
+    nth = 5 // agent.config.block_size
+    if given == "cached":
+        agent.begin("c", prompt_len=9, num_computed_tokens=8, block_ids=[*blocks, 50])
+    elif given == "new":
+        agent.begin("c", prompt_len=9, block_ids=[blocks[nth]])
+    elif given == "another":
+        agent.add_blocks(agent.begin("c", prompt_len=9), [50])
+    if late == "step":
+        engine.step((a, 5, 1))
+    else:
+        agent.skip([(a, 5, 1)])
+    expected: list[int | None] = [*rows]
+    if given != "new":
+        expected[5] = None
+    else:
+        size = agent.config.block_size
+        expected[nth * size : (nth + 1) * size] = [None] * size
+    assert engine.in_blocks(blocks, 8) == expected
+    assert engine.hit(blocks, 8) == expected
+
+
+def test_late_rows_of_requests_long_gone_forget_all_slots(server):
+    with Engine(server.target) as engine:
+        agent = engine.agent
+        first = agent.begin("first", prompt_len=4, block_ids=[0])
+        rows = engine.step((first, 0, 4))
+        agent.finish(first, 5)
+        for i in range(300):
+            agent.finish(agent.begin(f"r{i}", block_ids=[1 + i % 50]), 1)
+        assert engine.in_blocks([0], 4) == rows
+        engine.step((first, 4, 1))
+        assert engine.in_blocks([0], 4) == [None] * 4
+
+
+@pytest.mark.parametrize("flushed", [False, True])
+@pytest.mark.parametrize("by", ["step", "skip", "finish", "preempt"])
+def test_drafts_are_in_no_slot_before_they_are_confirmed(engine, by, flushed):
+    agent, blocks = engine.agent, engine.blocks(0, 8)
+    a = agent.begin("a", prompt_len=2, block_ids=blocks)
+    rows = engine.step((a, 0, 2))
+    rows += engine.step((a, 2, 3))
+    if flushed:
+        bound = {"num_computed_tokens": 5, "step": 2}
+        assert engine.in_blocks(blocks, 5) == [*rows[:3], None, None]
+        engine.client.bind("e", "bound", blocks, 6, **bound)
+        assert engine.rows("bound") == [*rows[:3], None, None]
+        assert engine.hit(blocks, 5) == [*rows[:3], None, None]
+    if by == "step":
+        rows += engine.step((a, 5, 1))
+    elif by == "skip":
+        agent.skip([(a, 5, 1)])
+    elif by == "finish":
+        agent.finish(a, 6)
+    else:
+        agent.preempt(a, 5)
+    assert engine.in_blocks(blocks, 5) == rows[:5]
+    assert engine.hit(blocks, 5, "again") == rows[:5]
+    if flushed:
+        engine.client.bind("e", "bound", blocks, 6, **bound)
+        assert engine.rows("bound") == rows[:5]
+
+
+def test_a_draft_is_confirmed_in_the_step_in_which_somebody_hits_it(engine):
+    agent, blocks = engine.agent, engine.blocks(0, 8)
+    a = agent.begin("a", prompt_len=2, block_ids=blocks)
+    rows = engine.step((a, 0, 2))
+    rows += engine.step((a, 2, 2))
+    assert agent.flush(30)
+    hit = agent.begin(
+        "hit", prompt_len=5, num_computed_tokens=4, block_ids=[*engine.blocks(0, 4), 60]
+    )
+    engine.step((hit, 4, 1), (a, 4, 1))
+    assert engine.rows("hit")[:4] == rows
+
+
+def test_blocks_that_come_before_the_first_rows_change_nothing(engine):
+    agent, blocks = engine.agent, engine.blocks(0, 8)
+    a = agent.begin("a", prompt_len=8, block_ids=blocks)
+    b = agent.begin("b", prompt_len=9, num_computed_tokens=8, block_ids=blocks)
+    agent.add_blocks(b, [60])
+    rows = engine.step((b, 8, 1), (a, 0, 8))
+    agent.finish(b, 10)
+    assert engine.rows("b") == [*rows[1:], rows[0]]
+    assert engine.in_blocks([60], 1) == rows[:1]
+
+
+def test_requests_of_one_trace_may_share_what_one_step_computes(engine):
+    agent, blocks = engine.agent, engine.blocks(0, 8)
+    a = agent.begin("a", trace_id="t", prompt_len=9, block_ids=[*blocks, 50])
+    reused = {"trace_id": "t", "prompt_len": 9, "num_computed_tokens": 8}
+    b = agent.begin("b", block_ids=[*blocks, 51], **reused)
+    c = agent.begin("c", block_ids=[*blocks, 52], **reused)
+    rows = engine.step((c, 8, 1), (b, 8, 1), (a, 0, 9))
+    for handle in (a, b, c):
+        agent.finish(handle, 10)
+    assert [engine.rows("t", i) for i in (1, 2, 3)] == [
+        rows[2:],
+        [*rows[2:10], rows[1]],
+        [*rows[2:10], rows[0]],
+    ]
+
+
+@pytest.mark.parametrize("cached", [5, 6, 7])
+def test_cached_tokens_may_end_inside_a_block_that_the_same_step_writes(server, cached):
+    with Engine(server.target) as engine:
+        agent = engine.agent
+        a = agent.begin("a", prompt_len=cached, block_ids=[0, 1])
+        b = agent.begin("b", prompt_len=cached + 1, num_computed_tokens=cached, block_ids=[0, 1])
+        rows = engine.step((b, cached, 1), (a, 0, cached))
+        agent.finish(b, cached + 2)
+        assert engine.rows("b") == [*rows[1:], rows[0]]
+
+
+def test_cached_tokens_are_looked_up_with_the_first_rows_not_before(engine):
+    """Slots loaded over in between hold no row."""
+    agent, blocks = engine.agent, engine.blocks(0, 4)
+    a = agent.begin("a", prompt_len=4, block_ids=blocks)
+    engine.step((a, 0, 4))
+    agent.finish(a, 5)
+    b = agent.begin("b", prompt_len=5, num_computed_tokens=4, block_ids=[*blocks, 60])
+    agent.external(blocks)
+    own = engine.step((b, 4, 1))
+    agent.finish(b, 6)
+    assert engine.rows("b") == [None, None, None, None, *own]
+
+
+@pytest.mark.parametrize("flushed", [False, True])
+@pytest.mark.parametrize("how", ["external", "reset"])
+def test_drafts_are_not_confirmed_over_what_was_loaded_since(engine, how, flushed):
+    agent, blocks = engine.agent, engine.blocks(0, 8)
+    a = agent.begin("a", prompt_len=2, block_ids=blocks)
+    engine.step((a, 0, 2))
+    engine.step((a, 2, 3))
+    if flushed:
+        assert agent.flush(30)
+    agent.external(blocks) if how == "external" else agent.reset_prefix_cache()
+    after = engine.step((a, 5, 1))
+    agent.finish(a, 7)
+    assert engine.in_blocks(blocks, 6) == [None] * 5 + after

@@ -1,0 +1,1 @@
+"""Runs of SGLang as it is published, on the CPU."""

@@ -1,0 +1,461 @@
+"""Real SGLang schedulers with tiny models on the CPU, compared with Transformers in float32.
+
+    python -m sglang_runs --rows 30000
+    python -m sglang_runs --scenario retraction --seed 3
+
+Each scenario runs in a process of its own, since SGLang keeps one scheduler a process.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from routed_cells import fates
+from vllm_runs.reference import Reference, change_weights
+
+from routetrace.client import ReadOptions, RouteClient
+from routetrace.common.errors import NotFound, RouteTraceError
+from routetrace.server.testing import run_server
+from sglang_runs.engine import DRAFTS, Engine, prepare, request
+from sglang_runs.models import VOCABULARY, write_model
+from sglang_runs.serving import Answer, generate
+
+_TOLD = 6
+_RUNNING = 12
+#: Requests after which a prompt comes again: SGLang has evicted it by then.
+_AGO = 14
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """A way to run SGLang."""
+
+    name: str
+    arguments: dict[str, Any] = field(default_factory=dict)
+    native: bool = False
+    """Whether SGLang's own return is on, and compared."""
+    aborts: bool = False
+    updates: str = ""
+    """Mode of the pause in which weights change under way; "retract" computes all again."""
+    retracts: bool = False
+    """Whether SGLang's own switch retracts requests now and then."""
+    again: bool = False
+    """Whether prompts come again, which SGLang has evicted meanwhile."""
+    drafts: bool = False
+    """Whether a pass verifies trees of drafts."""
+    served: bool = False
+    """Whether SGLang's HTTP server runs it, with a process for each rank."""
+    engines: int = 1
+    """Engines that the ranks are: each rank of data-parallel attention is one."""
+    skips: int | None = None
+    """Layer whose routing SGLang's capturer does not see: such a server must not start."""
+    may_lack: tuple[str, ...] = ()
+    """Reasons for which rows may be missing."""
+
+
+_HOST = {
+    "enable_hierarchical_cache": True,
+    "hicache_ratio": 4.0,
+    "hicache_io_backend": "direct",
+    "hicache_mem_layout": "layer_first",
+}
+_SMALL = {"max_total_tokens": 700, "schedule_conservativeness": 0.05}
+SCENARIOS = (
+    Scenario("overlap", native=True),
+    Scenario("no prefix cache", {"disable_radix_cache": True}, native=True),
+    Scenario("normal", {"disable_overlap_schedule": True}, native=True, aborts=True),
+    Scenario("page 16", {"page_size": 16}),
+    Scenario("mixed chunks", {"enable_mixed_chunk": True, "chunked_prefill_size": 32}, aborts=True),
+    Scenario("retraction", _SMALL, native=True, retracts=True),
+    Scenario("retraction page 16", {**_SMALL, "page_size": 16}, retracts=True),
+    Scenario("new weights", updates="retract", native=True),
+    Scenario("new weights in place", updates="in_place", native=True),
+    Scenario("host memory", {**_HOST, **_SMALL}, native=True, again=True, may_lack=("kv_unknown",)),
+    Scenario("drafts", DRAFTS, native=True, drafts=True),
+    Scenario(
+        "drafts normal",
+        {**DRAFTS, "disable_overlap_schedule": True},
+        native=True,
+        drafts=True,
+        aborts=True,
+    ),
+    Scenario(
+        "drafts retraction page 16",
+        {**DRAFTS, **_SMALL, "page_size": 16},
+        drafts=True,
+        retracts=True,
+    ),
+    Scenario("tensor parallel", {"tp_size": 2}, native=True, served=True),
+    Scenario(
+        "data-parallel attention",
+        {"tp_size": 2, "dp_size": 2, "enable_dp_attention": True},
+        native=True,
+        served=True,
+        engines=2,
+    ),
+    Scenario("a layer skips the capture site", skips=2),
+)
+#: Those of CI.
+SHARE = ("overlap", "drafts retraction page 16", "new weights", "a layer skips the capture site")
+
+
+class Run:
+    """One scenario in this process.
+
+    Args:
+        scenario: what happens.
+        engine: in which it happens.
+        rng: of all that is random.
+    """
+
+    def __init__(self, scenario: Scenario, engine: Engine, rng: random.Random) -> None:
+        self.finished: dict[str, list[int]] = {}
+        """Tokens of each request that ended."""
+        self.counts: Counter[str] = Counter()
+        self.kept: dict[str, int] = {}
+        """Rows that were computed before the weights changed, of requests with an answer then."""
+        self.model = engine.scheduler.tp_worker.model_runner.model
+        self.unanswered: set[str] = set()
+        """Requests that were aborted without an answer."""
+        self._scenario, self._engine, self._rng = scenario, engine, rng
+        self._stems = [self._words(48) for _ in range(3)]
+        self._prompts: list[list[int]] = []
+        self._running: set[str] = set()
+        self._passes = self._sent = self._tokens = 0
+        self._changed = False
+        self._follow()
+
+    @property
+    def own_rows(self) -> dict[str, Any]:
+        """Rows of SGLang's own return, by request."""
+        return {rid: answer.rows for rid, answer in self._engine.answers.items()}
+
+    def each(self, num_rows: int) -> bool:
+        """Do what is to be done before a pass; return whether all is over."""
+        from sglang.srt.managers import io_struct
+
+        self._passes += 1
+        self._running -= self.finished.keys()
+        if self._scenario.updates and not self._changed and self._tokens > num_rows // 2:
+            self._change(io_struct)
+            return False
+        if self._scenario.aborts and self._running and self._rng.random() < 0.1:
+            self._engine.send(io_struct.AbortReq(rid=self._rng.choice(sorted(self._running))))
+        if self._tokens > num_rows:
+            return not self._running and self._engine.idle
+        if self._passes % 3 == 0 and len(self._running) < _RUNNING:
+            self._engine.send(self._request())
+        return False
+
+    def _change(self, io_struct: Any) -> None:
+        """Pause, change the weights, and go on: at once, between two passes."""
+        scheduler, mode = self._engine.scheduler, self._scenario.updates
+        scheduler.process_input_requests([io_struct.PauseGenerationReqInput(mode=mode)])
+        for req in scheduler.waiting_queue if mode == "retract" else ():
+            if req.output_ids:
+                self.kept[req.rid] = len(req.origin_input_ids) + len(req.output_ids) - 1
+        change_weights(self.model)
+        scheduler.handle_update_weight_version(
+            io_struct.UpdateWeightVersionReqInput(new_version="1", abort_all_requests=False)
+        )
+        assert mode != "retract" or scheduler.flush_cache()
+        scheduler.process_input_requests([io_struct.ContinueGenerationReqInput()])
+        self._changed = True
+
+    def _request(self) -> Any:
+        rng = self._rng
+        self._sent += 1
+        rid = f"r{self._sent}"
+        if self._scenario.again and len(self._prompts) >= _AGO and rng.random() < 0.5:
+            prompt = self._prompts[-_AGO]
+        else:
+            stem = rng.choice(self._stems) if rng.random() < 0.5 else []
+            prompt = stem + self._words(rng.randrange(5, 90))
+        self._prompts = [*self._prompts[-_AGO:], prompt]
+        length = rng.randrange(4, 60)
+        self._tokens += len(prompt) + length
+        self._running.add(rid)
+        return request(
+            rid, prompt, length, {"group": "g"}, return_routed_experts=self._scenario.native
+        )
+
+    def _words(self, n: int) -> list[int]:
+        return [self._rng.randrange(4, VOCABULARY) for _ in range(n)]
+
+    def _follow(self) -> None:
+        """Note the tokens of requests that end, and retractions."""
+        scheduler = self._engine.scheduler
+        process, send = (
+            scheduler.process_batch_result,
+            scheduler.ipc_channels.send_to_tokenizer.send_output,
+        )
+
+        def processed(batch: Any, *args: Any, **kwargs: Any) -> Any:
+            result = process(batch, *args, **kwargs)
+            for req in batch.reqs:
+                if req.finished():
+                    note(req)
+            return result
+
+        def sent(output: Any, req: Any = None) -> Any:
+            if type(output).__name__ == "AbortReq" and hasattr(req, "output_ids"):
+                note(req)
+            return send(output, req)
+
+        def note(req: Any) -> None:
+            if req.rid not in self.finished:
+                self.finished[req.rid] = [*req.origin_input_ids, *req.output_ids_through_stop]
+                self.counts["retracted"] += req.retraction_count > 0
+                if not req.output_ids:
+                    self.unanswered.add(req.rid)
+                self.counts["loaded"] += req.cached_tokens_host
+                self.counts["drafts"] += getattr(req, "spec_num_correct_drafts", 0)
+                self.counts["aborted"] += type(req.finished_reason).__name__ == "FINISH_ABORT"
+
+        scheduler.process_batch_result = processed
+        scheduler.ipc_channels.send_to_tokenizer.send_output = sent
+
+
+class Served:
+    """What became of a scenario that SGLang's HTTP server ran.
+
+    Args:
+        answers: by request id.
+    """
+
+    def __init__(self, answers: Mapping[str, Answer]) -> None:
+        self.finished = {rid: answer.tokens for rid, answer in answers.items()}
+        self.own_rows = {rid: answer.rows for rid, answer in answers.items()}
+        self.counts = Counter[str]()
+        self.kept: dict[str, int] = {}
+        self.unanswered: set[str] = set()
+        self.faults = [
+            f"{rid}: handles {answer.handles}"
+            for rid, answer in answers.items()
+            if answer.handles
+            != [{"run": "tiny", "trace_id": rid, "num_tokens": len(answer.tokens)}]
+        ]
+
+
+def play(scenario: Scenario, seed: int, num_rows: int) -> dict[str, Any]:
+    """Run a scenario; return what came of it."""
+    rng, counts = random.Random(f"{scenario.name} {seed}"), Counter[str]()
+    faults: list[str] = []
+    missing: Counter[str] = Counter()
+    fate: dict[str, Counter[str]] = {"cells": Counter(), "native_cells": Counter()}
+    with tempfile.TemporaryDirectory() as folder, run_server() as server:
+        model = write_model(Path(folder), seed)
+        if scenario.retracts:  # read when SGLang is imported
+            os.environ.update(SGLANG_TEST_RETRACT="1", SGLANG_TEST_RETRACT_INTERVAL="23")
+        if not scenario.served:
+            prepare(server.target, run="tiny", linger_s=0.05)
+        if scenario.skips is not None:
+            faults = _refusal(model, scenario.skips)
+            return {"missing": {}, "faults": faults, **fate}
+        if scenario.served:
+            served = Served(generate(model, server.target, scenario.arguments, rng, num_rows))
+            run: Run | Served = served
+            faults += served.faults
+        else:
+            run = _run_here(scenario, model, rng, num_rows, faults)
+        engines: set[str] = set()
+        reference = Reference(model)
+        with RouteClient(server.target, run="tiny") as client:
+            for rid, tokens in run.finished.items():
+                if rid in run.unanswered and not _begun(client, rid):
+                    continue
+                mine = {name: Counter[str]() for name in fate}
+                own = run.own_rows.get(rid)
+                found = _compare(
+                    scenario, own, reference, client, rid, tokens, counts, missing, faults, mine
+                )
+                engines.update(client.stat(rid).engine_ids if found else ())
+                if scenario.updates == "retract" and len(found or ()) > 1 and rid not in run.kept:
+                    # Old rows of a prompt whose answer is new: which ones are right is a choice.
+                    counts["changed before the answer"] += 1
+                    continue
+                for name, counted in mine.items():
+                    fate[name] += counted
+                if found and rid in run.kept:
+                    at = run.kept[rid]
+                    if found != ((0, at, 0), (at, len(tokens) - 1, 1)):
+                        faults.append(f"{rid}: weights {found}, but they changed at row {at}")
+    counts.update(run.counts)
+    if len(engines) != scenario.engines:
+        faults.append(f"rows of engines {sorted(engines)}")
+    if (scenario.retracts or scenario.updates == "retract") and not counts["retracted"]:
+        faults.append("nothing was retracted")
+    if scenario.drafts and not counts["drafts"]:
+        faults.append("no draft was accepted")
+    if scenario.again and not counts["loaded"]:
+        faults.append("nothing was loaded from host memory")
+    if scenario.aborts and not counts["aborted"]:
+        faults.append("nothing was aborted")
+    if scenario.updates and not counts["changed"]:
+        faults.append("no rows of both weights in one trace")
+    return {**counts, "missing": dict(missing), "faults": faults, **fate}
+
+
+def _run_here(
+    scenario: Scenario, model: Path, rng: random.Random, num_rows: int, faults: list[str]
+) -> Run:
+    """Run a scenario in this process."""
+    engine = Engine(model, enable_return_routed_experts=scenario.native, **scenario.arguments)
+    run = Run(scenario, engine, rng)
+    engine.run(lambda: run.each(num_rows))
+    from routetrace.capture_agent.engines.sglang.plugin import current
+
+    capture = current()
+    assert capture is not None
+    capture.close()
+    if capture.faults:
+        faults.append("capture broke down")
+    return run
+
+
+def _refusal(model: Path, layer: int) -> list[str]:
+    """Start a server one of whose layers shows no ids; return a fault unless it is refused."""
+    from sglang.srt.layers.moe import topk
+
+    shown = topk.capture_routed_experts_if_allowed
+
+    def hide(config: Any, layer_id: int, ids: Any) -> None:
+        if layer_id != layer:
+            shown(config, layer_id, ids)
+
+    topk.capture_routed_experts_if_allowed = hide
+    try:
+        Engine(model)
+    except SystemExit as refusal:
+        if f"layers [{layer}] show no ids" in str(refusal):
+            return []
+        return [f"refused otherwise: {refusal}"]
+    return ["it started"]
+
+
+def _begun(client: RouteClient, rid: str) -> bool:
+    """Return whether a request that was aborted without an answer has a trace."""
+    try:
+        client.get(rid, missing="mask")
+    except NotFound:
+        return False
+    return True
+
+
+def _compare(
+    scenario: Scenario,
+    own: npt.NDArray[Any] | None,
+    reference: Reference,
+    client: RouteClient,
+    rid: str,
+    tokens: list[int],
+    counts: Counter[str],
+    missing: Counter[str],
+    faults: list[str],
+    fate: dict[str, Counter[str]],
+) -> tuple[tuple[int, int, int], ...] | None:
+    """Compare a trace; return its weight versions, or None if it cannot be compared."""
+    try:
+        options = ReadOptions(missing="mask", wait_for="end", timeout=30)
+        trace = client.get(rid, options=options)
+    except RouteTraceError as error:
+        faults.append(f"{rid}: {error}")
+        return None
+    counts["traces"] += 1
+    rows = len(tokens) - 1
+    if len(trace) != rows:
+        faults.append(f"{rid}: {trace!r} of {len(tokens)} tokens")
+        return None
+    trace.verify_tokens(tokens)
+    for gap in trace.missing:
+        missing[gap.reason] += gap.stop - gap.start
+        if gap.reason not in scenario.may_lack and not (
+            gap.reason == "aborted" and scenario.aborts
+        ):
+            faults.append(f"{rid}: missing {gap}")
+    phases = [(start, stop, version == 1) for start, stop, version in trace.weight_versions]
+    changed = any(changed for *_, changed in phases)
+    counts["changed"] += changed and len(phases) > 1
+    recomputed = scenario.updates == "retract"
+    choice = reference.choose(tokens[:-1], phases if changed else (), recomputed)
+    fate["cells"] += fates(choice, trace.topk_ids, trace.valid, trace.missing, trace.layer_ids)
+    same, ties = choice.agrees(trace.topk_ids)
+    wrong = trace.valid & ~same
+    counts["rows"] += int(trace.valid.all(axis=1).sum())
+    counts["ties"] += ties
+    counts["wrong"] += int(wrong.any(axis=1).sum())
+    if wrong.any():
+        faults.append(f"{rid}: rows {np.flatnonzero(wrong.any(axis=1))[:5]} are wrong")
+    if scenario.native:
+        if own is not None:
+            own = own[:, list(trace.layer_ids)]
+        fate["native_cells"] += fates(choice, own)
+    return trace.weight_versions
+
+
+def main() -> int:
+    """Return 1 if a row is wrong, or missing without a reason."""
+    parser = argparse.ArgumentParser("python -m sglang_runs", description=__doc__)
+    parser.add_argument("--rows", type=int, default=32_000, help="compared in all, about")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--scenario", action="append", help="only those of these names")
+    parser.add_argument("--share", action="store_true", help="fewer scenarios and rows: for CI")
+    parser.add_argument("--json", type=Path, help="also writes the results there")
+    parser.add_argument("--alone", action="store_true", help="in this process")
+    args = parser.parse_args()
+    if args.alone:
+        started = time.monotonic()
+        scenario = next(s for s in SCENARIOS if s.name in args.scenario)
+        result = play(scenario, args.seed, args.rows)
+        result["seconds"] = round(time.monotonic() - started)
+        print(f"\nRESULT {json.dumps(result)}", flush=True)
+        os._exit(0)  # threads of SGLang do not end
+    names = SHARE if args.share else tuple(s.name for s in SCENARIOS)
+    names = tuple(name for name in names if not args.scenario or name in args.scenario)
+    rows = 2_000 if args.share else -(-args.rows // len(names))
+    total, failed = Counter[str](), 0
+    results: dict[str, Any] = {}
+    for name in names:
+        command = ["--alone", "--scenario", name, "--seed", str(args.seed), "--rows", str(rows)]
+        done = subprocess.run(
+            [sys.executable, "-m", "sglang_runs", *command],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
+        if not lines:
+            print(f"{name}, seed {args.seed}: FAULT no result\n{done.stderr[-3000:]}", flush=True)
+            failed += 1
+            results[name] = {"faults": ["no result"]}
+            continue
+        result = json.loads(lines[-1].removeprefix("RESULT "))
+        results[name] = dict(result)
+        faults = result.pop("faults")
+        print(f"{name}, seed {args.seed}: {result}", flush=True)
+        for fault in faults[:_TOLD]:
+            print(f"    FAULT {fault}", flush=True)
+        failed += bool(faults)
+        total.update(rows=result.get("rows", 0), wrong=result.get("wrong", 0))
+    print(f"\ntotal: {dict(total)}, {failed} scenarios failed")
+    if args.json:
+        args.json.write_text(json.dumps(results, indent=1))
+    return 1 if failed or total["wrong"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

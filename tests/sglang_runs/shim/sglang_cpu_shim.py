@@ -1,0 +1,79 @@
+"""Parts of SGLang that its CPU build lacks.
+
+Host memory that is not pinned; trees of drafts in the attention that torch has; drafts without a
+compiler; and overlap scheduling with drafts, which SGLang has for GPUs alone.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from sglang_cpu_kernels import Corpus, attend_to_trees
+
+
+def register() -> None:
+    """The entry point, in each process of SGLang."""
+    from sglang.srt.mem_cache.pool_host import common
+
+    common.ALLOC_MEMORY_FUNCS["cpu"] = _allocate
+    try:
+        from sglang.srt.mem_cache.pool_host import mha as pools
+    except ImportError:  # 0.5.15
+        from sglang.srt.mem_cache import memory_pool_host as pools
+    pools.transfer_kv_direct = _transfer
+    torch.cpu.Stream.synchronize = lambda self: None  # type: ignore[attr-defined]
+    # The table of SGLang's own return in 0.5.15 is pinned where it is made.
+    from sglang.srt.state_capturer import base
+
+    if not hasattr(base, "ALLOC_MEMORY_FUNCS"):
+        base.torch = _Torch()
+    _speculate()
+
+
+def _speculate() -> None:
+    try:
+        from sglang.kernels.ops.speculative import ngram_corpus
+        from sglang.srt.arg_groups import speculative_hook
+        from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
+        from sglang.srt.mem_cache.memory_pool import KVWriteLoc
+    except ImportError:  # 0.5.15
+        return
+    ngram_corpus.get_ngram_corpus_cls = lambda: Corpus
+    speculative_hook._disable_overlap_schedule_for_cpu = lambda _: None
+    extend = TorchNativeAttnBackend.forward_extend
+
+    def forward_extend(
+        self: Any, q: Any, k: Any, v: Any, layer: Any, forward_batch: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        if not forward_batch.forward_mode.is_target_verify():
+            return extend(self, q, k, v, layer, forward_batch, *args, **kwargs)
+        self.token_to_kv_pool.set_kv_buffer(
+            layer, KVWriteLoc(forward_batch.out_cache_loc, None), k, v
+        )
+        query = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)
+        return attend_to_trees(self, query, layer, forward_batch)
+
+    TorchNativeAttnBackend.forward_extend = forward_extend
+
+
+def _allocate(dims: Any, dtype: Any, *_: Any, **__: Any) -> torch.Tensor:
+    return torch.empty(dims, dtype=dtype)
+
+
+def _transfer(
+    src_layers: Any, dst_layers: Any, src_indices: Any, dst_indices: Any, page_size: int
+) -> None:
+    for source, target in zip(src_layers, dst_layers, strict=True):
+        target[dst_indices.long()] = source[src_indices.long()]
+
+
+class _Torch:
+    """torch without pinned memory."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+    @staticmethod
+    def zeros(*args: Any, pin_memory: bool = False, **kwargs: Any) -> torch.Tensor:
+        return torch.zeros(*args, **kwargs)

@@ -1,0 +1,36 @@
+"""The campaign's share of `make test`; `make test-neighbours` has the rest, see neighbours/."""
+
+from __future__ import annotations
+
+import pytest
+from neighbours.campaign import groups, run
+from neighbours.place import HAPROXY
+from neighbours.shares import SCENARIOS, Share
+
+SHARE = Share(calm_s=0.5, attack_s=1.0, small=True, alone=False)
+
+
+@pytest.mark.timeout(600)
+def test_resets_and_half_calls_without_a_token_leave_a_tenant_whole() -> None:
+    names = ["rapid reset", "unfinished calls", "half HTTP"]
+    rows, ran, broken = run(names, SHARE)
+    assert not broken
+    assert ran == len(rows) == len(names)
+    # 13 kB for each of 40,000 streams, 500 MiB, if they could pile up.
+    assert rows[0].peak_mib - rows[0].before_mib < 300
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.skipif(not HAPROXY, reason="haproxy is not installed")
+def test_a_tenant_writes_and_reads_through_the_proxy_beside_resets() -> None:
+    rows, _, broken = run(["rapid reset, proxied"], SHARE)
+    assert not broken
+    # The proxy keeps them: none costs the server anything.
+    assert rows[0].peak_mib - rows[0].before_mib < 30
+
+
+def test_scenarios_with_other_settings_have_another_server() -> None:
+    for names in groups(SCENARIOS, SHARE):
+        settings = [(SCENARIOS[name].settings, SCENARIOS[name].proxied) for name in names]
+        assert all(each == settings[0] for each in settings)
+    assert sum(map(len, groups(SCENARIOS, SHARE))) == len(SCENARIOS)

@@ -1,0 +1,452 @@
+"""The oracle itself: it replays, it does all that it should, and it says what it does."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import numpy as np
+import pytest
+from oracle.cluster import COUNTS, Cluster
+from oracle.engine import Chances, Engine
+from oracle.listener import Heard, Listener
+from oracle.truth import (
+    DIGEST_EVERY,
+    NOBODY,
+    Attempt,
+    Bound,
+    Record,
+    RowStore,
+    digest_positions,
+    expected,
+)
+from oracle.world import EngineSpec, Shard
+
+from routetrace.v1 import records
+from routetrace.v1.layout import RoutingLayout
+
+LAYOUT = RoutingLayout((0, 2, 3), 4, 64, 2)
+WHOLE = (Shard("", LAYOUT.layer_ids),)
+
+
+class Listening:
+    """A world that only listens, and looks at the engines after each step."""
+
+    def __init__(self) -> None:
+        self.log: list[Any] = []
+        self.listeners: dict[tuple[str, str], dict[str, Listener]] = {}
+        self.boots: dict[str, str] = {}
+        self.binds = 0
+
+    def connect(self, spec: EngineSpec, shard: Shard, boot_id: str) -> Listener:
+        self.log.append((spec, shard, boot_id))
+        listener = Listener(spec, self.log)
+        assert shard.name not in self.listeners.setdefault((spec.engine_id, boot_id), {})
+        self.listeners[spec.engine_id, boot_id][shard.name] = listener
+        self.boots[spec.engine_id] = boot_id
+        return listener
+
+    def crash(self, engine_id: str) -> None:
+        self.log.append(("crash", engine_id))
+
+    def barrier(self) -> None:
+        self.log.append("barrier")
+        for engine in self.cluster.engines:
+            lines = self.listeners[engine.spec.engine_id, engine.boot_id]
+            check_slots(self.cluster, engine, lines)
+            check_drafts(self.cluster, engine, lines)
+
+    def bind(
+        self,
+        engine_id: str,
+        request_id: str,
+        trace_id: str,
+        block_ids: list[int],
+        num_tokens: int,
+        num_computed_tokens: int,
+        step: int,
+        token_ids: list[int] | None,
+    ) -> None:
+        self.log.append(
+            ("bind", engine_id, request_id, trace_id, block_ids, num_tokens, step, token_ids)
+        )
+        self.binds += 1
+        bound = self.cluster.bound[trace_id][-1]
+        assert 0 < num_computed_tokens < num_tokens
+        for name, listener in self.listeners[engine_id, self.boots[engine_id]].items():
+            assert step <= listener.steps
+            size = listener.spec.block_size
+            columns = _columns(listener.spec, name)
+            for p in range(num_computed_tokens):
+                row = listener.slots.get(block_ids[p // size] * size + p % size)
+                assert row == _row(self.cluster, bound.rows[p], columns)
+
+
+def _columns(spec: EngineSpec, shard: str) -> list[int]:
+    layer_ids = next(s.layer_ids for s in spec.shards if s.name == shard)
+    return LAYOUT.columns(list(layer_ids))
+
+
+def _row(cluster: Cluster, number: int, columns: list[int]) -> bytes | None:
+    if number == NOBODY:
+        return None
+    return cluster.store.rows(np.array([number]))[0, columns].tobytes()
+
+
+def play(seed: int, num_requests: int = 25, **options: Any) -> tuple[Cluster, Listening]:
+    world = Listening()
+    world.cluster = cluster = Cluster(LAYOUT, seed, world, **options)
+    cluster.submit_workload(num_requests)
+    while cluster.step():
+        for engine in cluster.engines:
+            check_pool(engine)
+            for request in engine.running:  # rejected drafts are nowhere
+                assert (request.attempt.rows[request.ahead_computed :] == NOBODY).all()
+    return cluster, world
+
+
+def check_pool(engine: Engine) -> None:
+    """No block belongs to nobody, or to more than those who share its tokens."""
+    pool = engine.pool
+    held = Counter(block for request in engine.running for block in request.blocks)
+    assert [held[b] for b in range(len(pool.refs))] == pool.refs
+    assert set(pool.free) == {b for b, n in enumerate(pool.refs) if not n}
+    assert pool.cached == {node: block for block, node in pool.node_of.items()}
+    if not engine.counts["resets"]:
+        assert all(n == 1 or block in pool.node_of for block, n in held.items())
+
+
+def check_told(cluster: Cluster, world: Listening) -> int:
+    """Compare the listeners' state with the records; return the number of rows compared."""
+    compared = 0
+    for engine in cluster.engines:
+        lines = world.listeners[engine.spec.engine_id, engine.boot_id]
+        records = [r for rr in cluster.records.values() for r in rr if r.boot_id == engine.boot_id]
+        for name, listener in lines.items():
+            assert sorted(h.name for h in listener.requests) == sorted(
+                r.request_id for r in records
+            )
+            compared += len(listener.requests) and _compare(cluster, engine, name, listener)
+        heard = [listener.requests for listener in lines.values()]
+        for record, *shards in zip(_in_order(records, heard[0]), *heard, strict=True):
+            stop = record.num_tokens - 1
+            for i, attempt in enumerate(record.attempts):
+                there = attempt.rows[:stop] != NOBODY
+                told = [{p: r for p, r in h.attempts[i].items() if p < stop} for h in shards]
+                assert {p for rows in told for p, r in rows.items() if r} == _places(there)
+                unknown = {p for rows in told for p in rows} - _places(there)
+                assert unknown == _places(attempt.unknown[:stop] & ~there)
+                skipped = {p for h in shards for p in h.skipped[i] if p < stop}
+                assert skipped == _places(attempt.skipped[:stop])
+        check_slots(cluster, engine, lines)
+    return compared
+
+
+def _places(mask: np.ndarray) -> set[int]:
+    return {*np.flatnonzero(mask).tolist()}
+
+
+def check_slots(cluster: Cluster, engine: Engine, lines: dict[str, Listener]) -> None:
+    """Every slot names the row that the listeners believe it to name, whatever is in flight.
+
+    Of slots that context-parallel ranks share, one of them names the row.
+    """
+    untold = [run for run in engine.flying.runs if not run.told] if engine.flying else []
+    written = {slot for run in untold for slot in run.slots.tolist()}
+    numbers = cluster.store.in_slots(engine.pool.slots).tolist()
+    for layers in {shard.layer_ids for shard in engine.spec.shards}:
+        ranks = [lines[s.name] for s in engine.spec.shards if s.layer_ids == layers]
+        columns = LAYOUT.columns(list(layers))
+        for slot, number in enumerate(numbers):
+            if slot not in written:
+                row = _row(cluster, number, columns)
+                assert {rank.slots.get(slot) for rank in ranks} - {None} == {row} - {None}
+
+
+def check_drafts(cluster: Cluster, engine: Engine, lines: dict[str, Listener]) -> None:
+    """The listeners' drafts are the engine's, and those that a crash may leave."""
+    heard = {name: {h.name: h for h in one.taking_rows()} for name, one in lines.items()}
+    for request in engine.running:
+        record = request.record
+        assert record is not None
+        for shard in engine.spec.shards:
+            drafts = heard[shard.name][request.request_id].drafts
+            columns = LAYOUT.columns(list(shard.layer_ids))
+            told = [(p, n) for p, n, rank in request.drafts if rank == shard.rank]
+            assert drafts.items() <= {(p, _row(cluster, n, columns)) for p, n in told}
+            assert {p for p, n in told if request.attempt.rows[p] == n} <= {*drafts}
+            assert not engine.alone or {*drafts} <= {*range(*record.tentative)}
+
+
+def _in_order(records: list[Record], heard: list[Heard]) -> list[Record]:
+    """Records in the order in which their engine began them."""
+    by_name: dict[str, list[Record]] = {}
+    for record in sorted(records, key=lambda r: r.serial):
+        by_name.setdefault(record.request_id, []).append(record)
+    return [by_name[h.name].pop(0) for h in heard]
+
+
+def _compare(cluster: Cluster, engine: Engine, shard: str, listener: Listener) -> int:
+    columns, compared = _columns(engine.spec, shard), 0
+    records = [r for rr in cluster.records.values() for r in rr if r.boot_id == engine.boot_id]
+    for record, heard in zip(_in_order(records, listener.requests), listener.requests, strict=True):
+        assert heard.num_tokens == record.num_tokens
+        assert len(heard.attempts) == len(record.attempts)
+        for told, attempt in zip(heard.attempts, record.attempts, strict=True):
+            for p, row in told.items():
+                if p < record.num_tokens - 1 and row:
+                    assert row == _row(cluster, attempt.rows[p], columns)
+                    compared += 1
+    return compared
+
+
+# ---------------------------------------------------------------------------- engines
+
+
+def test_a_seed_replays_exactly():
+    logs = [play(seed)[1].log for seed in (3, 3, 4)]
+    assert logs[0] == logs[1] != logs[2]
+
+
+def test_everything_happens():
+    total = Counter[str]()
+    for seed in range(12):
+        total.update(play(seed, chances=Chances(branch=0.5))[0].counts)
+    assert set(total) == set(COUNTS)
+    assert not [name for name in COUNTS if total[name] <= 0]
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_what_is_told_is_what_is_true(seed):
+    cluster, world = play(seed, 30)
+    assert world.binds == cluster.counts["binds"]
+    assert check_told(cluster, world) or cluster.counts["crashes"]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_slots_that_are_loaded_while_a_pass_is_in_flight(seed):
+    spec = EngineSpec(
+        *("e", 4, 100, WHOLE, 16, 6),
+        draft_tokens=2,
+        asynchronous=True,
+        offload=True,
+        slot_only_twin=True,
+    )
+    cluster, world = play(seed, 60, specs=[spec], chances=Chances(crash=0, reset=0))
+    assert cluster.counts["binds"] > 20
+    assert check_told(cluster, world)
+
+
+def test_digests_are_where_the_contract_says():
+    assert DIGEST_EVERY == records.DIGEST_EVERY
+    for n in (1, 63, 64, 65, 300):
+        told = records.token_digests(np.zeros(n, np.uint32))["position"].tolist()
+        assert set(told) == digest_positions(n)
+
+
+def test_every_trace_that_nobody_crashed_is_certain():
+    cluster, _ = play(5, 40, chances=Chances(crash=0.0))
+    for trace_id in cluster.traces():
+        for policy in ("as_sampled", "latest"):
+            whole = cluster.expected(trace_id, policy)
+            assert [e.number for e in whole] == list(range(1, len(whole) + 1))
+            assert any(e.counted for e in whole)
+            for e in whole:
+                assert not e.uncertain
+                assert e.ids.shape == (e.num_rows, 3, 2)
+                assert e.known.shape == e.versions.shape == e.reasons.shape == (e.num_rows, 3)
+                assert all(e.reasons[~e.known])
+
+
+def test_an_engine_that_loads_nothing_and_forgets_nothing_knows_every_row():
+    spec = EngineSpec("e", 4, 160, WHOLE, draft_tokens=3, asynchronous=True)
+    quiet = Chances(abort=0, reset=0, crash=0, update=0.05)
+    cluster, _ = play(6, 60, specs=[spec], chances=quiet)
+    assert cluster.counts["cached_rows"] > 0
+    for trace_id in cluster.traces():
+        for e in cluster.expected(trace_id, "latest"):
+            assert e.known.all() or cluster.counts["resets"]
+
+
+# ---------------------------------------------------------------------------- expected()
+
+STORE = RowStore(LAYOUT, 0)
+STORE.draw(1000, 0)
+STORE.versions[:] = np.arange(len(STORE.versions)) // 100
+
+
+def request(
+    tokens: list[int],
+    prompt_len: int,
+    *attempts: dict[int, int | None],
+    reason: str = "stop",
+    told: bool = True,
+    **facts: Any,
+) -> Record:
+    """A request whose attempts are given as position -> row, or None where that is unknown."""
+    record = Record("e", "boot", "r", "t", prompt_len, [0, 1, 2], tokens, reason=reason, **facts)
+    for given in attempts:
+        attempt = Attempt(len(tokens) + 8, 0, 0)
+        for position, number in given.items():
+            attempt.rows[position] = NOBODY if number is None else number
+            attempt.unknown[position] = number is None
+        record.attempts.append(attempt)
+    if told:
+        record.told_at = digest_positions(prompt_len)
+        if reason:
+            record.told_at |= digest_positions(len(tokens))
+    record.begin_settled = record.settled = True
+    return record
+
+
+def run(first: int, start: int, stop: int) -> dict[int, int | None]:
+    """Rows first, first + 1, ... at the positions [start, stop)."""
+    return dict(zip(range(start, stop), range(first, first + stop - start), strict=True))
+
+
+def served(
+    *requests: Record, policy: Any = "as_sampled", weight_version: int | None = None
+) -> list[list[int | None]]:
+    """Of each incarnation, the number of the row at each position."""
+    found = []
+    for e in expected(list(requests), STORE, policy, weight_version):
+        numbers: list[int | None] = []
+        for p in range(e.num_rows):
+            same = (STORE.rows(np.arange(1000)) == e.ids[p]).all(axis=(1, 2))
+            numbers.append(int(same.argmax()) if e.known[p].all() else None)
+        found.append(numbers)
+    return found
+
+
+def counted(*requests: Record) -> list[bool]:
+    return [e.counted for e in expected(list(requests), STORE, "as_sampled", None)]
+
+
+def test_n_tokens_have_n_minus_one_rows():
+    one = request([1, 2, 3, 4], 2, run(0, 0, 6))
+    assert served(one) == [[0, 1, 2]]
+    (e,) = expected([one], STORE, "as_sampled", None)
+    assert (e.num_tokens, e.num_rows, e.number, e.counted) == (4, 3, 1, True)
+
+
+def test_attempts_by_policy_and_weight_version():
+    one = request([1, 2, 3, 4], 2, run(0, 0, 2), run(100, 0, 3))
+    assert served(one) == [[0, 1, 102]]
+    assert served(one, policy="latest") == [[100, 101, 102]]
+    assert served(one, weight_version=1) == [[100, 101, 102]]
+    assert served(one, weight_version=0) == [[0, 1, None]]
+    (e,) = expected([one], STORE, "as_sampled", 0)
+    assert e.reasons[2, 0] == {"other_version"}
+
+
+def test_a_turn_goes_on_from_the_turn_before_and_adds_its_last_row():
+    turn = request([1, 2, 3, 4], 2, run(0, 0, 3))
+    following = request([1, 2, 3, 4, 5, 6, 7], 5, {0: 0, 1: 1} | run(100, 2, 6))
+    following.told_at.add(4)  # its agent knew where the turn before ended
+    assert served(turn, following) == [[0, 1, 2], [0, 1, 2, 101, 102, 103]]
+    assert served(turn, following, policy="latest")[1] == [0, 1, 100, 101, 102, 103]
+    assert counted(turn, following) == [False, True]
+    following.told_at.remove(4)  # nothing before position 5 can be compared
+    assert counted(turn, following) == [True, True]
+    assert served(turn, following)[1] == [0, 1, 100, 101, 102, 103]
+
+
+def test_requests_that_told_no_tokens_are_never_joined():
+    turn = request([1, 2, 3, 4], 2, run(0, 0, 3), told=False)
+    following = request([1, 2, 3, 4, 5], 4, {0: None} | run(100, 1, 4), told=False)
+    assert served(turn, following) == [[0, 1, 2], [None, 100, 101, 102]]
+    assert counted(turn, following) == [True, True]
+
+
+def test_a_retry_is_an_incarnation_of_its_own_and_lends_its_prompt():
+    first = request([1, 2, 3, 4], 3, run(0, 0, 3))
+    retry = request([1, 2, 3, 5], 3, {0: None, 1: None} | run(100, 2, 3))
+    assert served(first, retry) == [[0, 1, 2], [0, 1, 100]]
+    assert counted(first, retry) == [True, True]
+    other = request([2, 2, 3, 5], 3, {0: None, 1: None} | run(100, 2, 3))
+    assert served(first, other) == [[0, 1, 2], [None, None, 100]]
+    (_, e) = expected([first, other], STORE, "as_sampled", None)
+    assert e.reasons[0, 0] == {"kv_unknown"}
+
+
+def test_branches_share_what_they_go_on_from():
+    turn = request([1, 2, 3, 4], 2, run(0, 0, 3))
+    left = request([1, 2, 3, 4, 1], 4, run(100, 0, 4))
+    right = request([1, 2, 3, 4, 2], 4, run(200, 0, 4))
+    assert served(turn, left, right) == [[0, 1, 2], [0, 1, 2, 103], [0, 1, 2, 203]]
+    assert counted(turn, left, right) == [False, True, True]
+
+
+def test_a_handoff_is_absorbed_and_has_no_end_of_its_own():
+    prefill = request([1, 2, 3, 9], 3, run(0, 0, 3), reason="handoff")
+    (alone,) = expected([prefill], STORE, "as_sampled", None)
+    assert (alone.num_tokens, alone.num_rows, alone.counted) == (0, 3, True)
+    decode = request([1, 2, 3, 8, 7], 3, dict.fromkeys(range(2)) | run(100, 2, 4), external=True)
+    # The decode engine sampled 8 itself, where the prefill engine had sampled 9.
+    assert served(prefill, decode) == [[0, 1, 2], [0, 1, 100, 101]]
+    given = request([1, 2, 3, 9, 7], 3, dict.fromkeys(range(3)) | run(100, 3, 4), external=True)
+    assert served(prefill, given)[1] == [0, 1, 2, 100]
+    assert served(prefill, decode, policy="latest")[1] == [0, 1, 100, 101]
+    assert counted(prefill, decode) == [False, True]
+    prefill.reason = "length"
+    assert served(prefill, decode)[1] == [0, 1, 100, 101]
+    assert counted(prefill, decode) == [True, True]
+
+
+def test_histories_that_were_edited_share_what_digests_prove():
+    tokens = [1, 2, 3] * 60
+    turn = request(tokens, 70, run(0, 0, 179))
+    edited = request([*tokens[:150], 9, 9, 9], 152, run(300, 0, 152))
+    # Equal up to 150; both have a digest at 128.
+    assert served(turn, edited)[1] == [*range(128), *range(428, 452)]
+    assert counted(turn, edited) == [True, True]
+
+
+def test_what_one_request_knows_of_a_prefix_others_know_too():
+    tokens = [1, 2, 3, 4, 5, 6]
+    first = request(tokens[:3], 2, run(0, 0, 2))
+    second = request(tokens[:5], 4, run(100, 0, 4))
+    third = request(tokens, 5, run(200, 0, 5))
+    second.told_at.add(3)
+    # The third proves the second's five tokens, and through it the first's three.
+    assert served(first, second, third)[2] == [0, 1, 102, 103, 204]
+    assert counted(first, second, third) == [False, False, True]
+
+
+def test_reasons():
+    aborted = request([1, 2, 3, 4], 4, {0: None, 1: 7}, reason="abort")
+    (e,) = expected([aborted], STORE, "as_sampled", None)
+    assert [set(r) for r in e.reasons[:, 0]] == [{"kv_unknown"}, {"aborted"}, {"aborted"}]
+    stages = request([1, 2, 3], 2, run(0, 0, 2))
+    stages.columns = [0, 2]
+    (e,) = expected([stages], STORE, "as_sampled", None)
+    assert e.known.tolist() == [[True, False, True]] * 2
+    assert e.reasons[0, 1] == {"not_captured"}
+
+
+def test_what_died_may_be_served_up_to_its_drafts():
+    died = request([1, 2], 2, run(0, 0, 6), reason="")
+    died.settled, died.tentative, died.discarded = False, (4, 6), [(1, 50)]
+    retry = request([1, 2, 8, 9], 2, run(100, 0, 3))
+    lost, e = expected([died, retry], STORE, "as_sampled", None)
+    assert lost.uncertain
+    assert e.uncertain
+    assert (lost.num_tokens, lost.num_rows, lost.number) == (0, 4, 1)
+    assert e.num_tokens == 4
+    ids = [[c[0].tolist() for c in e.candidates(p, 1)] for p in range(4)]
+    rows = STORE.rows(np.arange(200))[:, 1].tolist()
+    assert ids == [[rows[0], rows[100]], [rows[1], rows[50], rows[101]], [rows[102]], []]
+    assert len(lost.candidates(3, 0)) == 1
+    assert lost.candidates(4, 0) == []
+    died.begin_settled = False
+    assert [x.number for x in expected([died, retry], STORE, "latest", None)] == [0, 0]
+
+
+def test_bound_requests_are_their_slots():
+    bound = Bound(5, 3, np.array([7, NOBODY, 8]), [0, 1, 2])
+    e = bound.expected(2, STORE, None)
+    assert (e.number, e.num_tokens, e.num_rows) == (2, 5, 4)
+    assert e.known[:, 0].tolist() == [True, False, True, False]
+    assert e.reasons[1, 0] == {"kv_unknown"}
+    assert e.reasons[3, 0] == {"not_captured"}
+    assert (e.ids[2] == STORE.rows(np.array([8]))[0]).all()

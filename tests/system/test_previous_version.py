@@ -1,0 +1,70 @@
+"""Data and messages of the previous version, recorded with its own code (see `tests/previous`)."""
+
+from __future__ import annotations
+
+import json
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+from previous import wire
+from previous.scenario import AGAIN, answers, go_on
+from previous.serving import Serving
+
+from routetrace.client import RouteClient
+
+FIXTURES = Path(__file__).parents[1] / "fixtures" / "previous"
+
+
+def fixture(name: str) -> Any:
+    return json.loads((FIXTURES / f"{name}.json").read_text())
+
+
+@pytest.fixture
+def data(tmp_path):
+    with zipfile.ZipFile(FIXTURES / "data.zip") as archive:
+        archive.extractall(tmp_path)
+    return tmp_path
+
+
+def test_a_data_directory_of_the_previous_version_gives_the_same_answers(data):
+    recorded = fixture("answers")
+    with Serving(data, AGAIN) as serving:
+        assert not serving.store.stats().damaged_records
+        assert answers(serving.target) == recorded["before"]
+        go_on(serving, recorded["writers"])
+        assert answers(serving.target) == recorded["after"]
+    with Serving(data, AGAIN) as serving:  # a log of both versions
+        assert answers(serving.target) == recorded["after"]
+        serving.sweep()
+    with Serving(data, AGAIN) as serving:
+        assert serving.core.recovery.records == 0, "all is in the snapshot"
+        assert answers(serving.target) == recorded["after"]
+
+
+def test_the_fixture_has_an_answer_of_every_kind():
+    """Reasons of deletions, drafts, unknown slots, attempts, incarnations, bound requests."""
+    before, after = (fixture("answers")[part] for part in ("before", "after"))
+    gone = {answer["gone"] for answer in before.values() if "gone" in answer}
+    assert gone == {"", "deleted", "retired", "expired"}
+    assert before["a/draft"]["cells"] < after["a/draft"]["cells"]
+    assert after["a/hit2"]["missing"], "a slot of external KV"
+    assert before["a/waiting"]["incarnations"][2] == 2
+    assert before["a/bound"]["missing"], "a slot that a later request wrote"
+    assert before["b/half"]["missing"], "one stage of two"
+    assert after["b/half"]["cells"] > before["b/half"]["cells"]
+
+
+def test_messages_of_an_agent_and_a_client_of_the_previous_version_are_answered(tmp_path):
+    recorded = fixture("wire")
+    with Serving(tmp_path) as serving:
+        assert wire.feed(serving.target, recorded["calls"]) == []
+        assert wire.answers(serving.target) == recorded["answers"]
+        assert wire.ask(serving.target, recorded["calls"]) == []
+
+
+def test_answers_of_a_server_of_the_previous_version_are_read():
+    recorded = fixture("wire")
+    with wire.Replayer(recorded["calls"]) as replayer, RouteClient(replayer.target) as client:
+        assert json.loads(json.dumps(wire.read(client))) == recorded["results"]
