@@ -32,11 +32,19 @@ _EXPERTS = ("experts",)
 _PROBE_TOKENS = 2
 
 
+class PlaceUnknown(InvalidArgument):
+    """The positions of a pass cannot be known: no row of the call would be right."""
+
+
 class PassListener(Protocol):
     """Whoever knows what the tokens of a forward pass are."""
 
     def before(self, inputs: Mapping[str, Any]) -> None:
-        """A pass with these keyword arguments begins."""
+        """A pass with these keyword arguments begins.
+
+        Raises:
+            PlaceUnknown: if its positions cannot be known; the caller of the model gets it.
+        """
 
     def after(self, pending: PendingRows) -> None:
         """The pass has ended; a row per token, in the order of `input_ids`."""
@@ -96,8 +104,8 @@ class RouterTaps:
     def attached(self, listener: PassListener) -> Iterator[None]:
         """Hooks the model for the duration of the block.
 
-        Exceptions of the listener and of ours never reach the model: they are counted in
-        `failures`, the first is logged, and the listener is told.
+        Exceptions of the listener and of ours, but for `PlaceUnknown`, do not reach the model:
+        they are counted in `failures`, the first is logged, and `listener.failed()` is called.
         """
 
         def before(_model: nn.Module, _args: Any, kwargs: Any) -> None:
@@ -122,12 +130,18 @@ class RouterTaps:
             self._capturer = self._num_tokens = None  # the next user of the device may need room
 
     def shield(self, listener: PassListener, action: Callable[[], object]) -> None:
-        """Runs `action`; the engine does not learn of its exceptions."""
+        """Run `action`; of its exceptions only `PlaceUnknown` reaches the engine."""
         try:
             action()
+        except PlaceUnknown:
+            listener.failed()
+            raise
         except Exception:
             if self.failures == 0:
-                logger.exception("routing capture failed: rows will be missing from traces")
+                logger.exception(
+                    "routing capture failed: rows will be missing from traces; if it fails at "
+                    "once, pin a version of transformers that the documentation names as tested"
+                )
             self.failures += 1
             listener.failed()
 

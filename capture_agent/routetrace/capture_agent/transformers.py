@@ -29,7 +29,7 @@ from transformers import (
 
 from routetrace.capture_agent.router_taps import RouterTaps
 from routetrace.capture_agent.transformers_batching import PagedRequests, batching_config
-from routetrace.capture_agent.transformers_generate import GenerateCall
+from routetrace.capture_agent.transformers_generate import GenerateCall, cache_among
 from routetrace.v1.errors import InvalidArgument
 from routetrace.v1.layout import RoutingLayout
 from routetrace.v1.model_map import layout_from_config
@@ -106,7 +106,8 @@ class TransformersCapture:
             request_ids: one for each of the batch * num_return_sequences sequences, the sequences
                 of a prompt side by side. The next turn of a session under the same id, its prompt
                 beginning with all tokens of the turn before, goes on with the same trace, on the
-                KV cache (`past_key_values`) of that turn or without it.
+                KV cache of that turn (`cache`, or `past_key_values` before transformers 5.24) or
+                without it.
             labels: as many.
             weight_version: of the weights that generate, if it has changed.
             generate_kwargs: for `model.generate`.
@@ -115,7 +116,9 @@ class TransformersCapture:
             What `model.generate` returns.
 
         Raises:
-            InvalidArgument: if shapes or counts do not fit, or an option cannot be captured.
+            InvalidArgument: if shapes or counts do not fit, or an option cannot be captured; or at
+                the first pass of the model whose positions cannot be known. The call ends there,
+                and its requests are aborted.
         """
         kwargs = dict(generate_kwargs)
         for option, (harmless, expected) in _REFUSED.items():
@@ -153,7 +156,7 @@ class TransformersCapture:
         kwargs["stopping_criteria"] = StoppingCriteriaList(
             [*(c for c in kwargs.get("stopping_criteria") or () if c not in own), call]
         )
-        cache = kwargs.get("past_key_values")
+        cache = cache_among(kwargs)
         with self._exclusive(weight_version):
             try:
                 call.begin(request_ids, labels, 0 if cache is None else int(cache.get_seq_length()))
