@@ -8,8 +8,9 @@ PIP    := $(PY) -m pip install --quiet --disable-pip-version-check
 # The CPU build; use your own torch by installing it into $(VENV) first.
 TORCH  ?= torch==2.13.0
 
-.PHONY: demo test lint bench test-exact test-mutations test-install test-trainers test-vllm \
-	test-vllm-scheduler test-faults test-docker bench-vllm experts-report proto clean
+.PHONY: demo test check check-full lint bench test-exact test-mutations test-install test-trainers \
+	test-vllm test-vllm-scheduler test-faults test-docker test-loaded bench-vllm experts-report proto \
+	clean
 
 demo: $(VENV)/.demo
 	$(PY) examples/demo.py
@@ -17,6 +18,18 @@ demo: $(VENV)/.demo
 # One thread a worker: matrices this small leave more waiting for each other.
 test: $(VENV)/.dev
 	OMP_NUM_THREADS=1 $(PY) -m pytest -n 2
+
+# The gate: what each change passes before it lands, in at most 20 minutes on two cores.
+check:
+	$(PYTHON) scripts/check.py gate
+
+# Every target, at the shares that a release is judged by; goes on after a failure, ends with a table.
+check-full:
+	$(PYTHON) scripts/check.py full
+
+# The tests beside two processes that never rest: none may depend on the speed of the machine.
+test-loaded: $(VENV)/.dev
+	$(PY) scripts/loaded.py $(MAKE) test
 
 lint: $(VENV)/.dev
 	$(VENV)/bin/ruff check .
@@ -56,15 +69,18 @@ test-install: $(VENV)/.dev
 	$(PY) -m pytest -m install
 
 # Real vLLM engines on the CPU, with tiny models, in an environment of their own; see
-# tests/vllm_runs. `make test-vllm SCENARIO=prefix VLLM=0.30.0` runs a part, SHARE=--share that of CI.
+# tests/vllm_runs. `make test-vllm SCENARIO=prefix VLLM=0.30.0 WAY=plugin` runs a part, SHARE=--share
+# the share of `make check-full`.
 VLLM      ?= 0.30.0 0.32.0
 VLLM_VENV ?= .venv-vllm
 SCENARIO  ?=
 SHARE     ?=
+WAY       ?=
 test-vllm:
 	PYTHON=$(PYTHON) VLLM_VENV=$(VLLM_VENV) TORCH='$(TORCH)' scripts/vllm_env.sh $(VLLM)
 	PYTHONPATH=tests OMP_NUM_THREADS=1 $(VLLM_VENV)/bin/python -m vllm_runs \
-		--installed $(VLLM_VENV) $(VLLM:%=--version %) $(SCENARIO:%=--scenario %) $(SHARE)
+		--installed $(VLLM_VENV) $(VLLM:%=--version %) $(SCENARIO:%=--scenario %) $(SHARE) \
+		$(WAY:%=--way %)
 
 # vLLM's own scheduler with a fake model: ROWS rows for each version, each compared.
 ROWS ?= 1000000
