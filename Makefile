@@ -10,11 +10,10 @@ LOUD   := $(PY) -m pip install --disable-pip-version-check
 # takes that of the default index, with CUDA.
 TORCH  ?= torch==2.13.0
 
-.PHONY: demo test lint bench test-exact test-docs test-mutations test-install test-transformers \
-	test-trainers test-vllm test-vllm-scheduler test-sglang test-sglang-scheduler test-faults \
-	test-neighbours test-docker test-kubernetes test-scale test-alerts rivals-exact bench-vllm test-gpu bench-gpu experts-report \
-	previous-fixtures \
-	docs proto clean
+.PHONY: demo test check check-full lint bench test-exact test-docs test-mutations test-install \
+	test-transformers test-trainers test-vllm test-vllm-scheduler test-sglang test-sglang-scheduler \
+	test-faults test-neighbours test-docker test-kubernetes test-scale test-alerts test-loaded \
+	rivals-exact bench-vllm test-gpu bench-gpu experts-report previous-fixtures docs proto clean
 
 demo: $(VENV)/.demo
 	$(PY) examples/demo.py
@@ -23,6 +22,18 @@ demo: $(VENV)/.demo
 test: $(VENV)/.dev
 	@echo 'About 5,700 tests; 6 to 10 minutes on two cores that have nothing else to do.'
 	OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 --dist worksteal
+
+# The gate: what each change passes before it lands, in at most 20 minutes on two cores.
+check:
+	$(PYTHON) scripts/check.py gate
+
+# Every target, at the shares that a release is judged by; goes on after a failure, ends with a table.
+check-full:
+	$(PYTHON) scripts/check.py full
+
+# The tests beside two processes that never rest: none may depend on the speed of the machine.
+test-loaded: $(VENV)/.dev
+	$(PY) scripts/loaded.py $(MAKE) test
 
 lint: $(VENV)/.dev
 	$(VENV)/bin/ruff check .
@@ -132,15 +143,18 @@ test-transformers: $(VENV)/.dev
 	done
 
 # Real vLLM engines on the CPU, with tiny models, in an environment of their own; see
-# tests/vllm_runs. `make test-vllm SCENARIO=prefix VLLM=0.30.0` runs a part, SHARE=--share that of CI.
+# tests/vllm_runs. `make test-vllm SCENARIO=prefix VLLM=0.30.0 WAY=plugin` runs a part, SHARE=--share
+# the share of `make check-full`.
 VLLM      ?= 0.30.0 0.32.0
 VLLM_VENV ?= .venv-vllm
 SCENARIO  ?=
 SHARE     ?=
+WAY       ?=
 test-vllm:
 	PYTHON=$(PYTHON) VLLM_VENV=$(VLLM_VENV) TORCH='$(TORCH)' scripts/vllm_env.sh $(VLLM)
 	PYTHONPATH=tests OMP_NUM_THREADS=1 $(VLLM_VENV)/bin/python -m vllm_runs \
-		--installed $(VLLM_VENV) $(VLLM:%=--version %) $(SCENARIO:%=--scenario %) $(SHARE)
+		--installed $(VLLM_VENV) $(VLLM:%=--version %) $(SCENARIO:%=--scenario %) $(SHARE) \
+		$(WAY:%=--way %)
 	for version in $(if $(SCENARIO),,$(VLLM)); do \
 		PYTHONPATH=$(VLLM_VENV)/$$version:tests:tests/vllm_runs/plugins TRITON_INTERPRET=1 \
 			$(VLLM_VENV)/bin/python -m vllm_runs.routers || exit 1; \

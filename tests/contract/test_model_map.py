@@ -664,7 +664,12 @@ def family(request: pytest.FixtureRequest) -> str:
 @cache
 def language_model(family: str) -> tuple[Any, Any]:
     """The model class of a family's language model with its config class."""
-    base = pytest.importorskip("transformers").PreTrainedModel
+    transformers = pytest.importorskip("transformers")
+    base = transformers.PreTrainedModel
+    if not (model_root() / family / f"modeling_{family}.py").exists():
+        # A family with a configuration of its own and the model class of another family.
+        config = type(transformers.AutoConfig.for_model(family))
+        return transformers.MODEL_FOR_CAUSAL_LM_MAPPING[config], config
     module = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
     best: tuple[int, Any, Any] | None = None
     name: str

@@ -128,22 +128,27 @@ def prepare(work: Path) -> dict[str, str]:
 
 
 def build_arguments(work: Path) -> str:
-    """Return arguments that give `podman build` the package sources of this machine's pip."""
+    """Return arguments that give `podman build` the package sources of this machine's pip.
+
+    Directories and files that pip's configuration names (wheels, constraints, certificates) are
+    mounted at the paths at which they lie here.
+    """
+    listing = call(sys.executable, "-m", "pip", "config", "list")
     settings: dict[str, str] = {}
-    told = call(sys.executable, "-m", "pip", "config", "list")
-    for line in told.splitlines():
+    for line in listing.splitlines():
         name, _, value = line.partition("=")
         settings[name.rpartition(".")[2]] = value.strip("'\"")
     lines = "".join(f"{name} = {value}\n" for name, value in settings.items())
     _write(work / "pip.conf", f"[global]\n{lines}")
-    mounts = {f"{work}/pip.conf:/etc/pip.conf", "/etc/ssl/certs:/etc/ssl/certs"}
+    mounts = {Path("/etc/pip.conf"): work / "pip.conf", Path("/etc/ssl/certs"): "/etc/ssl/certs"}
     for word in " ".join(settings.values()).split():
         # The pages of an index may point to files beside it.
         path = Path(word.removeprefix("file://"))
         path = path.parent if word.startswith("file:") else path
-        if path.is_absolute() and path.exists() and path != Path("/"):
-            mounts.add(f"{path}:{path}")
-    volumes = " ".join(f"--volume={mount}:ro" for mount in sorted(mounts))
+        covered = any(path.is_relative_to(mount) for mount in mounts)
+        if path.is_absolute() and path.exists() and path != Path("/") and not covered:
+            mounts[path] = path
+    volumes = " ".join(f"--volume={source}:{path}:ro" for path, source in sorted(mounts.items()))
     return f"--network=host --pull=never --build-arg=PYTHON_IMAGE={BASE_IMAGE} {volumes}"
 
 

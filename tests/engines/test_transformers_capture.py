@@ -21,7 +21,7 @@ from transformers import (
 )
 
 from routetrace.capture_agent import AgentConfig, CaptureAgent
-from routetrace.capture_agent.engines.transformers import TransformersCapture
+from routetrace.capture_agent.engines.transformers import TransformersCapture, generate
 from routetrace.client import RouteClient
 from routetrace.common.errors import InvalidArgument
 from routetrace.server.testing import run_server
@@ -359,6 +359,49 @@ def test_tokens_are_not_told_beside_images(pixels: Any, monkeypatch: pytest.Monk
     assert agent.requests["image"].prompt is None
     assert agent.requests["image"].tokens is None
     assert np.array_equal(agent.trace("text"), agent.trace("image"))
+
+
+# ---------------------------------------------------------------- the cache, by any name
+
+
+def test_a_cache_of_an_unknown_name_is_found_by_its_type(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(generate, "_CACHE_NAMES", ())
+    agent, truth, _ = captured()
+    assert_bit_for_bit(agent, truth, IDS, padded(PROMPTS)[1])
+
+
+def test_passes_without_a_cache() -> None:
+    captured(use_cache=False)
+
+
+@pytest.mark.parametrize("cached_turn", [False, True])
+def test_a_pass_whose_place_is_unknown_ends_the_call(
+    monkeypatch: pytest.MonkeyPatch, cached_turn: bool
+) -> None:
+    model, layout = tiny_model("qwen3_moe")
+    input_ids, mask = padded(PROMPTS)
+    kwargs: dict[str, Any] = {"do_sample": False, "max_new_tokens": 4}
+    if cached_turn:
+        first = model.generate(
+            input_ids, attention_mask=mask, return_dict_in_generate=True, **kwargs
+        )
+        kwargs["past_key_values"] = first.past_key_values
+        input_ids = torch.cat([first.sequences, first.sequences[:, -1:]], dim=1)
+        mask = torch.ones_like(input_ids)
+    agent = RecordingAgent(layout)
+    capture = TransformersCapture(model, agent, layout=layout)
+    # As a release would look that calls the cache by a third name and gives it another type.
+    monkeypatch.setattr(generate, "_CACHE_NAMES", ())
+    monkeypatch.setattr(generate, "Cache", type("Other", (), {}))
+    width = r"[12] of \d+"
+    with pytest.raises(InvalidArgument, match=f"a pass over {width} columns .*transformers 5") as e:
+        capture.generate(input_ids, mask, request_ids=IDS, **kwargs)
+    assert e.value.field == "model"
+    assert_no_hooks(model)
+    for request_id in IDS:
+        told = agent.requests[request_id]
+        assert told.reason == "abort"
+        assert not told.rows or len(told.rows) == told.prompt_len
 
 
 # ---------------------------------------------------------------- what is refused, what goes wrong

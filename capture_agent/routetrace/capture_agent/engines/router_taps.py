@@ -31,11 +31,19 @@ _EXPERTS = ("experts",)
 _PROBE_TOKENS = 2
 
 
+class PlaceUnknown(InvalidArgument):
+    """The positions of a pass cannot be known: no row of the call would be right."""
+
+
 class PassListener(Protocol):
     """Receiver of the rows of forward passes, which knows their tokens."""
 
     def before(self, inputs: Mapping[str, Any]) -> None:
-        """Handle the start of a pass with these keyword arguments."""
+        """Handle the start of a pass with these keyword arguments.
+
+        Raises:
+            PlaceUnknown: if its positions cannot be known; the caller of the model gets it.
+        """
 
     def after(self, pending: PendingRows) -> None:
         """Handle the end of the pass; a row per token, in the order of `input_ids`."""
@@ -97,8 +105,8 @@ class RouterTaps:
     def attached(self, listener: PassListener) -> Iterator[None]:
         """Hook the model for the duration of the block.
 
-        Exceptions of the listener and of the hooks never reach the model: they are counted in
-        `failures`, the first is logged, and `listener.failed` is called.
+        Exceptions of the listener and of the hooks, except `PlaceUnknown`, do not reach the model:
+        they are counted in `failures`, the first is logged, and `listener.failed` is called.
         """
 
         def before(_model: nn.Module, _args: Any, kwargs: Any) -> None:
@@ -132,12 +140,18 @@ class RouterTaps:
             self._capturer = self._growing = self._num_tokens = None
 
     def shield(self, listener: PassListener, action: Callable[[], object]) -> None:
-        """Run `action`; suppress and count its exceptions."""
+        """Run `action`; suppress and count its exceptions, except `PlaceUnknown`."""
         try:
             action()
+        except PlaceUnknown:
+            listener.failed()
+            raise
         except Exception:
             if self.failures == 0:
-                logger.exception("routing capture failed: rows will be missing from traces")
+                logger.exception(
+                    "routing capture failed: rows will be missing from traces; if it fails at "
+                    "once, pin a version of transformers that the documentation names as tested"
+                )
             self.failures += 1
             listener.failed()
 

@@ -30,7 +30,7 @@ from transformers import (
 from routetrace.capture_agent.engines.router_taps import RouterTaps
 from routetrace.capture_agent.engines.transformers.batching import PagedRequests, batching_config
 from routetrace.capture_agent.engines.transformers.compiled import CompiledCalls
-from routetrace.capture_agent.engines.transformers.generate import GenerateCall
+from routetrace.capture_agent.engines.transformers.generate import GenerateCall, cache_among
 from routetrace.capture_agent.engines.transformers.inputs import labels_with_adapters, only_tokens
 from routetrace.common.errors import InvalidArgument
 from routetrace.common.model_map import layout_from_config
@@ -111,9 +111,10 @@ class TransformersCapture:
                 as by the library.
             request_ids: one for each of the batch * num_return_sequences sequences, the sequences
                 of a prompt side by side. The next turn of a session under the same id, its prompt
-                beginning with all tokens of the turn before, continues the same trace, on the
-                KV cache (`past_key_values`) of that turn or without it; not so with images or other
-                tensors of inputs, which token ids do not identify.
+                beginning with all tokens of the turn before, continues the same trace, on the KV
+                cache of that turn (`cache`, or `past_key_values` before transformers 5.24) or
+                without it; not so with images or other tensors of inputs, which token ids do not
+                identify.
             labels: one mapping for each sequence; active adapters of peft add `adapter`.
             weight_version: of the weights that generate, if it has changed.
             generate_kwargs: for `model.generate`.
@@ -122,7 +123,9 @@ class TransformersCapture:
             The result of `model.generate`.
 
         Raises:
-            InvalidArgument: if shapes or counts do not fit, or an option cannot be captured.
+            InvalidArgument: if shapes or counts do not fit, or an option cannot be captured; or at
+                the first pass of the model whose positions cannot be known. The call ends there,
+                and its requests are aborted.
         """
         kwargs = dict(generate_kwargs)
         for option, (harmless, expected) in _REFUSED.items():
@@ -161,7 +164,7 @@ class TransformersCapture:
         kwargs["stopping_criteria"] = StoppingCriteriaList(
             [*(c for c in kwargs.get("stopping_criteria") or () if c not in own), call]
         )
-        cache = kwargs.get("past_key_values")
+        cache = cache_among(kwargs)
         with self._exclusive(weight_version):
             try:
                 call.begin(request_ids, labels, 0 if cache is None else int(cache.get_seq_length()))

@@ -15,13 +15,29 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 import torch
-from transformers import StoppingCriteria
+import transformers
+from transformers import Cache, StoppingCriteria
 
 from routetrace.capture_agent.engines.capturer import PendingRows, Rows
-from routetrace.capture_agent.engines.router_taps import RouterTaps
+from routetrace.capture_agent.engines.router_taps import PlaceUnknown, RouterTaps
 
 if TYPE_CHECKING:
     from routetrace.capture_agent import CaptureAgent
+
+
+#: The KV cache among the inputs of a pass: since transformers 5.24, and before.
+_CACHE_NAMES = ("cache", "past_key_values")
+
+
+def cache_among(inputs: Mapping[str, Any]) -> Any:
+    """Return the KV cache among keyword arguments of a model or of `generate`, or None.
+
+    It is found by its names, then by its type, since releases of transformers rename it.
+    """
+    for name in _CACHE_NAMES:
+        if inputs.get(name) is not None:
+            return inputs[name]
+    return next((value for value in inputs.values() if isinstance(value, Cache)), None)
 
 
 class _Pass(NamedTuple):
@@ -104,9 +120,19 @@ class GenerateCall(StoppingCriteria):  # type: ignore[misc]
 
     def before(self, inputs: Mapping[str, Any]) -> None:
         """Store the input tokens of the pass and its start column."""
-        tokens, cache = inputs["input_ids"], inputs.get("past_key_values")
+        self._starting = None
+        tokens, cache = inputs.get("input_ids"), cache_among(inputs)
+        known = self._mask.shape[1] if self._grid is None else self._grid.shape[1]
+        if tokens is None:
+            raise _unknown(inputs, "a pass without token ids", "input_ids among its inputs")
         if len(tokens) != len(self._mask):
             raise ValueError(f"a pass over {len(tokens)} sequences, expected {len(self._mask)}")
+        if cache is None and tokens.shape[1] < known:
+            # Without a cache a pass computes all columns again.
+            given = f"a pass over {tokens.shape[1]} of {known} columns without a KV cache"
+            raise _unknown(
+                inputs, given, "a transformers.Cache among its inputs, or use_cache=False"
+            )
         self._starting = (0 if cache is None else int(cache.get_seq_length()), tokens)
 
     def after(self, pending: PendingRows) -> None:
@@ -180,3 +206,12 @@ class GenerateCall(StoppingCriteria):  # type: ignore[misc]
             tokens = tokens + grid[i, self._mask.shape[1] :].tolist()
         told = tokens if self._tells_tokens else None
         self._agent.finish(self._handles[i], len(tokens), reason, told)
+
+
+def _unknown(inputs: Mapping[str, Any], given: str, expected: str) -> PlaceUnknown:
+    names = ", ".join(sorted(inputs))
+    return PlaceUnknown(
+        field="model",
+        value=f"{given} (inputs: {names}; transformers {transformers.__version__})",
+        expected=f"{expected}; pin a version of transformers that is documented as tested",
+    )
