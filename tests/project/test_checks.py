@@ -1,0 +1,161 @@
+"""The scripts behind `make check`, `make check-full` and `make check-newest`, and the pins."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+ROOT = Path(__file__).parents[2]
+MAKE = """#!/bin/sh
+echo "$*" >>"$MAKE_LOG"
+case "$1" in "$BROKEN") exit 3 ;; esac
+"""
+
+
+@pytest.fixture(name="environ")
+def _environ(tmp_path: Path) -> dict[str, str]:
+    """An environment whose `make` fails for the target BROKEN, and logs its arguments."""
+    (tmp_path / "make").write_text(MAKE)
+    (tmp_path / "make").chmod(0o755)
+    log = str(tmp_path / "log")
+    return {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "MAKE_LOG": log, "BROKEN": ""}
+
+
+def check(environ: dict[str, str], *words: str) -> tuple[int, str, list[str]]:
+    """Exit code and output of scripts/check.py, and the command lines of make."""
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "scripts/check.py"), *words],
+        env=environ, stdout=subprocess.PIPE, text=True, check=False,
+    )  # fmt: skip
+    return done.returncode, done.stdout, Path(environ["MAKE_LOG"]).read_text().splitlines()
+
+
+def test_the_gate_runs_all_steps_with_the_printed_seed(environ: dict[str, str]) -> None:
+    code, output, commands = check(environ, "gate", "--seed", "17")
+    assert code == 0
+    assert output.startswith("seed 17\n")
+    assert [line.split()[0] for line in commands][:3] == ["lint", "test", "demo"]
+    assert sum("SEED=17" in line for line in commands) == 2
+    for command in commands:
+        assert re.search(rf"^== make {re.escape(command)}: \d+ s$", output, re.M)
+
+
+def test_the_gate_stops_at_a_failure_and_names_the_command(environ: dict[str, str]) -> None:
+    code, output, commands = check({**environ, "BROKEN": "demo"}, "gate")
+    assert (code, commands[-1]) == (1, "demo")
+    assert output.endswith("step failed with exit code 3; repeat it with: make demo\n")
+
+
+def test_the_full_check_goes_on_and_ends_with_a_table(environ: dict[str, str]) -> None:
+    code, output, commands = check({**environ, "BROKEN": "demo"}, "full")
+    assert code == 1
+    assert len(commands) > 15
+    table = output[output.index("== all steps") :].splitlines()[1:]
+    assert [line.split("  ")[0] for line in table] == [f"make {c}" for c in commands]
+    assert [line.split()[-3:-1] for line in table if "FAILED" in line] == [["(3)", "0"]]
+    assert sum(re.search(r" ok +\d+ s$", line) is not None for line in table) == len(table) - 1
+
+
+@pytest.mark.parametrize("kind", ["gate", "full"])
+def test_targets_of_the_checks_exist(kind: str, environ: dict[str, str]) -> None:
+    _, _, commands = check(environ, kind)
+    makefile = (ROOT / "Makefile").read_text("utf-8")
+    for command in commands:
+        target, *settings = command.split()
+        assert re.search(rf"^{re.escape(target)}:", makefile, re.M)
+        for setting in settings:
+            assert re.search(rf"^{setting.partition('=')[0]}\s*\?=", makefile, re.M), setting
+
+
+# ---------------------------------------------------------------------------- pins
+
+
+def canonical(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def names(requirements: list[str]) -> set[str]:
+    lines = (line for line in requirements if line.strip() and not line.startswith("#"))
+    return {canonical(re.split(r"[\s\[><=;]", line)[0]) for line in lines}
+
+
+def pins(name: str) -> set[str]:
+    return names((ROOT / f"constraints/{name}.txt").read_text("utf-8").splitlines())
+
+
+def test_all_packages_of_the_environments_are_pinned() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
+    extras = project["optional-dependencies"]
+
+    def extra(name: str) -> set[str]:
+        found = names(extras[name] + project["dependencies"])
+        for line in extras[name]:
+            for inner in re.findall(r"routetrace\[([\w,]+)\]", line):
+                found |= set().union(*map(extra, inner.split(",")))
+        return found - {"routetrace"}
+
+    for name, of in (
+        ("dev", "dev"),
+        ("bench", "bench"),
+        ("trainers", "server"),
+        ("vllm", "server"),
+    ):
+        assert extra(of) <= pins(name), name
+    for path in (ROOT / "constraints").glob("*.in"):
+        assert names(path.read_text("utf-8").splitlines()) <= pins(path.stem), path.name
+
+
+def test_pins_are_versions_and_name_no_index() -> None:
+    for path in (ROOT / "constraints").glob("*.txt"):
+        for line in path.read_text("utf-8").splitlines():
+            assert re.fullmatch(r"[\w.-]+==[\w.+!]+( ; [^/]+)?", line), f"{path.name}: {line}"
+    assert "torch" not in set().union(*map(pins, ("dev", "bench", "trainers", "vllm", "sglang")))
+
+
+def test_the_newest_versions_are_compared_with_their_pins(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    spec = importlib.util.spec_from_file_location("newest", ROOT / "scripts/newest.py")
+    assert spec is not None
+    assert spec.loader is not None
+    newest: ModuleType = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(newest)
+    monkeypatch.setattr(newest, "ROOT", tmp_path)
+    (tmp_path / "constraints").mkdir()
+    for name in ("dev", "trainers", "vllm"):
+        pinned = "numpy==2.2.6 ; python_full_version < '3.11'\nnumpy==2.4.6 ; x\nRuff_x==1.0\n"
+        (tmp_path / f"constraints/{name}.txt").write_text(pinned)
+    # Makes an environment whose python lists packages; the target test-trainers fails.
+    (tmp_path / "make").write_text(
+        '#!/bin/sh\nfor word in "$@"; do case "$word" in *VENV=*) folder=${word#*=} ;; esac; done\n'
+        "mkdir -p $folder/bin\n"
+        "printf '#!/bin/sh\\necho numpy==2.4.6\\necho ruff-x==1.1\\necho other==3\\n'"
+        " >$folder/bin/python\n"
+        'chmod +x $folder/bin/python\n[ "$1" = PINS= ] || exit 9\n'
+        'case "$*" in *test-trainers*) exit 2 ;; esac\n'
+    )
+    (tmp_path / "make").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    assert newest.main() == 1
+    lines = [line.split() for line in capsys.readouterr().out.splitlines() if line]
+    assert ["ruff-x", "1.0", "1.1", "ok"] in lines
+    assert ["ruff-x", "1.0", "1.1", "test-trainers", "FAILED"] in lines
+    assert not [line for line in lines if line[0] in ("numpy", "other")]
+    assert [line[3] for line in lines if line[0] == "make"] == [
+        "test",
+        "demo",
+        "test-trainers",
+        "test-vllm",
+    ]
