@@ -1,7 +1,5 @@
 """Pictures of `routetrace experts`; needs 'routetrace[figures]'."""
 
-# Not installed where types are checked.
-# pyright: reportMissingImports=false
 from __future__ import annotations
 
 import importlib.util
@@ -112,11 +110,10 @@ def _load(report: dict[str, Any], source: Source) -> Any:
     figure, (left, right) = _figure(11, height, 2, sharey=True)
     # Powers of two on both sides of 1, so that half and double are equally far from neutral.
     reach = int(np.clip(np.ceil(np.log2(max(np.quantile(ratio, 0.995), 1))), 1, 4))
-    for axes, values, label in (
-        (left, ratio, "expert, by id"),
-        (right, -np.sort(-ratio, axis=1), "expert, most loaded first in each layer"),
-    ):
-        shown = axes.imshow(
+
+    def show(axes: Any, values: Any, label: str) -> Any:
+        axes.set_xlabel(label)
+        return axes.imshow(
             np.log2(np.maximum(values, 2.0 ** (-reach - 1))),
             aspect="auto",
             cmap="RdBu_r",
@@ -124,7 +121,9 @@ def _load(report: dict[str, Any], source: Source) -> Any:
             vmin=-reach,
             vmax=reach,
         )
-        axes.set_xlabel(label)
+
+    show(left, ratio, "expert, by id")
+    shown = show(right, -np.sort(-ratio, axis=1), "expert, most loaded first in each layer")
     ticks = range(-reach, reach + 1)
     bar = figure.colorbar(shown, ax=[left, right], extend="both", ticks=list(ticks), aspect=30)
     bar.ax.set_yticklabels([f"1/{2**-tick}" if tick < 0 else f"{2**tick}" for tick in ticks])

@@ -4,8 +4,6 @@ SGLang's own thread notes what it launches and decides. All calls of the agent h
 thread (see `courier`), in the same order.
 """
 
-# SGLang is not installed where types are checked.
-# pyright: reportMissingImports=false
 from __future__ import annotations
 
 import logging

@@ -4,8 +4,6 @@ It changes nothing where capture is off. Otherwise it hooks the model runner, so
 starts with the capturer of its ranks, and the scheduler of the same process.
 """
 
-# SGLang is not installed where types are checked.
-# pyright: reportMissingImports=false
 from __future__ import annotations
 
 import logging

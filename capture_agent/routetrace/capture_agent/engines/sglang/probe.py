@@ -4,8 +4,6 @@ Some kernels route and compute in one call, and SGLang's capturer does not see t
 run depends on model, quantization, backend and device, so layers are tried, not listed.
 """
 
-# SGLang is not installed where types are checked.
-# pyright: reportMissingImports=false
 from __future__ import annotations
 
 import logging

@@ -1,7 +1,5 @@
 """Names of SGLang that capture attaches to, found by feature, not by version."""
 
-# SGLang is not installed where types are checked.
-# pyright: reportMissingImports=false
 from __future__ import annotations
 
 import pkgutil

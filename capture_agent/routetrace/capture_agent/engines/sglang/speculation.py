@@ -9,8 +9,6 @@ once the tree is judged; rejected rows are not reported.
 The worker also leaves the output of SGLang's capturer behind, so a pass is put into its result.
 """
 
-# SGLang is not installed where types are checked.
-# pyright: reportMissingImports=false
 from __future__ import annotations
 
 from collections.abc import Callable

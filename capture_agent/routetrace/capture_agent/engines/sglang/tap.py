@@ -9,8 +9,6 @@ stream of the pass. SGLang brings the copy to the host with the sampled tokens o
 After the copy the buffer is poisoned, so that a layer which does not write in a later pass is seen.
 """
 
-# SGLang is not installed where types are checked.
-# pyright: reportMissingImports=false
 from __future__ import annotations
 
 from collections.abc import Callable

@@ -7,8 +7,6 @@ where the engine uses graphs. All tokens of such a batch may be padding, for whi
 -1: that counts as written.
 """
 
-# vLLM is not installed where types are checked.
-# pyright: reportMissingImports=false
 from __future__ import annotations
 
 import logging

@@ -1,7 +1,5 @@
 """KV connector that moves no KV, but sees every step and every request."""
 
-# vLLM is not installed where types are checked.
-# pyright: reportMissingImports=false
 from __future__ import annotations
 
 import logging

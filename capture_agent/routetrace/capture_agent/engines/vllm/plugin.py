@@ -5,8 +5,6 @@ their model, and, without the connector, follows the scheduler and the steps of 
 wrapping their public methods.
 """
 
-# vLLM is not installed where types are checked.
-# pyright: reportMissingImports=false
 from __future__ import annotations
 
 import functools

@@ -10,8 +10,6 @@ one callback, which vLLM's own return of routed experts sets when the KV cache i
 then calls both.
 """
 
-# vLLM is not installed where types are checked.
-# pyright: reportMissingImports=false
 from __future__ import annotations
 
 import logging

@@ -9,8 +9,6 @@ Settings are fields of `AgentConfig`: target, run, engine_id, mode, linger_s, qu
 `security` is an object of the fields of `Security`.
 """
 
-# vLLM is not installed where types are checked.
-# pyright: reportMissingImports=false
 from __future__ import annotations
 
 import os
