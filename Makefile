@@ -4,8 +4,8 @@
 PYTHON ?= python3
 VENV   ?= .venv
 PY     := $(VENV)/bin/python
-PIP    := $(PY) -m pip install --quiet --disable-pip-version-check
-LOUD   := $(PY) -m pip install --disable-pip-version-check
+LOUD   := scripts/install.sh $(PY)
+PIP    := $(LOUD) --quiet
 # A torch that is in $(VENV) is kept. On Linux the CPU build is the default; `make demo TORCH_INDEX=`
 # takes that of the default index, with CUDA.
 TORCH  ?= torch==2.13.0
@@ -13,7 +13,8 @@ TORCH  ?= torch==2.13.0
 # the newest that the wide ranges allow.
 pins    = $(if $(filter undefined,$(origin PINS)),-c constraints/$(1).txt)
 
-.PHONY: demo test check check-full check-newest lock lint bench test-exact test-docs test-mutations test-install \
+.PHONY: demo test test-slow test-fast check check-full check-newest lock lint bench test-exact \
+	test-docs test-mutations test-install \
 	test-transformers test-trainers test-vllm test-vllm-scheduler test-sglang test-sglang-scheduler \
 	test-faults test-neighbours test-docker test-kubernetes test-scale test-alerts test-loaded \
 	rivals-exact bench-vllm test-gpu bench-gpu experts-report previous-fixtures docs proto clean
@@ -21,10 +22,22 @@ pins    = $(if $(filter undefined,$(origin PINS)),-c constraints/$(1).txt)
 demo: $(VENV)/.demo
 	$(PY) examples/demo.py
 
-# One thread a worker: matrices this small leave more waiting for each other.
+# Tests wait for processes half of their time: two workers a core, each with one thread, as matrices
+# this small leave more waiting for each other.
+WORKERS ?= $(shell $(PYTHON) -c 'import os; print(min(2 * (os.cpu_count() or 1), 16))')
+PYTEST   = OMP_NUM_THREADS=1 $(PY) -m pytest -n $(WORKERS) --dist worksteal
 test: $(VENV)/.dev
-	@echo 'About 5,700 tests; 6 to 10 minutes on two cores that have nothing else to do.'
-	OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 --dist worksteal
+	@echo 'About 5,700 tests; 4 minutes on two cores that have nothing else to do.'
+	$(PYTEST) -m 'not install and not slow'
+
+# The tests that take 5 s or more each: servers that are killed under load, ranks, examples, snippets.
+test-slow: $(VENV)/.dev
+	$(PYTEST) -m slow
+
+# For the inner loop, below a minute: rooms that start few processes. ROOMS='server cli' names others.
+ROOMS ?= contract client agent
+test-fast: $(VENV)/.dev
+	$(PYTEST) -m 'not install and not slow' $(ROOMS:%=tests/%)
 
 # The gate: what each change passes before it lands, in at most 20 minutes on two cores.
 check:
@@ -41,12 +54,12 @@ check-newest:
 
 # Moves the pins to the newest versions; a commit of its own, after `make check-newest`.
 lock: | $(VENV)/.made
-	$(PIP) 'uv>=0.5'
+	$(PIP) $(call pins,dev) uv
 	TORCH='$(TORCH)' scripts/lock.sh $(PY)
 
 # The tests beside two processes that never rest: none may depend on the speed of the machine.
 test-loaded: $(VENV)/.dev
-	$(PY) scripts/loaded.py $(MAKE) test
+	$(PY) scripts/loaded.py $(MAKE) test test-slow
 
 lint: $(VENV)/.dev
 	$(VENV)/bin/ruff check .
@@ -130,7 +143,7 @@ test-kubernetes: $(VENV)/.dev
 
 # The snippets of README.md and docs/ in their order, the errors of a first hour, and the site.
 test-docs: $(VENV)/.dev
-	OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 tests/project/test_docs.py tests/project/test_snippets.py \
+	$(PYTEST) -m 'not install' tests/project/test_docs.py tests/project/test_snippets.py \
 		tests/project/test_site.py tests/system/test_first_hour.py
 
 # The pages and the API reference as a site, in build/site; a warning is an error. Nothing is fetched
@@ -286,8 +299,7 @@ $(BENCH_VENV)/.bench: pyproject.toml constraints/bench.txt
 	[ -x $(BENCH_VENV)/bin/python ] || $(PYTHON) -m venv $(BENCH_VENV)
 	$(BENCH_VENV)/bin/python -c 'import torch' 2>/dev/null || \
 		$(BENCH_VENV)/bin/python -m pip install --quiet --disable-pip-version-check '$(TORCH)'
-	$(BENCH_VENV)/bin/python -m pip install --quiet --disable-pip-version-check \
-		$(call pins,bench) -e '.[bench]'
+	scripts/install.sh $(BENCH_VENV)/bin/python --quiet $(call pins,bench) -e '.[bench]'
 	touch $@
 
 clean:

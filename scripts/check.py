@@ -22,6 +22,7 @@ def gate(seed: int) -> list[str]:
     return [
         "make lint",
         "make test",
+        "make test-slow",
         "make demo",
         f"make test-exact CELLS=3000000 SEED={seed}",
         f"make test-faults FAULTS=quick SEED={seed}",
@@ -34,6 +35,7 @@ def full(seed: int) -> list[str]:
     return [
         "make lint",
         "make test",
+        "make test-slow",
         "make test-loaded",
         "make demo",
         f"make test-exact CELLS=3000000 SEED={seed}",

@@ -8,12 +8,12 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 torch=${TORCH:-torch==2.13.0}
-pip=("$venv/bin/python" -m pip install --quiet --disable-pip-version-check)
+install=(scripts/install.sh "$venv/bin/python" --quiet)
 
 install_version() {
-  [ -d "$venv/$1" ] && return
+  [ -d "$venv/$1" ] && return 0
   rm -rf "$venv/$1.part"
-  "${pip[@]}" --no-deps --target "$venv/$1.part" "$package==$1"
+  "${install[@]}" --no-deps --target "$venv/$1.part" "$package==$1"
   version_extras "$1" "$venv/$1.part"
   mv "$venv/$1.part" "$venv/$1"
 }
@@ -21,24 +21,19 @@ install_version() {
 install_shared() {
   local ready=$venv/.shared lists=constraints/$list
   [ -f "$ready" ] && [ -z "$(find "$0" pyproject.toml "$lists".* -newer "$ready")" ] && return
-  "$venv/bin/python" -c 'import torch' 2>/dev/null || "${pip[@]}" "$torch"
+  "$venv/bin/python" -c 'import torch' 2>/dev/null || "$venv/bin/python" -m pip install --quiet "$torch"
   # Newer packages may want another torch.
   "$venv/bin/python" -m pip freeze | grep '^torch==' >"$venv/torch.txt"
   # Installed, not only on the path: engines find plugins by their entry points.
-  "${pip[@]}" -c "$venv/torch.txt" ${PINS--c "$lists.txt"} -r "$lists.in" -e '.[server]'
+  "${install[@]}" -c "$venv/torch.txt" ${PINS--c "$lists.txt"} -r "$lists.in" -e '.[server]'
   more_packages
   touch "$ready"
 }
 
 make_environment() {
   [ -x "$venv/bin/python" ] || "${PYTHON:-python3}" -m venv "$venv"
-  local jobs=()
-  for version in "$@"; do
-    install_version "$version" &
-    jobs+=($!)
-  done
   install_shared
-  for job in "${jobs[@]}"; do
-    wait "$job"
+  for version in "$@"; do
+    install_version "$version"
   done
 }

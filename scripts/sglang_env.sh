@@ -9,11 +9,11 @@ package=sglang list=sglang
 # Packages that one version needs in another release than the shared one.
 version_extras() {
   case $1 in
-    0.5.15) "${pip[@]}" --no-deps --target "$2" \
+    0.5.15) "${install[@]}" --no-deps --target "$2" \
       'transformers==5.12.1' 'tokenizers==0.22.2' 'xgrammar==0.2.1' 'llguidance==0.7.30' 'openai==2.6.1' ;;
   esac
 }
 
-more_packages() { "${pip[@]}" --no-deps 'torchvision==0.28.*'; }
+more_packages() { "${install[@]}" --no-deps 'torchvision==0.28.*'; }
 
 make_environment "$@"

@@ -11,7 +11,7 @@ numpy=$("$python" -c 'import numpy; print(numpy.__version__)') # beside torch
 for version in "$@"; do
   [ ! -d "$folder/$version" ] || continue
   rm -rf "$folder/$version.part"
-  "$python" -m pip install --quiet --disable-pip-version-check --target "$folder/$version.part" \
+  scripts/install.sh "$python" --quiet --target "$folder/$version.part" \
     "transformers==$version" "numpy==$numpy"
   mv "$folder/$version.part" "$folder/$version"
 done

@@ -55,6 +55,7 @@ def config_for(target: str, **settings) -> AgentConfig:
 # ---------------------------------------------------------------------- no server
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spilling", [False, True])
 def test_minutes_without_a_server(spilling, tmp_path):
     """Memory stays under its cap, every row is counted, and what is stored is right."""
@@ -120,6 +121,7 @@ def test_what_is_known_of_a_request_is_not_the_chunk_that_told_of_it():
 TROUBLES = ["slow", "hangs", "restarts", "cut", "reset", "stopped"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("trouble", "spilling"), [*((t, False) for t in TROUBLES), ("slow", True), ("restarts", True)]
 )
@@ -427,6 +429,7 @@ def test_a_token_goes_to_the_server_and_nowhere_else(mode):
         assert server.metadata[0]["authorization"] == "Bearer s3cret"
 
 
+@pytest.mark.slow
 def test_an_agent_that_is_refused_says_so_once_and_goes_on_trying(tmp_path, caplog, monkeypatch):
     monkeypatch.setattr(sender, "_REFUSED_S", 0.05)
     token = tmp_path / "token"

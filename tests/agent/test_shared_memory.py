@@ -217,6 +217,7 @@ def test_nothing_is_left_when_both_are_killed(start: Start) -> None:
     engine.assert_served(100, engine.told() + 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["process", "thread"])
 def test_closed_agents_hold_nothing(server: IngestServer, mode: str) -> None:
     """Neither memory nor descriptors, threads or processes; engines may come and go in one host."""

@@ -116,6 +116,7 @@ def server():
         yield server
 
 
+@pytest.mark.slow
 def test_everything_at_once_is_verified_and_deleted(server, tmp_path):
     """Groups, turns, preemptions, drafts, weight updates, two kinds of readers."""
     words = (

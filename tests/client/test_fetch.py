@@ -276,6 +276,7 @@ def test_a_stage_without_moe_layers_asks_for_nothing(stored):
 # ------------------------------------------------------------------ what crosses the wire
 
 
+@pytest.mark.slow
 def test_only_the_ranks_layers_and_tokens_cross_the_wire(tmp_path):
     layout = RoutingLayout(tuple(range(3, 61)), 61, 256, 8)
     ids = rows_of(layout, 4096, 1)

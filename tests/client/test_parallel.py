@@ -190,6 +190,7 @@ def compare_layouts(rank: int, dp_size: int, tp_size: int, steps: list[list[int]
     return compared
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("dp_size", "tp_size", "steps"),
     [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 import torch
 import torch.distributed as dist
 from gloo_ranks import run_ranks
@@ -51,6 +52,7 @@ def engine(rank: int, target: str) -> dict[str, np.ndarray]:
     return seen
 
 
+@pytest.mark.slow
 def test_tensor_parallel_ranks_capture_alike_and_one_hands_over() -> None:
     expected = np.concatenate([truth(LAYOUT, tokens(n, i)) for i, n in enumerate(PASSES)])
     with run_server() as server:

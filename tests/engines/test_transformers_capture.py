@@ -301,6 +301,7 @@ class Adapted(torch.nn.Linear):
     active_adapters, disable_adapters = ("math",), False
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["generate", "generate_batch"])
 def test_active_adapters_are_part_of_what_is_told(method: str) -> None:
     model, layout = tiny_model("mixtral")

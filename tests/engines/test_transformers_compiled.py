@@ -83,6 +83,7 @@ class Captured:
         assert self.capture.failures == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "deepseek_v2"])
 def test_compiled_decoding_is_captured(family: str) -> None:
     captured, backend = Captured(family), Backend()
@@ -90,6 +91,7 @@ def test_compiled_decoding_is_captured(family: str) -> None:
     assert backend.passes == 5  # all passes but the prefill
 
 
+@pytest.mark.slow
 def test_a_program_is_kept_per_batch_size() -> None:
     captured, backend = Captured("qwen3_moe"), Backend()
     captured.generate(backend, PROMPTS)
@@ -100,6 +102,7 @@ def test_a_program_is_kept_per_batch_size() -> None:
     assert (backend.graphs, backend.passes) == (2, 20)
 
 
+@pytest.mark.slow
 def test_chunks_of_a_prompt_are_captured() -> None:
     captured, backend = Captured("qwen3_moe"), Backend()
     captured.generate(backend, PROMPTS, prefill_chunk_size=3)
@@ -114,6 +117,7 @@ def test_other_lengths_of_the_cache_share_a_dynamic_graph() -> None:
     assert backend.graphs <= 2  # the last one is dynamic in the length
 
 
+@pytest.mark.slow
 def test_calls_that_are_not_captured_share_no_program() -> None:
     captured, backend, own = Captured("qwen3_moe"), Backend(), Backend()
     input_ids, mask = padded(PROMPTS)
@@ -129,6 +133,7 @@ def test_calls_that_are_not_captured_share_no_program() -> None:
     assert (backend.graphs, backend.passes) == (1, 10)
 
 
+@pytest.mark.slow
 def test_another_capture_of_the_model_shares_no_program() -> None:
     captured, backend = Captured("qwen3_moe"), Backend()
     captured.generate(backend, PROMPTS)
@@ -163,6 +168,7 @@ def test_a_pass_that_is_not_one_graph_runs_uncompiled(caplog: pytest.LogCaptureF
         )
 
 
+@pytest.mark.slow
 def test_more_shapes_than_are_compiled_run_uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
     from routetrace.capture_agent.engines.transformers import compiled
 
@@ -173,6 +179,7 @@ def test_more_shapes_than_are_compiled_run_uncompiled(monkeypatch: pytest.Monkey
     assert (backend.graphs, backend.passes) == (1, 5)
 
 
+@pytest.mark.slow
 def test_a_router_that_runs_twice_in_compiled_code_gives_invalid_cells() -> None:
     captured, backend = Captured("qwen3_moe"), Backend()
     captured.generate(backend, PROMPTS)

@@ -46,7 +46,7 @@ def test_the_gate_runs_all_steps_with_the_printed_seed(environ: dict[str, str]) 
     code, output, commands = check(environ, "gate", "--seed", "17")
     assert code == 0
     assert output.startswith("seed 17\n")
-    assert [line.split()[0] for line in commands][:3] == ["lint", "test", "demo"]
+    assert [line.split()[0] for line in commands][:3] == ["lint", "test", "test-slow"]
     assert sum("SEED=17" in line for line in commands) == 2
     for command in commands:
         assert re.search(rf"^== make {re.escape(command)}: \d+ s$", output, re.M)

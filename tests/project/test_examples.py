@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
@@ -22,6 +24,7 @@ def run(name: str, *flags: str) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 def test_the_demo_brings_rollout_and_trainer_closer():
     table = run("demo.py", "--prompts", "2", "--samples", "2", "--tokens", "24")
     cells = dict(re.findall(r"^  (\S.*?)  +(\S.*)$", table, re.M))
@@ -48,12 +51,14 @@ def test_the_demo_brings_rollout_and_trainer_closer():
     assert 0 < float(cells["routers that disagree, bf16 / fp32"].rstrip("%")) < 50
 
 
+@pytest.mark.slow
 def test_the_grpo_loop_replays_every_trace_and_moves_the_version_on():
     out = run("r3_grpo.py", "--steps", "3", "--samples", "4", "--tokens", "8")
     steps = re.findall(r"^ +(\d+) +[\d.]+ +[\d.]+% +[\d.]+ +[\d.]+%$", out, re.M)
     assert steps == ["0", "1", "2"]
 
 
+@pytest.mark.slow
 def test_cached_experts_give_the_same_logits():
     out = run("cached_experts.py", "--tokens", "6", "--layers", "2")
     lines = re.findall(r"^ +(\d+) of 32, (\w+) +([\d.]+)% +[\d.]+ +(\w+)$", out, re.M)

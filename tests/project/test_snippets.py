@@ -112,6 +112,7 @@ BEFORE: dict[str, tuple[Callable[[], Any], Callable[[Reader], None] | None]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("page", PAGES)
 def test_the_snippets_of_a_page_run_in_order(page, tmp_path, monkeypatch):

@@ -84,6 +84,7 @@ def store(tmp_path: Path):
 # ---------------------------------------------------------------------------- a server under load
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_copy_under_load_holds_every_acknowledged_row(tmp_path: Path) -> None:
     """Ingests, deletions, expiries and compactions go on while a copy is made and verified."""

@@ -257,6 +257,7 @@ def test_reflection_is_served_where_it_is_asked_for() -> None:
                 assert refusal.value.code() == status
 
 
+@pytest.mark.slow
 def test_where_it_can_not_start(tmp_path: Path) -> None:
     with run_server(data_dir=tmp_path, metrics_listen="127.0.0.1:0") as server:
         port = server.target.rpartition(":")[2]
@@ -309,6 +310,7 @@ class Feeding(threading.Thread):
             self.status = error.code()
 
 
+@pytest.mark.slow
 def test_sigterm_under_load_ends_it_in_time_and_loses_nothing(tmp_path: Path) -> None:
     # Ids of 8 groups of 32 experts, one of each: quickly made, and hard to compress.
     draws = np.random.default_rng(0).integers(32, size=(20_000, len(BIG.layer_ids), BIG.top_k))
@@ -435,6 +437,7 @@ def test_a_token_is_made_by_the_same_command(capsys: pytest.CaptureFixture[str])
     assert 'name = "t"' in capsys.readouterr().out
 
 
+@pytest.mark.slow
 async def test_a_burst_of_calls_is_not_cancelled() -> None:
     count = 5000
     with run_server(drain_seconds=0) as server:

@@ -140,7 +140,9 @@ def test_a_directory_that_is_not_whole_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize(("made", "started"), [(2, 1), (2, 3)])
-def test_the_command_refuses_another_number(tmp_path, capsys, made, started):
+def test_the_command_refuses_another_number(tmp_path, capsys, monkeypatch, made, started):
+    # A log handler of this process would outlive the stderr of this test.
+    monkeypatch.setattr(daemon.logs, "set_up", lambda *_: None)
     make_partitions(tmp_path, made)
     assert daemon.main([f"--data-dir={tmp_path}", f"--workers={started}"]) == 2
     assert f"workers is {started}: expected {made}" in capsys.readouterr().err

@@ -132,6 +132,7 @@ def test_where_nothing_may_go_chunks_are_refused_until_there_is_room():
         writer.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("store", ["memory", "disk"])
 def test_a_full_store_makes_room_by_itself(tmp_path, store):
     settings = {"data_dir": tmp_path} if store == "disk" else {}
@@ -201,6 +202,7 @@ async def test_over_the_memory_limit_finished_traces_go_and_chunks_are_refused(m
     core.retention.room.check_memory()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(2))
 def test_what_is_served_is_whole_whatever_was_forgotten(tmp_path, seed):
     """Puts, deletes, leases, retirements and evictions, over restarts."""

@@ -582,6 +582,7 @@ def handshakes(server: ServerProcess) -> float:
     return Scraped(server.metrics_target).value("routetrace_denied_total", reason="handshake")
 
 
+@pytest.mark.slow
 def test_connections_that_can_not_be_trusted_are_refused_and_say_why(
     pki: Pki, mutual: ServerProcess
 ) -> None:
@@ -937,6 +938,7 @@ class _Runner:
         self.loop.close()
 
 
+@pytest.mark.slow
 def test_everything_is_replaced_under_load_and_no_call_fails(pki: Pki, tmp_path: Path) -> None:
     here, there = tmp_path / "client", tmp_path / "server"
     folders = itertools.count()
@@ -1058,6 +1060,7 @@ def test_other_machines_are_served_with_tls_and_tokens_or_when_told_so(
 # ------------------------------------------------------------------ secrets
 
 
+@pytest.mark.slow
 def test_no_secret_is_logged_or_printed(
     pki: Pki, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -112,6 +112,7 @@ def test_the_simulated_engine_is_bad_enough(server):
     assert all(count >= 5 for count in total.values()), total
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kill", [True, False], ids=["killed", "stopped"])
 def test_a_restart_serves_the_same_rows(tmp_path, kill):
     with run_server(data_dir=tmp_path) as server:

@@ -21,6 +21,7 @@ BOUND_S = 90.0
 RUNS = ("a", "c")
 
 
+@pytest.mark.slow
 def test_each_server_leads_to_the_owner_and_takes_over_all(tmp_path: Path, monkeypatch):
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "any")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "any")

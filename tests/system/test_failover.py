@@ -37,6 +37,7 @@ def pair(tmp_path: Path) -> Iterator[tuple[FakeS3, ObjectServer, ObjectServer]]:
         yield s3, first, second
 
 
+@pytest.mark.slow
 def test_kill_9_stall_and_stop_lose_nothing(pair):
     _, first, second = pair
     target = f"{first.target},{second.target}"
@@ -66,6 +67,7 @@ def test_kill_9_stall_and_stop_lose_nothing(pair):
     engine.end()
 
 
+@pytest.mark.slow
 def test_callers_of_a_standby_are_refused_with_a_retry_time(pair):
     _, first, second = pair
     with RouteClient(second.target, run="x") as client:
@@ -81,6 +83,7 @@ def test_callers_of_a_standby_are_refused_with_a_retry_time(pair):
     assert http_status(metrics, "/readyz") == 503
 
 
+@pytest.mark.slow
 def test_an_address_list_goes_to_the_server_that_serves(pair):
     _, first, second = pair
     for target in (f"ipv4:{first.target},{second.target}", f"ipv4:{second.target},{first.target}"):
@@ -90,6 +93,7 @@ def test_an_address_list_goes_to_the_server_that_serves(pair):
                     client.get("t")
 
 
+@pytest.mark.slow
 def test_while_s3_is_stopped_reads_are_refused_and_rows_wait(pair):
     s3, first, second = pair
     target = f"{first.target},{second.target}"
@@ -125,6 +129,7 @@ def test_targets():
             parse_target(wrong)
 
 
+@pytest.mark.slow
 def test_many_threads_follow_to_the_other_server(pair):
     _, first, second = pair
     target = f"{first.target},{second.target}"

@@ -81,6 +81,7 @@ def first_message(call: object) -> object:
         return error
 
 
+@pytest.mark.slow
 def test_reads_that_take_nothing_leave_a_neighbour_its_reads_and_end() -> None:
     with run_server(
         max_sending_reads=8, stalled_read_seconds=4, metrics_listen="127.0.0.1:0"

@@ -208,6 +208,7 @@ def test_a_seed_replays_exactly():
     assert logs[0] == logs[1] != logs[2]
 
 
+@pytest.mark.slow
 def test_everything_happens():
     total = Counter[str]()
     for seed in range(12):

@@ -220,6 +220,7 @@ def test_a_reader_waits_for_a_run_that_does_not_exist_yet(shared):
 # ---------------------------------------------------------------------------- crashes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [1])
 def test_a_worker_that_is_killed_under_load_comes_back_with_all_that_was_acknowledged(
     tmp_path, seed
@@ -270,6 +271,7 @@ def test_the_server_is_ready_while_all_workers_are(tmp_path):
         seen.cancel()
 
 
+@pytest.mark.slow
 def test_an_answer_for_the_whole_server_never_lacks_a_worker(tmp_path):
     run = next(run for run in RUNS if not place(run, 2))
     with serve(tmp_path) as server, RouteClient(server.target, run=run, timeout=2) as client:
@@ -369,6 +371,7 @@ def test_tls_and_tokens_hold_at_every_worker(tmp_path):
             assert client.server_info().runs == ("a",)
 
 
+@pytest.mark.slow
 def test_a_backup_has_every_partition(tmp_path):
     script = Script(2, "e0")
     with serve(tmp_path / "data") as server:

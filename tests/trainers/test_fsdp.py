@@ -6,6 +6,7 @@ import copy
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 import torch.distributed as dist
 from gloo_ranks import run_ranks
@@ -187,6 +188,7 @@ def of_context_parallelism(rank: int) -> dict[str, dict[str, Any]]:
     return {"packed": split(rank, True), "padded": split(rank, False)}
 
 
+@pytest.mark.slow
 def test_gradients_under_fsdp2_are_those_of_hard_wired_routers() -> None:
     for rank in run_ranks(WORLD, of_fsdp):
         for kind, result in rank.items():
@@ -205,6 +207,7 @@ def test_gradients_under_fsdp2_are_those_of_hard_wired_routers() -> None:
                 )
 
 
+@pytest.mark.slow
 def test_a_model_that_sees_a_part_of_the_tokens_replays_their_rows() -> None:
     for rank in run_ranks(WORLD, of_context_parallelism):
         for kind, result in rank.items():
