@@ -44,8 +44,10 @@ check:
 	$(PYTHON) scripts/check.py gate
 
 # Every target, at the shares that a release is judged by; goes on after a failure, ends with a table.
+# JOBS=2 runs two at a time.
+JOBS ?= 1
 check-full:
-	$(PYTHON) scripts/check.py full
+	$(PYTHON) scripts/check.py full --jobs $(JOBS)
 
 # The newest versions of everything, in environments of their own: the tests, the demo, the trainers
 # and vLLM, and a table of the packages that are newer than their pins.
