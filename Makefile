@@ -6,7 +6,7 @@ VENV   ?= .venv
 PY     := $(VENV)/bin/python
 LOUD   := scripts/install.sh $(PY)
 PIP    := $(LOUD) --quiet
-# A torch that is in $(VENV) is kept. On Linux the CPU build is the default; `make demo TORCH_INDEX=`
+# A torch that is in $(VENV) is kept. On Linux the CPU build is the default; `make demo TORCH_BACKEND=`
 # takes that of the default index, with CUDA.
 TORCH  ?= torch==2.13.0
 # Environments have the versions of constraints/*.txt, which `make lock` writes; with PINS= they have
