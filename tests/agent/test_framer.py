@@ -8,6 +8,7 @@ from collections import Counter
 from itertools import pairwise
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from ingest_server import NO_DRAFTS, Model, read_chunk
@@ -661,8 +662,9 @@ def test_what_is_dropped_for_memory_leaves_no_wrong_row(rng):
         framed.intake.pressure = PRESSURES[muted + (muted and rng.random() < 0.3)]
         if rng.random() < 0.1:
             framed.seal()
-    framed.intake.pressure = Pressure.NORMAL
-    framed.begin("last")  # whatever was kept silent is told by now
+    if rng.random() < 0.5:
+        framed.intake.pressure = Pressure.NORMAL
+    framed.intake.report()  # as flush() of the agent does
     framed.end()
     framed.compare_lossy()
 
@@ -738,6 +740,56 @@ def test_nothing_is_told_of_slots_while_memory_is_short():
     framed.seal()
     assert set(framed.model.slots) == {9}
     assert framed.dropped[Word.QUEUE_FULL] == 400
+
+
+@pytest.mark.parametrize("change", ["step_slots", "external", "reset", "begin", "forget"])
+@pytest.mark.parametrize("end", ["memory", "flush", "close"])
+def test_changes_of_slots_in_a_shortage_are_reported_at_its_end_and_at_a_flush(change, end):
+    framed = Framed()
+    framed.step_slots(valid_rows(8), [*range(8)])
+    framed.intake.flush()
+    framed.seal()
+    assert set(framed.model.slots) == {*range(8)}
+    framed.intake.pressure = Pressure.FULL
+    if change == "step_slots":
+        framed.step_slots(valid_rows(1), [1])
+    elif change == "external":
+        framed.external([0])
+    elif change == "reset":
+        framed.reset_prefix_cache()
+    elif change == "begin":
+        framed.begin("r", block_ids=[0])
+    else:
+        framed.intake.event("forget", np.array([3], np.uint64).tobytes())
+    if end == "memory":
+        framed.intake.pressure = Pressure.NORMAL
+    elif end == "flush":
+        framed.intake.report()
+    else:
+        framed.intake.close()
+    framed.seal()
+    assert not framed.model.slots
+
+
+@pytest.mark.parametrize("preempted", [False, True])
+def test_a_request_of_a_shortage_costs_its_own_blocks_alone_later(preempted):
+    framed = Framed(num_blocks=64)
+    framed.intake.pressure = Pressure.FULL
+    gone = framed.begin("gone", block_ids=[0])
+    framed.intake.pressure = Pressure.NORMAL
+    first = framed.begin("first", block_ids=[1, 2])
+    framed.step(valid_rows(2 * BLOCK), [(first, 0, 2 * BLOCK)])
+    framed.finish(first, 2 * BLOCK + 1)
+    # Block 2 is evicted for the request that nobody follows.
+    if preempted:
+        framed.preempt(gone, 0)
+        framed.resume(gone, 0, [2])
+    else:
+        framed.add_blocks(gone, [2])
+    framed.begin("second", num_computed_tokens=BLOCK, block_ids=[1, 3])
+    framed.intake.flush()
+    framed.seal()
+    assert set(framed.model.slots) == {*range(BLOCK, 2 * BLOCK)}
 
 
 @settings(max_examples=30)

@@ -202,7 +202,7 @@ class Worker:
         if kind == EVENT:
             name, *args = pickle.loads(record[at:])
             if name == "flush":
-                self._intake.flush()
+                self._intake.report()
                 self._ship_all()
                 self.sender.flush(*args)
             else:

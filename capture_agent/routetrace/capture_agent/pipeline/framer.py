@@ -82,8 +82,9 @@ class Framer:
         self._owners = BlockOwners(block_size, num_blocks)
         self._window = SlotWindow(layout, out, drop)
         self._emitter = Emitter(layout, linger, self._requests, out, drop)
-        self.pressure = Pressure.NORMAL
-        # Whether changes of slots were not reported: a RESET comes before the next op on slots.
+        self._pressure = Pressure.NORMAL
+        # Whether changes of slots were not reported: a RESET comes before the next op on slots, and
+        # before anything that lets a reader rely on them (flush, close, the end of the shortage).
         self._slots_unknown = False
         #: Events that the engine's end of the ring writes, by name.
         self.events: Mapping[str, Callable[..., None]] = {
@@ -112,9 +113,20 @@ class Framer:
         return rows + self._known_bytes
 
     @property
+    def pressure(self) -> Pressure:
+        """Memory pressure; at its end, changes of slots that were not reported are."""
+        return self._pressure
+
+    @pressure.setter
+    def pressure(self, level: Pressure) -> None:
+        self._pressure = level
+        if not self._short:
+            self.clear_unknown()
+
+    @property
     def _short(self) -> bool:
         """Whether memory is short."""
-        return self.pressure is not Pressure.NORMAL
+        return self._pressure is not Pressure.NORMAL
 
     # ------------------------------------------------------------------ rows
 
@@ -161,7 +173,7 @@ class Framer:
             return
         request = self._requests[lane]
         blocks = np.array(request.blocks[: self._owners.num_blocks_of(known)], U32)
-        self._clear_unknown()
+        self.clear_unknown()
         self.flush_writers(blocks)
         self._out.op(OpKind.INHERIT, request.request_id)
         # From here on it writes into the block that it shares in part.
@@ -236,7 +248,7 @@ class Framer:
             self._drop(Word.QUEUE_FULL, len(rows))
             self._slots_unknown = True
             return
-        self._clear_unknown()
+        self.clear_unknown()
         self._emitter.flush_all()
         self._window.add(now, step, version, slots, rows)
 
@@ -302,7 +314,7 @@ class Framer:
         self._begun += 1
         request.order = self._begun
         request.emitted = num_computed_tokens
-        self._clear_unknown()
+        self.clear_unknown()
         self._flush_from(block_ids, num_computed_tokens - num_external_tokens)
         self._out.begin(
             request_id, begin, index, num_computed_tokens, num_external_tokens, block_ids
@@ -349,6 +361,7 @@ class Framer:
         requests = [self._requests[lane] for lane in lanes.tolist()]
         if not all(request.kept for request in requests):
             some = np.array([self._reported(request) for request in requests])
+            self._lose_blocks(block_ids[~some])
             lanes, block_ids = lanes[some], block_ids[some]
             requests = [self._requests[lane] for lane in lanes.tolist()]
         index: list[int] = []  # of each block among those of its request
@@ -394,12 +407,14 @@ class Framer:
         request = self._requests[lane]
         self._enter_phase(request, Phase.RUNNING)
         self._owners.forget(handle)
-        if not self._reported(request):
-            return
         block_ids = np.frombuffer(blocks, U32)
+        if not self._reported(request):
+            size, known = self._block_size, num_computed_tokens - num_external_tokens
+            self._lose_blocks(block_ids[known // size if size else 0 :])
+            return
         self._emitter.flush_request(request)
         self._linger.end[lane] = request.emitted = num_computed_tokens
-        self._clear_unknown()
+        self.clear_unknown()
         self._flush_from(block_ids, num_computed_tokens - num_external_tokens)
         self._out.op(
             OpKind.RESUME,
@@ -438,7 +453,7 @@ class Framer:
         if self._short:
             self._slots_unknown = True
             return
-        self._clear_unknown()
+        self.clear_unknown()
         self.flush()
         self._out.op(OpKind.EXTERNAL, blocks=np.frombuffer(blocks, U32))
 
@@ -508,6 +523,7 @@ class Framer:
         for lane in list(self._starting):
             self._inherit(lane)
         self.flush()
+        self.clear_unknown()
         for lane, request in self._requests.items():
             self._name(request)
             if request.recording is Recording.UNNAMED:
@@ -549,13 +565,23 @@ class Framer:
         request.counted = request.nbytes
 
     def _reported(self, request: Request) -> bool:
-        """Whether there is memory to report the blocks of a request; if not, slots are unknown."""
+        """Whether the server follows the blocks of a request; memory must do for that."""
         if request.kept or (request.recording is Recording.DROPPED and not self._short):
             return True
-        self._slots_unknown = True
+        self._slots_unknown |= self._short
         return False
 
-    def _clear_unknown(self) -> None:
+    def _lose_blocks(self, blocks: Blocks) -> None:
+        """Have the server forget blocks that a request writes without its following them."""
+        if self._short:
+            self._slots_unknown = True
+        elif len(blocks):
+            self.clear_unknown()
+            self.flush_writers(blocks)
+            self._owners.allocate(blocks)
+            self._out.op(OpKind.EXTERNAL, blocks=blocks)
+
+    def clear_unknown(self) -> None:
         """Have the server forget all slots if some changes were not reported."""
         if self._slots_unknown:
             self.flush()
@@ -630,7 +656,7 @@ class Framer:
             return
         self._slots_unknown = True
         if not self._short:
-            self._clear_unknown()
+            self.clear_unknown()
 
     # ------------------------------------------------------------------ ops
 

@@ -58,6 +58,7 @@ class Intake:
 
     @pressure.setter
     def pressure(self, level: Pressure) -> None:
+        self.settle()
         self._framer.pressure = level
 
     @property
@@ -175,6 +176,11 @@ class Intake:
         """Flush all lingering rows."""
         self.settle()
         self._framer.flush()
+
+    def report(self) -> None:
+        """Flush all lingering rows, and report that slots changed, if that was not reported."""
+        self.flush()
+        self._framer.clear_unknown()
 
     def compact(self) -> None:
         """Return memory that rows no longer take."""

@@ -15,8 +15,8 @@ class Pressure(Enum):
     NORMAL = 0
     """Everything is recorded."""
     FULL = SHARES - 1
-    """No rows and no changes of slots: a RESET comes before the next op that needs slots. Requests
-    that begin are dropped, and reported by name and end."""
+    """No rows and no changes of slots: a RESET comes at its end, at a flush, and before any op that
+    needs slots. Requests that begin are dropped, and reported by name and end."""
     EXHAUSTED = SHARES
     """As FULL; requests that begin are not reported either."""
 
