@@ -784,9 +784,10 @@ def test_even_events_are_bounded_while_the_server_is_away(server, monkeypatch):
             handle = agent.begin(f"r{i}", labels={"x": "y" * 1000}, block_ids=[0])
             agent.step(rows[20:24], [(handle, 0, 4)])
             agent.finish(handle, 5)
-        wait_for(lambda: workers[0]._held() > 0.9 * (1 << 20))
+        ring = agent._link.ring
+        wait_for(lambda: ring.read == ring.written)
+        assert 0.9 * (1 << 20) < workers[0]._held() < 1.1 * (1 << 20)
         assert not agent.flush(0.5)
-        assert workers[0]._held() < 1.1 * (1 << 20)
         server.start()
         assert agent.flush(20)
         agent.step(rows[10:12], [(kept, 10, 2)])

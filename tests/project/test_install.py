@@ -5,6 +5,7 @@ Not part of a plain test run: `make test-install`.
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import re
@@ -21,7 +22,7 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-pytestmark = [pytest.mark.install, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.install, pytest.mark.timeout(1200)]
 
 ROOT = Path(__file__).parents[2]
 
@@ -156,10 +157,11 @@ class Environment:
         _call(sys.executable, "-m", "venv", "--without-pip", str(directory))
 
     def install(self, *requirements: str) -> None:
-        _call(
-            *(sys.executable, "-m", "pip", "--python", str(self.python), "install", "--quiet"),
-            *("--disable-pip-version-check", "--only-binary=:all:", *requirements),
-        )
+        python = str(self.python)
+        command = [sys.executable, "-m", "pip", "--python", python, "install"]
+        if importlib.util.find_spec("uv"):  # a tenth of the time
+            command = [sys.executable, "-m", "uv", "pip", "install", "--python", python]
+        _call(*command, "--quiet", "--only-binary=:all:", *requirements)
 
     def run(self, *args: str) -> str:
         """Run Python, away from the sources and from what the caller's environment adds."""
@@ -173,7 +175,7 @@ def _call(*args: str, cwd: Path | None = None) -> str:
         if not name.startswith(("PYTHON", "ROUTETRACE_", "COVERAGE"))
     }
     done = subprocess.run(
-        args, cwd=cwd, env=clean, capture_output=True, text=True, timeout=240, check=False
+        args, cwd=cwd, env=clean, capture_output=True, text=True, timeout=1000, check=False
     )
     assert done.returncode == 0, f"{args}\n{done.stdout}\n{done.stderr}"
     return done.stdout
