@@ -9,8 +9,10 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import grpc
 import numpy as np
 import pytest
 from ingest_server import IngestServer
@@ -20,11 +22,22 @@ from waiting import keeps_to, wait_for
 from routetrace.capture_agent import AgentConfig, AgentStats, CaptureAgent, link
 from routetrace.capture_agent.transport import sender
 from routetrace.capture_agent.worker import Worker
-from routetrace.common.errors import Closed, Fenced, InvalidArgument, Overloaded, Unavailable
+from routetrace.common.errors import (
+    ERROR_METADATA_KEY,
+    Closed,
+    Fenced,
+    InvalidArgument,
+    Overloaded,
+    Unavailable,
+)
 from routetrace.simulation.small_engine import SmallEngine
 from routetrace.v1 import routetrace_pb2 as pb
 from routetrace.v1.layout import RoutingLayout
 from routetrace.v1.records import OP, FinishReason, OpKind, TokenDigest
+from routetrace.v1.routetrace_pb2_grpc import (
+    IngestServiceServicer,
+    add_IngestServiceServicer_to_server,
+)
 
 LAYOUT = RoutingLayout((1, 2, 4), 6, 300, 3)
 BIG = RoutingLayout(tuple(range(40)), 40, 256, 8)  # 320 bytes a row
@@ -1017,6 +1030,53 @@ def test_the_engine_just_ends(server, mode, how, tmp_path):
     wait_for(lambda: not left_behind(before, []))
     assert "Traceback" not in errors
     assert "leaked" not in errors
+
+
+def test_a_flush_does_not_wait_for_a_background_that_was_given_up(server, monkeypatch):
+    with CaptureAgent(config_for(server)) as agent:
+        waits = []
+        monkeypatch.setattr(agent._link, "wait", waits.append)
+        agent._abandoned = True
+        assert not agent.flush(2)
+        assert not waits
+
+
+def test_close_writes_the_backlog_under_the_lock(server, monkeypatch):
+    """As flush() of another thread does: two at once would swap events."""
+    held = []
+    agent = CaptureAgent(config_for(server))
+    drain = agent._feed.drain
+    monkeypatch.setattr(
+        agent._feed, "drain", lambda: held.append(agent._lock._is_owned()) or drain()
+    )
+    agent.close()
+    assert held
+    assert all(held)
+
+
+def test_an_error_detail_that_does_not_parse_is_an_error_like_others(caplog):
+    class Proxy(IngestServiceServicer):
+        calls = 0
+
+        def Ingest(self, requests, context):
+            Proxy.calls += 1
+            next(requests)
+            context.set_trailing_metadata(((ERROR_METADATA_KEY, b"\xff\xff\xff"),))
+            context.abort(grpc.StatusCode.UNAVAILABLE, "of a proxy")
+
+    server = grpc.server(ThreadPoolExecutor(2))
+    add_IngestServiceServicer_to_server(Proxy(), server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    config = AgentConfig(f"127.0.0.1:{port}", "e", LAYOUT, mode="thread")
+    try:
+        with CaptureAgent(config) as agent:
+            wait_for(lambda: Proxy.calls > 1)
+            agent.close(0)
+    finally:
+        server.stop(0)
+    assert any("of a proxy" in record.getMessage() for record in caplog.records)
+    assert not [record for record in caplog.records if record.exc_info]
 
 
 def test_nothing_is_said_to_the_server_during_a_fork(server, caplog):

@@ -1392,6 +1392,22 @@ def test_closing_ends_a_pause_between_attempts(server):
     assert outcome == [Closed]
 
 
+async def test_closing_ends_a_pause_between_attempts_of_a_task(server):
+    failed = threading.Event()
+
+    def refuse(request, context):
+        failed.set()
+        fail(context, Overloaded("full", retry_after=300))
+
+    server.script["StatTrace"] = refuse
+    client = AsyncRouteClient(server.target, timeout=6000)
+    task = asyncio.create_task(client.stat("a"))
+    assert await asyncio.to_thread(failed.wait, GONE)
+    await client.close()
+    with pytest.raises(Closed):
+        await asyncio.wait_for(task, GONE)
+
+
 @pytest.mark.parametrize("call", ["get", "stat", "get_many"])
 async def test_closing_ends_tasks(server, hanging, call):
     client = AsyncRouteClient(server.target, timeout=60)

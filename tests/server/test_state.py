@@ -369,6 +369,17 @@ async def test_nothing_that_is_pointed_into_goes_while_a_sweep_is_between_its_sl
     assert before < state.number / 2, "sweeps dropped something on the way"
 
 
+async def test_a_callback_that_raises_keeps_nobody_waiting():
+    core = Core(MemoryStore(), ServerConfig(store="memory"))
+    await core.start()
+
+    def fails(result, error):
+        raise RuntimeError("a fault of the caller")
+
+    core.journal.submit(next(iter(records(1))), fails, b"")
+    await core.journal.settled()
+
+
 @pytest.mark.parametrize("way", ["begin", "resume"])
 def test_rows_that_a_request_takes_over_while_marks_are_made_are_marked(way):
     """A chunk that slots alone point into is taken over by a trace, and then leaves the slots."""

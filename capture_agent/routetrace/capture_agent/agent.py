@@ -508,7 +508,7 @@ class CaptureAgent:
             self._link.wake()
         while self._words[Word.FLUSHED] < token:
             left = deadline - time.monotonic()
-            if left <= 0 or self._closed or self._link.leftover:
+            if left <= 0 or self._closed or self._abandoned or self._link.leftover:
                 return self._words[Word.FLUSHED] >= token
             self._link.wait(min(left, 0.05))
             with self._lock:
@@ -560,10 +560,12 @@ class CaptureAgent:
         """Refuse further calls and write the backlog; return False if that was done before."""
         with self._lock:
             first, self._closed = not self._closed, True
-        if first:
-            while self._link.alive and not self._feed.drain() and time.monotonic() < deadline:
-                self._link.wake()
-                self._link.wait(0.01)
+        while first and self._link.alive and time.monotonic() < deadline:
+            with self._lock:  # a flush() under way in another thread drains as well
+                if self._feed.drain():
+                    break
+            self._link.wake()
+            self._link.wait(0.01)
         return first
 
     def _end(self, deadline: float) -> CloseReport:

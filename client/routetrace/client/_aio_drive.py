@@ -37,6 +37,11 @@ _BESIDE_BYTES = 64 << 10
 _RETURNED: Any = object()
 
 
+def _resolve(pause: asyncio.Future[None]) -> None:
+    if not pause.done():
+        pause.set_result(None)
+
+
 class AsyncDriver:
     """Channels, opened at the first call on each event loop."""
 
@@ -47,6 +52,7 @@ class AsyncDriver:
     def __init__(self, config: Config) -> None:
         self._config = config
         self._closed = False
+        self._pauses: set[asyncio.Future[None]] = set()  # between attempts; resolved by close()
         self._outage = Outage(config)
         self._begin()
         start_over_after_fork(self)
@@ -70,6 +76,8 @@ class AsyncDriver:
     async def close(self) -> None:
         """Cancel all calls, for good."""
         self._closed = True
+        for pause in [*self._pauses]:
+            pause.get_loop().call_soon_threadsafe(_resolve, pause)
         channels = self._connections.clear()
         if self._loop is asyncio.get_running_loop():
             for channel in channels:
@@ -133,9 +141,20 @@ class AsyncDriver:
             case Receive(call):
                 return await anext(aiter(call), END)
             case Sleep(seconds):
-                return await asyncio.sleep(seconds)
+                return await self._pause(seconds)
             case _:
                 raise AssertionError(step)
+
+    async def _pause(self, seconds: float) -> None:
+        """Sleep; end with an error when the client is closed."""
+        pause = asyncio.get_running_loop().create_future()
+        self._pauses.add(pause)
+        try:
+            await asyncio.wait({pause}, timeout=seconds)
+        finally:
+            self._pauses.discard(pause)
+        if self._closed:
+            raise Closed("the client was closed during the call")
 
     @asynccontextmanager
     async def _connected(self) -> AsyncIterator[dict[str, Any]]:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any, Protocol, cast
 
 import grpc
+from google.protobuf.message import DecodeError
 
 from routetrace.capture_agent.config import AgentConfig
 from routetrace.common.errors import ERROR_METADATA_KEY, InvalidArgument
@@ -161,7 +162,8 @@ class _GrpcCall:
         detail = pb.ErrorDetail()
         for item in error.trailing_metadata() or ():
             if item.key == ERROR_METADATA_KEY:
-                detail.ParseFromString(item.value)
+                with suppress(DecodeError):  # not ours: as an error without it
+                    detail = pb.ErrorDetail.FromString(item.value)
         transport = self._transport
         code, target, configured = error.code(), transport.target, transport.configured
         moved = transport.failed(detail)

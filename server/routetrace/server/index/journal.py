@@ -242,9 +242,11 @@ class Journal:
         before = last.done
 
         def done(result: Any, error: Exception | None) -> None:
-            before(result, error)
-            if not settled.done():
-                settled.set_result(None)
+            try:
+                before(result, error)
+            finally:
+                if not settled.done():
+                    settled.set_result(None)
 
         last.done = done
         await settled
