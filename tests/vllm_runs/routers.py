@@ -8,6 +8,7 @@ that maps ids to the replicas of a balanced expert.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -80,7 +81,7 @@ class Model(torch.nn.Module):
         super().__init__()
         self.layers = torch.nn.ModuleList(layers)
 
-    def forward(self, logits: torch.Tensor) -> None:
+    def forward(self, logits: torch.Tensor, positions: torch.Tensor | None = None) -> None:
         for i, layer in enumerate(self.layers):
             layer(logits.roll(i, dims=-1))
 
@@ -185,11 +186,12 @@ class Rank:
         ):
             self._is_padding = sequence_parallel.sp_padding_mask(None, logits[:n])
         self._logits = logits.chunk(2)[rank]
+        self._positions = torch.arange(n)
         self.model = model_of()
 
     def route(self, dp_metadata: Any = None) -> None:
         with forward_pass(self._is_padding, dp_metadata):
-            self.model(self._logits)
+            self.model(self._logits, positions=self._positions)
 
 
 class Group:
@@ -208,17 +210,29 @@ class Group:
 
 def padding_of_sequence_parallelism_is_left_out() -> None:
     """Two ranks route a shard each, the second with padding behind its tokens."""
-    for n in (7, 8, 1):
+    for n, dp_size in itertools.product((7, 8, 1), (2, 1)):
         logits = logits_of(n + n % 2)
         first, second = (Rank(rank, logits, n) for rank in range(2))
         second.route()
         assert n == len(logits) or (second.model.layers[0].seen[-1] == -1).all()
-        config = config_of(data_parallel_size=2, tensor_parallel_size=2)
-        metadata = SimpleNamespace(num_tokens_across_dp_cpu=torch.tensor([n, 20]))
+        config = config_of(data_parallel_size=dp_size, tensor_parallel_size=2)
+        sizes = SimpleNamespace(num_tokens_across_dp_cpu=torch.tensor([n, 20]))
         with mock.patch.object(parallel_state, "get_tp_group", return_value=Group(second)):
             capturer = Routers(first.model, config, CPU).capturer
             capturer.begin(n)
-            first.route(metadata)
+            first.route(sizes if dp_size > 1 else None)
+        np.testing.assert_array_equal(capturer.snapshot(n).rows(), truth(logits[:n]))
+
+
+def gathered_shards_are_cut_at_the_last_token() -> None:
+    """Without data parallelism too, a rank may route the shards of all, padding included."""
+    for n in (7, 8, 1):
+        logits, model = logits_of(n + n % 2), model_of()
+        capturer = Routers(model, config_of(tensor_parallel_size=2), CPU).capturer
+        capturer.begin()
+        with forward_pass(torch.arange(len(logits)) >= n):
+            model(logits, positions=torch.arange(n))
+        assert set(capturer.faults(n + 1).values()) == {"never written"}
         np.testing.assert_array_equal(capturer.snapshot(n).rows(), truth(logits[:n]))
 
 
@@ -295,6 +309,7 @@ CHECKS = (
     dummy_batches_are_proof,
     padding_of_graphs_is_left_out,
     padding_of_sequence_parallelism_is_left_out,
+    gathered_shards_are_cut_at_the_last_token,
     dummy_batches_of_data_parallel_ranks_are_proof,
     ids_are_logical_where_experts_are_balanced,
     capture_sources_are_bound_beside_vllms_own,
