@@ -18,7 +18,8 @@ _CHECK = "_verify_kv_transfer_compat"
 
 _WITHOUT_CONNECTOR = (
     "routetrace: the plugin needs no connector: replace --kv-transfer-config by "
-    "--additional-config '{\"routetrace\": {...}}' with the same settings, or by ROUTETRACE_VLLM=1; see docs/vllm.md"
+    "--additional-config '{\"routetrace\": {...}}' with the same settings, or by "
+    "ROUTETRACE_VLLM=1; see docs/vllm.md"
 )
 
 
