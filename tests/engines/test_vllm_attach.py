@@ -123,7 +123,7 @@ class Model(torch.nn.Module):
         self.mtp = torch.nn.ModuleList(drafts)
         self.skipped = set()
 
-    def forward(self):
+    def forward(self, positions=None):
         for layer in [*self.layers, *self.mtp]:
             if layer.layer_id not in self.skipped:
                 layer()
@@ -317,6 +317,33 @@ def test_ways_to_run_that_can_not_be_captured_are_refused(changes, field):
     assert error.value.field == field
 
 
+@pytest.mark.parametrize(
+    ("connector", "refusal", "explained"),
+    [
+        ("RouteTraceConnector", "incompatible with expandable_segments:True", True),
+        ("RouteTraceConnector", "does not support sleep mode", False),
+        ("MultiConnector", "incompatible with expandable_segments:True", False),
+        ("RouteTraceConnector", None, False),
+    ],
+)
+def test_where_vllm_refuses_the_connector_the_plugin_is_named(connector, refusal, explained):
+    class VllmConfig:
+        kv_transfer_config = transfer(connector)
+
+        def _verify_kv_transfer_compat(self):
+            if refusal:
+                raise ValueError(refusal)
+
+    plugin._explain_refusal(VllmConfig)
+    plugin._explain_refusal(object)  # a version without that check
+    if refusal is None:
+        VllmConfig()._verify_kv_transfer_compat()
+        return
+    with pytest.raises(ValueError, match=refusal) as error:
+        VllmConfig()._verify_kv_transfer_compat()
+    assert ("ROUTETRACE_VLLM=1" in str(error.value)) is explained
+
+
 def test_slots_are_those_of_the_full_attention_group(vllm):
     def group(full, block_size):
         spec = SimpleNamespace(full=full, block_size=block_size)
@@ -471,6 +498,59 @@ def test_shards_of_the_tokens_are_gathered(vllm):
     model()
     both = np.concatenate([chosen(model), chosen(model)[::-1]])
     assert np.array_equal(capturer.snapshot(2 * TOKENS - 1).rows(), both[:-1])
+
+
+@pytest.mark.parametrize(
+    ("tokens", "tp_size", "rows"),
+    [
+        (9, 2, [*range(5), *range(4, 0, -1)]),  # a shard, and that of the other rank
+        (10, 2, [*range(5), *range(4, -1, -1)]),
+        (4, 5, range(4)),  # shards that were gathered, the last one padding
+        (5, 2, range(5)),
+        (5, 1, range(5)),
+    ],
+)
+@pytest.mark.parametrize("axes", [(), (3,)])  # rotary positions of text, and of images
+def test_tokens_are_sharded_without_data_parallelism(vllm, tokens, tp_size, rows, axes):
+    model, gathered = model_of(), []
+
+    def all_gather(ids, dim):
+        gathered.append(ids)
+        return torch.cat([ids, ids.flip(0)], dim)
+
+    vllm.tp.all_gather = all_gather
+    config = config_of(
+        parallel_config__tensor_parallel_size=tp_size,
+        scheduler_config__max_num_batched_tokens=2 * TOKENS,
+    )
+    capturer = Routers(model, config, CPU).capturer
+    capturer.begin()
+    model(positions=torch.arange(tokens).expand(*axes, tokens))
+    captured = capturer.snapshot(2 * TOKENS).rows()
+    assert np.array_equal(captured[:tokens], chosen(model)[list(rows)])
+    assert not capturer_valid(captured[tokens:]).any()
+    assert len(gathered) == (3 if tokens > TOKENS else 0)
+
+
+def test_one_token_is_not_gathered(vllm):
+    """A collective in each layer would cost every engine with tensor parallelism."""
+    model = Model([MoERunner(layer) for layer in (1, 2, 3)])
+    for layer in model.layers:
+        layer.router.ids = layer.router.ids[:1]
+    config = config_of(parallel_config__tensor_parallel_size=2)
+    capturer = Routers(model, config, CPU).capturer
+    capturer.begin()
+    model(positions=torch.zeros(1))
+    assert np.array_equal(capturer.snapshot(1).rows(), chosen(model))
+
+
+def test_shards_of_another_number_of_ranks_are_missing(vllm, caplog):
+    model = model_of()
+    capturer = Routers(model, config_of(parallel_config__tensor_parallel_size=2), CPU).capturer
+    capturer.begin()
+    model(positions=torch.arange(4 * TOKENS))
+    assert not capturer_valid(capturer.snapshot(TOKENS).rows()).any()
+    assert caplog.text.count("5 rows, expected one of") == 1
 
 
 def test_a_layout_of_tokens_that_is_not_known_is_missing_and_does_not_stop_the_model(vllm, caplog):

@@ -8,6 +8,8 @@ that maps ids to the replicas of a balanced expert.
 
 from __future__ import annotations
 
+import itertools
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -17,6 +19,7 @@ from unittest import mock
 import numpy as np
 import torch
 from vllm import _custom_ops, forward_context
+from vllm.config import KVTransferConfig, VllmConfig
 from vllm.distributed import parallel_state
 from vllm.model_executor.layers.fused_moe import routed_experts_capturer as vllms_own
 from vllm.model_executor.layers.fused_moe.layer import MoERunner
@@ -27,6 +30,7 @@ from vllm.models.common.ops import sequence_parallel
 from vllm.models.deepseek_v4.nvidia.model import DeepseekV4MegaMoEExperts
 from vllm.v1.worker.gpu.input_batch import InputBatch, InputBuffers
 
+from routetrace.capture_agent.engines.vllm import plugin
 from routetrace.capture_agent.engines.vllm.routers import Routers
 
 EXPERTS, TOP_K, MOST = 16, 4, 32
@@ -80,7 +84,7 @@ class Model(torch.nn.Module):
         super().__init__()
         self.layers = torch.nn.ModuleList(layers)
 
-    def forward(self, logits: torch.Tensor) -> None:
+    def forward(self, logits: torch.Tensor, positions: torch.Tensor | None = None) -> None:
         for i, layer in enumerate(self.layers):
             layer(logits.roll(i, dims=-1))
 
@@ -185,11 +189,12 @@ class Rank:
         ):
             self._is_padding = sequence_parallel.sp_padding_mask(None, logits[:n])
         self._logits = logits.chunk(2)[rank]
+        self._positions = torch.arange(n)
         self.model = model_of()
 
     def route(self, dp_metadata: Any = None) -> None:
         with forward_pass(self._is_padding, dp_metadata):
-            self.model(self._logits)
+            self.model(self._logits, positions=self._positions)
 
 
 class Group:
@@ -208,17 +213,29 @@ class Group:
 
 def padding_of_sequence_parallelism_is_left_out() -> None:
     """Two ranks route a shard each, the second with padding behind its tokens."""
-    for n in (7, 8, 1):
+    for n, dp_size in itertools.product((7, 8, 1), (2, 1)):
         logits = logits_of(n + n % 2)
         first, second = (Rank(rank, logits, n) for rank in range(2))
         second.route()
         assert n == len(logits) or (second.model.layers[0].seen[-1] == -1).all()
-        config = config_of(data_parallel_size=2, tensor_parallel_size=2)
-        metadata = SimpleNamespace(num_tokens_across_dp_cpu=torch.tensor([n, 20]))
+        config = config_of(data_parallel_size=dp_size, tensor_parallel_size=2)
+        sizes = SimpleNamespace(num_tokens_across_dp_cpu=torch.tensor([n, 20]))
         with mock.patch.object(parallel_state, "get_tp_group", return_value=Group(second)):
             capturer = Routers(first.model, config, CPU).capturer
             capturer.begin(n)
-            first.route(metadata)
+            first.route(sizes if dp_size > 1 else None)
+        np.testing.assert_array_equal(capturer.snapshot(n).rows(), truth(logits[:n]))
+
+
+def gathered_shards_are_cut_at_the_last_token() -> None:
+    """Without data parallelism too, a rank may route the shards of all, padding included."""
+    for n in (7, 8, 1):
+        logits, model = logits_of(n + n % 2), model_of()
+        capturer = Routers(model, config_of(tensor_parallel_size=2), CPU).capturer
+        capturer.begin()
+        with forward_pass(torch.arange(len(logits)) >= n):
+            model(logits, positions=torch.arange(n))
+        assert set(capturer.faults(n + 1).values()) == {"never written"}
         np.testing.assert_array_equal(capturer.snapshot(n).rows(), truth(logits[:n]))
 
 
@@ -291,14 +308,33 @@ def routers_of_the_cpu_are_captured() -> None:
     np.testing.assert_array_equal(np.sort(rows, -1), np.sort(truth(logits_of(9)), -1))
 
 
+def refusals_of_the_connector_name_the_plugin() -> None:
+    """Under the CUDA allocator's expandable segments vLLM takes no connector."""
+    plugin.register()
+    expandable = "expandable_segments:True"
+    settings = {"kv_connector": "RouteTraceConnector", "kv_role": "kv_producer"}
+    settings["kv_connector_module_path"] = "routetrace.capture_agent.engines.vllm"
+    for name, refused in (("PYTORCH_CUDA_ALLOC_CONF", True), ("PYTORCH_ALLOC_CONF", False)):
+        with mock.patch.dict(os.environ, {name: expandable}):
+            VllmConfig(additional_config={"routetrace": {}})
+            try:
+                VllmConfig(kv_transfer_config=KVTransferConfig(**settings))
+                said = ""
+            except ValueError as error:
+                said = str(error)
+        assert (expandable in said and "ROUTETRACE_VLLM=1" in said) is refused, said
+
+
 CHECKS = (
     dummy_batches_are_proof,
     padding_of_graphs_is_left_out,
     padding_of_sequence_parallelism_is_left_out,
+    gathered_shards_are_cut_at_the_last_token,
     dummy_batches_of_data_parallel_ranks_are_proof,
     ids_are_logical_where_experts_are_balanced,
     capture_sources_are_bound_beside_vllms_own,
     routers_of_the_cpu_are_captured,
+    refusals_of_the_connector_name_the_plugin,
 )
 
 

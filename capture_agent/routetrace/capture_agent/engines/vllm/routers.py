@@ -67,7 +67,7 @@ class Routers:
         self.capturer = capturer = RoutingCapturer(
             layout, vllm_config.scheduler_config.max_num_batched_tokens, device
         )
-        read = _reader(vllm_config.parallel_config)
+        read = _reader(vllm_config.parallel_config, model)
         self._callbacks: list[tuple[_Place, Callback]] = []
         for layer, column in layout.column.items():
             callback = _callback(capturer, column, read)
@@ -211,40 +211,92 @@ def _wrap(router: Any, callback: Callback) -> None:
     router._compute_routing = compute_routing
 
 
-def _reader(parallel: Any) -> Read:
+def _reader(parallel: Any, model: torch.nn.Module) -> Read:
     """Return a function that cuts this rank's rows out of those that a router sees."""
-    if parallel.data_parallel_size == 1:
-        return lambda topk_ids: topk_ids
-    from vllm.distributed.parallel_state import get_tp_group
+    tp_size = parallel.tensor_parallel_size
+    if parallel.data_parallel_size > 1:
+        return _logged(_among_ranks(parallel))
+    if tp_size > 1:
+        return _logged(_among_shards(tp_size, model))
+    return lambda topk_ids: topk_ids
+
+
+def _among_ranks(parallel: Any) -> Read:
+    """Read layouts of data parallelism, whose sizes vLLM keeps with the pass."""
     from vllm.forward_context import get_forward_context
 
     rank, tp_size = parallel.data_parallel_rank, parallel.tensor_parallel_size
     sharded = getattr(parallel, "use_sequence_parallel_moe", tp_size > 1)
-    failed = False
 
-    def gather(topk_ids: torch.Tensor) -> torch.Tensor:
-        gathered: torch.Tensor = get_tp_group().all_gather(topk_ids, dim=0)
-        return gathered
-
-    def read(topk_ids: torch.Tensor) -> torch.Tensor:
-        nonlocal failed
+    def read(topk_ids: Ids) -> Ids:
         metadata = get_forward_context().dp_metadata
         if metadata is None:
             return topk_ids
+        return local_rows(
+            topk_ids,
+            metadata.num_tokens_across_dp_cpu.tolist(),
+            rank,
+            tp_size=tp_size,
+            shard_sizes=getattr(metadata, "local_sizes", None),
+            all_gather=_gather if sharded else None,
+        )
+
+    return read
+
+
+def _among_shards(tp_size: int, model: torch.nn.Module) -> Read:
+    """Read shards and padding of sequence parallelism, where vLLM keeps no sizes with the pass.
+
+    Models shard their tokens by conditions of their own (MegaMoE: expert and tensor parallelism),
+    so the rows are compared with the positions that the model was given.
+    """
+    num_tokens: int | None = None
+
+    def note(_module: Any, _args: Any, inputs: dict[str, Any]) -> None:
+        nonlocal num_tokens
+        positions = inputs.get("positions")
+        num_tokens = None if positions is None else positions.shape[-1]
+
+    def read(topk_ids: Ids) -> Ids:
+        # A compiler would keep the sizes of the traced pass. It sees routers on the CPU alone,
+        # where no model shards its tokens.
+        if torch.compiler.is_compiling() or num_tokens is None:
+            return topk_ids
+        shard = -(-num_tokens // tp_size)
+        return local_rows(
+            topk_ids,
+            [num_tokens],
+            0,
+            tp_size=tp_size,
+            shard_sizes=[shard] * tp_size,
+            # One row is the token or, in ranks that send nothing, padding: not worth a collective
+            # in each layer of each engine.
+            all_gather=_gather if num_tokens > 1 else None,
+        )
+
+    model.register_forward_pre_hook(note, with_kwargs=True)
+    return read
+
+
+def _gather(topk_ids: Ids) -> Ids:
+    from vllm.distributed.parallel_state import get_tp_group
+
+    gathered: Ids = get_tp_group().all_gather(topk_ids.contiguous(), dim=0)
+    return gathered
+
+
+def _logged(read: Read) -> Read:
+    """Give no rows of a layout that is not known; log the first one."""
+    failed = False
+
+    def read_or_miss(topk_ids: Ids) -> Ids:
+        nonlocal failed
         try:
-            own: torch.Tensor = local_rows(
-                topk_ids,
-                metadata.num_tokens_across_dp_cpu.tolist(),
-                rank,
-                tp_size=tp_size,
-                shard_sizes=getattr(metadata, "local_sizes", None),
-                all_gather=gather if sharded else None,
-            )
+            return read(topk_ids)
         except InvalidArgument as error:
             if not failed:
                 _log.error("routetrace: rows of this layout are missing: %s", error)
             failed = True
             return topk_ids[:0]
-        return own
 
-    return read
+    return read_or_miss
