@@ -523,6 +523,23 @@ def test_doctor_finds_nothing_wrong(cli):
     assert "check that agents use this run" in cli("doctor", "--run", "empty").stdout
 
 
+def test_doctor_names_an_allocator_under_which_vllm_takes_no_connector(tmp_path, cli, monkeypatch):
+    setting = "garbage_collection_threshold:0.8,expandable_segments:True"
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", setting)
+    assert "allocator" not in cli("doctor").stdout  # a machine without vLLM
+    (tmp_path / "vllm").mkdir()
+    (tmp_path / "vllm" / "__init__.py").touch()
+    monkeypatch.syspath_prepend(str(tmp_path))
+    said = cli("doctor").stdout
+    assert re.search(
+        r"^warning +allocator: .*PYTORCH_CUDA_ALLOC_CONF.*ROUTETRACE_VLLM=1", said, re.M
+    )
+    for name, value in (("CUDA_", setting.replace("True", "False")), ("", setting)):
+        monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF", raising=False)
+        monkeypatch.setenv(f"PYTORCH_{name}ALLOC_CONF", value)
+        assert "allocator" not in cli("doctor").stdout
+
+
 @pytest.mark.parametrize(
     ("target", "said"),
     [

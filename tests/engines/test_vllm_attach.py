@@ -317,6 +317,33 @@ def test_ways_to_run_that_can_not_be_captured_are_refused(changes, field):
     assert error.value.field == field
 
 
+@pytest.mark.parametrize(
+    ("connector", "refusal", "explained"),
+    [
+        ("RouteTraceConnector", "incompatible with expandable_segments:True", True),
+        ("RouteTraceConnector", "does not support sleep mode", False),
+        ("MultiConnector", "incompatible with expandable_segments:True", False),
+        ("RouteTraceConnector", None, False),
+    ],
+)
+def test_where_vllm_refuses_the_connector_the_plugin_is_named(connector, refusal, explained):
+    class VllmConfig:
+        kv_transfer_config = transfer(connector)
+
+        def _verify_kv_transfer_compat(self):
+            if refusal:
+                raise ValueError(refusal)
+
+    plugin._explain_refusal(VllmConfig)
+    plugin._explain_refusal(object)  # a version without that check
+    if refusal is None:
+        VllmConfig()._verify_kv_transfer_compat()
+        return
+    with pytest.raises(ValueError, match=refusal) as error:
+        VllmConfig()._verify_kv_transfer_compat()
+    assert ("ROUTETRACE_VLLM=1" in str(error.value)) is explained
+
+
 def test_slots_are_those_of_the_full_attention_group(vllm):
     def group(full, block_size):
         spec = SimpleNamespace(full=full, block_size=block_size)

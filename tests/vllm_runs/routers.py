@@ -9,6 +9,7 @@ that maps ids to the replicas of a balanced expert.
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -18,6 +19,7 @@ from unittest import mock
 import numpy as np
 import torch
 from vllm import _custom_ops, forward_context
+from vllm.config import KVTransferConfig, VllmConfig
 from vllm.distributed import parallel_state
 from vllm.model_executor.layers.fused_moe import routed_experts_capturer as vllms_own
 from vllm.model_executor.layers.fused_moe.layer import MoERunner
@@ -28,6 +30,7 @@ from vllm.models.common.ops import sequence_parallel
 from vllm.models.deepseek_v4.nvidia.model import DeepseekV4MegaMoEExperts
 from vllm.v1.worker.gpu.input_batch import InputBatch, InputBuffers
 
+from routetrace.capture_agent.engines.vllm import plugin
 from routetrace.capture_agent.engines.vllm.routers import Routers
 
 EXPERTS, TOP_K, MOST = 16, 4, 32
@@ -305,6 +308,23 @@ def routers_of_the_cpu_are_captured() -> None:
     np.testing.assert_array_equal(np.sort(rows, -1), np.sort(truth(logits_of(9)), -1))
 
 
+def refusals_of_the_connector_name_the_plugin() -> None:
+    """Under the CUDA allocator's expandable segments vLLM takes no connector."""
+    plugin.register()
+    expandable = "expandable_segments:True"
+    settings = {"kv_connector": "RouteTraceConnector", "kv_role": "kv_producer"}
+    settings["kv_connector_module_path"] = "routetrace.capture_agent.engines.vllm"
+    for name, refused in (("PYTORCH_CUDA_ALLOC_CONF", True), ("PYTORCH_ALLOC_CONF", False)):
+        with mock.patch.dict(os.environ, {name: expandable}):
+            VllmConfig(additional_config={"routetrace": {}})
+            try:
+                VllmConfig(kv_transfer_config=KVTransferConfig(**settings))
+                said = ""
+            except ValueError as error:
+                said = str(error)
+        assert (expandable in said and "ROUTETRACE_VLLM=1" in said) is refused, said
+
+
 CHECKS = (
     dummy_batches_are_proof,
     padding_of_graphs_is_left_out,
@@ -314,6 +334,7 @@ CHECKS = (
     ids_are_logical_where_experts_are_balanced,
     capture_sources_are_bound_beside_vllms_own,
     routers_of_the_cpu_are_captured,
+    refusals_of_the_connector_name_the_plugin,
 )
 
 

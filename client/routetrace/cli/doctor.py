@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import importlib.util
 import os
 import re
 import socket
@@ -62,6 +63,7 @@ def checks(connection: Connection) -> Iterator[Check]:
     A problem that makes later checks of a server meaningless ends them.
     """
     yield from _packages()
+    yield from _allocator()
     for target in targets_of(connection.target):
         yield from _checks_of(replace(connection, target=target))
 
@@ -105,6 +107,22 @@ def _packages() -> Iterator[Check]:
         if "+cpu" in details:
             details += " has no CUDA support; to_torch('cuda') fails"
         yield Check("ok", name, details)
+
+
+def _allocator() -> Iterator[Check]:
+    """Check for the setting of torch with which vLLM refuses KV connectors.
+
+    vLLM reads this variable alone: under PYTORCH_ALLOC_CONF it refuses none.
+    """
+    setting = "expandable_segments:True"
+    if setting not in os.environ.get("PYTORCH_CUDA_ALLOC_CONF", ""):
+        return
+    if importlib.util.find_spec("vllm") is not None:
+        details = f"vLLM refuses KV connectors under PYTORCH_CUDA_ALLOC_CONF={setting}"
+        advice = (
+            "attach with --additional-config or ROUTETRACE_VLLM=1 in place of --kv-transfer-config"
+        )
+        yield Check("warning", "allocator", details, advice)
 
 
 def _environment(target: str) -> Iterator[Check]:

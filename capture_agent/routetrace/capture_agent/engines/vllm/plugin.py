@@ -13,15 +13,26 @@ from typing import Any
 #: Attribute of vLLM's SchedulerOutput that carries the plan of a step.
 _PLAN = "routetrace_plan"
 
+#: Method of vLLM's VllmConfig that refuses connectors.
+_CHECK = "_verify_kv_transfer_compat"
+
+_WITHOUT_CONNECTOR = (
+    "routetrace: the plugin needs no connector: replace --kv-transfer-config by "
+    "--additional-config '{\"routetrace\": {...}}' with the same settings, or by "
+    "ROUTETRACE_VLLM=1; see docs/vllm.md"
+)
+
 
 def register() -> None:
     """Prepare this process; idempotent."""
+    from vllm.config import VllmConfig
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.worker.worker_base import WorkerBase
 
     if not hasattr(WorkerBase.__init__, "routetrace"):
         _attach_workers(WorkerBase)
         _follow_schedulers(Scheduler)
+        _explain_refusal(VllmConfig)
 
 
 def _attach_workers(worker_class: Any) -> None:
@@ -53,6 +64,31 @@ def _attach_with_model(worker: Any, settings: Any) -> None:
         return result
 
     worker.load_model = load_model
+
+
+def _explain_refusal(config_class: Any) -> None:
+    """Name the remedy where vLLM refuses the connector because of the CUDA allocator.
+
+    vLLM checks that while its configuration is made, before any code of the connector runs.
+    """
+    inner = getattr(config_class, _CHECK, None)
+    if inner is None:
+        return
+
+    @functools.wraps(inner)
+    def check(self: Any) -> None:
+        from routetrace.capture_agent.engines.vllm.settings import CONNECTOR
+
+        try:
+            inner(self)
+        except ValueError as error:
+            # Another connector beside ours would be refused without ours, too.
+            ours = self.kv_transfer_config.kv_connector == CONNECTOR
+            if ours and "expandable_segments" in str(error):
+                raise ValueError(f"{error} {_WITHOUT_CONNECTOR}") from error
+            raise
+
+    setattr(config_class, _CHECK, check)
 
 
 def _follow_steps(worker: Any, attachment: Any) -> None:
