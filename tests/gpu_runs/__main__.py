@@ -78,16 +78,23 @@ def marked_tests(dry: bool) -> list[str]:
     """Run the tests marked cuda; a dry run only collects them."""
     with TemporaryDirectory() as directory:
         report = Path(directory, "report.xml")
-        # Others may need what is not installed here, and would be skipped as a whole.
-        files = [f for f in sorted(_TESTS.glob("test_*.py")) if "mark.cuda" in f.read_text("utf-8")]
         command = [sys.executable, "-m", "pytest", "-q", "-m", "cuda", f"--junitxml={report}"]
-        command += [*map(str, files), *(["--collect-only"] if dry else [])]
+        command += [*map(str, marked_files()), *(["--collect-only"] if dry else [])]
         ended = subprocess.run(command, cwd=_TESTS.parent, check=False)
         if ended.returncode or dry:
             return [f"tests marked cuda: pytest ended with {ended.returncode}"] * bool(
                 ended.returncode
             )
         return skipped(report)
+
+
+def marked_files() -> list[Path]:
+    """Files with tests marked cuda.
+
+    Others may need what is not installed here, and would be skipped as a whole.
+    """
+    files = sorted(_TESTS.rglob("test_*.py"))
+    return [file for file in files if "pytest.mark.cuda" in file.read_text("utf-8")]
 
 
 def skipped(report: Path) -> list[str]:

@@ -78,6 +78,13 @@ def test_a_test_that_was_skipped_did_not_pass(tmp_path: Path) -> None:
     assert gpu_runs.skipped(report) == ["tests marked cuda: none was found"]
 
 
+def test_tests_for_a_device_are_found_in_all_rooms() -> None:
+    tests = Path(gpu_runs.__file__).parents[1]
+    found = {str(file.relative_to(tests)) for file in gpu_runs.marked_files()}
+    assert {"engines/test_capturer_cuda.py", "experts/test_pinned.py"} <= found
+    assert "project/test_gpu_drivers.py" not in found
+
+
 class Idle:
     """An engine whose requests end in the step after the one in which they came."""
 
