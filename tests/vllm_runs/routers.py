@@ -19,7 +19,7 @@ from unittest import mock
 import numpy as np
 import torch
 from vllm import _custom_ops, forward_context
-from vllm.config import KVTransferConfig, VllmConfig
+from vllm.config import DeviceConfig, KVTransferConfig, VllmConfig
 from vllm.distributed import parallel_state
 from vllm.model_executor.layers.fused_moe import routed_experts_capturer as vllms_own
 from vllm.model_executor.layers.fused_moe.layer import MoERunner
@@ -27,11 +27,17 @@ from vllm.model_executor.layers.fused_moe.router import base_router
 from vllm.model_executor.layers.fused_moe.router.cpu_router import CPURouter
 from vllm.model_executor.layers.fused_moe.router.fused_topk_router import FusedTopKRouter
 from vllm.models.common.ops import sequence_parallel
-from vllm.models.deepseek_v4.nvidia.model import DeepseekV4MegaMoEExperts
 from vllm.v1.worker.gpu.input_batch import InputBatch, InputBuffers
 
 from routetrace.capture_agent.engines.vllm import plugin
 from routetrace.capture_agent.engines.vllm.routers import Routers
+
+try:
+    from vllm.models.deepseek_v4.nvidia.model import DeepseekV4MegaMoEExperts as MegaMoEExperts
+except ImportError:  # vLLM 0.33: moved
+    from vllm.model_executor.layers.fused_moe.deep_gemm_mega_moe import (
+        DeepGemmMegaMoEExperts as MegaMoEExperts,
+    )
 
 EXPERTS, TOP_K, MOST = 16, 4, 32
 LAYERS = (1, 2, 3)
@@ -277,7 +283,7 @@ def ids_are_logical_where_experts_are_balanced() -> None:
 
 def capture_sources_are_bound_beside_vllms_own() -> None:
     """Experts of DeepSeek-V4 with MegaMoE, and a router, to which vLLM binds its own return."""
-    experts = [DeepseekV4MegaMoEExperts.__new__(DeepseekV4MegaMoEExperts) for _ in LAYERS]
+    experts = [MegaMoEExperts.__new__(MegaMoEExperts) for _ in LAYERS]
     for layer, one in zip(LAYERS, experts, strict=True):
         torch.nn.Module.__init__(one)
         one.prefix, one.capture_fn = f"model.layers.{layer}.mlp.experts", None
@@ -311,14 +317,15 @@ def routers_of_the_cpu_are_captured() -> None:
 def refusals_of_the_connector_name_the_plugin() -> None:
     """Under the CUDA allocator's expandable segments vLLM takes no connector."""
     plugin.register()
+    cpu = DeviceConfig("cpu")  # a version for CUDA finds no device
     expandable = "expandable_segments:True"
     settings = {"kv_connector": "RouteTraceConnector", "kv_role": "kv_producer"}
     settings["kv_connector_module_path"] = "routetrace.capture_agent.engines.vllm"
     for name, refused in (("PYTORCH_CUDA_ALLOC_CONF", True), ("PYTORCH_ALLOC_CONF", False)):
         with mock.patch.dict(os.environ, {name: expandable}):
-            VllmConfig(additional_config={"routetrace": {}})
+            VllmConfig(additional_config={"routetrace": {}}, device_config=cpu)
             try:
-                VllmConfig(kv_transfer_config=KVTransferConfig(**settings))
+                VllmConfig(kv_transfer_config=KVTransferConfig(**settings), device_config=cpu)
                 said = ""
             except ValueError as error:
                 said = str(error)
