@@ -89,12 +89,16 @@ class Engine:
 
 
 class Model:
-    """Traces as sets of (engine, index); `dead` are those that were deleted."""
+    """Traces as sets of (engine, index); `dead` are those that were deleted.
+
+    `number` is that of the record under way.
+    """
 
     def __init__(self) -> None:
         self.traces: dict[str, dict] = {}
         self.dead: set[tuple[str, int]] = set()
         self.told: dict[tuple[str, int], dict[str, int]] = defaultdict(dict)
+        self.number = 0
 
     def report(self, name: str, shard: str, kind: str, index: int, trace_id: str, now: float):
         request = name, index
@@ -103,6 +107,12 @@ class Model:
             trace = self.traces.setdefault(trace_id, {"expires": 0, "requests": set()})
             trace["requests"].add(request)
             trace["expires"] = max(trace["expires"], now + TTL)
+            trace["changed"] = self.number
+
+    def remove(self, trace_id: str, judged: int) -> None:
+        """Delete a trace that was chosen after so many records, if it has not changed since."""
+        if trace_id in self.traces and self.traces[trace_id]["changed"] <= judged:
+            self.delete(trace_id)
 
     def delete(self, trace_id: str) -> None:
         self.dead |= self.traces.pop(trace_id, {"requests": set()})["requests"]
@@ -157,6 +167,7 @@ def run(rng: random.Random) -> int:
 
     def append(record: bytes) -> None:
         log.append(record)
+        model.number = len(log)
         apply_record(state, len(log), record)
 
     for record in (r for engine in engines for r in engine.opens()):
@@ -169,8 +180,13 @@ def run(rng: random.Random) -> int:
         if what < 0.1:
             trace_id = f"t{rng.randrange(3)}"
             reason = rng.choice(["deleted", "retired", "quota"])
-            append(encode_delete(now, "run", [trace_id], reason))
-            model.delete(trace_id)
+            if reason == "deleted":
+                append(encode_delete(now, "run", [trace_id], reason))
+                model.delete(trace_id)
+            else:  # records were under way when the trace was judged
+                judged = max(1, len(log) - rng.randrange(4))
+                append(encode_delete(now, "run", [trace_id], reason, judged=judged))
+                model.remove(trace_id, judged)
         elif what < 0.15:
             now += TTL * rng.random() * 2
             model.expire(now)

@@ -326,12 +326,17 @@ class Delete(google.protobuf.message.Message):
     TRACE_IDS_FIELD_NUMBER: builtins.int
     REASON_FIELD_NUMBER: builtins.int
     TOKEN_FIELD_NUMBER: builtins.int
+    JUDGED_FIELD_NUMBER: builtins.int
     run: builtins.str
     """Namespace."""
     reason: builtins.str
     """"deleted", "retired", "quota", ..."""
     token: builtins.str
     """Name of the caller's token; "": no token, or the server itself."""
+    judged: builtins.int
+    """The traces were chosen by the records up to this one: those that a later one changed stay.
+    0: all are deleted.
+    """
     @property
     def trace_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """The traces."""
@@ -343,8 +348,9 @@ class Delete(google.protobuf.message.Message):
         trace_ids: collections.abc.Iterable[builtins.str] | None = ...,
         reason: builtins.str = ...,
         token: builtins.str = ...,
+        judged: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["reason", b"reason", "run", b"run", "token", b"token", "trace_ids", b"trace_ids"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["judged", b"judged", "reason", b"reason", "run", b"run", "token", b"token", "trace_ids", b"trace_ids"]) -> None: ...
 
 global___Delete = Delete
 
@@ -519,6 +525,7 @@ class Trace(google.protobuf.message.Message):
     EXPIRES_FIELD_NUMBER: builtins.int
     SOURCES_FIELD_NUMBER: builtins.int
     TOKEN_FIELD_NUMBER: builtins.int
+    LAST_RECORD_FIELD_NUMBER: builtins.int
     run: builtins.str
     """Namespace."""
     trace_id: builtins.str
@@ -535,6 +542,8 @@ class Trace(google.protobuf.message.Message):
     """Unix time of the end of its lease."""
     token: builtins.str
     """Name of the token that began it; "": none."""
+    last_record: builtins.int
+    """Record of the last change, apart from leases; 0: from servers that wrote no `judged`."""
     @property
     def labels(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.str]:
         """Labels of all its requests, from servers that did not keep those of each."""
@@ -556,8 +565,9 @@ class Trace(google.protobuf.message.Message):
         expires: builtins.float = ...,
         sources: collections.abc.Iterable[global___Source] | None = ...,
         token: builtins.str = ...,
+        last_record: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["created", b"created", "expires", b"expires", "labels", b"labels", "run", b"run", "serial", b"serial", "sources", b"sources", "token", b"token", "trace_id", b"trace_id", "ttl", b"ttl", "updated", b"updated"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["created", b"created", "expires", b"expires", "labels", b"labels", "last_record", b"last_record", "run", b"run", "serial", b"serial", "sources", b"sources", "token", b"token", "trace_id", b"trace_id", "ttl", b"ttl", "updated", b"updated"]) -> None: ...
 
 global___Trace = Trace
 

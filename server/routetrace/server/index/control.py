@@ -73,7 +73,11 @@ def _apply_delete(state: State, change: stored.Delete, now: float) -> Generator[
     fate = Fate(change.reason, now, change.token)
     count = 0
     for trace_id in change.trace_ids:
-        count += state.forget((change.run, trace_id), fate)
+        key = change.run, trace_id
+        trace = state.traces.traces.get(key)
+        # One that changed since it was chosen may run again, or be another one of the same id.
+        if not (trace and 0 < change.judged < trace.last_record):
+            count += state.forget(key, fate)
         yield
     return count
 

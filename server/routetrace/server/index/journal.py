@@ -167,6 +167,12 @@ class Journal:
                 self._torn(True)
         return count
 
+    @property
+    def applied(self) -> int:
+        """Number of the last record that is applied as a whole."""
+        partly = self._steps is not None and self._pending[0].number == self.state.number
+        return self.state.number - partly
+
     def _torn(self, torn: bool) -> None:
         for writer in self.state.writers.values():
             writer.torn = torn

@@ -139,7 +139,7 @@ class State:
     def touch(self, trace: Trace, now: float) -> None:
         """Note a change of a trace, and extend its lease."""
         self.changed(trace)
-        trace.updated = now
+        trace.updated, trace.last_record = now, self.number
         trace.expires = max(trace.expires, now + trace.ttl)
 
     def changed(self, trace: Trace) -> None:

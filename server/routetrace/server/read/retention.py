@@ -274,7 +274,7 @@ class Retention:
                         left -= self._state.frames[chunk].nbytes
                 yield trace
 
-        await self._forget_oldest(whose, list(evicted()), reason)
+        await self._forget_oldest(whose, evicted(), reason)
 
     def _finished(self, among: Callable[[Trace], bool]) -> Iterator[Trace]:
         """Yield finished traces, least recently changed first."""
@@ -284,37 +284,46 @@ class Retention:
                 yield trace
 
     @staticmethod
-    def _take(traces: Iterator[Trace], most: int) -> list[Trace]:
-        return [trace for trace, _ in zip(traces, range(most), strict=False)]
+    def _take(traces: Iterator[Trace], most: int) -> Iterator[Trace]:
+        return (trace for trace, _ in zip(traces, range(most), strict=False))
 
-    async def _forget_oldest(self, whose: str, traces: list[Trace], reason: str) -> None:
+    async def _forget_oldest(self, whose: str, traces: Iterator[Trace], reason: str) -> None:
+        judged = self._journal.applied  # before the first trace is looked at
         by_run: dict[str, list[str]] = {}
         for trace in traces:
             by_run.setdefault(trace.key[0], []).append(trace.key[1])
+        count = 0
         for name, trace_ids in by_run.items():
-            await self.forget(name, trace_ids, reason)
-        if traces:
+            count += await self.forget(name, trace_ids, reason, judged=judged)
+        if count:
             _log.warning(
                 "evicted %d finished traces of %s: %s limit is near",
-                len(traces), whose, reason,
+                count, whose, reason,
             )  # fmt: skip
             await self._compact(at_once=True)
 
-    async def forget(self, run: str, trace_ids: list[str], reason: str, token: str = "") -> int:
-        """Delete traces; return the number that existed.
+    async def forget(
+        self, run: str, trace_ids: list[str], reason: str, token: str = "", *, judged: int = 0
+    ) -> int:
+        """Delete traces; return the number that were deleted.
+
+        A chunk that is being committed may begin the next request of a trace that has ended. So
+        who chooses traces by what they are passes `judged`.
 
         Args:
             run: namespace.
             trace_ids: the traces.
             reason: key of a tombstone's `Fate`.
             token: name of the caller's token, if any.
+            judged: `Journal.applied` before the traces were looked at: those that a later record
+                changed stay; 0: all are deleted.
         """
         count = 0
         try:
             for at in range(0, len(trace_ids), _MAX_DELETED):
                 part = trace_ids[at : at + _MAX_DELETED]
                 now = self._journal.clock.now()
-                record = encode_delete(now, run, part, reason, token)
+                record = encode_delete(now, run, part, reason, token, judged=judged)
                 existed: int = await self._journal.append(record)
                 self._count(reason, existed)
                 count += existed

@@ -297,6 +297,7 @@ class TraceServicer(pb_grpc.TraceServiceServicer):
         self, request: pb.RetireTracesRequest, context: Context
     ) -> pb.RetireTracesResponse:
         self._checks.call(context, "admin", request.run)
+        judged = self._journal.applied
         retired = [
             trace.key[1]
             async for trace in in_turns(self._state.traces.newest_first(request.run))
@@ -305,7 +306,9 @@ class TraceServicer(pb_grpc.TraceServiceServicer):
         count = 0
         if retired:
             token = self._access.token_of(context)
-            count = await self._retention.forget(request.run, retired, "retired", token)
+            count = await self._retention.forget(
+                request.run, retired, "retired", token, judged=judged
+            )
         return pb.RetireTracesResponse(num_retired=count)
 
     def _retirable(self, trace: Trace, through: int) -> bool:

@@ -101,10 +101,25 @@ def encode_bind(
 
 
 def encode_delete(
-    now: float, run: str, trace_ids: Iterable[str], reason: str, token: str = ""
+    now: float,
+    run: str,
+    trace_ids: Iterable[str],
+    reason: str,
+    token: str = "",
+    *,
+    judged: int = 0,
 ) -> bytes:
-    """Return the record of a deletion; `token` is the name of the caller's token, if any."""
-    delete = stored.Delete(run=run, trace_ids=trace_ids, reason=reason, token=token)
+    """Return the record of a deletion.
+
+    Args:
+        now: Unix time in seconds.
+        run: namespace.
+        trace_ids: the traces.
+        reason: key of a tombstone's `Fate`.
+        token: name of the caller's token, if any.
+        judged: traces that a record after this one changed stay; 0: all are deleted.
+    """
+    delete = stored.Delete(run=run, trace_ids=trace_ids, reason=reason, token=token, judged=judged)
     return _encode(stored.Record(time=now, delete=delete))
 
 

@@ -42,6 +42,8 @@ class Trace:
     """In order of arrival."""
     token: str = ""
     """Name of the token that began it; "" without one."""
+    last_record: int = 0
+    """Record of the last change, but of its lease alone."""
     changes: int = 0
     """Number of changes since the server started."""
     computed: dict[int, int] = field(default_factory=dict)
@@ -82,7 +84,7 @@ def dump_trace(message: stored.Trace, trace: Trace, layouts: dict[RoutingLayout,
     message.serial = trace.serial
     message.ttl, message.created = trace.ttl, trace.created
     message.updated, message.expires = trace.updated, trace.expires
-    message.token = trace.token
+    message.token, message.last_record = trace.token, trace.last_record
     for source in trace.sources:
         dump_source(message.sources.add(), source, layouts)
 
@@ -104,4 +106,5 @@ def load_trace(message: stored.Trace, layouts: Sequence[RoutingLayout]) -> Trace
         message.expires,
         sources,
         message.token,
+        message.last_record,
     )
