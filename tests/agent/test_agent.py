@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import grpc
@@ -335,7 +336,17 @@ def idle_agent():
             "num_external_tokens",
             {"num_external_tokens": 4, "num_computed_tokens": 3, "block_ids": [1]},
         ),
+        ("request_id", {"request_id": b"x"}),
+        ("prompt_len", {"prompt_len": True}),
+        ("prompt_len", {"prompt_len": "3"}),
+        ("ttl_seconds", {"ttl_seconds": "1h"}),
+        ("labels", {"labels": ["a"]}),
         ("prompt_token_ids", {"prompt_len": 2, "prompt_token_ids": [1]}),
+        ("prompt_token_ids", {"prompt_len": 0, "prompt_token_ids": [1]}),
+        ("prompt_token_ids", {"prompt_token_ids": [[1]]}),
+        ("prompt_token_ids", {"prompt_token_ids": 5}),
+        ("prompt_token_ids", {"prompt_token_ids": [[1], [2, 3]]}),
+        ("prompt_token_ids", {"prompt_token_ids": "abc"}),
         ("prompt_token_ids", {"prompt_len": 1, "prompt_token_ids": [-1]}),
         ("prompt_token_ids", {"prompt_len": 1, "prompt_token_ids": [1.5]}),
     ],
@@ -369,6 +380,22 @@ def test_begin_refuses(idle_agent, field, arguments):
         ("slots", lambda a, h: a.step_slots(make_rows(2), [0, -1])),
         ("handle", lambda a, h: a.finish(h + 99, 1)),
         ("handle", lambda a, h: a.rewind(-1, 1)),
+        *(
+            ("handle", partial(lambda call, wrong, a, _: call(a, wrong), call, wrong))
+            for wrong in ("running", None, 1.0, [1])
+            for call in (
+                lambda a, h: a.finish(h, 1),
+                lambda a, h: a.rewind(h, 1),
+                lambda a, h: a.preempt(h, 1),
+                lambda a, h: a.add_blocks(h, [1]),
+                lambda a, h: a.resume(h, 0, []),
+            )
+        ),
+        ("num_tokens", lambda a, h: a.finish(h, "5")),
+        ("position", lambda a, h: a.rewind(h, 1.5)),
+        ("version", lambda a, h: a.set_weight_version("3")),
+        ("version", lambda a, h: a.set_weight_version(1.5)),
+        ("version", lambda a, h: a.set_weight_version(True)),
         ("reason", lambda a, h: a.finish(h, 1, "tired")),
         ("num_tokens", lambda a, h: a.finish(h, -1)),
         ("token_ids", lambda a, h: a.finish(h, 2, "stop", [1])),
@@ -390,6 +417,16 @@ def test_calls_refuse(idle_agent, field, call):
         call(idle_agent, idle_agent.running)
     assert caught.value.field == field
     assert idle_agent.stats().offered_rows == offered
+
+
+def test_the_length_of_a_prompt_is_that_of_its_ids(server):
+    with CaptureAgent(config_for(server)) as agent:
+        agent.begin("counted", prompt_token_ids=range(70))
+        agent.begin("empty", prompt_token_ids=[])
+        agent.begin("given", prompt_len=3)
+        agent.begin("unknown")
+        assert agent.flush(20)
+    assert [r.facts.prompt_len for r in server.model.requests] == [70, 0, 3, 0]
 
 
 def test_each_agent_is_a_boot_of_its_own_unless_told(server):

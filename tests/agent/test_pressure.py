@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import os
 import random
+import re
 import resource
 import signal
 import subprocess
@@ -32,7 +33,7 @@ from routetrace.capture_agent.pipeline.chunks import NO_BLOCKS, ChunkBuilder
 from routetrace.capture_agent.transport import sender
 from routetrace.capture_agent.transport.ledger import Ledger
 from routetrace.capture_agent.transport.spill import Record, Spill
-from routetrace.client import RouteClient
+from routetrace.client import AsyncRouteClient, RouteClient
 from routetrace.common.errors import Incomplete, InvalidArgument, Unauthenticated
 from routetrace.common.security import Security
 from routetrace.server.testing import ServerProcess, run_server
@@ -377,10 +378,26 @@ def test_what_is_wrong_with_security_is_told_when_the_engine_starts(tmp_path):
     for security in (Security(ca_file=missing), {"ca_file": missing}, {"token_file": missing}):
         with pytest.raises(InvalidArgument, match=missing):
             CaptureAgent(config_for("127.0.0.1:1", security=security))
-    for wrong in ({"password": "s3cret"}, {"tls": "s3cret"}, {"token": 5}, "s3cret", ["s3cret"]):
-        with pytest.raises(InvalidArgument, match="security") as caught:
-            config_for("127.0.0.1:1", security=wrong)
-        assert "s3cret" not in str(caught.value)
+    connect = (
+        lambda security: config_for("127.0.0.1:1", security=security),
+        lambda security: RouteClient("127.0.0.1:1", security=security),
+        lambda security: AsyncRouteClient("127.0.0.1:1", security=security),
+    )
+    for wrong, named in (
+        ({"password": "s3cret"}, "security is with 'password', expected"),
+        ({"tls": "s3cret"}, "security.tls is of type str, expected a bool"),
+        ({"token": 5}, "security.token is of type int, expected a str"),
+        ({"token": b"s3cret"}, "security.token is of type bytes, expected a str"),
+        ({"ca_file": ["s3cret"]}, "security.ca_file is of type list, expected a str"),
+        ("s3cret", "security is of type str, expected a Security"),
+        (["s3cret"], "security is of type list, expected a Security"),
+    ):
+        for make in connect:
+            with pytest.raises(InvalidArgument, match=re.escape(named)) as caught:
+                make(wrong)
+            assert "s3cret" not in str(caught.value) + repr(vars(caught.value))
+            assert caught.value.__cause__ is None
+    assert Security(ca_file=tmp_path / "ca.pem") == Security(ca_file=missing)
 
 
 def test_security_from_the_environment(monkeypatch):

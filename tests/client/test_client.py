@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import pickle
 import random
 import subprocess
 import sys
@@ -38,6 +39,7 @@ from routetrace.common.errors import (
     RouteTraceError,
     Unavailable,
 )
+from routetrace.common.security import Security
 from routetrace.server.testing import free_ports
 from routetrace.v1 import routetrace_pb2 as pb
 from routetrace.v1.records import token_digests
@@ -345,6 +347,15 @@ class TestGet:
         # Wrong types.
         ("get", (None,), {}, "trace_id"),
         ("get", (b"a",), {}, "trace_id"),
+        ("get", ("x" * 513,), {}, "trace_id"),
+        ("renew", (["x" * 513],), {}, "trace_ids"),
+        ("bind", ("x" * 513, "r", [1], 3), {}, "engine_id"),
+        ("bind", ("e", "r", [1], 3), {"labels": {"a": "x" * 1024}}, "labels"),
+        ("get", ("a",), {"timeout": True}, "timeout"),
+        ("get", ("a",), {"timeout": 1e12}, "timeout"),
+        ("get", ("a",), {"weight_version": True}, "weight_version"),
+        ("get", ("a",), {"weight_version": 1.5}, "weight_version"),
+        ("get", ("a",), {"token_start": True}, "token_start"),
         ("get", ("\ud800",), {}, "trace_id"),
         ("get", ("a",), {"layer_ids": 3}, "layer_ids"),
         ("get", ("a",), {"layer_ids": "3"}, "layer_ids"),
@@ -1282,7 +1293,11 @@ def test_configuration(connect, server, monkeypatch):
         ("max_message_bytes", -1),
         ("max_message_bytes", "1"),
         ("run", 7),
-        ("security", "token"),
+        ("run", b"x"),
+        ("run", ""),
+        ("run", "x" * 513),
+        ("timeout", True),
+        ("timeout", 1e12),
         ("channel_options", 5),
         ("channel_options", ["grpc.x"]),
         ("channel_options", [(1, 2)]),
@@ -1296,6 +1311,27 @@ def test_configuration(connect, server, monkeypatch):
     connect(None).delete("a")
     connect(None, run="mine").delete("a")
     assert [r.run for _, r in server.requests] == ["from-env", "mine"]
+
+
+def test_a_copy_of_a_client(server):
+    server.serve(truth(3))
+    settings = {"run": "r", "timeout": 7, "security": Security(token="rt_x")}
+    with RouteClient(server.target, **settings) as client:
+        client.get("req")
+        data = pickle.dumps(client)
+    with pickle.loads(data) as copy:
+        assert repr(copy) == f"<RouteClient {server.target} run='r' idle>"
+        assert len(copy.get("req")) == 3
+        assert copy._config == client._config
+
+    async def main():
+        async with AsyncRouteClient(server.target, **settings) as client:
+            copy = pickle.loads(pickle.dumps(client))
+            assert len(await copy.get("req")) == 3
+            await copy.close()
+            assert len(await client.get("req")) == 3
+
+    asyncio.run(main())
 
 
 def test_states_of_a_client(connect, server):

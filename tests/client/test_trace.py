@@ -64,6 +64,12 @@ def test_layers_are_contiguous_and_read_only():
         trace.state = TraceState.RUNNING
 
 
+def test_an_array_of_a_trace_is_refused():
+    for make in (np.asarray, np.array, lambda trace: np.asarray(trace, np.int64)):
+        with pytest.raises(InvalidArgument, match="topk_ids together with valid"):
+            make(assemble(truth(3)))
+
+
 def test_pickles():
     source = truth(12, holes=[(3, 5)])
     trace = pickle.loads(pickle.dumps(assemble(source)))

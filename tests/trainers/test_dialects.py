@@ -142,7 +142,15 @@ def test_verl_refuses():
     with pytest.raises(InvalidArgument, match="missing"):
         verl.routed_experts(top_1.rows, missing="mask")
     trace = of_trace(truth(4))
-    for starts, seq_len in [([], 9), ([0, 0], 9), ([5], 9), ([-1], 9), ([0], 4)]:
+    with pytest.raises(InvalidArgument, match=r"samples\[0\] is 5 tokens, expected at most .* 4"):
+        verl.batch([trace], [0], 4)
+    with pytest.raises(InvalidArgument, match="seq_len"):
+        verl.batch([trace], [0], "9")
+    plan = make_plan(LAYOUT, MicroBatch.packed([Sample.of("g0", 6)]), Rank((1, 2, 4, 7)))
+    for wrong in ("g0", None, fetched(plan, [rows_of(LAYOUT, 5)])):
+        with pytest.raises(InvalidArgument, match=r"rows is .*SampleRows\.split"):
+            verl.routed_experts(wrong)
+    for starts, seq_len in [([], 9), ([0, 0], 9), ([5], 9), ([-1], 9)]:
         with pytest.raises(InvalidArgument, match="starts"):
             verl.batch([trace], starts, seq_len)
     with pytest.raises(InvalidArgument, match="starts"):

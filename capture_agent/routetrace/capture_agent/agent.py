@@ -140,7 +140,7 @@ class CaptureAgent:
         request_id: str,
         *,
         trace_id: str = "",
-        prompt_len: int = 0,
+        prompt_len: int | None = None,
         labels: Mapping[str, str] | None = None,
         ttl_seconds: int = 0,
         num_computed_tokens: int = 0,
@@ -153,7 +153,7 @@ class CaptureAgent:
         Args:
             request_id: name given by the engine; reusable once the request has finished.
             trace_id: trace that its rows belong to; the request id if empty.
-            prompt_len: prompt tokens.
+            prompt_len: prompt tokens; None: as many as `prompt_token_ids`, unknown without them.
             labels: group, session, sample and other names that readers look traces up by.
             ttl_seconds: lease of the trace after its last change; 0: the server's default.
             num_computed_tokens: leading tokens whose KV is in the cache, in `block_ids`, at the
@@ -179,16 +179,20 @@ class CaptureAgent:
             check_id("trace_id", trace_id, required=False)
             if request_id in self._handles:
                 raise wrong("request_id", request_id, "one that is not running")
+            if prompt_len is not None:
+                prompt_len = number("prompt_len", prompt_len)
+            prompt = tokens_of("prompt_token_ids", prompt_token_ids, prompt_len)
+            if prompt_len is None:
+                prompt_len = len(prompt or b"") // 4
             facts = pb.RequestBegin(
                 trace_id=trace_id,
-                prompt_len=number("prompt_len", prompt_len),
+                prompt_len=prompt_len,
                 labels=labels_of(labels or {}),
                 ttl_seconds=number("ttl_seconds", ttl_seconds, 1 << 32),
             )
             blocks = blocks_of(block_ids, self.config)
             computed = computed_of(num_computed_tokens, blocks, self.config)
             external = external_of(num_external_tokens, computed)
-            prompt = tokens_of("prompt_token_ids", prompt_token_ids, prompt_len)
             handle = self._handles.new(request_id)
             index, self._begun = self._begun, self._begun + 1
             event = request_id, facts.SerializeToString(), index, computed, external, blocks, prompt

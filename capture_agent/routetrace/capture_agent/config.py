@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from operator import index
 from typing import Any, Literal, NoReturn, get_args
 
@@ -96,7 +96,9 @@ class AgentConfig:
         for name in ("run", "engine_id"):
             check_id(name, getattr(self, name))
         check_id("shard", self.shard, required=False)
-        check_id("boot_id", self.boot_id, required=bool(self.shard))
+        check_id("boot_id", self.boot_id, required=False)
+        if self.shard and not self.boot_id:
+            _refuse("boot_id", "''", f"an id that all shards share, with shard={self.shard!r}")
         if self.mode not in get_args(Mode):
             _refuse("mode", self.mode, " or ".join(map(repr, get_args(Mode))))
         if self.codec not in get_args(FrameCodec):
@@ -129,7 +131,7 @@ class AgentConfig:
             and os.access(self.spill_dir, os.W_OK | os.X_OK)
         ):
             _refuse("spill_dir", self.spill_dir, "a directory that can be written to")
-        object.__setattr__(self, "security", security_of(self.security))
+        object.__setattr__(self, "security", Security.of(self.security))
         # A plain dict, which can be pickled for another process.
         object.__setattr__(self, "attributes", _texts("attributes", self.attributes))
 
@@ -139,32 +141,12 @@ class AgentConfig:
         return self.block_size * self.num_blocks
 
 
-def security_of(given: object) -> Security:
-    """Return the Security of a configuration.
-
-    Raises:
-        InvalidArgument: naming the wrong field, never its value.
-    """
-    if given is None:
-        return Security.from_environment()
-    if isinstance(given, Security):
-        return given
-    types = {f.name: bool if isinstance(f.default, bool) else str for f in fields(Security)}
-    names = ", ".join(types)
-    if not isinstance(given, Mapping):
-        _refuse("security", type(given).__name__, f"an object of {names}")
-    for name, value in given.items():
-        if name not in types:
-            _refuse("security", f"with {name!r}", f"an object of {names}")
-        if not isinstance(value, types[name]):
-            _refuse(f"security.{name}", type(value).__name__, types[name].__name__)
-    return Security(**given)
-
-
 def _check_number(name: str, value: Any, low: float, high: float) -> None:
     """Raise InvalidArgument unless a value is in [low, high]; times alone may be fractions."""
     whole = not name.endswith("_s")
     try:
+        if isinstance(value, bool):
+            raise TypeError
         number = index(value) if whole else float(value + 0)
     except TypeError:
         number = low - 1

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 from operator import index
 from typing import Any, TypeVar
@@ -12,8 +11,11 @@ import numpy as np
 import numpy.typing as npt
 
 from routetrace.common.errors import InvalidArgument
+from routetrace.common.limits import check_id, check_labels
 
 _T = TypeVar("_T")
+
+_YEAR = 365 * 24 * 3600
 
 
 class UnknownKeyword(InvalidArgument, TypeError):
@@ -33,21 +35,15 @@ def unknown_keyword(call: str, name: str, known: Sequence[str]) -> UnknownKeywor
     )
 
 
-def text(field: str, value: Any, *, empty: bool = False) -> str:
-    """Return a string of Unicode text, which may be empty only if `empty`."""
-    if isinstance(value, str) and (value or empty):
-        try:
-            value.encode()
-            return value
-        except UnicodeEncodeError:  # half of a surrogate pair
-            pass
-    expected = "a string of Unicode text" if empty else "a string of Unicode text, not empty"
-    raise InvalidArgument(field=field, value=value, expected=expected)
+def identifier(field: str, value: Any, *, required: bool = True) -> str:
+    """Return an id, which may be empty only if it is not required."""
+    check_id(field, value, required=required)
+    return str(value)
 
 
-def texts(field: str, values: Any) -> list[str]:
-    """Return strings that are not empty."""
-    return [text(field, value) for value in several(field, values, "trace ids")]
+def identifiers(field: str, values: Any) -> list[str]:
+    """Return ids that are not empty."""
+    return [identifier(field, value) for value in several(field, values, "trace ids")]
 
 
 def several(field: str, values: Any, noun: str) -> Iterable[Any]:
@@ -61,14 +57,8 @@ def labels(value: Any) -> dict[str, str]:
     """Return labels as a dict; None gives none."""
     if value is None:
         return {}
-    if not isinstance(value, Mapping):
-        raise InvalidArgument(field="labels", value=value, expected="a mapping of strings")
-    for key, item in value.items():
-        if not (isinstance(key, str) and isinstance(item, str)):
-            raise InvalidArgument(
-                field="labels", value={key: item}, expected="strings, such as {'group': 'g0'}"
-            )
-    return {text("labels", key): text("labels", item, empty=True) for key, item in value.items()}
+    check_labels("labels", value)
+    return dict(value)
 
 
 def instance(field: str, value: Any, kind: type[_T]) -> _T:
@@ -82,7 +72,7 @@ def instance(field: str, value: Any, kind: type[_T]) -> _T:
 def whole(field: str, value: Any, low: int = 0, high: int = 2**32 - 1) -> int:
     """Return an integer in [low, high]."""
     try:
-        number = index(value)
+        number = low - 1 if isinstance(value, bool) else index(value)
     except TypeError:
         number = low - 1
     if not low <= number <= high:
@@ -124,10 +114,12 @@ def tokens(
     return ids
 
 
-def positive(field: str, value: Any) -> float:
-    """Return a finite number above 0."""
-    if not isinstance(value, (int, float, np.integer, np.floating)) or not 0 < value < math.inf:
-        raise InvalidArgument(field=field, value=repr(value), expected="a finite number above 0")
+def seconds(field: str, value: Any) -> float:
+    """Return a number of seconds above 0, a year at most: gRPC takes no infinity for a deadline."""
+    numeric = isinstance(value, (int, float, np.integer, np.floating)) and value is not True
+    if not (numeric and 0 < value <= _YEAR):
+        expected = f"a number of seconds above 0, at most {_YEAR}"
+        raise InvalidArgument(field=field, value=repr(value), expected=expected)
     return float(value)
 
 

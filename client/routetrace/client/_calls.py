@@ -144,7 +144,7 @@ def get_blocks(
     )
     request = pb.GetBlocksRequest(
         run=config.run,
-        engine_id=check.text("engine_id", engine_id),
+        engine_id=check.identifier("engine_id", engine_id),
         block_ids=check.wholes("block_ids", block_ids),
         num_tokens=num_tokens,
         token_start=want.token_start,
@@ -159,7 +159,7 @@ def stat(
     """See RouteClient.stat."""
     request = pb.StatTraceRequest(
         run=config.run,
-        trace_id=check.text("trace_id", trace_id),
+        trace_id=check.identifier("trace_id", trace_id),
         incarnation=_incarnation(incarnation),
     )
 
@@ -222,15 +222,15 @@ def bind(
         digests = token_digests(tokens, adapter=named.get(ADAPTER_LABEL, "")).tobytes()
     request = pb.BindRequestRequest(
         run=config.run,
-        engine_id=check.text("engine_id", engine_id),
-        request_id=check.text("request_id", request_id),
+        engine_id=check.identifier("engine_id", engine_id),
+        request_id=check.identifier("request_id", request_id),
         block_ids=check.wholes("block_ids", block_ids),
         num_tokens=num_tokens,
         num_computed_tokens=num_computed_tokens,
         token_digests=digests,
         step=check.whole("step", step, 0, 2**64 - 1),
         begin=pb.RequestBegin(
-            trace_id=check.text("trace_id", trace_id, empty=True),
+            trace_id=check.identifier("trace_id", trace_id, required=False),
             prompt_len=check.whole("prompt_len", prompt_len),
             labels=named,
             ttl_seconds=check.whole("ttl_seconds", ttl_seconds),
@@ -248,7 +248,9 @@ def bind(
 
 def forget_engine(config: Config, engine_id: str, *, timeout: float | None) -> Plan[int]:
     """See RouteClient.forget_engine."""
-    request = pb.ForgetEngineRequest(run=config.run, engine_id=check.text("engine_id", engine_id))
+    request = pb.ForgetEngineRequest(
+        run=config.run, engine_id=check.identifier("engine_id", engine_id)
+    )
     return unary(
         "ForgetEngine", request, config.limit(timeout), lambda response: response.num_forgotten
     )
@@ -256,7 +258,7 @@ def forget_engine(config: Config, engine_id: str, *, timeout: float | None) -> P
 
 def delete(config: Config, trace_id: str, *, timeout: float | None) -> Plan[None]:
     """See RouteClient.delete."""
-    request = pb.DeleteTraceRequest(run=config.run, trace_id=check.text("trace_id", trace_id))
+    request = pb.DeleteTraceRequest(run=config.run, trace_id=check.identifier("trace_id", trace_id))
     return unary("DeleteTrace", request, config.limit(timeout), lambda _: None)
 
 
@@ -275,7 +277,7 @@ def renew(
     """See RouteClient.renew."""
     request = pb.RenewLeaseRequest(
         run=config.run,
-        trace_ids=check.texts("trace_ids", trace_ids),
+        trace_ids=check.identifiers("trace_ids", trace_ids),
         ttl_seconds=check.whole("ttl_seconds", ttl_seconds),
     )
     return unary("RenewLease", request, config.limit(timeout), lambda r: int(r.num_renewed))
@@ -303,7 +305,7 @@ def _want(
     incarnation: int | None,
 ) -> Want:
     return Want(
-        check.text("trace_id", trace_id),
+        check.identifier("trace_id", trace_id),
         check.layers(layer_ids),
         check.whole("token_start", token_start),
         check.stop(token_start, token_stop),

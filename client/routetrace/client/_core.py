@@ -8,7 +8,7 @@ once, and can be tested without a network.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Mapping
 from dataclasses import dataclass, field
 from threading import Event
 from typing import Any, Generic, TypeVar
@@ -116,7 +116,7 @@ class Config:
         timeout: float,
         max_message_bytes: int,
         channel_options: Iterable[tuple[str, Any]],
-        security: Security | None,
+        security: Security | Mapping[str, Any] | None,
     ) -> Config:
         """Check the arguments; complete them from the environment.
 
@@ -125,13 +125,13 @@ class Config:
                 token would travel in plain text.
         """
         target = parse_target(os.environ.get("ROUTETRACE_TARGET", "") if target is None else target)
-        run = check.text("run", run or os.environ.get("ROUTETRACE_RUN") or "default")
-        check.positive("timeout", timeout)
+        if run is None:
+            run = os.environ.get("ROUTETRACE_RUN") or "default"
+        check.identifier("run", run)
+        check.seconds("timeout", timeout)
         check.whole("max_message_bytes", max_message_bytes, 1, 2**31 - 1)
         native.require()
-        if security is not None:
-            check.instance("security", security, Security)
-        security = Security.from_environment() if security is None else security
+        security = Security.of(security)
         for one in targets_of(target):
             security.check(one)
         defaults = {
@@ -153,9 +153,12 @@ class Config:
         merged = tuple({**defaults, **_channel_options(channel_options)}.items())
         return cls(target, run, timeout, merged, security, Route(target))
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _anew, (self.target, self.run, self.timeout, self.channel_options, self.security)
+
     def limit(self, timeout: float | None) -> float:
         """Return the seconds that a call may take."""
-        return self.timeout if timeout is None else check.positive("timeout", timeout)
+        return self.timeout if timeout is None else check.seconds("timeout", timeout)
 
     def explained(self, error: RouteTraceError) -> RouteTraceError:
         """Return the error of a failed connection in words: target, cause and remedy."""
@@ -168,6 +171,17 @@ class Config:
         if self.route.unreached:
             message += f" (a worker of {self.target}; its port must be open, too)"
         return Unavailable(message, retry_after=error.retry_after)
+
+
+def _anew(
+    target: str,
+    run: str,
+    timeout: float,
+    channel_options: tuple[tuple[str, Any], ...],
+    security: Security,
+) -> Config:
+    """Return a configuration without its state: neither a route nor an answer is known."""
+    return Config(target, run, timeout, channel_options, security, Route(target))
 
 
 def _channel_options(options: Any) -> dict[str, Any]:

@@ -40,7 +40,8 @@ class RouteClient:
     Connects at the first call. A call that fails because the server is unreachable or busy is
     repeated, with growing pauses, until its timeout. `ReadOptions` describes the options that
     get, get_many, fetch, prefetch and follow share; each is also a keyword argument of them, which
-    wins over `options`.
+    wins over `options`. A client pickles as its arguments, with files and token of `security`; the
+    copy connects anew.
 
     Every call raises errors of `routetrace.client` only; a gRPC error is at most their `__cause__`:
 
@@ -60,8 +61,9 @@ class RouteClient:
         timeout: seconds of a call that is not given its own timeout.
         max_message_bytes: size limit of one message, in both directions.
         channel_options: further gRPC channel options, which win over the client's own.
-        security: TLS files and a token; from the environment if None. New calls use certificates
-            that were replaced more than about a second before.
+        security: TLS files and a token, also as a mapping of the fields of `Security`; from the
+            environment if None. New calls use certificates that were replaced more than about a
+            second before.
 
     Raises:
         InvalidArgument: if there is no target or it has a scheme such as http, an argument has a
@@ -77,7 +79,7 @@ class RouteClient:
         timeout: float = 60.0,
         max_message_bytes: int = 64 << 20,
         channel_options: Iterable[tuple[str, Any]] = (),
-        security: Security | None = None,
+        security: Security | Mapping[str, Any] | None = None,
     ) -> None:
         self._config = Config.make(
             target, run, timeout, max_message_bytes, channel_options, security
@@ -87,6 +89,13 @@ class RouteClient:
     def __repr__(self) -> str:
         config = self._config
         return f"<RouteClient {config.target} run={config.run!r} {self._driver.state}>"
+
+    def __getstate__(self) -> Config:
+        return self._config
+
+    def __setstate__(self, config: Config) -> None:
+        self._config = config
+        self._driver = Driver(config)
 
     def __enter__(self) -> RouteClient:
         return self

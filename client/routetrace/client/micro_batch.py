@@ -34,7 +34,7 @@ class Segment:
     start; None: any number."""
 
     def __post_init__(self) -> None:
-        check.text("trace_id", self.trace_id)
+        check.identifier("trace_id", self.trace_id)
         check.whole("start", self.start)
         check.whole("stop", self.stop, self.start + 1)
         if self.at is None:

@@ -55,7 +55,7 @@ class ReadOptions:
         if self.wait_for is not None:
             check.choice("wait_for", self.wait_for, ("rows", "end"))
         if self.timeout is not None:
-            check.positive("timeout", self.timeout)
+            check.seconds("timeout", self.timeout)
         check.choice("policy", self.policy, ("as_sampled", "latest"))
         check.choice("prefix_rows", self.prefix_rows, ("same_version", "any_version", "never"))
         if self.weight_version is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -62,6 +62,14 @@ class RoutingTrace(ReadFacts):
 
     def __len__(self) -> int:
         return self.token_stop - self.token_start
+
+    def __array__(self, *_: object, **__: object) -> NoReturn:
+        # numpy would make an object array of shape () in silence.
+        raise InvalidArgument(
+            field="trace",
+            value="taken as an array",
+            expected="topk_ids together with valid, or to_torch()",
+        )
 
     @property
     def top_k(self) -> int:

@@ -6,8 +6,8 @@ import ipaddress
 import os
 import re
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -49,8 +49,8 @@ class Security:
     it has changed. Replace files by renaming, so that no partial file is read.
 
     Raises:
-        InvalidArgument: if fields contradict each other, or the token has characters that a header
-            cannot carry.
+        InvalidArgument: if a field has a wrong type, fields contradict each other, or the token has
+            characters that a header cannot carry. The message never shows the token.
     """
 
     tls: bool = False
@@ -71,6 +71,7 @@ class Security:
     """Whether the token may travel in plain text to other machines."""
 
     def __post_init__(self) -> None:
+        self._check_types()
         if bool(self.cert_file) != bool(self.key_file):
             raise InvalidArgument(
                 field="key_file" if self.cert_file else "cert_file",
@@ -87,6 +88,53 @@ class Security:
                     field="token_file", value=self.token_file, expected="no token beside it"
                 )
             _check_token(self.token, "token")
+
+    def _check_types(self) -> None:
+        for item in fields(self):
+            value, kind = getattr(self, item.name), type(item.default)
+            if item.name.endswith("_file") and isinstance(value, os.PathLike):
+                value = os.fspath(value)
+                object.__setattr__(self, item.name, value)
+            if not isinstance(value, kind):
+                raise InvalidArgument(
+                    field=item.name, value=_kind_of(value), expected=f"a {kind.__name__}"
+                )
+
+    @classmethod
+    def of(cls, given: Security | Mapping[str, Any] | None) -> Security:
+        """Return the Security of a configuration.
+
+        Args:
+            given: a Security, or a mapping of its fields; the environment's if None.
+
+        Raises:
+            InvalidArgument: naming the wrong field, never its value: it may be a token.
+        """
+        if given is None:
+            return cls.from_environment()
+        if isinstance(given, Security):
+            return given
+        names = [item.name for item in fields(cls)]
+        if not isinstance(given, Mapping):
+            raise InvalidArgument(
+                field="security",
+                value=_kind_of(given),
+                expected=f"a Security, such as Security(token=...), or a mapping of {names}",
+            )
+        for name in given:
+            if name not in names:
+                raise InvalidArgument(
+                    field="security", value=f"with {name!r}", expected=f"a mapping of {names}"
+                )
+        try:
+            return cls(**given)
+        except InvalidArgument as error:
+            raise InvalidArgument(
+                f"security.{error.message}",
+                field=f"security.{error.field}",
+                value=error.value,
+                expected=error.expected,
+            ) from None
 
     @property
     def uses_tls(self) -> bool:
@@ -216,6 +264,11 @@ class Security:
             more.append(("grpc.enable_http_proxy", 0))
         more += resolver_options(target)
         return (*more, *options)
+
+
+def _kind_of(value: object) -> str:
+    """Name the type of a value that must not be shown."""
+    return f"of type {type(value).__name__}"
 
 
 def is_local(target: str) -> bool:

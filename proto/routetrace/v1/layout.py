@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
+from operator import index
+from typing import Any
 
 import numpy as np
 
@@ -41,13 +43,18 @@ class RoutingLayout:
     """Absolute ids of every MoE layer of the model; `layer_ids` if empty."""
 
     def __post_init__(self) -> None:
-        if not self.moe_layer_ids:
-            object.__setattr__(self, "moe_layer_ids", self.layer_ids)
-        _range("num_experts", self.num_experts, 1, MAX_EXPERTS)
-        _range("top_k", self.top_k, 1, min(MAX_TOP_K, self.num_experts))
-        _range("num_hidden_layers", self.num_hidden_layers, 1, MAX_LAYERS)
+        for name, high in (
+            ("num_experts", MAX_EXPERTS),
+            ("top_k", MAX_TOP_K),
+            ("num_hidden_layers", MAX_LAYERS),
+        ):
+            object.__setattr__(self, name, _range(name, getattr(self, name), 1, high))
+        _range("top_k", self.top_k, 1, self.num_experts)
         for name in ("layer_ids", "moe_layer_ids"):
-            ids = getattr(self, name)
+            ids = _ids(name, getattr(self, name))
+            if name == "moe_layer_ids":
+                ids = ids or self.layer_ids
+            object.__setattr__(self, name, ids)
             if not ids:
                 raise InvalidArgument(field=name, value=ids, expected="at least one layer")
             if any(b <= a for a, b in pairwise(ids)):
@@ -135,6 +142,22 @@ class RoutingLayout:
         return layout
 
 
-def _range(field: str, value: int, low: int, high: int) -> None:
-    if not low <= value <= high:
-        raise InvalidArgument(field=field, value=value, expected=f"a number in [{low}, {high}]")
+def _range(field: str, value: Any, low: int, high: int) -> int:
+    """Return a whole number in [low, high]."""
+    try:
+        number = low - 1 if isinstance(value, bool) else index(value)
+    except TypeError:
+        number = low - 1
+    if not low <= number <= high:
+        expected = f"a whole number in [{low}, {high}]"
+        raise InvalidArgument(field=field, value=repr(value), expected=expected)
+    return number
+
+
+def _ids(field: str, values: Any) -> tuple[int, ...]:
+    """Return whole numbers as a tuple, so that a layout can be hashed."""
+    try:
+        return tuple(map(index, values))
+    except TypeError:  # no sequence, or of something else
+        expected = "a sequence of layer ids"
+        raise InvalidArgument(field=field, value=repr(values), expected=expected) from None

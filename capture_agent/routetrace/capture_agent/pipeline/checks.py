@@ -26,7 +26,7 @@ def wrong(name: str, value: Any, expected: str) -> InvalidArgument:
 def number(name: str, value: int, limit: int = MAX_POSITION) -> int:
     """Return an integer in [0, limit)."""
     try:
-        whole = index(value)
+        whole = -1 if isinstance(value, bool) else index(value)
     except TypeError:
         whole = -1
     if not 0 <= whole < limit:
@@ -37,7 +37,7 @@ def number(name: str, value: int, limit: int = MAX_POSITION) -> int:
 def version_of(version: int) -> int:
     """Return a weight version, a signed 64-bit integer."""
     try:
-        whole = index(version)
+        whole = 1 << 63 if isinstance(version, bool) else index(version)
     except TypeError:
         whole = 1 << 63
     if not -(1 << 63) <= whole < 1 << 63:
@@ -158,13 +158,15 @@ def external_of(num_external_tokens: int, num_computed_tokens: int) -> int:
     return int(num_external_tokens)
 
 
-def tokens_of(name: str, token_ids: npt.ArrayLike | None, length: int) -> bytes | None:
-    """Return token ids [length], as uint32."""
+def tokens_of(name: str, token_ids: npt.ArrayLike | None, length: int | None) -> bytes | None:
+    """Return token ids [length], as uint32; of any length if None."""
     if token_ids is None:
         return None
     tokens = _array(token_ids)
+    length = len(tokens) if length is None and tokens.ndim == 1 else length
     if tokens.shape != (length,) or (length and tokens.dtype.kind not in "iu"):
-        raise wrong(name, f"{tokens.dtype} {tokens.shape}", f"integers of shape ({length},)")
+        many = "n" if length is None else length
+        raise wrong(name, f"{tokens.dtype} {tokens.shape}", f"integers of shape ({many},)")
     if length and not 0 <= int(tokens.min()) <= int(tokens.max()) < 1 << 32:
         raise wrong(name, [int(tokens.min()), int(tokens.max())], "ids in [0, 2**32)")
     return tokens.astype("<u4").tobytes()

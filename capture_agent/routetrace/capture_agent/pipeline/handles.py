@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from operator import index
+
 import numpy as np
 import numpy.typing as npt
 
@@ -47,7 +49,7 @@ class Handles:
 
     def check(self, handle: int) -> int:
         """Return the handle; raise InvalidArgument unless its request is running."""
-        lane = handle & LANE_MASK
+        lane = _whole(handle) & LANE_MASK
         if lane >= len(self._names) or self._handles[lane] != handle:
             raise wrong("handle", handle, "the handle of a running request")
         return handle
@@ -62,7 +64,7 @@ class Handles:
 
     def is_late(self, handle: int) -> bool:
         """Whether the request of a handle has ended."""
-        lane, generation = handle & LANE_MASK, handle >> LANE_BITS
+        lane, generation = _whole(handle) & LANE_MASK, handle >> LANE_BITS
         return (
             lane < len(self._names)
             and 0 < generation <= self._generations[lane]
@@ -90,3 +92,10 @@ class Handles:
         self._handles[lane] = -1
         self._free.append(lane)
         self._live.discard(self._names[lane])
+
+
+def _whole(handle: object) -> int:
+    try:
+        return index(handle)  # type: ignore[arg-type]
+    except TypeError:
+        raise wrong("handle", repr(handle), "the handle that begin() returned") from None

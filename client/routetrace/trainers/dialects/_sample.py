@@ -49,11 +49,17 @@ class SampleRows:
             num_tokens: tokens of the sample; None for those of the request.
 
         Raises:
-            InvalidArgument: if the trace does not start at 0 or lacks MoE layers.
+            InvalidArgument: if the trace does not start at 0 or lacks MoE layers, or is none.
             Incomplete: if the number of tokens is unknown.
         """
         if isinstance(trace, SampleRows):
             return trace
+        if not isinstance(trace, RoutingTrace):
+            raise InvalidArgument(
+                field="rows",
+                value=type(trace).__name__,
+                expected="a RoutingTrace, or SampleRows of SampleRows.split(rows)",
+            )
         _all_layers(trace.layer_ids, trace.layout)
         if trace.token_start:
             raise InvalidArgument(

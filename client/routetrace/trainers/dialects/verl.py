@@ -102,6 +102,7 @@ def batch(
     Raises:
         Incomplete, InvalidArgument: as `routed_experts`, or if a sample does not fit.
     """
+    check.whole("seq_len", seq_len, 1)
     arrays = [routed_experts(rows, missing=missing, axis=axis) for rows in samples]
     if not arrays or len(starts) != len(arrays):
         raise InvalidArgument(
@@ -109,6 +110,12 @@ def batch(
         )
     out = np.zeros((len(arrays), seq_len, *arrays[0].shape[1:]), np.int16)
     for number, (array, start) in enumerate(zip(arrays, starts, strict=True)):
+        if seq_len <= len(array):
+            raise InvalidArgument(
+                field=f"samples[{number}]",
+                value=f"{len(array) + 1} tokens",
+                expected=f"at most seq_len = {seq_len}",
+            )
         check.whole(f"starts[{number}]", start, 0, seq_len - len(array) - 1)
         out[number, start : start + len(array)] = array
     return out

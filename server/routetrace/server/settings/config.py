@@ -26,6 +26,7 @@ from pydantic_settings import (
 
 from routetrace.server.common.addresses import is_loopback, split_address, split_object_url
 from routetrace.server.settings.environment import unknown_variables
+from routetrace.server.settings.mistakes import describe_mistake
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -364,7 +365,7 @@ def load_config(argv: Sequence[str]) -> ServerConfig:
     try:
         return _LayeredConfig(_cli_parse_args=flags, **values)  # type: ignore[call-arg]
     except ValidationError as error:
-        raise ConfigError("; ".join(map(_describe, error.errors()))) from None
+        raise ConfigError("; ".join(map(describe_mistake, error.errors()))) from None
     except SettingsError as error:
         raise ConfigError(str(error)) from None
 
@@ -391,10 +392,3 @@ def _read_file(path: Path) -> dict[str, Any]:
     if unknown:
         raise ConfigError(f"config file {path} has unknown keys: {', '.join(sorted(unknown))}")
     return values
-
-
-def _describe(error: Any) -> str:
-    message = error["msg"].removeprefix("Value error, ")
-    if not error["loc"]:
-        return str(message)
-    return f"{error['loc'][0]} is {str(error['input'])[:200]!r}: {message}"

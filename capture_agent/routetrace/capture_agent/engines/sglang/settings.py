@@ -17,9 +17,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from routetrace.capture_agent.config import AgentConfig, security_of
+from routetrace.capture_agent.config import AgentConfig
 from routetrace.capture_agent.engines.sglang import seams
 from routetrace.common.errors import InvalidArgument
+from routetrace.common.security import Security
 
 VARIABLE = "ROUTETRACE_SGLANG"
 
@@ -59,7 +60,7 @@ def settings_of(environ: Mapping[str, str] = os.environ) -> Settings | None:
             )
         return None
     if "security" in agent:  # a mapping would show its token where settings are printed
-        agent["security"] = security_of(agent["security"])
+        agent["security"] = Security.of(agent["security"])
     probe = agent.pop("probe", True)
     if not isinstance(probe, bool):
         raise InvalidArgument(field=f"{VARIABLE} probe", value=probe, expected="true or false")

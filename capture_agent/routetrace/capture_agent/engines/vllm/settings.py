@@ -17,8 +17,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
-from routetrace.capture_agent.config import AgentConfig, security_of
+from routetrace.capture_agent.config import AgentConfig
 from routetrace.common.errors import InvalidArgument
+from routetrace.common.security import Security
 
 #: Name of the connector class.
 CONNECTOR = "RouteTraceConnector"
@@ -65,7 +66,7 @@ def settings_of(vllm_config: Any) -> Settings | None:
         )
     agent = dict(given)
     if "security" in agent:  # a mapping would show its token where settings are printed
-        agent["security"] = security_of(agent["security"])
+        agent["security"] = Security.of(agent["security"])
     run = agent.pop("run", "") or os.environ.get("ROUTETRACE_RUN", "") or "default"
     engine_id = agent.pop("engine_id", "") or os.environ.get("ROUTETRACE_ENGINE_ID", "")
     boot_id = str(vllm_config.instance_id)
