@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -21,7 +22,7 @@ from shared_names import left_behind, shared_names
 from waiting import keeps_to, wait_for
 
 from routetrace.capture_agent import AgentConfig, AgentStats, CaptureAgent, link
-from routetrace.capture_agent.transport import sender
+from routetrace.capture_agent.transport import sender, stream
 from routetrace.capture_agent.worker import Worker
 from routetrace.common.errors import (
     ERROR_METADATA_KEY,
@@ -715,6 +716,37 @@ def test_a_server_that_refuses_everything_ends_the_agent(server):
             return time.monotonic() - started
 
     keeps_to(5, close)
+
+
+@pytest.mark.parametrize("silent", ["twice", "one of two"])
+def test_a_server_that_does_not_answer_the_hello_is_called_again(
+    silent, server, monkeypatch, caplog
+):
+    monkeypatch.setattr(stream, "WELCOME_S", 0.3)
+    held = threading.Event()
+    hellos: list[str] = []
+
+    def admit(hello, _):
+        hellos.append(hello.engine_id)
+        if silent == "one of two" or len(hellos) < 3:
+            held.wait(60)
+
+    server.admit = admit
+    with IngestServer() as other:
+        targets = server.target + (f",{other.target}" if silent == "one of two" else "")
+        config = replace(config_for(server), target=targets)
+        with CaptureAgent(config) as agent:
+            handle = agent.begin("a")
+            agent.step(make_rows(10), [(handle, 0, 10)])
+            agent.finish(handle, 11)
+            assert agent.flush(30)
+            assert_kept(agent.stats())
+        held.set()
+        model = (other if silent == "one of two" else server).model
+        assert set(model.request("a").attempts[0].rows) == set(range(10))
+        assert len(hellos) == (1 if silent == "one of two" else 3)
+        assert caplog.text.count("no answer from") == 1
+    server.stop()
 
 
 def test_an_overloaded_server_gets_the_same_chunks_later(server):

@@ -271,7 +271,7 @@ class ChunkBuilder:
     def degrade(self, chunk: Chunk, reason: int) -> Chunk:
         """Return the replacement of a refused chunk: its events, and its rows as LOST.
 
-        If that was refused as well, the replacement is a RESET alone: all slots are unknown.
+        If that was refused as well, the replacement is a RESET alone, for a new epoch.
         """
         old = pb.ChunkHeader.FromString(chunk.header)
         new = pb.ChunkHeader(layout=self._layout_proto)

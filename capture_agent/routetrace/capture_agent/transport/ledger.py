@@ -91,6 +91,12 @@ class Ledger:
                     request.blocks = array("I", blocks)
             self.nbytes += request.nbytes if request else 0
 
+    def forget(self, chunk: Chunk) -> None:
+        """Forget the requests that a chunk names."""
+        for request_id in pb.ChunkHeader.FromString(chunk.header).request_ids:
+            if request := self._requests.pop(request_id, None):
+                self.nbytes -= request.nbytes
+
     def begin_anew(self, layout: RoutingLayout) -> list[Chunk]:
         """Return chunks that report the live requests to a server without memory of them."""
         builder = ChunkBuilder(layout)

@@ -149,6 +149,10 @@ class Outbox:
         entry.chunk, entry.record = self._builder.degrade(entry.chunk, reason), None
         self._hold(entry.nbytes)
 
+    def forget_requests(self, entry: Entry) -> None:
+        """Report the requests that a chunk names to no server any more: their state is unknown."""
+        self._ledger.forget(entry.chunk)
+
     def renumber(self, next_sequence: int) -> None:
         """Number all chunks from `next_sequence` on, for a server without memory of the epoch.
 

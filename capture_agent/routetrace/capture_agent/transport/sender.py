@@ -290,7 +290,10 @@ class Sender:
         while True:
             with self._changed:
                 self._wait(attempt)
+                unanswered = self._call if self._hang_up(attempt) else None
                 over = not self._current(attempt)
+            if unanswered is not None:
+                unanswered.cancel()  # without the lock
             if over:
                 # The last heartbeat carries the final counters.
                 if self._closing and self.stream.has_heartbeats:
@@ -306,6 +309,14 @@ class Sender:
             if self.stream.may_send(now) or (due is not None and now >= due):
                 return
             self._changed.wait(due - now if due is not None else None)
+
+    def _hang_up(self, attempt: int) -> bool:
+        """End a stream whose Hello got no answer in time; return whether it was one."""
+        if not (self._current(attempt) and self.stream.overdue):
+            return False
+        self._complain("welcome", f"no answer from {self._target}; connecting again")
+        self._stop()
+        return True
 
     # ------------------------------------------------------------------ trouble
 

@@ -25,6 +25,9 @@ from routetrace.v1 import routetrace_pb2 as pb
 #: Chunks that may be on the wire without an acknowledgement.
 WINDOW = 16
 
+#: Most seconds from Hello to Welcome; a server that takes longer is called anew, or the next one.
+WELCOME_S = 60.0
+
 #: Most seconds that a server may ask an agent to wait.
 MAX_PAUSE_S = 60.0
 
@@ -92,6 +95,7 @@ class IngestStream:
         """Demand of readers in the server's last message, a pb.Awaited."""
         self._epoch = 0
         self._send_next = 0
+        self._welcome_by = math.inf
         self._not_before = 0.0  # no chunk is sent earlier
         self._beat_s = 0.0  # between two heartbeats; 0: none
         self._beat_at = math.inf
@@ -115,12 +119,18 @@ class IngestStream:
         """Whether a chunk put now would be sent at once."""
         return self.state is StreamState.OPEN and self._send_next == self._outbox.next_sequence
 
+    @property
+    def overdue(self) -> bool:
+        """Whether the server has not answered the Hello in time."""
+        return self.state is StreamState.OPENING and self._clock() >= self._welcome_by
+
     # ------------------------------------------------------------------ out
 
     def open(self) -> bytes:
         """Begin a stream; return its first message, a serialized IngestRequest."""
         self.enter(StreamState.OPENING)
         self._send_next = self._stale = 0
+        self._welcome_by = self._clock() + WELCOME_S
         self._not_before = self._beat_s = 0.0
         self._beat_at = math.inf
         config = self._config
@@ -163,7 +173,12 @@ class IngestStream:
         )
 
     def due(self) -> float | None:
-        """Return the time at which `next` may have something without any other change."""
+        """Return the time at which something is due without any other change.
+
+        That is a message that `next` takes, or the end of a stream that is `overdue`.
+        """
+        if self.state is StreamState.OPENING:
+            return self._welcome_by
         now = self._clock()
         at = min(self._beat_at, self._not_before if self._not_before > now else math.inf)
         return at if at < math.inf else None
@@ -291,4 +306,10 @@ class IngestStream:
         if entry.chunk.degraded > 1:
             self.end(Ended.REJECTED, error)
             return
+        if entry.chunk.degraded:
+            # Its events are lost, too: begins, ends, blocks. The server must not go on from the
+            # state before them, so a new epoch begins without the requests that they concern.
+            self._outbox.forget_requests(entry)
+            self._epoch = 0
+            self.close()
         self._outbox.replace(entry, pb.MISSING_REASON_REJECTED)

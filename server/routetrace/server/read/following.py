@@ -48,14 +48,19 @@ class Follower:
         yield answers.message(Piece(info))
         sending = Sending(self._reader, trace.sources)
         sent: dict[int, list[Segment]] = {}
+        # Numbers of requests shift when the trace drops its oldest; a source stays itself.
+        source = incarnation.request.sources[0]
         while True:
             self._checks.call(context, "read", request.run)  # a token may be taken back meanwhile
             if not self._finder.exists(trace):
                 raise self._reader.not_found(*trace.key, named=True)
             seen = trace.changes
-            last = trace.join.requests[incarnation.request.number - 1]
+            last = trace.join.request_of(source)
+            if last is None:
+                raise self._reader.not_found(*trace.key, named=True)
             while last.successor and not request.incarnation:
                 last = last.successor  # it contains all rows sent so far
+            source = last.sources[0]
             incarnation = trace.join.incarnation(last.number)
             info = self._reader.describe(trace, incarnation, prefix_rows=prefix_rows)
             selection = self._finder.select(trace, incarnation, request)

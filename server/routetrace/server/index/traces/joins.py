@@ -224,6 +224,13 @@ class Join:
             self._incarnations[number] = Incarnation(request, [*self.proven(request)])
         return self._incarnations[number]
 
+    def request_of(self, source: Source) -> Request | None:
+        """Return the request that a source reports; None if the trace has dropped it."""
+        for request in reversed(self.requests):  # readers that wait follow a recent one
+            if any(member is source for member in request.sources):
+                return request
+        return None
+
     @property
     def standing(self) -> list[int]:
         """Numbers of the requests that no other request contains."""
