@@ -724,6 +724,34 @@ def test_a_bind_before_its_agent_has_connected_waits(server, reads):
         each.close()
 
 
+def test_a_bind_waits_for_the_newest_epoch_of_its_engine(server, reads):
+    """The agent lost its epoch while the bind waited: the writer that had to report is gone."""
+
+    def feeder() -> Feeder:
+        return Feeder(server.target, LAYOUT, run="anew", block_size=4, num_blocks=4)
+
+    old, rows = feeder(), rows_of(6)
+    old.step_slots(rows[:3], [0, 1, 2])
+    old.flush()
+    request = pb.BindRequestRequest(
+        run="anew", engine_id="e0", request_id="r", block_ids=[0], num_tokens=4, step=2
+    )
+    bound = reads.ingest.BindRequest.future(request, timeout=60)
+    with pytest.raises(grpc.RpcError):  # a call that is answered: the bind was there before it
+        reads.get("r", "anew")
+    assert not bound.done()
+    new = feeder()
+    assert new.stream.welcome.epoch > old.stream.welcome.epoch
+    new.step_number = 1
+    new.step_slots(rows[3:], [0, 1, 2])
+    new.flush()
+    assert bound.result().trace.state == pb.TRACE_STATE_COMPLETE
+    cells, _, _ = reads.get("r", "anew")
+    for (position, layer), (ids, _, _) in cells.items():
+        np.testing.assert_array_equal(ids, rows[3 + position, LAYOUT.column[layer]])
+    new.close()
+
+
 def test_a_bind_whose_agent_never_connects_says_so_in_time(server, reads):
     request = pb.BindRequestRequest(
         run="early", engine_id="nobody", request_id="r", block_ids=[0], num_tokens=4

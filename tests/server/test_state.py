@@ -30,6 +30,7 @@ from routetrace.server.index.records.record import (
 )
 from routetrace.server.index.slot_map import SlotMap, SlotRun
 from routetrace.server.index.state import State
+from routetrace.server.index.traces import refs
 from routetrace.server.index.traces.refs import CHUNK_SHIFT
 from routetrace.server.index.traces.spans import Span, SpanList, merge, subtract
 from routetrace.server.index.traces.tombstones import Fate
@@ -439,3 +440,38 @@ def test_what_is_indexed_goes_without_the_garbage_collector():
         assert indexed() == before
     finally:
         gc.enable()
+
+
+def valid_rows(count: int) -> np.ndarray:
+    shape = count, len(LAYOUT.layer_ids), LAYOUT.top_k
+    return np.broadcast_to(np.arange(LAYOUT.top_k, dtype=np.uint8), shape).copy()
+
+
+@pytest.mark.parametrize("restart", [False, True])
+def test_an_unseen_request_that_rewinds_leaves_no_row_behind(restart: bool) -> None:
+    """Its trace was deleted and its trace id began again; its blocks are still its own."""
+    recorder = Recorder()
+    unseen = recorder.begin("unseen", trace_id="t", block_ids=[0])
+    recorder.step(valid_rows(4), [(unseen, 0, 4)])
+    recorder.flush()
+    recorder.records.append(encode_delete(0, "run", ["t"], "deleted"))
+    recorder.begin("another", trace_id="t", block_ids=[5])
+    recorder.flush()
+    before = len(recorder.records)
+    recorder.rewind(unseen, 2)
+    recorder.step(valid_rows(2), [(unseen, 2, 2)])
+    recorder.flush()
+    recorder.begin("hit", num_computed_tokens=4, block_ids=[0, 6])
+    recorder.flush()
+    state = State(1e9)
+    for number, record in enumerate(recorder.records, 1):
+        if restart and number == before + 1:
+            pieces = list(state.dump())
+            state = State(1e9)
+            state.load(pieces)
+        apply_record(state, number, record)
+    assert sorted(trace_id for _, trace_id in state.traces.traces) == ["hit", "t"]
+    (source,) = state.traces.traces["run", "hit"].sources
+    held = [(s.position, s.length, refs.chunk_of(s.ref)) for s in source.attempts[0]]
+    # Record 1 opens the writer; the rows are in those of the first and of the third chunk.
+    assert held == [(0, 2, 2), (2, 2, before + 1)]
