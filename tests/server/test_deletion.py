@@ -231,6 +231,20 @@ def test_an_unseen_request_survives_a_restart_beside_a_new_trace_of_its_id():
     assert again.traces.traces["run", "t"].updated == 2  # nor do they keep the new one alive
 
 
+@pytest.mark.parametrize("swept", [False, True])
+def test_deletions_do_not_count_what_has_expired(swept):
+    engine = Engine(random.Random(0), "e0", [""])
+    engine.requests = [("r0", "old"), ("r1", "new")]
+    state = State(TTL)
+    begins = [engine.chunk("", "begin", 0, 1), engine.chunk("", "begin", 1, 1 + TTL)]
+    for number, record in enumerate([*engine.opens(), *begins], 1):
+        apply_record(state, number, record)
+    if swept:
+        assert state.trace(("run", "old"), 1 + TTL) is None
+    assert apply_record(state, 4, encode_delete(1 + TTL, "run", ["old", "new"], "deleted")) == 1
+    assert not state.traces.traces
+
+
 def test_what_is_left_of_an_unseen_request_after_damage_is_no_trace():
     engine = Engine(random.Random(0), "e0", [""])
     engine.requests = [("r0", "t")]

@@ -74,7 +74,7 @@ def _apply_delete(state: State, change: stored.Delete, now: float) -> Generator[
     count = 0
     for trace_id in change.trace_ids:
         key = change.run, trace_id
-        trace = state.traces.traces.get(key)
+        trace = state.trace(key, now)  # one that has expired is not counted, swept or not
         # One that changed since it was chosen may run again, or be another one of the same id.
         if not (trace and 0 < change.judged < trace.last_record):
             count += state.forget(key, fate)
