@@ -32,6 +32,7 @@ from routetrace.common.errors import (
     Overloaded,
     Unavailable,
 )
+from routetrace.server.testing import run_server
 from routetrace.simulation.small_engine import SmallEngine
 from routetrace.v1 import routetrace_pb2 as pb
 from routetrace.v1.layout import RoutingLayout
@@ -518,6 +519,13 @@ def test_a_prefill_engine_hands_over(server):
         ("boot_id", {"boot_id": "x" * 600}),
         ("mode", {"mode": "fork"}),
         ("num_blocks", {"block_size": 16}),
+        ("block_size", {"block_size": (1 << 16) + 1, "num_blocks": 1}),
+        ("num_blocks", {"block_size": 1 << 16, "num_blocks": (1 << 9) + 1}),
+        ("queue_bytes", {"queue_bytes": "1MiB"}),
+        ("queue_bytes", {"queue_bytes": True}),
+        ("linger_s", {"linger_s": "1"}),
+        ("linger_s", {"linger_s": True}),
+        ("layout", {"layout": "qwen"}),
         ("frame_rows", {"frame_rows": 0}),
         ("queue_bytes", {"queue_bytes": 10}),
         ("linger_s", {"linger_s": -1}),
@@ -528,6 +536,17 @@ def test_settings_refuse(field, settings, monkeypatch):
     with pytest.raises(InvalidArgument) as caught:
         AgentConfig(**{"target": "h:1", "engine_id": "e", "layout": LAYOUT, **settings})
     assert caught.value.field == field
+
+
+def test_the_largest_engine_is_one_for_the_server_too():
+    with run_server() as server:
+        for number, (size, count) in enumerate([(1 << 16, 1 << 9), (1, 1 << 25)]):
+            config = AgentConfig(
+                server.target, f"e{number}", LAYOUT, block_size=size, num_blocks=count
+            )
+            with CaptureAgent(config) as agent:
+                agent.finish(agent.begin("r"), 1)
+                assert agent.flush(60)
 
 
 def test_settings_from_the_environment(monkeypatch):

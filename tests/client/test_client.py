@@ -329,6 +329,9 @@ class TestGet:
         ("bind", ("e", "", [1], 3), {}, "request_id"),
         ("bind", ("e", "r", [1], 0), {}, "num_tokens"),
         ("bind", ("e", "r", [1], 3), {"step": -1}, "step"),
+        ("bind", ("e", "r", [1], 3), {"step": 2**62 + 1}, "step"),
+        ("bind", ("e", "r", [1], 2**22 + 1), {}, "num_tokens"),
+        ("get_blocks", ("e", [1], 2**22 + 1), {}, "num_tokens"),
         # The wire says "all of them" with 0.
         ("bind", ("e", "r", [1], 3), {"num_computed_tokens": -1}, "num_computed_tokens"),
         ("bind", ("e", "r", [1], 3), {"num_computed_tokens": 3}, "num_computed_tokens"),

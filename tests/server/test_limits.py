@@ -54,7 +54,7 @@ def test_blocks_that_an_engine_does_not_have_are_named():
     assert blocks_of(SLOTS, [0, 9, 10, 11], 8).tolist() == [0, 9]
     with pytest.raises(InvalidArgument, match="at most 10"):
         blocks_of(SLOTS, [0] * 11, 44)
-    with pytest.raises(InvalidArgument, match="at most 0"):
+    with pytest.raises(InvalidArgument, match="none, as the agent reports no slots"):
         blocks_of(SlotMap(0, 0), [0], 1)
     with pytest.raises(InvalidArgument, match=f"at most {MAX_BLOCKS}"):
         blocks_of(SlotMap(1, MAX_BLOCKS + 1), np.zeros(MAX_BLOCKS + 1, np.uint32), MAX_BLOCKS + 1)

@@ -9,7 +9,7 @@ from operator import index
 from typing import Any, Literal, NoReturn, get_args
 
 from routetrace.common.errors import InvalidArgument
-from routetrace.common.limits import check_id, is_text
+from routetrace.common.limits import MAX_BLOCK_SIZE, MAX_SLOTS, check_id, is_text
 from routetrace.common.security import Security
 from routetrace.common.target import parse_target
 from routetrace.v1 import native
@@ -47,7 +47,7 @@ class AgentConfig:
     block_size: int = 0
     """Tokens per KV block of the full-attention group; 0 if slots are not reported."""
     num_blocks: int = 0
-    """Blocks in the pool; required with block_size."""
+    """Blocks in the pool; required with block_size. block_size * num_blocks is at most 2**25."""
     mode: Mode = "process"
     """Place of the background. "process" keeps it off the engine's interpreter lock; with "thread"
     an os.fork() waits some ms until the connection is closed, since it would not survive."""
@@ -105,7 +105,7 @@ class AgentConfig:
             _refuse("codec", self.codec, " or ".join(map(repr, get_args(FrameCodec))))
         native.require()
         for name, low, high in (
-            ("block_size", 0, 1 << 20),
+            ("block_size", 0, MAX_BLOCK_SIZE),
             ("num_blocks", 0, (1 << 32) - 1),
             ("frame_rows", 1, MAX_FRAME_ROWS),
             ("linger_s", 0, 3600),
@@ -121,6 +121,12 @@ class AgentConfig:
                 "num_blocks",
                 self.num_blocks,
                 f"0 exactly if block_size is 0; block_size is {self.block_size}",
+            )
+        if self.num_slots > MAX_SLOTS:
+            _refuse(
+                "num_blocks",
+                self.num_blocks,
+                f"at most {MAX_SLOTS // self.block_size} blocks of {self.block_size} tokens",
             )
         # At least four rows must fit, since one record takes at most half of the ring.
         if self.ring_bytes < 16 * self.layout.row_bytes:

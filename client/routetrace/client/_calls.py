@@ -26,6 +26,7 @@ from routetrace.client.stat import (
 )
 from routetrace.client.trace import RoutingTrace
 from routetrace.common.errors import InvalidArgument
+from routetrace.common.limits import MAX_BLOCK_TOKENS, MAX_STEP
 from routetrace.common.missing import missing_from_proto, reason_of
 from routetrace.v1 import routetrace_pb2 as pb
 from routetrace.v1.records import ADAPTER_LABEL, token_digests
@@ -140,7 +141,7 @@ def get_blocks(
         check.layers(layer_ids),
         check.whole("token_start", token_start),
         mask=check.choice("missing", missing, ("raise", "mask")) == "mask",
-        num_rows=check.whole("num_tokens", num_tokens),
+        num_rows=check.whole("num_tokens", num_tokens, 0, MAX_BLOCK_TOKENS),
     )
     request = pb.GetBlocksRequest(
         run=config.run,
@@ -213,7 +214,7 @@ def bind(
     timeout: float | None,
 ) -> Plan[TraceStat]:
     """See RouteClient.bind."""
-    num_tokens = check.whole("num_tokens", num_tokens, 1)
+    num_tokens = check.whole("num_tokens", num_tokens, 1, MAX_BLOCK_TOKENS)
     if num_computed_tokens is not None:
         check.whole("num_computed_tokens", num_computed_tokens, 0, num_tokens - 1)
     digests, named = b"", check.labels(labels)
@@ -228,7 +229,7 @@ def bind(
         num_tokens=num_tokens,
         num_computed_tokens=num_computed_tokens,
         token_digests=digests,
-        step=check.whole("step", step, 0, 2**64 - 1),
+        step=check.whole("step", step, 0, MAX_STEP),
         begin=pb.RequestBegin(
             trace_id=check.identifier("trace_id", trace_id, required=False),
             prompt_len=check.whole("prompt_len", prompt_len),

@@ -1,4 +1,4 @@
-"""Limits of names and positions, which agents keep and the server checks."""
+"""Limits of names and numbers, which agents and clients keep and the server checks."""
 
 from __future__ import annotations
 
@@ -13,6 +13,14 @@ MAX_LABELS = 64
 MAX_LABEL_LENGTH = 1024
 #: Positions and counts of tokens are below it.
 MAX_POSITION = 1 << 31
+#: Maximum tokens of a KV block, and slots of an engine: block_size * num_blocks. The server takes
+#: 24 bytes for a slot.
+MAX_BLOCK_SIZE = 1 << 16
+MAX_SLOTS = 1 << 25
+#: Maximum tokens of a request that is named by its blocks.
+MAX_BLOCK_TOKENS = 1 << 22
+#: Maximum number of an engine step.
+MAX_STEP = 1 << 62
 
 
 def check_id(field: str, value: object, *, required: bool = True) -> None:

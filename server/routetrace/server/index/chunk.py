@@ -48,9 +48,8 @@ MAX_BEGUN = 1 << 62
 #: Maximum rows of one chunk, and bytes of their ids.
 MAX_CHUNK_ROWS = 1 << 20
 MAX_DECODED_BYTES = 256 << 20
-#: Maximum blocks, and tokens, of a request that is named by its blocks.
+#: Maximum blocks of a request that is named by its blocks.
 MAX_BLOCKS = 1 << 21
-MAX_BLOCK_TOKENS = 1 << 22
 
 # Plain numbers: comparing with an enum member takes five times as long.
 BEGIN, BLOCKS, ROWS = int(OpKind.BEGIN), int(OpKind.BLOCKS), int(OpKind.ROWS)
@@ -361,7 +360,9 @@ def num_needed(slots: SlotMap, count: int, num_tokens: int) -> int:
         raise InvalidArgument(
             field="block_ids",
             value=f"{needed} ids",
-            expected=f"at most {most}; num_blocks is {slots.num_blocks}",
+            expected=f"at most {most}; num_blocks is {slots.num_blocks}"
+            if slots.num_blocks
+            else "none, as the agent reports no slots: its block_size is 0",
         )
     return needed
 

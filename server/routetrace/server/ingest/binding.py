@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 from routetrace.common.errors import InvalidArgument
-from routetrace.common.limits import check_id
-from routetrace.server.index.chunk import MAX_BLOCK_TOKENS, check_begin
+from routetrace.common.limits import MAX_BLOCK_TOKENS, MAX_STEP, check_id
+from routetrace.server.index.chunk import check_begin
 from routetrace.v1 import routetrace_pb2 as pb
 from routetrace.v1.records import DIGEST, unpack
-
-#: Maximum number of an engine step.
-MAX_STEP = 1 << 62
 
 
 def check_bind(request: pb.BindRequestRequest) -> int:

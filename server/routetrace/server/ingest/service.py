@@ -17,7 +17,7 @@ from routetrace.common.errors import (
     InvalidArgument,
     NotFound,
 )
-from routetrace.common.limits import check_id
+from routetrace.common.limits import MAX_BLOCK_SIZE, MAX_SLOTS, check_id
 from routetrace.common.seals import sealed
 from routetrace.server.access.admission import Admission
 from routetrace.server.access.control import Access
@@ -49,10 +49,6 @@ from routetrace.v1.records import U32
 
 #: Maximum uncommitted chunks of one stream; more stay in the socket.
 WINDOW = 32
-
-#: Maximum slots of one engine, of 24 bytes each.
-MAX_SLOTS = 1 << 25
-MAX_BLOCK_SIZE = 1 << 16
 
 _HELLO_SECONDS = 10
 

@@ -10,7 +10,7 @@ from typing import Any
 import grpc
 
 from routetrace.common.errors import InvalidArgument, NotFound
-from routetrace.common.limits import MAX_LABELS, check_id
+from routetrace.common.limits import MAX_BLOCK_TOKENS, MAX_LABELS, check_id
 from routetrace.common.seals import sealed
 from routetrace.server.access.admission import Admission
 from routetrace.server.access.control import Access
@@ -19,7 +19,6 @@ from routetrace.server.access.partition import Partition
 from routetrace.server.common.rpc import Context, Unparsed, limited, streaming, unary
 from routetrace.server.common.slices import in_turns
 from routetrace.server.index.agents import Agents
-from routetrace.server.index.chunk import MAX_BLOCK_TOKENS
 from routetrace.server.index.demand import Demand
 from routetrace.server.index.journal import Journal
 from routetrace.server.index.records.record import encode_forget, encode_renew
