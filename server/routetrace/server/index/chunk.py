@@ -5,7 +5,6 @@ A chunk that passes can be stored and applied. Routing is not decoded: only fram
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -15,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 from google.protobuf.message import DecodeError
 
+from routetrace.common.checksum import crc32
 from routetrace.common.errors import Corrupt, InvalidArgument
 from routetrace.common.limits import MAX_POSITION, check_id, check_labels
 from routetrace.server.common.slices import at_once
@@ -98,7 +98,7 @@ def check_sums(chunk: Chunk) -> list[int]:
     """
     sums = running(chunk.payload)
     for field, actual, crc in (
-        ("header_crc32", zlib.crc32(chunk.header), chunk.header_crc32),
+        ("header_crc32", crc32(chunk.header), chunk.header_crc32),
         ("payload_crc32", sums[-1] if sums else 0, chunk.payload_crc32),
     ):
         if actual != crc:
