@@ -169,6 +169,11 @@ def test_a_refused_chunk_is_replaced_by_its_losses():
     again = pb.IngestRequest.FromString(sender.next_message()).chunk
     assert again.sequence == first.sequence
     sender.receive(pb.IngestResponse(reject=pb.Reject(sequence=1, error=error)))
+    # The events are lost, too: a new epoch.
+    assert sender.stream.state is StreamState.CLOSED
+    assert sender.next_message() is None
+    assert pb.IngestRequest.FromString(sender.open()).hello.epoch == 0
+    sender.receive(pb.IngestResponse(welcome=pb.Welcome(epoch=2, next_sequence=1)))
     last = pb.IngestRequest.FromString(sender.next_message()).chunk
     ops = unpack(pb.ChunkHeader.FromString(last.header).ops, OP, "ops")
     assert ops["kind"].tolist() == [OpKind.RESET]
