@@ -58,6 +58,7 @@ class Answers:
         self.log = log
         self.prefix_rows = prefix_rows
         self._digests: dict[Request, Digests] = {}
+        self._before: dict[Request, list[tuple[Request, int]]] = {}
         groups: dict[tuple[str, str, str, int], list[Part]] = {}
         for part in log.parts:
             writer = part.writer
@@ -109,6 +110,17 @@ class Answers:
             return False
         proven = self.proven(a, b)
         return proven > a.prompt_len or (handed and proven >= a.num_tokens - 1)
+
+    def _continued(self, request: Request) -> list[tuple[Request, int]]:
+        """The requests that one continues, each with the length of the tokens that are proven."""
+        if request not in self._before:
+            others = self.trace(request.first.trace_id)
+            self._before[request] = [
+                (r, self.proven(r, request))
+                for r in others
+                if r is not request and self.continues(request, r)
+            ]
+        return self._before[request]
 
     def absorbed(self, a: Request, others: Iterable[Request]) -> bool:
         """Whether all of a lies in a request that continues it."""
@@ -323,6 +335,10 @@ class Answers:
         found: set[str] = set()
         for part in request.parts:
             found |= self._reasons_of(part, position)
+        for one, stop in self._continued(request):
+            if position < stop:
+                for part in one.parts:
+                    found |= self._reasons_of(part, position)
         if self.log.settled and not request.ended:
             found |= {"agent_lost", "aborted", "not_captured"}
         if len(request.parts) < self._shards(request):

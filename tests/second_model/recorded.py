@@ -118,17 +118,22 @@ class RecordingAgent:
 
     def step(self, rows: np.ndarray, runs: Any) -> int:
         number: int = self._agent.step(rows, runs)
-        taken = [(self._parts[int(h)], int(start), int(n)) for h, start, n in np.asarray(runs)]
-        self._log.step(self._writer, taken, self._ids(rows))
-        self._writer.step = number or self._writer.step
+        self._told(number, runs, self._ids(rows))
         return number
 
     def skip(self, runs: Any) -> int:
         number: int = self._agent.skip(runs)
-        taken = [(self._parts[int(h)], int(start), int(n)) for h, start, n in np.asarray(runs)]
-        self._log.step(self._writer, taken, None)
-        self._writer.step = number or self._writer.step
+        self._told(number, runs, None)
         return number
+
+    def _told(
+        self, number: int, runs: Any, ids: list[Mapping[int, tuple[int, ...]]] | None
+    ) -> None:
+        if not number:  # no rows: a rank to which the step dealt none
+            return
+        self._writer.step = number - 1
+        taken = [(self._parts[int(h)], int(start), int(n)) for h, start, n in np.asarray(runs)]
+        self._log.step(self._writer, taken, ids)
 
     def _ids(self, rows: np.ndarray) -> list[Mapping[int, tuple[int, ...]]]:
         layers = self._writer.layer_ids
