@@ -79,7 +79,7 @@ class Part:
     """Requests that this agent began before."""
     prompt: tuple[int, ...] | None
     earlier_ends: tuple[int, ...]
-    """Where prompts and answers of the requests end that this agent saw of the trace before."""
+    """Where the last four requests of the trace ended that gave this agent all their tokens."""
     begun_at: int
     attempts: list[Attempt] = field(default_factory=list)
     runs: list[Run] = field(default_factory=list)
@@ -97,12 +97,10 @@ class Part:
     def digests(self) -> dict[int, tuple[int, ...]]:
         """The tokens before each position at which both sides of a comparison have a digest."""
         known: dict[int, tuple[int, ...]] = {}
-        for tokens in (self.prompt, self.tokens):
+        for tokens, ends in ((self.prompt, self.earlier_ends), (self.tokens, ())):
             if tokens is not None:
-                at = {*range(64, len(tokens), 64), len(tokens), *self.earlier_ends}
+                at = {*range(64, len(tokens), 64), len(tokens), *ends}
                 known.update({p: tokens[:p] for p in at if 0 < p <= len(tokens)})
-        if self.prompt is None and self.tokens is not None and self.prompt_len:
-            known[self.prompt_len] = self.tokens[: self.prompt_len]
         return known
 
     def end(self) -> int:
@@ -177,8 +175,8 @@ class Log:
     ) -> Part:
         self.now += 1
         trace_id = trace_id or request_id
-        earlier = [p for p in writer.parts if p.trace_id == trace_id]
-        ends = {p.num_tokens for p in earlier if p.tokens} | {p.prompt_len for p in earlier}
+        ended = [p for p in writer.parts if p.trace_id == trace_id and p.tokens]
+        ends = [p.num_tokens for p in sorted(ended, key=lambda p: p.ended_at)[-4:]]
         part = Part(
             writer,
             request_id,
