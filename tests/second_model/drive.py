@@ -229,10 +229,11 @@ def _judge_cells(
                         f"{what} @{position} layer {layer}: served {_name(got)}, "
                         f"expected {_names(value)}",
                     )
-                elif versions and versions.get(position) not in (None, rows[0].version):
+                elif versions and versions.get(position) not in {None, *(r.version for r in rows)}:
                     report.say(
                         "wrong",
-                        f"{what} @{position}: version {versions[position]}, not {rows[0].version}",
+                        f"{what} @{position}: version {versions[position]}, "
+                        f"expected {sorted({r.version for r in rows})}",
                     )
             elif None not in value:
                 why = missing.get((position, layer), "beyond the answer")
