@@ -538,6 +538,7 @@ def test_settings_refuse(field, settings, monkeypatch):
     assert caught.value.field == field
 
 
+@pytest.mark.slow
 def test_the_largest_engine_is_one_for_the_server_too():
     with run_server() as server:
         for number, (size, count) in enumerate([(1 << 16, 1 << 9), (1, 1 << 25)]):

@@ -70,6 +70,7 @@ def test_minutes_without_a_server(spilling, tmp_path):
     assert os.listdir(tmp_path) == []
 
 
+@pytest.mark.slow
 def test_a_reader_of_a_dropped_request_is_told(tmp_path):
     port = free_port()
     config = config_for(f"127.0.0.1:{port}", queue_bytes=MIB)

@@ -139,6 +139,7 @@ def wide(tmp_path):
     return path, rows
 
 
+@pytest.mark.slow
 def test_all_tables_fit_one_screen(wide):
     words = ("experts", "--npz", str(wide[0]))
     plain = screen(*words, "--passes", "4")

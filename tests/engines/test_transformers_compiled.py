@@ -109,6 +109,7 @@ def test_chunks_of_a_prompt_are_captured() -> None:
     assert (backend.graphs, backend.passes) == (2, 7)  # two chunks, five passes of a token
 
 
+@pytest.mark.slow
 def test_other_lengths_of_the_cache_share_a_dynamic_graph() -> None:
     captured, backend = Captured("qwen3_moe"), Backend()
     for new_tokens in (6, 8, 10, 12):

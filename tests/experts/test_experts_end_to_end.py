@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import numpy as np
+import pytest
 import torch
 from routing_truth import padded
 from tiny_models import eager, tiny_model
@@ -21,6 +22,7 @@ from routetrace.server.testing import run_server
 PROMPTS = [[3, 4, 5, 6, 7], [8, 9, 10, 11, 12, 13, 14, 15], [16, 17]]
 
 
+@pytest.mark.slow
 def test_stored_traces_teach_a_cache_that_changes_no_row_and_no_token(tmp_path):
     model, layout = tiny_model("qwen3_moe")
     input_ids, mask = padded(PROMPTS, "left")

@@ -192,6 +192,7 @@ def test_the_machine_and_the_picture_are_there():
     assert (BENCHMARKS / "results.png").read_bytes().startswith(b"\x89PNG\r\n")
 
 
+@pytest.mark.slow
 def test_the_picture_shows_every_goal_and_its_origin(monkeypatch, tmp_path):
     pytest.importorskip("matplotlib")
     monkeypatch.syspath_prepend(str(BENCHMARKS))

@@ -248,6 +248,7 @@ def health_command() -> list[str]:
 PROGRAM = str(Path(sys.executable).with_name("routetrace-server"))
 
 
+@pytest.mark.slow
 def test_health_command_tells_a_server_from_none(server_environment):
     """The image's own check, pointed at a real server, and then at where it was."""
     command, port = health_command(), f":{compose_config().host_port[1]}"

@@ -110,6 +110,7 @@ async def test_a_check_of_an_unknown_service_is_not_found(monkeypatch) -> None:
         assert response.status == health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
 
 
+@pytest.mark.slow
 def test_half_requests_at_the_metrics_port_neither_add_up_nor_keep_scrapes_out() -> None:
     with run_server(metrics_listen="127.0.0.1:0") as server, ExitStack() as stack:
         host, _, port = server.metrics_target.rpartition(":")

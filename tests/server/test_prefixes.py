@@ -302,6 +302,7 @@ def test_rows_are_waited_for(server):
         assert next(traces).prefix_sources == ((0, 240, "first"),)
 
 
+@pytest.mark.slow
 def test_what_stands_in_is_the_same_after_a_restart(tmp_path):
     with (
         run_server(data_dir=tmp_path) as server,

@@ -1330,6 +1330,7 @@ PAGE = (Path(__file__).parents[2] / "docs" / "security.md").read_text("utf-8")
 
 
 @pytest.mark.skipif(not shutil.which("openssl"), reason="makes certificates with openssl")
+@pytest.mark.slow
 def test_what_the_page_says_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")

@@ -170,6 +170,7 @@ def test_damaged_records_cost_cells_and_never_show_a_wrong_one(tmp_path, seed):
         assert lost > 0, "nothing was hit"
 
 
+@pytest.mark.slow
 def test_expired_traces_go_and_live_ones_stay_over_a_restart(tmp_path):
     rows = rows_of(4, seed=1)
     with run_server(data_dir=tmp_path, sweep_interval_seconds=0.1) as server:

@@ -204,6 +204,7 @@ def test_reads_that_waited_in_vain_say_how_far_they_were(server, filled):
     assert "does not know it" in str(got[3])
 
 
+@pytest.mark.slow
 def test_a_restart_of_the_server_costs_no_read(tmp_path):
     ids = {f"t{i}": rows(200, i) for i in range(24)}
     port = free_ports(1)

@@ -19,6 +19,13 @@ LAYOUT = RoutingLayout((1, 2, 4), 6, 200, 3)
 BLOCK = 4
 
 
+def config_of(target: str) -> AgentConfig:
+    return AgentConfig(
+        target, "e", LAYOUT, mode="thread", block_size=BLOCK, num_blocks=32,
+        flush_interval_s=0.01, linger_s=0.01,
+    )  # fmt: skip
+
+
 def rows_of(request: int, count: int) -> np.ndarray:
     """Rows whose every id names the request: those of another one cannot be mistaken."""
     ids = np.arange(3, dtype=np.uint8) + 3 * request
@@ -41,11 +48,7 @@ def test_a_lost_end_and_begin_do_not_join_two_requests(
 ) -> None:
     caplog.set_level(logging.WARNING)
     with run_server() as server:
-        config = AgentConfig(
-            server.target, "e", LAYOUT, mode="thread", block_size=BLOCK, num_blocks=32,
-            flush_interval_s=0.01, linger_s=0.01,
-        )  # fmt: skip
-        with CaptureAgent(config) as agent:
+        with CaptureAgent(config_of(server.target)) as agent:
             first = agent.begin("r", block_ids=[0, 1, 2])
             other = agent.begin("other", trace_id="t", labels={"k": "v"}, block_ids=[20, 21])
             agent.step(
@@ -90,11 +93,7 @@ def test_a_lost_end_and_begin_do_not_join_two_requests(
 
 def test_a_lost_block_does_not_shift_the_blocks_after_it(refused: dict[str, str]) -> None:
     with run_server() as server:
-        config = AgentConfig(
-            server.target, "e", LAYOUT, mode="thread", block_size=BLOCK, num_blocks=32,
-            flush_interval_s=0.01, linger_s=0.01,
-        )  # fmt: skip
-        with CaptureAgent(config) as agent:
+        with CaptureAgent(config_of(server.target)) as agent:
             first = agent.begin("first", block_ids=[0])
             agent.step(rows_of(1, 4), [(first, 0, 4)])
             assert agent.flush(30)
