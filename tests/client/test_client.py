@@ -529,10 +529,18 @@ class TestRetries:
         late = DeadlineExceeded  # on a slow machine, of the last attempt
         with pytest.raises((Unavailable, late)):
             client.get("req", timeout=1)
-        assert 1 < server.counts["GetTrace"] < 10
+        assert server.counts["GetTrace"] < 10
         failing(server, "StatTrace", *[PASSING["overloaded"]] * 99, then=None)
         with pytest.raises((Overloaded, late)):
             client.stat("req", timeout=0.3)
+
+    def test_no_attempt_follows_that_the_deadline_leaves_no_room_for(self, client, server):
+        too_long = Overloaded("full", retry_after=100)
+        passing = [PASSING["unavailable"]] * 2
+        failing(server, "GetTrace", *passing, lambda c: fail(c, too_long), then=None)
+        with pytest.raises(Overloaded):
+            client.get("req", timeout=60)
+        assert server.counts["GetTrace"] == 3
 
     @pytest.mark.parametrize("retry_after", [0, 100])
     def test_what_no_retry_can_help_with(self, client, server, retry_after):
