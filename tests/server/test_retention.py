@@ -261,6 +261,24 @@ async def test_an_agent_that_leaves_while_its_stream_opens_is_not_there(monkeypa
     assert core.agents.connected == []
 
 
+async def test_an_agent_that_connects_during_a_sweep_is_there(monkeypatch):
+    core = Core(MemoryStore(), ServerConfig(store="memory"))
+    await core.start()
+    started = core.journal.clock.now()
+    append = core.journal.append
+
+    async def append_before_a_sweep(record: bytes) -> object:
+        writer = await append(record)
+        await core.retention.sweep()  # the stream's coroutine has not gone on yet
+        return writer
+
+    monkeypatch.setattr(core.journal.clock, "now", lambda: started + 3600)
+    monkeypatch.setattr(core.journal, "append", append_before_a_sweep)
+    hello = pb.Hello(run="a", engine_id="e", layout=LAYOUT.to_proto())
+    session = await core._ingest._open(hello, "")
+    assert core.state.writers.get(session.writer.key) is session.writer
+
+
 def test_an_agent_that_goes_silent_is_lost_although_its_stream_stays_open():
     with (
         run_server(

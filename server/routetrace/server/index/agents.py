@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from itertools import islice
 
 from routetrace.common.drops import DROP_REASONS, OTHER_REASON
@@ -29,6 +31,7 @@ class Agents:
         self.timeout = timeout
         self._started = clock.now()
         self._sessions: dict[WriterKey, Session] = {}
+        self._opening: Counter[WriterKey] = Counter()
         self._opened: dict[WriterKey, float] = {}
         self._attributes: dict[WriterKey, dict[str, str]] = {}
         self._seen: dict[WriterKey, float] = {}
@@ -43,6 +46,17 @@ class Agents:
     def reports(self) -> dict[WriterKey, pb.Heartbeat]:
         """Return the last heartbeat of each agent, disconnected ones included."""
         return self._reports
+
+    @contextmanager
+    def opening(self, key: WriterKey) -> Iterator[None]:
+        """Count a writer as present while its stream opens: it may exist before its session."""
+        self._opening[key] += 1
+        try:
+            yield
+        finally:
+            self._opening[key] -= 1
+            if not self._opening[key]:
+                del self._opening[key]
 
     def opened(self, session: Session, attributes: Mapping[str, str] | None = None) -> None:
         """Register an open stream; close the writer's previous one."""
@@ -82,8 +96,10 @@ class Agents:
     def idle_seconds(self, key: WriterKey) -> float:
         """Return the seconds since a writer's last message.
 
-        0 while its stream is open without heartbeats, or held by the server.
+        0 while its stream opens, is open without heartbeats, or is held by the server.
         """
+        if key in self._opening:
+            return 0.0
         session = self._sessions.get(key)
         if session and session.state in (SessionState.SILENT, SessionState.HELD):
             return 0.0

@@ -247,6 +247,13 @@ class IngestServicer:
                 field="num_blocks", value=hello.num_blocks, expected=f"at most {MAX_SLOTS} slots"
             )
         key = WriterKey(hello.run, hello.engine_id, hello.shard)
+        with self._agents.opening(key):
+            return await self._session(key, hello, layout, num_slots, token)
+
+    async def _session(
+        self, key: WriterKey, hello: pb.Hello, layout: RoutingLayout, num_slots: int, token: str
+    ) -> IngestSession:
+        """Open a stream of a writer, in a new epoch unless the agent knows the current one."""
         writer = self._state.writers.get(key)
         newest = self._state.epochs.get(key, 0)
         if hello.epoch and writer and hello.epoch < newest:
