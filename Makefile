@@ -27,7 +27,7 @@ demo: $(VENV)/.demo
 WORKERS ?= $(shell $(PYTHON) -c 'import os; print(min(2 * (os.cpu_count() or 1), 16))')
 PYTEST   = OMP_NUM_THREADS=1 $(PY) -m pytest -n $(WORKERS) --dist worksteal
 test: $(VENV)/.dev
-	@echo 'About 5,900 tests; 4 to 5 minutes on two cores that have nothing else to do.'
+	@echo 'About 5,900 tests; 5 to 6 minutes on two cores that have nothing else to do.'
 	$(PYTEST) -m 'not install and not slow'
 
 # The tests that take 5 s or more each: servers that are killed under load, ranks, examples, snippets.
