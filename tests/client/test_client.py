@@ -23,7 +23,14 @@ from hypothesis import strategies as st
 from waiting import wait_for
 
 import routetrace.client
-from routetrace.client import AsyncRouteClient, ReadOptions, RouteClient, RoutingTrace, TraceState
+from routetrace.client import (
+    AsyncRouteClient,
+    ReadOptions,
+    RouteClient,
+    RoutingTrace,
+    TraceState,
+    _retry,
+)
 from routetrace.client._retry import retry_pause, to_error
 from routetrace.client.alignment import compare_tokens
 from routetrace.common import errors
@@ -1189,7 +1196,7 @@ def test_digests_of_bound_tokens_include_the_adapter(client, server):
         digests.append(bytes(server.requests[-1][1].token_digests))
     plain = token_digests(np.arange(13)).tobytes()
     assert len({plain, *digests}) == 3
-    assert digests[0] == token_digests(np.arange(13), adapter="math").tobytes()
+    assert digests[0] == token_digests(np.arange(13), key="math").tobytes()
 
 
 @pytest.mark.parametrize("dtype", [None, "uint8", "int64", "uint64"])
@@ -1413,14 +1420,21 @@ def test_closing_ends_what_is_under_way(server, hanging, call):
     assert outcome == [Closed]
 
 
-def test_closing_ends_a_pause_between_attempts(server):
-    failed = threading.Event()
+@pytest.fixture
+def paused(monkeypatch):
+    """Set as a call begins to pause between two attempts."""
+    begun, pause_of = threading.Event(), _retry.retry_pause
 
-    def refuse(request, context):
-        failed.set()
-        fail(context, Overloaded("full", retry_after=30))
+    def retry_pause(*args):
+        begun.set()
+        return pause_of(*args)
 
-    server.script["StatTrace"] = refuse
+    monkeypatch.setattr(_retry, "retry_pause", retry_pause)
+    return begun
+
+
+def test_closing_ends_a_pause_between_attempts(server, paused):
+    server.script["StatTrace"] = lambda _, c: fail(c, Overloaded("full", retry_after=30))
     # So long that another attempt is worth the pause, whatever its jitter.
     client = RouteClient(server.target, timeout=600)
     outcome = []
@@ -1433,23 +1447,17 @@ def test_closing_ends_a_pause_between_attempts(server):
 
     thread = threading.Thread(target=run)
     thread.start()
-    assert failed.wait(GONE)
+    assert paused.wait(GONE)
     client.close()
     thread.join(GONE)
     assert outcome == [Closed]
 
 
-async def test_closing_ends_a_pause_between_attempts_of_a_task(server):
-    failed = threading.Event()
-
-    def refuse(request, context):
-        failed.set()
-        fail(context, Overloaded("full", retry_after=300))
-
-    server.script["StatTrace"] = refuse
+async def test_closing_ends_a_pause_between_attempts_of_a_task(server, paused):
+    server.script["StatTrace"] = lambda _, c: fail(c, Overloaded("full", retry_after=300))
     client = AsyncRouteClient(server.target, timeout=6000)
     task = asyncio.create_task(client.stat("a"))
-    assert await asyncio.to_thread(failed.wait, GONE)
+    assert await asyncio.to_thread(paused.wait, GONE)
     await client.close()
     with pytest.raises(Closed):
         await asyncio.wait_for(task, GONE)

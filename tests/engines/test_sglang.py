@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from routetrace.capture_agent.config import AgentConfig
+from routetrace.capture_agent.engines.request_options import RequestOptions
 from routetrace.capture_agent.engines.sglang import capture as captures
 from routetrace.capture_agent.engines.sglang import plugin, seams, tap
 from routetrace.capture_agent.engines.sglang import probe as probes
@@ -381,6 +382,23 @@ def test_blocks_follow_slots(requests, agent):
     deliver(requests, agent, [a, b], [7, 6], [1, 1], [19, 22])
     deliver(requests, agent, [a, b], [8, 7], [1, 1], [24, 23])
     assert [call for call in agent.calls if call[0] != "step"] == [("add_blocks_of", [101], [6])]
+
+
+def test_requests_have_the_labels_of_their_engine():
+    begun = []
+
+    class Begun(Agent):
+        def begin(self, request_id, **facts):
+            begun.append(facts["labels"])
+            return super().begin(request_id, **facts)
+
+    options = RequestOptions("t", {"group": "g"})
+    requests = Requests(lambda _: options, [])
+    deliveries = Deliveries(4, [], {"kv_cache_dtype": "fp8_e5m2"})
+    plan = requests.plan([Request("a", [1, 2])], np.array([0]), np.array([2]), 0)
+    rows = np.zeros((2, 1, 1), np.uint8)
+    deliveries.deliver(plan, rows, np.array([4, 5]), np.zeros(0, np.int64), Begun())
+    assert begun == [{"group": "g", "kv_cache_dtype": "fp8_e5m2"}]
 
 
 def test_chunks_that_go_on_get_blocks_at_page_starts(requests, agent):

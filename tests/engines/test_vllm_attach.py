@@ -15,11 +15,11 @@ import pytest
 import torch
 
 from routetrace.capture_agent.engines.vllm import attach, plugin
+from routetrace.capture_agent.engines.vllm.inputs import Inputs
 from routetrace.capture_agent.engines.vllm.plan import StepPlan
 from routetrace.capture_agent.engines.vllm.routers import Routers
 from routetrace.capture_agent.engines.vllm.settings import (
     attention_group,
-    names_inputs,
     refuse_unsupported,
     settings_of,
 )
@@ -183,7 +183,9 @@ def config_of(**changes):
             model="tiny",
             runner_type="generate",
             is_encoder_decoder=False,
+            dtype=torch.bfloat16,
         ),
+        cache_config=SimpleNamespace(cache_dtype="auto", enable_prefix_caching=True),
         scheduler_config=SimpleNamespace(max_num_batched_tokens=TOKENS, async_scheduling=False),
         parallel_config=SimpleNamespace(
             tensor_parallel_size=1,
@@ -290,11 +292,22 @@ def test_a_setting_that_there_is_not_is_named(name):
     ("cache_gb", "prefix_caching", "named"), [(4, False, True), (0, True, True), (0, False, False)]
 )
 def test_images_are_named_unless_both_caches_are_off(cache_gb, prefix_caching, named):
-    assert names_inputs(config_of())
+    assert Inputs.of(config_of()).named
     multimodal = SimpleNamespace(mm_processor_cache_gb=cache_gb)
-    cache = SimpleNamespace(enable_prefix_caching=prefix_caching)
-    config = config_of(model_config__multimodal_config=multimodal, cache_config=cache)
-    assert names_inputs(config) is named
+    config = config_of(
+        model_config__multimodal_config=multimodal,
+        cache_config__enable_prefix_caching=prefix_caching,
+    )
+    assert Inputs.of(config).named is named
+
+
+@pytest.mark.parametrize(
+    ("kv_cache_dtype", "labels"),
+    [("auto", {}), ("bfloat16", {}), ("fp8_e4m3", {"kv_cache_dtype": "fp8_e4m3"})],
+)
+def test_the_dtype_of_a_kv_cache_is_a_label_where_it_is_not_the_models(kv_cache_dtype, labels):
+    config = config_of(cache_config__cache_dtype=kv_cache_dtype)
+    assert Inputs.of(config).labels_of(SimpleNamespace(lora_request=None)) == labels
 
 
 @pytest.mark.parametrize(

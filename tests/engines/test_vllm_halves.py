@@ -22,6 +22,7 @@ from routetrace.capture_agent.config import AgentConfig
 from routetrace.capture_agent.engines.capturer import RoutingCapturer
 from routetrace.capture_agent.engines.vllm import plan as plans
 from routetrace.capture_agent.engines.vllm import worker as worker_module
+from routetrace.capture_agent.engines.vllm.inputs import Inputs
 from routetrace.capture_agent.engines.vllm.options import options_of, split_request_id
 from routetrace.capture_agent.engines.vllm.schedule import Schedule
 from routetrace.capture_agent.engines.vllm.worker import WorkerSide
@@ -121,9 +122,10 @@ class Request:
 class Engine:
     """A scheduler by hand, with a router that draws ids at random; the halves are real."""
 
-    def __init__(self, target, *, drafts=False, linked=True):
+    def __init__(self, target, *, drafts=False, linked=True, kv_cache_dtype="auto"):
         engine_id = f"e{next(_numbers)}"
-        self.schedule = Schedule("r", engine_id, 0, drafts=drafts)
+        inputs = Inputs(kv_cache_dtype=kv_cache_dtype)
+        self.schedule = Schedule("r", engine_id, 0, drafts=drafts, inputs=inputs)
         config = AgentConfig(
             target, engine_id, LAYOUT, run="r", mode="thread", block_size=BLOCK, num_blocks=64,
             linger_s=0.01, flush_interval_s=0.01,
@@ -534,6 +536,28 @@ def test_rows_of_another_adapter_do_not_stand_in(engine, client, writer, reader,
         np.testing.assert_array_equal(trace.topk_ids[:own], one.expected(a.request_id, own))
 
 
+@pytest.mark.parametrize("reader", ["auto", "fp8"])
+def test_rows_of_another_kv_dtype_do_not_stand_in(engine, client, reader):
+    """What KV is rounded to changes the routing of the tokens behind it."""
+    one, other, a = engine(kv_cache_dtype="fp8"), engine(kv_cache_dtype=reader), fresh("a", 80)
+    one.step((a, 0, 60), new=[a], blocks={a.request_id: list(range(1, 16))})
+    one.step((a, 60, 20), blocks={a.request_id: list(range(16, 21))})
+    a.all_token_ids.append(1)
+    one.finish(a)
+    assert one.side.flush(60)
+    b = Request("b-internal", a.prompt_token_ids, {"routetrace.trace_id": a.trace_id + "b"})
+    other.step(
+        (b, 72, 8), new=[b], blocks={b.request_id: list(range(1, 21))}, computed={b.request_id: 0}
+    )
+    b.all_token_ids.append(2)
+    other.finish(b)
+    assert other.side.flush(60)
+    trace = client.get(a.trace_id + "b", missing="mask")
+    assert trace.valid.all(axis=1).tolist() == [reader == "fp8"] * 72 + [True] * 8
+    assert trace.labels.get("kv_cache_dtype", "auto") == reader
+    assert trace.verify_tokens(np.array(b.all_token_ids)) == len(trace.token_digests) > 0
+
+
 def test_tokens_of_an_adapter_can_be_verified(engine, client):
     e, a = engine(), fresh("a", 60)
     a.lora_request = adapter("math")
@@ -591,8 +615,8 @@ def test_images_that_differ_do_not_prove_the_same_tokens():
 
 def test_images_that_vllm_only_counts_prove_nothing():
     """Without caches each process counts its images from 0: two have one identifier."""
-    assert prompt_of(image("renderer0-mm-1-image-0"), named_inputs=False) is None
-    assert prompt_of(lambda request: None, named_inputs=False)
+    assert prompt_of(image("renderer0-mm-1-image-0"), inputs=Inputs(named=False)) is None
+    assert prompt_of(lambda request: None, inputs=Inputs(named=False))
 
 
 def test_embeddings_prove_nothing_and_a_salt_changes_nothing():

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 from oracle import truth
 from oracle.engine import VOCABULARY, Chances, Engine
+from oracle.marks import MARKS, marked
 from oracle.request import Request
 from oracle.truth import Bound, Expected, Policy, PrefixRows, Record, RowStore
 from oracle.world import EngineSpec, Shard, World
@@ -17,7 +18,7 @@ COUNTS = (
     *("requests", "samples", "turns", "branches", "retries", "continued", "resubmitted"),
     *("beams", "handoffs", "aborts", "crashes", "preemptions", "resumes", "rows", "late_rows"),
     *("rewinds", "rejected_rows", "reused_blocks", "cached_rows", "unknown_rows"),
-    *("shared_in_part", "skipped_rows", "redone", "draft_branches"),
+    *("shared_in_part", "skipped_rows", "redone", "draft_branches", "marked"),
     *("external_loads", "external_rows", "weight_updates", "resets", "binds", "barriers"),
 )
 
@@ -350,6 +351,9 @@ class Cluster:
     ) -> Generator[Ask, Request, Request]:
         """One request to one engine, or to a pair of which one computes the prompt."""
         rng = self.rng
+        if rng.random() < self.chances.mark:
+            self.counts["marked"] += 1
+            prompt = marked(prompt, rng.randrange(len(MARKS)))
         of_role: dict[str, list[Engine]] = {}
         for engine in self.engines:
             of_role.setdefault(engine.spec.role, []).append(engine)

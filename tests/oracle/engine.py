@@ -53,6 +53,8 @@ class Chances:
     update: float = 0.01
     reset: float = 0.005
     crash: float = 0.002
+    mark: float = 0.1
+    """A request has other labels than its tokens had before."""
     branch: float = 0.0
     """Another request begins with a block that accepted drafts have just filled."""
 

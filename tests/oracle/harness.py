@@ -28,6 +28,7 @@ from unittest.mock import patch
 import grpc
 import numpy as np
 
+from oracle.marks import Unmarked, unmarked
 from oracle.world import EngineSpec, Shard
 from routetrace.capture_agent import AgentConfig, CaptureAgent
 from routetrace.capture_agent import agent as agent_module
@@ -82,7 +83,7 @@ class BaseWorld:
 
     # ------------------------------------------------------------------ for the cluster
 
-    def connect(self, spec: EngineSpec, shard: Shard, boot_id: str) -> CaptureAgent:
+    def connect(self, spec: EngineSpec, shard: Shard, boot_id: str) -> Any:
         """A capture agent for one shard of one boot of an engine."""
         rng, key = self.rng, (spec.engine_id, shard.name)
         if key in self.agents:
@@ -101,7 +102,7 @@ class BaseWorld:
             **self.settings(),
         )
         self.agents[key] = self.start(config)
-        return self.agents[key]
+        return Unmarked(self.agents[key])
 
     def crash(self, engine_id: str) -> None:
         """All agents of the engine are gone, without a goodbye."""
@@ -137,7 +138,7 @@ class BaseWorld:
             num_computed_tokens=num_computed_tokens,
             step=step,
             trace_id=trace_id,
-            token_ids=token_ids,
+            token_ids=None if token_ids is None else unmarked(token_ids),
         )
         if num_computed_tokens:
             # Nothing joins bound requests here: the last one is the last incarnation.

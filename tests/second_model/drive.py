@@ -277,7 +277,7 @@ class Player:
     def __init__(self, world: InlineWorld, family: Family, prefix: str) -> None:
         self.world, self.family, self.prefix = world, family, prefix
         #: Orders that share a server must not share tokens: rows of equal prefixes stand in.
-        self.salt = next(_SALTS) << 14
+        self.salt = next(_SALTS) % (1 << 18) << 14
         self.log = Log()
         self.serial = 0
         self.handles: dict[tuple[str, int], int] = {}

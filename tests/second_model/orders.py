@@ -18,6 +18,8 @@ from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import Any, NamedTuple
 
+from oracle.marks import MARKS, marked
+
 Call = tuple[Any, ...]
 Event = tuple[Call, ...]
 Tokens = tuple[int, ...]
@@ -61,6 +63,8 @@ class Family(NamedTuple):
     same_prompt: bool = True
     prompts: tuple[int, ...] = ()
     """Lengths of prompts; (prompt_len,) if empty."""
+    marks: int = 1
+    """Labels that a prompt may have; see oracle/marks.py."""
 
 
 @dataclass
@@ -173,7 +177,11 @@ class Engine:
         if number and f.own_trace:
             traces.append(f"t{name}")
         prompts = (
-            {tuple(range(1, n + 1)): None for n in f.prompts or (f.prompt_len,)}
+            {
+                tuple(marked(range(1, n + 1), mark)): None
+                for n in f.prompts or (f.prompt_len,)
+                for mark in range(f.marks)
+            }
             if f.same_prompt or not number
             else {}
         )
@@ -603,6 +611,17 @@ FAMILIES = (
         depth=7,
     ),
     Family("restored KV", 4, 8, prompt_len=5, externals=True, versions=True, turns=False),
+    Family(
+        "labels",
+        4,
+        8,
+        prompt_len=5,
+        externals=True,
+        same_trace=True,
+        turns=False,
+        marks=len(MARKS),
+        depth=6,
+    ),
     Family("preemption", 1, 24, preempts=True, late=2, drafts=(0, 1), ends=("stop",), turns=False),
     Family("preemption", 4, 8, preempts=True, late=1, versions=True, requests=1, ends=("abort",)),
     Family("resets", 4, 8, resets=True, flushes=True, externals=True, depth=7),

@@ -29,7 +29,7 @@ from routetrace.common.errors import InvalidArgument
 from routetrace.common.limits import MAX_BLOCK_TOKENS, MAX_STEP
 from routetrace.common.missing import missing_from_proto, reason_of
 from routetrace.v1 import routetrace_pb2 as pb
-from routetrace.v1.records import ADAPTER_LABEL, token_digests
+from routetrace.v1.records import digest_key, token_digests
 
 Errors = Literal["raise", "return"]
 
@@ -220,7 +220,7 @@ def bind(
     digests, named = b"", check.labels(labels)
     if token_ids is not None:
         tokens = check.tokens("token_ids", token_ids, num_tokens)
-        digests = token_digests(tokens, adapter=named.get(ADAPTER_LABEL, "")).tobytes()
+        digests = token_digests(tokens, key=digest_key(named)).tobytes()
     request = pb.BindRequestRequest(
         run=config.run,
         engine_id=check.identifier("engine_id", engine_id),

@@ -11,7 +11,7 @@ from routetrace.client.micro_batch import Sample, Segment
 from routetrace.client.stat import TraceFacts
 from routetrace.common.errors import InvalidArgument
 from routetrace.v1.layout import RoutingLayout
-from routetrace.v1.records import ADAPTER_LABEL, TokenDigest
+from routetrace.v1.records import TokenDigest, digest_key
 
 # Tokens that a sample may have too many at its start, where they are looked for.
 _MAX_SHIFT = 64
@@ -102,7 +102,7 @@ class Compared(NamedTuple):
 
 def compare_tokens(token_ids: npt.NDArray[np.integer[Any]], facts: TraceFacts) -> Compared:
     """Compare tokens, from position 0 on, with the token digests of a request."""
-    digest = TokenDigest(facts.labels.get(ADAPTER_LABEL, ""))
+    digest = TokenDigest(digest_key(facts.labels))
     confirmed = 0
     for position, value in facts.token_digests.tolist():
         if position > len(token_ids):
@@ -124,10 +124,10 @@ def _explain(
 ) -> str:
     """Why tokens differ from a request's, after as many digests and tokens agreed."""
     position, value = facts.token_digests.tolist()[confirmed]
-    adapter = facts.labels.get(ADAPTER_LABEL, "")
+    key = digest_key(facts.labels)
     if not agreed:
         for shift in range(1, min(_MAX_SHIFT, len(token_ids) - position) + 1):
-            if TokenDigest(adapter).update(token_ids[shift : shift + position]) == value:
+            if TokenDigest(key).update(token_ids[shift : shift + position]) == value:
                 return (
                     f"they start {shift} {'token' if shift == 1 else 'tokens'} late in the sample, "
                     "which has padding or special tokens before them that the engine did not see"

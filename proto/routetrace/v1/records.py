@@ -6,7 +6,7 @@ All are little-endian and unaligned, so that their size is the sum of their fiel
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from enum import IntEnum
 from hashlib import blake2b
 from typing import Any
@@ -146,23 +146,36 @@ def unpack(data: bytes, dtype: np.dtype[Any], field: str) -> npt.NDArray[Any]:
     return np.frombuffer(data, dtype)
 
 
-#: Label of a request that names its adapter, such as a LoRA adapter. Token digests include it.
+#: Label of a request that names its adapter, such as a LoRA adapter.
 ADAPTER_LABEL = "adapter"
+
+#: Label of a request that names the dtype of its KV cache, where that is not the model's.
+KV_CACHE_DTYPE_LABEL = "kv_cache_dtype"
+
+
+def digest_key(labels: Mapping[str, str]) -> str:
+    """Return the part of token digests that comes from a request's labels.
+
+    The routing of equal tokens differs by adapter, and by the dtype of the KV cache, in which the
+    hidden states before them are rounded.
+    """
+    values = (labels.get(name, "") for name in (ADAPTER_LABEL, KV_CACHE_DTYPE_LABEL))
+    return "\0".join(values).rstrip("\0")
 
 
 class TokenDigest:
     """Rolling blake2b-64 of token ids (as little-endian uint32), readable at any position.
 
-    A function of the tokens and the adapter alone: two engines that saw the same prefix with the
-    same adapter agree on its digest.
+    A function of the tokens and the key alone: two engines that saw the same prefix under the same
+    key agree on its digest.
 
     Args:
-        adapter: name of the weights that the request adds to the model's; "": none.
+        key: of the request's labels; see `digest_key`.
     """
 
-    def __init__(self, adapter: str = "") -> None:
-        key = blake2b(adapter.encode()).digest() if adapter else b""
-        self._hash = blake2b(digest_size=8, key=key)
+    def __init__(self, key: str = "") -> None:
+        hashed = blake2b(key.encode()).digest() if key else b""
+        self._hash = blake2b(digest_size=8, key=hashed)
         self.position = 0
 
     def update(self, token_ids: npt.ArrayLike) -> int:
@@ -182,21 +195,21 @@ class TokenDigest:
 
 
 def token_digests(
-    token_ids: npt.NDArray[np.integer[Any]], ends: Iterable[int] = (), adapter: str = ""
+    token_ids: npt.NDArray[np.integer[Any]], ends: Iterable[int] = (), key: str = ""
 ) -> npt.NDArray[Any]:
     """Return the digests of a token sequence: at every DIGEST_EVERY tokens, and at its end.
 
     Args:
         token_ids: [n] from position 0 on.
         ends: further positions, where other requests ended; those beyond n are ignored.
-        adapter: see `TokenDigest`.
+        key: of the request's labels; see `digest_key`.
 
     Returns:
         [m] of DIGEST, ascending.
     """
     n = len(token_ids)
     positions = sorted({*range(DIGEST_EVERY, n, DIGEST_EVERY), *(e for e in ends if 0 < e < n), n})
-    digest = TokenDigest(adapter)
+    digest = TokenDigest(key)
     data, size = memoryview(np.asarray(token_ids, dtype=U32).tobytes()), U32.itemsize
     return np.array(
         [(p, digest.update_bytes(data[size * digest.position : size * p])) for p in positions if p],

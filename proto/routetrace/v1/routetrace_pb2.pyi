@@ -1006,8 +1006,8 @@ class TraceInfo(google.protobuf.message.Message):
     """Expiry, if the trace does not change."""
     token_digests: builtins.bytes
     """Token digests: records.DIGEST (position, blake2b-64 of the token ids before it, keyed by blake2b
-    of the label "adapter" if there is one). Not in lists; in a read's end only if they differ from
-    those of its first message.
+    of the labels "adapter" and "kv_cache_dtype" if there is one; see records.digest_key). Not in
+    lists; in a read's end only if they differ from those of its first message.
     """
     stored_bytes: builtins.int
     """Compressed bytes of the frames that hold its rows, all layers."""

@@ -19,6 +19,7 @@ from typing import Any
 from routetrace.capture_agent.pipeline.checks import labels_of, number
 from routetrace.common.errors import InvalidArgument
 from routetrace.common.limits import check_id
+from routetrace.v1.records import KV_CACHE_DTYPE_LABEL
 
 #: Prefix of the names of options.
 PREFIX = "routetrace."
@@ -84,6 +85,19 @@ def trace_id_option(value: object) -> str | None:
     if not isinstance(value, (str, int)) or isinstance(value, bool) or value == "":
         raise _wrong("trace_id", value, "a string")
     return str(value)
+
+
+def kv_cache_labels(kv_cache_dtype: str, dtype: str) -> dict[str, str]:
+    """Return the label of an engine's KV cache, if its dtype is not that of the model.
+
+    Args:
+        kv_cache_dtype: as the engine is configured; "auto" is that of the model.
+        dtype: of the model, such as "torch.bfloat16".
+    """
+    names = {"auto", dtype.removeprefix("torch.")}
+    if dtype == "torch.bfloat16":
+        names.add("bf16")
+    return {} if kv_cache_dtype in names else {KV_CACHE_DTYPE_LABEL: kv_cache_dtype}
 
 
 def _flag(key: str, value: object) -> bool:

@@ -38,7 +38,7 @@ from routetrace.capture_agent.pipeline.trace_ends import TraceEnds
 from routetrace.capture_agent.pipeline.window import Slots, SlotWindow
 from routetrace.v1 import routetrace_pb2 as pb
 from routetrace.v1.layout import RoutingLayout
-from routetrace.v1.records import ADAPTER_LABEL, U32, OpKind, token_digests
+from routetrace.v1.records import U32, OpKind, digest_key, token_digests
 
 #: Rows of one request in one frame at most. Longer frames are 1 to 4 % smaller (2048 rows), but a
 #: rank that reads 4096 tokens of a request also gets the rest of the frames at their ends.
@@ -299,8 +299,8 @@ class Framer:
         begin = pb.RequestBegin.FromString(facts)
         trace_id = begin.trace_id or request_id
         recording = Recording.UNNAMED if self._short else Recording.KEPT
-        adapter = begin.labels.get(ADAPTER_LABEL, "")
-        request = Request(request_id, lane, trace_id, adapter, recording=recording)
+        key = digest_key(begin.labels)
+        request = Request(request_id, lane, trace_id, key, recording=recording)
         self._linger.begin(lane, num_computed_tokens, begin.prompt_len)
         self._linger.open[lane] = request.takes_rows
         self._requests[lane] = request
@@ -334,7 +334,7 @@ class Framer:
         """Emit, when called, the begin and the loss of a request, and digests that join it."""
         digests = NO_DIGESTS
         if prompt and ends:
-            digests = token_digests(np.frombuffer(prompt, U32), ends, request.adapter)
+            digests = token_digests(np.frombuffer(prompt, U32), ends, request.digest_key)
             digests = digests[np.isin(digests["position"], ends)]
 
         def name() -> None:
@@ -682,7 +682,7 @@ class Framer:
 
     def _digests(self, request: Request, tokens: bytes, ends: Iterable[int] = ()) -> None:
         """Emit digests of tokens (uint32) that were not emitted yet."""
-        digests = token_digests(np.frombuffer(tokens, U32), ends, request.adapter)
+        digests = token_digests(np.frombuffer(tokens, U32), ends, request.digest_key)
         known = dict(request.digests.tolist())
         new = [known.get(position) != value for position, value in digests.tolist()]
         request.digests = digests

@@ -76,8 +76,8 @@ class Request:
     request_id: str
     lane: int
     trace_id: str = ""
-    adapter: str = ""
-    """Part of its token digests."""
+    digest_key: str = ""
+    """Part of its token digests that comes from its labels."""
     phase: Phase = Phase.RUNNING
     recording: Recording = Recording.KEPT
     order: int = 0

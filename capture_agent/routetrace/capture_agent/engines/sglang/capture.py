@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from copy import copy
 from typing import Any
 
@@ -48,9 +48,12 @@ class Capture:
     Args:
         tap: rows of the passes.
         config: of the agent.
+        labels: of all requests.
     """
 
-    def __init__(self, tap: Tap, config: AgentConfig) -> None:
+    def __init__(
+        self, tap: Tap, config: AgentConfig, labels: Mapping[str, str] | None = None
+    ) -> None:
         self.faults = 0
         self._config = config
         # Of the engine's thread.
@@ -64,7 +67,7 @@ class Capture:
         self._version = 0
         # Of the other one.
         self._agent: CaptureAgent | None = CaptureAgent(config, own_thread=True)
-        self._deliveries = Deliveries(config.block_size, free)
+        self._deliveries = Deliveries(config.block_size, free, labels)
         self._checked = False
         self._courier = Courier("routetrace-passes")
         self._timeline = Timeline(self._post)

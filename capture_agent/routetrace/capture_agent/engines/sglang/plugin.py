@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from routetrace.capture_agent.config import AgentConfig
+from routetrace.capture_agent.engines.request_options import kv_cache_labels
 from routetrace.capture_agent.engines.sglang import seams
 from routetrace.capture_agent.engines.sglang.settings import (
     NGRAM,
@@ -118,7 +119,9 @@ def _attach(runner: Any, settings: Settings) -> None:
         attributes={"engine": "sglang", "model": str(runner.server_args.model_path)},
         **{"target": "", **settings.agent},
     )
-    _capture = Capture(tap, config)
+    args = runner.server_args
+    labels = kv_cache_labels(str(args.kv_cache_dtype), str(runner.model_config.dtype))
+    _capture = Capture(tap, config, labels)
     _log.info("routetrace: %d MoE layers are captured", len(layout.layer_ids))
 
 

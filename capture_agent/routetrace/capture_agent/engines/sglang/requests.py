@@ -8,7 +8,7 @@ on another one; see `timeline` for the events between. They share nothing but pl
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
 from typing import Any
@@ -181,11 +181,15 @@ class Deliveries:
     Args:
         block_size: SGLang's page size.
         free: takes the lanes of requests that have ended.
+        labels: of all requests.
     """
 
-    def __init__(self, block_size: int, free: list[int]) -> None:
+    def __init__(
+        self, block_size: int, free: list[int], labels: Mapping[str, str] | None = None
+    ) -> None:
         self._block_size = block_size
         self._free = free
+        self._labels = dict(labels or {})
         self._handles = np.full(64, NO_HANDLE, np.int64)  # by lane
 
     def deliver(
@@ -260,7 +264,7 @@ class Deliveries:
                 live.request_id,
                 trace_id=live.options.trace_id,
                 prompt_len=live.prompt_len,
-                labels=live.options.labels,
+                labels={**live.options.labels, **self._labels},
                 ttl_seconds=live.options.ttl_seconds,
                 num_computed_tokens=start.num_computed,
                 block_ids=blocks,

@@ -20,6 +20,7 @@ import torch
 from routetrace.capture_agent.config import AgentConfig
 from routetrace.capture_agent.engines.capturer import RoutingCapturer
 from routetrace.capture_agent.engines.cells import OPERATOR
+from routetrace.capture_agent.engines.vllm.inputs import Inputs
 from routetrace.capture_agent.engines.vllm.plan import Event, StepPlan
 from routetrace.capture_agent.engines.vllm.routers import Routers
 from routetrace.capture_agent.engines.vllm.schedule import Schedule
@@ -27,7 +28,6 @@ from routetrace.capture_agent.engines.vllm.settings import (
     Settings,
     attention_group,
     judges_drafts_late,
-    names_inputs,
     refuse_unsupported,
 )
 from routetrace.capture_agent.engines.vllm.worker import WorkerSide
@@ -50,7 +50,7 @@ def make_schedule(vllm_config: Any, settings: Settings, kv_cache_config: Any) ->
         settings.engine_id,
         group[0] if group else None,
         drafts=vllm_config.speculative_config is not None,
-        named_inputs=names_inputs(vllm_config),
+        inputs=Inputs.of(vllm_config),
     )
     _schedules[settings.boot_id, settings.engine_id] = schedule
     return schedule

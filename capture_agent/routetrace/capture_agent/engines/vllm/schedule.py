@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from routetrace.capture_agent.engines.request_options import RequestOptions
-from routetrace.capture_agent.engines.vllm.inputs import adapter_label, tokens_of
+from routetrace.capture_agent.engines.vllm.inputs import Inputs
 from routetrace.capture_agent.engines.vllm.options import options_of
 from routetrace.capture_agent.engines.vllm.plan import (
     AddBlocks,
@@ -70,7 +70,7 @@ class Schedule:
         drafts: whether the engine drafts tokens. Where its steps overlap as well, first positions
             in a plan are upper bounds: a step is planned before the drafts of the last one are
             judged, as if all of them were accepted.
-        named_inputs: whether identifiers of images, audio and video stand for their contents.
+        inputs: of its requests, for digests.
     """
 
     def __init__(
@@ -80,13 +80,13 @@ class Schedule:
         group: int | None,
         *,
         drafts: bool,
-        named_inputs: bool = True,
+        inputs: Inputs = Inputs(),  # noqa: B008 - frozen
     ) -> None:
         self._run = run
         self._engine_id = engine_id
         self._group = group
         self._drafts = drafts
-        self._named_inputs = named_inputs
+        self._inputs = inputs
         self._waiting: dict[str, tuple[Any, int]] = {}  # request, tokens in the local cache
         self._allocated: dict[str, Any] = {}  # blocks of waiting requests, since the last step
         self._requests: dict[str, _Request] = {}
@@ -260,7 +260,7 @@ class Schedule:
         options, tokens, reason = known.options, None, "abort"
         if options is not None:
             with suppress(Exception):  # without tokens no other request can be joined to this one
-                tokens = tokens_of(request, request.all_token_ids, self._named_inputs)
+                tokens = self._inputs.tokens_of(request, request.all_token_ids)
             reason = _REASONS.get(request.status.name, reason)
             reason = "handoff" if options.handoff else reason
         # Events keep their order, so that the lane is reused only after this one.
@@ -316,12 +316,12 @@ class Schedule:
                 data.req_id,
                 trace_id=kept.trace_id,
                 prompt_len=request.num_prompt_tokens,
-                labels={**kept.labels, **adapter_label(request)},
+                labels={**kept.labels, **self._inputs.labels_of(request)},
                 ttl_seconds=kept.ttl_seconds,
                 num_computed_tokens=computed,
                 num_external_tokens=max(0, computed - num_local),
                 blocks=blocks,
-                prompt=tokens_of(request, request.prompt_token_ids, self._named_inputs),
+                prompt=self._inputs.tokens_of(request, request.prompt_token_ids),
             )
         )
 

@@ -124,20 +124,6 @@ def refuse_unsupported(vllm_config: Any) -> None:
             raise InvalidArgument(field=field, value=value, expected=why)
 
 
-def names_inputs(vllm_config: Any) -> bool:
-    """Whether identifiers of images, audio and video stand for their contents.
-
-    They are hashes of the contents or names that the caller gave; numbers that count from 0 in each
-    process, where both caches that need them are off.
-    """
-    multimodal = getattr(vllm_config.model_config, "multimodal_config", None)
-    return (
-        multimodal is None
-        or multimodal.mm_processor_cache_gb > 0
-        or bool(vllm_config.cache_config.enable_prefix_caching)
-    )
-
-
 def judges_drafts_late(vllm_config: Any) -> bool:
     """Whether a step is planned before the drafts of the last one are judged."""
     drafts = vllm_config.speculative_config is not None
