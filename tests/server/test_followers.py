@@ -62,7 +62,7 @@ def test_a_trace_that_drops_its_oldest_requests(dropped: str) -> None:
             feeder.finish(followed, 6)
             feeder.flush()
             if dropped == "the followed one":
-                with pytest.raises(NotFound):
+                with pytest.raises(NotFound, match="incarnation"):
                     done.result(60)
             else:
                 done.result(60)
@@ -71,4 +71,13 @@ def test_a_trace_that_drops_its_oldest_requests(dropped: str) -> None:
                     range(5)
                 )
         assert requests_in(parts) == {1}
+        with RouteClient(server.target, timeout=60) as client:  # the numbers of others stay
+            numbers = {MAX_SOURCES: 1, MAX_SOURCES + 1: 2}
+            if dropped == "the followed one":
+                del numbers[MAX_SOURCES]
+            for number, request in numbers.items():
+                trace = client.get("t", incarnation=number, missing="mask")
+                assert (trace.incarnation, requests_in([trace])) == (number, {request})
+            with pytest.raises(NotFound, match=f"2 to {MAX_SOURCES + 1}"):
+                client.get("t", incarnation=1)
         feeder.close()

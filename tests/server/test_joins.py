@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from unittest.mock import patch
+
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
+from routetrace.server.index.traces import trace_index
 from routetrace.server.index.traces.joins import Incarnation, Join
 from routetrace.server.index.traces.sources import Source, WriterKey
 from routetrace.server.index.traces.spans import FOREVER, Span, SpanList
+from routetrace.server.index.traces.trace import dump_trace, load_trace
 from routetrace.server.read.view import Selection, view
+from routetrace.stored import format5_pb2 as stored
 from routetrace.v1 import routetrace_pb2 as pb
 from routetrace.v1.layout import RoutingLayout
 from routetrace.v1.records import DIGEST_EVERY, FinishReason, token_digests
@@ -248,6 +253,32 @@ def test_shards_are_one_request_unless_their_tokens_differ():
     again = Source(WriterKey("", "e", "pp0"), 2, "r", "boot/0", LAYOUT)
     other = Source(WriterKey("", "e", "pp1"), 2, "r", "again/0", LAYOUT)
     assert len(Join([*sources[:2], again, other]).requests) == 3
+
+
+@given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 2)), max_size=40))
+def test_requests_keep_their_numbers_when_the_oldest_are_dropped(reports):
+    with patch.object(trace_index, "MAX_SOURCES", 5):
+        drop_the_oldest(reports)
+
+
+def drop_the_oldest(reports):
+    index, known, last = trace_index.TraceIndex(), [], 0
+    for name, shard in reports:
+        writer = WriterKey("r", "e", f"pp{shard}")
+        source = Source(writer, 1, f"{name}", f"boot/{name}", LAYOUT)
+        trace = index.begin(("r", "t"), source, ttl=1, now=0)
+        alike = (r for r in known if r[1] == name and shard not in r[2])
+        if (home := next(alike, None)) is None:
+            last += 1
+            known.append(home := (last, name, {}))
+        home[2][shard] = source
+        if sum(len(shards) for _, _, shards in known) > 5:
+            assert all(source.forgotten for source in known.pop(0)[2].values())
+        dump_trace(message := stored.Trace(), trace, {LAYOUT: 0})
+        for join in (trace.join, load_trace(message, [LAYOUT]).join):
+            assert [r.number for r in join.requests] == [*join.numbers]
+            found = [(r.number, {int(s.writer.shard[2]) for s in r.sources}) for r in join.requests]
+            assert found == [(number, {*shards}) for number, _, shards in known]
 
 
 def test_an_unfinished_request_ends_where_its_drafts_begin():

@@ -14,9 +14,10 @@ from reads import Reads
 from waiting import wait_for
 
 from routetrace.client import RouteClient, TraceState
-from routetrace.common.errors import Incomplete, NotFound, Overloaded
+from routetrace.common.errors import Fenced, Incomplete, NotFound, Overloaded, Unavailable
 from routetrace.server.core import Core
-from routetrace.server.index.records.record import decode_record
+from routetrace.server.index.records.record import decode_record, encode_forget
+from routetrace.server.ingest.fencing import check_current
 from routetrace.server.settings.config import ServerConfig
 from routetrace.server.store.disk.store import DiskStore
 from routetrace.server.store.memory import MemoryStore
@@ -277,6 +278,25 @@ async def test_an_agent_that_connects_during_a_sweep_is_there(monkeypatch):
     hello = pb.Hello(run="a", engine_id="e", layout=LAYOUT.to_proto())
     session = await core._ingest._open(hello, "")
     assert core.state.writers.get(session.writer.key) is session.writer
+
+
+@pytest.mark.parametrize("forgotten", [False, True])
+async def test_an_agent_whose_engine_is_forgotten_as_it_connects_comes_back(forgotten):
+    core = Core(MemoryStore(), ServerConfig(store="memory"))
+    await core.start()
+    hello = pb.Hello(run="a", engine_id="e", layout=LAYOUT.to_proto())
+    session = await core._ingest._open(hello, "")
+    check_current(session, core.state)
+    hello.epoch = session.writer.epoch
+    if forgotten:
+        await core.journal.append(encode_forget(core.journal.clock.now(), "a", "e"))
+        with pytest.raises(Unavailable, match="connect again"):
+            check_current(session, core.state)
+    again = await core._ingest._open(hello, "")
+    assert (again.writer.epoch > hello.epoch) is forgotten
+    check_current(again, core.state)
+    with pytest.raises(Fenced, match="connected later"):
+        check_current(session, core.state)
 
 
 def test_an_agent_that_goes_silent_is_lost_although_its_stream_stays_open():

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from routetrace.common.errors import Overloaded
 from routetrace.server.common import slices
 from routetrace.server.core import Core
+from routetrace.server.index import apply
 from routetrace.server.index.apply import apply_record
 from routetrace.server.index.records.record import (
     Sums,
@@ -475,3 +476,24 @@ def test_an_unseen_request_that_rewinds_leaves_no_row_behind(restart: bool) -> N
     held = [(s.position, s.length, refs.chunk_of(s.ref)) for s in source.attempts[0]]
     # Record 1 opens the writer; the rows are in those of the first and of the third chunk.
     assert held == [(0, 2, 2), (2, 2, before + 1)]
+
+
+def test_the_oldest_of_too_many_running_requests_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever hits its blocks gets none of its rows: a later pass may have replaced some."""
+    monkeypatch.setattr(apply, "MAX_LIVE", 2)
+    recorder = Recorder()
+    oldest = recorder.begin("oldest", trace_id="t", block_ids=[0])
+    recorder.step(valid_rows(4), [(oldest, 0, 4)])
+    for name in ("second", "third"):
+        recorder.begin(name, block_ids=[])
+    recorder.rewind(oldest, 2)
+    recorder.step(valid_rows(2), [(oldest, 2, 2)])
+    recorder.begin("hit", num_computed_tokens=4, block_ids=[0, 6])
+    recorder.flush()
+    state = State(1e9)
+    for number, record in enumerate(recorder.records, 1):
+        apply_record(state, number, record)
+    (source,) = state.traces.traces["run", "hit"].sources
+    assert list(source.attempts[0]) == []
+    (first,) = state.traces.traces["run", "t"].sources
+    assert (first.end, first.ended) == (4, False)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from itertools import tee
+from itertools import count, tee
 from typing import NamedTuple
 
 import numpy as np
@@ -75,21 +75,24 @@ def verify(client: RouteClient, ids: Iterable[str] | None) -> Report:
 def _others(client: RouteClient, first: RoutingTrace) -> Iterator[RoutingTrace | RouteTraceError]:
     """Yield the other incarnations of a trace.
 
-    Their numbers are arrival numbers of engine requests, some of which continue others.
+    Their numbers are arrival numbers of engine requests, some of which continue others; the trace
+    may have dropped the lowest.
     """
-    seen, number = {first.incarnation}, 0
-    while len(seen) < first.num_incarnations:
-        number += 1
-        try:
-            incarnation = client.stat(first.trace_id, incarnation=number).incarnation
-            if incarnation in seen:
-                continue
-            seen.add(incarnation)
-            yield client.get(first.trace_id, incarnation=incarnation, missing="mask")
-        except NotFound:
-            return
-        except RouteTraceError as error:
-            yield error
+    seen = {first.incarnation}
+    for numbers in (count(first.incarnation + 1), range(first.incarnation - 1, 0, -1)):
+        for number in numbers:
+            if len(seen) >= first.num_incarnations:
+                return
+            try:
+                incarnation = client.stat(first.trace_id, incarnation=number).incarnation
+                if incarnation in seen:
+                    continue
+                seen.add(incarnation)
+                yield client.get(first.trace_id, incarnation=incarnation, missing="mask")
+            except NotFound:
+                break
+            except RouteTraceError as error:
+                yield error
 
 
 def _check(report: Report, name: str, answer: RoutingTrace | RouteTraceError) -> None:

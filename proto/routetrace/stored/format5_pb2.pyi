@@ -526,6 +526,7 @@ class Trace(google.protobuf.message.Message):
     SOURCES_FIELD_NUMBER: builtins.int
     TOKEN_FIELD_NUMBER: builtins.int
     LAST_RECORD_FIELD_NUMBER: builtins.int
+    NUM_DROPPED_FIELD_NUMBER: builtins.int
     run: builtins.str
     """Namespace."""
     trace_id: builtins.str
@@ -544,6 +545,8 @@ class Trace(google.protobuf.message.Message):
     """Name of the token that began it; "": none."""
     last_record: builtins.int
     """Record of the last change, apart from leases; 0: from servers that wrote no `judged`."""
+    num_dropped: builtins.int
+    """Requests that it has dropped, the oldest ones."""
     @property
     def labels(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.str]:
         """Labels of all its requests, from servers that did not keep those of each."""
@@ -566,8 +569,9 @@ class Trace(google.protobuf.message.Message):
         sources: collections.abc.Iterable[global___Source] | None = ...,
         token: builtins.str = ...,
         last_record: builtins.int = ...,
+        num_dropped: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["created", b"created", "expires", b"expires", "labels", b"labels", "last_record", b"last_record", "run", b"run", "serial", b"serial", "sources", b"sources", "token", b"token", "trace_id", b"trace_id", "ttl", b"ttl", "updated", b"updated"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["created", b"created", "expires", b"expires", "labels", b"labels", "last_record", b"last_record", "num_dropped", b"num_dropped", "run", b"run", "serial", b"serial", "sources", b"sources", "token", b"token", "trace_id", b"trace_id", "ttl", b"ttl", "updated", b"updated"]) -> None: ...
 
 global___Trace = Trace
 

@@ -287,7 +287,9 @@ class _Applier:
         key, source = self.state.begin(writer, request_id, occurrence, begin, self.now)
         writer.live[request_id] = (key, source)
         if len(writer.live) > MAX_LIVE:
-            del writer.live[next(iter(writer.live))]
+            _, oldest = writer.live.pop(next(iter(writer.live)))
+            # Which of its slots a later pass overwrites is not known any more.
+            self.slots.forget_run(oldest.blocks, 0, FOREVER)
         self._touch(key, source)
         return key, source
 

@@ -12,11 +12,7 @@ from typing import Any
 import grpc
 import numpy as np
 
-from routetrace.common.errors import (
-    Fenced,
-    InvalidArgument,
-    NotFound,
-)
+from routetrace.common.errors import InvalidArgument, NotFound
 from routetrace.common.limits import MAX_BLOCK_SIZE, MAX_SLOTS, check_id
 from routetrace.common.seals import sealed
 from routetrace.server.access.admission import Admission
@@ -36,6 +32,7 @@ from routetrace.server.index.state import engine_key
 from routetrace.server.index.traces.sources import WriterKey
 from routetrace.server.index.writer import Writer
 from routetrace.server.ingest.binding import check_bind
+from routetrace.server.ingest.fencing import check_current, fenced
 from routetrace.server.ingest.intake import IngestSession, Intake
 from routetrace.server.ingest.replies import Replies
 from routetrace.server.read.reader import Reader
@@ -196,11 +193,7 @@ class IngestServicer:
         """Take chunks as they arrive, while earlier ones still wait for their commit."""
         try:
             async for request in requests:
-                if session.closed or session.writer is not self._state.writers.get(
-                    session.writer.key
-                ):
-                    key = session.writer.key
-                    raise _fenced(key, session.writer.epoch, self._state.epochs[key])
+                check_current(session, self._state)
                 # A token may be revoked while its stream is open.
                 key = session.writer.key
                 self._access.check(context, "ingest", key.run, key.engine_id)
@@ -257,7 +250,7 @@ class IngestServicer:
         writer = self._state.writers.get(key)
         newest = self._state.epochs.get(key, 0)
         if hello.epoch and writer and hello.epoch < newest:
-            raise _fenced(key, hello.epoch, newest)
+            raise fenced(key, hello.epoch, newest)
         if writer is None or hello.epoch != writer.epoch:
             self._room.check_memory()
             self._room.check_writer(owner_of(token, key.run), writer, num_slots)
@@ -367,19 +360,6 @@ class IngestServicer:
                 await self._journal.changes.wait(key, min(left, _LOOK_AGAIN_SECONDS))
             # The token may be revoked meanwhile.
             self._access.check(context, "ingest", run, engine_id)
-
-
-def _fenced(key: WriterKey, epoch: int, newest: int) -> Fenced:
-    """Return the error for an agent whose writer an agent of a newer epoch has taken over."""
-    shard = f", shard {key.shard!r}," if key.shard else ""
-    expected = "one agent at a time; give each engine an engine_id of its own"
-    return Fenced(
-        f"another agent of engine {key.engine_id!r}{shard} of run {key.run!r} connected later "
-        f"(epoch {newest}): expected {expected}",
-        field="epoch",
-        value=epoch,
-        expected=expected,
-    )
 
 
 def _name_of(request: object) -> str:

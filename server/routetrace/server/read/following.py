@@ -9,6 +9,7 @@ from routetrace.server.common.rpc import Context
 from routetrace.server.index.demand import Demand
 from routetrace.server.index.journal import Journal
 from routetrace.server.read import answers
+from routetrace.server.read.absence import no_incarnation
 from routetrace.server.read.checks import Checks
 from routetrace.server.read.finding import Finder
 from routetrace.server.read.reader import Reader
@@ -48,7 +49,7 @@ class Follower:
         yield answers.message(Piece(info))
         sending = Sending(self._reader, trace.sources)
         sent: dict[int, list[Segment]] = {}
-        # Numbers of requests shift when the trace drops its oldest; a source stays itself.
+        # A source stays itself, also where reports that come late divide its request.
         source = incarnation.request.sources[0]
         while True:
             self._checks.call(context, "read", request.run)  # a token may be taken back meanwhile
@@ -57,7 +58,7 @@ class Follower:
             seen = trace.changes
             last = trace.join.request_of(source)
             if last is None:
-                raise self._reader.not_found(*trace.key, named=True)
+                raise no_incarnation(trace, incarnation.request.number)
             while last.successor and not request.incarnation:
                 last = last.successor  # it contains all rows sent so far
             source = last.sources[0]

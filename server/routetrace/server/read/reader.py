@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from datetime import datetime, timezone
 from functools import cache
 from itertools import islice
 
@@ -20,6 +19,7 @@ from routetrace.server.index.traces import refs
 from routetrace.server.index.traces.joins import Incarnation
 from routetrace.server.index.traces.spans import merge
 from routetrace.server.index.traces.trace import Trace
+from routetrace.server.read.absence import no_incarnation, no_trace
 from routetrace.server.read.checks import MAX_RANGES
 from routetrace.server.read.frames import Frames
 from routetrace.server.read.served import Known, Memory, Served, segments_of
@@ -36,18 +36,6 @@ MAX_RELATED = 1 << 13
 
 #: Maximum token digests in one response: those of 16 million tokens.
 MAX_DIGESTS = 1 << 18
-
-#: Fate of a deleted trace in errors, by the reason of its tombstone: before and behind the time.
-_GONE = {
-    "deleted": ("was deleted", ""),
-    "retired": ("was retired", ": all its rows are of retired weight versions"),
-    "expired": ("has expired", ": its lease ran out; a longer ttl_seconds or renew keeps one"),
-    "quota": ("was evicted", ": its run came near run_quota"),
-    "capacity": ("was evicted", ": the store came near store_capacity"),
-    "memory": ("was evicted", ": the server came near memory_limit"),
-}
-
-_YEAR_10000 = 253_402_300_800
 
 
 class Reader:
@@ -94,10 +82,9 @@ class Reader:
         if trace is None or not trace.sources:
             raise self.not_found(run, trace_id)
         join = trace.join
-        count = len(join.requests)
-        if number > count:
-            raise NotFound(field="incarnation", value=number, expected=f"1 to {count}")
         if number:
+            if number not in join.numbers:
+                raise no_incarnation(trace, number)
             return trace, join.incarnation(number)
         related = 0
         for standing in islice(reversed(join.standing), MAX_LOOKED_AT):
@@ -117,15 +104,7 @@ class Reader:
             trace_id: the trace.
             named: whether the caller may see the name of the token that deleted it.
         """
-        fate = self._state.tombstones.fate((run, trace_id))
-        text = f"no trace {trace_id!r} in run {run!r}: no agent has reported it"
-        if fate:
-            verb, why = _GONE.get(fate.reason, ("was deleted", ""))
-            when = _moment(fate.time)
-            by = f" by token {fate.token}" if named and fate.token else ""
-            text = f"trace {trace_id!r} of run {run!r} {verb}{when}{by}{why}"
-        expected = f"a trace of run {run!r}"
-        return NotFound(text, field="trace_id", value=trace_id, expected=expected)
+        return no_trace(run, trace_id, self._state.tombstones.fate((run, trace_id)), named=named)
 
     def known(
         self,
@@ -387,10 +366,3 @@ def _check_ranges(ranges: Sequence[tuple[int, int]], also: int) -> None:
 def reason_name(finish_reason: int) -> str:
     """Return the name of a FinishReason; "" for none."""
     return FinishReason(finish_reason).name.lower() if finish_reason else ""
-
-
-def _moment(seconds: float) -> str:
-    """Return " at" and a Unix time; "" for one that is not known."""
-    if not 0 < seconds < _YEAR_10000:
-        return ""
-    return datetime.fromtimestamp(seconds, timezone.utc).strftime(" at %Y-%m-%dT%H:%M:%SZ")

@@ -32,7 +32,9 @@ class Request:
     """Engine request as reported by all shards of its engine."""
 
     number: int
-    """From 1, in order of arrival."""
+    """From 1, in order of arrival, dropped requests included."""
+    index: int
+    """Its place among the requests of the join."""
     members: list[tuple[int, Source]] = field(default_factory=list)
     """Sources with their index in the trace."""
     writers: set[WriterKey] = field(default_factory=set)
@@ -62,7 +64,7 @@ class Request:
     @property
     def digests(self) -> Digests:
         """Digests, also those of other requests with the same tokens."""
-        return self.tree.digests(self.number - 1) if self.tree else self.own
+        return self.tree.digests(self.index) if self.tree else self.own
 
     @property
     def labels(self) -> dict[str, str]:
@@ -82,10 +84,7 @@ class Request:
 
     def shares_first_sampled(self, other: Request) -> bool:
         """Whether digests prove that the other request has the same token after the prompt."""
-        return (
-            self.tree is not None
-            and self.tree.common(self.number - 1, other.number - 1) > self.prompt_len
-        )
+        return self.tree is not None and self.tree.common(self.index, other.index) > self.prompt_len
 
     def goes_on_from(self, other: Request, proven: int) -> bool:
         """Whether it was given tokens that the other request sampled, or the KV of its prompt.
@@ -206,21 +205,26 @@ class Join:
 
     Args:
         sources: sources of the trace, in order of arrival.
+        num_dropped: number of requests before them that the trace has dropped.
     """
 
-    def __init__(self, sources: Sequence[Source]) -> None:
-        self.requests = _requests(sources)
+    def __init__(self, sources: Sequence[Source], num_dropped: int = 0) -> None:
+        self.requests = requests_of(sources, num_dropped)
+        self._num_dropped = num_dropped
         self._incarnations: dict[int, Incarnation] = {}
-        for request in self.requests:
-            request.settle()
         self._tree: PrefixTree | None = None
         if len(self.requests) > 1:
             self._prove()
 
+    @property
+    def numbers(self) -> range:
+        """Numbers of the requests."""
+        return range(self._num_dropped + 1, self._num_dropped + 1 + len(self.requests))
+
     def incarnation(self, number: int) -> Incarnation:
         """Return the incarnation that ends with a request."""
         if number not in self._incarnations:
-            request = self.requests[number - 1]
+            request = self.requests[self.numbers.index(number)]
             self._incarnations[number] = Incarnation(request, [*self.proven(request)])
         return self._incarnations[number]
 
@@ -243,7 +247,7 @@ class Join:
         sampled.
         """
         if self._tree:
-            for other, position in self._tree.proven(request.number - 1):
+            for other, position in self._tree.proven(request.index):
                 yield self.requests[other], position
 
     def having(self, position: int, digest: int) -> list[Request]:
@@ -264,14 +268,14 @@ class Join:
                 request.successor = self.requests[successor]
 
 
-def _requests(sources: Sequence[Source]) -> list[Request]:
-    """Group sources by engine request."""
+def requests_of(sources: Sequence[Source], num_dropped: int = 0) -> list[Request]:
+    """Group sources by engine request; `num_dropped` requests came before them."""
     requests: list[Request] = []
     by_name: dict[tuple[str, str, str], list[Request]] = {}
     # By name and writer: number of leading requests that have a source of the writer.
     seen: dict[tuple[tuple[str, str, str], WriterKey], int] = {}
     for index, source in enumerate(sources):
-        name = (source.writer.engine_id, source.request_id, source.occurrence)
+        name = source.name
         same = by_name.setdefault(name, [])
         first = seen.get((name, source.writer), 0)
         while first < len(same) and source.writer in same[first].writers:
@@ -280,12 +284,14 @@ def _requests(sources: Sequence[Source]) -> list[Request]:
         digests = dict(source.digests.tolist())
         home = next((r for r in same[first:] if _may_hold(r, source, digests)), None)
         if home is None:
-            home = Request(len(requests) + 1)
+            home = Request(num_dropped + len(requests) + 1, len(requests))
             requests.append(home)
             same.append(home)
         home.members.append((index, source))
         home.writers.add(source.writer)
         home.own = dict(sorted((home.own | digests).items())) if home.own else digests
+    for request in requests:
+        request.settle()
     return requests
 
 

@@ -85,6 +85,11 @@ class Source:
     _new_digests: list[npt.NDArray[Any]] = field(default_factory=list)
 
     @property
+    def name(self) -> tuple[str, str, str]:
+        """Equal at all shards that report one request."""
+        return self.writer.engine_id, self.request_id, self.occurrence
+
+    @property
     def digests(self) -> npt.NDArray[Any]:
         """DIGEST by position, ascending."""
         if self._new_digests:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from routetrace.server.index.traces.joins import Join
+from routetrace.server.index.traces.joins import Join, requests_of
 from routetrace.server.index.traces.refs import chunk_of
 from routetrace.server.index.traces.sources import Source, TraceKey, dump_source, load_source
 from routetrace.stored import format5_pb2 as stored
@@ -46,6 +46,8 @@ class Trace:
     """Record of the last change, but of its lease alone."""
     changes: int = 0
     """Number of changes since the server started."""
+    num_dropped: int = 0
+    """Number of requests that were dropped, the oldest ones."""
     computed: dict[int, int] = field(default_factory=dict)
     """First position with a computed row, by weight version."""
     packed: bytes | None = None
@@ -58,12 +60,22 @@ class Trace:
     def join(self) -> Join:
         """Requests and incarnations of the sources."""
         if self._join is None:
-            self._join = Join(self.sources)
+            self._join = Join(self.sources, self.num_dropped)
         return self._join
 
     def rejoin(self) -> None:
         """Discard the join after a source began, ended or got digests."""
         self._join = self.packed = None
+
+    def drop_oldest(self) -> None:
+        """Drop the oldest request, of all shards; the others keep their numbers."""
+        name = self.sources[0].name
+        alike = requests_of([source for source in self.sources if source.name == name])
+        dropped = alike[0].sources
+        for source in dropped:
+            source.forgotten = True
+        self.sources = [source for source in self.sources if source not in dropped]
+        self.num_dropped += 1
 
     def may_have(self, labels: Mapping[str, str]) -> bool:
         """Whether each label is one of some source, so that an incarnation may have them all."""
@@ -85,6 +97,7 @@ def dump_trace(message: stored.Trace, trace: Trace, layouts: dict[RoutingLayout,
     message.ttl, message.created = trace.ttl, trace.created
     message.updated, message.expires = trace.updated, trace.expires
     message.token, message.last_record = trace.token, trace.last_record
+    message.num_dropped = trace.num_dropped
     for source in trace.sources:
         dump_source(message.sources.add(), source, layouts)
 
@@ -107,4 +120,5 @@ def load_trace(message: stored.Trace, layouts: Sequence[RoutingLayout]) -> Trace
         sources,
         message.token,
         message.last_record,
+        num_dropped=message.num_dropped,
     )

@@ -15,7 +15,7 @@ from routetrace.server.index.traces.prefix_index import PrefixIndex
 from routetrace.server.index.traces.sources import Source, TraceKey
 from routetrace.server.index.traces.trace import Trace
 
-#: Maximum sources of a trace; the oldest are dropped.
+#: Maximum sources of a trace; the oldest requests are dropped.
 MAX_SOURCES = 4096
 
 
@@ -44,7 +44,7 @@ class TraceIndex:
         trace.ttl = ttl
         trace.sources.append(source)
         if len(trace.sources) > MAX_SOURCES:
-            trace.sources.pop(0).forgotten = True
+            trace.drop_oldest()
         trace.rejoin()
         return trace
 

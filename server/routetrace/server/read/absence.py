@@ -1,0 +1,52 @@
+"""Errors for traces and incarnations that are not there."""
+
+from __future__ import annotations
+
+from datetime import datetime, timezone
+
+from routetrace.common.errors import NotFound
+from routetrace.server.index.traces.tombstones import Fate
+from routetrace.server.index.traces.trace import Trace
+
+#: Fate of a deleted trace in errors, by the reason of its tombstone: before and behind the time.
+_GONE = {
+    "deleted": ("was deleted", ""),
+    "retired": ("was retired", ": all its rows are of retired weight versions"),
+    "expired": ("has expired", ": its lease ran out; a longer ttl_seconds or renew keeps one"),
+    "quota": ("was evicted", ": its run came near run_quota"),
+    "capacity": ("was evicted", ": the store came near store_capacity"),
+    "memory": ("was evicted", ": the server came near memory_limit"),
+}
+
+_YEAR_10000 = 253_402_300_800
+
+
+def no_trace(run: str, trace_id: str, fate: Fate | None, *, named: bool = False) -> NotFound:
+    """Return the error for a missing trace.
+
+    Args:
+        run: namespace.
+        trace_id: the trace.
+        fate: its deletion, if known.
+        named: whether the caller may see the name of the token that deleted it.
+    """
+    text = f"no trace {trace_id!r} in run {run!r}: no agent has reported it"
+    if fate:
+        verb, why = _GONE.get(fate.reason, ("was deleted", ""))
+        by = f" by token {fate.token}" if named and fate.token else ""
+        text = f"trace {trace_id!r} of run {run!r} {verb}{_moment(fate.time)}{by}{why}"
+    return NotFound(text, field="trace_id", value=trace_id, expected=f"a trace of run {run!r}")
+
+
+def no_incarnation(trace: Trace, number: int) -> NotFound:
+    """Return the error for an incarnation that a trace does not have, or has dropped."""
+    numbers = trace.join.numbers
+    expected = f"{numbers[0]} to {numbers[-1]}"
+    return NotFound(field="incarnation", value=number, expected=expected)
+
+
+def _moment(seconds: float) -> str:
+    """Return " at" and a Unix time; "" for one that is not known."""
+    if not 0 < seconds < _YEAR_10000:
+        return ""
+    return datetime.fromtimestamp(seconds, timezone.utc).strftime(" at %Y-%m-%dT%H:%M:%SZ")
