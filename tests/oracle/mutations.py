@@ -179,7 +179,7 @@ MUTATIONS = (
     Mutation(
         "joined without a digest",
         f"{SERVER}/index/traces/joins.py",
-        """            for other, position in self._tree.proven(request.number - 1):
+        """            for other, position in self._tree.proven(request.index):
                 yield self.requests[other], position
 """,
         """            for other in self.requests:
@@ -195,9 +195,9 @@ MUTATIONS = (
     ),
     Mutation(
         "a stage joined to another request",
-        f"{SERVER}/index/traces/joins.py",
-        "        name = (source.writer.engine_id, source.request_id, source.occurrence)\n",
-        '        name = (source.writer.engine_id, "", "")\n',
+        f"{SERVER}/index/traces/sources.py",
+        "        return self.writer.engine_id, self.request_id, self.occurrence\n",
+        '        return self.writer.engine_id, "", ""\n',
         seed=1018,
     ),
     Mutation(

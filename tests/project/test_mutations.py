@@ -12,9 +12,10 @@ ROOT = Path(__file__).parents[2]
 
 
 def mutations() -> list[Any]:
-    """All of the three suites, once each."""
+    """All of the suites, once each."""
     modules = [
-        import_module(f"{suite}.mutations") for suite in ("oracle", "second_model", "faults")
+        import_module(f"{suite}.mutations")
+        for suite in ("oracle", "second_model", "faults", "regressions")
     ]
     named = [value for module in modules for value in vars(module).values()]
     lists = [value for value in named if isinstance(value, (list, tuple))]
@@ -23,7 +24,7 @@ def mutations() -> list[Any]:
 
 
 def test_all_are_found() -> None:
-    assert len(mutations()) >= 60
+    assert len(mutations()) >= 85
 
 
 @pytest.mark.parametrize("mutation", mutations(), ids=lambda mutation: mutation.name)

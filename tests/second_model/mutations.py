@@ -36,8 +36,8 @@ MUTATIONS = (
     Mutation(
         "any token behind the prompt counts as the one that was handed over",
         f"{SERVER}/index/traces/joins.py",
-        "self.tree.common(self.number - 1, other.number - 1) > self.prompt_len",
-        "self.tree.common(self.number - 1, other.number - 1) >= self.prompt_len",
+        "self.tree.common(self.index, other.index) > self.prompt_len",
+        "self.tree.common(self.index, other.index) >= self.prompt_len",
     ),
     Mutation(
         "no tombstone of a deleted trace is left",
@@ -63,6 +63,18 @@ MUTATIONS = (
         "        self._confirm(source, position)\n        self.slots.forget_run(",
         "        self.slots.forget_run(",
     ),
+    Mutation(
+        "digests leave adapters out",
+        "proto/routetrace/v1/records.py",
+        "for name in (ADAPTER_LABEL, KV_CACHE_DTYPE_LABEL))",
+        "for name in (KV_CACHE_DTYPE_LABEL,))",
+    ),
+    Mutation(
+        "digests leave the dtype of the KV cache out",
+        "proto/routetrace/v1/records.py",
+        "for name in (ADAPTER_LABEL, KV_CACHE_DTYPE_LABEL))",
+        "for name in (ADAPTER_LABEL,))",
+    ),
 )
 
 #: Of the oracle's mutations, those of rules for rows that came after 0.7.0.
@@ -77,6 +89,10 @@ SHARED = (
     "rows of a step in their own order, whoever inherits them",
     "what confirms a draft kept back from who hits it",
     "the last prompt row of the engine that handed over",
+    "a last prompt row that was given its token all the same",
+    "late rows leave their slots as they are",
+    "late rows of an ended request kept",
+    "late rows of a preempted request kept",
     "rows of other weights stand in",
     "rows stand in beyond what is proven",
     "inherited rows stand in",
