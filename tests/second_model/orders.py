@@ -608,7 +608,6 @@ FAMILIES = (
         deletes=True,
         sharded=True,
         turns=False,
-        depth=7,
     ),
     Family("restored KV", 4, 8, prompt_len=5, externals=True, versions=True, turns=False),
     Family(
@@ -620,12 +619,11 @@ FAMILIES = (
         same_trace=True,
         turns=False,
         marks=len(MARKS),
-        depth=6,
     ),
     Family("preemption", 1, 24, preempts=True, late=2, drafts=(0, 1), ends=("stop",), turns=False),
     Family("preemption", 4, 8, preempts=True, late=1, versions=True, requests=1, ends=("abort",)),
-    Family("resets", 4, 8, resets=True, flushes=True, externals=True, depth=7),
+    Family("resets", 4, 8, resets=True, flushes=True, externals=True),
     Family("turns", 4, 8, requests=3, same_trace=True, own_trace=False, same_prompt=False),
     Family("retries", 4, 8, requests=3, same_trace=True, own_trace=False, ends=("stop", "abort")),
-    Family("reuse", 1, 10, requests=3, drafts=(0, 1), ends=("stop", "abort"), depth=7),
+    Family("reuse", 1, 10, requests=3, drafts=(0, 1), ends=("stop", "abort")),
 )
