@@ -13,7 +13,7 @@ TORCH  ?= torch==2.13.0
 # the newest that the wide ranges allow.
 pins    = $(if $(filter undefined,$(origin PINS)),-c constraints/$(1).txt)
 
-.PHONY: demo test test-slow test-fast check check-full check-newest lock lint bench test-exact \
+.PHONY: demo test test-slow test-long test-fast check check-full check-newest lock lint bench test-exact \
 	test-docs test-mutations test-install \
 	test-transformers test-trainers test-vllm test-vllm-scheduler test-sglang test-sglang-scheduler \
 	test-faults test-neighbours test-docker test-kubernetes test-scale test-alerts test-loaded \
@@ -28,16 +28,20 @@ WORKERS ?= $(shell $(PYTHON) -c 'import os; print(min(2 * (os.cpu_count() or 1),
 PYTEST   = OMP_NUM_THREADS=1 $(PY) -m pytest -n $(WORKERS) --dist worksteal
 test: $(VENV)/.dev
 	@echo 'About 5,900 tests; 5 to 6 minutes on two cores that have nothing else to do.'
-	$(PYTEST) -m 'not install and not slow'
+	$(PYTEST) -m 'not install and not slow and not long'
 
 # The tests that take 5 s or more each: servers that are killed under load, ranks, examples, snippets.
 test-slow: $(VENV)/.dev
 	$(PYTEST) -m slow
 
+# Those of them that another step of the gate stands for: exact cells, faults, one compiled model.
+test-long: $(VENV)/.dev
+	$(PYTEST) -m long
+
 # For the inner loop, below a minute: rooms that start few processes. ROOMS='server cli' names others.
 ROOMS ?= contract client agent
 test-fast: $(VENV)/.dev
-	$(PYTEST) -m 'not install and not slow' $(ROOMS:%=tests/%)
+	$(PYTEST) -m 'not install and not slow and not long' $(ROOMS:%=tests/%)
 
 # The gate: what each change passes before it lands, in at most 20 minutes on two cores.
 check:
@@ -61,7 +65,7 @@ lock: | $(VENV)/.made
 
 # The tests beside two processes that never rest: none may depend on the speed of the machine.
 test-loaded: $(VENV)/.dev
-	$(PY) scripts/loaded.py $(MAKE) test test-slow
+	$(PY) scripts/loaded.py $(MAKE) test test-slow test-long
 
 lint: $(VENV)/.dev
 	$(VENV)/bin/ruff check .
@@ -78,8 +82,8 @@ SEED  ?= 1
 CELLS ?= 10000000
 WORLD ?= both
 # Then orders of calls, judged by a second model that shares nothing with the first; see
-# tests/second_model. ORDERS='--events 8 --random 500' is all of them, and takes an hour.
-ORDERS ?= --events 8 --share 0.01 --random 10 --length 25 --seconds 3
+# tests/second_model. ORDERS='--events 8 --random 500' is all of them, and takes days.
+ORDERS ?= --events 8 --share 0.01 --random 10 --length 25 --seconds 2
 test-exact: $(VENV)/.dev
 	PYTHONPATH=tests OMP_NUM_THREADS=1 $(PY) -m oracle \
 		$(if $(SEED),--seed $(SEED)) --cells $(CELLS) --world $(WORLD) $(ONCE)

@@ -39,7 +39,7 @@ def gate(seed: int) -> list[str]:
         "make test",
         "make test-slow",
         "make demo",
-        f"make test-exact CELLS=3000000 SEED={seed}",
+        f"make test-exact CELLS=1500000 SEED={seed}",
         f"make test-faults FAULTS=quick SEED={seed}",
         "make test-vllm VLLM=0.30.0 WAY=connector SCENARIO=engine",
     ]

@@ -91,7 +91,7 @@ def test_compiled_decoding_is_captured(family: str) -> None:
     assert backend.passes == 5  # all passes but the prefill
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_program_is_kept_per_batch_size() -> None:
     captured, backend = Captured("qwen3_moe"), Backend()
     captured.generate(backend, PROMPTS)
@@ -102,14 +102,14 @@ def test_a_program_is_kept_per_batch_size() -> None:
     assert (backend.graphs, backend.passes) == (2, 20)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_chunks_of_a_prompt_are_captured() -> None:
     captured, backend = Captured("qwen3_moe"), Backend()
     captured.generate(backend, PROMPTS, prefill_chunk_size=3)
     assert (backend.graphs, backend.passes) == (2, 7)  # two chunks, five passes of a token
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_other_lengths_of_the_cache_share_a_dynamic_graph() -> None:
     captured, backend = Captured("qwen3_moe"), Backend()
     for new_tokens in (6, 8, 10, 12):
@@ -118,7 +118,7 @@ def test_other_lengths_of_the_cache_share_a_dynamic_graph() -> None:
     assert backend.graphs <= 2  # the last one is dynamic in the length
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_calls_that_are_not_captured_share_no_program() -> None:
     captured, backend, own = Captured("qwen3_moe"), Backend(), Backend()
     input_ids, mask = padded(PROMPTS)
@@ -134,7 +134,7 @@ def test_calls_that_are_not_captured_share_no_program() -> None:
     assert (backend.graphs, backend.passes) == (1, 10)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_another_capture_of_the_model_shares_no_program() -> None:
     captured, backend = Captured("qwen3_moe"), Backend()
     captured.generate(backend, PROMPTS)

@@ -10,7 +10,7 @@ from neighbours.shares import SCENARIOS, Share
 SHARE = Share(calm_s=0.5, attack_s=1.0, small=True, alone=False)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(600)
 def test_resets_and_half_calls_without_a_token_leave_a_tenant_whole() -> None:
     names = ["rapid reset", "unfinished calls", "half HTTP"]

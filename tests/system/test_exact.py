@@ -29,12 +29,12 @@ def test_every_cell_is_what_happened(seed):
     assert run(seed, "inline", 15).tally.cells > 1000
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_every_cell_is_what_happened_over_sockets():
     assert run(200, "socket", 10).tally.cells > 1000
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_every_cell_is_what_happened_behind_a_worker_that_is_killed():
     outcome = run(201, "workers", 20)
     assert outcome.tally.cells > 1000
@@ -116,4 +116,4 @@ Exact.TestCase.settings = settings(
     suppress_health_check=list(HealthCheck),
 )
 # To shrink a failure takes minutes.
-test_whatever_the_engine_does = pytest.mark.slow(pytest.mark.timeout(600)(Exact.TestCase))
+test_whatever_the_engine_does = pytest.mark.long(pytest.mark.timeout(600)(Exact.TestCase))

@@ -23,7 +23,7 @@ def test_the_same_over_sockets_with_a_server_that_is_killed():
     assert figures["answers_over_sockets"] > 20
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_what_was_acknowledged_survives_kill_9_under_load():
     acked = 0
     for seed in range(SEED, SEED + 5):  # a kill before the first acknowledgement shows nothing
@@ -38,7 +38,7 @@ def test_what_was_acknowledged_survives_lost_power():
     assert power.run(SEED, images=30)["images"] >= 30
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_resets_and_lost_replies_leave_each_chunk_stored_once():
     figures = cut.run(SEED, count=10, rounds=1, seconds=0)
     assert figures["resends"] == figures["counted_duplicates"] > 0

@@ -526,7 +526,7 @@ def test_what_the_limits_allow_is_taken():
     assert int(parsed.frame_rows.sum()) == MAX_CHUNK_ROWS
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_fuzzer_sees_a_crash_and_wrong_errors(monkeypatch, tmp_path):
     """So that no findings mean something."""
     plugin = tmp_path / "sitecustomize.py"
