@@ -303,7 +303,13 @@ def test_images_are_named_unless_both_caches_are_off(cache_gb, prefix_caching, n
 
 @pytest.mark.parametrize(
     ("kv_cache_dtype", "labels"),
-    [("auto", {}), ("bfloat16", {}), ("fp8_e4m3", {"kv_cache_dtype": "fp8_e4m3"})],
+    [
+        ("auto", {}),
+        ("bfloat16", {}),
+        ("bf16", {}),
+        ("fp8", {"kv_cache_dtype": "fp8_e4m3"}),
+        ("fp8_e5m2", {"kv_cache_dtype": "fp8_e5m2"}),
+    ],
 )
 def test_the_dtype_of_a_kv_cache_is_a_label_where_it_is_not_the_models(kv_cache_dtype, labels):
     config = config_of(cache_config__cache_dtype=kv_cache_dtype)

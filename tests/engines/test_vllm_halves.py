@@ -536,7 +536,7 @@ def test_rows_of_another_adapter_do_not_stand_in(engine, client, writer, reader,
         np.testing.assert_array_equal(trace.topk_ids[:own], one.expected(a.request_id, own))
 
 
-@pytest.mark.parametrize("reader", ["auto", "fp8"])
+@pytest.mark.parametrize("reader", ["auto", "fp8_e4m3", "fp8_e5m2"])
 def test_rows_of_another_kv_dtype_do_not_stand_in(engine, client, reader):
     """What KV is rounded to changes the routing of the tokens behind it."""
     one, other, a = engine(kv_cache_dtype="fp8"), engine(kv_cache_dtype=reader), fresh("a", 80)
@@ -553,7 +553,7 @@ def test_rows_of_another_kv_dtype_do_not_stand_in(engine, client, reader):
     other.finish(b)
     assert other.side.flush(60)
     trace = client.get(a.trace_id + "b", missing="mask")
-    assert trace.valid.all(axis=1).tolist() == [reader == "fp8"] * 72 + [True] * 8
+    assert trace.valid.all(axis=1).tolist() == [reader == "fp8_e4m3"] * 72 + [True] * 8
     assert trace.labels.get("kv_cache_dtype", "auto") == reader
     assert trace.verify_tokens(np.array(b.all_token_ids)) == len(trace.token_digests) > 0
 

@@ -53,10 +53,14 @@ def test_the_gate_runs_all_steps_with_the_printed_seed(environ: dict[str, str]) 
         assert re.search(rf"^== make {re.escape(command)}: \d+ s$", output, re.M)
 
 
-def test_the_gate_stops_at_a_failure_and_names_the_command(environ: dict[str, str]) -> None:
-    code, output, commands = check({**environ, "BROKEN": "demo"}, "gate")
-    assert (code, commands[-1]) == (1, "demo")
-    assert output.endswith("step failed with exit code 3; repeat it with: make demo\n")
+@pytest.mark.parametrize(("broken", "never"), [("test", "test-slow"), ("demo", "test-faults")])
+def test_the_gate_stops_at_a_failure_and_names_the_command(
+    environ: dict[str, str], broken: str, never: str
+) -> None:
+    code, output, commands = check({**environ, "BROKEN": broken}, "gate")
+    targets = [command.split()[0] for command in commands]
+    assert (code, broken in targets, never in targets) == (1, True, False)
+    assert f"step failed with exit code 3; repeat it with: make {broken}\n" in output
 
 
 @pytest.mark.parametrize("jobs", ["1", "3"])

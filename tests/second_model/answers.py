@@ -6,10 +6,28 @@ missing) that is not in it is wrong; where None is not in it, a row must be serv
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import wraps
+from typing import Any, TypeVar
 
 from second_model.log import UNKNOWN, Log, Part, Policy, Row, Value
+
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+def _once(method: Method) -> Method:
+    """Remembers what a method returns: a log does not change while its answers are asked for."""
+
+    @wraps(method)
+    def remembered(self: Answers, *args: Any, **named: Any) -> Any:
+        key = method.__name__, args, *named.items()
+        if key not in self.known:
+            self.known[key] = method(self, *args, **named)
+        return self.known[key]
+
+    return remembered  # type: ignore[return-value]
+
 
 #: The tokens before each position at which a digest of them is known.
 Digests = dict[int, tuple[int, ...]]
@@ -57,6 +75,7 @@ class Answers:
     def __init__(self, log: Log, *, prefix_rows: bool = True) -> None:
         self.log = log
         self.prefix_rows = prefix_rows
+        self.known: dict[Any, Any] = {}
         self._digests: dict[Request, Digests] = {}
         self._before: dict[Request, list[tuple[Request, int]]] = {}
         groups: dict[tuple[str, str, str, int], list[Part]] = {}
@@ -70,6 +89,7 @@ class Answers:
             if not any(log.deleted(p, log.now + 1) for p in parts)
         ]
 
+    @_once
     def trace(self, trace_id: str) -> list[Request]:
         """The requests of a trace, in the order in which they began."""
         return [r for r in self.requests if r.first.trace_id == trace_id]
@@ -90,11 +110,13 @@ class Answers:
                 pass
         return self._digests[request]
 
+    @_once
     def _shared(self, a: Request, b: Request) -> int:
         """The greatest position before which digests prove the same tokens."""
         mine, yours = self.digests(a), self.digests(b)
         return max((p for p in mine if yours.get(p) == mine[p]), default=0)
 
+    @_once
     def proven(self, a: Request, b: Request) -> int:
         mine, yours = self.digests(a), self.digests(b)
         return max(
@@ -102,6 +124,7 @@ class Answers:
             default=0,
         )
 
+    @_once
     def continues(self, b: Request, a: Request) -> bool:
         """Whether b goes on where a ended."""
         handed = a.reason == "handoff"
@@ -139,6 +162,7 @@ class Answers:
 
     # ------------------------------------------------------------------ cells
 
+    @_once
     def cell(
         self,
         request: Request,
@@ -232,6 +256,7 @@ class Answers:
         mine, yours = self.digests(a).get(n), self.digests(b).get(n)
         return a.prompt_len == n and n > 0 and mine is not None and mine == yours
 
+    @_once
     def _of(
         self,
         request: Request,
@@ -330,6 +355,7 @@ class Answers:
             states.add("running")
         return states
 
+    @_once
     def reasons(self, request: Request, position: int, version: int | None = None) -> set[str]:
         """Reasons that a missing cell may have."""
         found: set[str] = set()

@@ -24,6 +24,9 @@ from routetrace.v1.records import KV_CACHE_DTYPE_LABEL
 #: Prefix of the names of options.
 PREFIX = "routetrace."
 
+#: Other names of dtypes of KV caches, in vLLM ("Quantized KV Cache") and in SGLang ("Server Args").
+_DTYPES = {"fp8": "fp8_e4m3", "bf16": "bfloat16"}
+
 _LABEL = "label."
 _LABELS = ("group", "session", "sample")
 
@@ -94,10 +97,9 @@ def kv_cache_labels(kv_cache_dtype: str, dtype: str) -> dict[str, str]:
         kv_cache_dtype: as the engine is configured; "auto" is that of the model.
         dtype: of the model, such as "torch.bfloat16".
     """
-    names = {"auto", dtype.removeprefix("torch.")}
-    if dtype == "torch.bfloat16":
-        names.add("bf16")
-    return {} if kv_cache_dtype in names else {KV_CACHE_DTYPE_LABEL: kv_cache_dtype}
+    name = _DTYPES.get(kv_cache_dtype, kv_cache_dtype)
+    same = name in ("auto", dtype.removeprefix("torch."))
+    return {} if same else {KV_CACHE_DTYPE_LABEL: name}
 
 
 def _flag(key: str, value: object) -> bool:
