@@ -209,7 +209,7 @@ SGLANG_PATH  = $(SGLANG_VENV)/$(SGLANG):tests:tests/sglang_runs/shim
 test-sglang:
 	PYTHON=$(PYTHON) SGLANG_VENV=$(SGLANG_VENV) TORCH='$(TORCH)' scripts/sglang_env.sh $(SGLANG)
 	PYTHONPATH=$(SGLANG_PATH) OMP_NUM_THREADS=1 $(SGLANG_VENV)/bin/python -m sglang_runs \
-		--seed $(SEED) $(SCENARIO:%=--scenario '%') $(SHARE)
+		--seed $(SEED) $(if $(SCENARIO),--scenario '$(SCENARIO)') $(SHARE)
 
 # SGLang's own scheduler with a fake model: ROWS rows, each compared.
 test-sglang-scheduler:

@@ -1,6 +1,7 @@
 """Capture in SGLang, without SGLang: settings, options, order of events, calls of the agent."""
 
 import sys
+from contextlib import suppress
 from types import SimpleNamespace
 
 import numpy as np
@@ -520,6 +521,45 @@ def req_of(rid, n):
     req.sampling_params = SimpleNamespace(custom_params=None)
     req.finished_reason, req.output_ids_through_stop = None, []
     return req
+
+
+@pytest.mark.parametrize("recorded", [False, True])
+@pytest.mark.parametrize("outcome", ["ok", "failed", "raised"])
+def test_rows_under_weights_that_nobody_knows_do_not_count(
+    scheduler, monkeypatch, caplog, outcome, recorded
+):
+    """An update may fail when a part of the weights is new, or all are and a flush was refused."""
+    monkeypatch.setattr(plugin, "_capture", scheduler.capture)
+    a = req_of("a", 4)
+    scheduler.launch((a, 0, 4), slots=[4, 5, 6, 7]).finalize()
+
+    def update(updater, request):
+        if recorded:
+            plugin._recorded(request.weight_version)
+        if outcome == "raised":
+            raise RuntimeError("half of the weights are new")
+        return SimpleNamespace(success=outcome == "ok")
+
+    with suppress(RuntimeError):
+        plugin._update(update, None, SimpleNamespace(weight_version="7"))
+    known = recorded or outcome == "ok"
+    assert ("update of the weights failed" in caplog.text) is (outcome == "failed" and not recorded)
+    a.output_ids = [1]
+    scheduler.launch((a, 4, 1), slots=[8]).finalize()
+    plugin._update(
+        lambda *_: SimpleNamespace(success=True), None, SimpleNamespace(weight_version=None)
+    )
+    scheduler.launch((a, 5, 1), slots=[9]).finalize()
+    scheduler.capture.flush(0)
+    (agent,) = scheduler.agents
+    told = [call for call in agent.calls if call[0] in ("step", "skip", "set_weight_version")]
+    assert [call[0] for call in told if call[0] != "set_weight_version"] == [
+        "step",
+        "step" if known else "skip",
+        "step",
+    ]
+    versions = [call[1] for call in told if call[0] == "set_weight_version"]
+    assert versions == ([0, 7, 8] if known else [0, 1])
 
 
 def test_a_request_that_ends_has_the_handle_of_its_trace(scheduler, monkeypatch):

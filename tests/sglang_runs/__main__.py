@@ -50,7 +50,8 @@ class Scenario:
     """Whether SGLang's own return is on, and compared."""
     aborts: bool = False
     updates: str = ""
-    """Mode of the pause in which weights change under way; "retract" computes all again."""
+    """Mode of the pause in which weights change under way; "retract" computes all again. "failed":
+    an update that fails, and ten passes later one that succeeds."""
     retracts: bool = False
     """Whether SGLang's own switch retracts requests now and then."""
     again: bool = False
@@ -84,6 +85,7 @@ SCENARIOS = (
     Scenario("retraction page 16", {**_SMALL, "page_size": 16}, retracts=True),
     Scenario("new weights", updates="retract", native=True),
     Scenario("new weights in place", updates="in_place", native=True),
+    Scenario("failed update", updates="failed", may_lack=("not_captured", "kv_unknown")),
     Scenario("host memory", {**_HOST, **_SMALL}, native=True, again=True, may_lack=("kv_unknown",)),
     Scenario("drafts", DRAFTS, native=True, drafts=True),
     Scenario(
@@ -110,7 +112,13 @@ SCENARIOS = (
     Scenario("a layer skips the capture site", skips=2),
 )
 #: Those of CI.
-SHARE = ("overlap", "drafts retraction page 16", "new weights", "a layer skips the capture site")
+SHARE = (
+    "overlap",
+    "drafts retraction page 16",
+    "new weights",
+    "failed update",
+    "a layer skips the capture site",
+)
 
 
 class Run:
@@ -135,7 +143,7 @@ class Run:
         self._stems = [self._words(48) for _ in range(3)]
         self._prompts: list[list[int]] = []
         self._running: set[str] = set()
-        self._passes = self._sent = self._tokens = 0
+        self._passes = self._sent = self._tokens = self._known_at = 0
         self._changed = False
         self._follow()
 
@@ -149,6 +157,8 @@ class Run:
         from sglang.srt.managers import io_struct
 
         self._passes += 1
+        if self._passes == self._known_at:
+            self._rename(io_struct, "2")
         self._running -= self.finished.keys()
         if self._scenario.updates and not self._changed and self._tokens > num_rows // 2:
             self._change(io_struct)
@@ -164,17 +174,25 @@ class Run:
     def _change(self, io_struct: Any) -> None:
         """Pause, change the weights, and go on: at once, between two passes."""
         scheduler, mode = self._engine.scheduler, self._scenario.updates
+        self._changed = True
+        if mode == "failed":
+            nowhere = io_struct.UpdateWeightFromDiskReqInput(model_path="nowhere")
+            assert not scheduler.weight_updater.update_weights_from_disk(nowhere).success
+            self._known_at = self._passes + 10
+            return
         scheduler.process_input_requests([io_struct.PauseGenerationReqInput(mode=mode)])
         for req in scheduler.waiting_queue if mode == "retract" else ():
             if req.output_ids:
                 self.kept[req.rid] = len(req.origin_input_ids) + len(req.output_ids) - 1
         change_weights(self.model)
-        scheduler.handle_update_weight_version(
-            io_struct.UpdateWeightVersionReqInput(new_version="1", abort_all_requests=False)
-        )
+        self._rename(io_struct, "1")
         assert mode != "retract" or scheduler.flush_cache()
         scheduler.process_input_requests([io_struct.ContinueGenerationReqInput()])
-        self._changed = True
+
+    def _rename(self, io_struct: Any, version: str) -> None:
+        self._engine.scheduler.handle_update_weight_version(
+            io_struct.UpdateWeightVersionReqInput(new_version=version, abort_all_requests=False)
+        )
 
     def _request(self) -> Any:
         rng = self._rng
@@ -305,7 +323,10 @@ def play(scenario: Scenario, seed: int, num_rows: int) -> dict[str, Any]:
         faults.append("nothing was loaded from host memory")
     if scenario.aborts and not counts["aborted"]:
         faults.append("nothing was aborted")
-    if scenario.updates and not counts["changed"]:
+    if scenario.updates == "failed":
+        if not missing["not_captured"]:
+            faults.append("no row is missing under weights that nobody knows")
+    elif scenario.updates and not counts["changed"]:
         faults.append("no rows of both weights in one trace")
     return {**counts, "missing": dict(missing), "faults": faults, **fate}
 

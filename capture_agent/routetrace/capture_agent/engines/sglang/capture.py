@@ -64,7 +64,8 @@ class Capture:
         self._loaded: list[torch.Tensor] = []
         self._plans: dict[int, tuple[Plan, bool]] = {}  # by id of their rows
         self._latest: PassRows | None = None
-        self._version = 0
+        self._newest_version = 0
+        self._version: int | None = 0  # None: an update of the weights failed
         # Of the other one.
         self._agent: CaptureAgent | None = CaptureAgent(config, own_thread=True)
         self._deliveries = Deliveries(config.block_size, free, labels)
@@ -146,7 +147,8 @@ class Capture:
             self._check(rows)
         if loaded:
             agent.external(np.unique(indexes.pop() // self._config.block_size).tolist())
-        agent.set_weight_version(plan.version)
+        if plan.version is not None:
+            agent.set_weight_version(plan.version)
         prefixes = indexes[0] if indexes else np.empty(0, np.int64)
         self._deliveries.deliver(plan, rows, slots, prefixes, agent)
 
@@ -237,7 +239,28 @@ class Capture:
         """
         text = str(version)
         number = text.lstrip("-").isdigit() and -(1 << 63) <= int(text) < 1 << 63
-        self._version = int(text) if number else self._version + 1
+        self._version = self._newest_version = int(text) if number else self._newest_version + 1
+
+    def update_begun(self) -> None:
+        """Note that weights are about to change; until `updated`, nobody knows which they are."""
+        self._version = None
+
+    def update_ended(self, version: object, *, success: bool) -> None:
+        """Note the end of an update.
+
+        An update that failed may have changed a part of the weights: rows are missing until one
+        succeeds. SGLang also calls it failed where all are new and its cache could not be flushed.
+
+        Args:
+            version: see `updated`.
+            success: whether SGLang calls it one.
+        """
+        if success and self._version is None:
+            self.updated(version)
+        elif self._version is None:
+            _log.warning(
+                "routetrace: an update of the weights failed; rows are missing until one succeeds"
+            )
 
     def close(self) -> None:
         """Send the rest, and end."""

@@ -60,7 +60,10 @@ def register() -> None:
         hooks.append((seams.SENDER, lambda _, __, output, req=None: _aborted(output, req), after))
     hooks += [(name, _loaded, after) for name in seams.LOADS if seams.found(name) is not None]
     for source in ("disk", "distributed", "tensor", "ipc"):
-        hooks.append((f"{seams.UPDATER}.update_weights_from_{source}", _updated, after))
+        hooks.append((f"{seams.UPDATER}.update_weights_from_{source}", _update, around))
+    # Told once all weights are new, before what may fail afterwards.
+    if seams.found(seams.RECORDED) is not None:
+        hooks.append((seams.RECORDED, lambda _, __, version: _recorded(version), after))
     # Told without weights: a trainer wrote them itself.
     site = f"{seams.SCHEDULER}.handle_update_weight_version"
     if seams.found(site) is not None:
@@ -181,9 +184,19 @@ def _loaded(slots: Any, *_: Any, **__: Any) -> None:
         _capture.loaded(slots)
 
 
-def _updated(result: Any, _: Any, request: Any, *__: Any, **___: Any) -> None:
-    if _capture is not None and getattr(result, "success", True):
-        _capture.updated(getattr(request, "weight_version", None))
+def _update(original: Callable[..., Any], updater: Any, request: Any, *args: Any, **kw: Any) -> Any:
+    if _capture is None:
+        return original(updater, request, *args, **kw)
+    _capture.update_begun()
+    result = original(updater, request, *args, **kw)
+    version, success = getattr(request, "weight_version", None), getattr(result, "success", True)
+    _capture.update_ended(version, success=success)
+    return result
+
+
+def _recorded(version: Any) -> None:
+    if _capture is not None:
+        _capture.updated(version)
 
 
 def _streamer_made(_: Any, scheduler: Any) -> None:

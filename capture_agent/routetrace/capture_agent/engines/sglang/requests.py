@@ -68,8 +68,8 @@ class Plan:
     """[m] of their first rows."""
     counts: Ints
     """[m] numbers of their rows."""
-    version: int
-    """Of the weights."""
+    version: int | None
+    """Of the weights; None: unknown, so that the rows do not count."""
     starts: list[Start]
     num_lanes: int
     """Size of a table by lane."""
@@ -92,14 +92,14 @@ class Requests:
         self._batch: list[Any] = []  # requests of the last pass, their lanes and rows
         self._lanes = self._positions = self._counts = np.empty(0, np.int64)
 
-    def plan(self, reqs: Sequence[Any], positions: Ints, counts: Ints, version: int) -> Plan:
+    def plan(self, reqs: Sequence[Any], positions: Ints, counts: Ints, version: int | None) -> Plan:
         """Return the plan of a pass that is launched now.
 
         Args:
             reqs: SGLang's requests, in the order of their rows.
             positions: [m] of their first rows; not changed later.
             counts: [m] numbers of their rows; not changed later.
-            version: of the weights.
+            version: of the weights; None: unknown.
         """
         starts: list[Start] = []
         if self._batch != reqs:  # the same objects in most passes, which is compared first
@@ -245,7 +245,9 @@ class Deliveries:
         if not every:
             agent.external(np.unique(slots[~captured] // size).tolist())
             rows, runs = rows[captured], runs[handles != NO_HANDLE]
-        if len(runs):
+        if len(runs) and plan.version is None:
+            agent.skip(runs)
+        elif len(runs):
             agent.step(rows, runs)
 
     def _report_start(self, start: Start, blocks: list[int], agent: CaptureAgent) -> None:
