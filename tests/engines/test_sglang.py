@@ -562,6 +562,36 @@ def test_rows_under_weights_that_nobody_knows_do_not_count(
     assert versions == ([0, 7, 8] if known else [0, 1])
 
 
+def test_weights_that_change_part_by_part_have_a_version_at_the_end(scheduler, monkeypatch):
+    monkeypatch.setattr(plugin, "_capture", scheduler.capture)
+    weights, ok = scheduler.capture.weights, SimpleNamespace(success=True)
+
+    def update(version, success=True):
+        request = SimpleNamespace(weight_version=version)
+        plugin._update(lambda *_: SimpleNamespace(success=success), None, request)
+
+    plugin._session_begun(SimpleNamespace(success=False))  # another one is open
+    assert weights.version == 0
+    plugin._session_begun(ok)
+    seen = [weights.version]
+    for _ in range(2):
+        update("5")
+        seen.append(weights.version)
+    plugin._session_ended(ok)
+    assert (seen, weights.version) == ([None] * 3, 5)
+    # Peers wrote them: no update tells of any.
+    plugin._session_begun(ok)
+    plugin._session_ended(ok)
+    assert weights.version == 6
+    plugin._session_begun(ok)
+    update("9")
+    update("9", success=False)
+    plugin._session_ended(ok)
+    assert weights.version is None
+    plugin._renamed("10")  # the trainer knows better
+    assert weights.version == 10
+
+
 def test_a_request_that_ends_has_the_handle_of_its_trace(scheduler, monkeypatch):
     monkeypatch.setattr(plugin, "_capture", scheduler.capture)
     named, goes_on, left_out = req_of("a", 4), req_of("b", 4), req_of("c", 4)

@@ -186,7 +186,7 @@ FAULTS = (
     _fault(
         "an update of weights that failed keeps the version",
         f"{AGENT}/engines/sglang/plugin.py",
-        "    _capture.update_begun()\n",
+        "    _capture.weights.update_begun()\n",
         "",
         "engines/test_sglang.py::test_rows_under_weights_that_nobody_knows_do_not_count",
     ),

@@ -27,6 +27,7 @@ from routetrace.capture_agent.engines.sglang.speculation import (
 )
 from routetrace.capture_agent.engines.sglang.tap import PassRows, Tap
 from routetrace.capture_agent.engines.sglang.timeline import Timeline
+from routetrace.capture_agent.engines.sglang.weights import Weights
 
 _log = logging.getLogger(__name__)
 
@@ -64,8 +65,7 @@ class Capture:
         self._loaded: list[torch.Tensor] = []
         self._plans: dict[int, tuple[Plan, bool]] = {}  # by id of their rows
         self._latest: PassRows | None = None
-        self._newest_version = 0
-        self._version: int | None = 0  # None: an update of the weights failed
+        self.weights = Weights()
         # Of the other one.
         self._agent: CaptureAgent | None = CaptureAgent(config, own_thread=True)
         self._deliveries = Deliveries(config.block_size, free, labels)
@@ -91,7 +91,7 @@ class Capture:
         if batch is None or self._ended or forward_batch.forward_mode.is_idle():
             return native
         try:
-            plan = self._requests.plan(batch.reqs, *_runs(batch), self._version)
+            plan = self._requests.plan(batch.reqs, *_runs(batch), self.weights.version)
             indexes = [_prefixes(batch, plan)] if any(s.num_computed for s in plan.starts) else []
             loaded, self._loaded = self._loaded, []
             if loaded:
@@ -230,37 +230,6 @@ class Capture:
     def loaded(self, slots: torch.Tensor) -> None:
         """Note that KV from elsewhere is written to slots before the next pass."""
         self._note(lambda: self._loaded.append(slots.reshape(-1).to(torch.int64)))
-
-    def updated(self, version: object) -> None:
-        """Note new weights, which compute the passes from now on.
-
-        Args:
-            version: as SGLang was given it; another one is made up unless it is a number.
-        """
-        text = str(version)
-        number = text.lstrip("-").isdigit() and -(1 << 63) <= int(text) < 1 << 63
-        self._version = self._newest_version = int(text) if number else self._newest_version + 1
-
-    def update_begun(self) -> None:
-        """Note that weights are about to change; until `updated`, nobody knows which they are."""
-        self._version = None
-
-    def update_ended(self, version: object, *, success: bool) -> None:
-        """Note the end of an update.
-
-        An update that failed may have changed a part of the weights: rows are missing until one
-        succeeds. SGLang also calls it failed where all are new and its cache could not be flushed.
-
-        Args:
-            version: see `updated`.
-            success: whether SGLang calls it one.
-        """
-        if success and self._version is None:
-            self.updated(version)
-        elif self._version is None:
-            _log.warning(
-                "routetrace: an update of the weights failed; rows are missing until one succeeds"
-            )
 
     def close(self) -> None:
         """Send the rest, and end."""

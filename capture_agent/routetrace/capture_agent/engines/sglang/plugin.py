@@ -64,6 +64,9 @@ def register() -> None:
     # Told once all weights are new, before what may fail afterwards.
     if seams.found(seams.RECORDED) is not None:
         hooks.append((seams.RECORDED, lambda _, __, version: _recorded(version), after))
+    for session, noted in ((seams.BEGUN, _session_begun), (seams.ENDED, _session_ended)):
+        if seams.found(session) is not None:
+            hooks.append((session, noted, after))
     # Told without weights: a trainer wrote them itself.
     site = f"{seams.SCHEDULER}.handle_update_weight_version"
     if seams.found(site) is not None:
@@ -187,16 +190,26 @@ def _loaded(slots: Any, *_: Any, **__: Any) -> None:
 def _update(original: Callable[..., Any], updater: Any, request: Any, *args: Any, **kw: Any) -> Any:
     if _capture is None:
         return original(updater, request, *args, **kw)
-    _capture.update_begun()
+    _capture.weights.update_begun()
     result = original(updater, request, *args, **kw)
     version, success = getattr(request, "weight_version", None), getattr(result, "success", True)
-    _capture.update_ended(version, success=success)
+    _capture.weights.update_ended(version, success=success)
     return result
 
 
 def _recorded(version: Any) -> None:
     if _capture is not None:
-        _capture.updated(version)
+        _capture.weights.told(version)
+
+
+def _session_begun(result: Any, *_: Any, **__: Any) -> None:
+    if _capture is not None and result.success:
+        _capture.weights.session_begun()
+
+
+def _session_ended(result: Any, *_: Any, **__: Any) -> None:
+    if _capture is not None and result.success:
+        _capture.weights.session_ended()
 
 
 def _streamer_made(_: Any, scheduler: Any) -> None:
@@ -214,7 +227,7 @@ def _answered(info: dict[str, Any], _: Any, reqs: list[Any]) -> dict[str, Any] |
 
 def _renamed(version: Any) -> None:
     if _capture is not None and version is not None:
-        _capture.updated(version)
+        _capture.weights.told(version)
 
 
 def current() -> Any:

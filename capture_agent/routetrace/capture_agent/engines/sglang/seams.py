@@ -20,6 +20,7 @@ SCHEDULER = _SRT + "managers.scheduler.Scheduler"
 REQUEST = _SRT + "managers.schedule_batch.Req"
 UPDATER = _SRT + "managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
 RECORDED = UPDATER + ".record_weight_version_after_update"
+BEGUN, ENDED = UPDATER + ".begin_weight_update", UPDATER + ".end_weight_update"
 SENDER = _SRT + "managers.scheduler_components.output_sender.SenderWrapper.send_output"
 LOADS = (
     _SRT + "managers.cache_controller.HiCacheController.load",
