@@ -538,7 +538,7 @@ def test_rows_of_another_adapter_do_not_stand_in(engine, client, writer, reader,
 
 @pytest.mark.parametrize("reader", ["auto", "fp8_e4m3", "fp8_e5m2"])
 def test_rows_of_another_kv_dtype_do_not_stand_in(engine, client, reader):
-    """What KV is rounded to changes the routing of the tokens behind it."""
+    """The rounding of KV changes the routing of later tokens."""
     one, other, a = engine(kv_cache_dtype="fp8"), engine(kv_cache_dtype=reader), fresh("a", 80)
     one.step((a, 0, 60), new=[a], blocks={a.request_id: list(range(1, 16))})
     one.step((a, 60, 20), blocks={a.request_id: list(range(16, 21))})

@@ -1,7 +1,7 @@
 """Labels that are part of token digests, as marks on a prompt's first token.
 
 To engines and models a marked token is another token: KV and rows behind it are never those of the
-same tokens with another mark. Agents are told the token without its mark, and the labels.
+same tokens with another mark. Agents get the token without its mark, and the labels.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ def marked(tokens: Iterable[int], mark: int) -> list[int]:
 
 
 def unmarked(tokens: Iterable[int]) -> list[int]:
-    """Tokens as agents are told them."""
+    """Tokens without their marks, as agents get them."""
     return [token % (1 << _BITS) for token in tokens]
 
 
 class Unmarked:
-    """An agent that is told tokens without marks, and their labels."""
+    """Passes tokens to an agent without marks, and with their labels."""
 
     def __init__(self, agent: Any) -> None:
         self._agent = agent

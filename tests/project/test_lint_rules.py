@@ -62,7 +62,7 @@ def copy(tmp_path: Path) -> Path:
 
 
 def lint_imports(copy: Path) -> str:
-    """What lint-imports says of the copy."""
+    """Return the output of lint-imports for the copy."""
     path = os.pathsep.join(str(copy / source) for source in SOURCES)
     done = subprocess.run(
         [str(LINT_IMPORTS), "--no-cache"],

@@ -325,7 +325,7 @@ def play(scenario: Scenario, seed: int, num_rows: int) -> dict[str, Any]:
         faults.append("nothing was aborted")
     if scenario.updates == "failed":
         if not missing["not_captured"]:
-            faults.append("no row is missing under weights that nobody knows")
+            faults.append("no row is missing under unknown weights")
     elif scenario.updates and not counts["changed"]:
         faults.append("no rows of both weights in one trace")
     return {**counts, "missing": dict(missing), "faults": faults, **fate}

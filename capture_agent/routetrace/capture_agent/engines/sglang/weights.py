@@ -11,7 +11,7 @@ class Weights:
     """Version of the weights that compute the passes from now on.
 
     An update is one call, or a session of several that each bring a part. Where one fails, some
-    weights may be new: nobody knows the version until an update succeeds.
+    weights may be new: the version is unknown until an update succeeds.
     """
 
     def __init__(self) -> None:
@@ -22,7 +22,7 @@ class Weights:
 
     @property
     def version(self) -> int | None:
-        """The version; None while nobody knows which weights are there."""
+        """The version; None while it is unknown."""
         return self._newest if self._known and not self._in_session else None
 
     def told(self, version: object) -> None:
