@@ -1,4 +1,4 @@
-"""Measures the constants of cli/capacity.py: what a token costs each side, by model.
+"""Measures the constants of cli/bench/capacity.py: what a token costs each side, by model.
 
 Runs `routetrace bench load` against a server of its own, without readers and with one, and takes
 the server's CPU time of the first run for ingest, of the second beyond that for reads.
@@ -19,7 +19,7 @@ from typing import Any
 
 from measure import cpu_seconds
 
-from routetrace.cli.capacity import MEASURED
+from routetrace.cli.bench.capacity import MEASURED
 from routetrace.server.testing import run_server
 
 #: Engines as they are: 256 requests that decode 50 tokens a second each.

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from routetrace.capture_agent.engines.capturer import PendingRows, RoutingCapturer
-from routetrace.v1.layout import RoutingLayout
+from routetrace.common.layout import RoutingLayout
 
 Read = Callable[[int, torch.Tensor], object]
 _REPEATS = 7

@@ -20,9 +20,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from routetrace.cli import experts_figures as figures
-from routetrace.cli.experts import Request, study_of
-from routetrace.experts.report import Asked, Rows, Study, report_of
+from routetrace.cli.experts import figures
+from routetrace.cli.experts.command import Request, study_of
+from routetrace.experts.analysis.report import Asked, Rows, Study, report_of
 
 ROOT = Path(__file__).parents[1]
 DATA = ROOT.parent / "shared" / "data"

@@ -28,9 +28,9 @@ from reads_load import draw, fill
 
 from routetrace.capture_agent.engines.capturer import RoutingCapturer
 from routetrace.client import RouteClient
+from routetrace.common.layout import RoutingLayout
 from routetrace.experts.transformers import serve_experts
 from routetrace.server.testing import run_server
-from routetrace.v1.layout import RoutingLayout
 
 RESULTS = HERE / "gpu_results.json"
 

@@ -19,9 +19,9 @@ import grpc
 import numpy as np
 from measure import Shape
 
+from routetrace.codec.frame import encode_frames
+from routetrace.codec.records import DIGEST, OP, U32, FinishReason, OpKind, token_digests
 from routetrace.v1 import routetrace_pb2 as pb
-from routetrace.v1.frame import encode_frames
-from routetrace.v1.records import DIGEST, OP, U32, FinishReason, OpKind, token_digests
 
 #: Tokens of a KV block.
 BLOCK = 16

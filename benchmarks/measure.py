@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 import psutil
 
-from routetrace.v1.layout import RoutingLayout
+from routetrace.common.layout import RoutingLayout
 
 HERE = Path(__file__).parent
 DATA = HERE.parent.parent / "shared" / "data"

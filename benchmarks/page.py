@@ -1,4 +1,4 @@
-"""The tables of docs/performance.md, from results.json and the costs of cli/capacity.py."""
+"""The tables of docs/performance.md, from results.json and the costs of cli/bench/capacity.py."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from routetrace.cli.capacity import MEASURED, Job, need_of
+from routetrace.cli.bench.capacity import MEASURED, Job, need_of
 from routetrace.simulation.models import MODELS
 
 PAGE = Path(__file__).parents[1] / "docs/performance.md"

@@ -13,8 +13,8 @@ import numpy as np
 import zstandard
 from reads_load import LAYOUT, Array
 
+from routetrace.codec.frame import read_header
 from routetrace.v1 import routetrace_pb2 as pb
-from routetrace.v1.frame import read_header
 
 
 class Raw:

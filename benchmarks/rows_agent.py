@@ -35,9 +35,9 @@ from relay import Relay
 from routetrace.capture_agent import AgentConfig, CaptureAgent
 from routetrace.capture_agent.pipeline import chunks
 from routetrace.client import RouteClient
+from routetrace.codec.frame import encode_frame, encode_frames, read_header
+from routetrace.codec.frame_header import Codec, id_shift
 from routetrace.server.testing import run_server
-from routetrace.v1.frame import encode_frame, encode_frames, read_header
-from routetrace.v1.frame_header import Codec, id_shift
 
 SHAPES = (QWEN3, DEEPSEEK, KIMI)
 

@@ -12,9 +12,9 @@ import numpy.typing as npt
 import zstandard
 from measure import DATA, DEEPSEEK, KIMI, OWN_CORE, QWEN3, Shape, Table, area, pin, ratios, rounds
 
-from routetrace.v1 import native
-from routetrace.v1.frame import Codec, decode_frames, encode_frames, invalid_rows, slice_frame
-from routetrace.v1.layout import RoutingLayout
+from routetrace.codec import native
+from routetrace.codec.frame import Codec, decode_frames, encode_frames, invalid_rows, slice_frame
+from routetrace.common.layout import RoutingLayout
 
 Ids = npt.NDArray[Any]
 

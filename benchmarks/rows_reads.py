@@ -42,8 +42,8 @@ from reads_rivals import Tcp, redis_server, rival, serve_empty, serve_flight, se
 from reads_wire import Planes, Raw
 
 from routetrace.client import Plan, Rank, RouteClient
+from routetrace.codec.frame import decode_frames, read_header
 from routetrace.server.testing import ServerProcess, run_server
-from routetrace.v1.frame import decode_frames, read_header
 
 LONG = 32_768
 MEDIUM = 2_000

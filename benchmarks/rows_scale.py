@@ -20,8 +20,8 @@ from ingest_load import Agent, hello, load, send_all
 from measure import OWN_CORE, PEER_CORE, QWEN3, Shape, Table, area, cpu_seconds, pin, ratios, rss
 
 from routetrace.client import RouteClient
+from routetrace.common.layout import RoutingLayout
 from routetrace.server.testing import ServerProcess, run_server
-from routetrace.v1.layout import RoutingLayout
 
 #: One layer: the indexes are what they are for a large model, and payloads take little disk.
 SMALL = Shape("one layer", "", RoutingLayout((0,), 1, 64, 4))

@@ -25,8 +25,8 @@ from routetrace.client import (
     Sample,
     make_plan,
 )
+from routetrace.common.layout import RoutingLayout
 from routetrace.server.testing import run_server
-from routetrace.v1.layout import RoutingLayout
 
 #: Two MoE layers of three, 8 experts, 2 of them per token.
 LAYOUT = RoutingLayout(layer_ids=(1, 2), num_hidden_layers=3, num_experts=8, top_k=2)

@@ -25,7 +25,7 @@ import torch
 from tiny_moe import PROMPTS, build_model, encode
 
 from routetrace.capture_agent import AgentConfig, CaptureAgent
-from routetrace.capture_agent.engines.transformers import TransformersCapture
+from routetrace.capture_agent.transformers import TransformersCapture
 from routetrace.client import MicroBatch, Rank, RouteClient, Sample, make_plan
 from routetrace.common.model_map import layout_from_config
 from routetrace.server.testing import run_server

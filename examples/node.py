@@ -16,7 +16,7 @@ import torch
 from tiny_moe import PROMPTS, build_model, encode
 
 from routetrace.capture_agent import AgentConfig, CaptureAgent
-from routetrace.capture_agent.engines.transformers import TransformersCapture
+from routetrace.capture_agent.transformers import TransformersCapture
 from routetrace.common.model_map import layout_from_config
 
 

@@ -1,6 +1,6 @@
 """Generate the blocking client from the asyncio client.
 
-python scripts/make_sync_client.py           write client/routetrace/client/_sync.py
+python scripts/make_sync_client.py           write client/routetrace/client/_shells/sync.py
 python scripts/make_sync_client.py --check   fail if the file is stale
 """
 
@@ -9,13 +9,13 @@ import subprocess
 import sys
 from pathlib import Path
 
-CLIENT = Path(__file__).parents[1] / "client/routetrace/client"
-SOURCE, TARGET = CLIENT / "_aio.py", CLIENT / "_sync.py"
+SHELLS = Path(__file__).parents[1] / "client/routetrace/client/_shells"
+SOURCE, TARGET = SHELLS / "aio.py", SHELLS / "sync.py"
 
 #: Exact texts, each of which must occur.
 TEXTS = {
     '"""AsyncRouteClient: the asyncio client."""': '"""RouteClient: the blocking client.\n\n'
-    'Generated from _aio.py by scripts/make_sync_client.py.\n"""',
+    'Generated from aio.py by scripts/make_sync_client.py.\n"""',
     """Reads traces from a routetrace-server, on one event loop at a time.
 
     Close it before a fork: gRPC's asyncio machinery does not survive one, and makes calls hang. In
@@ -35,7 +35,7 @@ PATTERNS = (
     (r"\bAsyncGenerator\[(.*), None\]", r"Generator[\1, None, None]"),
     (r"\bAsync(\w+)\b", r"\1"),
     (r"\b__a(enter|exit)__\b", r"__\1__"),
-    (r"\b_aio_drive\b", "_drive"),
+    (r"\baio_drive\b", "drive"),
     (r"\bfetch_async\b", "fetch_blocking"),
 )
 

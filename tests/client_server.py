@@ -16,11 +16,11 @@ from typing import Any
 import grpc
 import numpy as np
 
+from routetrace.codec.frame import encode_frame, slice_frame
+from routetrace.codec.records import SPAN, U32, Provenance
 from routetrace.common.errors import ERROR_METADATA_KEY, NotFound, RouteTraceError
+from routetrace.common.layout import RoutingLayout
 from routetrace.v1 import routetrace_pb2 as pb
-from routetrace.v1.frame import encode_frame, slice_frame
-from routetrace.v1.layout import RoutingLayout
-from routetrace.v1.records import SPAN, U32, Provenance
 
 LAYOUT = RoutingLayout((1, 2, 4, 5, 7), 9, 40, 3)
 WIDE = RoutingLayout((0, 3), 4, 300, 2)

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from rank_rows import rows_of as fetched
 
 from routetrace.client import MicroBatch, Rank, Sample, make_plan
-from routetrace.client._assemble import Assembler, Want
+from routetrace.client._core.assemble import Assembler, Want
+from routetrace.common.layout import RoutingLayout
 from routetrace.trainers.dialects import SampleRows
-from routetrace.v1.layout import RoutingLayout
 
 randoms = st.integers(0, 2**63).map(random.Random)
 

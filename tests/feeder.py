@@ -7,12 +7,8 @@ import zlib
 
 import numpy as np
 
-from routetrace.common.security import Security
-from routetrace.v1 import routetrace_pb2 as pb
-from routetrace.v1 import routetrace_pb2_grpc as pb_grpc
-from routetrace.v1.frame import encode_frame
-from routetrace.v1.layout import RoutingLayout
-from routetrace.v1.records import (
+from routetrace.codec.frame import encode_frame
+from routetrace.codec.records import (
     DIGEST,
     NO_REQUEST,
     OP,
@@ -22,6 +18,10 @@ from routetrace.v1.records import (
     OpKind,
     token_digests,
 )
+from routetrace.common.layout import RoutingLayout
+from routetrace.common.security import Security
+from routetrace.v1 import routetrace_pb2 as pb
+from routetrace.v1 import routetrace_pb2_grpc as pb_grpc
 
 #: Longest life of a stream [s]: more than that of any module's fixtures on a busy machine.
 _LONGEST_S = 3600

@@ -15,11 +15,11 @@ from typing import Any
 import grpc
 import numpy as np
 
+from routetrace.codec.frame import decode_frame
+from routetrace.codec.records import DIGEST, NO_REQUEST, OP, U32, U64, OpKind, unpack
 from routetrace.common.errors import ERROR_METADATA_KEY, RouteTraceError
+from routetrace.common.layout import RoutingLayout
 from routetrace.v1 import routetrace_pb2 as pb
-from routetrace.v1.frame import decode_frame
-from routetrace.v1.layout import RoutingLayout
-from routetrace.v1.records import DIGEST, NO_REQUEST, OP, U32, U64, OpKind, unpack
 from routetrace.v1.routetrace_pb2_grpc import (
     IngestServiceServicer,
     add_IngestServiceServicer_to_server,

@@ -8,7 +8,7 @@ from functools import cache
 
 import pytest
 
-from routetrace.v1 import native
+from routetrace.codec import native
 
 
 @cache

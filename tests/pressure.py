@@ -20,8 +20,8 @@ from faults.serving import free_port
 
 from routetrace.capture_agent import AgentConfig, AgentStats, CaptureAgent
 from routetrace.client import RouteClient
+from routetrace.common.layout import RoutingLayout
 from routetrace.server.testing import run_server
-from routetrace.v1.layout import RoutingLayout
 
 #: A row is 384 bytes, as of a model with 48 MoE layers and a top-8 of 128.
 LAYOUT = RoutingLayout(tuple(range(48)), 48, 128, 8)

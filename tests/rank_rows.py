@@ -11,8 +11,8 @@ from routetrace.client import RoutingTrace, TraceState
 from routetrace.client.plan import Plan
 from routetrace.client.rows import RankRows
 from routetrace.client.stat import ReadFacts
-from routetrace.v1.layout import RoutingLayout
-from routetrace.v1.records import DIGEST
+from routetrace.codec.records import DIGEST
+from routetrace.common.layout import RoutingLayout
 
 _GARBAGE = 255
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import grpc
 import numpy as np
 
+from routetrace.codec.frame import decode_frame, read_header
+from routetrace.codec.records import SPAN, U32
 from routetrace.v1 import routetrace_pb2 as pb
 from routetrace.v1 import routetrace_pb2_grpc as pb_grpc
-from routetrace.v1.frame import decode_frame, read_header
-from routetrace.v1.records import SPAN, U32
 
 
 class Reads:

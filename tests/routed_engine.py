@@ -6,7 +6,7 @@ import numpy as np
 
 from routetrace.capture_agent import AgentConfig, CaptureAgent
 from routetrace.client import RouteClient
-from routetrace.v1.layout import RoutingLayout
+from routetrace.common.layout import RoutingLayout
 
 LAYOUT = RoutingLayout((1, 2, 4), 6, 300, 3)
 BOUND_S = 90.0

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from tiny_models import PAD
 
-from routetrace.v1.layout import RoutingLayout
+from routetrace.common.layout import RoutingLayout
 
 
 @dataclass

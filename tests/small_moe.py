@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from routetrace.v1.layout import RoutingLayout
+from routetrace.common.layout import RoutingLayout
 
 Read = Callable[[int, torch.Tensor], object]
 Reduce = Callable[[torch.Tensor], torch.Tensor]

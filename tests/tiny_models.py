@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import transformers
 
-from routetrace.v1.layout import RoutingLayout
+from routetrace.common.layout import RoutingLayout
 
 torch.set_num_threads(1)
 

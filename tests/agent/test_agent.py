@@ -24,6 +24,7 @@ from waiting import keeps_to, wait_for
 from routetrace.capture_agent import AgentConfig, AgentStats, CaptureAgent, link
 from routetrace.capture_agent.transport import sender, stream
 from routetrace.capture_agent.worker import Worker
+from routetrace.codec.records import OP, FinishReason, OpKind, TokenDigest
 from routetrace.common.errors import (
     ERROR_METADATA_KEY,
     Closed,
@@ -32,11 +33,10 @@ from routetrace.common.errors import (
     Overloaded,
     Unavailable,
 )
+from routetrace.common.layout import RoutingLayout
 from routetrace.server.testing import run_server
 from routetrace.simulation.small_engine import SmallEngine
 from routetrace.v1 import routetrace_pb2 as pb
-from routetrace.v1.layout import RoutingLayout
-from routetrace.v1.records import OP, FinishReason, OpKind, TokenDigest
 from routetrace.v1.routetrace_pb2_grpc import (
     IngestServiceServicer,
     add_IngestServiceServicer_to_server,
@@ -1016,7 +1016,7 @@ ENGINE = """
 import gc, os, signal, sys, time
 import numpy as np
 from routetrace.capture_agent import AgentConfig, CaptureAgent
-from routetrace.v1.layout import RoutingLayout
+from routetrace.common.layout import RoutingLayout
 target, elsewhere, mode, how = sys.argv[1:]
 layout = RoutingLayout((1, 2, 4), 6, 300, 3)
 agent = CaptureAgent(AgentConfig(target, "e0", layout, mode=mode, close_timeout_s=20))

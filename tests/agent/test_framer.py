@@ -20,11 +20,11 @@ from routetrace.capture_agent.pipeline.intake import Intake
 from routetrace.capture_agent.pipeline.linger import LANE_BITS, Linger
 from routetrace.capture_agent.pipeline.pressure import Pressure
 from routetrace.capture_agent.pipeline.trace_ends import TraceEnds
+from routetrace.codec.frame import invalid_rows
+from routetrace.codec.records import OP, PACKED_OP, U32, FinishReason, OpKind, TokenDigest, unpack
+from routetrace.common.layout import RoutingLayout
 from routetrace.simulation.small_engine import SmallEngine
 from routetrace.v1 import routetrace_pb2 as pb
-from routetrace.v1.frame import invalid_rows
-from routetrace.v1.layout import RoutingLayout
-from routetrace.v1.records import OP, PACKED_OP, U32, FinishReason, OpKind, TokenDigest, unpack
 
 LAYOUT = RoutingLayout((1, 2), 4, 300, 2)
 BLOCK = 4

@@ -12,7 +12,7 @@ from waiting import wait_for
 
 from routetrace.capture_agent import AgentConfig, CaptureAgent
 from routetrace.capture_agent.transport import sender
-from routetrace.v1.layout import RoutingLayout
+from routetrace.common.layout import RoutingLayout
 
 LAYOUT = RoutingLayout((0, 2), 3, 16, 2)
 ROWS = np.tile(np.array([3, 1], np.uint8), (8, 2, 1))

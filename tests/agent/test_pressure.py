@@ -34,11 +34,11 @@ from routetrace.capture_agent.transport import sender
 from routetrace.capture_agent.transport.ledger import Ledger
 from routetrace.capture_agent.transport.spill import Record, Spill
 from routetrace.client import AsyncRouteClient, RouteClient
+from routetrace.codec.records import OpKind, token_digests
 from routetrace.common.errors import Incomplete, InvalidArgument, Unauthenticated
 from routetrace.common.security import Security
 from routetrace.server.testing import ServerProcess, run_server
 from routetrace.v1 import routetrace_pb2 as pb
-from routetrace.v1.records import OpKind, token_digests
 
 MODES = pytest.mark.parametrize("mode", ["thread", "process"])
 MIB = 1 << 20
@@ -515,7 +515,7 @@ ENGINE = """
 import multiprocessing, os, signal, sys, threading, time
 import numpy as np
 from routetrace.capture_agent import AgentConfig, CaptureAgent
-from routetrace.v1.layout import RoutingLayout
+from routetrace.common.layout import RoutingLayout
 
 LAYOUT = RoutingLayout((0,), 1, 300, 3)
 ROWS = np.arange(3, dtype=np.uint16).reshape(1, 1, 3)

@@ -16,13 +16,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from routetrace.capture_agent.link import WorkerLink
-from routetrace.capture_agent.pipeline import feed as feed_module
-from routetrace.capture_agent.pipeline.feed import AGAIN, BLOCKS, EVENT, RECORD, Feed, rows_at
-from routetrace.capture_agent.pipeline.ring import Ring
+from routetrace.capture_agent.step_path import feed as feed_module
+from routetrace.capture_agent.step_path.feed import AGAIN, BLOCKS, EVENT, RECORD, Feed, rows_at
+from routetrace.capture_agent.step_path.ring import Ring
 from routetrace.common.errors import InvalidArgument
+from routetrace.common.layout import RoutingLayout
 from routetrace.common.limits import MAX_POSITION
 from routetrace.v1 import routetrace_pb2 as pb
-from routetrace.v1.layout import RoutingLayout
 
 LAYOUT = RoutingLayout((0, 1), 2, 64, 2)
 

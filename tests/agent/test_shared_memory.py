@@ -20,8 +20,8 @@ from shared_names import left_behind, shared_names
 from waiting import wait_for
 
 from routetrace.capture_agent import AgentConfig, CaptureAgent
+from routetrace.common.layout import RoutingLayout
 from routetrace.v1 import routetrace_pb2 as pb
-from routetrace.v1.layout import RoutingLayout
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self").exists(), reason="looks at processes")
 
@@ -35,7 +35,7 @@ target, memory, end = sys.argv[1:]
 if memory == "file":
     del os.memfd_create  # as where there are no anonymous files
 from routetrace.capture_agent import AgentConfig, CaptureAgent
-from routetrace.v1.layout import RoutingLayout
+from routetrace.common.layout import RoutingLayout
 layout = RoutingLayout((1, 2, 4), 6, 300, 3)
 agent = CaptureAgent(AgentConfig(target, "e0", layout, linger_s=0.01, flush_interval_s=0.005))
 handle = agent.begin("a")

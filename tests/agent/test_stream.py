@@ -10,9 +10,9 @@ from routetrace.capture_agent.counters import COUNTER_BYTES, Word
 from routetrace.capture_agent.pipeline.chunks import ChunkBuilder
 from routetrace.capture_agent.transport.sender import Sender
 from routetrace.capture_agent.transport.stream import TRANSITIONS, WINDOW, StreamState
+from routetrace.codec.records import OP, OpKind, unpack
+from routetrace.common.layout import RoutingLayout
 from routetrace.v1 import routetrace_pb2 as pb
-from routetrace.v1.layout import RoutingLayout
-from routetrace.v1.records import OP, OpKind, unpack
 
 LAYOUT = RoutingLayout((0,), 1, 8, 2)
 

@@ -11,12 +11,12 @@ from ingest_server import read_chunk
 
 from routetrace.capture_agent import AgentConfig
 from routetrace.capture_agent.counters import COUNTER_BYTES
-from routetrace.capture_agent.pipeline.feed import Feed
-from routetrace.capture_agent.pipeline.ring import Ring
+from routetrace.capture_agent.step_path.feed import Feed
+from routetrace.capture_agent.step_path.ring import Ring
 from routetrace.capture_agent.worker import Worker
+from routetrace.codec.records import OP, OpKind, unpack
+from routetrace.common.layout import RoutingLayout
 from routetrace.v1 import routetrace_pb2 as pb
-from routetrace.v1.layout import RoutingLayout
-from routetrace.v1.records import OP, OpKind, unpack
 
 LAYOUT = RoutingLayout((1, 2), 4, 256, 2)
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from routetrace.cli.capacity import MEASURED, Job, costs_of, need_of
+from routetrace.cli.bench.capacity import MEASURED, Job, costs_of, need_of
 from routetrace.cli.commands import app
 from routetrace.simulation.models import MODELS, custom_model
 

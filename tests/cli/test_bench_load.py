@@ -21,6 +21,7 @@ from waiting import wait_for
 
 from routetrace.cli.commands import app
 from routetrace.client import RouteClient
+from routetrace.codec.frame import encode_frame, invalid_rows
 from routetrace.common.errors import InvalidArgument
 from routetrace.server.testing import ServerProcess, run_server
 from routetrace.simulation.blocks import BlockPool
@@ -31,7 +32,6 @@ from routetrace.simulation.plan import MIXES, Lengths, Load, Mix
 from routetrace.simulation.rows import Rows
 from routetrace.simulation.sessions import Truth
 from routetrace.simulation.totals import Latencies
-from routetrace.v1.frame import encode_frame, invalid_rows
 
 PROGRAM = str(Path(sys.executable).with_name("routetrace"))
 SMALL = ("--layers", "4", "--experts", "32", "--top-k", "4", "--agents", "1")

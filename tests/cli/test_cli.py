@@ -35,11 +35,11 @@ from routetrace.cli.commands import app
 from routetrace.cli.facts import layers_text
 from routetrace.cli.files import file_name, parquet_table
 from routetrace.client import RouteClient, RoutingTrace, Security
+from routetrace.codec.frame import encode_frame
+from routetrace.common.layout import RoutingLayout
 from routetrace.server.access.tokens import new_token
 from routetrace.server.testing import ServerProcess, run_server
 from routetrace.v1 import routetrace_pb2 as pb
-from routetrace.v1.frame import encode_frame
-from routetrace.v1.layout import RoutingLayout
 
 PROGRAM = str(Path(sys.executable).with_name("routetrace"))
 NUM_ROWS = 300

@@ -22,15 +22,15 @@ from feeder import Feeder
 from terminal import screen
 from typer.testing import CliRunner
 
-from routetrace.cli import experts_figures as figures
 from routetrace.cli.commands import app
-from routetrace.cli.experts import capacities_of, requests_of_file
+from routetrace.cli.experts import figures
+from routetrace.cli.experts.command import capacities_of, requests_of_file
 from routetrace.common.errors import InvalidArgument
+from routetrace.common.layout import RoutingLayout
+from routetrace.experts.analysis.simulation import hit_curves, passes_of, steps_of
+from routetrace.experts.analysis.stats import ExpertStats
 from routetrace.experts.forecast import ExpertForecast
-from routetrace.experts.simulation import hit_curves, passes_of, steps_of
-from routetrace.experts.stats import ExpertStats
 from routetrace.server.testing import ServerProcess, run_server
-from routetrace.v1.layout import RoutingLayout
 
 LAYOUT = RoutingLayout((1, 2, 4), 6, 24, 4)
 TRACES, ROWS = 4, 60

@@ -12,14 +12,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from routetrace.client import TraceState
-from routetrace.client import _assemble as assemble_module
-from routetrace.client._assemble import Assembler, Want
-from routetrace.client._messages import parser_of
+from routetrace.client._core import assemble as assemble_module
+from routetrace.client._core.assemble import Assembler, Want
+from routetrace.client._core.messages import parser_of
+from routetrace.codec.frame import encode_frame
+from routetrace.codec.records import SPAN, U32, Provenance
 from routetrace.common.errors import Corrupt, Incomplete, Unavailable
+from routetrace.common.layout import RoutingLayout
 from routetrace.v1 import routetrace_pb2 as pb
-from routetrace.v1.frame import encode_frame
-from routetrace.v1.layout import RoutingLayout
-from routetrace.v1.records import SPAN, U32, Provenance
 
 RUNNING, COMPLETE, INCOMPLETE = (
     pb.TRACE_STATE_RUNNING,

@@ -6,7 +6,7 @@ from itertools import product
 
 import pytest
 
-from routetrace.client._retry import TRANSITIONS, Attempts, CallState
+from routetrace.client._core.retry import TRANSITIONS, Attempts, CallState
 from routetrace.common.errors import NotFound, Overloaded, Unavailable
 
 #: Calls that lead to each state.

@@ -23,16 +23,11 @@ from hypothesis import strategies as st
 from waiting import wait_for
 
 import routetrace.client
-from routetrace.client import (
-    AsyncRouteClient,
-    ReadOptions,
-    RouteClient,
-    RoutingTrace,
-    TraceState,
-    _retry,
-)
-from routetrace.client._retry import retry_pause, to_error
+from routetrace.client import AsyncRouteClient, ReadOptions, RouteClient, RoutingTrace, TraceState
+from routetrace.client._core import retry as _retry
+from routetrace.client._core.retry import retry_pause, to_error
 from routetrace.client.alignment import compare_tokens
+from routetrace.codec.records import token_digests
 from routetrace.common import errors
 from routetrace.common.errors import (
     Closed,
@@ -49,7 +44,6 @@ from routetrace.common.errors import (
 from routetrace.common.security import Security
 from routetrace.server.testing import free_ports
 from routetrace.v1 import routetrace_pb2 as pb
-from routetrace.v1.records import token_digests
 
 RUNNING, INCOMPLETE = pb.TRACE_STATE_RUNNING, pb.TRACE_STATE_INCOMPLETE
 GONE = 5.0  # seconds in which something must have happened
@@ -1622,7 +1616,7 @@ def test_dead_clients_do_not_trouble_a_fork():
     code = """
     import gc, os
     from routetrace.client import RouteClient
-    from routetrace.client import _fork
+    from routetrace.client._shells import fork as _fork
     for _ in range(5):
         RouteClient("127.0.0.1:1")
     gc.collect()

@@ -27,21 +27,21 @@ from routetrace.client import (
     RouteClient,
     Sample,
     Segment,
-    _aio_drive,
-    _fetch,
     _memory,
     make_plan,
 )
-from routetrace.client._assemble import Assembler, Want
-from routetrace.client._cells import PlacedCells
-from routetrace.client._core import Open
-from routetrace.client._drive import Driver
+from routetrace.client._core import fetch as _fetch
+from routetrace.client._core.assemble import Assembler, Want
+from routetrace.client._core.cells import PlacedCells
+from routetrace.client._core.steps import Open
+from routetrace.client._shells import aio_drive as _aio_drive
+from routetrace.client._shells.drive import Driver
 from routetrace.client.plan import Piece
+from routetrace.codec.frame import copy_ids
 from routetrace.common.errors import Closed, Corrupt, Incomplete, InvalidArgument, NotFound
+from routetrace.common.layout import RoutingLayout
 from routetrace.server.testing import run_server
 from routetrace.v1 import routetrace_pb2 as pb
-from routetrace.v1.frame import copy_ids
-from routetrace.v1.layout import RoutingLayout
 
 randoms = st.integers(0, 2**63).map(random.Random)
 

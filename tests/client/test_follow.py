@@ -11,9 +11,9 @@ from feeder import Feeder
 
 from routetrace.client import RouteClient, TraceState
 from routetrace.common.errors import NotFound
+from routetrace.common.layout import RoutingLayout
 from routetrace.server.testing import run_server
 from routetrace.simulation.small_engine import SmallEngine
-from routetrace.v1.layout import RoutingLayout
 
 LAYOUT = RoutingLayout((1, 2, 4), 6, 300, 3)
 

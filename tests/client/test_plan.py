@@ -13,7 +13,7 @@ from planned import MANY, PADDING, drawn
 
 from routetrace.client import MicroBatch, Rank, Sample, Segment, make_plan
 from routetrace.common.errors import InvalidArgument
-from routetrace.v1.layout import RoutingLayout
+from routetrace.common.layout import RoutingLayout
 
 LAYOUT = RoutingLayout((1, 2, 4, 5, 7), 9, 40, 3)
 randoms = st.integers(0, 2**63).map(random.Random)

@@ -10,8 +10,8 @@ from signposts import signposts
 from waiting import wait_for
 
 from routetrace.client import AsyncRouteClient, RouteClient
-from routetrace.client._retry import Attempts, CallState
-from routetrace.client._route import Route
+from routetrace.client._core.retry import Attempts, CallState
+from routetrace.client._core.route import Route
 from routetrace.common.errors import (
     ERROR_METADATA_KEY,
     DeadlineExceeded,

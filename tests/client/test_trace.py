@@ -13,13 +13,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from routetrace.client import MissingRange, RoutingTrace, TraceState
-from routetrace.client._assemble import Assembler, Want
+from routetrace.client._core.assemble import Assembler, Want
 from routetrace.client._memory import check_pin
 from routetrace.client.trace import ids_to_torch
+from routetrace.codec.frame import encode_frame
+from routetrace.codec.records import DIGEST, SPAN, U32, TokenDigest, token_digests
 from routetrace.common.errors import Corrupt, Incomplete, InvalidArgument
 from routetrace.v1 import routetrace_pb2 as pb
-from routetrace.v1.frame import encode_frame
-from routetrace.v1.records import DIGEST, SPAN, U32, TokenDigest, token_digests
 
 
 def assemble(source: Truth, **want) -> RoutingTrace:

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from routetrace.v1.native import Loader
+from routetrace.codec.native import Loader
 
 PAGE = mmap.PAGESIZE
 _libc = ctypes.CDLL(None, use_errno=True)

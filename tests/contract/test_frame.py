@@ -23,9 +23,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from native_loops import loops
 
-from routetrace.common.errors import Corrupt, InvalidArgument, RouteTraceError
-from routetrace.v1 import frame as frame_module
-from routetrace.v1.frame import (
+from routetrace.codec import frame as frame_module
+from routetrace.codec.frame import (
     MAX_FRAME_ROWS,
     ZSTD_ROWS,
     Codec,
@@ -39,7 +38,8 @@ from routetrace.v1.frame import (
     read_header,
     slice_frame,
 )
-from routetrace.v1.layout import RoutingLayout
+from routetrace.common.errors import Corrupt, InvalidArgument, RouteTraceError
+from routetrace.common.layout import RoutingLayout
 
 
 @pytest.fixture(params=["off", "on"], autouse=True, scope="module")
@@ -292,8 +292,8 @@ def test_cffi_backend() -> None:
         import numpy as np
         import zstandard
         from routetrace.common.errors import Corrupt
-        from routetrace.v1.frame import decode_frame, encode_frame
-        from routetrace.v1.layout import RoutingLayout
+        from routetrace.codec.frame import decode_frame, encode_frame
+        from routetrace.common.layout import RoutingLayout
 
         assert zstandard.backend == "cffi"
         ids = np.arange(300 * 5 * 8, dtype=np.uint16).reshape(300, 5, 8) % 290

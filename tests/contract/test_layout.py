@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from routetrace.common.errors import InvalidArgument
-from routetrace.v1.layout import RoutingLayout
+from routetrace.common.layout import RoutingLayout
 
 GOOD: dict[str, Any] = {
     "layer_ids": (1, 2),

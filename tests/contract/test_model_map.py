@@ -19,8 +19,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from routetrace.common.errors import InvalidArgument
+from routetrace.common.layout import RoutingLayout
 from routetrace.common.model_map import ModelMapError, layout_from_config
-from routetrace.v1.layout import RoutingLayout
 
 Config = dict[str, Any]
 Answer = tuple[int, int, list[int], int]  # num_experts, top_k, layer_ids, num_hidden_layers

@@ -21,9 +21,8 @@ from waiting import wait_for
 
 from routetrace.capture_agent.config import AgentConfig
 from routetrace.client import RouteClient
-from routetrace.common.errors import InvalidArgument, RouteTraceError
-from routetrace.v1 import native
-from routetrace.v1.frame import (
+from routetrace.codec import native
+from routetrace.codec.frame import (
     Codec,
     decode_frame,
     decode_frames,
@@ -33,8 +32,9 @@ from routetrace.v1.frame import (
     read_header,
     slice_frame,
 )
-from routetrace.v1.layout import RoutingLayout
-from routetrace.v1.native import TRANSITIONS, Loader, State
+from routetrace.codec.native import TRANSITIONS, Loader, State
+from routetrace.common.errors import InvalidArgument, RouteTraceError
+from routetrace.common.layout import RoutingLayout
 
 HERE = Path(__file__).parent
 
@@ -316,7 +316,7 @@ def test_no_thread_to_compile_them(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @needs_numba
 def test_no_directory_for_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
-    from routetrace.v1 import kernels
+    from routetrace.codec import kernels
 
     build, asked = kernels.build, []
 
@@ -365,7 +365,7 @@ def test_nothing_loads_numba_before_there_are_many_rows() -> None:
     code = (
         "import sys; import numpy as np\n"
         "import routetrace.client, routetrace.capture_agent\n"
-        "from routetrace.v1.frame import *; from routetrace.v1.layout import RoutingLayout\n"
+        "from routetrace.codec.frame import *; from routetrace.common.layout import RoutingLayout\n"
         "ids = np.zeros((9, 1, 1), np.uint8)\n"
         "decode_frame(encode_frame(ids, RoutingLayout((0,), 1, 9, 1), codec=Codec.PACK))\n"
         "sys.exit('numba' in sys.modules)\n"

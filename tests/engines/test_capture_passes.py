@@ -17,7 +17,7 @@ from small_moe import WIDTH, SmallMoE, tokens, truth
 
 from routetrace.capture_agent.engines import cells as capture_cells
 from routetrace.capture_agent.engines.capturer import RoutingCapturer
-from routetrace.v1.layout import RoutingLayout
+from routetrace.common.layout import RoutingLayout
 
 SIZES = (4, 8, 16)
 MODES = ("FULL", "PIECEWISE", "FULL_AND_PIECEWISE")

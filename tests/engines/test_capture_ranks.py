@@ -13,8 +13,8 @@ from torch.distributed import _functional_collectives as collectives
 from routetrace.capture_agent import AgentConfig, CaptureAgent
 from routetrace.capture_agent.engines.capturer import RoutingCapturer
 from routetrace.client import RouteClient
+from routetrace.common.layout import RoutingLayout
 from routetrace.server.testing import run_server
-from routetrace.v1.layout import RoutingLayout
 
 LAYOUT = RoutingLayout((1, 2, 4), 5, 300, 4)
 PASSES = (9, 1, 3, 1)

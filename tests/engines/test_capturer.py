@@ -23,7 +23,7 @@ from small_moe import SmallMoE, tokens, truth
 from routetrace.capture_agent.engines import capturer as capturer_module
 from routetrace.capture_agent.engines.capturer import RoutingCapturer
 from routetrace.common.errors import InvalidArgument
-from routetrace.v1.layout import RoutingLayout
+from routetrace.common.layout import RoutingLayout
 
 DEVICES = [
     "cpu",

@@ -13,7 +13,7 @@ import torch._dynamo.utils
 from small_moe import WIDTH, SmallMoE, tokens, truth
 
 from routetrace.capture_agent.engines.capturer import PendingRows, RoutingCapturer
-from routetrace.v1.layout import RoutingLayout
+from routetrace.common.layout import RoutingLayout
 
 pytestmark = [
     pytest.mark.cuda,

@@ -18,7 +18,7 @@ from routetrace.capture_agent.engines.sglang.requests import NO_HANDLE, Deliveri
 from routetrace.capture_agent.engines.sglang.settings import refuse_unsupported, settings_of
 from routetrace.capture_agent.engines.sglang.timeline import Timeline
 from routetrace.common.errors import InvalidArgument
-from routetrace.v1.layout import RoutingLayout
+from routetrace.common.layout import RoutingLayout
 
 # ---------------------------------------------------------------------- settings
 

@@ -22,10 +22,10 @@ from torch.overrides import TorchFunctionMode
 
 from routetrace.capture_agent.engines.capturer import PendingRows, RoutingCapturer
 from routetrace.client import MicroBatch, Rank, RankRows, RoutingTrace, Sample, make_plan
-from routetrace.client._assemble import Assembler, Want
+from routetrace.client._core.assemble import Assembler, Want
 from routetrace.client._memory import zeros
+from routetrace.common.layout import RoutingLayout
 from routetrace.trainers._force import Given
-from routetrace.v1.layout import RoutingLayout
 
 LAYOUT = RoutingLayout((0, 2, 3), 4, 300, 4)
 TOKENS = 16

@@ -24,8 +24,8 @@ from routetrace.capture_agent import AgentConfig, CaptureAgent
 from routetrace.capture_agent.engines.transformers import TransformersCapture, generate
 from routetrace.client import RouteClient
 from routetrace.common.errors import InvalidArgument
+from routetrace.common.layout import RoutingLayout
 from routetrace.server.testing import run_server
-from routetrace.v1.layout import RoutingLayout
 
 PROMPTS = [[3, 4, 5, 6, 7], [8, 9, 10, 11, 12, 13, 14, 15], [16, 17]]
 IDS = ["long", "longest", "short"]

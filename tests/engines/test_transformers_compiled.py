@@ -14,7 +14,7 @@ from torch._dynamo.backends.debugging import aot_eager
 from transformers import CompileConfig
 
 from routetrace.capture_agent.engines.transformers import TransformersCapture
-from routetrace.v1.layout import RoutingLayout
+from routetrace.common.layout import RoutingLayout
 
 PROMPTS = [[3, 4, 5, 6, 7], [8, 9, 10, 11, 12, 13], [16, 17]]
 

@@ -28,8 +28,8 @@ from routetrace.capture_agent.engines.vllm.schedule import Schedule
 from routetrace.capture_agent.engines.vllm.worker import WorkerSide
 from routetrace.client import RouteClient, TraceState
 from routetrace.common.errors import InvalidArgument, NotFound
+from routetrace.common.layout import RoutingLayout
 from routetrace.server.testing import run_server
-from routetrace.v1.layout import RoutingLayout
 
 LAYOUT = RoutingLayout((0, 2), 3, 16, 2)
 BLOCK = 4

@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 
 from routetrace.common.errors import InvalidArgument
 from routetrace.experts import forecast as expert_forecast
+from routetrace.experts.analysis.simulation import passes_of, steps_of
 from routetrace.experts.forecast import (
     DECAYS,
     ExpertForecast,
     ForecastFit,
 )
 from routetrace.experts.rows import side_by_side
-from routetrace.experts.simulation import passes_of, steps_of
 
 LAYERS, EXPERTS, TOP_K = 3, 12, 3
 

@@ -12,11 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from routetrace.common.errors import InvalidArgument
-from routetrace.experts import simulation
-from routetrace.experts.forecast import ExpertForecast
-from routetrace.experts.placement import Placement, balanced, contiguous, round_robin
-from routetrace.experts.policy import Lru
-from routetrace.experts.simulation import (
+from routetrace.experts.analysis import simulation
+from routetrace.experts.analysis.placement import Placement, balanced, contiguous, round_robin
+from routetrace.experts.analysis.simulation import (
     CacheCount,
     hit_curves,
     next_layer_recall,
@@ -28,6 +26,8 @@ from routetrace.experts.simulation import (
     steps_of,
     warm_start,
 )
+from routetrace.experts.forecast import ExpertForecast
+from routetrace.experts.policy import Lru
 
 EXPERTS = 6
 PASSES = st.lists(

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from routetrace.common.errors import InvalidArgument
-from routetrace.experts.stats import ExpertStats, balancedness
+from routetrace.experts.analysis.stats import ExpertStats, balancedness
 
 LAYERS, EXPERTS, TOP_K = 2, 6, 2
 CELL = st.permutations(range(EXPERTS)).map(lambda ids: ids[:TOP_K])
@@ -82,7 +82,7 @@ def test_many_rows_are_counted_as_a_few_are(monkeypatch):
     rows = drawn(50, 3, 20, 4, 1)
     whole = ExpertStats(3, 20)
     whole.add(rows)
-    monkeypatch.setattr("routetrace.experts.stats._PAIR_ROWS", 7)
+    monkeypatch.setattr("routetrace.experts.analysis.stats._PAIR_ROWS", 7)
     parts = ExpertStats(3, 20)
     parts.add(rows)
     np.testing.assert_array_equal(whole.together, parts.together)

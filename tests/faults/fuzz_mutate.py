@@ -16,10 +16,10 @@ import zstandard
 from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 
+from routetrace.codec.frame import Codec, read_header
+from routetrace.codec.frame_header import CRC_BYTES, layer_bytes
+from routetrace.codec.records import DIGEST, OP, SPAN, U32, U64
 from routetrace.common.errors import RouteTraceError
-from routetrace.v1.frame import Codec, read_header
-from routetrace.v1.frame_header import CRC_BYTES, layer_bytes
-from routetrace.v1.records import DIGEST, OP, SPAN, U32, U64
 
 #: Columns: numbers of many records in a field of bytes.
 COLUMNS = {

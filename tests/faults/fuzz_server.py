@@ -23,7 +23,9 @@ from faults.fuzz_mutate import (
     mutate_message,
 )
 from faults.fuzz_targets import LAYOUTS, Target, pack_parts, unpack_parts
+from routetrace.codec.records import NO_REQUEST, OP, SPAN, OpKind, Provenance
 from routetrace.common.errors import ERROR_METADATA_KEY, InvalidArgument, RouteTraceError
+from routetrace.common.layout import RoutingLayout
 from routetrace.server.core import Core
 from routetrace.server.index.apply import apply_record
 from routetrace.server.index.chunk import check_payload, check_sums, parse_header
@@ -38,8 +40,8 @@ from routetrace.server.index.records.record import (
 )
 from routetrace.server.index.state import State
 from routetrace.server.index.traces import refs
-from routetrace.server.read.served import segments_of
-from routetrace.server.read.view import Segment, covered, view
+from routetrace.server.rows.served import segments_of
+from routetrace.server.rows.view import Segment, covered, view
 from routetrace.server.settings.config import ServerConfig
 from routetrace.server.store.interface import Record
 from routetrace.server.store.memory import MemoryStore
@@ -47,8 +49,6 @@ from routetrace.server.testing import run_server
 from routetrace.simulation.small_engine import SmallEngine
 from routetrace.v1 import routetrace_pb2 as pb
 from routetrace.v1 import routetrace_pb2_grpc as pb_grpc
-from routetrace.v1.layout import RoutingLayout
-from routetrace.v1.records import NO_REQUEST, OP, SPAN, OpKind, Provenance
 
 WRITER = ("run", "engine", "")
 

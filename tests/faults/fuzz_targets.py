@@ -25,14 +25,12 @@ from faults.fuzz_mutate import (
     mutate_message,
     mutate_records,
 )
-from routetrace.client import _assemble
-from routetrace.client._assemble import Assembler, Want
-from routetrace.client._messages import parser_of
+from routetrace.client._core import assemble as _assemble
+from routetrace.client._core.assemble import Assembler, Want
+from routetrace.client._core.messages import parser_of
 from routetrace.client.stat import facts_from_proto
 from routetrace.client.trace import RoutingTrace
-from routetrace.common.errors import Corrupt, InvalidArgument, RouteTraceError, from_detail
-from routetrace.v1 import routetrace_pb2 as pb
-from routetrace.v1.frame import (
+from routetrace.codec.frame import (
     Codec,
     decode_frame,
     decode_into,
@@ -40,8 +38,10 @@ from routetrace.v1.frame import (
     read_header,
     slice_frame,
 )
-from routetrace.v1.frame_header import MAX_FRAME_DECODED_BYTES
-from routetrace.v1.layout import RoutingLayout
+from routetrace.codec.frame_header import MAX_FRAME_DECODED_BYTES
+from routetrace.common.errors import Corrupt, InvalidArgument, RouteTraceError, from_detail
+from routetrace.common.layout import RoutingLayout
+from routetrace.v1 import routetrace_pb2 as pb
 
 SMALL = RoutingLayout((3,), 4, 1, 1)
 LARGE = RoutingLayout(tuple(range(1, 40)), 40, 300, 8)

@@ -24,7 +24,7 @@ from faults.check import Known, Served, Violation, check, compare, temporary
 from faults.script import RUN, Script
 from faults.serving import Server
 from routetrace.client import RouteClient
-from routetrace.client._drive import Driver
+from routetrace.client._shells.drive import Driver
 from routetrace.server.core import Core
 from routetrace.server.settings.config import ServerConfig
 from routetrace.server.store.memory import MemoryStore

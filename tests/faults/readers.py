@@ -25,7 +25,7 @@ from faults.proxy import Proxy
 from faults.script import RUN
 from faults.serving import Server
 from routetrace.client import RouteClient
-from routetrace.v1.layout import RoutingLayout
+from routetrace.common.layout import RoutingLayout
 
 #: Other interpreters, with other versions of grpcio, that take a part: `name=path`, by comma.
 PYTHONS = "FAULTS_PYTHONS"

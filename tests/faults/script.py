@@ -14,9 +14,9 @@ import numpy as np
 from client_server import rows_of
 from feeder import ChunkMaker, seal
 
+from routetrace.codec.records import FinishReason, OpKind
+from routetrace.common.layout import RoutingLayout
 from routetrace.v1 import routetrace_pb2 as pb
-from routetrace.v1.layout import RoutingLayout
-from routetrace.v1.records import FinishReason, OpKind
 
 #: So many rows are possible that no two of a run are the same.
 LAYOUT = RoutingLayout((1, 2, 4, 5), 6, 64, 3)

@@ -18,9 +18,9 @@ from feeder import Feeder, Stream, seal
 
 from neighbours.place import Access
 from neighbours.tenants import LAYOUT
+from routetrace.codec.records import OP, FinishReason, OpKind
 from routetrace.common.errors import ERROR_METADATA_KEY
 from routetrace.v1 import routetrace_pb2 as pb
-from routetrace.v1.records import OP, FinishReason, OpKind
 
 #: The attacker's token covers this run, and others of its pattern.
 RUN = "attack-0"

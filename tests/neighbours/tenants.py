@@ -15,7 +15,7 @@ from neighbours.place import Access
 from routetrace.capture_agent import AgentConfig, CaptureAgent
 from routetrace.client import RouteClient, TraceState
 from routetrace.common.errors import NotFound, RouteTraceError
-from routetrace.v1.layout import RoutingLayout
+from routetrace.common.layout import RoutingLayout
 
 LAYOUT = RoutingLayout(tuple(range(16)), 16, 128, 8)
 ROWS = 64

@@ -11,9 +11,9 @@ from feeder import ChunkMaker, Stream
 
 from neighbours.attacking import RUN, Attack, begins, outcome
 from neighbours.tenants import LAYOUT
+from routetrace.codec.records import FinishReason, OpKind
 from routetrace.v1 import routetrace_pb2 as pb
 from routetrace.v1 import routetrace_pb2_grpc as pb_grpc
-from routetrace.v1.records import FinishReason, OpKind
 
 
 def bind_step(attack: Attack, calls: int = 60, ids: int = 7_600_000) -> None:

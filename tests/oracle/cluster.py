@@ -12,7 +12,7 @@ from oracle.marks import MARKS, marked
 from oracle.request import Request
 from oracle.truth import Bound, Expected, Policy, PrefixRows, Record, RowStore
 from oracle.world import EngineSpec, Shard, World
-from routetrace.v1.layout import RoutingLayout
+from routetrace.common.layout import RoutingLayout
 
 COUNTS = (
     *("requests", "samples", "turns", "branches", "retries", "continued", "resubmitted"),

@@ -23,11 +23,11 @@ from routetrace.client import (
     Sample,
     Segment,
     TraceState,
-    _calls,
     make_plan,
 )
-from routetrace.client._batch import together
-from routetrace.client._core import Plan
+from routetrace.client._core import calls as _calls
+from routetrace.client._core.batch import together
+from routetrace.client._core.steps import Plan
 from routetrace.common.errors import NotFound, RouteTraceError
 
 Bools = npt.NDArray[np.bool_]

@@ -26,7 +26,7 @@ from oracle.truth import (
     digest_positions,
 )
 from oracle.world import EngineSpec, Shard, World
-from routetrace.v1.layout import RoutingLayout
+from routetrace.common.layout import RoutingLayout
 
 VOCABULARY = 4
 """Small, so that branches sample the same tokens for a while and drafts are accepted."""

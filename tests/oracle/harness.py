@@ -34,19 +34,19 @@ from routetrace.capture_agent import AgentConfig, CaptureAgent
 from routetrace.capture_agent import agent as agent_module
 from routetrace.capture_agent import link as link_module
 from routetrace.capture_agent.counters import COUNTER_BYTES
-from routetrace.capture_agent.pipeline.ring import Ring
+from routetrace.capture_agent.step_path.ring import Ring
 from routetrace.capture_agent.transport.sender import Sender
 from routetrace.capture_agent.worker import Worker
 from routetrace.client import RouteClient
-from routetrace.client._drive import Driver
-from routetrace.client._messages import parser_of
+from routetrace.client._core.messages import parser_of
+from routetrace.client._shells.drive import Driver
+from routetrace.common.layout import RoutingLayout
 from routetrace.server.core import Core
 from routetrace.server.index import journal as journal_module
 from routetrace.server.settings.config import ServerConfig
 from routetrace.server.store.memory import MemoryStore
 from routetrace.server.testing import ServerProcess, free_ports, run_server
 from routetrace.v1 import routetrace_pb2 as pb
-from routetrace.v1.layout import RoutingLayout
 
 RUN = "oracle"
 

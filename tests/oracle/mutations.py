@@ -202,13 +202,13 @@ MUTATIONS = (
     ),
     Mutation(
         "latest served for as_sampled",
-        f"{SERVER}/read/view.py",
+        f"{SERVER}/rows/view.py",
         "    latest = selection.policy == pb.READ_POLICY_LATEST\n",
         "    latest = True\n",
     ),
     Mutation(
         "weight version ignored",
-        f"{SERVER}/read/view.py",
+        f"{SERVER}/rows/view.py",
         "                if selection.weight_version not in (None, span.weight_version):\n",
         "                if False:\n",
     ),
@@ -226,14 +226,14 @@ MUTATIONS = (
     ),
     Mutation(
         "two layers swapped",
-        "client/routetrace/client/_assemble.py",
+        "client/routetrace/client/_core/assemble.py",
         "return _Placed(frame, columns.layer_ids, columns.where,",
         "ids = columns.layer_ids\n"
         "        return _Placed(frame, ids[1::-1] + ids[2:], columns.where,",
     ),
     Mutation(
         "a frame cut at the wrong layer",
-        "proto/routetrace/v1/frame_header.py",
+        "proto/routetrace/codec/frame_header.py",
         "tuple(layer for layer in layer_ids if group_of[layer] in groups)",
         "layer_ids[: sum(group_layers[g] for g in groups)]",
     ),
@@ -251,7 +251,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a step goes on from one that was not written last",
-        f"{AGENT}/pipeline/steady.py",
+        f"{AGENT}/step_path/steady.py",
         "return self._expected.startswith(runs, at)",
         "return len(runs) > 0",
     ),
@@ -301,7 +301,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a rank's second range of positions not sent",
-        f"{SERVER}/read/view.py",
+        f"{SERVER}/rows/view.py",
         "for a, b in ranges if max(a, start) < min(b, stop)]",
         "for a, b in ranges[:1] if max(a, start) < min(b, stop)]",
     ),
@@ -325,19 +325,19 @@ MUTATIONS = (
     ),
     Mutation(
         "rows of other weights stand in",
-        f"{SERVER}/read/prefixes.py",
+        f"{SERVER}/rows/prefixes.py",
         "    if policy != pb.PREFIX_ROWS_ANY_VERSION:\n",
         "    if False:\n",
     ),
     Mutation(
         "rows stand in beyond what is proven",
-        f"{SERVER}/read/prefixes.py",
+        f"{SERVER}/rows/prefixes.py",
         "        stop = min(position, request.num_rows)\n",
         "        stop = request.num_rows\n",
     ),
     Mutation(
         "inherited rows stand in",
-        f"{SERVER}/read/prefixes.py",
+        f"{SERVER}/rows/prefixes.py",
         "                    forward = span.provenance == Provenance.FORWARD\n",
         "                    forward = True\n",
     ),
@@ -349,7 +349,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a reader that wants no rows of others gets them",
-        f"{SERVER}/read/served.py",
+        f"{SERVER}/rows/served.py",
         "        if not own.holes or prefix_rows == pb.PREFIX_ROWS_NEVER:\n",
         "        if not own.holes:\n",
     ),

@@ -12,7 +12,7 @@ from oracle.engine import Chances
 from oracle.harness import BaseWorld, InlineWorld, SocketWorld, WorkersWorld
 from oracle.taken import TakenWorld
 from oracle.world import EngineSpec
-from routetrace.v1.layout import RoutingLayout
+from routetrace.common.layout import RoutingLayout
 
 WORLDS: dict[str, type[BaseWorld]] = {
     "inline": InlineWorld,

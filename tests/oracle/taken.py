@@ -13,10 +13,10 @@ from obstore.store import MemoryStore as MemoryBucket
 
 from oracle.harness import InlineWorld
 from routetrace.common.errors import RouteTraceError
+from routetrace.common.layout import RoutingLayout
 from routetrace.server.store.interface import Record
 from routetrace.server.store.object.bucket import Bucket, open_bucket
 from routetrace.server.store.object.store import ObjectStore
-from routetrace.v1.layout import RoutingLayout
 
 #: Chance of a restart after a step of the cluster.
 _RESTART = 0.01

@@ -14,7 +14,7 @@ from typing import Literal
 
 import numpy as np
 
-from routetrace.v1.layout import RoutingLayout
+from routetrace.common.layout import RoutingLayout
 
 Policy = Literal["as_sampled", "latest"]
 PrefixRows = Literal["same_version", "any_version", "never"]

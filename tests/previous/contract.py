@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from routetrace.v1 import records
-from routetrace.v1.frame_header import MAGIC
+from routetrace.codec import records
+from routetrace.codec.frame_header import MAGIC
 
 
 def columns() -> dict[str, Any]:

@@ -13,11 +13,11 @@ from feeder import Feeder
 from reads import Reads
 
 from previous.serving import BEGINNING, Serving
+from routetrace.codec.records import OpKind, token_digests
 from routetrace.common.errors import ERROR_METADATA_KEY
+from routetrace.common.layout import RoutingLayout
 from routetrace.simulation.small_engine import SmallEngine
 from routetrace.v1 import routetrace_pb2 as pb
-from routetrace.v1.layout import RoutingLayout
-from routetrace.v1.records import OpKind, token_digests
 
 LAYOUT = RoutingLayout((1, 2, 4), 6, 40, 3)
 WIDE = RoutingLayout((0, 3), 4, 300, 2)

@@ -13,7 +13,7 @@ from typing import Any
 import grpc
 
 from routetrace.server.core import Core
-from routetrace.server.read import retention
+from routetrace.server.retention import retention
 from routetrace.server.settings.config import ServerConfig
 from routetrace.server.store.disk.store import DiskStore
 

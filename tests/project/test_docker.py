@@ -328,8 +328,8 @@ def test_tls_and_tokens_as_composed(tmp_path, monkeypatch, server_environment):
 
     from routetrace.capture_agent import AgentConfig, CaptureAgent
     from routetrace.common.errors import PermissionDenied, Unauthenticated
+    from routetrace.common.layout import RoutingLayout
     from routetrace.server.daemon import main as server_main
-    from routetrace.v1.layout import RoutingLayout
 
     spec = yaml.safe_load(COMPOSE_TLS.read_text("utf-8"))
     services, there = spec["services"], "/run/secrets"

@@ -19,9 +19,9 @@ from client_server import rows_of
 from routetrace.capture_agent import AgentConfig, CaptureAgent
 from routetrace.capture_agent.engines.transformers import TransformersCapture
 from routetrace.client import RouteClient
+from routetrace.common.layout import RoutingLayout
 from routetrace.common.model_map import layout_from_config
 from routetrace.server.testing import run_server
-from routetrace.v1.layout import RoutingLayout
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "trainers.md").read_text("utf-8")

@@ -132,7 +132,7 @@ import numpy as np
 from routetrace.capture_agent import AgentConfig, CaptureAgent
 from routetrace.client import RouteClient
 from routetrace.server.testing import run_server
-from routetrace.v1.layout import RoutingLayout
+from routetrace.common.layout import RoutingLayout
 
 layout = RoutingLayout((1, 2, 4), num_hidden_layers=6, num_experts=40, top_k=3)
 ids = np.random.default_rng(0).permuted(np.tile(np.arange(40), (300, 3, 1)), axis=2)[:, :, :3]
@@ -236,11 +236,11 @@ def test_bare(wheel, environment):
     """`pip install routetrace` gives a trainer and an agent, without torch."""
     environment.install(str(wheel))
     imported, refused = json.loads(environment.run("-c", IMPORT_ALL))
-    assert refused.pop("routetrace.v1.kernels") == "llvmlite"  # of the extra `native`
+    assert refused.pop("routetrace.codec.kernels") == "llvmlite"  # of the extra `native`
     assert set(refused.values()) <= {"torch", "transformers"}, refused
     assert all(name.startswith(TORCH_ROOMS) for name in refused), sorted(refused)
     assert set(TORCH_FREE) <= set(imported), sorted(refused)
-    assert "routetrace.v1.frame" in imported
+    assert "routetrace.codec.frame" in imported
 
 
 @pytest.mark.parametrize("age", ["oldest", "newest"])

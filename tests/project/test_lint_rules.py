@@ -29,6 +29,10 @@ BROKEN = {
         "proto/routetrace/common/limits.py",
         "import routetrace.server.settings.config",
     ),
+    "Codec, shared modules and contract import down only": (
+        "proto/routetrace/common/limits.py",
+        "import routetrace.codec.records",
+    ),
     "Only the server's index reads stored messages": (
         "client/routetrace/client/stat.py",
         "from routetrace.stored import format5_pb2",
@@ -36,11 +40,19 @@ BROKEN = {
     "The rooms of the server import down only": (
         "server/routetrace/server/index/agents.py",
         "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n"
-        "    import routetrace.server.read.reader",
+        "    import routetrace.server.rows.reader",
     ),
     "The rooms of the agent import down only": (
         "capture_agent/routetrace/capture_agent/pipeline/framer.py",
         "import routetrace.capture_agent.transport.stream",
+    ),
+    "The rooms of the client import down only": (
+        "client/routetrace/client/plan.py",
+        "import routetrace.client._core.route",
+    ),
+    "Analysis and serving of experts share what is below both": (
+        "capture_agent/routetrace/experts/analysis/tables.py",
+        "import routetrace.experts.transformers.serving",
     ),
     "No import cycles": (
         "client/routetrace/client/micro_batch.py",

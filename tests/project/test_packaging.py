@@ -32,6 +32,7 @@ PACKAGES = {
     "routetrace.v1": ROOT / "proto/routetrace/v1",
     "routetrace.stored": ROOT / "proto/routetrace/stored",
     "routetrace.common": ROOT / "proto/routetrace/common",
+    "routetrace.codec": ROOT / "proto/routetrace/codec",
     "routetrace.server": ROOT / "server/routetrace/server",
     "routetrace.client": ROOT / "client/routetrace/client",
     "routetrace.cli": ROOT / "client/routetrace/cli",

@@ -23,8 +23,8 @@ from snippets import ROOT, Reader, snippets
 
 from routetrace.capture_agent import AgentConfig, CaptureAgent
 from routetrace.client import Security
+from routetrace.common.layout import RoutingLayout
 from routetrace.server.testing import run_server
-from routetrace.v1.layout import RoutingLayout
 
 #: Why snippets are not run, and how many of each page.
 NOT_RUN = {

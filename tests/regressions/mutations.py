@@ -150,7 +150,7 @@ FAULTS = (
     ),
     _fault(
         "closing a client leaves a pause between attempts asleep",
-        "client/routetrace/client/_aio_drive.py",
+        "client/routetrace/client/_shells/aio_drive.py",
         "            pause.get_loop().call_soon_threadsafe(_resolve, pause)\n",
         "            pass\n",
         "client/test_client.py::test_closing_ends_a_pause_between_attempts_of_a_task",
@@ -192,14 +192,14 @@ FAULTS = (
     ),
     _fault(
         "digests leave adapters out",
-        "proto/routetrace/v1/records.py",
+        "proto/routetrace/codec/records.py",
         "for name in (ADAPTER_LABEL, KV_CACHE_DTYPE_LABEL))",
         "for name in (KV_CACHE_DTYPE_LABEL,))",
         "engines/test_vllm_halves.py::test_rows_of_another_adapter_do_not_stand_in",
     ),
     _fault(
         "digests leave the dtype of the KV cache out",
-        "proto/routetrace/v1/records.py",
+        "proto/routetrace/codec/records.py",
         "for name in (ADAPTER_LABEL, KV_CACHE_DTYPE_LABEL))",
         "for name in (ADAPTER_LABEL,))",
         "engines/test_vllm_halves.py::test_rows_of_another_kv_dtype_do_not_stand_in",

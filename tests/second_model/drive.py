@@ -15,7 +15,7 @@ from oracle.world import EngineSpec, Shard
 
 from routetrace.client import RouteClient, RoutingTrace
 from routetrace.common.errors import NotFound, RouteTraceError
-from routetrace.v1.layout import RoutingLayout
+from routetrace.common.layout import RoutingLayout
 from second_model.answers import Answers, Request
 from second_model.log import UNKNOWN, Log, Part, Policy, Value, Writer
 from second_model.orders import Call, Event, Family

@@ -65,13 +65,13 @@ MUTATIONS = (
     ),
     Mutation(
         "digests leave adapters out",
-        "proto/routetrace/v1/records.py",
+        "proto/routetrace/codec/records.py",
         "for name in (ADAPTER_LABEL, KV_CACHE_DTYPE_LABEL))",
         "for name in (KV_CACHE_DTYPE_LABEL,))",
     ),
     Mutation(
         "digests leave the dtype of the KV cache out",
-        "proto/routetrace/v1/records.py",
+        "proto/routetrace/codec/records.py",
         "for name in (ADAPTER_LABEL, KV_CACHE_DTYPE_LABEL))",
         "for name in (ADAPTER_LABEL,))",
     ),

@@ -19,7 +19,7 @@ from routetrace.server.access.admission import Admission
 from routetrace.server.access.budget import Budget
 from routetrace.server.common.metrics import Metrics
 from routetrace.server.index.state import State
-from routetrace.server.read.room import Room
+from routetrace.server.retention.room import Room
 from routetrace.server.settings.config import ServerConfig
 
 OWNER = "run default"

@@ -15,7 +15,7 @@ from waiting import wait_for
 from routetrace.client import RouteClient, TraceState
 from routetrace.server.core import Core
 from routetrace.server.index.apply import apply_record
-from routetrace.server.read.census import Census
+from routetrace.server.ops.census import Census
 from routetrace.server.settings.config import ServerConfig
 from routetrace.server.store.memory import MemoryStore
 from routetrace.server.testing import run_server

@@ -8,22 +8,22 @@ import random
 import numpy as np
 import pytest
 
+from routetrace.codec.frame import Codec, encode_frame, slice_frame
 from routetrace.common.errors import Corrupt, InvalidArgument
+from routetrace.common.layout import RoutingLayout
 from routetrace.server.common.metrics import Metrics
 from routetrace.server.index.agents import Agents
 from routetrace.server.index.journal import Clock
 from routetrace.server.index.state import Frames, State
 from routetrace.server.index.traces import refs
-from routetrace.server.read import cuts as cuts_module
-from routetrace.server.read import frames as frames_module
-from routetrace.server.read.cuts import Cuts
-from routetrace.server.read.frames import MESSAGE_BYTES, MOST_READ
-from routetrace.server.read.reader import Reader
-from routetrace.server.read.served import SERVED
+from routetrace.server.rows import cuts as cuts_module
+from routetrace.server.rows import frames as frames_module
+from routetrace.server.rows.cuts import Cuts
+from routetrace.server.rows.frames import MESSAGE_BYTES, MOST_READ
+from routetrace.server.rows.reader import Reader
+from routetrace.server.rows.served import SERVED
 from routetrace.server.store.interface import Record
 from routetrace.server.store.memory import MemoryStore
-from routetrace.v1.frame import Codec, encode_frame, slice_frame
-from routetrace.v1.layout import RoutingLayout
 
 LAYERS = tuple(range(2, 26, 2))
 

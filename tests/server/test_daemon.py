@@ -30,6 +30,7 @@ from waiting import wait_for
 
 from routetrace.client import RouteClient
 from routetrace.common.errors import ERROR_METADATA_KEY
+from routetrace.common.layout import RoutingLayout
 from routetrace.common.security import Security
 from routetrace.server import daemon
 from routetrace.server.core import Core
@@ -38,7 +39,6 @@ from routetrace.server.settings.config import ServerConfig
 from routetrace.server.testing import ServerProcess, free_ports, run_server
 from routetrace.v1 import routetrace_pb2 as pb
 from routetrace.v1 import routetrace_pb2_grpc as pb_grpc
-from routetrace.v1.layout import RoutingLayout
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING

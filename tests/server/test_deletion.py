@@ -16,6 +16,8 @@ from feeder import ChunkMaker, Feeder
 from reads import Reads
 from waiting import wait_for
 
+from routetrace.codec.records import FinishReason, OpKind
+from routetrace.common.layout import RoutingLayout
 from routetrace.server.index.apply import apply_record
 from routetrace.server.index.records.record import Sums, encode_chunk, encode_delete, encode_open
 from routetrace.server.index.state import State
@@ -24,8 +26,6 @@ from routetrace.server.index.traces.sources import Source, WriterKey
 from routetrace.server.index.traces.tombstones import Fate, Tombstones
 from routetrace.server.testing import run_server
 from routetrace.v1 import routetrace_pb2 as pb
-from routetrace.v1.layout import RoutingLayout
-from routetrace.v1.records import FinishReason, OpKind
 
 LAYOUT = RoutingLayout((0, 2), 3, 16, 2)
 STAGES = [LAYOUT.select((0,)), LAYOUT.select((2,))]

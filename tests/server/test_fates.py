@@ -28,7 +28,8 @@ from routetrace.server.index.journal import Clock
 from routetrace.server.index.records.record import decode_record, encode_delete
 from routetrace.server.index.state import State
 from routetrace.server.index.traces.tombstones import Fate, Tombstones
-from routetrace.server.read import reader, retention
+from routetrace.server.retention import retention
+from routetrace.server.rows import reader
 from routetrace.server.testing import ServerProcess, run_server
 from routetrace.stored import format5_pb2 as stored
 

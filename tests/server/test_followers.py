@@ -11,9 +11,9 @@ from feeder import Feeder
 
 from routetrace.client import RouteClient, RoutingTrace
 from routetrace.common.errors import NotFound
+from routetrace.common.layout import RoutingLayout
 from routetrace.server.index.traces.trace_index import MAX_SOURCES
 from routetrace.server.testing import run_server
-from routetrace.v1.layout import RoutingLayout
 
 LAYOUT = RoutingLayout((1, 2), 3, 64, 2)
 

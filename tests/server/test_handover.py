@@ -8,8 +8,8 @@ from handover import handed_over, version_spans
 
 from routetrace.capture_agent import AgentConfig, CaptureAgent
 from routetrace.client import RouteClient
+from routetrace.common.layout import RoutingLayout
 from routetrace.server.testing import run_server
-from routetrace.v1.layout import RoutingLayout
 
 LAYOUT = RoutingLayout((1, 2, 4), 6, 300, 3)
 BLOCK = 16

@@ -8,16 +8,16 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
+from routetrace.codec.records import DIGEST_EVERY, FinishReason, token_digests
+from routetrace.common.layout import RoutingLayout
 from routetrace.server.index.traces import trace_index
 from routetrace.server.index.traces.joins import Incarnation, Join
 from routetrace.server.index.traces.sources import Source, WriterKey
 from routetrace.server.index.traces.spans import FOREVER, Span, SpanList
 from routetrace.server.index.traces.trace import dump_trace, load_trace
-from routetrace.server.read.view import Selection, view
+from routetrace.server.rows.view import Selection, view
 from routetrace.stored import format5_pb2 as stored
 from routetrace.v1 import routetrace_pb2 as pb
-from routetrace.v1.layout import RoutingLayout
-from routetrace.v1.records import DIGEST_EVERY, FinishReason, token_digests
 
 LAYOUT = RoutingLayout((0,), 1, 8, 2)
 

@@ -17,6 +17,8 @@ import pytest
 from feeder import ChunkMaker
 from waiting import wait_for
 
+from routetrace.codec.records import FinishReason, OpKind
+from routetrace.common.layout import RoutingLayout
 from routetrace.server.core import Core
 from routetrace.server.index import journal as journal_module
 from routetrace.server.index.apply import apply_record
@@ -35,8 +37,6 @@ from routetrace.server.store.interface import Record
 from routetrace.server.store.memory import MemoryStore
 from routetrace.v1 import routetrace_pb2 as pb
 from routetrace.v1 import routetrace_pb2_grpc as pb_grpc
-from routetrace.v1.layout import RoutingLayout
-from routetrace.v1.records import FinishReason, OpKind
 
 LAYOUT = RoutingLayout((0, 2), 3, 16, 2)
 WRITER = ("run", "e", "")

@@ -7,14 +7,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from routetrace.codec.records import DIGEST, Provenance
+from routetrace.common.layout import RoutingLayout
 from routetrace.server.index.traces import prefix_index
 from routetrace.server.index.traces.prefix_index import PrefixIndex
 from routetrace.server.index.traces.sources import Source, WriterKey
 from routetrace.server.index.traces.spans import Span
 from routetrace.server.index.traces.trace import Trace
 from routetrace.server.index.traces.trace_index import TraceIndex
-from routetrace.v1.layout import RoutingLayout
-from routetrace.v1.records import DIGEST, Provenance
 
 LAYOUT = RoutingLayout((0,), 1, 8, 2)
 

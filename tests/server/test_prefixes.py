@@ -12,7 +12,9 @@ from waiting import wait_for
 
 from routetrace.capture_agent import AgentConfig, CaptureAgent
 from routetrace.client import RouteClient, RoutingTrace
+from routetrace.codec.records import SPAN, token_digests
 from routetrace.common.errors import Incomplete
+from routetrace.common.layout import RoutingLayout
 from routetrace.server.core import Core
 from routetrace.server.index.state import Frames
 from routetrace.server.index.traces import refs
@@ -20,14 +22,12 @@ from routetrace.server.index.traces.sources import Source, WriterKey
 from routetrace.server.index.traces.spans import Span
 from routetrace.server.index.traces.tombstones import Fate
 from routetrace.server.read.batch import Batch
-from routetrace.server.read.sending import Answer
+from routetrace.server.rows.sending import Answer
 from routetrace.server.settings.config import ServerConfig
 from routetrace.server.store.interface import Record
 from routetrace.server.store.memory import MemoryStore
 from routetrace.server.testing import run_server
 from routetrace.v1 import routetrace_pb2 as pb
-from routetrace.v1.layout import RoutingLayout
-from routetrace.v1.records import SPAN, token_digests
 
 LAYOUT = RoutingLayout((1, 2, 4), 6, 300, 3)
 BLOCK = 16

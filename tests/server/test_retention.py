@@ -14,7 +14,9 @@ from reads import Reads
 from waiting import wait_for
 
 from routetrace.client import RouteClient, TraceState
+from routetrace.codec.records import FinishReason, OpKind
 from routetrace.common.errors import Fenced, Incomplete, NotFound, Overloaded, Unavailable
+from routetrace.common.layout import RoutingLayout
 from routetrace.server.core import Core
 from routetrace.server.index.records.record import decode_record, encode_forget
 from routetrace.server.ingest.fencing import check_current
@@ -23,8 +25,6 @@ from routetrace.server.store.disk.store import DiskStore
 from routetrace.server.store.memory import MemoryStore
 from routetrace.server.testing import run_server
 from routetrace.v1 import routetrace_pb2 as pb
-from routetrace.v1.layout import RoutingLayout
-from routetrace.v1.records import FinishReason, OpKind
 
 LAYOUT = RoutingLayout((0, 1, 2, 3), 4, 256, 8)
 ROWS = 500

@@ -1245,7 +1245,7 @@ def test_a_client_goes_on_with_what_it_has_while_files_are_broken(
     pki: Pki, mutual: ServerProcess, tmp_path: Path, caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    monkeypatch.setattr("routetrace.client._channels._LOOK_S", 0.0)
+    monkeypatch.setattr("routetrace.client._shells.channels._LOOK_S", 0.0)
     cert, key = tmp_path / "cert", tmp_path / "key"
     cert.write_bytes(pki.client.cert.read_bytes())
     key.write_bytes(pki.client.key.read_bytes())
@@ -1276,7 +1276,7 @@ def test_a_client_goes_on_with_what_it_has_while_files_are_broken(
 def test_a_call_under_way_keeps_its_channel_and_the_last_one_closes_it(
     pki: Pki, mutual: ServerProcess, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("routetrace.client._channels._LOOK_S", 0.0)
+    monkeypatch.setattr("routetrace.client._shells.channels._LOOK_S", 0.0)
     cert, key = tmp_path / "cert", tmp_path / "key"
     cert.write_bytes(pki.client.cert.read_bytes())
     key.write_bytes(pki.client.key.read_bytes())

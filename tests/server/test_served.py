@@ -12,7 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from routetrace.codec.records import SPAN, U32
 from routetrace.common.errors import Corrupt
+from routetrace.common.layout import RoutingLayout
 from routetrace.server.common.metrics import Metrics
 from routetrace.server.core import Core
 from routetrace.server.index.agents import Agents
@@ -22,19 +24,17 @@ from routetrace.server.index.traces import refs
 from routetrace.server.index.traces.sources import Source, WriterKey
 from routetrace.server.index.traces.spans import Span, merge
 from routetrace.server.index.traces.trace import Trace
-from routetrace.server.read import answers, served
-from routetrace.server.read.frames import Fetched
-from routetrace.server.read.reader import Reader
-from routetrace.server.read.sending import Answer, Piece
-from routetrace.server.read.served import SERVED, Memory, cut, segments_of
-from routetrace.server.read.view import Segment, Selection, view
+from routetrace.server.rows import answers, served
+from routetrace.server.rows.frames import Fetched
+from routetrace.server.rows.reader import Reader
+from routetrace.server.rows.sending import Answer, Piece
+from routetrace.server.rows.served import SERVED, Memory, cut, segments_of
+from routetrace.server.rows.view import Segment, Selection, view
 from routetrace.server.settings.config import ServerConfig
 from routetrace.server.store.disk.store import DiskStore
 from routetrace.server.store.interface import Record
 from routetrace.server.store.memory import MemoryStore
 from routetrace.v1 import routetrace_pb2 as pb
-from routetrace.v1.layout import RoutingLayout
-from routetrace.v1.records import SPAN, U32
 
 NUM_TOKENS = 41
 #: What each shard holds: two of them a layer more than its stage.

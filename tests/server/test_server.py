@@ -11,12 +11,12 @@ from feeder import ChunkMaker, Feeder, Stream, seal
 from reads import Reads
 
 from routetrace.client import RouteClient
+from routetrace.codec.records import FinishReason, OpKind
 from routetrace.common.errors import ERROR_METADATA_KEY, NotFound
+from routetrace.common.layout import RoutingLayout
 from routetrace.server.testing import run_server
 from routetrace.simulation.small_engine import SmallEngine
 from routetrace.v1 import routetrace_pb2 as pb
-from routetrace.v1.layout import RoutingLayout
-from routetrace.v1.records import FinishReason, OpKind
 
 LAYOUT = RoutingLayout((1, 2, 4), 6, 40, 3)
 
@@ -483,7 +483,7 @@ def bad_chunks():
 
     other = RoutingLayout((1, 2, 4), 6, 40, 4)
     wide = RoutingLayout((1, 2, 4), 6, 300, 3)
-    from routetrace.v1.frame import encode_frame
+    from routetrace.codec.frame import encode_frame
 
     return {
         "unknown op": (make(op(kind=77)), "ops.kind[1]", "77"),

@@ -4,6 +4,7 @@ from itertools import product
 
 import pytest
 
+from routetrace.common.layout import RoutingLayout
 from routetrace.server.index.agents import Agents
 from routetrace.server.index.session import TRANSITIONS, Session, SessionState
 from routetrace.server.index.slot_map import SlotMap
@@ -11,7 +12,6 @@ from routetrace.server.index.state import State
 from routetrace.server.index.traces.sources import WriterKey
 from routetrace.server.index.writer import Writer
 from routetrace.v1 import routetrace_pb2 as pb
-from routetrace.v1.layout import RoutingLayout
 
 #: A stream is silent until its first heartbeat, then held and released, and ends once.
 ALLOWED = {

@@ -10,8 +10,8 @@ import pytest
 
 from routetrace.capture_agent import AgentConfig, CaptureAgent
 from routetrace.client import RouteClient
+from routetrace.common.layout import RoutingLayout
 from routetrace.server.testing import run_server
-from routetrace.v1.layout import RoutingLayout
 
 LAYOUT = RoutingLayout((0,), 1, 500, 2)
 RUNS = itertools.count()

@@ -16,7 +16,9 @@ from feeder import ChunkMaker, Feeder
 from hypothesis import given
 from hypothesis import strategies as st
 
+from routetrace.codec.records import OpKind
 from routetrace.common.errors import Overloaded
+from routetrace.common.layout import RoutingLayout
 from routetrace.server.common import slices
 from routetrace.server.core import Core
 from routetrace.server.index import apply
@@ -39,8 +41,6 @@ from routetrace.server.settings.config import ServerConfig
 from routetrace.server.store.memory import MemoryStore
 from routetrace.simulation.small_engine import SmallEngine
 from routetrace.stored import format5_pb2 as stored
-from routetrace.v1.layout import RoutingLayout
-from routetrace.v1.records import OpKind
 
 LAYOUT = RoutingLayout((0, 2), 3, 16, 2)
 WRITER = ("run", "engine", "")

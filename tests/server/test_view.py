@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from routetrace.server.index.traces.sources import Lost
-from routetrace.server.read.view import _reasons, _resolve, layer_groups
+from routetrace.server.rows.view import _reasons, _resolve, layer_groups
 
 notes = st.lists(
     st.builds(

@@ -10,14 +10,14 @@ from google.protobuf.message import DecodeError
 from hypothesis import given
 from hypothesis import strategies as st
 
+from routetrace.codec.frame import Codec, encode_frame
+from routetrace.codec.frame_check import PlainFrames
+from routetrace.codec.frame_header import read_header
 from routetrace.common.errors import RouteTraceError
+from routetrace.common.layout import RoutingLayout
 from routetrace.server.wire.checksums import STEP, running
 from routetrace.server.wire.messages import Chunk, read_request
 from routetrace.v1 import routetrace_pb2 as pb
-from routetrace.v1.frame import Codec, encode_frame
-from routetrace.v1.frame_check import PlainFrames
-from routetrace.v1.frame_header import read_header
-from routetrace.v1.layout import RoutingLayout
 
 u32 = st.integers(0, (1 << 32) - 1)
 chunks = st.builds(

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from routetrace.client import RoutingTrace
-from routetrace.v1.layout import RoutingLayout
+from routetrace.common.layout import RoutingLayout
 
 LAYOUT = RoutingLayout((1, 2, 4), 6, 16, 2)
 VOCABULARY = 4096

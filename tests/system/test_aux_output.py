@@ -22,9 +22,9 @@ from test_lifecycle import LAYOUT, Pair, assert_rows, reasons, rows_of
 
 from routetrace.capture_agent import AgentConfig, CaptureAgent
 from routetrace.client import RouteClient
+from routetrace.codec.records import SPAN, OpKind
 from routetrace.server.testing import run_server
 from routetrace.v1 import routetrace_pb2 as pb
-from routetrace.v1.records import SPAN, OpKind
 
 
 @pytest.fixture(scope="module")

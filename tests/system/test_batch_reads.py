@@ -24,18 +24,18 @@ from routetrace.client import (
     RouteClient,
     RoutingTrace,
     Sample,
-    _calls,
     make_plan,
 )
-from routetrace.client._batch import together
-from routetrace.client._core import Plan
+from routetrace.client._core import calls as _calls
+from routetrace.client._core.batch import together
+from routetrace.client._core.steps import Plan
 from routetrace.common.errors import DeadlineExceeded, NotFound, RouteTraceError
+from routetrace.common.layout import RoutingLayout
 from routetrace.server.read.batch import Batch
 from routetrace.server.testing import free_ports, run_server
 from routetrace.simulation.small_engine import SmallEngine
 from routetrace.v1 import routetrace_pb2 as pb
 from routetrace.v1 import routetrace_pb2_grpc as pb_grpc
-from routetrace.v1.layout import RoutingLayout
 
 LAYOUT = RoutingLayout((1, 2, 4), 6, 40, 3)
 WIDE = RoutingLayout(tuple(range(48)), 48, 256, 8)

@@ -14,6 +14,7 @@ from scrape import Scraped
 from waiting import wait_for, with_time
 
 from routetrace.client import RouteClient
+from routetrace.codec.records import OP, FinishReason, OpKind
 from routetrace.common.errors import (
     ERROR_METADATA_KEY,
     DeadlineExceeded,
@@ -25,13 +26,12 @@ from routetrace.common.errors import (
     Unauthenticated,
     from_detail,
 )
+from routetrace.common.layout import RoutingLayout
 from routetrace.common.security import Security
 from routetrace.server.ingest.service import MAX_BIND_BYTES
 from routetrace.server.testing import ServerProcess, run_server
 from routetrace.v1 import routetrace_pb2 as pb
 from routetrace.v1 import routetrace_pb2_grpc as pb_grpc
-from routetrace.v1.layout import RoutingLayout
-from routetrace.v1.records import OP, FinishReason, OpKind
 
 LAYOUT = RoutingLayout((0, 1), 2, 8, 2)
 ALL = ["ingest", "read", "admin"]

@@ -10,10 +10,10 @@ import pytest
 from routetrace.capture_agent import AgentConfig, AgentStats, CaptureAgent
 from routetrace.client import AsyncRouteClient, RouteClient, RoutingTrace, TraceState
 from routetrace.common.errors import DeadlineExceeded, Incomplete, InvalidArgument
+from routetrace.common.layout import RoutingLayout
 from routetrace.server.store.disk.store import DiskStore
 from routetrace.server.testing import free_ports, run_server
 from routetrace.simulation.small_engine import SmallEngine, SmallRequest
-from routetrace.v1.layout import RoutingLayout
 
 LAYOUT = RoutingLayout((1, 2, 4), 6, 300, 3)
 

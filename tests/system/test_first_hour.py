@@ -44,9 +44,9 @@ from routetrace.client import (
     Unavailable,
     make_plan,
 )
+from routetrace.common.layout import RoutingLayout
 from routetrace.server.testing import ServerProcess, free_ports, run_server
 from routetrace.trainers.replay import replay
-from routetrace.v1.layout import RoutingLayout
 
 LAYOUT = RoutingLayout((1, 2, 4), 6, 300, 3)
 ROWS = np.broadcast_to(np.arange(3, dtype=np.uint16), (3, 3, 3))

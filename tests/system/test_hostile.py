@@ -16,19 +16,19 @@ from feeder import ChunkMaker, Feeder, Stream, seal
 from reads import Reads
 
 from routetrace.client import RouteClient
-from routetrace.client import _assemble as assemble_module
-from routetrace.client._assemble import Assembler, Want
-from routetrace.client._messages import MAX_FIELDS, MAX_HEAD_BYTES, parser_of
+from routetrace.client._core import assemble as assemble_module
+from routetrace.client._core.assemble import Assembler, Want
+from routetrace.client._core.messages import MAX_FIELDS, MAX_HEAD_BYTES, parser_of
+from routetrace.codec.frame import Codec, decode_frame, decode_frames, encode_frame, read_header
+from routetrace.codec.records import DIGEST, NO_REQUEST, OP, SPAN, U32, U64, OpKind
 from routetrace.common.errors import Corrupt, InvalidArgument
+from routetrace.common.layout import MAX_LAYERS, RoutingLayout
 from routetrace.server.index.apply import apply_record
 from routetrace.server.index.chunk import MAX_CHUNK_ROWS, MAX_OPS, parse_header
 from routetrace.server.index.records.record import encode_open
 from routetrace.server.index.state import State
 from routetrace.server.testing import run_server
 from routetrace.v1 import routetrace_pb2 as pb
-from routetrace.v1.frame import Codec, decode_frame, decode_frames, encode_frame, read_header
-from routetrace.v1.layout import MAX_LAYERS, RoutingLayout
-from routetrace.v1.records import DIGEST, NO_REQUEST, OP, SPAN, U32, U64, OpKind
 
 MIB = 1 << 20
 SEED = 20_261_121
@@ -531,8 +531,8 @@ def test_the_fuzzer_sees_a_crash_and_wrong_errors(monkeypatch, tmp_path):
     """So that no findings mean something."""
     plugin = tmp_path / "sitecustomize.py"
     breaks = {
-        "frame": "routetrace.v1.frame_header as m; m.corrupt = lambda *a: KeyError(a)",
-        "layout": "routetrace.v1.layout as m; m.RoutingLayout.to_proto = lambda self: 1 / 0",
+        "frame": "routetrace.codec.frame_header as m; m.corrupt = lambda *a: KeyError(a)",
+        "layout": "routetrace.common.layout as m; m.RoutingLayout.to_proto = lambda self: 1 / 0",
         "answer": "os, routetrace.client.stat as m; m.facts_from_proto = lambda i: os.abort()",
     }
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))

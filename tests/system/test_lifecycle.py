@@ -7,10 +7,10 @@ import pytest
 from feeder import Feeder
 from reads import Reads
 
+from routetrace.codec.records import SPAN, OpKind, token_digests
+from routetrace.common.layout import RoutingLayout
 from routetrace.server.testing import run_server
 from routetrace.v1 import routetrace_pb2 as pb
-from routetrace.v1.layout import RoutingLayout
-from routetrace.v1.records import SPAN, OpKind, token_digests
 
 LAYOUT = RoutingLayout((1, 2, 4), 6, 300, 3)
 

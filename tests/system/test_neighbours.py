@@ -21,11 +21,11 @@ from waiting import wait_for
 from routetrace.client import RouteClient
 from routetrace.common.drops import DROP_REASONS, OTHER_REASON
 from routetrace.common.errors import PermissionDenied, Unauthenticated
+from routetrace.common.layout import RoutingLayout
 from routetrace.common.security import Security
 from routetrace.server.testing import ServerProcess, run_server
 from routetrace.v1 import routetrace_pb2 as pb
 from routetrace.v1 import routetrace_pb2_grpc as pb_grpc
-from routetrace.v1.layout import RoutingLayout
 
 #: Rows that zstd does not shrink: a trace larger than gRPC's window needs few of them.
 LAYOUT = RoutingLayout(tuple(range(48)), 48, 128, 8)

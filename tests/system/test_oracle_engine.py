@@ -22,8 +22,8 @@ from oracle.truth import (
 )
 from oracle.world import EngineSpec, Shard
 
-from routetrace.v1 import records
-from routetrace.v1.layout import RoutingLayout
+from routetrace.codec import records
+from routetrace.common.layout import RoutingLayout
 
 LAYOUT = RoutingLayout((0, 2, 3), 4, 64, 2)
 WHOLE = (Shard("", LAYOUT.layer_ids),)

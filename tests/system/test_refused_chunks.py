@@ -12,8 +12,8 @@ from routetrace.capture_agent import AgentConfig, CaptureAgent
 from routetrace.capture_agent import agent as agent_module
 from routetrace.client import RouteClient
 from routetrace.common.errors import NotFound
+from routetrace.common.layout import RoutingLayout
 from routetrace.server.testing import run_server
-from routetrace.v1.layout import RoutingLayout
 
 LAYOUT = RoutingLayout((1, 2, 4), 6, 200, 3)
 BLOCK = 4

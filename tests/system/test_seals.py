@@ -12,8 +12,8 @@ from feeder import Feeder
 from google.protobuf.message import DecodeError
 
 from routetrace.client import RouteClient
-from routetrace.client._assemble import Assembler, Want
-from routetrace.client._messages import parser_of, unary_parser_of
+from routetrace.client._core.assemble import Assembler, Want
+from routetrace.client._core.messages import parser_of, unary_parser_of
 from routetrace.common.errors import Corrupt
 from routetrace.server.testing import run_server
 from routetrace.v1 import routetrace_pb2 as pb
@@ -127,7 +127,7 @@ def test_no_byte_of_what_is_said_of_traces_can_change(server, service, method, r
 
 
 def test_a_broken_seal_of_a_unary_answer_is_corrupt(server, monkeypatch):
-    monkeypatch.setattr("routetrace.client._messages.stepped_crc32", lambda data: 0)
+    monkeypatch.setattr("routetrace.client._core.messages.stepped_crc32", lambda data: 0)
     with RouteClient(server.target, run="r") as client:
         for call in (
             lambda: client.stat("t"),

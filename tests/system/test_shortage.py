@@ -11,7 +11,7 @@ from oracle.harness import InlineWorld
 
 from routetrace.capture_agent import AgentConfig, CaptureAgent
 from routetrace.capture_agent.pipeline.pressure import Pressure
-from routetrace.v1.layout import RoutingLayout
+from routetrace.common.layout import RoutingLayout
 
 LAYOUT = RoutingLayout((0, 1), 2, 16, 2)
 BLOCK = 4

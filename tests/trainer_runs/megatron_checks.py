@@ -19,8 +19,8 @@ from megatron.core.utils import get_batch_on_this_cp_rank
 
 from routetrace.client.plan import MicroBatch, Plan, Sample, make_plan
 from routetrace.client.rows import RankRows
+from routetrace.common.layout import RoutingLayout
 from routetrace.trainers.megatron import local_rank, replay
-from routetrace.v1.layout import RoutingLayout
 from trainer_runs.megatron_model import (
     EXPERTS,
     LAYERS,

@@ -9,7 +9,7 @@ import torch
 
 from routetrace.client.plan import MicroBatch, Rank, Sample, make_plan
 from routetrace.client.rows import RankRows
-from routetrace.v1.layout import RoutingLayout
+from routetrace.common.layout import RoutingLayout
 from trainer_runs.megatron_model import (
     EXPERTS,
     LAYERS,

@@ -14,8 +14,8 @@ from rank_rows import random_choices, rows_of
 from skyrl.train.dataset.preprocess import convert_prompts_responses_to_batch_tensors
 
 from routetrace.client import MicroBatch, Rank, Sample, make_plan
+from routetrace.common.layout import RoutingLayout
 from routetrace.trainers.dialects import SampleRows, skyrl
-from routetrace.v1.layout import RoutingLayout
 
 _LENGTHS = (37, 1, 20, 2, 64, 33)
 _PROMPTS = (9, 1, 19, 1, 5, 20)

@@ -25,9 +25,9 @@ from routetrace.client import RouteClient
 from routetrace.client.plan import Sample
 from routetrace.client.rows import RankRows
 from routetrace.common.errors import InvalidArgument
+from routetrace.common.layout import RoutingLayout
 from routetrace.server.testing import run_server
 from routetrace.trainers.megatron import local_layer_ids, local_rank, replay
-from routetrace.v1.layout import RoutingLayout
 from trainer_runs.megatron_model import EXPERTS, LAYERS, MOE_LAYERS, TOP_K, Observer
 from trainer_runs.megatron_passes import FULL, check, forward, make_model, make_rows, tokens
 

@@ -34,8 +34,8 @@ from verl.utils.veomni.router_replay import VeOmniRouterReplay
 from verl.workers.utils.padding import left_right_2_no_padding
 
 from routetrace.client import MicroBatch, Plan, Rank, Sample, make_plan
+from routetrace.common.layout import RoutingLayout
 from routetrace.trainers.dialects import SampleRows, verl
-from routetrace.v1.layout import RoutingLayout
 from trainer_runs.megatron_model import EXPERTS, LAYERS, MOE_LAYERS, TOP_K, make_config
 
 # Without an accelerator verl takes it for a process that shall not see its GPU.

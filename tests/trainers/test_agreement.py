@@ -17,8 +17,8 @@ from rank_rows import facts_of, random_choices, rows_of, trace_of
 
 from routetrace.client import MicroBatch, Rank, Sample, make_plan
 from routetrace.common.errors import InvalidArgument
+from routetrace.common.layout import RoutingLayout
 from routetrace.trainers.agreement import Agreement, AgreementLog, compare, compare_logprobs
-from routetrace.v1.layout import RoutingLayout
 
 LAYOUT = RoutingLayout((1, 2, 4, 7), 9, 6, 3)
 

@@ -15,9 +15,9 @@ from rank_rows import rows_of, trace_of
 from routetrace.client import MicroBatch, Plan, Rank, Sample, make_plan
 from routetrace.client.rows import RankRows
 from routetrace.common.errors import InvalidArgument
+from routetrace.common.layout import RoutingLayout
 from routetrace.trainers.agreement import compare
 from routetrace.trainers.diagnosis import check_alignment, diagnose
-from routetrace.v1.layout import RoutingLayout
 
 MODELS = {
     "deepseek": RoutingLayout(tuple(range(3, 15)), 15, 64, 6),

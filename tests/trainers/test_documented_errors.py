@@ -15,9 +15,9 @@ from test_diagnosis import MODELS, chosen, packed, routed, shifted
 
 from routetrace.client import MicroBatch, Rank, RouteClient, Sample, make_plan
 from routetrace.common.errors import InvalidArgument
+from routetrace.common.layout import RoutingLayout
 from routetrace.server.testing import run_server
 from routetrace.trainers.diagnosis import check_alignment
-from routetrace.v1.layout import RoutingLayout
 
 PAGE = (Path(__file__).parents[2] / "docs" / "trainers.md").read_text("utf-8")
 #: What is wrong -> what the page says, of both tables.

@@ -22,10 +22,10 @@ from routetrace.capture_agent.engines.transformers import TransformersCapture
 from routetrace.client import MicroBatch, Rank, Sample, make_plan
 from routetrace.client.rows import RankRows
 from routetrace.common.errors import InvalidArgument
+from routetrace.common.layout import RoutingLayout
 from routetrace.trainers.agreement import Agreement, compare
 from routetrace.trainers.diagnosis import diagnose
 from routetrace.trainers.replay import collate, replay
-from routetrace.v1.layout import RoutingLayout
 
 BATCH, SEQ = 3, 8
 

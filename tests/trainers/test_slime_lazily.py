@@ -15,8 +15,8 @@ from rank_rows import rows_of as fetched
 
 from routetrace.client import Rank, RankRows, RouteClient, Sample, Segment, make_plan
 from routetrace.common.errors import Incomplete, InvalidArgument
+from routetrace.common.layout import RoutingLayout
 from routetrace.trainers.dialects import slime
-from routetrace.v1.layout import RoutingLayout
 
 
 class Replay:

@@ -55,7 +55,7 @@ class Attachment:
             }
         ours = {
             "kv_connector": "RouteTraceConnector",
-            "kv_connector_module_path": "routetrace.capture_agent.engines.vllm",
+            "kv_connector_module_path": "routetrace.capture_agent.vllm",
             "kv_role": "kv_producer",
             "kv_connector_extra_config": self.settings,
         }

@@ -320,7 +320,7 @@ def refusals_of_the_connector_name_the_plugin() -> None:
     cpu = DeviceConfig("cpu")  # a version for CUDA finds no device
     expandable = "expandable_segments:True"
     settings = {"kv_connector": "RouteTraceConnector", "kv_role": "kv_producer"}
-    settings["kv_connector_module_path"] = "routetrace.capture_agent.engines.vllm"
+    settings["kv_connector_module_path"] = "routetrace.capture_agent.vllm"
     for name, refused in (("PYTORCH_CUDA_ALLOC_CONF", True), ("PYTORCH_ALLOC_CONF", False)):
         with mock.patch.dict(os.environ, {name: expandable}):
             VllmConfig(additional_config={"routetrace": {}}, device_config=cpu)

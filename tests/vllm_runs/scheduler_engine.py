@@ -634,7 +634,7 @@ def _config(case: Case, agent: dict[str, Any], model: Path, most: int, seqs: int
     more: dict[str, Any] = {}
     ours = {
         "kv_connector": "RouteTraceConnector",
-        "kv_connector_module_path": "routetrace.capture_agent.engines.vllm",
+        "kv_connector_module_path": "routetrace.capture_agent.vllm",
         "kv_role": case.role,
         "kv_connector_extra_config": agent,
     }

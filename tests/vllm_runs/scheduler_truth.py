@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from routetrace.client import RoutingTrace, TraceState
-from routetrace.v1.layout import RoutingLayout
+from routetrace.common.layout import RoutingLayout
 
 LAYOUT = RoutingLayout((1, 2, 4), 6, 16, 2)
 BLOCK = 16

@@ -25,7 +25,8 @@ from routetrace.capture_agent import counters
 from routetrace.capture_agent.config import AgentConfig
 from routetrace.capture_agent.counters import AgentStats, CloseReport, Ended, Word
 from routetrace.capture_agent.link import WorkerLink
-from routetrace.capture_agent.pipeline.checks import (
+from routetrace.capture_agent.pipeline.window import last_bad
+from routetrace.capture_agent.step_path.checks import (
     Ints,
     Rows,
     blocks_of,
@@ -41,15 +42,14 @@ from routetrace.capture_agent.pipeline.checks import (
     version_of,
     wrong,
 )
-from routetrace.capture_agent.pipeline.feed import Feed
-from routetrace.capture_agent.pipeline.handles import Handles
-from routetrace.capture_agent.pipeline.window import last_bad
+from routetrace.capture_agent.step_path.feed import Feed
+from routetrace.capture_agent.step_path.handles import Handles
+from routetrace.codec.records import FinishReason
 from routetrace.common.errors import Closed, InvalidArgument
 from routetrace.common.limits import check_id
 from routetrace.common.security import Security
 from routetrace.common.target import targets_of
 from routetrace.v1 import routetrace_pb2 as pb
-from routetrace.v1.records import FinishReason
 
 _OFFERED = int(Word.OFFERED)
 #: Most late runs of one record, so that it fits into the smallest ring.

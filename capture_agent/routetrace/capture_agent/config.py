@@ -8,13 +8,13 @@ from dataclasses import dataclass, field
 from operator import index
 from typing import Any, Literal, NoReturn, get_args
 
+from routetrace.codec import native
+from routetrace.codec.frame import MAX_FRAME_ROWS
 from routetrace.common.errors import InvalidArgument
+from routetrace.common.layout import RoutingLayout
 from routetrace.common.limits import MAX_BLOCK_SIZE, MAX_SLOTS, check_id, is_text
 from routetrace.common.security import Security
 from routetrace.common.target import parse_target
-from routetrace.v1 import native
-from routetrace.v1.frame import MAX_FRAME_ROWS
-from routetrace.v1.layout import RoutingLayout
 
 Mode = Literal["process", "thread"]
 FrameCodec = Literal["auto", "pack", "zstd"]

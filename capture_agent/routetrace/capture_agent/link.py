@@ -23,7 +23,7 @@ from contextlib import suppress
 
 from routetrace.capture_agent.config import AgentConfig
 from routetrace.capture_agent.counters import COUNTER_BYTES, Ended, Word
-from routetrace.capture_agent.pipeline.ring import Ring
+from routetrace.capture_agent.step_path.ring import Ring
 from routetrace.capture_agent.worker import Worker
 
 _BOOT = """\

@@ -26,7 +26,9 @@ import numpy as np
 from routetrace.capture_agent.config import AgentConfig
 from routetrace.capture_agent.counters import COUNTER_BYTES, Word
 from routetrace.capture_agent.pipeline.chunks import CODECS, ChunkBuilder
-from routetrace.capture_agent.pipeline.feed import (
+from routetrace.capture_agent.pipeline.intake import Intake
+from routetrace.capture_agent.pipeline.pressure import SHARES, Pressure, PressureGauge
+from routetrace.capture_agent.step_path.feed import (
     AGAIN,
     BLOCKS,
     EVENT,
@@ -35,9 +37,7 @@ from routetrace.capture_agent.pipeline.feed import (
     STEP,
     rows_at,
 )
-from routetrace.capture_agent.pipeline.intake import Intake
-from routetrace.capture_agent.pipeline.pressure import SHARES, Pressure, PressureGauge
-from routetrace.capture_agent.pipeline.ring import Ring
+from routetrace.capture_agent.step_path.ring import Ring
 from routetrace.capture_agent.transport.connection import Transport
 from routetrace.capture_agent.transport.sender import Sender
 from routetrace.v1 import routetrace_pb2 as pb

@@ -21,9 +21,9 @@ import numpy as np
 import numpy.typing as npt
 
 from routetrace.common.errors import InvalidArgument
+from routetrace.common.layout import MAX_EXPERTS
 from routetrace.experts.policy import Hazard
 from routetrace.experts.rows import check_rows, side_by_side
-from routetrace.v1.layout import MAX_EXPERTS
 
 #: Factors per pass of the exponential averages of an expert's use: memories of 2, 10 and 100
 #: passes. Their weights are fitted; more averages add no information.

@@ -11,7 +11,6 @@ from typing import Annotated, Any
 
 import typer
 
-from routetrace.cli import bench
 from routetrace.cli import doctor as doctor_checks
 from routetrace.cli import tail as following
 from routetrace.cli import verify as verifying
@@ -25,8 +24,9 @@ from routetrace.cli.arguments import (
     layers_of,
     tokens_of,
 )
+from routetrace.cli.bench import command as bench
 from routetrace.cli.connection import Connection, connected
-from routetrace.cli.experts import experts
+from routetrace.cli.experts.command import experts
 from routetrace.cli.facts import (
     COLUMNS,
     FOLD,

@@ -2,8 +2,8 @@
 
 from importlib.metadata import version as _version
 
-from routetrace.client._aio import AsyncRouteClient
-from routetrace.client._sync import RouteClient
+from routetrace.client._shells.aio import AsyncRouteClient
+from routetrace.client._shells.sync import RouteClient
 from routetrace.client.micro_batch import MicroBatch, Sample, Segment
 from routetrace.client.options import ReadOptions
 from routetrace.client.plan import Plan, Rank, make_plan

@@ -9,9 +9,9 @@ import numpy.typing as npt
 
 from routetrace.client.micro_batch import Sample, Segment
 from routetrace.client.stat import TraceFacts
+from routetrace.codec.records import TokenDigest, digest_key
 from routetrace.common.errors import InvalidArgument
-from routetrace.v1.layout import RoutingLayout
-from routetrace.v1.records import TokenDigest, digest_key
+from routetrace.common.layout import RoutingLayout
 
 # Tokens that a sample may have too many at its start, where they are looked for.
 _MAX_SHIFT = 64

@@ -24,7 +24,7 @@ import numpy.typing as npt
 from routetrace.client import _arguments as check
 from routetrace.client.micro_batch import MicroBatch, Sample, Segment, Unit
 from routetrace.common.errors import InvalidArgument
-from routetrace.v1.layout import RoutingLayout
+from routetrace.common.layout import RoutingLayout
 
 ContextLayout = Literal["zigzag", "contiguous", "ulysses"]
 Flatten = Literal["sequence", "batch"]

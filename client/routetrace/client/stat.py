@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from routetrace.codec.records import DIGEST, unpack
+from routetrace.common.layout import RoutingLayout
 from routetrace.common.missing import MissingRange
 from routetrace.v1 import routetrace_pb2 as pb
-from routetrace.v1.layout import RoutingLayout
-from routetrace.v1.records import DIGEST, unpack
 
 
 class TraceState(str, Enum):

@@ -13,8 +13,8 @@ from routetrace.client import _arguments as check
 from routetrace.client._memory import check_device, require_torch, to_tensor
 from routetrace.client.alignment import compare_tokens
 from routetrace.client.stat import ReadFacts, TraceState
+from routetrace.codec.frame import invalid_rows
 from routetrace.common.errors import Corrupt, Incomplete, InvalidArgument
-from routetrace.v1.frame import invalid_rows
 
 if TYPE_CHECKING:
     import torch

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from routetrace.common.layout import RoutingLayout
 from routetrace.common.model_map import layout_from_config
-from routetrace.v1.layout import RoutingLayout
 
 
 @dataclass(frozen=True)

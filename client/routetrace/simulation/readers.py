@@ -18,6 +18,7 @@ import numpy as np
 
 from routetrace.client import MicroBatch, Rank, RouteClient, Sample, make_plan
 from routetrace.common.errors import InvalidArgument, NotFound, RouteTraceError
+from routetrace.common.layout import RoutingLayout
 from routetrace.common.security import Security
 from routetrace.simulation.children import Parent
 from routetrace.simulation.compare import Answer, Finding, compare
@@ -25,7 +26,6 @@ from routetrace.simulation.engine import Stopwatch
 from routetrace.simulation.plan import Load
 from routetrace.simulation.rows import Rows
 from routetrace.simulation.sessions import Truth
-from routetrace.v1.layout import RoutingLayout
 
 #: Pipeline stages and context parallel ranks that share a session.
 STAGES, CONTEXTS = 4, 2

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from routetrace.v1.layout import RoutingLayout
+from routetrace.common.layout import RoutingLayout
 
 #: log2 of the distinct rows of a layer: of 256 tokens, two rarely share one.
 _CHOICE_BITS = 12

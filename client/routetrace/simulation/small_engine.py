@@ -15,8 +15,8 @@ import numpy as np
 import numpy.typing as npt
 
 from routetrace.capture_agent import CaptureAgent
+from routetrace.common.layout import RoutingLayout
 from routetrace.simulation.blocks import BlockPool
-from routetrace.v1.layout import RoutingLayout
 
 #: A row and the weight version that computed it; None if the KV entry has no known row.
 Entry = tuple[npt.NDArray[np.unsignedinteger[Any]], int] | None

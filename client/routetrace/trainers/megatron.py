@@ -25,9 +25,9 @@ from torch import nn
 
 from routetrace.client.plan import ContextLayout, Rank
 from routetrace.client.rows import RankRows
+from routetrace.codec.frame import invalid_rows
 from routetrace.common.errors import InvalidArgument
 from routetrace.trainers._megatron_model import Model, check_router, model_chunks, routers_of
-from routetrace.v1.frame import invalid_rows
 
 
 def local_layer_ids(model: Model) -> tuple[int, ...]:

@@ -28,12 +28,12 @@ import torch
 from torch import nn
 
 from routetrace.client.rows import RankRows
+from routetrace.codec.frame import invalid_rows
 from routetrace.common.errors import InvalidArgument
+from routetrace.common.layout import RoutingLayout
 from routetrace.common.model_map import layout_from_config
 from routetrace.trainers._force import Compare, Forcer, Given
 from routetrace.trainers.agreement import Agreement, of_overlap, overlap, tally
-from routetrace.v1.frame import invalid_rows
-from routetrace.v1.layout import RoutingLayout
 
 # Name of a module of decoder layer <i> within the decoder.
 _LAYER = re.compile(r"(?:layers|blocks|h)\.(\d+)\.")

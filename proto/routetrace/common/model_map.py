@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from routetrace.common.errors import InvalidArgument
-from routetrace.v1.layout import MAX_LAYERS, RoutingLayout
+from routetrace.common.layout import MAX_LAYERS, RoutingLayout
 
 _Config = Mapping[str, Any]
 

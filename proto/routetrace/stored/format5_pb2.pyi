@@ -285,7 +285,7 @@ class Bind(google.protobuf.message.Message):
     step: builtins.int
     """Last engine step of the request; 0: no limit."""
     digests: builtins.bytes
-    """routetrace.v1.records.DIGEST: token digests."""
+    """routetrace.codec.records.DIGEST: token digests."""
     trace_id: builtins.str
     """Trace of the request."""
     prompt_len: builtins.int
@@ -664,7 +664,7 @@ class Source(google.protobuf.message.Message):
     draft_step: builtins.int
     """Engine step of the drafts."""
     digests: builtins.bytes
-    """routetrace.v1.records.DIGEST: token digests, ascending."""
+    """routetrace.codec.records.DIGEST: token digests, ascending."""
     @property
     def attempts(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.bytes]:
         """Spans of each attempt: int64 position, length, reference, weight version, provenance."""

@@ -1,1 +1,1 @@
-"""Contract of agents, server and clients: messages, frames, layouts and records."""
+"""Contract of agents, server and clients: routetrace.proto and its stubs."""

@@ -1,7 +1,7 @@
 """Composition of the server without its sockets.
 
-Only the daemon, the scrape endpoint and tests hold a Core. Every part gets what it needs in its
-constructor.
+The only place where the parts of the server meet. Every part gets what it needs in its constructor;
+no room imports this module, and only the daemon and tests hold a Core.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from routetrace.server.index.demand import Demand
 from routetrace.server.index.journal import Journal
 from routetrace.server.index.state import State
 from routetrace.server.ingest.service import IngestServicer
+from routetrace.server.ops.census import Census
 from routetrace.server.ops.scrape import Scrape
 from routetrace.server.process import ownership
-from routetrace.server.read.census import Census
 from routetrace.server.read.peers import NO_PEERS, Peers
-from routetrace.server.read.reader import Reader
-from routetrace.server.read.retention import Retention
 from routetrace.server.read.service import TraceServicer
+from routetrace.server.retention.retention import Retention
+from routetrace.server.rows.reader import Reader
 from routetrace.server.settings.config import ServerConfig
 from routetrace.server.store.interface import Store
 

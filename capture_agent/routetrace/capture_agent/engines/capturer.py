@@ -28,7 +28,7 @@ import torch
 from routetrace.capture_agent.engines import cells as capture_cells
 from routetrace.capture_agent.engines.slot import Slot
 from routetrace.common.errors import InvalidArgument
-from routetrace.v1.layout import RoutingLayout
+from routetrace.common.layout import RoutingLayout
 
 Rows = npt.NDArray[np.unsignedinteger]
 

@@ -20,7 +20,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from routetrace.common.errors import InvalidArgument
-from routetrace.v1.layout import RoutingLayout
+from routetrace.common.layout import RoutingLayout
 
 _SHIFT = 1 << 16
 POISON = _SHIFT - 16

@@ -16,10 +16,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from routetrace.capture_agent.pipeline.checks import labels_of, number
+from routetrace.capture_agent.step_path.checks import labels_of, number
+from routetrace.codec.records import KV_CACHE_DTYPE_LABEL
 from routetrace.common.errors import InvalidArgument
 from routetrace.common.limits import check_id
-from routetrace.v1.records import KV_CACHE_DTYPE_LABEL
 
 #: Prefix of the names of options.
 PREFIX = "routetrace."

@@ -20,7 +20,7 @@ from torch import nn
 
 from routetrace.capture_agent.engines.capturer import PendingRows, RoutingCapturer
 from routetrace.common.errors import InvalidArgument
-from routetrace.v1.layout import RoutingLayout
+from routetrace.common.layout import RoutingLayout
 
 logger = logging.getLogger(__name__)
 

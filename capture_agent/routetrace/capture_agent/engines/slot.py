@@ -9,7 +9,7 @@ import numpy.typing as npt
 import torch
 
 from routetrace.capture_agent.engines import cells as capture_cells
-from routetrace.v1.layout import RoutingLayout
+from routetrace.common.layout import RoutingLayout
 
 
 class _Views(NamedTuple):

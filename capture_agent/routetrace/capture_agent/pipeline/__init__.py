@@ -1,1 +1,1 @@
-"""Turn the calls of an engine into chunks: ring, framing, chunks. No I/O, no clock."""
+"""Turn records of the ring into chunks: intake, framing, chunks. No I/O, no clock."""

@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from routetrace.codec.frame import Codec, encode_frames
+from routetrace.codec.records import NO_REQUEST, OP, PACKED_OP, U32, U64, OpKind, unpack
 from routetrace.common.checksum import crc32
+from routetrace.common.layout import RoutingLayout
 from routetrace.v1 import routetrace_pb2 as pb
-from routetrace.v1.frame import Codec, encode_frames
-from routetrace.v1.layout import RoutingLayout
-from routetrace.v1.records import NO_REQUEST, OP, PACKED_OP, U32, U64, OpKind, unpack
 
 Ids = npt.NDArray[np.unsignedinteger[Any]]
 Blocks = npt.NDArray[np.uint32]

@@ -13,10 +13,10 @@ from routetrace.capture_agent.pipeline.chunks import ChunkBuilder, Ids
 from routetrace.capture_agent.pipeline.linger import Bytes, Ints, Linger
 from routetrace.capture_agent.pipeline.request import Request
 from routetrace.capture_agent.pipeline.window import as_ids
+from routetrace.codec.frame import invalid_rows
+from routetrace.codec.records import OpKind
+from routetrace.common.layout import RoutingLayout
 from routetrace.v1 import routetrace_pb2 as pb
-from routetrace.v1.frame import invalid_rows
-from routetrace.v1.layout import RoutingLayout
-from routetrace.v1.records import OpKind
 
 #: Rows that are checked at a time, so that temporary arrays stay in the CPU's cache.
 _CHECKED_ROWS = 512

@@ -36,9 +36,9 @@ from routetrace.capture_agent.pipeline.pressure import Pressure
 from routetrace.capture_agent.pipeline.request import NO_DIGESTS, Phase, Recording, Request
 from routetrace.capture_agent.pipeline.trace_ends import TraceEnds
 from routetrace.capture_agent.pipeline.window import Slots, SlotWindow
+from routetrace.codec.records import U32, OpKind, digest_key, token_digests
+from routetrace.common.layout import RoutingLayout
 from routetrace.v1 import routetrace_pb2 as pb
-from routetrace.v1.layout import RoutingLayout
-from routetrace.v1.records import U32, OpKind, digest_key, token_digests
 
 #: Rows of one request in one frame at most. Longer frames are 1 to 4 % smaller (2048 rows), but a
 #: rank that reads 4096 tokens of a request also gets the rest of the frames at their ends.

@@ -20,8 +20,8 @@ from routetrace.capture_agent.pipeline.held import Held
 from routetrace.capture_agent.pipeline.linger import LANE_MASK, Bytes, Ints, Linger
 from routetrace.capture_agent.pipeline.pressure import Pressure
 from routetrace.capture_agent.pipeline.window import Slots
-from routetrace.v1.layout import RoutingLayout
-from routetrace.v1.records import U32
+from routetrace.codec.records import U32
+from routetrace.common.layout import RoutingLayout
 
 
 class Intake:

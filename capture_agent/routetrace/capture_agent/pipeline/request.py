@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from routetrace.v1.records import DIGEST
+from routetrace.codec.records import DIGEST
 
 Digests = npt.NDArray[Any]  # of records.DIGEST
 NO_DIGESTS: Digests = np.empty(0, DIGEST)

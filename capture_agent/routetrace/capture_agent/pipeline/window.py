@@ -11,8 +11,8 @@ import numpy.typing as npt
 
 from routetrace.capture_agent.counters import Word
 from routetrace.capture_agent.pipeline.chunks import ChunkBuilder, Ids
-from routetrace.v1.frame import invalid_rows
-from routetrace.v1.layout import RoutingLayout
+from routetrace.codec.frame import invalid_rows
+from routetrace.common.layout import RoutingLayout
 
 Slots = npt.NDArray[np.uint64]
 Bytes = npt.NDArray[np.uint8]

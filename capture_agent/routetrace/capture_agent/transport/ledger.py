@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from routetrace.capture_agent.pipeline.chunks import Chunk, ChunkBuilder
+from routetrace.codec.records import DIGEST, NO_REQUEST, PACKED_OP, U32, OpKind, unpack
+from routetrace.common.layout import RoutingLayout
 from routetrace.v1 import routetrace_pb2 as pb
-from routetrace.v1.layout import RoutingLayout
-from routetrace.v1.records import DIGEST, NO_REQUEST, PACKED_OP, U32, OpKind, unpack
 
 #: Bytes that a request takes, beside its counted parts.
 _REQUEST_BYTES = 1024

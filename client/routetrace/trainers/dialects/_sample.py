@@ -13,8 +13,8 @@ from routetrace.client.plan import Plan
 from routetrace.client.rows import RankRows
 from routetrace.client.trace import RoutingTrace, incomplete
 from routetrace.common.errors import Incomplete, InvalidArgument
+from routetrace.common.layout import RoutingLayout
 from routetrace.common.missing import MissingRange
-from routetrace.v1.layout import RoutingLayout
 
 LayerAxis = Literal["hidden", "moe"]
 

@@ -20,10 +20,10 @@ import numpy as np
 import numpy.typing as npt
 
 from routetrace.client import _arguments as check
-from routetrace.client._sync import RouteClient
+from routetrace.client._shells.prefetch import Prefetch
+from routetrace.client._shells.sync import RouteClient
 from routetrace.client.micro_batch import MicroBatch, Sample
 from routetrace.client.plan import Plan
-from routetrace.client.prefetch import Prefetch
 from routetrace.client.rows import RankRows
 from routetrace.client.trace import RoutingTrace, ids_to_torch
 from routetrace.common.errors import Incomplete, InvalidArgument

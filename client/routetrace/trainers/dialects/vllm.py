@@ -18,8 +18,8 @@ import numpy.typing as npt
 from routetrace.client import _arguments as check
 from routetrace.client.trace import RoutingTrace
 from routetrace.common.errors import InvalidArgument
+from routetrace.common.layout import RoutingLayout
 from routetrace.trainers.dialects._sample import SampleRows, as_array
-from routetrace.v1.layout import RoutingLayout
 
 
 def routed_experts(rows: RoutingTrace | SampleRows, *, prompt_start: int = 0) -> str:

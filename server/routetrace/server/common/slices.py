@@ -10,7 +10,7 @@ from typing import TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from routetrace.v1.records import U32
+from routetrace.codec.records import U32
 
 #: Seconds that one slice runs before it yields to the event loop.
 SLICE_SECONDS = 0.002

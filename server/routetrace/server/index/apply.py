@@ -12,7 +12,9 @@ from typing import Any
 
 import numpy as np
 
+from routetrace.codec.records import NO_REQUEST, Provenance
 from routetrace.common.errors import Corrupt
+from routetrace.common.layout import RoutingLayout
 from routetrace.server.common.slices import at_once
 from routetrace.server.index.chunk import (
     BEGIN,
@@ -41,8 +43,6 @@ from routetrace.server.index.traces.spans import FOREVER, Span, SpanList
 from routetrace.server.index.writer import Writer
 from routetrace.stored import format5_pb2 as stored
 from routetrace.v1 import routetrace_pb2 as pb
-from routetrace.v1.layout import RoutingLayout
-from routetrace.v1.records import NO_REQUEST, Provenance
 
 #: Sequence numbers whose checksums are kept to recognize resent chunks.
 DEDUP_WINDOW = 1024

@@ -14,19 +14,9 @@ import numpy as np
 import numpy.typing as npt
 from google.protobuf.message import DecodeError
 
-from routetrace.common.checksum import crc32
-from routetrace.common.errors import Corrupt, InvalidArgument
-from routetrace.common.limits import MAX_POSITION, check_id, check_labels
-from routetrace.server.common.slices import at_once
-from routetrace.server.index.slot_map import SlotMap
-from routetrace.server.index.traces.refs import MAX_FRAMES, MAX_ROWS
-from routetrace.server.wire.checksums import Payload, running
-from routetrace.server.wire.messages import Chunk
-from routetrace.v1 import routetrace_pb2 as pb
-from routetrace.v1.frame import read_header
-from routetrace.v1.frame_check import PlainFrames
-from routetrace.v1.layout import RoutingLayout
-from routetrace.v1.records import (
+from routetrace.codec.frame import read_header
+from routetrace.codec.frame_check import PlainFrames
+from routetrace.codec.records import (
     DIGEST,
     NO_REQUEST,
     OP,
@@ -37,6 +27,16 @@ from routetrace.v1.records import (
     OpKind,
     unpack,
 )
+from routetrace.common.checksum import crc32
+from routetrace.common.errors import Corrupt, InvalidArgument
+from routetrace.common.layout import RoutingLayout
+from routetrace.common.limits import MAX_POSITION, check_id, check_labels
+from routetrace.server.common.slices import at_once
+from routetrace.server.index.slot_map import SlotMap
+from routetrace.server.index.traces.refs import MAX_FRAMES, MAX_ROWS
+from routetrace.server.wire.checksums import Payload, running
+from routetrace.server.wire.messages import Chunk
+from routetrace.v1 import routetrace_pb2 as pb
 
 MAX_OPS = 1 << 17
 #: Maximum request ids, and begins, of one chunk.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator
 from typing import Any
 
+from routetrace.codec.records import DIGEST, U32, unpack
 from routetrace.server.index.records.record import hash_of_bind, layout_from_stored
 from routetrace.server.index.slot_map import SlotMap
 from routetrace.server.index.state import State, engine_key
@@ -13,7 +14,6 @@ from routetrace.server.index.traces.tombstones import Fate
 from routetrace.server.index.writer import Writer
 from routetrace.stored import format5_pb2 as stored
 from routetrace.v1 import routetrace_pb2 as pb
-from routetrace.v1.records import DIGEST, U32, unpack
 
 
 def key_of(message: stored.WriterKey) -> WriterKey:

@@ -15,7 +15,9 @@ import numpy as np
 import numpy.typing as npt
 from google.protobuf.message import DecodeError
 
+from routetrace.codec.records import Provenance
 from routetrace.common.errors import Corrupt
+from routetrace.common.layout import RoutingLayout
 from routetrace.server.index.owners import owner_of
 from routetrace.server.index.records.record import (
     key_to_stored,
@@ -32,8 +34,6 @@ from routetrace.server.index.traces.trace_index import TraceIndex
 from routetrace.server.index.writer import Writer, dump_writer, load_writer
 from routetrace.stored import format5_pb2 as stored
 from routetrace.v1 import routetrace_pb2 as pb
-from routetrace.v1.layout import RoutingLayout
-from routetrace.v1.records import Provenance
 
 #: Positions that a request inherits at a time.
 INHERITED = 1 << 14

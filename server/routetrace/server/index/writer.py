@@ -7,6 +7,7 @@ from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from routetrace.common.layout import RoutingLayout
 from routetrace.server.index.records.record import (
     Sums,
     key_to_stored,
@@ -23,7 +24,6 @@ from routetrace.server.index.traces.sources import (
 )
 from routetrace.server.index.traces.trace import Trace
 from routetrace.stored import format5_pb2 as stored
-from routetrace.v1.layout import RoutingLayout
 
 #: Sequence number and checksums of a chunk.
 _RECENT = struct.Struct("<QII")

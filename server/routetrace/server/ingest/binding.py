@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from routetrace.codec.records import DIGEST, unpack
 from routetrace.common.errors import InvalidArgument
 from routetrace.common.limits import MAX_BLOCK_TOKENS, MAX_STEP, check_id
 from routetrace.server.index.chunk import check_begin
 from routetrace.v1 import routetrace_pb2 as pb
-from routetrace.v1.records import DIGEST, unpack
 
 
 def check_bind(request: pb.BindRequestRequest) -> int:

@@ -31,8 +31,8 @@ from routetrace.server.index.records.record import Sums, encode_chunk
 from routetrace.server.index.session import Session
 from routetrace.server.index.writer import Writer
 from routetrace.server.ingest.replies import Answer
-from routetrace.server.read.retention import Retention
-from routetrace.server.read.room import Room
+from routetrace.server.retention.retention import Retention
+from routetrace.server.retention.room import Room
 from routetrace.server.settings.config import ServerConfig
 from routetrace.server.wire.messages import Chunk
 from routetrace.v1 import routetrace_pb2 as pb

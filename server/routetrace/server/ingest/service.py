@@ -12,7 +12,9 @@ from typing import Any
 import grpc
 import numpy as np
 
+from routetrace.codec.records import U32
 from routetrace.common.errors import InvalidArgument, NotFound
+from routetrace.common.layout import RoutingLayout
 from routetrace.common.limits import MAX_BLOCK_SIZE, MAX_SLOTS, check_id
 from routetrace.common.seals import sealed
 from routetrace.server.access.admission import Admission
@@ -35,14 +37,12 @@ from routetrace.server.ingest.binding import check_bind
 from routetrace.server.ingest.fencing import check_current, fenced
 from routetrace.server.ingest.intake import IngestSession, Intake
 from routetrace.server.ingest.replies import Replies
-from routetrace.server.read.reader import Reader
-from routetrace.server.read.retention import Retention
-from routetrace.server.read.room import Room
+from routetrace.server.retention.retention import Retention
+from routetrace.server.retention.room import Room
+from routetrace.server.rows.reader import Reader
 from routetrace.server.settings.config import ServerConfig
 from routetrace.server.wire.messages import Chunk, Request, read_request
 from routetrace.v1 import routetrace_pb2 as pb
-from routetrace.v1.layout import RoutingLayout
-from routetrace.v1.records import U32
 
 #: Maximum uncommitted chunks of one stream; more stay in the socket.
 WINDOW = 32

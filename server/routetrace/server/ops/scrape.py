@@ -24,8 +24,8 @@ from routetrace.server.access.lifecycle import Lifecycle, Recovery
 from routetrace.server.index.agents import Agents
 from routetrace.server.index.state import State
 from routetrace.server.index.traces.sources import WriterKey
-from routetrace.server.read.census import Census, RunCount
-from routetrace.server.read.room import Room
+from routetrace.server.ops.census import Census, RunCount
+from routetrace.server.retention.room import Room
 from routetrace.server.settings.config import ServerConfig
 from routetrace.server.store.interface import Store
 from routetrace.v1 import routetrace_pb2 as pb

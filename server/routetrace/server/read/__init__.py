@@ -1,1 +1,1 @@
-"""Serve traces: views, cuts and answers."""
+"""Serve the calls of readers: reads, look-ups, followers, deletion, status."""

@@ -11,9 +11,9 @@ from time import monotonic
 from routetrace.common.errors import RouteTraceError
 from routetrace.server.access.admission import Turn
 from routetrace.server.common.slices import SLICE_SECONDS
-from routetrace.server.read import answers
-from routetrace.server.read.sending import Answer
-from routetrace.server.read.served import Served
+from routetrace.server.rows import answers
+from routetrace.server.rows.sending import Answer
+from routetrace.server.rows.served import Served
 from routetrace.v1 import routetrace_pb2 as pb
 
 #: Maximum reads of one stream.

@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 from routetrace.common.errors import InvalidArgument
+from routetrace.common.layout import MAX_LAYERS
 from routetrace.common.limits import check_id
 from routetrace.server.access.control import Access
 from routetrace.server.access.lifecycle import Lifecycle
 from routetrace.server.access.partition import Partition
 from routetrace.server.access.tokens import Scope
 from routetrace.server.common.rpc import Context
+from routetrace.server.rows.reader import MAX_RANGES
 from routetrace.v1 import routetrace_pb2 as pb
-from routetrace.v1.layout import MAX_LAYERS
 
 DEFAULT_PAGE_SIZE = 1000
 MAX_PAGE_SIZE = 10_000
 _LONGEST_PAGE_TOKEN = 20
-
-#: Maximum ranges of positions in one read.
-MAX_RANGES = 1024
 
 
 class Checks:

@@ -15,8 +15,8 @@ from routetrace.server.index.journal import Journal
 from routetrace.server.index.traces.joins import Incarnation
 from routetrace.server.index.traces.trace import Trace
 from routetrace.server.read.checks import Checks
-from routetrace.server.read.reader import Reader
-from routetrace.server.read.view import Selection
+from routetrace.server.rows.reader import Reader
+from routetrace.server.rows.view import Selection
 from routetrace.v1 import routetrace_pb2 as pb
 
 #: Maximum runs in an error.

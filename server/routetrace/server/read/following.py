@@ -8,14 +8,14 @@ from routetrace.server.access.admission import Admission
 from routetrace.server.common.rpc import Context
 from routetrace.server.index.demand import Demand
 from routetrace.server.index.journal import Journal
-from routetrace.server.read import answers
-from routetrace.server.read.absence import no_incarnation
 from routetrace.server.read.checks import Checks
 from routetrace.server.read.finding import Finder
-from routetrace.server.read.reader import Reader
-from routetrace.server.read.sending import Piece, Sending
-from routetrace.server.read.served import segments_of, served
-from routetrace.server.read.view import Segment
+from routetrace.server.rows import answers
+from routetrace.server.rows.absence import no_incarnation
+from routetrace.server.rows.reader import Reader
+from routetrace.server.rows.sending import Piece, Sending
+from routetrace.server.rows.served import segments_of, served
+from routetrace.server.rows.view import Segment
 from routetrace.v1 import routetrace_pb2 as pb
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import grpc
 
 from routetrace.common.errors import InvalidArgument, NotFound
+from routetrace.common.layout import MAX_LAYERS
 from routetrace.common.limits import MAX_BLOCK_TOKENS, MAX_LABELS, check_id
 from routetrace.common.seals import sealed
 from routetrace.server.access.admission import Admission
@@ -23,23 +24,22 @@ from routetrace.server.index.demand import Demand
 from routetrace.server.index.journal import Journal
 from routetrace.server.index.records.record import encode_forget, encode_renew
 from routetrace.server.index.traces.trace import Trace
-from routetrace.server.read import answers
 from routetrace.server.read.batch import MAX_READS, Batch
 from routetrace.server.read.blocks import trace_of_blocks
 from routetrace.server.read.checks import Checks, at_most, check_part, check_read, page_of
 from routetrace.server.read.finding import Finder
 from routetrace.server.read.following import Follower
-from routetrace.server.read.limits import Limits
 from routetrace.server.read.peers import Peers
-from routetrace.server.read.reader import Reader
-from routetrace.server.read.retention import Retention
-from routetrace.server.read.sending import Answer
 from routetrace.server.read.status import Status
+from routetrace.server.retention.limits import Limits
+from routetrace.server.retention.retention import Retention
+from routetrace.server.rows import answers
+from routetrace.server.rows.reader import Reader
+from routetrace.server.rows.sending import Answer
 from routetrace.server.settings.config import ServerConfig
 from routetrace.server.store.interface import Store
 from routetrace.v1 import routetrace_pb2 as pb
 from routetrace.v1 import routetrace_pb2_grpc as pb_grpc
-from routetrace.v1.layout import MAX_LAYERS
 
 _PAGE_BYTES = 1 << 20
 #: Maximum traces of one call, and of one record: applying it holds the event loop.

@@ -11,8 +11,8 @@ from routetrace.server.common.rpc import Context
 from routetrace.server.index.agents import Agents
 from routetrace.server.index.journal import Journal
 from routetrace.server.read.checks import Checks
-from routetrace.server.read.limits import Limits
 from routetrace.server.read.peers import Peers
+from routetrace.server.retention.limits import Limits
 from routetrace.server.settings.config import ServerConfig
 from routetrace.server.store.interface import Store
 from routetrace.v1 import routetrace_pb2 as pb

@@ -20,7 +20,7 @@ import torch
 
 from routetrace.capture_agent.engines.sglang.seams import CAPTURER, NUM_TOKENS, found
 from routetrace.common.errors import InvalidArgument
-from routetrace.v1.layout import RoutingLayout
+from routetrace.common.layout import RoutingLayout
 
 #: Id of a cell that no router wrote, as a signed integer.
 UNWRITTEN = -1

@@ -33,8 +33,8 @@ from routetrace.capture_agent.engines.transformers.compiled import CompiledCalls
 from routetrace.capture_agent.engines.transformers.generate import GenerateCall, cache_among
 from routetrace.capture_agent.engines.transformers.inputs import labels_with_adapters, only_tokens
 from routetrace.common.errors import InvalidArgument
+from routetrace.common.layout import RoutingLayout
 from routetrace.common.model_map import layout_from_config
-from routetrace.v1.layout import RoutingLayout
 
 if TYPE_CHECKING:
     from routetrace.capture_agent import CaptureAgent

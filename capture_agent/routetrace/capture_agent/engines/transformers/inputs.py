@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from transformers import GenerationConfig
 
-from routetrace.v1.records import ADAPTER_LABEL
+from routetrace.codec.records import ADAPTER_LABEL
 
 # Tensors that carry no input of their own.
 _OF_TEXT = {"attention_mask", "position_ids", "cache_position"}

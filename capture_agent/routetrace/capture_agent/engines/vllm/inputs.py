@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from routetrace.capture_agent.engines.request_options import kv_cache_labels
-from routetrace.v1.records import ADAPTER_LABEL
+from routetrace.codec.records import ADAPTER_LABEL
 
 
 @dataclass(frozen=True)

@@ -22,8 +22,8 @@ import torch
 from routetrace.capture_agent.engines.capturer import RoutingCapturer
 from routetrace.capture_agent.engines.parallel import local_rows
 from routetrace.common.errors import InvalidArgument
+from routetrace.common.layout import RoutingLayout
 from routetrace.common.model_map import layout_from_config
-from routetrace.v1.layout import RoutingLayout
 
 _log = logging.getLogger(__name__)
 

@@ -15,10 +15,10 @@ import msgpack
 import numpy as np
 from google.protobuf.message import DecodeError
 
+from routetrace.codec.records import U32
 from routetrace.server.index.records.format import PREVIOUS, too_old
 from routetrace.stored import format5_pb2 as stored
 from routetrace.v1 import routetrace_pb2 as pb
-from routetrace.v1.records import U32
 
 _HEAD = struct.Struct("<I")
 _RECENT = struct.Struct("<QII")

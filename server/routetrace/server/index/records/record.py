@@ -13,11 +13,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from routetrace.common.layout import RoutingLayout
 from routetrace.server.index.records import previous
 from routetrace.server.index.records.format import HEAD, is_current
 from routetrace.stored import format5_pb2 as stored
 from routetrace.v1 import routetrace_pb2 as pb
-from routetrace.v1.layout import RoutingLayout
 
 #: Block ids that are hashed at a time.
 _HASHED = 1 << 13

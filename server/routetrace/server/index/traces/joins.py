@@ -15,10 +15,10 @@ from functools import cached_property
 from itertools import islice
 from typing import NamedTuple
 
+from routetrace.codec.records import FinishReason
 from routetrace.server.index.traces.prefix_tree import Digests, PrefixTree, Reported
 from routetrace.server.index.traces.sources import Source, WriterKey
 from routetrace.server.index.traces.spans import FOREVER
-from routetrace.v1.records import FinishReason
 
 #: Maximum requests whose rows fill holes of an incarnation because they begin alike, oldest first.
 MAX_ALIKE = 64

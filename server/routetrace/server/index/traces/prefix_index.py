@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from routetrace.codec.records import Provenance
 from routetrace.server.index.traces.sources import Source
 from routetrace.server.index.traces.trace import Trace
-from routetrace.v1.records import Provenance
 
 #: Sources that are indexed at a time.
 _BATCH = 64

@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from routetrace.codec.records import DIGEST, U32
+from routetrace.common.layout import RoutingLayout
 from routetrace.server.index.traces.spans import FOREVER, SpanList
 from routetrace.stored import format5_pb2 as stored
-from routetrace.v1.layout import RoutingLayout
-from routetrace.v1.records import DIGEST, U32
 
 #: Maximum notes of lost positions of one engine request.
 MAX_LOST = 4096

@@ -6,15 +6,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from routetrace.common.layout import RoutingLayout
 from routetrace.server.index.traces.joins import Join, requests_of
 from routetrace.server.index.traces.refs import chunk_of
 from routetrace.server.index.traces.sources import Source, TraceKey, dump_source, load_source
 from routetrace.stored import format5_pb2 as stored
-from routetrace.v1.layout import RoutingLayout
 
 
 class Counted(NamedTuple):
-    """Completeness of an ended trace, as `read/census.py` found it."""
+    """Completeness of an ended trace, as `ops/census.py` found it."""
 
     changes: int
     """`Trace.changes` at that time."""

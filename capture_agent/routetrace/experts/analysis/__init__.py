@@ -1,0 +1,1 @@
+"""Analyze recorded routing: statistics, simulated caches, placements, reports."""

@@ -1,0 +1,1 @@
+"""Measure and estimate the capacity of a deployment."""

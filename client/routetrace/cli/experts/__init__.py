@@ -1,0 +1,1 @@
+"""Report the load of experts, in tables and pictures."""

@@ -1,0 +1,346 @@
+"""One function per call of the clients: checks the arguments, returns the plan."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Literal
+
+import numpy.typing as npt
+
+from routetrace.client import _arguments as check
+from routetrace.client._core.assemble import Want
+from routetrace.client._core.config import Config
+from routetrace.client._core.fetch import Fetch
+from routetrace.client._core.reads import pages, read, read_parts, read_waiting, unary
+from routetrace.client._core.steps import Plan
+from routetrace.client._memory import check_pin
+from routetrace.client.options import Missing, ReadOptions
+from routetrace.client.plan import Plan as RankPlan
+from routetrace.client.stat import (
+    AgentStat,
+    ServerInfo,
+    TraceStat,
+    TraceState,
+    facts_from_proto,
+)
+from routetrace.client.trace import RoutingTrace
+from routetrace.codec.records import digest_key, token_digests
+from routetrace.common.errors import InvalidArgument
+from routetrace.common.limits import MAX_BLOCK_TOKENS, MAX_STEP
+from routetrace.common.missing import missing_from_proto, reason_of
+from routetrace.v1 import routetrace_pb2 as pb
+
+Errors = Literal["raise", "return"]
+
+_POLICIES = {
+    "as_sampled": pb.READ_POLICY_AS_SAMPLED,
+    "latest": pb.READ_POLICY_LATEST,
+}
+_PREFIX_ROWS = {
+    "same_version": pb.PREFIX_ROWS_SAME_VERSION,
+    "any_version": pb.PREFIX_ROWS_ANY_VERSION,
+    "never": pb.PREFIX_ROWS_NEVER,
+}
+_WAITS = {
+    "rows": pb.WAIT_FOR_ROWS,
+    "end": pb.WAIT_FOR_END,
+}
+_STATES = tuple(state.value for state in TraceState)
+
+
+def get(
+    config: Config,
+    trace_id: str,
+    options: ReadOptions,
+    *,
+    layer_ids: Sequence[int] | None,
+    token_start: int,
+    token_stop: int | None,
+    incarnation: int | None,
+    pin_memory: bool,
+    num_tokens: int | None = None,
+) -> Plan[RoutingTrace]:
+    """See RouteClient.get."""
+    want = _want(trace_id, options, layer_ids, token_start, token_stop, incarnation)
+    if num_tokens is not None:
+        want = replace(want, num_tokens=check.whole("num_tokens", num_tokens, 1))
+        if options.wait_for is None:
+            raise InvalidArgument(
+                field="num_tokens", value=num_tokens, expected="None, or wait_for 'end' or 'rows'"
+            )
+    return _reader(config, options)(replace(want, pin_memory=check_pin(pin_memory)))
+
+
+def fetch(config: Config, options: ReadOptions, *, pin_memory: bool) -> Callable[..., Fetch]:
+    """See RouteClient.fetch; makes a fetch of a plan, and of an `out` if there is one."""
+    read = _reader(config, options)
+    pin = check_pin(pin_memory)
+
+    def make(plan: RankPlan, out: Any = None) -> Fetch:
+        check.instance("plan", plan, RankPlan)
+        return Fetch(
+            config, plan, read, options.missing == "mask", options.weight_version, out, pin
+        )
+
+    return make
+
+
+def _reader(config: Config, options: ReadOptions) -> Callable[[Want], Plan[Any]]:
+    """Return a function that reads a trace, now or after waiting."""
+    limit = config.limit(options.timeout)
+
+    def reader(want: Want) -> Plan[Any]:
+        request = _get_request(config, want, options)
+        if options.wait_for is None:
+            return read("GetTrace", request, want, limit)
+        request.wait_for = _WAITS[options.wait_for]
+        return read_waiting(request, want, limit, config.timeout)
+
+    return reader
+
+
+def follow(
+    config: Config,
+    trace_id: str,
+    options: ReadOptions,
+    *,
+    layer_ids: Sequence[int] | None,
+    token_start: int,
+    token_stop: int | None,
+    incarnation: int | None,
+) -> Plan[RoutingTrace]:
+    """See RouteClient.follow."""
+    if options.wait_for == "end":
+        raise InvalidArgument(
+            field="wait_for", value="end", expected="'rows' or None: follow reads to the end anyway"
+        )
+    want = _want(trace_id, options, layer_ids, token_start, token_stop, incarnation)
+    want = replace(want, follow=True)
+    request = _get_request(config, want, options)
+    limit = config.limit(options.timeout)
+    if options.wait_for:
+        request.wait_ms = min(math.ceil(1000 * limit), 2**32 - 1)
+    return read_parts(request, want, limit, options.timeout)
+
+
+def get_blocks(
+    config: Config,
+    engine_id: str,
+    block_ids: Sequence[int],
+    num_tokens: int,
+    *,
+    token_start: int,
+    layer_ids: Sequence[int] | None,
+    missing: Missing,
+    timeout: float | None,
+) -> Plan[RoutingTrace]:
+    """See RouteClient.get_blocks."""
+    want = Want(
+        "",
+        check.layers(layer_ids),
+        check.whole("token_start", token_start),
+        mask=check.choice("missing", missing, ("raise", "mask")) == "mask",
+        num_rows=check.whole("num_tokens", num_tokens, 0, MAX_BLOCK_TOKENS),
+    )
+    request = pb.GetBlocksRequest(
+        run=config.run,
+        engine_id=check.identifier("engine_id", engine_id),
+        block_ids=check.wholes("block_ids", block_ids),
+        num_tokens=num_tokens,
+        token_start=want.token_start,
+        layer_ids=want.layer_ids or (),
+    )
+    return read("GetBlocks", request, want, config.limit(timeout))
+
+
+def stat(
+    config: Config, trace_id: str, *, incarnation: int | None, timeout: float | None
+) -> Plan[TraceStat]:
+    """See RouteClient.stat."""
+    request = pb.StatTraceRequest(
+        run=config.run,
+        trace_id=check.identifier("trace_id", trace_id),
+        incarnation=_incarnation(incarnation),
+    )
+
+    def convert(response: pb.StatTraceResponse) -> TraceStat:
+        facts = facts_from_proto(response.info)
+        missing = missing_from_proto(response.missing, facts["layout"].layer_ids)
+        cells: Counter[str] = Counter()
+        for m in missing:
+            cells[m.reason] += (m.stop - m.start) * len(m.layer_ids)
+        return TraceStat(**facts, missing=missing, missing_cells=dict(cells))
+
+    return unary("StatTrace", request, config.limit(timeout), convert)
+
+
+def find(
+    config: Config,
+    *,
+    labels: Mapping[str, str] | None,
+    states: Iterable[TraceState | str],
+    retirable_through: int | None,
+    timeout: float | None,
+) -> Plan[TraceStat]:
+    """See RouteClient.find."""
+    if retirable_through is not None:
+        check.weight_version(retirable_through)
+    states = check.several("states", states, "states")
+    names = [check.choice("states", state, _STATES) for state in states]
+    request = pb.ListTracesRequest(
+        run=config.run,
+        labels=check.labels(labels),
+        states=[TraceState(name).to_proto() for name in names],
+        retirable_through=retirable_through,
+    )
+    return pages("ListTraces", request, config.limit(timeout), lambda page: page.traces, _stat)
+
+
+def bind(
+    config: Config,
+    engine_id: str,
+    request_id: str,
+    block_ids: Sequence[int],
+    num_tokens: int,
+    *,
+    num_computed_tokens: int | None,
+    token_ids: npt.ArrayLike | None,
+    step: int,
+    trace_id: str,
+    prompt_len: int,
+    labels: Mapping[str, str] | None,
+    ttl_seconds: int,
+    timeout: float | None,
+) -> Plan[TraceStat]:
+    """See RouteClient.bind."""
+    num_tokens = check.whole("num_tokens", num_tokens, 1, MAX_BLOCK_TOKENS)
+    if num_computed_tokens is not None:
+        check.whole("num_computed_tokens", num_computed_tokens, 0, num_tokens - 1)
+    digests, named = b"", check.labels(labels)
+    if token_ids is not None:
+        tokens = check.tokens("token_ids", token_ids, num_tokens)
+        digests = token_digests(tokens, key=digest_key(named)).tobytes()
+    request = pb.BindRequestRequest(
+        run=config.run,
+        engine_id=check.identifier("engine_id", engine_id),
+        request_id=check.identifier("request_id", request_id),
+        block_ids=check.wholes("block_ids", block_ids),
+        num_tokens=num_tokens,
+        num_computed_tokens=num_computed_tokens,
+        token_digests=digests,
+        step=check.whole("step", step, 0, MAX_STEP),
+        begin=pb.RequestBegin(
+            trace_id=check.identifier("trace_id", trace_id, required=False),
+            prompt_len=check.whole("prompt_len", prompt_len),
+            labels=named,
+            ttl_seconds=check.whole("ttl_seconds", ttl_seconds),
+        ),
+    )
+    # Bound once more, blocks that were given away meanwhile would count as missing.
+    return unary(
+        "BindRequest",
+        request,
+        config.limit(timeout),
+        lambda response: _stat(response.trace),
+        idempotent=False,
+    )
+
+
+def forget_engine(config: Config, engine_id: str, *, timeout: float | None) -> Plan[int]:
+    """See RouteClient.forget_engine."""
+    request = pb.ForgetEngineRequest(
+        run=config.run, engine_id=check.identifier("engine_id", engine_id)
+    )
+    return unary(
+        "ForgetEngine", request, config.limit(timeout), lambda response: response.num_forgotten
+    )
+
+
+def delete(config: Config, trace_id: str, *, timeout: float | None) -> Plan[None]:
+    """See RouteClient.delete."""
+    request = pb.DeleteTraceRequest(run=config.run, trace_id=check.identifier("trace_id", trace_id))
+    return unary("DeleteTrace", request, config.limit(timeout), lambda _: None)
+
+
+def retire_through(config: Config, weight_version: int, *, timeout: float | None) -> Plan[int]:
+    """See RouteClient.retire_through."""
+    request = pb.RetireTracesRequest(
+        run=config.run,
+        through_weight_version=check.weight_version(weight_version),
+    )
+    return unary("RetireTraces", request, config.limit(timeout), lambda r: int(r.num_retired))
+
+
+def renew(
+    config: Config, trace_ids: Iterable[str], ttl_seconds: int, *, timeout: float | None
+) -> Plan[int]:
+    """See RouteClient.renew."""
+    request = pb.RenewLeaseRequest(
+        run=config.run,
+        trace_ids=check.identifiers("trace_ids", trace_ids),
+        ttl_seconds=check.whole("ttl_seconds", ttl_seconds),
+    )
+    return unary("RenewLease", request, config.limit(timeout), lambda r: int(r.num_renewed))
+
+
+def server_info(config: Config, *, timeout: float | None) -> Plan[ServerInfo]:
+    """See RouteClient.server_info."""
+    request = pb.GetServerInfoRequest(run=config.run)
+    return unary("GetServerInfo", request, config.limit(timeout), ServerInfo.from_proto)
+
+
+def agents(config: Config, *, timeout: float | None) -> Plan[AgentStat]:
+    """See RouteClient.agents."""
+    request = pb.ListAgentsRequest(run=config.run)
+    limit = config.limit(timeout)
+    return pages("ListAgents", request, limit, lambda page: page.agents, AgentStat.from_proto)
+
+
+def _want(
+    trace_id: str,
+    options: ReadOptions,
+    layer_ids: Sequence[int] | None,
+    token_start: int,
+    token_stop: int | None,
+    incarnation: int | None,
+) -> Want:
+    return Want(
+        check.identifier("trace_id", trace_id),
+        check.layers(layer_ids),
+        check.whole("token_start", token_start),
+        check.stop(token_start, token_stop),
+        mask=options.missing == "mask",
+        weight_version=options.weight_version,
+        incarnation=_incarnation(incarnation),
+    )
+
+
+def _get_request(config: Config, want: Want, options: ReadOptions) -> pb.GetTraceRequest:
+    ranges = want.into.ranges if want.into else ()
+    return pb.GetTraceRequest(
+        run=config.run,
+        trace_id=want.trace_id,
+        token_start=0 if ranges else want.token_start,
+        token_stop=0 if ranges else want.token_stop or 0,
+        token_ranges=[pb.TokenRange(start=a, stop=b) for a, b in ranges],
+        layer_ids=want.layer_ids or (),
+        policy=_POLICIES[options.policy],
+        prefix_rows=_PREFIX_ROWS[options.prefix_rows],
+        incarnation=want.incarnation,
+        num_tokens=want.num_tokens,
+        follow=want.follow,
+        weight_version=want.weight_version,
+        omit_token_digests=not want.token_digests,
+    )
+
+
+def _incarnation(incarnation: int | None) -> int:
+    return 0 if incarnation is None else check.whole("incarnation", incarnation, 1)
+
+
+def _stat(info: pb.TraceInfo) -> TraceStat:
+    cells = {reason_of(m.reason): m.cells for m in info.missing_cells}
+    return TraceStat(**facts_from_proto(info), missing_cells=cells)

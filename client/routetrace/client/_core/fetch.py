@@ -1,0 +1,243 @@
+"""One fetch of a plan: its reads, their destination and result. No I/O."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import grpc
+import numpy as np
+import numpy.typing as npt
+
+from routetrace.client import _memory
+from routetrace.client._core.assemble import Want
+from routetrace.client._core.batch import MAX_READS, together
+from routetrace.client._core.cells import PlacedCells
+from routetrace.client._core.config import Config
+from routetrace.client._core.steps import Emit, Part
+from routetrace.client._core.steps import Plan as Steps
+from routetrace.client.alignment import check_layout, check_tokens, comparable
+from routetrace.client.plan import Plan, PlannedRead
+from routetrace.client.rows import FetchStats, RankRows
+from routetrace.client.stat import ReadFacts
+from routetrace.common.errors import InvalidArgument, RouteTraceError
+
+Read = Callable[[Want], Steps[ReadFacts]]
+
+#: Fields of a read that a trace of other tokens, or of another model, does not have.
+_OF_THE_TRACE = ("layer_ids", "token_start", "token_stop")
+#: Changes to a read so that it has the facts of the trace, and little else.
+_FIRST_ROW: dict[str, Any] = {
+    "layer_ids": None,
+    "token_start": 0,
+    "token_stop": 1,
+    "mask": True,
+    "token_digests": True,
+    "into": None,
+}
+
+#: Maximum ranges of positions in one batch: a server takes requests of 64 KiB.
+_MAX_RANGES = 4096
+
+
+class Fetch:
+    """Reads of one plan, and their result.
+
+    Args:
+        config: configuration of the client.
+        plan: rank plan.
+        read: returns the read plan of a `Want`.
+        mask: whether cells may be missing.
+        weight_version: weight version of all rows; None: any.
+        out: [layers, tokens, top_k] to decode into: an array or a CPU tensor; None: a new array.
+        pin_memory: whether a new one is page-locked.
+
+    Raises:
+        InvalidArgument: if `out` does not fit the plan.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        plan: Plan,
+        read: Read,
+        mask: bool,
+        weight_version: int | None,
+        out: Any = None,
+        pin_memory: bool = False,
+    ) -> None:
+        self.plan = plan
+        self._config = config
+        self._read = read
+        self._mask = mask
+        self._weight_version = weight_version
+        self._out = None if out is None else _checked(out, plan)
+        self._pin = pin_memory
+        self._cells: list[PlacedCells] = []
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its result."""
+        return self.plan.nbytes
+
+    def reads(self, concurrency: int) -> Iterator[Steps[ReadFacts | RouteTraceError]]:
+        """Allocate the result; yield plans for batches of `plan.reads`, in their order.
+
+        Args:
+            concurrency: number of batches under way at a time.
+        """
+        plan = self.plan
+        ids = self._out
+        if ids is None:
+            ids = _memory.empty(plan.shape, plan.layout.dtype, self._pin)
+        self._ids = ids
+        self._valid = _memory.zeros(plan.shape[:2], np.bool_, self._pin)
+        most = min(MAX_READS, -(-len(plan.reads) // concurrency))
+        batch: list[Steps[ReadFacts]] = []
+        ranges = 0
+        for number, planned in enumerate(plan.reads):
+            ranges += len(planned.pieces)
+            if len(batch) == most or (batch and ranges > _MAX_RANGES):
+                yield together(self._config, batch)
+                batch, ranges = [], len(planned.pieces)
+            batch.append(self._steps(number))
+        if batch:
+            yield together(self._config, batch)
+
+    def _steps(self, number: int) -> Steps[ReadFacts]:
+        planned = self.plan.reads[number]
+        segment = planned.segment
+        cells = PlacedCells(self._ids, self._valid, self.plan.layout, planned.pieces)
+        self._cells.append(cells)
+        want = Want(
+            segment.trace_id,
+            self.plan.layer_ids,
+            planned.pieces[0].start,
+            planned.pieces[-1].stop,
+            mask=self._mask,
+            weight_version=self._weight_version,
+            incarnation=segment.incarnation or 0,
+            token_digests=comparable(self.plan.samples[planned.sample], segment),
+            into=cells,
+        )
+        return self._explained(planned, want)
+
+    def _explained(self, planned: PlannedRead, want: Want) -> Steps[ReadFacts]:
+        """Run a read plan; explain its InvalidArgument by the tokens and layers of the trace."""
+        number, segment = planned.sample, planned.segment
+        try:
+            yield from self._read(want)
+        except InvalidArgument as error:
+            if error.field in _OF_THE_TRACE:
+                facts = yield from _facts(self._read(replace(want, **_FIRST_ROW)))
+                if facts:
+                    check_layout(want.name, facts.layout, self.plan.layout)
+                    check_tokens(number, self.plan.samples[number], segment, facts)
+            raise InvalidArgument(
+                field=f"samples[{number}]: {error.field} of {want.name}",
+                value=error.value,
+                expected=error.expected,
+            ) from error
+
+    def rows(self, reads: list[ReadFacts], wait_seconds: float) -> RankRows:
+        """Return the result.
+
+        Args:
+            reads: result of each read.
+            wait_seconds: seconds that the caller waited for them.
+
+        Raises:
+            InvalidArgument: if the tokens of a request are not those of its sample.
+        """
+        plan = self.plan
+        verified = tuple(
+            check_tokens(planned.sample, plan.samples[planned.sample], planned.segment, facts)
+            for planned, facts in zip(plan.reads, reads, strict=True)
+        )
+        valid_cells = int(np.count_nonzero(self._valid))
+        stats = FetchStats(
+            bytes_fetched=sum(cells.bytes_fetched for cells in self._cells),
+            bytes_avoided=sum(
+                max(0, facts.stored_bytes - cells.bytes_fetched)
+                for cells, facts in zip(self._cells, reads, strict=True)
+            ),
+            rows=plan.num_rows,
+            cells=plan.num_rows * len(plan.layer_ids),
+            valid_cells=valid_cells,
+            wait_seconds=wait_seconds,
+        )
+        return RankRows(
+            plan=plan,
+            topk_ids=self._ids,
+            valid=self._valid,
+            layer_ids=plan.layer_ids,
+            reads=tuple(reads),
+            verified=verified,
+            stats=stats,
+        )
+
+
+class Budget:
+    """Admission of fetches: as many as fit into a number of bytes, at least one."""
+
+    def __init__(self, fetches: Iterable[Fetch], max_bytes: int, concurrency: int) -> None:
+        self._fetches = iter(fetches)
+        self._concurrency = concurrency
+        self._left = max_bytes
+        self._under_way = 0
+        self._next: Fetch | None = None
+
+    def admit(self) -> Iterator[tuple[Fetch, list[Steps[ReadFacts | RouteTraceError]]]]:
+        """Yield the fetches that may begin now, with their reads; skip one that raises."""
+        while True:
+            fetch = self._next or next(self._fetches, None)
+            self._next = fetch
+            if fetch is None or (self._under_way and fetch.nbytes > self._left):
+                return
+            self._next = None
+            reads = list(fetch.reads(self._concurrency))  # allocates, or raises
+            self._left -= fetch.nbytes
+            self._under_way += 1
+            yield fetch, reads
+
+    def release(self, fetch: Fetch) -> None:
+        """Return the bytes of a fetch to the budget."""
+        self._left += fetch.nbytes
+        self._under_way -= 1
+
+
+def _facts(steps: Steps[ReadFacts]) -> Part[ReadFacts | None]:
+    """Run a read plan; return its result, or None if it fails."""
+    try:
+        step = steps.send(None)
+        while not isinstance(step, Emit):
+            try:
+                outcome = yield step
+            except grpc.RpcError as failure:  # noqa: PERF203
+                step = steps.throw(failure)
+            else:
+                step = steps.send(outcome)
+    except RouteTraceError:
+        return None
+    return step.value
+
+
+def _checked(out: Any, plan: Plan) -> npt.NDArray[Any]:
+    """Return the caller's buffer as an array of the plan's shape and dtype."""
+    dtype = plan.layout.dtype
+    try:
+        array = out.numpy() if hasattr(out, "numpy") else out
+    except (TypeError, RuntimeError):  # a tensor on a device, or one that requires gradients
+        array = None
+    if isinstance(array, np.ndarray) and array.dtype == np.int16 and dtype == np.uint16:
+        array = array.view(np.uint16)  # torch before 2.3 has no uint16
+    fits = isinstance(array, np.ndarray) and array.shape == plan.shape and array.dtype == dtype
+    if array is None or not fits or not array.flags.writeable:
+        raise InvalidArgument(
+            field="out",
+            value=f"{type(out).__name__} of {getattr(out, 'dtype', None)} "
+            f"{tuple(getattr(out, 'shape', ()))}",
+            expected=f"a writeable array or CPU tensor of {dtype} {plan.shape}",
+        )
+    return array  # type: ignore[no-any-return]

@@ -1,0 +1,192 @@
+"""Calls, retries and results as read plans, without I/O.
+
+Each decision is written once, for both clients, and can be tested without a network.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import grpc
+
+from routetrace.client._core.assemble import Assembler, Want
+from routetrace.client._core.retry import Attempts
+from routetrace.client._core.steps import END, Emit, Open, Part, Plan, Receive, Sleep, T, Unary
+from routetrace.client.stat import ReadFacts, TraceState
+from routetrace.client.trace import RoutingTrace
+from routetrace.common.errors import (
+    Corrupt,
+    DeadlineExceeded,
+    Incomplete,
+    NotFound,
+    Overloaded,
+    RouteTraceError,
+    Unavailable,
+)
+from routetrace.v1 import routetrace_pb2 as pb
+
+
+def unary(
+    method: str,
+    request: Any,
+    timeout: float,
+    convert: Callable[[Any], T],
+    *,
+    idempotent: bool = True,
+) -> Plan[T]:
+    """Call a method; emit its converted response."""
+    response = yield from _unary(method, request, timeout, idempotent)
+    yield Emit(_converted(convert, response))
+
+
+def _unary(method: str, request: Any, timeout: float, idempotent: bool = True) -> Part[Any]:
+    # A refused call had no effect; one that broke off may have had one.
+    attempts = Attempts(timeout, RouteTraceError if idempotent else Overloaded)
+    while True:
+        try:
+            return (yield Unary(method, request, attempts.start()))
+        except grpc.RpcError as failure:
+            pause = attempts.pause(failure)
+        yield Sleep(pause, attempts.failure, attempts.left())
+
+
+def _converted(convert: Callable[[Any], T], response: Any) -> T:
+    try:
+        return convert(response)
+    except (KeyError, ValueError, AttributeError) as error:
+        raise Corrupt(f"invalid response of the server: {error}") from error
+
+
+def read(method: str, request: Any, want: Want, timeout: float) -> Plan[Any]:
+    """Read a trace as it is now."""
+    trace = yield from _read(method, request, want, timeout)
+    yield Emit(trace)
+
+
+def read_waiting(request: pb.GetTraceRequest, want: Want, wait: float, timeout: float) -> Plan[Any]:
+    """Read a trace after its end or its rows, as `request.wait_for` says.
+
+    Args:
+        request: the request.
+        want: the same, for the assembler.
+        wait: seconds to wait.
+        timeout: seconds for the read that follows if they were not enough.
+    """
+    for_end = request.wait_for == pb.WAIT_FOR_END
+    try:
+        trace = yield from _read("GetTrace", request, want, wait)
+    except DeadlineExceeded:
+        pass  # the rows may be there now, or sending them takes longer
+    else:
+        yield Emit(trace)
+        return
+    request.wait_for = pb.WAIT_FOR_UNSPECIFIED
+    too_late = f"{want.name} {'had not ended' if for_end else 'lacked rows'} after {wait:g} s: "
+    try:
+        trace = yield from _read("GetTrace", request, want, timeout, too_late if for_end else "")
+    except NotFound as error:
+        raise DeadlineExceeded(f"{too_late}the server does not know it: {error.message}") from error
+    except Incomplete as error:
+        if for_end:
+            raise
+        raise Incomplete(f"{error}; waited {wait:g} s", missing=error.missing) from None
+    yield Emit(trace)
+
+
+def _read(
+    method: str, request: Any, want: Want, timeout: float, too_late: str = ""
+) -> Part[RoutingTrace | ReadFacts]:
+    """Read a stream to its end; with `too_late`, refuse a trace that is still running."""
+    attempts = Attempts(timeout)
+    while True:
+        assembler = Assembler(want)
+        try:
+            call = yield Open(method, request, attempts.start())
+            while (message := (yield Receive(call))) is not END:
+                assembler.feed(*message)
+                del message  # not kept while the next one comes
+                if too_late and assembler.state is TraceState.RUNNING:
+                    raise DeadlineExceeded(
+                        f"{too_late}it is running, with {assembler.num_rows} rows"
+                    )
+            trace = assembler.finish()
+            if 0 < trace.num_tokens < want.num_tokens:
+                raise DeadlineExceeded(
+                    f"{want.name} ended with {trace.num_tokens} tokens, {want.num_tokens} expected:"
+                    " its last request has not arrived"
+                )
+            return trace
+        except (grpc.RpcError, Unavailable) as failure:
+            pause = attempts.pause(failure)
+        yield Sleep(pause, attempts.failure, attempts.left())
+
+
+def read_parts(
+    request: pb.GetTraceRequest, want: Want, timeout: float, limit: float | None
+) -> Plan[Any]:
+    """Read the rows of a trace as they arrive.
+
+    Args:
+        request: the request.
+        want: the same, for the assembler.
+        timeout: seconds for the first answer, with retries.
+        limit: seconds for the whole stream; None: no limit.
+
+    Raises:
+        DeadlineExceeded: also if the trace is unknown after waiting for it (`request.wait_ms`).
+    """
+    attempts = Attempts(timeout)
+    while True:
+        assembler = Assembler(want)
+        try:
+            left = attempts.start()
+            call = yield Open("GetTrace", request, None if limit is None else left)
+            while (message := (yield Receive(call))) is not END:
+                assembler.feed(*message)
+                del message
+                part = assembler.take()
+                if part is not None:
+                    attempts.hand_out()
+                    yield Emit(part)
+            rest = assembler.finish()
+        except (grpc.RpcError, Unavailable) as failure:
+            try:
+                pause = attempts.pause(failure)
+            except (NotFound, DeadlineExceeded) as error:
+                if assembler.state or not request.wait_ms:
+                    raise
+                raise DeadlineExceeded(
+                    f"{want.name} had not begun after {timeout:g} s: {error.message}"
+                ) from error
+        else:
+            yield Emit(rest)
+            return
+        yield Sleep(pause, attempts.failure, attempts.left())
+
+
+def pages(
+    name: str,
+    request: Any,
+    timeout: float,
+    items: Callable[[Any], Iterable[Any]],
+    convert: Callable[[Any], T],
+) -> Plan[T]:
+    """Emit every item of all pages of a list, with `timeout` seconds for each page.
+
+    Args:
+        name: method of the service.
+        request: its request.
+        timeout: seconds.
+        items: returns the items of a page.
+        convert: returns the item to emit.
+    """
+    while True:
+        page = yield from _unary(name, request, timeout)
+        for item in items(page):
+            yield Emit(_converted(convert, item))
+        if not page.next_page_token:
+            return
+        if page.next_page_token == request.page_token:
+            raise Corrupt("the server sent the same page again")
+        request.page_token = page.next_page_token

@@ -1,0 +1,1 @@
+"""Carry out read plans over gRPC: the blocking and the asyncio client."""

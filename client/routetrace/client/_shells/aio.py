@@ -1,0 +1,606 @@
+"""AsyncRouteClient: the asyncio client."""
+
+# Over 400 lines: one class; most lines are signatures and docstrings of its methods.
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal, overload
+
+import numpy.typing as npt
+
+from routetrace.client import _arguments
+from routetrace.client._core import calls as _calls
+from routetrace.client._core.calls import Errors
+from routetrace.client._core.config import Config
+from routetrace.client._core.steps import Plan
+from routetrace.client._shells.aio_drive import AsyncDriver
+from routetrace.client._shells.prefetch import AsyncPrefetch, fetch_async
+from routetrace.client.options import Missing, ReadKeywords, ReadOptions, merged
+from routetrace.client.plan import Plan as RankPlan
+from routetrace.client.rows import RankRows
+from routetrace.client.stat import AgentStat, ServerInfo, TraceStat, TraceState
+from routetrace.client.trace import RoutingTrace
+from routetrace.common.errors import RouteTraceError
+from routetrace.common.security import Security
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+_DEFAULTS = ReadOptions()
+
+
+class AsyncRouteClient:
+    """Reads traces from a routetrace-server, on one event loop at a time.
+
+    Close it before a fork: gRPC's asyncio machinery does not survive one, and makes calls hang. In
+    the child of a process that did not, calls raise Unavailable.
+
+    Connects at the first call. A call that fails because the server is unreachable or busy is
+    repeated, with growing pauses, until its timeout. `ReadOptions` describes the options that
+    get, get_many, fetch, prefetch and follow share; each is also a keyword argument of them, which
+    wins over `options`. A client pickles as its arguments, with files and token of `security`; the
+    copy connects anew.
+
+    Every call raises errors of `routetrace.client` only; a gRPC error is at most their `__cause__`:
+
+    * InvalidArgument: a wrong argument; raised before anything is sent where possible. For an
+      unknown keyword of these calls it is also a TypeError
+    * NotFound: no such trace, engine or run
+    * Corrupt: the answer fails its checksums, or contradicts itself
+    * Unavailable, Overloaded: server not reachable, or without room, until the timeout
+    * DeadlineExceeded: no answer within the timeout
+    * Unauthenticated, PermissionDenied
+    * Closed: the client was closed
+
+    Args:
+        target: host:port, host (port 7411), several with commas between, or a gRPC target;
+            $ROUTETRACE_TARGET if None.
+        run: training job of the traces; $ROUTETRACE_RUN or "default" if None.
+        timeout: seconds of a call that is not given its own timeout.
+        max_message_bytes: size limit of one message, in both directions.
+        channel_options: further gRPC channel options, which win over the client's own.
+        security: TLS files and a token, also as a mapping of the fields of `Security`; from the
+            environment if None. New calls use certificates that were replaced more than about a
+            second before.
+
+    Raises:
+        InvalidArgument: if there is no target or it has a scheme such as http, an argument has a
+            wrong type or range, a file of `security` is not usable, or its token would travel in
+            plain text.
+    """
+
+    def __init__(
+        self,
+        target: str | None = None,
+        *,
+        run: str | None = None,
+        timeout: float = 60.0,
+        max_message_bytes: int = 64 << 20,
+        channel_options: Iterable[tuple[str, Any]] = (),
+        security: Security | Mapping[str, Any] | None = None,
+    ) -> None:
+        self._config = Config.make(
+            target, run, timeout, max_message_bytes, channel_options, security
+        )
+        self._driver = AsyncDriver(self._config)
+
+    def __repr__(self) -> str:
+        config = self._config
+        return f"<AsyncRouteClient {config.target} run={config.run!r} {self._driver.state}>"
+
+    def __getstate__(self) -> Config:
+        return self._config
+
+    def __setstate__(self, config: Config) -> None:
+        self._config = config
+        self._driver = AsyncDriver(config)
+
+    async def __aenter__(self) -> AsyncRouteClient:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """End all calls and disconnect; may be called more than once."""
+        await self._driver.close()
+
+    async def get(
+        self,
+        trace_id: str,
+        *,
+        layer_ids: Sequence[int] | None = None,
+        token_start: int = 0,
+        token_stop: int | None = None,
+        incarnation: int | None = None,
+        num_tokens: int | None = None,
+        pin_memory: bool = False,
+        options: ReadOptions = _DEFAULTS,
+        **keywords: Unpack[ReadKeywords],
+    ) -> RoutingTrace:
+        """Return the rows of one trace.
+
+        Args:
+            trace_id: id of the trace: the engine's request id, unless another one was given.
+            layer_ids: absolute decoder layer ids, strictly ascending; all MoE layers if None.
+            token_start: first position.
+            token_stop: one past the last position; to the end if None.
+                Frames of up to 512 rows travel whole, whatever part of them is requested.
+            incarnation: `TraceFacts.incarnation` of the requested one, or the arrival number of
+                any engine request with this id; the newest complete one, else the newest, if None.
+            num_tokens: with `wait_for`, prompt and output tokens of the trace, as the engine's
+                answer counts them. Several requests under one id make up one trace (turns of a
+                session): until the next one has begun at the server, up to a second later, the
+                trace is complete as of the last. An end at fewer tokens does not count.
+            pin_memory: use page-locked memory for the ids (needs torch with CUDA), so that
+                `RoutingTrace.to_torch` copies at full speed and does not block.
+            options: see `ReadOptions`.
+            **keywords: fields of `ReadOptions` that replace those of `options`.
+
+        Raises:
+            Incomplete: if rows are missing, or may be because the end is unknown, and `missing` is
+                "raise"; lists the missing ranges and the reasons.
+            DeadlineExceeded: also if the request had not ended (`wait_for="end"`) within the
+                timeout, or the trace was still unknown; reports how far it was.
+            NotFound: also if there is no such incarnation.
+            RouteTraceError: see the class.
+        """
+        plan = _calls.get(
+            self._config,
+            trace_id,
+            merged(self.get, options, keywords),
+            layer_ids=layer_ids,
+            token_start=token_start,
+            token_stop=token_stop,
+            incarnation=incarnation,
+            num_tokens=num_tokens,
+            pin_memory=pin_memory,
+        )
+        return await self._driver.one(plan)
+
+    @overload
+    def get_many(
+        self,
+        trace_ids: Iterable[str],
+        *,
+        prefetch: int = 32,
+        errors: Literal["raise"] = "raise",
+        layer_ids: Sequence[int] | None = None,
+        token_start: int = 0,
+        token_stop: int | None = None,
+        pin_memory: bool = False,
+        options: ReadOptions = _DEFAULTS,
+        **keywords: Unpack[ReadKeywords],
+    ) -> AsyncGenerator[RoutingTrace, None]: ...
+
+    @overload
+    def get_many(
+        self,
+        trace_ids: Iterable[str],
+        *,
+        prefetch: int = 32,
+        errors: Literal["return"],
+        layer_ids: Sequence[int] | None = None,
+        token_start: int = 0,
+        token_stop: int | None = None,
+        pin_memory: bool = False,
+        options: ReadOptions = _DEFAULTS,
+        **keywords: Unpack[ReadKeywords],
+    ) -> AsyncGenerator[RoutingTrace | RouteTraceError, None]: ...
+
+    def get_many(
+        self,
+        trace_ids: Iterable[str],
+        *,
+        prefetch: int = 32,
+        errors: Errors = "raise",
+        layer_ids: Sequence[int] | None = None,
+        token_start: int = 0,
+        token_stop: int | None = None,
+        pin_memory: bool = False,
+        options: ReadOptions = _DEFAULTS,
+        **keywords: Unpack[ReadKeywords],
+    ) -> AsyncGenerator[Any, None]:
+        """Return the rows of many traces, in the order of their ids, read ahead in the background.
+
+        Args:
+            trace_ids: ids of the traces; consumed as reading advances.
+            prefetch: maximum of traces that are being read or ready. Calls of half as many, at most
+                32, read them; `timeout` bounds each call.
+            errors: "raise" the error of a trace at its turn, which ends the iteration, or "return"
+                it in its place.
+            layer_ids: as in `get`.
+            token_start: as in `get`.
+            token_stop: as in `get`.
+            pin_memory: as in `get`.
+            options: see `ReadOptions`; they apply to each trace from the start of its read.
+            **keywords: as in `get`.
+
+        Returns:
+            A generator; reading starts with its first value, and ends when it is closed.
+
+        Raises:
+            RouteTraceError: as `get`.
+        """
+        _arguments.whole("prefetch", prefetch, 1)
+        _arguments.choice("errors", errors, ("raise", "return"))
+        _arguments.several("trace_ids", trace_ids, "trace ids")
+        read_options = merged(self.get_many, options, keywords)
+
+        def plan(trace_id: str) -> Plan[RoutingTrace]:
+            return _calls.get(
+                self._config,
+                trace_id,
+                read_options,
+                layer_ids=layer_ids,
+                token_start=token_start,
+                token_stop=token_stop,
+                incarnation=None,
+                pin_memory=pin_memory,
+            )
+
+        plan("any").close()  # raises for wrong arguments now
+        return self._driver.many(plan, trace_ids, prefetch, errors == "return")
+
+    async def fetch(
+        self,
+        plan: RankPlan,
+        *,
+        out: Any = None,
+        pin_memory: bool = False,
+        concurrency: int = 1,
+        options: ReadOptions = _DEFAULTS,
+        **keywords: Unpack[ReadKeywords],
+    ) -> RankRows:
+        """Return the rows that a rank needs of a micro-batch, decoded into one buffer.
+
+        Only its layers and tokens cross the wire; the server cuts them out of the stored frames.
+
+        Args:
+            plan: result of `routetrace.client.make_plan`.
+            out: [layers, tokens, top_k] to decode into, `plan.shape` of `plan.layout.dtype`: an
+                array, or a CPU tensor, pinned for example (16-bit ids also as int16); a new array
+                if None. Of undefined content after an error.
+            pin_memory: use page-locked memory for new arrays (needs torch with CUDA), so that
+                `RankRows.to_torch` does not block.
+            concurrency: maximum of calls at a time, each for up to 32 requests within `timeout`: a
+                higher one helps if the server is far away, and takes more memory beside the buffer.
+            options: see `ReadOptions`; they apply to each request of the plan.
+            **keywords: as in `get`.
+
+        Raises:
+            InvalidArgument: also if a request is of another model than the plan, or its tokens are
+                not those of its sample: another number, or other token digests; says how.
+            Incomplete: as `get`.
+            RouteTraceError: see the class.
+        """
+        make = _calls.fetch(
+            self._config, merged(self.fetch, options, keywords), pin_memory=pin_memory
+        )
+        _arguments.whole("concurrency", concurrency, 1)
+        return await fetch_async(self._driver, make(plan, out), concurrency)
+
+    def prefetch(
+        self,
+        plans: Iterable[RankPlan],
+        *,
+        max_bytes: int = 256 << 20,
+        pin_memory: bool = False,
+        concurrency: int = 2,
+        options: ReadOptions = _DEFAULTS,
+        **keywords: Unpack[ReadKeywords],
+    ) -> AsyncPrefetch:
+        """Fetch the rows of many plans, in their order, in the background from now on.
+
+        For example while rewards are computed. Close it (it is a context manager) if it is not
+        iterated to its end.
+
+        Args:
+            plans: results of `routetrace.client.make_plan`; consumed as the budget allows.
+            max_bytes: budget of the buffers that are being filled, are ready, or were returned last
+                (asking for the next releases the last); one plan is always read.
+            pin_memory: as in `fetch`.
+            concurrency: as in `fetch`, over all plans.
+            options: as in `fetch`.
+            **keywords: as in `get`.
+
+        Returns:
+            An iterator that counts in `stats` the bytes fetched and avoided, and the wait.
+
+        Raises:
+            RouteTraceError: as `fetch`, at the turn of the plan; the iteration may continue after
+                it.
+        """
+        make = _calls.fetch(
+            self._config, merged(self.prefetch, options, keywords), pin_memory=pin_memory
+        )
+        _arguments.several("plans", plans, "plans")
+        _arguments.whole("max_bytes", max_bytes, 0, 2**63 - 1)
+        _arguments.whole("concurrency", concurrency, 1)
+        return AsyncPrefetch(self._driver, map(make, plans), max_bytes, concurrency)
+
+    def follow(
+        self,
+        trace_id: str,
+        *,
+        layer_ids: Sequence[int] | None = None,
+        token_start: int = 0,
+        token_stop: int | None = None,
+        incarnation: int | None = None,
+        options: ReadOptions = _DEFAULTS,
+        **keywords: Unpack[ReadKeywords],
+    ) -> AsyncGenerator[RoutingTrace, None]:
+        """Return the rows of one trace as they arrive, in consecutive parts, until it ends.
+
+        Rows after a hole are held back until it is filled, or the request has ended. The last part
+        has the final state of the trace; it may hold no rows. A part that starts before the end of
+        the previous one replaces its rows from there on: the engine took them back (rejected
+        speculative tokens).
+
+        Args:
+            trace_id: as in `get`.
+            layer_ids: as in `get`.
+            token_start: as in `get`.
+            token_stop: as in `get`.
+            incarnation: as in `get`; if None, and another engine request continues the one that
+                is followed (a handoff), that one is followed from there on.
+            options: see `ReadOptions`. `missing` concerns the last part; `wait_for="rows"` waits
+                for an unknown trace to begin; `timeout` covers the whole stream.
+            **keywords: as in `get`.
+
+        Returns:
+            A generator; closing it ends the call.
+
+        Raises:
+            NotFound: if the trace is unknown and `wait_for` is None.
+            DeadlineExceeded: if the trace was still unknown after waiting, or the timeout passed.
+            Incomplete: if the request ended with rows missing and `missing` is "raise".
+            Unavailable: also if the connection breaks after a first part.
+            RouteTraceError: see the class.
+        """
+        plan = _calls.follow(
+            self._config,
+            trace_id,
+            merged(self.follow, options, keywords),
+            layer_ids=layer_ids,
+            token_start=token_start,
+            token_stop=token_stop,
+            incarnation=incarnation,
+        )
+        return self._driver.run(plan)
+
+    async def get_blocks(
+        self,
+        engine_id: str,
+        block_ids: Sequence[int],
+        num_tokens: int,
+        *,
+        token_start: int = 0,
+        layer_ids: Sequence[int] | None = None,
+        missing: Missing = "raise",
+        timeout: float | None = None,
+    ) -> RoutingTrace:
+        """Return the rows of KV blocks of one engine, as they are now.
+
+        Args:
+            engine_id: the engine whose blocks are meant.
+            block_ids: the request's blocks, in order.
+            num_tokens: how many rows: those of the first `num_tokens` slots of the blocks.
+            token_start: first of them.
+            layer_ids: as in `get`.
+            missing: "raise" or "mask", as in `get`.
+            timeout: seconds; the client's timeout if None.
+
+        Returns:
+            A trace with an empty id: one of `num_tokens` + 1 tokens that has ended.
+
+        Raises:
+            Incomplete: if rows are missing and `missing` is "raise".
+            RouteTraceError: see the class.
+        """
+        plan = _calls.get_blocks(
+            self._config,
+            engine_id,
+            block_ids,
+            num_tokens,
+            token_start=token_start,
+            layer_ids=layer_ids,
+            missing=missing,
+            timeout=timeout,
+        )
+        return await self._driver.one(plan)
+
+    async def stat(
+        self, trace_id: str, *, incarnation: int | None = None, timeout: float | None = None
+    ) -> TraceStat:
+        """Return the facts about a trace, and its missing cells.
+
+        Args:
+            trace_id: id of the trace.
+            incarnation: as in `get`.
+            timeout: seconds; the client's timeout if None.
+
+        Raises:
+            RouteTraceError: see the class.
+        """
+        plan = _calls.stat(self._config, trace_id, incarnation=incarnation, timeout=timeout)
+        return await self._driver.one(plan)
+
+    def find(
+        self,
+        *,
+        labels: Mapping[str, str] | None = None,
+        states: Iterable[TraceState | str] = (),
+        retirable_through: int | None = None,
+        timeout: float | None = None,
+    ) -> AsyncGenerator[TraceStat, None]:
+        """Return the traces of the run, newest first; request pages as the iteration advances.
+
+        Args:
+            labels: labels that a trace must have, all of them.
+            states: one of these states ("running", "complete", "incomplete"); any if empty.
+            retirable_through: only traces that `retire_through` would delete with this weight
+                version.
+            timeout: seconds; the client's timeout if None. For each page.
+
+        Raises:
+            RouteTraceError: see the class.
+        """
+        plan = _calls.find(
+            self._config,
+            labels=labels,
+            states=states,
+            retirable_through=retirable_through,
+            timeout=timeout,
+        )
+        return self._driver.run(plan)
+
+    async def bind(
+        self,
+        engine_id: str,
+        request_id: str,
+        block_ids: Sequence[int],
+        num_tokens: int,
+        *,
+        num_computed_tokens: int | None = None,
+        token_ids: npt.ArrayLike | None = None,
+        step: int = 0,
+        trace_id: str = "",
+        prompt_len: int = 0,
+        labels: Mapping[str, str] | None = None,
+        ttl_seconds: int = 0,
+        timeout: float | None = None,
+    ) -> TraceStat:
+        """Make a trace of the rows of KV blocks, for an agent that knows only slots.
+
+        Waits for the engine's agent to connect, at most `timeout`: NotFound if it has not by then.
+        Not repeated if the connection breaks: blocks may be given away in between.
+
+        Args:
+            engine_id: the engine whose blocks are meant.
+            request_id: the request's id in the engine.
+            block_ids: the request's blocks, in order.
+            num_tokens: tokens of the request; it has one row less.
+            num_computed_tokens: its leading tokens that a forward pass has computed, 0 to
+                num_tokens - 1, where it ended (an abort) before all but the last were: rows beyond
+                are missing. None: all but the last.
+            token_ids: [num_tokens] integers, prompt and output. Their digests prove what requests
+                with the same trace id have in common; without them nothing is joined.
+            step: last engine step that the request took part in; rows written later count as
+                missing, and the server waits for it. 0: take what is there.
+            trace_id: the trace's id; the request's if "".
+            prompt_len: prompt tokens; 0 if unknown.
+            labels: labels for `find`.
+            ttl_seconds: seconds that it lives after its last change; 0: the server's default.
+            timeout: seconds; the client's timeout if None.
+
+        Raises:
+            RouteTraceError: see the class.
+        """
+        plan = _calls.bind(
+            self._config,
+            engine_id,
+            request_id,
+            block_ids,
+            num_tokens,
+            num_computed_tokens=num_computed_tokens,
+            token_ids=token_ids,
+            step=step,
+            trace_id=trace_id,
+            prompt_len=prompt_len,
+            labels=labels,
+            ttl_seconds=ttl_seconds,
+            timeout=timeout,
+        )
+        return await self._driver.one(plan)
+
+    async def delete(self, trace_id: str, *, timeout: float | None = None) -> None:
+        """Delete a trace at once.
+
+        Args:
+            trace_id: id of the trace.
+            timeout: seconds; the client's timeout if None.
+
+        Raises:
+            RouteTraceError: see the class.
+        """
+        return await self._driver.one(_calls.delete(self._config, trace_id, timeout=timeout))
+
+    async def forget_engine(self, engine_id: str, *, timeout: float | None = None) -> int:
+        """Forget the disconnected agents of an engine, and the rows that its KV blocks name.
+
+        Its traces stay. For engines that never come back under their name.
+
+        Args:
+            engine_id: the engine.
+            timeout: seconds; the client's timeout if None.
+
+        Returns:
+            Number of its shards that were forgotten.
+
+        Raises:
+            RouteTraceError: see the class.
+        """
+        return await self._driver.one(
+            _calls.forget_engine(self._config, engine_id, timeout=timeout)
+        )
+
+    async def retire_through(self, weight_version: int, *, timeout: float | None = None) -> int:
+        """Delete the ended traces of the run that hold nothing newer than a weight version.
+
+        Args:
+            weight_version: newest version to delete.
+            timeout: seconds; the client's timeout if None.
+
+        Returns:
+            Number of deleted traces.
+
+        Raises:
+            RouteTraceError: see the class.
+        """
+        return await self._driver.one(
+            _calls.retire_through(self._config, weight_version, timeout=timeout)
+        )
+
+    async def renew(
+        self, trace_ids: Iterable[str], ttl_seconds: int = 0, *, timeout: float | None = None
+    ) -> int:
+        """Give traces another time to live.
+
+        Args:
+            trace_ids: ids of the traces.
+            ttl_seconds: seconds from now; 0: the server's default.
+            timeout: seconds; the client's timeout if None.
+
+        Returns:
+            Number of known traces among them.
+
+        Raises:
+            RouteTraceError: see the class.
+        """
+        return await self._driver.one(
+            _calls.renew(self._config, trace_ids, ttl_seconds, timeout=timeout)
+        )
+
+    async def server_info(self, *, timeout: float | None = None) -> ServerInfo:
+        """Return the state of the server, and its contents of the run.
+
+        Args:
+            timeout: seconds; the client's timeout if None.
+
+        Raises:
+            RouteTraceError: see the class.
+        """
+        return await self._driver.one(_calls.server_info(self._config, timeout=timeout))
+
+    def agents(self, *, timeout: float | None = None) -> AsyncGenerator[AgentStat, None]:
+        """Return the agents of the run, also those that have left within a default lease.
+
+        Args:
+            timeout: seconds; the client's timeout if None. For each page of 1,000.
+
+        Raises:
+            RouteTraceError: see the class.
+        """
+        return self._driver.run(_calls.agents(self._config, timeout=timeout))

@@ -1,0 +1,87 @@
+"""Channels of a client: a new one for new calls after a certificate or the route changed."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from typing import Any
+
+from routetrace.client._core.config import Config, methods
+from routetrace.common.errors import InvalidArgument
+
+#: Seconds between two checks of the files.
+_LOOK_S = 1.0
+
+_log = logging.getLogger(__name__)
+
+
+class Connection:
+    """A channel, its methods by name, and the calls on it."""
+
+    def __init__(self, channel: Any, target: str) -> None:
+        self.channel = channel
+        self.target = target
+        self.methods = methods(channel)
+        self.calls = 0
+
+
+class Connections:
+    """The connections of a client. Not thread-safe.
+
+    Args:
+        config: route and credentials.
+        make: returns a channel for a target and options.
+    """
+
+    def __init__(self, config: Config, make: Callable[[str, Any], Any]) -> None:
+        self._config = config
+        self._make = make
+        self._all: list[Connection] = []  # the last is for new calls
+        self._version: Any = None
+        self._look_at = 0.0
+
+    def __bool__(self) -> bool:
+        return bool(self._all)
+
+    def enter(self) -> Connection:
+        """Return the connection for a new call, which must leave it.
+
+        Raises:
+            InvalidArgument: if there is none yet, and a file for it is not usable.
+        """
+        now = time.monotonic()
+        if not self._all or now >= self._look_at:
+            self._look_at = now + _LOOK_S
+            version = self._config.security.version()  # before the files are read
+            if not self._all or version != self._version:
+                self._connect()
+                self._version = version
+        if self._all[-1].target != self._config.route.target:
+            self._connect()
+        self._all[-1].calls += 1
+        return self._all[-1]
+
+    def leave(self, connection: Connection) -> list[Any]:
+        """Remove an ended call; return unused channels, to be closed."""
+        connection.calls -= 1
+        done = [old for old in self._all[:-1] if not old.calls]
+        self._all = [kept for kept in self._all if kept not in done]
+        return [old.channel for old in done]
+
+    def clear(self) -> list[Any]:
+        """Remove all connections; return their channels, to be closed."""
+        removed, self._all = self._all, []
+        return [connection.channel for connection in removed]
+
+    def _connect(self) -> None:
+        target = self._config.route.target
+        try:
+            channel = self._make(target, self._config.channel_options)
+        except InvalidArgument as error:
+            if not self._all:
+                raise
+            # The replacement may be incomplete; the next change is another attempt.
+            _log.warning("routetrace: new certificates not usable, keeping the old ones: %s", error)
+        else:
+            self._all.append(Connection(channel, target))

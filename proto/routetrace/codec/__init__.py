@@ -1,0 +1,1 @@
+"""Pack rows: frames, their compiled loops, and the packed columns of messages."""

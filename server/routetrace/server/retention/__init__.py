@@ -1,0 +1,1 @@
+"""Keep traces within their leases and limits: expiry, eviction, room, quotas."""

@@ -1,0 +1,349 @@
+"""Retention: expiry of leases, eviction near a limit, and compaction.
+
+Space is reclaimed by marking: a chunk is dropped once no trace, no live slot and no open read
+points into it. Each round marks from scratch, so that no reference count can be wrong.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import psutil
+
+from routetrace.server.access.budget import over_shares
+from routetrace.server.common.metrics import Metrics
+from routetrace.server.common.slices import in_slices
+from routetrace.server.index.agents import Agents
+from routetrace.server.index.journal import Journal
+from routetrace.server.index.owners import owner_of
+from routetrace.server.index.records.record import encode_delete
+from routetrace.server.index.traces.trace import Trace
+from routetrace.server.index.writer import Writer
+from routetrace.server.retention import freed
+from routetrace.server.retention.room import HIGH, LOW, RETRY_SECONDS, Room
+from routetrace.server.rows.reader import Reader
+from routetrace.server.settings.config import ServerConfig
+
+#: Share of the traces evicted per round near the memory limit: the memory of a trace is not known.
+_MEMORY_SHARE = 0.1
+
+#: Seconds for which the size of the process is cached.
+_MEMORY_SECONDS = 1.0
+
+#: Seconds without a message after which a writer is forgotten that has nothing to lose, and one
+#: without known slots and running requests, whose agent may come back with the same epoch.
+_IDLE_SECONDS = 60.0
+_IDLE_WITHOUT_SLOTS_SECONDS = 3600.0
+
+#: Pause between two sweeps near a limit, as a multiple of the duration of the first.
+_PAUSE_SHARE = 10
+
+#: Records after which a new snapshot shortens the replay of the next start.
+_SNAPSHOT_RECORDS = 20_000
+
+#: New traces after which all objects are frozen for the garbage collector.
+_FREEZE_TRACES = 10_000
+
+#: Maximum traces that one record deletes: applying it holds the event loop.
+_MAX_DELETED = 256
+
+_log = logging.getLogger(__name__)
+
+
+class Retention:
+    """Expiry, eviction and compaction. All calls belong to the event loop's thread."""
+
+    def __init__(
+        self,
+        journal: Journal,
+        reader: Reader,
+        agents: Agents,
+        config: ServerConfig,
+        metrics: Metrics,
+    ) -> None:
+        self._journal = journal
+        self._state = journal.state
+        self._store = journal.store
+        self._reader = reader
+        self._agents = agents
+        self._config = config
+        self._metrics = metrics
+        self._process = psutil.Process()
+        self._memory = (0.0, 0)  # time and bytes
+        self._short = asyncio.Event()
+        self._snapshot_number = 0
+        self.room = Room(config, self._state, metrics, self._process_bytes, self._short.set)
+        """Limits of what is kept."""
+        self._took = 0.0  # duration of the last sweep in seconds
+        self._frozen = 0  # serial number of the newest frozen trace
+
+    def covered(self, number: int) -> None:
+        """Note that the newest snapshot covers the records up to this number."""
+        self._snapshot_number = number
+
+    # ------------------------------------------------------------------ room
+
+    def memory_bytes(self) -> int:
+        """Return the memory of the process, at most `_MEMORY_SECONDS` old."""
+        now = self._journal.clock.now()
+        if now - self._memory[0] >= _MEMORY_SECONDS:
+            self._memory = now, int(self._process.memory_info().rss)
+        return self._memory[1]
+
+    def _process_bytes(self) -> int:
+        return self.memory_bytes()
+
+    def no_room(self) -> None:
+        """Note that the store is full."""
+        self._metrics.overloaded.labels("store_capacity").inc()
+        self._short.set()
+
+    async def due(self) -> None:
+        """Wait until the next sweep is due: after the interval, or soon near a limit."""
+        try:
+            await asyncio.wait_for(self._short.wait(), self._config.sweep_interval_seconds)
+            # A limit may stay near for long: do not sweep all the time.
+            pause = max(RETRY_SECONDS, _PAUSE_SHARE * self._took)
+            await asyncio.sleep(min(pause, self._config.sweep_interval_seconds))
+        except asyncio.TimeoutError:
+            pass
+
+    # ------------------------------------------------------------------ rounds
+
+    async def sweep(self) -> None:
+        """Delete expired traces, evict near a limit, and reclaim space."""
+        self._journal.check()
+        self._short.clear()
+        begun = time.monotonic()
+        await self._return_freed_memory()
+        self.freeze(_FREEZE_TRACES)
+        with self._metrics.sweep.time():
+            now = self._journal.clock.now()
+            # Records appended before `now` may still renew traces; later ones find them expired.
+            await self._journal.settled()
+            async for _ in in_slices(self._expiring(now)):
+                pass
+            self._metrics.agents_lost.inc(self._agents.count_lost())
+            self._forget_writers()
+            async for _ in in_slices(self._state.traces.prefixes.clean()):
+                pass
+            await self._compact()
+            if self._config.over_quota == "evict":
+                await self._evict()
+        self._took = time.monotonic() - begun
+
+    async def _return_freed_memory(self) -> None:
+        """Give memory that nothing holds back to the system where the limit is near."""
+        if 0 < freed.NEAR * self._config.memory_limit < self.memory_bytes():
+            await asyncio.to_thread(freed.give_back)
+            self._memory = (0.0, 0)
+
+    def freeze(self, least: int = 1) -> None:
+        """Freeze live objects (gc.freeze) once `least` new traces exist.
+
+        A full collection takes most of a second with 100,000 traces. Indexed objects hold no
+        cycles, so reference counts free them.
+        """
+        newest = self._state.traces.serial
+        if newest - self._frozen >= least:
+            self._frozen = newest
+            gc.freeze()
+
+    def expire(self) -> None:
+        """Delete traces whose lease has run out."""
+        for _ in self._expiring(self._journal.clock.now()):
+            pass
+
+    def _expiring(self, now: float) -> Iterator[None]:
+        """Delete expired traces one by one; traces may change between two steps."""
+        for key in [*self._state.traces.traces]:
+            if self._state.trace(key, now) is None:
+                self._journal.changes.notify(key)
+            yield
+        # Also those that a record deleted as expired.
+        self._count("expired", self._state.expired)
+        self._state.expired = 0
+
+    def _forget_writers(self) -> None:
+        for key, writer in [*self._state.writers.items()]:
+            if self._agents.idle_seconds(key) > self._kept_seconds(writer):
+                del self._state.writers[key]
+                self._agents.forget(key)
+
+    def _kept_seconds(self, writer: Writer) -> float:
+        """Return the seconds for which a silent writer is kept."""
+        least = max(_IDLE_SECONDS, 2 * self._config.agent_timeout_seconds)
+        # Rows in the cache of an engine that is silent for a whole lease have expired.
+        most = self._config.default_ttl_seconds
+        idle = self._agents.idle_seconds(writer.key)
+        if writer.live or idle <= least or not (writer.sequence == 0 or writer.slots.empty):
+            return most
+        return min(most, least if writer.sequence == 0 else _IDLE_WITHOUT_SLOTS_SECONDS)
+
+    async def _compact(self, *, at_once: bool = False) -> None:
+        # The rest of a record may point into its chunk.
+        await self._journal.whole()
+        newest = self._state.number
+        live: set[int] = set()
+        async for chunks in in_slices(self._state.marks()):
+            live.update(chunks)
+        # Chunks stored meanwhile may be pointed into by parts that were marked before.
+        live |= self._reader.frames.pinned_chunks()
+        garbage = [n for n in self._state.frames if n <= newest and n not in live]
+        # A snapshot is as large as the indexes: worth it for a twentieth of the stored chunks.
+        behind = self._state.number - self._snapshot_number
+        few = not garbage or (len(garbage) * 20 < len(self._state.frames) and not at_once)
+        if few and behind < _SNAPSHOT_RECORDS:
+            return
+        async for _ in in_slices(self._state.pack()):
+            pass
+        await self._journal.whole()
+        # Nothing can start to point into garbage, so it is still garbage.
+        dropped = {number: self._state.release(number) for number in garbage}
+        snapshot = self._journal.snapshot()
+        try:
+            await asyncio.to_thread(self._store.compact, snapshot, garbage)
+        except BaseException:
+            # Still stored: without an entry, their space is not reclaimed before a restart.
+            for number, frames in dropped.items():
+                self._state.hold(number, frames)
+            raise
+        self.covered(snapshot[0])
+        self._metrics.dropped_chunks.inc(len(garbage))
+        if garbage:
+            _log.info("dropped %d chunks", len(garbage))
+
+    # ------------------------------------------------------------------ eviction
+
+    async def _evict(self) -> None:
+        """Evict finished traces, oldest first, where a limit is near."""
+        for run in [*self._state.run_bytes]:
+            quota = self._config.quota_of(run)
+            held = self._state.run_bytes[run]
+            if quota and held > HIGH * quota:
+                among = partial(_of_run, run)
+                await self._make_room(f"run {run!r}", among, held - int(LOW * quota), "quota")
+        quota = self._config.token_quota
+        for owner, held in [*self._state.owner_bytes.items()]:
+            if quota and held > HIGH * quota and owner.startswith("token "):
+                await self._make_room(
+                    owner, partial(_of_owner, owner), held - int(LOW * quota), "quota"
+                )
+        stats = await asyncio.to_thread(self._store.stats)
+        if stats.used_bytes > HIGH * stats.capacity_bytes:
+            # Payloads take headers and whole blocks.
+            share = stats.payload_bytes / stats.used_bytes
+            need = int(share * (stats.used_bytes - LOW * stats.capacity_bytes))
+            # The largest owners give first, down to one level; owners below it lose nothing.
+            for owner, part in over_shares(self._state.owner_bytes, need).items():
+                await self._make_room(owner, partial(_of_owner, owner), part, "capacity")
+        limit = self._config.memory_limit
+        if limit and self.memory_bytes() > HIGH * limit:
+            held_by = Counter(_owner_of(t) for t in self._state.traces.traces.values())
+            most = int(_MEMORY_SHARE * len(self._state.traces.traces)) + 1
+            for owner, part in over_shares(held_by, most).items():
+                among = partial(_of_owner, owner)
+                await self._forget_oldest(owner, self._take(self._finished(among), part), "memory")
+
+    async def _make_room(
+        self, whose: str, among: Callable[[Trace], bool], need: int, reason: str
+    ) -> None:
+        """Evict finished traces until the chunks that only they point into hold `need` bytes."""
+        pointing: Counter[int] = Counter()
+        async for trace in in_slices([*self._state.traces.traces.values()]):
+            pointing.update(set(trace.chunks()))
+        # Chunks that slots or reads point into are not reclaimed by evicting traces.
+        for writer in self._state.writers.values():
+            pointing.update(writer.slots.chunks().tolist())
+        pointing.update(self._reader.frames.pinned_chunks())
+
+        def evicted() -> Iterator[Trace]:
+            left = need
+            for trace in self._finished(among):
+                if left <= 0:
+                    return
+                for chunk in set(trace.chunks()):
+                    pointing[chunk] -= 1
+                    if not pointing[chunk] and chunk in self._state.frames:
+                        left -= self._state.frames[chunk].nbytes
+                yield trace
+
+        await self._forget_oldest(whose, evicted(), reason)
+
+    def _finished(self, among: Callable[[Trace], bool]) -> Iterator[Trace]:
+        """Yield finished traces, least recently changed first."""
+        traces = [t for t in self._state.traces.traces.values() if among(t)]
+        for trace in sorted(traces, key=lambda t: t.updated):
+            if self._reader.ended(trace):
+                yield trace
+
+    @staticmethod
+    def _take(traces: Iterator[Trace], most: int) -> Iterator[Trace]:
+        return (trace for trace, _ in zip(traces, range(most), strict=False))
+
+    async def _forget_oldest(self, whose: str, traces: Iterator[Trace], reason: str) -> None:
+        judged = self._journal.applied  # before the first trace is looked at
+        by_run: dict[str, list[str]] = {}
+        for trace in traces:
+            by_run.setdefault(trace.key[0], []).append(trace.key[1])
+        count = 0
+        for name, trace_ids in by_run.items():
+            count += await self.forget(name, trace_ids, reason, judged=judged)
+        if count:
+            _log.warning(
+                "evicted %d finished traces of %s: %s limit is near",
+                count, whose, reason,
+            )  # fmt: skip
+            await self._compact(at_once=True)
+
+    async def forget(
+        self, run: str, trace_ids: list[str], reason: str, token: str = "", *, judged: int = 0
+    ) -> int:
+        """Delete traces; return the number that were deleted.
+
+        A chunk that is being committed may begin the next request of a trace that has ended. So
+        who chooses traces by what they are passes `judged`.
+
+        Args:
+            run: namespace.
+            trace_ids: the traces.
+            reason: key of a tombstone's `Fate`.
+            token: name of the caller's token, if any.
+            judged: `Journal.applied` before the traces were looked at: those that a later record
+                changed stay; 0: all are deleted.
+        """
+        count = 0
+        try:
+            for at in range(0, len(trace_ids), _MAX_DELETED):
+                part = trace_ids[at : at + _MAX_DELETED]
+                now = self._journal.clock.now()
+                record = encode_delete(now, run, part, reason, token, judged=judged)
+                existed: int = await self._journal.append(record)
+                self._count(reason, existed)
+                count += existed
+        finally:  # also if the store refuses the rest
+            if count:
+                by = f" by token {token}" if token else ""
+                _log.info("%s: %d traces of run %r%s", reason, count, run, by)
+        return count
+
+    def _count(self, reason: str, count: int) -> None:
+        self._metrics.forgotten.labels(reason).inc(count)
+
+
+def _of_run(run: str, trace: Trace) -> bool:
+    return trace.key[0] == run
+
+
+def _owner_of(trace: Trace) -> str:
+    return owner_of(trace.token, trace.key[0])
+
+
+def _of_owner(owner: str, trace: Trace) -> bool:
+    return _owner_of(trace) == owner

@@ -1,0 +1,370 @@
+"""Reader of traces: look-up, state, missing cells, and the frames of rows."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import cache
+from itertools import islice
+
+import numpy as np
+
+from routetrace.codec.records import DIGEST, FinishReason
+from routetrace.common.errors import InvalidArgument, NotFound
+from routetrace.server.common.metrics import Metrics
+from routetrace.server.index.agents import Agents
+from routetrace.server.index.journal import Clock
+from routetrace.server.index.state import State
+from routetrace.server.index.traces import refs
+from routetrace.server.index.traces.joins import Incarnation
+from routetrace.server.index.traces.spans import merge
+from routetrace.server.index.traces.trace import Trace
+from routetrace.server.rows.absence import no_incarnation, no_trace
+from routetrace.server.rows.frames import Frames
+from routetrace.server.rows.served import Known, Memory, Served, segments_of
+from routetrace.server.rows.view import Segment, Selection, covers, missing
+from routetrace.server.store.interface import Store
+from routetrace.v1 import routetrace_pb2 as pb
+
+#: Maximum incarnations that are searched for a complete one, newest first.
+MAX_LOOKED_AT = 64
+
+#: Maximum requests that begin alike, of all searched incarnations together.
+MAX_RELATED = 1 << 13
+
+#: Maximum ranges of positions in one read.
+MAX_RANGES = 1024
+
+#: Maximum token digests in one response: those of 16 million tokens.
+MAX_DIGESTS = 1 << 18
+
+
+class Reader:
+    """Looks up and describes traces and fetches their rows; changes nothing."""
+
+    def __init__(
+        self,
+        store: Store,
+        state: State,
+        agents: Agents,
+        clock: Clock,
+        metrics: Metrics,
+        forbids_prefix_rows: Callable[[str], bool] = lambda _: False,
+    ) -> None:
+        self._forbids_prefix_rows = forbids_prefix_rows
+        self.frames = Frames(store, state, metrics)
+        """Frames of rows."""
+        self._state = state
+        self._agents = agents
+        self._clock = clock
+        self._memory = Memory(state)
+
+    # ------------------------------------------------------------------ looking up
+
+    def find(
+        self,
+        run: str,
+        trace_id: str,
+        number: int = 0,
+        prefix_rows: int = pb.PREFIX_ROWS_SAME_VERSION,
+    ) -> tuple[Trace, Incarnation]:
+        """Return a trace and one of its incarnations.
+
+        Args:
+            run: namespace.
+            trace_id: the trace.
+            number: number of the incarnation; 0: the newest complete one, else the newest.
+            prefix_rows: PrefixRows policy for rows of other traces.
+
+        Raises:
+            NotFound: if there is no such trace or incarnation.
+        """
+        trace = self._state.traces.traces.get((run, trace_id))
+        if trace is None or not trace.sources:
+            raise self.not_found(run, trace_id)
+        join = trace.join
+        if number:
+            if number not in join.numbers:
+                raise no_incarnation(trace, number)
+            return trace, join.incarnation(number)
+        related = 0
+        for standing in islice(reversed(join.standing), MAX_LOOKED_AT):
+            incarnation = join.incarnation(standing)
+            related += incarnation.num_related
+            if related > MAX_RELATED and standing != join.standing[-1]:
+                break
+            if self.known(trace, incarnation, prefix_rows).complete:
+                return trace, incarnation
+        return trace, join.incarnation(join.standing[-1])
+
+    def not_found(self, run: str, trace_id: str, *, named: bool = False) -> NotFound:
+        """Return the error for a missing trace, with its deletion if known.
+
+        Args:
+            run: namespace.
+            trace_id: the trace.
+            named: whether the caller may see the name of the token that deleted it.
+        """
+        return no_trace(run, trace_id, self._state.tombstones.fate((run, trace_id)), named=named)
+
+    def known(
+        self,
+        trace: Trace,
+        incarnation: Incarnation,
+        prefix_rows: int = pb.PREFIX_ROWS_SAME_VERSION,
+    ) -> Known:
+        """Return the view of an incarnation under a PrefixRows policy."""
+        return self._memory.known(trace, incarnation, self.allowed(trace, prefix_rows))
+
+    def allowed(self, trace: Trace, prefix_rows: int) -> int:
+        """Return the PrefixRows policy that the run allows a reader."""
+        if self._forbids_prefix_rows(trace.key[0]):
+            return pb.PREFIX_ROWS_NEVER
+        return prefix_rows or pb.PREFIX_ROWS_SAME_VERSION
+
+    def state_of(
+        self,
+        trace: Trace,
+        incarnation: Incarnation,
+        prefix_rows: int = pb.PREFIX_ROWS_SAME_VERSION,
+    ) -> int:
+        """Return the TraceState of an incarnation."""
+        known = self.known(trace, incarnation, prefix_rows)
+        if known.complete:
+            return pb.TRACE_STATE_COMPLETE
+        recent = self._clock.now() - trace.updated <= self._agents.timeout
+        own = incarnation.request.sources
+        running = any(self._agents.running(s) for s in own)
+        if known.num_tokens:
+            # A shard whose agent is slower may not have reported the request yet.
+            held = {layer for s in own for layer in s.layout.layer_ids}
+            late = not held.issuperset(known.layout.layer_ids)
+            others = (s for part in incarnation.continued for s in part.request.sources)
+            running = running or (recent and late) or any(map(self._agents.running, others))
+        elif incarnation.request.handed_over:
+            running = recent
+        return pb.TRACE_STATE_RUNNING if running else pb.TRACE_STATE_INCOMPLETE
+
+    def settled(
+        self,
+        trace: Trace,
+        incarnation: Incarnation,
+        prefix_rows: int = pb.PREFIX_ROWS_SAME_VERSION,
+    ) -> bool:
+        """Whether an incarnation has ended and no awaited row can make it complete.
+
+        After the end, only rows of external KV are awaited: the agent of the engine that computed
+        them may be slower.
+        """
+        state = self.state_of(trace, incarnation, prefix_rows)
+        recent = self._clock.now() - trace.updated <= self._agents.timeout
+        loaded = any(s.external and len(s.digests) for s in incarnation.request.sources)
+        if state != pb.TRACE_STATE_INCOMPLETE or not (recent and loaded):
+            return state != pb.TRACE_STATE_RUNNING
+        known = self.known(trace, incarnation, prefix_rows)
+        whole = replace(self.select(known, 0, 0, ()), prefix_rows=prefix_rows)
+        rows = self.rows(trace, incarnation, whole)
+        missing = self.missing(state, trace, incarnation, whole, rows)
+        return any(m.reason != pb.MISSING_REASON_KV_UNKNOWN for m in missing)
+
+    def ended(self, trace: Trace) -> bool:
+        """Whether no incarnation of a trace may still grow, apart from rows of other traces."""
+        recent = self._clock.now() - trace.updated <= self._agents.timeout
+        if not recent and not any(map(self._agents.running, trace.sources)):
+            return True
+        join = trace.join
+        if len(join.standing) > MAX_LOOKED_AT:  # too many to look at each: it is soon not recent
+            return False
+        return all(
+            self.settled(trace, join.incarnation(n), pb.PREFIX_ROWS_NEVER) for n in join.standing
+        )
+
+    def is_covered(self, trace: Trace, incarnation: Incarnation, selection: Selection) -> bool:
+        """Whether every selected cell is present."""
+        if self._is_whole(trace, incarnation, selection):
+            return True
+        known = self.known(trace, incarnation, selection.prefix_rows)
+        return covers(
+            known.sources, segments_of(self.rows(trace, incarnation, selection)), selection
+        )
+
+    def _is_whole(self, trace: Trace, incarnation: Incarnation, selection: Selection) -> bool:
+        """Whether the selection lies within a complete incarnation."""
+        known = self.known(trace, incarnation, selection.prefix_rows)
+        return (
+            known.complete and selection.weight_version is None and selection.stop <= known.num_rows
+        )
+
+    def select(
+        self,
+        known: Known,
+        token_start: int,
+        token_stop: int,
+        layer_ids: Sequence[int],
+        policy: int = pb.READ_POLICY_AS_SAMPLED,
+        weight_version: int | None = None,
+        ranges: Sequence[tuple[int, int]] = (),
+        prefix_rows: int = pb.PREFIX_ROWS_SAME_VERSION,
+    ) -> Selection:
+        """Return the checked selection of a read.
+
+        Raises:
+            InvalidArgument: if a layer is no MoE layer of the model, or positions lie outside of
+                the rows of an ended trace.
+        """
+        layout, rows = known.layout, known.num_rows
+        layout.columns(list(layer_ids))
+        if ranges:
+            _check_ranges(ranges, token_start or token_stop)
+            token_start, token_stop = ranges[0][0], ranges[-1][1]
+        stop = token_stop or max(rows, token_start)
+        if stop < token_start:
+            raise InvalidArgument(
+                field="token_stop",
+                value=token_stop,
+                expected=f"at least token_start = {token_start}",
+            )
+        if known.num_tokens and stop > rows:
+            field, value = (
+                ("token_start", token_start) if token_start > rows else ("token_stop", stop)
+            )
+            raise InvalidArgument(
+                field=field,
+                value=value,
+                expected=f"at most {rows}, the number of rows of {known.num_tokens} tokens",
+            )
+        layers = tuple(sorted(set(layer_ids))) or layout.layer_ids
+        return Selection(
+            token_start, stop, layers, policy, weight_version, prefix_rows, tuple(merge(ranges))
+        )
+
+    # ------------------------------------------------------------------ describing
+
+    def describe(
+        self,
+        trace: Trace,
+        incarnation: Incarnation,
+        *,
+        digests: bool = True,
+        prefix_rows: int = pb.PREFIX_ROWS_SAME_VERSION,
+    ) -> pb.TraceInfo:
+        """Return the TraceInfo of an incarnation, with its token digests if wanted."""
+        known = self.known(trace, incarnation, prefix_rows)
+        if known.info is None:
+            known.info = self._facts(trace, incarnation, known)
+        info = pb.TraceInfo()
+        info.CopyFrom(known.info)
+        info.state = self.state_of(trace, incarnation, prefix_rows)  # type: ignore[assignment]
+        info.expires_ms = int(trace.expires * 1000)
+        if digests:
+            if known.digests is None:
+                all_of_them = sorted(incarnation.request.digests.items())
+                known.digests = np.array(all_of_them[:MAX_DIGESTS], DIGEST).tobytes()
+            info.token_digests = known.digests
+        return info
+
+    def _facts(self, trace: Trace, incarnation: Incarnation, known: Known) -> pb.TraceInfo:
+        """Return the fields that are constant until the trace changes."""
+        request = incarnation.request
+        engines = {s.writer.engine_id for s in request.sources}
+        sources = set(known.rows["source"].tolist())
+        engines.update(known.sources[source].writer.engine_id for source in sources)
+        versions = known.rows["weight_version"]
+        frames = set((known.rows["ref"] >> refs.ROW_BITS).tolist())
+        return pb.TraceInfo(
+            run=trace.key[0],
+            trace_id=trace.key[1],
+            num_tokens=known.num_tokens,
+            prompt_len=request.prompt_len,
+            num_rows=known.num_rows,
+            layout=known.layout.to_proto(),
+            labels=incarnation.labels or None,  # an empty mapping costs as much as a full one
+            incarnation=request.number,
+            num_incarnations=len(trace.join.standing),
+            finish_reason=reason_name(max(s.finish_reason for s in request.sources)),
+            engine_ids=sorted(engines),
+            num_attempts=max(len(s.attempts) for s in request.sources),
+            min_weight_version=int(versions.min()) if len(versions) else 0,
+            max_weight_version=int(versions.max()) if len(versions) else 0,
+            created_ms=int(trace.created * 1000),
+            updated_ms=int(trace.updated * 1000),
+            stored_bytes=sum(self.frames.range_of(frame)[1] for frame in frames),
+            prefix_trace_ids=known.given.trace_ids,
+        )
+
+    def missing(
+        self,
+        state: int,
+        trace: Trace,
+        incarnation: Incarnation,
+        selection: Selection,
+        rows: Served,
+    ) -> list[pb.MissingRange]:
+        """Return the selected cells without rows, with reasons."""
+        if self._is_whole(trace, incarnation, selection):
+            return []
+        sources = incarnation.request.sources
+        if state == pb.TRACE_STATE_RUNNING:
+            default = pb.MISSING_REASON_NOT_YET
+        elif any(not s.ended for s in sources):
+            default = pb.MISSING_REASON_AGENT_LOST
+        else:
+            default = pb.MISSING_REASON_NOT_CAPTURED
+        others: list[Segment] = []
+        if selection.weight_version is not None:
+            any_version = replace(selection, weight_version=None)
+            others = segments_of(self.rows(trace, incarnation, any_version))
+        known = self.known(trace, incarnation, selection.prefix_rows)
+        return missing(known.sources, incarnation, segments_of(rows), others, selection, default)
+
+    def missing_cells(
+        self, state: int, trace: Trace, incarnation: Incarnation
+    ) -> list[pb.MissingCells]:
+        """Return the number of missing cells of all rows, by reason."""
+        known = self.known(trace, incarnation)
+        if known.complete:
+            return []
+        whole = self.select(known, 0, 0, ())
+        rows = self.rows(trace, incarnation, whole)
+        cells: Counter[int] = Counter()
+        for m in self.missing(state, trace, incarnation, whole, rows):
+            layers = len(m.layer_ids) or len(known.layout.layer_ids)
+            cells[m.reason] += (m.stop - m.start) * layers
+        return [
+            pb.MissingCells(reason=reason, cells=n)  # type: ignore[arg-type]
+            for reason, n in sorted(cells.items())
+        ]
+
+    def rows(self, trace: Trace, incarnation: Incarnation, selection: Selection) -> Served:
+        """Return the served rows: ascending records, no cell twice."""
+        allowed = self.allowed(trace, selection.prefix_rows)
+        return self._memory.served(trace, incarnation, replace(selection, prefix_rows=allowed))
+
+
+def _check_ranges(ranges: Sequence[tuple[int, int]], also: int) -> None:
+    if also:
+        raise InvalidArgument(
+            field="token_start, token_stop",
+            value=also,
+            expected="0, as token_ranges are given",
+        )
+    if len(ranges) > MAX_RANGES:
+        raise InvalidArgument(
+            field="token_ranges", value=f"{len(ranges)} ranges", expected=f"at most {MAX_RANGES}"
+        )
+    end = 0
+    for start, stop in ranges:
+        if not end <= start < stop:
+            raise InvalidArgument(
+                field="token_ranges",
+                value=f"[{start}, {stop})",
+                expected=f"ascending, disjoint ranges: start >= {end}, stop above it",
+            )
+        end = stop
+
+
+@cache
+def reason_name(finish_reason: int) -> str:
+    """Return the name of a FinishReason; "" for none."""
+    return FinishReason(finish_reason).name.lower() if finish_reason else ""
