@@ -26,7 +26,7 @@ from commands import commands
 from feeder import Feeder
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_server import drive
+from simulated import drive
 from typer.testing import CliRunner
 from waiting import wait_for
 

@@ -14,9 +14,9 @@ import pytest
 import trustme
 import yaml
 from client_server import LAYOUT, rows_of
+from composed import SERVICES, compose_config
 from feeder import Feeder
 from scrape import Scraped
-from test_docker import SERVICES, compose_config, server_environment  # noqa: F401
 from waiting import wait_for
 
 from routetrace.client import RouteClient
@@ -261,7 +261,7 @@ def test_grafana_finds_its_source_and_its_dashboard():
     assert home == f"{provider['options']['path']}/routetrace.json"
 
 
-def test_prometheus_scrapes_where_the_server_shows(server_environment):  # noqa: F811
+def test_prometheus_scrapes_where_the_server_shows(server_environment):
     (job,) = SCRAPE["scrape_configs"]
     _, port = split_address(compose_config().metrics_listen)
     assert job["static_configs"] == [{"targets": [f"server:{port}"]}]

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from version_pairs import PAIRS
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -26,14 +27,6 @@ pytestmark = [pytest.mark.install, pytest.mark.timeout(1200)]
 
 ROOT = Path(__file__).parents[2]
 
-#: The oldest pair that is declared, the majors between, and whatever is newest. One release of
-#: protobuf's generated code is promised to run on two majors; ours is older than that.
-PAIRS = {
-    "protobuf-4.25": ("protobuf==4.25.8", "grpcio==1.62.3"),
-    "protobuf-5.29": ("protobuf==5.29.5", "grpcio==1.71.2"),
-    "protobuf-6.33": ("protobuf==6.33.5", "grpcio==1.78.0"),
-    "newest": ("protobuf", "grpcio"),
-}
 
 #: Rooms of which modules may need torch or transformers, which their users have.
 TORCH_ROOMS = (

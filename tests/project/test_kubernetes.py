@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import yaml
-from test_docker import STAGES
+from composed import STAGES
 
 from routetrace.server.common.addresses import split_address
 from routetrace.server.settings.config import load_config

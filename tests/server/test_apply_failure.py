@@ -7,7 +7,7 @@ import logging
 import signal
 
 import pytest
-from test_state import pointed_into, records
+from recorder import pointed_into, records
 
 from routetrace.common.errors import Corrupt, Unavailable
 from routetrace.server import daemon

@@ -7,9 +7,9 @@ import random
 import pytest
 from client_server import LAYOUT, rows_of
 from feeder import Feeder
+from recorder import Recorder
 from scrape import Scraped
-from test_server import drive
-from test_state import Recorder
+from simulated import drive
 from waiting import wait_for
 
 from routetrace.client import RouteClient, TraceState

@@ -14,6 +14,7 @@ import pytest
 from client_server import LAYOUT, rows_of
 from feeder import Feeder, seal
 from scrape import Scraped
+from store_records import record
 
 from routetrace.common.errors import Overloaded, Unavailable
 from routetrace.server.common.limited import MAX_LINES, WINDOW_SECONDS, LimitedLog
@@ -148,8 +149,6 @@ def test_chunks_that_fail_hold_no_path(caplog: pytest.LogCaptureFixture) -> None
     ],
 )
 def test_commits_that_fail_hold_no_path(tmp_path, monkeypatch, caplog, error, kind, text) -> None:
-    from test_store import record
-
     store = DiskStore(tmp_path, capacity_bytes=1 << 24)
 
     def failing(*_: object) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from client_server import LAYOUT, rows_of
 from feeder import Feeder
-from test_deletion import Engine
+from sharded_requests import Engine
 from waiting import wait_for
 
 from routetrace.client import RouteClient

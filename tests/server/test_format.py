@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgpack
 import pytest
-from test_state import records
+from recorder import records
 
 from routetrace.common.errors import Corrupt
 from routetrace.server.core import Core

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from client_server import LAYOUT, rows_of
 from feeder import Feeder
-from test_state import Recorder
+from recorder import Recorder
 
 from routetrace.client import RouteClient
 from routetrace.server.index.apply import apply_record

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from feeder import ChunkMaker, Feeder, Stream, seal
 from reads import Reads
+from simulated import LAYOUT, drive
 
 from routetrace.client import RouteClient
 from routetrace.codec.records import FinishReason, OpKind
@@ -17,8 +18,6 @@ from routetrace.common.layout import RoutingLayout
 from routetrace.server.testing import run_server
 from routetrace.simulation.small_engine import SmallEngine
 from routetrace.v1 import routetrace_pb2 as pb
-
-LAYOUT = RoutingLayout((1, 2, 4), 6, 40, 3)
 
 
 @pytest.fixture(scope="module")
@@ -41,21 +40,6 @@ def error_of(call) -> pb.ErrorDetail:
         if key == ERROR_METADATA_KEY:
             return pb.ErrorDetail.FromString(value)
     raise AssertionError(f"no ErrorDetail: {caught.value}")
-
-
-def drive(target: str, seed: int, run: str, *, flush_share: float = 0.2, **engine) -> SmallEngine:
-    """Run a simulated engine to its end, sending chunks of several steps."""
-    blocks = engine.get("num_blocks", 24)
-    feeder = Feeder(target, LAYOUT, run=run, block_size=4, num_blocks=blocks)
-    sim = SmallEngine(feeder, LAYOUT, seed, **engine)
-    prompts = [[sim.rng.randrange(4) for _ in range(sim.rng.randint(1, 14))] for _ in range(4)]
-    for i in range(25):
-        sim.submit(f"r{i}", prompts[i % 4][: sim.rng.randint(1, 14)], sim.rng.randint(1, 12))
-    while sim.step():
-        if sim.rng.random() < flush_share:
-            feeder.flush()
-    feeder.close()
-    return sim
 
 
 def check(sim: SmallEngine, reads: Reads, run: str) -> int:

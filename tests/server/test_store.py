@@ -20,10 +20,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import store_records
 from faults import images
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from store_records import content, record
 
 from routetrace.common.errors import (
     Closed,
@@ -41,16 +43,6 @@ from routetrace.server.store.interface import Record, Store
 from routetrace.server.store.memory import MemoryStore
 
 CAPACITY = 64 << 20
-
-
-def content(number: int) -> bytes:
-    """A payload that only this record has."""
-    rng = random.Random(number)
-    return rng.randbytes(rng.choice((10, 500, 3000, 9000, 40_000)))
-
-
-def record(number: int) -> Record:
-    return Record(number, content(number)[:1500], content(number))
 
 
 def put(store: Store, *numbers: int) -> None:
@@ -354,8 +346,9 @@ def python(script: str, *args: object) -> str:
 WRITER = """
 import random, sys
 from pathlib import Path
-sys.path[:0] = [sys.argv[1], str(Path(sys.argv[1]).parent)]
-from test_store import DiskStore, record
+sys.path.insert(0, sys.argv[1])
+from store_records import record
+from routetrace.server.store.disk.store import DiskStore
 store = DiskStore(Path(sys.argv[2]), capacity_bytes=1 << 30, ack_mode=sys.argv[3])
 rng = random.Random(int(sys.argv[4]))
 number = covered = 0
@@ -378,8 +371,9 @@ while True:
 def test_kill_9_loses_nothing_that_was_acknowledged(tmp_path: Path, mode: str, seed: int) -> None:
     acked = dropped = 0
     wanted = random.Random(seed).randrange(50, 400)
+    helpers = Path(store_records.__file__).parent
     with subprocess.Popen(
-        [sys.executable, "-c", WRITER, Path(__file__).parent, tmp_path, mode, str(seed)],
+        [sys.executable, "-c", WRITER, helpers, tmp_path, mode, str(seed)],
         stdout=subprocess.PIPE,
         text=True,
     ) as process:

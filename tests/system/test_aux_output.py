@@ -17,8 +17,8 @@ import time
 import numpy as np
 import pytest
 from feeder import ChunkMaker, Feeder
+from prefill_decode import LAYOUT, Pair, assert_rows, reasons, rows_of
 from reads import Reads
-from test_lifecycle import LAYOUT, Pair, assert_rows, reasons, rows_of
 
 from routetrace.capture_agent import AgentConfig, CaptureAgent
 from routetrace.client import RouteClient

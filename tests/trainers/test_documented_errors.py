@@ -9,9 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 from client_server import rows_of
+from disagreement import MODELS, chosen, packed, routed, shifted
 from feeder import Feeder
 from rank_rows import trace_of
-from test_diagnosis import MODELS, chosen, packed, routed, shifted
 
 from routetrace.client import MicroBatch, Rank, RouteClient, Sample, make_plan
 from routetrace.common.errors import InvalidArgument
