@@ -21,7 +21,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from routed_cells import ABSENT, RIGHT, WRONG
+from support.models.routed_cells import ABSENT, RIGHT, WRONG
 
 ROOT = Path(__file__).parent.parent
 FIGURES, PAGE = ROOT / "benchmarks" / "rivals_exact.json", ROOT / "docs" / "rivals.md"

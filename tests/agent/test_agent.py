@@ -17,9 +17,9 @@ from pathlib import Path
 import grpc
 import numpy as np
 import pytest
-from ingest_server import IngestServer
-from shared_names import left_behind, shared_names
-from waiting import keeps_to, wait_for
+from support.servers.ingest_server import IngestServer
+from support.shared_names import left_behind, shared_names
+from support.waiting import keeps_to, wait_for
 
 from routetrace.capture_agent import AgentConfig, AgentStats, CaptureAgent, link
 from routetrace.capture_agent.transport import sender, stream

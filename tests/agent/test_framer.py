@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from ingest_server import NO_DRAFTS, Model, read_chunk
+from support.servers.ingest_server import NO_DRAFTS, Model, read_chunk
 
 from routetrace.capture_agent.agent import _cut
 from routetrace.capture_agent.counters import Word

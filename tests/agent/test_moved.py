@@ -6,9 +6,9 @@ import logging
 
 import numpy as np
 import pytest
-from ingest_server import IngestServer
-from signposts import signposts
-from waiting import wait_for
+from support.servers.ingest_server import IngestServer
+from support.servers.signposts import signposts
+from support.waiting import wait_for
 
 from routetrace.capture_agent import AgentConfig, CaptureAgent
 from routetrace.capture_agent.transport import sender

@@ -23,9 +23,9 @@ import numpy as np
 import pytest
 from faults.proxy import Proxy
 from faults.serving import free_port
-from ingest_server import IngestServer, Model, read_chunk
-from pressure import LAYOUT, Load, check_sample, memory_of, read_back, without_server
-from waiting import keeps_to, wait_for
+from support.agents.pressure import LAYOUT, Load, check_sample, memory_of, read_back, without_server
+from support.servers.ingest_server import IngestServer, Model, read_chunk
+from support.waiting import keeps_to, wait_for
 
 from routetrace.capture_agent import AgentConfig, CaptureAgent
 from routetrace.capture_agent.engines.vllm.settings import settings_of

@@ -15,9 +15,9 @@ from pathlib import Path
 import numpy as np
 import psutil
 import pytest
-from ingest_server import IngestServer
-from shared_names import left_behind, shared_names
-from waiting import wait_for
+from support.servers.ingest_server import IngestServer
+from support.shared_names import left_behind, shared_names
+from support.waiting import wait_for
 
 from routetrace.capture_agent import AgentConfig, CaptureAgent
 from routetrace.common.layout import RoutingLayout

@@ -7,7 +7,7 @@ import socket
 from typing import Any
 
 import numpy as np
-from ingest_server import read_chunk
+from support.servers.ingest_server import read_chunk
 
 from routetrace.capture_agent import AgentConfig
 from routetrace.capture_agent.counters import COUNTER_BYTES

@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.waiting import wait_for
 from typer.testing import CliRunner
-from waiting import wait_for
 
 from routetrace.cli.commands import app
 from routetrace.client import RouteClient

@@ -21,14 +21,14 @@ from urllib.parse import unquote
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
-from client_server import LAYOUT, ScriptedServer, rows_of, truth
-from commands import commands
-from feeder import Feeder
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from simulated import drive
+from support.agents.feeder import Feeder
+from support.agents.simulated import drive
+from support.commands import commands
+from support.servers.client_server import LAYOUT, ScriptedServer, rows_of, truth
+from support.waiting import wait_for
 from typer.testing import CliRunner
-from waiting import wait_for
 
 from routetrace.cli.arguments import layers_of, tokens_of
 from routetrace.cli.commands import app
@@ -470,7 +470,9 @@ def test_verify_finds_damage(cli, where, monkeypatch):
     made = truth(40, trace_id="bad")
     if where == "ids":
         made.ids[7, 2] = made.ids[7, 2, 0]
-        monkeypatch.setattr("client_server.encode_frame", partial(encode_frame, validate=False))
+        monkeypatch.setattr(
+            "support.servers.client_server.encode_frame", partial(encode_frame, validate=False)
+        )
 
     def answer(request: pb.GetTraceRequest, context: Any) -> Iterator[pb.GetTraceResponse]:
         for response in made.responses(request):

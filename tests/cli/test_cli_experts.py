@@ -16,10 +16,10 @@ from typing import Any
 import numpy as np
 import pytest
 import typer
-from commands import commands
-from expert_rows import drawn
-from feeder import Feeder
-from terminal import screen
+from support.agents.feeder import Feeder
+from support.commands import commands
+from support.models.expert_rows import drawn
+from support.terminal import screen
 from typer.testing import CliRunner
 
 from routetrace.cli.commands import app

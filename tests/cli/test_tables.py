@@ -7,11 +7,11 @@ import re
 from collections.abc import Iterator
 
 import pytest
-from client_server import LAYOUT, rows_of
-from commands import commands
-from feeder import Feeder
-from terminal import screen
-from waiting import wait_for
+from support.agents.feeder import Feeder
+from support.commands import commands
+from support.servers.client_server import LAYOUT, rows_of
+from support.terminal import screen
+from support.waiting import wait_for
 
 from routetrace.cli.output import age, short
 from routetrace.client import RouteClient

@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from client_server import LAYOUT, WIDE, Truth, sealed, truth
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.servers.client_server import LAYOUT, WIDE, Truth, sealed, truth
 
 from routetrace.client import TraceState
 from routetrace.client._core import assemble as assemble_module

@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator
 import grpc
 import numpy as np
 import pytest
-from client_server import ScriptedServer, Truth, sealed, truth
-from waiting import with_time
+from support.servers.client_server import ScriptedServer, Truth, sealed, truth
+from support.waiting import with_time
 
 from routetrace.client import RouteClient, RoutingTrace
 from routetrace.common.errors import (

@@ -17,10 +17,10 @@ from importlib import metadata
 import grpc
 import numpy as np
 import pytest
-from client_server import LAYOUT, ScriptedServer, Truth, fail, truth
 from hypothesis import given
 from hypothesis import strategies as st
-from waiting import wait_for
+from support.servers.client_server import LAYOUT, ScriptedServer, Truth, fail, truth
+from support.waiting import wait_for
 
 import routetrace.client
 from routetrace.client import AsyncRouteClient, ReadOptions, RouteClient, RoutingTrace, TraceState

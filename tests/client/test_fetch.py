@@ -10,11 +10,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from client_server import LAYOUT, rows_of, truth
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from planned import Drawn, drawn
-from reads import Reads
+from support.ranks.planned import Drawn, drawn
+from support.reads import Reads
+from support.servers.client_server import LAYOUT, rows_of, truth
 
 from routetrace.capture_agent import AgentConfig, CaptureAgent
 from routetrace.client import (

@@ -7,7 +7,7 @@ from contextlib import suppress
 
 import numpy as np
 import pytest
-from feeder import Feeder
+from support.agents.feeder import Feeder
 
 from routetrace.client import RouteClient, TraceState
 from routetrace.common.errors import NotFound

@@ -7,9 +7,9 @@ from typing import NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
-from gloo_ranks import all_gather_rows, run_ranks
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.ranks.gloo_ranks import all_gather_rows, run_ranks
 
 from routetrace.capture_agent.engines.parallel import local_rows
 from routetrace.common.errors import InvalidArgument

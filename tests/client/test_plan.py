@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from planned import MANY, PADDING, drawn
+from support.ranks.planned import MANY, PADDING, drawn
 
 from routetrace.client import MicroBatch, Rank, Sample, Segment, make_plan
 from routetrace.common.errors import InvalidArgument

@@ -5,9 +5,9 @@ from __future__ import annotations
 import grpc
 import numpy as np
 import pytest
-from client_server import ScriptedServer, truth
-from signposts import signposts
-from waiting import wait_for
+from support.servers.client_server import ScriptedServer, truth
+from support.servers.signposts import signposts
+from support.waiting import wait_for
 
 from routetrace.client import AsyncRouteClient, RouteClient
 from routetrace.client._core.retry import Attempts, CallState

@@ -8,9 +8,9 @@ import sys
 
 import numpy as np
 import pytest
-from client_server import LAYOUT, WIDE, Truth, truth
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.servers.client_server import LAYOUT, WIDE, Truth, truth
 
 from routetrace.client import MissingRange, RoutingTrace, TraceState
 from routetrace.client._core.assemble import Assembler, Want

@@ -21,7 +21,7 @@ import pytest
 import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from native_loops import loops
+from support.native_loops import loops
 
 from routetrace.codec import frame as frame_module
 from routetrace.codec.frame import (

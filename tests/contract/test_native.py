@@ -13,11 +13,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from faults.fuzz_mutate import mutate_frame
+from faults.fuzz.mutate import mutate_frame
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from native_loops import loader, loops
-from waiting import wait_for
+from support.native_loops import loader, loops
+from support.waiting import wait_for
 
 from routetrace.capture_agent.config import AgentConfig
 from routetrace.client import RouteClient

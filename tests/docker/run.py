@@ -194,7 +194,7 @@ def prove(engine: Engine) -> int:
     else:
         say(
             "NOT RUN: Grafana, whose image cannot be had here; "
-            "tests/project/test_docker.py reads its JSON"
+            "tests/deploy/test_docker.py reads its JSON"
         )
         say(f"STOOD IN: {engine.execute('prometheus', 'prometheus', '--version').splitlines()[0]}")
     engine.compose("down", "--volumes")

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 import torch
 import torch._dynamo
-from recorded import Graph, counted
-from small_moe import WIDTH, SmallMoE, tokens, truth
+from support.models.recorded import Graph, counted
+from support.models.small_moe import WIDTH, SmallMoE, tokens, truth
 
 from routetrace.capture_agent.engines import cells as capture_cells
 from routetrace.capture_agent.engines.capturer import RoutingCapturer

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from gloo_ranks import run_ranks
-from small_moe import SmallMoE, tokens, truth
+from support.models.small_moe import SmallMoE, tokens, truth
+from support.ranks.gloo_ranks import run_ranks
 from torch.distributed import _functional_collectives as collectives
 
 from routetrace.capture_agent import AgentConfig, CaptureAgent

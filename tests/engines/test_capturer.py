@@ -18,7 +18,7 @@ import torch
 import torch._dynamo.testing
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from small_moe import SmallMoE, tokens, truth
+from support.models.small_moe import SmallMoE, tokens, truth
 
 from routetrace.capture_agent.engines import capturer as capturer_module
 from routetrace.capture_agent.engines.capturer import RoutingCapturer

@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 import torch
 import torch._dynamo
-from client_server import LAYOUT as NARROW
-from client_server import WIDE, Truth, truth
-from fake_streams import FakeCuda, FakeEvent, FakeStream
+from support.models.fake_streams import FakeCuda, FakeEvent, FakeStream
+from support.servers.client_server import LAYOUT as NARROW
+from support.servers.client_server import WIDE, Truth, truth
 from torch.overrides import TorchFunctionMode
 
 from routetrace.capture_agent.engines.capturer import PendingRows, RoutingCapturer

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from routing_truth import RecordingAgent, Truth, assert_no_hooks, padded, reforward
-from tiny_models import EOS, PAD, PAGE_SIZE, paging, tiny_model
+from support.models.routing_truth import RecordingAgent, Truth, assert_no_hooks, padded, reforward
+from support.models.tiny_models import EOS, PAD, PAGE_SIZE, paging, tiny_model
 from transformers import GenerationConfig
 
 from routetrace.capture_agent import AgentConfig, CaptureAgent

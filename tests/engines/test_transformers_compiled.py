@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from routing_truth import RecordingAgent, assert_no_hooks, padded, reforward
-from tiny_models import tiny_model
+from support.models.routing_truth import RecordingAgent, assert_no_hooks, padded, reforward
+from support.models.tiny_models import tiny_model
 from torch._dynamo.backends.debugging import aot_eager
 from transformers import CompileConfig
 

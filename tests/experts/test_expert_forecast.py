@@ -6,9 +6,9 @@ import math
 
 import numpy as np
 import pytest
-from expert_rows import drawn
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.models.expert_rows import drawn
 
 from routetrace.common.errors import InvalidArgument
 from routetrace.experts import forecast as expert_forecast

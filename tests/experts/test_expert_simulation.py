@@ -7,9 +7,9 @@ from itertools import combinations, product
 
 import numpy as np
 import pytest
-from expert_rows import RECORDED, drawn, recorded
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.models.expert_rows import RECORDED, drawn, recorded
 
 from routetrace.common.errors import InvalidArgument
 from routetrace.experts.analysis import simulation

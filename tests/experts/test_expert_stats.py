@@ -7,9 +7,9 @@ from itertools import combinations
 
 import numpy as np
 import pytest
-from expert_rows import drawn
 from hypothesis import given
 from hypothesis import strategies as st
+from support.models.expert_rows import drawn
 
 from routetrace.common.errors import InvalidArgument
 from routetrace.experts.analysis.stats import ExpertStats, balancedness

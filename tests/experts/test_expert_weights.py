@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from fake_streams import FakeCuda, FakeStream, Work
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.models.fake_streams import FakeCuda, FakeStream, Work
 
 from routetrace.common.errors import InvalidArgument
 from routetrace.experts.cached import CachedWeightProvider

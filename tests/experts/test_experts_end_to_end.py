@@ -7,8 +7,8 @@ import json
 import numpy as np
 import pytest
 import torch
-from routing_truth import padded
-from tiny_models import eager, tiny_model
+from support.models.routing_truth import padded
+from support.models.tiny_models import eager, tiny_model
 from typer.testing import CliRunner
 
 from routetrace.capture_agent import AgentConfig, CaptureAgent

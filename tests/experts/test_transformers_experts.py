@@ -18,9 +18,9 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from routing_truth import RecordingAgent, padded
-from tiny_models import FAMILIES, eager, paging
-from tiny_models import tiny_model as shared_model
+from support.models.routing_truth import RecordingAgent, padded
+from support.models.tiny_models import FAMILIES, eager, paging
+from support.models.tiny_models import tiny_model as shared_model
 from torch import nn
 from transformers.integrations.moe import use_experts_implementation
 

@@ -68,7 +68,8 @@ def _run(name: str, seed: int, options: Options) -> dict[str, float]:
         check(found.returncode == 0, f"fuzz: {found.returncode} findings\n{found.stdout}")
         counts = re.findall(r"^(\w+) +([\d,]+) inputs", found.stdout, re.MULTILINE)
         return {f"{target}_inputs": int(count.replace(",", "")) for target, count in counts}
-    figures: dict[str, float] = importlib.import_module(f"faults.{name}").run(seed, **options)
+    scenario = importlib.import_module(f"faults.scenarios.{name}")
+    figures: dict[str, float] = scenario.run(seed, **options)
     return figures
 
 

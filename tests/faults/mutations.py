@@ -109,7 +109,7 @@ def seen(mutation: Mutation) -> str:
             [
                 sys.executable,
                 "-m",
-                "faults.power",
+                "faults.scenarios.power",
                 "--images",
                 "6000",
                 "--seed",

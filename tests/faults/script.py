@@ -11,8 +11,8 @@ from functools import lru_cache
 from zlib import crc32
 
 import numpy as np
-from client_server import rows_of
-from feeder import ChunkMaker, seal
+from support.agents.feeder import ChunkMaker, seal
+from support.servers.client_server import rows_of
 
 from routetrace.codec.records import FinishReason, OpKind
 from routetrace.common.layout import RoutingLayout

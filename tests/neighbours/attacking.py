@@ -14,7 +14,7 @@ from typing import Any
 
 import grpc
 import numpy as np
-from feeder import Feeder, Stream, seal
+from support.agents.feeder import Feeder, Stream, seal
 
 from neighbours.place import Access
 from neighbours.tenants import LAYOUT

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
-from client_server import rows_of
 from faults.check import check, temporary
+from support.servers.client_server import rows_of
 
 from neighbours.attacking import attacker
 from neighbours.place import HONEST, VICTIM, Place

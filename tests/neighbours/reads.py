@@ -7,7 +7,7 @@ from collections.abc import AsyncIterable
 from concurrent.futures import ThreadPoolExecutor
 
 import grpc
-from client_server import rows_of
+from support.servers.client_server import rows_of
 
 from neighbours.attacking import RUN, Attack, hold_streams, outcome
 from neighbours.tenants import LAYOUT

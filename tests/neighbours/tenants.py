@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 
 import numpy as np
-from client_server import rows_of
+from support.servers.client_server import rows_of
 
 from neighbours.place import Access
 from routetrace.capture_agent import AgentConfig, CaptureAgent

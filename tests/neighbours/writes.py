@@ -6,8 +6,8 @@ from contextlib import suppress
 
 import grpc
 import numpy as np
-from client_server import rows_of
-from feeder import ChunkMaker, Stream
+from support.agents.feeder import ChunkMaker, Stream
+from support.servers.client_server import rows_of
 
 from neighbours.attacking import RUN, Attack, begins, outcome
 from neighbours.tenants import LAYOUT

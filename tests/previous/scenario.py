@@ -9,8 +9,8 @@ from typing import Any
 import grpc
 import numpy as np
 import pytest
-from feeder import Feeder
-from reads import Reads
+from support.agents.feeder import Feeder
+from support.reads import Reads
 
 from previous.serving import BEGINNING, Serving
 from routetrace.codec.records import OpKind, token_digests

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import grpc
-from reads import Reads, collect
+from support.reads import Reads, collect
 
 from previous.scenario import LAYOUT, described
 from previous.serving import Relay, Serving

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from client_server import rows_of
+from support.servers.client_server import rows_of
 
 from routetrace.capture_agent import AgentConfig, CaptureAgent
 from routetrace.capture_agent.engines.transformers import TransformersCapture

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from version_pairs import PAIRS
+from support.version_pairs import PAIRS
 
 if sys.version_info >= (3, 11):
     import tomllib

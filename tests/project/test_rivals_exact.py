@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import rivals_exact
 from rivals_exact import MARK, SCENARIOS, Line
-from routed_cells import fates
+from support.models.routed_cells import fates
 
 from routetrace.common.missing import MissingRange
 

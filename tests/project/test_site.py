@@ -13,7 +13,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from version_pairs import PAIRS
+from support.version_pairs import PAIRS
 
 if sys.version_info >= (3, 11):
     import tomllib

@@ -18,8 +18,8 @@ import numpy as np
 import pytest
 import torch
 import trustme
-from client_server import rows_of
-from snippets import ROOT, Reader, snippets
+from support.servers.client_server import rows_of
+from support.snippets import ROOT, Reader, snippets
 
 from routetrace.capture_agent import AgentConfig, CaptureAgent
 from routetrace.client import Security

@@ -19,12 +19,12 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from faults.check import check, read_all, temporary
-from faults.kill import scripts
+from faults.scenarios.kill import scripts
 from faults.script import RUN
 from faults.writers import Job, Run, Writers, no_violations
-from object_servers import ObjectServer
-from routed_engine import Engine
-from waiting import wait_for
+from support.agents.routed_engine import Engine
+from support.servers.object_servers import ObjectServer
+from support.waiting import wait_for
 
 from routetrace.client import RouteClient
 from routetrace.common.errors import InvalidArgument

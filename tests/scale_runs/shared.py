@@ -15,9 +15,9 @@ from threading import Event, Thread
 
 import numpy as np
 from faults.check import check, temporary
-from object_servers import ObjectServer, owned_by
-from routed_engine import Engine
-from waiting import wait_for
+from support.agents.routed_engine import Engine
+from support.servers.object_servers import ObjectServer, owned_by
+from support.waiting import wait_for
 
 from routetrace.client import RouteClient
 from routetrace.server.access.partition import place

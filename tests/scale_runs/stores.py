@@ -14,7 +14,7 @@ from pathlib import Path
 
 import psutil
 from faults.serving import free_port
-from waiting import wait_for
+from support.waiting import wait_for
 
 BOUND_S = 120.0
 

@@ -24,7 +24,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from routed_cells import fates
+from support.models.routed_cells import fates
 from vllm_runs.reference import Reference, change_weights
 
 from routetrace.client import ReadOptions, RouteClient

@@ -6,10 +6,10 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from fake_s3 import FakeS3
-from object_servers import ObjectServer, owned_by
-from routed_engine import Engine
-from waiting import wait_for
+from support.agents.routed_engine import Engine
+from support.servers.fake_s3 import FakeS3
+from support.servers.object_servers import ObjectServer, owned_by
+from support.waiting import wait_for
 
 from routetrace.client import RouteClient
 from routetrace.common.errors import InvalidArgument

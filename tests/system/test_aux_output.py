@@ -16,9 +16,9 @@ import time
 
 import numpy as np
 import pytest
-from feeder import ChunkMaker, Feeder
-from prefill_decode import LAYOUT, Pair, assert_rows, reasons, rows_of
-from reads import Reads
+from support.agents.feeder import ChunkMaker, Feeder
+from support.agents.prefill_decode import LAYOUT, Pair, assert_rows, reasons, rows_of
+from support.reads import Reads
 
 from routetrace.capture_agent import AgentConfig, CaptureAgent
 from routetrace.client import RouteClient

@@ -12,9 +12,9 @@ from contextlib import asynccontextmanager, closing, nullcontext
 import grpc
 import numpy as np
 import pytest
-from feeder import Feeder
-from scrape import Scraped
-from waiting import wait_for
+from support.agents.feeder import Feeder
+from support.scrape import Scraped
+from support.waiting import wait_for
 
 from routetrace.client import (
     AsyncRouteClient,

@@ -9,9 +9,9 @@ from pathlib import Path
 import grpc
 import numpy as np
 import pytest
-from feeder import ChunkMaker, Feeder, Stream, seal
-from scrape import Scraped
-from waiting import wait_for, with_time
+from support.agents.feeder import ChunkMaker, Feeder, Stream, seal
+from support.scrape import Scraped
+from support.waiting import wait_for, with_time
 
 from routetrace.client import RouteClient
 from routetrace.codec.records import OP, FinishReason, OpKind

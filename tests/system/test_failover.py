@@ -10,12 +10,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from fake_s3 import FakeS3
 from faults.serving import free_port
-from object_servers import ObjectServer
-from routed_engine import Engine
-from scrape import http_status
-from waiting import wait_for, with_time
+from support.agents.routed_engine import Engine
+from support.scrape import http_status
+from support.servers.fake_s3 import FakeS3
+from support.servers.object_servers import ObjectServer
+from support.waiting import wait_for, with_time
 
 from routetrace.client import RouteClient
 from routetrace.common.errors import InvalidArgument, NotFound, Unavailable

@@ -23,7 +23,7 @@ import numpy as np
 import pytest
 import torch
 import trustme
-from waiting import wait_for
+from support.waiting import wait_for
 
 from routetrace.capture_agent import AgentConfig, CaptureAgent
 from routetrace.cli import main as routetrace_command

@@ -9,11 +9,11 @@ from pathlib import Path
 import grpc
 import numpy as np
 import pytest
-from client_server import LAYOUT, ScriptedServer, rows_of, sealed, truth
-from faults.fuzz import run_target
-from faults.fuzz_mutate import bomb, put_group, reseal_frame
-from feeder import ChunkMaker, Feeder, Stream, seal
-from reads import Reads
+from faults.fuzz.mutate import bomb, put_group, reseal_frame
+from faults.fuzz.runner import run_target
+from support.agents.feeder import ChunkMaker, Feeder, Stream, seal
+from support.reads import Reads
+from support.servers.client_server import LAYOUT, ScriptedServer, rows_of, sealed, truth
 
 from routetrace.client import RouteClient
 from routetrace.client._core import assemble as assemble_module
@@ -542,7 +542,7 @@ def test_the_fuzzer_sees_a_crash_and_wrong_errors(monkeypatch, tmp_path):
 
 
 def test_inputs_are_the_same_for_the_same_seed():
-    from faults.fuzz_targets import FrameTarget, inputs
+    from faults.fuzz.targets import FrameTarget, inputs
 
     first, second = (inputs(FrameTarget(), random.Random(5)) for _ in range(2))
     frames = [next(first) for _ in range(50)]

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from feeder import Feeder
-from prefill_decode import LAYOUT, Pair, assert_rows, reasons, rows_of
-from reads import Reads
+from support.agents.feeder import Feeder
+from support.agents.prefill_decode import LAYOUT, Pair, assert_rows, reasons, rows_of
+from support.reads import Reads
 
 from routetrace.codec.records import SPAN, OpKind, token_digests
 from routetrace.server.testing import run_server

@@ -7,7 +7,7 @@ import time
 
 import numpy as np
 import pytest
-from waiting import wait_for
+from support.waiting import wait_for
 
 from routetrace.capture_agent import AgentConfig, CaptureAgent
 from routetrace.client import DeadlineExceeded, InvalidArgument, RouteClient

@@ -7,9 +7,9 @@ import random
 import grpc
 import numpy as np
 import pytest
-from client_server import LAYOUT, rows_of
-from feeder import Feeder
 from google.protobuf.message import DecodeError
+from support.agents.feeder import Feeder
+from support.servers.client_server import LAYOUT, rows_of
 
 from routetrace.client import RouteClient
 from routetrace.client._core.assemble import Assembler, Want

@@ -18,12 +18,12 @@ import psutil
 import pytest
 import trustme
 from faults.check import audit, read_all
-from faults.kill import SETTINGS, scripts
+from faults.scenarios.kill import SETTINGS, scripts
 from faults.script import LAYOUT, RUN, Script
 from faults.writers import Job, Run, Writers, no_violations
-from feeder import Stream
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from waiting import wait_for
+from support.agents.feeder import Stream
+from support.waiting import wait_for
 
 from routetrace.capture_agent import AgentConfig, CaptureAgent
 from routetrace.client import AsyncRouteClient, RouteClient

@@ -11,11 +11,11 @@ from trainer_runs import megatron_cpu  # isort: skip  # first of all
 
 import numpy as np
 import torch
-from gloo_ranks import run_ranks
 from megatron.core import parallel_state
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.utils import get_batch_on_this_cp_rank
+from support.ranks.gloo_ranks import run_ranks
 
 from routetrace.client.plan import MicroBatch, Plan, Sample, make_plan
 from routetrace.client.rows import RankRows

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from types import SimpleNamespace
 
 import numpy as np
-from rank_rows import random_choices, rows_of
 from skyrl.train.dataset.preprocess import convert_prompts_responses_to_batch_tensors
+from support.ranks.rank_rows import random_choices, rows_of
 
 from routetrace.client import MicroBatch, Rank, Sample, make_plan
 from routetrace.common.layout import RoutingLayout

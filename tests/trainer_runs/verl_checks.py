@@ -16,12 +16,12 @@ from trainer_runs import megatron_cpu  # isort: skip  # first of all
 
 import numpy as np
 import torch
-from gloo_ranks import run_ranks
 from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import scatter_to_sequence_parallel_region
 from megatron.core.transformer.moe.router import TopKRouter
-from rank_rows import random_choices, rows_of
+from support.ranks.gloo_ranks import run_ranks
+from support.ranks.rank_rows import random_choices, rows_of
 from tensordict import TensorDict
 from verl.models.mcore.util import preprocess_packed_seqs, preprocess_thd_engine
 from verl.utils.megatron import router_replay_utils as replay

@@ -12,8 +12,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from planned import drawn
-from rank_rows import facts_of, random_choices, rows_of, trace_of
+from support.ranks.planned import drawn
+from support.ranks.rank_rows import facts_of, random_choices, rows_of, trace_of
 
 from routetrace.client import MicroBatch, Rank, Sample, make_plan
 from routetrace.common.errors import InvalidArgument

@@ -6,11 +6,11 @@ import random
 
 import numpy as np
 import pytest
-from disagreement import MODELS, chosen, packed, routed, shifted
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from planned import drawn
-from rank_rows import rows_of, trace_of
+from support.ranks.disagreement import MODELS, chosen, packed, routed, shifted
+from support.ranks.planned import drawn
+from support.ranks.rank_rows import rows_of, trace_of
 
 from routetrace.client import Sample, make_plan
 from routetrace.common.errors import InvalidArgument

@@ -16,10 +16,18 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from client_server import LAYOUT, rows_of, truth
-from dialect_samples import LAYOUTS, Known, any_sample, batch_of, known, of_trace, randoms
 from hypothesis import given
-from rank_rows import rows_of as fetched
+from support.ranks.dialect_samples import (
+    LAYOUTS,
+    Known,
+    any_sample,
+    batch_of,
+    known,
+    of_trace,
+    randoms,
+)
+from support.ranks.rank_rows import rows_of as fetched
+from support.servers.client_server import LAYOUT, rows_of, truth
 
 from routetrace.client import MicroBatch, Rank, Sample, Segment, make_plan
 from routetrace.common.errors import Incomplete, InvalidArgument

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from client_server import rows_of
-from disagreement import MODELS, chosen, packed, routed, shifted
-from feeder import Feeder
-from rank_rows import trace_of
+from support.agents.feeder import Feeder
+from support.ranks.disagreement import MODELS, chosen, packed, routed, shifted
+from support.ranks.rank_rows import trace_of
+from support.servers.client_server import rows_of
 
 from routetrace.client import MicroBatch, Rank, RouteClient, Sample, make_plan
 from routetrace.common.errors import InvalidArgument

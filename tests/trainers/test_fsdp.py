@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from gloo_ranks import run_ranks
-from rank_rows import random_choices, rows_of
-from tiny_models import VOCABULARY, tiny_model
+from support.models.tiny_models import VOCABULARY, tiny_model
+from support.ranks.gloo_ranks import run_ranks
+from support.ranks.rank_rows import random_choices, rows_of
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     apply_activation_checkpointing,
 )

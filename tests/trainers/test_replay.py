@@ -13,9 +13,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rank_rows import facts_of, random_choices, rows_of
-from routing_truth import RecordingAgent, Truth, padded, routers
-from tiny_models import FAMILIES, VOCABULARY, tiny_model
+from support.models.routing_truth import RecordingAgent, Truth, padded, routers
+from support.models.tiny_models import FAMILIES, VOCABULARY, tiny_model
+from support.ranks.rank_rows import facts_of, random_choices, rows_of
 from torch.overrides import _get_current_function_mode_stack
 
 from routetrace.capture_agent.engines.transformers import TransformersCapture

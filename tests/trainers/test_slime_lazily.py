@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from client_server import LAYOUT, ScriptedServer, rows_of, truth
-from dialect_samples import LAYOUTS, randoms
 from hypothesis import given, settings
-from rank_rows import rows_of as fetched
+from support.ranks.dialect_samples import LAYOUTS, randoms
+from support.ranks.rank_rows import rows_of as fetched
+from support.servers.client_server import LAYOUT, ScriptedServer, rows_of, truth
 
 from routetrace.client import Rank, RankRows, RouteClient, Sample, Segment, make_plan
 from routetrace.common.errors import Incomplete, InvalidArgument

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 import numpy as np
-from routed_cells import fates
+from support.models.routed_cells import fates
 
 from routetrace.client import ReadOptions, RouteClient, RoutingTrace, TraceState
 from routetrace.common.errors import NotFound, RouteTraceError

@@ -1,0 +1,167 @@
+"""The manifests for Kubernetes: flags, ports, files, users and labels fit each other and the image.
+
+`make test-kubernetes` checks them against the schemas of Kubernetes.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import pytest
+import yaml
+from support.composed import STAGES
+
+from routetrace.server.common.addresses import split_address
+from routetrace.server.settings.config import load_config
+
+ROOT = Path(__file__).parents[2]
+FOLDER = ROOT / "docker/kubernetes"
+NAMES = ("server", "object")
+SECRETS = {"tls": ("tls.crt", "tls.key"), "tokens": ("tokens.toml",)}
+
+
+class Manifest:
+    """The objects of one file."""
+
+    def __init__(self, name: str) -> None:
+        self.objects = list(yaml.safe_load_all((FOLDER / f"{name}.yaml").read_text("utf-8")))
+        self.set = self.one("StatefulSet")
+        self.pod = self.set["spec"]["template"]
+        (self.container,) = self.pod["spec"]["containers"]
+        self.mounts = {m["name"]: m["mountPath"] for m in self.container["volumeMounts"]}
+
+    def one(self, kind: str) -> dict[str, Any]:
+        (found,) = (each for each in self.objects if each["kind"] == kind)
+        return found
+
+    @property
+    def flags(self) -> dict[str, str]:
+        return dict(word.removeprefix("--").split("=", 1) for word in self.container["args"])
+
+    @property
+    def claims(self) -> dict[str, str]:
+        """Size by name of each volume that outlives its pod."""
+        return {
+            claim["metadata"]["name"]: claim["spec"]["resources"]["requests"]["storage"]
+            for claim in self.set["spec"].get("volumeClaimTemplates", ())
+        }
+
+
+@pytest.fixture(params=NAMES)
+def manifest(request: pytest.FixtureRequest) -> Manifest:
+    return Manifest(request.param)
+
+
+def gib(size: str) -> int:
+    number, unit = re.fullmatch(r"(\d+)(Gi|GiB)", size).groups()
+    assert unit
+    return int(number)
+
+
+def config_of(manifest: Manifest, tmp_path: Path) -> Any:
+    """Settings of the server, with its Secrets where the flags say, below a directory."""
+    args = list(manifest.container["args"])
+    for volume, files in SECRETS.items():
+        mounted = manifest.mounts[volume]
+        (tmp_path / volume).mkdir()
+        for file in files:
+            (tmp_path / volume / file).write_text("")
+        assert any(mounted in word for word in args)
+        args = [word.replace(mounted, str(tmp_path / volume)) for word in args]
+    assert not [word for word in args if "/etc/" in word]
+    return load_config(args)
+
+
+def test_the_server_takes_its_flags(manifest, tmp_path):
+    config = config_of(manifest, tmp_path)
+    assert not config.insecure
+    assert (config.tls_cert, config.tls_key, config.tokens) != (None, None, None)
+    ports = {port["name"]: port["containerPort"] for port in manifest.container["ports"]}
+    assert ports == {
+        "grpc": config.host_port[1],
+        "metrics": split_address(config.metrics_listen)[1],
+    }
+    assert manifest.pod["spec"]["terminationGracePeriodSeconds"] >= config.drain_seconds + 10
+    (service,) = manifest.one("Service")["spec"]["ports"]
+    assert service["port"] == config.host_port[1]
+    assert service["targetPort"] in ports
+    assert manifest.pod["metadata"]["annotations"]["prometheus.io/port"] == str(ports["metrics"])
+
+
+def test_probes_ask_for_pages_that_exist(manifest):
+    for kind in ("startupProbe", "livenessProbe", "readinessProbe"):
+        probe = manifest.container[kind]["httpGet"]
+        assert probe["path"] in {"/livez", "/readyz"}
+        assert probe["port"] == "metrics"
+    assert manifest.container["livenessProbe"]["httpGet"]["path"] == "/livez"
+
+
+def test_volumes_and_mounts_are_the_same(manifest):
+    volumes = {volume["name"] for volume in manifest.pod["spec"]["volumes"]}
+    assert {*manifest.mounts} == volumes | {*manifest.claims}
+
+
+def test_stored_rows_fit_their_volume(tmp_path):
+    disk, config = Manifest("server"), config_of(Manifest("server"), tmp_path)
+    path = PurePosixPath(disk.mounts["traces"])
+    assert PurePosixPath(config.data_dir) == path
+    assert str(path) == STAGES["server"].value("VOLUME")
+    assert gib(disk.claims["traces"]) > gib(disk.flags["store-capacity"])
+    assert disk.set["spec"]["replicas"] == 1
+
+
+def test_servers_over_an_object_store_have_no_disk(tmp_path):
+    several, config = Manifest("object"), config_of(Manifest("object"), tmp_path)
+    assert config.store == "object"
+    assert not several.claims
+    assert several.set["spec"]["replicas"] > 1
+    spread, budget = (
+        several.pod["spec"]["topologySpreadConstraints"],
+        several.one("PodDisruptionBudget"),
+    )
+    assert [each["topologyKey"] for each in spread] == ["kubernetes.io/hostname"]
+    assert budget["spec"]["maxUnavailable"] == 1
+    service = several.one("Service")["spec"]
+    assert service["clusterIP"] == "None"
+    assert service["publishNotReadyAddresses"]  # a standby that takes over has its name at once
+
+
+def test_memory_has_room_above_its_limit(manifest):
+    limit = manifest.container["resources"]["limits"]["memory"]
+    assert gib(limit) > gib(manifest.flags["memory-limit"])
+
+
+def test_the_user_is_that_of_the_image(manifest):
+    user, group = map(int, STAGES["server"].value("USER").split(":"))
+    security = manifest.pod["spec"]["securityContext"]
+    assert (security["runAsUser"], security["runAsGroup"], security["fsGroup"]) == (
+        user,
+        group,
+        group,
+    )
+    own = manifest.container["securityContext"]
+    assert own["readOnlyRootFilesystem"]
+    assert own["capabilities"] == {"drop": ["ALL"]}
+    assert not own["allowPrivilegeEscalation"]
+
+
+def test_labels_select_the_pods(manifest):
+    labels = manifest.pod["metadata"]["labels"]
+    assert manifest.one("Service")["spec"]["selector"] == labels
+    for each in manifest.objects:
+        if each["kind"] != "Service":
+            assert each["spec"]["selector"]["matchLabels"] == labels
+    for each in manifest.pod["spec"].get("topologySpreadConstraints", ()):
+        assert each["labelSelector"]["matchLabels"] == labels
+    assert manifest.set["spec"]["serviceName"] == manifest.one("Service")["metadata"]["name"]
+
+
+def test_docs_make_each_secret(manifest):
+    text = (ROOT / "docs/operations.md").read_text("utf-8")
+    spec = manifest.pod["spec"]
+    secrets = [v["secret"]["secretName"] for v in spec["volumes"]]
+    secrets += [each["secretRef"]["name"] for each in manifest.container.get("envFrom", ())]
+    for secret in secrets:
+        assert re.search(rf"kubectl create secret \w+ {secret} ", text), secret

@@ -1,0 +1,1 @@
+"""Fuzzing of every decoder: `python -m faults.fuzz`."""

@@ -1,0 +1,1 @@
+"""One module for each scenario: `run(seed, **options)` returns its counts."""

@@ -1,0 +1,389 @@
+"""Rows that stand in where KV was restored from elsewhere: real agents, a real server, clients."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+
+import numpy as np
+import pytest
+from support.waiting import wait_for
+
+from routetrace.capture_agent import AgentConfig, CaptureAgent
+from routetrace.client import RouteClient, RoutingTrace
+from routetrace.codec.records import SPAN, token_digests
+from routetrace.common.errors import Incomplete
+from routetrace.common.layout import RoutingLayout
+from routetrace.server.core import Core
+from routetrace.server.index.state import Frames
+from routetrace.server.index.traces import refs
+from routetrace.server.index.traces.sources import Source, WriterKey
+from routetrace.server.index.traces.spans import Span
+from routetrace.server.index.traces.tombstones import Fate
+from routetrace.server.read.batch import Batch
+from routetrace.server.rows.sending import Answer
+from routetrace.server.settings.config import ServerConfig
+from routetrace.server.store.interface import Record
+from routetrace.server.store.memory import MemoryStore
+from routetrace.server.testing import run_server
+from routetrace.v1 import routetrace_pb2 as pb
+
+LAYOUT = RoutingLayout((1, 2, 4), 6, 300, 3)
+BLOCK = 16
+
+
+@pytest.fixture(scope="module")
+def server():
+    with run_server(forbid_prefix_rows="secret*") as process:
+        yield process
+
+
+def rows_of(n: int, seed: int, layout: RoutingLayout = LAYOUT) -> np.ndarray:
+    keys = np.random.default_rng(seed).random((n, len(layout.layer_ids), layout.num_experts))
+    return np.argsort(keys, axis=-1)[..., : layout.top_k].astype(layout.dtype)
+
+
+class Engine:
+    """An engine that computes what it is told to, and what it chose for each request."""
+
+    def __init__(self, agent: CaptureAgent, layout: RoutingLayout) -> None:
+        self.agent = agent
+        self.layout = layout
+        self.rows: dict[str, np.ndarray] = {}
+        self.used = 0
+
+    def blocks(self, n: int) -> list[int]:
+        self.used += n
+        return list(range(self.used - n, self.used))
+
+    def ask(
+        self, name: str, tokens: list[int], prompt_len: int, external: int = 0, *,
+        trace_id: str = "", version: int = 0, end: str = "stop", stop: int | None = None,
+    ) -> None:  # fmt: skip
+        """A request: KV of so many tokens comes from elsewhere, the others are computed."""
+        agent = self.agent
+        agent.set_weight_version(version)
+        handle = agent.begin(
+            name,
+            trace_id=trace_id or name,
+            prompt_len=prompt_len,
+            num_computed_tokens=external,
+            num_external_tokens=external,
+            block_ids=self.blocks(-(-len(tokens) // BLOCK)),
+            prompt_token_ids=tokens[:prompt_len],
+        )
+        stop = len(tokens) - 1 if stop is None else stop
+        rows = self.rows[name] = rows_of(stop - external, hash(name) % (1 << 31), self.layout)
+        if len(rows):
+            agent.step(rows, [(handle, external, len(rows))])
+        if end:
+            agent.finish(handle, len(tokens), end, token_ids=tokens)
+        assert agent.flush(30)
+
+
+@contextmanager
+def engine(server, run: str, engine_id: str = "e0", layout: RoutingLayout = LAYOUT) -> Iterator:
+    config = AgentConfig(
+        target=server.target, run=run, engine_id=engine_id, layout=layout,
+        block_size=BLOCK, num_blocks=400, mode="thread", flush_interval_s=0.01,
+    )  # fmt: skip
+    with CaptureAgent(config) as agent:
+        yield Engine(agent, layout)
+
+
+def client_of(server, run: str) -> RouteClient:
+    return RouteClient(server.target, run=run, timeout=20)
+
+
+PROMPT = [int(t) for t in np.random.default_rng(7).integers(0, 50_000, 256)]
+
+
+def gaps(trace: RoutingTrace) -> list[tuple[int, int, str]]:
+    return [(m.start, m.stop, m.reason) for m in trace.missing]
+
+
+def assert_rows(trace: RoutingTrace, *expected: tuple[int, np.ndarray]) -> None:
+    valid = np.zeros(len(trace), np.bool_)
+    for start, rows in expected:
+        np.testing.assert_array_equal(trace.topk_ids[start : start + len(rows)], rows)
+        valid[start : start + len(rows)] = True
+    assert (trace.valid == valid[:, None]).all()
+
+
+def test_the_same_prompt_twice_with_kv_from_elsewhere(server):
+    with engine(server, "twice") as e, client_of(server, "twice") as client:
+        e.ask("first", [*PROMPT, 1, 2, 3], 256)
+        e.ask("second", [*PROMPT, 4, 5], 256, 240)
+        trace = client.get("second", wait_for="end", timeout=20)
+        assert (trace.state.value, trace.coverage) == ("complete", 1.0)
+        assert_rows(trace, (0, e.rows["first"][:240]), (240, e.rows["second"]))
+        assert trace.provenance == ((0, 240, "prefix"), (240, 257, "forward"))
+        assert trace.prefix_sources == ((0, 240, "first"),)
+        assert trace.prefix_trace_ids == ("first",)
+        assert trace.tokens(200, 250).prefix_sources == ((200, 240, "first"),)
+        stat = client.stat("second")
+        assert (stat.state.value, stat.missing, stat.prefix_trace_ids) == (
+            "complete", (), ("first",),
+        )  # fmt: skip
+        assert {s.trace_id: s.state.value for s in client.find()}["second"] == "complete"
+        part = client.get("second", token_start=100, token_stop=250, layer_ids=[2])
+        np.testing.assert_array_equal(part.topk_ids, trace.topk_ids[100:250, 1:2])
+        latest = client.get("second", policy="latest")
+        np.testing.assert_array_equal(latest.topk_ids, trace.topk_ids)
+        with pytest.raises(Incomplete, match="kv_unknown"):
+            client.get("second", prefix_rows="never")
+        # What a reader does without is missing from its state as well.
+        never = client.get("second", prefix_rows="never", missing="mask")
+        assert gaps(never) == [(0, 240, "kv_unknown")]
+        assert never.state.value != "complete"
+        # Rows that stand in for others stand in for nothing else.
+        e.ask("third", [*PROMPT, 4, 5], 256, 240)
+        assert client.get("third", wait_for="end", timeout=20).prefix_sources == (
+            (0, 240, "first"),
+        )
+
+
+def test_followers_get_them_too(server):
+    with engine(server, "follow") as e, client_of(server, "follow") as client:
+        e.ask("first", [*PROMPT, 1], 256)
+        e.ask("second", [*PROMPT, 4, 5], 256, 240)
+        parts = list(client.follow("second"))
+        rows = np.concatenate([part.topk_ids for part in parts])
+        np.testing.assert_array_equal(rows[:240], e.rows["first"][:240])
+        assert [s for part in parts for s in part.prefix_sources] == [(0, 240, "first")]
+
+
+def test_only_as_far_as_digests_prove(server):
+    with engine(server, "proof") as e, client_of(server, "proof") as client:
+        e.ask("first", [*PROMPT[:200], 1, 2, 3], 200)
+        # The 200 tokens that both have, and then others: proven to position 192.
+        e.ask("second", [*PROMPT[:200], *range(56), 4, 5], 256, 240)
+        trace = client.get("second", missing="mask")
+        assert trace.prefix_sources == ((0, 192, "first"),)
+        assert gaps(trace)[0][:2] == (192, 240)
+        # A shorter one ends at position 100: that is a digest of its own alone.
+        e.ask("third", [*PROMPT[:100], 7, 7], 100, 99)
+        assert client.get("third", missing="mask").prefix_sources == ((0, 64, "first"),)
+        e.ask("other", [*range(256), 4, 5], 256, 240)
+        assert client.get("other", missing="mask").prefix_sources == ()
+
+
+def test_rows_of_other_weights_only_where_they_are_asked_for(server):
+    with engine(server, "weights") as e, client_of(server, "weights") as client:
+        e.ask("first", [*PROMPT, 1], 256)
+        e.ask("second", [*PROMPT, 4, 5], 256, 240, version=1)
+        assert client.get("second", missing="mask").prefix_sources == ()
+        trace = client.get("second", prefix_rows="any_version")
+        assert trace.prefix_sources == ((0, 240, "first"),)
+        assert trace.weight_versions == ((0, 240, 0), (240, 257, 1))
+        assert trace.state.value == "complete"
+        only = client.get("second", prefix_rows="any_version", weight_version=1, missing="mask")
+        assert gaps(only) == [(0, 240, "other_version")]
+        # Of the same weights come first those of the last trace before.
+        for name in ("third", "fourth"):
+            e.ask(name, [*PROMPT, 1], 256, version=1)
+        e.ask("fifth", [*PROMPT, 4, 5], 256, 240, version=1)
+        assert client.get("fifth").prefix_sources == ((0, 240, "fourth"),)
+        # What came later gives rows, too.
+        assert client.get("second").prefix_sources == ((0, 240, "third"),)
+
+
+def test_never_drafts_nor_what_was_not_computed(server):
+    with engine(server, "drafts") as e, client_of(server, "drafts") as client:
+        agent = e.agent
+        # Runs: 150 rows of its prompt, and nothing of the rest yet.
+        e.ask("first", [*PROMPT, 1], 256, end="", stop=150)
+        e.ask("second", [*PROMPT, 4, 5], 256, 240)
+        trace = client.get("second", missing="mask")
+        assert trace.prefix_sources == ((0, 150, "first"),)
+        # An aborted one gives what it computed.
+        e.ask("third", [*PROMPT[:192], 1, 2], 192, 128, end="abort")
+        trace = client.get("second", missing="mask")
+        assert trace.prefix_sources == ((0, 150, "first"), (150, 192, "third"))
+        # Rows 192.. are of tokens that it sampled: 191 is the last of the prompt.
+        assert client.get("third", missing="mask").prefix_sources == ((0, 128, "first"),)
+        # Drafts behind a prompt of 100, then a prompt that holds these very tokens.
+        run = agent.begin("drafter", prompt_len=100, block_ids=e.blocks(10),
+                          prompt_token_ids=PROMPT[100:200])  # fmt: skip
+        agent.step(rows_of(100, 1), [(run, 0, 100)])
+        agent.step(rows_of(40, 2), [(run, 100, 40)])
+        assert agent.flush(30)
+        e.ask("reader", [*PROMPT[100:228], 4, 5], 128, 120)
+        assert client.get("reader", missing="mask").prefix_sources == ((0, 64, "drafter"),)
+
+
+def test_only_for_kv_that_was_restored(server):
+    with engine(server, "aborted") as e, client_of(server, "aborted") as client:
+        e.ask("first", [*PROMPT, 1], 256)
+        # Ended in the middle of its prompt: what it never computed is missing.
+        e.ask("second", [*PROMPT, 4, 5], 256, 64, end="abort", stop=150)
+        trace = client.get("second", missing="mask")
+        assert trace.prefix_sources == ((0, 64, "first"),)
+        assert [gap[:2] for gap in gaps(trace)] == [(150, 257)]
+
+
+def test_never_of_another_run_or_another_model(server):
+    other = RoutingLayout((1, 2, 4), 6, 300, 3, (1, 2, 4, 5))
+    with (
+        engine(server, "mine") as mine,
+        engine(server, "theirs") as theirs,
+        engine(server, "mine", "e1", other) as strange,
+        client_of(server, "mine") as client,
+    ):
+        theirs.ask("first", [*PROMPT, 1], 256)
+        strange.ask("first", [*PROMPT, 1], 256)
+        mine.ask("second", [*PROMPT, 4, 5], 256, 240)
+        for policy in ("same_version", "any_version"):
+            trace = client.get("second", missing="mask", prefix_rows=policy)
+            assert trace.prefix_sources == ()
+            assert gaps(trace)[0][:2] == (0, 240)
+
+
+def test_a_run_may_forbid_them(server):
+    with engine(server, "secret-1") as e, client_of(server, "secret-1") as client:
+        e.ask("first", [*PROMPT, 1], 256)
+        e.ask("second", [*PROMPT, 4, 5], 256, 240)
+        for policy in ("same_version", "any_version", "never"):
+            trace = client.get("second", missing="mask", prefix_rows=policy)
+            assert (trace.prefix_sources, gaps(trace)[0][:2]) == ((), (0, 240))
+        assert client.stat("second").state.value != "complete"
+
+
+def test_rows_of_a_replica_and_of_a_stage(server):
+    """Another engine's rows, of shards that are cut in another way."""
+    stages = [LAYOUT.select((1,)), LAYOUT.select((2, 4))]
+    with engine(server, "replica") as e, client_of(server, "replica") as client:
+        agents = [
+            CaptureAgent(AgentConfig(target=server.target, run="replica", engine_id="e1",
+                                     shard=f"pp{i}", boot_id="b", layout=stage, block_size=BLOCK,
+                                     num_blocks=40, mode="thread", flush_interval_s=0.01))
+            for i, stage in enumerate(stages)
+        ]  # fmt: skip
+        rows = rows_of(256, 3)
+        for agent, stage in zip(agents, stages, strict=True):
+            handle = agent.begin("first", prompt_len=256, block_ids=range(17),
+                                 prompt_token_ids=PROMPT)  # fmt: skip
+            agent.step(rows[:, LAYOUT.columns(stage.layer_ids)], [(handle, 0, 256)])
+            agent.finish(handle, 257, token_ids=[*PROMPT, 1])
+            agent.close()
+        e.ask("second", [*PROMPT, 4, 5], 256, 240)
+        trace = client.get("second", wait_for="end", timeout=20)
+        assert_rows(trace, (0, rows[:240]), (240, e.rows["second"]))
+        assert trace.prefix_sources == ((0, 240, "first"),)
+        assert trace.engine_ids == ("e0", "e1")
+
+
+def test_a_trace_that_is_deleted_takes_its_rows_along(server):
+    with engine(server, "delete") as e, client_of(server, "delete") as client:
+        e.ask("first", [*PROMPT, 1], 256)
+        e.ask("second", [*PROMPT, 4, 5], 256, 240)
+        assert client.get("second", wait_for="end", timeout=20).complete
+        client.delete("first")
+        trace = client.get("second", missing="mask")
+        assert (trace.state.value != "complete", gaps(trace)[0][:2]) == (True, (0, 240))
+        assert client.stat("second").prefix_trace_ids == ()
+        # Computed again, under the same name: another trace.
+        e.ask("first", [*PROMPT, 2], 256)
+        assert_rows(client.get("second"), (0, e.rows["first"][:240]), (240, e.rows["second"]))
+
+
+def test_rows_are_waited_for(server):
+    with (
+        engine(server, "wait") as e,
+        client_of(server, "wait") as client,
+        client_of(server, "wait") as waiting,
+    ):
+        e.ask("second", [*PROMPT, 4, 5], 256, 240)
+        traces = waiting.get_many(["second"], wait_for="rows", timeout=60, prefetch=1)
+        with pytest.raises(Incomplete):
+            client.get("second")
+        e.ask("first", [*PROMPT, 1], 256)
+        assert next(traces).prefix_sources == ((0, 240, "first"),)
+
+
+@pytest.mark.slow
+def test_what_stands_in_is_the_same_after_a_restart(tmp_path):
+    with (
+        run_server(data_dir=tmp_path) as server,
+        engine(server, "again") as e,
+        client_of(server, "again") as client,
+    ):
+        for name in ("zero", "first"):
+            e.ask(name, [*PROMPT, 1], 256)
+        e.ask("second", [*PROMPT, 4, 5], 256, 240)
+        before = client.get("second", wait_for="end", timeout=20)
+    with run_server(data_dir=tmp_path) as server, client_of(server, "again") as client:
+        after = client.get("second")
+        assert after.prefix_sources == before.prefix_sources == ((0, 240, "first"),)
+        np.testing.assert_array_equal(after.topk_ids, before.topk_ids)
+
+
+def test_an_expired_trace_takes_its_rows_along():
+    with (
+        run_server(sweep_interval_seconds=0.05) as server,
+        engine(server, "ttl") as e,
+        client_of(server, "ttl") as client,
+    ):
+        e.ask("first", [*PROMPT, 1], 256)
+        e.ask("second", [*PROMPT, 4, 5], 256, 240)
+        assert client.get("second", wait_for="end", timeout=20).complete
+        client.renew(["first"], 1)
+        wait_for(lambda: not client.stat("second").prefix_trace_ids)
+        trace = client.get("second", missing="mask")
+        assert gaps(trace)[0][:2] == (0, 240)
+
+
+@pytest.mark.parametrize("together", [False, True])
+async def test_a_read_under_way_keeps_what_stands_in(together):
+    core = Core(MemoryStore(), ServerConfig(store="memory"))
+    state, digests = core.state, token_digests(np.array(PROMPT, np.uint32))
+    size = 300_000  # so that each frame is a message
+    for number in range(1, 6):
+        core.store.append(Record(number, b"", bytes(size)))
+        state.hold(number, Frames(np.array([0, size], np.uint32), LAYOUT, "run"))
+    state.number = 5
+
+    def begin(name: str, spans: list[Span]) -> Source:
+        source = Source(WriterKey("run", "e", ""), 1, name, "b/0", LAYOUT, 256)
+        source.ended, source.num_tokens = True, 258
+        trace = state.traces.begin(("run", name), source, ttl=99, now=core.started)
+        source.add_digests(digests)
+        for span in spans:
+            source.attempts[0].append(span)
+            state.traces.prefixes.computed(trace, span.weight_version, span.position)
+        return source
+
+    begin("first", [Span(64 * i, 64, refs.pack(1 + i, 0, 0), 0, 1) for i in range(4)])
+    second = begin("second", [Span(240, 17, refs.pack(5, 0, 0), 0, 1)])
+    second.lose(0, 240, pb.MISSING_REASON_KV_UNKNOWN)
+    trace, incarnation = core.reader.find("run", "second")
+    info = core.reader.describe(trace, incarnation)
+    assert info.state == pb.TRACE_STATE_COMPLETE
+    selection = core.reader.select(core.reader.known(trace, incarnation), 0, 0, ())
+    if together:
+        reads = [pb.GetTraceRequest(run="run", trace_id="second")] * 2
+        answer = partial(core._traces._answer, context=None, owner="")
+        turn, step = (partial(call, "") for call in (core.admission.turn, core.admission.pace.step))
+        batch = Batch(reads, answer, core.reader.frames.pinned, turn, step)
+        messages = batch.messages()
+    else:
+        messages = core._traces._send(Answer(core.reader, info, trace, incarnation, selection), "")
+    got = [await anext(messages)]
+    state.forget(("run", "first"), Fate("deleted"))
+    await core.retention._compact(at_once=True)
+    got += [message async for message in messages]
+    if together:
+        parts = [part for m in got for part in pb.GetTracesResponse.FromString(m).parts]
+        assert {part.read for part in parts} == {0, 1}
+        answers = [part.message for part in parts if not part.read]
+    else:
+        answers = [pb.GetTraceResponse.FromString(message) for message in got]
+    spans = [span for a in answers for span in np.frombuffer(a.spans, SPAN)]
+    assert sum(int(span["count"]) for span in spans) == 257
+    assert len(answers) > 2
+    assert not answers[-1].end.missing
+    # Nobody reads it any more, and it is of nobody: it goes.
+    await core.retention._compact(at_once=True)
+    assert [*state.frames] == [5]
+    assert core.reader.describe(trace, incarnation).state != pb.TRACE_STATE_COMPLETE

@@ -1,0 +1,256 @@
+"""Partitions of one bucket that several servers share: leases, heirs, layout and settings."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from contextlib import suppress
+from itertools import product
+
+import pytest
+from obstore.store import MemoryStore as MemoryBucket
+from support.waiting import wait_for
+
+from routetrace.common.errors import Closed, InvalidArgument
+from routetrace.server.process.partitions import worker_address, worker_config
+from routetrace.server.settings.config import ConfigError, load_config
+from routetrace.server.store.interface import NO_OWNER, Owner
+from routetrace.server.store.object.bucket import Bucket
+from routetrace.server.store.object.layout import check_layout
+from routetrace.server.store.object.lease import Lease
+from routetrace.server.store.object.seats import Seats, home
+
+BOUND_S = 60.0
+SECONDS = 5.0
+A, B, C = "a:7411", "b:7411", "c:7411"
+
+
+@pytest.fixture
+def bucket() -> Bucket:
+    return Bucket(MemoryBucket(), "memory")
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Table:
+    """Servers of one partition on one clock, one step of which is the time of a lease."""
+
+    def __init__(self, bucket: Bucket, partition: int, *servers: str) -> None:
+        self.clock = Clock()
+        self.seats = {
+            server: Seats(bucket, partition, server, SECONDS, self.clock) for server in servers
+        }
+
+    def step(self, owner: str, *standbys: str) -> str:
+        self.clock.now += SECONDS
+        for server in standbys:
+            self.seats[server].announce()
+        return self.seats[owner].heir()
+
+
+@pytest.mark.parametrize("servers", [[A], [A, B], [C, A, B]])
+def test_each_server_has_as_many_partitions_as_the_others(servers):
+    for count in range(1, 9):
+        homes = Counter(home(partition, servers) for partition in range(count))
+        assert sum(homes.values()) == count
+        assert max(homes.values()) <= -(-count // len(servers))
+        assert [home(p, servers) for p in range(count)] == [
+            home(p, reversed(servers)) for p in range(count)
+        ]
+
+
+@pytest.mark.parametrize(("partition", "heir"), [(0, ""), (1, B), (2, ""), (3, B)])
+def test_a_partition_goes_to_the_server_that_it_belongs_to_once_that_one_is_steady(
+    bucket, partition, heir
+):
+    table = Table(bucket, partition, A, B)
+    found = [table.step(A, B) for _ in range(12)]
+    assert found[:6] == [""] * 6
+    assert found[-1] == heir
+
+
+def test_a_server_that_comes_and_goes_takes_nothing(bucket):
+    table = Table(bucket, 1, A, B)
+    for _ in range(10):
+        assert [table.step(A, B) for _ in range(5)] == [""] * 5
+        assert [table.step(A) for _ in range(5)] == [""] * 5
+
+
+def test_a_seat_of_a_server_that_is_gone_counts_for_nothing_and_is_deleted(bucket):
+    table = Table(bucket, 1, A, B)
+    table.step(A, B)
+    assert [table.step(A) for _ in range(59)] == [""] * 59
+    assert len(bucket.list("seat/")) == 1
+    assert [table.step(A) for _ in range(3)] == [""] * 3
+    assert not bucket.list("seat/")
+
+
+def test_one_that_died_after_it_was_steady_is_no_heir(bucket):
+    table = Table(bucket, 2, A, B, C)
+    while not (found := table.step(A, B, C)):
+        pass
+    assert found == C
+    for _ in range(4):
+        last = table.step(A, B)
+    assert last == ""  # of two, it belongs to A
+
+
+def test_keys_that_are_no_seats_count_for_nothing(bucket):
+    table = Table(bucket, 1, A)
+    for number in range(12):
+        bucket.put("seat/xyz", b"%d" % number)
+        bucket.put("seat/ff", b"%d" % number)
+        assert table.step(A) == ""
+
+
+# ---------------------------------------------------------------------------- the lease
+
+
+def lease(bucket: Bucket, server: str, seconds: float = 3600) -> Lease:
+    seats = Seats(bucket, 1, server, seconds)
+    return Lease(bucket, server, seconds, address=server, seats=seats)
+
+
+def started(waiting: Lease) -> tuple[threading.Thread, list[Owner]]:
+    owners: list[Owner] = []
+
+    def wait() -> None:
+        with suppress(Closed):
+            waiting.acquire(owners.append)
+
+    thread = threading.Thread(target=wait, daemon=True)
+    thread.start()
+    wait_for(lambda: owners, BOUND_S)
+    return thread, owners
+
+
+def test_a_lease_that_was_freed_for_an_heir_is_the_heirs(bucket):
+    """The other one has waited for longer, and sees that it is free; it waits on, for an hour."""
+    leases = {A: lease(bucket, A), B: lease(bucket, B, 5), C: lease(bucket, C, 5)}
+    leases[A].acquire(lambda _: None)
+    waiting, owners = started(leases[C])
+    assert owners == [Owner(A, A)]
+    leases[A]._heir = B  # as `Seats.heir` finds it
+    leases[A].release()
+    wait_for(lambda: owners[-1] == NO_OWNER, BOUND_S)
+    heir, _ = started(leases[B])
+    heir.join(BOUND_S)
+    assert leases[B].held
+    wait_for(lambda: owners[-1] == Owner(B, B), BOUND_S)
+    assert not leases[C].held
+    leases[C].release()
+    waiting.join(BOUND_S)
+    leases[B].release()
+
+
+def test_a_server_that_may_become_the_owner_names_none(bucket):
+    """Else two would name each other while the new owner reads the log."""
+    owner, standby = lease(bucket, A), lease(bucket, B, 1)
+    owner.acquire(lambda _: None)
+    waiting, owners = started(standby)
+    owner.release()
+    waiting.join(BOUND_S)
+    assert owners == [Owner(A, A), NO_OWNER]
+    standby.release()
+
+
+def test_an_owner_looks_for_an_heir_and_says_so(bucket):
+    owner, standby = lease(bucket, A, 0.2), lease(bucket, B, 0.2)
+    heir = threading.Event()
+    owner.on_heir = heir.set
+    owner.acquire(lambda _: None)
+    thread, _ = started(standby)
+    assert heir.wait(BOUND_S)
+    assert not owner.lost
+    owner.release()
+    thread.join(BOUND_S)
+    assert standby.held
+    standby.release()
+
+
+def test_the_lease_of_an_heir_that_is_gone_goes_to_others(bucket):
+    owner, standby = lease(bucket, A), lease(bucket, B, 0.5)
+    owner.acquire(lambda _: None)
+    owner._heir = C
+    owner._sign = owner._sign.__class__(A, "nonce", 0.5, A)  # others wait for so long
+    owner.release()
+    reports: list[Owner] = []
+    standby.acquire(reports.append)
+    assert standby.held
+    assert set(reports) <= {NO_OWNER}
+    standby.release()
+
+
+def test_no_caller_is_sent_to_an_earlier_life_of_the_same_server(bucket):
+    earlier, now = lease(bucket, A), lease(bucket, A, 0.5)
+    earlier.acquire(lambda _: None)
+    thread, owners = started(now)
+    assert owners == [Owner(A, "")]
+    now.release()
+    thread.join(BOUND_S)
+    earlier.release()
+
+
+# ---------------------------------------------------------------------------- layout, settings
+
+
+def test_a_prefix_is_for_the_settings_of_its_first_server(bucket):
+    settings = [(workers, pins) for workers, pins in product((1, 2), ({}, {"a": 0}))]
+    check_layout(bucket, 2, {"a": 0, "b": 1})
+    check_layout(bucket, 2, {"b": 1, "a": 0})
+    for workers, pins in settings:
+        with pytest.raises(InvalidArgument, match="with which its first server") as caught:
+            check_layout(bucket, workers, pins)
+        assert caught.value.field == ("workers" if workers == 1 else "run_workers")
+
+
+@pytest.mark.parametrize("content", [b"", b"x", b"[]", b"{}", b"\xff", b"null"])
+def test_a_layout_that_cannot_be_read_is_refused(bucket, content):
+    bucket.put("layout", content)
+    with pytest.raises(InvalidArgument, match="expected a prefix of this store"):
+        check_layout(bucket, 1, {})
+
+
+def flags(*more: str) -> list[str]:
+    return ["--store=object", "--object-url=s3://b/p", "--workers=3", *more]
+
+
+def test_each_worker_has_its_address_and_its_share_of_the_cache():
+    config = load_config(flags("--listen=127.0.0.1:7411", "--advertise=[fd00::1]:80"))
+    assert config.advertised == "[fd00::1]:80"
+    assert worker_address(config.advertised, 2) == "[fd00::1]:82"
+    found = worker_config(config, 2)
+    assert found.listen == "127.0.0.1:7413"
+    assert found.advertised == config.advertised  # the server's, for its seats
+    assert 3 * found.object_cache >= config.object_cache
+
+
+def test_without_a_name_of_its_own_a_worker_advertises_the_servers_address():
+    config = load_config(flags("--listen=127.0.0.1:7411"))
+    assert worker_config(config, 2).advertised == "127.0.0.1:7411"
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        ["--listen=0.0.0.0:7411", "--insecure"],
+        ["--listen=[::]:7411", "--insecure"],
+        ["--advertise=0.0.0.0:7411"],
+        ["--advertise=host:0"],
+        ["--advertise=host:65534"],
+    ],
+)
+def test_addresses_that_no_caller_can_use(wrong):
+    with pytest.raises(ConfigError, match="expected advertise to be the host:port"):
+        load_config(flags(*wrong))
+
+
+def test_an_address_without_a_port_is_refused():
+    with pytest.raises(ConfigError, match="expected host:port"):
+        load_config(flags("--advertise=host"))

@@ -1,0 +1,1 @@
+"""SGLang's own scheduler with a fake model, each row compared."""

@@ -1,0 +1,1 @@
+"""Stand-ins for engines and their agents, which send chosen chunks."""

@@ -1,0 +1,1 @@
+"""Small MoE models, recorded routing, and the truth about both."""

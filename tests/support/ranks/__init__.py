@@ -1,0 +1,1 @@
+"""Rows of trainer ranks, and processes that hold them."""

@@ -1,0 +1,1 @@
+"""Servers to test against, and stand-ins for the services around them."""

@@ -1,0 +1,1 @@
+"""vLLM's own scheduler with a fake model, each row compared."""
