@@ -18,9 +18,10 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from measure import HERE, Row
-from page import write
-from picture import draw
+
+from measure import HERE, Row, program
+from report.page import write
+from report.picture import draw
 
 AREAS = {
     "engine": "The engine's step thread: hand-over of its rows",
@@ -70,8 +71,7 @@ def measured(area: str, quick: bool) -> list[dict[str, Any]] | None:
     print(f"\n{AREAS[area]}", flush=True)
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "rows.json"
-        script = HERE / f"rows_{area}.py"
-        command = [sys.executable, str(script), "--json", str(file), *(["--quick"] * quick)]
+        command = program(f"areas.{area}", "--json", str(file), *(["--quick"] * quick))
         try:
             ended = subprocess.run(command, timeout=_MINUTES * 60, check=False)
         except subprocess.TimeoutExpired:

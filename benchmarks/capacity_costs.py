@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 from measure import cpu_seconds
-
 from routetrace.cli.bench.capacity import MEASURED
 from routetrace.server.testing import run_server
 

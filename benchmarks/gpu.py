@@ -21,11 +21,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
 from capture_cuda import Layers, Steps
 from gpu_vllm import decode
 from measure import HERE, Table, ratios, rounds, seconds
-from reads_load import draw, fill
-
+from reads.load import draw, fill
 from routetrace.capture_agent.engines.capturer import RoutingCapturer
 from routetrace.client import RouteClient
 from routetrace.common.layout import RoutingLayout

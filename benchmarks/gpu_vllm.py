@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from measure import Table, ratios, rounds
-from vllm_cost import ENVIRONMENT, NAMES, Engine, attached, checkpoint
 
+from measure import Table, ratios, rounds
 from routetrace.server.testing import run_server
+from vllm_cost import ENVIRONMENT, NAMES, Engine, attached, checkpoint
 
 PROMPT, VOCABULARY = 96, 4096
 #: Step times count once all requests of a round decode.

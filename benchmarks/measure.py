@@ -1,7 +1,7 @@
 """Measurement in one run, on pinned cores, in turns, as medians with their spread.
 
-An area of the table (rows_*.py) is a module with one function, `measure(table)`. bench.py runs each
-in a process of its own, and each can be run alone: `python benchmarks/rows_codec.py --quick`.
+An area of the table (areas/) is a module with one function, `measure(table)`. bench.py runs each in
+a process of its own, and each can be run alone: `python benchmarks/run.py areas.codec --quick`.
 """
 
 from __future__ import annotations
@@ -221,13 +221,18 @@ def rss(pid: int = 0) -> int:
     return int(psutil.Process(pid or None).memory_info().rss)
 
 
+def program(module: str, *arguments: str) -> list[str]:
+    """Return the command that runs a module of benchmarks/ in a process of its own."""
+    return [sys.executable, str(HERE / "run.py"), module, *arguments]
+
+
 # ---------------------------------------------------------------------------- an area
 
 
 def area(measure: Callable[[Table], None]) -> None:
-    """The main program of a rows_*.py: prints its lines; `--json FILE` writes them too.
+    """The main program of an area: prints its lines; `--json FILE` writes them too.
 
-    `--beside DIR` measures another checkout in the same run, where the area can (rows_rates.py).
+    `--beside DIR` measures another checkout in the same run, where the area can (areas/rates.py).
     """
     parser = argparse.ArgumentParser()
     parser.add_argument("--quick", action="store_true", help="only that everything runs")

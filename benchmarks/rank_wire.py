@@ -19,7 +19,6 @@ from typing import Any
 
 from measure import QWEN3
 from relay import Relay
-
 from routetrace.capture_agent import AgentConfig, CaptureAgent
 from routetrace.client import MicroBatch, Plan, Rank, RankRows, RouteClient, Sample, make_plan
 from routetrace.server.testing import run_server

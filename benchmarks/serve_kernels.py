@@ -13,11 +13,11 @@ from collections.abc import Callable
 from functools import partial
 
 import torch
-from measure import Table, ratios, rounds
 from torch import nn
 from transformers import Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
+from measure import Table, ratios, rounds
 from routetrace.experts.transformers import serve_experts
 
 TOP_K = 8

@@ -19,9 +19,9 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import psutil
-from ingest_load import TOKENS, load, send_all
-from measure import OWN_CORE, PEER_CORE, QWEN3, cpu_seconds, pin, ratios
 
+from ingest.load import TOKENS, load, send_all
+from measure import OWN_CORE, PEER_CORE, QWEN3, cpu_seconds, pin, ratios
 from routetrace.client import RouteClient
 from routetrace.server.access.partition import place
 from routetrace.server.testing import ServerProcess, free_ports, run_server

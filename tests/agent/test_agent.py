@@ -17,9 +17,6 @@ from pathlib import Path
 import grpc
 import numpy as np
 import pytest
-from support.servers.ingest_server import IngestServer
-from support.shared_names import left_behind, shared_names
-from support.waiting import keeps_to, wait_for
 
 from routetrace.capture_agent import AgentConfig, AgentStats, CaptureAgent, link
 from routetrace.capture_agent.transport import sender, stream
@@ -41,6 +38,9 @@ from routetrace.v1.routetrace_pb2_grpc import (
     IngestServiceServicer,
     add_IngestServiceServicer_to_server,
 )
+from support.servers.ingest_server import IngestServer
+from support.shared_names import left_behind, shared_names
+from support.waiting import keeps_to, wait_for
 
 LAYOUT = RoutingLayout((1, 2, 4), 6, 300, 3)
 BIG = RoutingLayout(tuple(range(40)), 40, 256, 8)  # 320 bytes a row

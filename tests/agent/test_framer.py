@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.servers.ingest_server import NO_DRAFTS, Model, read_chunk
 
 from routetrace.capture_agent.agent import _cut
 from routetrace.capture_agent.counters import Word
@@ -25,6 +24,7 @@ from routetrace.codec.records import OP, PACKED_OP, U32, FinishReason, OpKind, T
 from routetrace.common.layout import RoutingLayout
 from routetrace.simulation.small_engine import SmallEngine
 from routetrace.v1 import routetrace_pb2 as pb
+from support.servers.ingest_server import NO_DRAFTS, Model, read_chunk
 
 LAYOUT = RoutingLayout((1, 2), 4, 300, 2)
 BLOCK = 4

@@ -6,13 +6,13 @@ import logging
 
 import numpy as np
 import pytest
-from support.servers.ingest_server import IngestServer
-from support.servers.signposts import signposts
-from support.waiting import wait_for
 
 from routetrace.capture_agent import AgentConfig, CaptureAgent
 from routetrace.capture_agent.transport import sender
 from routetrace.common.layout import RoutingLayout
+from support.servers.ingest_server import IngestServer
+from support.servers.signposts import signposts
+from support.waiting import wait_for
 
 LAYOUT = RoutingLayout((0, 2), 3, 16, 2)
 ROWS = np.tile(np.array([3, 1], np.uint8), (8, 2, 1))

@@ -21,12 +21,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+
 from faults.proxy import Proxy
 from faults.serving import free_port
-from support.agents.pressure import LAYOUT, Load, check_sample, memory_of, read_back, without_server
-from support.servers.ingest_server import IngestServer, Model, read_chunk
-from support.waiting import keeps_to, wait_for
-
 from routetrace.capture_agent import AgentConfig, CaptureAgent
 from routetrace.capture_agent.engines.vllm.settings import settings_of
 from routetrace.capture_agent.pipeline.chunks import NO_BLOCKS, ChunkBuilder
@@ -39,6 +36,9 @@ from routetrace.common.errors import Incomplete, InvalidArgument, Unauthenticate
 from routetrace.common.security import Security
 from routetrace.server.testing import ServerProcess, run_server
 from routetrace.v1 import routetrace_pb2 as pb
+from support.agents.pressure import LAYOUT, Load, check_sample, memory_of, read_back, without_server
+from support.servers.ingest_server import IngestServer, Model, read_chunk
+from support.waiting import keeps_to, wait_for
 
 MODES = pytest.mark.parametrize("mode", ["thread", "process"])
 MIB = 1 << 20

@@ -15,13 +15,13 @@ from pathlib import Path
 import numpy as np
 import psutil
 import pytest
-from support.servers.ingest_server import IngestServer
-from support.shared_names import left_behind, shared_names
-from support.waiting import wait_for
 
 from routetrace.capture_agent import AgentConfig, CaptureAgent
 from routetrace.common.layout import RoutingLayout
 from routetrace.v1 import routetrace_pb2 as pb
+from support.servers.ingest_server import IngestServer
+from support.shared_names import left_behind, shared_names
+from support.waiting import wait_for
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self").exists(), reason="looks at processes")
 

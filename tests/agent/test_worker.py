@@ -7,7 +7,6 @@ import socket
 from typing import Any
 
 import numpy as np
-from support.servers.ingest_server import read_chunk
 
 from routetrace.capture_agent import AgentConfig
 from routetrace.capture_agent.counters import COUNTER_BYTES
@@ -17,6 +16,7 @@ from routetrace.capture_agent.worker import Worker
 from routetrace.codec.records import OP, OpKind, unpack
 from routetrace.common.layout import RoutingLayout
 from routetrace.v1 import routetrace_pb2 as pb
+from support.servers.ingest_server import read_chunk
 
 LAYOUT = RoutingLayout((1, 2), 4, 256, 2)
 

@@ -16,7 +16,6 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.waiting import wait_for
 from typer.testing import CliRunner
 
 from routetrace.cli.commands import app
@@ -32,6 +31,7 @@ from routetrace.simulation.plan import MIXES, Lengths, Load, Mix
 from routetrace.simulation.rows import Rows
 from routetrace.simulation.sessions import Truth
 from routetrace.simulation.totals import Latencies
+from support.waiting import wait_for
 
 PROGRAM = str(Path(sys.executable).with_name("routetrace"))
 SMALL = ("--layers", "4", "--experts", "32", "--top-k", "4", "--agents", "1")

@@ -23,11 +23,6 @@ import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.agents.feeder import Feeder
-from support.agents.simulated import drive
-from support.commands import commands
-from support.servers.client_server import LAYOUT, ScriptedServer, rows_of, truth
-from support.waiting import wait_for
 from typer.testing import CliRunner
 
 from routetrace.cli.arguments import layers_of, tokens_of
@@ -40,6 +35,11 @@ from routetrace.common.layout import RoutingLayout
 from routetrace.server.access.tokens import new_token
 from routetrace.server.testing import ServerProcess, run_server
 from routetrace.v1 import routetrace_pb2 as pb
+from support.agents.feeder import Feeder
+from support.agents.simulated import drive
+from support.commands import commands
+from support.servers.client_server import LAYOUT, ScriptedServer, rows_of, truth
+from support.waiting import wait_for
 
 PROGRAM = str(Path(sys.executable).with_name("routetrace"))
 NUM_ROWS = 300

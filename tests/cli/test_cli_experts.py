@@ -16,10 +16,6 @@ from typing import Any
 import numpy as np
 import pytest
 import typer
-from support.agents.feeder import Feeder
-from support.commands import commands
-from support.models.expert_rows import drawn
-from support.terminal import screen
 from typer.testing import CliRunner
 
 from routetrace.cli.commands import app
@@ -31,6 +27,10 @@ from routetrace.experts.analysis.simulation import hit_curves, passes_of, steps_
 from routetrace.experts.analysis.stats import ExpertStats
 from routetrace.experts.forecast import ExpertForecast
 from routetrace.server.testing import ServerProcess, run_server
+from support.agents.feeder import Feeder
+from support.commands import commands
+from support.models.expert_rows import drawn
+from support.terminal import screen
 
 LAYOUT = RoutingLayout((1, 2, 4), 6, 24, 4)
 TRACES, ROWS = 4, 60

@@ -7,16 +7,16 @@ import re
 from collections.abc import Iterator
 
 import pytest
-from support.agents.feeder import Feeder
-from support.commands import commands
-from support.servers.client_server import LAYOUT, rows_of
-from support.terminal import screen
-from support.waiting import wait_for
 
 from routetrace.cli.output import age, short
 from routetrace.client import RouteClient
 from routetrace.server.testing import ServerProcess, run_server
 from routetrace.v1 import routetrace_pb2 as pb
+from support.agents.feeder import Feeder
+from support.commands import commands
+from support.servers.client_server import LAYOUT, rows_of
+from support.terminal import screen
+from support.waiting import wait_for
 
 ENGINE = "rollout-worker-7f9c4d-node-17.cluster.internal-dp"
 TRACE = "chatcmpl-3f2a9be1-77c1-4f6e-9d3e-0a1b2c3d4e5f-sample"

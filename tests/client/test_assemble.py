@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.servers.client_server import LAYOUT, WIDE, Truth, sealed, truth
 
 from routetrace.client import TraceState
 from routetrace.client._core import assemble as assemble_module
@@ -20,6 +19,7 @@ from routetrace.codec.records import SPAN, U32, Provenance
 from routetrace.common.errors import Corrupt, Incomplete, Unavailable
 from routetrace.common.layout import RoutingLayout
 from routetrace.v1 import routetrace_pb2 as pb
+from support.servers.client_server import LAYOUT, WIDE, Truth, sealed, truth
 
 RUNNING, COMPLETE, INCOMPLETE = (
     pb.TRACE_STATE_RUNNING,

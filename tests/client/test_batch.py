@@ -9,8 +9,6 @@ from collections.abc import Callable, Iterator
 import grpc
 import numpy as np
 import pytest
-from support.servers.client_server import ScriptedServer, Truth, sealed, truth
-from support.waiting import with_time
 
 from routetrace.client import RouteClient, RoutingTrace
 from routetrace.common.errors import (
@@ -21,6 +19,8 @@ from routetrace.common.errors import (
     Unavailable,
 )
 from routetrace.v1 import routetrace_pb2 as pb
+from support.servers.client_server import ScriptedServer, Truth, sealed, truth
+from support.waiting import with_time
 
 GONE = 60
 NAMES = [f"r{i}" for i in range(6)]

@@ -19,8 +19,6 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.servers.client_server import LAYOUT, ScriptedServer, Truth, fail, truth
-from support.waiting import wait_for
 
 import routetrace.client
 from routetrace.client import AsyncRouteClient, ReadOptions, RouteClient, RoutingTrace, TraceState
@@ -44,6 +42,8 @@ from routetrace.common.errors import (
 from routetrace.common.security import Security
 from routetrace.server.testing import free_ports
 from routetrace.v1 import routetrace_pb2 as pb
+from support.servers.client_server import LAYOUT, ScriptedServer, Truth, fail, truth
+from support.waiting import wait_for
 
 RUNNING, INCOMPLETE = pb.TRACE_STATE_RUNNING, pb.TRACE_STATE_INCOMPLETE
 GONE = 5.0  # seconds in which something must have happened

@@ -12,9 +12,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.ranks.planned import Drawn, drawn
-from support.reads import Reads
-from support.servers.client_server import LAYOUT, rows_of, truth
 
 from routetrace.capture_agent import AgentConfig, CaptureAgent
 from routetrace.client import (
@@ -42,6 +39,9 @@ from routetrace.common.errors import Closed, Corrupt, Incomplete, InvalidArgumen
 from routetrace.common.layout import RoutingLayout
 from routetrace.server.testing import run_server
 from routetrace.v1 import routetrace_pb2 as pb
+from support.ranks.planned import Drawn, drawn
+from support.reads import Reads
+from support.servers.client_server import LAYOUT, rows_of, truth
 
 randoms = st.integers(0, 2**63).map(random.Random)
 

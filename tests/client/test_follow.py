@@ -7,13 +7,13 @@ from contextlib import suppress
 
 import numpy as np
 import pytest
-from support.agents.feeder import Feeder
 
 from routetrace.client import RouteClient, TraceState
 from routetrace.common.errors import NotFound
 from routetrace.common.layout import RoutingLayout
 from routetrace.server.testing import run_server
 from routetrace.simulation.small_engine import SmallEngine
+from support.agents.feeder import Feeder
 
 LAYOUT = RoutingLayout((1, 2, 4), 6, 300, 3)
 

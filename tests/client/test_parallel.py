@@ -9,10 +9,10 @@ import torch
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.ranks.gloo_ranks import all_gather_rows, run_ranks
 
 from routetrace.capture_agent.engines.parallel import local_rows
 from routetrace.common.errors import InvalidArgument
+from support.ranks.gloo_ranks import all_gather_rows, run_ranks
 
 CONCATENATED, LOCAL, GATHERED_SHARDS, SHARD = "all ranks", "own", "gathered shards", "own shard"
 LAYOUTS = (CONCATENATED, LOCAL, GATHERED_SHARDS, SHARD)

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.ranks.planned import MANY, PADDING, drawn
 
 from routetrace.client import MicroBatch, Rank, Sample, Segment, make_plan
 from routetrace.common.errors import InvalidArgument
 from routetrace.common.layout import RoutingLayout
+from support.ranks.planned import MANY, PADDING, drawn
 
 LAYOUT = RoutingLayout((1, 2, 4, 5, 7), 9, 40, 3)
 randoms = st.integers(0, 2**63).map(random.Random)

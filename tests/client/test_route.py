@@ -5,9 +5,6 @@ from __future__ import annotations
 import grpc
 import numpy as np
 import pytest
-from support.servers.client_server import ScriptedServer, truth
-from support.servers.signposts import signposts
-from support.waiting import wait_for
 
 from routetrace.client import AsyncRouteClient, RouteClient
 from routetrace.client._core.retry import Attempts, CallState
@@ -21,6 +18,9 @@ from routetrace.common.errors import (
     Unavailable,
 )
 from routetrace.common.target import moved_target
+from support.servers.client_server import ScriptedServer, truth
+from support.servers.signposts import signposts
+from support.waiting import wait_for
 
 HOPS = 5
 

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.servers.client_server import LAYOUT, WIDE, Truth, truth
 
 from routetrace.client import MissingRange, RoutingTrace, TraceState
 from routetrace.client._core.assemble import Assembler, Want
@@ -20,6 +19,7 @@ from routetrace.codec.frame import encode_frame
 from routetrace.codec.records import DIGEST, SPAN, U32, TokenDigest, token_digests
 from routetrace.common.errors import Corrupt, Incomplete, InvalidArgument
 from routetrace.v1 import routetrace_pb2 as pb
+from support.servers.client_server import LAYOUT, WIDE, Truth, truth
 
 
 def assemble(source: Truth, **want) -> RoutingTrace:

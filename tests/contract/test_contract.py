@@ -14,8 +14,8 @@ from google.protobuf.descriptor_pb2 import (
     FileDescriptorProto,
     FileDescriptorSet,
 )
-from previous.contract import columns
 
+from previous.contract import columns
 from routetrace.v1 import routetrace_pb2 as pb
 
 FIXTURES = Path(__file__).parents[1] / "fixtures" / "previous"

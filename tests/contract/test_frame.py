@@ -21,7 +21,6 @@ import pytest
 import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.native_loops import loops
 
 from routetrace.codec import frame as frame_module
 from routetrace.codec.frame import (
@@ -40,6 +39,7 @@ from routetrace.codec.frame import (
 )
 from routetrace.common.errors import Corrupt, InvalidArgument, RouteTraceError
 from routetrace.common.layout import RoutingLayout
+from support.native_loops import loops
 
 
 @pytest.fixture(params=["off", "on"], autouse=True, scope="module")

@@ -13,12 +13,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from faults.fuzz.mutate import mutate_frame
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.native_loops import loader, loops
-from support.waiting import wait_for
 
+from faults.fuzz.mutate import mutate_frame
 from routetrace.capture_agent.config import AgentConfig
 from routetrace.client import RouteClient
 from routetrace.codec import native
@@ -35,6 +33,8 @@ from routetrace.codec.frame import (
 from routetrace.codec.native import TRANSITIONS, Loader, State
 from routetrace.common.errors import InvalidArgument, RouteTraceError
 from routetrace.common.layout import RoutingLayout
+from support.native_loops import loader, loops
+from support.waiting import wait_for
 
 HERE = Path(__file__).parent
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 
 import pytest
+
 from support.composed import stage_of
 
 

@@ -13,17 +13,17 @@ import jsonschema
 import pytest
 import trustme
 import yaml
-from support.agents.feeder import Feeder
-from support.composed import SERVICES, compose_config
-from support.scrape import Scraped
-from support.servers.client_server import LAYOUT, rows_of
-from support.waiting import wait_for
 
 from routetrace.client import RouteClient
 from routetrace.server.common.addresses import split_address
 from routetrace.server.common.metrics import Metrics
 from routetrace.server.testing import run_server
 from routetrace.v1 import routetrace_pb2 as pb
+from support.agents.feeder import Feeder
+from support.composed import SERVICES, compose_config
+from support.scrape import Scraped
+from support.servers.client_server import LAYOUT, rows_of
+from support.waiting import wait_for
 
 DOCKER = Path(__file__).parents[2] / "docker"
 DASHBOARD = json.loads((DOCKER / "grafana/dashboards/routetrace.json").read_text("utf-8"))

@@ -20,12 +20,12 @@ from types import SimpleNamespace
 
 import pytest
 import yaml
-from support.composed import COMPOSE, ROOT, SERVICES, SPEC, STAGES, compose_config, stage_of
 
 from routetrace.client import RouteClient
 from routetrace.server.common.addresses import split_address
 from routetrace.server.settings.config import load_config
 from routetrace.server.testing import run_server
+from support.composed import COMPOSE, ROOT, SERVICES, SPEC, STAGES, compose_config, stage_of
 
 if sys.version_info >= (3, 11):
     import tomllib

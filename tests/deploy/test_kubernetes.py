@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 import yaml
-from support.composed import STAGES
 
 from routetrace.server.common.addresses import split_address
 from routetrace.server.settings.config import load_config
+from support.composed import STAGES
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "docker/kubernetes"

@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 import torch
 import torch._dynamo
-from support.models.recorded import Graph, counted
-from support.models.small_moe import WIDTH, SmallMoE, tokens, truth
 
 from routetrace.capture_agent.engines import cells as capture_cells
 from routetrace.capture_agent.engines.capturer import RoutingCapturer
 from routetrace.common.layout import RoutingLayout
+from support.models.recorded import Graph, counted
+from support.models.small_moe import WIDTH, SmallMoE, tokens, truth
 
 SIZES = (4, 8, 16)
 MODES = ("FULL", "PIECEWISE", "FULL_AND_PIECEWISE")

@@ -6,8 +6,6 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from support.models.small_moe import SmallMoE, tokens, truth
-from support.ranks.gloo_ranks import run_ranks
 from torch.distributed import _functional_collectives as collectives
 
 from routetrace.capture_agent import AgentConfig, CaptureAgent
@@ -15,6 +13,8 @@ from routetrace.capture_agent.engines.capturer import RoutingCapturer
 from routetrace.client import RouteClient
 from routetrace.common.layout import RoutingLayout
 from routetrace.server.testing import run_server
+from support.models.small_moe import SmallMoE, tokens, truth
+from support.ranks.gloo_ranks import run_ranks
 
 LAYOUT = RoutingLayout((1, 2, 4), 5, 300, 4)
 PASSES = (9, 1, 3, 1)

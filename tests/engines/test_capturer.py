@@ -18,12 +18,12 @@ import torch
 import torch._dynamo.testing
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from support.models.small_moe import SmallMoE, tokens, truth
 
 from routetrace.capture_agent.engines import capturer as capturer_module
 from routetrace.capture_agent.engines.capturer import RoutingCapturer
 from routetrace.common.errors import InvalidArgument
 from routetrace.common.layout import RoutingLayout
+from support.models.small_moe import SmallMoE, tokens, truth
 
 DEVICES = [
     "cpu",

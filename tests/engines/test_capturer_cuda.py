@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 import torch
 import torch._dynamo.utils
-from support.models.small_moe import WIDTH, SmallMoE, tokens, truth
 
 from routetrace.capture_agent.engines.capturer import PendingRows, RoutingCapturer
 from routetrace.common.layout import RoutingLayout
+from support.models.small_moe import WIDTH, SmallMoE, tokens, truth
 
 pytestmark = [
     pytest.mark.cuda,

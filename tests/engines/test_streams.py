@@ -15,9 +15,6 @@ import numpy as np
 import pytest
 import torch
 import torch._dynamo
-from support.models.fake_streams import FakeCuda, FakeEvent, FakeStream
-from support.servers.client_server import LAYOUT as NARROW
-from support.servers.client_server import WIDE, Truth, truth
 from torch.overrides import TorchFunctionMode
 
 from routetrace.capture_agent.engines.capturer import PendingRows, RoutingCapturer
@@ -26,6 +23,9 @@ from routetrace.client._core.assemble import Assembler, Want
 from routetrace.client._memory import zeros
 from routetrace.common.layout import RoutingLayout
 from routetrace.trainers._force import Given
+from support.models.fake_streams import FakeCuda, FakeEvent, FakeStream
+from support.servers.client_server import LAYOUT as NARROW
+from support.servers.client_server import WIDE, Truth, truth
 
 LAYOUT = RoutingLayout((0, 2, 3), 4, 300, 4)
 TOKENS = 16

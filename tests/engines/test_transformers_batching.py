@@ -13,8 +13,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.models.routing_truth import RecordingAgent, Truth, assert_no_hooks, padded, reforward
-from support.models.tiny_models import EOS, PAD, PAGE_SIZE, paging, tiny_model
 from transformers import GenerationConfig
 
 from routetrace.capture_agent import AgentConfig, CaptureAgent
@@ -24,6 +22,8 @@ from routetrace.capture_agent.engines.transformers.batching import PagedRequests
 from routetrace.client import RouteClient
 from routetrace.common.errors import InvalidArgument
 from routetrace.server.testing import run_server
+from support.models.routing_truth import RecordingAgent, Truth, assert_no_hooks, padded, reforward
+from support.models.tiny_models import EOS, PAD, PAGE_SIZE, paging, tiny_model
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -12,8 +12,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.models.routing_truth import RecordingAgent, Truth, assert_no_hooks, padded, reforward
-from support.models.tiny_models import EOS, FAMILIES, PAD, paging, tiny_model
 from transformers import (
     GenerationConfig,
     StoppingCriteria,
@@ -26,6 +24,8 @@ from routetrace.client import RouteClient
 from routetrace.common.errors import InvalidArgument
 from routetrace.common.layout import RoutingLayout
 from routetrace.server.testing import run_server
+from support.models.routing_truth import RecordingAgent, Truth, assert_no_hooks, padded, reforward
+from support.models.tiny_models import EOS, FAMILIES, PAD, paging, tiny_model
 
 PROMPTS = [[3, 4, 5, 6, 7], [8, 9, 10, 11, 12, 13, 14, 15], [16, 17]]
 IDS = ["long", "longest", "short"]

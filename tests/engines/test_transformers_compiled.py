@@ -8,13 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.models.routing_truth import RecordingAgent, assert_no_hooks, padded, reforward
-from support.models.tiny_models import tiny_model
 from torch._dynamo.backends.debugging import aot_eager
 from transformers import CompileConfig
 
 from routetrace.capture_agent.engines.transformers import TransformersCapture
 from routetrace.common.layout import RoutingLayout
+from support.models.routing_truth import RecordingAgent, assert_no_hooks, padded, reforward
+from support.models.tiny_models import tiny_model
 
 PROMPTS = [[3, 4, 5, 6, 7], [8, 9, 10, 11, 12, 13], [16, 17]]
 

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.models.expert_rows import drawn
 
 from routetrace.common.errors import InvalidArgument
 from routetrace.experts import forecast as expert_forecast
@@ -19,6 +18,7 @@ from routetrace.experts.forecast import (
     ForecastFit,
 )
 from routetrace.experts.rows import side_by_side
+from support.models.expert_rows import drawn
 
 LAYERS, EXPERTS, TOP_K = 3, 12, 3
 

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.models.expert_rows import RECORDED, drawn, recorded
 
 from routetrace.common.errors import InvalidArgument
 from routetrace.experts.analysis import simulation
@@ -28,6 +27,7 @@ from routetrace.experts.analysis.simulation import (
 )
 from routetrace.experts.forecast import ExpertForecast
 from routetrace.experts.policy import Lru
+from support.models.expert_rows import RECORDED, drawn, recorded
 
 EXPERTS = 6
 PASSES = st.lists(

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.models.expert_rows import drawn
 
 from routetrace.common.errors import InvalidArgument
 from routetrace.experts.analysis.stats import ExpertStats, balancedness
+from support.models.expert_rows import drawn
 
 LAYERS, EXPERTS, TOP_K = 2, 6, 2
 CELL = st.permutations(range(EXPERTS)).map(lambda ids: ids[:TOP_K])

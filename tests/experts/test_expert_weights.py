@@ -13,7 +13,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.models.fake_streams import FakeCuda, FakeStream, Work
 
 from routetrace.common.errors import InvalidArgument
 from routetrace.experts.cached import CachedWeightProvider
@@ -26,6 +25,7 @@ from routetrace.experts.weights import (
     FullGPUProvider,
     ProviderStats,
 )
+from support.models.fake_streams import FakeCuda, FakeStream, Work
 
 NUM_EXPERTS, TOP_K, WIDTH = 6, 3, 5
 CAPACITIES = range(1, NUM_EXPERTS + 1)

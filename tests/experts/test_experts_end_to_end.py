@@ -7,8 +7,6 @@ import json
 import numpy as np
 import pytest
 import torch
-from support.models.routing_truth import padded
-from support.models.tiny_models import eager, tiny_model
 from typer.testing import CliRunner
 
 from routetrace.capture_agent import AgentConfig, CaptureAgent
@@ -18,6 +16,8 @@ from routetrace.client import RouteClient
 from routetrace.experts.forecast import ExpertForecast, ForecastFit
 from routetrace.experts.transformers import serve_experts
 from routetrace.server.testing import run_server
+from support.models.routing_truth import padded
+from support.models.tiny_models import eager, tiny_model
 
 PROMPTS = [[3, 4, 5, 6, 7], [8, 9, 10, 11, 12, 13, 14, 15], [16, 17]]
 

@@ -18,9 +18,6 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from support.models.routing_truth import RecordingAgent, padded
-from support.models.tiny_models import FAMILIES, eager, paging
-from support.models.tiny_models import tiny_model as shared_model
 from torch import nn
 from transformers.integrations.moe import use_experts_implementation
 
@@ -29,6 +26,9 @@ from routetrace.common.errors import InvalidArgument
 from routetrace.experts.cached import CachedWeightProvider
 from routetrace.experts.forecast import ExpertForecast
 from routetrace.experts.transformers import ServedExperts, serve_experts
+from support.models.routing_truth import RecordingAgent, padded
+from support.models.tiny_models import FAMILIES, eager, paging
+from support.models.tiny_models import tiny_model as shared_model
 
 PROMPTS = [[3, 4, 5, 6, 7, 33], [8, 9, 10, 11, 12, 13, 14, 15], [16, 17]]
 IDS = ["long", "longest", "short"]

@@ -13,9 +13,8 @@ import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from oracle.mutations import ROOT, SERVER, SOURCES, TESTS, Mutation
-
 from faults.check import check
+from oracle.mutations import ROOT, SERVER, SOURCES, TESTS, Mutation
 
 _STORE = f"{SERVER}/store/disk"
 _PAYLOADS = (

@@ -19,9 +19,9 @@ from tempfile import TemporaryDirectory
 from xml.etree import ElementTree
 
 import torch
-from vllm_runs.models import write_checkpoint
 
 from gpu_runs.runs import MODEL, RUNS, Run
+from vllm_runs.models import write_checkpoint
 
 _TESTS = Path(__file__).parents[1]
 _TIMEOUT_S = 1800

@@ -7,16 +7,15 @@ import json
 from dataclasses import asdict
 from pathlib import Path
 
+from gpu_runs.load import MUST_COUNT, add, waves
+from gpu_runs.runs import MODEL, RUNS, faults_of, not_as_asked
+from routetrace.client import RouteClient
+from routetrace.server.testing import run_server
 from vllm_runs.compare import Comparison
 from vllm_runs.engine import Attachment, Engine, Setup
 from vllm_runs.job import _agent_faults as agent_faults
 from vllm_runs.models import MODELS
 from vllm_runs.report import Tally
-
-from gpu_runs.load import MUST_COUNT, add, waves
-from gpu_runs.runs import MODEL, RUNS, faults_of, not_as_asked
-from routetrace.client import RouteClient
-from routetrace.server.testing import run_server
 
 _NAMESPACE = "gpu-runs"
 

@@ -14,13 +14,13 @@ from typing import Any
 
 import grpc
 import numpy as np
-from support.agents.feeder import Feeder, Stream, seal
 
 from neighbours.place import Access
 from neighbours.tenants import LAYOUT
 from routetrace.codec.records import OP, FinishReason, OpKind
 from routetrace.common.errors import ERROR_METADATA_KEY
 from routetrace.v1 import routetrace_pb2 as pb
+from support.agents.feeder import Feeder, Stream, seal
 
 #: The attacker's token covers this run, and others of its pattern.
 RUN = "attack-0"

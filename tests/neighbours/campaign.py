@@ -9,9 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
-from faults.check import check, temporary
-from support.servers.client_server import rows_of
 
+from faults.check import check, temporary
 from neighbours.attacking import attacker
 from neighbours.place import HONEST, VICTIM, Place
 from neighbours.shares import SCENARIOS, Scenario, Share
@@ -19,6 +18,7 @@ from neighbours.tenants import LAYOUT, Report, tenant
 from neighbours.watching import Child, Watch, cores
 from routetrace.capture_agent import AgentConfig, CaptureAgent
 from routetrace.client import RouteClient
+from support.servers.client_server import rows_of
 
 #: Of every server of a campaign, beside what a scenario sets.
 _SETTINGS = {"memory_limit": 512 << 20, "stalled_read_seconds": 10, "max_agents": 64}

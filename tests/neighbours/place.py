@@ -16,8 +16,8 @@ from typing import Any
 
 import grpc
 import trustme
-from faults.serving import Server, free_port
 
+from faults.serving import Server, free_port
 from routetrace.common.security import Security
 
 VICTIM = "victim"

@@ -7,12 +7,12 @@ from collections.abc import AsyncIterable
 from concurrent.futures import ThreadPoolExecutor
 
 import grpc
-from support.servers.client_server import rows_of
 
 from neighbours.attacking import RUN, Attack, hold_streams, outcome
 from neighbours.tenants import LAYOUT
 from routetrace.v1 import routetrace_pb2 as pb
 from routetrace.v1 import routetrace_pb2_grpc as pb_grpc
+from support.servers.client_server import rows_of
 
 _PER_CHANNEL = 32
 _LARGE_ROWS = 10_000

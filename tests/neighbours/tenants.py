@@ -9,13 +9,13 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 
 import numpy as np
-from support.servers.client_server import rows_of
 
 from neighbours.place import Access
 from routetrace.capture_agent import AgentConfig, CaptureAgent
 from routetrace.client import RouteClient, TraceState
 from routetrace.common.errors import NotFound, RouteTraceError
 from routetrace.common.layout import RoutingLayout
+from support.servers.client_server import rows_of
 
 LAYOUT = RoutingLayout(tuple(range(16)), 16, 128, 8)
 ROWS = 64

@@ -12,9 +12,9 @@ from typing import Any
 
 import grpc
 import psutil
-from faults.check import check
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from faults.check import check
 from neighbours.place import Access
 
 _SPAWN = multiprocessing.get_context("spawn")

@@ -6,14 +6,14 @@ from contextlib import suppress
 
 import grpc
 import numpy as np
-from support.agents.feeder import ChunkMaker, Stream
-from support.servers.client_server import rows_of
 
 from neighbours.attacking import RUN, Attack, begins, outcome
 from neighbours.tenants import LAYOUT
 from routetrace.codec.records import FinishReason, OpKind
 from routetrace.v1 import routetrace_pb2 as pb
 from routetrace.v1 import routetrace_pb2_grpc as pb_grpc
+from support.agents.feeder import ChunkMaker, Stream
+from support.servers.client_server import rows_of
 
 
 def bind_step(attack: Attack, calls: int = 60, ids: int = 7_600_000) -> None:

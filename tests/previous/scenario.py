@@ -9,8 +9,6 @@ from typing import Any
 import grpc
 import numpy as np
 import pytest
-from support.agents.feeder import Feeder
-from support.reads import Reads
 
 from previous.serving import BEGINNING, Serving
 from routetrace.codec.records import OpKind, token_digests
@@ -18,6 +16,8 @@ from routetrace.common.errors import ERROR_METADATA_KEY
 from routetrace.common.layout import RoutingLayout
 from routetrace.simulation.small_engine import SmallEngine
 from routetrace.v1 import routetrace_pb2 as pb
+from support.agents.feeder import Feeder
+from support.reads import Reads
 
 LAYOUT = RoutingLayout((1, 2, 4), 6, 40, 3)
 WIDE = RoutingLayout((0, 3), 4, 300, 2)

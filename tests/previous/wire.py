@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import grpc
-from support.reads import Reads, collect
 
 from previous.scenario import LAYOUT, described
 from previous.serving import Relay, Serving
@@ -21,6 +20,7 @@ from routetrace.client import RouteClient
 from routetrace.common.errors import NotFound
 from routetrace.simulation.small_engine import SmallEngine
 from routetrace.v1 import routetrace_pb2 as pb
+from support.reads import Reads, collect
 
 INGEST = "/routetrace.v1.IngestService/Ingest"
 TRACES = [f"w{i}" for i in range(6)]

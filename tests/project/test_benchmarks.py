@@ -150,7 +150,7 @@ def test_a_committed_line_is_whole_and_explained(row):
         assert row["met"] is None
     # In the section of its area a bold word with which its name begins.
     (section,) = re.findall(
-        rf"^## [^\n]*\(rows_{row['area']}\.py\)\n(.*?)(?=^## |\Z)", README, re.M | re.S
+        rf"^## [^\n]*\(areas/{row['area']}\.py\)\n(.*?)(?=^## |\Z)", README, re.M | re.S
     )
     terms = re.findall(r"\*\*(.+?)\.?\*\*", section)
     assert any(row["name"].lower().strip().startswith(term.lower()) for term in terms)
@@ -173,7 +173,7 @@ def test_a_goal_that_was_set_stands(row, goal):
 
 def test_the_readme_does_not_explain_what_is_not_measured():
     for area, section in re.findall(
-        r"^## [^\n]*\(rows_(\w+)\.py\)\n(.*?)(?=^## |\Z)", README, re.M | re.S
+        r"^## [^\n]*\(areas/(\w+)\.py\)\n(.*?)(?=^## |\Z)", README, re.M | re.S
     ):
         names = [row["name"].lower().strip() for row in ROWS if row["area"] == area]
         for term in re.findall(r"\*\*(.+?)\.?\*\*", section):
@@ -196,7 +196,7 @@ def test_the_machine_and_the_picture_are_there():
 def test_the_picture_shows_every_goal_and_its_origin(monkeypatch, tmp_path):
     pytest.importorskip("matplotlib")
     monkeypatch.syspath_prepend(str(BENCHMARKS))
-    picture = importlib.import_module("picture")
+    picture = importlib.import_module("report.picture")
     areas = importlib.import_module("bench").AREAS
     assert set(areas) == {row["area"] for row in ROWS}
     kept = []
@@ -218,7 +218,7 @@ def test_the_picture_shows_every_goal_and_its_origin(monkeypatch, tmp_path):
 def test_the_page_of_costs_shows_the_results(monkeypatch):
     pytest.importorskip("matplotlib")
     monkeypatch.syspath_prepend(str(BENCHMARKS))
-    page = importlib.import_module("page")
+    page = importlib.import_module("report.page")
     text = page.PAGE.read_text("utf-8")
     areas = importlib.import_module("bench").AREAS
     assert page.rendered(text, RESULTS, areas) == text

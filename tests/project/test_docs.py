@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 import torch
-from support.servers.client_server import rows_of
 
 from routetrace.capture_agent import AgentConfig, CaptureAgent
 from routetrace.capture_agent.engines.transformers import TransformersCapture
@@ -22,6 +21,7 @@ from routetrace.client import RouteClient
 from routetrace.common.layout import RoutingLayout
 from routetrace.common.model_map import layout_from_config
 from routetrace.server.testing import run_server
+from support.servers.client_server import rows_of
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "trainers.md").read_text("utf-8")

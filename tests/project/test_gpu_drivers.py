@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+
 from gpu_runs import __main__ as gpu_runs
 from gpu_runs import load
 from gpu_runs.runs import RUNS, faults_of, not_as_asked

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from support.version_pairs import PAIRS
 
 if sys.version_info >= (3, 11):

@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+
 import rivals_exact
 from rivals_exact import MARK, SCENARIOS, Line
-from support.models.routed_cells import fates
-
 from routetrace.common.missing import MissingRange
+from support.models.routed_cells import fates
 
 LAYERS = (1, 3)
 

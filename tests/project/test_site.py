@@ -13,6 +13,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+
 from support.version_pairs import PAIRS
 
 if sys.version_info >= (3, 11):

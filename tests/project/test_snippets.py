@@ -18,13 +18,13 @@ import numpy as np
 import pytest
 import torch
 import trustme
-from support.servers.client_server import rows_of
-from support.snippets import ROOT, Reader, snippets
 
 from routetrace.capture_agent import AgentConfig, CaptureAgent
 from routetrace.client import Security
 from routetrace.common.layout import RoutingLayout
 from routetrace.server.testing import run_server
+from support.servers.client_server import rows_of
+from support.snippets import ROOT, Reader, snippets
 
 #: Why snippets are not run, and how many of each page.
 NOT_RUN = {

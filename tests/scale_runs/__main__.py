@@ -22,15 +22,14 @@ from faults.check import check, read_all, temporary
 from faults.scenarios.kill import scripts
 from faults.script import RUN
 from faults.writers import Job, Run, Writers, no_violations
-from support.agents.routed_engine import Engine
-from support.servers.object_servers import ObjectServer
-from support.waiting import wait_for
-
 from routetrace.client import RouteClient
 from routetrace.common.errors import InvalidArgument
 from routetrace.server.store.object.bucket import open_bucket
 from routetrace.server.store.object.probe import check_conditions
 from scale_runs import shared, stores
+from support.agents.routed_engine import Engine
+from support.servers.object_servers import ObjectServer
+from support.waiting import wait_for
 
 BOUND_S = 120.0
 HITS = ("kill", "stall", "stop", "store")

@@ -14,15 +14,15 @@ from pathlib import Path
 from threading import Event, Thread
 
 import numpy as np
-from faults.check import check, temporary
-from support.agents.routed_engine import Engine
-from support.servers.object_servers import ObjectServer, owned_by
-from support.waiting import wait_for
 
+from faults.check import check, temporary
 from routetrace.client import RouteClient
 from routetrace.server.access.partition import place
 from routetrace.server.store.object.bucket import Bucket, open_bucket
 from scale_runs import stores
+from support.agents.routed_engine import Engine
+from support.servers.object_servers import ObjectServer, owned_by
+from support.waiting import wait_for
 
 BOUND_S = 240.0
 HITS = ("kill", "stall", "stop")

@@ -13,6 +13,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 
 import psutil
+
 from faults.serving import free_port
 from support.waiting import wait_for
 

@@ -10,9 +10,9 @@ from itertools import combinations, count, permutations
 from typing import Any
 
 import numpy as np
+
 from oracle.harness import InlineWorld
 from oracle.world import EngineSpec, Shard
-
 from routetrace.client import RouteClient, RoutingTrace
 from routetrace.common.errors import NotFound, RouteTraceError
 from routetrace.common.layout import RoutingLayout

@@ -14,9 +14,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+
 from oracle import harness
 from oracle.world import EngineSpec, Shard
-
 from second_model.drive import Ask, Report, judge
 from second_model.log import Log, Part, Writer
 

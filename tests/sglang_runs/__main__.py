@@ -24,8 +24,6 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from support.models.routed_cells import fates
-from vllm_runs.reference import Reference, change_weights
 
 from routetrace.client import ReadOptions, RouteClient
 from routetrace.common.errors import NotFound, RouteTraceError
@@ -33,6 +31,8 @@ from routetrace.server.testing import run_server
 from sglang_runs.engine import DRAFTS, Engine, prepare, request
 from sglang_runs.models import VOCABULARY, write_model
 from sglang_runs.serving import Answer, generate
+from support.models.routed_cells import fates
+from vllm_runs.reference import Reference, change_weights
 
 _TOLD = 6
 _RUNNING = 12

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+
 from neighbours.campaign import groups, run
 from neighbours.place import HAPROXY
 from neighbours.shares import SCENARIOS, Share

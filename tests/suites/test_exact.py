@@ -9,6 +9,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+
 from oracle.cluster import Cluster
 from oracle.compare import Comparer
 from oracle.harness import InlineWorld

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+
 from faults.check import Known, Violation, compare
 from faults.scenarios import cut, kill, lost_agent, order, power
 from faults.scenarios.order import Inline, Model, carry_out, draw

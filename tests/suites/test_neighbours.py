@@ -14,9 +14,6 @@ from pathlib import Path
 import grpc
 import numpy as np
 import pytest
-from support.agents.feeder import Feeder
-from support.scrape import Scraped
-from support.waiting import wait_for
 
 from routetrace.client import RouteClient
 from routetrace.common.drops import DROP_REASONS, OTHER_REASON
@@ -26,6 +23,9 @@ from routetrace.common.security import Security
 from routetrace.server.testing import ServerProcess, run_server
 from routetrace.v1 import routetrace_pb2 as pb
 from routetrace.v1 import routetrace_pb2_grpc as pb_grpc
+from support.agents.feeder import Feeder
+from support.scrape import Scraped
+from support.waiting import wait_for
 
 #: Rows that zstd does not shrink: a trace larger than gRPC's window needs few of them.
 LAYOUT = RoutingLayout(tuple(range(48)), 48, 128, 8)

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+
 from oracle.cluster import COUNTS, Cluster
 from oracle.engine import Chances, Engine
 from oracle.listener import Heard, Listener
@@ -21,7 +22,6 @@ from oracle.truth import (
     expected,
 )
 from oracle.world import EngineSpec, Shard
-
 from routetrace.codec import records
 from routetrace.common.layout import RoutingLayout
 

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from previous import wire
 from previous.scenario import AGAIN, answers, go_on
 from previous.serving import Serving
-
 from routetrace.client import RouteClient
 
 FIXTURES = Path(__file__).parents[1] / "fixtures" / "previous"

@@ -6,6 +6,7 @@ from collections import Counter
 from itertools import islice
 
 import pytest
+
 from second_model.orders import FAMILIES, every, legal
 from second_model.runs import Findings, drawn, exhaustive, worlds
 from second_model.scenarios import SCENARIOS

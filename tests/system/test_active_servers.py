@@ -6,15 +6,15 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from support.agents.routed_engine import Engine
-from support.servers.fake_s3 import FakeS3
-from support.servers.object_servers import ObjectServer, owned_by
-from support.waiting import wait_for
 
 from routetrace.client import RouteClient
 from routetrace.common.errors import InvalidArgument
 from routetrace.server.access.partition import place
 from routetrace.server.store.object.bucket import open_bucket
+from support.agents.routed_engine import Engine
+from support.servers.fake_s3 import FakeS3
+from support.servers.object_servers import ObjectServer, owned_by
+from support.waiting import wait_for
 
 BOUND_S = 90.0
 #: One in each partition.

@@ -16,15 +16,15 @@ import time
 
 import numpy as np
 import pytest
-from support.agents.feeder import ChunkMaker, Feeder
-from support.agents.prefill_decode import LAYOUT, Pair, assert_rows, reasons, rows_of
-from support.reads import Reads
 
 from routetrace.capture_agent import AgentConfig, CaptureAgent
 from routetrace.client import RouteClient
 from routetrace.codec.records import SPAN, OpKind
 from routetrace.server.testing import run_server
 from routetrace.v1 import routetrace_pb2 as pb
+from support.agents.feeder import ChunkMaker, Feeder
+from support.agents.prefill_decode import LAYOUT, Pair, assert_rows, reasons, rows_of
+from support.reads import Reads
 
 
 @pytest.fixture(scope="module")

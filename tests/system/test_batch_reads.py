@@ -12,9 +12,6 @@ from contextlib import asynccontextmanager, closing, nullcontext
 import grpc
 import numpy as np
 import pytest
-from support.agents.feeder import Feeder
-from support.scrape import Scraped
-from support.waiting import wait_for
 
 from routetrace.client import (
     AsyncRouteClient,
@@ -36,6 +33,9 @@ from routetrace.server.testing import free_ports, run_server
 from routetrace.simulation.small_engine import SmallEngine
 from routetrace.v1 import routetrace_pb2 as pb
 from routetrace.v1 import routetrace_pb2_grpc as pb_grpc
+from support.agents.feeder import Feeder
+from support.scrape import Scraped
+from support.waiting import wait_for
 
 LAYOUT = RoutingLayout((1, 2, 4), 6, 40, 3)
 WIDE = RoutingLayout(tuple(range(48)), 48, 256, 8)

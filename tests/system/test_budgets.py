@@ -9,9 +9,6 @@ from pathlib import Path
 import grpc
 import numpy as np
 import pytest
-from support.agents.feeder import ChunkMaker, Feeder, Stream, seal
-from support.scrape import Scraped
-from support.waiting import wait_for, with_time
 
 from routetrace.client import RouteClient
 from routetrace.codec.records import OP, FinishReason, OpKind
@@ -32,6 +29,9 @@ from routetrace.server.ingest.service import MAX_BIND_BYTES
 from routetrace.server.testing import ServerProcess, run_server
 from routetrace.v1 import routetrace_pb2 as pb
 from routetrace.v1 import routetrace_pb2_grpc as pb_grpc
+from support.agents.feeder import ChunkMaker, Feeder, Stream, seal
+from support.scrape import Scraped
+from support.waiting import wait_for, with_time
 
 LAYOUT = RoutingLayout((0, 1), 2, 8, 2)
 ALL = ["ingest", "read", "admin"]

@@ -10,16 +10,16 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+
 from faults.serving import free_port
+from routetrace.client import RouteClient
+from routetrace.common.errors import InvalidArgument, NotFound, Unavailable
+from routetrace.common.target import parse_target, resolver_options, targets_of
 from support.agents.routed_engine import Engine
 from support.scrape import http_status
 from support.servers.fake_s3 import FakeS3
 from support.servers.object_servers import ObjectServer
 from support.waiting import wait_for, with_time
-
-from routetrace.client import RouteClient
-from routetrace.common.errors import InvalidArgument, NotFound, Unavailable
-from routetrace.common.target import parse_target, resolver_options, targets_of
 
 BOUND_S = 90.0
 

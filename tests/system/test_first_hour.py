@@ -23,7 +23,6 @@ import numpy as np
 import pytest
 import torch
 import trustme
-from support.waiting import wait_for
 
 from routetrace.capture_agent import AgentConfig, CaptureAgent
 from routetrace.cli import main as routetrace_command
@@ -47,6 +46,7 @@ from routetrace.client import (
 from routetrace.common.layout import RoutingLayout
 from routetrace.server.testing import ServerProcess, free_ports, run_server
 from routetrace.trainers.replay import replay
+from support.waiting import wait_for
 
 LAYOUT = RoutingLayout((1, 2, 4), 6, 300, 3)
 ROWS = np.broadcast_to(np.arange(3, dtype=np.uint16), (3, 3, 3))

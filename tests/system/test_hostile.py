@@ -9,12 +9,9 @@ from pathlib import Path
 import grpc
 import numpy as np
 import pytest
+
 from faults.fuzz.mutate import bomb, put_group, reseal_frame
 from faults.fuzz.runner import run_target
-from support.agents.feeder import ChunkMaker, Feeder, Stream, seal
-from support.reads import Reads
-from support.servers.client_server import LAYOUT, ScriptedServer, rows_of, sealed, truth
-
 from routetrace.client import RouteClient
 from routetrace.client._core import assemble as assemble_module
 from routetrace.client._core.assemble import Assembler, Want
@@ -29,6 +26,9 @@ from routetrace.server.index.records.record import encode_open
 from routetrace.server.index.state import State
 from routetrace.server.testing import run_server
 from routetrace.v1 import routetrace_pb2 as pb
+from support.agents.feeder import ChunkMaker, Feeder, Stream, seal
+from support.reads import Reads
+from support.servers.client_server import LAYOUT, ScriptedServer, rows_of, sealed, truth
 
 MIB = 1 << 20
 SEED = 20_261_121

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from support.agents.feeder import Feeder
-from support.agents.prefill_decode import LAYOUT, Pair, assert_rows, reasons, rows_of
-from support.reads import Reads
 
 from routetrace.codec.records import SPAN, OpKind, token_digests
 from routetrace.server.testing import run_server
 from routetrace.v1 import routetrace_pb2 as pb
+from support.agents.feeder import Feeder
+from support.agents.prefill_decode import LAYOUT, Pair, assert_rows, reasons, rows_of
+from support.reads import Reads
 
 
 @pytest.fixture(scope="module")

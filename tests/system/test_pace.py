@@ -7,12 +7,12 @@ import time
 
 import numpy as np
 import pytest
-from support.waiting import wait_for
 
 from routetrace.capture_agent import AgentConfig, CaptureAgent
 from routetrace.client import DeadlineExceeded, InvalidArgument, RouteClient
 from routetrace.common.layout import RoutingLayout
 from routetrace.server.testing import run_server
+from support.waiting import wait_for
 
 LAYOUT = RoutingLayout((1, 2), 4, 64, 2)
 #: Far longer than any test: what arrives was asked for.

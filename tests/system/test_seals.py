@@ -8,8 +8,6 @@ import grpc
 import numpy as np
 import pytest
 from google.protobuf.message import DecodeError
-from support.agents.feeder import Feeder
-from support.servers.client_server import LAYOUT, rows_of
 
 from routetrace.client import RouteClient
 from routetrace.client._core.assemble import Assembler, Want
@@ -17,6 +15,8 @@ from routetrace.client._core.messages import parser_of, unary_parser_of
 from routetrace.common.errors import Corrupt
 from routetrace.server.testing import run_server
 from routetrace.v1 import routetrace_pb2 as pb
+from support.agents.feeder import Feeder
+from support.servers.client_server import LAYOUT, rows_of
 
 NUM_ROWS = 70  # more than one digest
 

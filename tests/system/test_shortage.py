@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import numpy as np
 import numpy.typing as npt
 import pytest
-from oracle.harness import InlineWorld
 
+from oracle.harness import InlineWorld
 from routetrace.capture_agent import AgentConfig, CaptureAgent
 from routetrace.capture_agent.pipeline.pressure import Pressure
 from routetrace.common.layout import RoutingLayout

@@ -17,14 +17,12 @@ import numpy as np
 import psutil
 import pytest
 import trustme
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
 from faults.check import audit, read_all
 from faults.scenarios.kill import SETTINGS, scripts
 from faults.script import LAYOUT, RUN, Script
 from faults.writers import Job, Run, Writers, no_violations
-from grpc_health.v1 import health_pb2, health_pb2_grpc
-from support.agents.feeder import Stream
-from support.waiting import wait_for
-
 from routetrace.capture_agent import AgentConfig, CaptureAgent
 from routetrace.client import AsyncRouteClient, RouteClient
 from routetrace.common.errors import DeadlineExceeded, NotFound, Unavailable
@@ -33,6 +31,8 @@ from routetrace.server.access.partition import place
 from routetrace.server.ops.health import READY_SERVICES
 from routetrace.server.process.partitions import partition_dir
 from routetrace.server.testing import ServerProcess, free_ports, run_server
+from support.agents.feeder import Stream
+from support.waiting import wait_for
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
 #: Two for each of two workers.

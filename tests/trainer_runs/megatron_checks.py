@@ -15,12 +15,12 @@ from megatron.core import parallel_state
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.utils import get_batch_on_this_cp_rank
-from support.ranks.gloo_ranks import run_ranks
 
 from routetrace.client.plan import MicroBatch, Plan, Sample, make_plan
 from routetrace.client.rows import RankRows
 from routetrace.common.layout import RoutingLayout
 from routetrace.trainers.megatron import local_rank, replay
+from support.ranks.gloo_ranks import run_ranks
 from trainer_runs.megatron_model import (
     EXPERTS,
     LAYERS,

@@ -11,11 +11,11 @@ from types import SimpleNamespace
 
 import numpy as np
 from skyrl.train.dataset.preprocess import convert_prompts_responses_to_batch_tensors
-from support.ranks.rank_rows import random_choices, rows_of
 
 from routetrace.client import MicroBatch, Rank, Sample, make_plan
 from routetrace.common.layout import RoutingLayout
 from routetrace.trainers.dialects import SampleRows, skyrl
+from support.ranks.rank_rows import random_choices, rows_of
 
 _LENGTHS = (37, 1, 20, 2, 64, 33)
 _PROMPTS = (9, 1, 19, 1, 5, 20)

@@ -20,8 +20,6 @@ from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import scatter_to_sequence_parallel_region
 from megatron.core.transformer.moe.router import TopKRouter
-from support.ranks.gloo_ranks import run_ranks
-from support.ranks.rank_rows import random_choices, rows_of
 from tensordict import TensorDict
 from verl.models.mcore.util import preprocess_packed_seqs, preprocess_thd_engine
 from verl.utils.megatron import router_replay_utils as replay
@@ -36,6 +34,8 @@ from verl.workers.utils.padding import left_right_2_no_padding
 from routetrace.client import MicroBatch, Plan, Rank, Sample, make_plan
 from routetrace.common.layout import RoutingLayout
 from routetrace.trainers.dialects import SampleRows, verl
+from support.ranks.gloo_ranks import run_ranks
+from support.ranks.rank_rows import random_choices, rows_of
 from trainer_runs.megatron_model import EXPERTS, LAYERS, MOE_LAYERS, TOP_K, make_config
 
 # Without an accelerator verl takes it for a process that shall not see its GPU.

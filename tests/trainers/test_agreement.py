@@ -12,13 +12,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.ranks.planned import drawn
-from support.ranks.rank_rows import facts_of, random_choices, rows_of, trace_of
 
 from routetrace.client import MicroBatch, Rank, Sample, make_plan
 from routetrace.common.errors import InvalidArgument
 from routetrace.common.layout import RoutingLayout
 from routetrace.trainers.agreement import Agreement, AgreementLog, compare, compare_logprobs
+from support.ranks.planned import drawn
+from support.ranks.rank_rows import facts_of, random_choices, rows_of, trace_of
 
 LAYOUT = RoutingLayout((1, 2, 4, 7), 9, 6, 3)
 

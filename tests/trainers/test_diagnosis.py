@@ -8,15 +8,15 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.ranks.disagreement import MODELS, chosen, packed, routed, shifted
-from support.ranks.planned import drawn
-from support.ranks.rank_rows import rows_of, trace_of
 
 from routetrace.client import Sample, make_plan
 from routetrace.common.errors import InvalidArgument
 from routetrace.common.layout import RoutingLayout
 from routetrace.trainers.agreement import compare
 from routetrace.trainers.diagnosis import check_alignment, diagnose
+from support.ranks.disagreement import MODELS, chosen, packed, routed, shifted
+from support.ranks.planned import drawn
+from support.ranks.rank_rows import rows_of, trace_of
 
 # ---------------------------------------------------------------- what fits
 

@@ -17,17 +17,6 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import given
-from support.ranks.dialect_samples import (
-    LAYOUTS,
-    Known,
-    any_sample,
-    batch_of,
-    known,
-    of_trace,
-    randoms,
-)
-from support.ranks.rank_rows import rows_of as fetched
-from support.servers.client_server import LAYOUT, rows_of, truth
 
 from routetrace.client import MicroBatch, Rank, Sample, Segment, make_plan
 from routetrace.common.errors import Incomplete, InvalidArgument
@@ -43,6 +32,17 @@ from routetrace.trainers.dialects import (
     vllm,
 )
 from routetrace.v1 import routetrace_pb2 as pb
+from support.ranks.dialect_samples import (
+    LAYOUTS,
+    Known,
+    any_sample,
+    batch_of,
+    known,
+    of_trace,
+    randoms,
+)
+from support.ranks.rank_rows import rows_of as fetched
+from support.servers.client_server import LAYOUT, rows_of, truth
 
 EVERY_SAMPLE = [
     verl.routed_experts,

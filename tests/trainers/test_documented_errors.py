@@ -8,16 +8,16 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from support.agents.feeder import Feeder
-from support.ranks.disagreement import MODELS, chosen, packed, routed, shifted
-from support.ranks.rank_rows import trace_of
-from support.servers.client_server import rows_of
 
 from routetrace.client import MicroBatch, Rank, RouteClient, Sample, make_plan
 from routetrace.common.errors import InvalidArgument
 from routetrace.common.layout import RoutingLayout
 from routetrace.server.testing import run_server
 from routetrace.trainers.diagnosis import check_alignment
+from support.agents.feeder import Feeder
+from support.ranks.disagreement import MODELS, chosen, packed, routed, shifted
+from support.ranks.rank_rows import trace_of
+from support.servers.client_server import rows_of
 
 PAGE = (Path(__file__).parents[2] / "docs" / "trainers.md").read_text("utf-8")
 #: What is wrong -> what the page says, of both tables.

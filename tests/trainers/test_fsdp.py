@@ -9,9 +9,6 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from support.models.tiny_models import VOCABULARY, tiny_model
-from support.ranks.gloo_ranks import run_ranks
-from support.ranks.rank_rows import random_choices, rows_of
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     apply_activation_checkpointing,
 )
@@ -23,6 +20,9 @@ from transformers import AttentionInterface
 from routetrace.client.plan import MicroBatch, Rank, Sample, make_plan
 from routetrace.client.rows import RankRows
 from routetrace.trainers.replay import replay
+from support.models.tiny_models import VOCABULARY, tiny_model
+from support.ranks.gloo_ranks import run_ranks
+from support.ranks.rank_rows import random_choices, rows_of
 
 WORLD = 2
 SEQ = 8

@@ -13,9 +13,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.models.routing_truth import RecordingAgent, Truth, padded, routers
-from support.models.tiny_models import FAMILIES, VOCABULARY, tiny_model
-from support.ranks.rank_rows import facts_of, random_choices, rows_of
 from torch.overrides import _get_current_function_mode_stack
 
 from routetrace.capture_agent.engines.transformers import TransformersCapture
@@ -26,6 +23,9 @@ from routetrace.common.layout import RoutingLayout
 from routetrace.trainers.agreement import Agreement, compare
 from routetrace.trainers.diagnosis import diagnose
 from routetrace.trainers.replay import collate, replay
+from support.models.routing_truth import RecordingAgent, Truth, padded, routers
+from support.models.tiny_models import FAMILIES, VOCABULARY, tiny_model
+from support.ranks.rank_rows import facts_of, random_choices, rows_of
 
 BATCH, SEQ = 3, 8
 

@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
-from support.ranks.dialect_samples import LAYOUTS, randoms
-from support.ranks.rank_rows import rows_of as fetched
-from support.servers.client_server import LAYOUT, ScriptedServer, rows_of, truth
 
 from routetrace.client import Rank, RankRows, RouteClient, Sample, Segment, make_plan
 from routetrace.common.errors import Incomplete, InvalidArgument
 from routetrace.common.layout import RoutingLayout
 from routetrace.trainers.dialects import slime
+from support.ranks.dialect_samples import LAYOUTS, randoms
+from support.ranks.rank_rows import rows_of as fetched
+from support.servers.client_server import LAYOUT, ScriptedServer, rows_of, truth
 
 
 class Replay:

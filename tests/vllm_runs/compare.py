@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 import numpy as np
-from support.models.routed_cells import fates
 
 from routetrace.client import ReadOptions, RouteClient, RoutingTrace, TraceState
 from routetrace.common.errors import NotFound, RouteTraceError
+from support.models.routed_cells import fates
 from vllm_runs.engine import Answer
 from vllm_runs.reference import Reference
 from vllm_runs.report import Tally

@@ -12,8 +12,6 @@ from typing import Any
 import grpc
 import numpy as np
 from google.protobuf.message import DecodeError
-from support.agents.feeder import ChunkMaker, Feeder
-from support.servers.client_server import rows_of
 
 from faults.fuzz.mutate import frames_of, lengths_of, mutate_bytes, mutate_frame, mutate_message
 from faults.fuzz.targets import LAYOUTS, Target, pack_parts, unpack_parts
@@ -43,6 +41,8 @@ from routetrace.server.testing import run_server
 from routetrace.simulation.small_engine import SmallEngine
 from routetrace.v1 import routetrace_pb2 as pb
 from routetrace.v1 import routetrace_pb2_grpc as pb_grpc
+from support.agents.feeder import ChunkMaker, Feeder
+from support.servers.client_server import rows_of
 
 WRITER = ("run", "engine", "")
 

@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 from google.protobuf.message import DecodeError
-from support.servers.client_server import LAYOUT, WIDE, rows_of, sealed, truth
 
 from faults.fuzz.mutate import (
     COLUMNS,
@@ -42,6 +41,7 @@ from routetrace.codec.frame_header import MAX_FRAME_DECODED_BYTES
 from routetrace.common.errors import Corrupt, InvalidArgument, RouteTraceError, from_detail
 from routetrace.common.layout import RoutingLayout
 from routetrace.v1 import routetrace_pb2 as pb
+from support.servers.client_server import LAYOUT, WIDE, rows_of, sealed, truth
 
 SMALL = RoutingLayout((3,), 4, 1, 1)
 LARGE = RoutingLayout(tuple(range(1, 40)), 40, 300, 8)

@@ -10,9 +10,6 @@ from pathlib import Path
 
 import grpc
 import numpy as np
-from support.agents.feeder import Stream
-from support.servers.client_server import rows_of
-from support.waiting import wait_for
 
 from faults.check import Violation, check, temporary
 from faults.script import LAYOUT, RUN
@@ -20,6 +17,9 @@ from faults.serving import Server
 from routetrace.capture_agent import AgentConfig, CaptureAgent
 from routetrace.client import RouteClient, TraceState
 from routetrace.v1 import routetrace_pb2 as pb
+from support.agents.feeder import Stream
+from support.servers.client_server import rows_of
+from support.waiting import wait_for
 
 HEARTBEAT_S = 0.5
 #: A poll, a call, and a machine that has other things to do.

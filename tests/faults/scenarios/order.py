@@ -17,18 +17,18 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import grpc
-from oracle.harness import _Aborted, _Server
-from support.agents.feeder import Stream
 
 from faults.check import Known, Served, Violation, check, compare, temporary
 from faults.script import RUN, Script
 from faults.serving import Server
+from oracle.harness import _Aborted, _Server
 from routetrace.client import RouteClient
 from routetrace.client._shells.drive import Driver
 from routetrace.server.core import Core
 from routetrace.server.settings.config import ServerConfig
 from routetrace.server.store.memory import MemoryStore
 from routetrace.v1 import routetrace_pb2 as pb
+from support.agents.feeder import Stream
 
 Action = tuple[str, int]
 

@@ -17,8 +17,6 @@ from typing import Any
 
 import numpy as np
 import psutil
-from support.agents.feeder import Feeder
-from support.servers.client_server import rows_of
 
 from faults.check import check, temporary
 from faults.proxy import Proxy
@@ -26,6 +24,8 @@ from faults.script import RUN
 from faults.serving import Server
 from routetrace.client import RouteClient
 from routetrace.common.layout import RoutingLayout
+from support.agents.feeder import Feeder
+from support.servers.client_server import rows_of
 
 #: Other interpreters, with other versions of grpcio, that take a part: `name=path`, by comma.
 PYTHONS = "FAULTS_PYTHONS"

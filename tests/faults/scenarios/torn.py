@@ -9,14 +9,13 @@ from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
+from faults.check import audit, check, temporary
+from faults.serving import Server
 from oracle.cluster import Cluster, random_specs
 from oracle.compare import Comparer
 from oracle.engine import Chances
 from oracle.harness import RUN, BaseWorld, SocketWorld, _no_errors
 from oracle.runs import LAYOUTS
-
-from faults.check import audit, check, temporary
-from faults.serving import Server
 from routetrace.capture_agent import AgentStats
 from routetrace.client import RouteClient
 

@@ -33,10 +33,6 @@ import trustme
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.agents.feeder import Feeder
-from support.scrape import Scraped
-from support.servers.client_server import LAYOUT, rows_of
-from support.waiting import wait_for
 
 from routetrace.capture_agent import AgentConfig, CaptureAgent
 from routetrace.client import AsyncRouteClient, RouteClient, Security
@@ -60,6 +56,10 @@ from routetrace.server.common.metrics import Metrics
 from routetrace.server.settings.config import ConfigError, ServerConfig
 from routetrace.server.testing import ServerProcess, run_server
 from routetrace.v1 import routetrace_pb2 as pb
+from support.agents.feeder import Feeder
+from support.scrape import Scraped
+from support.servers.client_server import LAYOUT, rows_of
+from support.waiting import wait_for
 
 UTC = datetime.timezone.utc
 DAY = datetime.timedelta(days=1)

@@ -8,9 +8,6 @@ from importlib.metadata import version
 import grpc
 import numpy as np
 import pytest
-from support.agents.feeder import Feeder, Stream
-from support.servers.client_server import LAYOUT, rows_of
-from support.waiting import wait_for
 
 from routetrace.capture_agent import AgentConfig, CaptureAgent
 from routetrace.client import AgentStat, RouteClient
@@ -18,6 +15,9 @@ from routetrace.server.index.agents import MAX_ATTRIBUTE_LENGTH, MAX_ATTRIBUTES
 from routetrace.server.testing import run_server
 from routetrace.v1 import routetrace_pb2 as pb
 from routetrace.v1 import routetrace_pb2_grpc as pb_grpc
+from support.agents.feeder import Feeder, Stream
+from support.servers.client_server import LAYOUT, rows_of
+from support.waiting import wait_for
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,6 @@ import logging
 import signal
 
 import pytest
-from support.agents.recorder import pointed_into, records
 
 from routetrace.common.errors import Corrupt, Unavailable
 from routetrace.server import daemon
@@ -20,6 +19,7 @@ from routetrace.server.index.traces.sources import WriterKey
 from routetrace.server.settings.config import ServerConfig
 from routetrace.server.store.interface import Record
 from routetrace.server.store.memory import MemoryStore
+from support.agents.recorder import pointed_into, records
 
 WRITER = WriterKey("run", "engine", "")
 CONFIG = ServerConfig(store="memory", default_ttl_seconds=10**6)

@@ -12,10 +12,6 @@ from collections import defaultdict
 import grpc
 import numpy as np
 import pytest
-from support.agents.feeder import Feeder
-from support.agents.sharded_requests import LAYOUT, ROWS, STAGES, Engine
-from support.reads import Reads
-from support.waiting import wait_for
 
 from routetrace.server.index.apply import apply_record
 from routetrace.server.index.records.record import encode_delete
@@ -25,6 +21,10 @@ from routetrace.server.index.traces.sources import Source, WriterKey
 from routetrace.server.index.traces.tombstones import Fate, Tombstones
 from routetrace.server.testing import run_server
 from routetrace.v1 import routetrace_pb2 as pb
+from support.agents.feeder import Feeder
+from support.agents.sharded_requests import LAYOUT, ROWS, STAGES, Engine
+from support.reads import Reads
+from support.waiting import wait_for
 
 TTL = 10.0
 

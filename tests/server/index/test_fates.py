@@ -13,10 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.agents.feeder import Feeder
-from support.agents.sharded_requests import Engine
-from support.servers.client_server import LAYOUT, rows_of
-from support.waiting import wait_for
 
 from routetrace.client import RouteClient
 from routetrace.common.errors import NotFound, Overloaded
@@ -32,6 +28,10 @@ from routetrace.server.retention import retention
 from routetrace.server.rows import reader
 from routetrace.server.testing import ServerProcess, run_server
 from routetrace.stored import format5_pb2 as stored
+from support.agents.feeder import Feeder
+from support.agents.sharded_requests import Engine
+from support.servers.client_server import LAYOUT, rows_of
+from support.waiting import wait_for
 
 SCOPES = {
     "engine": ["ingest"],

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import msgpack
 import pytest
-from support.agents.recorder import records
 
 from routetrace.common.errors import Corrupt
 from routetrace.server.core import Core
@@ -13,6 +12,7 @@ from routetrace.server.index.state import State
 from routetrace.server.settings.config import ServerConfig
 from routetrace.server.store.interface import Record
 from routetrace.server.store.memory import MemoryStore
+from support.agents.recorder import records
 
 NEWER = bytes(3) + bytes([FORMAT + 1]) + b"what nobody here can read"
 OLDER = msgpack.packb(("head", (PREVIOUS - 1, 7, 3)))

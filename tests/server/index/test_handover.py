@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from support.handover import handed_over, version_spans
 
 from routetrace.capture_agent import AgentConfig, CaptureAgent
 from routetrace.client import RouteClient
 from routetrace.common.layout import RoutingLayout
 from routetrace.server.testing import run_server
+from support.handover import handed_over, version_spans
 
 LAYOUT = RoutingLayout((1, 2, 4), 6, 300, 3)
 BLOCK = 16

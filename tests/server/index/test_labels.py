@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import pytest
-from support.agents.feeder import Feeder
-from support.agents.recorder import Recorder
-from support.servers.client_server import LAYOUT, rows_of
 
 from routetrace.client import RouteClient
 from routetrace.server.index.apply import apply_record
@@ -14,6 +11,9 @@ from routetrace.server.index.state import State
 from routetrace.server.index.traces.joins import MAX_TRACE_LABELS
 from routetrace.server.testing import run_server
 from routetrace.stored import format5_pb2 as stored
+from support.agents.feeder import Feeder
+from support.agents.recorder import Recorder
+from support.servers.client_server import LAYOUT, rows_of
 
 OLD = {"job": "old", "group": "g0", "note": "first"}
 NEW = {"job": "new", "group": "g1"}

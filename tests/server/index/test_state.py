@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.agents.recorder import LAYOUT, Recorder, pointed_into, records
 
 from routetrace.codec.records import OpKind
 from routetrace.common.errors import Overloaded
@@ -35,6 +34,7 @@ from routetrace.server.index.traces.tombstones import Fate
 from routetrace.server.settings.config import ServerConfig
 from routetrace.server.store.memory import MemoryStore
 from routetrace.stored import format5_pb2 as stored
+from support.agents.recorder import LAYOUT, Recorder, pointed_into, records
 
 
 @pytest.mark.parametrize("seed", range(6))

@@ -7,9 +7,6 @@ import random
 import grpc
 import numpy as np
 import pytest
-from support.agents.feeder import ChunkMaker, Feeder, Stream, seal
-from support.agents.simulated import LAYOUT, drive
-from support.reads import Reads
 
 from routetrace.client import RouteClient
 from routetrace.codec.records import FinishReason, OpKind
@@ -18,6 +15,9 @@ from routetrace.common.layout import RoutingLayout
 from routetrace.server.testing import run_server
 from routetrace.simulation.small_engine import SmallEngine
 from routetrace.v1 import routetrace_pb2 as pb
+from support.agents.feeder import ChunkMaker, Feeder, Stream, seal
+from support.agents.simulated import LAYOUT, drive
+from support.reads import Reads
 
 
 @pytest.fixture(scope="module")

@@ -5,12 +5,6 @@ from __future__ import annotations
 import random
 
 import pytest
-from support.agents.feeder import Feeder
-from support.agents.recorder import Recorder
-from support.agents.simulated import drive
-from support.scrape import Scraped
-from support.servers.client_server import LAYOUT, rows_of
-from support.waiting import wait_for
 
 from routetrace.client import RouteClient, TraceState
 from routetrace.server.core import Core
@@ -20,6 +14,12 @@ from routetrace.server.settings.config import ServerConfig
 from routetrace.server.store.memory import MemoryStore
 from routetrace.server.testing import run_server
 from routetrace.v1 import routetrace_pb2 as pb
+from support.agents.feeder import Feeder
+from support.agents.recorder import Recorder
+from support.agents.simulated import drive
+from support.scrape import Scraped
+from support.servers.client_server import LAYOUT, rows_of
+from support.waiting import wait_for
 
 LAYERS = len(LAYOUT.layer_ids)
 

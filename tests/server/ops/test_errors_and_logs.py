@@ -11,10 +11,6 @@ from typing import Any
 
 import grpc
 import pytest
-from support.agents.feeder import Feeder, seal
-from support.scrape import Scraped
-from support.servers.client_server import LAYOUT, rows_of
-from support.servers.store_records import record
 
 from routetrace.common.errors import Overloaded, Unavailable
 from routetrace.server.common.limited import MAX_LINES, WINDOW_SECONDS, LimitedLog
@@ -24,6 +20,10 @@ from routetrace.server.ingest.intake import Intake
 from routetrace.server.store.disk.store import DiskStore
 from routetrace.server.testing import run_server
 from routetrace.v1 import routetrace_pb2 as pb
+from support.agents.feeder import Feeder, seal
+from support.scrape import Scraped
+from support.servers.client_server import LAYOUT, rows_of
+from support.servers.store_records import record
 
 SECRET = "/srv/secret/data"
 HIDDEN = FileNotFoundError(errno.ENOENT, "No such file or directory", SECRET)

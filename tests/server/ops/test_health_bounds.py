@@ -13,13 +13,13 @@ from typing import Any
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from support.scrape import Scraped
-from support.waiting import wait_for
 
 from routetrace.common.errors import ERROR_METADATA_KEY
 from routetrace.server.common.metrics import Metrics
 from routetrace.server.ops import health
 from routetrace.server.testing import run_server
+from support.scrape import Scraped
+from support.waiting import wait_for
 
 ANY = health_pb2.HealthCheckRequest()
 

@@ -12,10 +12,6 @@ import grpc
 import pytest
 import trustme
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from support.agents.feeder import Feeder, seal
-from support.scrape import Scraped
-from support.servers.client_server import LAYOUT, rows_of
-from support.waiting import wait_for
 
 from routetrace.capture_agent import AgentConfig, CaptureAgent
 from routetrace.client import RouteClient
@@ -30,6 +26,10 @@ from routetrace.server.store.memory import MemoryStore
 from routetrace.server.testing import run_server
 from routetrace.v1 import routetrace_pb2 as pb
 from routetrace.v1 import routetrace_pb2_grpc as pb_grpc
+from support.agents.feeder import Feeder, seal
+from support.scrape import Scraped
+from support.servers.client_server import LAYOUT, rows_of
+from support.waiting import wait_for
 
 PAGE = (Path(__file__).parents[3] / "docs" / "operations.md").read_text("utf-8")
 ROWS = re.findall(r"^\| `(\w+)` \| (counter|gauge|histogram) \| ([^|]*)\| [^|]+ \|$", PAGE, re.M)

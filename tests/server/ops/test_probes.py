@@ -7,10 +7,10 @@ import threading
 from collections.abc import Callable
 
 import prometheus_client
-from support.scrape import http_status
 
 from routetrace.server.ops.endpoint import Endpoint, on_loop
 from routetrace.server.testing import run_server
+from support.scrape import http_status
 
 
 def test_a_server_is_live_and_ready() -> None:

@@ -23,10 +23,6 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import (
     ProtoReflectionDescriptorDatabase,
 )
-from support.agents.feeder import Feeder
-from support.scrape import Scraped
-from support.servers.client_server import LAYOUT, rows_of
-from support.waiting import wait_for
 
 from routetrace.client import RouteClient
 from routetrace.common.errors import ERROR_METADATA_KEY
@@ -39,6 +35,10 @@ from routetrace.server.settings.config import ServerConfig
 from routetrace.server.testing import ServerProcess, free_ports, run_server
 from routetrace.v1 import routetrace_pb2 as pb
 from routetrace.v1 import routetrace_pb2_grpc as pb_grpc
+from support.agents.feeder import Feeder
+from support.scrape import Scraped
+from support.servers.client_server import LAYOUT, rows_of
+from support.waiting import wait_for
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING

@@ -7,13 +7,13 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
-from support.agents.feeder import Feeder
 
 from routetrace.client import RouteClient, RoutingTrace
 from routetrace.common.errors import NotFound
 from routetrace.common.layout import RoutingLayout
 from routetrace.server.index.traces.trace_index import MAX_SOURCES
 from routetrace.server.testing import run_server
+from support.agents.feeder import Feeder
 
 LAYOUT = RoutingLayout((1, 2), 3, 64, 2)
 

@@ -8,7 +8,6 @@ from functools import partial
 
 import numpy as np
 import pytest
-from support.waiting import wait_for
 
 from routetrace.capture_agent import AgentConfig, CaptureAgent
 from routetrace.client import RouteClient, RoutingTrace
@@ -28,6 +27,7 @@ from routetrace.server.store.interface import Record
 from routetrace.server.store.memory import MemoryStore
 from routetrace.server.testing import run_server
 from routetrace.v1 import routetrace_pb2 as pb
+from support.waiting import wait_for
 
 LAYOUT = RoutingLayout((1, 2, 4), 6, 300, 3)
 BLOCK = 16

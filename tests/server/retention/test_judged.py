@@ -14,8 +14,6 @@ from types import SimpleNamespace
 import grpc
 import numpy as np
 import pytest
-from support.agents.feeder import ChunkMaker
-from support.waiting import wait_for
 
 from routetrace.codec.records import FinishReason, OpKind
 from routetrace.common.layout import RoutingLayout
@@ -37,6 +35,8 @@ from routetrace.server.store.interface import Record
 from routetrace.server.store.memory import MemoryStore
 from routetrace.v1 import routetrace_pb2 as pb
 from routetrace.v1 import routetrace_pb2_grpc as pb_grpc
+from support.agents.feeder import ChunkMaker
+from support.waiting import wait_for
 
 LAYOUT = RoutingLayout((0, 2), 3, 16, 2)
 WRITER = ("run", "e", "")

@@ -9,9 +9,6 @@ from contextlib import closing, suppress
 
 import numpy as np
 import pytest
-from support.agents.feeder import ChunkMaker, Feeder, Stream
-from support.reads import Reads
-from support.waiting import wait_for
 
 from routetrace.client import RouteClient, TraceState
 from routetrace.codec.records import FinishReason, OpKind
@@ -25,6 +22,9 @@ from routetrace.server.store.disk.store import DiskStore
 from routetrace.server.store.memory import MemoryStore
 from routetrace.server.testing import run_server
 from routetrace.v1 import routetrace_pb2 as pb
+from support.agents.feeder import ChunkMaker, Feeder, Stream
+from support.reads import Reads
+from support.waiting import wait_for
 
 LAYOUT = RoutingLayout((0, 1, 2, 3), 4, 256, 8)
 ROWS = 500

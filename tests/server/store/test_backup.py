@@ -10,12 +10,12 @@ import sys
 from pathlib import Path
 
 import pytest
+
 from faults.check import read_all
 from faults.scenarios.kill import SETTINGS, scripts
 from faults.script import RUN
 from faults.serving import Server
 from faults.writers import Job, Run, Writers, no_violations
-
 from routetrace.client import RouteClient
 from routetrace.common.errors import Corrupt, Unavailable
 from routetrace.server import backup

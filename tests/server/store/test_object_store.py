@@ -13,8 +13,6 @@ from typing import Any
 
 import pytest
 from obstore.store import MemoryStore as MemoryBucket
-from support.servers.fake_s3 import FakeS3
-from support.waiting import wait_for
 
 from routetrace.common.errors import (
     Closed,
@@ -35,6 +33,8 @@ from routetrace.server.store.object.bucket import Bucket, open_bucket
 from routetrace.server.store.object.lease import Lease
 from routetrace.server.store.object.probe import check_conditions
 from routetrace.server.store.object.store import ObjectStore
+from support.servers.fake_s3 import FakeS3
+from support.waiting import wait_for
 
 BOUND_S = 60.0
 

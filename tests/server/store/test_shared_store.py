@@ -9,7 +9,6 @@ from itertools import product
 
 import pytest
 from obstore.store import MemoryStore as MemoryBucket
-from support.waiting import wait_for
 
 from routetrace.common.errors import Closed, InvalidArgument
 from routetrace.server.process.partitions import worker_address, worker_config
@@ -19,6 +18,7 @@ from routetrace.server.store.object.bucket import Bucket
 from routetrace.server.store.object.layout import check_layout
 from routetrace.server.store.object.lease import Lease
 from routetrace.server.store.object.seats import Seats, home
+from support.waiting import wait_for
 
 BOUND_S = 60.0
 SECONDS = 5.0

@@ -20,13 +20,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from faults import images
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
-from support.servers import store_records
-from support.servers.store_records import content, record
 
+from faults import images
 from routetrace.common.errors import (
     Closed,
     Corrupt,
@@ -41,6 +39,8 @@ from routetrace.server.store.disk.log import record_frame
 from routetrace.server.store.disk.store import DiskStore
 from routetrace.server.store.interface import Record, Store
 from routetrace.server.store.memory import MemoryStore
+from support.servers import store_records
+from support.servers.store_records import content, record
 
 CAPACITY = 64 << 20
 

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from faults.serving import free_port
 
+from faults.serving import free_port
 from routetrace.capture_agent import AgentConfig, AgentStats, CaptureAgent
 from routetrace.client import RouteClient
 from routetrace.common.layout import RoutingLayout

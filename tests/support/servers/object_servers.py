@@ -13,9 +13,9 @@ from typing import Any
 
 import grpc
 import psutil
-from faults.serving import free_ports
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from faults.serving import free_ports
 from routetrace.server.store.object.bucket import Bucket
 
 

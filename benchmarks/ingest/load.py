@@ -17,8 +17,8 @@ from typing import Any
 
 import grpc
 import numpy as np
-from measure import Shape
 
+from measure import Shape
 from routetrace.codec.frame import encode_frames
 from routetrace.codec.records import DIGEST, OP, U32, FinishReason, OpKind, token_digests
 from routetrace.v1 import routetrace_pb2 as pb

@@ -11,8 +11,8 @@ from typing import Any
 import grpc
 import numpy as np
 import zstandard
-from reads_load import LAYOUT, Array
 
+from reads.load import LAYOUT, Array
 from routetrace.codec.frame import read_header
 from routetrace.v1 import routetrace_pb2 as pb
 

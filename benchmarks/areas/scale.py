@@ -16,9 +16,8 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from ingest_load import Agent, hello, load, send_all
+from ingest.load import Agent, hello, load, send_all
 from measure import OWN_CORE, PEER_CORE, QWEN3, Shape, Table, area, cpu_seconds, pin, ratios, rss
-
 from routetrace.client import RouteClient
 from routetrace.common.layout import RoutingLayout
 from routetrace.server.testing import ServerProcess, run_server

@@ -15,10 +15,9 @@ from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 
-from ingest_load import WINDOW, Load, load, send_all
-from ingest_rivals import FlightPut, Rival, send_tcp
+from ingest.load import WINDOW, Load, load, send_all
+from ingest.rivals import FlightPut, Rival, send_tcp
 from measure import OWN_CORE, PEER_CORE, QWEN3, Table, area, cpu_seconds, pin, ratios, rounds
-
 from routetrace.server.testing import ServerProcess, run_server
 
 #: Messages of a round, by their size.

@@ -8,8 +8,8 @@ import time
 from pathlib import Path
 
 import numpy as np
-from measure import QWEN3, Table
 
+from measure import QWEN3, Table
 from routetrace.capture_agent import AgentConfig, CaptureAgent
 from routetrace.client import NotFound, RouteClient
 from routetrace.server.testing import run_server

@@ -1,6 +1,6 @@
 """Engines at the rates that users have: 5,000 tokens a second each, from engine to tensor.
 
-As rows_rivals.py, with engines of a node side by side and a trainer that reads its batch when the
+As rivals.py, with engines of a node side by side and a trainer that reads its batch when the
 last request has ended. Costs per message, per read and per frame show here; the one engine of
 100,000 tokens a second there is a stress test.
 """
@@ -10,10 +10,10 @@ from __future__ import annotations
 import os
 import sys
 
+from areas.rates_readable import readable
 from measure import Table, area, ratios
-from rates_readable import readable
-from rival_load import Load
-from rival_ways import COMPILED, OURS, TITLES, Found, Setting, run
+from ways.load import Load
+from ways.processes import COMPILED, OURS, TITLES, Found, Setting, run
 
 RATE = 5_000  # tokens a second of an engine
 #: Engines side by side; skipped where the machine has too few cores for them and their rivals.

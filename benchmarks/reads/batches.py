@@ -6,8 +6,7 @@ import time
 from collections.abc import Callable
 
 from measure import Table, cpu_seconds, ratios, rounds
-from reads_load import Array, fill
-
+from reads.load import Array, fill
 from routetrace.client import RouteClient
 from routetrace.server.testing import ServerProcess
 

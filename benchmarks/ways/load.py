@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+
 from measure import QWEN3
 
 SHAPE = QWEN3

@@ -8,8 +8,8 @@ and less what comparing the tensors with the truth takes.
 from __future__ import annotations
 
 from measure import Table, area, ratios
-from rival_load import Load
-from rival_ways import TITLES, Setting, run
+from ways.load import Load
+from ways.processes import TITLES, Setting, run
 
 WHOLE = Load(sessions=64, prompt=512, answer=1536)
 QUICK = Load(sessions=16, prompt=256, answer=512)

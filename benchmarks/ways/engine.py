@@ -20,7 +20,8 @@ from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
-from rival_load import BLOCK, SHAPE, Load, Step, Turn, recorded
+
+from ways.load import BLOCK, SHAPE, Load, Step, Turn, recorded
 
 Rows = npt.NDArray[Any]
 

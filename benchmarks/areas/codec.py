@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import zstandard
-from measure import DATA, DEEPSEEK, KIMI, OWN_CORE, QWEN3, Shape, Table, area, pin, ratios, rounds
 
+from measure import DATA, DEEPSEEK, KIMI, OWN_CORE, QWEN3, Shape, Table, area, pin, ratios, rounds
 from routetrace.codec import native
 from routetrace.codec.frame import Codec, decode_frames, encode_frames, invalid_rows, slice_frame
 from routetrace.common.layout import RoutingLayout

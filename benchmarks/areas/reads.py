@@ -23,6 +23,7 @@ from typing import Any
 import grpc
 import numpy as np
 import zstandard
+
 from measure import (
     OWN_CORE,
     PEER_CORE,
@@ -35,12 +36,11 @@ from measure import (
     rounds,
     seconds,
 )
-from reads_batches import batches
-from reads_buffer import into_one_buffer
-from reads_load import LAYOUT, Array, draw, fill, plan_of
-from reads_rivals import Tcp, redis_server, rival, serve_empty, serve_flight, serve_tcp
-from reads_wire import Planes, Raw
-
+from reads.batches import batches
+from reads.buffer import into_one_buffer
+from reads.load import LAYOUT, Array, draw, fill, plan_of
+from reads.rivals import Tcp, redis_server, rival, serve_empty, serve_flight, serve_tcp
+from reads.wire import Planes, Raw
 from routetrace.client import Plan, Rank, RouteClient
 from routetrace.codec.frame import decode_frames, read_header
 from routetrace.server.testing import ServerProcess, run_server

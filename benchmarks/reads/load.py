@@ -1,12 +1,12 @@
-"""Requests captured by a real agent into a server, for rows_reads.py."""
+"""Requests captured by a real agent into a server, for areas/reads.py."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import numpy as np
-from measure import QWEN3
 
+from measure import QWEN3
 from routetrace.capture_agent import AgentConfig, CaptureAgent
 from routetrace.client import MicroBatch, Plan, Rank, Sample, make_plan
 

@@ -14,7 +14,6 @@ import mmap
 import os
 import statistics
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -24,8 +23,20 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from measure import HERE, OWN_CORE, PEER_CORE, QWEN3, Table, area, pin, ratios, rounds, seconds
 
+from measure import (
+    HERE,
+    OWN_CORE,
+    PEER_CORE,
+    QWEN3,
+    Table,
+    area,
+    pin,
+    program,
+    ratios,
+    rounds,
+    seconds,
+)
 from routetrace.capture_agent import AgentConfig, CaptureAgent
 from routetrace.server.testing import run_server
 
@@ -281,7 +292,7 @@ class Steps:
     def __init__(self, target: str, checkout: Path) -> None:
         parts = ("capture_agent", "client", "server", "proto")
         self._process = subprocess.Popen(
-            [sys.executable, str(HERE / "engine_steps.py"), target, "256"],
+            program("areas.engine_steps", target, "256"),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env={**os.environ, "PYTHONPATH": os.pathsep.join(str(checkout / p) for p in parts)},

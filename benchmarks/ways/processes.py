@@ -18,10 +18,10 @@ from functools import partial
 from pathlib import Path
 
 import psutil
-from measure import HERE, progress, rounds
-from rival_load import Load
 
+from measure import program, progress, rounds
 from routetrace.server.testing import run_server
+from ways.load import Load
 
 TITLES = {
     "ours": "ours",
@@ -74,11 +74,11 @@ def cpu_clock(pid: int) -> float:
 class Child:
     """A process that reads and writes lines."""
 
-    def __init__(self, script: str, *arguments: str) -> None:
+    def __init__(self, module: str, *arguments: str) -> None:
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         self._log = tempfile.TemporaryFile()  # noqa: SIM115
         self._process = subprocess.Popen(
-            [sys.executable, str(HERE / script), *arguments],
+            program(module, *arguments),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._log,
@@ -203,7 +203,7 @@ class Direct(Way):
                 self.sides = ("engine", "agent", "trainer")
             self._engines = [
                 self._child(
-                    "rival_engine.py", kind + codec, load, str(setting.rate), target, f"engine-{i}"
+                    "ways.engine", kind + codec, load, str(setting.rate), target, f"engine-{i}"
                 )
                 for i in range(setting.engines)
             ]
@@ -213,7 +213,7 @@ class Direct(Way):
                 if self._is_ours:
                     self.pids[f"agent {i}"] = int(port)
             how = "together" if setting.together else "each"
-            self._trainer = self._child("rival_trainer.py", kind, load, ",".join(said), target, how)
+            self._trainer = self._child("ways.trainer", kind, load, ",".join(said), target, how)
             self._trainer.hear()
             self.pids["trainer"] = self._trainer.pid
         except BaseException:
@@ -249,7 +249,7 @@ class Ray(Way):
             dtype = name.removeprefix("ray ")
             load = json.dumps(asdict(setting.load))
             self._child_ = self._child(
-                "rival_ray.py", dtype, load, str(setting.rate), str(setting.engines)
+                "ways.ray_actors", dtype, load, str(setting.rate), str(setting.engines)
             )
             *engines, trainer = map(int, self._child_.hear()[1:])
         except BaseException:

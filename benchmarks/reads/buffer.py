@@ -12,11 +12,11 @@ import contextlib
 from collections.abc import Callable, Iterator
 
 import numpy as np
-from measure import Table, progress, ratios, rounds, seconds
-from reads_load import LAYOUT, Array, fill
-from reads_rivals import Tcp, rival, serve_tcp
-from reads_wire import Planes, Raw
 
+from measure import Table, progress, ratios, rounds, seconds
+from reads.load import LAYOUT, Array, fill
+from reads.rivals import Tcp, rival, serve_tcp
+from reads.wire import Planes, Raw
 from routetrace.client import MicroBatch, Rank, RouteClient, Sample, make_plan
 
 TOKENS = 2_000
@@ -77,7 +77,7 @@ def into_one_buffer(table: Table, client: RouteClient, target: str, ids: Array) 
 @contextlib.contextmanager
 def _in_ray(places: list[Array]) -> Iterator[Callable[[], None]]:
     """Put copies of the arrays into Ray; yield a function that gets them back into their places."""
-    from ray_node import ray, ray_node
+    from ways.ray_node import ray, ray_node
 
     with ray_node(1, max(512 << 20, 2 * sum(place.nbytes for place in places))):
         refs = [ray.put(np.ascontiguousarray(place)) for place in places]

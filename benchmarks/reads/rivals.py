@@ -1,4 +1,4 @@
-"""Rivals of rows_reads.py: servers that have the bytes in memory, on the real server's core."""
+"""Rivals of areas/reads.py: servers that have the bytes in memory, on the real server's core."""
 
 # pyarrow is not installed where types are checked.
 # pyright: reportMissingImports=false
@@ -18,6 +18,7 @@ from typing import Any
 
 import grpc
 import numpy as np
+
 from measure import PEER_CORE, pin
 
 

@@ -20,7 +20,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from rival_load import SHAPE, Load, is_true
+
+from ways.load import SHAPE, Load, is_true
 
 _K = SHAPE.layout.top_k
 _L = len(SHAPE.layout.layer_ids)

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import zstandard
+
 from measure import (
     DEEPSEEK,
     KIMI,
@@ -27,11 +28,11 @@ from measure import (
     Table,
     area,
     pin,
+    program,
     ratios,
     rounds,
 )
 from relay import Relay
-
 from routetrace.capture_agent import AgentConfig, CaptureAgent
 from routetrace.capture_agent.pipeline import chunks
 from routetrace.client import RouteClient
@@ -249,7 +250,7 @@ def first_row(table: Table, target: str) -> None:
         handles = [agent.begin(name) for name in names]
         busy = [agent.begin(f"busy-{i}") for i in range(64)]
         assert agent.flush(60)
-        command = [sys.executable, __file__, "--follow", target, *names]
+        command = program("areas.agent", "--follow", target, *names)
         follower = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         assert follower.stdout is not None
         assert follower.stdout.readline() == "ready\n"

@@ -1,8 +1,8 @@
 """Rivals of ingest, each a server in its own process.
 
-    python benchmarks/ingest_rivals.py tcp FILE      messages over a plain socket, into a file
-    python benchmarks/ingest_rivals.py flight FILE   Arrow Flight do_put, into a file
-    python benchmarks/ingest_rivals.py flight -      Arrow Flight do_put, kept in memory
+    python benchmarks/run.py ingest.rivals tcp FILE      messages over a plain socket, into a file
+    python benchmarks/run.py ingest.rivals flight FILE   Arrow Flight do_put, into a file
+    python benchmarks/run.py ingest.rivals flight -      Arrow Flight do_put, kept in memory
 
 Those with a file append to it and wait for the disk with one fdatasync for all that came in
 meanwhile, then acknowledge; what comes in during that wait is the next group. They check nothing,
@@ -24,6 +24,8 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
+
+from measure import program
 
 _HEAD = struct.Struct("<I")
 _IOV = 512
@@ -206,7 +208,7 @@ class Rival:
 
     def __init__(self, kind: str, path: Path | str) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, __file__, kind, str(path)], stdout=subprocess.PIPE
+            program("ingest.rivals", kind, str(path)), stdout=subprocess.PIPE
         )
         assert self._process.stdout is not None
         self.pid = self._process.pid

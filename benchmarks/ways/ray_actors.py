@@ -16,14 +16,16 @@ import warnings
 from typing import Any
 
 import numpy as np
-from ray_node import ray, ray_node
+
+from measure import HERE
+from ways.ray_node import ray, ray_node
 
 
 class Trainer:
     """Gets the objects whose references it receives."""
 
     def __init__(self) -> None:
-        from rival_trainer import Checked
+        from ways.trainer import Checked
 
         self._checked = Checked()
 
@@ -38,7 +40,7 @@ class Trainer:
 
     def over(self) -> tuple[int, float]:
         """Rows of the round, and seconds that comparing them took."""
-        from rival_trainer import Checked
+        from ways.trainer import Checked
 
         checked, self._checked = self._checked, Checked()
         return checked.rows, checked.seconds
@@ -51,8 +53,8 @@ class Engine:
     """Runs rounds."""
 
     def __init__(self, load_json: str, rate: float, dtype: str, trainer: Any) -> None:
-        import rival_engine as engine
-        from rival_load import Load
+        from ways import engine
+        from ways.load import Load
 
         load = Load(**json.loads(load_json))
         self._engine = engine.Engine(load, rate)
@@ -78,8 +80,7 @@ class Engine:
 def main() -> None:
     """See the module."""
     dtype, load_json, rate, count = sys.argv[1:]
-    here = os.path.dirname(os.path.abspath(__file__))
-    environment = {"env_vars": {"PYTHONPATH": here, "OMP_NUM_THREADS": "1"}}
+    environment = {"env_vars": {"PYTHONPATH": str(HERE), "OMP_NUM_THREADS": "1"}}
     with ray_node(int(count) + 1, 512 << 20, environment):
         trainer = ray.remote(Trainer).options(num_cpus=1).remote()
         make = ray.remote(Engine).options(num_cpus=1).remote

@@ -9,10 +9,10 @@ from typing import Any
 from routetrace.cli.bench.capacity import MEASURED, Job, need_of
 from routetrace.simulation.models import MODELS
 
-PAGE = Path(__file__).parents[1] / "docs/performance.md"
+PAGE = Path(__file__).parents[2] / "docs/performance.md"
 #: Around each table, with its name.
 _BEGIN, _END = "<!-- table: {} -->\n", "<!-- end -->\n"
-#: Settings of rows_rates.py, and their columns.
+#: Settings of areas/rates.py, and their columns.
 _SETTINGS = {
     "1 engine, short": "1 engine, 64 requests of 512 tokens",
     "1 engine, long": "1 engine, 16 requests of 2,048 tokens",

@@ -1,8 +1,9 @@
 """CPU time of capture on an engine's own threads, step by step, after work that empties the caches.
 
-A process of its own for `rows_engine.py`, which may start one of another checkout beside it:
+A process of its own for `engine.py`, which may start one of another checkout beside it. It prints a
+line of figures for each line on its input:
 
-    python benchmarks/engine_steps.py TARGET REQUESTS   # a line of figures for each line on stdin
+    python benchmarks/run.py areas.engine_steps TARGET REQUESTS
 
 The engines' sides are fixed inputs: outputs of a scheduler whose requests grow by one token a step,
 and rows that are on the host already. What kernels and copies of a device cost the CPU is left out,
@@ -30,8 +31,8 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 import torch
-from measure import OWN_CORE, PEER_CORE, QWEN3, pin
 
+from measure import OWN_CORE, PEER_CORE, QWEN3, pin
 from routetrace.capture_agent import AgentConfig
 from routetrace.capture_agent.engines.capturer import RoutingCapturer
 from routetrace.capture_agent.engines.sglang import tap as taps

@@ -1,0 +1,1 @@
+"""Areas of the table, one module each, and the processes of their own that they need."""

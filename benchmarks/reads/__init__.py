@@ -1,0 +1,1 @@
+"""Load and rivals of reads."""
