@@ -124,21 +124,21 @@ FAULTS = (
         f"{AGENT}/transport/stream.py",
         "self._clock() >= self._welcome_by",
         "False",
-        "agent/test_agent.py::test_a_server_that_does_not_answer_the_hello_is_called_again",
+        "agent/test_trouble.py::test_a_server_that_does_not_answer_the_hello_is_called_again",
     ),
     _fault(
         "an error detail that does not parse ends the sender",
         f"{AGENT}/transport/connection.py",
         "with suppress(DecodeError):",
         "with suppress(KeyError):",
-        "agent/test_agent.py::test_an_error_detail_that_does_not_parse_is_an_error_like_others",
+        "agent/test_ends.py::test_an_error_detail_that_does_not_parse_is_an_error_like_others",
     ),
     _fault(
         "a flush waits for a background that was given up",
         f"{AGENT}/agent.py",
         "self._closed or self._abandoned or self._link.leftover",
         "self._closed or self._link.leftover",
-        "agent/test_agent.py::test_a_flush_does_not_wait_for_a_background_that_was_given_up",
+        "agent/test_ends.py::test_a_flush_does_not_wait_for_a_background_that_was_given_up",
     ),
     _fault(
         "close writes the backlog without the lock",
@@ -146,14 +146,14 @@ FAULTS = (
         "            with self._lock:  # a flush() under way in another thread drains as well\n"
         "                if self._feed.drain():\n                    break\n",
         "            if self._feed.drain():\n                break\n",
-        "agent/test_agent.py::test_close_writes_the_backlog_under_the_lock",
+        "agent/test_ends.py::test_close_writes_the_backlog_under_the_lock",
     ),
     _fault(
         "closing a client leaves a pause between attempts asleep",
         "client/routetrace/client/_shells/aio_drive.py",
         "            pause.get_loop().call_soon_threadsafe(_resolve, pause)\n",
         "            pass\n",
-        "client/test_client.py::test_closing_ends_a_pause_between_attempts_of_a_task",
+        "client/calls/test_life.py::test_closing_ends_a_pause_between_attempts_of_a_task",
     ),
     _fault(
         "a follower finds its request by its place",

@@ -1,0 +1,276 @@
+"""Arguments of CaptureAgent: which are taken, and the errors of the others."""
+
+from __future__ import annotations
+
+import pickle
+from functools import partial
+
+import numpy as np
+import pytest
+
+from routetrace.capture_agent import AgentConfig, CaptureAgent
+from routetrace.codec.records import OP, FinishReason, OpKind
+from routetrace.common.errors import (
+    InvalidArgument,
+)
+from routetrace.server.testing import run_server
+from routetrace.v1 import routetrace_pb2 as pb
+from support.agents.checked import LAYOUT, MODES, config_for, make_rows
+
+
+@pytest.fixture(scope="module")
+def idle_agent():
+    """An agent whose server is not there, with a request under way."""
+    config = AgentConfig("127.0.0.1:1", "e", LAYOUT, mode="thread", block_size=4, num_blocks=8)
+    agent = CaptureAgent(config)
+    agent.running = agent.begin("running")
+    yield agent
+    agent.close(0)
+
+
+@pytest.mark.parametrize(
+    ("field", "arguments"),
+    [
+        ("request_id", {"request_id": ""}),
+        ("request_id", {"request_id": "x" * 513}),
+        ("request_id", {"request_id": 7}),
+        ("request_id", {"request_id": "running"}),
+        ("trace_id", {"trace_id": "x" * 513}),
+        ("prompt_len", {"prompt_len": -1}),
+        ("ttl_seconds", {"ttl_seconds": 1 << 32}),
+        ("labels", {"labels": {"": "x"}}),
+        ("labels", {"labels": {"a": 1}}),
+        ("labels", {"labels": {str(i): "" for i in range(65)}}),
+        ("labels", {"labels": {"a": "x" * 1024}}),
+        ("block_ids", {"block_ids": [8]}),
+        ("block_ids", {"block_ids": [-1]}),
+        ("block_ids", {"block_ids": [0.5]}),
+        ("num_computed_tokens", {"num_computed_tokens": 5, "block_ids": [1]}),
+        ("num_computed_tokens", {"num_computed_tokens": -1}),
+        ("num_external_tokens", {"num_external_tokens": -1}),
+        (
+            "num_external_tokens",
+            {"num_external_tokens": 4, "num_computed_tokens": 3, "block_ids": [1]},
+        ),
+        ("request_id", {"request_id": b"x"}),
+        ("prompt_len", {"prompt_len": True}),
+        ("prompt_len", {"prompt_len": "3"}),
+        ("ttl_seconds", {"ttl_seconds": "1h"}),
+        ("labels", {"labels": ["a"]}),
+        ("prompt_token_ids", {"prompt_len": 2, "prompt_token_ids": [1]}),
+        ("prompt_token_ids", {"prompt_len": 0, "prompt_token_ids": [1]}),
+        ("prompt_token_ids", {"prompt_token_ids": [[1]]}),
+        ("prompt_token_ids", {"prompt_token_ids": 5}),
+        ("prompt_token_ids", {"prompt_token_ids": [[1], [2, 3]]}),
+        ("prompt_token_ids", {"prompt_token_ids": "abc"}),
+        ("prompt_token_ids", {"prompt_len": 1, "prompt_token_ids": [-1]}),
+        ("prompt_token_ids", {"prompt_len": 1, "prompt_token_ids": [1.5]}),
+    ],
+)
+def test_begin_refuses(idle_agent, field, arguments):
+    with pytest.raises(InvalidArgument) as caught:
+        idle_agent.begin(**{"request_id": "new", **arguments})
+    assert caught.value.field == field
+
+
+@pytest.mark.parametrize(
+    ("field", "call"),
+    [
+        ("rows", lambda a, h: a.step(make_rows(2)[:, :2], [(h, 0, 2)])),
+        ("rows", lambda a, h: a.step(make_rows(2)[0], [(h, 0, 3)])),
+        ("rows", lambda a, h: a.step(make_rows(2).astype(float), [(h, 0, 2)])),
+        ("runs", lambda a, h: a.step(make_rows(2), [(h, 0, 1)])),
+        ("runs", lambda a, h: a.step(make_rows(2), [(h, 0, 2), (h, 2, 0)])),
+        ("runs", lambda a, h: a.step(make_rows(2), [(h, 0, 3), (h, 2, -1)])),
+        ("runs", lambda a, h: a.step(make_rows(2), [(h, -1, 2)])),
+        ("runs", lambda a, h: a.step(make_rows(2), [(h, 1 << 31, 2)])),
+        ("runs", lambda a, h: a.step(make_rows(2), [(h + 99, 0, 2)])),
+        ("runs", lambda a, h: a.step(make_rows(2), [(0, 0, 2)])),
+        ("runs", lambda a, h: a.step(make_rows(2), [(-1, 0, 2)])),
+        ("runs", lambda a, h: a.step(make_rows(2), [(h, 0, 1 << 62)] * 4 + [(h, 0, 2)])),
+        ("runs", lambda a, h: a.step(make_rows(2), [(h, 0.0, 2)])),
+        ("runs", lambda a, h: a.step(make_rows(2), [h, 0, 2])),
+        ("runs", lambda a, h: a.step(make_rows(2), [])),
+        ("slots", lambda a, h: a.step_slots(make_rows(2), [0])),
+        ("slots", lambda a, h: a.step_slots(make_rows(2), [0, 32])),
+        ("slots", lambda a, h: a.step_slots(make_rows(2), [0, -1])),
+        ("handle", lambda a, h: a.finish(h + 99, 1)),
+        ("handle", lambda a, h: a.rewind(-1, 1)),
+        *(
+            ("handle", partial(lambda call, wrong, a, _: call(a, wrong), call, wrong))
+            for wrong in ("running", None, 1.0, [1])
+            for call in (
+                lambda a, h: a.finish(h, 1),
+                lambda a, h: a.rewind(h, 1),
+                lambda a, h: a.preempt(h, 1),
+                lambda a, h: a.add_blocks(h, [1]),
+                lambda a, h: a.resume(h, 0, []),
+            )
+        ),
+        ("num_tokens", lambda a, h: a.finish(h, "5")),
+        ("position", lambda a, h: a.rewind(h, 1.5)),
+        ("version", lambda a, h: a.set_weight_version("3")),
+        ("version", lambda a, h: a.set_weight_version(1.5)),
+        ("version", lambda a, h: a.set_weight_version(True)),
+        ("reason", lambda a, h: a.finish(h, 1, "tired")),
+        ("num_tokens", lambda a, h: a.finish(h, -1)),
+        ("token_ids", lambda a, h: a.finish(h, 2, "stop", [1])),
+        ("position", lambda a, h: a.rewind(h, -1)),
+        ("step", lambda a, h: a.rewind(h, 1, -1)),
+        ("num_computed_tokens", lambda a, h: a.preempt(h, 1 << 40)),
+        ("block_ids", lambda a, h: a.add_blocks(h, [9])),
+        ("block_ids", lambda a, h: a.add_blocks(h, 1)),
+        ("block_ids", lambda a, h: a.add_blocks_of([h, h], [1])),
+        ("handle", lambda a, h: a.add_blocks_of([h, h + 99], [1, 2])),
+        ("num_computed_tokens", lambda a, h: a.resume(h, 9, [1, 2])),
+        ("num_external_tokens", lambda a, h: a.resume(h, 8, [1, 2], 9)),
+        ("version", lambda a, h: a.set_weight_version(1 << 63)),
+    ],
+)
+def test_calls_refuse(idle_agent, field, call):
+    offered = idle_agent.stats().offered_rows
+    with pytest.raises(InvalidArgument) as caught:
+        call(idle_agent, idle_agent.running)
+    assert caught.value.field == field
+    assert idle_agent.stats().offered_rows == offered
+
+
+def test_the_length_of_a_prompt_is_that_of_its_ids(server):
+    with CaptureAgent(config_for(server)) as agent:
+        agent.begin("counted", prompt_token_ids=range(70))
+        agent.begin("empty", prompt_token_ids=[])
+        agent.begin("given", prompt_len=3)
+        agent.begin("unknown")
+        assert agent.flush(20)
+    assert [r.facts.prompt_len for r in server.model.requests] == [70, 0, 3, 0]
+
+
+def test_each_agent_is_a_boot_of_its_own_unless_told(server):
+    config = config_for(server)
+    with CaptureAgent(config) as first, CaptureAgent(config) as second:
+        ids = {first.config.boot_id, second.config.boot_id}
+    assert len(ids) == 2
+    assert all(ids)
+
+
+def test_what_is_too_large_to_begin_did_not_begin(server):
+    with CaptureAgent(config_for(server, ring_bytes=1 << 20)) as agent:
+        with pytest.raises(InvalidArgument, match="ring_bytes"):
+            agent.begin("r", prompt_len=200_000, prompt_token_ids=np.zeros(200_000, np.int64))
+        agent.finish(agent.begin("r"), 1)
+        assert agent.flush(20)
+    assert [r.index for r in server.model.requests] == [0]
+
+
+def test_a_handle_is_void_after_finish(idle_agent):
+    old = idle_agent.begin("twice")
+    idle_agent.finish(old, 0)
+    new = idle_agent.begin("twice")
+    for call in (
+        lambda: idle_agent.finish(old, 1),
+        lambda: idle_agent.preempt(old, 1),
+        lambda: idle_agent.add_blocks(old, [1]),
+    ):
+        with pytest.raises(InvalidArgument):
+            call()
+    idle_agent.rewind(old, 0)  # which an asynchronous engine learns late
+    idle_agent.finish(new, 0)
+
+
+@MODES
+def test_rows_that_come_late_are_dropped_and_counted(server, mode):
+    rows = make_rows(40)
+    with CaptureAgent(config_for(server, mode=mode)) as agent:
+        a, b, c = (agent.begin(name) for name in "abc")
+        assert agent.step(rows[:12], [(h, 0, 4) for h in (a, b, c)]) == 1
+        agent.finish(a, 5)
+        agent.preempt(b, 4)
+        # What was on its way when the first ended and the second was preempted.
+        assert agent.step(rows[12:17], [(a, 4, 1), (b, 4, 2), (c, 4, 2)]) == 2
+        assert agent.step(rows[17:18], [(a, 5, 1)]) == 3
+        again = agent.begin("a")
+        agent.resume(b, 0, [])
+        assert agent.step(rows[20:30], [(again, 0, 2), (b, 0, 6), (c, 6, 2)]) == 4
+        # Learned late: the step after it took the place already. And of the last step: not so.
+        agent.rewind(c, 5, step=2)
+        agent.rewind(b, 5, step=4)
+        with pytest.raises(InvalidArgument, match="expected handles that begin"):
+            agent.step(rows[30:31], [(c + (1 << 20), 0, 1)])
+        assert agent.flush(20)
+        stats = agent.stats()
+    assert stats.dropped_rows.pop("late") == 4
+    assert set(stats.dropped_rows) <= {"rewound"}
+    assert stats.offered_rows == stats.acknowledged_rows + 4 + sum(stats.dropped_rows.values())
+    first, second, third, fourth = server.model.requests
+    assert [len(first.attempts[0].rows), len(fourth.attempts[0].rows)] == [4, 2]
+    assert [len(attempt.rows) for attempt in second.attempts] == [4, 5]
+    assert third.row(7) == rows[29].tobytes()
+
+
+def test_a_prefill_engine_hands_over(server):
+    with CaptureAgent(config_for(server, block_size=4, num_blocks=8)) as agent:
+        handle = agent.begin(
+            "r", num_computed_tokens=12, num_external_tokens=8, block_ids=[0, 1, 2]
+        )
+        agent.preempt(handle, 12)
+        agent.resume(handle, 8, [3, 4], num_external_tokens=8)
+        agent.finish(handle, 13, "handoff")
+        assert agent.flush(20)
+    ops = [np.frombuffer(pb.ChunkHeader.FromString(c.header).ops, OP) for c in server.chunks]
+    told = {OpKind(op["kind"]): (op["position"], op["count"]) for op in np.concatenate(ops)}
+    assert told[OpKind.BEGIN] == (12, 8)
+    assert told[OpKind.RESUME] == (8, 8)
+    assert server.model.request("r").reason == FinishReason.HANDOFF
+
+
+@pytest.mark.parametrize(
+    ("field", "settings"),
+    [
+        ("target", {"target": ""}),
+        ("engine_id", {"engine_id": ""}),
+        ("shard", {"shard": "x" * 600}),
+        ("boot_id", {"shard": "pp0"}),
+        ("boot_id", {"boot_id": "x" * 600}),
+        ("mode", {"mode": "fork"}),
+        ("num_blocks", {"block_size": 16}),
+        ("block_size", {"block_size": (1 << 16) + 1, "num_blocks": 1}),
+        ("num_blocks", {"block_size": 1 << 16, "num_blocks": (1 << 9) + 1}),
+        ("queue_bytes", {"queue_bytes": "1MiB"}),
+        ("queue_bytes", {"queue_bytes": True}),
+        ("linger_s", {"linger_s": "1"}),
+        ("linger_s", {"linger_s": True}),
+        ("layout", {"layout": "qwen"}),
+        ("frame_rows", {"frame_rows": 0}),
+        ("queue_bytes", {"queue_bytes": 10}),
+        ("linger_s", {"linger_s": -1}),
+    ],
+)
+def test_settings_refuse(field, settings, monkeypatch):
+    monkeypatch.delenv("ROUTETRACE_TARGET", raising=False)
+    with pytest.raises(InvalidArgument) as caught:
+        AgentConfig(**{"target": "h:1", "engine_id": "e", "layout": LAYOUT, **settings})
+    assert caught.value.field == field
+
+
+@pytest.mark.slow
+def test_the_largest_engine_is_one_for_the_server_too():
+    with run_server() as server:
+        for number, (size, count) in enumerate([(1 << 16, 1 << 9), (1, 1 << 25)]):
+            config = AgentConfig(
+                server.target, f"e{number}", LAYOUT, block_size=size, num_blocks=count
+            )
+            with CaptureAgent(config) as agent:
+                agent.finish(agent.begin("r"), 1)
+                assert agent.flush(60)
+
+
+def test_settings_from_the_environment(monkeypatch):
+    monkeypatch.setenv("ROUTETRACE_TARGET", "there:1")
+    monkeypatch.delenv("ROUTETRACE_RUN", raising=False)
+    assert AgentConfig("", "e", LAYOUT).target == "there:1"
+    assert AgentConfig("here:1", "e", LAYOUT).target == "here:1"
+    assert AgentConfig("", "e", LAYOUT).run == "default"
+    monkeypatch.setenv("ROUTETRACE_RUN", "mine")
+    config = AgentConfig("", "e", LAYOUT, attributes={"host": "h"})
+    assert config.run == "mine"
+    assert pickle.loads(pickle.dumps(config)) == config

@@ -1,0 +1,304 @@
+"""Ends of an agent: close, a process that dies, forks."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import grpc
+import pytest
+
+from routetrace.capture_agent import AgentConfig, CaptureAgent
+from routetrace.capture_agent.transport import sender
+from routetrace.common.errors import (
+    ERROR_METADATA_KEY,
+    Closed,
+)
+from routetrace.v1 import routetrace_pb2 as pb
+from routetrace.v1.routetrace_pb2_grpc import (
+    IngestServiceServicer,
+    add_IngestServiceServicer_to_server,
+)
+from support.agents.checked import BIG, FULL, LAYOUT, MODES, assert_kept, config_for, make_rows
+from support.servers.ingest_server import IngestServer
+from support.shared_names import left_behind, shared_names
+from support.waiting import keeps_to, wait_for
+
+
+def test_after_close(server):
+    agent = CaptureAgent(config_for(server))
+    handle = agent.begin("a")
+    agent.step(make_rows(10), [(handle, 0, 10)])
+    report = agent.close()
+    assert report.acknowledged_rows == 10
+    assert agent.close() == report
+    assert agent.stats().acknowledged_rows == 10
+    assert server.model.request("a").lost == [(10, 0, pb.MISSING_REASON_AGENT_LOST)]
+    for call in (
+        lambda: agent.begin("b"),
+        lambda: agent.step(make_rows(1), [(handle, 10, 1)]),
+        lambda: agent.finish(handle, 11),
+        agent.flush,
+    ):
+        with pytest.raises(Closed):
+            call()
+
+
+@MODES
+def test_close_keeps_to_its_time_and_says_what_was_not_sent(server, mode):
+    server.hold.clear()
+
+    def close() -> float:
+        with CaptureAgent(config_for(server, mode=mode)) as agent:
+            handle = agent.begin("a")
+            agent.step(make_rows(10), [(handle, 0, 10)])
+            started = time.monotonic()
+            report = agent.close(1.0)
+            taken = time.monotonic() - started
+        assert (report.acknowledged_rows, report.dropped_rows, report.unsent_rows) == (0, {}, 10)
+        assert_kept(agent.stats(), unsent=10)
+        return taken
+
+    keeps_to(4, close)
+
+
+def test_a_stopped_background_costs_steps_and_is_told_when_it_runs_again(server):
+    rows = make_rows(1000, BIG)
+    config = config_for(server, BIG, mode="process", ring_bytes=2 << 20)
+    with CaptureAgent(config) as agent:
+        first, second = agent.begin("first"), agent.begin("second")
+        assert agent.flush(20)
+        os.kill(agent.worker_pid, signal.SIGSTOP)
+        for p in range(10):
+            agent.step(rows, [(first, 500 * p, 500), (second, 500 * p, 500)])
+        agent.rewind(second, 4000)
+        agent.step(rows[:10], [(second, 4000, 10)])
+        agent.set_weight_version(3)
+        os.kill(agent.worker_pid, signal.SIGCONT)
+        assert agent.flush(20)
+        agent.step(rows[:20], [(first, 5000, 10), (second, 4010, 10)])
+        agent.finish(first, 5011)
+        agent.finish(second, 4021)
+        assert agent.flush(20)
+        stats = agent.stats()
+        assert_kept(stats, queue_full=stats.dropped_rows["queue_full"])
+    a, b = server.model.requests
+    kept = set(a.attempts[0].rows)
+    assert 0 < len(kept) < 5010
+    assert kept | a.lost_positions(FULL) == set(range(5010))
+    assert not kept & a.lost_positions(FULL)
+    assert set(b.attempts[0].rows) | b.lost_positions(FULL) >= set(range(4020))
+    assert {p: b.row(p) for p in range(4010, 4020)} == {
+        4000 + p: rows[p].tobytes() for p in range(10, 20)
+    }
+
+
+def test_a_killed_background_is_counted_and_never_waited_for(server):
+    before = shared_names()
+    agent = CaptureAgent(config_for(server, mode="process", ring_bytes=1 << 20))
+    handle = agent.begin("a")
+    agent.step(make_rows(10), [(handle, 0, 10)])
+    assert agent.flush(20)
+    os.kill(agent.worker_pid, signal.SIGKILL)
+    for p in range(10, 5010, 1000):
+        agent.step(make_rows(1000), [(handle, p, 1000)])
+    assert not agent.flush(20)
+    for i in range(2000):  # more than fits anywhere
+        agent.finish(agent.begin(f"r{i}", labels={"x": "y" * 1000}), 1)
+    agent.step(make_rows(10), [(handle, 5010, 10)])
+    assert_kept(agent.stats(), **agent.stats().dropped_rows)
+    report = agent.close()
+    assert report.acknowledged_rows == 10
+    assert sum(report.dropped_rows.values()) == 5010
+    assert report.dropped_rows["agent_lost"] > 0
+    wait_for(lambda: not left_behind(before, [os.getpid()]))
+
+
+ENGINE = """
+import gc, os, signal, sys, time
+import numpy as np
+from routetrace.capture_agent import AgentConfig, CaptureAgent
+from routetrace.common.layout import RoutingLayout
+target, elsewhere, mode, how = sys.argv[1:]
+layout = RoutingLayout((1, 2, 4), 6, 300, 3)
+agent = CaptureAgent(AgentConfig(target, "e0", layout, mode=mode, close_timeout_s=20))
+handle = agent.begin("a")
+rows = np.arange(9, dtype=np.uint16).reshape(1, 3, 3).repeat(10, axis=0)
+agent.step(rows, [(handle, 0, 10)])
+child = 0
+if how == "killed":
+    # Even with a child that holds on to everything, behind Python's back.
+    import ctypes
+    child = ctypes.CDLL(None).fork()
+    if child == 0:
+        time.sleep(60)
+        os._exit(0)
+print(agent.worker_pid, child, flush=True)
+if how == "killed":
+    os.kill(os.getpid(), signal.SIGKILL)
+if how == "collected":
+    del agent
+    gc.collect()
+    time.sleep(0.1)
+if how == "forked":
+    assert agent.flush(20)
+    child = os.fork()
+    if child == 0:
+        agent.begin("b")
+        agent.step(rows, [(123, 0, 10)])
+        agent.finish(0, 5)
+        assert not agent.flush(1)
+        assert agent.stats().offered_rows == 0
+        assert agent.close().unsent_rows == 0
+        other = CaptureAgent(AgentConfig(elsewhere, "e1", layout, mode=mode))
+        other.begin("other")
+        ok = other.flush(20)
+        other.close()
+        del agent
+        gc.collect()
+        sys.exit(0 if ok else 3)
+    assert os.waitpid(child, 0)[1] == 0
+    agent.step(rows, [(handle, 10, 10)])
+    assert agent.flush(20)
+    assert agent.stats().acknowledged_rows == 20
+"""
+
+
+def run_engine(server: IngestServer, other: IngestServer, mode: str, how: str, errors: Path) -> int:
+    """Run ENGINE until its background has ended too; the exit status."""
+    with errors.open("w") as stderr:
+        process = subprocess.Popen(
+            [sys.executable, "-c", ENGINE, server.target, other.target, mode, how],
+            stdout=subprocess.PIPE,
+            stderr=stderr,
+            text=True,
+        )
+    assert process.stdout is not None
+    with process.stdout as stdout:
+        pid, child = map(int, stdout.readline().split())
+    try:
+        code = process.wait(60)
+        server.wait_for(lambda: server.model.requests and server.model.requests[0].lost, 30)
+        wait_for(lambda: is_zombie(pid), 20)  # else the background lives on
+    finally:
+        if child:
+            os.kill(child, signal.SIGKILL)
+    return code
+
+
+def is_zombie(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except FileNotFoundError:
+        return True
+
+
+@pytest.mark.skipif(not Path("/proc/self").exists(), reason="looks at processes")
+@pytest.mark.parametrize(
+    ("mode", "how"),
+    [
+        ("process", "killed"),
+        ("process", "exits"),
+        ("thread", "exits"),
+        ("process", "collected"),
+        ("process", "forked"),
+        ("thread", "forked"),
+    ],
+)
+def test_the_engine_just_ends(server, mode, how, tmp_path):
+    """Reported rows arrive, and neither processes nor shared memory remain."""
+    before = shared_names()
+    with IngestServer() as elsewhere:
+        code = run_engine(server, elsewhere, mode, how, tmp_path / "stderr")
+        if how == "forked":
+            assert [r.request_id for r in elsewhere.model.requests] == ["other"]
+    errors = (tmp_path / "stderr").read_text()
+    assert code == (-signal.SIGKILL if how == "killed" else 0), errors
+    request = server.model.requests[0]
+    expected = 20 if how == "forked" else 10
+    assert len(request.attempts[0].rows) == expected
+    assert request.lost == [(expected, 0, pb.MISSING_REASON_AGENT_LOST)]
+    wait_for(lambda: not left_behind(before, []))
+    assert "Traceback" not in errors
+    assert "leaked" not in errors
+
+
+def test_a_flush_does_not_wait_for_a_background_that_was_given_up(server, monkeypatch):
+    with CaptureAgent(config_for(server)) as agent:
+        waits = []
+        monkeypatch.setattr(agent._link, "wait", waits.append)
+        agent._abandoned = True
+        assert not agent.flush(2)
+        assert not waits
+
+
+def test_close_writes_the_backlog_under_the_lock(server, monkeypatch):
+    """As flush() of another thread does: two at once would swap events."""
+    held = []
+    agent = CaptureAgent(config_for(server))
+    drain = agent._feed.drain
+    monkeypatch.setattr(
+        agent._feed, "drain", lambda: held.append(agent._lock._is_owned()) or drain()
+    )
+    agent.close()
+    assert held
+    assert all(held)
+
+
+def test_an_error_detail_that_does_not_parse_is_an_error_like_others(caplog):
+    class Proxy(IngestServiceServicer):
+        calls = 0
+
+        def Ingest(self, requests, context):
+            Proxy.calls += 1
+            next(requests)
+            context.set_trailing_metadata(((ERROR_METADATA_KEY, b"\xff\xff\xff"),))
+            context.abort(grpc.StatusCode.UNAVAILABLE, "of a proxy")
+
+    server = grpc.server(ThreadPoolExecutor(2))
+    add_IngestServiceServicer_to_server(Proxy(), server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    config = AgentConfig(f"127.0.0.1:{port}", "e", LAYOUT, mode="thread")
+    try:
+        with CaptureAgent(config) as agent:
+            wait_for(lambda: Proxy.calls > 1)
+            agent.close(0)
+    finally:
+        server.stop(0)
+    assert any("of a proxy" in record.getMessage() for record in caplog.records)
+    assert not [record for record in caplog.records if record.exc_info]
+
+
+def test_nothing_is_said_to_the_server_during_a_fork(server, caplog):
+    """gRPC's threads go on in the child: what they know there, they must not be able to say."""
+    with CaptureAgent(config_for(server)) as agent:
+        handle = agent.begin("a")
+        assert agent.flush(20)
+        sender._before_fork()
+        sender._before_fork()  # another thread forks as well
+        sender._after_fork_in_parent()
+        agent.step(make_rows(3), [(handle, 0, 3)])
+        agent.finish(handle, 4)
+        assert not agent.flush(0.5)
+        assert server.welcomes == 1
+        sender._after_fork_in_parent()
+        assert agent.flush(20)
+        assert server.welcomes == 2
+        stats = agent.stats()
+    assert_kept(stats)
+    assert stats.acknowledged_rows == 3
+    assert not caplog.records
+
+
+def test_the_background_has_names(server):
+    with CaptureAgent(config_for(server)) as agent:
+        assert agent.flush(20)
+        names = {thread.name for thread in threading.enumerate()}
+    assert {"routetrace-worker", "routetrace-sender"} <= names

@@ -1,0 +1,113 @@
+"""get_many: a stream of many requests."""
+
+from __future__ import annotations
+
+import random
+import threading
+
+import numpy as np
+import pytest
+
+from routetrace.client import RoutingTrace
+from routetrace.common.errors import (
+    InvalidArgument,
+    NotFound,
+)
+from support.servers.client_server import truth
+from support.servers.scripted import GONE
+
+
+class TestGetMany:
+    def sources(self, count):
+        return [truth(i % 7 + 1, rng=random.Random(i), trace_id=f"r{i}") for i in range(count)]
+
+    @pytest.mark.parametrize("prefetch", [1, 3, 100])
+    def test_in_the_order_of_the_ids(self, client, server, prefetch):
+        sources = self.sources(20)
+        server.serve(*sources)
+        random.Random(0).shuffle(sources)
+        ids = (s.info.trace_id for s in sources)
+        traces = list(client.get_many(ids, prefetch=prefetch, missing="mask", token_stop=1))
+        assert [t.trace_id for t in traces] == [s.info.trace_id for s in sources]
+        for trace, source in zip(traces, sources, strict=True):
+            assert np.array_equal(trace.valid[0], source.valid[0])
+
+    def test_so_many_at_once(self, client, server):
+        source = truth(3)
+        together = threading.Barrier(4)
+        active, most = set(), []
+
+        def handler(request, context):
+            active.add(request.trace_id)
+            most.append(len(active))
+            together.wait(GONE)
+            messages = source.responses()
+            for m in messages:
+                if m.HasField("info"):
+                    m.info.trace_id = request.trace_id
+                if m.HasField("end"):
+                    m.end.info.trace_id = request.trace_id
+            active.discard(request.trace_id)
+            return iter(messages)
+
+        server.script["GetTrace"] = handler
+        assert len(list(client.get_many([f"r{i}" for i in range(12)], prefetch=4))) == 12
+        assert max(most) == 4
+
+    def test_ids_are_taken_as_it_gets_on(self, client, server):
+        sources = self.sources(20)
+        server.serve(*sources)
+        taken = []
+
+        def ids():
+            for s in sources:
+                taken.append(s.info.trace_id)
+                yield s.info.trace_id
+
+        traces = client.get_many(ids(), prefetch=3, missing="mask")
+        assert not taken
+        next(traces)
+        assert len(taken) == 3
+        next(traces)
+        assert len(taken) == 4
+        traces.close()
+
+    def test_errors_at_their_turn(self, client, server):
+        sources = self.sources(4)
+        server.serve(*sources)
+        ids = ["r0", "r1", "unknown", "", "r2"]
+        traces = client.get_many(ids, missing="mask")
+        assert [next(traces).trace_id for _ in range(2)] == ["r0", "r1"]
+        with pytest.raises(NotFound):
+            next(traces)
+        got = list(client.get_many(ids, missing="mask", errors="return"))
+        assert [type(g) for g in got] == [
+            RoutingTrace,
+            RoutingTrace,
+            NotFound,
+            InvalidArgument,
+            RoutingTrace,
+        ]
+
+    def test_closing_ends_what_is_under_way(self, client, server):
+        server.serve(*self.sources(1))
+        answer = server.script["GetTrace"]
+        started, gone = threading.Semaphore(0), threading.Semaphore(0)
+
+        def handler(request, context):
+            if request.trace_id != "r0":
+                over = threading.Event()
+                context.add_callback(over.set)
+                started.release()
+                assert over.wait(GONE)
+                gone.release()
+            return answer(request, context)
+
+        server.script["GetTrace"] = handler
+        traces = client.get_many(["r0", "r1", "r2"], missing="mask", wait_for="end", timeout=600)
+        assert next(traces).trace_id == "r0"
+        assert started.acquire(timeout=GONE)
+        assert started.acquire(timeout=GONE)
+        traces.close()
+        assert gone.acquire(timeout=GONE)
+        assert gone.acquire(timeout=GONE)
