@@ -535,20 +535,19 @@ def test_rows_under_weights_that_nobody_knows_do_not_count(
 
     def update(updater, request):
         if recorded:
-            plugin._recorded(request.weight_version)
+            plugin._recorded(None, updater, request.weight_version)
         if outcome == "raised":
             raise RuntimeError("half of the weights are new")
         return SimpleNamespace(success=outcome == "ok")
 
     with suppress(RuntimeError):
-        plugin._update(update, None, SimpleNamespace(weight_version="7"))
+        plugin._update(update, None, SimpleNamespace(weight_version="7"), whole=True)
     known = recorded or outcome == "ok"
-    assert ("update of the weights failed" in caplog.text) is (outcome == "failed" and not recorded)
+    assert ("a weight update failed: rows are missing" in caplog.text) is not known
     a.output_ids = [1]
     scheduler.launch((a, 4, 1), slots=[8]).finalize()
-    plugin._update(
-        lambda *_: SimpleNamespace(success=True), None, SimpleNamespace(weight_version=None)
-    )
+    request, done = SimpleNamespace(weight_version=None), SimpleNamespace(success=True)
+    plugin._update(lambda *_: done, None, request, whole=True)
     scheduler.launch((a, 5, 1), slots=[9]).finalize()
     scheduler.capture.flush(0)
     (agent,) = scheduler.agents
@@ -560,36 +559,6 @@ def test_rows_under_weights_that_nobody_knows_do_not_count(
     ]
     versions = [call[1] for call in told if call[0] == "set_weight_version"]
     assert versions == ([0, 7, 8] if known else [0, 1])
-
-
-def test_weights_that_change_part_by_part_have_a_version_at_the_end(scheduler, monkeypatch):
-    monkeypatch.setattr(plugin, "_capture", scheduler.capture)
-    weights, ok = scheduler.capture.weights, SimpleNamespace(success=True)
-
-    def update(version, success=True):
-        request = SimpleNamespace(weight_version=version)
-        plugin._update(lambda *_: SimpleNamespace(success=success), None, request)
-
-    plugin._session_begun(SimpleNamespace(success=False))  # another one is open
-    assert weights.version == 0
-    plugin._session_begun(ok)
-    seen = [weights.version]
-    for _ in range(2):
-        update("5")
-        seen.append(weights.version)
-    plugin._session_ended(ok)
-    assert (seen, weights.version) == ([None] * 3, 5)
-    # Peers wrote them: no update tells of any.
-    plugin._session_begun(ok)
-    plugin._session_ended(ok)
-    assert weights.version == 6
-    plugin._session_begun(ok)
-    update("9")
-    update("9", success=False)
-    plugin._session_ended(ok)
-    assert weights.version is None
-    plugin._renamed("10")  # the trainer knows better
-    assert weights.version == 10
 
 
 def test_a_request_that_ends_has_the_handle_of_its_trace(scheduler, monkeypatch):

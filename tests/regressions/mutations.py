@@ -185,10 +185,17 @@ FAULTS = (
     ),
     _fault(
         "an update of weights that failed keeps the version",
-        f"{AGENT}/engines/sglang/plugin.py",
-        "    _capture.weights.update_begun()\n",
-        "",
+        f"{AGENT}/engines/sglang/weights.py",
+        "            self._torn = True\n        else:\n            self._session.failed = True\n",
+        "            pass\n        else:\n            self._session.failed = True\n",
         "engines/test_sglang.py::test_rows_under_weights_that_nobody_knows_do_not_count",
+    ),
+    _fault(
+        "a part of a session makes weights known after one that failed",
+        f"{AGENT}/engines/sglang/weights.py",
+        "            self._session.failed = True\n        _warn",
+        "            pass\n        _warn",
+        "engines/test_sglang_weights.py::test_a_known_version_is_that_of_whole_weights",
     ),
     _fault(
         "digests leave adapters out",

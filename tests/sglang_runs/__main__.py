@@ -51,7 +51,8 @@ class Scenario:
     aborts: bool = False
     updates: str = ""
     """Mode of the pause in which weights change under way; "retract" computes all again. "failed":
-    an update that fails, and ten passes later one that succeeds."""
+    an update that fails, and ten passes later one that succeeds. "session": several updates, which
+    each replace a part. "peers": a session in which others write the weights."""
     retracts: bool = False
     """Whether SGLang's own switch retracts requests now and then."""
     again: bool = False
@@ -85,6 +86,8 @@ SCENARIOS = (
     Scenario("retraction page 16", {**_SMALL, "page_size": 16}, retracts=True),
     Scenario("new weights", updates="retract", native=True),
     Scenario("new weights in place", updates="in_place", native=True),
+    Scenario("new weights in parts", updates="session"),
+    Scenario("weights of peers", updates="peers"),
     Scenario("failed update", updates="failed", may_lack=("not_captured", "kv_unknown")),
     Scenario("host memory", {**_HOST, **_SMALL}, native=True, again=True, may_lack=("kv_unknown",)),
     Scenario("drafts", DRAFTS, native=True, drafts=True),
@@ -116,6 +119,7 @@ SHARE = (
     "overlap",
     "drafts retraction page 16",
     "new weights",
+    "new weights in parts",
     "failed update",
     "a layer skips the capture site",
 )
@@ -180,14 +184,39 @@ class Run:
             assert not scheduler.weight_updater.update_weights_from_disk(nowhere).success
             self._known_at = self._passes + 10
             return
-        scheduler.process_input_requests([io_struct.PauseGenerationReqInput(mode=mode)])
+        pause = "retract" if mode == "retract" else "in_place"
+        scheduler.process_input_requests([io_struct.PauseGenerationReqInput(mode=pause)])
         for req in scheduler.waiting_queue if mode == "retract" else ():
             if req.output_ids:
                 self.kept[req.rid] = len(req.origin_input_ids) + len(req.output_ids) - 1
-        change_weights(self.model)
-        self._rename(io_struct, "1")
+        if mode in ("session", "peers"):
+            self._update_in_session(io_struct, scheduler.weight_updater)
+        else:
+            change_weights(self.model)
+            self._rename(io_struct, "1")
         assert mode != "retract" or scheduler.flush_cache()
         scheduler.process_input_requests([io_struct.ContinueGenerationReqInput()])
+
+    def _update_in_session(self, io_struct: Any, updater: Any) -> None:
+        """Change the weights between SGLang's begin and end of a session; no version is given."""
+        from sglang.srt.utils import MultiprocessingSerializer
+
+        assert updater.begin_weight_update(io_struct.BeginWeightUpdateReqInput()).success
+        before = {name: each.detach().clone() for name, each in self.model.named_parameters()}
+        change_weights(self.model)
+        if self._scenario.updates == "session":
+            after = {name: each.detach().clone() for name, each in self.model.named_parameters()}
+            for name, parameter in self.model.named_parameters():
+                parameter.data.copy_(before[name])
+            changed = [(n, each) for n, each in after.items() if not each.equal(before[n])]
+            for part in (changed[::2], changed[1::2]):
+                request = io_struct.UpdateWeightsFromTensorReqInput(
+                    serialized_named_tensors=[MultiprocessingSerializer.serialize(part)],
+                    flush_cache=False,
+                )
+                done = updater.update_weights_from_tensor(request)
+                assert done.success, done.message
+        assert updater.end_weight_update(io_struct.EndWeightUpdateReqInput()).success
 
     def _rename(self, io_struct: Any, version: str) -> None:
         self._engine.scheduler.handle_update_weight_version(

@@ -1,9 +1,16 @@
 """Capture in vLLM; short name of `routetrace.capture_agent.engines.vllm`, for launch commands."""
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from routetrace.capture_agent.engines import vllm
+if TYPE_CHECKING:
+    from routetrace.capture_agent.engines.vllm import RouteTraceConnector
+
+__all__ = ["RouteTraceConnector"]
 
 
 def __getattr__(name: str) -> Any:
-    return getattr(vllm, name)
+    if name == "RouteTraceConnector":
+        from routetrace.capture_agent.engines.vllm import RouteTraceConnector
+
+        return RouteTraceConnector
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

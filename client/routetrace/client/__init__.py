@@ -3,6 +3,7 @@
 from importlib.metadata import version as _version
 
 from routetrace.client._shells.aio import AsyncRouteClient
+from routetrace.client._shells.prefetch import AsyncPrefetch, Prefetch
 from routetrace.client._shells.sync import RouteClient
 from routetrace.client.micro_batch import MicroBatch, Sample, Segment
 from routetrace.client.options import ReadOptions
@@ -41,6 +42,7 @@ __version__ = _version("routetrace")
 
 __all__ = [
     "AgentStat",
+    "AsyncPrefetch",
     "AsyncRouteClient",
     "Closed",
     "Corrupt",
@@ -58,6 +60,7 @@ __all__ = [
     "Overloaded",
     "PermissionDenied",
     "Plan",
+    "Prefetch",
     "Rank",
     "RankRows",
     "ReadFacts",

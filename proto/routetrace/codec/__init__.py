@@ -1,1 +1,1 @@
-"""Pack rows: frames, their compiled loops, and the packed columns of messages."""
+"""Encode, check and decode frames of rows, and the packed columns of messages."""

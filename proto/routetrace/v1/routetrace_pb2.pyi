@@ -4,11 +4,11 @@ isort:skip_file
 The routetrace contract, version 1.
 
 A row is one token's routing: for each MoE layer its ordered top-k logical expert ids.
-Rows travel in frames (frame.py), frames in chunks, chunks over one Ingest stream per agent.
+Rows travel in frames (routetrace.codec.frame), frames in chunks, chunks over one Ingest stream per agent.
 Readers get frames as they were stored, cut to the requested layers.
 
 Columns of many small numbers are packed little-endian arrays in `bytes` fields. A comment at
-each field names the record; records.py defines the records as numpy dtypes.
+each field names the record; routetrace.codec.records defines the records as numpy dtypes.
 """
 
 import builtins
@@ -266,7 +266,7 @@ class _MissingReasonEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._
     MISSING_REASON_NOT_YET: _MissingReason.ValueType  # 1
     """The request is running and has not computed them."""
     MISSING_REASON_NOT_CAPTURED: _MissingReason.ValueType  # 2
-    """No agent reported a forward pass for them."""
+    """No agent reported rows for them: the pass was skipped, or never reported."""
     MISSING_REASON_KV_UNKNOWN: _MissingReason.ValueType  # 3
     """Their KV came from a slot whose writer is unknown."""
     MISSING_REASON_QUEUE_FULL: _MissingReason.ValueType  # 4
@@ -292,7 +292,7 @@ MISSING_REASON_UNSPECIFIED: MissingReason.ValueType  # 0
 MISSING_REASON_NOT_YET: MissingReason.ValueType  # 1
 """The request is running and has not computed them."""
 MISSING_REASON_NOT_CAPTURED: MissingReason.ValueType  # 2
-"""No agent reported a forward pass for them."""
+"""No agent reported rows for them: the pass was skipped, or never reported."""
 MISSING_REASON_KV_UNKNOWN: MissingReason.ValueType  # 3
 """Their KV came from a slot whose writer is unknown."""
 MISSING_REASON_QUEUE_FULL: MissingReason.ValueType  # 4

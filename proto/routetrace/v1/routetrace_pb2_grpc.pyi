@@ -4,11 +4,11 @@ isort:skip_file
 The routetrace contract, version 1.
 
 A row is one token's routing: for each MoE layer its ordered top-k logical expert ids.
-Rows travel in frames (frame.py), frames in chunks, chunks over one Ingest stream per agent.
+Rows travel in frames (routetrace.codec.frame), frames in chunks, chunks over one Ingest stream per agent.
 Readers get frames as they were stored, cut to the requested layers.
 
 Columns of many small numbers are packed little-endian arrays in `bytes` fields. A comment at
-each field names the record; records.py defines the records as numpy dtypes.
+each field names the record; routetrace.codec.records defines the records as numpy dtypes.
 """
 
 import abc

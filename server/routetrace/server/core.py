@@ -1,7 +1,7 @@
 """Composition of the server without its sockets.
 
-The only place where the parts of the server meet. Every part gets what it needs in its constructor;
-no room imports this module, and only the daemon and tests hold a Core.
+Makes the parts of the server and passes them to the constructors of each other. No package of the
+server imports this module but the daemon.
 """
 
 from __future__ import annotations

@@ -145,7 +145,7 @@ _WANTS = (
 
 
 class StreamTarget(Target):
-    """_messages.py, _assemble.py, _cells.py: the client's end of a read."""
+    """messages.py, assemble.py and cells.py of _core: the client's end of a read."""
 
     name = "stream"
     limit = 256 << 20
@@ -253,7 +253,7 @@ def _mutate_payload(rng: random.Random, message: Any) -> None:
 
 
 class MessageTarget(Target):
-    """_messages.py alone: what it reads is what protobuf reads."""
+    """_core/messages.py alone: what it reads is what protobuf reads."""
 
     name = "message"
 

@@ -1,1 +1,1 @@
-"""Take the calls of an engine into the ring: checks, steady steps, handles. No I/O, no locks."""
+"""Check the calls of an engine and write them to the ring, without a wait for the background."""

@@ -1,1 +1,1 @@
-"""Report the load of experts, in tables and pictures."""
+"""The command `routetrace experts`: load of experts, simulated caches and placements."""

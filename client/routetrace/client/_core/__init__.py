@@ -1,1 +1,1 @@
-"""Decide without I/O: calls, retries and results as read plans, checks of messages."""
+"""Plan calls and check answers, without network I/O: retries, read plans, results."""

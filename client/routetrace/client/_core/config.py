@@ -11,7 +11,6 @@ from typing import Any
 import grpc
 
 from routetrace.client import _arguments as check
-from routetrace.client._core.messages import parser_of, unary_parser_of
 from routetrace.client._core.route import Route
 from routetrace.codec import native
 from routetrace.common.errors import (
@@ -22,8 +21,6 @@ from routetrace.common.errors import (
 )
 from routetrace.common.security import Security
 from routetrace.common.target import FAILOVER_OPTIONS, parse_target, targets_of, unreachable
-from routetrace.v1 import routetrace_pb2 as pb
-from routetrace.v1 import routetrace_pb2_grpc as pb_grpc
 
 
 @dataclass(frozen=True)
@@ -125,34 +122,3 @@ def _channel_options(options: Any) -> dict[str, Any]:
             field="channel_options", value=options, expected="pairs of (gRPC option, value)"
         )
     return merged
-
-
-def methods(channel: Any) -> dict[str, Any]:
-    """Return the methods of both services on a channel, by name."""
-    # A stub's attributes are its methods, and the two services share no name.
-    stubs = vars(pb_grpc.TraceServiceStub(channel)), vars(pb_grpc.IngestServiceStub(channel))
-    reads = {
-        name: channel.unary_stream(
-            f"/routetrace.v1.TraceService/{name}",
-            request_serializer=request.SerializeToString,
-            response_deserializer=parser_of(response),
-        )
-        for name, request, response in (
-            ("GetTrace", pb.GetTraceRequest, pb.GetTraceResponse),
-            ("GetTraces", pb.GetTracesRequest, pb.GetTracesResponse),
-            ("GetBlocks", pb.GetBlocksRequest, pb.GetBlocksResponse),
-        )
-    }
-    sealed = {
-        name: channel.unary_unary(
-            f"/routetrace.v1.{service}/{name}",
-            request_serializer=request.SerializeToString,
-            response_deserializer=unary_parser_of(response),
-        )
-        for service, name, request, response in (
-            ("TraceService", "StatTrace", pb.StatTraceRequest, pb.StatTraceResponse),
-            ("TraceService", "ListTraces", pb.ListTracesRequest, pb.ListTracesResponse),
-            ("IngestService", "BindRequest", pb.BindRequestRequest, pb.BindRequestResponse),
-        )
-    }
-    return {**stubs[0], **stubs[1], **reads, **sealed}

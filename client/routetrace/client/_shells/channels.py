@@ -7,8 +7,11 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from routetrace.client._core.config import Config, methods
+from routetrace.client._core.config import Config
+from routetrace.client._core.messages import parser_of, unary_parser_of
 from routetrace.common.errors import InvalidArgument
+from routetrace.v1 import routetrace_pb2 as pb
+from routetrace.v1 import routetrace_pb2_grpc as pb_grpc
 
 #: Seconds between two checks of the files.
 _LOOK_S = 1.0
@@ -22,7 +25,7 @@ class Connection:
     def __init__(self, channel: Any, target: str) -> None:
         self.channel = channel
         self.target = target
-        self.methods = methods(channel)
+        self.methods = _methods(channel)
         self.calls = 0
 
 
@@ -85,3 +88,34 @@ class Connections:
             _log.warning("routetrace: new certificates not usable, keeping the old ones: %s", error)
         else:
             self._all.append(Connection(channel, target))
+
+
+def _methods(channel: Any) -> dict[str, Any]:
+    """Return the methods of both services on a channel, by name."""
+    # A stub's attributes are its methods, and the two services share no name.
+    stubs = vars(pb_grpc.TraceServiceStub(channel)), vars(pb_grpc.IngestServiceStub(channel))
+    reads = {
+        name: channel.unary_stream(
+            f"/routetrace.v1.TraceService/{name}",
+            request_serializer=request.SerializeToString,
+            response_deserializer=parser_of(response),
+        )
+        for name, request, response in (
+            ("GetTrace", pb.GetTraceRequest, pb.GetTraceResponse),
+            ("GetTraces", pb.GetTracesRequest, pb.GetTracesResponse),
+            ("GetBlocks", pb.GetBlocksRequest, pb.GetBlocksResponse),
+        )
+    }
+    sealed = {
+        name: channel.unary_unary(
+            f"/routetrace.v1.{service}/{name}",
+            request_serializer=request.SerializeToString,
+            response_deserializer=unary_parser_of(response),
+        )
+        for service, name, request, response in (
+            ("TraceService", "StatTrace", pb.StatTraceRequest, pb.StatTraceResponse),
+            ("TraceService", "ListTraces", pb.ListTracesRequest, pb.ListTracesResponse),
+            ("IngestService", "BindRequest", pb.BindRequestRequest, pb.BindRequestResponse),
+        )
+    }
+    return {**stubs[0], **stubs[1], **reads, **sealed}

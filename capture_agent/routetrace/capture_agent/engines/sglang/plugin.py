@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from routetrace.capture_agent.config import AgentConfig
@@ -59,18 +60,19 @@ def register() -> None:
     else:
         hooks.append((seams.SENDER, lambda _, __, output, req=None: _aborted(output, req), after))
     hooks += [(name, _loaded, after) for name in seams.LOADS if seams.found(name) is not None]
-    for source in ("disk", "distributed", "tensor", "ipc"):
-        hooks.append((f"{seams.UPDATER}.update_weights_from_{source}", _update, around))
-    # Told once all weights are new, before what may fail afterwards.
-    if seams.found(seams.RECORDED) is not None:
-        hooks.append((seams.RECORDED, lambda _, __, version: _recorded(version), after))
-    for session, noted in ((seams.BEGUN, _session_begun), (seams.ENDED, _session_ended)):
-        if seams.found(session) is not None:
-            hooks.append((session, noted, after))
-    # Told without weights: a trainer wrote them itself.
-    site = f"{seams.SCHEDULER}.handle_update_weight_version"
-    if seams.found(site) is not None:
-        hooks.append((site, lambda _, __, request: _renamed(request.new_version), after))
+    for source, whole in (("disk", True), ("ipc", True), ("distributed", False), ("tensor", False)):
+        update = partial(_update, whole=whole)
+        hooks.append((f"{seams.UPDATER}.update_weights_from_{source}", update, around))
+    hooks += [
+        (name, hook, after)
+        for name, hook in (
+            (seams.RECORDED, _recorded),
+            (seams.BEGUN, _session_begun),
+            (seams.ENDED, _session_ended),
+            (seams.RENAMED, _renamed),
+        )
+        if seams.found(name) is not None
+    ]
     if all(seams.found(name) is not None for name in (seams.STREAMER_MADE, seams.ANSWERS)):
         hooks += [(seams.STREAMER_MADE, _streamer_made, after), (seams.ANSWERS, _answered, after)]
     if settings.probe and seams.found(seams.GRAPHS) is not None:
@@ -187,29 +189,45 @@ def _loaded(slots: Any, *_: Any, **__: Any) -> None:
         _capture.loaded(slots)
 
 
-def _update(original: Callable[..., Any], updater: Any, request: Any, *args: Any, **kw: Any) -> Any:
+def _update(
+    original: Callable[..., Any], updater: Any, request: Any, *args: Any, whole: bool, **kw: Any
+) -> Any:
     if _capture is None:
         return original(updater, request, *args, **kw)
-    _capture.weights.update_begun()
-    result = original(updater, request, *args, **kw)
-    version, success = getattr(request, "weight_version", None), getattr(result, "success", True)
-    _capture.weights.update_ended(version, success=success)
+    success = False
+    _capture.weights.begin_call()
+    try:
+        result = original(updater, request, *args, **kw)
+        success = _succeeded(result)
+    finally:
+        version = getattr(request, "weight_version", None)
+        _capture.weights.end_call(version, success=success, whole=whole)
     return result
 
 
-def _recorded(version: Any) -> None:
+def _recorded(_: Any, __: Any, weight_version: Any = None, **___: Any) -> None:
     if _capture is not None:
-        _capture.weights.told(version)
+        _capture.weights.report(weight_version)
 
 
 def _session_begun(result: Any, *_: Any, **__: Any) -> None:
-    if _capture is not None and result.success:
-        _capture.weights.session_begun()
+    if _capture is not None and _succeeded(result):
+        _capture.weights.begin_session()
 
 
-def _session_ended(result: Any, *_: Any, **__: Any) -> None:
-    if _capture is not None and result.success:
-        _capture.weights.session_ended()
+def _session_ended(result: Any, _: Any, request: Any = None, *__: Any, **___: Any) -> None:
+    if _capture is not None:
+        kept = not getattr(request, "abort", False)
+        _capture.weights.end_session(success=kept and _succeeded(result))
+
+
+def _renamed(_: Any, __: Any, request: Any, *___: Any, **____: Any) -> None:
+    if _capture is not None and request.new_version is not None:
+        _capture.weights.rename(request.new_version)
+
+
+def _succeeded(result: Any) -> bool:
+    return bool(getattr(result, "success", True))
 
 
 def _streamer_made(_: Any, scheduler: Any) -> None:
@@ -223,11 +241,6 @@ def _answered(info: dict[str, Any], _: Any, reqs: list[Any]) -> dict[str, Any] |
     if _capture is None or all(req.finished_reason is None for req in reqs):
         return None
     return {**info, "routetrace": [_capture.handles(req) for req in reqs]}
-
-
-def _renamed(version: Any) -> None:
-    if _capture is not None and version is not None:
-        _capture.weights.told(version)
 
 
 def current() -> Any:

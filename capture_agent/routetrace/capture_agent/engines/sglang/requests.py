@@ -69,7 +69,7 @@ class Plan:
     counts: Ints
     """[m] numbers of their rows."""
     version: int | None
-    """Of the weights; None: unknown, so that the rows do not count."""
+    """Version of the weights; None where it is unknown: the pass is reported as skipped."""
     starts: list[Start]
     num_lanes: int
     """Size of a table by lane."""

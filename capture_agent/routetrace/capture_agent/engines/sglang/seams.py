@@ -19,8 +19,12 @@ CAPTURER = _SRT + "state_capturer.routed_experts"
 SCHEDULER = _SRT + "managers.scheduler.Scheduler"
 REQUEST = _SRT + "managers.schedule_batch.Req"
 UPDATER = _SRT + "managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
+#: Called when all weights of an update are loaded, before the steps that can still fail.
 RECORDED = UPDATER + ".record_weight_version_after_update"
+#: The ends of a session of updates.
 BEGUN, ENDED = UPDATER + ".begin_weight_update", UPDATER + ".end_weight_update"
+#: Called without an update: a trainer names the weights that it wrote itself.
+RENAMED = SCHEDULER + ".handle_update_weight_version"
 SENDER = _SRT + "managers.scheduler_components.output_sender.SenderWrapper.send_output"
 LOADS = (
     _SRT + "managers.cache_controller.HiCacheController.load",

@@ -1,70 +1,150 @@
-"""Version of a scheduler's weights, as SGLang's updates tell it."""
+"""Version of a scheduler's weights, from SGLang's calls that update them."""
 
 from __future__ import annotations
 
 import logging
+import re
+from dataclasses import dataclass
 
 _log = logging.getLogger(__name__)
+
+_NUMBER = re.compile(r"-?[0-9]{1,19}")
+
+
+@dataclass(slots=True)
+class _Call:
+    """A call that replaces weights, until it returns or raises."""
+
+    reported: bool = False
+    """SGLang has reported that the weights are loaded."""
+    number: int | None = None
+
+
+@dataclass(slots=True)
+class _Session:
+    """Several calls that replace the weights part by part."""
+
+    number: int | None = None
+    """The last version that was given as a number."""
+    failed: bool = False
+    """A part, or the end, failed."""
+    ended: bool = False
+    """The end failed: SGLang may have closed the session, or not."""
 
 
 class Weights:
     """Version of the weights that compute the passes from now on.
 
-    An update is one call, or a session of several that each bring a part. Where one fails, some
-    weights may be new: the version is unknown until an update succeeds.
+    It is unknown while a session is open, and after a failed call, when some weights may be new:
+    until all of them are replaced by a whole update or a session, or a trainer names them.
     """
 
     def __init__(self) -> None:
         self._newest = 0
-        self._known = True
-        self._in_session = False
-        self._changed = False  # in the session
+        self._torn = False  # a call failed, and weights of it may still be there
+        self._call: _Call | None = None
+        self._session: _Session | None = None
 
     @property
     def version(self) -> int | None:
         """The version; None while it is unknown."""
-        return self._newest if self._known and not self._in_session else None
+        return None if self._torn or self._session is not None else self._newest
 
-    def told(self, version: object) -> None:
-        """Note that weights are new.
+    def begin_call(self) -> None:
+        """Begin a call that replaces weights."""
+        self._call = _Call()
 
-        Args:
-            version: as SGLang was given it; another one is made up unless it is a number.
-        """
-        text = str(version)
-        number = text.lstrip("-").isdigit() and -(1 << 63) <= int(text) < 1 << 63
-        self._newest = int(text) if number else self._newest + 1
-        self._known = self._changed = True
-
-    def update_begun(self) -> None:
-        """Note that an update begins."""
-        self._known = False
-
-    def update_ended(self, version: object, *, success: bool) -> None:
-        """Note the end of an update.
-
-        SGLang also calls one failed where all weights are new, of which it told before, and its
-        cache could not be flushed.
+    def report(self, version: object) -> None:
+        """Record that SGLang has loaded weights.
 
         Args:
-            version: see `told`.
-            success: whether SGLang calls it one.
+            version: version given to SGLang. If it is no 64-bit integer, the version is
+                incremented, once for each session.
         """
-        if self._known:
-            return
-        if success:
-            self.told(version)
-            return
-        _log.warning(
-            "routetrace: an update of the weights failed; rows are missing until one succeeds"
-        )
+        number = _number(version)
+        if self._call is not None:
+            self._call.reported, self._call.number = True, number
+        else:
+            self._replace(number, whole=False)
 
-    def session_begun(self) -> None:
-        """Note that weights change part by part from now on."""
-        self._in_session, self._changed = True, False
+    def end_call(self, version: object, *, success: bool, whole: bool) -> None:
+        """End a call that replaces weights.
 
-    def session_ended(self) -> None:
-        """Note that all parts are there; those that no update brought were written by others."""
-        if self._in_session and self._known and not self._changed:
-            self.told(None)
-        self._in_session = False
+        SGLang 0.5.23 reports the weights before it flushes its cache, and returns a failure where
+        the flush is refused: such a failure is ignored.
+
+        Args:
+            version: as for `report`.
+            success: whether the call returned success.
+            whole: whether such a call replaces all weights, and not a part of them.
+        """
+        call, self._call = self._call or _Call(), None
+        if success or call.reported:
+            self._replace(call.number if call.reported else _number(version), whole=whole)
+            return
+        if self._session is None:
+            self._torn = True
+        else:
+            self._session.failed = True
+        _warn("a weight update")
+
+    def rename(self, version: object) -> None:
+        """Record the version that a trainer gives to the present weights.
+
+        The weights are known again after a failed call: the trainer vouches for them. In a session
+        it is the version of its end.
+
+        Args:
+            version: as for `report`.
+        """
+        self._replace(_number(version), whole=True)
+
+    def begin_session(self) -> None:
+        """Begin a session of calls that replace the weights part by part."""
+        self._session = _Session()
+
+    def end_session(self, *, success: bool) -> None:
+        """End the session. If it had no call, other processes wrote the weights (P2P, RDMA).
+
+        Args:
+            success: whether SGLang returned success and kept the parts.
+        """
+        session = self._session
+        if session is None:
+            return
+        if not success:
+            session.failed = session.ended = True
+            _warn("the end of a session of weight updates")
+            return
+        self._session = None
+        if session.failed:
+            self._torn = True
+            _warn("a part of a session of weight updates")
+        else:
+            self._replace(session.number, whole=True)
+
+    def _replace(self, number: int | None, *, whole: bool) -> None:
+        session = self._session
+        if session is not None and whole and session.ended:
+            session = self._session = None
+        if session is not None:
+            session.number = session.number if number is None else number
+            return
+        self._newest = self._newest + 1 if number is None else number
+        self._torn = self._torn and not whole
+
+
+def _warn(failed: str) -> None:
+    _log.warning(
+        "routetrace: %s failed: rows are missing (not_captured) until an update from disk or a "
+        "session is complete, or /update_weight_version names the weights",
+        failed,
+    )
+
+
+def _number(version: object) -> int | None:
+    """Return the integer that a version spells; None if it is none of 64 bits."""
+    text = str(version)
+    if _NUMBER.fullmatch(text) and -(1 << 63) <= int(text) < 1 << 63:
+        return int(text)
+    return None
