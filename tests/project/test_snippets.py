@@ -17,7 +17,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import trustme
 
 from routetrace.capture_agent import AgentConfig, CaptureAgent
 from routetrace.client import Security
@@ -30,17 +29,16 @@ from support.snippets import ROOT, Reader, snippets
 NOT_RUN = {
     "README.md": {
         "the test jobs run these": 1,
-        "needs a GPU": 3,
         "make test-install does": 1,
         "needs vLLM; make test-vllm runs its engines": 1,
         "needs SGLang; make test-sglang runs its schedulers": 1,
-        "takes minutes; a test job runs these": 1,
     },
     "docs/cli.md": {"takes minutes; README's snippets run --quick": 1},
     "docs/experts.md": {"needs a GPU": 2},
     "docs/operations.md": {
         "a server above has the port; tests/system/test_workers.py runs workers": 1,
     },
+    "docs/reading.md": {"needs a GPU": 1},
     "docs/security.md": {"needs HAProxy; make test-neighbours runs it": 1},
     "docs/sglang.md": {
         "needs SGLang; make test-sglang runs its schedulers": 1,
@@ -85,23 +83,22 @@ def nothing() -> Iterator[dict[str, int]]:
 
 
 def readme(reader: Reader) -> None:
-    """Names that the README calls the reader's own, and its certificate."""
+    """Names that the README calls the reader's own."""
     sys.path.insert(0, str(ROOT / "examples"))
     from tiny_moe import build_model
 
     sys.path.remove(str(ROOT / "examples"))
     prompts = torch.randint(1, 256, (2, 12), generator=torch.Generator().manual_seed(1))
+    mask = torch.ones_like(prompts)
+    mask[0, :3] = 0
     reader.names |= {
         "model": build_model(num_layers=4),
         "ids": prompts,
-        "mask": torch.ones_like(prompts),
+        "mask": mask,
         "loss_of": lambda logits, ids: torch.nn.functional.cross_entropy(
             logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten()
         ),
     }
-    leaf = trustme.CA().issue_cert("127.0.0.1")
-    leaf.private_key_pem.write_to_path(str(reader.folder / "server.key"))
-    leaf.cert_chain_pems[0].write_to_path(str(reader.folder / "server.pem"))
 
 
 BEFORE: dict[str, tuple[Callable[[], Any], Callable[[Reader], None] | None]] = {
@@ -109,6 +106,7 @@ BEFORE: dict[str, tuple[Callable[[], Any], Callable[[Reader], None] | None]] = {
     "docs/capacity.md": (lambda: recorded("grpo-17"), None),
     "docs/cli.md": (recorded, None),
     "docs/experts.md": (recorded, None),
+    "docs/reading.md": (recorded, None),
 }
 
 
