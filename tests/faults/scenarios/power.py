@@ -20,8 +20,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from faults.check import check
-from faults.images import header_of, payload_of, pieces_of, snapshot_of
 from faults.power_disk import Disk, Event, Recorder
+from faults.scenarios.images import header_of, payload_of, pieces_of, snapshot_of
 from routetrace.common.errors import Corrupt, NotFound
 from routetrace.server.store.disk.store import DiskStore
 from routetrace.server.store.interface import Record

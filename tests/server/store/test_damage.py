@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from faults import images
+from faults.scenarios import images
 from routetrace.common.errors import (
     Corrupt,
     NotFound,

@@ -1,6 +1,6 @@
 """Directories of the disk store as a crash, or a bad disk, may leave them: it starts, and lies not.
 
-    python -m faults.images [--images 300] [--flips 10000] [--seconds 0] [--seed N]   (in tests/)
+    python -m faults.scenarios.images [--images 300] [--flips 10000] [--seconds 0] [--seed N]
 
 A writer puts, snapshots and drops without end. *Images* are copies of its directory, taken file by
 file while it runs, so that no two files are of the same moment; each is opened as it is, and once
@@ -106,9 +106,9 @@ class Writer:
 
     def __init__(self, directory: Path, seed: int) -> None:
         self.directory = directory
-        command = [sys.executable, "-m", "faults.images", "--write", str(directory)]
+        command = [sys.executable, "-m", "faults.scenarios.images", "--write", str(directory)]
         self._process = subprocess.Popen(
-            [*command, "--seed", str(seed)], cwd=Path(__file__).parents[1]
+            [*command, "--seed", str(seed)], cwd=Path(__file__).parents[2]
         )
 
     @property
@@ -271,8 +271,8 @@ class Opener:
         """Return the result of `check`; `crash` if the process ended or hung."""
         if self._process is None:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "faults.images", "--serve"],
-                cwd=Path(__file__).parents[1],
+                [sys.executable, "-m", "faults.scenarios.images", "--serve"],
+                cwd=Path(__file__).parents[2],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 text=True,
