@@ -470,15 +470,22 @@ class Engine:
                 return request
         return None
 
-    def _inherit(self, request: Request) -> None:
-        """A request takes the rows that the slots of its cached tokens name by now."""
-        attempt = request.attempt
-        if attempt.cached:
-            slots = self.pool.slots_of(request.blocks, 0, attempt.cached)
-            numbers = self.store.in_slots(self.pool.slots[slots])
-            self.counts["cached_rows"] += int((numbers != NOBODY).sum())
-            self.counts["unknown_rows"] += int((numbers == NOBODY).sum())
-            attempt.inherit(numbers)
+    def _inherit(self, request: Request, ranks: set[int] | None = None) -> None:
+        """A request takes the rows that the slots of its cached tokens name by now.
+
+        Args:
+            request: which one.
+            ranks: the context-parallel ranks that have its rows for the first time; None: all.
+        """
+        attempt, cached = request.attempt, request.attempt.cached
+        if cached:
+            slots = self.pool.slots[self.pool.slots_of(request.blocks, 0, cached)]
+            dealt = np.where(slots == NOBODY, NOBODY, self.store.ranks[slots])
+            attempt.inherit(self.store.in_slots(slots), dealt, None if self.alone else ranks)
+        if cached and not attempt.cached:
+            known = int((attempt.rows[:cached] != NOBODY).sum())
+            self.counts["cached_rows"] += known
+            self.counts["unknown_rows"] += cached - known
 
     def _keep(self, request: Request, stop: int) -> None:
         """A request gives up its blocks; what they hold from a position on was not kept."""
@@ -651,6 +658,7 @@ class Engine:
             if not run.told:
                 continue
             assert request.record is not None
+            self.store.ranks[run.numbers] = dealt
             self.store.named[run.before[run.before != NOBODY]] = False  # rejected, all of them
             for rank in np.unique(dealt).tolist():
                 mine = np.flatnonzero(dealt == rank) + run.start
@@ -669,9 +677,12 @@ class Engine:
                 rows = run.attempt.rows[run.start : run.stop]
                 rows[rows == run.numbers] = NOBODY  # later passes may have come in between
                 run.attempt.skipped[run.start : run.stop] = True
+        at = 0
         for run in step.runs:  # after all that the pass has computed
+            dealt = np.zeros(1, int) if ranks is None else ranks[at : at + len(run.numbers)]
+            at += len(run.numbers)
             if run.told:
-                self._inherit(run.request)
+                self._inherit(run.request, {*dealt.tolist()})
 
     def _deal(self, step: Step) -> np.ndarray | None:
         """The context-parallel rank that computes each row; None if there is only one.

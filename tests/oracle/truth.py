@@ -49,6 +49,8 @@ class RowStore:
         self._rng = np.random.default_rng(seed)
         self._choices = np.zeros((1024, self.num_layers), np.uint16)
         self.versions = np.zeros(1024, np.int64)
+        self.ranks = np.full(1024, NOBODY)
+        """The context-parallel rank that each row was dealt to; NOBODY before it was told."""
         self.named = np.zeros(1024, bool)
         """Whether the slot that a row is in names it, by what the agents were told: they heard of
         it, it cannot be a rejected draft, and its request kept it."""
@@ -60,6 +62,7 @@ class RowStore:
         while self.size > len(self.versions):
             self._choices = np.concatenate([self._choices, np.zeros_like(self._choices)])
             self.versions = np.concatenate([self.versions, np.zeros_like(self.versions)])
+            self.ranks = np.concatenate([self.ranks, np.full_like(self.ranks, NOBODY)])
             self.named = np.concatenate([self.named, np.zeros_like(self.named)])
         self._choices[first : self.size] = self._rng.integers(
             len(self._ids), size=(n, self.num_layers), dtype=np.uint16
@@ -100,13 +103,26 @@ class Attempt:
         self.skipped = np.zeros(size, bool)
         """Positions that were computed, and not captured."""
         self.cached = known
-        """Leading tokens whose rows it has yet to inherit."""
+        """Leading tokens whose rows some rank has yet to inherit."""
+        self._inherited: set[int] = set()
 
-    def inherit(self, numbers: np.ndarray) -> None:
-        """Takes the rows in the slots of its cached tokens."""
-        self.rows[: self.cached] = numbers
-        self.unknown[: self.cached] = numbers == NOBODY
-        self.cached = 0
+    def inherit(self, numbers: np.ndarray, ranks: np.ndarray, those: set[int] | None) -> None:
+        """Takes the rows in the slots of its cached tokens.
+
+        Args:
+            numbers: [cached] of the rows that the slots name by now; NOBODY: none.
+            ranks: [cached] that the rows in the slots were dealt to.
+            those: the ranks that inherit now, of which each does so once; None: all others.
+        """
+        if those is None:
+            now = ~np.isin(ranks, [*self._inherited])
+        else:
+            now = np.isin(ranks, [*(those - self._inherited)])
+        self._inherited |= those or set()
+        self.rows[: self.cached][now] = numbers[now]
+        self.unknown[: self.cached] = self.rows[: self.cached] == NOBODY
+        if those is None:
+            self.cached = 0
 
 
 @dataclass(eq=False)
