@@ -2,17 +2,16 @@
 
 A simulated updater has weights in parts, each with the generation that it is of; calls on it fail
 at any part, raise, are refused, or cannot flush the cache, as those of SGLang do. Trainers end a
-session once each part has been loaded, or try again, give up, or leave it open.
+session once they have sent each part, whatever came of it, or give up, or leave it open.
 """
 
 from __future__ import annotations
 
 import random
+from contextlib import suppress
 from types import SimpleNamespace
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from routetrace.capture_agent.engines.sglang import plugin
 from routetrace.capture_agent.engines.sglang.weights import Weights
@@ -30,9 +29,10 @@ class Updater:
 
     def __init__(self, rng: random.Random, numbered: bool, deferred: bool) -> None:
         self.rng, self.numbered, self.deferred = rng, numbered, deferred
+        self.reports = deferred or rng.random() < 0.7  # not all versions of SGLang do
         self.parts = [0] * PARTS
         self.generation = 0
-        self.session: set[int] | None = None  # parts that were loaded
+        self.session: set[int] | None = None  # parts that were sent
         self.pending: str | None = None
 
     def version(self) -> str | None:
@@ -56,23 +56,20 @@ class Updater:
             return False
         return True
 
-    def _call(self, parts: list[int], whole: bool) -> bool:
-        """One of update_weights_from_*: return its success."""
+    def _call(self, parts: list[int], whole: bool) -> None:
+        """One of update_weights_from_*."""
 
         def original(_: object, request: SimpleNamespace) -> SimpleNamespace:
             if not self._load(parts):
                 return SimpleNamespace(success=False)
-            if self.rng.random() < 0.8:  # not all versions of SGLang report it
+            if self.reports:
                 self._report(request.weight_version)
                 return SimpleNamespace(success=self.rng.random() < 0.8)  # False: no flush
             return SimpleNamespace(success=True)
 
         request = SimpleNamespace(weight_version=self.version())
-        try:
+        with suppress(RuntimeError):
             plugin._update(original, self, request, whole=whole)
-        except RuntimeError:
-            return False
-        return all(self.parts[part] == self.generation for part in parts)
 
     def from_disk(self) -> None:
         self.generation += 1
@@ -92,24 +89,25 @@ class Updater:
             plugin._update(lambda *_: refused, self, request, whole=False)
             return
         part = self.rng.randrange(PARTS)
-        if self._call([part], whole=False):
-            self.session.add(part)
+        self._call([part], whole=False)
+        self.session.add(part)
 
     def peers(self) -> None:
-        """Other processes write all parts, in a session alone."""
+        """Other processes write all parts, in a session alone; the trainer names them."""
         if self.session is not None:
+            if self.numbered:
+                self._rename()
             self.parts = [self.generation] * PARTS
             self.session = set(range(PARTS))
 
     def end(self) -> None:
-        """End the session, once the trainer has seen each part loaded; or give it up."""
+        """End the session, once each part was sent; or give it up."""
         whole = self.session == set(range(PARTS))
         success = self.session is not None and self.rng.random() < 0.9
         request = SimpleNamespace(abort=self.session is not None and not whole)
         if self.session is not None and success and self.deferred and whole:
             plugin._recorded(None, self, weight_version=self.pending)
-        if success or self.rng.random() < 0.5:
-            self.session = self.pending = None
+        self.session = self.pending = None  # also by an end that fails
         plugin._session_ended(SimpleNamespace(success=success), self, request)
 
     def rename(self) -> None:
@@ -117,32 +115,34 @@ class Updater:
         if self.session is None and self.numbered:
             self.generation += 1
             self.parts = [self.generation] * PARTS
-            request = SimpleNamespace(new_version=str(self.generation))
-            plugin._renamed(None, None, request)
+            self._rename()
+
+    def _rename(self) -> None:
+        plugin._renamed(None, None, SimpleNamespace(new_version=str(self.generation)))
 
 
 OPERATIONS = ("from_disk", "begin", "part", "part", "part", "part", "peers", "end", "end", "rename")
 
 
-@given(
-    st.randoms(use_true_random=False),
-    st.booleans(),
-    st.booleans(),
-    st.lists(st.sampled_from(OPERATIONS), max_size=40),
-)
-def test_a_known_version_is_that_of_whole_weights(rng, numbered, deferred, operations):
-    updater, weights = Updater(rng, numbered, deferred), Weights()
-    named: dict[int, int] = {}
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(plugin, "_capture", SimpleNamespace(weights=weights))
-        for operation in operations:
-            getattr(updater, operation)()
+@pytest.mark.parametrize("deferred", [False, True])
+@pytest.mark.parametrize("numbered", [False, True])
+def test_a_known_version_is_that_of_whole_weights(monkeypatch, numbered, deferred):
+    known = 0
+    for seed in range(200):
+        rng, weights = random.Random(seed), Weights()
+        monkeypatch.setattr(plugin, "_capture", SimpleNamespace(weights=weights))
+        updater = Updater(rng, numbered, deferred)
+        named: dict[int, int] = {}
+        for _ in range(60):
+            getattr(updater, rng.choice(OPERATIONS))()
             if (version := weights.version) is None:
                 continue
+            known += 1
             (generation,) = set(updater.parts)
             assert generation >= 0
             assert named.setdefault(version, generation) == generation
             assert not numbered or version == generation
+    assert known > 500
 
 
 @pytest.mark.parametrize("numbered", [False, True])

@@ -104,6 +104,7 @@ def test_the_sdist_has_all_that_tests_read():
 
 CLIENT_NAMES = [
     "AgentStat",
+    "AsyncPrefetch",
     "AsyncRouteClient",
     "Closed",
     "Corrupt",
@@ -121,6 +122,7 @@ CLIENT_NAMES = [
     "Overloaded",
     "PermissionDenied",
     "Plan",
+    "Prefetch",
     "Rank",
     "RankRows",
     "ReadFacts",

@@ -19,11 +19,13 @@ import time
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from routetrace.client import ReadOptions, RouteClient
 from routetrace.common.errors import NotFound, RouteTraceError
@@ -199,8 +201,8 @@ class Run:
 
     def _update_in_session(self, io_struct: Any, updater: Any) -> None:
         """Change the weights between SGLang's begin and end of a session; no version is given."""
-        from sglang.srt.utils import MultiprocessingSerializer
-
+        # SGLang's own serializer shares memory of CUDA devices alone.
+        updater.tp_worker.deserialize_own_rank = lambda payload: torch.load(BytesIO(payload[0]))
         assert updater.begin_weight_update(io_struct.BeginWeightUpdateReqInput()).success
         before = {name: each.detach().clone() for name, each in self.model.named_parameters()}
         change_weights(self.model)
@@ -210,9 +212,9 @@ class Run:
                 parameter.data.copy_(before[name])
             changed = [(n, each) for n, each in after.items() if not each.equal(before[n])]
             for part in (changed[::2], changed[1::2]):
+                torch.save(part, payload := BytesIO())
                 request = io_struct.UpdateWeightsFromTensorReqInput(
-                    serialized_named_tensors=[MultiprocessingSerializer.serialize(part)],
-                    flush_cache=False,
+                    serialized_named_tensors=[payload.getvalue()], flush_cache=False
                 )
                 done = updater.update_weights_from_tensor(request)
                 assert done.success, done.message
