@@ -764,7 +764,10 @@ def test_without_its_extra_it_names_it(module):
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
     )
     assert done.returncode == 2
-    assert done.stderr == f"routetrace: {module} is not installed: pip install 'routetrace[cli]'\n"
+    assert (
+        done.stderr
+        == f"routetrace: {module} is not installed: pip install '.[cli]' in a checkout\n"
+    )
 
 
 def test_version_and_help(cli):

@@ -263,6 +263,8 @@ def test_the_figures_of_the_first_screen_are_measured():
             [found["ours"]],
             [found["vllm"], found["sglang"]],
             [found["uint8"], found["int32"]],
+            [],
+            [],
         ]
         assert row(title) == shown
     turns = [
@@ -271,6 +273,8 @@ def test_the_figures_of_the_first_screen_are_measured():
             measured("10 turns, bytes: vLLM's way: uint8 .npy, base64, fast JSON"),
             measured("10 turns, bytes: SGLang's way: int32, base64, JSON"),
         ],
+        [],
+        [],
         [],
     ]
     assert row("bytes a token") == [[round(value) for value in cell] for cell in turns]

@@ -22,7 +22,7 @@ def main() -> None:
         if lacking not in ("typer", "rich"):
             raise
         print(
-            f"routetrace: {lacking} is not installed: pip install 'routetrace[cli]'",
+            f"routetrace: {lacking} is not installed: pip install '.[cli]' in a checkout",
             file=sys.stderr,
         )
         sys.exit(2)

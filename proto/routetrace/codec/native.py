@@ -96,7 +96,7 @@ def require() -> None:
         raise InvalidArgument(
             field=VARIABLE,
             value="on",
-            expected="numba beside it (pip install 'routetrace[native]'), or auto or off",
+            expected="numba beside it (pip install numba), or auto or off",
         )
 
 

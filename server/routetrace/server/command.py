@@ -14,7 +14,7 @@ def main() -> int:
         if lacking in ("", "routetrace"):
             raise
         print(
-            f"routetrace-server: {lacking} is not installed: pip install 'routetrace[server]'",
+            f"routetrace-server: {lacking} is not installed: pip install '.[server]' in a checkout",
             file=sys.stderr,
         )
         return 2

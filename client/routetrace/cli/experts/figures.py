@@ -39,7 +39,7 @@ def check_installed() -> None:
         InvalidArgument: if matplotlib is not installed.
     """
     if importlib.util.find_spec("matplotlib") is None:
-        raise InvalidArgument("to draw, pip install 'routetrace[figures]' (matplotlib)")
+        raise InvalidArgument("to draw, pip install matplotlib")
 
 
 def draw(

@@ -169,7 +169,7 @@ def open_bucket(
     try:
         from obstore.store import S3Store
     except ImportError as error:
-        expected = "obstore: pip install 'routetrace[server,scale]'"
+        expected = "obstore (pip install obstore)"
         raise InvalidArgument(
             f"store is 'object', and obstore is not installed: expected {expected}",
             field="store",
