@@ -256,7 +256,7 @@ def test_command(wheel, environment):
     command = str(environment.directory / "bin/routetrace")
     bare = subprocess.run([command, "doctor"], capture_output=True, text=True, check=False)
     assert bare.returncode == 2
-    assert "routetrace[cli]" in bare.stderr
+    assert "'.[cli]'" in bare.stderr
     assert "Traceback" not in bare.stderr
     environment.install(f"{wheel}[cli]")
     assert _call(command, "--version", cwd=environment.directory).strip()
