@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -124,6 +125,8 @@ def traces(server):
         feeder.set_weight_version(version)
         feeder.finish(begin(f"c{version}", f"{TRACE}-2"), 100)
     feeder.flush()
+    flushed = time.time()
+    wait_for(lambda: time.time() > flushed + 0.001)  # times of records are in milliseconds
     feeder.finish(holes, 131_072)
     feeder.flush()
     yield running
