@@ -720,7 +720,7 @@ def test_a_missing_extra_is_named(package, command, extra):
     )
     assert done.returncode == 2
     assert done.stderr == (
-        f"{command}: {package} is not installed: pip install 'routetrace[{extra}]'\n"
+        f"{command}: {package} is not installed: pip install '.[{extra}]' in a checkout\n"
     )
 
 
