@@ -34,6 +34,7 @@ TORCH_ROOMS = (
     "routetrace.trainers.",
     "routetrace.experts.",
     "routetrace.capture_agent.engines.",
+    "routetrace.capture_agent.transformers",  # its short name
 )
 #: Modules of these rooms that need neither.
 TORCH_FREE = (
@@ -46,7 +47,7 @@ TORCH_FREE = (
 IMPORT_ALL = """
 import importlib, json, pkgutil
 imported, refused = [], {}
-packages = "v1", "common", "client", "trainers", "experts", "capture_agent"
+packages = "v1", "common", "codec", "client", "trainers", "experts", "capture_agent"
 for package in map("routetrace.{}".format, packages):
     path = importlib.import_module(package).__path__
     # Packages below that need more are refused like modules.
