@@ -2,8 +2,7 @@
 
 The gate stops at the first step that fails, names it, and says how to repeat it; its last steps run
 in two lanes, of which the other one goes on. The full check goes on, prints a table, and exits with
-1 if a step failed. Each step is a command line that can be
-run alone; it installs what it needs.
+1 if a step failed. Each step is a command line that can be run alone; it installs what it needs.
 """
 
 from __future__ import annotations
@@ -13,12 +12,14 @@ import random
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).parents[1]
+PRINTING = threading.Lock()
 
 
 class Result(NamedTuple):
@@ -79,7 +80,7 @@ def run(command: str) -> Result:
     """Run a step; its output goes where this command's goes."""
     begun = time.monotonic()
     code = subprocess.run(command.split(), cwd=ROOT, check=False).returncode
-    return _done(Result(command, code, time.monotonic() - begun))
+    return report(Result(command, code, time.monotonic() - begun))
 
 
 def run_beside(command: str) -> Result:
@@ -90,8 +91,7 @@ def run_beside(command: str) -> Result:
             command.split(), cwd=ROOT, stdout=output, stderr=subprocess.STDOUT, check=False
         ).returncode
         output.seek(0)
-        print(output.read(), flush=True)
-    return _done(Result(command, code, time.monotonic() - begun))
+        return report(Result(command, code, time.monotonic() - begun), output.read())
 
 
 def run_lane(commands: list[str]) -> bool:
@@ -99,10 +99,15 @@ def run_lane(commands: list[str]) -> bool:
     return all(run_beside(command).code == 0 for command in commands)
 
 
-def _done(result: Result) -> Result:
-    print(f"== {result.command}: {result.seconds:.0f} s", flush=True)
+def report(result: Result, output: str = "") -> Result:
+    """Print the output of a step, its time, and how to repeat it; those of two never mix."""
+    if output and not output.endswith("\n"):
+        output += "\n"
+    output += f"== {result.command}: {result.seconds:.0f} s\n"
     if result.code:
-        print(f"step failed with exit code {result.code}; repeat it with: {result.command}")
+        output += f"step failed with exit code {result.code}; repeat it with: {result.command}\n"
+    with PRINTING:
+        sys.stdout.write(output)
         sys.stdout.flush()
     return result
 

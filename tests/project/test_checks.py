@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import importlib.util
+import io
 import os
 import re
+import runpy
 import subprocess
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import ModuleType
 
@@ -61,6 +65,31 @@ def test_the_gate_stops_at_a_failure_and_names_the_command(
     targets = [command.split()[0] for command in commands]
     assert (code, broken in targets, never in targets) == (1, True, False)
     assert f"step failed with exit code 3; repeat it with: make {broken}\n" in output
+
+
+def test_the_reports_of_two_steps_never_mix(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The lanes print from threads; each write to this stream lets the other threads go first."""
+    printed: list[str] = []
+
+    class Slow(io.StringIO):
+        def write(self, text: str) -> int:
+            half = len(text) // 2
+            printed.append(text[:half])
+            time.sleep(0.001)
+            printed.append(text[half:])
+            return len(text)
+
+    script = runpy.run_path(str(ROOT / "scripts/check.py"), run_name="check")
+    results = [script["Result"](f"make step-{i}", i % 2, 0.0) for i in range(16)]
+    outputs = [f"output of {result.command}" for result in results]
+    with monkeypatch.context() as patch, ThreadPoolExecutor(16) as pool:
+        patch.setattr(sys, "stdout", Slow())
+        assert [*pool.map(script["report"], results, outputs)] == results
+    for result in results:
+        whole = f"output of {result.command}\n== {result.command}: 0 s\n"
+        if result.code:
+            whole += f"step failed with exit code 1; repeat it with: {result.command}\n"
+        assert whole in "".join(printed)
 
 
 @pytest.mark.parametrize("jobs", ["1", "3"])
