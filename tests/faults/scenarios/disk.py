@@ -132,6 +132,8 @@ def once(seed: int, processes: Writers, kill_while_full: bool) -> dict[str, floa
             processes.jobs([Job(seed, f"e{i}", longest=200, reads=i == 0) for i in range(2)])
             processes.run(Run(server.target, _FOREVER, again=True))
             _wait("chunks", lambda: server.metrics()[_CHUNKS] > 50, 60)
+            # They may all be the other writer's; the one that reads needs a request that has ended.
+            _wait("reads", lambda: _answered(server) > 0, 60)
             disk.fill(server)
             _wait("refusals", lambda: _refused(server) > 0, 60)
             answered, refusals = _answered(server), _refused(server)
