@@ -29,6 +29,7 @@ TEXTS = {
 
 #: Patterns, in this order.
 PATTERNS = (
+    (r"    # only async\n(.*\n)*?    # end of only async\n\n", ""),
     (r"\basync def\b", "def"),
     (r"\basync (with|for)\b", r"\1"),
     (r"\bawait ", ""),

@@ -385,13 +385,13 @@ def test_what_is_wrong_with_security_is_told_when_the_engine_starts(tmp_path):
         lambda security: AsyncRouteClient("127.0.0.1:1", security=security),
     )
     for wrong, named in (
-        ({"password": "s3cret"}, "security is with 'password', expected"),
-        ({"tls": "s3cret"}, "security.tls is of type str, expected a bool"),
-        ({"token": 5}, "security.token is of type int, expected a str"),
-        ({"token": b"s3cret"}, "security.token is of type bytes, expected a str"),
-        ({"ca_file": ["s3cret"]}, "security.ca_file is of type list, expected a str"),
-        ("s3cret", "security is of type str, expected a Security"),
-        (["s3cret"], "security is of type list, expected a Security"),
+        ({"password": "s3cret"}, "security is with 'password'; expected"),
+        ({"tls": "s3cret"}, "security.tls is a str; expected bool"),
+        ({"token": 5}, "security.token is an int; expected str"),
+        ({"token": b"s3cret"}, "security.token is a bytes; expected str"),
+        ({"ca_file": ["s3cret"]}, "security.ca_file is a list; expected str"),
+        ("s3cret", "security is a str; expected Security"),
+        (["s3cret"], "security is a list; expected Security"),
     ):
         for make in connect:
             with pytest.raises(InvalidArgument, match=re.escape(named)) as caught:

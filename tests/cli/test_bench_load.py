@@ -205,7 +205,7 @@ def test_a_server_that_is_not_there_is_logged_and_then_an_error():
     out, err = finished(bench("127.0.0.1:9", "--quick", "--timeout", "0.3"), 1)
     assert out == ""
     first, last = err.splitlines()
-    assert first.startswith(f"{last}; retrying")
+    assert first.startswith(f"{last} (retrying")
 
 
 @pytest.mark.parametrize(

@@ -278,7 +278,7 @@ def test_get_waits_for_the_end(server, cli, client, tmp_path):
     feeder.flush()
     get = ["get", "late", "-o", str(tmp_path / "a.npz"), "--wait-for", "end"]
     done = cli(*get, "--timeout", "1", code=1)
-    assert "had not ended after 1 s" in done.output
+    assert "did not end within 1 s" in done.output
 
     def end() -> None:
         feeder.finish(handle, 51)
@@ -295,7 +295,7 @@ def test_get_waits_for_the_end(server, cli, client, tmp_path):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["get", "whole"], "expected out.npz"),
+        (["get", "whole"], "-o is required"),
         (["get", "-o", "a.npz"], "trace ids, or --label"),
         (["get", "a", "--label", "b=c", "-o", "a.npz"], "trace ids, or --label"),
         (["get", "a", "b", "-o", "a.npz"], "to hold several traces"),
@@ -601,7 +601,7 @@ def test_files_are_replaced_with_force_alone(cli, tmp_path):
         before = path.stat().st_mtime_ns
         done = cli(*words, code=2)
         assert done.stderr == (
-            f"routetrace: --output is {path}, expected no such file yet, or --force\n"
+            f"routetrace: --output is {path}; expected no such file yet, or --force\n"
         )
         assert path.stat().st_mtime_ns == before
         cli(*words, "--force")
@@ -691,7 +691,7 @@ def test_dry_runs_name_what_the_command_would_delete(monkeypatch):
         feeder.flush()
         line = "would delete old: complete, 20 rows\n"
         assert dry("delete", "old", "--dry-run").stdout == line
-        assert "no trace 'none'" in dry("delete", "none", "--dry-run", code=1).stderr
+        assert "trace 'none' is not in run" in dry("delete", "none", "--dry-run", code=1).stderr
         assert dry("retire", "--through", "2", "--dry-run").stdout == line
         assert dry("retire", "--through", "0", "--dry-run").stdout == ""
         assert dry("retire", "--through", "2").stdout == "1 traces deleted\n"
@@ -722,15 +722,18 @@ def test_program_prints_one_line_for_an_error(server):
     done = process(server, "stat", "nobody")
     assert done.returncode == 1
     assert done.stdout == ""
-    assert done.stderr == "routetrace: no trace 'nobody' in run 'cli': no agent has reported it\n"
+    assert done.stderr == (
+        "routetrace: trace 'nobody' is not in run 'cli'; "
+        'check run=, or wait_for="end" if it has not begun\n'
+    )
     gone = subprocess.run(
         [PROGRAM, "list", "--target", "127.0.0.1:9", "--timeout", "0.3"],
         capture_output=True, text=True, timeout=60, check=False,
     )  # fmt: skip
     assert gone.returncode == 1
     first, last = gone.stderr.splitlines()
-    assert last.startswith("routetrace: cannot connect to 127.0.0.1:9 (refused); ")
-    assert first.startswith(f"{last}; retrying")
+    assert last.startswith("routetrace: cannot connect to 127.0.0.1:9 (connection refused); ")
+    assert first.startswith(f"{last} (retrying")
 
 
 def test_progress_is_for_terminals_alone(server, tmp_path):

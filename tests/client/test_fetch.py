@@ -35,7 +35,14 @@ from routetrace.client._shells import aio_drive as _aio_drive
 from routetrace.client._shells.drive import Driver
 from routetrace.client.plan import Piece
 from routetrace.codec.frame import copy_ids
-from routetrace.common.errors import Closed, Corrupt, Incomplete, InvalidArgument, NotFound
+from routetrace.common.errors import (
+    Closed,
+    Corrupt,
+    Incomplete,
+    InvalidArgument,
+    MissingDependency,
+    NotFound,
+)
 from routetrace.common.layout import RoutingLayout
 from routetrace.server.testing import run_server
 from routetrace.v1 import routetrace_pb2 as pb
@@ -234,7 +241,7 @@ def test_memory_cannot_be_pinned_without_cuda(stored, client):
         if torch.cuda.is_available():
             assert torch.from_numpy(call()).is_pinned()
         else:
-            with pytest.raises(InvalidArgument) as error:
+            with pytest.raises(MissingDependency) as error:
                 call()
             assert error.value.field == "pin_memory"
 
@@ -562,7 +569,7 @@ def test_another_number_of_tokens_is_said(stored, client):
     assert "samples[0].num_tokens" in words
     assert f"{count}, the tokens of trace 'r1'" in words
     words = told(client, Sample.of("r1", count + 1))
-    assert words.startswith(f"samples[0].num_tokens is {count + 1}, expected {count}, the tokens")
+    assert words.startswith(f"samples[0].num_tokens is {count + 1}; expected {count}, the tokens")
     # One of several reads alone, whatever becomes of the others.
     lengths = [len(tokens) + (number in (1, 3)) for number, tokens in enumerate(stored.tokens)]
     samples = [Sample.of(f"r{number}", length) for number, length in enumerate(lengths)]

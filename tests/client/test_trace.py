@@ -17,7 +17,7 @@ from routetrace.client._memory import check_pin
 from routetrace.client.trace import ids_to_torch
 from routetrace.codec.frame import encode_frame
 from routetrace.codec.records import DIGEST, SPAN, U32, TokenDigest, token_digests
-from routetrace.common.errors import Corrupt, Incomplete, InvalidArgument
+from routetrace.common.errors import Corrupt, Incomplete, InvalidArgument, MissingDependency
 from routetrace.v1 import routetrace_pb2 as pb
 from support.servers.client_server import LAYOUT, WIDE, Truth, truth
 
@@ -66,7 +66,7 @@ def test_layers_are_contiguous_and_read_only():
 
 def test_an_array_of_a_trace_is_refused():
     for make in (np.asarray, np.array, lambda trace: np.asarray(trace, np.int64)):
-        with pytest.raises(InvalidArgument, match="topk_ids together with valid"):
+        with pytest.raises(InvalidArgument, match="use topk_ids and valid"):
             make(assemble(truth(3)))
 
 
@@ -121,7 +121,7 @@ def test_layers_outside(layer_ids):
 
 
 def test_layers_that_were_not_asked_for():
-    with pytest.raises(InvalidArgument, match=r"\[1\], expected ids among \[2, 4\]"):
+    with pytest.raises(InvalidArgument, match=r"\[1\]; expected ids among \[2, 4\]"):
         assemble(truth(12)).layers((2, 4)).layers((1, 2))
 
 
@@ -339,8 +339,8 @@ def test_missing_range_from_the_wire():
 
 def test_torch_that_is_missing(monkeypatch):
     monkeypatch.setitem(sys.modules, "torch", None)
-    with pytest.raises(InvalidArgument, match="needs torch") as caught:
+    with pytest.raises(MissingDependency, match="needs torch") as caught:
         check_pin(True)
-    assert caught.value.field == "pin_memory"
-    with pytest.raises(InvalidArgument, match="to_torch needs torch"):
+    assert (caught.value.field, caught.value.package) == ("pin_memory", "torch")
+    with pytest.raises(MissingDependency, match="to_torch needs torch"):
         ids_to_torch(np.zeros((1, 1, 1), np.uint8), 8)

@@ -588,14 +588,14 @@ HONEST = bytes(1000)  # a layer of 100 rows of top-10, if ids could repeat
 @pytest.mark.parametrize(
     ("group", "match"),
     [
-        (zstd_that_claims(1 << 30, HONEST), "zstd content size is 1073741824, expected 1000"),
-        (zstd_that_claims(1001, HONEST), "zstd content size is 1001, expected 1000"),
-        (squeezed(HONEST[:-1]), "zstd content size is 999, expected 1000"),
-        (zstd_without_size(HONEST), "zstd content size is -1, expected 1000"),
+        (zstd_that_claims(1 << 30, HONEST), "zstd content size is 1073741824; expected 1000"),
+        (zstd_that_claims(1001, HONEST), "zstd content size is 1001; expected 1000"),
+        (squeezed(HONEST[:-1]), "zstd content size is 999; expected 1000"),
+        (zstd_without_size(HONEST), "zstd content size is -1; expected 1000"),
         (b"\x50\x2a\x4d\x18\x04\0\0\0abcd", "zstd content size is 0"),  # a skippable frame
         (b"no zstd at all", "zstd frame"),
         (b"\x28\xb5\x2f\xfd", "zstd frame"),
-        (zstandard.compress(HONEST), "zstd flags is 0b01100000, expected a checksum"),
+        (zstandard.compress(HONEST), "zstd flags is 0b01100000; expected a checksum"),
         (squeezed(HONEST)[:4] + b"\x74" + squeezed(HONEST)[5:], "zstd flags is 0b01110100"),
     ],
 )
@@ -747,8 +747,8 @@ def test_damage_with_true_checksums(frame: bytes, edits: list[tuple[float, bytes
         (np.zeros((3, 2, 3), np.uint8), "shape"),
         (np.zeros((0, 2, 4), np.uint8), "shape"),
         (np.zeros((MAX_FRAME_ROWS + 1, 2, 4), np.uint8), "shape"),
-        (np.zeros((3, 2, 4), np.uint16), "of uint16, expected of uint8"),
-        (np.zeros((3, 2, 4), np.int8), "of int8, expected of uint8"),
+        (np.zeros((3, 2, 4), np.uint16), "of uint16; expected of uint8"),
+        (np.zeros((3, 2, 4), np.int8), "of int8; expected of uint8"),
         (np.tile(np.uint8([0, 1, 2, 64]), (3, 2, 1)), "expected below 64"),
         (np.tile(np.uint8([0, 1, 2, 0]), (3, 2, 1)), "no id twice"),
     ],

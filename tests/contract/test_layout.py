@@ -60,5 +60,5 @@ def test_sequences_and_numbers_of_numpy_make_the_same_layout() -> None:
 def test_what_is_wrong_is_named(field: str, wrong: object) -> None:
     with pytest.raises(InvalidArgument) as caught:
         RoutingLayout(**{**GOOD, field: wrong})
-    assert caught.value.field == field
+    assert caught.value.field.partition("[")[0] == field
     assert caught.value.expected

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from routetrace.common.errors import InvalidArgument
 from routetrace.common.layout import RoutingLayout
-from routetrace.common.model_map import ModelMapError, layout_from_config
+from routetrace.common.model_map import ModelNotSupported, layout_from_config
 
 Config = dict[str, Any]
 Answer = tuple[int, int, list[int], int]  # num_experts, top_k, layer_ids, num_hidden_layers
@@ -776,14 +776,14 @@ def test_a_default_that_only_the_config_class_knows_is_not_guessed(family: str) 
     if expected == list(range(LAYERS)):
         assert list(layout_from_config(raw).layer_ids) == expected
     else:
-        with pytest.raises(ModelMapError, match="does not say which layers") as error:
+        with pytest.raises(ModelNotSupported, match="does not say which layers") as error:
             layout_from_config(raw)
         assert "first_k_dense_replace" in error.value.field
 
 
 @pytest.mark.parametrize("name", ["NllbMoeConfig", "SwitchTransformersConfig"])
 def test_encoder_decoders_have_no_layout(name: str) -> None:
-    with pytest.raises(ModelMapError, match="num_experts_per_tok"):
+    with pytest.raises(ModelNotSupported, match="num_experts_per_tok"):
         layout_from_config(hf(name)())
 
 
@@ -799,7 +799,7 @@ def test_encoder_decoders_have_no_layout(name: str) -> None:
     ],
 )
 def test_dense_models_say_so(name: str, values: Config) -> None:
-    with pytest.raises(ModelMapError, match="not a MoE model") as error:
+    with pytest.raises(ModelNotSupported, match="not a MoE model") as error:
         layout_from_config(hf(name)(**values))
     assert error.value.field
     assert error.value.expected == "more than one routed expert"
@@ -808,7 +808,7 @@ def test_dense_models_say_so(name: str, values: Config) -> None:
 def test_nemotron_h_without_moe_layers_says_so() -> None:
     config = hf("NemotronHConfig")(layers_block_type=["mamba", "mlp", "attention", "mlp"])
     assert config.n_routed_experts > 0  # the trap: a default of the class
-    with pytest.raises(ModelMapError, match="no MoE layer among 4"):
+    with pytest.raises(ModelNotSupported, match="no MoE layer among 4"):
         layout_from_config(config)
 
 
@@ -901,7 +901,7 @@ def test_layers_match_a_naive_reference(case: Case, experts: str, top_k: str, ne
     if layers:
         assert answer(layout_from_config(config)) == (16, 3, layers, count)
     else:
-        with pytest.raises(ModelMapError, match="no MoE layer"):
+        with pytest.raises(ModelNotSupported, match="no MoE layer"):
             layout_from_config(config)
 
 
@@ -986,7 +986,7 @@ def test_errors_name_field_value_and_expected(change: Config, field: str) -> Non
 
 @pytest.mark.parametrize("config", ["Qwen/Qwen3-30B-A3B", None, 3, SimpleNamespace, [("a", 1)]])
 def test_not_a_config(config: object) -> None:
-    with pytest.raises(ModelMapError, match="a model config or a mapping"):
+    with pytest.raises(ModelNotSupported, match="expected a config or a mapping"):
         layout_from_config(config)
 
 

@@ -371,7 +371,7 @@ def test_a_compiled_model_is_captured_alike(
     assert capturer._buffer.data_ptr() == address
     assert counter.frame_count <= 2  # one token is a shape of its own
     capturer.begin()
-    with pytest.raises(InvalidArgument, match="65 rows, expected at most 64"):
+    with pytest.raises(InvalidArgument, match="65 rows; expected at most 64"):
         compiled(tokens(65, 0))
 
 

@@ -308,7 +308,7 @@ def test_a_cache_with_more_blocks_than_the_agent_is_refused(form: str) -> None:
     processor = SimpleNamespace(cache=stub_cache(form, {}, 8))
     PagedRequests(agent, processor, {}, [])
     processor.cache = stub_cache(form, {}, 9)
-    with pytest.raises(InvalidArgument, match="num_blocks is 8, expected 9"):
+    with pytest.raises(InvalidArgument, match="num_blocks is 8; expected 9"):
         PagedRequests(agent, processor, {}, [])
     agent.config.block_size = 0
     PagedRequests(agent, processor, {}, [])

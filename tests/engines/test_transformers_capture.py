@@ -440,7 +440,7 @@ def test_what_cannot_be_captured_is_refused(field: str, kwargs: dict[str, Any]) 
 def test_layers_that_cannot_be_captured_are_named() -> None:
     model, layout = tiny_model("qwen2_moe")  # layer 1 is dense
     wrong = RoutingLayout((0, 1, 2), 3, layout.num_experts, layout.top_k)
-    with pytest.raises(InvalidArgument, match=r"layer_ids is \[1\], expected .*\[0, 2\]"):
+    with pytest.raises(InvalidArgument, match=r"layer_ids is \[1\]; expected .*\[0, 2\]"):
         TransformersCapture(model, RecordingAgent(wrong), layout=wrong)
     wrong = RoutingLayout((0,), 3, layout.num_experts, layout.top_k)
     with pytest.raises(InvalidArgument, match=r"layer_ids is \[2\]"):

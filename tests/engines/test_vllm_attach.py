@@ -569,7 +569,7 @@ def test_shards_of_another_number_of_ranks_are_missing(vllm, caplog):
     capturer.begin()
     model(positions=torch.arange(4 * TOKENS))
     assert not capturer_valid(capturer.snapshot(TOKENS).rows()).any()
-    assert caplog.text.count("5 rows, expected one of") == 1
+    assert caplog.text.count("5 rows; expected one of") == 1
 
 
 def test_a_layout_of_tokens_that_is_not_known_is_missing_and_does_not_stop_the_model(vllm, caplog):

@@ -266,7 +266,7 @@ def test_ids_out_of_range_change_nothing(
 ) -> None:
     cache = ExpertCache(4, 2, Lru(4))
     cache.plan([1, 2])
-    with pytest.raises(InvalidArgument, match=rf"{field} is {expert}, expected ids in \[0, 4\)"):
+    with pytest.raises(InvalidArgument, match=rf"{field} is {expert}; expected ids in \[0, 4\)"):
         call(cache, expert)
     assert cache.residents == [1, 2]
     assert cache.plan([1, 2])[0].loads == ()

@@ -447,7 +447,7 @@ def test_bad_ids(provider: CachedWeightProvider | FullGPUProvider) -> None:
     uint8 = torch.tensor([[255]], dtype=torch.uint8)
     refused("topk_ids", lambda: provider.prepare(uint8), "too high")
     for expert in (-1, NUM_EXPERTS):
-        with pytest.raises(InvalidArgument, match=f"{expert}, expected"):
+        with pytest.raises(InvalidArgument, match=f"{expert}; expected"):
             provider.invalidate(expert)
     assert provider.stats() == ProviderStats()
 
@@ -485,7 +485,7 @@ def test_everything_lies_as_in_the_host() -> None:
     provider.invalidate(3)
     assert torch.equal(provider.everything()["up"], weights.weights["up"])
     fewer = CachedWeightProvider(weights, capacity=NUM_EXPERTS - 1)
-    with pytest.raises(InvalidArgument, match=f"capacity is {NUM_EXPERTS - 1}, expected"):
+    with pytest.raises(InvalidArgument, match=f"capacity is {NUM_EXPERTS - 1}; expected"):
         fewer.everything()
 
 

@@ -228,7 +228,7 @@ def test_other_implementations_are_refused() -> None:
     with serve_experts(model, capacity=2):
         for config in {id(m.config): m.config for m in experts(model).values()}.values():
             config._experts_implementation = "deepgemm"
-        with pytest.raises(InvalidArgument, match="deepgemm, expected one of"), torch.no_grad():
+        with pytest.raises(InvalidArgument, match="deepgemm; expected one of"), torch.no_grad():
             model(input_ids=torch.tensor([[3, 4]]))
     with pytest.raises(InvalidArgument, match="experts_implementation is deepgemm"):
         serve_experts(model, capacity=2)
@@ -826,7 +826,7 @@ def broken(how: str) -> tuple[nn.Module, str]:
 def test_a_module_that_cannot_be_served_is_named(how: str, value: str) -> None:
     model, name = broken(how)
     parts = {n: dict(vars(m)) for n, m in model.named_modules()}
-    with pytest.raises(InvalidArgument, match=f" is .*{value}.*, expected") as caught:
+    with pytest.raises(InvalidArgument, match=f" is .*{value}.*; expected") as caught:
         serve_experts(model, capacity=2)
     assert caught.value.field == name
     for n, module in model.named_modules():

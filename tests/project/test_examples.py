@@ -79,7 +79,7 @@ def test_every_read_and_error_of_the_client():
         "follow: 8 rows",
         "NotFound: trace_id",
         "Incomplete: positions 0 to 11, other_version",
-        "InvalidArgument: layer_ids is [2, 1], expected strictly ascending ids, or None for all",
+        "InvalidArgument: layer_ids is [2, 1]; expected strictly ascending ids, or None for all",
         "InvalidArgument: target",
         "AsyncRouteClient: 19 rows",
     ]

@@ -275,7 +275,7 @@ def test_closing_ends_the_stream(long):
 def test_a_slow_reader_gets_what_it_began_with(long):
     """Traces are deleted while parts of them are under way: each is whole, or not there."""
     own, names, ids = long
-    with RouteClient(own.target, channel_options=[("grpc.http2.bdp_probe", 0)]) as client:
+    with RouteClient(own.target, grpc_options={"grpc.http2.bdp_probe": 0}) as client:
         read = slowly(client, names)
         got = [next(read)]
         for name in names:

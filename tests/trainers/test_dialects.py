@@ -150,7 +150,7 @@ def test_verl_refuses():
     with pytest.raises(InvalidArgument, match="missing"):
         verl.routed_experts(top_1.rows, missing="mask")
     trace = of_trace(truth(4))
-    with pytest.raises(InvalidArgument, match=r"samples\[0\] is 5 tokens, expected at most .* 4"):
+    with pytest.raises(InvalidArgument, match=r"samples\[0\] has 5 tokens; expected at most .* 4"):
         verl.batch([trace], [0], 4)
     with pytest.raises(InvalidArgument, match="seq_len"):
         verl.batch([trace], [0], "9")
@@ -433,10 +433,10 @@ GOOD = np.zeros((4, 9, 3), np.int32)
         (base64.b64encode(b"no npy").decode(), "text"),
         (npy(GOOD)[:-8], "text"),
         (npy(GOOD) + npy(GOOD), "text"),
-        (npy(np.zeros((4, 9, 2), int)), r"\(4, 9, 2\), expected \(4, 9, 3\) or \(4, 5, 3\)"),
+        (npy(np.zeros((4, 9, 2), int)), r"\(4, 9, 2\); expected \(4, 9, 3\) or \(4, 5, 3\)"),
         (npy(np.zeros((4, 8, 3), int)), "shape"),
         (npy(np.zeros((4, 27), int)), "shape"),
-        (npy(np.zeros((5, 9, 3), int)), r"shape is \(5, 9, 3\), expected \(4, 9, 3\)"),
+        (npy(np.zeros((5, 9, 3), int)), r"shape is \(5, 9, 3\); expected \(4, 9, 3\)"),
         (npy(GOOD.astype(float)), "dtype"),
         (npy(GOOD + 40), "ids is between 40 and 40"),
         (npy(GOOD - 1), "ids"),
@@ -531,7 +531,7 @@ def test_how_many_tokens():
     with pytest.raises(InvalidArgument, match="num_tokens"):
         SampleRows.of(trace, 0)
     running = of_trace(truth(12, state=pb.TRACE_STATE_RUNNING))
-    with pytest.raises(Incomplete, match="positions from 12 on: the end is not known"):
+    with pytest.raises(Incomplete, match="has not ended: rows from 12 on"):
         SampleRows.of(running)
     assert SampleRows.of(running, 13).valid.all()
 

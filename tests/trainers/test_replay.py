@@ -397,7 +397,7 @@ def test_only_to_compare_changes_nothing(family: str) -> None:
         expected = model(input_ids=tokens()).logits
         with replay(model, rows, compare="only") as r:
             assert torch.equal(model(input_ids=tokens()).logits, expected)
-            with pytest.raises(InvalidArgument, match=r"24 tokens, expected 10 tokens"):
+            with pytest.raises(InvalidArgument, match=r"24 tokens; expected 10 tokens"):
                 model(input_ids=tokens()[:2, :5])
     np.testing.assert_array_equal(r.trainer_ids, own.transpose(1, 0, 2))
     assert r.agreement == compare(rows, own.transpose(1, 0, 2))
@@ -466,7 +466,7 @@ def test_a_model_without_routers_is_refused() -> None:
 def test_another_number_of_tokens_is_refused_in_the_pass() -> None:
     model, layout = tiny_model("mixtral")
     with replay(model, forced_ids(layout), layer_ids=layout.layer_ids):
-        with pytest.raises(InvalidArgument, match=r"24 tokens, expected 10 tokens"):
+        with pytest.raises(InvalidArgument, match=r"24 tokens; expected 10 tokens"):
             model(input_ids=tokens()[:2, :5])
         model(input_ids=tokens())  # the right ones still go
 

@@ -191,7 +191,7 @@ def test_slime_lazily_out_of_order():
             assert np.array_equal(got[: len(rows)], rows)
     assert not routing._rows
     routing.close()
-    with pytest.raises(InvalidArgument, match="1 routers, expected 2"):
+    with pytest.raises(InvalidArgument, match="1 routers; expected 2"):
         routing.fill(replays[:1])
     with pytest.raises(InvalidArgument, match="release_stage"):
         routing.begin_pass("record")

@@ -45,7 +45,8 @@ from routetrace.capture_agent.step_path.checks import (
 from routetrace.capture_agent.step_path.feed import Feed
 from routetrace.capture_agent.step_path.handles import Handles
 from routetrace.codec.records import FinishReason
-from routetrace.common.errors import Closed, InvalidArgument
+from routetrace.common.checks import choice
+from routetrace.common.errors import Closed, InvalidArgument, kind_of, quoted
 from routetrace.common.limits import check_id
 from routetrace.common.security import Security
 from routetrace.common.target import targets_of
@@ -97,7 +98,12 @@ class CaptureAgent:
         predecessor: CaptureAgent | None = None,
     ) -> None:
         if not isinstance(config, AgentConfig):
-            raise wrong("config", config, "an AgentConfig(target=..., engine_id=..., layout=...)")
+            raise InvalidArgument(
+                field="config",
+                value=kind_of(config),
+                expected="AgentConfig",
+                remedy="use AgentConfig(target=..., engine_id=..., layout=...)",
+            )
         self.config = config = replace(config, boot_id=config.boot_id or secrets.token_hex(8))
         for target in targets_of(config.target):
             cast("Security", config.security).check(target)
@@ -178,7 +184,7 @@ class CaptureAgent:
             check_id("request_id", request_id)
             check_id("trace_id", trace_id, required=False)
             if request_id in self._handles:
-                raise wrong("request_id", request_id, "one that is not running")
+                raise wrong("request_id", quoted(request_id), "an id that is not running")
             if prompt_len is not None:
                 prompt_len = number("prompt_len", prompt_len)
             prompt = tokens_of("prompt_token_ids", prompt_token_ids, prompt_len)
@@ -284,8 +290,7 @@ class CaptureAgent:
         with self._lock:
             if self._active():
                 self._handles.check(handle)
-                if reason not in _REASONS:
-                    raise wrong("reason", reason, " or ".join(map(repr, _REASONS)))
+                choice("reason", reason, _REASONS)
                 number("num_tokens", num_tokens)
                 tokens = tokens_of("token_ids", token_ids, num_tokens)
                 why = int(_REASONS[reason])

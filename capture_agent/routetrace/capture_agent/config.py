@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from operator import index
 from typing import Any, Literal, NoReturn, get_args
 
 from routetrace.codec import native
 from routetrace.codec.frame import MAX_FRAME_ROWS
+from routetrace.common.checks import choice, instance, real, whole
 from routetrace.common.errors import InvalidArgument
 from routetrace.common.layout import RoutingLayout
 from routetrace.common.limits import MAX_BLOCK_SIZE, MAX_SLOTS, check_id, is_text
@@ -91,31 +91,33 @@ class AgentConfig:
                 self, name, getattr(self, name) or os.environ.get(variable) or default
             )
         object.__setattr__(self, "target", parse_target(self.target))
-        if not isinstance(self.layout, RoutingLayout):
-            _refuse("layout", self.layout, "a RoutingLayout, as layout_from_config returns")
+        instance("layout", self.layout, RoutingLayout, "use layout_from_config(config)")
         for name in ("run", "engine_id"):
             check_id(name, getattr(self, name))
         check_id("shard", self.shard, required=False)
         check_id("boot_id", self.boot_id, required=False)
         if self.shard and not self.boot_id:
-            _refuse("boot_id", "''", f"an id that all shards share, with shard={self.shard!r}")
-        if self.mode not in get_args(Mode):
-            _refuse("mode", self.mode, " or ".join(map(repr, get_args(Mode))))
-        if self.codec not in get_args(FrameCodec):
-            _refuse("codec", self.codec, " or ".join(map(repr, get_args(FrameCodec))))
+            expected = f"an id, required with shard={self.shard!r}"
+            _refuse("boot_id", "''", expected, "give the same id at all shards")
+        choice("mode", self.mode, get_args(Mode))
+        choice("codec", self.codec, get_args(FrameCodec))
         native.require()
         for name, low, high in (
             ("block_size", 0, MAX_BLOCK_SIZE),
             ("num_blocks", 0, (1 << 32) - 1),
             ("frame_rows", 1, MAX_FRAME_ROWS),
-            ("linger_s", 0, 3600),
-            ("flush_interval_s", 0.001, 60),
             ("queue_bytes", _MIB, 1 << 50),
             ("spill_bytes", _MIB, 1 << 50),
             ("ring_bytes", _MIB, 1 << 40),
+        ):
+            remedy = "sizes as text only on the command line" if name.endswith("_bytes") else ""
+            whole(name, getattr(self, name), low, high, remedy=remedy)
+        for name, least, most in (
+            ("linger_s", 0, 3600),
+            ("flush_interval_s", 0.001, 60),
             ("close_timeout_s", 0, 3600),
         ):
-            _check_number(name, getattr(self, name), low, high)
+            real(name, getattr(self, name), least, most, "seconds")
         if (self.block_size == 0) != (self.num_blocks == 0):
             _refuse(
                 "num_blocks",
@@ -147,22 +149,6 @@ class AgentConfig:
         return self.block_size * self.num_blocks
 
 
-def _check_number(name: str, value: Any, low: float, high: float) -> None:
-    """Raise InvalidArgument unless a value is in [low, high]; times alone may be fractions."""
-    whole = not name.endswith("_s")
-    try:
-        if isinstance(value, bool):
-            raise TypeError
-        number = index(value) if whole else float(value + 0)
-    except TypeError:
-        number = low - 1
-    if not low <= number <= high:
-        kind = "an integer" if whole else "a number of seconds"
-        if name.endswith("_bytes"):
-            kind += " of bytes"
-        _refuse(name, repr(value), f"{kind} in [{low}, {high}]")
-
-
 def _texts(name: str, value: Any) -> dict[str, str]:
     texts: dict[str, str] = dict(value) if isinstance(value, Mapping) else {"": ""}
     if "" in texts or not all(map(is_text, (*texts, *texts.values()))):
@@ -170,5 +156,5 @@ def _texts(name: str, value: Any) -> dict[str, str]:
     return texts
 
 
-def _refuse(name: str, value: object, expected: str) -> NoReturn:
-    raise InvalidArgument(field=name, value=value, expected=expected)
+def _refuse(name: str, value: object, expected: str, remedy: str = "") -> NoReturn:
+    raise InvalidArgument(field=name, value=value, expected=expected, remedy=remedy)

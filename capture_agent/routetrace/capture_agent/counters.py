@@ -43,6 +43,7 @@ class Word(IntEnum):
     CORRUPT = 23  # rows that were damaged on disk
     QUEUED_BYTES = 24  # in the outbox, in memory
     SPILLED_BYTES = 25  # in the outbox, on disk
+    CONNECTED = 26  # 1 while a stream is open
 
 
 class Ended(IntEnum):
@@ -91,6 +92,8 @@ class AgentStats:
     unreported_requests: int = 0
     """Requests dropped with all their rows and without a report, as memory for their names was
     exhausted."""
+    connected: bool = False
+    """Whether a stream to the server is open."""
 
 
 @dataclass(frozen=True)
@@ -130,4 +133,5 @@ def read(words: memoryview, leftover: str | None) -> AgentStats:
         queued_bytes=words[Word.QUEUED_BYTES],
         spilled_bytes=words[Word.SPILLED_BYTES],
         unreported_requests=words[Word.UNREPORTED],
+        connected=bool(words[Word.CONNECTED]) and not leftover,
     )

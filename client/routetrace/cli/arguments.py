@@ -10,6 +10,20 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
+#: Options that may stand before the command, and whether each takes a value.
+SHARED = {
+    "--target": True,
+    "--run": True,
+    "--timeout": True,
+    "--tls": False,
+    "--ca-file": True,
+    "--cert-file": True,
+    "--key-file": True,
+    "--server-name": True,
+    "--token-file": True,
+    "--json": False,
+}
+
 
 class Command(TyperCommand):
     """A command whose help shows no type for flags, --help included."""
@@ -25,11 +39,29 @@ class Command(TyperCommand):
 
 
 class Group(TyperGroup):
-    """A group of commands whose help shows no type for flags, --help included."""
+    """A group of commands whose help shows no type for flags, --help included.
+
+    Options that all commands share may stand before the command as well.
+    """
 
     def get_params(self, ctx: Any) -> Any:
         """Return the parameters."""
         return _without_flag_types(super().get_params(ctx))
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Parse arguments, with shared options moved behind the command."""
+        at = 0
+        while at < len(args):
+            name, equals, _ = args[at].partition("=")
+            if name not in SHARED:
+                break
+            at += 1 + (SHARED[name] and not equals)
+        command, rest = args[at : at + 1], args[at + 1 :]
+        if command and not command[0].startswith("-"):
+            command += args[:at]
+        args = [*command, *rest]
+        left: list[str] = super().parse_args(ctx, args)
+        return left
 
 
 def _without_flag_types(params: Sequence[Any]) -> Sequence[Any]:

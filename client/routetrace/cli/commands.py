@@ -49,7 +49,7 @@ from routetrace.cli.output import (
     write_table,
 )
 from routetrace.client import RoutingTrace, TraceStat, TraceState
-from routetrace.common.errors import NotFound, RouteTraceError
+from routetrace.common.errors import InvalidArgument, NotFound, RouteTraceError
 
 app = typer.Typer(
     name="routetrace",
@@ -163,7 +163,7 @@ def get(
     out.npz holds one trace, directory/ one .npz per trace, out.parquet one row per token and layer.
     """
     if not output:
-        raise typer.BadParameter("expected out.npz, out.parquet or a directory/", param_hint="-o")
+        raise InvalidArgument("-o is required: FILE.npz, FILE.parquet or DIR/", field="-o")
     if bool(ids) == bool(label):
         raise typer.BadParameter("expected trace ids, or --label")
     if incarnation is not None and len(ids or ()) != 1:

@@ -2,20 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from difflib import get_close_matches
-from operator import index
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from routetrace.common.errors import InvalidArgument
+from routetrace.common.checks import choice, instance, seconds, several, whole
+from routetrace.common.errors import InvalidArgument, kind_of, typed
 from routetrace.common.limits import check_id, check_labels
 
-_T = TypeVar("_T")
-
-_YEAR = 365 * 24 * 3600
+__all__ = [
+    "UnknownKeyword",
+    "choice",
+    "identifier",
+    "identifiers",
+    "instance",
+    "labels",
+    "layers",
+    "seconds",
+    "several",
+    "stop",
+    "tokens",
+    "unknown_keyword",
+    "weight_version",
+    "whole",
+    "wholes",
+]
 
 
 class UnknownKeyword(InvalidArgument, TypeError):
@@ -43,14 +57,9 @@ def identifier(field: str, value: Any, *, required: bool = True) -> str:
 
 def identifiers(field: str, values: Any) -> list[str]:
     """Return ids that are not empty."""
-    return [identifier(field, value) for value in several(field, values, "trace ids")]
-
-
-def several(field: str, values: Any, noun: str) -> Iterable[Any]:
-    """Return an iterable that is not a string."""
-    if isinstance(values, (str, bytes)) or not isinstance(values, Iterable):
-        raise InvalidArgument(field=field, value=values, expected=f"an iterable of {noun}")
-    return values
+    return [
+        identifier(f"{field}[{i}]", value) for i, value in enumerate(several(field, values, "str"))
+    ]
 
 
 def labels(value: Any) -> dict[str, str]:
@@ -61,74 +70,48 @@ def labels(value: Any) -> dict[str, str]:
     return dict(value)
 
 
-def instance(field: str, value: Any, kind: type[_T]) -> _T:
-    """Return an object of a class."""
-    if not isinstance(value, kind):
-        expected = f"{'an' if kind.__name__[0] in 'AEIOU' else 'a'} {kind.__name__}"
-        raise InvalidArgument(field=field, value=value, expected=expected)
-    return value
-
-
-def whole(field: str, value: Any, low: int = 0, high: int = 2**32 - 1) -> int:
-    """Return an integer in [low, high]."""
-    try:
-        number = low - 1 if isinstance(value, bool) else index(value)
-    except TypeError:
-        number = low - 1
-    if not low <= number <= high:
+def wholes(field: str, values: Any, remedy: str = "") -> list[int]:
+    """Return integers in [0, 2**32); `remedy` is for a value that is no sequence."""
+    if isinstance(values, (str, bytes)) or not hasattr(values, "__iter__"):
+        text = isinstance(values, (str, bytes))
+        number = isinstance(values, int) and not isinstance(values, bool)
+        uses = [*([f"[{values}]"] if number else []), *([remedy] if remedy else [])]
         raise InvalidArgument(
-            field=field, value=repr(value), expected=f"an integer in [{low}, {high}]"
+            field=field,
+            value=kind_of(values) if text else typed(values),
+            expected="a sequence of int",
+            remedy=f"use {', or '.join(uses)}" if uses else "",
         )
-    return number
+    return [whole(f"{field}[{i}]", value) for i, value in enumerate(values)]
 
 
-def wholes(field: str, values: Any) -> list[int]:
-    """Return integers in [0, 2**32)."""
-    return [whole(field, value) for value in several(field, values, "integers in [0, 2**32)")]
-
-
-def weight_version(value: Any) -> int:
+def weight_version(value: Any, field: str = "weight_version") -> int:
     """Return a weight version: an int64."""
-    return whole("weight_version", value, -(2**63), 2**63 - 1)
+    return whole(field, value, -(2**63), 2**63 - 1)
 
 
 def tokens(
     field: str, values: npt.ArrayLike, count: int | None = None
 ) -> npt.NDArray[np.integer[Any]]:
     """Return token ids, `count` of them if given."""
+    many = "one dimension of integers" if count is None else f"{count} integers"
+    expected = f"{many} in [0, 2**32)"
+    if values is None or isinstance(values, (str, bytes)):
+        raise InvalidArgument(field=field, value=typed(values), expected=expected)
     try:
         # Tensors on a device have to come back first.
         ids = np.asarray(getattr(values, "cpu", lambda: values)())
     except ValueError:  # lists of several lengths
-        ids = np.asarray("ragged")
+        raise InvalidArgument(field=field, value="ragged", expected=expected) from None
     integers = not ids.size or (
         ids.dtype.kind in "iu" and 0 <= int(ids.min()) <= int(ids.max()) < 2**32
     )
     if ids.ndim != 1 or not integers or count not in (None, ids.size):
-        many = "a list of" if count is None else f"{count}"
-        raise InvalidArgument(
-            field=field,
-            value=f"{ids.dtype} {ids.shape}: {ids}",
-            expected=f"{many} integers in [0, 2**32)",
-        )
+        shown = f"of {ids.dtype} and shape {ids.shape}"
+        if ids.ndim == 1 and ids.size and ids.dtype.kind in "iu" and not integers:
+            shown = f"in [{ids.min()}, {ids.max()}]"
+        raise InvalidArgument(field=field, value=shown, expected=expected)
     return ids
-
-
-def seconds(field: str, value: Any) -> float:
-    """Return a number of seconds above 0, a year at most: gRPC takes no infinity for a deadline."""
-    numeric = isinstance(value, (int, float, np.integer, np.floating)) and value is not True
-    if not (numeric and 0 < value <= _YEAR):
-        expected = f"a number of seconds above 0, at most {_YEAR}"
-        raise InvalidArgument(field=field, value=repr(value), expected=expected)
-    return float(value)
-
-
-def choice(field: str, value: Any, choices: Iterable[str]) -> str:
-    """Return one of some words."""
-    choices = tuple(choices)
-    if value not in choices:
-        raise InvalidArgument(field=field, value=value, expected=f"one of {choices}")
-    return choices[choices.index(value)]
 
 
 def layers(layer_ids: Any) -> tuple[int, ...] | None:

@@ -7,22 +7,23 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from routetrace.common.errors import InvalidArgument
+from routetrace.common import checks as check
+from routetrace.common.errors import InvalidArgument, MissingDependency, quoted, typed
 
 if TYPE_CHECKING:
     import torch
 
 
 def require_torch(field: str) -> None:
-    """Raise InvalidArgument, naming the field or method, unless torch can be imported."""
+    """Raise MissingDependency, naming the field or method, unless torch can be imported."""
     try:
         import torch  # noqa: F401
     except ImportError as error:
-        raise InvalidArgument(
-            f"{field} needs torch, which cannot be imported ({error}): install torch",
+        raise MissingDependency(
+            f"{field} needs torch, which cannot be imported ({error}); pip install torch",
+            package="torch",
+            install="pip install torch",
             field=field,
-            value="no torch",
-            expected="torch installed",
         ) from error
 
 
@@ -30,17 +31,16 @@ def check_pin(pin_memory: bool) -> bool:
     """Return whether to use page-locked memory.
 
     Raises:
-        InvalidArgument: if there is none.
+        InvalidArgument: if it is not a bool.
+        MissingDependency: if there is no such memory.
     """
-    if pin_memory:
+    if pin_memory is True:
         require_torch("pin_memory")
         import torch
 
         if not torch.cuda.is_available():
-            raise InvalidArgument(
-                field="pin_memory", value=True, expected="False without a CUDA device"
-            )
-    return bool(pin_memory)
+            raise no_cuda("pin_memory")
+    return check.flag("pin_memory", pin_memory)
 
 
 def empty(shape: tuple[int, ...], dtype: npt.DTypeLike, pin: bool) -> npt.NDArray[Any]:
@@ -68,15 +68,42 @@ def zeros(shape: tuple[int, ...], dtype: npt.DTypeLike, pin: bool) -> npt.NDArra
 
 
 def check_device(device: Any) -> None:
-    """Raise InvalidArgument unless torch has the device on this machine."""
+    """Raise an error unless torch has the device on this machine.
+
+    Raises:
+        InvalidArgument: if it is no device.
+        MissingDependency: if it is one of CUDA, and there is none.
+    """
     import torch
 
+    if device is None:
+        return
     try:
-        torch.empty(0, device=device)
-    except (AssertionError, RuntimeError, TypeError, NotImplementedError) as error:
+        parsed = torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        shown = quoted(device) if isinstance(device, str) else typed(device)
+        raise InvalidArgument(field="device", value=shown, expected="a torch device") from error
+    if parsed.type == "cuda" and not torch.cuda.is_available():
+        raise no_cuda(f"device {str(device)!r}")
+    try:
+        torch.empty(0, device=parsed)
+    except (AssertionError, RuntimeError, NotImplementedError) as error:
         raise InvalidArgument(
-            field="device", value=device, expected=f"a device that torch can use here ({error})"
+            field="device",
+            value=quoted(str(device)),
+            expected=f"a torch device of this machine ({error})",
         ) from error
+
+
+def no_cuda(field: str) -> MissingDependency:
+    """Return the error for a machine without CUDA."""
+    return MissingDependency(
+        f"{field} needs CUDA, which torch does not have here; "
+        "use a machine with a GPU and torch built for CUDA",
+        package="torch with CUDA",
+        install="use a machine with a GPU and torch built for CUDA",
+        field=field.partition(" ")[0],
+    )
 
 
 def to_tensor(array: npt.NDArray[Any], device: Any = None) -> torch.Tensor:

@@ -41,9 +41,10 @@ def check_layout(name: str, actual: RoutingLayout, planned: RoutingLayout) -> No
                     f"{'high' if shift > 0 else 'low'}: decoder layers count from 0, dense ones too"
                 )
         raise InvalidArgument(
+            f"plan has {field} {was}, {name} has {is_}{why}",
             field=f"layout.{field}",
             value=was,
-            expected=f"{is_}, as {name} was captured with{why}",
+            expected=f"{is_}, as {name} was captured with",
         )
 
 

@@ -178,8 +178,14 @@ def _count(num_tokens: int | None, token_ids: npt.ArrayLike | None) -> int:
 
 
 def _samples(samples: Iterable[Sample]) -> tuple[Sample, ...]:
-    listed = check.several("samples", samples, "Sample")
-    return tuple(check.instance(f"samples[{i}]", s, Sample) for i, s in enumerate(listed))
+    remedy = "use [sample]" if isinstance(samples, Sample) else ""
+    listed = check.several("samples", samples, "Sample", remedy)
+    return tuple(
+        check.instance(
+            f"samples[{i}]", s, Sample, f"use Sample.of({s!r})" if isinstance(s, str) else ""
+        )
+        for i, s in enumerate(listed)
+    )
 
 
 class Unit(NamedTuple):

@@ -29,10 +29,11 @@ class ReadOptions:
     reported its end."""
     wait_for: WaitFor | None = None
     """"end": wait until the request has ended. "rows": wait until every requested row is there;
-    if the read is to the end of the trace, that includes the end. None: read at once. Of a session
-    under one trace id, the end of an earlier turn counts until the server has the next begin: read
-    it with `get(num_tokens=)`, or by positions (`fetch`). `follow` takes "rows", to wait for an
-    unknown request to begin, but not "end"."""
+    if the read is to the end of the trace, that includes the end. None: read at once. A wait that
+    runs out is a DeadlineExceeded, with `missing="mask"` too; rows that can no longer come are not
+    waited for. Of a session under one trace id, the end of an earlier turn counts until the server
+    has the next begin: read it with `get(num_tokens=)`, or by positions (`fetch`). `follow` takes
+    "rows", to wait for an unknown request to begin, but not "end"."""
     timeout: float | None = None
     """Seconds that a call may take; None: the client's timeout. get_many, fetch and prefetch read
     up to 32 traces with one call. A read that waited in vain is repeated once, within the client's
@@ -53,7 +54,7 @@ class ReadOptions:
     def __post_init__(self) -> None:
         check.choice("missing", self.missing, ("raise", "mask"))
         if self.wait_for is not None:
-            check.choice("wait_for", self.wait_for, ("rows", "end"))
+            check.choice("wait_for", self.wait_for, ("rows", "end"), or_none=True)
         if self.timeout is not None:
             check.seconds("timeout", self.timeout)
         check.choice("policy", self.policy, ("as_sampled", "latest"))

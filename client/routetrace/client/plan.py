@@ -36,7 +36,7 @@ class Rank:
 
     layer_ids: Sequence[int]
     """Absolute ids of its MoE layers, ascending: of its pipeline stage, all its virtual stages.
-    None where nothing routes: then nothing is fetched."""
+    Empty where nothing routes: then nothing is fetched."""
     cp_size: int = 1
     """Context parallel ranks."""
     cp_rank: int = 0
@@ -59,7 +59,8 @@ class Rank:
             check.whole(f"{name}_rank", getattr(self, f"{name}_rank"), 0, size - 1)
         check.choice("cp_layout", self.cp_layout, ("zigzag", "contiguous", "ulysses"))
         check.choice("flatten", self.flatten, ("sequence", "batch"))
-        object.__setattr__(self, "layer_ids", tuple(check.wholes("layer_ids", self.layer_ids)))
+        layer_ids = check.wholes("layer_ids", self.layer_ids, "() if nothing routes")
+        object.__setattr__(self, "layer_ids", tuple(layer_ids))
 
 
 class Run(NamedTuple):
@@ -178,7 +179,8 @@ def make_plan(layout: RoutingLayout, batch: MicroBatch, rank: Rank) -> Plan:
             as the rank says; names it.
     """
     check.instance("layout", layout, RoutingLayout)
-    check.instance("batch", batch, MicroBatch)
+    packing = "use MicroBatch.packed(samples)" if isinstance(batch, (list, tuple)) else ""
+    check.instance("batch", batch, MicroBatch, packing)
     check.instance("rank", rank, Rank)
     model = layout.select(layout.moe_layer_ids)
     layer_ids = tuple(rank.layer_ids)

@@ -14,12 +14,14 @@ from routetrace.client._memory import check_device, require_torch, to_tensor
 from routetrace.client.alignment import compare_tokens
 from routetrace.client.stat import ReadFacts, TraceState
 from routetrace.codec.frame import invalid_rows
-from routetrace.common.errors import Corrupt, Incomplete, InvalidArgument
+from routetrace.common.errors import Corrupt, Incomplete, InvalidArgument, typed
 
 if TYPE_CHECKING:
     import torch
 
 _T = TypeVar("_T")
+
+_NO_SEQUENCE = "RoutingTrace is not indexable; use topk_ids[i] or tokens(i, i + 1)"
 
 
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)
@@ -66,10 +68,18 @@ class RoutingTrace(ReadFacts):
     def __array__(self, *_: object, **__: object) -> NoReturn:
         # numpy would make an object array of shape () in silence.
         raise InvalidArgument(
+            "an array of a trace would be ids without validity; use topk_ids and valid",
             field="trace",
-            value="taken as an array",
-            expected="topk_ids together with valid, or to_torch()",
+            value="no array",
+            expected="ids with their validity",
+            remedy="use topk_ids and valid",
         )
+
+    def __getitem__(self, index: object) -> NoReturn:
+        raise TypeError(_NO_SEQUENCE)
+
+    def __iter__(self) -> NoReturn:
+        raise TypeError(_NO_SEQUENCE)
 
     @property
     def top_k(self) -> int:
@@ -237,6 +247,24 @@ class RoutingTrace(ReadFacts):
             np.copyto(rows[:, layer], ids, where=valid[:, None])
         return rows
 
+    def equals(self, other: RoutingTrace) -> bool:
+        """Return whether another trace has the same positions, layers and rows.
+
+        Ids are compared where cells are valid; facts such as ids, labels and times are not.
+
+        Raises:
+            InvalidArgument: if `other` is no trace.
+        """
+        check.instance("other", other, RoutingTrace)
+        mine = (self.token_start, self.token_stop, self.layer_ids, self.top_k)
+        if mine != (other.token_start, other.token_stop, other.layer_ids, other.top_k):
+            return False
+        valid = self._valid
+        return bool(
+            np.array_equal(valid, other._valid)
+            and np.array_equal(self._ids[valid], other._ids[valid])
+        )
+
     def require_valid(self) -> None:
         """Raise Incomplete unless every cell here is valid.
 
@@ -299,9 +327,16 @@ def ids_to_torch(
     narrow = ids.dtype.itemsize == 1
     if dtype is None:
         dtype = torch.uint8 if narrow else torch.int32
+    if not isinstance(dtype, torch.dtype):
+        known = isinstance(dtype, str) and isinstance(getattr(torch, dtype, None), torch.dtype)
+        raise InvalidArgument(
+            field="dtype",
+            value=typed(dtype),
+            expected="torch.dtype",
+            remedy=f"use torch.{dtype}" if known else "for example torch.int64",
+        )
     if (
-        not isinstance(dtype, torch.dtype)
-        or dtype is torch.bool
+        dtype is torch.bool
         or dtype.is_floating_point
         or dtype.is_complex
         or torch.iinfo(dtype).max < num_experts - 1
@@ -318,21 +353,44 @@ def ids_to_torch(
     return tensor.to(dtype)
 
 
-def incomplete(read: ReadFacts, unknown_from: int | None = None) -> Incomplete:
+def incomplete(
+    read: ReadFacts, unknown_from: int | None = None, weight_version: int | None = None
+) -> Incomplete:
     """Return the error that lists the missing cells of a trace.
 
     Args:
         read: facts of the read.
         unknown_from: first position that may or may not exist.
+        weight_version: the version that was asked for.
     """
-    what = [str(m) for m in read.missing[:4]]
-    if len(read.missing) > len(what):
-        what.append(f"{len(read.missing) - len(what)} more ranges")
+    name = f"trace {read.trace_id!r}" if read.trace_id else "rows of KV blocks"
+    parts = [str(m) for m in read.missing[:4]]
+    if len(read.missing) > len(parts):
+        parts.append(f"{len(read.missing) - len(parts)} more ranges")
+    missing = "; ".join(parts)
     if unknown_from is not None:
-        what.append(f"positions from {unknown_from} on: the end is not known")
+        running = read.state is TraceState.RUNNING
+        end, remedy = "has no reported end", 'use missing="mask"'
+        if running:
+            end, remedy = "has not ended", 'use wait_for="end" or missing="mask"'
+        text = f"{name} {end}: rows from {unknown_from} on are unknown; {remedy}"
+        text += f"; missing {missing}" if missing else ""
+    elif {m.reason for m in read.missing} == {"other_version"} and len(read.missing) == 1:
+        [other] = read.missing
+        low, high = read.min_weight_version, read.max_weight_version
+        versions = f"version {low}" if low == high else f"versions {low} to {high}"
+        text = (
+            f"rows [{other.start}, {other.stop}) of {name} were computed by {versions}, "
+            f"not {weight_version}"
+        )
+    else:
+        text = f"{name} is {read.state.value}; missing {missing}"
     return Incomplete(
-        f"trace {read.trace_id!r} is {read.state.value}; missing {'; '.join(what)}",
+        text,
+        trace_id=read.trace_id,
+        state=read.state,
         missing=read.missing,
+        unknown_from=unknown_from,
     )
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from routetrace.common.errors import InvalidArgument
+from routetrace.common.errors import InvalidArgument, MissingDependency
 
 Model = nn.Module | Sequence[nn.Module]
 # Modules allowed in CUDA graphs: others may hold a router, and a graph skips replay.
@@ -26,8 +26,8 @@ def routers_of(model: Model) -> list[dict[int, Any]]:
         layers = import_module("megatron.core.transformer.moe.moe_layer")
         drafts = import_module("megatron.core.transformer.multi_token_prediction")
     except ImportError as error:
-        raise InvalidArgument(
-            field="megatron", value=str(error), expected="megatron-core 0.16.1 or newer"
+        raise MissingDependency(
+            package="megatron-core 0.16.1 or newer", install="pip install megatron-core"
         ) from error
 
     def walk(module: nn.Module) -> Iterator[tuple[int, Any]]:

@@ -29,7 +29,7 @@ from torch import nn
 
 from routetrace.client.rows import RankRows
 from routetrace.codec.frame import invalid_rows
-from routetrace.common.errors import InvalidArgument
+from routetrace.common.errors import InvalidArgument, kind_of
 from routetrace.common.layout import RoutingLayout
 from routetrace.common.model_map import layout_from_config
 from routetrace.trainers._force import Compare, Forcer, Given
@@ -106,7 +106,7 @@ def replay(
     config = getattr(model, "config", None)
     if config is None and layout is None:
         raise InvalidArgument(
-            field="model", value=type(model).__name__, expected="a MoE model of transformers"
+            field="model", value=kind_of(model), expected="a transformers MoE model"
         )
     layout = layout_from_config(config) if layout is None else layout
     routers = _routers(model, layout)

@@ -2,6 +2,7 @@
 
     RouteTraceError
     +-- InvalidArgument      a field has an invalid value (also a ValueError)
+    |   +-- ModelNotSupported    a configuration or model whose routing is not known
     +-- NotFound             no such trace, engine or run (also a LookupError)
     +-- Incomplete           cells are missing, and no mask was requested
     +-- Corrupt              stored or received bytes do not match their checksum or shape
@@ -13,9 +14,11 @@
     +-- Unauthenticated      no valid credentials
     +-- PermissionDenied     credentials that do not cover this
     +-- Moved                another worker of the server serves the run; clients follow it
+    +-- MissingDependency    a package that the call needs (also an ImportError)
     +-- Closed               used after close()
 
-Every error has `field`, `value` and `expected`, "" where they do not apply.
+Every error has `field`, `value`, `expected` and `remedy`, "" where they do not apply. Its message
+is `FIELD is VALUE; expected EXPECTED; REMEDY`, or a sentence where that says more.
 """
 
 from __future__ import annotations
@@ -38,14 +41,36 @@ def _cut(text: str, limit: int) -> str:
     return text if len(text) <= limit else text[: limit - 3] + "..."
 
 
+def quoted(value: Any) -> str:
+    """Return one line for a value that was given, strings in quotes; it may be huge."""
+    if isinstance(value, (str, bytes, list, tuple)) and len(value) > _VALUE_LIMIT:
+        value = value[:_VALUE_LIMIT]
+    return _cut(repr(value), _VALUE_LIMIT)
+
+
+def typed(value: Any) -> str:
+    """Return one line for a value of a wrong type: `'5' (str)`, `None`, `a Sample`."""
+    if isinstance(value, (str, bytes, int, float)):
+        return f"{quoted(value)} ({type(value).__name__})"
+    return kind_of(value)
+
+
+def kind_of(value: Any) -> str:
+    """Return the type of a value with its article, such as `a str`; `None` for None."""
+    if value is None:
+        return "None"
+    name = type(value).__name__
+    return f"{'an' if name[0].upper() in 'AEIO' else 'a'} {name}"
+
+
 def _printable(value: Any) -> str:
-    """Return one line for a value that may be huge, or forged to fake lines of a log."""
-    if isinstance(value, str):
-        start = value[:_VALUE_LIMIT]
-        return value if start.isprintable() else repr(start)
-    if isinstance(value, (list, tuple)) and len(value) > _VALUE_LIMIT:
-        return repr(value[:_VALUE_LIMIT])
-    return repr(value)
+    """Return one line for a value; a string is a description, and stays as it is if it is a line.
+
+    Values may be forged to fake lines of a log.
+    """
+    if isinstance(value, str) and value[:_VALUE_LIMIT].isprintable():
+        return value
+    return quoted(value)
 
 
 class RouteTraceError(Exception):
@@ -55,19 +80,28 @@ class RouteTraceError(Exception):
         field: the offending field, "" if none.
         value: its value, printed and cut to 200 characters.
         expected: values that would be valid.
+        remedy: an action that helps, such as another call.
     """
 
     kind: int = pb.ERROR_KIND_UNSPECIFIED
     status: grpc.StatusCode = grpc.StatusCode.UNKNOWN
 
     def __init__(
-        self, message: str = "", *, field: str = "", value: Any = "", expected: str = ""
+        self,
+        message: str = "",
+        *,
+        field: str = "",
+        value: Any = "",
+        expected: str = "",
+        remedy: str = "",
     ) -> None:
         self.field = field
         self.value = _cut(_printable(value), _VALUE_LIMIT)
         self.expected = _cut(expected, _EXPECTED_LIMIT)
+        self.remedy = _cut(remedy, _EXPECTED_LIMIT)
         if not message:
-            message = f"{field} is {self.value or 'empty'}, expected {self.expected}"
+            message = f"{field} is {self.value or 'empty'}; expected {self.expected}"
+            message += f"; {remedy}" if remedy else ""
         self.message = _cut(message, _MESSAGE_LIMIT)
         super().__init__(self.message)
 
@@ -83,6 +117,7 @@ class RouteTraceError(Exception):
             field=self.field,
             value=self.value,
             expected=self.expected,
+            remedy=self.remedy,
             message=self.message,
             retry_after_ms=int(self.retry_after * 1000),
         )
@@ -93,6 +128,29 @@ class InvalidArgument(RouteTraceError, ValueError):
 
     kind = pb.ERROR_KIND_INVALID_ARGUMENT
     status = grpc.StatusCode.INVALID_ARGUMENT
+
+
+class ModelNotSupported(InvalidArgument):
+    """A configuration or a model whose routing is not known."""
+
+
+class MissingDependency(RouteTraceError, ImportError):
+    """A package that the call needs is missing, or has another version.
+
+    Attributes:
+        package: its name.
+        install: command that installs it, or a sentence.
+    """
+
+    def __init__(
+        self, message: str = "", *, package: str = "", install: str = "", field: str = ""
+    ) -> None:
+        message = message or f"{package} is required; {install}"
+        super().__init__(
+            message, field=field, value="not installed", expected=package, remedy=install
+        )
+        self.package = package
+        self.install = install
 
 
 class NotFound(RouteTraceError, LookupError):
@@ -106,12 +164,26 @@ class Incomplete(RouteTraceError):
     """Cells are missing, and no mask was requested.
 
     Attributes:
+        trace_id: id of the trace.
+        state: state of the trace at the read, a `routetrace.client.TraceState`; None if unknown.
         missing: ranges of missing cells, by position.
+        unknown_from: first position that may or may not exist; None if the end is known.
     """
 
-    def __init__(self, message: str, *, missing: tuple[MissingRange, ...] = ()) -> None:
+    def __init__(
+        self,
+        message: str = "",
+        *,
+        trace_id: str = "",
+        state: Any = None,
+        missing: tuple[MissingRange, ...] = (),
+        unknown_from: int | None = None,
+    ) -> None:
         super().__init__(message)
+        self.trace_id = trace_id
+        self.state = state
         self.missing = missing
+        self.unknown_from = unknown_from
 
 
 class Corrupt(RouteTraceError):
@@ -160,9 +232,30 @@ class Unavailable(_Retryable):
 
 
 class DeadlineExceeded(RouteTraceError, TimeoutError):
-    """The deadline passed first."""
+    """The deadline passed first.
+
+    Attributes:
+        trace_id: id of the trace that was waited for; "" for other calls.
+        waited_seconds: seconds until then; None if unknown.
+        stat: facts about the trace at that moment, a `routetrace.client.TraceStat`; None if the
+            server does not know it, or for other calls.
+    """
 
     status = grpc.StatusCode.DEADLINE_EXCEEDED
+
+    def __init__(
+        self,
+        message: str = "",
+        *,
+        trace_id: str = "",
+        waited_seconds: float | None = None,
+        stat: Any = None,
+        **where: Any,
+    ) -> None:
+        super().__init__(message, **where)
+        self.trace_id = trace_id
+        self.waited_seconds = waited_seconds
+        self.stat = stat
 
 
 class Unauthenticated(RouteTraceError):
@@ -229,6 +322,7 @@ def from_detail(detail: pb.ErrorDetail) -> RouteTraceError:
         "field": detail.field,
         "value": detail.value,
         "expected": detail.expected,
+        "remedy": detail.remedy,
     }
     if issubclass(cls, _Retryable):
         kwargs["retry_after"] = detail.retry_after_ms / 1000

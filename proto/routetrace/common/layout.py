@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
-from operator import index
 from typing import Any
 
 import numpy as np
 
-from routetrace.common.errors import InvalidArgument
+from routetrace.common.checks import whole
+from routetrace.common.errors import InvalidArgument, typed
 from routetrace.v1 import routetrace_pb2 as pb
 
 MAX_LAYERS = 4096
@@ -48,8 +48,8 @@ class RoutingLayout:
             ("top_k", MAX_TOP_K),
             ("num_hidden_layers", MAX_LAYERS),
         ):
-            object.__setattr__(self, name, _range(name, getattr(self, name), 1, high))
-        _range("top_k", self.top_k, 1, self.num_experts)
+            object.__setattr__(self, name, whole(name, getattr(self, name), 1, high))
+        whole("top_k", self.top_k, 1, self.num_experts)
         for name in ("layer_ids", "moe_layer_ids"):
             ids = _ids(name, getattr(self, name))
             if name == "moe_layer_ids":
@@ -65,9 +65,7 @@ class RoutingLayout:
                 )
         unknown = set(self.layer_ids) - set(self.moe_layer_ids)
         if unknown:
-            raise InvalidArgument(
-                field="layer_ids", value=sorted(unknown), expected="only ids in moe_layer_ids"
-            )
+            raise _not_moe(sorted(unknown), self.moe_layer_ids)
 
     @property
     def dtype(self) -> np.dtype[np.unsignedinteger]:
@@ -92,9 +90,7 @@ class RoutingLayout:
         """
         unknown = [i for i in layer_ids if i not in self.column]
         if unknown:
-            raise InvalidArgument(
-                field="layer_ids", value=unknown[:8], expected=f"ids among {list(self.layer_ids)}"
-            )
+            raise _not_moe(unknown, self.layer_ids)
         return [self.column[i] for i in layer_ids]
 
     def select(self, layer_ids: tuple[int, ...]) -> RoutingLayout:
@@ -124,7 +120,7 @@ class RoutingLayout:
             InvalidArgument: if the numbers contradict each other.
         """
         for name in ("layer_ids", "moe_layer_ids"):
-            _range(f"number of {name}", len(getattr(message, name)), 0, MAX_LAYERS)
+            whole(f"number of {name}", len(getattr(message, name)), 0, MAX_LAYERS)
         layout = cls(
             tuple(message.layer_ids),
             message.num_hidden_layers,
@@ -142,22 +138,21 @@ class RoutingLayout:
         return layout
 
 
-def _range(field: str, value: Any, low: int, high: int) -> int:
-    """Return a whole number in [low, high]."""
-    try:
-        number = low - 1 if isinstance(value, bool) else index(value)
-    except TypeError:
-        number = low - 1
-    if not low <= number <= high:
-        expected = f"a whole number in [{low}, {high}]"
-        raise InvalidArgument(field=field, value=repr(value), expected=expected)
-    return number
+def _not_moe(unknown: list[int], known: tuple[int, ...]) -> InvalidArgument:
+    """Return the error for layers that the layout does not have."""
+    shown, remedy = unknown[:8], "ids count dense layers"
+    expected = f"ids among {list(known)}"
+    return InvalidArgument(
+        f"layer_ids {shown} are not MoE layers; expected {expected}; {remedy}",
+        field="layer_ids",
+        value=shown,
+        expected=expected,
+        remedy=remedy,
+    )
 
 
 def _ids(field: str, values: Any) -> tuple[int, ...]:
     """Return whole numbers as a tuple, so that a layout can be hashed."""
-    try:
-        return tuple(map(index, values))
-    except TypeError:  # no sequence, or of something else
-        expected = "a sequence of layer ids"
-        raise InvalidArgument(field=field, value=repr(values), expected=expected) from None
+    if isinstance(values, (str, bytes)) or not hasattr(values, "__iter__"):
+        raise InvalidArgument(field=field, value=typed(values), expected="a sequence of int")
+    return tuple(whole(f"{field}[{i}]", value, 0, MAX_LAYERS - 1) for i, value in enumerate(values))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from routetrace.common.errors import InvalidArgument
+from routetrace.common.errors import InvalidArgument, kind_of, quoted, typed
 
 #: Maximum characters of an id: run, engine, shard, boot, request, trace.
 MAX_ID_LENGTH = 512
@@ -22,34 +22,53 @@ MAX_BLOCK_TOKENS = 1 << 22
 #: Maximum number of an engine step.
 MAX_STEP = 1 << 62
 
+# Characters of an id or label that an error shows.
+_SHOWN = 40
+
 
 def check_id(field: str, value: object, *, required: bool = True) -> None:
     """Raise InvalidArgument unless `value` is an id of a valid length."""
-    if isinstance(value, str):
-        if required <= len(value) <= MAX_ID_LENGTH and is_text(value):
-            return
-        if len(value) > 40:
-            value = f"{value[:40]}... ({len(value)} characters)"
-    expected = f"a string of {int(required)} to {MAX_ID_LENGTH} Unicode characters"
-    raise InvalidArgument(field=field, value=value, expected=expected)
+    if not isinstance(value, str):
+        raise InvalidArgument(field=field, value=typed(value), expected="str")
+    if required <= len(value) <= MAX_ID_LENGTH and is_text(value):
+        return
+    shown = quoted(value)
+    if len(value) > _SHOWN:
+        shown = f"{quoted(value[:_SHOWN])}... ({len(value)} characters)"
+    expected = f"{int(required)} to {MAX_ID_LENGTH} characters"
+    if not is_text(value):
+        expected += " of Unicode text"
+    raise InvalidArgument(field=field, value=shown, expected=expected)
 
 
 def check_labels(field: str, labels: Mapping[str, str]) -> None:
     """Raise InvalidArgument unless labels are texts with names, not too many and not too long."""
     if not isinstance(labels, Mapping):
-        raise InvalidArgument(field=field, value=labels, expected="a mapping of strings to strings")
+        expected = "a mapping of str to str"
+        remedy = "for example {'group': 'g0'}"
+        raise InvalidArgument(field=field, value=kind_of(labels), expected=expected, remedy=remedy)
     if len(labels) > MAX_LABELS:
         raise InvalidArgument(
             field=field, value=f"{len(labels)} labels", expected=f"at most {MAX_LABELS}"
         )
     for key, text in labels.items():
-        if not (is_text(key) and is_text(text) and key):
-            expected = "strings, such as {'group': 'g0'}, with keys not empty"
-            raise InvalidArgument(field=field, value={key: text}, expected=expected)
+        if not (is_text(key) and key):
+            shown = quoted(key) if isinstance(key, str) else typed(key)
+            raise InvalidArgument(
+                field=field,
+                value=f"a mapping with the name {shown}",
+                expected="names that are str, not empty",
+            )
+        if not is_text(text):
+            shown = quoted(text) if isinstance(text, str) else typed(text)
+            expected = "Unicode text" if isinstance(text, str) else "str"
+            raise InvalidArgument(
+                field=f"{field}[{quoted(key[:_SHOWN])}]", value=shown, expected=expected
+            )
         if len(key) + len(text) > MAX_LABEL_LENGTH:
             raise InvalidArgument(
                 field=field,
-                value=f"{key[:40]}={text[:40]}",
+                value=f"{key[:_SHOWN]}={text[:_SHOWN]}",
                 expected=f"at most {MAX_LABEL_LENGTH} characters together",
             )
 

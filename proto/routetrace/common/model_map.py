@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from routetrace.common.errors import InvalidArgument
+from routetrace.common.errors import ModelNotSupported, kind_of
 from routetrace.common.layout import MAX_LAYERS, RoutingLayout
 
 _Config = Mapping[str, Any]
@@ -106,10 +106,6 @@ _NEEDS_LAYERS = frozenset({
 # fmt: on
 
 
-class ModelMapError(InvalidArgument):
-    """A config without a layout; the message names the keys that were tried."""
-
-
 def layout_from_config(config: object) -> RoutingLayout:
     """Return the layout of all MoE layers of a model.
 
@@ -124,8 +120,8 @@ def layout_from_config(config: object) -> RoutingLayout:
         are not.
 
     Raises:
-        ModelMapError: if the model is dense, or the config does not say which layers are MoE, names
-            no expert count or top-k, or contradicts itself.
+        ModelNotSupported: if the model is dense, or the config does not say which layers are MoE,
+            names no expert count or top-k, or contradicts itself.
         InvalidArgument: if the numbers do not make a layout (top_k above num_experts).
     """
     text, is_moe = _language_model(_mapping("config", config))
@@ -151,7 +147,12 @@ def _mapping(name: str, config: object) -> _Config:
         to_dict = getattr(config, "to_dict", None)
         values = to_dict() if callable(to_dict) else getattr(config, "__dict__", None)
     if not isinstance(values, Mapping):
-        raise ModelMapError(field=name, value=config, expected="a model config or a mapping")
+        raise ModelNotSupported(
+            field=name,
+            value=kind_of(config),
+            expected="a config or a mapping",
+            remedy="use AutoConfig.from_pretrained(...)" if isinstance(config, str) else "",
+        )
     return values
 
 
@@ -179,11 +180,11 @@ def _given(config: _Config, keys: tuple[str, ...]) -> list[str]:
     return [key for key in keys if config.get(key) is not None]
 
 
-def _not_moe(keys: tuple[str, ...], config: _Config) -> ModelMapError:
+def _not_moe(keys: tuple[str, ...], config: _Config) -> ModelNotSupported:
     value = ", ".join(f"{key} = {config[key]!r}" for key in _given(config, keys)) or "absent"
     names = " | ".join(keys)
     model = f" ({config['model_type']})" if config.get("model_type") else ""
-    return ModelMapError(
+    return ModelNotSupported(
         f"not a MoE model{model}: looked for {names}, found {value}",
         field=names,
         value=value,
@@ -195,7 +196,7 @@ def _integers(key: str, value: object, least: int) -> list[int]:
     """Return the value, or the values of a list, as integers not below `least`."""
     values: list[Any] = list(value) if isinstance(value, (list, tuple)) else [value]
     if any(not isinstance(v, int) or isinstance(v, bool) or v < least for v in values):
-        raise ModelMapError(field=key, value=value, expected=f"integers not below {least}")
+        raise ModelNotSupported(field=key, value=value, expected=f"integers not below {least}")
     return values
 
 
@@ -220,7 +221,7 @@ def _number(config: _Config, keys: tuple[str, ...], least: int) -> int:
     }
     numbers = {number for values in found.values() for number in values}
     if len(numbers) != 1:
-        raise ModelMapError(
+        raise ModelNotSupported(
             field=names,
             value={key: values for key, values in found.items() if values} or "absent",
             expected="one number, the same for all layers and modalities",
@@ -240,7 +241,7 @@ def _moe_layers(config: _Config) -> tuple[int, list[int]]:
         count = _number(config, _NUM_LAYERS, 1)
     if count > MAX_LAYERS:  # before anything of that size is allocated
         names = " | ".join(_NUM_LAYERS)
-        raise ModelMapError(field=names, value=count, expected=f"at most {MAX_LAYERS} layers")
+        raise ModelNotSupported(field=names, value=count, expected=f"at most {MAX_LAYERS} layers")
     for rule in (_by_type, _by_id, _by_condition):
         found = rule(config, count)
         if found is not None:
@@ -249,7 +250,7 @@ def _moe_layers(config: _Config) -> tuple[int, list[int]]:
         model = str(config.get("model_type") or "").removesuffix("_text")
         if model in _NEEDS_LAYERS:
             tried = " | ".join((*_TYPES, *_IDS, *_CONDITIONS, "mlp_only_layers"))
-            raise ModelMapError(
+            raise ModelNotSupported(
                 f"{model} does not say which layers are MoE, and not all of them are: "
                 f"looked for {tried}; give the config object of transformers instead of a mapping",
                 field=tried,
@@ -259,7 +260,7 @@ def _moe_layers(config: _Config) -> tuple[int, list[int]]:
         found = ("num_hidden_layers", list(range(count)))
     keys, layers = found
     if not layers:
-        raise ModelMapError(
+        raise ModelNotSupported(
             f"no MoE layer among {count} decoder layers, according to {keys}",
             field=keys,
             value={key: config.get(key) for key in keys.split(" & ")},
@@ -277,12 +278,14 @@ def _by_type(config: _Config, count: int) -> tuple[str, list[int]] | None:
         if key == "mlp_layer_types":
             if not known or len(known) < len(types):
                 words = ", ".join(sorted(moe | dense))
-                raise ModelMapError(field=key, value=config[key], expected=f"a list of {words}")
+                raise ModelNotSupported(field=key, value=config[key], expected=f"a list of {words}")
             types = types[:count]  # MTP layers may follow
         elif not known:
             continue
         if len(types) != count:
-            raise ModelMapError(field=key, value=types, expected=f"one type for each of {count}")
+            raise ModelNotSupported(
+                field=key, value=types, expected=f"one type for each of {count}"
+            )
         return key, [layer for layer, word in enumerate(types) if word in moe]
     return None
 
@@ -307,7 +310,7 @@ def _by_condition(config: _Config, count: int) -> tuple[str, list[int]] | None:
             layers -= set(_integers(key, value, 0))
         elif key == "moe_layer_freq" and isinstance(value, (list, tuple)):
             if len(value) < count:
-                raise ModelMapError(
+                raise ModelNotSupported(
                     field=key, value=value, expected=f"one flag for each of {count}"
                 )
             layers &= {layer for layer in range(count) if value[layer]}
@@ -322,7 +325,7 @@ def _by_condition(config: _Config, count: int) -> tuple[str, list[int]] | None:
                 for number in _integers(key, value, least)
             ]
             if any(other != sets[0] for other in sets):
-                raise ModelMapError(
+                raise ModelNotSupported(
                     field=key, value=value, expected="the same layers for every modality"
                 )
             layers &= sets[0]

@@ -15,7 +15,7 @@ from typing import Any
 import grpc
 
 from routetrace.common import pem
-from routetrace.common.errors import InvalidArgument
+from routetrace.common.errors import InvalidArgument, kind_of
 from routetrace.common.target import resolver_options
 
 _ENV_PREFIX = "ROUTETRACE_"
@@ -96,9 +96,7 @@ class Security:
                 value = os.fspath(value)
                 object.__setattr__(self, item.name, value)
             if not isinstance(value, kind):
-                raise InvalidArgument(
-                    field=item.name, value=_kind_of(value), expected=f"a {kind.__name__}"
-                )
+                raise InvalidArgument(field=item.name, value=kind_of(value), expected=kind.__name__)
 
     @classmethod
     def of(cls, given: Security | Mapping[str, Any] | None) -> Security:
@@ -118,8 +116,9 @@ class Security:
         if not isinstance(given, Mapping):
             raise InvalidArgument(
                 field="security",
-                value=_kind_of(given),
-                expected=f"a Security, such as Security(token=...), or a mapping of {names}",
+                value=kind_of(given),
+                expected="Security",
+                remedy="use Security(token=...), or a mapping of its fields",
             )
         for name in given:
             if name not in names:
@@ -134,6 +133,7 @@ class Security:
                 field=f"security.{error.field}",
                 value=error.value,
                 expected=error.expected,
+                remedy=error.remedy,
             ) from None
 
     @property
@@ -266,11 +266,6 @@ class Security:
         return (*more, *options)
 
 
-def _kind_of(value: object) -> str:
-    """Name the type of a value that must not be shown."""
-    return f"of type {type(value).__name__}"
-
-
 def is_local(target: str) -> bool:
     """Whether all addresses of a gRPC target are on this machine; False where unknown."""
     scheme, _, rest = target.partition(":")
@@ -330,12 +325,12 @@ def _check_token(token: str, name: str, value: str = "***") -> None:
 
 
 def _unusable(name: str, path: str, error: Exception) -> InvalidArgument:
+    text = f"{name} cannot be used: {error}"
     if isinstance(error, OSError):
-        cause = f"{error.filename or path}: {error.strerror}"
-    else:
-        cause = str(error)
+        cause, file = str(error.strerror), str(error.filename or path)
+        text = f"{name} {file!r} cannot be read ({cause[:1].lower()}{cause[1:]})"
     return InvalidArgument(
-        f"{name} cannot be used: {cause}",
+        text,
         field=name,
         value=path,
         expected="a file that can be read",

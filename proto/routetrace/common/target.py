@@ -7,7 +7,7 @@ import re
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from routetrace.common.errors import InvalidArgument
+from routetrace.common.errors import InvalidArgument, quoted, typed
 
 DEFAULT_PORT = 7411
 
@@ -27,16 +27,20 @@ def parse_target(value: Any) -> str:
         InvalidArgument: if it is neither host, host:port, several of these, nor a target of a gRPC
             resolver.
     """
-    if isinstance(value, str):
-        if _has_scheme(value):
-            return value
-        parsed = [_host_port(part) for part in value.split(",")]
-        if all(parsed):
-            return ",".join(dict.fromkeys(parsed))
-    expected = "host or host:port without a scheme, such as traces:7411 or [::1]:7411"
+    if not isinstance(value, str):
+        raise InvalidArgument(field="target", value=typed(value), expected="str host:port")
     if not value:
-        expected += ", here or in ROUTETRACE_TARGET"
-    raise InvalidArgument(field="target", value=value, expected=expected)
+        raise InvalidArgument(
+            "target is not set; expected host:port; pass target= or set ROUTETRACE_TARGET",
+            field="target",
+            value="not set",
+            expected="host:port",
+            remedy="pass target= or set ROUTETRACE_TARGET",
+        )
+    if _has_scheme(value):
+        return value
+    parts = (_host_port(part.strip(), value) for part in value.split(","))
+    return ",".join(dict.fromkeys(parts))
 
 
 def moved_target(target: str, to: str, targets: Sequence[str] = ()) -> str:
@@ -111,19 +115,35 @@ def _host_of(target: str) -> str:
     return "" if _has_scheme(target) else _TRAILING_PORT.sub("", target).lower()
 
 
-def _host_port(value: str) -> str:
-    """Return host:port; "" if it has another form."""
-    found = _HOST_PORT.fullmatch(value.strip())
-    if found and (port := int(found["port"] or DEFAULT_PORT)) in range(1, 1 << 16):
-        return f"{found['host']}:{port}"
-    return ""
+def _host_port(part: str, target: str) -> str:
+    """Return host:port of one server of a target.
+
+    Raises:
+        InvalidArgument: if it has another form.
+    """
+    found = _HOST_PORT.fullmatch(part)
+    if found:
+        port = int(found["port"] or DEFAULT_PORT)
+        if port in range(1, 1 << 16):
+            return f"{found['host']}:{port}"
+        raise InvalidArgument(field="port", value=port, expected="a number in 1..65535")
+    _, slashes, rest = part.rpartition("://")
+    host, slash, _ = rest.partition("/")
+    expected = "host:port"
+    if slashes:
+        expected += " without a scheme"
+    elif slash:
+        expected += " without a path"
+    fits = (slashes or slash) and _HOST_PORT.fullmatch(host)
+    remedy = f"use {quoted(host)}" if fits else "for example 'traces:7411' or '[::1]:7411'"
+    raise InvalidArgument(field="target", value=quoted(target), expected=expected, remedy=remedy)
 
 
 class _Cause(NamedTuple):
     words: re.Pattern[str]
     """Words of gRPC's message."""
-    name: str
-    remedy: str
+    text: str
+    """Error and remedy, with {target} and {host}."""
     lasting: bool = False
     """Whether another attempt is of no use."""
 
@@ -131,35 +151,35 @@ class _Cause(NamedTuple):
 _CAUSES = (
     _Cause(
         re.compile("WRONG_VERSION_NUMBER"),
-        "the server does not speak TLS",
-        "check that the port is right and that TLS is on there, or turn it off here",
+        "{target} does not speak TLS; drop tls= or start the server with tls_cert",
         lasting=True,
     ),
     _Cause(
-        re.compile(r"SETTINGS frame|parsing HTTP/2|http1\.x"),
-        "the server does not speak gRPC",
-        "check the port: 7411 is that of traces by default, and metrics have another",
+        # The fourth byte of "HTTP/1.1 ..." or "<!DOCTYPE ...", taken for the type of a frame.
+        re.compile(r"frame type (80|79)\b"),
+        "{target} speaks HTTP/1, not gRPC; is this the metrics port?",
+        lasting=True,
+    ),
+    _Cause(
+        re.compile(r"SETTINGS frame|parsing HTTP/2"),
+        "{target} does not speak gRPC; is this the port of a routetrace-server, 7411 by default?",
         lasting=True,
     ),
     _Cause(
         re.compile("(?i)connection refused"),
-        "refused",
-        "check that routetrace-server runs and that its listen names this host and port",
+        "cannot connect to {target} (connection refused); is routetrace-server running there?",
     ),
     _Cause(
         re.compile("(?i)name not found|not known|lookup failed|dns resolution|name resolution"),
-        "unknown host",
-        "check the name of the host",
+        "cannot resolve {host}; check the host name and DNS",
     ),
     _Cause(
         re.compile("(?i)network is unreachable|no route to host"),
-        "no route to the host",
-        "check the network",
+        "cannot connect to {target} (no route to the host); check the network",
     ),
     _Cause(
         re.compile("(?i)timed? ?out|timer|deadline"),
-        "no answer",
-        "check the port, and firewalls on the way",
+        "cannot connect to {target} (no answer); check the port, and firewalls on the way",
     ),
 )
 # gRPC's words for a call that got no connection, in contrast to one that broke off.
@@ -179,7 +199,8 @@ def unreachable(target: str, details: str, hint: str = "") -> str:
         if _NO_CONNECTION.search(details) and hint:
             return f"cannot connect to {target} ({_last(details)}); {hint}"
         return f"{target}: {details}" + (f"; {hint}" if hint else "")
-    return f"cannot connect to {target} ({cause.name}); {cause.remedy}"
+    hosts = ", ".join(quoted(_TRAILING_PORT.sub("", one)) for one in targets_of(target))
+    return cause.text.format(target=target, host=hosts)
 
 
 def is_misfit(details: str) -> bool:

@@ -124,7 +124,7 @@ class TestFollow:
         parts = client.follow("req", missing=missing)
         assert [next(parts).token_stop for _ in range(6)] == [1, 2, 3, 4, 5, 6]
         if missing == "raise":
-            with pytest.raises(Incomplete, match="from 6 on: the end is not known"):
+            with pytest.raises(Incomplete, match="no reported end: rows from 6 on are unknown"):
                 next(parts)
             return
         last = next(parts)

@@ -85,10 +85,10 @@ class TestGet:
         facts = {"num_tokens": 0, "finish_reason": finish_reason}
         server.serve(truth(12, state=INCOMPLETE, **facts))
         for waiting in ({}, {"wait_for": "rows", "timeout": 0.1}):
-            with pytest.raises(Incomplete, match="from 12 on: the end is not known") as caught:
+            with pytest.raises(Incomplete, match="no reported end: rows from 12 on") as caught:
                 client.get("req", **waiting)
             assert caught.value.missing == ()
-        with pytest.raises(Incomplete, match="the end is not known"):
+        with pytest.raises(Incomplete, match="no reported end"):
             client.get("req", token_start=4)
         assert client.get("req", token_stop=12).coverage == 1.0
         trace = client.get("req", missing="mask")
@@ -278,7 +278,7 @@ def test_wrong_arguments_are_told_before_anything_is_sent(connect, method, args,
     client = connect("127.0.0.1:1")
     with pytest.raises(InvalidArgument) as caught:
         getattr(client, method)(*args, **kwargs)
-    assert caught.value.field == field
+    assert caught.value.field.partition("[")[0] == field
     assert caught.value.expected
     assert isinstance(caught.value, ValueError)
     assert "idle" in repr(client)

@@ -57,7 +57,7 @@ def test_connections_that_can_not_be_trusted_are_refused_and_say_why(
             "system's CAs": (mutual, {"tls": True}, "see ca_file"),
             "wrong name": (mutual, {**good, "server_name": "elsewhere"}, "see server_name"),
             "expired server": (expired, ca, "has expired"),
-            "TLS to plain text": (plain, ca, "the server does not speak TLS"),
+            "TLS to plain text": (plain, ca, "does not speak TLS"),
         }
 
         def sync(case: tuple[ServerProcess, dict[str, Any], str]) -> Unavailable:

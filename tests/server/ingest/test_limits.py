@@ -49,7 +49,7 @@ def test_a_request_has_the_blocks_of_its_tokens(tokens, blocks):
 
 
 def test_blocks_that_an_engine_does_not_have_are_named():
-    with pytest.raises(InvalidArgument, match=r"block_ids\[2\] is 10, expected ids below num_bloc"):
+    with pytest.raises(InvalidArgument, match=r"block_ids\[2\] is 10; expected ids below num_bloc"):
         blocks_of(SLOTS, [0, 9, 10, 11], 16)
     assert blocks_of(SLOTS, [0, 9, 10, 11], 8).tolist() == [0, 9]
     with pytest.raises(InvalidArgument, match="at most 10"):
@@ -65,7 +65,7 @@ def test_ids_have_a_length():
     check_id("shard", "", required=False)
     for value in ("", "x" * (MAX_ID_LENGTH + 1), 7, None, b"x"):
         with pytest.raises(
-            InvalidArgument, match=r"run is .*, expected a string of 1 to 512 Unicode char"
+            InvalidArgument, match=r"run is .*; expected a string of 1 to 512 Unicode char"
         ):
             check_id("run", value)
 

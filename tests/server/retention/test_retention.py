@@ -197,7 +197,7 @@ async def test_over_the_memory_limit_finished_traces_go_and_chunks_are_refused(m
     await core.start()
     assert core.retention.memory_bytes() > 1 << 20
     monkeypatch.setattr(core.retention, "memory_bytes", lambda: 1000)
-    with pytest.raises(Overloaded, match="memory_limit is 1000, expected less than 1000"):
+    with pytest.raises(Overloaded, match="memory_limit is 1000; expected less than 1000"):
         core.retention.room.check_memory()
     monkeypatch.setattr(core.retention, "memory_bytes", lambda: 950)
     core.retention.room.check_memory()

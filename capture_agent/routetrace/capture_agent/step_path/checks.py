@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable, Mapping
-from operator import index
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from routetrace.capture_agent.config import AgentConfig
+from routetrace.common.checks import whole
 from routetrace.common.errors import InvalidArgument
 from routetrace.common.limits import MAX_POSITION, check_labels
 
@@ -25,24 +25,12 @@ def wrong(name: str, value: Any, expected: str) -> InvalidArgument:
 
 def number(name: str, value: int, limit: int = MAX_POSITION) -> int:
     """Return an integer in [0, limit)."""
-    try:
-        whole = -1 if isinstance(value, bool) else index(value)
-    except TypeError:
-        whole = -1
-    if not 0 <= whole < limit:
-        raise wrong(name, repr(value), f"an integer in [0, {limit})")
-    return whole
+    return whole(name, value, 0, limit - 1)
 
 
 def version_of(version: int) -> int:
     """Return a weight version, a signed 64-bit integer."""
-    try:
-        whole = 1 << 63 if isinstance(version, bool) else index(version)
-    except TypeError:
-        whole = 1 << 63
-    if not -(1 << 63) <= whole < 1 << 63:
-        raise wrong("version", repr(version), "a signed 64-bit integer")
-    return whole
+    return whole("version", version, -(1 << 63), (1 << 63) - 1)
 
 
 def rows_of(rows: Any, columns: tuple[int, int]) -> Rows:

@@ -9,6 +9,7 @@ import numpy.typing as npt
 
 from routetrace.capture_agent.pipeline.linger import LANE_BITS, LANE_MASK
 from routetrace.capture_agent.step_path.checks import wrong
+from routetrace.common.errors import typed
 
 
 class Handles:
@@ -98,4 +99,4 @@ def _whole(handle: object) -> int:
     try:
         return index(handle)  # type: ignore[arg-type]
     except TypeError:
-        raise wrong("handle", repr(handle), "the handle that begin() returned") from None
+        raise wrong("handle", typed(handle), "the value of begin()") from None

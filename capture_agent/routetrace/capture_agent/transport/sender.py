@@ -327,7 +327,7 @@ class Sender:
                 self.stream.end(Ended.FENCED, error.detail)
                 self._changed.notify_all()
             elif not self._closing and not error.moved:
-                self._complain(error.kind, f"{error}; retrying, and rows wait in memory")
+                self._complain(error.kind, f"{error} (retrying, and rows wait in memory)")
                 if error.refused:
                     return _REFUSED_S
         return min(error.detail.retry_after_ms / 1000, MAX_PAUSE_S)

@@ -107,6 +107,7 @@ class IngestStream:
         if state not in TRANSITIONS[self.state]:
             return False
         self.state = state
+        self._words[Word.CONNECTED] = state is StreamState.OPEN
         return True
 
     @property

@@ -16,6 +16,7 @@ from routetrace.client._core.cells import GrowingCells, PlacedCells
 from routetrace.client.alignment import check_layout
 from routetrace.client.stat import (
     ReadFacts,
+    TraceStat,
     TraceState,
     facts_from_proto,
     layout_from_proto,
@@ -166,6 +167,11 @@ class Assembler:
         return TraceState.from_proto(self._info.state) if self._info else None
 
     @property
+    def stat(self) -> TraceStat | None:
+        """Facts about the trace in the last message; None before the first."""
+        return TraceStat(**facts_from_proto(self._info)) if self._info else None
+
+    @property
     def num_rows(self) -> int:
         """Rows of the trace in the last message."""
         return self._info.num_rows if self._info else 0
@@ -234,7 +240,8 @@ class Assembler:
         # Only a trace of known length has no rows beyond.
         unknown_end = not read.num_tokens and self._want.token_stop != stop
         if not self._want.mask and (unknown_end or read.missing):
-            raise incomplete(read, stop if unknown_end else None)
+            unknown_from = stop if unknown_end else None
+            raise incomplete(read, unknown_from, self._want.weight_version)
         return read
 
     def _learn(self, info: pb.TraceInfo) -> None:

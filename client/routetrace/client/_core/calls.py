@@ -48,6 +48,7 @@ _WAITS = {
     "rows": pb.WAIT_FOR_ROWS,
     "end": pb.WAIT_FOR_END,
 }
+_GET = "use get() for a trace id"
 _STATES = tuple(state.value for state in TraceState)
 
 
@@ -62,8 +63,10 @@ def get(
     incarnation: int | None,
     pin_memory: bool,
     num_tokens: int | None = None,
+    id_field: str = "trace_id",
 ) -> Plan[RoutingTrace]:
-    """See RouteClient.get."""
+    """See RouteClient.get, which names its id `request_id`."""
+    check.identifier(id_field, trace_id)
     want = _want(trace_id, options, layer_ids, token_start, token_stop, incarnation)
     if num_tokens is not None:
         want = replace(want, num_tokens=check.whole("num_tokens", num_tokens, 1))
@@ -80,7 +83,7 @@ def fetch(config: Config, options: ReadOptions, *, pin_memory: bool) -> Callable
     pin = check_pin(pin_memory)
 
     def make(plan: RankPlan, out: Any = None) -> Fetch:
-        check.instance("plan", plan, RankPlan)
+        check.instance("plan", plan, RankPlan, _GET if isinstance(plan, str) else "")
         return Fetch(
             config, plan, read, options.missing == "mask", options.weight_version, out, pin
         )
@@ -188,7 +191,7 @@ def find(
     """See RouteClient.find."""
     if retirable_through is not None:
         check.weight_version(retirable_through)
-    states = check.several("states", states, "states")
+    states = check.several("states", states, "str")
     names = [check.choice("states", state, _STATES) for state in states]
     request = pb.ListTracesRequest(
         run=config.run,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from threading import Event
 from typing import Any
@@ -18,6 +18,8 @@ from routetrace.common.errors import (
     InvalidArgument,
     RouteTraceError,
     Unavailable,
+    quoted,
+    typed,
 )
 from routetrace.common.security import Security
 from routetrace.common.target import FAILOVER_OPTIONS, parse_target, targets_of, unreachable
@@ -43,7 +45,7 @@ class Config:
         run: str | None,
         timeout: float,
         max_message_bytes: int,
-        channel_options: Iterable[tuple[str, Any]],
+        grpc_options: Mapping[str, str | int] | None,
         security: Security | Mapping[str, Any] | None,
     ) -> Config:
         """Check the arguments; complete them from the environment.
@@ -78,7 +80,7 @@ class Config:
         }
         if len(targets_of(target)) > 1:
             defaults |= FAILOVER_OPTIONS
-        merged = tuple({**defaults, **_channel_options(channel_options)}.items())
+        merged = tuple({**defaults, **_grpc_options(grpc_options)}.items())
         return cls(target, run, timeout, merged, security, Route(target))
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -93,7 +95,18 @@ class Config:
         if not isinstance(error.__cause__, grpc.RpcError):
             return error
         if isinstance(error, DeadlineExceeded):
-            return DeadlineExceeded(f"{self.target} did not answer in time: {error.message}")
+            remedy = "the server may be busy: raise timeout="
+            if not self.reached.is_set():
+                remedy = "check that it is a routetrace-server"
+            within = "in time"
+            if error.waited_seconds is not None:
+                within = f"within {error.waited_seconds:g} s"
+            return DeadlineExceeded(
+                f"no answer from {self.target} {within}; {remedy}",
+                trace_id=error.trace_id,
+                waited_seconds=error.waited_seconds,
+                remedy=remedy,
+            )
         hint = self.security.hint(error.message, reached=self.reached.is_set())
         message = unreachable(self.route.unreached or self.target, error.message, hint)
         if self.route.unreached:
@@ -112,13 +125,13 @@ def _anew(
     return Config(target, run, timeout, channel_options, security, Route(target))
 
 
-def _channel_options(options: Any) -> dict[str, Any]:
-    try:
-        merged: dict[Any, Any] = dict(options)
-    except (TypeError, ValueError):
-        merged = {0: None}
-    if not all(isinstance(name, str) for name in merged):
-        raise InvalidArgument(
-            field="channel_options", value=options, expected="pairs of (gRPC option, value)"
-        )
-    return merged
+def _grpc_options(options: Any) -> dict[str, str | int]:
+    """Return gRPC channel options."""
+    expected = "a mapping of str to str or int"
+    if not isinstance(options, Mapping):
+        raise InvalidArgument(field="grpc_options", value=typed(options), expected=expected)
+    for name, value in options.items():
+        if not (isinstance(name, str) and isinstance(value, (str, int))):
+            shown = quoted(dict(options))
+            raise InvalidArgument(field="grpc_options", value=shown, expected=expected)
+    return dict(options)

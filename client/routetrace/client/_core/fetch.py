@@ -134,10 +134,13 @@ class Fetch:
                 if facts:
                     check_layout(want.name, facts.layout, self.plan.layout)
                     check_tokens(number, self.plan.samples[number], segment, facts)
+            if error.field.startswith("layout."):  # it names plan and trace
+                raise
             raise InvalidArgument(
                 field=f"samples[{number}]: {error.field} of {want.name}",
                 value=error.value,
                 expected=error.expected,
+                remedy=error.remedy,
             ) from error
 
     def rows(self, reads: list[ReadFacts], wait_seconds: float) -> RankRows:

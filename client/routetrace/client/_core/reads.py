@@ -13,7 +13,7 @@ import grpc
 from routetrace.client._core.assemble import Assembler, Want
 from routetrace.client._core.retry import Attempts
 from routetrace.client._core.steps import END, Emit, Open, Part, Plan, Receive, Sleep, T, Unary
-from routetrace.client.stat import ReadFacts, TraceState
+from routetrace.client.stat import ReadFacts, TraceStat, TraceState
 from routetrace.client.trace import RoutingTrace
 from routetrace.common.errors import (
     Corrupt,
@@ -24,6 +24,7 @@ from routetrace.common.errors import (
     RouteTraceError,
     Unavailable,
 )
+from routetrace.common.missing import MissingRange
 from routetrace.v1 import routetrace_pb2 as pb
 
 
@@ -73,7 +74,7 @@ def read_waiting(request: pb.GetTraceRequest, want: Want, wait: float, timeout: 
         wait: seconds to wait.
         timeout: seconds for the read that follows if they were not enough.
     """
-    for_end = request.wait_for == pb.WAIT_FOR_END
+    until_end = request.wait_for == pb.WAIT_FOR_END
     try:
         trace = yield from _read("GetTrace", request, want, wait)
     except DeadlineExceeded:
@@ -82,22 +83,65 @@ def read_waiting(request: pb.GetTraceRequest, want: Want, wait: float, timeout: 
         yield Emit(trace)
         return
     request.wait_for = pb.WAIT_FOR_UNSPECIFIED
-    too_late = f"{want.name} {'had not ended' if for_end else 'lacked rows'} after {wait:g} s: "
+    late = _TooLate(want, wait, until_end)
     try:
-        trace = yield from _read("GetTrace", request, want, timeout, too_late if for_end else "")
+        trace = yield from _read("GetTrace", request, want, timeout, late)
     except NotFound as error:
-        raise DeadlineExceeded(f"{too_late}the server does not know it: {error.message}") from error
+        raise late.unknown(error) from error
     except Incomplete as error:
-        if for_end:
+        if error.state is not TraceState.RUNNING:
             raise
-        raise Incomplete(f"{error}; waited {wait:g} s", missing=error.missing) from None
+        raise late.lacks(error.unknown_from, error.missing) from None
+    unknown_end = want.token_stop is None and not trace.num_tokens
+    if trace.state is TraceState.RUNNING and (trace.missing or unknown_end):
+        raise late.lacks(trace.num_rows if unknown_end else None, trace.missing)
     yield Emit(trace)
 
 
+class _TooLate:
+    """Errors of a wait that ran out."""
+
+    def __init__(self, want: Want, wait: float, until_end: bool) -> None:
+        self._want = want
+        self._wait = wait
+        self.until_end = until_end
+        self.stat: TraceStat | None = None
+
+    def unknown(self, error: NotFound) -> DeadlineExceeded:
+        """The server does not know the trace."""
+        verb = "end" if self.until_end else "begin"
+        return self._error(f"{self._want.name} did not {verb} within {self._wait:g} s: {error}")
+
+    def running(self, num_rows: int) -> DeadlineExceeded:
+        """The request has not ended."""
+        return self._error(
+            f"{self._want.name} did not end within {self._wait:g} s ({num_rows} rows so far)"
+        )
+
+    def lacks(
+        self, unknown_from: int | None, missing: tuple[MissingRange, ...]
+    ) -> DeadlineExceeded:
+        """Requested rows are not there."""
+        start = min([m.start for m in missing], default=unknown_from)
+        stop: Any = max([m.stop for m in missing], default=unknown_from)
+        if unknown_from is not None and self._want.token_stop is None:
+            stop = "end"
+        more = f" ({len(missing)} missing ranges)" if len(missing) > 1 else ""
+        return self._error(
+            f"rows [{start}, {stop}) of {self._want.name} did not arrive within "
+            f"{self._wait:g} s{more}"
+        )
+
+    def _error(self, text: str) -> DeadlineExceeded:
+        return DeadlineExceeded(
+            text, trace_id=self._want.trace_id, waited_seconds=self._wait, stat=self.stat
+        )
+
+
 def _read(
-    method: str, request: Any, want: Want, timeout: float, too_late: str = ""
+    method: str, request: Any, want: Want, timeout: float, late: _TooLate | None = None
 ) -> Part[RoutingTrace | ReadFacts]:
-    """Read a stream to its end; with `too_late`, refuse a trace that is still running."""
+    """Read a stream to its end; with `late`, refuse a trace whose end was waited for in vain."""
     attempts = Attempts(timeout)
     while True:
         assembler = Assembler(want)
@@ -106,15 +150,16 @@ def _read(
             while (message := (yield Receive(call))) is not END:
                 assembler.feed(*message)
                 del message  # not kept while the next one comes
-                if too_late and assembler.state is TraceState.RUNNING:
-                    raise DeadlineExceeded(
-                        f"{too_late}it is running, with {assembler.num_rows} rows"
-                    )
+                if late:
+                    late.stat = assembler.stat
+                    if late.until_end and assembler.state is TraceState.RUNNING:
+                        raise late.running(assembler.num_rows)
             trace = assembler.finish()
             if 0 < trace.num_tokens < want.num_tokens:
                 raise DeadlineExceeded(
                     f"{want.name} ended with {trace.num_tokens} tokens, {want.num_tokens} expected:"
-                    " its last request has not arrived"
+                    " its last request has not arrived",
+                    trace_id=want.trace_id,
                 )
             return trace
         except (grpc.RpcError, Unavailable) as failure:
@@ -153,11 +198,21 @@ def read_parts(
         except (grpc.RpcError, Unavailable) as failure:
             try:
                 pause = attempts.pause(failure)
-            except (NotFound, DeadlineExceeded) as error:
-                if assembler.state or not request.wait_ms:
+            except RouteTraceError as error:
+                if limit is not None and assembler.state and not attempts.left():
+                    raise DeadlineExceeded(
+                        f"{want.name} did not end within {limit:g} s",
+                        trace_id=want.trace_id,
+                        waited_seconds=limit,
+                        stat=assembler.stat,
+                    ) from error
+                begun = assembler.state or not request.wait_ms
+                if begun or not isinstance(error, (NotFound, DeadlineExceeded)):
                     raise
                 raise DeadlineExceeded(
-                    f"{want.name} had not begun after {timeout:g} s: {error.message}"
+                    f"{want.name} did not begin within {timeout:g} s: {error.message}",
+                    trace_id=want.trace_id,
+                    waited_seconds=timeout,
                 ) from error
         else:
             yield Emit(rest)

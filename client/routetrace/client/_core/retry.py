@@ -138,6 +138,7 @@ class Attempts:
     """
 
     def __init__(self, seconds: float, repeatable: type[RouteTraceError] = RouteTraceError) -> None:
+        self._seconds = seconds
         self._deadline = time.monotonic() + seconds
         self._repeatable = repeatable
         self._count = 0
@@ -179,6 +180,8 @@ class Attempts:
         assert isinstance(error, RouteTraceError)
         if error is not failure:
             error.__cause__ = failure
+        if isinstance(error, DeadlineExceeded) and error.waited_seconds is None:
+            error.waited_seconds = self._seconds
         self.failure = error
         if isinstance(error, Moved):  # it had no effect, and the driver has changed its target
             self._hops += 1

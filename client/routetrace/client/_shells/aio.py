@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 _DEFAULTS = ReadOptions()
+_NO_OPTIONS: Mapping[str, str | int] = {}
 
 
 class AsyncRouteClient:
@@ -59,7 +60,7 @@ class AsyncRouteClient:
         run: training job of the traces; $ROUTETRACE_RUN or "default" if None.
         timeout: seconds of a call that is not given its own timeout.
         max_message_bytes: size limit of one message, in both directions.
-        channel_options: further gRPC channel options, which win over the client's own.
+        grpc_options: further gRPC channel options, which win over the client's own.
         security: TLS files and a token, also as a mapping of the fields of `Security`; from the
             environment if None. New calls use certificates that were replaced more than about a
             second before.
@@ -77,12 +78,10 @@ class AsyncRouteClient:
         run: str | None = None,
         timeout: float = 60.0,
         max_message_bytes: int = 64 << 20,
-        channel_options: Iterable[tuple[str, Any]] = (),
+        grpc_options: Mapping[str, str | int] = _NO_OPTIONS,
         security: Security | Mapping[str, Any] | None = None,
     ) -> None:
-        self._config = Config.make(
-            target, run, timeout, max_message_bytes, channel_options, security
-        )
+        self._config = Config.make(target, run, timeout, max_message_bytes, grpc_options, security)
         self._driver = AsyncDriver(self._config)
 
     def __repr__(self) -> str:
@@ -102,13 +101,22 @@ class AsyncRouteClient:
     async def __aexit__(self, *_: object) -> None:
         await self.close()
 
+    # only async
+    def __enter__(self) -> None:
+        raise TypeError("use 'async with' for AsyncRouteClient")
+
+    def __exit__(self, *_: object) -> None:
+        """Exist, so that `with` reaches `__enter__`."""
+
+    # end of only async
+
     async def close(self) -> None:
         """End all calls and disconnect; may be called more than once."""
         await self._driver.close()
 
     async def get(
         self,
-        trace_id: str,
+        request_id: str,
         *,
         layer_ids: Sequence[int] | None = None,
         token_start: int = 0,
@@ -122,7 +130,7 @@ class AsyncRouteClient:
         """Return the rows of one trace.
 
         Args:
-            trace_id: id of the trace: the engine's request id, unless another one was given.
+            request_id: id of the trace: the engine's request id, unless another one was given.
             layer_ids: absolute decoder layer ids, strictly ascending; all MoE layers if None.
             token_start: first position.
             token_stop: one past the last position; to the end if None.
@@ -141,14 +149,14 @@ class AsyncRouteClient:
         Raises:
             Incomplete: if rows are missing, or may be because the end is unknown, and `missing` is
                 "raise"; lists the missing ranges and the reasons.
-            DeadlineExceeded: also if the request had not ended (`wait_for="end"`) within the
-                timeout, or the trace was still unknown; reports how far it was.
+            DeadlineExceeded: also if `wait_for` waited in vain; `stat` has the facts about the
+                trace at that moment.
             NotFound: also if there is no such incarnation.
             RouteTraceError: see the class.
         """
         plan = _calls.get(
             self._config,
-            trace_id,
+            request_id,
             merged(self.get, options, keywords),
             layer_ids=layer_ids,
             token_start=token_start,
@@ -156,6 +164,7 @@ class AsyncRouteClient:
             incarnation=incarnation,
             num_tokens=num_tokens,
             pin_memory=pin_memory,
+            id_field="request_id",
         )
         return await self._driver.one(plan)
 
@@ -225,7 +234,7 @@ class AsyncRouteClient:
         """
         _arguments.whole("prefetch", prefetch, 1)
         _arguments.choice("errors", errors, ("raise", "return"))
-        _arguments.several("trace_ids", trace_ids, "trace ids")
+        _arguments.several("trace_ids", trace_ids, "str")
         read_options = merged(self.get_many, options, keywords)
 
         def plan(trace_id: str) -> Plan[RoutingTrace]:
@@ -315,7 +324,8 @@ class AsyncRouteClient:
         make = _calls.fetch(
             self._config, merged(self.prefetch, options, keywords), pin_memory=pin_memory
         )
-        _arguments.several("plans", plans, "plans")
+        remedy = "use [plan]" if isinstance(plans, RankPlan) else ""
+        _arguments.several("plans", plans, "Plan", remedy)
         _arguments.whole("max_bytes", max_bytes, 0, 2**63 - 1)
         _arguments.whole("concurrency", concurrency, 1)
         return AsyncPrefetch(self._driver, map(make, plans), max_bytes, concurrency)

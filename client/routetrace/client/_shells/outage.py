@@ -28,7 +28,7 @@ class Outage:
         text = self._config.explained(step.failure).message
         if text not in self._logged:
             self._logged.add(text)
-            _log.warning("routetrace: %s; retrying for %.0f s", text, step.left)
+            _log.warning("routetrace: %s (retrying for %.0f s)", text, step.left)
 
     def failed(self, failure: grpc.RpcError) -> None:
         """Note a failed call: an error of the server itself is an answer, too."""

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 _DEFAULTS = ReadOptions()
+_NO_OPTIONS: Mapping[str, str | int] = {}
 
 
 class RouteClient:
@@ -62,7 +63,7 @@ class RouteClient:
         run: training job of the traces; $ROUTETRACE_RUN or "default" if None.
         timeout: seconds of a call that is not given its own timeout.
         max_message_bytes: size limit of one message, in both directions.
-        channel_options: further gRPC channel options, which win over the client's own.
+        grpc_options: further gRPC channel options, which win over the client's own.
         security: TLS files and a token, also as a mapping of the fields of `Security`; from the
             environment if None. New calls use certificates that were replaced more than about a
             second before.
@@ -80,12 +81,10 @@ class RouteClient:
         run: str | None = None,
         timeout: float = 60.0,
         max_message_bytes: int = 64 << 20,
-        channel_options: Iterable[tuple[str, Any]] = (),
+        grpc_options: Mapping[str, str | int] = _NO_OPTIONS,
         security: Security | Mapping[str, Any] | None = None,
     ) -> None:
-        self._config = Config.make(
-            target, run, timeout, max_message_bytes, channel_options, security
-        )
+        self._config = Config.make(target, run, timeout, max_message_bytes, grpc_options, security)
         self._driver = Driver(self._config)
 
     def __repr__(self) -> str:
@@ -111,7 +110,7 @@ class RouteClient:
 
     def get(
         self,
-        trace_id: str,
+        request_id: str,
         *,
         layer_ids: Sequence[int] | None = None,
         token_start: int = 0,
@@ -125,7 +124,7 @@ class RouteClient:
         """Return the rows of one trace.
 
         Args:
-            trace_id: id of the trace: the engine's request id, unless another one was given.
+            request_id: id of the trace: the engine's request id, unless another one was given.
             layer_ids: absolute decoder layer ids, strictly ascending; all MoE layers if None.
             token_start: first position.
             token_stop: one past the last position; to the end if None.
@@ -144,14 +143,14 @@ class RouteClient:
         Raises:
             Incomplete: if rows are missing, or may be because the end is unknown, and `missing` is
                 "raise"; lists the missing ranges and the reasons.
-            DeadlineExceeded: also if the request had not ended (`wait_for="end"`) within the
-                timeout, or the trace was still unknown; reports how far it was.
+            DeadlineExceeded: also if `wait_for` waited in vain; `stat` has the facts about the
+                trace at that moment.
             NotFound: also if there is no such incarnation.
             RouteTraceError: see the class.
         """
         plan = _calls.get(
             self._config,
-            trace_id,
+            request_id,
             merged(self.get, options, keywords),
             layer_ids=layer_ids,
             token_start=token_start,
@@ -159,6 +158,7 @@ class RouteClient:
             incarnation=incarnation,
             num_tokens=num_tokens,
             pin_memory=pin_memory,
+            id_field="request_id",
         )
         return self._driver.one(plan)
 
@@ -228,7 +228,7 @@ class RouteClient:
         """
         _arguments.whole("prefetch", prefetch, 1)
         _arguments.choice("errors", errors, ("raise", "return"))
-        _arguments.several("trace_ids", trace_ids, "trace ids")
+        _arguments.several("trace_ids", trace_ids, "str")
         read_options = merged(self.get_many, options, keywords)
 
         def plan(trace_id: str) -> Plan[RoutingTrace]:
@@ -318,7 +318,8 @@ class RouteClient:
         make = _calls.fetch(
             self._config, merged(self.prefetch, options, keywords), pin_memory=pin_memory
         )
-        _arguments.several("plans", plans, "plans")
+        remedy = "use [plan]" if isinstance(plans, RankPlan) else ""
+        _arguments.several("plans", plans, "Plan", remedy)
         _arguments.whole("max_bytes", max_bytes, 0, 2**63 - 1)
         _arguments.whole("concurrency", concurrency, 1)
         return Prefetch(self._driver, map(make, plans), max_bytes, concurrency)

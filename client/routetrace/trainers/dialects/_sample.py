@@ -12,7 +12,7 @@ from routetrace.client import _arguments as check
 from routetrace.client.plan import Plan
 from routetrace.client.rows import RankRows
 from routetrace.client.trace import RoutingTrace, incomplete
-from routetrace.common.errors import Incomplete, InvalidArgument
+from routetrace.common.errors import Incomplete, InvalidArgument, kind_of
 from routetrace.common.layout import RoutingLayout
 from routetrace.common.missing import MissingRange
 
@@ -57,8 +57,9 @@ class SampleRows:
         if not isinstance(trace, RoutingTrace):
             raise InvalidArgument(
                 field="rows",
-                value=type(trace).__name__,
-                expected="a RoutingTrace, or SampleRows of SampleRows.split(rows)",
+                value=kind_of(trace),
+                expected="RoutingTrace or SampleRows",
+                remedy="use SampleRows.split(rows) for RankRows",
             )
         _all_layers(trace.layer_ids, trace.layout)
         if trace.token_start:

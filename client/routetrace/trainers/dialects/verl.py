@@ -111,10 +111,12 @@ def batch(
     out = np.zeros((len(arrays), seq_len, *arrays[0].shape[1:]), np.int16)
     for number, (array, start) in enumerate(zip(arrays, starts, strict=True)):
         if seq_len <= len(array):
+            count, most = len(array) + 1, f"at most seq_len = {seq_len}"
             raise InvalidArgument(
-                field=f"samples[{number}]",
-                value=f"{len(array) + 1} tokens",
-                expected=f"at most seq_len = {seq_len}",
+                f"samples[{number}] has {count} tokens; expected {most}",
+                field=f"samples[{number}].num_tokens",
+                value=count,
+                expected=most,
             )
         check.whole(f"starts[{number}]", start, 0, seq_len - len(array) - 1)
         out[number, start : start + len(array)] = array

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 
-from routetrace.common.errors import InvalidArgument, NotFound, Overloaded
+from routetrace.common.errors import InvalidArgument, NotFound, Overloaded, quoted
 from routetrace.server.common.slices import in_slices, in_turns, numbers_in_turns
 from routetrace.server.index.chunk import blocks_of, num_needed
 from routetrace.server.index.journal import Journal
@@ -81,6 +81,17 @@ def _writers_of(journal: Journal, request: pb.GetBlocksRequest) -> list[Writer]:
     writers = journal.state.engine_writers(request.run, request.engine_id)
     if not writers:
         raise NotFound(
-            field="engine_id", value=request.engine_id, expected=f"an engine of {request.run!r}"
+            field="engine_id",
+            value=quoted(request.engine_id),
+            expected=f"an engine of run {request.run!r}",
+        )
+    if not all(writer.slots.block_size for writer in writers):
+        remedy = "set block_size and num_blocks"
+        raise InvalidArgument(
+            f"engine {request.engine_id!r} reports no KV slots; {remedy}",
+            field="engine_id",
+            value=quoted(request.engine_id),
+            expected="an engine that reports KV slots",
+            remedy=remedy,
         )
     return writers

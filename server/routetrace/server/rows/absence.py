@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from datetime import datetime, timezone
 
-from routetrace.common.errors import NotFound
+from routetrace.common.errors import NotFound, quoted
 from routetrace.server.index.traces.tombstones import Fate
 from routetrace.server.index.traces.trace import Trace
 
@@ -18,6 +18,9 @@ _GONE = {
     "memory": ("was evicted", ": the server came near memory_limit"),
 }
 
+# Incarnations that an error lists.
+_SHOWN = 8
+
 _YEAR_10000 = 253_402_300_800
 
 
@@ -30,19 +33,33 @@ def no_trace(run: str, trace_id: str, fate: Fate | None, *, named: bool = False)
         fate: its deletion, if known.
         named: whether the caller may see the name of the token that deleted it.
     """
-    text = f"no trace {trace_id!r} in run {run!r}: no agent has reported it"
+    remedy = 'check run=, or wait_for="end" if it has not begun'
+    text = f"trace {trace_id!r} is not in run {run!r}; {remedy}"
     if fate:
+        remedy = ""
         verb, why = _GONE.get(fate.reason, ("was deleted", ""))
         by = f" by token {fate.token}" if named and fate.token else ""
         text = f"trace {trace_id!r} of run {run!r} {verb}{_moment(fate.time)}{by}{why}"
-    return NotFound(text, field="trace_id", value=trace_id, expected=f"a trace of run {run!r}")
+    return NotFound(
+        text,
+        field="trace_id",
+        value=quoted(trace_id),
+        expected=f"a trace of run {run!r}",
+        remedy=remedy,
+    )
 
 
 def no_incarnation(trace: Trace, number: int) -> NotFound:
     """Return the error for an incarnation that a trace does not have, or has dropped."""
-    numbers = trace.join.numbers
-    expected = f"{numbers[0]} to {numbers[-1]}"
-    return NotFound(field="incarnation", value=number, expected=expected)
+    has = ", ".join(map(str, trace.join.numbers[:_SHOWN]))
+    if len(trace.join.numbers) > _SHOWN:
+        has += f" and {len(trace.join.numbers) - _SHOWN} more"
+    return NotFound(
+        f"trace {trace.key[1]!r} has no incarnation {number}; it has {has}",
+        field="incarnation",
+        value=number,
+        expected=has,
+    )
 
 
 def _moment(seconds: float) -> str:

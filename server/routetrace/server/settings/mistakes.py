@@ -9,7 +9,10 @@ def describe_mistake(error: Any) -> str:
     """Return one line for an error of pydantic: setting, value and expectation."""
     message = error["msg"].removeprefix("Value error, ")
     if error["type"].startswith("byte_size"):
-        message = "expected a size, such as 64GiB or 1048576"
+        message = "expected a size such as 16GiB"
+        if error["loc"][:1] in (("memory_limit",), ("run_quota",)):
+            message += ", or 0"
     if not error["loc"]:
         return str(message)
-    return f"{error['loc'][0]} is {str(error['input'])[:200]!r}: {message}"
+    colon = ";" if message.startswith("expected") else ":"
+    return f"{error['loc'][0]} is {str(error['input'])[:200]!r}{colon} {message}"

@@ -1,0 +1,113 @@
+"""Checks of arguments by type, then by range; their errors name field, value and remedy."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from operator import index
+from typing import Any, TypeVar
+
+import numpy as np
+
+from routetrace.common.errors import InvalidArgument, kind_of, quoted, typed
+
+_T = TypeVar("_T")
+
+#: Longest time that an argument may give, in seconds: gRPC takes no infinity for a deadline.
+MAX_SECONDS = 365 * 24 * 3600
+
+
+def whole(field: str, value: Any, low: int = 0, high: int = 2**32 - 1, *, remedy: str = "") -> int:
+    """Return an integer in [low, high]; a bool is none. `remedy` is for a wrong type."""
+    try:
+        number = None if isinstance(value, bool) else index(value)
+    except TypeError:
+        number = None
+    if number is None:
+        expected = f"int{_above(low)}"
+        raise InvalidArgument(field=field, value=typed(value), expected=expected, remedy=remedy)
+    if not low <= number <= high:
+        expected = f"an integer in [{low}, {high}]"
+        raise InvalidArgument(field=field, value=quoted(value), expected=expected)
+    return number
+
+
+def _above(low: int) -> str:
+    return {0: " from 0 on", 1: " above 0"}.get(low, "")
+
+
+def real(field: str, value: Any, low: float, high: float, unit: str = "") -> float:
+    """Return a finite number in [low, high]; a bool is none.
+
+    Args:
+        field: name of the argument.
+        value: its value.
+        low: least number.
+        high: greatest number.
+        unit: unit of the number, for the error.
+    """
+    of = f" of {unit}" if unit else ""
+    if not isinstance(value, (int, float, np.integer, np.floating)) or isinstance(value, bool):
+        raise InvalidArgument(field=field, value=typed(value), expected=f"a number{of}")
+    if not low <= value <= high:
+        expected = f"a finite number{of} in [{low:g}, {high:.17g}]"
+        raise InvalidArgument(field=field, value=quoted(value), expected=expected)
+    return float(value)
+
+
+def seconds(field: str, value: Any) -> float:
+    """Return a number of seconds above 0, a year at most."""
+    if not isinstance(value, (int, float, np.integer, np.floating)) or isinstance(value, bool):
+        expected = "a number of seconds above 0"
+        raise InvalidArgument(field=field, value=typed(value), expected=expected)
+    if not 0 < value <= MAX_SECONDS:
+        expected = f"a finite number of seconds above 0, up to {MAX_SECONDS}"
+        raise InvalidArgument(field=field, value=quoted(value), expected=expected)
+    return float(value)
+
+
+def flag(field: str, value: Any) -> bool:
+    """Return True or False."""
+    if not isinstance(value, (bool, np.bool_)):
+        raise InvalidArgument(field=field, value=typed(value), expected="bool")
+    return bool(value)
+
+
+def choice(field: str, value: Any, choices: Iterable[str], *, or_none: bool = False) -> str:
+    """Return one of some words."""
+    choices = tuple(choices)
+    if not isinstance(value, str) or value not in choices:
+        words = [*map(repr, choices), *(["None"] if or_none else [])]
+        expected = f"{', '.join(words[:-1])} or {words[-1]}"
+        shown = quoted(value) if isinstance(value, str) else typed(value)
+        raise InvalidArgument(field=field, value=shown, expected=expected)
+    return choices[choices.index(value)]
+
+
+def instance(field: str, value: Any, kind: type[_T], remedy: str = "") -> _T:
+    """Return an object of a class."""
+    if not isinstance(value, kind):
+        raise InvalidArgument(
+            field=field, value=kind_of(value), expected=kind.__name__, remedy=remedy
+        )
+    return value
+
+
+def several(field: str, values: Any, noun: str, remedy: str = "") -> Iterable[Any]:
+    """Return an iterable that is not a string.
+
+    Args:
+        field: name of the argument.
+        values: its value.
+        noun: its items, for the error.
+        remedy: action that helps; by default a list of the one value.
+    """
+    if isinstance(values, (str, bytes)) or not isinstance(values, Iterable):
+        if isinstance(values, str) and not remedy:
+            remedy = f"use [{quoted(values)}]"
+        raise InvalidArgument(
+            field=field,
+            value=kind_of(values) if isinstance(values, (str, bytes)) else typed(values),
+            expected=f"an iterable of {noun}",
+            remedy=remedy,
+        )
+    return values
