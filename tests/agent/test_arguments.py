@@ -70,7 +70,7 @@ def idle_agent():
 def test_begin_refuses(idle_agent, field, arguments):
     with pytest.raises(InvalidArgument) as caught:
         idle_agent.begin(**{"request_id": "new", **arguments})
-    assert caught.value.field == field
+    assert caught.value.field.partition("[")[0] == field
 
 
 @pytest.mark.parametrize(
@@ -131,7 +131,7 @@ def test_calls_refuse(idle_agent, field, call):
     offered = idle_agent.stats().offered_rows
     with pytest.raises(InvalidArgument) as caught:
         call(idle_agent, idle_agent.running)
-    assert caught.value.field == field
+    assert caught.value.field.partition("[")[0] == field
     assert idle_agent.stats().offered_rows == offered
 
 
@@ -249,7 +249,7 @@ def test_settings_refuse(field, settings, monkeypatch):
     monkeypatch.delenv("ROUTETRACE_TARGET", raising=False)
     with pytest.raises(InvalidArgument) as caught:
         AgentConfig(**{"target": "h:1", "engine_id": "e", "layout": LAYOUT, **settings})
-    assert caught.value.field == field
+    assert caught.value.field.partition("[")[0] == field
 
 
 @pytest.mark.slow

@@ -671,7 +671,7 @@ ONE, LATE = torch.tensor([[0, 1]]), torch.tensor([[NUM_EXPERTS, 0]])
 @pytest.mark.parametrize(
     ("dummy", "said"),
     [
-        ({2: []}, r"model is layers \[2\] never written,"),
+        ({2: []}, r"model is layers \[2\] never written;"),
         ({1: [], 2: []}, r"layers \[1, 2\] never written"),
         ({3: [ONE, ONE]}, r"layers \[3\] written twice"),
         ({3: [PADDING, PADDING]}, r"layers \[3\] written twice"),

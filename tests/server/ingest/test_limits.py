@@ -64,9 +64,7 @@ def test_ids_have_a_length():
     check_id("run", "x" * MAX_ID_LENGTH)
     check_id("shard", "", required=False)
     for value in ("", "x" * (MAX_ID_LENGTH + 1), 7, None, b"x"):
-        with pytest.raises(
-            InvalidArgument, match=r"run is .*; expected a string of 1 to 512 Unicode char"
-        ):
+        with pytest.raises(InvalidArgument, match=r"run is .*; expected (1 to 512 characters|str)"):
             check_id("run", value)
 
 
@@ -79,5 +77,5 @@ def test_labels_are_few_and_short():
         {"": "v"},
         {"k": 1},
     ):
-        with pytest.raises(InvalidArgument, match=r"^labels is"):
+        with pytest.raises(InvalidArgument, match=r"^labels"):
             check_labels("labels", labels)

@@ -390,7 +390,13 @@ def test_look_ups_and_forgetting(server, reads):
 @pytest.mark.parametrize(
     ("fields", "kind", "field", "value", "expected"),
     [
-        ({"trace_id": "none"}, pb.ERROR_KIND_NOT_FOUND, "trace_id", "none", "a trace of run 'bad'"),
+        (
+            {"trace_id": "none"},
+            pb.ERROR_KIND_NOT_FOUND,
+            "trace_id",
+            "'none'",
+            "a trace of run 'bad'",
+        ),
         (
             {"layer_ids": [3]},
             pb.ERROR_KIND_INVALID_ARGUMENT,

@@ -18,7 +18,7 @@ _GONE = {
     "memory": ("was evicted", ": the server came near memory_limit"),
 }
 
-# Incarnations that an error lists.
+# Incarnations that an error lists; of more it names the first and the last.
 _SHOWN = 8
 
 _YEAR_10000 = 253_402_300_800
@@ -51,9 +51,10 @@ def no_trace(run: str, trace_id: str, fate: Fate | None, *, named: bool = False)
 
 def no_incarnation(trace: Trace, number: int) -> NotFound:
     """Return the error for an incarnation that a trace does not have, or has dropped."""
-    has = ", ".join(map(str, trace.join.numbers[:_SHOWN]))
-    if len(trace.join.numbers) > _SHOWN:
-        has += f" and {len(trace.join.numbers) - _SHOWN} more"
+    numbers = list(trace.join.numbers)
+    has = ", ".join(map(str, numbers))
+    if len(numbers) > _SHOWN:
+        has = f"{numbers[0]} to {numbers[-1]}"
     return NotFound(
         f"trace {trace.key[1]!r} has no incarnation {number}; it has {has}",
         field="incarnation",
