@@ -361,7 +361,7 @@ def test_even_events_are_bounded_while_the_server_is_away(server, monkeypatch):
     assert len(told) + stats.unreported_requests == 3001
     assert all(len(r.attempts[0].rows) >= 4 or r.lost == [(0, 0, FULL)] for r in told)
     late_request = server.model.request("late")
-    # Whoever was told of last wrote the first block, if that was after all were forgotten.
+    # The last agent that was named wrote the first block, if it was named after all were forgotten.
     assert all(late_request.row(p) in (None, rows[20 + p].tobytes()) for p in range(4))
     assert [late_request.row(p) for p in range(4, 8)] == [None] * 4
     assert_kept(stats, queue_full=stats.dropped_rows["queue_full"])

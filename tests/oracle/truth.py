@@ -50,7 +50,7 @@ class RowStore:
         self._choices = np.zeros((1024, self.num_layers), np.uint16)
         self.versions = np.zeros(1024, np.int64)
         self.ranks = np.full(1024, NOBODY)
-        """The context-parallel rank that each row was dealt to; NOBODY before it was told."""
+        """The context-parallel rank that each row was dealt to; NOBODY before the deal."""
         self.named = np.zeros(1024, bool)
         """Whether the slot that a row is in names it, by what the agents were told: they heard of
         it, it cannot be a rejected draft, and its request kept it."""

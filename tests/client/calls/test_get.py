@@ -81,7 +81,7 @@ class TestGet:
 
     @pytest.mark.parametrize("finish_reason", ["", "handoff"])
     def test_an_end_that_is_not_known(self, client, server, finish_reason):
-        """The agent was lost, or nobody went on: no known row is missing, and yet it is not all."""
+        """The agent was lost, or no engine went on: no known row is missing, the end is unknown."""
         facts = {"num_tokens": 0, "finish_reason": finish_reason}
         server.serve(truth(12, state=INCOMPLETE, **facts))
         for waiting in ({}, {"wait_for": "rows", "timeout": 0.1}):

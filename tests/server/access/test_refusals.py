@@ -28,7 +28,7 @@ from support.agents.feeder import Feeder
 from support.servers.client_server import LAYOUT, rows_of
 from support.servers.guarded import Pki, feed, replace
 
-# ------------------------------------------------------------------ what clients are told
+# ------------------------------------------------------------------ errors at clients
 
 
 def test_the_environment_says_who_one_is(pki: Pki, monkeypatch: pytest.MonkeyPatch) -> None:

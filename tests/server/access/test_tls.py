@@ -87,7 +87,7 @@ def test_connections_that_can_not_be_trusted_are_refused_and_say_why(
             assert words in str(failure), name
             assert "rt_secret" not in str(failure)
             assert isinstance(failure.__cause__, grpc.RpcError)
-        # Counted, and nobody had a message parsed.
+        # Counted, and no message was parsed.
         for (server, count, messages), at_least in zip(before, (14, 2), strict=True):
             wait_for(lambda s=server, n=count + at_least: handshakes(s) >= n)
             assert parsed(server) == messages

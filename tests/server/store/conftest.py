@@ -26,7 +26,7 @@ def disk(monkeypatch: pytest.MonkeyPatch) -> Disk:
 
 @pytest.fixture
 def closed(tmp_path: Path) -> Path:
-    """A directory with 20 records, the first 5 of them in a snapshot, and nobody in it."""
+    """A directory with 20 records, the first 5 of them in a snapshot, without a user."""
     store = DiskStore(tmp_path, capacity_bytes=CAPACITY)
     for number in range(1, 21):
         store.append(Record(number, b"header %d" % number, b"payload %d " % number * 999)).result()
