@@ -605,7 +605,7 @@ def test_another_layer_numbering_is_said(stored, client):
     sample = Sample.of("r1", len(stored.tokens[1]))
     shifted = RoutingLayout(tuple(i + 1 for i in LAYOUT.layer_ids), 9, 40, 3)
     words = told(client, sample, shifted)
-    assert "layout.moe_layer_ids" in words
+    assert "plan has moe_layer_ids" in words
     assert "numbered 1 too high" in words
     assert "layout.num_experts" in told(client, sample, replace(LAYOUT, num_experts=64))
     assert "layout.top_k" in told(client, sample, replace(LAYOUT, top_k=2))

@@ -422,7 +422,7 @@ def test_capacities() -> None:
         refused(
             "capacity_bytes",
             lambda value=value: capacity(capacity_bytes=value),
-            f"is {value},",
+            f"is {value};",
             f"at least {each}",
         )
     refused("capacity", capacity)

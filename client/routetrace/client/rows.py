@@ -11,9 +11,10 @@ import numpy.typing as npt
 
 from routetrace.client import _arguments as check
 from routetrace.client._memory import to_tensor
+from routetrace.client._ranges import column_index
 from routetrace.client.plan import Plan
 from routetrace.client.stat import ReadFacts
-from routetrace.client.trace import column_index, ids_to_torch
+from routetrace.client.trace import ids_to_torch
 from routetrace.common.errors import InvalidArgument
 from routetrace.common.missing import MissingRange
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from routetrace.client import _arguments as check
 from routetrace.client._memory import check_device, require_torch, to_tensor
+from routetrace.client._ranges import clip_ranges, column_index
 from routetrace.client.alignment import compare_tokens
 from routetrace.client.stat import ReadFacts, TraceState
 from routetrace.codec.frame import invalid_rows
@@ -392,35 +393,6 @@ def incomplete(
         missing=read.missing,
         unknown_from=unknown_from,
     )
-
-
-def column_index(columns: list[int]) -> slice | list[int]:
-    """Return an index of ascending columns: a slice, which makes views, if they are neighbours."""
-    if columns and columns[-1] - columns[0] + 1 == len(columns):
-        return slice(columns[0], columns[-1] + 1)
-    return columns
-
-
-def merge_ranges(ranges: Iterable[tuple[int, int, _T]]) -> tuple[tuple[int, int, _T], ...]:
-    """Join ranges (start, stop, value) that touch or overlap and have one value."""
-    merged: list[tuple[int, int, _T]] = []
-    last: dict[_T, int] = {}  # value -> index in merged
-    for start, stop, value in sorted(ranges, key=lambda r: r[:2]):
-        at = last.get(value)
-        if at is not None and start <= merged[at][1]:
-            merged[at] = (merged[at][0], max(stop, merged[at][1]), value)
-        else:
-            last[value] = len(merged)
-            merged.append((start, stop, value))
-    return tuple(merged)
-
-
-def clip_ranges(
-    ranges: Iterable[tuple[int, int, _T]], start: int, stop: int
-) -> tuple[tuple[int, int, _T], ...]:
-    """Return the parts of ranges (start, stop, value) that lie in [start, stop)."""
-    clipped = ((max(a, start), min(b, stop), value) for a, b, value in ranges)
-    return tuple(part for part in clipped if part[0] < part[1])
 
 
 def _read_only(view: npt.NDArray[_T]) -> npt.NDArray[_T]:  # type: ignore[type-var]

@@ -144,7 +144,7 @@ class TestWaitForRows:
         server.serve(source)
         trace = client.get("req", layer_ids=[1, 2], wait_for="rows")
         assert (trace.coverage, trace.state) == (1.0, TraceState.RUNNING)
-        with pytest.raises(DeadlineExceeded, match=r"rows \[0, end\) .* within 0.1 s"):
+        with pytest.raises(DeadlineExceeded, match=r"rows \[0, 12\) .* within 0.1 s"):
             client.get("req", wait_for="rows", timeout=0.1)
 
     def test_many(self, client, server):

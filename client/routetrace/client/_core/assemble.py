@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from routetrace.client._core.cells import GrowingCells, PlacedCells
+from routetrace.client._ranges import clip_ranges, column_index, merge_ranges
 from routetrace.client.alignment import check_layout
 from routetrace.client.stat import (
     ReadFacts,
@@ -21,13 +22,7 @@ from routetrace.client.stat import (
     facts_from_proto,
     layout_from_proto,
 )
-from routetrace.client.trace import (
-    RoutingTrace,
-    clip_ranges,
-    column_index,
-    incomplete,
-    merge_ranges,
-)
+from routetrace.client.trace import RoutingTrace, incomplete
 from routetrace.codec.frame import copy_ids, decode_frames, read_header
 from routetrace.codec.frame_header import Buffer
 from routetrace.codec.records import SPAN, U32, Provenance, unpack

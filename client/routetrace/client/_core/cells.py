@@ -9,8 +9,8 @@ import numpy as np
 import numpy.typing as npt
 
 from routetrace.client._memory import zeros
+from routetrace.client._ranges import merge_ranges
 from routetrace.client.plan import Piece
-from routetrace.client.trace import merge_ranges
 from routetrace.common.layout import RoutingLayout
 
 Ids = npt.NDArray[np.unsignedinteger[Any]]

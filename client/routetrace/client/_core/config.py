@@ -98,13 +98,11 @@ class Config:
             remedy = "the server may be busy: raise timeout="
             if not self.reached.is_set():
                 remedy = "check that it is a routetrace-server"
-            within = "in time"
-            if error.waited_seconds is not None:
-                within = f"within {error.waited_seconds:g} s"
+            waited = self.timeout if error.waited_seconds is None else error.waited_seconds
             return DeadlineExceeded(
-                f"no answer from {self.target} {within}; {remedy}",
+                f"no answer from {self.target} within {waited:g} s; {remedy}",
                 trace_id=error.trace_id,
-                waited_seconds=error.waited_seconds,
+                waited_seconds=waited,
                 remedy=remedy,
             )
         hint = self.security.hint(error.message, reached=self.reached.is_set())
