@@ -466,7 +466,7 @@ def test_an_agent_that_is_refused_says_so_once_and_goes_on_trying(tmp_path, capl
             server.wait_for(lambda: agent.stats().dropped_rows.get("queue_full"))
             check_sample(agent.stats(), load.offered)
             token.unlink()  # for a moment
-            wait_for(lambda: "cannot be used" in caplog.text)
+            wait_for(lambda: "cannot be read" in caplog.text)
             (tmp_path / "next").write_text("new")
             (tmp_path / "next").rename(token)
             load.finish()

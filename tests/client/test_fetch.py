@@ -607,8 +607,8 @@ def test_another_layer_numbering_is_said(stored, client):
     words = told(client, sample, shifted)
     assert "plan has moe_layer_ids" in words
     assert "numbered 1 too high" in words
-    assert "layout.num_experts" in told(client, sample, replace(LAYOUT, num_experts=64))
-    assert "layout.top_k" in told(client, sample, replace(LAYOUT, top_k=2))
+    assert "plan has num_experts" in told(client, sample, replace(LAYOUT, num_experts=64))
+    assert "plan has top_k" in told(client, sample, replace(LAYOUT, top_k=2))
 
 
 @pytest.mark.parametrize("number", [1, 2, 4])

@@ -69,11 +69,8 @@ def filled(server) -> SmallEngine:
 def said(outcome: RoutingTrace | RouteTraceError) -> object:
     """All that a caller sees of a read."""
     if isinstance(outcome, RouteTraceError):
-        return (
-            type(outcome),
-            str(outcome).replace("request_id", "trace_id"),
-            getattr(outcome, "missing", None),
-        )
+        text = str(outcome).replace("request_id", "trace_id")  # the argument of `get`
+        return type(outcome), text, getattr(outcome, "missing", None)
     facts = {
         name: value
         for name, value in vars(outcome).items()

@@ -125,7 +125,7 @@ def test_targets():
     assert resolver_options("dns:///traces:7411")
     assert not resolver_options("traces:7411")
     for wrong in ("a,", ",", "a,http://b", "a:1,b:99999"):
-        with pytest.raises(InvalidArgument, match="target|port"):
+        with pytest.raises(InvalidArgument, match=r"(target|port) is "):
             parse_target(wrong)
 
 
