@@ -142,7 +142,7 @@ def test_a_follower_waits_for_a_request_that_is_not_known_yet(server):
         )
         follower.start()
         # One that does not wait long ends while the other one is still there.
-        with pytest.raises(DeadlineExceeded, match=r"trace 'r' had not begun after 0\.2 s"):
+        with pytest.raises(DeadlineExceeded, match=r"trace 'r' did not begin within 0\.2 s"):
             list(client.follow("r", wait_for="rows", timeout=0.2))
         assert follower.is_alive()
         with CaptureAgent(config) as agent:
