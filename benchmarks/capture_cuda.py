@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from routetrace.capture_agent.engines.capturer import PendingRows, RoutingCapturer
-from routetrace.common.layout import RoutingLayout
+from routetrace.common.layout import ModelLayout
 
 Read = Callable[[int, torch.Tensor], object]
 _REPEATS = 7
@@ -28,7 +28,7 @@ _REPEATS = 7
 class Layers:
     """MoE layers whose experts are stood in for by one dense pair of matrices."""
 
-    def __init__(self, layout: RoutingLayout, width: int, tokens: int, device: str) -> None:
+    def __init__(self, layout: ModelLayout, width: int, tokens: int, device: str) -> None:
         dtype = torch.bfloat16 if device == "cuda" else torch.float32
         self.layout = layout
         self.x = torch.randn(tokens, width, dtype=dtype, device=device)
@@ -121,7 +121,7 @@ def main() -> int:
     parser.add_argument("--max-num-tokens", type=int, default=8192)
     parser.add_argument("--steps", type=int, default=200)
     options = parser.parse_args()
-    layout = RoutingLayout(
+    layout = ModelLayout(
         tuple(range(options.layers)), options.layers, options.experts, options.top_k
     )
     capturer = RoutingCapturer(layout, options.max_num_tokens, options.device)

@@ -28,7 +28,7 @@ from measure import HERE, Table, ratios, rounds, seconds
 from reads.load import draw, fill
 from routetrace.capture_agent.engines.capturer import RoutingCapturer
 from routetrace.client import RouteClient
-from routetrace.common.layout import RoutingLayout
+from routetrace.common.layout import ModelLayout
 from routetrace.experts.transformers import serve_experts
 from routetrace.server.testing import run_server
 
@@ -39,7 +39,7 @@ def capture(table: Table, dry: bool, count: int, _more: Any) -> None:
     """A CUDA graph of 48 MoE layers with capture, beside the same without."""
     device = "cpu" if dry else "cuda"
     layers, width, steps = (3, 32, 3) if dry else (48, 2048, 200)
-    layout = RoutingLayout(tuple(range(layers)), layers, 128, 8)
+    layout = ModelLayout(tuple(range(layers)), layers, 128, 8)
     capturer = RoutingCapturer(layout, 256 if dry else 8192, device)
     for tokens in (1, 64, 256):
         model = Layers(layout, width, tokens, device)

@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 import psutil
 
-from routetrace.common.layout import RoutingLayout
+from routetrace.common.layout import ModelLayout
 
 HERE = Path(__file__).parent
 DATA = HERE.parent.parent / "shared" / "data"
@@ -45,7 +45,7 @@ class Shape:
 
     name: str
     recorded: str
-    layout: RoutingLayout
+    layout: ModelLayout
 
     @property
     def row_bytes(self) -> int:
@@ -72,7 +72,7 @@ class Shape:
 
 def _shape(name: str, recorded: str, layers: int, dense: int, experts: int) -> Shape:
     layer_ids = tuple(range(dense, dense + layers))
-    return Shape(name, recorded, RoutingLayout(layer_ids, dense + layers, experts, 8))
+    return Shape(name, recorded, ModelLayout(layer_ids, dense + layers, experts, 8))
 
 
 QWEN3 = _shape("Qwen3-30B-A3B", "syn_qwen3_30b_1k.npz", 48, 0, 128)

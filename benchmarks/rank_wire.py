@@ -20,7 +20,7 @@ from typing import Any
 from measure import QWEN3
 from relay import Relay
 from routetrace.capture_agent import AgentConfig, CaptureAgent
-from routetrace.client import MicroBatch, Plan, Rank, RankRows, RouteClient, Sample, make_plan
+from routetrace.client import FetchPlan, MicroBatch, Rank, RouteClient, Rows, Sample
 from routetrace.server.testing import run_server
 
 HERE = Path(__file__).parent
@@ -121,10 +121,10 @@ def ranks(pp: int, cp: int, tp: int) -> list[Rank]:
     ]
 
 
-def plan_of(rank: Rank, samples: int = SAMPLES) -> Plan:
+def plan_of(rank: Rank, samples: int = SAMPLES) -> FetchPlan:
     batch = [Sample.of(f"r{i % SAMPLES}", TOKENS) for i in range(samples)]
     # Padded, so that each sample is split as if alone; packed, a rank may have parts of two.
-    return make_plan(LAYOUT, MicroBatch.padded(batch, TOKENS), rank)
+    return FetchPlan.make(LAYOUT, MicroBatch.padded(batch, TOKENS), rank)
 
 
 def wire(relay: Relay, each: list[Rank]) -> list[int]:
@@ -149,7 +149,7 @@ def memory(target: str, concurrency: int) -> float:
     return grown / (plan.nbytes + 512 * LAYOUT.row_bytes // 4)
 
 
-def peak(get: Callable[[], RankRows]) -> float:
+def peak(get: Callable[[], Rows]) -> float:
     """Return the growth of peak memory over resident memory, in bytes."""
     before = int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
     Path("/proc/self/clear_refs").write_text("5")  # the peak is now

@@ -20,7 +20,7 @@ from transformers import CompileConfig, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from routetrace.capture_agent import AgentConfig, CaptureAgent
 from routetrace.capture_agent.engines.transformers import TransformersCapture
-from routetrace.common.model_map import layout_from_config
+from routetrace.common.layout import ModelLayout
 from routetrace.server.testing import run_server
 
 PROMPT = 16
@@ -75,7 +75,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     args = parser.parse_args()
     model = small_model(args.layers, args.width, args.device)
-    layout = layout_from_config(model.config)
+    layout = ModelLayout.from_config(model.config)
     compiled: Any = CompileConfig()
     compiled._compile_all_devices = True  # the library compiles by itself on devices only
     print(f"transformers {transformers.__version__}, torch {torch.__version__}, {args.device}")

@@ -17,7 +17,7 @@ import torch
 from tiny_moe import PROMPTS, build_model, encode
 
 from routetrace.capture_agent.engines.router_taps import RouterTaps
-from routetrace.common.model_map import layout_from_config
+from routetrace.common.layout import ModelLayout
 from routetrace.experts.forecast import ExpertForecast
 from routetrace.experts.transformers import serve_experts
 
@@ -62,7 +62,7 @@ def main() -> int:
 
     model = build_model(num_layers=args.layers)
     model.set_experts_implementation("eager")
-    layout = layout_from_config(model.config)
+    layout = ModelLayout.from_config(model.config)
     seen, unseen = PROMPTS[:3], PROMPTS[3:5]
 
     rows = Rows()

@@ -14,6 +14,7 @@ import numpy as np
 from routetrace.capture_agent import AgentConfig, CaptureAgent
 from routetrace.client import (
     AsyncRouteClient,
+    FetchPlan,
     Incomplete,
     InvalidArgument,
     MicroBatch,
@@ -23,13 +24,12 @@ from routetrace.client import (
     RouteClient,
     RouteTraceError,
     Sample,
-    make_plan,
 )
-from routetrace.common.layout import RoutingLayout
+from routetrace.common.layout import ModelLayout
 from routetrace.server.testing import run_server
 
 #: Two MoE layers of three, 8 experts, 2 of them per token.
-LAYOUT = RoutingLayout(layer_ids=(1, 2), num_hidden_layers=3, num_experts=8, top_k=2)
+LAYOUT = ModelLayout(layer_ids=(1, 2), num_hidden_layers=3, num_experts=8, top_k=2)
 TOKENS = {"g0-s0": 12, "g0-s1": 9}
 
 
@@ -56,7 +56,7 @@ def read(client: RouteClient) -> None:
         print(f"get_many: {trace.trace_id}, coverage {trace.coverage:.0%}")
 
     samples = [Sample.of(trace_id, num_tokens) for trace_id, num_tokens in TOKENS.items()]
-    plan = make_plan(LAYOUT, MicroBatch.packed(samples), Rank(layer_ids=[2]))
+    plan = FetchPlan.make(LAYOUT, MicroBatch.packed(samples), Rank(layer_ids=[2]))
     rows = client.fetch(plan, options=options, missing="raise")
     print(f"fetch: ids {rows.topk_ids.shape}, {rows.valid.sum()} valid cells")
 

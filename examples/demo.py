@@ -26,8 +26,8 @@ from tiny_moe import PROMPTS, build_model, encode
 
 from routetrace.capture_agent import AgentConfig, CaptureAgent
 from routetrace.capture_agent.transformers import TransformersCapture
-from routetrace.client import MicroBatch, Rank, RouteClient, Sample, make_plan
-from routetrace.common.model_map import layout_from_config
+from routetrace.client import FetchPlan, MicroBatch, Rank, RouteClient, Sample
+from routetrace.common.layout import ModelLayout
 from routetrace.server.testing import run_server
 from routetrace.trainers.replay import Replay, replay
 
@@ -47,7 +47,7 @@ def main() -> int:
     )
     trainer = build_model().to(args.device)
     rollout = copy.deepcopy(trainer).to(torch.bfloat16)
-    layout = layout_from_config(trainer.config)
+    layout = ModelLayout.from_config(trainer.config)
     prompts = list(PROMPTS[: args.prompts])
     names = [f"group{g}-sample{s}" for g in range(len(prompts)) for s in range(args.samples)]
     labels = [{"group": str(i // args.samples)} for i in range(len(names))]
@@ -81,7 +81,7 @@ def main() -> int:
             for name, tokens, there in zip(names, sequences.cpu(), mask.cpu(), strict=True)
         ]
         batch = MicroBatch.padded(samples, sequences.shape[1], padding_side="left")
-        plan = make_plan(layout, batch, Rank(layout.layer_ids, flatten="batch"))
+        plan = FetchPlan.make(layout, batch, Rank(layout.layer_ids, flatten="batch"))
         with RouteClient(server.target) as client:
             rows = client.fetch(plan, wait_for="end", timeout=30)
             sent = agent.stats().sent_bytes

@@ -17,7 +17,7 @@ from tiny_moe import PROMPTS, build_model, encode
 
 from routetrace.capture_agent import AgentConfig, CaptureAgent
 from routetrace.capture_agent.transformers import TransformersCapture
-from routetrace.common.model_map import layout_from_config
+from routetrace.common.layout import ModelLayout
 
 
 def main() -> int:
@@ -37,7 +37,7 @@ def main() -> int:
         target=args.target,
         run=args.run,
         engine_id="node-0",
-        layout=layout_from_config(model.config),
+        layout=ModelLayout.from_config(model.config),
     )
     agent = CaptureAgent(config)
     try:

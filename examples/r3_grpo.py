@@ -19,8 +19,8 @@ from tiny_moe import PROMPTS, build_model, encode
 
 from routetrace.capture_agent import AgentConfig, CaptureAgent
 from routetrace.capture_agent.transformers import TransformersCapture
-from routetrace.client import MicroBatch, Rank, RouteClient, Sample, make_plan
-from routetrace.common.model_map import layout_from_config
+from routetrace.client import FetchPlan, MicroBatch, Rank, RouteClient, Sample
+from routetrace.common.layout import ModelLayout
 from routetrace.server.testing import run_server
 from routetrace.trainers.replay import replay
 
@@ -50,7 +50,7 @@ def main() -> None:
 
     policy = build_model(num_layers=3)
     engine = copy.deepcopy(policy).to(torch.bfloat16).eval()
-    layout = layout_from_config(policy.config)
+    layout = ModelLayout.from_config(policy.config)
     rank = Rank(layout.layer_ids, flatten="batch")
     optimizer = torch.optim.AdamW(policy.parameters(), lr=args.lr)
     prompts = [prompt[:32] for prompt in PROMPTS[:2]]
@@ -99,7 +99,7 @@ def main() -> None:
             ]
             batch = MicroBatch.padded(samples, tokens.shape[1], padding_side="left")
             # Rows that other weights computed would be missing, which is an error.
-            plan = make_plan(layout, batch, rank)
+            plan = FetchPlan.make(layout, batch, rank)
             rows = client.fetch(plan, wait_for="end", timeout=30, weight_version=step)
             # Old log-probabilities, and the same rows again in every train pass.
             with torch.no_grad(), replay(policy, rows, compare=True) as r:

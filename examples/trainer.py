@@ -16,8 +16,8 @@ from pathlib import Path
 import torch
 from tiny_moe import build_model
 
-from routetrace.client import MicroBatch, Rank, ReadOptions, RouteClient, Sample, make_plan
-from routetrace.common.model_map import layout_from_config
+from routetrace.client import FetchPlan, MicroBatch, Rank, ReadOptions, RouteClient, Sample
+from routetrace.common.layout import ModelLayout
 from routetrace.trainers.replay import replay
 
 
@@ -32,7 +32,7 @@ def main() -> int:
     lines = args.rollouts.read_text("utf-8").splitlines()
     samples = {sample["trace_id"]: sample["tokens"] for sample in map(json.loads, lines)}
     model = build_model().eval()
-    layout = layout_from_config(model.config)
+    layout = ModelLayout.from_config(model.config)
     rank = Rank(layout.layer_ids, flatten="batch")
     # The routing must be that of these very tokens.
     batches = [
@@ -45,7 +45,7 @@ def main() -> int:
         print("sample   rows  coverage  routers that disagreed")
         coverage: list[float] = []
         disagreement: list[float] = []
-        plans = [make_plan(layout, batch, rank) for batch in batches]
+        plans = [FetchPlan.make(layout, batch, rank) for batch in batches]
         options = ReadOptions(wait_for="end", timeout=args.wait, missing="mask")
         fetched = stack.enter_context(client.prefetch(plans, options=options))
         for (name, tokens), rows in zip(samples.items(), fetched, strict=True):

@@ -14,7 +14,7 @@ import zstandard
 from measure import DATA, DEEPSEEK, KIMI, OWN_CORE, QWEN3, Shape, Table, area, pin, ratios, rounds
 from routetrace.codec import native
 from routetrace.codec.frame import Codec, decode_frames, encode_frames, invalid_rows, slice_frame
-from routetrace.common.layout import RoutingLayout
+from routetrace.common.layout import ModelLayout
 
 Ids = npt.NDArray[Any]
 
@@ -51,14 +51,14 @@ def entropy_bytes(ids: Ids) -> float:
     return bits / 8
 
 
-def recorded(name: str) -> tuple[Ids, RoutingLayout] | None:
+def recorded(name: str) -> tuple[Ids, ModelLayout] | None:
     """A set of rows, in whole frames, and its layout; None where it does not lie here."""
     if not (DATA / f"{name}.npz").exists():
         return None
     with np.load(DATA / f"{name}.npz") as data:
         ids, experts = data["ids"], int(data["E"])
     _, layers, top_k = ids.shape
-    layout = RoutingLayout(tuple(range(layers)), layers, experts, top_k)
+    layout = ModelLayout(tuple(range(layers)), layers, experts, top_k)
     return ids[: len(ids) // FRAME_ROWS[-1] * FRAME_ROWS[-1]], layout
 
 

@@ -41,7 +41,7 @@ from reads.buffer import into_one_buffer
 from reads.load import LAYOUT, Array, draw, fill, plan_of
 from reads.rivals import Tcp, redis_server, rival, serve_empty, serve_flight, serve_tcp
 from reads.wire import Planes, Raw
-from routetrace.client import Plan, Rank, RouteClient
+from routetrace.client import FetchPlan, Rank, RouteClient
 from routetrace.codec.frame import decode_frames, read_header
 from routetrace.server.testing import ServerProcess, run_server
 
@@ -289,7 +289,7 @@ def ranks(table: Table, client: RouteClient, server: ServerProcess, names: list[
     whole = plan_of(names, Rank(layer_ids=LAYOUT.layer_ids), LONG)
     outs = {plan.shape: np.zeros(plan.shape, np.uint8) for plan in (*plans, whole)}
 
-    def fetch(plan: Plan) -> int:
+    def fetch(plan: FetchPlan) -> int:
         rows = client.fetch(plan, out=outs[plan.shape])
         assert rows.coverage == 1
         return rows.stats.bytes_fetched
@@ -301,7 +301,7 @@ def ranks(table: Table, client: RouteClient, server: ServerProcess, names: list[
     some = itertools.cycle(plans)
     used: dict[str, list[float]] = {"slice": [], "all": []}
 
-    def cell(name: str, plan: Callable[[], Plan], repeat: int) -> Callable[[], float]:
+    def cell(name: str, plan: Callable[[], FetchPlan], repeat: int) -> Callable[[], float]:
         def run() -> float:
             before, start = cpu_seconds(server.pid), time.perf_counter()
             for _ in range(repeat):

@@ -19,11 +19,11 @@ from pathlib import Path
 from ingest.load import Agent, hello, load, send_all
 from measure import OWN_CORE, PEER_CORE, QWEN3, Shape, Table, area, cpu_seconds, pin, ratios, rss
 from routetrace.client import RouteClient
-from routetrace.common.layout import RoutingLayout
+from routetrace.common.layout import ModelLayout
 from routetrace.server.testing import ServerProcess, run_server
 
 #: One layer: the indexes are what they are for a large model, and payloads take little disk.
-SMALL = Shape("one layer", "", RoutingLayout((0,), 1, 64, 4))
+SMALL = Shape("one layer", "", ModelLayout((0,), 1, 64, 4))
 #: A payload's blocks and their checksums take 8 bytes for each 16 KiB.
 _TABLE_SHARE = 8 / 16384
 #: Of a large model, compressed.

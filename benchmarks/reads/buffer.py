@@ -17,7 +17,7 @@ from measure import Table, progress, ratios, rounds, seconds
 from reads.load import LAYOUT, Array, fill
 from reads.rivals import Tcp, rival, serve_tcp
 from reads.wire import Planes, Raw
-from routetrace.client import MicroBatch, Rank, RouteClient, Sample, make_plan
+from routetrace.client import FetchPlan, MicroBatch, Rank, RouteClient, Sample
 
 TOKENS = 2_000
 
@@ -32,7 +32,7 @@ def into_one_buffer(table: Table, client: RouteClient, target: str, ids: Array) 
         raw.close()
     # One after the other: each rival's copy of a trace is contiguous, too.
     batch = MicroBatch.packed([Sample.of(name, TOKENS) for name in names])
-    plan = make_plan(LAYOUT, batch, Rank(layer_ids=LAYOUT.layer_ids))
+    plan = FetchPlan.make(LAYOUT, batch, Rank(layer_ids=LAYOUT.layer_ids))
     ours, theirs = np.zeros(plan.shape, np.uint8), np.zeros(plan.shape, np.uint8)
     places = [theirs[:, i * TOKENS :][:, : each.rows] for i, each in enumerate(traces)]
 

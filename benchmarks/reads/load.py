@@ -8,7 +8,7 @@ import numpy as np
 
 from measure import QWEN3
 from routetrace.capture_agent import AgentConfig, CaptureAgent
-from routetrace.client import MicroBatch, Plan, Rank, Sample, make_plan
+from routetrace.client import FetchPlan, MicroBatch, Rank, Sample
 
 LAYOUT = QWEN3.layout
 
@@ -67,7 +67,7 @@ def fill(
     return names
 
 
-def plan_of(names: list[str], rank: Rank, tokens: int) -> Plan:
+def plan_of(names: list[str], rank: Rank, tokens: int) -> FetchPlan:
     """Return the plan of a rank for these requests."""
     samples = [Sample.of(name, tokens) for name in names]
-    return make_plan(LAYOUT, MicroBatch.padded(samples, tokens), rank)
+    return FetchPlan.make(LAYOUT, MicroBatch.padded(samples, tokens), rank)

@@ -10,7 +10,7 @@ from routetrace.codec.records import FinishReason, TokenDigest
 from routetrace.common.errors import (
     InvalidArgument,
 )
-from routetrace.common.layout import RoutingLayout
+from routetrace.common.layout import ModelLayout
 from routetrace.v1 import routetrace_pb2 as pb
 from support.agents.checked import BIG, FULL, MODES, assert_kept, config_for, make_rows
 
@@ -136,7 +136,7 @@ def test_rows_that_no_router_chose_are_missing_and_never_data(server):
 
 @pytest.mark.parametrize("num_experts", [256, 65536])
 def test_a_top_1_that_has_no_id_to_spare_loses_its_bad_rows_alone(server, num_experts):
-    layout = RoutingLayout((0,), 1, num_experts, 1)
+    layout = ModelLayout((0,), 1, num_experts, 1)
     rows = np.arange(10).reshape(10, 1, 1)
     config = config_for(server, layout, block_size=4, num_blocks=16)
     with CaptureAgent(config) as agent:

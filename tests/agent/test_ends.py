@@ -124,9 +124,9 @@ ENGINE = """
 import gc, os, signal, sys, time
 import numpy as np
 from routetrace.capture_agent import AgentConfig, CaptureAgent
-from routetrace.common.layout import RoutingLayout
+from routetrace.common.layout import ModelLayout
 target, elsewhere, mode, how = sys.argv[1:]
-layout = RoutingLayout((1, 2, 4), 6, 300, 3)
+layout = ModelLayout((1, 2, 4), 6, 300, 3)
 agent = CaptureAgent(AgentConfig(target, "e0", layout, mode=mode, close_timeout_s=20))
 handle = agent.begin("a")
 rows = np.arange(9, dtype=np.uint16).reshape(1, 3, 3).repeat(10, axis=0)

@@ -21,12 +21,12 @@ from routetrace.capture_agent.pipeline.pressure import Pressure
 from routetrace.capture_agent.pipeline.trace_ends import TraceEnds
 from routetrace.codec.frame import invalid_rows
 from routetrace.codec.records import OP, PACKED_OP, U32, FinishReason, OpKind, TokenDigest, unpack
-from routetrace.common.layout import RoutingLayout
+from routetrace.common.layout import ModelLayout
 from routetrace.simulation.small_engine import SmallEngine
 from routetrace.v1 import routetrace_pb2 as pb
 from support.servers.ingest_server import NO_DRAFTS, Model, read_chunk
 
-LAYOUT = RoutingLayout((1, 2), 4, 300, 2)
+LAYOUT = ModelLayout((1, 2), 4, 300, 2)
 BLOCK = 4
 #: Hypothesis' own generators can shrink, but are ten times slower.
 SEEDS = st.integers(0, 1 << 32).map(random.Random)
@@ -820,7 +820,7 @@ def test_slots_alone(rng, invalid, small):
         assert max(framed.chunk_bytes) <= 700
 
 
-def valid_rows(n: int, layout: RoutingLayout = LAYOUT, seed: int = 0) -> np.ndarray:
+def valid_rows(n: int, layout: ModelLayout = LAYOUT, seed: int = 0) -> np.ndarray:
     keys = np.random.default_rng(seed).random((n, len(layout.layer_ids), layout.num_experts))
     return np.argsort(keys, axis=2)[..., : layout.top_k].astype(layout.dtype)
 

@@ -9,12 +9,12 @@ import pytest
 
 from routetrace.capture_agent import AgentConfig, CaptureAgent
 from routetrace.capture_agent.transport import sender
-from routetrace.common.layout import RoutingLayout
+from routetrace.common.layout import ModelLayout
 from support.servers.ingest_server import IngestServer
 from support.servers.signposts import signposts
 from support.waiting import wait_for
 
-LAYOUT = RoutingLayout((0, 2), 3, 16, 2)
+LAYOUT = ModelLayout((0, 2), 3, 16, 2)
 ROWS = np.tile(np.array([3, 1], np.uint8), (8, 2, 1))
 HOPS = 5
 

@@ -515,9 +515,9 @@ ENGINE = """
 import multiprocessing, os, signal, sys, threading, time
 import numpy as np
 from routetrace.capture_agent import AgentConfig, CaptureAgent
-from routetrace.common.layout import RoutingLayout
+from routetrace.common.layout import ModelLayout
 
-LAYOUT = RoutingLayout((0,), 1, 300, 3)
+LAYOUT = ModelLayout((0,), 1, 300, 3)
 ROWS = np.arange(3, dtype=np.uint16).reshape(1, 1, 3)
 target, mode, how = sys.argv[1:]
 

@@ -20,11 +20,11 @@ from routetrace.capture_agent.step_path import feed as feed_module
 from routetrace.capture_agent.step_path.feed import AGAIN, BLOCKS, EVENT, RECORD, Feed, rows_at
 from routetrace.capture_agent.step_path.ring import Ring
 from routetrace.common.errors import InvalidArgument
-from routetrace.common.layout import RoutingLayout
+from routetrace.common.layout import ModelLayout
 from routetrace.common.limits import MAX_POSITION
 from routetrace.v1 import routetrace_pb2 as pb
 
-LAYOUT = RoutingLayout((0, 1), 2, 64, 2)
+LAYOUT = ModelLayout((0, 1), 2, 64, 2)
 
 
 def ends(size: int) -> tuple[Ring, Ring]:

@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 from routetrace.capture_agent import AgentConfig, CaptureAgent
-from routetrace.common.layout import RoutingLayout
+from routetrace.common.layout import ModelLayout
 from routetrace.v1 import routetrace_pb2 as pb
 from support.servers.ingest_server import IngestServer
 from support.shared_names import left_behind, shared_names
@@ -25,7 +25,7 @@ from support.waiting import wait_for
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self").exists(), reason="looks at processes")
 
-LAYOUT = RoutingLayout((1, 2, 4), 6, 300, 3)
+LAYOUT = ModelLayout((1, 2, 4), 6, 300, 3)
 
 # Steps without an end, one row each, and tells of every one that has returned.
 ENGINE = """
@@ -35,8 +35,8 @@ target, memory, end = sys.argv[1:]
 if memory == "file":
     del os.memfd_create  # as where there are no anonymous files
 from routetrace.capture_agent import AgentConfig, CaptureAgent
-from routetrace.common.layout import RoutingLayout
-layout = RoutingLayout((1, 2, 4), 6, 300, 3)
+from routetrace.common.layout import ModelLayout
+layout = ModelLayout((1, 2, 4), 6, 300, 3)
 agent = CaptureAgent(AgentConfig(target, "e0", layout, linger_s=0.01, flush_interval_s=0.005))
 handle = agent.begin("a")
 ended = []

@@ -11,10 +11,10 @@ from routetrace.capture_agent.pipeline.chunks import ChunkBuilder
 from routetrace.capture_agent.transport.sender import Sender
 from routetrace.capture_agent.transport.stream import TRANSITIONS, WINDOW, StreamState
 from routetrace.codec.records import OP, OpKind, unpack
-from routetrace.common.layout import RoutingLayout
+from routetrace.common.layout import ModelLayout
 from routetrace.v1 import routetrace_pb2 as pb
 
-LAYOUT = RoutingLayout((0,), 1, 8, 2)
+LAYOUT = ModelLayout((0,), 1, 8, 2)
 
 #: From docs/ARCHITECTURE.md: a stream opens, is welcomed, breaks, and may end for good at any time.
 ALLOWED = {

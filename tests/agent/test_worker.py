@@ -14,11 +14,11 @@ from routetrace.capture_agent.step_path.feed import Feed
 from routetrace.capture_agent.step_path.ring import Ring
 from routetrace.capture_agent.worker import Worker
 from routetrace.codec.records import OP, OpKind, unpack
-from routetrace.common.layout import RoutingLayout
+from routetrace.common.layout import ModelLayout
 from routetrace.v1 import routetrace_pb2 as pb
 from support.servers.ingest_server import read_chunk
 
-LAYOUT = RoutingLayout((1, 2), 4, 256, 2)
+LAYOUT = ModelLayout((1, 2), 4, 256, 2)
 
 
 class Clock:

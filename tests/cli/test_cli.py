@@ -29,9 +29,9 @@ from routetrace.cli.arguments import layers_of, tokens_of
 from routetrace.cli.commands import app
 from routetrace.cli.facts import layers_text
 from routetrace.cli.files import file_name, parquet_table
-from routetrace.client import RouteClient, RoutingTrace, Security
+from routetrace.client import RouteClient, Security, Trace
 from routetrace.codec.frame import encode_frame
-from routetrace.common.layout import RoutingLayout
+from routetrace.common.layout import ModelLayout
 from routetrace.server.access.tokens import new_token
 from routetrace.server.testing import ServerProcess, run_server
 from routetrace.v1 import routetrace_pb2 as pb
@@ -96,7 +96,7 @@ def process(server, *words: str, **options: Any) -> subprocess.CompletedProcess[
 # ---------------------------------------------------------------------------- get: npz
 
 
-def assert_holds(path: Path, trace: RoutingTrace) -> None:
+def assert_holds(path: Path, trace: Trace) -> None:
     with np.load(path, allow_pickle=False) as file:
         for name in ("topk_ids", "valid", "token_digests"):
             np.testing.assert_array_equal(file[name], getattr(trace, name))
@@ -153,7 +153,7 @@ def test_any_trace_survives_npz_and_parquet(seed, tmp_path_factory):
     import random
 
     rng = random.Random(seed)
-    layout = rng.choice([LAYOUT, RoutingLayout((0, 3), 4, 300, 2)])
+    layout = rng.choice([LAYOUT, ModelLayout((0, 3), 4, 300, 2)])
     made = truth(rng.randint(1, 40), layout=layout, rng=rng)
     path = tmp_path_factory.mktemp("npz") / "a.npz"
     with ScriptedServer() as scripted:
@@ -172,7 +172,7 @@ def test_any_trace_survives_npz_and_parquet(seed, tmp_path_factory):
 # ---------------------------------------------------------------------------- get: Parquet
 
 
-def assert_table_holds(table, traces: dict[str, RoutingTrace]) -> None:
+def assert_table_holds(table, traces: dict[str, Trace]) -> None:
     """Compare cell by cell: the table has one row per token and layer."""
     found = {(r["trace_id"], r["position"], r["layer"]): r for r in table.to_pylist()}
     assert len(found) == table.num_rows == sum(t.valid.size for t in traces.values())
@@ -209,7 +209,7 @@ def test_parquet_marks_missing_cells_as_null(cli, client, tmp_path):
 def test_one_parquet_file_takes_one_kind_of_model(cli, tmp_path):
     with ScriptedServer() as scripted:
         scripted.serve(
-            truth(trace_id="a"), truth(layout=RoutingLayout((0, 3), 4, 300, 2), trace_id="b")
+            truth(trace_id="a"), truth(layout=ModelLayout((0, 3), 4, 300, 2), trace_id="b")
         )
         words = ("get", "a", "b", "--target", scripted.target, "-o")
         assert "top-3 of 40" in cli(*words, str(tmp_path / "a.parquet"), code=2).output

@@ -22,7 +22,7 @@ from routetrace.cli.commands import app
 from routetrace.cli.experts import figures
 from routetrace.cli.experts.command import capacities_of, requests_of_file
 from routetrace.common.errors import InvalidArgument
-from routetrace.common.layout import RoutingLayout
+from routetrace.common.layout import ModelLayout
 from routetrace.experts.analysis.simulation import hit_curves, passes_of, steps_of
 from routetrace.experts.analysis.stats import ExpertStats
 from routetrace.experts.forecast import ExpertForecast
@@ -32,7 +32,7 @@ from support.commands import commands
 from support.models.expert_rows import drawn
 from support.terminal import screen
 
-LAYOUT = RoutingLayout((1, 2, 4), 6, 24, 4)
+LAYOUT = ModelLayout((1, 2, 4), 6, 24, 4)
 TRACES, ROWS = 4, 60
 IDS = [drawn(ROWS, 3, 24, 4, seed) for seed in range(TRACES)]
 SOURCE = figures.Source("run grpo-17", "tiny", date(2026, 1, 2))

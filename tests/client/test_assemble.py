@@ -17,7 +17,7 @@ from routetrace.client._core.messages import parser_of
 from routetrace.codec.frame import encode_frame
 from routetrace.codec.records import SPAN, U32, Provenance
 from routetrace.common.errors import Corrupt, Incomplete, Unavailable
-from routetrace.common.layout import RoutingLayout
+from routetrace.common.layout import ModelLayout
 from routetrace.v1 import routetrace_pb2 as pb
 from support.servers.client_server import LAYOUT, WIDE, Truth, sealed, truth
 
@@ -315,9 +315,9 @@ def test_spans_that_cannot_be(spans, reason):
 @pytest.mark.parametrize(
     "layout",
     [
-        RoutingLayout(LAYOUT.layer_ids, 9, 41, 3),
-        RoutingLayout(LAYOUT.layer_ids, 9, 40, 2),
-        RoutingLayout((0, 3), 9, 40, 3),
+        ModelLayout(LAYOUT.layer_ids, 9, 41, 3),
+        ModelLayout(LAYOUT.layer_ids, 9, 40, 2),
+        ModelLayout((0, 3), 9, 40, 3),
     ],
 )
 def test_frames_of_another_model(layout):
@@ -364,7 +364,7 @@ def test_ends_that_cannot_be(change):
     [
         {"run": "other"},
         {"incarnation": 2},
-        {"layout": RoutingLayout(LAYOUT.layer_ids, 10, 40, 3).to_proto()},
+        {"layout": ModelLayout(LAYOUT.layer_ids, 10, 40, 3).to_proto()},
     ],
 )
 def test_a_trace_that_becomes_another(change):

@@ -10,7 +10,7 @@ import grpc
 import numpy as np
 import pytest
 
-from routetrace.client import RouteClient, RoutingTrace
+from routetrace.client import RouteClient, Trace
 from routetrace.common.errors import (
     Corrupt,
     DeadlineExceeded,
@@ -25,7 +25,7 @@ from support.waiting import with_time
 GONE = 60
 NAMES = [f"r{i}" for i in range(6)]
 
-Outcome = RoutingTrace | RouteTraceError
+Outcome = Trace | RouteTraceError
 
 
 @pytest.fixture
@@ -70,7 +70,7 @@ def joined(*parts: tuple[pb.TracePart, bytes]) -> pb.GetTracesResponse:
 
 
 def assert_right(outcome: Outcome, source: Truth) -> None:
-    assert isinstance(outcome, RoutingTrace), outcome
+    assert isinstance(outcome, Trace), outcome
     assert np.array_equal(outcome.valid, source.valid)
     assert np.array_equal(outcome.topk_ids[outcome.valid], source.ids[source.valid])
 
@@ -228,7 +228,7 @@ def test_wrong_parts_are_corrupt(client, server, sources, damage):
     got = read(client, timeout=2)
     assert any(isinstance(outcome, Corrupt) for outcome in got)
     for name, outcome in zip(NAMES, got, strict=True):
-        if isinstance(outcome, RoutingTrace):
+        if isinstance(outcome, Trace):
             assert_right(outcome, sources[name])
 
 
@@ -248,5 +248,5 @@ def test_no_flipped_bit_makes_a_wrong_row(client, server, sources, seed):
     got = read(client, timeout=2)
     assert any(isinstance(outcome, Corrupt) for outcome in got)
     for name, outcome in zip(NAMES, got, strict=True):
-        if isinstance(outcome, RoutingTrace):
+        if isinstance(outcome, Trace):
             assert_right(outcome, sources[name])

@@ -16,16 +16,15 @@ from hypothesis import strategies as st
 from routetrace.capture_agent import AgentConfig, CaptureAgent
 from routetrace.client import (
     AsyncRouteClient,
+    FetchPlan,
     FetchStats,
     MicroBatch,
-    Plan,
     Rank,
-    RankRows,
     RouteClient,
+    Rows,
     Sample,
     Segment,
     _memory,
-    make_plan,
 )
 from routetrace.client._core import fetch as _fetch
 from routetrace.client._core.assemble import Assembler, Want
@@ -43,7 +42,7 @@ from routetrace.common.errors import (
     MissingDependency,
     NotFound,
 )
-from routetrace.common.layout import RoutingLayout
+from routetrace.common.layout import ModelLayout
 from routetrace.server.testing import run_server
 from routetrace.v1 import routetrace_pb2 as pb
 from support.ranks.planned import Drawn, drawn
@@ -112,7 +111,7 @@ class Stored:
             at += stop - start
         return Sample(at + rng.randrange(5), tuple(segments))
 
-    def check(self, case: Drawn, rows: RankRows) -> int:
+    def check(self, case: Drawn, rows: Rows) -> int:
         """Compare every cell; return how many are there."""
         plan, columns = rows.plan, LAYOUT.columns(list(case.rank.layer_ids))
         serials = case.serials().tolist()
@@ -151,10 +150,10 @@ def client(stored):
         yield client
 
 
-def whole(number: int, stored: Stored) -> Plan:
+def whole(number: int, stored: Stored) -> FetchPlan:
     """A plan for all rows of one request."""
     batch = MicroBatch.packed([Sample.of(f"r{number}", len(stored.tokens[number]))])
-    return make_plan(LAYOUT, batch, Rank(LAYOUT.layer_ids))
+    return FetchPlan.make(LAYOUT, batch, Rank(LAYOUT.layer_ids))
 
 
 # ------------------------------------------------------------------ rows
@@ -164,14 +163,14 @@ def whole(number: int, stored: Stored) -> Plan:
 @given(randoms)
 def test_every_rank_of_every_layout_gets_its_rows(stored, client, rng):
     case = drawn(rng, LAYOUT.layer_ids, stored.sample)
-    plan = make_plan(LAYOUT, case.batch, case.rank)
+    plan = FetchPlan.make(LAYOUT, case.batch, case.rank)
     stored.check(case, client.fetch(plan, missing="mask"))
 
 
 def test_many_plans_come_in_order_and_the_asyncio_client_gets_the_same(stored, client):
     rng = random.Random(3)
     cases = [drawn(rng, LAYOUT.layer_ids, stored.sample) for _ in range(12)]
-    plans = [make_plan(LAYOUT, case.batch, case.rank) for case in cases]
+    plans = [FetchPlan.make(LAYOUT, case.batch, case.rank) for case in cases]
     with client.prefetch(plans, missing="mask", max_bytes=20_000) as fetched:
         got = list(fetched)
     there = [stored.check(case, rows) for case, rows in zip(cases, got, strict=True)]
@@ -272,7 +271,7 @@ def test_virtual_stages_share_the_buffer(stored, client):
 
 def test_a_stage_without_moe_layers_asks_for_nothing(stored):
     batch = MicroBatch.packed([Sample.of("r1", len(stored.tokens[1]))])
-    plan = make_plan(LAYOUT, batch, Rank(()))
+    plan = FetchPlan.make(LAYOUT, batch, Rank(()))
     with RouteClient("127.0.0.1:1") as nobody:
         rows = nobody.fetch(plan)
     assert rows.topk_ids.shape == (0, len(stored.tokens[1]), LAYOUT.top_k)
@@ -285,7 +284,7 @@ def test_a_stage_without_moe_layers_asks_for_nothing(stored):
 
 @pytest.mark.slow
 def test_only_the_ranks_layers_and_tokens_cross_the_wire(tmp_path):
-    layout = RoutingLayout(tuple(range(3, 61)), 61, 256, 8)
+    layout = ModelLayout(tuple(range(3, 61)), 61, 256, 8)
     ids = rows_of(layout, 4096, 1)
     with run_server() as server, RouteClient(server.target) as client:
         config = AgentConfig(target=server.target, engine_id="e", layout=layout, mode="thread")
@@ -299,10 +298,10 @@ def test_only_the_ranks_layers_and_tokens_cross_the_wire(tmp_path):
         total = FetchStats()
         for cp_rank in range(2):
             rank = Rank(layout.layer_ids[:29], cp_size=2, cp_rank=cp_rank)
-            rows = client.fetch(make_plan(layout, batch, rank))
+            rows = client.fetch(FetchPlan.make(layout, batch, rank))
             total += rows.stats
             assert rows.stats.bytes_fetched + rows.stats.bytes_avoided == stored
-        everything = client.fetch(make_plan(layout, batch, Rank(layout.layer_ids)))
+        everything = client.fetch(FetchPlan.make(layout, batch, Rank(layout.layer_ids)))
     assert everything.stats.bytes_fetched == stored
     assert everything.stats.bytes_avoided == 0
     assert 0.45 < total.bytes_fetched / stored < 0.62  # frames at the seams come twice
@@ -351,7 +350,9 @@ def test_reading_begins_at_once(stored, client):
 
 
 def test_an_error_comes_at_its_turn_and_the_others_come_too(stored, client):
-    lost = make_plan(LAYOUT, MicroBatch.packed([Sample.of("nobody", 9)]), Rank(LAYOUT.layer_ids))
+    lost = FetchPlan.make(
+        LAYOUT, MicroBatch.packed([Sample.of("nobody", 9)]), Rank(LAYOUT.layer_ids)
+    )
     with client.prefetch([whole(1, stored), lost, whole(2, stored)]) as fetched:
         assert next(fetched).coverage == 1
         with pytest.raises(NotFound):
@@ -367,7 +368,7 @@ class PlansRanOut(Exception):
 
 def test_nothing_goes_on_if_the_plans_cannot_be_told(stored, client):
     """The iterator raises before anybody holds what was begun."""
-    lost = make_plan(LAYOUT, MicroBatch.packed([Sample.of("nobody", 9)]), Rank((1,)))
+    lost = FetchPlan.make(LAYOUT, MicroBatch.packed([Sample.of("nobody", 9)]), Rank((1,)))
 
     def plans():
         yield lost
@@ -409,12 +410,12 @@ def test_a_buffer_that_cannot_be_had_does_not_end_the_others(stored, client, mon
             next(fetched)
 
 
-def three(stored: Stored) -> Plan:
+def three(stored: Stored) -> FetchPlan:
     """A plan of three requests that lack nothing."""
     lengths = {number: len(stored.tokens[number]) for number in (1, 2, 4)}
     samples = [Sample.of(f"r{number}", length) for number, length in lengths.items()]
     batch = MicroBatch.padded(samples, max(lengths.values()))
-    return make_plan(LAYOUT, batch, Rank(layer_ids=LAYOUT.layer_ids))
+    return FetchPlan.make(LAYOUT, batch, Rank(layer_ids=LAYOUT.layer_ids))
 
 
 def test_a_read_begins_while_the_last_message_before_is_worked_on(stored, client, monkeypatch):
@@ -466,7 +467,7 @@ def test_the_asyncio_client_decodes_beside_its_loop(stored, client, monkeypatch)
     plain = client.fetch(plan)
     monkeypatch.setattr(Assembler, "feed", noted_feed)
 
-    async def reads() -> RankRows:
+    async def reads() -> Rows:
         async with AsyncRouteClient(stored.target) as there:
             given_up = asyncio.create_task(there.fetch(plan))
             assert await asyncio.to_thread(begun.wait, 30)
@@ -502,7 +503,9 @@ def test_ids_are_copied_between_any_strides(top_k, dtype):
 
 
 def test_a_closed_client_ends_what_is_under_way(stored):
-    waiting = make_plan(LAYOUT, MicroBatch.packed([Sample.of("nobody", 9)]), Rank(LAYOUT.layer_ids))
+    waiting = FetchPlan.make(
+        LAYOUT, MicroBatch.packed([Sample.of("nobody", 9)]), Rank(LAYOUT.layer_ids)
+    )
     client = RouteClient(stored.target)
     fetched = client.prefetch([waiting], wait_for="rows", timeout=600)
     threading.Timer(0.3, client.close).start()
@@ -512,7 +515,7 @@ def test_a_closed_client_ends_what_is_under_way(stored):
 
 
 def test_closing_ends_the_threads(stored, client):
-    lost = make_plan(LAYOUT, MicroBatch.packed([Sample.of("nobody", 9)]), Rank((1,)))
+    lost = FetchPlan.make(LAYOUT, MicroBatch.packed([Sample.of("nobody", 9)]), Rank((1,)))
     fetched = client.prefetch([lost] * 3, wait_for="rows", timeout=600)
     assert any(thread.name.startswith("routetrace-fetch") for thread in threading.enumerate())
     fetched.close()
@@ -543,8 +546,10 @@ def test_only_rows_of_one_weight_version(stored, client):
 # ------------------------------------------------------------------ what does not fit, in words
 
 
-def fetch_sample(client, sample: Sample, layout: RoutingLayout = LAYOUT) -> RankRows:
-    return client.fetch(make_plan(layout, MicroBatch.packed([sample]), Rank(layout.layer_ids[:1])))
+def fetch_sample(client, sample: Sample, layout: ModelLayout = LAYOUT) -> Rows:
+    return client.fetch(
+        FetchPlan.make(layout, MicroBatch.packed([sample]), Rank(layout.layer_ids[:1]))
+    )
 
 
 def test_tokens_prove_the_rows(stored, client):
@@ -557,7 +562,7 @@ def test_tokens_prove_the_rows(stored, client):
     assert rows.coverage == 1
 
 
-def told(client, sample: Sample, layout: RoutingLayout = LAYOUT) -> str:
+def told(client, sample: Sample, layout: ModelLayout = LAYOUT) -> str:
     with pytest.raises(InvalidArgument) as error:
         fetch_sample(client, sample, layout)
     return str(error.value)
@@ -573,7 +578,7 @@ def test_another_number_of_tokens_is_said(stored, client):
     # One of several reads alone, whatever becomes of the others.
     lengths = [len(tokens) + (number in (1, 3)) for number, tokens in enumerate(stored.tokens)]
     samples = [Sample.of(f"r{number}", length) for number, length in enumerate(lengths)]
-    plan = make_plan(LAYOUT, MicroBatch.packed(samples), Rank(LAYOUT.layer_ids[:1]))
+    plan = FetchPlan.make(LAYOUT, MicroBatch.packed(samples), Rank(LAYOUT.layer_ids[:1]))
     with pytest.raises(InvalidArgument) as caught:
         client.fetch(plan)
     assert caught.value.field == "samples[1].num_tokens"
@@ -603,7 +608,7 @@ def test_another_tokenization_is_said(stored, client):
 
 def test_another_layer_numbering_is_said(stored, client):
     sample = Sample.of("r1", len(stored.tokens[1]))
-    shifted = RoutingLayout(tuple(i + 1 for i in LAYOUT.layer_ids), 9, 40, 3)
+    shifted = ModelLayout(tuple(i + 1 for i in LAYOUT.layer_ids), 9, 40, 3)
     words = told(client, sample, shifted)
     assert "plan has moe_layer_ids" in words
     assert "numbered 1 too high" in words

@@ -10,12 +10,12 @@ import pytest
 
 from routetrace.client import RouteClient, TraceState
 from routetrace.common.errors import NotFound
-from routetrace.common.layout import RoutingLayout
+from routetrace.common.layout import ModelLayout
 from routetrace.server.testing import run_server
 from routetrace.simulation.small_engine import SmallEngine
 from support.agents.feeder import Feeder
 
-LAYOUT = RoutingLayout((1, 2, 4), 6, 300, 3)
+LAYOUT = ModelLayout((1, 2, 4), 6, 300, 3)
 
 
 def follow(target, run, name, followed) -> None:

@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from routetrace.client import MicroBatch, Rank, Sample, Segment, make_plan
+from routetrace.client import FetchPlan, MicroBatch, Rank, Sample, Segment
 from routetrace.common.errors import InvalidArgument
-from routetrace.common.layout import RoutingLayout
+from routetrace.common.layout import ModelLayout
 from support.ranks.planned import MANY, PADDING, drawn
 
-LAYOUT = RoutingLayout((1, 2, 4, 5, 7), 9, 40, 3)
+LAYOUT = ModelLayout((1, 2, 4, 5, 7), 9, 40, 3)
 randoms = st.integers(0, 2**63).map(random.Random)
 
 # ------------------------------------------------------------------ placing
@@ -25,7 +25,7 @@ randoms = st.integers(0, 2**63).map(random.Random)
 @given(randoms)
 def test_every_token_is_where_the_trainer_has_it(rng):
     case = drawn(rng, LAYOUT.layer_ids)
-    plan = make_plan(LAYOUT, case.batch, case.rank)
+    plan = FetchPlan.make(LAYOUT, case.batch, case.rank)
     expected = case.serials()
 
     assert plan.shape == (len(case.rank.layer_ids), len(expected), LAYOUT.top_k)
@@ -55,7 +55,9 @@ def test_the_ranks_share_all_tokens_and_none_twice(rng):
     rank, seen = case.rank, []
     for cp_rank in range(rank.cp_size):
         for sp_rank in range(rank.sp_size):
-            plan = make_plan(LAYOUT, case.batch, replace(rank, cp_rank=cp_rank, sp_rank=sp_rank))
+            plan = FetchPlan.make(
+                LAYOUT, case.batch, replace(rank, cp_rank=cp_rank, sp_rank=sp_rank)
+            )
             there = plan.sample_of >= 0
             seen += list(zip(plan.sample_of[there], plan.position_of[there], strict=True))
     samples = enumerate(case.batch.samples)
@@ -65,7 +67,7 @@ def test_the_ranks_share_all_tokens_and_none_twice(rng):
 def test_a_large_batch_is_planned_at_once():
     samples = [Sample.of(f"r{i}", 100 + i % 57) for i in range(4096)]
     batch = MicroBatch.packed(samples, align=16)
-    plan = make_plan(LAYOUT, batch, Rank((1,), cp_size=2, cp_rank=1, sp_size=4, sp_rank=3))
+    plan = FetchPlan.make(LAYOUT, batch, Rank((1,), cp_size=2, cp_rank=1, sp_size=4, sp_rank=3))
     assert plan.num_tokens * 8 == batch.lane_len
 
 
@@ -130,5 +132,5 @@ def test_what_is_wrong_is_named(make, field):
 )
 def test_what_cannot_be_split_is_refused(batch, rank, field):
     with pytest.raises(InvalidArgument) as error:
-        make_plan(LAYOUT, batch, rank)
+        FetchPlan.make(LAYOUT, batch, rank)
     assert error.value.field == field

@@ -1,4 +1,4 @@
-"""RoutingTrace: slices, and what trainers make of it."""
+"""Trace: slices, and what trainers make of it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from routetrace.client import MissingRange, RoutingTrace, TraceState
+from routetrace.client import MissingRange, Trace, TraceState
 from routetrace.client._core.assemble import Assembler, Want
 from routetrace.client._memory import check_pin
 from routetrace.client.trace import ids_to_torch
@@ -22,7 +22,7 @@ from routetrace.v1 import routetrace_pb2 as pb
 from support.servers.client_server import LAYOUT, WIDE, Truth, truth
 
 
-def assemble(source: Truth, **want) -> RoutingTrace:
+def assemble(source: Truth, **want) -> Trace:
     assembler = Assembler(Want("req", None, mask=True, **want))
     for message in source.responses():
         assembler.feed(message)

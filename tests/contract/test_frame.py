@@ -38,7 +38,7 @@ from routetrace.codec.frame import (
     slice_frame,
 )
 from routetrace.common.errors import Corrupt, InvalidArgument, RouteTraceError
-from routetrace.common.layout import RoutingLayout
+from routetrace.common.layout import ModelLayout
 from support.native_loops import loops
 
 
@@ -52,7 +52,7 @@ def native_choice(request: pytest.FixtureRequest) -> Iterator[None]:
 EXPERTS = [1, 2, 8, 128, 255, 256, 257, 384, 512, 513, 1000, 32769, 65536]
 
 
-def routing(rng: np.random.Generator, n: int, layout: RoutingLayout) -> Any:
+def routing(rng: np.random.Generator, n: int, layout: ModelLayout) -> Any:
     """Valid rows with a skew: [n, L, K], no id twice in a top-k."""
     experts, top_k = layout.num_experts, layout.top_k
     shape = (n, len(layout.layer_ids), 1)
@@ -62,15 +62,15 @@ def routing(rng: np.random.Generator, n: int, layout: RoutingLayout) -> Any:
 
 
 @st.composite
-def layouts(draw: st.DrawFn, max_layers: int = 12) -> RoutingLayout:
+def layouts(draw: st.DrawFn, max_layers: int = 12) -> ModelLayout:
     experts = draw(st.sampled_from(EXPERTS))
     top_k = draw(st.integers(1, min(10, experts)))
     layers = draw(st.sets(st.integers(0, 200), min_size=1, max_size=max_layers))
-    return RoutingLayout(tuple(sorted(layers)), 201, experts, top_k)
+    return ModelLayout(tuple(sorted(layers)), 201, experts, top_k)
 
 
-def layout_of(ids: Any, num_experts: int) -> RoutingLayout:
-    return RoutingLayout(
+def layout_of(ids: Any, num_experts: int) -> ModelLayout:
+    return ModelLayout(
         tuple(range(3, 3 + ids.shape[1])), 3 + ids.shape[1], num_experts, ids.shape[2]
     )
 
@@ -105,7 +105,7 @@ def groups_of(frame: bytes) -> list[bytes]:
     st.sampled_from(["C", "layer-major", "every other row", "F", "reversed ranks"]),
     st.integers(0, 2**32 - 1),
 )
-def test_round_trip(layout: RoutingLayout, n: int, codec: Codec, order: str, seed: int) -> None:
+def test_round_trip(layout: ModelLayout, n: int, codec: Codec, order: str, seed: int) -> None:
     ids = routing(np.random.default_rng(seed), n, layout)
     if order == "layer-major":
         ids = np.ascontiguousarray(ids.transpose(1, 0, 2)).transpose(1, 0, 2)
@@ -149,7 +149,7 @@ def test_round_trip(layout: RoutingLayout, n: int, codec: Codec, order: str, see
     ],
 )
 def test_every_layer_subset(n: int, num_experts: int, top_k: int, groups: tuple[int, ...]) -> None:
-    layout = RoutingLayout((1, 2, 5, 11, 31, 32, 60, 61), 62, num_experts, top_k)
+    layout = ModelLayout((1, 2, 5, 11, 31, 32, 60, 61), 62, num_experts, top_k)
     ids = routing(np.random.default_rng(n), n, layout)
     frame = encode_frame(ids, layout)
     assert read_header(frame).group_layers == groups
@@ -179,7 +179,7 @@ def test_every_layer_subset(n: int, num_experts: int, top_k: int, groups: tuple[
 
 def test_groups_by_size() -> None:
     def groups(n: int, top_k: int) -> tuple[int, ...]:
-        layout = RoutingLayout(tuple(range(11)), 11, 64, top_k)
+        layout = ModelLayout(tuple(range(11)), 11, 64, top_k)
         return read_header(encode_frame(routing(rng, n, layout), layout)).group_layers
 
     rng = np.random.default_rng(0)
@@ -191,7 +191,7 @@ def test_groups_by_size() -> None:
 
 
 def test_slice_of_everything_is_the_frame() -> None:
-    layout = RoutingLayout((4, 6), 8, 64, 4)
+    layout = ModelLayout((4, 6), 8, 64, 4)
     frame = encode_frame(routing(np.random.default_rng(0), 200, layout), layout)
     assert slice_frame(frame, (6, 4)) == frame
     assert slice_frame(memoryview(frame), (4, 6)) == frame
@@ -200,7 +200,7 @@ def test_slice_of_everything_is_the_frame() -> None:
 @pytest.mark.parametrize("num_experts", [64, 300])
 @pytest.mark.parametrize("codec", Codec)
 def test_decode_into_views(num_experts: int, codec: Codec) -> None:
-    layout = RoutingLayout(tuple(range(6)), 6, num_experts, 4)
+    layout = ModelLayout(tuple(range(6)), 6, num_experts, 4)
     ids = routing(np.random.default_rng(0), 40, layout)
     frame = encode_frame(ids, layout, codec=codec)
     wanted = (5, 0, 3, 0)  # any order, even twice
@@ -226,7 +226,7 @@ def test_decode_into_views(num_experts: int, codec: Codec) -> None:
 
 @pytest.mark.parametrize("num_experts", [256, 512])
 def test_groups_as_they_are_between_zstd_frames(num_experts: int) -> None:
-    layout = RoutingLayout(tuple(range(6)), 6, num_experts, 8)
+    layout = ModelLayout(tuple(range(6)), 6, num_experts, 8)
     rng = np.random.default_rng(0)
     ids = rng.integers(0, num_experts, (100, 6, 8)).astype(layout.dtype)
     ids[:, [1, 2, 4]] = ids[0, [1, 2, 4]]  # the others do not get any smaller
@@ -243,7 +243,7 @@ def test_groups_as_they_are_between_zstd_frames(num_experts: int) -> None:
 def test_decode_frames_in_batches(
     monkeypatch: pytest.MonkeyPatch, num_experts: int, batch_bytes: int
 ) -> None:
-    layout = RoutingLayout(tuple(range(5)), 5, num_experts, 8)
+    layout = ModelLayout(tuple(range(5)), 5, num_experts, 8)
     rng = np.random.default_rng(0)
     batch = [routing(rng, n, layout) for n in (300, 1, 256, 70)]
     frames = encode_frames(batch, layout)
@@ -262,7 +262,7 @@ def test_decode_frames_in_batches(
 
 
 def test_a_batch_is_one_call_of_zstd(monkeypatch: pytest.MonkeyPatch) -> None:
-    layout = RoutingLayout(tuple(range(5)), 5, 128, 8)
+    layout = ModelLayout(tuple(range(5)), 5, 128, 8)
     rng = np.random.default_rng(0)
     batch = [routing(rng, n, layout) for n in (1, 100, 256)]
     calls: list[int] = []
@@ -293,11 +293,11 @@ def test_cffi_backend() -> None:
         import zstandard
         from routetrace.common.errors import Corrupt
         from routetrace.codec.frame import decode_frame, encode_frame
-        from routetrace.common.layout import RoutingLayout
+        from routetrace.common.layout import ModelLayout
 
         assert zstandard.backend == "cffi"
         ids = np.arange(300 * 5 * 8, dtype=np.uint16).reshape(300, 5, 8) % 290
-        frame = encode_frame(ids, RoutingLayout(tuple(range(5)), 5, 300, 8))
+        frame = encode_frame(ids, ModelLayout(tuple(range(5)), 5, 300, 8))
         assert b"\\x28\\xb5\\x2f\\xfd" in frame
         assert np.array_equal(decode_frame(frame), ids.transpose(1, 0, 2))
         damaged = bytearray(frame)
@@ -321,7 +321,7 @@ def test_backend_without_multi_calls(monkeypatch: pytest.MonkeyPatch) -> None:
         def __init__(self, context: Any, name: str) -> None:
             setattr(self, name, getattr(context, name))
 
-    layout = RoutingLayout(tuple(range(5)), 5, 300, 8)
+    layout = ModelLayout(tuple(range(5)), 5, 300, 8)
     ids = routing(np.random.default_rng(0), 256, layout)
     frame = encode_frame(ids, layout)
     contexts = frame_module._Contexts()
@@ -362,7 +362,7 @@ GOLDEN_IDS = np.array(
     ],
 )
 def test_golden_bytes(codec: Codec, golden: str) -> None:
-    layout = RoutingLayout((1, 9), 12, 300, 2)
+    layout = ModelLayout((1, 9), 12, 300, 2)
     assert encode_frame(GOLDEN_IDS, layout, codec=codec).hex() == golden.replace(" ", "")
     decoded = decode_frame(bytes.fromhex(golden))
     np.testing.assert_array_equal(decoded, GOLDEN_IDS.transpose(1, 0, 2))
@@ -386,7 +386,7 @@ def test_golden_zstd_groups() -> None:
 def test_packed_ids_are_numbers_of_as_many_bits(num_experts, shape) -> None:
     """The stored bytes of a layer as one large number, taken apart with Python's integers."""
     n, num_layers, top_k = shape
-    layout = RoutingLayout(tuple(range(num_layers)), num_layers, num_experts, top_k)
+    layout = ModelLayout(tuple(range(num_layers)), num_layers, num_experts, top_k)
     rng = np.random.default_rng(num_experts)
     ids = rng.integers(0, num_experts, shape).astype(layout.dtype)
     frame = encode_frame(ids, layout, codec=Codec.PACK)
@@ -414,7 +414,7 @@ def test_packed_ids_are_numbers_of_as_many_bits(num_experts, shape) -> None:
 
 
 def test_small_frames_are_packed_and_large_ones_compressed() -> None:
-    layout = RoutingLayout((0, 3), 4, 128, 4)
+    layout = ModelLayout((0, 3), 4, 128, 4)
     rng = np.random.default_rng(1)
     rows = [ZSTD_ROWS, 1, ZSTD_ROWS - 1, ZSTD_ROWS + 1]
     ids = [routing(rng, n, layout) for n in rows]
@@ -428,14 +428,14 @@ def test_small_frames_are_packed_and_large_ones_compressed() -> None:
 
 def test_ids_of_few_experts_are_always_packed() -> None:
     for num_experts, codec in ((8, Codec.PACK), (9, Codec.LAYER_ZSTD)):
-        layout = RoutingLayout((0,), 1, num_experts, 2)
+        layout = ModelLayout((0,), 1, num_experts, 2)
         ids = routing(np.random.default_rng(1), 512, layout)
         assert read_header(encode_frame(ids, layout, codec=None)).codec is codec
 
 
 def test_layers_of_packed_frames_are_cut_in_small_groups() -> None:
     """A stage of a pipeline gets its layers, and few others."""
-    layout = RoutingLayout(tuple(range(48)), 48, 128, 8)
+    layout = ModelLayout(tuple(range(48)), 48, 128, 8)
     for n, most in ((256, 2), (128, 4), (64, 8)):
         frame = encode_frame(routing(np.random.default_rng(n), n, layout), layout, codec=Codec.PACK)
         assert max(read_header(frame).group_layers) <= most
@@ -460,7 +460,7 @@ def small_frames() -> Iterator[tuple[str, bytes]]:
         (100, 40, Codec.PACK),  # ids above the number of experts can be said
         (300, 7, Codec.PACK),  # low bits, and ids that fill up
     ]:
-        layout = RoutingLayout((0, 3), 4, num_experts, 4)
+        layout = ModelLayout((0, 3), 4, num_experts, 4)
         ids = routing(rng, n, layout) // 4 * 4
         frame = encode_frame(ids, layout, codec=codec, validate=False)
         yield f"{codec.name}-{num_experts}-{n}", frame
@@ -524,7 +524,7 @@ def test_no_damage_gives_other_ids(
 @cache
 def large_frame(num_experts: int, n: int, codec: Codec) -> tuple[bytes, Any]:
     """A frame, and its ids [L, n, K]."""
-    layout = RoutingLayout((3, 4, 5), 6, num_experts, min(num_experts, 8))
+    layout = ModelLayout((3, 4, 5), 6, num_experts, min(num_experts, 8))
     rng = np.random.default_rng(n)
     ids = routing(rng, n, layout)
     ids[:, 1] = rng.integers(0, num_experts, ids[:, 1].shape)  # does not get smaller
@@ -543,7 +543,7 @@ def test_every_truncation_is_seen(frame: bytes) -> None:
 
 @pytest.mark.parametrize("at", [0, 5119, 5120, 10_239, 10_240, -1])
 def test_damage_anywhere_in_a_large_group_is_seen(at: int) -> None:
-    layout = RoutingLayout((0, 1), 2, 256, 8)
+    layout = ModelLayout((0, 1), 2, 256, 8)
     ids = np.random.default_rng(0).integers(0, 256, (1500, 2, 8)).astype(np.uint8)
     frame = bytearray(encode_frame(ids, layout, validate=False))
     np.testing.assert_array_equal(decode_frame(frame), ids.transpose(1, 0, 2))
@@ -554,7 +554,7 @@ def test_damage_anywhere_in_a_large_group_is_seen(at: int) -> None:
 
 
 def test_only_groups_that_are_used_are_checked() -> None:
-    layout = RoutingLayout((0, 1), 2, 64, 8)
+    layout = ModelLayout((0, 1), 2, 64, 8)
     ids = routing(np.random.default_rng(0), 100, layout)
     damaged = bytearray(encode_frame(ids, layout))
     damaged[-1] ^= 1
@@ -602,7 +602,7 @@ HONEST = bytes(1000)  # a layer of 100 rows of top-10, if ids could repeat
 def test_bombs_are_refused_from_what_they_claim(
     monkeypatch: pytest.MonkeyPatch, group: bytes, match: str
 ) -> None:
-    layout = RoutingLayout((7,), 8, 16, 10)
+    layout = ModelLayout((7,), 8, 16, 10)
     honest = read_header(encode_frame(np.zeros((100, 1, 10), np.uint8), layout, validate=False))
     contexts = frame_module._Contexts()
     contexts.decompressor = Untouched()
@@ -624,7 +624,7 @@ def test_bombs_are_refused_from_what_they_claim(
     ],
 )
 def test_lies_that_only_decoding_shows(group: bytes) -> None:
-    layout = RoutingLayout((7,), 8, 16, 10)
+    layout = ModelLayout((7,), 8, 16, 10)
     honest = read_header(encode_frame(np.zeros((100, 1, 10), np.uint8), layout, validate=False))
     assert not decode_frame(forge(honest, [squeezed(HONEST)])).any()
     assert not decode_frame(forge(honest, [sealed(HONEST)])).any()
@@ -754,32 +754,32 @@ def test_damage_with_true_checksums(frame: bytes, edits: list[tuple[float, bytes
     ],
 )
 def test_encode_refuses(ids: Any, match: str) -> None:
-    layout = RoutingLayout((0, 1), 2, 64, 4)
+    layout = ModelLayout((0, 1), 2, 64, 4)
     with pytest.raises(InvalidArgument, match=match) as caught:
         encode_frame(ids, layout)
     assert caught.value.field == "ids"
 
 
 def test_encode_refuses_levels_and_sizes() -> None:
-    layout = RoutingLayout((0,), 1, 64, 4)
+    layout = ModelLayout((0,), 1, 64, 4)
     for level in (0, 20):
         with pytest.raises(InvalidArgument, match="level"):
             encode_frame(np.uint8([[[0, 1, 2, 3]]]), layout, level=level)
-    wide = RoutingLayout(tuple(range(2048)), 2048, 256, 4)
+    wide = ModelLayout(tuple(range(2048)), 2048, 256, 4)
     huge = np.broadcast_to(np.uint8([0, 1, 2, 3]), (32769, 2048, 4))
     with pytest.raises(InvalidArgument, match="at most 67108864"):
         encode_frame(huge, wide)
 
 
 def test_validate_false_trusts_the_caller() -> None:
-    layout = RoutingLayout((0, 1), 2, 64, 4)
+    layout = ModelLayout((0, 1), 2, 64, 4)
     ids = np.zeros((3, 2, 4), np.uint8)
     assert decode_frame(encode_frame(ids, layout, validate=False)).shape == (2, 3, 4)
 
 
 @pytest.mark.parametrize("layer_ids", [(), (1,), (0, 1), (-1,), (9,)])
 def test_layers_that_are_not_there(layer_ids: tuple[int, ...]) -> None:
-    layout = RoutingLayout((0, 2), 3, 64, 4)
+    layout = ModelLayout((0, 2), 3, 64, 4)
     frame = encode_frame(routing(np.random.default_rng(0), 5, layout), layout)
     out = np.zeros((len(layer_ids), 5, 4), np.uint8)
     for use in (
@@ -792,7 +792,7 @@ def test_layers_that_are_not_there(layer_ids: tuple[int, ...]) -> None:
 
 
 def test_out_that_does_not_fit() -> None:
-    layout = RoutingLayout((0, 2), 3, 64, 4)
+    layout = ModelLayout((0, 2), 3, 64, 4)
     frame = encode_frame(routing(np.random.default_rng(0), 5, layout), layout)
     frozen = np.zeros((1, 5, 4), np.uint8)
     frozen.flags.writeable = False
@@ -832,7 +832,7 @@ def test_invalid_rows_of_full_dtypes() -> None:
 
 
 def test_threads_have_contexts_of_their_own() -> None:
-    layout = RoutingLayout(tuple(range(8)), 8, 384, 8)
+    layout = ModelLayout(tuple(range(8)), 8, 384, 8)
     batches = [routing(np.random.default_rng(i), 300, layout) for i in range(4)]
     frames = [encode_frame(ids, layout) for ids in batches]
     start = threading.Barrier(4)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from routetrace.common.errors import InvalidArgument
-from routetrace.common.layout import RoutingLayout
+from routetrace.common.layout import ModelLayout
 
 GOOD: dict[str, Any] = {
     "layer_ids": (1, 2),
@@ -20,18 +20,18 @@ GOOD: dict[str, Any] = {
 
 
 def test_sequences_and_numbers_of_numpy_make_the_same_layout() -> None:
-    plain = RoutingLayout(**GOOD)
+    plain = ModelLayout(**GOOD)
     for changes in (
         {"layer_ids": [1, 2]},
         {"layer_ids": np.array([1, 2]), "moe_layer_ids": range(1, 4)},
         {"num_experts": np.int64(8), "top_k": np.uint8(2)},
     ):
-        other = RoutingLayout(**{**GOOD, **changes})
+        other = ModelLayout(**{**GOOD, **changes})
         assert other == plain
         assert hash(other) == hash(plain)
         assert other.to_proto() == plain.to_proto()
         assert all(type(i) is int for i in (*other.layer_ids, *other.moe_layer_ids, other.top_k))
-    assert RoutingLayout([0, 2], 3, 8, 2).moe_layer_ids == (0, 2)
+    assert ModelLayout([0, 2], 3, 8, 2).moe_layer_ids == (0, 2)
 
 
 @pytest.mark.parametrize(
@@ -59,6 +59,6 @@ def test_sequences_and_numbers_of_numpy_make_the_same_layout() -> None:
 )
 def test_what_is_wrong_is_named(field: str, wrong: object) -> None:
     with pytest.raises(InvalidArgument) as caught:
-        RoutingLayout(**{**GOOD, field: wrong})
+        ModelLayout(**{**GOOD, field: wrong})
     assert caught.value.field.partition("[")[0] == field
     assert caught.value.expected

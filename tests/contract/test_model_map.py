@@ -1,4 +1,4 @@
-"""layout_from_config against published models, the modules of real models, and naive references."""
+"""ModelLayout.from_config against published models, modules of real ones and naive references."""
 
 from __future__ import annotations
 
@@ -18,15 +18,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from routetrace.common.errors import InvalidArgument
-from routetrace.common.layout import RoutingLayout
-from routetrace.common.model_map import ModelNotSupported, layout_from_config
+from routetrace.common.errors import InvalidArgument, ModelNotSupported
+from routetrace.common.layout import ModelLayout
 
 Config = dict[str, Any]
 Answer = tuple[int, int, list[int], int]  # num_experts, top_k, layer_ids, num_hidden_layers
 
 
-def answer(layout: RoutingLayout) -> Answer:
+def answer(layout: ModelLayout) -> Answer:
     assert layout.layer_ids == layout.moe_layer_ids
     return layout.num_experts, layout.top_k, list(layout.layer_ids), layout.num_hidden_layers
 
@@ -566,20 +565,20 @@ def hf(name: str) -> Any:
 def test_published_models(model: str) -> None:
     name, values, expected = PUBLISHED[model]
     config = hf(name)(**values)
-    assert answer(layout_from_config(config)) == expected
-    assert answer(layout_from_config(config.to_dict())) == expected
-    assert answer(layout_from_config(json.loads(json.dumps(config.to_dict())))) == expected
+    assert answer(ModelLayout.from_config(config)) == expected
+    assert answer(ModelLayout.from_config(config.to_dict())) == expected
+    assert answer(ModelLayout.from_config(json.loads(json.dumps(config.to_dict())))) == expected
     # As save_pretrained writes it: values equal to a default may be left out.
-    assert answer(layout_from_config(json.loads(config.to_json_string()))) == expected
+    assert answer(ModelLayout.from_config(json.loads(config.to_json_string()))) == expected
 
 
 @pytest.mark.parametrize("model", RAW)
 def test_raw_config_json(model: str) -> None:
     values, expected, name = RAW[model]
-    assert answer(layout_from_config(values)) == expected
+    assert answer(ModelLayout.from_config(values)) == expected
     if name:
         own = {key: value for key, value in values.items() if key != "model_type"}
-        assert answer(layout_from_config(hf(name)(**own))) == expected
+        assert answer(ModelLayout.from_config(hf(name)(**own))) == expected
 
 
 # --- an independent oracle: the modules that transformers builds ------------------------------
@@ -725,7 +724,7 @@ def check_layers_against_router_modules(family: str) -> None:
     mixes = [mix for mix in MIXES if mix.keys() <= keys and not mix.keys() & base.keys()] or [{}]
     for mix in mixes:
         config = config_class(**base, **mix)
-        layout = layout_from_config(config)
+        layout = ModelLayout.from_config(config)
         with torch.device("meta"):
             model = model_class(config)
         modules = dict(model.named_modules())
@@ -752,14 +751,14 @@ def test_whole_config_is_its_language_model(family: str) -> None:
     _, config_class = language_model(family)
     module = importlib.import_module(config_class.__module__)
     text = tiny(family, set(config_class().to_dict()))
-    expected = layout_from_config(config_class(**text))
+    expected = ModelLayout.from_config(config_class(**text))
     whole: Any
     for _, whole in inspect.getmembers(module, inspect.isclass):
         if "text_config" in (getattr(whole, "sub_configs", None) or {}):
             config = whole(text_config={"model_type": config_class.model_type, **text})
             if isinstance(config.text_config, config_class):
-                assert layout_from_config(config) == expected
-                assert layout_from_config(json.loads(config.to_json_string())) == expected
+                assert ModelLayout.from_config(config) == expected
+                assert ModelLayout.from_config(json.loads(config.to_json_string())) == expected
 
 
 def test_a_default_that_only_the_config_class_knows_is_not_guessed(family: str) -> None:
@@ -771,20 +770,20 @@ def test_a_default_that_only_the_config_class_knows_is_not_guessed(family: str) 
     else:
         if family == "nemotron_h":
             values["num_hidden_layers"] = 4
-        expected = list(layout_from_config(config_class(**values)).layer_ids)
+        expected = list(ModelLayout.from_config(config_class(**values)).layer_ids)
     raw = {"model_type": config_class.model_type, **values}
     if expected == list(range(LAYERS)):
-        assert list(layout_from_config(raw).layer_ids) == expected
+        assert list(ModelLayout.from_config(raw).layer_ids) == expected
     else:
         with pytest.raises(ModelNotSupported, match="does not say which layers") as error:
-            layout_from_config(raw)
+            ModelLayout.from_config(raw)
         assert "first_k_dense_replace" in error.value.field
 
 
 @pytest.mark.parametrize("name", ["NllbMoeConfig", "SwitchTransformersConfig"])
 def test_encoder_decoders_have_no_layout(name: str) -> None:
     with pytest.raises(ModelNotSupported, match="num_experts_per_tok"):
-        layout_from_config(hf(name)())
+        ModelLayout.from_config(hf(name)())
 
 
 @pytest.mark.parametrize(
@@ -800,7 +799,7 @@ def test_encoder_decoders_have_no_layout(name: str) -> None:
 )
 def test_dense_models_say_so(name: str, values: Config) -> None:
     with pytest.raises(ModelNotSupported, match="not a MoE model") as error:
-        layout_from_config(hf(name)(**values))
+        ModelLayout.from_config(hf(name)(**values))
     assert error.value.field
     assert error.value.expected == "more than one routed expert"
 
@@ -809,7 +808,7 @@ def test_nemotron_h_without_moe_layers_says_so() -> None:
     config = hf("NemotronHConfig")(layers_block_type=["mamba", "mlp", "attention", "mlp"])
     assert config.n_routed_experts > 0  # the trap: a default of the class
     with pytest.raises(ModelNotSupported, match="no MoE layer among 4"):
-        layout_from_config(config)
+        ModelLayout.from_config(config)
 
 
 # --- properties -------------------------------------------------------------------------------
@@ -899,10 +898,10 @@ def test_layers_match_a_naive_reference(case: Case, experts: str, top_k: str, ne
     if nested:
         config = {"num_hidden_layers": 99, "vision_config": {"num_experts": 7}, nested: config}
     if layers:
-        assert answer(layout_from_config(config)) == (16, 3, layers, count)
+        assert answer(ModelLayout.from_config(config)) == (16, 3, layers, count)
     else:
         with pytest.raises(ModelNotSupported, match="no MoE layer"):
-            layout_from_config(config)
+            ModelLayout.from_config(config)
 
 
 # --- shapes of input, and errors --------------------------------------------------------------
@@ -911,20 +910,20 @@ PLAIN: Config = {"num_hidden_layers": 4, "num_experts": 8, "num_experts_per_tok"
 
 
 def test_attributes_do_as_well_as_keys() -> None:
-    assert answer(layout_from_config(SimpleNamespace(**PLAIN))) == routed(8, 2, range(4), 4)
+    assert answer(ModelLayout.from_config(SimpleNamespace(**PLAIN))) == routed(8, 2, range(4), 4)
     nested = SimpleNamespace(text_config=SimpleNamespace(**PLAIN, mlp_only_layers=(1,)))
-    assert answer(layout_from_config(nested)) == routed(8, 2, [0, 2, 3], 4)
+    assert answer(ModelLayout.from_config(nested)) == routed(8, 2, [0, 2, 3], 4)
 
 
 @pytest.mark.parametrize("types", [["full_attention"] * 3, ["dense"] * 4, {"0": "moe"}, [[0]], 7])
 def test_layer_types_of_another_meaning_are_ignored(types: object) -> None:
-    layout = layout_from_config({**PLAIN, "layer_types": types})
+    layout = ModelLayout.from_config({**PLAIN, "layer_types": types})
     assert answer(layout) == routed(8, 2, range(4), 4)
 
 
 def test_per_layer_overrides_of_other_things_are_fine() -> None:
     overrides = {"1": {"head_dim": 64}, "2": {"num_experts": 8}}
-    layout = layout_from_config({**PLAIN, "per_layer_config": overrides})
+    layout = ModelLayout.from_config({**PLAIN, "per_layer_config": overrides})
     assert answer(layout) == routed(8, 2, range(4), 4)
 
 
@@ -977,7 +976,7 @@ def test_per_layer_overrides_of_other_things_are_fine() -> None:
 )
 def test_errors_name_field_value_and_expected(change: Config, field: str) -> None:
     with pytest.raises(InvalidArgument) as error:
-        layout_from_config({**PLAIN, **change})
+        ModelLayout.from_config({**PLAIN, **change})
     assert field in re.split(r" [|&] ", error.value.field)
     assert error.value.value
     assert error.value.expected
@@ -987,7 +986,7 @@ def test_errors_name_field_value_and_expected(change: Config, field: str) -> Non
 @pytest.mark.parametrize("config", ["Qwen/Qwen3-30B-A3B", None, 3, SimpleNamespace, [("a", 1)]])
 def test_not_a_config(config: object) -> None:
     with pytest.raises(ModelNotSupported, match="expected a config or a mapping"):
-        layout_from_config(config)
+        ModelLayout.from_config(config)
 
 
 def test_the_module_needs_no_transformers() -> None:

@@ -32,7 +32,7 @@ from routetrace.codec.frame import (
 )
 from routetrace.codec.native import TRANSITIONS, Loader, State
 from routetrace.common.errors import InvalidArgument, RouteTraceError
-from routetrace.common.layout import RoutingLayout
+from routetrace.common.layout import ModelLayout
 from support.native_loops import loader, loops
 from support.waiting import wait_for
 
@@ -54,14 +54,14 @@ def both(function: Any) -> tuple[Any, Any]:
 
 
 @st.composite
-def layouts(draw: st.DrawFn) -> RoutingLayout:
+def layouts(draw: st.DrawFn) -> ModelLayout:
     experts = draw(st.integers(2, 512))
     top_k = draw(st.integers(1, min(16, experts)))
     layers = draw(st.integers(1, 13))
-    return RoutingLayout(tuple(range(2, 2 + layers)), 20, experts, top_k)
+    return ModelLayout(tuple(range(2, 2 + layers)), 20, experts, top_k)
 
 
-def rows_of(rng: np.random.Generator, layout: RoutingLayout, n: int) -> Any:
+def rows_of(rng: np.random.Generator, layout: ModelLayout, n: int) -> Any:
     """Any ids below the number of experts."""
     shape = n, len(layout.layer_ids), layout.top_k
     return rng.integers(0, layout.num_experts, shape).astype(layout.dtype)
@@ -70,7 +70,7 @@ def rows_of(rng: np.random.Generator, layout: RoutingLayout, n: int) -> Any:
 @settings(max_examples=150)
 @given(layouts(), st.integers(1, 1024), st.integers(0, 2**32 - 1), st.data())
 def test_bytes_and_ids_are_those_of_numpy(
-    layout: RoutingLayout, n: int, seed: int, data: st.DataObject
+    layout: ModelLayout, n: int, seed: int, data: st.DataObject
 ) -> None:
     ids = rows_of(np.random.default_rng(seed), layout, n)
     cuts = sorted(data.draw(st.sets(st.integers(1, n), max_size=3)) | {0, n})
@@ -105,7 +105,7 @@ def test_bytes_and_ids_are_those_of_numpy(
 @settings(max_examples=200)
 @given(layouts(), st.integers(1, 1024), st.integers(0, 2**32 - 1), st.integers(0, 20))
 def test_invalid_rows_are_those_of_numpy(
-    layout: RoutingLayout, n: int, seed: int, wrong: int
+    layout: ModelLayout, n: int, seed: int, wrong: int
 ) -> None:
     rng = np.random.default_rng(seed)
     experts, top_k = layout.num_experts, layout.top_k
@@ -131,7 +131,7 @@ def test_invalid_rows_are_those_of_numpy(
 @pytest.mark.parametrize("num_experts", [9, 127, 128, 129, 255, 256, 257, 512, 65536])
 def test_every_pair_and_every_limit(top_k: int, num_experts: int) -> None:
     """Each pair of ranks, in each layer, and the first id out of range in each place."""
-    layout = RoutingLayout(tuple(range(5)), 5, num_experts, top_k)
+    layout = ModelLayout(tuple(range(5)), 5, num_experts, top_k)
     valid = np.tile(np.arange(num_experts - top_k, num_experts), (5, 1)).astype(layout.dtype)
     rows, expected = [valid], [False]
     for layer in range(5):
@@ -158,7 +158,7 @@ def test_the_loops_are_what_works() -> None:
     made = loader("on")
     kernels = made._kernels
     assert kernels
-    layout = RoutingLayout((0, 1, 2), 3, 128, 8)
+    layout = ModelLayout((0, 1, 2), 3, 128, 8)
     ids = rows_of(np.random.default_rng(0), layout, 9)
     counting = Loader("on", present=True)
     counting.state = State.READY
@@ -180,7 +180,7 @@ def test_the_loops_are_what_works() -> None:
 def small_frames() -> list[bytes]:
     rng, frames = np.random.default_rng(3), []
     for experts, top_k, n in [(100, 8, 40), (16, 4, 5), (300, 7, 33), (129, 1, 600), (65536, 9, 3)]:
-        layout = RoutingLayout((0, 3, 9), 12, experts, top_k)
+        layout = ModelLayout((0, 3, 9), 12, experts, top_k)
         ids = rows_of(rng, layout, n)
         frames.append(encode_frame(ids, layout, codec=Codec.PACK, validate=False))
     return frames
@@ -345,7 +345,7 @@ def test_a_fork_while_they_are_compiled(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_a_choice_that_there_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    layout = RoutingLayout((0,), 1, 8, 2)
+    layout = ModelLayout((0,), 1, 8, 2)
     for given_value, present in (("yes", True), ("on", False)):
         monkeypatch.setenv(native.VARIABLE, given_value)
         monkeypatch.setattr(native, "installed", lambda present=present: present)
@@ -365,9 +365,9 @@ def test_nothing_loads_numba_before_there_are_many_rows() -> None:
     code = (
         "import sys; import numpy as np\n"
         "import routetrace.client, routetrace.capture_agent\n"
-        "from routetrace.codec.frame import *; from routetrace.common.layout import RoutingLayout\n"
+        "from routetrace.codec.frame import *; from routetrace.common.layout import ModelLayout\n"
         "ids = np.zeros((9, 1, 1), np.uint8)\n"
-        "decode_frame(encode_frame(ids, RoutingLayout((0,), 1, 9, 1), codec=Codec.PACK))\n"
+        "decode_frame(encode_frame(ids, ModelLayout((0,), 1, 9, 1), codec=Codec.PACK))\n"
         "sys.exit('numba' in sys.modules)\n"
     )
     environment = {k: v for k, v in os.environ.items() if k != native.VARIABLE}

@@ -257,7 +257,7 @@ def test_tls_and_tokens_as_composed(tmp_path, monkeypatch, server_environment):
 
     from routetrace.capture_agent import AgentConfig, CaptureAgent
     from routetrace.common.errors import PermissionDenied, Unauthenticated
-    from routetrace.common.layout import RoutingLayout
+    from routetrace.common.layout import ModelLayout
     from routetrace.server.daemon import main as server_main
 
     spec = yaml.safe_load(COMPOSE_TLS.read_text("utf-8"))
@@ -299,7 +299,7 @@ def test_tls_and_tokens_as_composed(tmp_path, monkeypatch, server_environment):
         check = [PROGRAM, *health_command()[1:-1], server.target]
         assert subprocess.run(check, capture_output=True, timeout=30, check=False).returncode == 0
         enter("inference")
-        layout = RoutingLayout((0,), 1, 4, 2)
+        layout = ModelLayout((0,), 1, 4, 2)
         ids = np.array([[[0, 1]]] * 5, np.uint8)
         with CaptureAgent(AgentConfig(server.target, "e", layout, run="compose")) as agent:
             handle = agent.begin("r")

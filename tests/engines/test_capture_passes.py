@@ -15,7 +15,7 @@ import torch._dynamo
 
 from routetrace.capture_agent.engines import cells as capture_cells
 from routetrace.capture_agent.engines.capturer import RoutingCapturer
-from routetrace.common.layout import RoutingLayout
+from routetrace.common.layout import ModelLayout
 from support.models.recorded import Graph, counted
 from support.models.small_moe import WIDTH, SmallMoE, tokens, truth
 
@@ -23,8 +23,8 @@ SIZES = (4, 8, 16)
 MODES = ("FULL", "PIECEWISE", "FULL_AND_PIECEWISE")
 
 
-def layout_of(num_layers: int) -> RoutingLayout:
-    return RoutingLayout(tuple(range(num_layers)), num_layers, 300, 4)
+def layout_of(num_layers: int) -> ModelLayout:
+    return ModelLayout(tuple(range(num_layers)), num_layers, 300, 4)
 
 
 LAYOUT = layout_of(3)

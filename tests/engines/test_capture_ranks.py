@@ -11,12 +11,12 @@ from torch.distributed import _functional_collectives as collectives
 from routetrace.capture_agent import AgentConfig, CaptureAgent
 from routetrace.capture_agent.engines.capturer import RoutingCapturer
 from routetrace.client import RouteClient
-from routetrace.common.layout import RoutingLayout
+from routetrace.common.layout import ModelLayout
 from routetrace.server.testing import run_server
 from support.models.small_moe import SmallMoE, tokens, truth
 from support.ranks.gloo_ranks import run_ranks
 
-LAYOUT = RoutingLayout((1, 2, 4), 5, 300, 4)
+LAYOUT = ModelLayout((1, 2, 4), 5, 300, 4)
 PASSES = (9, 1, 3, 1)
 SIZE = 2
 

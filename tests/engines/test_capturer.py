@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from routetrace.capture_agent.engines import capturer as capturer_module
 from routetrace.capture_agent.engines.capturer import RoutingCapturer
 from routetrace.common.errors import InvalidArgument
-from routetrace.common.layout import RoutingLayout
+from routetrace.common.layout import ModelLayout
 from support.models.small_moe import SmallMoE, tokens, truth
 
 DEVICES = [
@@ -39,11 +39,11 @@ COMPILES = shutil.which("g++") and Path(sysconfig.get_path("include"), "Python.h
 
 on_every_device = pytest.mark.parametrize("device", DEVICES)
 
-PAIR = RoutingLayout((0, 1), 2, 8, 2)
+PAIR = ModelLayout((0, 1), 2, 8, 2)
 
 
 def random_ids(
-    rng: np.random.Generator, layout: RoutingLayout, n: int, num_layers: int
+    rng: np.random.Generator, layout: ModelLayout, n: int, num_layers: int
 ) -> np.ndarray:
     """Distinct ids per cell, [n, num_layers, K]."""
     keys = rng.random((n, num_layers, layout.num_experts))
@@ -51,11 +51,11 @@ def random_ids(
 
 
 @st.composite
-def layouts(draw: st.DrawFn) -> RoutingLayout:
+def layouts(draw: st.DrawFn) -> ModelLayout:
     num_experts = draw(st.sampled_from([2, 8, 128, 256, 257, 300, 40000]))
     top_k = draw(st.integers(1 if num_experts != 256 else 2, 4).map(lambda k: min(k, num_experts)))
     layers = draw(st.lists(st.integers(0, 9), min_size=1, max_size=4, unique=True).map(sorted))
-    return RoutingLayout(tuple(layers), 10, num_experts, top_k)
+    return ModelLayout(tuple(layers), 10, num_experts, top_k)
 
 
 def writes_of(count: int) -> st.SearchStrategy[list[int]]:
@@ -114,7 +114,7 @@ def test_rows_are_what_was_captured_and_nothing_else(device: str, data: st.DataO
 
 @pytest.mark.parametrize(("experts", "dtype"), [(256, np.uint8), (257, np.uint16)])
 def test_the_last_expert_fits_the_narrow_dtype(experts: int, dtype: Any) -> None:
-    capturer = RoutingCapturer(RoutingLayout((0,), 1, experts, 2), 4, "cpu")
+    capturer = RoutingCapturer(ModelLayout((0,), 1, experts, 2), 4, "cpu")
     ids = np.array([[experts - 1, 0], [1, experts - 1]])
     capturer.begin()
     capturer.capture(0, torch.from_numpy(ids))
@@ -129,7 +129,7 @@ def test_the_last_expert_fits_the_narrow_dtype(experts: int, dtype: Any) -> None
 )
 def test_ids_come_in_any_integer_dtype(device: str, dtype: torch.dtype) -> None:
     """Kernels of engines differ; ids of 16 bits and unsigned ones are among what they use."""
-    capturer = RoutingCapturer(RoutingLayout((0,), 1, 128, 2), 4, device)
+    capturer = RoutingCapturer(ModelLayout((0,), 1, 128, 2), 4, device)
     capturer.begin()
     capturer.capture(0, torch.tensor([[127, 0, 90], [1, 99, 90]], device=device).to(dtype))
     np.testing.assert_array_equal(capturer.snapshot(2).rows()[:, 0], [[127, 0], [1, 99]])
@@ -141,7 +141,7 @@ def test_ids_come_in_any_integer_dtype(device: str, dtype: torch.dtype) -> None:
 @on_every_device
 def test_the_next_steps_do_not_touch_rows_that_nobody_fetched_yet(device: str) -> None:
     """Copies are large enough to be in flight while later steps run."""
-    layout = RoutingLayout(tuple(range(16)), 16, 300, 8)
+    layout = ModelLayout(tuple(range(16)), 16, 300, 8)
     n = 4096 if device == "cuda" else 64
     capturer = RoutingCapturer(layout, n, device)
     address = capturer._buffer.data_ptr()
@@ -353,7 +353,7 @@ def fresh_compiler() -> Iterator[None]:
 def test_a_compiled_model_is_captured_alike(
     backend: str, lengths: tuple[int, ...], fresh_compiler: None
 ) -> None:
-    layout = RoutingLayout((0, 3), 4, 300, 4)
+    layout = ModelLayout((0, 3), 4, 300, 4)
     capturer = RoutingCapturer(layout, 64, "cpu")
     address = capturer._buffer.data_ptr()
     counter = torch._dynamo.testing.CompileCounterWithBackend(backend)
@@ -397,7 +397,7 @@ def test_a_layer_that_a_compiled_model_calls_twice_is_not_believed(fresh_compile
 
 
 def test_columns_that_fired_are_those_that_were_written_to_the_end() -> None:
-    capturer = RoutingCapturer(RoutingLayout((0, 1, 2, 3, 4), 5, 8, 2), 4, "cpu")
+    capturer = RoutingCapturer(ModelLayout((0, 1, 2, 3, 4), 5, 8, 2), 4, "cpu")
     ids = step_ids(0, 0)
     capturer.begin()
     capturer.capture(0, ids)
@@ -413,9 +413,9 @@ def test_columns_that_fired_are_those_that_were_written_to_the_end() -> None:
 @pytest.mark.parametrize("experts", [256, 65536])
 def test_one_expert_of_as_many_as_the_id_type_holds_is_refused(experts: int) -> None:
     with pytest.raises(InvalidArgument, match="num_experts"):
-        RoutingCapturer(RoutingLayout((0,), 1, experts, 1), 4, "cpu")
-    RoutingCapturer(RoutingLayout((0,), 1, experts, 2), 4, "cpu")
-    RoutingCapturer(RoutingLayout((0,), 1, experts - 1, 1), 4, "cpu")
+        RoutingCapturer(ModelLayout((0,), 1, experts, 1), 4, "cpu")
+    RoutingCapturer(ModelLayout((0,), 1, experts, 2), 4, "cpu")
+    RoutingCapturer(ModelLayout((0,), 1, experts - 1, 1), 4, "cpu")
 
 
 @pytest.mark.parametrize(

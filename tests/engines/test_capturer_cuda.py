@@ -12,7 +12,7 @@ import torch
 import torch._dynamo.utils
 
 from routetrace.capture_agent.engines.capturer import PendingRows, RoutingCapturer
-from routetrace.common.layout import RoutingLayout
+from routetrace.common.layout import ModelLayout
 from support.models.small_moe import WIDTH, SmallMoE, tokens, truth
 
 pytestmark = [
@@ -20,7 +20,7 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 
-LAYOUT = RoutingLayout((0, 2, 3), 4, 300, 4)
+LAYOUT = ModelLayout((0, 2, 3), 4, 300, 4)
 SIZES = (4, 8, 16)
 # Cycles for which the device does nothing: some tenths of a second.
 LONG = 1 << 29

@@ -18,7 +18,7 @@ from routetrace.capture_agent.engines.sglang.requests import NO_HANDLE, Deliveri
 from routetrace.capture_agent.engines.sglang.settings import refuse_unsupported, settings_of
 from routetrace.capture_agent.engines.sglang.timeline import Timeline
 from routetrace.common.errors import InvalidArgument
-from routetrace.common.layout import RoutingLayout
+from routetrace.common.layout import ModelLayout
 
 # ---------------------------------------------------------------------- settings
 
@@ -176,7 +176,7 @@ RUNNER = SimpleNamespace(
 
 @pytest.mark.parametrize(("experts", "dtype"), [(16, torch.uint8), (300, torch.int16)])
 def test_rows_are_private_and_a_layer_that_does_not_write_is_seen(seams_of_sglang, experts, dtype):
-    layout = RoutingLayout((0, 2), 3, experts, 2)
+    layout = ModelLayout((0, 2), 3, experts, 2)
     rows_of = tap.Tap(RUNNER, layout)
     capturer, taken = seams_of_sglang.current, []
     rows_of.on_forward_end(lambda fb, rows, slots, native: taken.append((rows, slots)) or "carried")
@@ -197,7 +197,7 @@ def test_rows_are_private_and_a_layer_that_does_not_write_is_seen(seams_of_sglan
 
 def test_padding_and_passes_of_other_ranks_leave_no_rows(seams_of_sglang):
     """A rank of data-parallel attention pads its batch; its pass may have no token of its own."""
-    rows_of = tap.Tap(RUNNER, RoutingLayout((0, 2), 3, 16, 2))
+    rows_of = tap.Tap(RUNNER, ModelLayout((0, 2), 3, 16, 2))
     capturer, taken = seams_of_sglang.current, []
     rows_of.on_forward_end(lambda fb, rows, slots, native: taken.append((rows, slots)))
     buffer = capturer.device_cache.buffer
@@ -218,14 +218,14 @@ def test_padding_and_passes_of_other_ranks_leave_no_rows(seams_of_sglang):
 
 
 def test_a_pass_that_verifies_drafts_has_room(seams_of_sglang):
-    rows_of = tap.Tap(RUNNER, RoutingLayout((0, 2), 3, 16, 2), num_drafts=11)
+    rows_of = tap.Tap(RUNNER, ModelLayout((0, 2), 3, 16, 2), num_drafts=11)
     buffer = seams_of_sglang.current.device_cache.buffer
     assert buffer.shape == (11, 3, 3)
     assert rows_of.unwritten_layers() == [0, 2]
 
 
 def test_a_rank_without_agent_takes_no_rows(seams_of_sglang):
-    tap.Tap(RUNNER, RoutingLayout((0, 2), 3, 16, 2)).ignore()
+    tap.Tap(RUNNER, ModelLayout((0, 2), 3, 16, 2)).ignore()
     assert seams_of_sglang.current.on_forward_end("batch", False, None) is None
 
 
@@ -251,7 +251,7 @@ def tapped(seams_of_sglang, monkeypatch):
     monkeypatch.setitem(sys.modules, "sglang.srt.model_executor.forward_batch_info", module)
 
     def make(shown):
-        rows_of = tap.Tap(RUNNER, RoutingLayout((0, 2), 3, 16, 2))
+        rows_of = tap.Tap(RUNNER, ModelLayout((0, 2), 3, 16, 2))
         eager = Eager(seams_of_sglang.current, shown)
         backend = SimpleNamespace(get_cuda_graph_seq_len_fill_value=lambda: 1)
         return rows_of, SimpleNamespace(eager_runner=eager, attn_backend=backend)
@@ -301,7 +301,7 @@ def test_without_a_dummy_pass_a_server_starts_and_the_log_says_so(tapped, caplog
 
 def test_a_capturer_of_another_model_is_refused(seams_of_sglang):
     with pytest.raises(InvalidArgument, match="3 layers of 2 experts"):
-        tap.Tap(RUNNER, RoutingLayout((0, 2), 3, 16, 4))
+        tap.Tap(RUNNER, ModelLayout((0, 2), 3, 16, 4))
 
 
 # ---------------------------------------------------------------------- calls of the agent
@@ -491,7 +491,7 @@ def scheduler(monkeypatch):
 
     monkeypatch.setattr(captures, "CaptureAgent", make)
     passes = Passes()
-    layout = RoutingLayout((0, 2), 3, 16, 2)
+    layout = ModelLayout((0, 2), 3, 16, 2)
     config = AgentConfig("localhost:1", "e", layout, block_size=4, num_blocks=99)
     capture = captures.Capture(passes, config)
 

@@ -18,16 +18,16 @@ import torch._dynamo
 from torch.overrides import TorchFunctionMode
 
 from routetrace.capture_agent.engines.capturer import PendingRows, RoutingCapturer
-from routetrace.client import MicroBatch, Rank, RankRows, RoutingTrace, Sample, make_plan
+from routetrace.client import FetchPlan, MicroBatch, Rank, Rows, Sample, Trace
 from routetrace.client._core.assemble import Assembler, Want
 from routetrace.client._memory import zeros
-from routetrace.common.layout import RoutingLayout
+from routetrace.common.layout import ModelLayout
 from routetrace.trainers._force import Given
 from support.models.fake_streams import FakeCuda, FakeEvent, FakeStream
 from support.servers.client_server import LAYOUT as NARROW
 from support.servers.client_server import WIDE, Truth, truth
 
-LAYOUT = RoutingLayout((0, 2, 3), 4, 300, 4)
+LAYOUT = ModelLayout((0, 2, 3), 4, 300, 4)
 TOKENS = 16
 # Cycles for which the device does nothing: some tenths of a second.
 LONG = 1 << 29
@@ -196,16 +196,16 @@ def test_replayed_rows_may_be_overwritten_when_they_have_settled(
         assert torch.equal(found.to("cpu"), expected)
 
 
-def pinned_trace(source: Truth) -> RoutingTrace:
+def pinned_trace(source: Truth) -> Trace:
     assembler = Assembler(Want("req", None, mask=True, pin_memory=True))
     for message in source.responses():
         assembler.feed(message)
     trace = assembler.finish()
-    assert isinstance(trace, RoutingTrace)
+    assert isinstance(trace, Trace)
     return trace
 
 
-PARTS: dict[str, Callable[[RoutingTrace], RoutingTrace]] = {
+PARTS: dict[str, Callable[[Trace], Trace]] = {
     "all": lambda trace: trace,
     "tokens": lambda trace: trace.tokens(3, 9),
     "later layers": lambda trace: trace.layers(trace.layer_ids[1:]),
@@ -216,7 +216,7 @@ PARTS: dict[str, Callable[[RoutingTrace], RoutingTrace]] = {
 @pytest.mark.parametrize("layout", [NARROW, WIDE], ids=["uint8", "uint16"])
 @pytest.mark.parametrize("part", PARTS)
 def test_a_trace_may_go_as_soon_as_its_tensor_is_there(
-    cuda: Any, part: str, layout: RoutingLayout
+    cuda: Any, part: str, layout: ModelLayout
 ) -> None:
     """Its pinned memory is not another trace's before the copy is over, from wherever it was."""
     sources = [truth(12, layout=layout, rng=random.Random(seed)) for seed in range(4)]
@@ -235,15 +235,15 @@ def test_a_trace_may_go_as_soon_as_its_tensor_is_there(
 
 def test_the_rows_of_a_rank_may_go_as_soon_as_their_tensors_are_there(cuda: Any) -> None:
     batch = MicroBatch.padded([Sample.of("r", 9)], 9)
-    plan = make_plan(NARROW, batch, Rank(NARROW.layer_ids, flatten="batch"))
+    plan = FetchPlan.make(NARROW, batch, Rank(NARROW.layer_ids, flatten="batch"))
     rng = np.random.default_rng(0)
 
-    def pinned_rows() -> RankRows:
+    def pinned_rows() -> Rows:
         ids = zeros(plan.shape, NARROW.dtype, pin=True)
         valid = zeros(plan.shape[:2], np.bool_, pin=True)
         ids[:] = rng.integers(0, NARROW.num_experts, plan.shape)
         valid[:] = rng.random(plan.shape[:2]) < 0.5
-        return RankRows(plan=plan, topk_ids=ids, valid=valid, layer_ids=plan.layer_ids)
+        return Rows(plan=plan, topk_ids=ids, valid=valid, layer_ids=plan.layer_ids)
 
     before = cuda.waits
     expected, found = [], []

@@ -22,7 +22,7 @@ from routetrace.capture_agent import AgentConfig, CaptureAgent
 from routetrace.capture_agent.engines.transformers import TransformersCapture, generate
 from routetrace.client import RouteClient
 from routetrace.common.errors import InvalidArgument
-from routetrace.common.layout import RoutingLayout
+from routetrace.common.layout import ModelLayout
 from routetrace.server.testing import run_server
 from support.models.routing_truth import RecordingAgent, Truth, assert_no_hooks, padded, reforward
 from support.models.tiny_models import EOS, FAMILIES, PAD, paging, tiny_model
@@ -439,13 +439,13 @@ def test_what_cannot_be_captured_is_refused(field: str, kwargs: dict[str, Any]) 
 
 def test_layers_that_cannot_be_captured_are_named() -> None:
     model, layout = tiny_model("qwen2_moe")  # layer 1 is dense
-    wrong = RoutingLayout((0, 1, 2), 3, layout.num_experts, layout.top_k)
+    wrong = ModelLayout((0, 1, 2), 3, layout.num_experts, layout.top_k)
     with pytest.raises(InvalidArgument, match=r"layer_ids is \[1\]; expected .*\[0, 2\]"):
         TransformersCapture(model, RecordingAgent(wrong), layout=wrong)
-    wrong = RoutingLayout((0,), 3, layout.num_experts, layout.top_k)
+    wrong = ModelLayout((0,), 3, layout.num_experts, layout.top_k)
     with pytest.raises(InvalidArgument, match=r"layer_ids is \[2\]"):
         TransformersCapture(model, RecordingAgent(wrong), layout=wrong)
-    wrong = RoutingLayout((0, 2), 3, 2, 2)
+    wrong = ModelLayout((0, 2), 3, 2, 2)
     with pytest.raises(InvalidArgument, match=r"ids in \[0, 2\)"):
         TransformersCapture(model, RecordingAgent(wrong), layout=wrong)
     with pytest.raises(InvalidArgument, match="layout"):

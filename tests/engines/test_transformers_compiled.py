@@ -12,7 +12,7 @@ from torch._dynamo.backends.debugging import aot_eager
 from transformers import CompileConfig
 
 from routetrace.capture_agent.engines.transformers import TransformersCapture
-from routetrace.common.layout import RoutingLayout
+from routetrace.common.layout import ModelLayout
 from support.models.routing_truth import RecordingAgent, assert_no_hooks, padded, reforward
 from support.models.tiny_models import tiny_model
 
@@ -184,7 +184,7 @@ def test_more_shapes_than_are_compiled_run_uncompiled(monkeypatch: pytest.Monkey
 def test_a_router_that_runs_twice_in_compiled_code_gives_invalid_cells() -> None:
     captured, backend = Captured("qwen3_moe"), Backend()
     captured.generate(backend, PROMPTS)
-    layout: RoutingLayout = captured.layout
+    layout: ModelLayout = captured.layout
     gate = captured.model.model.layers[layout.layer_ids[1]].mlp.gate
     forward = gate.forward
 

@@ -25,10 +25,10 @@ from routetrace.capture_agent.engines.vllm import worker as worker_module
 from routetrace.capture_agent.engines.vllm.schedule import Schedule
 from routetrace.capture_agent.engines.vllm.worker import WorkerSide
 from routetrace.client import RouteClient, TraceState
-from routetrace.common.layout import RoutingLayout
+from routetrace.common.layout import ModelLayout
 from routetrace.server.testing import run_server
 
-LAYOUT = RoutingLayout((0, 2), 3, 16, 2)
+LAYOUT = ModelLayout((0, 2), 3, 16, 2)
 BLOCK = 4
 NOBODY = -1
 

@@ -10,7 +10,7 @@ from tempfile import TemporaryDirectory
 import numpy as np
 
 from faults.script import RUN, Said, Script
-from routetrace.client import RouteClient, RoutingTrace, TraceState
+from routetrace.client import RouteClient, Trace, TraceState
 from routetrace.common.errors import NotFound, RouteTraceError
 from routetrace.server.index.records.record import decode_record
 from routetrace.server.store.disk.store import DiskStore
@@ -78,7 +78,7 @@ def compare(
     lower, upper = script.said(known.acked), script.said(known.sent)
     served = Served()
     names = map(script.trace_id, upper)
-    answers: Iterable[RoutingTrace | RouteTraceError] = (
+    answers: Iterable[Trace | RouteTraceError] = (
         client.get_many(names, prefetch=prefetch, errors="return", missing="mask")
         if prefetch
         else (_get(client, name) for name in names)
@@ -102,16 +102,14 @@ def compare(
     return served
 
 
-def _get(client: RouteClient, name: str) -> RoutingTrace | RouteTraceError:
+def _get(client: RouteClient, name: str) -> Trace | RouteTraceError:
     try:
         return client.get(name, missing="mask")
     except RouteTraceError as error:
         return error
 
 
-def _compare_one(
-    name: str, trace: RoutingTrace, rows: np.ndarray, at_least: Said, at_most: Said
-) -> None:
+def _compare_one(name: str, trace: Trace, rows: np.ndarray, at_least: Said, at_most: Said) -> None:
     n = len(trace)
     check(trace.num_incarnations == 1, f"{name}: {trace.num_incarnations} incarnations: doubled")
     check(

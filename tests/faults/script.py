@@ -13,13 +13,13 @@ from zlib import crc32
 import numpy as np
 
 from routetrace.codec.records import FinishReason, OpKind
-from routetrace.common.layout import RoutingLayout
+from routetrace.common.layout import ModelLayout
 from routetrace.v1 import routetrace_pb2 as pb
 from support.agents.feeder import ChunkMaker, seal
 from support.servers.client_server import rows_of
 
 #: So many rows are possible that no two of a run are the same.
-LAYOUT = RoutingLayout((1, 2, 4, 5), 6, 64, 3)
+LAYOUT = ModelLayout((1, 2, 4, 5), 6, 64, 3)
 RUN = "faults"
 
 #: Seconds that short-lived traces live.

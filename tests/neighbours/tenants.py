@@ -14,10 +14,10 @@ from neighbours.place import Access
 from routetrace.capture_agent import AgentConfig, CaptureAgent
 from routetrace.client import RouteClient, TraceState
 from routetrace.common.errors import NotFound, RouteTraceError
-from routetrace.common.layout import RoutingLayout
+from routetrace.common.layout import ModelLayout
 from support.servers.client_server import rows_of
 
-LAYOUT = RoutingLayout(tuple(range(16)), 16, 128, 8)
+LAYOUT = ModelLayout(tuple(range(16)), 16, 128, 8)
 ROWS = 64
 
 #: Traces that are there before anything is measured.

@@ -12,7 +12,7 @@ from oracle.marks import MARKS, marked
 from oracle.request import Request
 from oracle.truth import Bound, Expected, Policy, PrefixRows, Record, RowStore
 from oracle.world import EngineSpec, Shard, World
-from routetrace.common.layout import RoutingLayout
+from routetrace.common.layout import ModelLayout
 
 COUNTS = (
     *("requests", "samples", "turns", "branches", "retries", "continued", "resubmitted"),
@@ -54,7 +54,7 @@ class Cluster:
 
     def __init__(
         self,
-        layout: RoutingLayout,
+        layout: ModelLayout,
         seed: int,
         world: World,
         specs: Sequence[EngineSpec] | None = None,
@@ -383,7 +383,7 @@ class Cluster:
         return (yield Ask(rng.choice(whole), request))
 
 
-def random_specs(rng: random.Random, layout: RoutingLayout) -> list[EngineSpec]:
+def random_specs(rng: random.Random, layout: ModelLayout) -> list[EngineSpec]:
     """A mix of engines, of one to five."""
     specs = [_random_spec(rng, layout, f"engine{i}") for i in range(rng.randint(1, 3))]
     if rng.random() < 0.4:
@@ -393,7 +393,7 @@ def random_specs(rng: random.Random, layout: RoutingLayout) -> list[EngineSpec]:
     return specs
 
 
-def _random_spec(rng: random.Random, layout: RoutingLayout, name: str) -> EngineSpec:
+def _random_spec(rng: random.Random, layout: ModelLayout, name: str) -> EngineSpec:
     block_size = rng.choice((4, 8, 16))
     shards = _random_shards(rng, layout)
     return EngineSpec(
@@ -411,7 +411,7 @@ def _random_spec(rng: random.Random, layout: RoutingLayout, name: str) -> Engine
     )
 
 
-def _random_shards(rng: random.Random, layout: RoutingLayout) -> tuple[Shard, ...]:
+def _random_shards(rng: random.Random, layout: ModelLayout) -> tuple[Shard, ...]:
     """One shard, or pipeline stages, or context-parallel ranks, or ranks of each stage."""
     layers = layout.layer_ids
     if rng.random() < 0.4:

@@ -15,15 +15,15 @@ import numpy.typing as npt
 from oracle.cluster import Cluster
 from oracle.truth import NOBODY, Expected, Policy, PrefixRows
 from routetrace.client import (
+    FetchPlan,
     MicroBatch,
     Rank,
     ReadOptions,
     RouteClient,
-    RoutingTrace,
     Sample,
     Segment,
+    Trace,
     TraceState,
-    make_plan,
 )
 from routetrace.client._core import calls as _calls
 from routetrace.client._core.batch import together
@@ -71,7 +71,7 @@ class _Read:
         version = "" if self.weight_version is None else f", weights {self.weight_version} only"
         return f"trace {self.trace_id!r}, {which}, {self.policy}{version}, {self.prefix_rows}"
 
-    def get(self, client: RouteClient, **part: Any) -> RoutingTrace:
+    def get(self, client: RouteClient, **part: Any) -> Trace:
         """The answer, with missing cells masked; only `part` of it, if that is named.
 
         Raises:
@@ -81,7 +81,7 @@ class _Read:
             self.trace_id, incarnation=self.incarnation, options=self._options, **part
         )
 
-    def plan(self, client: RouteClient) -> Plan[RoutingTrace]:
+    def plan(self, client: RouteClient) -> Plan[Trace]:
         """The same, to be carried out together with others."""
         return _calls.get(
             client._config,
@@ -241,7 +241,7 @@ class Comparer:
                 tally += self._planned(one, trace)
         return tally
 
-    def _answers(self, reads: Sequence[_Read]) -> Iterator[RoutingTrace | NotFound]:
+    def _answers(self, reads: Sequence[_Read]) -> Iterator[Trace | NotFound]:
         """The answers to reads, or that there is none; every second time of one stream."""
         self._asked += 1
         if self._asked % 2:
@@ -260,7 +260,7 @@ class Comparer:
             else:
                 yield answer
 
-    def _part(self, read: _Read, trace: RoutingTrace) -> Tally:
+    def _part(self, read: _Read, trace: Trace) -> Tally:
         """Reads some rows and layers of a trace alone; the whole of it was right."""
         start = self._rng.randrange(len(trace))
         stop = self._rng.randint(start + 1, len(trace))
@@ -275,7 +275,7 @@ class Comparer:
             raise Wrong(f"{read}: rows [{start}, {stop}) of layers {layer_ids}, read alone, differ")
         return Tally(cells=part.valid.size, missing=int((~part.valid).sum()), reads=1)
 
-    def _planned(self, read: _Read, trace: RoutingTrace) -> Tally:
+    def _planned(self, read: _Read, trace: Trace) -> Tally:
         """Reads what a context-parallel rank has of a trace; the whole of it was right."""
         rng, layer_ids = self._rng, trace.layer_ids
         size = rng.randint(1, 3)
@@ -286,7 +286,7 @@ class Comparer:
         )
         rows = Segment(read.trace_id, 0, len(trace), incarnation=read.incarnation)
         batch = MicroBatch.packed([Sample(len(trace), (rows,))], align=2 * size)
-        plan = make_plan(trace.layout, batch, rank)
+        plan = FetchPlan.make(trace.layout, batch, rank)
         got = self._client.fetch(
             plan,
             missing="mask",
@@ -306,9 +306,7 @@ class Comparer:
             raise Wrong(f"{read}: as {rank} has it, differs")
         return Tally(cells=valid.size, missing=int((~valid).sum()), reads=1)
 
-    def _one(
-        self, read: _Read, trace: RoutingTrace, admitted: list[tuple[Expected, Expected]]
-    ) -> Tally:
+    def _one(self, read: _Read, trace: Trace, admitted: list[tuple[Expected, Expected]]) -> Tally:
         """Compares one answer with those that it may be: it must be one of them as a whole."""
         problems = []
         for expected, whole in admitted:
@@ -322,7 +320,7 @@ class Comparer:
 
     # ------------------------------------------------------------------ one answer
 
-    def _differs(self, trace: RoutingTrace, expected: Expected, whole: Expected) -> str:
+    def _differs(self, trace: Trace, expected: Expected, whole: Expected) -> str:
         """What is wrong with an answer; "" if nothing is."""
         n = len(trace)
         if (trace.token_start, n) != (0, trace.num_rows):
@@ -346,7 +344,7 @@ class Comparer:
             or _reasons_differ(trace, expected)
         )
 
-    def _state_differs(self, trace: RoutingTrace, whole: Expected) -> str:
+    def _state_differs(self, trace: Trace, whole: Expected) -> str:
         complete = bool(whole.num_tokens and (whole.uncertain or whole.there.all()))
         may_be = bool(whole.num_tokens and whole.possible.all())
         allowed = {TraceState.COMPLETE} if complete or may_be else set()
@@ -357,7 +355,7 @@ class Comparer:
             return f"{trace.state.value}, expected {' or '.join(s.value for s in allowed)}"
         return ""
 
-    def _cells_differ(self, trace: RoutingTrace, expected: Expected) -> str:
+    def _cells_differ(self, trace: Trace, expected: Expected) -> str:
         n = len(trace)
         known, valid = expected.known[:n], trace.valid
         wrong = (trace.topk_ids != expected.ids[:n]).any(axis=2) & valid & known
@@ -373,7 +371,7 @@ class Comparer:
             return self._cell(trace, expected, position, column)
         return ""
 
-    def _cell(self, trace: RoutingTrace, expected: Expected, position: int, column: int) -> str:
+    def _cell(self, trace: Trace, expected: Expected, position: int, column: int) -> str:
         """Describes a cell that is wrong."""
         if trace.valid[position, column]:
             ids = trace.topk_ids[position, column]
@@ -391,7 +389,7 @@ class Comparer:
             f"expected {wanted}"
         )
 
-    def _origin(self, trace: RoutingTrace, position: int) -> str:
+    def _origin(self, trace: Trace, position: int) -> str:
         """Where the cluster knows a row from: the places that have most of its cells."""
         places: list[tuple[int, str]] = []
         for trace_id in self._cluster.traces():
@@ -419,7 +417,7 @@ def _default(whole: Sequence[Expected]) -> set[int]:
     return {surely, *(number for number in possibly if number > least)}
 
 
-def _versions_differ(trace: RoutingTrace, expected: Expected) -> str:
+def _versions_differ(trace: Trace, expected: Expected) -> str:
     """Compares the weight versions that are told of each position."""
     n = len(trace)
     told: dict[int, Bools] = {}
@@ -448,7 +446,7 @@ def _versions_differ(trace: RoutingTrace, expected: Expected) -> str:
     return ""
 
 
-def _origins_differ(trace: RoutingTrace, expected: Expected) -> str:
+def _origins_differ(trace: Trace, expected: Expected) -> str:
     """Compares where rows that stand in are told to be from."""
     marked: set[int] = set()
     for start, stop, trace_id in trace.prefix_sources:
@@ -478,7 +476,7 @@ def _possible_versions(expected: Expected, position: int) -> set[int]:
     return versions
 
 
-def _reasons_differ(trace: RoutingTrace, expected: Expected) -> str:
+def _reasons_differ(trace: Trace, expected: Expected) -> str:
     """Compares the reasons of missing cells."""
     columns = {layer: i for i, layer in enumerate(trace.layer_ids)}
     for m in trace.missing:
@@ -497,7 +495,7 @@ def _reasons_differ(trace: RoutingTrace, expected: Expected) -> str:
     return ""
 
 
-def _reason(trace: RoutingTrace, position: int, column: int) -> str:
+def _reason(trace: Trace, position: int, column: int) -> str:
     layer = trace.layer_ids[column]
     return next(
         m.reason for m in trace.missing if m.start <= position < m.stop and layer in m.layer_ids

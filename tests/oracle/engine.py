@@ -26,7 +26,7 @@ from oracle.truth import (
     digest_positions,
 )
 from oracle.world import EngineSpec, Shard, World
-from routetrace.common.layout import RoutingLayout
+from routetrace.common.layout import ModelLayout
 
 VOCABULARY = 4
 """Small, so that branches sample the same tokens for a while and drafts are accepted."""
@@ -113,7 +113,7 @@ class Engine:
     def __init__(
         self,
         spec: EngineSpec,
-        layout: RoutingLayout,
+        layout: ModelLayout,
         store: RowStore,
         world: World,
         rng: random.Random,

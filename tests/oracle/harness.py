@@ -40,7 +40,7 @@ from routetrace.capture_agent.worker import Worker
 from routetrace.client import RouteClient
 from routetrace.client._core.messages import parser_of
 from routetrace.client._shells.drive import Driver
-from routetrace.common.layout import RoutingLayout
+from routetrace.common.layout import ModelLayout
 from routetrace.server.core import Core
 from routetrace.server.index import journal as journal_module
 from routetrace.server.settings.config import ServerConfig
@@ -68,7 +68,7 @@ class BaseWorld:
     name: str
     client: RouteClient
 
-    def __init__(self, layout: RoutingLayout, seed: int) -> None:
+    def __init__(self, layout: ModelLayout, seed: int) -> None:
         self.layout = layout
         self.rng = random.Random(f"world {seed}")
         self.agents: dict[tuple[str, str], CaptureAgent] = {}
@@ -567,7 +567,7 @@ class InlineWorld(BaseWorld):
     name = "inline"
     target = "inline:1"
 
-    def __init__(self, layout: RoutingLayout, seed: int) -> None:
+    def __init__(self, layout: ModelLayout, seed: int) -> None:
         super().__init__(layout, seed)
         self.clock = Clock(1e9)
         self._server_clock = Clock(1e9)
@@ -654,7 +654,7 @@ class SocketWorld(BaseWorld):
 
     name = "socket"
 
-    def __init__(self, layout: RoutingLayout, seed: int) -> None:
+    def __init__(self, layout: ModelLayout, seed: int) -> None:
         super().__init__(layout, seed)
         self._stack = ExitStack()
         self._stack.enter_context(_no_errors())
@@ -753,7 +753,7 @@ class WorkersWorld(SocketWorld):
 
     name = "workers"
 
-    def __init__(self, layout: RoutingLayout, seed: int) -> None:
+    def __init__(self, layout: ModelLayout, seed: int) -> None:
         self._front = f"127.0.0.1:{free_ports(2)}"
         super().__init__(layout, seed)
         self._kill_at = self.rng.randint(20, 60)

@@ -12,7 +12,7 @@ from oracle.engine import Chances
 from oracle.harness import BaseWorld, InlineWorld, SocketWorld, WorkersWorld
 from oracle.taken import TakenWorld
 from oracle.world import EngineSpec
-from routetrace.common.layout import RoutingLayout
+from routetrace.common.layout import ModelLayout
 
 WORLDS: dict[str, type[BaseWorld]] = {
     "inline": InlineWorld,
@@ -23,9 +23,9 @@ WORLDS: dict[str, type[BaseWorld]] = {
 
 #: Few experts, so that an id is 8 bits; many, so that it is 16; layers that are dense; many layers.
 LAYOUTS = (
-    RoutingLayout((0, 1, 2, 3), 4, 16, 2),
-    RoutingLayout((1, 2, 4, 5), 6, 300, 3),
-    RoutingLayout(tuple(range(3, 15)), 15, 128, 4),
+    ModelLayout((0, 1, 2, 3), 4, 16, 2),
+    ModelLayout((1, 2, 4, 5), 6, 300, 3),
+    ModelLayout(tuple(range(3, 15)), 15, 128, 4),
 )
 
 #: Engine requests of one run, about; starting a server is worth more of them.
@@ -63,7 +63,7 @@ def replay(seed: int, world: str, num_requests: int) -> str:
     return f"make test-exact SEED={seed} WORLD={world} ONCE={once}"
 
 
-def _specs(rng: random.Random, layout: RoutingLayout) -> list[EngineSpec]:
+def _specs(rng: random.Random, layout: ModelLayout) -> list[EngineSpec]:
     """A mix of engines; some have so few blocks that requests are preempted all the time."""
     specs = random_specs(rng, layout)
     if rng.random() < 0.5:

@@ -13,7 +13,7 @@ from obstore.store import MemoryStore as MemoryBucket
 
 from oracle.harness import InlineWorld
 from routetrace.common.errors import RouteTraceError
-from routetrace.common.layout import RoutingLayout
+from routetrace.common.layout import ModelLayout
 from routetrace.server.store.interface import Record
 from routetrace.server.store.object.bucket import Bucket, open_bucket
 from routetrace.server.store.object.store import ObjectStore
@@ -32,7 +32,7 @@ class TakenWorld(InlineWorld):
     """s3:// URL of a real object store; empty: in memory."""
     endpoint = ""
 
-    def __init__(self, layout: RoutingLayout, seed: int) -> None:
+    def __init__(self, layout: ModelLayout, seed: int) -> None:
         logging.getLogger("routetrace.server.store").setLevel(logging.CRITICAL)
         self._bucket = (
             open_bucket(f"{self.url}/{seed}-{next(_numbers)}", self.endpoint)

@@ -14,7 +14,7 @@ from typing import Literal
 
 import numpy as np
 
-from routetrace.common.layout import RoutingLayout
+from routetrace.common.layout import ModelLayout
 
 Policy = Literal["as_sampled", "latest"]
 PrefixRows = Literal["same_version", "any_version", "never"]
@@ -43,7 +43,7 @@ def _picks(num_experts: int, top_k: int) -> np.ndarray:
 class RowStore:
     """Every row that any forward pass chose, by its number."""
 
-    def __init__(self, layout: RoutingLayout, seed: int) -> None:
+    def __init__(self, layout: ModelLayout, seed: int) -> None:
         self.num_layers = len(layout.layer_ids)
         self._ids = _picks(layout.num_experts, layout.top_k).astype(layout.dtype)
         self._rng = np.random.default_rng(seed)

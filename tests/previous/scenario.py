@@ -13,21 +13,21 @@ import pytest
 from previous.serving import BEGINNING, Serving
 from routetrace.codec.records import OpKind, token_digests
 from routetrace.common.errors import ERROR_METADATA_KEY
-from routetrace.common.layout import RoutingLayout
+from routetrace.common.layout import ModelLayout
 from routetrace.simulation.small_engine import SmallEngine
 from routetrace.v1 import routetrace_pb2 as pb
 from support.agents.feeder import Feeder
 from support.reads import Reads
 
-LAYOUT = RoutingLayout((1, 2, 4), 6, 40, 3)
-WIDE = RoutingLayout((0, 3), 4, 300, 2)
-STAGES = (RoutingLayout((1, 2), 6, 40, 3, (1, 2, 4)), RoutingLayout((4,), 6, 40, 3, (1, 2, 4)))
+LAYOUT = ModelLayout((1, 2, 4), 6, 40, 3)
+WIDE = ModelLayout((0, 3), 4, 300, 2)
+STAGES = (ModelLayout((1, 2), 6, 40, 3, (1, 2, 4)), ModelLayout((4,), 6, 40, 3, (1, 2, 4)))
 TOKENS = np.arange(100, 200)
 #: Time at which the directory is opened again: a lease has ended meanwhile.
 AGAIN = BEGINNING + 300
 
 
-def rows(layout: RoutingLayout, count: int, seed: int) -> np.ndarray:
+def rows(layout: ModelLayout, count: int, seed: int) -> np.ndarray:
     """Ids [count, layers, top_k] that a router could have chosen."""
     order = np.random.default_rng(seed).random((count, len(layout.layer_ids), layout.num_experts))
     return order.argsort(axis=2)[:, :, : layout.top_k].astype(layout.dtype)
@@ -44,7 +44,7 @@ class Script:
         self.reads = Reads(target)
         self.seed = 0
 
-    def open(self, name: str, layout: RoutingLayout, **hello: Any) -> Feeder:
+    def open(self, name: str, layout: ModelLayout, **hello: Any) -> Feeder:
         known = self.known.get(name, {"epoch": 0, "names": [], "step": 0})
         feeder = Feeder(self.target, layout, epoch=known["epoch"], **hello)
         feeder.names, feeder.step_number = list(known["names"]), known["step"]

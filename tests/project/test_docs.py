@@ -18,8 +18,7 @@ import torch
 from routetrace.capture_agent import AgentConfig, CaptureAgent
 from routetrace.capture_agent.engines.transformers import TransformersCapture
 from routetrace.client import RouteClient
-from routetrace.common.layout import RoutingLayout
-from routetrace.common.model_map import layout_from_config
+from routetrace.common.layout import ModelLayout
 from routetrace.server.testing import run_server
 from support.servers.client_server import rows_of
 
@@ -49,7 +48,7 @@ def rollouts() -> Iterator[dict[str, Any]]:
     prompts = torch.randint(1, 256, (2, PROMPT), generator=torch.Generator().manual_seed(1))
     with run_server() as server:
         config = AgentConfig(
-            target=server.target, engine_id="e", layout=layout_from_config(model.config)
+            target=server.target, engine_id="e", layout=ModelLayout.from_config(model.config)
         )
         with CaptureAgent(config) as agent:
             output = TransformersCapture(model.eval(), agent).generate(
@@ -88,7 +87,7 @@ class FrameworkReplay:
 @pytest.fixture(scope="module")
 def frameworks() -> Iterator[dict[str, Any]]:
     """The same for frameworks: two requests, and what stands for the framework's own objects."""
-    layout = RoutingLayout((1, 2, 4), 6, 16, 4)
+    layout = ModelLayout((1, 2, 4), 6, 16, 4)
     replays = [FrameworkReplay(), FrameworkReplay()]
     lazy: list[Any] = []
     with run_server() as server, RouteClient(server.target) as client:

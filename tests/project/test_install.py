@@ -127,9 +127,9 @@ import numpy as np
 from routetrace.capture_agent import AgentConfig, CaptureAgent
 from routetrace.client import RouteClient
 from routetrace.server.testing import run_server
-from routetrace.common.layout import RoutingLayout
+from routetrace.common.layout import ModelLayout
 
-layout = RoutingLayout((1, 2, 4), num_hidden_layers=6, num_experts=40, top_k=3)
+layout = ModelLayout((1, 2, 4), num_hidden_layers=6, num_experts=40, top_k=3)
 ids = np.random.default_rng(0).permuted(np.tile(np.arange(40), (300, 3, 1)), axis=2)[:, :, :3]
 with run_server() as server:
     with CaptureAgent(AgentConfig(server.target, "engine", layout)) as agent:

@@ -117,21 +117,22 @@ CLIENT_NAMES = [
     "MicroBatch",
     "MissingDependency",
     "MissingRange",
+    "ModelLayout",
     "ModelNotSupported",
     "Moved",
     "NotFound",
     "OutOfSequence",
     "Overloaded",
     "PermissionDenied",
-    "Plan",
+    "FetchPlan",
     "Prefetch",
     "Rank",
-    "RankRows",
+    "Rows",
     "ReadFacts",
     "ReadOptions",
     "RouteClient",
     "RouteTraceError",
-    "RoutingTrace",
+    "Trace",
     "Sample",
     "Security",
     "Segment",
@@ -142,9 +143,8 @@ CLIENT_NAMES = [
     "Unauthenticated",
     "Unavailable",
     "__version__",
-    "make_plan",
 ]
-AGENT_NAMES = ["AgentConfig", "AgentStats", "CaptureAgent", "CloseReport"]
+AGENT_NAMES = ["AgentConfig", "AgentStats", "CaptureAgent", "CloseReport", "ModelLayout"]
 
 
 @pytest.mark.parametrize(

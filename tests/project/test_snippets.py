@@ -20,7 +20,7 @@ import torch
 
 from routetrace.capture_agent import AgentConfig, CaptureAgent
 from routetrace.client import Security
-from routetrace.common.layout import RoutingLayout
+from routetrace.common.layout import ModelLayout
 from routetrace.server.testing import run_server
 from support.servers.client_server import rows_of
 from support.snippets import ROOT, Reader, snippets
@@ -57,7 +57,7 @@ PAGES = sorted(
 )
 
 #: MoE layers of the model whose routing the pages read, with the layers that they name.
-LAYOUT = RoutingLayout(tuple(range(12, 24)), 24, 32, 4)
+LAYOUT = ModelLayout(tuple(range(12, 24)), 24, 32, 4)
 
 
 @contextmanager

@@ -13,9 +13,9 @@ import numpy as np
 
 from oracle.harness import InlineWorld
 from oracle.world import EngineSpec, Shard
-from routetrace.client import RouteClient, RoutingTrace
+from routetrace.client import RouteClient, Trace
 from routetrace.common.errors import NotFound, RouteTraceError
-from routetrace.common.layout import RoutingLayout
+from routetrace.common.layout import ModelLayout
 from second_model.answers import Answers, Request
 from second_model.log import UNKNOWN, Log, Part, Policy, Value, Writer
 from second_model.orders import Call, Event, Family
@@ -25,7 +25,7 @@ _SALTS = count(1)
 #: Most requests of a trace whose assignments to incarnations are all tried.
 _PERMUTED = 6
 
-LAYOUT = RoutingLayout((1, 3), 5, 291, 3)
+LAYOUT = ModelLayout((1, 3), 5, 291, 3)
 _PRIME = 97
 
 
@@ -71,9 +71,9 @@ class Ask:
         self.layer_ids = layer_ids
         self.prefix = prefix
         self.versions = versions
-        self._known: dict[tuple[Any, ...], RoutingTrace | None] = {}
+        self._known: dict[tuple[Any, ...], Trace | None] = {}
 
-    def get(self, trace_id: str, **options: Any) -> RoutingTrace | None:
+    def get(self, trace_id: str, **options: Any) -> Trace | None:
         key = trace_id, *sorted(options.items())
         if key not in self._known:
             try:
@@ -96,7 +96,7 @@ def _judge_trace(answers: Answers, trace_id: str, ask: Ask, report: Report) -> N
         report.say("wrong", f"trace {trace_id} should be gone: {default}")
         return
     arrival = sorted(requests, key=_arrival)
-    reads: list[tuple[int, RoutingTrace]] = []
+    reads: list[tuple[int, Trace]] = []
     for number in range(1, len(requests) + 1):
         trace = ask.get(trace_id, incarnation=number)
         if trace is not None and trace.incarnation == number:
@@ -116,7 +116,7 @@ def _judge_trace(answers: Answers, trace_id: str, ask: Ask, report: Report) -> N
 
 
 def _assign(
-    answers: Answers, arrival: list[Request], reads: list[tuple[int, RoutingTrace]], ask: Ask
+    answers: Answers, arrival: list[Request], reads: list[tuple[int, Trace]], ask: Ask
 ) -> tuple[Request, ...]:
     """Which request each incarnation number is: by time, else by fit.
 
@@ -158,7 +158,7 @@ def _judge_incarnation(
     answers: Answers,
     request: Request,
     number: int,
-    trace: RoutingTrace,
+    trace: Trace,
     ask: Ask,
     report: Report,
     *,
@@ -175,7 +175,7 @@ def _judge_incarnation(
     for policy in policies:
         for version in (None,) if briefly else (None, *ask.versions):
             if policy == "as_sampled" and version is None:
-                read: RoutingTrace | None = trace
+                read: Trace | None = trace
             else:
                 read = ask.get(trace_id, incarnation=number, policy=policy, weight_version=version)
             what = f"{name} {policy}" + ("" if version is None else f" of version {version}")
@@ -200,7 +200,7 @@ def _length(request: Request) -> int:
 
 
 def _judge_cells(
-    read: RoutingTrace,
+    read: Trace,
     what: str,
     expected: Callable[[int, int], Value],
     reasons: Callable[[int], set[str]] | None,
@@ -250,7 +250,7 @@ def _judge_cells(
                     )
 
 
-def _spans(read: RoutingTrace) -> Iterable[tuple[int, int, int]]:
+def _spans(read: Trace) -> Iterable[tuple[int, int, int]]:
     spans = [tuple(s) for s in read.weight_versions]
     return [s for s in spans if len(s) == 3]  # type: ignore[misc]
 

@@ -18,7 +18,7 @@ import pytest
 from routetrace.client import RouteClient
 from routetrace.common.drops import DROP_REASONS, OTHER_REASON
 from routetrace.common.errors import PermissionDenied, Unauthenticated
-from routetrace.common.layout import RoutingLayout
+from routetrace.common.layout import ModelLayout
 from routetrace.common.security import Security
 from routetrace.server.testing import ServerProcess, run_server
 from routetrace.v1 import routetrace_pb2 as pb
@@ -28,7 +28,7 @@ from support.scrape import Scraped
 from support.waiting import wait_for
 
 #: Rows that zstd does not shrink: a trace larger than gRPC's window needs few of them.
-LAYOUT = RoutingLayout(tuple(range(48)), 48, 128, 8)
+LAYOUT = ModelLayout(tuple(range(48)), 48, 128, 8)
 
 
 def rows_of(count: int, seed: int = 0) -> np.ndarray:

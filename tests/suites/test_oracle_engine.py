@@ -23,9 +23,9 @@ from oracle.truth import (
 )
 from oracle.world import EngineSpec, Shard
 from routetrace.codec import records
-from routetrace.common.layout import RoutingLayout
+from routetrace.common.layout import ModelLayout
 
-LAYOUT = RoutingLayout((0, 2, 3), 4, 64, 2)
+LAYOUT = ModelLayout((0, 2, 3), 4, 64, 2)
 WHOLE = (Shard("", LAYOUT.layer_ids),)
 
 

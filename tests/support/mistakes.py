@@ -21,13 +21,12 @@ import pytest
 
 import routetrace.client
 from routetrace.capture_agent import AgentConfig, CaptureAgent
-from routetrace.common import model_map
-from routetrace.common.layout import RoutingLayout
+from routetrace.common.layout import ModelLayout
 from routetrace.server.testing import free_ports, run_server
 from support.waiting import wait_for
 
 # Layer 0 is dense.
-LAYOUT = RoutingLayout((1, 2, 3), 4, 16, 2)
+LAYOUT = ModelLayout((1, 2, 3), 4, 16, 2)
 ROWS = np.broadcast_to(np.arange(2, dtype=np.uint8), (9, 3, 2))
 
 #: Seconds of a case; it takes far fewer.
@@ -168,7 +167,7 @@ def _is(got: object, wanted: Any, things: World) -> bool:
 
 
 def _class_of(name: str, told: str) -> type[BaseException]:
-    for module in (routetrace.client, model_map, builtins):
+    for module in (routetrace.client, builtins):
         found = getattr(module, name, None)
         if isinstance(found, type):
             return found

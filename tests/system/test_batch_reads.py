@@ -15,19 +15,19 @@ import pytest
 
 from routetrace.client import (
     AsyncRouteClient,
+    FetchPlan,
     MicroBatch,
     Rank,
     ReadOptions,
     RouteClient,
-    RoutingTrace,
     Sample,
-    make_plan,
+    Trace,
 )
 from routetrace.client._core import calls as _calls
 from routetrace.client._core.batch import together
 from routetrace.client._core.steps import Plan
 from routetrace.common.errors import DeadlineExceeded, NotFound, RouteTraceError
-from routetrace.common.layout import RoutingLayout
+from routetrace.common.layout import ModelLayout
 from routetrace.server.read.batch import Batch
 from routetrace.server.testing import free_ports, run_server
 from routetrace.simulation.small_engine import SmallEngine
@@ -37,8 +37,8 @@ from support.agents.feeder import Feeder
 from support.scrape import Scraped
 from support.waiting import wait_for
 
-LAYOUT = RoutingLayout((1, 2, 4), 6, 40, 3)
-WIDE = RoutingLayout(tuple(range(48)), 48, 256, 8)
+LAYOUT = ModelLayout((1, 2, 4), 6, 40, 3)
+WIDE = ModelLayout(tuple(range(48)), 48, 256, 8)
 GONE = 60
 
 
@@ -66,7 +66,7 @@ def filled(server) -> SmallEngine:
     feeder.close()
 
 
-def said(outcome: RoutingTrace | RouteTraceError) -> object:
+def said(outcome: Trace | RouteTraceError) -> object:
     """All that a caller sees of a read."""
     if isinstance(outcome, RouteTraceError):
         text = str(outcome).replace("request_id", "trace_id")  # the argument of `get`
@@ -79,7 +79,7 @@ def said(outcome: RoutingTrace | RouteTraceError) -> object:
     return facts, outcome.topk_ids.tobytes(), outcome.valid.tobytes()
 
 
-def alone(client: RouteClient, name: str, **how: object) -> RoutingTrace | RouteTraceError:
+def alone(client: RouteClient, name: str, **how: object) -> Trace | RouteTraceError:
     try:
         return client.get(name, **how)
     except RouteTraceError as error:
@@ -142,11 +142,11 @@ def test_a_fetch_of_many_requests_is_that_of_each(server, filled, concurrency):
     rank = Rank(layer_ids=(1, 4))
     options = ReadOptions(missing="mask", timeout=GONE)
     with RouteClient(server.target, run="filled") as client:
-        plan = make_plan(LAYOUT, MicroBatch.packed(samples), rank)
+        plan = FetchPlan.make(LAYOUT, MicroBatch.packed(samples), rank)
         got = client.fetch(plan, options=options, concurrency=concurrency)
         at = 0
         for sample in samples:
-            plan = make_plan(LAYOUT, MicroBatch.packed([sample]), rank)
+            plan = FetchPlan.make(LAYOUT, MicroBatch.packed([sample]), rank)
             one = client.fetch(plan, options=options)
             part = slice(at, at + sample.num_tokens)
             at = part.stop
@@ -155,7 +155,7 @@ def test_a_fetch_of_many_requests_is_that_of_each(server, filled, concurrency):
     assert at == got.valid.shape[1]
 
 
-def rows(count: int, seed: int = 0, layout: RoutingLayout = WIDE) -> np.ndarray:
+def rows(count: int, seed: int = 0, layout: ModelLayout = WIDE) -> np.ndarray:
     rng = np.random.default_rng(seed)
     shape = (count, len(layout.layer_ids), layout.num_experts)
     return rng.random(shape).argsort(axis=2)[:, :, : layout.top_k].astype(layout.dtype)
@@ -167,7 +167,7 @@ def test_a_read_that_waits_delays_no_other(server):
     handles = {name: feeder.begin(name, prompt_len=3) for name in names}
     feeder.flush()
     ids = rows(4, layout=LAYOUT)
-    got: list[RoutingTrace] = []
+    got: list[Trace] = []
     came = threading.Semaphore(0)
 
     def end(name: str) -> None:
@@ -199,7 +199,7 @@ def test_reads_that_waited_in_vain_say_how_far_they_were(server, filled):
     with RouteClient(server.target, run="filled", timeout=GONE) as client:
         got = list(client.get_many(names, errors="return", **how))
     assert [type(g) for g in got] == [
-        RoutingTrace, DeadlineExceeded, RoutingTrace, DeadlineExceeded,
+        Trace, DeadlineExceeded, Trace, DeadlineExceeded,
     ]  # fmt: skip
     assert "did not end within" in str(got[1])
     assert "did not" in str(got[3])
@@ -244,10 +244,10 @@ def long(server):
         yield own, names, ids
 
 
-def slowly(client: RouteClient, names: list[str]) -> Iterator[RoutingTrace | RouteTraceError]:
+def slowly(client: RouteClient, names: list[str]) -> Iterator[Trace | RouteTraceError]:
     """Reads of one stream, whose next message is taken when the next outcome is."""
 
-    def plan(name: str) -> Plan[RoutingTrace]:
+    def plan(name: str) -> Plan[Trace]:
         return _calls.get(
             client._config, name, ReadOptions(), layer_ids=None, token_start=0, token_stop=None,
             incarnation=None, pin_memory=False,
@@ -283,11 +283,11 @@ def test_a_slow_reader_gets_what_it_began_with(long):
             client.delete(name)
         got += read
     assert len(got) == len(names)
-    whole = [isinstance(outcome, RoutingTrace) for outcome in got]
+    whole = [isinstance(outcome, Trace) for outcome in got]
     assert whole == sorted(whole, reverse=True)
     assert not whole[-1]
     for outcome in got:
-        if isinstance(outcome, RoutingTrace):
+        if isinstance(outcome, Trace):
             assert np.array_equal(outcome.topk_ids, ids)
         else:
             assert isinstance(outcome, NotFound)

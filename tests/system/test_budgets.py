@@ -23,7 +23,7 @@ from routetrace.common.errors import (
     Unauthenticated,
     from_detail,
 )
-from routetrace.common.layout import RoutingLayout
+from routetrace.common.layout import ModelLayout
 from routetrace.common.security import Security
 from routetrace.server.ingest.service import MAX_BIND_BYTES
 from routetrace.server.testing import ServerProcess, run_server
@@ -33,7 +33,7 @@ from support.agents.feeder import ChunkMaker, Feeder, Stream, seal
 from support.scrape import Scraped
 from support.waiting import wait_for, with_time
 
-LAYOUT = RoutingLayout((0, 1), 2, 8, 2)
+LAYOUT = ModelLayout((0, 1), 2, 8, 2)
 ALL = ["ingest", "read", "admin"]
 VICTIM, ATTACKER = Security(token="rt_victim"), Security(token="rt_attacker")
 
@@ -260,7 +260,7 @@ def test_a_forgotten_engine_stays_forgotten_and_its_traces_stay(tmp_path: Path) 
 
 
 def test_a_token_has_one_share_of_the_store_for_all_its_runs(tokens: Path) -> None:
-    layout = RoutingLayout(tuple(range(48)), 48, 128, 8)
+    layout = ModelLayout(tuple(range(48)), 48, 128, 8)
     rng = np.random.default_rng(0)
     rows = np.argsort(rng.random((256, 48, 128), np.float32), axis=2)[..., :8].astype(np.uint8)
     settings = {"store": "memory", "store_capacity": 4 << 20, "sweep_interval_seconds": 0.05}

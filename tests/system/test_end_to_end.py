@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 
 from routetrace.capture_agent import AgentConfig, AgentStats, CaptureAgent
-from routetrace.client import AsyncRouteClient, RouteClient, RoutingTrace, TraceState
+from routetrace.client import AsyncRouteClient, RouteClient, Trace, TraceState
 from routetrace.common.errors import DeadlineExceeded, Incomplete, InvalidArgument
-from routetrace.common.layout import RoutingLayout
+from routetrace.common.layout import ModelLayout
 from routetrace.server.store.disk.store import DiskStore
 from routetrace.server.testing import free_ports, run_server
 from routetrace.simulation.small_engine import SmallEngine, SmallRequest
 
-LAYOUT = RoutingLayout((1, 2, 4), 6, 300, 3)
+LAYOUT = ModelLayout((1, 2, 4), 6, 300, 3)
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +42,7 @@ def assert_nothing_lost(stats: AgentStats) -> None:
     assert stats.offered_rows == stats.acknowledged_rows + sum(stats.dropped_rows.values())
 
 
-def compare(trace: RoutingTrace, request: SmallRequest, policy: str) -> int:
+def compare(trace: Trace, request: SmallRequest, policy: str) -> int:
     """Compare a trace with the truth, cell by cell; return the cells."""
     truth = request.truth(policy)
     assert trace.num_tokens == len(request.tokens)
@@ -136,7 +136,7 @@ def test_a_follower_waits_for_a_request_that_is_not_known_yet(server):
     config = AgentConfig(target=server.target, run="early", engine_id="e0", layout=LAYOUT)
     rows = np.argsort(np.random.default_rng(0).random((9, 3, 300)))[..., :3]
     with RouteClient(server.target, run="early") as client:
-        parts: list[RoutingTrace] = []
+        parts: list[Trace] = []
         follower = threading.Thread(
             target=lambda: parts.extend(client.follow("r", wait_for="rows", timeout=60))
         )

@@ -30,6 +30,7 @@ from routetrace.client import (
     AsyncRouteClient,
     Closed,
     DeadlineExceeded,
+    FetchPlan,
     InvalidArgument,
     MicroBatch,
     MissingDependency,
@@ -42,14 +43,13 @@ from routetrace.client import (
     Security,
     Unauthenticated,
     Unavailable,
-    make_plan,
 )
-from routetrace.common.layout import RoutingLayout
+from routetrace.common.layout import ModelLayout
 from routetrace.server.testing import ServerProcess, free_ports, run_server
 from routetrace.trainers.replay import replay
 from support.waiting import wait_for
 
-LAYOUT = RoutingLayout((1, 2, 4), 6, 300, 3)
+LAYOUT = ModelLayout((1, 2, 4), 6, 300, 3)
 ROWS = np.broadcast_to(np.arange(3, dtype=np.uint16), (3, 3, 3))
 #: Seconds of a call, far more than any of these may take.
 LONG = 60.0
@@ -502,8 +502,8 @@ MISTAKES: list[tuple[str, str, Callable[[Things], object]]] = [
     ),
     ("tls", "in plain text", lambda t: client("traces", security=Security(token="t"))),
     ("config", "expected AgentConfig", lambda t: CaptureAgent(t.target)),
-    ("layout", "expected RoutingLayout", lambda t: agent(layout="qwen3")),
-    ("layout", "expected RoutingLayout", lambda t: agent(layout=None)),
+    ("layout", "expected ModelLayout", lambda t: agent(layout="qwen3")),
+    ("layout", "expected ModelLayout", lambda t: agent(layout=None)),
     ("engine_id", "0 (int); expected str", lambda t: agent(engine_id=0)),
     ("engine_id", "engine_id is ''; expected 1 to 512", lambda t: agent(engine_id="")),
     ("run", "7 (int); expected str", lambda t: agent(run=7)),
@@ -618,8 +618,8 @@ MISTAKES: list[tuple[str, str, Callable[[Things], object]]] = [
         "",
         "",
         lambda t: t.client.fetch(
-            make_plan(
-                RoutingLayout((0, 1), 6, 300, 3),
+            FetchPlan.make(
+                ModelLayout((0, 1), 6, 300, 3),
                 MicroBatch.packed([Sample.of("kept", token_ids=[1, 2, 3, 4])]),
                 Rank(layer_ids=[0]),
             )

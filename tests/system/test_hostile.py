@@ -19,7 +19,8 @@ from routetrace.client._core.messages import MAX_FIELDS, MAX_HEAD_BYTES, parser_
 from routetrace.codec.frame import Codec, decode_frame, decode_frames, encode_frame, read_header
 from routetrace.codec.records import DIGEST, NO_REQUEST, OP, SPAN, U32, U64, OpKind
 from routetrace.common.errors import Corrupt, InvalidArgument
-from routetrace.common.layout import MAX_LAYERS, RoutingLayout
+from routetrace.common.layout import ModelLayout
+from routetrace.common.limits import MAX_LAYERS
 from routetrace.server.index.apply import apply_record
 from routetrace.server.index.chunk import MAX_CHUNK_ROWS, MAX_OPS, parse_header
 from routetrace.server.index.records.record import encode_open
@@ -124,7 +125,7 @@ def test_fuzzing_finds_nothing(target, inputs):
 def test_a_zstd_bomb_is_stored_unopened_and_refused_by_the_reader_before_it_allocates(
     server, stream
 ):
-    layout = RoutingLayout((1,), 2, 40, 3)
+    layout = ModelLayout((1,), 2, 40, 3)
     hello = pb.Hello(run="bomb", engine_id="e", layout=layout.to_proto())
     bombs = Stream(server.target, hello)
     maker = ChunkMaker(layout)
@@ -360,7 +361,7 @@ def test_a_page_is_as_large_as_a_message_may_be(server, reads):
 
 def test_the_client_refuses_a_stream_of_bombs_before_it_allocates():
     """Declared sizes that are wrong, missing, or of a frame that is larger than any may be."""
-    source = truth(12_000, layout=RoutingLayout((1,), 2, 40, 3))
+    source = truth(12_000, layout=ModelLayout((1,), 2, 40, 3))
     [first, *_] = source.responses()
     frame = encode_frame(source.ids, source.layout)
     undeclared = struct.pack("<IB", 0xFD2FB528, 0) + b"\x58" + bomb(1 << 30)[13:]
@@ -388,7 +389,7 @@ def test_the_client_refuses_a_stream_of_bombs_before_it_allocates():
 
 
 def test_many_frames_of_much_content_are_decoded_a_few_at_a_time():
-    layout = RoutingLayout(tuple(range(16)), 16, 40, 16)
+    layout = ModelLayout(tuple(range(16)), 16, 40, 16)
     ids = np.broadcast_to(np.arange(16, dtype=np.uint8), (1 << 16, 16, 16))
     frame = encode_frame(ids, layout)  # 16 MiB in a few kB
     assert len(frame) < 64 << 10
@@ -399,7 +400,7 @@ def test_many_frames_of_much_content_are_decoded_a_few_at_a_time():
 
 
 def test_ids_of_experts_that_are_not_there_never_reach_a_caller(server):
-    layout = RoutingLayout((1, 2), 3, 40, 3)
+    layout = ModelLayout((1, 2), 3, 40, 3)
     feeder = Feeder(server.target, layout, run="experts")
     handle = feeder.begin("r")
     rows = rows_of(layout, 4)
@@ -428,7 +429,7 @@ def fed(want: Want, *messages: pb.GetTraceResponse):
     return assembler.finish()
 
 
-def info_of(num_rows: int, layout: RoutingLayout = LAYOUT) -> pb.TraceInfo:
+def info_of(num_rows: int, layout: ModelLayout = LAYOUT) -> pb.TraceInfo:
     info = pb.TraceInfo()
     info.CopyFrom(truth(3, layout=layout, state=pb.TRACE_STATE_RUNNING).info)
     info.num_rows = num_rows
@@ -449,7 +450,7 @@ def test_a_few_bytes_can_not_make_the_client_fill_its_memory():
     end.missing.extend([pb.MissingRange(start=0, stop=rows, reason=1)] * 2_000)
     with pytest.raises(Corrupt, match="more missing cells"):  # not after hours
         fed(want, pb.GetTraceResponse(info=info, end=end))
-    wide = RoutingLayout(tuple(range(MAX_LAYERS)), MAX_LAYERS, 2048, 1024)
+    wide = ModelLayout(tuple(range(MAX_LAYERS)), MAX_LAYERS, 2048, 1024)
     for huge in (info_of(assemble_module.MAX_ROWS, wide), info_of(2**32 - 1)):
         with pytest.raises(Corrupt, match="more than"):
             fed(
@@ -502,12 +503,12 @@ def test_layouts_are_counted_before_they_are_read():
         message = LAYOUT.to_proto()
         getattr(message, field).extend(range(MAX_LAYERS))
         with pytest.raises(InvalidArgument, match=f"number of {field}"):
-            RoutingLayout.from_proto(message)
+            ModelLayout.from_proto(message)
 
 
 def test_what_the_limits_allow_is_taken():
     """The largest chunk that an agent makes, so that no limit is in its way."""
-    layout = RoutingLayout((0,), 1, 2, 1)
+    layout = ModelLayout((0,), 1, 2, 1)
     state = State(1.0)
     opened = encode_open(
         0, ("r", "e", ""), epoch=1, boot_id="b", layout=layout, block_size=1, num_blocks=1 << 20,
@@ -532,7 +533,7 @@ def test_the_fuzzer_sees_a_crash_and_wrong_errors(monkeypatch, tmp_path):
     plugin = tmp_path / "sitecustomize.py"
     breaks = {
         "frame": "routetrace.codec.frame_header as m; m.corrupt = lambda *a: KeyError(a)",
-        "layout": "routetrace.common.layout as m; m.RoutingLayout.to_proto = lambda self: 1 / 0",
+        "layout": "routetrace.common.layout as m; m.ModelLayout.to_proto = lambda self: 1 / 0",
         "answer": "os, routetrace.client.stat as m; m.facts_from_proto = lambda i: os.abort()",
     }
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))

@@ -14,17 +14,16 @@ import pytest
 import torch
 
 import routetrace.client
-from routetrace.common import layout, model_map
 from routetrace.trainers import megatron
 from routetrace.trainers.dialects import verl
 from routetrace.trainers.replay import replay
 from support.mistakes import LAYOUT, Case, World, check, world
 
 # Names that messages show.
-LAYOUT_CLASS = "RoutingLayout"
-TRACE_CLASS = "RoutingTrace"
-ROWS_CLASS = "RankRows"
-PLAN_CLASS = "Plan"
+LAYOUT_CLASS = "ModelLayout"
+TRACE_CLASS = "Trace"
+ROWS_CLASS = "Rows"
+PLAN_CLASS = "FetchPlan"
 PER_SAMPLE = f"SampleRows.split(rows) for {ROWS_CLASS}"
 NOT_SUPPORTED = "ModelNotSupported InvalidArgument"
 
@@ -33,16 +32,13 @@ LATE, NOT_FOUND, MISSING = "DeadlineExceeded", "NotFound", "MissingDependency Im
 
 # Untyped: most calls have arguments of wrong types.
 rt: Any = routetrace.client
-make_plan: Any = rt.make_plan
-make_layout: Any = layout.RoutingLayout
-layout_from_config: Any = model_map.layout_from_config
 routed_experts: Any = verl.routed_experts
 
 SAMPLE = rt.Sample.of("done", 10)
 BATCH = rt.MicroBatch.packed([SAMPLE])
 RANK = rt.Rank([1, 2, 3])
-PLAN = make_plan(LAYOUT, BATCH, RANK)
-PLAN_32 = make_plan(make_layout((1, 2, 3), 4, 32, 2), BATCH, RANK)
+PLAN = rt.FetchPlan.make(LAYOUT, BATCH, RANK)
+PLAN_32 = rt.FetchPlan.make(rt.ModelLayout((1, 2, 3), 4, 32, 2), BATCH, RANK)
 
 
 @pytest.fixture(scope="module")
@@ -197,9 +193,9 @@ CASES = [
          f"plan is a str; expected {PLAN_CLASS}; use get() for a trace id"),
     Case(48, "plan-of-another-model", lambda w: w.client.fetch(PLAN_32), IA,
          "plan has num_experts 32, trace 'done' has 16"),
-    Case(49, "layout-and-batch-swapped", lambda w: make_plan(BATCH, LAYOUT, RANK), IA,
+    Case(49, "layout-and-batch-swapped", lambda w: rt.FetchPlan.make(BATCH, LAYOUT, RANK), IA,
          f"layout is a MicroBatch; expected {LAYOUT_CLASS}"),
-    Case(50, "batch-is-list", lambda w: make_plan(LAYOUT, [SAMPLE], RANK), IA,
+    Case(50, "batch-is-list", lambda w: rt.FetchPlan.make(LAYOUT, [SAMPLE], RANK), IA,
          "batch is a list; expected MicroBatch; use MicroBatch.packed(samples)"),
     Case(51, "rank-of-int", lambda w: rt.Rank(3), IA,
          "layer_ids is 3 (int); expected a sequence of int; use [3], or () if nothing routes"),
@@ -229,11 +225,12 @@ CASES = [
          "engine 'e1' reports no KV slots; set block_size and num_blocks"),
     Case(62, "with-of-async-client", as_context, "TypeError",
          "use 'async with' for AsyncRouteClient"),
-    Case(72, "layer-ids-are-list", lambda w: make_layout([1, 2], 4, 16, 2).layer_ids, "", (1, 2)),
-    Case(72, "layout-is-hashable", lambda w: len({make_layout([1, 2], 4, 16, 2)}), "", 1),
-    Case(73, "num-experts-is-str", lambda w: make_layout((1,), 4, "8", 2), IA,
+    Case(72, "layer-ids-are-list", lambda w: rt.ModelLayout([1, 2], 4, 16, 2).layer_ids, "",
+         (1, 2)),
+    Case(72, "layout-is-hashable", lambda w: len({rt.ModelLayout([1, 2], 4, 16, 2)}), "", 1),
+    Case(73, "num-experts-is-str", lambda w: rt.ModelLayout((1,), 4, "8", 2), IA,
          "num_experts is '8' (str); expected int above 0"),
-    Case(74, "config-is-str", lambda w: layout_from_config("Qwen/Qwen3"), NOT_SUPPORTED,
+    Case(74, "config-is-str", lambda w: rt.ModelLayout.from_config("Qwen/Qwen3"), NOT_SUPPORTED,
          "config is a str; expected a config or a mapping; use AutoConfig.from_pretrained(...)"),
     Case(75, "rows-are-str", lambda w: routed_experts("done"), IA,
          f"rows is a str; expected {TRACE_CLASS} or SampleRows; use {PER_SAMPLE}"),

@@ -11,8 +11,8 @@ from routetrace.capture_agent import CaptureAgent
 from support.mistakes import Case, World, check, config, world
 
 # Names that messages show.
-LAYOUT_CLASS = "RoutingLayout"
-FROM_CONFIG = "layout_from_config"
+LAYOUT_CLASS = "ModelLayout"
+FROM_CONFIG = "ModelLayout.from_config"
 LINGER = "linger_s"
 
 IA = "InvalidArgument"

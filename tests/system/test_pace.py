@@ -10,11 +10,11 @@ import pytest
 
 from routetrace.capture_agent import AgentConfig, CaptureAgent
 from routetrace.client import DeadlineExceeded, InvalidArgument, RouteClient
-from routetrace.common.layout import RoutingLayout
+from routetrace.common.layout import ModelLayout
 from routetrace.server.testing import run_server
 from support.waiting import wait_for
 
-LAYOUT = RoutingLayout((1, 2), 4, 64, 2)
+LAYOUT = ModelLayout((1, 2), 4, 64, 2)
 #: Far longer than any test: what arrives was asked for.
 HOLD = {"linger_s": 3600, "flush_interval_s": 60}
 

@@ -12,10 +12,10 @@ from routetrace.capture_agent import AgentConfig, CaptureAgent
 from routetrace.capture_agent import agent as agent_module
 from routetrace.client import RouteClient
 from routetrace.common.errors import NotFound
-from routetrace.common.layout import RoutingLayout
+from routetrace.common.layout import ModelLayout
 from routetrace.server.testing import run_server
 
-LAYOUT = RoutingLayout((1, 2, 4), 6, 200, 3)
+LAYOUT = ModelLayout((1, 2, 4), 6, 200, 3)
 BLOCK = 4
 
 

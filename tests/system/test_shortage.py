@@ -11,9 +11,9 @@ import pytest
 from oracle.harness import InlineWorld
 from routetrace.capture_agent import AgentConfig, CaptureAgent
 from routetrace.capture_agent.pipeline.pressure import Pressure
-from routetrace.common.layout import RoutingLayout
+from routetrace.common.layout import ModelLayout
 
-LAYOUT = RoutingLayout((0, 1), 2, 16, 2)
+LAYOUT = ModelLayout((0, 1), 2, 16, 2)
 BLOCK = 4
 ENGINE = "engine"
 

@@ -16,9 +16,9 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.utils import get_batch_on_this_cp_rank
 
-from routetrace.client.plan import MicroBatch, Plan, Sample, make_plan
-from routetrace.client.rows import RankRows
-from routetrace.common.layout import RoutingLayout
+from routetrace.client.plan import FetchPlan, MicroBatch, Sample
+from routetrace.client.rows import Rows
+from routetrace.common.layout import ModelLayout
 from routetrace.trainers.megatron import local_rank, replay
 from support.ranks.gloo_ranks import run_ranks
 from trainer_runs.megatron_model import (
@@ -35,7 +35,7 @@ from trainer_runs.megatron_model import (
 MICRO_BATCHES = 4
 _SLOTS, _SLOT_LEN = 4, 64  # of a micro-batch, for samples
 _PADDED_LEN, _PACKED_LEN = 64, 192
-_LAYOUT = RoutingLayout(MOE_LAYERS, LAYERS, EXPERTS, TOP_K)
+_LAYOUT = ModelLayout(MOE_LAYERS, LAYERS, EXPERTS, TOP_K)
 
 
 @dataclass(frozen=True)
@@ -152,7 +152,7 @@ def _check(layout: Layout) -> Any:
     truth = _Truth(np.random.default_rng([7, replica]))
     batches = [_Batch(layout, truth, number) for number in range(MICRO_BATCHES)]
     rank = local_rank(chunks)
-    rows = [truth.rows(make_plan(_LAYOUT, b.described, rank), b.number) for b in batches]
+    rows = [truth.rows(FetchPlan.make(_LAYOUT, b.described, rank), b.number) for b in batches]
     for forward_only in (True, False):
         with replay(chunks, iter(rows) if forward_only else rows):
             get_forward_backward_func()(
@@ -196,13 +196,13 @@ class _Truth:
     def serial(self, batch: int, slot: Any, position: Any) -> Any:
         return 1 + (batch * _SLOTS + slot) * _SLOT_LEN + position
 
-    def rows(self, plan: Plan, batch: int) -> RankRows:
+    def rows(self, plan: FetchPlan, batch: int) -> Rows:
         """Return the answer of a server with these rows; random ids for missing rows."""
         serials = np.where(plan.planned, self.serial(batch, plan.sample_of, plan.position_of), 0)
         layers = list(plan.layer_ids)
         valid = self.valid[serials][:, layers].T
         ids = np.where(valid[..., None], self.ids[serials][:, layers].swapaxes(0, 1), 255)
-        return RankRows(
+        return Rows(
             plan=plan,
             topk_ids=ids.astype(np.uint8),
             valid=np.ascontiguousarray(valid),

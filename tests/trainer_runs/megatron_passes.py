@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from routetrace.client.plan import MicroBatch, Rank, Sample, make_plan
-from routetrace.client.rows import RankRows
-from routetrace.common.layout import RoutingLayout
+from routetrace.client.plan import FetchPlan, MicroBatch, Rank, Sample
+from routetrace.client.rows import Rows
+from routetrace.common.layout import ModelLayout
 from trainer_runs.megatron_model import (
     EXPERTS,
     LAYERS,
@@ -41,16 +41,16 @@ def make_rows(
     top_k: int = TOP_K,
     experts: int = EXPERTS,
     decoder_layers: int = LAYERS,
-) -> RankRows:
+) -> Rows:
     """Random rows; rubbish where they are not valid."""
-    layout = RoutingLayout(MOE_LAYERS, decoder_layers, experts, top_k)
+    layout = ModelLayout(MOE_LAYERS, decoder_layers, experts, top_k)
     batch = MicroBatch.packed([Sample.of("a", tokens - 1), Sample.of("b", 1)])
-    plan = make_plan(layout, batch, Rank(layer_ids=layers))
+    plan = FetchPlan.make(layout, batch, Rank(layer_ids=layers))
     rng = np.random.default_rng(seed)
     ids = rng.random((len(layers), tokens, experts)).argsort(-1)[..., :top_k].astype(layout.dtype)
     valid = rng.random((len(layers), tokens)) < share
     ids[~valid] = np.iinfo(ids.dtype).max
-    return RankRows(plan=plan, topk_ids=ids, valid=valid, layer_ids=layers)
+    return Rows(plan=plan, topk_ids=ids, valid=valid, layer_ids=layers)
 
 
 def tokens(number: int, count: int = 6) -> torch.Tensor:
@@ -63,7 +63,7 @@ def forward(model: Any, number: int, count: int = 6) -> torch.Tensor:
     return output
 
 
-def check(observer: Observer, rows: list[RankRows]) -> int:
+def check(observer: Observer, rows: list[Rows]) -> int:
     """Return the number of router calls; each used the rows of its own micro-batch."""
     for seen in observer.seen:
         mine = rows[int(seen.serials[0]) // 100]

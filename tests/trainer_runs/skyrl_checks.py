@@ -12,16 +12,16 @@ from types import SimpleNamespace
 import numpy as np
 from skyrl.train.dataset.preprocess import convert_prompts_responses_to_batch_tensors
 
-from routetrace.client import MicroBatch, Rank, Sample, make_plan
-from routetrace.common.layout import RoutingLayout
+from routetrace.client import FetchPlan, MicroBatch, Rank, Sample
+from routetrace.common.layout import ModelLayout
 from routetrace.trainers.dialects import SampleRows, skyrl
 from support.ranks.rank_rows import random_choices, rows_of
 
 _LENGTHS = (37, 1, 20, 2, 64, 33)
 _PROMPTS = (9, 1, 19, 1, 5, 20)
 _LAYOUTS = {
-    "uint8": RoutingLayout((1, 2, 3), 4, 128, 3),
-    "int16": RoutingLayout((0, 1), 2, 512, 4),
+    "uint8": ModelLayout((1, 2, 3), 4, 128, 3),
+    "int16": ModelLayout((0, 1), 2, 512, 4),
 }
 
 
@@ -31,14 +31,14 @@ def run() -> Iterator[tuple[str, int, int, int]]:
         yield f"SkyRL training batch {name}", 1, *_check(layout, name)
 
 
-def _check(layout: RoutingLayout, dtype: str) -> tuple[int, int]:
+def _check(layout: ModelLayout, dtype: str) -> tuple[int, int]:
     batch = MicroBatch.padded([Sample.of(f"r{i}", n) for i, n in enumerate(_LENGTHS)], 64)
     shapes = [(n - 1, len(layout.moe_layer_ids)) for n in _LENGTHS]
     ids = [
         random_choices(shape, layout.num_experts, layout.top_k, seed)
         for seed, shape in enumerate(shapes)
     ]
-    samples = SampleRows.split(rows_of(make_plan(layout, batch, Rank(layout.layer_ids)), ids))
+    samples = SampleRows.split(rows_of(FetchPlan.make(layout, batch, Rank(layout.layer_ids)), ids))
     indices = [skyrl.rollout_expert_indices(sample) for sample in samples]
     answers = [n - p for n, p in zip(_LENGTHS, _PROMPTS, strict=True)]
     *_, theirs = convert_prompts_responses_to_batch_tensors(

@@ -23,9 +23,9 @@ from megatron.core.transformer.moe.router_replay import RouterReplay, RouterRepl
 from routetrace.capture_agent import AgentConfig, CaptureAgent
 from routetrace.client import RouteClient
 from routetrace.client.plan import Sample
-from routetrace.client.rows import RankRows
+from routetrace.client.rows import Rows
 from routetrace.common.errors import InvalidArgument
-from routetrace.common.layout import RoutingLayout
+from routetrace.common.layout import ModelLayout
 from routetrace.server.testing import run_server
 from routetrace.trainers.megatron import local_layer_ids, local_rank, replay
 from trainer_runs.megatron_model import EXPERTS, LAYERS, MOE_LAYERS, TOP_K, Observer
@@ -202,7 +202,7 @@ def test_rows_are_let_go_once_they_are_used(training: bool) -> None:
     model = make_model(**FULL)
     left = []
 
-    def rows() -> Iterator[RankRows]:
+    def rows() -> Iterator[Rows]:
         for number in range(3):
             new = make_rows(number)
             left.append(weakref.ref(new))
@@ -217,7 +217,7 @@ def test_rows_are_let_go_once_they_are_used(training: bool) -> None:
 
 
 def test_the_snippet_of_the_docs() -> None:
-    layout = RoutingLayout(MOE_LAYERS, LAYERS, EXPERTS, TOP_K)
+    layout = ModelLayout(MOE_LAYERS, LAYERS, EXPERTS, TOP_K)
     model = make_model(**FULL)
     observer = Observer([model])
     lengths = [5, 9, 2, 7]

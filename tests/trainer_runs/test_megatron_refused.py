@@ -12,7 +12,7 @@ from trainer_runs import megatron_cpu  # isort: skip  # noqa: F401  # first of a
 
 from megatron.core.transformer.moe.router_replay import RouterReplay
 
-from routetrace.client.rows import RankRows
+from routetrace.client.rows import Rows
 from routetrace.common.errors import InvalidArgument
 from routetrace.trainers.megatron import replay
 from trainer_runs.megatron_passes import FULL, forward, make_model, make_rows
@@ -86,7 +86,7 @@ def test_a_router_that_does_not_ask_is_noticed() -> None:
         ([make_rows(0, decoder_layers=8)], "8 decoder layers"),
     ],
 )
-def test_rows_that_do_not_fit_are_refused(rows: list[RankRows], message: str) -> None:
+def test_rows_that_do_not_fit_are_refused(rows: list[Rows], message: str) -> None:
     model = make_model()
     with pytest.raises(InvalidArgument, match=message), replay(model, rows):
         forward(model, 0)

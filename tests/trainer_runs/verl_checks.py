@@ -31,8 +31,8 @@ from verl.utils.megatron.router_replay_patch import (
 from verl.utils.veomni.router_replay import VeOmniRouterReplay
 from verl.workers.utils.padding import left_right_2_no_padding
 
-from routetrace.client import MicroBatch, Plan, Rank, Sample, make_plan
-from routetrace.common.layout import RoutingLayout
+from routetrace.client import FetchPlan, MicroBatch, Rank, Sample
+from routetrace.common.layout import ModelLayout
 from routetrace.trainers.dialects import SampleRows, verl
 from support.ranks.gloo_ranks import run_ranks
 from support.ranks.rank_rows import random_choices, rows_of
@@ -41,8 +41,8 @@ from trainer_runs.megatron_model import EXPERTS, LAYERS, MOE_LAYERS, TOP_K, make
 # Without an accelerator verl takes it for a process that shall not see its GPU.
 replay.device_name = "cpu"
 
-_LAYOUT = RoutingLayout(MOE_LAYERS, LAYERS, EXPERTS, TOP_K)
-_WITH_DENSE = RoutingLayout((1, 2, 4), 6, EXPERTS, TOP_K)
+_LAYOUT = ModelLayout(MOE_LAYERS, LAYERS, EXPERTS, TOP_K)
+_WITH_DENSE = ModelLayout((1, 2, 4), 6, EXPERTS, TOP_K)
 _LENGTHS = (37, 1, 20, 2, 64, 33)
 _PROMPTS = (9, 1, 19, 1, 5, 20)
 _MANY = 1 << 12  # a token's serial number is sample * _MANY + position + 1; 0 is padding
@@ -109,17 +109,17 @@ def run() -> Iterator[tuple[str, int, int, int, int]]:
 
 
 def _samples(
-    layout: RoutingLayout, missing: float = 0.0
+    layout: ModelLayout, missing: float = 0.0
 ) -> tuple[list[np.ndarray], list[SampleRows]]:
     """The ids [N - 1, MoE layers, top_k] of each sample, and its rows."""
     batch = MicroBatch.packed([Sample.of(f"r{i}", n) for i, n in enumerate(_LENGTHS)])
-    plan = make_plan(layout, batch, Rank(layout.layer_ids))
+    plan = FetchPlan.make(layout, batch, Rank(layout.layer_ids))
     shapes = [(n - 1, len(layout.moe_layer_ids)) for n in _LENGTHS]
     ids = [random_choices(s, EXPERTS, TOP_K, seed) for seed, s in enumerate(shapes)]
     return ids, SampleRows.split(rows_of(plan, ids, missing))
 
 
-def _compare(got: torch.Tensor, ids: np.ndarray, layout: RoutingLayout) -> Count:
+def _compare(got: torch.Tensor, ids: np.ndarray, layout: ModelLayout) -> Count:
     """Rows [N, num_hidden_layers, top_k] of a sample against what they must be."""
     expected = np.zeros((len(ids) + 1, layout.num_hidden_layers, layout.top_k), int)
     expected[:-1, list(layout.moe_layer_ids)] = ids
@@ -303,7 +303,7 @@ def _set_replay_data(
     return scatter_to_sequence_parallel_region(local[0])
 
 
-def _planned(layout: Layout, here: list[int], serials: torch.Tensor) -> Plan:
+def _planned(layout: Layout, here: list[int], serials: torch.Tensor) -> FetchPlan:
     """The plan of a rank, which must have the tokens that verl has, where verl has them."""
     rank = Rank(
         here,
@@ -313,7 +313,7 @@ def _planned(layout: Layout, here: list[int], serials: torch.Tensor) -> Plan:
         sp_rank=parallel_state.get_tensor_model_parallel_rank(),
     )
     samples = [Sample.of(f"r{i}", n) for i, n in enumerate(_LENGTHS)]
-    plan = make_plan(_LAYOUT, verl.micro_batch(samples, layout.tp, layout.cp), rank)
+    plan = FetchPlan.make(_LAYOUT, verl.micro_batch(samples, layout.tp, layout.cp), rank)
     planned = np.where(plan.position_of < 0, 0, plan.sample_of * _MANY + plan.position_of + 1)
     assert np.array_equal(planned, serials.numpy()), f"{layout.name}: other tokens than planned"
     return plan

@@ -13,14 +13,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from routetrace.client import MicroBatch, Rank, Sample, make_plan
+from routetrace.client import FetchPlan, MicroBatch, Rank, Sample
 from routetrace.common.errors import InvalidArgument
-from routetrace.common.layout import RoutingLayout
+from routetrace.common.layout import ModelLayout
 from routetrace.trainers.agreement import Agreement, AgreementLog, compare, compare_logprobs
 from support.ranks.planned import drawn
 from support.ranks.rank_rows import facts_of, random_choices, rows_of, trace_of
 
-LAYOUT = RoutingLayout((1, 2, 4, 7), 9, 6, 3)
+LAYOUT = ModelLayout((1, 2, 4, 7), 9, 6, 3)
 
 
 def near(ids: np.ndarray, num_experts: int, share: float, seed: int) -> np.ndarray:
@@ -59,7 +59,7 @@ def naive(
 @given(rng=st.randoms(use_true_random=False), data=st.data())
 def test_rows_of_any_plan_against_a_naive_count(rng: random.Random, data: st.DataObject) -> None:
     what = drawn(rng, LAYOUT.moe_layer_ids)
-    plan = make_plan(LAYOUT, what.batch, what.rank)
+    plan = FetchPlan.make(LAYOUT, what.batch, what.rank)
     samples = [
         random_choices((s.num_tokens, len(LAYOUT.moe_layer_ids)), 6, 3, i)
         for i, s in enumerate(what.batch.samples)
@@ -173,7 +173,7 @@ def test_names_stay_as_they_are() -> None:
 
 
 def test_wide_ids() -> None:
-    layout = RoutingLayout((0, 1), 2, 400, 4)
+    layout = ModelLayout((0, 1), 2, 400, 4)
     trace = trace_of(layout, random_choices((30, 2), 400, 4, 0))
     theirs = trace.topk_ids.astype(np.int64)
     assert compare(trace, theirs).disagreement == 0
@@ -186,7 +186,7 @@ def test_what_compare_refuses() -> None:
     valid = np.ones((5, 4), bool)
     valid[2, 1] = False
     trace = trace_of(LAYOUT, ids, valid)
-    plan = make_plan(LAYOUT, MicroBatch.packed([Sample.of("a", 6)]), Rank(LAYOUT.layer_ids))
+    plan = FetchPlan.make(LAYOUT, MicroBatch.packed([Sample.of("a", 6)]), Rank(LAYOUT.layer_ids))
     rows = rows_of(plan, [ids])
     for of, theirs in (
         (trace, ids.swapaxes(0, 1)),

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from routetrace.client import Sample, make_plan
+from routetrace.client import FetchPlan, Sample
 from routetrace.common.errors import InvalidArgument
-from routetrace.common.layout import RoutingLayout
+from routetrace.common.layout import ModelLayout
 from routetrace.trainers.agreement import compare
 from routetrace.trainers.diagnosis import check_alignment, diagnose
 from support.ranks.disagreement import MODELS, chosen, packed, routed, shifted
@@ -30,7 +30,7 @@ def test_rows_that_fit_are_left_alone(rng: random.Random, model: str) -> None:
         return Sample.of(f"r{number}", rng.randint(1, 150))
 
     what = drawn(rng, layout.moe_layer_ids, sample)
-    plan = make_plan(layout, what.batch, what.rank)
+    plan = FetchPlan.make(layout, what.batch, what.rank)
     of = routed(layout, [s.num_tokens for s in what.batch.samples], rng.randrange(99))
     rows = rows_of(plan, of.engine, missing=rng.choice([0.0, 0.3]))
     theirs = chosen(plan, of.trainer)
@@ -87,7 +87,7 @@ def test_unrelated_ids_are_never_called_shifted(
     experts: int, top_k: int, layers: int, tokens: int, seed: int
 ) -> None:
     top_k = min(top_k, experts)
-    layout = RoutingLayout(tuple(range(layers)), layers, experts, top_k)
+    layout = ModelLayout(tuple(range(layers)), layers, experts, top_k)
     keys = np.random.default_rng(seed).random((2, tokens, layers, experts))
     ours, theirs = keys.argsort(axis=-1)[..., :top_k].astype(np.uint8)
     words = diagnose(trace_of(layout, ours), theirs)

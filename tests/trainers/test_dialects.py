@@ -18,7 +18,7 @@ import pytest
 import torch
 from hypothesis import given
 
-from routetrace.client import MicroBatch, Rank, Sample, Segment, make_plan
+from routetrace.client import FetchPlan, MicroBatch, Rank, Sample, Segment
 from routetrace.common.errors import Incomplete, InvalidArgument
 from routetrace.trainers.dialects import (
     SampleRows,
@@ -154,7 +154,7 @@ def test_verl_refuses():
         verl.batch([trace], [0], 4)
     with pytest.raises(InvalidArgument, match="seq_len"):
         verl.batch([trace], [0], "9")
-    plan = make_plan(LAYOUT, MicroBatch.packed([Sample.of("g0", 6)]), Rank((1, 2, 4, 7)))
+    plan = FetchPlan.make(LAYOUT, MicroBatch.packed([Sample.of("g0", 6)]), Rank((1, 2, 4, 7)))
     for wrong in ("g0", None, fetched(plan, [rows_of(LAYOUT, 5)])):
         with pytest.raises(InvalidArgument, match=r"rows is .*SampleRows\.split"):
             verl.routed_experts(wrong)
@@ -179,7 +179,7 @@ def test_verl_targets(rng: random.Random):
     kept = sorted(rng.sample(layout.layer_ids, rng.randint(1, len(layout.layer_ids))))
     rank = Rank(kept, cp_size, rng.randrange(cp_size), "zigzag", tp_size, rng.randrange(tp_size))
     ids = [rows_of(layout, n - 1, rng.randrange(2**32)) for n in lengths]
-    rows = fetched(make_plan(layout, batch, rank), ids, missing=0.3)
+    rows = fetched(FetchPlan.make(layout, batch, rank), ids, missing=0.3)
     given_: dict[int, Any] = {}
 
     class Router:
@@ -512,7 +512,7 @@ def _errors(call) -> Iterator[Any]:
 
 def test_tokens_that_no_request_has_are_missing():
     samples = [Sample(6, (Segment("s", 0, 3), Segment("s", 4, 5)))]
-    plan = make_plan(LAYOUT, MicroBatch.padded(samples, 8), Rank(LAYOUT.layer_ids))
+    plan = FetchPlan.make(LAYOUT, MicroBatch.padded(samples, 8), Rank(LAYOUT.layer_ids))
     (split,) = SampleRows.split(fetched(plan, [rows_of(LAYOUT, 5)]))
     assert split.num_tokens == 6
     with pytest.raises(Incomplete, match="sample 0 lacks 5 of 25 cells, the first at position 3"):
@@ -551,6 +551,6 @@ def test_only_whole_plans():
     ids = [rows_of(LAYOUT, 7)]
     for rank in (Rank(LAYOUT.layer_ids, cp_size=2), Rank(LAYOUT.layer_ids, sp_size=2, sp_rank=1)):
         with pytest.raises(InvalidArgument, match="4 of the 8 tokens"):
-            SampleRows.split(fetched(make_plan(LAYOUT, batch, rank), ids))
+            SampleRows.split(fetched(FetchPlan.make(LAYOUT, batch, rank), ids))
     with pytest.raises(InvalidArgument, match="all MoE layers"):
-        SampleRows.split(fetched(make_plan(LAYOUT, batch, Rank((2, 4))), ids))
+        SampleRows.split(fetched(FetchPlan.make(LAYOUT, batch, Rank((2, 4))), ids))

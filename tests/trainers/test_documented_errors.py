@@ -9,9 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from routetrace.client import MicroBatch, Rank, RouteClient, Sample, make_plan
+from routetrace.client import FetchPlan, MicroBatch, Rank, RouteClient, Sample
 from routetrace.common.errors import InvalidArgument
-from routetrace.common.layout import RoutingLayout
+from routetrace.common.layout import ModelLayout
 from routetrace.server.testing import run_server
 from routetrace.trainers.diagnosis import check_alignment
 from support.agents.feeder import Feeder
@@ -26,7 +26,7 @@ DOCUMENTED = {
     for table in re.findall(r"^\| what is wrong \| what is said \|\n.*\n((?:\|.*\n)+)", PAGE, re.M)
     for wrong, said in re.findall(r"^\| (.+?) \| `(.+)` \|$", table, re.M)
 }
-LAYOUT = RoutingLayout((2, 4, 5), 8, 40, 3)
+LAYOUT = ModelLayout((2, 4, 5), 8, 40, 3)
 TOKENS = np.arange(512)
 PROMPT = 96
 
@@ -43,8 +43,8 @@ def client():
             yield client
 
 
-def fetch(client: RouteClient, sample: Sample, layout: RoutingLayout = LAYOUT) -> None:
-    client.fetch(make_plan(layout, MicroBatch.packed([sample]), Rank(layout.layer_ids)))
+def fetch(client: RouteClient, sample: Sample, layout: ModelLayout = LAYOUT) -> None:
+    client.fetch(FetchPlan.make(layout, MicroBatch.packed([sample]), Rank(layout.layer_ids)))
 
 
 def edited() -> np.ndarray:
@@ -55,7 +55,7 @@ def edited() -> np.ndarray:
 
 def split(client: RouteClient) -> None:
     samples = [Sample.padding(8), Sample.padding(8), Sample.padding(8), Sample.padding(30)]
-    make_plan(LAYOUT, MicroBatch.packed(samples), Rank(LAYOUT.layer_ids, cp_size=2))
+    FetchPlan.make(LAYOUT, MicroBatch.packed(samples), Rank(LAYOUT.layer_ids, cp_size=2))
 
 
 def check(rows: object, trainer_ids: np.ndarray) -> None:
@@ -96,7 +96,7 @@ MISTAKES: dict[str, Callable[[RouteClient], None]] = {
         c, Sample.of("a", token_ids=edited())
     ),
     "another model, another numbering of layers": lambda c: fetch(
-        c, Sample.of("a", 512), RoutingLayout((3, 5, 6), 8, 40, 3)
+        c, Sample.of("a", 512), ModelLayout((3, 5, 6), 8, 40, 3)
     ),
     "lengths that cannot be split": split,
     "shifted by up to 8 tokens, all or from some place on": moved,

@@ -17,8 +17,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.functional import linear, scaled_dot_product_attention
 from transformers import AttentionInterface
 
-from routetrace.client.plan import MicroBatch, Rank, Sample, make_plan
-from routetrace.client.rows import RankRows
+from routetrace.client.plan import FetchPlan, MicroBatch, Rank, Sample
+from routetrace.client.rows import Rows
 from routetrace.trainers.replay import replay
 from support.models.tiny_models import VOCABULARY, tiny_model
 from support.ranks.gloo_ranks import run_ranks
@@ -33,7 +33,7 @@ LENGTHS = [[8, 5, 1], [3, 7, 6]]
 # ---------------------------------------------------------------- a router without a choice
 
 
-def hard_wire(model: Any, rows: RankRows) -> None:
+def hard_wire(model: Any, rows: Rows) -> None:
     """Make routers look their experts up where there is a row: Qwen3-MoE's, written out.
 
     Without norm_topk_prob, as the model is configured.
@@ -60,7 +60,7 @@ def train(model: Any, tokens: torch.Tensor, mask: torch.Tensor) -> None:
     (-(logp * mask[:, 1:]).sum() / 10).backward()
 
 
-def micro_batch(rank: int) -> tuple[torch.Tensor, torch.Tensor, RankRows]:
+def micro_batch(rank: int) -> tuple[torch.Tensor, torch.Tensor, Rows]:
     """Tokens, attention mask and rows of a data-parallel rank, padded on the left."""
     layout = tiny_model("qwen3_moe")[1]
     lengths = LENGTHS[rank]
@@ -70,7 +70,7 @@ def micro_batch(rank: int) -> tuple[torch.Tensor, torch.Tensor, RankRows]:
     batch = MicroBatch.padded(
         [Sample.of(f"r{rank}-{i}", n) for i, n in enumerate(lengths)], SEQ, padding_side="left"
     )
-    plan = make_plan(layout, batch, Rank(layout.layer_ids, flatten="batch"))
+    plan = FetchPlan.make(layout, batch, Rank(layout.layer_ids, flatten="batch"))
     ids = random_choices((len(lengths), SEQ, len(layout.layer_ids)), 16, 4, seed=rank)
     return tokens, mask, rows_of(plan, list(ids), missing=0.1)
 
@@ -161,9 +161,9 @@ def split(rank: int, packed: bool) -> dict[str, Any]:
     positions = torch.from_numpy(np.ascontiguousarray(position))
     ids = list(random_choices((4, 12, len(layout.layer_ids)), 16, 4, seed=9))
 
-    def rows(**parallel: Any) -> RankRows:
+    def rows(**parallel: Any) -> Rows:
         rank_ = Rank(layout.layer_ids, flatten="batch", **parallel)
-        return rows_of(make_plan(layout, batch, rank_), ids, missing=0.1)
+        return rows_of(FetchPlan.make(layout, batch, rank_), ids, missing=0.1)
 
     part = slice(rank * width // WORLD, (rank + 1) * width // WORLD)
     AttentionInterface.register("ulysses", attention(rank, allowed))

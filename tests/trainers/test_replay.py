@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 from torch.overrides import _get_current_function_mode_stack
 
 from routetrace.capture_agent.engines.transformers import TransformersCapture
-from routetrace.client import MicroBatch, Rank, Sample, make_plan
-from routetrace.client.rows import RankRows
+from routetrace.client import FetchPlan, MicroBatch, Rank, Sample
+from routetrace.client.rows import Rows
 from routetrace.common.errors import InvalidArgument
-from routetrace.common.layout import RoutingLayout
+from routetrace.common.layout import ModelLayout
 from routetrace.trainers.agreement import Agreement, compare
 from routetrace.trainers.diagnosis import diagnose
 from routetrace.trainers.replay import collate, replay
@@ -49,14 +49,14 @@ def tokens(seed: int = 0) -> torch.Tensor:
     return torch.randint(3, VOCABULARY, (BATCH, SEQ), generator=torch.Generator().manual_seed(seed))
 
 
-def routed(model: Any, layout: RoutingLayout, input_ids: torch.Tensor) -> np.ndarray:
+def routed(model: Any, layout: ModelLayout, input_ids: torch.Tensor) -> np.ndarray:
     """The model's own ids [tokens, L, K]."""
     with Truth(model, layout) as truth, torch.no_grad():
         model(input_ids=input_ids)
     return truth.rows(0)
 
 
-def forced_ids(layout: RoutingLayout, seed: int = 0) -> np.ndarray:
+def forced_ids(layout: ModelLayout, seed: int = 0) -> np.ndarray:
     keys = np.random.default_rng(seed).random(
         (BATCH * SEQ, len(layout.layer_ids), layout.num_experts)
     )
@@ -220,8 +220,8 @@ def test_layers_may_come_in_any_order() -> None:
 
 
 def planned(
-    layout: RoutingLayout, *, packed: bool = False, flatten: Any = "batch", missing: float = 0.2
-) -> RankRows:
+    layout: ModelLayout, *, packed: bool = False, flatten: Any = "batch", missing: float = 0.2
+) -> Rows:
     """Rows of random choices for `tokens()`, or for as many in one packed lane."""
     lengths = [8, 5, 3]
     samples = [Sample.of(f"r{i}", n) for i, n in enumerate(lengths)]
@@ -229,7 +229,7 @@ def planned(
         batch = MicroBatch.packed(samples, total_len=BATCH * SEQ)
     else:
         batch = MicroBatch.padded(samples, SEQ, padding_side="left")
-    plan = make_plan(layout, batch, Rank(layout.layer_ids, flatten=flatten))
+    plan = FetchPlan.make(layout, batch, Rank(layout.layer_ids, flatten=flatten))
     shape = (SEQ, len(layout.layer_ids))
     ids = [random_choices(shape, layout.num_experts, layout.top_k, i) for i in range(BATCH)]
     reads = tuple(facts_of(layout, [(0, 3, 7), (3, SEQ, 8)]) for _ in plan.reads)
@@ -327,13 +327,15 @@ class WideRouter(torch.nn.Module):
 
 
 def test_ids_above_32767() -> None:
-    layout = RoutingLayout((0,), 1, 40_000, 2)
+    layout = ModelLayout((0,), 1, 40_000, 2)
     router = WideRouter()
     decoder = torch.nn.Module()
     decoder.layers = torch.nn.ModuleList([router])
     decoder.layers[0] = torch.nn.ModuleDict({"gate": router})
     model = SimpleNamespace(get_decoder=lambda: decoder)
-    plan = make_plan(layout, MicroBatch.packed([Sample.of("r", 9)]), Rank([0], flatten="batch"))
+    plan = FetchPlan.make(
+        layout, MicroBatch.packed([Sample.of("r", 9)]), Rank([0], flatten="batch")
+    )
     own = random_choices((9, 1), 40_000, 2, 0)
     own[0, 0], own[1, 0] = [39_999, 32_768], [32_767, 0]
     rows = rows_of(plan, [own])
@@ -363,7 +365,7 @@ def test_what_replay_refuses_of_rows() -> None:
     error = refused("plan", planned(layout, flatten="sequence"), layer_ids=None)
     assert 'Rank(flatten="batch")' in error.expected
     replay(model, planned(layout, flatten="sequence", packed=True))  # one lane: the same
-    other = RoutingLayout(layout.layer_ids, layout.num_hidden_layers, 9, layout.top_k)
+    other = ModelLayout(layout.layer_ids, layout.num_hidden_layers, 9, layout.top_k)
     refused("plan.layout", planned(other), layer_ids=None)
     column, token = np.argwhere(rows.valid)[5]
     for bad in ([8, 1], [3, 3]):
@@ -377,7 +379,7 @@ def test_wrong_rows_show_in_the_comparison() -> None:
     model, layout = tiny_model("qwen3_moe")
     input_ids = torch.randint(3, VOCABULARY, (1, 100), generator=torch.Generator().manual_seed(3))
     own = routed(model, layout, input_ids)
-    plan = make_plan(
+    plan = FetchPlan.make(
         layout, MicroBatch.packed([Sample.of("r", 100)]), Rank(layout.layer_ids, flatten="batch")
     )
     for ids, words in ((own, None), (np.roll(own, 1, axis=0), "rows look shifted by +1 token: ")):
@@ -458,7 +460,7 @@ def test_what_replay_refuses() -> None:
 
 def test_a_model_without_routers_is_refused() -> None:
     model, layout = tiny_model("qwen2_moe")
-    wrong = RoutingLayout((0, 1, 2), 3, 8, 2)
+    wrong = ModelLayout((0, 1, 2), 3, 8, 2)
     error = refused("model", forced_ids(wrong), layer_ids=(0, 1, 2), layout=wrong)
     assert "none found on layers [1]" in error.expected
 

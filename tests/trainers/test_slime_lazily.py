@@ -10,9 +10,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from routetrace.client import Rank, RankRows, RouteClient, Sample, Segment, make_plan
+from routetrace.client import FetchPlan, Rank, RouteClient, Rows, Sample, Segment
 from routetrace.common.errors import Incomplete, InvalidArgument
-from routetrace.common.layout import RoutingLayout
+from routetrace.common.layout import ModelLayout
 from routetrace.trainers.dialects import slime
 from support.ranks.dialect_samples import LAYOUTS, randoms
 from support.ranks.rank_rows import rows_of as fetched
@@ -44,7 +44,7 @@ class Client:
         self.fetched: list[int] = []
         self.open = 0
 
-    def fetch(self, plan: Any) -> RankRows:
+    def fetch(self, plan: Any) -> Rows:
         self.fetched.append(id(plan))
         return fetched(plan, self.samples[id(plan)], missing=self.missing)
 
@@ -53,7 +53,7 @@ class Client:
         rows = map(self.fetch, plans)
 
         class Ahead:
-            def __next__(ahead) -> RankRows:  # noqa: N805
+            def __next__(ahead) -> Rows:  # noqa: N805
                 return next(rows)
 
             def close(ahead) -> None:  # noqa: N805
@@ -92,7 +92,7 @@ def slime_tokens(
     return local[sp[1] * size : (sp[1] + 1) * size]
 
 
-def slime_plans(rng: random.Random, layout: RoutingLayout):
+def slime_plans(rng: random.Random, layout: ModelLayout):
     """Micro-batches of one rank, as slime lays them out, and the tokens that it then has."""
     sp_size, cp_size = rng.choice([1, 2, 4]), rng.choice([1, 2, 3])
     pad_size = sp_size * rng.choice([2, 4, 8])
@@ -105,7 +105,7 @@ def slime_plans(rng: random.Random, layout: RoutingLayout):
         samples = [Sample.of(f"r{i}", n) for i, n in enumerate(lengths)]
         batch = slime.micro_batch(samples, pad_size, cp_size=cp_size, allgather_cp=gather)
         plans.append(
-            make_plan(
+            FetchPlan.make(
                 layout,
                 batch,
                 Rank(
@@ -175,9 +175,10 @@ def test_slime_lazily(rng: random.Random):
 
 
 def test_slime_lazily_out_of_order():
-    plans = [make_plan(LAYOUT, slime.micro_batch([Sample.of("r", 9)], 4), Rank((2, 5)))] * 3
-    plans = [plans[0], *(make_plan(LAYOUT, slime.micro_batch([Sample.of("r", n)], 4), Rank((2, 5)))
-                         for n in (5, 7))]  # fmt: skip
+    plans = [
+        FetchPlan.make(LAYOUT, slime.micro_batch([Sample.of("r", n)], 4), Rank((2, 5)))
+        for n in (9, 5, 7)
+    ]
     ids = [[rows_of(LAYOUT, p.samples[0].num_tokens - 1, i)] for i, p in enumerate(plans)]
     client = Client({id(p): one for p, one in zip(plans, ids, strict=True)})
     routing = slime.LazyRouting(client, plans)
@@ -199,7 +200,7 @@ def test_slime_lazily_out_of_order():
 
 def test_slime_lazily_refuses_missing_rows():
     samples = [Sample.of("r", 9), Sample(6, (Segment("s", 0, 3), Segment("s", 4, 5)))]
-    plan = make_plan(LAYOUT, slime.micro_batch(samples, 4), Rank((2, 5)))
+    plan = FetchPlan.make(LAYOUT, slime.micro_batch(samples, 4), Rank((2, 5)))
     ids = [rows_of(LAYOUT, 8), rows_of(LAYOUT, 5)]
     replay = Replay()
     routing = slime.LazyRouting(Client({id(plan): ids}), [plan])
@@ -224,7 +225,7 @@ def test_slime_lazily_from_a_server(server: ScriptedServer):
     source = truth(20)
     server.serve(source)
     plans = [
-        make_plan(LAYOUT, slime.micro_batch([Sample.of("req", 21)], 8), Rank((2, 5)))
+        FetchPlan.make(LAYOUT, slime.micro_batch([Sample.of("req", 21)], 8), Rank((2, 5)))
         for _ in range(2)
     ]
     with RouteClient(server.target) as client:

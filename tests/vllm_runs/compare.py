@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 
 import numpy as np
 
-from routetrace.client import ReadOptions, RouteClient, RoutingTrace, TraceState
+from routetrace.client import ReadOptions, RouteClient, Trace, TraceState
 from routetrace.common.errors import NotFound, RouteTraceError
 from support.models.routed_cells import fates
 from vllm_runs.engine import Answer
@@ -76,7 +76,7 @@ class Comparison:
         latest = self._client.get(answer.trace_id, missing="mask", policy="latest")
         return faults + self._rows(answer, trace, latest, tally)
 
-    def _facts(self, answer: Answer, trace: RoutingTrace) -> list[str]:
+    def _facts(self, answer: Answer, trace: Trace) -> list[str]:
         if answer.broken:
             right = trace.state is TraceState.INCOMPLETE and trace.valid.all()
             return [] if right and 0 < len(trace) < len(answer.tokens) else [f"{trace!r}"]
@@ -108,9 +108,7 @@ class Comparison:
             faults.append(f"{type(error).__name__}: {error}")
         return faults
 
-    def _rows(
-        self, answer: Answer, trace: RoutingTrace, latest: RoutingTrace, tally: Tally
-    ) -> list[str]:
+    def _rows(self, answer: Answer, trace: Trace, latest: Trace, tally: Tally) -> list[str]:
         faults = []
         rows = min(len(trace), len(answer.tokens) - 1)
         ids, valid = trace.topk_ids[:rows].astype(np.int64), trace.valid[:rows]

@@ -11,7 +11,7 @@ from routetrace.codec import native
 from routetrace.codec.frame import MAX_FRAME_ROWS
 from routetrace.common.checks import choice, instance, real, whole
 from routetrace.common.errors import InvalidArgument
-from routetrace.common.layout import RoutingLayout
+from routetrace.common.layout import ModelLayout
 from routetrace.common.limits import MAX_BLOCK_SIZE, MAX_SLOTS, check_id, is_text
 from routetrace.common.security import Security
 from routetrace.common.target import parse_target
@@ -35,7 +35,7 @@ class AgentConfig:
     serves; ROUTETRACE_TARGET of the environment if empty."""
     engine_id: str
     """Owner of one KV cache: one data-parallel rank. Unique within the run."""
-    layout: RoutingLayout
+    layout: ModelLayout
     """Columns of every row."""
     run: str = ""
     """Training job; the environment's ROUTETRACE_RUN if empty, and "default" without that."""
@@ -91,7 +91,7 @@ class AgentConfig:
                 self, name, getattr(self, name) or os.environ.get(variable) or default
             )
         object.__setattr__(self, "target", parse_target(self.target))
-        instance("layout", self.layout, RoutingLayout, "use layout_from_config(config)")
+        instance("layout", self.layout, ModelLayout, "use ModelLayout.from_config(config)")
         for name in ("run", "engine_id"):
             check_id(name, getattr(self, name))
         check_id("shard", self.shard, required=False)

@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from routetrace.common.errors import InvalidArgument
-from routetrace.common.layout import MAX_EXPERTS
+from routetrace.common.limits import MAX_EXPERTS
 from routetrace.experts.policy import Hazard
 from routetrace.experts.rows import check_rows, side_by_side
 

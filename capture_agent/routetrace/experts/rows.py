@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from routetrace.common.errors import InvalidArgument
-from routetrace.common.layout import MAX_LAYERS
+from routetrace.common.limits import MAX_LAYERS
 
 
 def side_by_side(

@@ -48,7 +48,7 @@ from routetrace.cli.output import (
     write_json,
     write_table,
 )
-from routetrace.client import RoutingTrace, TraceStat, TraceState
+from routetrace.client import Trace, TraceStat, TraceState
 from routetrace.common.errors import InvalidArgument, NotFound, RouteTraceError
 
 app = typer.Typer(
@@ -188,7 +188,7 @@ def get(
                 fail(f"no trace of run {connection.run!r} has the labels {' '.join(label)}")
         failed = 0
         writer = writer_for(output, names, force=force)
-        answers: Iterable[RoutingTrace | RouteTraceError] = (
+        answers: Iterable[Trace | RouteTraceError] = (
             client.get_many(names, errors="return", **options)
             if incarnation is None
             else iter([client.get(names[0], incarnation=incarnation, **options)])

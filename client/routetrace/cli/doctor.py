@@ -32,7 +32,7 @@ _OLDEST = {"grpcio": (1, 62), "protobuf": (4, 25), "numpy": (1, 24), "zstandard"
 _OPTIONAL = {
     "numba": "compiled loops for frames",
     "pyarrow": "get -o FILE.parquet",
-    "torch": "RoutingTrace.to_torch and replay",
+    "torch": "Trace.to_torch and replay",
 }
 _SECONDS = 5.0
 _CLOCK_SECONDS = 5.0

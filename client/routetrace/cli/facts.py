@@ -8,7 +8,7 @@ from textwrap import wrap
 from typing import Any
 
 from routetrace.cli.output import age, moment, size
-from routetrace.client import RoutingTrace, TraceFacts, TraceStat, TraceState
+from routetrace.client import Trace, TraceFacts, TraceStat, TraceState
 
 #: Columns of `table_row`; those that end in a space are right-aligned.
 COLUMNS = ("trace", "age ", "state", "tokens ", "coverage ", "inc. ", "weights ", "labels")
@@ -54,7 +54,7 @@ def facts_json(facts: TraceFacts) -> dict[str, Any]:
     if isinstance(facts, TraceStat):
         value["coverage"] = facts.coverage
         value["missing_cells"] = dict(facts.missing_cells)
-    if isinstance(facts, RoutingTrace):
+    if isinstance(facts, Trace):
         value |= {
             "token_start": facts.token_start,
             "token_stop": facts.token_stop,

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from routetrace.cli.facts import facts_json
-from routetrace.client import RoutingTrace
+from routetrace.client import Trace
 from routetrace.common.errors import InvalidArgument
 
 # Rows of a Parquet row group; short traces share one.
@@ -36,7 +36,7 @@ class Writer(Protocol):
 
     def __exit__(self, *error: object) -> None: ...
 
-    def add(self, trace: RoutingTrace) -> None:
+    def add(self, trace: Trace) -> None:
         """Write a trace."""
 
 
@@ -92,7 +92,7 @@ def atomically(path: Path) -> Iterator[Path]:
         raise
 
 
-def write_npz(trace: RoutingTrace, path: Path) -> None:
+def write_npz(trace: Trace, path: Path) -> None:
     """Write one trace to a .npz.
 
     Arrays: `topk_ids` [tokens, layers, top_k] uint8 or uint16, `valid` bool [tokens, layers],
@@ -125,7 +125,7 @@ class NpzFile:
     def __exit__(self, *error: object) -> None:
         pass
 
-    def add(self, trace: RoutingTrace) -> None:
+    def add(self, trace: Trace) -> None:
         """Write the trace."""
         write_npz(trace, self._path)
 
@@ -145,7 +145,7 @@ class Directory:
     def __exit__(self, *error: object) -> None:
         pass
 
-    def add(self, trace: RoutingTrace) -> None:
+    def add(self, trace: Trace) -> None:
         """Write a trace."""
         write_npz(trace, self._path / f"{file_name(trace.trace_id)}.npz")
 
@@ -172,7 +172,7 @@ class ParquetFile:
         self._stack = ExitStack()
         self._file: Any = None
         self._tables: list[Any] = []
-        self._first: RoutingTrace | None = None
+        self._first: Trace | None = None
 
     def __enter__(self) -> ParquetFile:
         self._part = self._stack.enter_context(atomically(self._path))
@@ -188,7 +188,7 @@ class ParquetFile:
                 self._file.close()
             self._stack.__exit__(*error)
 
-    def add(self, trace: RoutingTrace) -> None:
+    def add(self, trace: Trace) -> None:
         """Write a trace.
 
         Raises:
@@ -219,7 +219,7 @@ class ParquetFile:
         self._tables = []
 
 
-def parquet_table(trace: RoutingTrace) -> Any:
+def parquet_table(trace: Trace) -> Any:
     """Return the Parquet table of a trace."""
     import pyarrow as pa
 
@@ -243,7 +243,7 @@ def parquet_table(trace: RoutingTrace) -> Any:
     return pa.table(columns)
 
 
-def _versions(trace: RoutingTrace) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
+def _versions(trace: Trace) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
     """Return the weight version of each token, and a mask of the known ones."""
     versions = np.zeros(len(trace), np.int64)
     known = np.zeros(len(trace), bool)

@@ -7,10 +7,10 @@ import time
 from collections.abc import Iterable
 
 from routetrace.cli.output import write_json
-from routetrace.client import RoutingTrace
+from routetrace.client import Trace
 
 
-def print_parts(parts: Iterable[RoutingTrace], rows: bool) -> bool:
+def print_parts(parts: Iterable[Trace], rows: bool) -> bool:
     """Print the parts of a trace as they arrive.
 
     Args:
@@ -45,7 +45,7 @@ def print_parts(parts: Iterable[RoutingTrace], rows: bool) -> bool:
     return whole and last.complete
 
 
-def _print_rows(part: RoutingTrace) -> None:
+def _print_rows(part: Trace) -> None:
     ids, valid = part.topk_ids, part.valid
     for i, position in enumerate(range(part.token_start, part.token_stop)):
         layers = {

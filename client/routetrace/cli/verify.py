@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from routetrace.cli.output import describe, progress, size
-from routetrace.client import RouteClient, RoutingTrace, TraceState
+from routetrace.client import RouteClient, Trace, TraceState
 from routetrace.common.errors import NotFound, RouteTraceError
 
 
@@ -65,14 +65,14 @@ def verify(client: RouteClient, ids: Iterable[str] | None) -> Report:
                 continue  # expired or deleted since it was listed
             report.traces += 1
             _check(report, name, answer)
-            if isinstance(answer, RoutingTrace) and answer.num_incarnations > 1:
+            if isinstance(answer, Trace) and answer.num_incarnations > 1:
                 for other in _others(client, answer):
                     _check(report, name, other)
             done()
     return report
 
 
-def _others(client: RouteClient, first: RoutingTrace) -> Iterator[RoutingTrace | RouteTraceError]:
+def _others(client: RouteClient, first: Trace) -> Iterator[Trace | RouteTraceError]:
     """Yield the other incarnations of a trace.
 
     Their numbers are arrival numbers of engine requests, some of which continue others; the trace
@@ -95,7 +95,7 @@ def _others(client: RouteClient, first: RoutingTrace) -> Iterator[RoutingTrace |
                 yield error
 
 
-def _check(report: Report, name: str, answer: RoutingTrace | RouteTraceError) -> None:
+def _check(report: Report, name: str, answer: Trace | RouteTraceError) -> None:
     if isinstance(answer, RouteTraceError):
         report.findings.append(Finding(name, type(answer).__name__.lower(), describe(answer)))
         return
@@ -109,7 +109,7 @@ def _check(report: Report, name: str, answer: RoutingTrace | RouteTraceError) ->
     )
 
 
-def _wrong_with(trace: RoutingTrace) -> Iterator[tuple[str, str]]:
+def _wrong_with(trace: Trace) -> Iterator[tuple[str, str]]:
     running = trace.state is TraceState.RUNNING
     try:
         trace.validate()
@@ -138,5 +138,5 @@ def _wrong_with(trace: RoutingTrace) -> Iterator[tuple[str, str]]:
         )
 
 
-def _max_tokens(trace: RoutingTrace) -> int:
+def _max_tokens(trace: Trace) -> int:
     return trace.num_tokens or trace.num_rows + 1

@@ -7,8 +7,8 @@ from routetrace.client._shells.prefetch import AsyncPrefetch, Prefetch
 from routetrace.client._shells.sync import RouteClient
 from routetrace.client.micro_batch import MicroBatch, Sample, Segment
 from routetrace.client.options import ReadOptions
-from routetrace.client.plan import Plan, Rank, make_plan
-from routetrace.client.rows import FetchStats, RankRows
+from routetrace.client.plan import FetchPlan, Rank
+from routetrace.client.rows import FetchStats, Rows
 from routetrace.client.stat import (
     AgentStat,
     Limit,
@@ -18,7 +18,7 @@ from routetrace.client.stat import (
     TraceStat,
     TraceState,
 )
-from routetrace.client.trace import RoutingTrace
+from routetrace.client.trace import Trace
 from routetrace.common.errors import (
     Closed,
     Corrupt,
@@ -37,6 +37,7 @@ from routetrace.common.errors import (
     Unauthenticated,
     Unavailable,
 )
+from routetrace.common.layout import ModelLayout
 from routetrace.common.missing import MissingRange
 from routetrace.common.security import Security
 
@@ -50,6 +51,7 @@ __all__ = [
     "Corrupt",
     "DeadlineExceeded",
     "Fenced",
+    "FetchPlan",
     "FetchStats",
     "Incomplete",
     "InvalidArgument",
@@ -57,30 +59,29 @@ __all__ = [
     "MicroBatch",
     "MissingDependency",
     "MissingRange",
+    "ModelLayout",
     "ModelNotSupported",
     "Moved",
     "NotFound",
     "OutOfSequence",
     "Overloaded",
     "PermissionDenied",
-    "Plan",
     "Prefetch",
     "Rank",
-    "RankRows",
     "ReadFacts",
     "ReadOptions",
     "RouteClient",
     "RouteTraceError",
-    "RoutingTrace",
+    "Rows",
     "Sample",
     "Security",
     "Segment",
     "ServerInfo",
+    "Trace",
     "TraceFacts",
     "TraceStat",
     "TraceState",
     "Unauthenticated",
     "Unavailable",
     "__version__",
-    "make_plan",
 ]

@@ -11,13 +11,13 @@ from routetrace.client.micro_batch import Sample, Segment
 from routetrace.client.stat import TraceFacts
 from routetrace.codec.records import TokenDigest, digest_key
 from routetrace.common.errors import InvalidArgument
-from routetrace.common.layout import RoutingLayout
+from routetrace.common.layout import ModelLayout
 
 # Tokens that a sample may have too many at its start, where they are looked for.
 _MAX_SHIFT = 64
 
 
-def check_layout(name: str, actual: RoutingLayout, planned: RoutingLayout) -> None:
+def check_layout(name: str, actual: ModelLayout, planned: ModelLayout) -> None:
     """Checks that a trace is of the model that a plan was made for.
 
     Args:

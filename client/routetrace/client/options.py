@@ -24,7 +24,7 @@ class ReadOptions:
     """
 
     missing: Missing = "raise"
-    """Treatment of missing rows: "raise" Incomplete, or "mask" them in `RoutingTrace.valid`. Rows
+    """Treatment of missing rows: "raise" Incomplete, or "mask" them in `Trace.valid`. Rows
     to the end are missing as long as the end is unknown: while the request runs, or if no agent
     reported its end."""
     wait_for: WaitFor | None = None

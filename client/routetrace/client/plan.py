@@ -1,7 +1,7 @@
 """Which rows a trainer's rank needs of a micro-batch, and where they go. Pure: no I/O.
 
     batch = MicroBatch.packed([Sample.of("g0-s0", 512), Sample.of("g0-s1", 300)], align=16)
-    plan = make_plan(layout, batch, Rank(layer_ids=range(12, 24), cp_size=2, cp_rank=0))
+    plan = FetchPlan.make(layout, batch, Rank(layer_ids=range(12, 24), cp_size=2, cp_rank=0))
     rows = client.fetch(plan)   # topk_ids [12, local tokens, top_k], valid [12, local tokens]
 
 The micro-batch is described once, as the trainer lays it out before it is split; each rank says
@@ -24,7 +24,7 @@ import numpy.typing as npt
 from routetrace.client import _arguments as check
 from routetrace.client.micro_batch import MicroBatch, Sample, Segment, Unit
 from routetrace.common.errors import InvalidArgument
-from routetrace.common.layout import RoutingLayout
+from routetrace.common.layout import ModelLayout
 
 ContextLayout = Literal["zigzag", "contiguous", "ulysses"]
 Flatten = Literal["sequence", "batch"]
@@ -100,13 +100,13 @@ class PlannedRead:
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Plan:
-    """The rows that a rank needs, and where they go: made by `make_plan`.
+class FetchPlan:
+    """The rows that a rank needs, and where they go: made by `FetchPlan.make`.
 
     The result is an array [layers, num_tokens, top_k] of `layer_ids` and the local tokens.
     """
 
-    layout: RoutingLayout
+    layout: ModelLayout
     """The model's: all its MoE layers."""
     layer_ids: tuple[int, ...]
     """The rank's MoE layers, ascending; none where nothing of the rank routes."""
@@ -120,8 +120,58 @@ class Plan:
 
     def __repr__(self) -> str:
         return (
-            f"<Plan {len(self.layer_ids)} layers x {self.num_tokens} tokens, "
+            f"<FetchPlan {len(self.layer_ids)} layers x {self.num_tokens} tokens, "
             f"{self.num_rows} of them with rows, of {len(self.samples)} samples>"
+        )
+
+    @classmethod
+    def make(cls, layout: ModelLayout, batch: MicroBatch, rank: Rank) -> FetchPlan:
+        """Return the rows that a rank needs, and their places.
+
+        Args:
+            layout: the model's, as of `ModelLayout.from_config`.
+            batch: the samples, as laid out before they are split.
+            rank: the part that this rank computes.
+
+        Raises:
+            InvalidArgument: if a layer is no MoE layer of the model, or a length cannot be split
+                evenly as the rank says; names it.
+        """
+        check.instance("layout", layout, ModelLayout)
+        packing = "use MicroBatch.packed(samples)" if isinstance(batch, (list, tuple)) else ""
+        check.instance("batch", batch, MicroBatch, packing)
+        check.instance("rank", rank, Rank)
+        model = layout.select(layout.moe_layer_ids)
+        layer_ids = tuple(rank.layer_ids)
+        if layer_ids:
+            model.select(layer_ids)  # raises if one is wrong
+        lane_len, pieces = _split_lanes(batch, rank)
+        lanes = len(batch.lanes)
+        by_sequence = rank.flatten == "sequence"
+        runs = []
+        for lane, sample, start, stop, at in pieces:
+            where = (at * lanes + lane, lanes) if by_sequence else (lane * lane_len + at, 1)
+            runs.append(Run(sample, start, stop, *where))
+        reads: dict[tuple[int, int], list[Piece]] = {}
+        for run in runs if layer_ids else ():
+            for number, segment in enumerate(batch.samples[run.sample].segments):
+                shift = segment.shift
+                a = max(run.start, segment.start - shift)
+                b = min(run.stop, segment.stop - shift)
+                if a < b:
+                    at = run.at + (a - run.start) * run.stride
+                    piece = Piece(a + shift, b + shift, at, run.stride)
+                    reads.setdefault((run.sample, number), []).append(piece)
+        return cls(
+            model,
+            layer_ids,
+            batch.samples,
+            lanes * lane_len,
+            tuple(runs),
+            tuple(
+                PlannedRead(sample, batch.samples[sample].segments[number], tuple(sorted(found)))
+                for (sample, number), found in sorted(reads.items())
+            ),
         )
 
     @property
@@ -164,56 +214,6 @@ class Plan:
         for run in self.runs:
             values[Piece(*run[1:]).where(run.start, run.stop)] = value(run)
         return values
-
-
-def make_plan(layout: RoutingLayout, batch: MicroBatch, rank: Rank) -> Plan:
-    """Which rows a rank needs, and where they go.
-
-    Args:
-        layout: the model's, as of `routetrace.common.model_map.layout_from_config`.
-        batch: the samples, as laid out before they are split.
-        rank: the part that this rank computes.
-
-    Raises:
-        InvalidArgument: if a layer is no MoE layer of the model, or a length cannot be split evenly
-            as the rank says; names it.
-    """
-    check.instance("layout", layout, RoutingLayout)
-    packing = "use MicroBatch.packed(samples)" if isinstance(batch, (list, tuple)) else ""
-    check.instance("batch", batch, MicroBatch, packing)
-    check.instance("rank", rank, Rank)
-    model = layout.select(layout.moe_layer_ids)
-    layer_ids = tuple(rank.layer_ids)
-    if layer_ids:
-        model.select(layer_ids)  # raises if one is wrong
-    lane_len, pieces = _split_lanes(batch, rank)
-    lanes = len(batch.lanes)
-    by_sequence = rank.flatten == "sequence"
-    runs = []
-    for lane, sample, start, stop, at in pieces:
-        where = (at * lanes + lane, lanes) if by_sequence else (lane * lane_len + at, 1)
-        runs.append(Run(sample, start, stop, *where))
-    reads: dict[tuple[int, int], list[Piece]] = {}
-    for run in runs if layer_ids else ():
-        for number, segment in enumerate(batch.samples[run.sample].segments):
-            shift = segment.shift
-            a = max(run.start, segment.start - shift)
-            b = min(run.stop, segment.stop - shift)
-            if a < b:
-                at = run.at + (a - run.start) * run.stride
-                piece = Piece(a + shift, b + shift, at, run.stride)
-                reads.setdefault((run.sample, number), []).append(piece)
-    return Plan(
-        model,
-        layer_ids,
-        batch.samples,
-        lanes * lane_len,
-        tuple(runs),
-        tuple(
-            PlannedRead(sample, batch.samples[sample].segments[number], tuple(sorted(found)))
-            for (sample, number), found in sorted(reads.items())
-        ),
-    )
 
 
 def _split_lanes(batch: MicroBatch, rank: Rank) -> tuple[int, list[tuple[int, int, int, int, int]]]:

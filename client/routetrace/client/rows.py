@@ -1,4 +1,4 @@
-"""RankRows: the result of a plan, ready to replay."""
+"""Rows: the result of a plan, ready to replay."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy.typing as npt
 from routetrace.client import _arguments as check
 from routetrace.client._memory import to_tensor
 from routetrace.client._ranges import column_index
-from routetrace.client.plan import Plan
+from routetrace.client.plan import FetchPlan
 from routetrace.client.stat import ReadFacts
 from routetrace.client.trace import ids_to_torch
 from routetrace.common.errors import InvalidArgument
@@ -44,14 +44,14 @@ class FetchStats:
 
 
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)
-class RankRows:
+class Rows:
     """The rows of a rank's layers and tokens of one micro-batch.
 
     Where `valid` is False the ids mean nothing: padding, the last token of a sample, and rows that
     are missing. The live router decides there.
     """
 
-    plan: Plan
+    plan: FetchPlan
     """The plan."""
     topk_ids: npt.NDArray[np.unsignedinteger[Any]]
     """[layers, local tokens, top_k] of uint8 up to 256 experts, uint16 above, C-contiguous: logical
@@ -70,7 +70,7 @@ class RankRows:
     def __repr__(self) -> str:
         layers, tokens, top_k = self.topk_ids.shape
         return (
-            f"<RankRows {layers} layers x {tokens} tokens, top-{top_k} of "
+            f"<Rows {layers} layers x {tokens} tokens, top-{top_k} of "
             f"{self.plan.layout.num_experts}, coverage {self.coverage:.4g}>"
         )
 
@@ -89,7 +89,7 @@ class RankRows:
             for missing in read.missing
         )
 
-    def layers(self, layer_ids: Sequence[int]) -> RankRows:
+    def layers(self, layer_ids: Sequence[int]) -> Rows:
         """Return the rows of some of the layers, as of a virtual pipeline stage.
 
         Neighbours share memory, others are copied.

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from routetrace.codec.records import DIGEST, unpack
-from routetrace.common.layout import RoutingLayout
+from routetrace.common.layout import ModelLayout
 from routetrace.common.missing import MissingRange
 from routetrace.v1 import routetrace_pb2 as pb
 
@@ -55,7 +55,7 @@ class TraceFacts:
     num_tokens is 0."""
     prompt_len: int
     """Prompt tokens; 0 if unknown."""
-    layout: RoutingLayout
+    layout: ModelLayout
     """The model; its `layer_ids` are all its MoE layers."""
     labels: dict[str, str]
     incarnation: int
@@ -120,7 +120,7 @@ class ReadFacts(TraceFacts):
     """(start, stop, trace id) of the rows that stand in, by position."""
 
 
-def layout_from_proto(message: pb.RoutingLayout) -> RoutingLayout:
+def layout_from_proto(message: pb.RoutingLayout) -> ModelLayout:
     """A layout; mostly that of the trace before.
 
     Raises:
@@ -130,8 +130,8 @@ def layout_from_proto(message: pb.RoutingLayout) -> RoutingLayout:
 
 
 @lru_cache(maxsize=64)
-def _layout(data: bytes) -> RoutingLayout:
-    return RoutingLayout.from_proto(pb.RoutingLayout.FromString(data))
+def _layout(data: bytes) -> ModelLayout:
+    return ModelLayout.from_proto(pb.RoutingLayout.FromString(data))
 
 
 def facts_from_proto(info: pb.TraceInfo) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""RoutingTrace: the rows of one trace, with the validity of each cell."""
+"""Trace: the rows of one trace, with the validity of each cell."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ if TYPE_CHECKING:
 
 _T = TypeVar("_T")
 
-_NO_SEQUENCE = "RoutingTrace is not indexable; use topk_ids[i] or tokens(i, i + 1)"
+_NO_SEQUENCE = "Trace is not indexable; use topk_ids[i] or tokens(i, i + 1)"
 
 
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)
-class RoutingTrace(ReadFacts):
+class Trace(ReadFacts):
     """Routing of positions [token_start, token_stop) of one request at the layers `layer_ids`.
 
     All rows are of one incarnation: of tokens that are proven to be the same, whichever engine
@@ -101,12 +101,12 @@ class RoutingTrace(ReadFacts):
     def __repr__(self) -> str:
         of = f" of {self.num_rows}" if self.num_rows != len(self) else ""
         return (
-            f"<RoutingTrace {self.trace_id!r} {self.state.value}: "
+            f"<Trace {self.trace_id!r} {self.state.value}: "
             f"rows [{self.token_start}, {self.token_stop}){of}, {len(self.layer_ids)} layers, "
             f"top-{self.top_k} of {self.layout.num_experts}, coverage {self.coverage:.4g}>"
         )
 
-    def tokens(self, start: int, stop: int | None = None) -> RoutingTrace:
+    def tokens(self, start: int, stop: int | None = None) -> Trace:
         """Return the rows of positions [start, stop); to the end if `stop` is None.
 
         Raises:
@@ -137,7 +137,7 @@ class RoutingTrace(ReadFacts):
             _valid=self._valid[:, rows],
         )
 
-    def layers(self, layer_ids: Sequence[int]) -> RoutingTrace:
+    def layers(self, layer_ids: Sequence[int]) -> Trace:
         """Return the columns of the given layers; neighbours share memory, others are copied.
 
         Args:
@@ -164,7 +164,7 @@ class RoutingTrace(ReadFacts):
 
     def split(
         self, prompt_len: int | None = None, num_output_tokens: int | None = None
-    ) -> tuple[RoutingTrace | None, RoutingTrace | None]:
+    ) -> tuple[Trace | None, Trace | None]:
         """Return the rows of the prompt, and of the generated tokens; None for an empty part.
 
         The last sampled token has no row, unless a later turn forwarded it.
@@ -248,7 +248,7 @@ class RoutingTrace(ReadFacts):
             np.copyto(rows[:, layer], ids, where=valid[:, None])
         return rows
 
-    def equals(self, other: RoutingTrace) -> bool:
+    def equals(self, other: Trace) -> bool:
         """Return whether another trace has the same positions, layers and rows.
 
         Ids are compared where cells are valid; facts such as ids, labels and times are not.
@@ -256,7 +256,7 @@ class RoutingTrace(ReadFacts):
         Raises:
             InvalidArgument: if `other` is no trace.
         """
-        check.instance("other", other, RoutingTrace)
+        check.instance("other", other, Trace)
         mine = (self.token_start, self.token_stop, self.layer_ids, self.top_k)
         if mine != (other.token_start, other.token_stop, other.layer_ids, other.top_k):
             return False
@@ -321,7 +321,7 @@ def ids_to_torch(
     device: Any = None,
     dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """Expert ids as a tensor of the same shape; see `RoutingTrace.to_torch`."""
+    """Expert ids as a tensor of the same shape; see `Trace.to_torch`."""
     require_torch("to_torch")
     import torch
 

@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from routetrace.common.layout import RoutingLayout
-from routetrace.common.model_map import layout_from_config
+from routetrace.common.layout import ModelLayout
 
 
 @dataclass(frozen=True)
@@ -15,7 +14,7 @@ class Model:
     """Routing of a model."""
 
     name: str
-    layout: RoutingLayout
+    layout: ModelLayout
     skew: float
     """Standard deviation of the experts' log-popularity, set so that compressed frames of 256
     simulated rows are as long as recorded ones."""
@@ -24,7 +23,7 @@ class Model:
 
 
 def _model(name: str, skew: float, frame_bytes: float, **config: Any) -> Model:
-    return Model(name, layout_from_config(config), skew, frame_bytes)
+    return Model(name, ModelLayout.from_config(config), skew, frame_bytes)
 
 
 #: By name. Configs hold only the fields that the model map needs.
@@ -57,5 +56,5 @@ MODELS: Mapping[str, Model] = {
 
 def custom_model(layers: int, experts: int, top_k: int) -> Model:
     """Return a model of any shape; all layers route."""
-    layout = RoutingLayout(tuple(range(layers)), layers, experts, top_k)
+    layout = ModelLayout(tuple(range(layers)), layers, experts, top_k)
     return Model(f"{layers} layers, top-{top_k} of {experts}", layout, 1.5, 0.0)

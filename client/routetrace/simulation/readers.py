@@ -16,9 +16,9 @@ from typing import Any
 
 import numpy as np
 
-from routetrace.client import MicroBatch, Rank, RouteClient, Sample, make_plan
+from routetrace.client import FetchPlan, MicroBatch, Rank, RouteClient, Sample
 from routetrace.common.errors import InvalidArgument, NotFound, RouteTraceError
-from routetrace.common.layout import RoutingLayout
+from routetrace.common.layout import ModelLayout
 from routetrace.common.security import Security
 from routetrace.simulation.children import Parent
 from routetrace.simulation.compare import Answer, Finding, compare
@@ -100,7 +100,7 @@ class Reader:
     def _share(self, truth: Truth) -> Answer:
         sample = Sample.of(truth.name, token_ids=truth.tokens(truth.num_tokens))
         batch = MicroBatch.packed([sample], align=2 * CONTEXTS)
-        plan = make_plan(self._layout, batch, self._rank)
+        plan = FetchPlan.make(self._layout, batch, self._rank)
         got = self._client.fetch(plan, missing="mask", wait_for="end", timeout=self._load.timeout)
         local = np.flatnonzero(plan.planned)
         return Answer(
@@ -113,7 +113,7 @@ class Reader:
         )
 
 
-def rank_of(layout: RoutingLayout, number: int) -> Rank:
+def rank_of(layout: ModelLayout, number: int) -> Rank:
     """Return one of the ranks, in turn."""
     stages = min(STAGES, len(layout.layer_ids))
     ours = np.array_split(np.array(layout.layer_ids), stages)[number % stages]

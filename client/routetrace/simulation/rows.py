@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from routetrace.common.layout import RoutingLayout
+from routetrace.common.layout import ModelLayout
 
 #: log2 of the distinct rows of a layer: of 256 tokens, two rarely share one.
 _CHOICE_BITS = 12
@@ -42,7 +42,7 @@ class Rows:
         skew: standard deviation of the experts' log-popularity.
     """
 
-    def __init__(self, layout: RoutingLayout, seed: int, skew: float) -> None:
+    def __init__(self, layout: ModelLayout, seed: int, skew: float) -> None:
         self.layout = layout
         rng = np.random.default_rng([seed, layout.num_experts, layout.top_k])
         num_layers = len(layout.layer_ids)
@@ -83,7 +83,7 @@ def mix(keys: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
 
 
 def _draw(
-    rng: np.random.Generator, weights: npt.NDArray[np.float32], layout: RoutingLayout
+    rng: np.random.Generator, weights: npt.NDArray[np.float32], layout: ModelLayout
 ) -> npt.NDArray[np.intp]:
     """Draw experts [choices, k] without replacement, by weight (exponential clocks)."""
     times = rng.standard_exponential((1 << _CHOICE_BITS, len(weights)), np.float32) / weights

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from routetrace.capture_agent import CaptureAgent
-from routetrace.common.layout import RoutingLayout
+from routetrace.common.layout import ModelLayout
 from routetrace.simulation.blocks import BlockPool
 
 #: A row and the weight version that computed it; None if the KV entry has no known row.
@@ -71,7 +71,7 @@ class SmallEngine:
     def __init__(
         self,
         sink: CaptureAgent,
-        layout: RoutingLayout,
+        layout: ModelLayout,
         seed: int,
         *,
         num_blocks: int = 24,

@@ -21,8 +21,8 @@ import numpy as np
 import numpy.typing as npt
 
 from routetrace.client import _arguments as check
-from routetrace.client.rows import RankRows
-from routetrace.client.trace import RoutingTrace
+from routetrace.client.rows import Rows
+from routetrace.client.trace import Trace
 from routetrace.common.errors import InvalidArgument
 
 Ids = npt.NDArray[np.integer[Any]]
@@ -159,7 +159,7 @@ def _sum(a: Any, b: Any) -> Any:
     return a + b
 
 
-def compare(rows: RankRows | RoutingTrace, trainer_ids: Any) -> Agreement:
+def compare(rows: Rows | Trace, trainer_ids: Any) -> Agreement:
     """Compare rows with the choices of the trainer's own routers, as sets per cell.
 
     Args:
@@ -190,11 +190,11 @@ def overlap(a: Any, b: Any) -> Any:
     return counts
 
 
-def of_overlap(rows: RankRows | RoutingTrace, matched: npt.NDArray[np.integer[Any]]) -> Agreement:
+def of_overlap(rows: Rows | Trace, matched: npt.NDArray[np.integer[Any]]) -> Agreement:
     """Return the agreement from the number of common ids `matched` [layers, tokens]."""
     _, valid = layer_major(rows)
     versions = np.zeros(valid.shape[1], np.int64)
-    if isinstance(rows, RoutingTrace):
+    if isinstance(rows, Trace):
         placed = planned = np.ones(valid.shape[1], np.bool_)
         known = bool(rows.weight_versions)
         for start, stop, version in rows.weight_versions:
@@ -327,14 +327,14 @@ class AgreementLog:
             self._log(total.metrics(self._prefix, weight_version=weight_version), step)
 
 
-def layer_major(rows: RankRows | RoutingTrace) -> tuple[Ids, Valid]:
+def layer_major(rows: Rows | Trace) -> tuple[Ids, Valid]:
     """Return ids [layers, tokens, top_k] and valid [layers, tokens]."""
-    if isinstance(rows, RankRows):
+    if isinstance(rows, Rows):
         return rows.topk_ids, rows.valid
     return rows.topk_ids.transpose(1, 0, 2), rows.valid.T
 
 
-def trainer_choices(rows: RankRows | RoutingTrace, trainer_ids: Any) -> Ids:
+def trainer_choices(rows: Rows | Trace, trainer_ids: Any) -> Ids:
     """Check ids of a trainer as in `compare`; return [layers, tokens, top_k]."""
     ids: Ids = to_numpy(trainer_ids)
     if ids.shape != rows.topk_ids.shape or ids.dtype.kind not in "iu":
@@ -343,7 +343,7 @@ def trainer_choices(rows: RankRows | RoutingTrace, trainer_ids: Any) -> Ids:
             value=f"{ids.dtype} {ids.shape}",
             expected=f"integers {rows.topk_ids.shape}, as topk_ids of the rows",
         )
-    if isinstance(rows, RankRows):
+    if isinstance(rows, Rows):
         layout = rows.plan.layout
     else:
         layout, ids = rows.layout, ids.transpose(1, 0, 2)

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from routetrace.client.rows import RankRows
-from routetrace.client.trace import RoutingTrace
+from routetrace.client.rows import Rows
+from routetrace.client.trace import Trace
 from routetrace.common.errors import InvalidArgument
 from routetrace.trainers.agreement import layer_major, overlap, trainer_choices
 
@@ -54,7 +54,7 @@ class _Tokens(NamedTuple):
         return np.where(keys[found] == wanted, found, -1)
 
 
-def check_alignment(rows: RankRows | RoutingTrace, trainer_ids: Any) -> None:
+def check_alignment(rows: Rows | Trace, trainer_ids: Any) -> None:
     """Raise if `diagnose` finds a misalignment.
 
     Raises:
@@ -67,7 +67,7 @@ def check_alignment(rows: RankRows | RoutingTrace, trainer_ids: Any) -> None:
         )
 
 
-def diagnose(rows: RankRows | RoutingTrace, trainer_ids: Any) -> str | None:
+def diagnose(rows: Rows | Trace, trainer_ids: Any) -> str | None:
     """Describe tokens or layers that rows fit much better than their own.
 
     Finds rows that are shifted by up to 8 tokens, or belong to other layers, to another sample, or
@@ -129,8 +129,8 @@ class _View(NamedTuple):
 class _Judge:
     """Search for a better fit, by windows of tokens."""
 
-    def __init__(self, rows: RankRows | RoutingTrace, tokens: _Tokens, view: _View) -> None:
-        self._name = "" if isinstance(rows, RoutingTrace) else " of sample {}"
+    def __init__(self, rows: Rows | Trace, tokens: _Tokens, view: _View) -> None:
+        self._name = "" if isinstance(rows, Trace) else " of sample {}"
         self._tokens = tokens
         self._view = view
         self._all = np.arange(len(tokens.place))
@@ -232,7 +232,7 @@ class _Judge:
         )
 
 
-def _renumbered(rows: RankRows | RoutingTrace, view: _View) -> str | None:
+def _renumbered(rows: Rows | Trace, view: _View) -> str | None:
     """Describe layers whose rows fit other layers better."""
     found: list[tuple[int, int, float, float]] = []
     for layer, (ours, valid) in enumerate(zip(view.ours, view.valid, strict=True)):
@@ -264,8 +264,8 @@ def _renumbered(rows: RankRows | RoutingTrace, view: _View) -> str | None:
     return message
 
 
-def _tokens(rows: RankRows | RoutingTrace) -> _Tokens:
-    if isinstance(rows, RoutingTrace):
+def _tokens(rows: Rows | Trace) -> _Tokens:
+    if isinstance(rows, Trace):
         index = np.arange(len(rows))
         return _Tokens(index, np.zeros_like(index), index + rows.token_start)
     sample, position = rows.plan.sample_of, rows.plan.position_of
@@ -274,8 +274,8 @@ def _tokens(rows: RankRows | RoutingTrace) -> _Tokens:
     return _Tokens(order, sample[order].astype(np.int64), position[order].astype(np.int64))
 
 
-def _moe_layer_ids(rows: RankRows | RoutingTrace) -> tuple[int, ...]:
-    return (rows.plan.layout if isinstance(rows, RankRows) else rows.layout).moe_layer_ids
+def _moe_layer_ids(rows: Rows | Trace) -> tuple[int, ...]:
+    return (rows.plan.layout if isinstance(rows, Rows) else rows.layout).moe_layer_ids
 
 
 def _spread(count: int, most: int) -> Places:

@@ -1,7 +1,7 @@
 """Replay in a Megatron-Core model through its RouterReplay; 0.16.1 or newer.
 
     rank = local_rank(model)
-    plans = [make_plan(layout, batch, rank) for batch in micro_batches]
+    plans = [FetchPlan.make(layout, batch, rank) for batch in micro_batches]
     with replay(model, client.prefetch(plans)):
         forward_backward_func(model=model, num_microbatches=len(plans), ...)
 
@@ -24,7 +24,7 @@ import torch
 from torch import nn
 
 from routetrace.client.plan import ContextLayout, Rank
-from routetrace.client.rows import RankRows
+from routetrace.client.rows import Rows
 from routetrace.codec.frame import invalid_rows
 from routetrace.common.errors import InvalidArgument
 from routetrace.trainers._megatron_model import Model, check_router, model_chunks, routers_of
@@ -74,7 +74,7 @@ def local_rank(model: Model, *, cp_layout: ContextLayout = "zigzag") -> Rank:
     )
 
 
-def replay(model: Model, rows: Iterable[RankRows], *, compare: bool = False) -> Replay:
+def replay(model: Model, rows: Iterable[Rows], *, compare: bool = False) -> Replay:
     """Return a context in which forward passes of `model` use `rows`.
 
     Run one schedule (`forward_backward_func`) inside it, backward passes included. Where a row is
@@ -99,7 +99,7 @@ def replay(model: Model, rows: Iterable[RankRows], *, compare: bool = False) -> 
 class Replay:
     """Context returned by `replay`."""
 
-    def __init__(self, model: Model, rows: Iterable[RankRows], compare: bool) -> None:
+    def __init__(self, model: Model, rows: Iterable[Rows], compare: bool) -> None:
         modules = model_chunks(model)
         routers = routers_of(model)
         for layer, router in ((i, r) for chunk in routers for i, r in chunk.items()):
@@ -148,15 +148,15 @@ class Replay:
 class _Feed:
     """Rows of micro-batches, each held until every model chunk has taken them."""
 
-    def __init__(self, rows: Iterable[RankRows], chunks: list[dict[int, Any]]) -> None:
+    def __init__(self, rows: Iterable[Rows], chunks: list[dict[int, Any]]) -> None:
         self._given = len(rows) if isinstance(rows, Sequence) else None
-        self._rows: Iterator[RankRows] = iter(rows)
+        self._rows: Iterator[Rows] = iter(rows)
         self._routers = {layer: router for chunk in chunks for layer, router in chunk.items()}
         self._readers = len(chunks)
-        self._waiting: dict[int, tuple[RankRows, int]] = {}
+        self._waiting: dict[int, tuple[Rows, int]] = {}
         self._pulled = 0
 
-    def take(self, number: int) -> RankRows:
+    def take(self, number: int) -> Rows:
         """Return the rows of a micro-batch, once per chunk."""
         if number == self._pulled:
             rows = next(self._rows, None)
@@ -188,7 +188,7 @@ class _Feed:
 class _Pass:
     """One forward pass of a model chunk, with the choices for its recomputation."""
 
-    def __init__(self, number: int, rows: RankRows) -> None:
+    def __init__(self, number: int, rows: Rows) -> None:
         self.number = number
         self.rows = rows
         self.on_device: tuple[torch.Tensor, torch.Tensor] | None = None
@@ -335,7 +335,7 @@ def _restore(router: Any) -> Callable[[], None]:
     return lambda: setattr(router, "router_replay", before)
 
 
-def _check_rows(number: int, rows: RankRows, routers: dict[int, Any]) -> None:
+def _check_rows(number: int, rows: Rows, routers: dict[int, Any]) -> None:
     """Raise if rows do not fit the model, or would break its dispatcher."""
     field = f"rows[{number}]"
     missing = sorted(set(routers) - set(rows.layer_ids))

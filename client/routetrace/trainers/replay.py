@@ -1,7 +1,7 @@
 """Rollout Routing Replay in a transformers model (R3, arXiv:2510.11370).
 
     batch = MicroBatch.padded(samples, seq_len, padding_side="left")
-    plan = make_plan(layout, batch, Rank(layout.layer_ids, flatten="batch"))
+    plan = FetchPlan.make(layout, batch, Rank(layout.layer_ids, flatten="batch"))
     with replay(model, client.fetch(plan)):
         loss = loss_of(model(input_ids, attention_mask=mask))
         loss.backward()
@@ -27,11 +27,10 @@ import numpy.typing as npt
 import torch
 from torch import nn
 
-from routetrace.client.rows import RankRows
+from routetrace.client.rows import Rows
 from routetrace.codec.frame import invalid_rows
 from routetrace.common.errors import InvalidArgument, kind_of
-from routetrace.common.layout import RoutingLayout
-from routetrace.common.model_map import layout_from_config
+from routetrace.common.layout import ModelLayout
 from routetrace.trainers._force import Compare, Forcer, Given
 from routetrace.trainers.agreement import Agreement, of_overlap, overlap, tally
 
@@ -42,7 +41,7 @@ Ids = torch.Tensor | npt.NDArray[Any]
 
 
 class Trace(Protocol):
-    """Part of `RoutingTrace` that `collate` uses."""
+    """Part of `Trace` that `collate` uses."""
 
     @property
     def topk_ids(self) -> npt.NDArray[Any]:
@@ -67,12 +66,12 @@ class Trace(Protocol):
 
 def replay(
     model: Any,
-    topk_ids: RankRows | Ids,
+    topk_ids: Rows | Ids,
     *,
     layer_ids: Sequence[int] | None = None,
     valid: Ids | None = None,
     compare: Compare = False,
-    layout: RoutingLayout | None = None,
+    layout: ModelLayout | None = None,
 ) -> Replay:
     """Make every forward and backward pass in the block use the given experts.
 
@@ -108,9 +107,9 @@ def replay(
         raise InvalidArgument(
             field="model", value=kind_of(model), expected="a transformers MoE model"
         )
-    layout = layout_from_config(config) if layout is None else layout
+    layout = ModelLayout.from_config(config) if layout is None else layout
     routers = _routers(model, layout)
-    rows = topk_ids if isinstance(topk_ids, RankRows) else None
+    rows = topk_ids if isinstance(topk_ids, Rows) else None
     if rows is not None:
         for name, value in (("layer_ids", layer_ids), ("valid", valid)):
             if value is not None:
@@ -123,7 +122,7 @@ def replay(
             value=columns,
             expected=f"the layers of the model's {len(routers)} routers, {sorted(routers)}",
         )
-    if isinstance(topk_ids, RankRows):
+    if isinstance(topk_ids, Rows):
         given = _of_rows(layout, topk_ids)
     else:
         given = _of_arrays(layout, topk_ids, columns, valid)
@@ -137,7 +136,7 @@ def replay(
 class Replay:
     """Context returned by `replay`."""
 
-    def __init__(self, given: Given, forcers: list[Forcer], rows: RankRows | None) -> None:
+    def __init__(self, given: Given, forcers: list[Forcer], rows: Rows | None) -> None:
         self._given = given
         self._forcers = forcers
         self._rows = rows
@@ -209,7 +208,7 @@ class Replay:
         return self.agreement.disagreement
 
 
-def _routers(model: Any, layout: RoutingLayout) -> dict[int, nn.Module]:
+def _routers(model: Any, layout: ModelLayout) -> dict[int, nn.Module]:
     """Return the router of each MoE layer by absolute layer id."""
     found: dict[int, nn.Module] = {}
     for ending in ("router", "gate"):
@@ -236,7 +235,7 @@ def _routers(model: Any, layout: RoutingLayout) -> dict[int, nn.Module]:
     return found
 
 
-def _of_rows(layout: RoutingLayout, rows: RankRows) -> Given:
+def _of_rows(layout: ModelLayout, rows: Rows) -> Given:
     """Check the rows; the result shares their memory."""
     planned = rows.plan.layout
     if (planned.num_experts, planned.top_k) != (layout.num_experts, layout.top_k):
@@ -267,7 +266,7 @@ def _shared(array: npt.NDArray[Any]) -> torch.Tensor:
     return torch.from_numpy(array if array.flags.writeable else array.copy())
 
 
-def _bad_ids(ids: list[int], token: int, layer: int, layout: RoutingLayout) -> InvalidArgument:
+def _bad_ids(ids: list[int], token: int, layer: int, layout: ModelLayout) -> InvalidArgument:
     return InvalidArgument(
         field="topk_ids",
         value=f"{ids} for token {token} at layer {layer}",
@@ -276,7 +275,7 @@ def _bad_ids(ids: list[int], token: int, layer: int, layout: RoutingLayout) -> I
 
 
 def _of_arrays(
-    layout: RoutingLayout, topk_ids: Ids, layer_ids: list[int], valid: Ids | None
+    layout: ModelLayout, topk_ids: Ids, layer_ids: list[int], valid: Ids | None
 ) -> Given:
     """Check ids; the result is a narrow copy in layer-major order."""
     if isinstance(topk_ids, np.ndarray) and topk_ids.dtype.kind == "u" and topk_ids.itemsize > 1:

@@ -59,7 +59,7 @@ from routetrace.codec.frame_header import (
 )
 from routetrace.common.checksum import stepped_crc32 as crc32
 from routetrace.common.errors import InvalidArgument
-from routetrace.common.layout import RoutingLayout
+from routetrace.common.layout import ModelLayout
 
 __all__ = [
     "MAX_FRAME_DECODED_BYTES",
@@ -141,7 +141,7 @@ def invalid_rows(ids: Ids, num_experts: int) -> npt.NDArray[np.bool_]:
 
 def encode_frame(
     ids: Ids,
-    layout: RoutingLayout,
+    layout: ModelLayout,
     *,
     codec: Codec | None = Codec.LAYER_ZSTD,
     level: int = 3,
@@ -153,7 +153,7 @@ def encode_frame(
 
 def encode_frames(
     list_of_ids: Sequence[Ids],
-    layout: RoutingLayout,
+    layout: ModelLayout,
     *,
     codec: Codec | None = Codec.LAYER_ZSTD,
     level: int = 3,
@@ -213,7 +213,7 @@ def _packed_rows(list_of_ids: Sequence[Ids], codecs: list[Codec]) -> int:
     return sum(len(ids) for ids, its in zip(list_of_ids, codecs, strict=True) if its is Codec.PACK)
 
 
-def _codec_of(ids: Ids, layout: RoutingLayout) -> Codec:
+def _codec_of(ids: Ids, layout: ModelLayout) -> Codec:
     pays = len(ids) >= ZSTD_ROWS and layout.num_experts > PACKED_EXPERTS
     return Codec.LAYER_ZSTD if pays else Codec.PACK
 
@@ -445,7 +445,7 @@ def _seal(*parts: Any) -> list[Any]:
 
 
 def _pack(
-    list_of_ids: Sequence[Ids], layout: RoutingLayout, codec: Codec, level: int
+    list_of_ids: Sequence[Ids], layout: ModelLayout, codec: Codec, level: int
 ) -> Iterator[Any]:
     """Yield the stored bytes of the groups of all frames."""
     num_layers, shift = len(layout.layer_ids), id_shift(layout.num_experts, codec)
@@ -570,7 +570,7 @@ def _decompress(packed: list[memoryview], sizes: list[int]) -> list[Any]:
         raise corrupt("zstd frame", str(error), "one that decodes") from error
 
 
-def _check_ids(ids: Ids, layout: RoutingLayout, validate: bool) -> None:
+def _check_ids(ids: Ids, layout: ModelLayout, validate: bool) -> None:
     columns = (len(layout.layer_ids), layout.top_k)
     if ids.ndim != 3 or ids.shape[1:] != columns or not 1 <= len(ids) <= MAX_FRAME_ROWS:
         raise InvalidArgument(

@@ -20,7 +20,7 @@ from routetrace.codec.frame_header import (
     packed_header,
 )
 from routetrace.common.checksum import crc32
-from routetrace.common.layout import RoutingLayout
+from routetrace.common.layout import ModelLayout
 
 # Of frame_header.py's table, before the bitmap.
 _FIXED = struct.Struct("<4sBBHIIHH")
@@ -29,7 +29,7 @@ _FIXED = struct.Struct("<4sBBHIIHH")
 class PlainFrames:
     """Frames of one layout: PACK, and others with one layer a group, as nearly all frames are."""
 
-    def __init__(self, layout: RoutingLayout) -> None:
+    def __init__(self, layout: ModelLayout) -> None:
         self._layout = layout
         self._bitmap = layer_bitmap(layout.layer_ids)
         layers = len(layout.layer_ids)

@@ -33,7 +33,8 @@ import numpy as np
 
 from routetrace.common.checksum import crc32
 from routetrace.common.errors import Corrupt, InvalidArgument
-from routetrace.common.layout import MAX_EXPERTS, MAX_LAYERS, MAX_TOP_K, id_dtype
+from routetrace.common.layout import id_dtype
+from routetrace.common.limits import MAX_EXPERTS, MAX_LAYERS, MAX_TOP_K
 
 #: Rows of one frame.
 MAX_FRAME_ROWS = 65536

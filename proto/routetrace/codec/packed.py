@@ -22,7 +22,7 @@ from routetrace.codec.frame_header import (
     packed_header,
 )
 from routetrace.common.checksum import stepped_crc32 as crc32
-from routetrace.common.layout import RoutingLayout
+from routetrace.common.layout import ModelLayout
 
 if TYPE_CHECKING:
     from routetrace.codec.kernels import Kernels
@@ -71,7 +71,7 @@ def encodes(ids: Ids, codec: Codec) -> bool:
     return codec is Codec.PACK and ids.flags.c_contiguous and ids.dtype.isnative
 
 
-def encode(kernels: Kernels, ids: Ids, layout: RoutingLayout) -> bytes:
+def encode(kernels: Kernels, ids: Ids, layout: ModelLayout) -> bytes:
     """Return the PACK frame of checked rows [n, L, K], contiguous and of `layout.dtype`."""
     top_k, item = layout.top_k, ids.itemsize
     plan = _encoding(layout.layer_ids, len(ids), layout.num_experts, top_k)

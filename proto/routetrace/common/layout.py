@@ -11,11 +11,9 @@ import numpy as np
 
 from routetrace.common.checks import whole
 from routetrace.common.errors import InvalidArgument, typed
+from routetrace.common.limits import MAX_EXPERTS, MAX_LAYERS, MAX_TOP_K
+from routetrace.common.model_map import routing_of
 from routetrace.v1 import routetrace_pb2 as pb
-
-MAX_LAYERS = 4096
-MAX_EXPERTS = 65536
-MAX_TOP_K = 1024
 
 
 def id_dtype(num_experts: int) -> np.dtype[np.unsignedinteger]:
@@ -24,7 +22,7 @@ def id_dtype(num_experts: int) -> np.dtype[np.unsignedinteger]:
 
 
 @dataclass(frozen=True)
-class RoutingLayout:
+class ModelLayout:
     """Columns of a row.
 
     Raises:
@@ -67,6 +65,27 @@ class RoutingLayout:
         if unknown:
             raise _not_moe(sorted(unknown), self.moe_layer_ids)
 
+    @classmethod
+    def from_config(cls, config: object) -> ModelLayout:
+        """Return the layout of all MoE layers of a model.
+
+        Args:
+            config: a config object of transformers (or of anything that has `to_dict()` or plain
+                attributes), or a mapping as in `config.json`. Multi-modal models may give their
+                whole config; the language model's is found in it.
+
+        Returns:
+            Columns for every MoE layer by absolute decoder layer id. `num_experts` counts the ids
+            that a router can choose: the zero-computation experts of LongCat are among them, shared
+            experts are not.
+
+        Raises:
+            ModelNotSupported: if the model is dense, or the config does not say which layers are
+                MoE, names no expert count or top-k, or contradicts itself.
+            InvalidArgument: if the numbers do not make a layout (top_k above num_experts).
+        """
+        return cls(*routing_of(config))
+
     @property
     def dtype(self) -> np.dtype[np.unsignedinteger]:
         """Dtype of an id: uint8 up to 256 experts, uint16 above."""
@@ -93,11 +112,11 @@ class RoutingLayout:
             raise _not_moe(unknown, self.layer_ids)
         return [self.column[i] for i in layer_ids]
 
-    def select(self, layer_ids: tuple[int, ...]) -> RoutingLayout:
+    def select(self, layer_ids: tuple[int, ...]) -> ModelLayout:
         """Return the layout of the same model with `layer_ids` alone."""
         if layer_ids == self.layer_ids:
             return self
-        return RoutingLayout(
+        return ModelLayout(
             layer_ids, self.num_hidden_layers, self.num_experts, self.top_k, self.moe_layer_ids
         )
 
@@ -113,7 +132,7 @@ class RoutingLayout:
         )
 
     @classmethod
-    def from_proto(cls, message: pb.RoutingLayout) -> RoutingLayout:
+    def from_proto(cls, message: pb.RoutingLayout) -> ModelLayout:
         """Read the message from the wire.
 
         Raises:

@@ -11,6 +11,10 @@ MAX_ID_LENGTH = 512
 #: Maximum labels of a request, and characters of a label's name and text together.
 MAX_LABELS = 64
 MAX_LABEL_LENGTH = 1024
+#: Maxima of a model: decoder layers, experts of a layer, experts chosen for a token.
+MAX_LAYERS = 4096
+MAX_EXPERTS = 65536
+MAX_TOP_K = 1024
 #: Positions and counts of tokens are below it.
 MAX_POSITION = 1 << 31
 #: Maximum tokens of a KV block, and slots of an engine: block_size * num_blocks. The server takes

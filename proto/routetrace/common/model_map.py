@@ -16,10 +16,10 @@ MTP layers come after the decoder layers and are never part of a layout. Hash-ro
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from routetrace.common.errors import ModelNotSupported, kind_of
-from routetrace.common.layout import MAX_LAYERS, RoutingLayout
+from routetrace.common.limits import MAX_LAYERS
 
 _Config = Mapping[str, Any]
 
@@ -106,24 +106,17 @@ _NEEDS_LAYERS = frozenset({
 # fmt: on
 
 
-def layout_from_config(config: object) -> RoutingLayout:
-    """Return the layout of all MoE layers of a model.
+class Routing(NamedTuple):
+    """Numbers of a model's routing."""
 
-    Args:
-        config: a config object of transformers (or of anything that has `to_dict()` or plain
-            attributes), or a mapping as in `config.json`. Multi-modal models may give their whole
-            config; the language model's is found in it.
+    layer_ids: tuple[int, ...]
+    num_hidden_layers: int
+    num_experts: int
+    top_k: int
 
-    Returns:
-        Columns for every MoE layer by absolute decoder layer id. `num_experts` counts the ids that
-        a router can choose: the zero-computation experts of LongCat are among them, shared experts
-        are not.
 
-    Raises:
-        ModelNotSupported: if the model is dense, or the config does not say which layers are MoE,
-            names no expert count or top-k, or contradicts itself.
-        InvalidArgument: if the numbers do not make a layout (top_k above num_experts).
-    """
+def routing_of(config: object) -> Routing:
+    """Return the numbers of all MoE layers of a model; see `ModelLayout.from_config`."""
     text, is_moe = _language_model(_mapping("config", config))
     switch = next((key for key in _SWITCHES if text.get(key) is False), None)
     if not is_moe or switch is not None:
@@ -136,7 +129,7 @@ def layout_from_config(config: object) -> RoutingLayout:
     # The router of LongCat may also choose an expert that computes nothing.
     if text.get("zero_expert_num") is not None:
         num_experts += _number(text, ("zero_expert_num",), 0)
-    return RoutingLayout(tuple(layer_ids), count, num_experts, top_k)
+    return Routing(tuple(layer_ids), count, num_experts, top_k)
 
 
 def _mapping(name: str, config: object) -> _Config:

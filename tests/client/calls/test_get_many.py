@@ -8,7 +8,7 @@ import threading
 import numpy as np
 import pytest
 
-from routetrace.client import RoutingTrace
+from routetrace.client import Trace
 from routetrace.common.errors import (
     InvalidArgument,
     NotFound,
@@ -82,11 +82,11 @@ class TestGetMany:
             next(traces)
         got = list(client.get_many(ids, missing="mask", errors="return"))
         assert [type(g) for g in got] == [
-            RoutingTrace,
-            RoutingTrace,
+            Trace,
+            Trace,
             NotFound,
             InvalidArgument,
-            RoutingTrace,
+            Trace,
         ]
 
     def test_closing_ends_what_is_under_way(self, client, server):

@@ -17,7 +17,7 @@ from faults.fuzz.mutate import frames_of, lengths_of, mutate_bytes, mutate_frame
 from faults.fuzz.targets import LAYOUTS, Target, pack_parts, unpack_parts
 from routetrace.codec.records import NO_REQUEST, OP, SPAN, OpKind, Provenance
 from routetrace.common.errors import ERROR_METADATA_KEY, InvalidArgument, RouteTraceError
-from routetrace.common.layout import RoutingLayout
+from routetrace.common.layout import ModelLayout
 from routetrace.server.core import Core
 from routetrace.server.index.apply import apply_record
 from routetrace.server.index.chunk import check_payload, check_sums, parse_header
@@ -50,7 +50,7 @@ WRITER = ("run", "engine", "")
 class Recording(Feeder):
     """A feeder that keeps its chunks."""
 
-    def __init__(self, layout: RoutingLayout) -> None:
+    def __init__(self, layout: ModelLayout) -> None:
         self.layout = layout
         self.names: list[str] = []
         self.version = self.step_number = 0
@@ -148,7 +148,7 @@ class ChunkTarget(Target):
         head, *parts = unpack_parts(data) or [b""]
         try:
             hello = pb.Hello.FromString(head)
-            layout = RoutingLayout.from_proto(hello.layout)
+            layout = ModelLayout.from_proto(hello.layout)
         except (DecodeError, InvalidArgument):
             return False
         core = new_core()
@@ -187,7 +187,7 @@ class StormTarget(ChunkTarget):
         return pack_parts([m.SerializeToString() for m in (hello, _storm(rng, hello))])
 
 
-def _opened(layout: RoutingLayout, block_size: int, num_blocks: int) -> bytes:
+def _opened(layout: ModelLayout, block_size: int, num_blocks: int) -> bytes:
     return encode_open(
         0, WRITER, epoch=1, boot_id="boot", layout=layout, block_size=block_size,
         num_blocks=num_blocks,
@@ -260,7 +260,7 @@ def _check_segments(
 
 
 def _storm(rng: random.Random, hello: pb.Hello) -> pb.Chunk:
-    layout = RoutingLayout.from_proto(hello.layout)
+    layout = ModelLayout.from_proto(hello.layout)
     maker = ChunkMaker(layout)
     n = rng.choice((500, 5000))
     ops = np.zeros(n, OP)
@@ -293,7 +293,7 @@ def _storm(rng: random.Random, hello: pb.Hello) -> pb.Chunk:
 
 def _records(rng: random.Random) -> list[bytes]:
     hello, chunks = rng.choice(_runs())
-    layout = RoutingLayout.from_proto(hello.layout)
+    layout = ModelLayout.from_proto(hello.layout)
     records = [_opened(layout, hello.block_size, hello.num_blocks)]
     for sequence, chunk in enumerate(chunks, 1):
         sums = Sums(chunk.header_crc32, chunk.payload_crc32)

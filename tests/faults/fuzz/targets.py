@@ -28,7 +28,7 @@ from routetrace.client._core import assemble as _assemble
 from routetrace.client._core.assemble import Assembler, Want
 from routetrace.client._core.messages import parser_of
 from routetrace.client.stat import facts_from_proto
-from routetrace.client.trace import RoutingTrace
+from routetrace.client.trace import Trace
 from routetrace.codec.frame import (
     Codec,
     decode_frame,
@@ -39,12 +39,12 @@ from routetrace.codec.frame import (
 )
 from routetrace.codec.frame_header import MAX_FRAME_DECODED_BYTES
 from routetrace.common.errors import Corrupt, InvalidArgument, RouteTraceError, from_detail
-from routetrace.common.layout import RoutingLayout
+from routetrace.common.layout import ModelLayout
 from routetrace.v1 import routetrace_pb2 as pb
 from support.servers.client_server import LAYOUT, WIDE, rows_of, sealed, truth
 
-SMALL = RoutingLayout((3,), 4, 1, 1)
-LARGE = RoutingLayout(tuple(range(1, 40)), 40, 300, 8)
+SMALL = ModelLayout((3,), 4, 1, 1)
+LARGE = ModelLayout(tuple(range(1, 40)), 40, 300, 8)
 LAYOUTS = (LAYOUT, WIDE, SMALL, LARGE)
 
 
@@ -212,7 +212,7 @@ class StreamTarget(Target):
             raise  # what a server sends is no argument of the caller
         except RouteTraceError:
             return False
-        assert isinstance(trace, RoutingTrace)
+        assert isinstance(trace, Trace)
         _check_trace(trace, want)
         told = np.ones_like(trace.valid)
         for m in trace.missing:
@@ -224,7 +224,7 @@ class StreamTarget(Target):
         return True
 
 
-def _check_trace(trace: RoutingTrace, want: Want) -> None:
+def _check_trace(trace: Trace, want: Want) -> None:
     ids, valid = trace.topk_ids, trace.valid
     layers = want.layer_ids or trace.layer_ids
     assert trace.layer_ids == layers
@@ -280,7 +280,7 @@ class MessageTarget(Target):
 
 
 class LayoutTarget(Target):
-    """RoutingLayout.from_proto, of Hello, chunks and traces."""
+    """ModelLayout.from_proto, of Hello, chunks and traces."""
 
     name = "layout"
 
@@ -299,10 +299,10 @@ class LayoutTarget(Target):
     def one_input(self, data: bytes) -> bool:
         try:
             message = pb.RoutingLayout.FromString(data)
-            layout = RoutingLayout.from_proto(message)
+            layout = ModelLayout.from_proto(message)
         except (DecodeError, InvalidArgument):
             return False
-        assert RoutingLayout.from_proto(layout.to_proto()) == layout
+        assert ModelLayout.from_proto(layout.to_proto()) == layout
         return True
 
 

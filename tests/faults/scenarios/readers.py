@@ -23,14 +23,14 @@ from faults.proxy import Proxy
 from faults.script import RUN
 from faults.serving import Server
 from routetrace.client import RouteClient
-from routetrace.common.layout import RoutingLayout
+from routetrace.common.layout import ModelLayout
 from support.agents.feeder import Feeder
 from support.servers.client_server import rows_of
 
 #: Other interpreters, with other versions of grpcio, that take a part: `name=path`, by comma.
 PYTHONS = "FAULTS_PYTHONS"
 
-LAYOUT = RoutingLayout(tuple(range(16)), 16, 128, 8)
+LAYOUT = ModelLayout(tuple(range(16)), 16, 128, 8)
 
 _ROOT = Path(__file__).parents[3]
 _PATH = os.pathsep.join(

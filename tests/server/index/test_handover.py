@@ -7,11 +7,11 @@ import pytest
 
 from routetrace.capture_agent import AgentConfig, CaptureAgent
 from routetrace.client import RouteClient
-from routetrace.common.layout import RoutingLayout
+from routetrace.common.layout import ModelLayout
 from routetrace.server.testing import run_server
 from support.handover import handed_over, version_spans
 
-LAYOUT = RoutingLayout((1, 2, 4), 6, 300, 3)
+LAYOUT = ModelLayout((1, 2, 4), 6, 300, 3)
 BLOCK = 16
 
 

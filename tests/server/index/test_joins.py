@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from routetrace.codec.records import DIGEST_EVERY, FinishReason, token_digests
-from routetrace.common.layout import RoutingLayout
+from routetrace.common.layout import ModelLayout
 from routetrace.server.index.traces import trace_index
 from routetrace.server.index.traces.joins import Incarnation, Join
 from routetrace.server.index.traces.sources import Source, WriterKey
@@ -19,7 +19,7 @@ from routetrace.server.rows.view import Selection, view
 from routetrace.stored import format5_pb2 as stored
 from routetrace.v1 import routetrace_pb2 as pb
 
-LAYOUT = RoutingLayout((0,), 1, 8, 2)
+LAYOUT = ModelLayout((0,), 1, 8, 2)
 
 
 class Told:

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from routetrace.codec.records import DIGEST, Provenance
-from routetrace.common.layout import RoutingLayout
+from routetrace.common.layout import ModelLayout
 from routetrace.server.index.traces import prefix_index
 from routetrace.server.index.traces.prefix_index import PrefixIndex
 from routetrace.server.index.traces.sources import Source, WriterKey
@@ -16,7 +16,7 @@ from routetrace.server.index.traces.spans import Span
 from routetrace.server.index.traces.trace import Trace
 from routetrace.server.index.traces.trace_index import TraceIndex
 
-LAYOUT = RoutingLayout((0,), 1, 8, 2)
+LAYOUT = ModelLayout((0,), 1, 8, 2)
 
 #: What happens to traces: who of eight, and what.
 steps = st.lists(

@@ -4,7 +4,7 @@ from itertools import product
 
 import pytest
 
-from routetrace.common.layout import RoutingLayout
+from routetrace.common.layout import ModelLayout
 from routetrace.server.index.agents import Agents
 from routetrace.server.index.session import TRANSITIONS, Session, SessionState
 from routetrace.server.index.slot_map import SlotMap
@@ -24,7 +24,7 @@ ALLOWED = {
 }
 
 WRITER = Writer(
-    WriterKey("run", "engine", ""), 1, "boot", 1, RoutingLayout((0,), 8, 2, 1), SlotMap(0, 0)
+    WriterKey("run", "engine", ""), 1, "boot", 1, ModelLayout((0,), 8, 2, 1), SlotMap(0, 0)
 )
 
 

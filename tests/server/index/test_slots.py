@@ -10,10 +10,10 @@ import pytest
 
 from routetrace.capture_agent import AgentConfig, CaptureAgent
 from routetrace.client import RouteClient
-from routetrace.common.layout import RoutingLayout
+from routetrace.common.layout import ModelLayout
 from routetrace.server.testing import run_server
 
-LAYOUT = RoutingLayout((0,), 1, 500, 2)
+LAYOUT = ModelLayout((0,), 1, 500, 2)
 RUNS = itertools.count()
 
 

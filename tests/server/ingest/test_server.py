@@ -11,7 +11,7 @@ import pytest
 from routetrace.client import RouteClient
 from routetrace.codec.records import FinishReason, OpKind
 from routetrace.common.errors import ERROR_METADATA_KEY, NotFound
-from routetrace.common.layout import RoutingLayout
+from routetrace.common.layout import ModelLayout
 from routetrace.server.testing import run_server
 from routetrace.simulation.small_engine import SmallEngine
 from routetrace.v1 import routetrace_pb2 as pb
@@ -186,7 +186,7 @@ def test_expired_traces_go_and_live_ones_stay_over_a_restart(tmp_path):
         reads.close()
 
 
-def rows_of(n: int, seed: int = 0, layout: RoutingLayout = LAYOUT) -> np.ndarray:
+def rows_of(n: int, seed: int = 0, layout: ModelLayout = LAYOUT) -> np.ndarray:
     keys = np.random.default_rng(seed).random((n, len(layout.layer_ids), layout.num_experts))
     return np.argsort(keys, axis=-1)[..., : layout.top_k].astype(layout.dtype)
 
@@ -471,8 +471,8 @@ def bad_chunks():
         chunk.payload_crc32 ^= 1
         return chunk
 
-    other = RoutingLayout((1, 2, 4), 6, 40, 4)
-    wide = RoutingLayout((1, 2, 4), 6, 300, 3)
+    other = ModelLayout((1, 2, 4), 6, 40, 4)
+    wide = ModelLayout((1, 2, 4), 6, 300, 3)
     from routetrace.codec.frame import encode_frame
 
     return {

@@ -14,7 +14,7 @@ from routetrace.codec.frame import Codec, encode_frame
 from routetrace.codec.frame_check import PlainFrames
 from routetrace.codec.frame_header import read_header
 from routetrace.common.errors import RouteTraceError
-from routetrace.common.layout import RoutingLayout
+from routetrace.common.layout import ModelLayout
 from routetrace.server.wire.checksums import STEP, running
 from routetrace.server.wire.messages import Chunk, read_request
 from routetrace.v1 import routetrace_pb2 as pb
@@ -107,9 +107,9 @@ def test_running_checksums_tell_every_step() -> None:
 
 
 LAYOUTS = (
-    RoutingLayout(tuple(range(1, 5)), 6, 128, 8),
-    RoutingLayout((0, 3, 9), 12, 384, 2),
-    RoutingLayout((7,), 8, 2, 1),
+    ModelLayout(tuple(range(1, 5)), 6, 128, 8),
+    ModelLayout((0, 3, 9), 12, 384, 2),
+    ModelLayout((7,), 8, 2, 1),
 )
 
 
@@ -121,7 +121,7 @@ LAYOUTS = (
     st.data(),
 )
 def test_a_plain_frame_is_one_that_read_header_takes(
-    layout: RoutingLayout, rows: int, codec: Codec, seed: int, data: st.DataObject
+    layout: ModelLayout, rows: int, codec: Codec, seed: int, data: st.DataObject
 ) -> None:
     rng = np.random.default_rng(seed)
     size = (rows, len(layout.layer_ids), layout.num_experts)
@@ -164,7 +164,7 @@ def test_a_plain_frame_is_one_that_read_header_takes(
 @pytest.mark.parametrize(("codec", "moved"), [(Codec.RAW, 1), (Codec.LAYER_ZSTD, 600)])
 @pytest.mark.parametrize("layout", LAYOUTS[:2])
 def test_groups_of_impossible_sizes_are_not_plain(
-    layout: RoutingLayout, codec: Codec, moved: int
+    layout: ModelLayout, codec: Codec, moved: int
 ) -> None:
     """The bytes are as many as are told, and the checksum is right."""
     ids = np.zeros((300, len(layout.layer_ids), layout.top_k), layout.dtype)

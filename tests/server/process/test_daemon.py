@@ -26,7 +26,7 @@ from grpc_reflection.v1alpha.proto_reflection_descriptor_database import (
 
 from routetrace.client import RouteClient
 from routetrace.common.errors import ERROR_METADATA_KEY
-from routetrace.common.layout import RoutingLayout
+from routetrace.common.layout import ModelLayout
 from routetrace.common.security import Security
 from routetrace.server import daemon
 from routetrace.server.core import Core
@@ -45,7 +45,7 @@ NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 INGEST, TRACE = READY_SERVICES
 
 #: Rows of it are larger than what sockets take in.
-BIG = RoutingLayout(tuple(range(24)), 24, 256, 8)
+BIG = ModelLayout(tuple(range(24)), 24, 256, 8)
 
 
 class SteeredCore(Core):

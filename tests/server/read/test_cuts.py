@@ -10,7 +10,7 @@ import pytest
 
 from routetrace.codec.frame import Codec, encode_frame, slice_frame
 from routetrace.common.errors import Corrupt, InvalidArgument
-from routetrace.common.layout import RoutingLayout
+from routetrace.common.layout import ModelLayout
 from routetrace.server.common.metrics import Metrics
 from routetrace.server.index.agents import Agents
 from routetrace.server.index.journal import Clock
@@ -44,7 +44,7 @@ class Watched(MemoryStore):
 
 def frames_of(rng: np.random.Generator, num_experts: int) -> list[bytes]:
     """Some whose layers stand alone, and some whose layers share groups."""
-    layout = RoutingLayout(LAYERS, 26, num_experts, 4)
+    layout = ModelLayout(LAYERS, 26, num_experts, 4)
     made = []
     for rows in rng.choice([1, 7, 40, 300], 5).tolist():
         ids = rng.random((rows, len(LAYERS), num_experts)).argsort(-1)[..., :4]
@@ -111,7 +111,7 @@ def test_a_layer_that_a_frame_lacks_is_refused_both_times():
             cuts.read(1, {0: (0, len(frame))}, (3,), True)
 
 
-def reader_of(lengths: list[int], layout: RoutingLayout) -> tuple[Reader, Watched, np.ndarray]:
+def reader_of(lengths: list[int], layout: ModelLayout) -> tuple[Reader, Watched, np.ndarray]:
     """A reader of one chunk with frames of these lengths, and a row of each."""
     state, store = State(1.0), Watched()
     store.append(Record(1, b"header", bytes(sum(lengths)))).result(10)
@@ -124,7 +124,7 @@ def reader_of(lengths: list[int], layout: RoutingLayout) -> tuple[Reader, Watche
 
 @pytest.mark.parametrize("asked", [LAYERS, LAYERS[:6], LAYERS[:1]])
 def test_messages_are_as_full_as_they_may_be(asked: tuple[int, ...]):
-    layout = RoutingLayout(LAYERS, 26, 64, 4)
+    layout = ModelLayout(LAYERS, 26, 64, 4)
     rng = random.Random(0)
     lengths = [rng.randint(20_000, 90_000) for _ in range(200)]
     reader, _, rows = reader_of(lengths, layout)
@@ -139,13 +139,13 @@ def test_messages_are_as_full_as_they_may_be(asked: tuple[int, ...]):
 
 
 def test_a_message_that_is_in_memory_needs_no_thread():
-    reader, store, rows = reader_of([MESSAGE_BYTES // 2] * 2, RoutingLayout(LAYERS, 26, 64, 4))
+    reader, store, rows = reader_of([MESSAGE_BYTES // 2] * 2, ModelLayout(LAYERS, 26, 64, 4))
     asyncio.run(reader.frames.fetch(rows, LAYERS))
     assert store.waits == [False]
 
 
 def test_what_is_large_is_not_read_in_passing(monkeypatch: pytest.MonkeyPatch):
-    layout = RoutingLayout(LAYERS, 26, 64, 4)
+    layout = ModelLayout(LAYERS, 26, 64, 4)
     monkeypatch.setattr(frames_module, "AT_ONCE_BYTES", 1000)
     for lengths, waits in (([400, 600], [False]), ([400, 601], [True])):
         reader, store, rows = reader_of(lengths, layout)

@@ -8,14 +8,14 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from routetrace.client import RouteClient, RoutingTrace
+from routetrace.client import RouteClient, Trace
 from routetrace.common.errors import NotFound
-from routetrace.common.layout import RoutingLayout
+from routetrace.common.layout import ModelLayout
 from routetrace.server.index.traces.trace_index import MAX_SOURCES
 from routetrace.server.testing import run_server
 from support.agents.feeder import Feeder
 
-LAYOUT = RoutingLayout((1, 2), 3, 64, 2)
+LAYOUT = ModelLayout((1, 2), 3, 64, 2)
 
 
 def rows_of(request: int, count: int) -> np.ndarray:
@@ -24,7 +24,7 @@ def rows_of(request: int, count: int) -> np.ndarray:
     return np.broadcast_to(ids, (count, 2, 2)).copy()
 
 
-def requests_in(parts: list[RoutingTrace]) -> set[int]:
+def requests_in(parts: list[Trace]) -> set[int]:
     return {int(i) // 2 for part in parts for i in part.topk_ids[part.valid].ravel()}
 
 
@@ -43,7 +43,7 @@ def test_a_trace_that_drops_its_oldest_requests(dropped: str) -> None:
         feeder.step(rows_of(1, 3), [(followed, 0, 3)])
         feeder.flush()
         seen = threading.Event()
-        parts: list[RoutingTrace] = []
+        parts: list[Trace] = []
 
         def follow(client: RouteClient) -> None:
             number = 1 if dropped == "the followed one" else None

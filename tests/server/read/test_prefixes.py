@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from routetrace.capture_agent import AgentConfig, CaptureAgent
-from routetrace.client import RouteClient, RoutingTrace
+from routetrace.client import RouteClient, Trace
 from routetrace.codec.records import SPAN, token_digests
 from routetrace.common.errors import Incomplete
-from routetrace.common.layout import RoutingLayout
+from routetrace.common.layout import ModelLayout
 from routetrace.server.core import Core
 from routetrace.server.index.state import Frames
 from routetrace.server.index.traces import refs
@@ -29,7 +29,7 @@ from routetrace.server.testing import run_server
 from routetrace.v1 import routetrace_pb2 as pb
 from support.waiting import wait_for
 
-LAYOUT = RoutingLayout((1, 2, 4), 6, 300, 3)
+LAYOUT = ModelLayout((1, 2, 4), 6, 300, 3)
 BLOCK = 16
 
 
@@ -39,7 +39,7 @@ def server():
         yield process
 
 
-def rows_of(n: int, seed: int, layout: RoutingLayout = LAYOUT) -> np.ndarray:
+def rows_of(n: int, seed: int, layout: ModelLayout = LAYOUT) -> np.ndarray:
     keys = np.random.default_rng(seed).random((n, len(layout.layer_ids), layout.num_experts))
     return np.argsort(keys, axis=-1)[..., : layout.top_k].astype(layout.dtype)
 
@@ -47,7 +47,7 @@ def rows_of(n: int, seed: int, layout: RoutingLayout = LAYOUT) -> np.ndarray:
 class Engine:
     """An engine that computes what it is told to, and what it chose for each request."""
 
-    def __init__(self, agent: CaptureAgent, layout: RoutingLayout) -> None:
+    def __init__(self, agent: CaptureAgent, layout: ModelLayout) -> None:
         self.agent = agent
         self.layout = layout
         self.rows: dict[str, np.ndarray] = {}
@@ -83,7 +83,7 @@ class Engine:
 
 
 @contextmanager
-def engine(server, run: str, engine_id: str = "e0", layout: RoutingLayout = LAYOUT) -> Iterator:
+def engine(server, run: str, engine_id: str = "e0", layout: ModelLayout = LAYOUT) -> Iterator:
     config = AgentConfig(
         target=server.target, run=run, engine_id=engine_id, layout=layout,
         block_size=BLOCK, num_blocks=400, mode="thread", flush_interval_s=0.01,
@@ -99,11 +99,11 @@ def client_of(server, run: str) -> RouteClient:
 PROMPT = [int(t) for t in np.random.default_rng(7).integers(0, 50_000, 256)]
 
 
-def gaps(trace: RoutingTrace) -> list[tuple[int, int, str]]:
+def gaps(trace: Trace) -> list[tuple[int, int, str]]:
     return [(m.start, m.stop, m.reason) for m in trace.missing]
 
 
-def assert_rows(trace: RoutingTrace, *expected: tuple[int, np.ndarray]) -> None:
+def assert_rows(trace: Trace, *expected: tuple[int, np.ndarray]) -> None:
     valid = np.zeros(len(trace), np.bool_)
     for start, rows in expected:
         np.testing.assert_array_equal(trace.topk_ids[start : start + len(rows)], rows)
@@ -224,7 +224,7 @@ def test_only_for_kv_that_was_restored(server):
 
 
 def test_never_of_another_run_or_another_model(server):
-    other = RoutingLayout((1, 2, 4), 6, 300, 3, (1, 2, 4, 5))
+    other = ModelLayout((1, 2, 4), 6, 300, 3, (1, 2, 4, 5))
     with (
         engine(server, "mine") as mine,
         engine(server, "theirs") as theirs,

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from routetrace.codec.records import SPAN, U32
 from routetrace.common.errors import Corrupt
-from routetrace.common.layout import RoutingLayout
+from routetrace.common.layout import ModelLayout
 from routetrace.server.common.metrics import Metrics
 from routetrace.server.core import Core
 from routetrace.server.index.agents import Agents
@@ -61,7 +61,7 @@ def trace_of(
             1,
             "r",
             "boot/0",
-            RoutingLayout(layers, 6, 8, 2, LAYERS),
+            ModelLayout(layers, 6, 8, 2, LAYERS),
         )
         for i, (position, length, version, attempt) in enumerate(found):
             while len(source.attempts) <= attempt:
@@ -247,7 +247,7 @@ class SlowStore:
 
 
 def test_what_can_not_be_read_is_told_apart_from_what_comes_later():
-    layout = RoutingLayout((0, 1), 2, 8, 2)
+    layout = ModelLayout((0, 1), 2, 8, 2)
     state = State(1.0)
     for number in (1, 2, 3):
         state.hold(number, Frames(np.array([0, 10, 30], np.uint32), layout, "run"))

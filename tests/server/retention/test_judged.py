@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from routetrace.codec.records import FinishReason, OpKind
-from routetrace.common.layout import RoutingLayout
+from routetrace.common.layout import ModelLayout
 from routetrace.server.core import Core
 from routetrace.server.index import journal as journal_module
 from routetrace.server.index.apply import apply_record
@@ -38,7 +38,7 @@ from routetrace.v1 import routetrace_pb2_grpc as pb_grpc
 from support.agents.feeder import ChunkMaker
 from support.waiting import wait_for
 
-LAYOUT = RoutingLayout((0, 2), 3, 16, 2)
+LAYOUT = ModelLayout((0, 2), 3, 16, 2)
 WRITER = ("run", "e", "")
 KEY = ("run", "session")
 TTL = 1000.0

@@ -13,7 +13,7 @@ import pytest
 from routetrace.client import RouteClient, TraceState
 from routetrace.codec.records import FinishReason, OpKind
 from routetrace.common.errors import Fenced, Incomplete, NotFound, Overloaded, Unavailable
-from routetrace.common.layout import RoutingLayout
+from routetrace.common.layout import ModelLayout
 from routetrace.server.core import Core
 from routetrace.server.index.records.record import decode_record, encode_forget
 from routetrace.server.ingest.fencing import check_current
@@ -26,7 +26,7 @@ from support.agents.feeder import ChunkMaker, Feeder, Stream
 from support.reads import Reads
 from support.waiting import wait_for
 
-LAYOUT = RoutingLayout((0, 1, 2, 3), 4, 256, 8)
+LAYOUT = ModelLayout((0, 1, 2, 3), 4, 256, 8)
 ROWS = 500
 QUOTA = 400_000  # some 26 traces
 

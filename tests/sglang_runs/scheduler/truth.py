@@ -14,10 +14,10 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from routetrace.client import RoutingTrace
-from routetrace.common.layout import RoutingLayout
+from routetrace.client import Trace
+from routetrace.common.layout import ModelLayout
 
-LAYOUT = RoutingLayout((1, 2, 4), 6, 16, 2)
+LAYOUT = ModelLayout((1, 2, 4), 6, 16, 2)
 VOCABULARY = 4096
 
 Ints = npt.NDArray[np.int64]
@@ -109,7 +109,7 @@ class Tally:
     faults: list[str] = field(default_factory=list)
 
 
-def compare(tally: Tally, rows: Rows, life: Life, trace: RoutingTrace) -> None:
+def compare(tally: Tally, rows: Rows, life: Life, trace: Trace) -> None:
     """Compare what is served for a request that has ended."""
     num_rows = len(life.tokens) - 1
     if trace.num_tokens != num_rows + 1 or len(trace) != num_rows:

@@ -6,22 +6,22 @@ import numpy as np
 import pytest
 
 from routetrace.capture_agent import AgentConfig, AgentStats
-from routetrace.common.layout import RoutingLayout
+from routetrace.common.layout import ModelLayout
 from routetrace.v1 import routetrace_pb2 as pb
 from support.servers.ingest_server import IngestServer
 
-LAYOUT = RoutingLayout((1, 2, 4), 6, 300, 3)
-BIG = RoutingLayout(tuple(range(40)), 40, 256, 8)  # 320 bytes a row
+LAYOUT = ModelLayout((1, 2, 4), 6, 300, 3)
+BIG = ModelLayout(tuple(range(40)), 40, 256, 8)  # 320 bytes a row
 MODES = pytest.mark.parametrize("mode", ["thread", "process"])
 FULL = pb.MISSING_REASON_QUEUE_FULL
 
 
-def config_for(server: IngestServer, layout: RoutingLayout = LAYOUT, **settings) -> AgentConfig:
+def config_for(server: IngestServer, layout: ModelLayout = LAYOUT, **settings) -> AgentConfig:
     settings = {"mode": "thread", "linger_s": 0.02, "flush_interval_s": 0.01, **settings}
     return AgentConfig(server.target, "e0", layout, **settings)
 
 
-def make_rows(n: int, layout: RoutingLayout = LAYOUT, seed: int = 0) -> np.ndarray:
+def make_rows(n: int, layout: ModelLayout = LAYOUT, seed: int = 0) -> np.ndarray:
     first = np.random.default_rng(seed).integers(0, layout.num_experts, (n, len(layout.layer_ids)))
     ids = first[:, :, None] + 31 * np.arange(layout.top_k)
     return (ids % layout.num_experts).astype(layout.dtype)

@@ -18,7 +18,7 @@ from routetrace.codec.records import (
     OpKind,
     token_digests,
 )
-from routetrace.common.layout import RoutingLayout
+from routetrace.common.layout import ModelLayout
 from routetrace.common.security import Security
 from routetrace.v1 import routetrace_pb2 as pb
 from routetrace.v1 import routetrace_pb2_grpc as pb_grpc
@@ -30,7 +30,7 @@ _LONGEST_S = 3600
 class ChunkMaker:
     """Collects ops and frames of one chunk."""
 
-    def __init__(self, layout: RoutingLayout) -> None:
+    def __init__(self, layout: ModelLayout) -> None:
         self.layout = layout
         self.requests: list[str] = []
         self.begins: list[pb.RequestBegin] = []
@@ -119,7 +119,7 @@ class Feeder:
     def __init__(
         self,
         target: str,
-        layout: RoutingLayout,
+        layout: ModelLayout,
         *,
         run: str = "default",
         engine_id: str = "e0",

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from routetrace.common.layout import RoutingLayout
+from routetrace.common.layout import ModelLayout
 from routetrace.v1 import routetrace_pb2 as pb
 from support.agents.feeder import Feeder
 
-LAYOUT = RoutingLayout((1, 2, 4), 6, 300, 3)
+LAYOUT = ModelLayout((1, 2, 4), 6, 300, 3)
 
 
 def rows_of(n: int, seed: int = 0) -> np.ndarray:

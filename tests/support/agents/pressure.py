@@ -20,11 +20,11 @@ import numpy as np
 from faults.serving import free_port
 from routetrace.capture_agent import AgentConfig, AgentStats, CaptureAgent
 from routetrace.client import RouteClient
-from routetrace.common.layout import RoutingLayout
+from routetrace.common.layout import ModelLayout
 from routetrace.server.testing import run_server
 
 #: A row is 384 bytes, as of a model with 48 MoE layers and a top-8 of 128.
-LAYOUT = RoutingLayout(tuple(range(48)), 48, 128, 8)
+LAYOUT = ModelLayout(tuple(range(48)), 48, 128, 8)
 
 _TABLE = 4096
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from routetrace.common.layout import RoutingLayout
+from routetrace.common.layout import ModelLayout
 from routetrace.server.index.records.record import (
     Sums,
     encode_chunk,
@@ -15,7 +15,7 @@ from routetrace.server.index.traces.refs import CHUNK_SHIFT
 from routetrace.simulation.small_engine import SmallEngine
 from support.agents.feeder import ChunkMaker, Feeder
 
-LAYOUT = RoutingLayout((0, 2), 3, 16, 2)
+LAYOUT = ModelLayout((0, 2), 3, 16, 2)
 WRITER = ("run", "engine", "")
 
 

@@ -7,12 +7,12 @@ import random
 import numpy as np
 
 from routetrace.codec.records import FinishReason, OpKind
-from routetrace.common.layout import RoutingLayout
+from routetrace.common.layout import ModelLayout
 from routetrace.server.index.records.record import Sums, encode_chunk, encode_open
 from routetrace.v1 import routetrace_pb2 as pb
 from support.agents.feeder import ChunkMaker
 
-LAYOUT = RoutingLayout((0, 2), 3, 16, 2)
+LAYOUT = ModelLayout((0, 2), 3, 16, 2)
 STAGES = [LAYOUT.select((0,)), LAYOUT.select((2,))]
 ROWS = np.zeros((3, 1, 2), np.uint8)
 ROWS[:, :, 1] = 1
@@ -53,7 +53,7 @@ class Engine:
         ]  # fmt: skip
 
     @staticmethod
-    def layout(shard: str) -> RoutingLayout:
+    def layout(shard: str) -> ModelLayout:
         return STAGES[int(shard[2:]) % 2] if shard else STAGES[0]
 
     def chunk(self, shard: str, kind: str, index: int, now: float) -> bytes:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from routetrace.common.layout import RoutingLayout
+from routetrace.common.layout import ModelLayout
 from routetrace.simulation.small_engine import SmallEngine
 from support.agents.feeder import Feeder
 
-LAYOUT = RoutingLayout((1, 2, 4), 6, 40, 3)
+LAYOUT = ModelLayout((1, 2, 4), 6, 40, 3)
 
 
 def drive(target: str, seed: int, run: str, *, flush_share: float = 0.2, **engine) -> SmallEngine:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from routetrace.common.layout import RoutingLayout
+from routetrace.common.layout import ModelLayout
 from support.models.tiny_models import PAD
 
 
@@ -38,7 +38,7 @@ class Told:
 class RecordingAgent:
     """Has the methods of CaptureAgent, checks what it is told, and keeps slots as a server does."""
 
-    def __init__(self, layout: RoutingLayout, block_size: int = 0, num_blocks: int = 0) -> None:
+    def __init__(self, layout: ModelLayout, block_size: int = 0, num_blocks: int = 0) -> None:
         self.config = SimpleNamespace(layout=layout, block_size=block_size, num_blocks=num_blocks)
         self.requests: dict[str, Told] = {}
         self.by_handle: dict[int, Told] = {}
@@ -158,7 +158,7 @@ class RecordingAgent:
         return np.array([told.rows[i] for i in range(told.num_tokens - 1)])
 
 
-def routers(model: Any, layout: RoutingLayout) -> list[torch.nn.Module]:
+def routers(model: Any, layout: ModelLayout) -> list[torch.nn.Module]:
     found = {}
     for name, module in model.named_modules():
         match = re.search(r"layers\.(\d+)\.mlp\.(gate|router)$", name)
@@ -170,7 +170,7 @@ def routers(model: Any, layout: RoutingLayout) -> list[torch.nn.Module]:
 class Truth:
     """Records what every router returns, pass by pass."""
 
-    def __init__(self, model: Any, layout: RoutingLayout) -> None:
+    def __init__(self, model: Any, layout: ModelLayout) -> None:
         self.passes: list[list[np.ndarray]] = []
         self.fed: list[torch.Tensor] = []
         self._handles = [model.register_forward_pre_hook(self._start, with_kwargs=True)]
@@ -209,7 +209,7 @@ class Truth:
         return found
 
 
-def reforward(model: Any, layout: RoutingLayout, tokens: list[int]) -> np.ndarray:
+def reforward(model: Any, layout: ModelLayout, tokens: list[int]) -> np.ndarray:
     with Truth(model, layout) as truth, torch.no_grad():
         model(input_ids=torch.tensor([tokens[:-1]]))
     return truth.rows(0)

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from routetrace.common.layout import RoutingLayout
+from routetrace.common.layout import ModelLayout
 
 Read = Callable[[int, torch.Tensor], object]
 Reduce = Callable[[torch.Tensor], torch.Tensor]
@@ -32,7 +32,7 @@ class SmallMoE(nn.Module):
 
     def __init__(
         self,
-        layout: RoutingLayout,
+        layout: ModelLayout,
         read: Read,
         rank: int = 0,
         size: int = 1,
@@ -73,7 +73,7 @@ def tokens(n: int, seed: int) -> torch.Tensor:
     return torch.randn(n, WIDTH, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
-def truth(layout: RoutingLayout, x: torch.Tensor) -> np.ndarray:
+def truth(layout: ModelLayout, x: torch.Tensor) -> np.ndarray:
     """Return the routers' choices for x, [n, layers, top_k], without capture."""
     seen: dict[int, torch.Tensor] = {}
     SmallMoE(layout, seen.__setitem__).to(x.device)(x)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import transformers
 
-from routetrace.common.layout import RoutingLayout
+from routetrace.common.layout import ModelLayout
 
 torch.set_num_threads(1)
 
@@ -155,7 +155,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], tuple[int, ...], int, int]] = {
 }
 
 
-def tiny_model(name: str, seed: int = 0, *, wide: bool = False) -> tuple[Any, RoutingLayout]:
+def tiny_model(name: str, seed: int = 0, *, wide: bool = False) -> tuple[Any, ModelLayout]:
     """A model of the family in float32 and evaluation mode, and its layout.
 
     A wide one has experts whose sizes are multiples of 64, as those of real models are. The model
@@ -165,7 +165,7 @@ def tiny_model(name: str, seed: int = 0, *, wide: bool = False) -> tuple[Any, Ro
 
 
 @functools.cache
-def _tiny_model(name: str, seed: int, wide: bool) -> tuple[Any, RoutingLayout]:
+def _tiny_model(name: str, seed: int, wide: bool) -> tuple[Any, ModelLayout]:
     prefix, special, layers, experts, top_k = FAMILIES[name]
     config = getattr(transformers, f"{prefix}Config")(
         **{**_COMMON, **(_WIDE if wide else {}), **special}
@@ -175,7 +175,7 @@ def _tiny_model(name: str, seed: int, wide: bool) -> tuple[Any, RoutingLayout]:
     for key, buffer in model.named_buffers():
         if key.endswith("e_score_correction_bias"):
             buffer.copy_(torch.randn(buffer.shape) * 0.1)
-    layout = RoutingLayout(layers, config.num_hidden_layers, experts, top_k)
+    layout = ModelLayout(layers, config.num_hidden_layers, experts, top_k)
     return model, layout
 
 

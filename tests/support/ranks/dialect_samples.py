@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 from hypothesis import strategies as st
 
-from routetrace.client import MicroBatch, Rank, Sample, make_plan
+from routetrace.client import FetchPlan, MicroBatch, Rank, Sample
 from routetrace.client._core.assemble import Assembler, Want
-from routetrace.common.layout import RoutingLayout
+from routetrace.common.layout import ModelLayout
 from routetrace.trainers.dialects import SampleRows
 from support.ranks.rank_rows import rows_of as fetched
 from support.servers.client_server import LAYOUT, WIDE, Piece, Truth, rows_of, truth
@@ -22,11 +22,11 @@ randoms = st.integers(0, 2**63).map(random.Random)
 LAYOUTS = [
     LAYOUT,
     WIDE,
-    RoutingLayout((0, 1), 2, 128, 4),
-    RoutingLayout((1,), 3, 129, 2),
-    RoutingLayout((0, 1, 2), 3, 256, 3),
-    RoutingLayout((2,), 4, 33000, 2),
-    RoutingLayout((0, 2), 3, 8, 1),
+    ModelLayout((0, 1), 2, 128, 4),
+    ModelLayout((1,), 3, 129, 2),
+    ModelLayout((0, 1, 2), 3, 256, 3),
+    ModelLayout((2,), 4, 33000, 2),
+    ModelLayout((0, 2), 3, 8, 1),
 ]
 
 
@@ -34,13 +34,13 @@ LAYOUTS = [
 class Known:
     """A sample, and what is true of it."""
 
-    layout: RoutingLayout
+    layout: ModelLayout
     ids: np.ndarray
     """[N - 1, MoE layers, top_k]."""
     valid: np.ndarray
     """[N - 1, MoE layers]."""
     rows: Any
-    """A RoutingTrace or SampleRows."""
+    """A Trace or SampleRows."""
 
     @property
     def num_tokens(self) -> int:
@@ -61,7 +61,7 @@ def of_trace(source: Truth) -> Any:
     return assembler.finish()
 
 
-def known(rng: random.Random, layout: RoutingLayout | None = None, holes: bool = False) -> Known:
+def known(rng: random.Random, layout: ModelLayout | None = None, holes: bool = False) -> Known:
     layout = layout or rng.choice(LAYOUTS)
     count = rng.randint(0, 9)
     source = truth(count, layout=layout)
@@ -77,7 +77,7 @@ def known(rng: random.Random, layout: RoutingLayout | None = None, holes: bool =
     return Known(layout, source.ids, source.valid, of_trace(source))
 
 
-def batch_of(rng: random.Random, holes: bool = False, layout: RoutingLayout | None = None):
+def batch_of(rng: random.Random, holes: bool = False, layout: ModelLayout | None = None):
     """Samples of one fetched plan, packed or padded, some of several requests."""
     layout = layout or rng.choice(LAYOUTS)
     lengths = [rng.randint(1, 9) for _ in range(rng.randint(1, 4))]
@@ -92,7 +92,7 @@ def batch_of(rng: random.Random, holes: bool = False, layout: RoutingLayout | No
         samples.insert(rng.randint(0, len(samples)), Sample.padding(3))
         batch = MicroBatch.packed(samples, align=rng.choice([1, 4]), total_len=64)
     rank = Rank(layout.layer_ids, flatten=rng.choice(["batch", "sequence"]))
-    plan = make_plan(layout, batch, rank)
+    plan = FetchPlan.make(layout, batch, rank)
     ids = [rows_of(layout, max(s.num_tokens - 1, 0), rng.randrange(2**32)) for s in batch.samples]
     rows = fetched(plan, ids, missing=0.3 if holes else 0.0)
     found = []
@@ -108,7 +108,7 @@ def batch_of(rng: random.Random, holes: bool = False, layout: RoutingLayout | No
     return found, rows
 
 
-def any_sample(rng: random.Random, holes: bool = False, layout: RoutingLayout | None = None):
+def any_sample(rng: random.Random, holes: bool = False, layout: ModelLayout | None = None):
     if rng.randrange(2):
         return known(rng, layout, holes)
     return rng.choice(batch_of(rng, holes, layout)[0])

@@ -6,27 +6,27 @@ from typing import NamedTuple
 
 import numpy as np
 
-from routetrace.client import MicroBatch, Plan, Rank, Sample, make_plan
-from routetrace.client.rows import RankRows
-from routetrace.common.layout import RoutingLayout
+from routetrace.client import FetchPlan, MicroBatch, Rank, Sample
+from routetrace.client.rows import Rows
+from routetrace.common.layout import ModelLayout
 from support.ranks.rank_rows import rows_of
 
 MODELS = {
-    "deepseek": RoutingLayout(tuple(range(3, 15)), 15, 64, 6),
-    "mixtral": RoutingLayout((0, 1, 2, 3), 4, 8, 2),
-    "wide": RoutingLayout((1, 3, 5), 6, 300, 4),
+    "deepseek": ModelLayout(tuple(range(3, 15)), 15, 64, 6),
+    "mixtral": ModelLayout((0, 1, 2, 3), 4, 8, 2),
+    "wide": ModelLayout((1, 3, 5), 6, 300, 4),
 }
 
 
 class Routed(NamedTuple):
     """Choices of engine and trainer per sample: [tokens, layers, top_k]."""
 
-    layout: RoutingLayout
+    layout: ModelLayout
     engine: list[np.ndarray]
     trainer: list[np.ndarray]
 
 
-def routed(layout: RoutingLayout, lengths: list[int], seed: int, drift: float = 0.025) -> Routed:
+def routed(layout: ModelLayout, lengths: list[int], seed: int, drift: float = 0.025) -> Routed:
     """Routers that look at a token, at what came before it, and at little else.
 
     Args:
@@ -56,7 +56,7 @@ def shifted(ids: np.ndarray, by: int) -> np.ndarray:
     return np.roll(ids, by, axis=0)
 
 
-def chosen(plan: Plan, samples: list[np.ndarray]) -> np.ndarray:
+def chosen(plan: FetchPlan, samples: list[np.ndarray]) -> np.ndarray:
     """Choices of a trainer at the tokens of the rank; a filler in padding."""
     ids = np.zeros(plan.shape, np.int64)
     placed = np.flatnonzero(plan.sample_of >= 0)
@@ -66,8 +66,8 @@ def chosen(plan: Plan, samples: list[np.ndarray]) -> np.ndarray:
     return ids
 
 
-def packed(of: Routed) -> tuple[Plan, RankRows]:
+def packed(of: Routed) -> tuple[FetchPlan, Rows]:
     samples = [Sample.of(f"r{i}", len(ids)) for i, ids in enumerate(of.engine)]
     rank = Rank(of.layout.layer_ids)
-    plan = make_plan(of.layout, MicroBatch.packed(samples, align=8), rank)
+    plan = FetchPlan.make(of.layout, MicroBatch.packed(samples, align=8), rank)
     return plan, rows_of(plan, of.engine, missing=0.02)

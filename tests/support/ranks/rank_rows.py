@@ -7,12 +7,12 @@ from typing import Any
 
 import numpy as np
 
-from routetrace.client import RoutingTrace, TraceState
-from routetrace.client.plan import Plan
-from routetrace.client.rows import RankRows
+from routetrace.client import Trace, TraceState
+from routetrace.client.plan import FetchPlan
+from routetrace.client.rows import Rows
 from routetrace.client.stat import ReadFacts
 from routetrace.codec.records import DIGEST
-from routetrace.common.layout import RoutingLayout
+from routetrace.common.layout import ModelLayout
 
 _GARBAGE = 255
 
@@ -24,17 +24,17 @@ def random_choices(shape: tuple[int, ...], num_experts: int, top_k: int, seed: i
     return keys.argsort(axis=-1)[..., :top_k].astype(dtype)
 
 
-def facts_of(layout: RoutingLayout, versions: Sequence[tuple[int, int, int]] = ()) -> ReadFacts:
+def facts_of(layout: ModelLayout, versions: Sequence[tuple[int, int, int]] = ()) -> ReadFacts:
     """Of a request whose rows have these weight versions."""
     return ReadFacts(**_facts(layout, versions))
 
 
 def rows_of(
-    plan: Plan,
+    plan: FetchPlan,
     samples: Sequence[np.ndarray],
     missing: float = 0.0,
     reads: tuple[ReadFacts, ...] = (),
-) -> RankRows:
+) -> Rows:
     """Return the rows that a plan gets of `samples`, ids [positions, all layers, top_k] each.
 
     Cells without a row hold garbage; a share of those that were planned is missing. Which ones
@@ -50,20 +50,20 @@ def rows_of(
         valid[:, token] = draws[columns] >= missing
         ids[:, token] = samples[sample][position, columns]
     ids[~valid] = _GARBAGE
-    return RankRows(plan=plan, topk_ids=ids, valid=valid, layer_ids=plan.layer_ids, reads=reads)
+    return Rows(plan=plan, topk_ids=ids, valid=valid, layer_ids=plan.layer_ids, reads=reads)
 
 
 def trace_of(
-    layout: RoutingLayout,
+    layout: ModelLayout,
     ids: np.ndarray,
     valid: np.ndarray | None = None,
     *,
     token_start: int = 0,
     versions: Sequence[tuple[int, int, int]] = (),
-) -> RoutingTrace:
+) -> Trace:
     """A trace of ids [tokens, layers, top_k], and what is valid [tokens, layers]."""
     valid = np.ones(ids.shape[:2], np.bool_) if valid is None else valid
-    return RoutingTrace(
+    return Trace(
         **_facts(layout, versions),
         layer_ids=layout.layer_ids,
         token_start=token_start,
@@ -73,7 +73,7 @@ def trace_of(
     )
 
 
-def _facts(layout: RoutingLayout, versions: Sequence[tuple[int, int, int]]) -> dict[str, Any]:
+def _facts(layout: ModelLayout, versions: Sequence[tuple[int, int, int]]) -> dict[str, Any]:
     return {
         "trace_id": "r",
         "run": "test",

@@ -19,11 +19,11 @@ import numpy as np
 from routetrace.codec.frame import encode_frame, slice_frame
 from routetrace.codec.records import SPAN, U32, Provenance
 from routetrace.common.errors import ERROR_METADATA_KEY, NotFound, RouteTraceError
-from routetrace.common.layout import RoutingLayout
+from routetrace.common.layout import ModelLayout
 from routetrace.v1 import routetrace_pb2 as pb
 
-LAYOUT = RoutingLayout((1, 2, 4, 5, 7), 9, 40, 3)
-WIDE = RoutingLayout((0, 3), 4, 300, 2)
+LAYOUT = ModelLayout((1, 2, 4, 5, 7), 9, 40, 3)
+WIDE = ModelLayout((0, 3), 4, 300, 2)
 
 _METHODS = [
     *(
@@ -38,7 +38,7 @@ _METHODS = [
 ]
 
 
-def rows_of(layout: RoutingLayout, num_rows: int, seed: int = 0) -> np.ndarray:
+def rows_of(layout: ModelLayout, num_rows: int, seed: int = 0) -> np.ndarray:
     """Ids [num_rows, layers, top_k] that a router could have chosen."""
     rng = np.random.default_rng(seed)
     order = rng.random((num_rows, len(layout.layer_ids), layout.num_experts)).argsort(axis=2)
@@ -67,7 +67,7 @@ class Truth:
     """A trace, whole, and how it was cut into pieces."""
 
     ids: np.ndarray
-    layout: RoutingLayout = LAYOUT
+    layout: ModelLayout = LAYOUT
     pieces: list[Piece] = field(default_factory=list)
     info: pb.TraceInfo = field(default_factory=pb.TraceInfo)
 
@@ -190,7 +190,7 @@ def truth(
     count: int = 12,
     /,
     *,
-    layout: RoutingLayout = LAYOUT,
+    layout: ModelLayout = LAYOUT,
     state: int | None = None,
     stages: list[tuple[int, ...]] | None = None,
     holes: list[tuple[int, int]] = (),

@@ -18,7 +18,7 @@ import numpy as np
 from routetrace.codec.frame import decode_frame
 from routetrace.codec.records import DIGEST, NO_REQUEST, OP, U32, U64, OpKind, unpack
 from routetrace.common.errors import ERROR_METADATA_KEY, RouteTraceError
-from routetrace.common.layout import RoutingLayout
+from routetrace.common.layout import ModelLayout
 from routetrace.v1 import routetrace_pb2 as pb
 from routetrace.v1.routetrace_pb2_grpc import (
     IngestServiceServicer,
@@ -293,7 +293,7 @@ class Model:
 def read_chunk(header: bytes, payload: bytes) -> tuple[pb.ChunkHeader, list[np.ndarray]]:
     """The parts of a chunk, decoded and checked against each other; frames are [n, L, K]."""
     parsed = pb.ChunkHeader.FromString(header)
-    layout = RoutingLayout.from_proto(parsed.layout)
+    layout = ModelLayout.from_proto(parsed.layout)
     lengths = unpack(parsed.frame_lengths, U32, "frame_lengths").tolist()
     assert sum(lengths) == len(payload)
     frames, at = [], 0

@@ -7,7 +7,7 @@ import inspect
 
 import numpy as np
 
-from routetrace.client import AsyncRouteClient, RoutingTrace
+from routetrace.client import AsyncRouteClient, Trace
 from routetrace.v1 import routetrace_pb2 as pb
 from support.servers.client_server import Truth
 
@@ -51,6 +51,6 @@ class Blocking:
             self._run(values.aclose())
 
 
-def assert_rows(trace: RoutingTrace, source: Truth) -> None:
+def assert_rows(trace: Trace, source: Truth) -> None:
     assert np.array_equal(trace.valid, source.valid)
     assert np.array_equal(trace.topk_ids[trace.valid], source.ids[source.valid])

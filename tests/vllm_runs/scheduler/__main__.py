@@ -31,7 +31,7 @@ from pathlib import Path
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
-from routetrace.client import ReadOptions, RouteClient, RoutingTrace
+from routetrace.client import ReadOptions, RouteClient, Trace
 from routetrace.common.errors import NotFound
 from routetrace.server.testing import run_server
 from vllm_runs.scheduler.clients import Clients
@@ -140,7 +140,7 @@ def _read(client: RouteClient, clients: Clients, engine: Engine, tally: Tally) -
         for lives, trace in zip(told, traces, strict=True):
             if lives[-1].hurt and isinstance(trace, NotFound):
                 continue
-            if not isinstance(trace, RoutingTrace):
+            if not isinstance(trace, Trace):
                 tally.faults.append(f"{lives[-1].trace_id!r}: {type(trace).__name__}: {trace}")
                 return
             compare(tally, engine.rows, lives, trace)

@@ -12,10 +12,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from routetrace.client import RoutingTrace, TraceState
-from routetrace.common.layout import RoutingLayout
+from routetrace.client import Trace, TraceState
+from routetrace.common.layout import ModelLayout
 
-LAYOUT = RoutingLayout((1, 2, 4), 6, 16, 2)
+LAYOUT = ModelLayout((1, 2, 4), 6, 16, 2)
 BLOCK = 16
 MAX_LEN = 400
 MAX_POSITIONS = MAX_LEN + 8
@@ -246,7 +246,7 @@ class Tally:
         )
 
 
-def compare(tally: Tally, rows: Rows, lives: Sequence[Life], trace: RoutingTrace) -> None:
+def compare(tally: Tally, rows: Rows, lives: Sequence[Life], trace: Trace) -> None:
     """Compare a trace, cell by cell."""
     last, truth = lives[-1], expected(lives)
     tally.requests += len(lives)
@@ -264,7 +264,7 @@ def compare(tally: Tally, rows: Rows, lives: Sequence[Life], trace: RoutingTrace
     tally.faults += [f"{name}: {fault}" for fault in faults]
 
 
-def _rows(tally: Tally, rows: Rows, truth: Expected, trace: RoutingTrace) -> Iterator[str]:
+def _rows(tally: Tally, rows: Rows, truth: Expected, trace: Trace) -> Iterator[str]:
     numbers, valid = truth.numbers, trace.valid
     there = numbers >= 0
     right = there & (trace.topk_ids == rows.ids[np.maximum(numbers, 0)]).all(axis=(1, 2))
@@ -294,7 +294,7 @@ def _rows(tally: Tally, rows: Rows, truth: Expected, trace: RoutingTrace) -> Ite
         yield f"weights {versions[p]} at {p} instead of {rows.versions[numbers[p]]}"
 
 
-def _facts(last: Life, truth: Expected, trace: RoutingTrace) -> Iterator[str]:
+def _facts(last: Life, truth: Expected, trace: Trace) -> Iterator[str]:
     whole = bool((truth.numbers >= 0).all())
     state = TraceState.COMPLETE if whole else TraceState.INCOMPLETE
     labels = dict(last.labels)

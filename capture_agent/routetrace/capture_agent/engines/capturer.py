@@ -28,7 +28,7 @@ import torch
 from routetrace.capture_agent.engines import cells as capture_cells
 from routetrace.capture_agent.engines.slot import Slot
 from routetrace.common.errors import InvalidArgument
-from routetrace.common.layout import RoutingLayout
+from routetrace.common.layout import ModelLayout
 
 Rows = npt.NDArray[np.unsignedinteger]
 
@@ -121,7 +121,7 @@ class RoutingCapturer:
     """
 
     def __init__(
-        self, layout: RoutingLayout, max_num_tokens: int, device: torch.device | str
+        self, layout: ModelLayout, max_num_tokens: int, device: torch.device | str
     ) -> None:
         if layout.top_k == 1 and layout.num_experts > np.iinfo(layout.dtype).max:
             raise InvalidArgument(

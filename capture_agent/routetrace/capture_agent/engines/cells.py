@@ -20,7 +20,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from routetrace.common.errors import InvalidArgument
-from routetrace.common.layout import RoutingLayout
+from routetrace.common.layout import ModelLayout
 
 _SHIFT = 1 << 16
 POISON = _SHIFT - 16
@@ -100,7 +100,7 @@ def lift(cells: torch.Tensor, out: torch.Tensor) -> None:
 
 
 def narrow(
-    lifted: torch.Tensor, layout: RoutingLayout, marker: torch.Tensor, out: torch.Tensor
+    lifted: torch.Tensor, layout: ModelLayout, marker: torch.Tensor, out: torch.Tensor
 ) -> None:
     """Turn lifted cells [L, n, K] into rows [n, L, K] of the id type, invalid cells marked.
 

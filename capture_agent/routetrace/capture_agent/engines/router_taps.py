@@ -20,7 +20,7 @@ from torch import nn
 
 from routetrace.capture_agent.engines.capturer import PendingRows, RoutingCapturer
 from routetrace.common.errors import InvalidArgument
-from routetrace.common.layout import RoutingLayout
+from routetrace.common.layout import ModelLayout
 
 logger = logging.getLogger(__name__)
 
@@ -85,7 +85,7 @@ class RouterTaps:
             are named), or their ids do not fit the layout.
     """
 
-    def __init__(self, model: Any, layout: RoutingLayout) -> None:
+    def __init__(self, model: Any, layout: ModelLayout) -> None:
         if getattr(model.config, "is_encoder_decoder", False):
             raise InvalidArgument(
                 field="model", value=type(model).__name__, expected="a decoder-only model"
@@ -247,7 +247,7 @@ def _candidates(model: Any, num_hidden_layers: int) -> dict[int, list[_Tap]]:
     return {i: sorted(taps, key=lambda tap: not tap.reads_output) for i, taps in found.items()}
 
 
-def _proven_taps(model: Any, layout: RoutingLayout) -> dict[int, _Tap]:
+def _proven_taps(model: Any, layout: ModelLayout) -> dict[int, _Tap]:
     """Return the tap of each MoE layer that shows a row per token in a pass over a few tokens."""
     candidates = _candidates(model, layout.num_hidden_layers)
     shown: dict[_Tap, torch.Tensor] = {}

@@ -9,7 +9,7 @@ import numpy.typing as npt
 import torch
 
 from routetrace.capture_agent.engines import cells as capture_cells
-from routetrace.common.layout import RoutingLayout
+from routetrace.common.layout import ModelLayout
 
 
 class _Views(NamedTuple):
@@ -24,7 +24,7 @@ class _Views(NamedTuple):
 class Slot:
     """Tensors for the rows of one pass, and the stream that copies them."""
 
-    def __init__(self, layout: RoutingLayout, max_num_tokens: int, device: torch.device) -> None:
+    def __init__(self, layout: ModelLayout, max_num_tokens: int, device: torch.device) -> None:
         num_layers, top_k = len(layout.layer_ids), layout.top_k
         # Torch has few operators for uint16: int16 with the same bits replaces it.
         dtype = torch.uint8 if layout.dtype.itemsize == 1 else torch.int16

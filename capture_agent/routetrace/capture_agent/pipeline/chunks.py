@@ -14,7 +14,7 @@ import numpy.typing as npt
 from routetrace.codec.frame import Codec, encode_frames
 from routetrace.codec.records import NO_REQUEST, OP, PACKED_OP, U32, U64, OpKind, unpack
 from routetrace.common.checksum import crc32
-from routetrace.common.layout import RoutingLayout
+from routetrace.common.layout import ModelLayout
 from routetrace.v1 import routetrace_pb2 as pb
 
 Ids = npt.NDArray[np.unsignedinteger[Any]]
@@ -90,7 +90,7 @@ class ChunkBuilder:
 
     def __init__(
         self,
-        layout: RoutingLayout,
+        layout: ModelLayout,
         target_bytes: int = TARGET_BYTES,
         codec: Codec | None = None,
     ) -> None:

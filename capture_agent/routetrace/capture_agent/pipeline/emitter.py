@@ -15,7 +15,7 @@ from routetrace.capture_agent.pipeline.request import Request
 from routetrace.capture_agent.pipeline.window import as_ids
 from routetrace.codec.frame import invalid_rows
 from routetrace.codec.records import OpKind
-from routetrace.common.layout import RoutingLayout
+from routetrace.common.layout import ModelLayout
 from routetrace.v1 import routetrace_pb2 as pb
 
 #: Rows that are checked at a time, so that temporary arrays stay in the CPU's cache.
@@ -35,7 +35,7 @@ class Emitter:
 
     def __init__(
         self,
-        layout: RoutingLayout,
+        layout: ModelLayout,
         linger: Linger,
         requests: dict[int, Request],
         out: ChunkBuilder,

@@ -37,7 +37,7 @@ from routetrace.capture_agent.pipeline.request import NO_DIGESTS, Phase, Recordi
 from routetrace.capture_agent.pipeline.trace_ends import TraceEnds
 from routetrace.capture_agent.pipeline.window import Slots, SlotWindow
 from routetrace.codec.records import U32, OpKind, digest_key, token_digests
-from routetrace.common.layout import RoutingLayout
+from routetrace.common.layout import ModelLayout
 from routetrace.v1 import routetrace_pb2 as pb
 
 #: Rows of one request in one frame at most. Longer frames are 1 to 4 % smaller (2048 rows), but a
@@ -61,7 +61,7 @@ class Framer:
 
     def __init__(
         self,
-        layout: RoutingLayout,
+        layout: ModelLayout,
         block_size: int,
         num_blocks: int,
         linger: Linger,

@@ -21,7 +21,7 @@ from routetrace.capture_agent.pipeline.linger import LANE_MASK, Bytes, Ints, Lin
 from routetrace.capture_agent.pipeline.pressure import Pressure
 from routetrace.capture_agent.pipeline.window import Slots
 from routetrace.codec.records import U32
-from routetrace.common.layout import RoutingLayout
+from routetrace.common.layout import ModelLayout
 
 
 class Intake:
@@ -38,7 +38,7 @@ class Intake:
 
     def __init__(
         self,
-        layout: RoutingLayout,
+        layout: ModelLayout,
         block_size: int,
         num_blocks: int,
         frame_rows: int,

@@ -12,7 +12,7 @@ import numpy.typing as npt
 from routetrace.capture_agent.counters import Word
 from routetrace.capture_agent.pipeline.chunks import ChunkBuilder, Ids
 from routetrace.codec.frame import invalid_rows
-from routetrace.common.layout import RoutingLayout
+from routetrace.common.layout import ModelLayout
 
 Slots = npt.NDArray[np.uint64]
 Bytes = npt.NDArray[np.uint8]
@@ -21,7 +21,7 @@ Bytes = npt.NDArray[np.uint8]
 WINDOW_ROWS = 1024
 
 
-def as_ids(rows: Bytes, layout: RoutingLayout) -> Ids:
+def as_ids(rows: Bytes, layout: ModelLayout) -> Ids:
     """View rows [n, row_bytes] as ids [n, L, K]."""
     ids: npt.NDArray[Any] = rows.view(layout.dtype)
     return ids.reshape(len(rows), len(layout.layer_ids), layout.top_k)
@@ -43,7 +43,7 @@ class SlotWindow:
     """
 
     def __init__(
-        self, layout: RoutingLayout, out: ChunkBuilder, drop: Callable[[Word, int], None]
+        self, layout: ModelLayout, out: ChunkBuilder, drop: Callable[[Word, int], None]
     ) -> None:
         self._layout = layout
         self._out = out

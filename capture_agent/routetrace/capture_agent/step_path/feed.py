@@ -19,7 +19,7 @@ import numpy.typing as npt
 from routetrace.capture_agent.step_path.checks import Ints, Rows, wrong
 from routetrace.capture_agent.step_path.ring import LINE, Ring
 from routetrace.capture_agent.step_path.steady import Steady
-from routetrace.common.layout import RoutingLayout
+from routetrace.common.layout import ModelLayout
 
 #: Kinds of record. STEP: runs [3, m] of int64 (handles, positions, counts), rows [n, row_bytes];
 #: AGAIN: rows alone, each run continues that of the last STEP or AGAIN; SLOTS: slots [n] of uint64
@@ -91,7 +91,7 @@ class Feed:
         yields: whether copies of rows let other threads run.
     """
 
-    def __init__(self, ring: Ring, layout: RoutingLayout, yields: bool = False) -> None:
+    def __init__(self, ring: Ring, layout: ModelLayout, yields: bool = False) -> None:
         self._ring = ring
         self._yields = yields
         self._dtype = layout.dtype

@@ -9,7 +9,7 @@ import numpy as np
 
 from routetrace.capture_agent.pipeline.chunks import Chunk, ChunkBuilder
 from routetrace.codec.records import DIGEST, NO_REQUEST, PACKED_OP, U32, OpKind, unpack
-from routetrace.common.layout import RoutingLayout
+from routetrace.common.layout import ModelLayout
 from routetrace.v1 import routetrace_pb2 as pb
 
 #: Bytes that a request takes, beside its counted parts.
@@ -97,7 +97,7 @@ class Ledger:
             if request := self._requests.pop(request_id, None):
                 self.nbytes -= request.nbytes
 
-    def begin_anew(self, layout: RoutingLayout) -> list[Chunk]:
+    def begin_anew(self, layout: ModelLayout) -> list[Chunk]:
         """Return chunks that report the live requests to a server without memory of them."""
         builder = ChunkBuilder(layout)
         for request_id, request in self._requests.items():

@@ -12,7 +12,7 @@ from routetrace.capture_agent.counters import Word
 from routetrace.capture_agent.pipeline.chunks import Chunk, ChunkBuilder
 from routetrace.capture_agent.transport.ledger import Ledger
 from routetrace.capture_agent.transport.spill import Record, Spill
-from routetrace.common.layout import RoutingLayout
+from routetrace.common.layout import ModelLayout
 
 #: Bytes that an entry takes in memory, beside its chunk.
 _ENTRY_BYTES = 512
@@ -48,7 +48,7 @@ class Outbox:
 
     def __init__(
         self,
-        layout: RoutingLayout,
+        layout: ModelLayout,
         words: memoryview,
         builder: ChunkBuilder,
         spill: Spill | None,

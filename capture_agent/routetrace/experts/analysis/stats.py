@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from routetrace.common.errors import InvalidArgument
-from routetrace.common.layout import MAX_EXPERTS, MAX_LAYERS
+from routetrace.common.limits import MAX_EXPERTS, MAX_LAYERS
 
 # Rows whose pairs are counted together: bounds memory.
 _PAIR_ROWS = 1 << 14

@@ -22,7 +22,7 @@ from routetrace.client.stat import (
     facts_from_proto,
     layout_from_proto,
 )
-from routetrace.client.trace import RoutingTrace, incomplete
+from routetrace.client.trace import Trace, incomplete
 from routetrace.codec.frame import copy_ids, decode_frames, read_header
 from routetrace.codec.frame_header import Buffer
 from routetrace.codec.records import SPAN, U32, Provenance, unpack
@@ -202,7 +202,7 @@ class Assembler:
             if message.HasField("end"):
                 self._end = message.end
 
-    def take(self) -> RoutingTrace | None:
+    def take(self) -> Trace | None:
         """Return the rows after those handed out, up to the first hole; None if there are none.
 
         A part that starts before the stop of the one before replaces its rows from there on.
@@ -219,7 +219,7 @@ class Assembler:
         # A copy: the engine may take rows back, and the caller's must not change.
         return self._build(self._info, start, self._handed, copy=True)
 
-    def finish(self) -> RoutingTrace | ReadFacts:
+    def finish(self) -> Trace | ReadFacts:
         """Return the rows not handed out, after the stream ended; facts, where rows are placed.
 
         Raises:
@@ -467,7 +467,7 @@ class Assembler:
                 raise self._corrupt(f"{stop} rows of {nbytes} bytes, more than {MAX_BYTES}")
             self._cells.reserve(stop)
 
-    def _finish(self, end: pb.ReadEnd) -> RoutingTrace | ReadFacts:
+    def _finish(self, end: pb.ReadEnd) -> Trace | ReadFacts:
         if end.num_spans != self._num_spans:
             raise self._corrupt(f"{self._num_spans} spans of {end.num_spans}")
         if self._info and not end.info.token_digests:
@@ -535,12 +535,12 @@ class Assembler:
 
     def _build(
         self, info: pb.TraceInfo, start: int, stop: int, *, copy: bool = False, **fields: Any
-    ) -> RoutingTrace:
+    ) -> Trace:
         facts = facts_from_proto(info)
         facts["num_rows"] = max(facts["num_rows"], stop)
         rows = self._cells.rows(start, stop)
         ids, valid = self._cells.ids[:, rows], self._cells.valid[:, rows]
-        return RoutingTrace(
+        return Trace(
             **facts,
             **fields,
             layer_ids=self._layer_ids,

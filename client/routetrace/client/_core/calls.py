@@ -18,7 +18,7 @@ from routetrace.client._core.reads import pages, read, read_parts, read_waiting,
 from routetrace.client._core.steps import Plan
 from routetrace.client._memory import check_pin
 from routetrace.client.options import Missing, ReadOptions
-from routetrace.client.plan import Plan as RankPlan
+from routetrace.client.plan import FetchPlan
 from routetrace.client.stat import (
     AgentStat,
     ServerInfo,
@@ -26,7 +26,7 @@ from routetrace.client.stat import (
     TraceState,
     facts_from_proto,
 )
-from routetrace.client.trace import RoutingTrace
+from routetrace.client.trace import Trace
 from routetrace.codec.records import digest_key, token_digests
 from routetrace.common.errors import InvalidArgument
 from routetrace.common.limits import MAX_BLOCK_TOKENS, MAX_STEP
@@ -64,7 +64,7 @@ def get(
     pin_memory: bool,
     num_tokens: int | None = None,
     id_field: str = "trace_id",
-) -> Plan[RoutingTrace]:
+) -> Plan[Trace]:
     """See RouteClient.get, which names its id `request_id`."""
     check.identifier(id_field, trace_id)
     want = _want(trace_id, options, layer_ids, token_start, token_stop, incarnation)
@@ -82,8 +82,8 @@ def fetch(config: Config, options: ReadOptions, *, pin_memory: bool) -> Callable
     read = _reader(config, options)
     pin = check_pin(pin_memory)
 
-    def make(plan: RankPlan, out: Any = None) -> Fetch:
-        check.instance("plan", plan, RankPlan, _GET if isinstance(plan, str) else "")
+    def make(plan: FetchPlan, out: Any = None) -> Fetch:
+        check.instance("plan", plan, FetchPlan, _GET if isinstance(plan, str) else "")
         return Fetch(
             config, plan, read, options.missing == "mask", options.weight_version, out, pin
         )
@@ -114,7 +114,7 @@ def follow(
     token_start: int,
     token_stop: int | None,
     incarnation: int | None,
-) -> Plan[RoutingTrace]:
+) -> Plan[Trace]:
     """See RouteClient.follow."""
     if options.wait_for == "end":
         raise InvalidArgument(
@@ -139,7 +139,7 @@ def get_blocks(
     layer_ids: Sequence[int] | None,
     missing: Missing,
     timeout: float | None,
-) -> Plan[RoutingTrace]:
+) -> Plan[Trace]:
     """See RouteClient.get_blocks."""
     want = Want(
         "",

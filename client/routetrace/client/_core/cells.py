@@ -11,7 +11,7 @@ import numpy.typing as npt
 from routetrace.client._memory import zeros
 from routetrace.client._ranges import merge_ranges
 from routetrace.client.plan import Piece
-from routetrace.common.layout import RoutingLayout
+from routetrace.common.layout import ModelLayout
 
 Ids = npt.NDArray[np.unsignedinteger[Any]]
 Valid = npt.NDArray[np.bool_]
@@ -27,9 +27,7 @@ class GrowingCells:
         pin: whether the ids are page-locked.
     """
 
-    def __init__(
-        self, num_layers: int, layout: RoutingLayout, start: int, pin: bool = False
-    ) -> None:
+    def __init__(self, num_layers: int, layout: ModelLayout, start: int, pin: bool = False) -> None:
         self._start = start
         self._pin = pin
         self.ids: Ids = np.zeros((num_layers, 0, layout.top_k), layout.dtype)
@@ -68,7 +66,7 @@ class PlacedCells:
     """
 
     def __init__(
-        self, ids: Ids, valid: Valid, layout: RoutingLayout, pieces: Sequence[Piece]
+        self, ids: Ids, valid: Valid, layout: ModelLayout, pieces: Sequence[Piece]
     ) -> None:
         self.ids = ids
         self.valid = valid

@@ -18,8 +18,8 @@ from routetrace.client._core.config import Config
 from routetrace.client._core.steps import Emit, Part
 from routetrace.client._core.steps import Plan as Steps
 from routetrace.client.alignment import check_layout, check_tokens, comparable
-from routetrace.client.plan import Plan, PlannedRead
-from routetrace.client.rows import FetchStats, RankRows
+from routetrace.client.plan import FetchPlan, PlannedRead
+from routetrace.client.rows import FetchStats, Rows
 from routetrace.client.stat import ReadFacts
 from routetrace.common.errors import InvalidArgument, RouteTraceError
 
@@ -60,7 +60,7 @@ class Fetch:
     def __init__(
         self,
         config: Config,
-        plan: Plan,
+        plan: FetchPlan,
         read: Read,
         mask: bool,
         weight_version: int | None,
@@ -143,7 +143,7 @@ class Fetch:
                 remedy=error.remedy,
             ) from error
 
-    def rows(self, reads: list[ReadFacts], wait_seconds: float) -> RankRows:
+    def rows(self, reads: list[ReadFacts], wait_seconds: float) -> Rows:
         """Return the result.
 
         Args:
@@ -170,7 +170,7 @@ class Fetch:
             valid_cells=valid_cells,
             wait_seconds=wait_seconds,
         )
-        return RankRows(
+        return Rows(
             plan=plan,
             topk_ids=self._ids,
             valid=self._valid,
@@ -226,7 +226,7 @@ def _facts(steps: Steps[ReadFacts]) -> Part[ReadFacts | None]:
     return step.value
 
 
-def _checked(out: Any, plan: Plan) -> npt.NDArray[Any]:
+def _checked(out: Any, plan: FetchPlan) -> npt.NDArray[Any]:
     """Return the caller's buffer as an array of the plan's shape and dtype."""
     dtype = plan.layout.dtype
     try:

@@ -14,7 +14,7 @@ from routetrace.client._core.assemble import Assembler, Want
 from routetrace.client._core.retry import Attempts
 from routetrace.client._core.steps import END, Emit, Open, Part, Plan, Receive, Sleep, T, Unary
 from routetrace.client.stat import ReadFacts, TraceStat, TraceState
-from routetrace.client.trace import RoutingTrace
+from routetrace.client.trace import Trace
 from routetrace.common.errors import (
     Corrupt,
     DeadlineExceeded,
@@ -140,7 +140,7 @@ class _TooLate:
 
 def _read(
     method: str, request: Any, want: Want, timeout: float, late: _TooLate | None = None
-) -> Part[RoutingTrace | ReadFacts]:
+) -> Part[Trace | ReadFacts]:
     """Read a stream to its end; with `late`, refuse a trace whose end was waited for in vain."""
     attempts = Attempts(timeout)
     while True:

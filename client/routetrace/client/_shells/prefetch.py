@@ -12,7 +12,7 @@ from routetrace.client._core.fetch import Budget, Fetch
 from routetrace.client._core.steps import Plan
 from routetrace.client._shells.aio_drive import AsyncDriver, settled
 from routetrace.client._shells.drive import Driver, Scope
-from routetrace.client.rows import FetchStats, RankRows
+from routetrace.client.rows import FetchStats, Rows
 from routetrace.client.stat import ReadFacts
 from routetrace.common.errors import RouteTraceError
 
@@ -51,7 +51,7 @@ class Prefetch:
     def __iter__(self) -> Prefetch:
         return self
 
-    def __next__(self) -> RankRows:
+    def __next__(self) -> Rows:
         if self._last:
             self._budget.release(self._last)
             self._last = None
@@ -119,7 +119,7 @@ class AsyncPrefetch:
     def __aiter__(self) -> AsyncPrefetch:
         return self
 
-    async def __anext__(self) -> RankRows:
+    async def __anext__(self) -> Rows:
         if self._last:
             self._budget.release(self._last)
             self._last = None
@@ -165,7 +165,7 @@ class AsyncPrefetch:
             await settled(tasks)
 
 
-def fetch_blocking(driver: Driver, fetch: Fetch, concurrency: int) -> RankRows:
+def fetch_blocking(driver: Driver, fetch: Fetch, concurrency: int) -> Rows:
     """Return the rows of one fetch."""
     if concurrency == 1:  # needs no thread
         began = time.monotonic()
@@ -175,7 +175,7 @@ def fetch_blocking(driver: Driver, fetch: Fetch, concurrency: int) -> RankRows:
         return next(fetched)
 
 
-async def fetch_async(driver: AsyncDriver, fetch: Fetch, concurrency: int) -> RankRows:
+async def fetch_async(driver: AsyncDriver, fetch: Fetch, concurrency: int) -> Rows:
     """Return the rows of one fetch."""
     async with AsyncPrefetch(driver, [fetch], 0, concurrency) as fetched:
         return await anext(fetched)

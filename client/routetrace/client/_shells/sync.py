@@ -20,10 +20,10 @@ from routetrace.client._core.steps import Plan
 from routetrace.client._shells.drive import Driver
 from routetrace.client._shells.prefetch import Prefetch, fetch_blocking
 from routetrace.client.options import Missing, ReadKeywords, ReadOptions, merged
-from routetrace.client.plan import Plan as RankPlan
-from routetrace.client.rows import RankRows
+from routetrace.client.plan import FetchPlan
+from routetrace.client.rows import Rows
 from routetrace.client.stat import AgentStat, ServerInfo, TraceStat, TraceState
-from routetrace.client.trace import RoutingTrace
+from routetrace.client.trace import Trace
 from routetrace.common.errors import RouteTraceError
 from routetrace.common.security import Security
 
@@ -120,7 +120,7 @@ class RouteClient:
         pin_memory: bool = False,
         options: ReadOptions = _DEFAULTS,
         **keywords: Unpack[ReadKeywords],
-    ) -> RoutingTrace:
+    ) -> Trace:
         """Return the rows of one trace.
 
         Args:
@@ -136,7 +136,7 @@ class RouteClient:
                 session): until the next one has begun at the server, up to a second later, the
                 trace is complete as of the last. An end at fewer tokens does not count.
             pin_memory: use page-locked memory for the ids (needs torch with CUDA), so that
-                `RoutingTrace.to_torch` copies at full speed and does not block.
+                `Trace.to_torch` copies at full speed and does not block.
             options: see `ReadOptions`.
             **keywords: fields of `ReadOptions` that replace those of `options`.
 
@@ -175,7 +175,7 @@ class RouteClient:
         pin_memory: bool = False,
         options: ReadOptions = _DEFAULTS,
         **keywords: Unpack[ReadKeywords],
-    ) -> Generator[RoutingTrace, None, None]: ...
+    ) -> Generator[Trace, None, None]: ...
 
     @overload
     def get_many(
@@ -190,7 +190,7 @@ class RouteClient:
         pin_memory: bool = False,
         options: ReadOptions = _DEFAULTS,
         **keywords: Unpack[ReadKeywords],
-    ) -> Generator[RoutingTrace | RouteTraceError, None, None]: ...
+    ) -> Generator[Trace | RouteTraceError, None, None]: ...
 
     def get_many(
         self,
@@ -231,7 +231,7 @@ class RouteClient:
         _arguments.several("trace_ids", trace_ids, "str")
         read_options = merged(self.get_many, options, keywords)
 
-        def plan(trace_id: str) -> Plan[RoutingTrace]:
+        def plan(trace_id: str) -> Plan[Trace]:
             return _calls.get(
                 self._config,
                 trace_id,
@@ -248,25 +248,25 @@ class RouteClient:
 
     def fetch(
         self,
-        plan: RankPlan,
+        plan: FetchPlan,
         *,
         out: Any = None,
         pin_memory: bool = False,
         concurrency: int = 1,
         options: ReadOptions = _DEFAULTS,
         **keywords: Unpack[ReadKeywords],
-    ) -> RankRows:
+    ) -> Rows:
         """Return the rows that a rank needs of a micro-batch, decoded into one buffer.
 
         Only its layers and tokens cross the wire; the server cuts them out of the stored frames.
 
         Args:
-            plan: result of `routetrace.client.make_plan`.
+            plan: result of `routetrace.client.FetchPlan.make`.
             out: [layers, tokens, top_k] to decode into, `plan.shape` of `plan.layout.dtype`: an
                 array, or a CPU tensor, pinned for example (16-bit ids also as int16); a new array
                 if None. Of undefined content after an error.
             pin_memory: use page-locked memory for new arrays (needs torch with CUDA), so that
-                `RankRows.to_torch` does not block.
+                `Rows.to_torch` does not block.
             concurrency: maximum of calls at a time, each for up to 32 requests within `timeout`: a
                 higher one helps if the server is far away, and takes more memory beside the buffer.
             options: see `ReadOptions`; they apply to each request of the plan.
@@ -286,7 +286,7 @@ class RouteClient:
 
     def prefetch(
         self,
-        plans: Iterable[RankPlan],
+        plans: Iterable[FetchPlan],
         *,
         max_bytes: int = 256 << 20,
         pin_memory: bool = False,
@@ -300,7 +300,7 @@ class RouteClient:
         iterated to its end.
 
         Args:
-            plans: results of `routetrace.client.make_plan`; consumed as the budget allows.
+            plans: results of `routetrace.client.FetchPlan.make`; consumed as the budget allows.
             max_bytes: budget of the buffers that are being filled, are ready, or were returned last
                 (asking for the next releases the last); one plan is always read.
             pin_memory: as in `fetch`.
@@ -318,8 +318,8 @@ class RouteClient:
         make = _calls.fetch(
             self._config, merged(self.prefetch, options, keywords), pin_memory=pin_memory
         )
-        remedy = "use [plan]" if isinstance(plans, RankPlan) else ""
-        _arguments.several("plans", plans, "Plan", remedy)
+        remedy = "use [plan]" if isinstance(plans, FetchPlan) else ""
+        _arguments.several("plans", plans, "FetchPlan", remedy)
         _arguments.whole("max_bytes", max_bytes, 0, 2**63 - 1)
         _arguments.whole("concurrency", concurrency, 1)
         return Prefetch(self._driver, map(make, plans), max_bytes, concurrency)
@@ -334,7 +334,7 @@ class RouteClient:
         incarnation: int | None = None,
         options: ReadOptions = _DEFAULTS,
         **keywords: Unpack[ReadKeywords],
-    ) -> Generator[RoutingTrace, None, None]:
+    ) -> Generator[Trace, None, None]:
         """Return the rows of one trace as they arrive, in consecutive parts, until it ends.
 
         Rows after a hole are held back until it is filled, or the request has ended. The last part
@@ -384,7 +384,7 @@ class RouteClient:
         layer_ids: Sequence[int] | None = None,
         missing: Missing = "raise",
         timeout: float | None = None,
-    ) -> RoutingTrace:
+    ) -> Trace:
         """Return the rows of KV blocks of one engine, as they are now.
 
         Args:

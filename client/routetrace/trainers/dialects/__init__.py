@@ -3,7 +3,7 @@
     trace = client.get("g0-s0", wait_for="end", timeout=60)
     sample.rollout_routed_experts = slime.rollout_routed_experts(trace)
 
-Functions take the rows of one sample: a `RoutingTrace` from position 0 on, or `SampleRows` from
+Functions take the rows of one sample: a `Trace` from position 0 on, or `SampleRows` from
 `SampleRows.split` of a fetched plan, whose samples may combine several requests. They return numpy
 arrays that torch accepts directly.
 

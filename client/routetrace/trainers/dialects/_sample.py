@@ -9,11 +9,11 @@ import numpy as np
 import numpy.typing as npt
 
 from routetrace.client import _arguments as check
-from routetrace.client.plan import Plan
-from routetrace.client.rows import RankRows
-from routetrace.client.trace import RoutingTrace, incomplete
+from routetrace.client.plan import FetchPlan
+from routetrace.client.rows import Rows
+from routetrace.client.trace import Trace, incomplete
 from routetrace.common.errors import Incomplete, InvalidArgument, kind_of
-from routetrace.common.layout import RoutingLayout
+from routetrace.common.layout import ModelLayout
 from routetrace.common.missing import MissingRange
 
 LayerAxis = Literal["hidden", "moe"]
@@ -25,7 +25,7 @@ class SampleRows:
 
     name: str
     """Name in error messages."""
-    layout: RoutingLayout
+    layout: ModelLayout
     """Layout of the model."""
     topk_ids: npt.NDArray[np.unsignedinteger[Any]]
     """[MoE layers, N - 1, top_k], uint8 up to 256 experts, uint16 above; meaningless where not
@@ -41,7 +41,7 @@ class SampleRows:
         return int(self.valid.shape[1]) + 1
 
     @classmethod
-    def of(cls, trace: RoutingTrace | SampleRows, num_tokens: int | None = None) -> SampleRows:
+    def of(cls, trace: Trace | SampleRows, num_tokens: int | None = None) -> SampleRows:
         """Return the rows of a sample that is one request, or its first tokens.
 
         Args:
@@ -54,12 +54,12 @@ class SampleRows:
         """
         if isinstance(trace, SampleRows):
             return trace
-        if not isinstance(trace, RoutingTrace):
+        if not isinstance(trace, Trace):
             raise InvalidArgument(
                 field="rows",
                 value=kind_of(trace),
-                expected="RoutingTrace or SampleRows",
-                remedy="use SampleRows.split(rows) for RankRows",
+                expected="Trace or SampleRows",
+                remedy="use SampleRows.split(rows) for Rows",
             )
         _all_layers(trace.layer_ids, trace.layout)
         if trace.token_start:
@@ -79,7 +79,7 @@ class SampleRows:
         return cls(repr(trace.trace_id), trace.layout, ids, valid, trace.missing)
 
     @classmethod
-    def split(cls, rows: RankRows) -> list[SampleRows]:
+    def split(cls, rows: Rows) -> list[SampleRows]:
         """Return the rows of each sample of a plan that splits neither layers nor tokens.
 
         Args:
@@ -165,7 +165,7 @@ class SampleRows:
         return out
 
 
-def required(plan: Plan) -> npt.NDArray[np.bool_]:
+def required(plan: FetchPlan) -> npt.NDArray[np.bool_]:
     """Return a mask of local tokens that must have a row: no padding, no last token."""
     last = np.array([s.num_tokens - 1 for s in plan.samples] or [0])
     needed: npt.NDArray[np.bool_] = plan.position_of != last[plan.sample_of]
@@ -173,7 +173,7 @@ def required(plan: Plan) -> npt.NDArray[np.bool_]:
 
 
 def as_array(
-    data: npt.NDArray[Any], layout: RoutingLayout, num_rows: int | None
+    data: npt.NDArray[Any], layout: ModelLayout, num_rows: int | None
 ) -> npt.NDArray[np.unsignedinteger[Any]]:
     """Convert the answer of an engine to [rows, MoE layers, top_k].
 
@@ -203,7 +203,7 @@ def as_array(
     return data.astype(layout.dtype)
 
 
-def _all_layers(layer_ids: tuple[int, ...], layout: RoutingLayout) -> None:
+def _all_layers(layer_ids: tuple[int, ...], layout: ModelLayout) -> None:
     if layer_ids != layout.moe_layer_ids:
         raise InvalidArgument(
             field="layer_ids", value=layer_ids, expected=f"all MoE layers {layout.moe_layer_ids}"

@@ -14,12 +14,12 @@ import numpy as np
 import numpy.typing as npt
 
 from routetrace.client import _arguments as check
-from routetrace.client.trace import RoutingTrace
+from routetrace.client.trace import Trace
 from routetrace.trainers.dialects._sample import SampleRows
 
 
 def rollout_routed_experts(
-    rows: RoutingTrace | SampleRows, *, missing: Literal["raise", "filler"] = "raise"
+    rows: Trace | SampleRows, *, missing: Literal["raise", "filler"] = "raise"
 ) -> npt.NDArray[np.int32]:
     """Return `Sample.rollout_routed_experts`.
 

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from routetrace.client import _arguments as check
-from routetrace.client.trace import RoutingTrace
+from routetrace.client.trace import Trace
 from routetrace.common.errors import InvalidArgument
 from routetrace.trainers.dialects._sample import SampleRows
 
@@ -29,7 +29,7 @@ def dtype_of(num_experts: int) -> np.dtype[np.signedinteger[Any]]:
     return np.dtype(small if num_experts <= 2**15 else np.int32)
 
 
-def routed_experts(rows: RoutingTrace | SampleRows) -> npt.NDArray[np.signedinteger[Any]]:
+def routed_experts(rows: Trace | SampleRows) -> npt.NDArray[np.signedinteger[Any]]:
     """Return `routed_experts` of a sample, one row per token.
 
     Returns:
@@ -39,7 +39,7 @@ def routed_experts(rows: RoutingTrace | SampleRows) -> npt.NDArray[np.signedinte
     return _array(SampleRows.of(rows), None)
 
 
-def envelope(rows: RoutingTrace | SampleRows) -> str:
+def envelope(rows: Trace | SampleRows) -> str:
     """Return `routed_experts` as in a chat message of a vLLM worker.
 
     The text is "nrlre1:int8:9x48x8:..." with the shape of `routed_experts`.
@@ -50,7 +50,7 @@ def envelope(rows: RoutingTrace | SampleRows) -> str:
 
 
 def batch(
-    samples: Sequence[RoutingTrace | SampleRows], seq_len: int
+    samples: Sequence[Trace | SampleRows], seq_len: int
 ) -> npt.NDArray[np.signedinteger[Any]]:
     """Return `routed_experts` of a batch padded on the right.
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from routetrace.client.trace import RoutingTrace
+from routetrace.client.trace import Trace
 from routetrace.trainers.dialects._sample import SampleRows
 
 
@@ -25,7 +25,7 @@ class RoutedExperts(NamedTuple):
     """"uint8" up to 256 experts, "uint16" above."""
 
 
-def routed_experts(rows: RoutingTrace | SampleRows) -> RoutedExperts:
+def routed_experts(rows: Trace | SampleRows) -> RoutedExperts:
     """Return `TrainingSample.routed_experts`: `RoutedExperts(*routed_experts(trace))`.
 
     Returns:

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from routetrace.client import _arguments as check
-from routetrace.client.trace import RoutingTrace
+from routetrace.client.trace import Trace
 from routetrace.common.errors import InvalidArgument
 from routetrace.trainers.dialects._sample import SampleRows
 
@@ -34,7 +34,7 @@ class Packed(TypedDict):
     """"uint8", "int16" or "int32"."""
 
 
-def rollout_expert_indices(rows: RoutingTrace | SampleRows) -> Indices:
+def rollout_expert_indices(rows: Trace | SampleRows) -> Indices:
     """Return an entry of `rollout_expert_indices`.
 
     Returns:
@@ -51,7 +51,7 @@ def rollout_expert_indices(rows: RoutingTrace | SampleRows) -> Indices:
     return sample.array(np.uint8 if largest < 2**8 else wide, "hidden")
 
 
-def packed(rows: RoutingTrace | SampleRows) -> Packed:
+def packed(rows: Trace | SampleRows) -> Packed:
     """Return `routed_experts` as in an answer of SkyRL's vLLM server.
 
     Raises:
@@ -63,7 +63,7 @@ def packed(rows: RoutingTrace | SampleRows) -> Packed:
 
 
 def batch(
-    samples: Sequence[RoutingTrace | SampleRows], seq_len: int
+    samples: Sequence[Trace | SampleRows], seq_len: int
 ) -> tuple[Indices, npt.NDArray[np.bool_]]:
     """Return `rollout_expert_indices` and `router_padding_mask` of a training batch.
 
@@ -92,7 +92,7 @@ def batch(
 
 
 def packed_batch(
-    samples: Sequence[RoutingTrace | SampleRows],
+    samples: Sequence[Trace | SampleRows],
 ) -> tuple[Indices, npt.NDArray[np.int32]]:
     """Return `values` and `cu_seqlens` of a `PackedTensor`, in place of a batch.
 
@@ -115,7 +115,7 @@ def packed_batch(
     return values, cu_seqlens
 
 
-def _one_dtype(samples: Sequence[RoutingTrace | SampleRows]) -> list[Indices]:
+def _one_dtype(samples: Sequence[Trace | SampleRows]) -> list[Indices]:
     arrays = [rollout_expert_indices(rows) for rows in samples]
     if not arrays:
         raise InvalidArgument(field="samples", value=[], expected="one or more")

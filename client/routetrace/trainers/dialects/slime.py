@@ -23,9 +23,9 @@ from routetrace.client import _arguments as check
 from routetrace.client._shells.prefetch import Prefetch
 from routetrace.client._shells.sync import RouteClient
 from routetrace.client.micro_batch import MicroBatch, Sample
-from routetrace.client.plan import Plan
-from routetrace.client.rows import RankRows
-from routetrace.client.trace import RoutingTrace, ids_to_torch
+from routetrace.client.plan import FetchPlan
+from routetrace.client.rows import Rows
+from routetrace.client.trace import Trace, ids_to_torch
 from routetrace.common.errors import Incomplete, InvalidArgument
 from routetrace.trainers.dialects._sample import SampleRows, required
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     import torch
 
 
-def rollout_routed_experts(rows: RoutingTrace | SampleRows) -> npt.NDArray[np.int32]:
+def rollout_routed_experts(rows: Trace | SampleRows) -> npt.NDArray[np.int32]:
     """Return `Sample.rollout_routed_experts`.
 
     Returns:
@@ -79,7 +79,7 @@ class LazyRouting:
     def __init__(
         self,
         client: RouteClient,
-        plans: Sequence[Plan],
+        plans: Sequence[FetchPlan],
         *,
         device: Any = None,
         max_bytes: int = 256 << 20,
@@ -98,7 +98,7 @@ class LazyRouting:
         self._device = device
         self._max_bytes = max_bytes
         self._release_stage = "backward"
-        self._rows: dict[int, RankRows] = {}
+        self._rows: dict[int, Rows] = {}
         self._taken: dict[int, set[int]] = {}
         self._ahead: Prefetch | None = None
         self._queued: deque[int] = deque()
@@ -179,7 +179,7 @@ class LazyRouting:
         plans = [self._plans[number] for number in self._queued]
         self._ahead = self._client.prefetch(plans, max_bytes=self._max_bytes)
 
-    def _get(self, number: int) -> RankRows:
+    def _get(self, number: int) -> Rows:
         while self._ahead and number in self._queued:
             self._rows[self._queued.popleft()] = _complete(next(self._ahead))
         if number not in self._rows:
@@ -200,7 +200,7 @@ class LazyRows:
         return self._routing.take(self._number, self._layer, stage)
 
 
-def _complete(rows: RankRows) -> RankRows:
+def _complete(rows: Rows) -> Rows:
     lacking = ~rows.valid & required(rows.plan)
     if lacking.any():
         layer, token = (int(i) for i in np.argwhere(lacking)[0])

@@ -25,8 +25,8 @@ import numpy.typing as npt
 
 from routetrace.client import _arguments as check
 from routetrace.client.micro_batch import MicroBatch, Sample
-from routetrace.client.rows import RankRows
-from routetrace.client.trace import RoutingTrace, ids_to_torch
+from routetrace.client.rows import Rows
+from routetrace.client.trace import Trace, ids_to_torch
 from routetrace.common.errors import InvalidArgument
 from routetrace.trainers.dialects._sample import LayerAxis, SampleRows
 
@@ -34,7 +34,7 @@ Missing = Literal["raise", "zeros"]
 
 
 def routed_experts(
-    rows: RoutingTrace | SampleRows, *, missing: Missing = "raise", axis: LayerAxis = "hidden"
+    rows: Trace | SampleRows, *, missing: Missing = "raise", axis: LayerAxis = "hidden"
 ) -> npt.NDArray[np.int16]:
     """Return `AgentLoopOutput.routed_experts` of a sample.
 
@@ -68,7 +68,7 @@ def routed_experts(
     return sample.array(np.int16, axis, missing=0)
 
 
-def replay_mask(rows: RoutingTrace | SampleRows) -> npt.NDArray[np.bool_]:
+def replay_mask(rows: Trace | SampleRows) -> npt.NDArray[np.bool_]:
     """Return the `replay_mask` of `set_router_replay_data` for a sample.
 
     Returns:
@@ -79,7 +79,7 @@ def replay_mask(rows: RoutingTrace | SampleRows) -> npt.NDArray[np.bool_]:
 
 
 def batch(
-    samples: Sequence[RoutingTrace | SampleRows],
+    samples: Sequence[Trace | SampleRows],
     starts: Sequence[int],
     seq_len: int,
     *,
@@ -141,7 +141,7 @@ def micro_batch(samples: Iterable[Sample], tp_size: int = 1, cp_size: int = 1) -
     return MicroBatch.packed(samples, align=align)
 
 
-def set_targets(routers: Iterable[tuple[int, Any]], rows: RankRows, *, device: Any = None) -> None:
+def set_targets(routers: Iterable[tuple[int, Any]], rows: Rows, *, device: Any = None) -> None:
     """Make routers replay the rows of this rank, or route live without a row.
 
     Args:

@@ -16,13 +16,13 @@ import numpy as np
 import numpy.typing as npt
 
 from routetrace.client import _arguments as check
-from routetrace.client.trace import RoutingTrace
+from routetrace.client.trace import Trace
 from routetrace.common.errors import InvalidArgument
-from routetrace.common.layout import RoutingLayout
+from routetrace.common.layout import ModelLayout
 from routetrace.trainers.dialects._sample import SampleRows, as_array
 
 
-def routed_experts(rows: RoutingTrace | SampleRows, *, prompt_start: int = 0) -> str:
+def routed_experts(rows: Trace | SampleRows, *, prompt_start: int = 0) -> str:
     """Return the rows as in an answer of vLLM.
 
     Args:
@@ -46,9 +46,9 @@ def routed_experts(rows: RoutingTrace | SampleRows, *, prompt_start: int = 0) ->
 
 
 def read_routed_experts(
-    text: str, layout: RoutingLayout, *, num_rows: int | None = None
+    text: str, layout: ModelLayout, *, num_rows: int | None = None
 ) -> npt.NDArray[np.unsignedinteger[Any]]:
-    """Decode an answer of vLLM, for comparison with `RoutingTrace.topk_ids`.
+    """Decode an answer of vLLM, for comparison with `Trace.topk_ids`.
 
     Args:
         text: `choices[i].routed_experts`.

@@ -14,7 +14,7 @@ import numpy as np
 
 from routetrace.codec.records import NO_REQUEST, Provenance
 from routetrace.common.errors import Corrupt
-from routetrace.common.layout import RoutingLayout
+from routetrace.common.layout import ModelLayout
 from routetrace.server.common.slices import at_once
 from routetrace.server.index.chunk import (
     BEGIN,
@@ -58,7 +58,7 @@ _OPS = 64
 _SLOTS = 1 << 12
 
 #: Frames of a chunk that does not count; its space is reclaimed.
-NO_FRAMES = Frames(np.zeros(1, np.uint32), RoutingLayout((0,), 1, 1, 1), "")
+NO_FRAMES = Frames(np.zeros(1, np.uint32), ModelLayout((0,), 1, 1, 1), "")
 
 
 def apply_record(state: State, number: int, record: bytes, chunk: ParsedChunk | None = None) -> Any:

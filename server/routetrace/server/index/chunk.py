@@ -29,7 +29,7 @@ from routetrace.codec.records import (
 )
 from routetrace.common.checksum import crc32
 from routetrace.common.errors import Corrupt, InvalidArgument
-from routetrace.common.layout import RoutingLayout
+from routetrace.common.layout import ModelLayout
 from routetrace.common.limits import MAX_POSITION, check_id, check_labels
 from routetrace.server.common.slices import at_once
 from routetrace.server.index.slot_map import SlotMap
@@ -106,13 +106,13 @@ def check_sums(chunk: Chunk) -> list[int]:
     return sums
 
 
-def parse_header(data: bytes, layout: RoutingLayout, slots: SlotMap) -> ParsedChunk:
+def parse_header(data: bytes, layout: ModelLayout, slots: SlotMap) -> ParsedChunk:
     """Parse and check a ChunkHeader at once; see `parse_in_steps`."""
     return at_once(parse_in_steps(data, layout, slots))
 
 
 def parse_in_steps(
-    data: bytes, layout: RoutingLayout, slots: SlotMap
+    data: bytes, layout: ModelLayout, slots: SlotMap
 ) -> Generator[None, None, ParsedChunk]:
     """Parse and check a ChunkHeader, step by step.
 
@@ -136,7 +136,7 @@ def parse_in_steps(
                 field=field, value=f"{len(entries)} entries", expected=f"at most {MAX_REQUESTS}"
             )
     if header.layout != _proto_of(layout):
-        sent = RoutingLayout.from_proto(header.layout)
+        sent = ModelLayout.from_proto(header.layout)
         if sent != layout:
             raise InvalidArgument(field="layout", value=sent, expected=f"the Hello's, {layout}")
     for index, request_id in enumerate(header.request_ids, 1):
@@ -167,12 +167,12 @@ def parse_in_steps(
 
 
 @lru_cache(maxsize=64)
-def _plain_frames(layout: RoutingLayout) -> PlainFrames:
+def _plain_frames(layout: ModelLayout) -> PlainFrames:
     return PlainFrames(layout)
 
 
 @lru_cache(maxsize=64)
-def _proto_of(layout: RoutingLayout) -> pb.RoutingLayout:
+def _proto_of(layout: ModelLayout) -> pb.RoutingLayout:
     return layout.to_proto()
 
 
@@ -292,7 +292,7 @@ def _at_most(field: str, total: int, most: int, what: str) -> None:
         )
 
 
-def check_payload(chunk: ParsedChunk, payload: Payload, layout: RoutingLayout) -> None:
+def check_payload(chunk: ParsedChunk, payload: Payload, layout: ModelLayout) -> None:
     """Check the frame headers of a payload against the chunk header.
 
     Raises:

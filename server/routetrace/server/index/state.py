@@ -17,7 +17,7 @@ from google.protobuf.message import DecodeError
 
 from routetrace.codec.records import Provenance
 from routetrace.common.errors import Corrupt
-from routetrace.common.layout import RoutingLayout
+from routetrace.common.layout import ModelLayout
 from routetrace.server.index.owners import owner_of
 from routetrace.server.index.records.record import (
     key_to_stored,
@@ -43,7 +43,7 @@ class Frames(NamedTuple):
     """Frames of a stored chunk: frame i is at offsets[i] .. offsets[i + 1]."""
 
     offsets: np.ndarray[Any, np.dtype[np.uint32]]
-    layout: RoutingLayout
+    layout: ModelLayout
     run: str
     token: str = ""
     """Name of the token that sent it; "" without one."""
@@ -74,7 +74,7 @@ class State:
         """Bytes of stored chunks, by run."""
         self.owner_bytes: Counter[str] = Counter()
         """Bytes of stored chunks, by owner."""
-        self._layouts: dict[RoutingLayout, int] = {}
+        self._layouts: dict[ModelLayout, int] = {}
         self.touched: set[TraceKey | WriterKey] = set()
         """Changes whose waiting tasks are not woken yet; `Journal` empties it."""
 
@@ -226,7 +226,7 @@ class State:
         trace.packed = to_bytes(piece)
         return trace.packed
 
-    def _layout_number(self, layout: RoutingLayout) -> int:
+    def _layout_number(self, layout: ModelLayout) -> int:
         return self._layouts.setdefault(layout, len(self._layouts))
 
     # ------------------------------------------------------------------ snapshots
@@ -261,7 +261,7 @@ class State:
             UnsupportedFormat: if the snapshot has another format.
         """
         new = State(self.default_ttl)
-        layouts: list[RoutingLayout] = []
+        layouts: list[ModelLayout] = []
         headed = False
         try:
             for piece in read_pieces(data):
@@ -281,7 +281,7 @@ class State:
         self.run_bytes, self.owner_bytes = new.run_bytes, new.owner_bytes
         self._layouts = new._layouts
 
-    def _load_piece(self, piece: stored.Piece, layouts: list[RoutingLayout]) -> None:
+    def _load_piece(self, piece: stored.Piece, layouts: list[ModelLayout]) -> None:
         if piece.HasField("head"):
             self.number, self.traces.serial = piece.head.number, piece.head.serial
         for layout in piece.layouts:
@@ -308,7 +308,7 @@ def engine_key(run: str, engine_id: str) -> WriterKey:
 
 
 def _dump_frames(
-    frames: list[tuple[int, Frames]], layouts: dict[RoutingLayout, int]
+    frames: list[tuple[int, Frames]], layouts: dict[ModelLayout, int]
 ) -> Iterator[bytes]:
     for number, chunk in frames:
         piece = stored.Piece()

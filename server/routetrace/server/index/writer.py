@@ -7,7 +7,7 @@ from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from routetrace.common.layout import RoutingLayout
+from routetrace.common.layout import ModelLayout
 from routetrace.server.index.records.record import (
     Sums,
     key_to_stored,
@@ -39,7 +39,7 @@ class Writer:
     """Boot of the engine; shards with equal boot ids belong together."""
     opened: int
     """Number of the record that opened the epoch."""
-    layout: RoutingLayout
+    layout: ModelLayout
     slots: SlotMap
     token: str = ""
     """Name of the token that opened the epoch; "" without one."""

@@ -14,7 +14,7 @@ import numpy as np
 
 from routetrace.codec.records import U32
 from routetrace.common.errors import InvalidArgument, NotFound
-from routetrace.common.layout import RoutingLayout
+from routetrace.common.layout import ModelLayout
 from routetrace.common.limits import MAX_BLOCK_SIZE, MAX_SLOTS, check_id
 from routetrace.common.seals import sealed
 from routetrace.server.access.admission import Admission
@@ -229,7 +229,7 @@ class IngestServicer:
         check_id("shard", hello.shard, required=False)
         # Shards of one boot are recognized by it.
         check_id("boot_id", hello.boot_id, required=bool(hello.shard))
-        layout = RoutingLayout.from_proto(hello.layout)
+        layout = ModelLayout.from_proto(hello.layout)
         if hello.block_size > MAX_BLOCK_SIZE:
             raise InvalidArgument(
                 field="block_size", value=hello.block_size, expected=f"at most {MAX_BLOCK_SIZE}"
@@ -244,7 +244,7 @@ class IngestServicer:
             return await self._session(key, hello, layout, num_slots, token)
 
     async def _session(
-        self, key: WriterKey, hello: pb.Hello, layout: RoutingLayout, num_slots: int, token: str
+        self, key: WriterKey, hello: pb.Hello, layout: ModelLayout, num_slots: int, token: str
     ) -> IngestSession:
         """Open a stream of a writer, in a new epoch unless the agent knows the current one."""
         writer = self._state.writers.get(key)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from routetrace.common.errors import InvalidArgument
-from routetrace.common.layout import MAX_LAYERS
-from routetrace.common.limits import check_id
+from routetrace.common.limits import MAX_LAYERS, check_id
 from routetrace.server.access.control import Access
 from routetrace.server.access.lifecycle import Lifecycle
 from routetrace.server.access.partition import Partition

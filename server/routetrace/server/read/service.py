@@ -10,8 +10,7 @@ from typing import Any
 import grpc
 
 from routetrace.common.errors import InvalidArgument, NotFound
-from routetrace.common.layout import MAX_LAYERS
-from routetrace.common.limits import MAX_BLOCK_TOKENS, MAX_LABELS, check_id
+from routetrace.common.limits import MAX_BLOCK_TOKENS, MAX_LABELS, MAX_LAYERS, check_id
 from routetrace.common.seals import sealed
 from routetrace.server.access.admission import Admission
 from routetrace.server.access.control import Access

@@ -13,7 +13,7 @@ import numpy as np
 
 from routetrace.codec.frame_header import Buffer
 from routetrace.common.errors import Corrupt, InvalidArgument, NotFound
-from routetrace.common.layout import RoutingLayout
+from routetrace.common.layout import ModelLayout
 from routetrace.server.common.metrics import Metrics
 from routetrace.server.index.state import State
 from routetrace.server.index.traces import refs
@@ -57,7 +57,7 @@ class _Wanted(NamedTuple):
     """Frames to read from one chunk."""
 
     chunk: int
-    layout: RoutingLayout | None
+    layout: ModelLayout | None
     """Layout of the frames; None if the chunk is not known."""
     layers: tuple[int, ...]
     """Layers to send; empty: all selected ones."""

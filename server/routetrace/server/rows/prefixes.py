@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from itertools import chain
 
 from routetrace.codec.records import Provenance
-from routetrace.common.layout import RoutingLayout
+from routetrace.common.layout import ModelLayout
 from routetrace.server.index.traces.joins import Incarnation, Request
 from routetrace.server.index.traces.prefix_index import PrefixIndex
 from routetrace.server.index.traces.sources import Source
@@ -208,7 +208,7 @@ def _computed(request: Request, version: int | None) -> Iterator[tuple[Source, S
                         yield source, span.cut(0, confirmed)
 
 
-def _same_model(one: RoutingLayout, other: RoutingLayout) -> bool:
+def _same_model(one: ModelLayout, other: ModelLayout) -> bool:
     """Whether rows of two shards are of the same model."""
     return one is other or (
         (one.moe_layer_ids, one.num_hidden_layers, one.num_experts, one.top_k)

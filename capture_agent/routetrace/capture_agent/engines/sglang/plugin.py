@@ -22,7 +22,7 @@ from routetrace.capture_agent.engines.sglang.settings import (
     settings_of,
 )
 from routetrace.common.errors import InvalidArgument, RouteTraceError
-from routetrace.common.model_map import layout_from_config
+from routetrace.common.layout import ModelLayout
 
 _log = logging.getLogger(__name__)
 
@@ -111,7 +111,7 @@ def _attach(runner: Any, settings: Settings) -> None:
         from routetrace.capture_agent.engines.sglang.speculation import hook_verifications
 
         hook_verifications(current)
-    layout = layout_from_config(runner.model_config.hf_config)
+    layout = ModelLayout.from_config(runner.model_config.hf_config)
     tap = Tap(runner, layout, num_drafts)  # on every rank: DeepEP gathers ids from all
     _tapped = runner, tap
     parallel = get_parallel()

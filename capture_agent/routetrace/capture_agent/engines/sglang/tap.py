@@ -20,7 +20,7 @@ import torch
 
 from routetrace.capture_agent.engines.sglang.seams import CAPTURER, NUM_TOKENS, found
 from routetrace.common.errors import InvalidArgument
-from routetrace.common.layout import RoutingLayout
+from routetrace.common.layout import ModelLayout
 
 #: Id of a cell that no router wrote, as a signed integer.
 UNWRITTEN = -1
@@ -113,7 +113,7 @@ class Tap:
         InvalidArgument: if the capturer and the layout contradict each other.
     """
 
-    def __init__(self, runner: Any, layout: RoutingLayout, num_drafts: int = 1) -> None:
+    def __init__(self, runner: Any, layout: ModelLayout, num_drafts: int = 1) -> None:
         module = found(CAPTURER)
         capturer = module.get_global_experts_capturer()
         self.native = capturer is not None

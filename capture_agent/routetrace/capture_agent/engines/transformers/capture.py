@@ -33,8 +33,7 @@ from routetrace.capture_agent.engines.transformers.compiled import CompiledCalls
 from routetrace.capture_agent.engines.transformers.generate import GenerateCall, cache_among
 from routetrace.capture_agent.engines.transformers.inputs import labels_with_adapters, only_tokens
 from routetrace.common.errors import InvalidArgument
-from routetrace.common.layout import RoutingLayout
-from routetrace.common.model_map import layout_from_config
+from routetrace.common.layout import ModelLayout
 
 if TYPE_CHECKING:
     from routetrace.capture_agent import CaptureAgent
@@ -70,9 +69,9 @@ class TransformersCapture:
     """
 
     def __init__(
-        self, model: Any, agent: CaptureAgent, *, layout: RoutingLayout | None = None
+        self, model: Any, agent: CaptureAgent, *, layout: ModelLayout | None = None
     ) -> None:
-        self.layout = layout_from_config(model.config) if layout is None else layout
+        self.layout = ModelLayout.from_config(model.config) if layout is None else layout
         if agent.config.layout != self.layout:
             raise InvalidArgument(
                 field="agent.config.layout", value=agent.config.layout, expected=f"{self.layout}"

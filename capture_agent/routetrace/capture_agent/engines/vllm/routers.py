@@ -22,8 +22,7 @@ import torch
 from routetrace.capture_agent.engines.capturer import RoutingCapturer
 from routetrace.capture_agent.engines.parallel import local_rows
 from routetrace.common.errors import InvalidArgument
-from routetrace.common.layout import RoutingLayout
-from routetrace.common.model_map import layout_from_config
+from routetrace.common.layout import ModelLayout
 
 _log = logging.getLogger(__name__)
 
@@ -60,7 +59,7 @@ class Routers:
     """
 
     def __init__(self, model: torch.nn.Module, vllm_config: Any, device: torch.device) -> None:
-        whole = layout_from_config(vllm_config.model_config.hf_config)
+        whole = ModelLayout.from_config(vllm_config.model_config.hf_config)
         layers = _moe_layers(model, whole)
         layout = _stage(whole, sorted(layers), vllm_config.parallel_config)
         found = {i: _find(f"layer {i}", layers[i], layout.top_k) for i in layout.layer_ids}
@@ -102,7 +101,7 @@ def _both(ours: Callback, theirs: Callback | None) -> Callback:
     return both
 
 
-def _moe_layers(model: torch.nn.Module, layout: RoutingLayout) -> dict[int, Any]:
+def _moe_layers(model: torch.nn.Module, layout: ModelLayout) -> dict[int, Any]:
     try:
         from vllm.model_executor.layers.fused_moe.layer import MoERunner
     except ImportError as error:
@@ -127,7 +126,7 @@ def _is_source(module: Any) -> bool:
     return hasattr(module, "layer_id") and hasattr(module, "capture_fn")
 
 
-def _stage(whole: RoutingLayout, found: list[int], parallel: Any) -> RoutingLayout:
+def _stage(whole: ModelLayout, found: list[int], parallel: Any) -> ModelLayout:
     """Return the layout of this pipeline stage, all of whose layers must have been found."""
     expected = list(whole.moe_layer_ids)
     size = parallel.pipeline_parallel_size

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from routetrace.common.layout import RoutingLayout
+from routetrace.common.layout import ModelLayout
 from routetrace.server.index.records import previous
 from routetrace.server.index.records.format import HEAD, is_current
 from routetrace.stored import format5_pb2 as stored
@@ -36,7 +36,7 @@ def encode_open(
     *,
     epoch: int,
     boot_id: str,
-    layout: RoutingLayout,
+    layout: ModelLayout,
     block_size: int,
     num_blocks: int,
     token: str = "",
@@ -176,7 +176,7 @@ def key_to_stored(key: tuple[str, str, str]) -> stored.WriterKey:
     return stored.WriterKey(run=run, engine_id=engine_id, shard=shard)
 
 
-def layout_to_stored(layout: RoutingLayout) -> stored.Layout:
+def layout_to_stored(layout: ModelLayout) -> stored.Layout:
     """Return the stored form of a layout."""
     return stored.Layout(
         layer_ids=layout.layer_ids,
@@ -187,13 +187,13 @@ def layout_to_stored(layout: RoutingLayout) -> stored.Layout:
     )
 
 
-def layout_from_stored(message: stored.Layout) -> RoutingLayout:
+def layout_from_stored(message: stored.Layout) -> ModelLayout:
     """Return the layout of a stored form.
 
     Raises:
         InvalidArgument: if it is invalid.
     """
-    return RoutingLayout(
+    return ModelLayout(
         tuple(message.layer_ids),
         message.num_hidden_layers,
         message.num_experts,

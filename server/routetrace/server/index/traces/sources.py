@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from routetrace.codec.records import DIGEST, U32
-from routetrace.common.layout import RoutingLayout
+from routetrace.common.layout import ModelLayout
 from routetrace.server.index.traces.spans import FOREVER, SpanList
 from routetrace.stored import format5_pb2 as stored
 
@@ -50,7 +50,7 @@ class Source:
     occurrence: str
     """Distinguishes requests of the same engine and id; equal at all shards. It has a "/" only if
     other shards may report the request: boot id, and number of requests begun before."""
-    layout: RoutingLayout
+    layout: ModelLayout
     prompt_len: int = 0
     """Length of the prompt; 0 while unknown."""
     labels: Mapping[str, str] = field(default_factory=dict)
@@ -135,7 +135,7 @@ class Source:
         self._new_digests.append(digests)
 
 
-def dump_source(message: stored.Source, source: Source, layouts: dict[RoutingLayout, int]) -> None:
+def dump_source(message: stored.Source, source: Source, layouts: dict[ModelLayout, int]) -> None:
     """Set the stored form of a source; layouts go by number.
 
     Fields with default values are left unset: a snapshot has a source for each request.
@@ -175,7 +175,7 @@ def dump_source(message: stored.Source, source: Source, layouts: dict[RoutingLay
         message.forgotten = True
 
 
-def load_source(message: stored.Source, run: str, layouts: Sequence[RoutingLayout]) -> Source:
+def load_source(message: stored.Source, run: str, layouts: Sequence[ModelLayout]) -> Source:
     """Return the source of a stored form."""
     source = Source(
         writer=WriterKey(run, message.engine_id, message.shard),

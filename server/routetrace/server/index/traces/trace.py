@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from routetrace.common.layout import RoutingLayout
+from routetrace.common.layout import ModelLayout
 from routetrace.server.index.traces.joins import Join, requests_of
 from routetrace.server.index.traces.refs import chunk_of
 from routetrace.server.index.traces.sources import Source, TraceKey, dump_source, load_source
@@ -90,7 +90,7 @@ class Trace:
                 yield from map(chunk_of, attempt.refs)
 
 
-def dump_trace(message: stored.Trace, trace: Trace, layouts: dict[RoutingLayout, int]) -> None:
+def dump_trace(message: stored.Trace, trace: Trace, layouts: dict[ModelLayout, int]) -> None:
     """Set the stored form of a trace; layouts go by number."""
     message.run, message.trace_id = trace.key
     message.serial = trace.serial
@@ -102,7 +102,7 @@ def dump_trace(message: stored.Trace, trace: Trace, layouts: dict[RoutingLayout,
         dump_source(message.sources.add(), source, layouts)
 
 
-def load_trace(message: stored.Trace, layouts: Sequence[RoutingLayout]) -> Trace:
+def load_trace(message: stored.Trace, layouts: Sequence[ModelLayout]) -> Trace:
     """Return the trace of a stored form."""
     run = message.run
     sources = [load_source(source, run, layouts) for source in message.sources]
