@@ -36,6 +36,7 @@ PATTERNS = (
     (r"\bAsyncGenerator\[(.*), None\]", r"Generator[\1, None, None]"),
     (r"\bAsync(\w+)\b", r"\1"),
     (r"\b__a(enter|exit)__\b", r"__\1__"),
+    (r"\baclose\b", "close"),
     (r"\baio_drive\b", "drive"),
     (r"\bfetch_async\b", "fetch_blocking"),
 )

@@ -13,6 +13,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from dataclasses import asdict
+from datetime import datetime
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -502,7 +503,8 @@ def test_delete_retire_and_renew(server, cli):
     run = ("--run", "going")
 
     def expires() -> float:
-        return json.loads(cli("stat", "v3", "--json", *run).stdout)["expires"]
+        found = json.loads(cli("stat", "v3", "--json", *run).stdout)
+        return datetime.fromisoformat(found["expires_at"]).timestamp()
 
     before = expires()
     cli("renew", "v3", "--ttl", "900000", *run)

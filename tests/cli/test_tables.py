@@ -6,6 +6,7 @@ import json
 import re
 import time
 from collections.abc import Iterator
+from datetime import timedelta
 
 import pytest
 
@@ -96,7 +97,7 @@ def test_agents_of_no_run(cli, agents):
      (47 * 3600, "47 h"), (48 * 3600, "2 d"), (400 * 86400, "400 d")],
 )  # fmt: skip
 def test_age(seconds, text):
-    assert age(seconds) == text
+    assert age(timedelta(seconds=seconds)) == text
 
 
 @pytest.mark.parametrize(
@@ -160,7 +161,7 @@ def test_list_is_in_the_order_of_its_age_column(server, traces, cli):
     lines = cli("list", "--run", "traces", "--json").stdout.splitlines()
     found = [json.loads(line) for line in lines]
     assert [one["trace_id"] for one in found] == [f"{TRACE}-{i}" for i in (2, 1, 0)]
-    created = [one["created"] for one in found]
+    created = [one["created_at"] for one in found]
     assert created == sorted(created, reverse=True)
-    assert found[1]["updated"] > found[0]["updated"]
+    assert found[1]["updated_at"] > found[0]["updated_at"]
     assert [one["num_incarnations"] for one in found] == [2, 1, 1]

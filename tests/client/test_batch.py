@@ -48,7 +48,7 @@ def sources() -> dict[str, Truth]:
 def read(client: RouteClient, **how: object) -> list[Outcome]:
     """All of them, in one stream."""
     return [
-        *client.get_many(NAMES, prefetch=2 * len(NAMES), missing="mask", errors="return", **how)
+        *client.get_many(NAMES, concurrency=2 * len(NAMES), missing="mask", errors="return", **how)
     ]
 
 
@@ -87,7 +87,7 @@ def test_reads_are_in_the_order_of_the_ids(client, server, sources):
 
 def test_two_reads_and_one_more_are_a_batch_and_a_call(client, server, sources):
     server.serve(*sources.values())
-    got = list(client.get_many(NAMES[:3], prefetch=4, missing="mask"))
+    got = list(client.get_many(NAMES[:3], concurrency=4, missing="mask"))
     assert [t.trace_id for t in got] == NAMES[:3]
     assert [len(b.reads) for b in server.batches] == [2]
     assert server.counts["GetTrace"] == 3

@@ -55,7 +55,7 @@ async def test_the_same_on_an_event_loop(server, count):
 
 def test_a_batch_is_sent_on_as_one(server):
     with signposts(1, server.target) as [signpost], RouteClient(signpost.target) as client:
-        assert len(list(client.get_many([f"t{i}" for i in range(6)], prefetch=12))) == 6
+        assert len(list(client.get_many([f"t{i}" for i in range(6)], concurrency=12))) == 6
         assert signpost.asked == 1
 
 

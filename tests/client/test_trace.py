@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 import random
 import sys
+from datetime import datetime, timezone
 
 import numpy as np
 import pytest
@@ -35,7 +36,7 @@ def test_what_it_tells():
     assert (trace.num_tokens, trace.num_rows, len(trace), trace.prompt_len) == (13, 12, 12, 4)
     assert trace.layer_ids == (1, 2, 4, 5, 7)
     assert trace.top_k == 3
-    assert trace.created == 1.5
+    assert trace.created_at == datetime(1970, 1, 1, 0, 0, 1, 500_000, timezone.utc)
     assert trace.weight_versions == ((0, 12, 7),)
     assert trace.provenance == ((0, 12, "forward"),)
     assert trace.complete
@@ -142,17 +143,17 @@ class TestSplit:
     @pytest.mark.parametrize(
         ("prompt_len", "num_output_tokens", "expected"),
         [
-            (0, None, (None, (0, 12))),
-            (12, None, ((0, 12), None)),
-            (50, 9, ((0, 12), None)),
+            (0, None, ((0, 0), (0, 12))),
+            (12, None, ((0, 12), (12, 12))),
+            (50, 9, ((0, 12), (12, 12))),
             (10, 1, ((0, 10), (10, 11))),  # the rest was captured, but did not come out
-            (10, 0, ((0, 10), None)),
+            (10, 0, ((0, 10), (10, 10))),
             (10, 100, ((0, 10), (10, 12))),
         ],
     )
     def test_cuts(self, prompt_len, num_output_tokens, expected):
         parts = assemble(truth(12)).split(prompt_len, num_output_tokens)
-        assert tuple(p and (p.token_start, p.token_stop) for p in parts) == expected
+        assert tuple((p.token_start, p.token_stop) for p in parts) == expected
 
     def test_of_a_slice_counts_from_position_0(self):
         prompt, generated = assemble(truth(12)).tokens(6, 10).split(8, 1)
@@ -163,7 +164,7 @@ class TestSplit:
         trace = assemble(truth(12, prompt_len=0))
         with pytest.raises(InvalidArgument, match="prompt_len"):
             trace.split()
-        assert trace.split(0)[0] is None
+        assert len(trace.split(0)[0]) == 0
 
     @pytest.mark.parametrize("arguments", [(-1, None), (3, -2), (3, "2"), (2.5, None)])
     def test_what_is_no_number_of_tokens(self, arguments):

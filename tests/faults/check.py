@@ -79,7 +79,7 @@ def compare(
     served = Served()
     names = map(script.trace_id, upper)
     answers: Iterable[Trace | RouteTraceError] = (
-        client.get_many(names, prefetch=prefetch, errors="return", missing="mask")
+        client.get_many(names, concurrency=prefetch, errors="return", missing="mask")
         if prefetch
         else (_get(client, name) for name in names)
     )

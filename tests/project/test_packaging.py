@@ -126,6 +126,8 @@ CLIENT_NAMES = [
     "PermissionDenied",
     "FetchPlan",
     "Prefetch",
+    "PrefixSpan",
+    "ProvenanceSpan",
     "Rank",
     "Rows",
     "ReadFacts",
@@ -142,6 +144,7 @@ CLIENT_NAMES = [
     "TraceState",
     "Unauthenticated",
     "Unavailable",
+    "VersionSpan",
     "__version__",
 ]
 AGENT_NAMES = ["AgentConfig", "AgentStats", "CaptureAgent", "CloseReport", "ModelLayout"]

@@ -110,12 +110,12 @@ def test_each_read_is_what_it_is_alone(server, filled, seed):
     with RouteClient(server.target, run="filled", timeout=GONE) as client:
         wanted = [said(alone(client, name, **how)) for name in names]
         for prefetch in (2, 7, 64):
-            got = client.get_many(names, prefetch=prefetch, errors="return", **how)
+            got = client.get_many(names, concurrency=prefetch, errors="return", **how)
             assert [said(outcome) for outcome in got] == wanted, (prefetch, how)
 
     async def with_tasks():
         async with AsyncRouteClient(server.target, run="filled", timeout=GONE) as other:
-            many = other.get_many(iter(names), prefetch=16, errors="return", **how)
+            many = other.get_many(iter(names), concurrency=16, errors="return", **how)
             return [said(outcome) async for outcome in many]
 
     assert asyncio.run(with_tasks()) == wanted
@@ -177,7 +177,7 @@ def test_a_read_that_waits_delays_no_other(server):
 
     def read() -> None:
         with RouteClient(server.target, run="waits") as client:
-            for trace in client.get_many(names, prefetch=12, wait_for="end", timeout=GONE):
+            for trace in client.get_many(names, concurrency=12, wait_for="end", timeout=GONE):
                 got.append(trace)
                 came.release()
 
@@ -218,7 +218,7 @@ def test_a_restart_of_the_server_costs_no_read(tmp_path):
             feeder.flush()
         feeder.close()
         with RouteClient(first.target, timeout=GONE) as client:
-            many = client.get_many(list(ids) * 4, prefetch=8)
+            many = client.get_many(list(ids) * 4, concurrency=8)
             with closing(many):
                 got = [next(many)]
                 first.kill()

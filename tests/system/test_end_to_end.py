@@ -83,7 +83,7 @@ def test_every_row_of_a_bad_engine_arrives_where_it_belongs(server, mode, seed):
     with RouteClient(server.target, run=f"{mode}-{seed}") as client:
         for policy in ("as_sampled", "latest"):
             names = [r.name for r in sim.done]
-            traces = client.get_many(names, prefetch=4, missing="mask", policy=policy)
+            traces = client.get_many(names, concurrency=4, missing="mask", policy=policy)
             for request, trace in zip(sim.done, traces, strict=True):
                 compared += compare(trace, request, policy)
                 whole = trace.valid.all()

@@ -38,7 +38,7 @@ SERVING = health_pb2.HealthCheckResponse.SERVING
 #: Two for each of two workers.
 RUNS = ("a", "b", "c", "d")
 #: What depends on the moment at which a server got a chunk.
-MOMENTS = {"created", "updated", "expires"}
+MOMENTS = {"created_at", "updated_at", "expires_at"}
 #: The run of the faults is served by worker 1, so that each call to worker 0 is sent on.
 PINNED = '{"faults": 1}'
 

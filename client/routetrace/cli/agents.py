@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
+from datetime import datetime
 from operator import attrgetter
 from typing import Any
 
@@ -51,11 +52,11 @@ def agents(connection: Connection, as_json: AsJson = False) -> None:
     note(_totals(found))
 
 
-def _row(agent: AgentStat, now: float) -> tuple[Any, ...]:
-    seen = "?" if agent.seen is None else age(now - agent.seen)
+def _row(agent: AgentStat, now: datetime) -> tuple[Any, ...]:
+    seen = "?" if agent.seen_at is None else age(now - agent.seen_at)
     since = "gone"
-    if agent.connected and agent.connected_since is not None:
-        since = age(now - agent.connected_since)
+    if agent.connected and agent.connected_at is not None:
+        since = age(now - agent.connected_at)
     weights = "" if agent.weight_version is None else str(agent.weight_version)
     if agent.weight_version_lag:
         weights += f" (-{agent.weight_version_lag})"

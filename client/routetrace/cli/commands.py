@@ -333,7 +333,14 @@ def verify(
 
 @app.command(cls=Command)
 @connected
-def delete(connection: Connection, ids: SomeIds, dry_run: DryRun = False) -> None:
+def delete(
+    connection: Connection,
+    ids: SomeIds,
+    missing_ok: Annotated[
+        bool, typer.Option("--missing-ok", help="Unknown ids are no error.")
+    ] = False,
+    dry_run: DryRun = False,
+) -> None:
     """Delete traces at once."""
     failed = 0
     with connection.client() as client:
@@ -344,6 +351,8 @@ def delete(connection: Connection, ids: SomeIds, dry_run: DryRun = False) -> Non
                 else:
                     client.delete(name)
             except NotFound as error:  # noqa: PERF203
+                if missing_ok:
+                    continue
                 failed += 1
                 note(f"routetrace: {name}: {describe(error)}")
     if failed:

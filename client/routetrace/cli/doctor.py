@@ -11,6 +11,7 @@ import ssl
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from typing import Any, Literal
 
 import grpc
@@ -233,13 +234,14 @@ def _server(connection: Connection) -> Iterator[Check]:
 
 def _info(info: ServerInfo, run: str, now: float) -> Iterator[Check]:
     ours = importlib.metadata.version("routetrace")
-    up = f"up {(info.now - info.started) / 3600:.1f} h, store {info.store}, acks {info.ack_mode}"
+    hours = (info.now - info.started_at) / timedelta(hours=1)
+    up = f"up {hours:.1f} h, store {info.store}, acks {info.ack_mode}"
     if info.version == ours:
         yield Check("ok", "server", f"{info.version}, {up}")
     else:
         advice = "install the same release on both sides if possible"
         yield Check("warning", "server", f"{info.version}, here {ours}, {up}", advice)
-    skew = info.now - now
+    skew = info.now.timestamp() - now
     if abs(skew) > _CLOCK_SECONDS:
         advice = "only displayed times are affected; run NTP on both machines"
         yield Check("warning", "clock", f"server clock off by {skew:+.1f} s", advice)

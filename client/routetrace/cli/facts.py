@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from datetime import datetime
 from textwrap import wrap
 from typing import Any
 
-from routetrace.cli.output import age, moment, size
+from routetrace.cli.output import age, iso, moment, size
 from routetrace.client import Trace, TraceFacts, TraceStat, TraceState
 
 #: Columns of `table_row`; those that end in a space are right-aligned.
@@ -34,14 +35,14 @@ def facts_json(facts: TraceFacts) -> dict[str, Any]:
             "num_attempts",
             "min_weight_version",
             "max_weight_version",
-            "created",
-            "updated",
-            "expires",
             "stored_bytes",
         )
     }
     value |= {
         "state": facts.state.value,
+        "created_at": iso(facts.created_at),
+        "updated_at": iso(facts.updated_at),
+        "expires_at": iso(facts.expires_at),
         "engine_ids": list(facts.engine_ids),
         "prefix_trace_ids": list(facts.prefix_trace_ids),
         "layout": {
@@ -103,16 +104,16 @@ def facts_table(found: TraceStat) -> Iterator[tuple[str, object]]:
     yield "incarnation", f"{found.incarnation} ({found.num_incarnations} in all)"
     yield "labels", _labels(found)
     yield "stored", size(found.stored_bytes)
-    yield "created", moment(found.created)
-    yield "updated", moment(found.updated)
-    yield "expires", moment(found.expires)
+    yield "created", moment(found.created_at)
+    yield "updated", moment(found.updated_at)
+    yield "expires", moment(found.expires_at)
 
 
-def table_row(found: TraceStat, now: float) -> tuple[object, ...]:
+def table_row(found: TraceStat, now: datetime) -> tuple[object, ...]:
     """Return a row of `routetrace list`."""
     return (
         found.trace_id,
-        age(now - found.created),
+        age(now - found.created_at),
         found.state.value,
         found.num_tokens or f"{found.num_rows}+",
         _share(found.coverage),

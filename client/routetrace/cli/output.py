@@ -6,7 +6,7 @@ import contextlib
 import json
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from datetime import datetime
+from datetime import datetime, timedelta
 from typing import Any, NoReturn
 
 import typer
@@ -41,7 +41,11 @@ def describe(error: object) -> str:
 
 def write_json(value: Any) -> None:
     """Print a line of JSON on stdout."""
-    print(json.dumps(value, ensure_ascii=False, default=str))
+    print(json.dumps(value, ensure_ascii=False, default=_as_json))
+
+
+def _as_json(value: object) -> str:
+    return iso(value) if isinstance(value, datetime) else str(value)
 
 
 def write_table(
@@ -109,9 +113,9 @@ def none_found(kind: str, run: str, runs: Sequence[str]) -> str:
     return f"no run {run!r}; runs: {', '.join(runs) or 'none yet'}"
 
 
-def age(seconds: float) -> str:
+def age(duration: timedelta) -> str:
     """Format a duration in at most 6 characters: "9 s", "59 min", "23 h", "400 d"."""
-    count = int(max(0.0, seconds))
+    count = int(max(0.0, duration.total_seconds()))
     if count < 60:
         return f"{count} s"
     if count < 3600:
@@ -130,6 +134,11 @@ def short(count: int) -> str:
             return f"{value:.3g}{unit}"
 
 
-def moment(seconds: float) -> str:
-    """Format Unix seconds as local time."""
-    return datetime.fromtimestamp(seconds).astimezone().isoformat(" ", "seconds")
+def moment(time: datetime) -> str:
+    """Format a time as local time."""
+    return time.astimezone().isoformat(" ", "seconds")
+
+
+def iso(time: datetime) -> str:
+    """Format a time for JSON: ISO 8601, UTC, milliseconds."""
+    return time.isoformat(timespec="milliseconds")

@@ -12,11 +12,14 @@ from routetrace.client.rows import FetchStats, Rows
 from routetrace.client.stat import (
     AgentStat,
     Limit,
+    PrefixSpan,
+    ProvenanceSpan,
     ReadFacts,
     ServerInfo,
     TraceFacts,
     TraceStat,
     TraceState,
+    VersionSpan,
 )
 from routetrace.client.trace import Trace
 from routetrace.common.errors import (
@@ -67,6 +70,8 @@ __all__ = [
     "Overloaded",
     "PermissionDenied",
     "Prefetch",
+    "PrefixSpan",
+    "ProvenanceSpan",
     "Rank",
     "ReadFacts",
     "ReadOptions",
@@ -83,5 +88,6 @@ __all__ = [
     "TraceState",
     "Unauthenticated",
     "Unavailable",
+    "VersionSpan",
     "__version__",
 ]

@@ -9,13 +9,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from routetrace.common.checks import choice, instance, seconds, several, whole
+from routetrace.common.checks import choice, flag, instance, seconds, several, whole
 from routetrace.common.errors import InvalidArgument, kind_of, typed
 from routetrace.common.limits import check_id, check_labels
 
 __all__ = [
     "UnknownKeyword",
     "choice",
+    "flag",
     "identifier",
     "identifiers",
     "instance",

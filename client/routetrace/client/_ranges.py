@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import TypeVar
 
 _T = TypeVar("_T")
+_Span = TypeVar("_Span")
 
 
 def column_index(columns: list[int]) -> slice | list[int]:
@@ -30,8 +31,11 @@ def merge_ranges(ranges: Iterable[tuple[int, int, _T]]) -> tuple[tuple[int, int,
 
 
 def clip_ranges(
-    ranges: Iterable[tuple[int, int, _T]], start: int, stop: int
-) -> tuple[tuple[int, int, _T], ...]:
-    """Return the parts of ranges (start, stop, value) that lie in [start, stop)."""
+    ranges: Iterable[tuple[int, int, _T]],
+    start: int,
+    stop: int,
+    kind: Callable[[int, int, _T], _Span],
+) -> tuple[_Span, ...]:
+    """Return the parts of ranges (start, stop, value) in [start, stop), as spans of a kind."""
     clipped = ((max(a, start), min(b, stop), value) for a, b, value in ranges)
-    return tuple(part for part in clipped if part[0] < part[1])
+    return tuple(kind(*part) for part in clipped if part[0] < part[1])

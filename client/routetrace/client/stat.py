@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from datetime import datetime, timezone
 from enum import Enum
 from functools import cache, lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -15,6 +16,9 @@ from routetrace.codec.records import DIGEST, unpack
 from routetrace.common.layout import ModelLayout
 from routetrace.common.missing import MissingRange
 from routetrace.v1 import routetrace_pb2 as pb
+
+# The last second of the year 9999.
+_LAST = 253_402_300_799
 
 
 class TraceState(str, Enum):
@@ -37,6 +41,39 @@ class TraceState(str, Enum):
     def from_proto(cls, state: int) -> TraceState:
         """Convert a message."""
         return cls[pb.TraceState.Name(state).removeprefix("TRACE_STATE_")]  # type: ignore[arg-type]
+
+
+class VersionSpan(NamedTuple):
+    """Weight version of consecutive rows."""
+
+    start: int
+    """First position."""
+    stop: int
+    """One past the last position."""
+    weight_version: int
+
+
+class ProvenanceSpan(NamedTuple):
+    """Origin of consecutive rows."""
+
+    start: int
+    """First position."""
+    stop: int
+    """One past the last position."""
+    source: str
+    """"forward": computed by an engine request of this incarnation. "cached": by another one whose
+    KV blocks it reused. "prefix": by one of another trace with the same tokens, whose rows stand
+    in."""
+
+
+class PrefixSpan(NamedTuple):
+    """Trace whose rows stand in at consecutive positions."""
+
+    start: int
+    """First position."""
+    stop: int
+    """One past the last position."""
+    trace_id: str
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -74,12 +111,12 @@ class TraceFacts:
     """Lowest version of the rows that `as_sampled` gives; 0 if there are none."""
     max_weight_version: int
     """Highest version of them."""
-    created: float
-    """Unix seconds."""
-    updated: float
-    """Unix seconds."""
-    expires: float
-    """Unix seconds; when the trace is forgotten, if nothing changes."""
+    created_at: datetime
+    """Time of the first report, UTC."""
+    updated_at: datetime
+    """Time of the last change, UTC."""
+    expires_at: datetime
+    """Time at which the trace is forgotten if nothing changes, UTC."""
     stored_bytes: int
     """Compressed bytes of the frames that hold its rows, all layers."""
     token_digests: npt.NDArray[Any]
@@ -110,14 +147,17 @@ class ReadFacts(TraceFacts):
 
     missing: tuple[MissingRange, ...] = ()
     """The cells that are not valid, and why."""
-    weight_versions: tuple[tuple[int, int, int], ...] = ()
-    """(start, stop, weight version) of the rows, by position."""
-    provenance: tuple[tuple[int, int, str], ...] = ()
-    """(start, stop, "forward", "cached" or "prefix") of the rows, by position: computed by an
-    engine request of this incarnation, by another one whose KV blocks it reused, or by one of
-    another trace with the same tokens, whose rows stand in."""
-    prefix_sources: tuple[tuple[int, int, str], ...] = ()
-    """(start, stop, trace id) of the rows that stand in, by position."""
+    weight_versions: tuple[VersionSpan, ...] = ()
+    """Weight versions of the rows, by position."""
+    provenance: tuple[ProvenanceSpan, ...] = ()
+    """Origin of the rows, by position."""
+    prefix_sources: tuple[PrefixSpan, ...] = ()
+    """Traces of the rows that stand in, by position."""
+
+
+def moment(milliseconds: int) -> datetime:
+    """Return a time of the wire; the last that a datetime can have for one beyond it."""
+    return datetime.fromtimestamp(min(milliseconds / 1000, _LAST), timezone.utc)
 
 
 def layout_from_proto(message: pb.RoutingLayout) -> ModelLayout:
@@ -157,9 +197,9 @@ def facts_from_proto(info: pb.TraceInfo) -> dict[str, Any]:
         "num_attempts": info.num_attempts,
         "min_weight_version": info.min_weight_version,
         "max_weight_version": info.max_weight_version,
-        "created": info.created_ms / 1000,
-        "updated": info.updated_ms / 1000,
-        "expires": info.expires_ms / 1000,
+        "created_at": moment(info.created_ms),
+        "updated_at": moment(info.updated_ms),
+        "expires_at": moment(info.expires_ms),
         "stored_bytes": info.stored_bytes,
         "token_digests": np.sort(unpack(info.token_digests, DIGEST, "token_digests")),
         "prefix_trace_ids": tuple(info.prefix_trace_ids),
@@ -197,10 +237,10 @@ class ServerInfo:
     """Durability of acknowledged rows: "fsync" or "memory"."""
     store: str
     """Where chunks are kept: "disk" or "memory"."""
-    started: float
-    """Unix seconds of its start."""
-    now: float
-    """Its clock, Unix seconds."""
+    started_at: datetime
+    """Time of its start, UTC."""
+    now: datetime
+    """Its clock, UTC."""
     used_bytes: int
     """Bytes that count against the capacity."""
     capacity_bytes: int
@@ -229,8 +269,8 @@ class ServerInfo:
             version=info.version,
             ack_mode=info.ack_mode,
             store=info.store,
-            started=info.started_ms / 1000,
-            now=info.now_ms / 1000,
+            started_at=moment(info.started_ms),
+            now=moment(info.now_ms),
             used_bytes=info.used_bytes,
             capacity_bytes=info.capacity_bytes,
             damaged_records=info.damaged_records,
@@ -253,10 +293,10 @@ class AgentStat:
     """Part of the engine that it sees; "" if it sees all of it."""
     connected: bool
     """Whether its stream is open."""
-    connected_since: float | None
-    """Unix seconds of the begin of its last stream; None if before the server's start."""
-    seen: float | None
-    """Unix seconds of its last message; None if before the server's start."""
+    connected_at: datetime | None
+    """Begin of its last stream, UTC; None if before the server's start."""
+    seen_at: datetime | None
+    """Time of its last message, UTC; None if before the server's start."""
     epoch: int
     """Number of its boot; the newest fences older ones."""
     attributes: Mapping[str, str]
@@ -286,8 +326,8 @@ class AgentStat:
             engine_id=info.engine_id,
             shard=info.shard,
             connected=info.connected,
-            connected_since=info.connected_ms / 1000 if info.connected_ms else None,
-            seen=info.seen_ms / 1000 if info.seen_ms else None,
+            connected_at=moment(info.connected_ms) if info.connected_ms else None,
+            seen_at=moment(info.seen_ms) if info.seen_ms else None,
             epoch=info.epoch,
             attributes=dict(info.attributes),
             running_requests=info.running_requests,

@@ -13,7 +13,13 @@ from routetrace.client import _arguments as check
 from routetrace.client._memory import check_device, require_torch, to_tensor
 from routetrace.client._ranges import clip_ranges, column_index
 from routetrace.client.alignment import compare_tokens
-from routetrace.client.stat import ReadFacts, TraceState
+from routetrace.client.stat import (
+    PrefixSpan,
+    ProvenanceSpan,
+    ReadFacts,
+    TraceState,
+    VersionSpan,
+)
 from routetrace.codec.frame import invalid_rows
 from routetrace.common.errors import Corrupt, Incomplete, InvalidArgument, typed
 
@@ -128,11 +134,12 @@ class Trace(ReadFacts):
             missing=tuple(
                 replace(m, start=a, stop=b)
                 for m in self.missing
-                for a, b, _ in clip_ranges([(m.start, m.stop, None)], start, stop)
+                for a, b in [(max(m.start, start), min(m.stop, stop))]
+                if a < b
             ),
-            weight_versions=clip_ranges(self.weight_versions, start, stop),
-            provenance=clip_ranges(self.provenance, start, stop),
-            prefix_sources=clip_ranges(self.prefix_sources, start, stop),
+            weight_versions=clip_ranges(self.weight_versions, start, stop, VersionSpan),
+            provenance=clip_ranges(self.provenance, start, stop, ProvenanceSpan),
+            prefix_sources=clip_ranges(self.prefix_sources, start, stop, PrefixSpan),
             _ids=self._ids[:, rows],
             _valid=self._valid[:, rows],
         )
@@ -164,8 +171,8 @@ class Trace(ReadFacts):
 
     def split(
         self, prompt_len: int | None = None, num_output_tokens: int | None = None
-    ) -> tuple[Trace | None, Trace | None]:
-        """Return the rows of the prompt, and of the generated tokens; None for an empty part.
+    ) -> tuple[Trace, Trace]:
+        """Return the rows of the prompt, and of the generated tokens; either part may be empty.
 
         The last sampled token has no row, unless a later turn forwarded it.
 
@@ -191,9 +198,7 @@ class Trace(ReadFacts):
         if num_output_tokens is not None:
             stop = min(stop, prompt_len + check.whole("num_output_tokens", num_output_tokens))
         middle = min(max(prompt_len, self.token_start), self.token_stop)
-        prompt = self.tokens(self.token_start, middle)
-        generated = self.tokens(middle, max(middle, stop))
-        return prompt if len(prompt) else None, generated if len(generated) else None
+        return self.tokens(self.token_start, middle), self.tokens(middle, max(middle, stop))
 
     def to_torch(self, device: Any = None, dtype: torch.dtype | None = None) -> torch.Tensor:
         """The expert ids as a tensor [tokens, layers, top_k], transposed from layer-major memory.

@@ -27,7 +27,7 @@ class TestGetMany:
         server.serve(*sources)
         random.Random(0).shuffle(sources)
         ids = (s.info.trace_id for s in sources)
-        traces = list(client.get_many(ids, prefetch=prefetch, missing="mask", token_stop=1))
+        traces = list(client.get_many(ids, concurrency=prefetch, missing="mask", token_stop=1))
         assert [t.trace_id for t in traces] == [s.info.trace_id for s in sources]
         for trace, source in zip(traces, sources, strict=True):
             assert np.array_equal(trace.valid[0], source.valid[0])
@@ -51,7 +51,7 @@ class TestGetMany:
             return iter(messages)
 
         server.script["GetTrace"] = handler
-        assert len(list(client.get_many([f"r{i}" for i in range(12)], prefetch=4))) == 12
+        assert len(list(client.get_many([f"r{i}" for i in range(12)], concurrency=4))) == 12
         assert max(most) == 4
 
     def test_ids_are_taken_as_it_gets_on(self, client, server):
@@ -64,7 +64,7 @@ class TestGetMany:
                 taken.append(s.info.trace_id)
                 yield s.info.trace_id
 
-        traces = client.get_many(ids(), prefetch=3, missing="mask")
+        traces = client.get_many(ids(), concurrency=3, missing="mask")
         assert not taken
         next(traces)
         assert len(taken) == 3

@@ -138,7 +138,7 @@ def test_a_copy_of_a_client(server):
         async with AsyncRouteClient(server.target, **settings) as client:
             copy = pickle.loads(pickle.dumps(client))
             assert len(await copy.get("req")) == 3
-            await copy.close()
+            await copy.aclose()
             assert len(await client.get("req")) == 3
 
     asyncio.run(main())
@@ -250,7 +250,7 @@ async def test_closing_ends_a_pause_between_attempts_of_a_task(server, paused):
     client = AsyncRouteClient(server.target, timeout=6000)
     task = asyncio.create_task(client.stat("a"))
     assert await asyncio.to_thread(paused.wait, GONE)
-    await client.close()
+    await client.aclose()
     with pytest.raises(Closed):
         await asyncio.wait_for(task, GONE)
 
@@ -266,7 +266,7 @@ async def test_closing_ends_tasks(server, hanging, call):
 
     task = asyncio.create_task(run())
     assert await asyncio.to_thread(hanging.acquire, timeout=GONE)
-    await client.close()
+    await client.aclose()
     with pytest.raises(Closed):
         await asyncio.wait_for(task, GONE)
 
@@ -303,7 +303,7 @@ def test_one_async_client_on_several_loops(server):
     client = AsyncRouteClient(server.target)
     for _ in range(3):
         assert_rows(asyncio.run(client.get("req")), source)
-    asyncio.run(client.close())
+    asyncio.run(client.aclose())
 
 
 async def test_many_tasks_share_a_client(server):
@@ -355,7 +355,7 @@ def make(kind):
 client = make(parent_uses)
 use(parent_uses, client)
 if parent_uses == "async":
-    asyncio.run(client.close())
+    asyncio.run(client.aclose())
 if not (pid := os.fork()):
     if parent_uses == child_uses == "sync":
         assert "idle" in repr(client)
@@ -401,7 +401,7 @@ def test_asyncio_that_would_hang_after_a_fork_is_refused(server):
             os._exit(0)
         assert os.waitpid(pid, 0)[1] == 0
         await client.get("req")
-        await client.close()
+        await client.aclose()
 
     asyncio.run(main())
     """

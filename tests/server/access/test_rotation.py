@@ -93,7 +93,7 @@ class Load:
                     runner.run(client.stat("r0"))
                     yield
             finally:
-                runner.run(client.close())
+                runner.run(client.aclose())
 
     def _ingest(self) -> Iterator[None]:
         config = AgentConfig(

@@ -208,7 +208,7 @@ def test_a_token_of_one_run_does_nothing_to_another(guarded: Guarded) -> None:
         assert isinstance(error_of(failed.value), PermissionDenied)
         assert [stat.trace_id for stat in root.find()] == ["r0"]
         after = root.stat("r0")
-        for name in ("state", "num_tokens", "updated", "expires", "num_incarnations"):
+        for name in ("state", "num_tokens", "updated_at", "expires_at", "num_incarnations"):
             assert getattr(after, name) == getattr(before, name), name
         np.testing.assert_array_equal(root.get("r0").topk_ids, before_rows)
     # On its own run it does all of it; names that a pattern covers are its own too.

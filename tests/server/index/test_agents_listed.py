@@ -45,7 +45,7 @@ def test_connected_and_gone_agents(server):
         other = Feeder(server.target, LAYOUT, run="agents", engine_id="e1", shard="pp1")
         foreign = Feeder(server.target, LAYOUT, run="else", engine_id="e9")
         feed(foreign, "r", 99)
-        start = client.server_info().started
+        start = client.server_info().started_at
 
         fresh = listed(client)
         assert set(fresh) == {"e0", "e1pp1"}, "agents of another run are not listed"
@@ -72,7 +72,7 @@ def test_connected_and_gone_agents(server):
         assert (agent.queued_bytes, agent.spilled_bytes, agent.running_requests) == (7, 8, 1)
         assert (agent.weight_version, agent.weight_version_lag) == (38, 3)
         assert listed(client)["e0"].weight_version_lag == 0
-        assert start < agent.connected_since <= agent.seen <= client.server_info().now
+        assert start < agent.connected_at <= agent.seen_at <= client.server_info().now
 
         other.finish(handle, 5)
         other.close()
@@ -153,5 +153,5 @@ def test_a_restart_keeps_weight_versions_and_says_that_it_saw_nothing(tmp_path):
         assert server.stop() == 0
     with run_server(data_dir=tmp_path) as server, RouteClient(server.target) as client:
         (agent,) = client.agents()
-        assert (agent.connected, agent.connected_since, agent.seen) == (False, None, None)
+        assert (agent.connected, agent.connected_at, agent.seen_at) == (False, None, None)
         assert agent.weight_version == 12

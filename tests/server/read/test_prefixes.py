@@ -295,7 +295,7 @@ def test_rows_are_waited_for(server):
         client_of(server, "wait") as waiting,
     ):
         e.ask("second", [*PROMPT, 4, 5], 256, 240)
-        traces = waiting.get_many(["second"], wait_for="rows", timeout=60, prefetch=1)
+        traces = waiting.get_many(["second"], wait_for="rows", timeout=60, concurrency=1)
         with pytest.raises(Incomplete):
             client.get("second")
         e.ask("first", [*PROMPT, 1], 256)

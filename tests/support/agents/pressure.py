@@ -126,7 +126,7 @@ def read_back(target: str, load: Load) -> Counter[str]:
     found: Counter[str] = Counter()
     by_name = {request.name: request for request in load.requests}
     with RouteClient(target) as client:
-        for trace in client.get_many(by_name, missing="mask", prefetch=16):
+        for trace in client.get_many(by_name, missing="mask", concurrency=16):
             request = by_name[trace.trace_id]
             truth, there = load.rows(request), trace.valid.all(axis=1)
             assert (trace.valid == there[:, None]).all(), "rows come whole"

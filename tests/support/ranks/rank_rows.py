@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from datetime import datetime, timezone
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,8 @@ from routetrace.client.rows import Rows
 from routetrace.client.stat import ReadFacts
 from routetrace.codec.records import DIGEST
 from routetrace.common.layout import ModelLayout
+
+EPOCH = datetime.fromtimestamp(0, timezone.utc)
 
 _GARBAGE = 255
 
@@ -90,10 +93,10 @@ def _facts(layout: ModelLayout, versions: Sequence[tuple[int, int, int]]) -> dic
         "num_attempts": 1,
         "min_weight_version": 0,
         "max_weight_version": 0,
-        "created": 0.0,
-        "updated": 0.0,
+        "created_at": EPOCH,
+        "updated_at": EPOCH,
         "stored_bytes": 0,
-        "expires": 0.0,
+        "expires_at": EPOCH,
         "token_digests": np.zeros(0, DIGEST),
         "prefix_trace_ids": (),
         "weight_versions": tuple(versions),

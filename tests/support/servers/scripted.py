@@ -35,7 +35,7 @@ class Blocking:
         return repr(self._client).replace("Async", "")
 
     def close(self) -> None:
-        self._run(self._client.close())
+        self._run(self._client.aclose())
         self._run(self._loop.shutdown_asyncgens())
 
     def _run(self, awaitable):

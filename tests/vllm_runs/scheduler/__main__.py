@@ -136,7 +136,7 @@ def _read(client: RouteClient, clients: Clients, engine: Engine, tally: Tally) -
     # answered at once.
     if options.wait_for is None or any(len(lives) > 1 for lives in told):
         engine.flush()
-    with closing(client.get_many(ids, options=options, prefetch=16, errors="return")) as traces:
+    with closing(client.get_many(ids, options=options, concurrency=16, errors="return")) as traces:
         for lives, trace in zip(told, traces, strict=True):
             if lives[-1].hurt and isinstance(trace, NotFound):
                 continue

@@ -16,9 +16,12 @@ from routetrace.client._core.cells import GrowingCells, PlacedCells
 from routetrace.client._ranges import clip_ranges, column_index, merge_ranges
 from routetrace.client.alignment import check_layout
 from routetrace.client.stat import (
+    PrefixSpan,
+    ProvenanceSpan,
     ReadFacts,
     TraceStat,
     TraceState,
+    VersionSpan,
     facts_from_proto,
     layout_from_proto,
 )
@@ -444,18 +447,21 @@ class Assembler:
         ]
 
     @property
-    def _versions(self) -> tuple[tuple[int, int, int], ...]:
-        return merge_ranges((came.start, came.stop, came.version) for came in self._came)
+    def _versions(self) -> tuple[VersionSpan, ...]:
+        spans = merge_ranges((came.start, came.stop, came.version) for came in self._came)
+        return tuple(map(VersionSpan._make, spans))
 
     @property
-    def _provenance(self) -> tuple[tuple[int, int, str], ...]:
-        return merge_ranges((came.start, came.stop, came.provenance) for came in self._came)
+    def _provenance(self) -> tuple[ProvenanceSpan, ...]:
+        spans = merge_ranges((came.start, came.stop, came.provenance) for came in self._came)
+        return tuple(map(ProvenanceSpan._make, spans))
 
     @property
-    def _prefix_sources(self) -> tuple[tuple[int, int, str], ...]:
-        return merge_ranges(
+    def _prefix_sources(self) -> tuple[PrefixSpan, ...]:
+        spans = merge_ranges(
             (came.start, came.stop, came.origin) for came in self._came if came.origin
         )
+        return tuple(map(PrefixSpan._make, spans))
 
     def _reserve(self, stop: int) -> None:
         """Make room for positions before `stop`."""
@@ -546,9 +552,9 @@ class Assembler:
             layer_ids=self._layer_ids,
             token_start=start,
             token_stop=stop,
-            weight_versions=clip_ranges(self._versions, start, stop),
-            provenance=clip_ranges(self._provenance, start, stop),
-            prefix_sources=clip_ranges(self._prefix_sources, start, stop),
+            weight_versions=clip_ranges(self._versions, start, stop, VersionSpan),
+            provenance=clip_ranges(self._provenance, start, stop, ProvenanceSpan),
+            prefix_sources=clip_ranges(self._prefix_sources, start, stop, PrefixSpan),
             _ids=ids.copy() if copy else ids,
             _valid=valid.copy() if copy else valid,
         )

@@ -14,8 +14,8 @@ from routetrace.client import _arguments as check
 from routetrace.client._core.assemble import Want
 from routetrace.client._core.config import Config
 from routetrace.client._core.fetch import Fetch
-from routetrace.client._core.reads import pages, read, read_parts, read_waiting, unary
-from routetrace.client._core.steps import Plan
+from routetrace.client._core.reads import called, pages, read, read_parts, read_waiting, unary
+from routetrace.client._core.steps import Emit, Plan
 from routetrace.client._memory import check_pin
 from routetrace.client.options import Missing, ReadOptions
 from routetrace.client.plan import FetchPlan
@@ -28,7 +28,7 @@ from routetrace.client.stat import (
 )
 from routetrace.client.trace import Trace
 from routetrace.codec.records import digest_key, token_digests
-from routetrace.common.errors import InvalidArgument
+from routetrace.common.errors import InvalidArgument, NotFound
 from routetrace.common.limits import MAX_BLOCK_TOKENS, MAX_STEP
 from routetrace.common.missing import missing_from_proto, reason_of
 from routetrace.v1 import routetrace_pb2 as pb
@@ -262,10 +262,30 @@ def forget_engine(config: Config, engine_id: str, *, timeout: float | None) -> P
     )
 
 
-def delete(config: Config, trace_id: str, *, timeout: float | None) -> Plan[None]:
+def delete(
+    config: Config, trace_ids: tuple[str, ...], *, missing_ok: bool, timeout: float | None
+) -> Plan[int]:
     """See RouteClient.delete."""
-    request = pb.DeleteTraceRequest(run=config.run, trace_id=check.identifier("trace_id", trace_id))
-    return unary("DeleteTrace", request, config.limit(timeout), lambda _: None)
+    names = check.identifiers("trace_ids", trace_ids)
+    limit = config.limit(timeout)
+    missing_ok = check.flag("missing_ok", missing_ok)
+    if not names:
+        raise InvalidArgument(field="trace_ids", value="empty", expected="at least one id")
+    return _deleted(config, names, missing_ok, limit)
+
+
+def _deleted(config: Config, names: list[str], missing_ok: bool, limit: float) -> Plan[int]:
+    count = 0
+    for name in names:
+        request = pb.DeleteTraceRequest(run=config.run, trace_id=name)
+        try:
+            yield from called("DeleteTrace", request, limit)
+        except NotFound:
+            if not missing_ok:
+                raise
+        else:
+            count += 1
+    yield Emit(count)
 
 
 def retire_through(config: Config, weight_version: int, *, timeout: float | None) -> Plan[int]:

@@ -37,11 +37,12 @@ def unary(
     idempotent: bool = True,
 ) -> Plan[T]:
     """Call a method; emit its converted response."""
-    response = yield from _unary(method, request, timeout, idempotent)
+    response = yield from called(method, request, timeout, idempotent)
     yield Emit(_converted(convert, response))
 
 
-def _unary(method: str, request: Any, timeout: float, idempotent: bool = True) -> Part[Any]:
+def called(method: str, request: Any, timeout: float, idempotent: bool = True) -> Part[Any]:
+    """Return the response of a call."""
     # A refused call had no effect; one that broke off may have had one.
     attempts = Attempts(timeout, RouteTraceError if idempotent else Overloaded)
     while True:
@@ -237,7 +238,7 @@ def pages(
         convert: returns the item to emit.
     """
     while True:
-        page = yield from _unary(name, request, timeout)
+        page = yield from called(name, request, timeout)
         for item in items(page):
             yield Emit(_converted(convert, item))
         if not page.next_page_token:

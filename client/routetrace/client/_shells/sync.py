@@ -167,7 +167,7 @@ class RouteClient:
         self,
         trace_ids: Iterable[str],
         *,
-        prefetch: int = 32,
+        concurrency: int = 32,
         errors: Literal["raise"] = "raise",
         layer_ids: Sequence[int] | None = None,
         token_start: int = 0,
@@ -182,7 +182,7 @@ class RouteClient:
         self,
         trace_ids: Iterable[str],
         *,
-        prefetch: int = 32,
+        concurrency: int = 32,
         errors: Literal["return"],
         layer_ids: Sequence[int] | None = None,
         token_start: int = 0,
@@ -196,7 +196,7 @@ class RouteClient:
         self,
         trace_ids: Iterable[str],
         *,
-        prefetch: int = 32,
+        concurrency: int = 32,
         errors: Errors = "raise",
         layer_ids: Sequence[int] | None = None,
         token_start: int = 0,
@@ -209,8 +209,8 @@ class RouteClient:
 
         Args:
             trace_ids: ids of the traces; consumed as reading advances.
-            prefetch: maximum of traces that are being read or ready. Calls of half as many, at most
-                32, read them; `timeout` bounds each call.
+            concurrency: maximum of traces that are being read or ready. Calls of half as many, at
+                most 32, read them; `timeout` bounds each call.
             errors: "raise" the error of a trace at its turn, which ends the iteration, or "return"
                 it in its place.
             layer_ids: as in `get`.
@@ -226,7 +226,7 @@ class RouteClient:
         Raises:
             RouteTraceError: as `get`.
         """
-        _arguments.whole("prefetch", prefetch, 1)
+        _arguments.whole("concurrency", concurrency, 1)
         _arguments.choice("errors", errors, ("raise", "return"))
         _arguments.several("trace_ids", trace_ids, "str")
         read_options = merged(self.get_many, options, keywords)
@@ -244,7 +244,7 @@ class RouteClient:
             )
 
         plan("any").close()  # raises for wrong arguments now
-        return self._driver.many(plan, trace_ids, prefetch, errors == "return")
+        return self._driver.many(plan, trace_ids, concurrency, errors == "return")
 
     def fetch(
         self,
@@ -519,17 +519,26 @@ class RouteClient:
         )
         return self._driver.one(plan)
 
-    def delete(self, trace_id: str, *, timeout: float | None = None) -> None:
-        """Delete a trace at once.
+    def delete(
+        self, *trace_ids: str, missing_ok: bool = False, timeout: float | None = None
+    ) -> int:
+        """Delete traces at once, in their order.
 
         Args:
-            trace_id: id of the trace.
-            timeout: seconds; the client's timeout if None.
+            *trace_ids: ids of the traces.
+            missing_ok: whether unknown ids are no error.
+            timeout: seconds for each trace; the client's timeout if None.
+
+        Returns:
+            Number of deleted traces.
 
         Raises:
+            NotFound: at the first unknown id, unless `missing_ok`; the traces before it are
+                deleted.
             RouteTraceError: see the class.
         """
-        return self._driver.one(_calls.delete(self._config, trace_id, timeout=timeout))
+        plan = _calls.delete(self._config, trace_ids, missing_ok=missing_ok, timeout=timeout)
+        return self._driver.one(plan)
 
     def forget_engine(self, engine_id: str, *, timeout: float | None = None) -> int:
         """Forget the disconnected agents of an engine, and the rows that its KV blocks name.
