@@ -56,7 +56,7 @@ def main() -> int:
         print(f"routetrace-server: process {server.pid}, {server.target}, storing in {data_dir}")
         # No reader follows the generation: rows may wait for full frames.
         config = AgentConfig(
-            target=server.target, engine_id="rollout-0", layout=layout, linger_s=60
+            target=server.target, engine_id="rollout-0", layout=layout, linger_seconds=60
         )
         with CaptureAgent(config) as agent:
             input_ids, mask = (tensor.to(args.device) for tensor in encode(prompts))

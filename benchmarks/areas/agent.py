@@ -76,7 +76,7 @@ class Load:
         rows: of each in a step.
         steps: of one round.
         step_s: seconds from one to the next.
-        linger_s: of the agent.
+        linger_seconds: of the agent.
         frame: rows in a frame as they come out of it.
     """
 
@@ -85,7 +85,7 @@ class Load:
     rows: int
     steps: int
     step_s: float
-    linger_s: float
+    linger_seconds: float
     frame: int
 
     @property
@@ -179,7 +179,7 @@ def engine(target: str, shape: Shape, load: Load) -> Iterator[Engine]:
         target=target,
         engine_id=f"{shape.name}-{load.frame}",
         layout=shape.layout,
-        linger_s=load.linger_s,
+        linger_seconds=load.linger_seconds,
         block_size=BLOCK,
         num_blocks=1 << 16,
         queue_bytes=1 << 30,

@@ -20,7 +20,7 @@ def test_a_request_from_begin_to_finish(server, mode):
     rows = make_rows(700)
     tokens = np.arange(1000, 1701)
     config = config_for(
-        server, mode=mode, block_size=16, num_blocks=64, run="r", shard="pp0", boot_id="boot"
+        server, background=mode, block_size=16, num_blocks=64, run="r", shard="pp0", boot_id="boot"
     )
     with CaptureAgent(config) as agent:
         agent.set_weight_version(-7)
@@ -66,10 +66,10 @@ def test_a_request_from_begin_to_finish(server, mode):
 @MODES
 def test_slots_and_events_of_the_engine(server, mode):
     rows = make_rows(50)
-    config = config_for(server, mode=mode, block_size=4, num_blocks=16)
+    config = config_for(server, background=mode, block_size=4, num_blocks=16)
     with CaptureAgent(config) as agent:
         agent.step_slots(rows[:40], np.arange(40))
-        agent.external([1, 2])
+        agent.mark_external([1, 2])
         agent.step_slots(rows[40:], np.arange(10, 20, dtype=np.uint8))
         assert agent.flush(20)
         assert_kept(agent.stats())
@@ -84,7 +84,7 @@ def test_slots_and_events_of_the_engine(server, mode):
 @MODES
 def test_a_step_that_is_skipped_is_missing_and_its_slots_are_unknown(server, mode):
     rows = make_rows(30)
-    config = config_for(server, mode=mode, block_size=4, num_blocks=16)
+    config = config_for(server, background=mode, block_size=4, num_blocks=16)
     with CaptureAgent(config) as agent:
         before = agent.begin("before", block_ids=[3, 4])
         agent.step(rows[:8], [(before, 0, 8)])
@@ -169,7 +169,7 @@ def test_steps_that_go_on_from_the_last_one(server, mode, dtype):
     """Whatever comes in between; the engine uses its arrays again."""
     whole = make_rows(600).reshape(3, 200, 3, 3)
     bad = {(0, 77), (1, 30)}
-    with CaptureAgent(config_for(server, mode=mode)) as agent:
+    with CaptureAgent(config_for(server, background=mode)) as agent:
         handles = [agent.begin(name, prompt_len=3) for name in "abc"]
         runs = np.array([[handle, 0, 1] for handle in handles])
         rows = np.zeros((3, 3, 3), dtype)

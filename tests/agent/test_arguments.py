@@ -21,7 +21,7 @@ from support.agents.checked import LAYOUT, MODES, config_for, make_rows
 @pytest.fixture(scope="module")
 def idle_agent():
     """An agent whose server is not there, with a request under way."""
-    config = AgentConfig("127.0.0.1:1", "e", LAYOUT, mode="thread", block_size=4, num_blocks=8)
+    config = AgentConfig("127.0.0.1:1", "e", LAYOUT, background="thread", block_size=4, num_blocks=8)
     agent = CaptureAgent(config)
     agent.running = agent.begin("running")
     yield agent
@@ -120,8 +120,8 @@ def test_begin_refuses(idle_agent, field, arguments):
         ("num_computed_tokens", lambda a, h: a.preempt(h, 1 << 40)),
         ("block_ids", lambda a, h: a.add_blocks(h, [9])),
         ("block_ids", lambda a, h: a.add_blocks(h, 1)),
-        ("block_ids", lambda a, h: a.add_blocks_of([h, h], [1])),
-        ("handle", lambda a, h: a.add_blocks_of([h, h + 99], [1, 2])),
+        ("block_ids", lambda a, h: a.add_blocks([h, h], [1])),
+        ("handle", lambda a, h: a.add_blocks([h, h + 99], [1, 2])),
         ("num_computed_tokens", lambda a, h: a.resume(h, 9, [1, 2])),
         ("num_external_tokens", lambda a, h: a.resume(h, 8, [1, 2], 9)),
         ("version", lambda a, h: a.set_weight_version(1 << 63)),
@@ -180,7 +180,7 @@ def test_a_handle_is_void_after_finish(idle_agent):
 @MODES
 def test_rows_that_come_late_are_dropped_and_counted(server, mode):
     rows = make_rows(40)
-    with CaptureAgent(config_for(server, mode=mode)) as agent:
+    with CaptureAgent(config_for(server, background=mode)) as agent:
         a, b, c = (agent.begin(name) for name in "abc")
         assert agent.step(rows[:12], [(h, 0, 4) for h in (a, b, c)]) == 1
         agent.finish(a, 5)
@@ -237,12 +237,12 @@ def test_a_prefill_engine_hands_over(server):
         ("num_blocks", {"block_size": 1 << 16, "num_blocks": (1 << 9) + 1}),
         ("queue_bytes", {"queue_bytes": "1MiB"}),
         ("queue_bytes", {"queue_bytes": True}),
-        ("linger_s", {"linger_s": "1"}),
-        ("linger_s", {"linger_s": True}),
+        ("linger_seconds", {"linger_seconds": "1"}),
+        ("linger_seconds", {"linger_seconds": True}),
         ("layout", {"layout": "qwen"}),
         ("frame_rows", {"frame_rows": 0}),
         ("queue_bytes", {"queue_bytes": 10}),
-        ("linger_s", {"linger_s": -1}),
+        ("linger_seconds", {"linger_seconds": -1}),
     ],
 )
 def test_settings_refuse(field, settings, monkeypatch):

@@ -55,7 +55,7 @@ def test_close_keeps_to_its_time_and_says_what_was_not_sent(server, mode):
     server.hold.clear()
 
     def close() -> float:
-        with CaptureAgent(config_for(server, mode=mode)) as agent:
+        with CaptureAgent(config_for(server, background=mode)) as agent:
             handle = agent.begin("a")
             agent.step(make_rows(10), [(handle, 0, 10)])
             started = time.monotonic()
@@ -70,7 +70,7 @@ def test_close_keeps_to_its_time_and_says_what_was_not_sent(server, mode):
 
 def test_a_stopped_background_costs_steps_and_is_told_when_it_runs_again(server):
     rows = make_rows(1000, BIG)
-    config = config_for(server, BIG, mode="process", ring_bytes=2 << 20)
+    config = config_for(server, BIG, background="process", ring_bytes=2 << 20)
     with CaptureAgent(config) as agent:
         first, second = agent.begin("first"), agent.begin("second")
         assert agent.flush(20)
@@ -101,7 +101,7 @@ def test_a_stopped_background_costs_steps_and_is_told_when_it_runs_again(server)
 
 def test_a_killed_background_is_counted_and_never_waited_for(server):
     before = shared_names()
-    agent = CaptureAgent(config_for(server, mode="process", ring_bytes=1 << 20))
+    agent = CaptureAgent(config_for(server, background="process", ring_bytes=1 << 20))
     handle = agent.begin("a")
     agent.step(make_rows(10), [(handle, 0, 10)])
     assert agent.flush(20)
@@ -127,7 +127,7 @@ from routetrace.capture_agent import AgentConfig, CaptureAgent
 from routetrace.common.layout import ModelLayout
 target, elsewhere, mode, how = sys.argv[1:]
 layout = ModelLayout((1, 2, 4), 6, 300, 3)
-agent = CaptureAgent(AgentConfig(target, "e0", layout, mode=mode, close_timeout_s=20))
+agent = CaptureAgent(AgentConfig(target, "e0", layout, background=mode, close_timeout_seconds=20))
 handle = agent.begin("a")
 rows = np.arange(9, dtype=np.uint16).reshape(1, 3, 3).repeat(10, axis=0)
 agent.step(rows, [(handle, 0, 10)])
@@ -156,7 +156,7 @@ if how == "forked":
         assert not agent.flush(1)
         assert agent.stats().offered_rows == 0
         assert agent.close().unsent_rows == 0
-        other = CaptureAgent(AgentConfig(elsewhere, "e1", layout, mode=mode))
+        other = CaptureAgent(AgentConfig(elsewhere, "e1", layout, background=mode))
         other.begin("other")
         ok = other.flush(20)
         other.close()
@@ -265,7 +265,7 @@ def test_an_error_detail_that_does_not_parse_is_an_error_like_others(caplog):
     add_IngestServiceServicer_to_server(Proxy(), server)
     port = server.add_insecure_port("127.0.0.1:0")
     server.start()
-    config = AgentConfig(f"127.0.0.1:{port}", "e", LAYOUT, mode="thread")
+    config = AgentConfig(f"127.0.0.1:{port}", "e", LAYOUT, background="thread")
     try:
         with CaptureAgent(config) as agent:
             wait_for(lambda: Proxy.calls > 1)

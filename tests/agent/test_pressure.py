@@ -49,7 +49,7 @@ def config_for(target: str, **settings) -> AgentConfig:
         target,
         "e0",
         LAYOUT,
-        **{"mode": "thread", "linger_s": 0.02, "flush_interval_s": 0.01, **settings},
+        **{"background": "thread", "linger_seconds": 0.02, "flush_interval_seconds": 0.01, **settings},
     )
 
 
@@ -132,7 +132,7 @@ def test_a_server_in_trouble_gets_every_row_once(trouble, spilling, tmp_path):
     server = run_server(port=free_port(), **settings)
     proxy = Proxy(server.target)
     spill = {"spill_dir": str(tmp_path), "spill_bytes": 64 * MIB} if spilling else {}
-    config = config_for(proxy.target, mode="process", queue_bytes=(1 if spilling else 64) * MIB)
+    config = config_for(proxy.target, background="process", queue_bytes=(1 if spilling else 64) * MIB)
     config = AgentConfig(**{**vars(config), **spill})
     with CaptureAgent(config) as agent:
         load = Load(agent, 16)
@@ -180,7 +180,7 @@ def test_the_engine_never_waits_however_full_the_agent_is(trouble):
             server.stop()
         server.hold.clear()
         config = config_for(
-            server.target, mode="process", queue_bytes=MIB, ring_bytes=MIB, close_timeout_s=0.1
+            server.target, background="process", queue_bytes=MIB, ring_bytes=MIB, close_timeout_seconds=0.1
         )
         with CaptureAgent(config) as agent:
             load = Load(agent, 64)
@@ -210,7 +210,7 @@ def test_heartbeats_come_from_the_welcome_to_the_close(mode):
     with IngestServer() as server:
         server.heartbeat_ms = 30
         server.hold.clear()
-        with CaptureAgent(config_for(server.target, mode=mode)) as agent:
+        with CaptureAgent(config_for(server.target, background=mode)) as agent:
             server.wait_for(lambda: len(server.heartbeats) >= 3)  # of an agent that is idle
             assert server.heartbeats[0] == pb.Heartbeat()
             server.hold.set()
@@ -320,7 +320,7 @@ def test_what_is_damaged_on_the_disk_is_missing_and_the_rest_is_right(tmp_path):
     port = free_port()
     config = config_for(
         f"127.0.0.1:{port}",
-        mode="process",
+        background="process",
         queue_bytes=MIB,
         spill_dir=str(tmp_path),
         spill_bytes=64 * MIB,
@@ -436,7 +436,7 @@ def test_settings_of_vllm_show_no_token():
 @MODES
 def test_a_token_goes_to_the_server_and_nowhere_else(mode):
     with IngestServer() as server:
-        config = config_for(server.target, mode=mode, security={"token": "s3cret"})
+        config = config_for(server.target, background=mode, security={"token": "s3cret"})
         with CaptureAgent(config) as agent:
             assert agent.flush(20)
             handle = agent.begin("r")
@@ -493,7 +493,7 @@ def test_close_is_one_budget_and_says_what_was_not_sent(mode, trouble, tmp_path)
             else:
                 server.script = lambda chunk: time.sleep(0.2)
             spill = {"spill_dir": str(tmp_path)} if trouble == "spilled" else {}
-            agent = CaptureAgent(config_for(server.target, mode=mode, queue_bytes=2 * MIB, **spill))
+            agent = CaptureAgent(config_for(server.target, background=mode, queue_bytes=2 * MIB, **spill))
             load = Load(agent, 64)
             load.steps(200)
             started = time.monotonic()
@@ -523,7 +523,7 @@ target, mode, how = sys.argv[1:]
 
 def agent_of(name, **settings):
     run = f"{how}-{mode}"
-    return CaptureAgent(AgentConfig(target, name, LAYOUT, run=run, mode=mode, **settings))
+    return CaptureAgent(AgentConfig(target, name, LAYOUT, run=run, background=mode, **settings))
 
 def work(name, close=True):
     agent = agent_of(name)
@@ -588,7 +588,7 @@ def main():
             assert child.exitcode == 0
     elif how == "hangs":
         for i in range(3):
-            agent = agent_of(f"e{i}", close_timeout_s=1)
+            agent = agent_of(f"e{i}", close_timeout_seconds=1)
             keep.append((agent, agent.begin("r")))
             assert agent.flush(30)
         os.kill(int(os.environ["SERVER_PID"]), signal.SIGSTOP)
@@ -659,7 +659,7 @@ def test_an_engine_that_exits_while_the_server_hangs_is_done_in_time(real, mode,
 def test_a_process_that_is_killed_leaves_nothing_on_the_disk(tmp_path):
     with IngestServer() as server:
         server.stop()
-        config = config_for(server.target, mode="process", queue_bytes=MIB, spill_dir=str(tmp_path))
+        config = config_for(server.target, background="process", queue_bytes=MIB, spill_dir=str(tmp_path))
         with CaptureAgent(config) as agent:
             load = Load(agent, 64)
             load.steps(600)
@@ -674,7 +674,7 @@ def test_a_process_that_is_killed_leaves_nothing_on_the_disk(tmp_path):
 
 def test_threads_that_step_and_read_counters_see_every_row_accounted_for():
     with IngestServer() as server:
-        config = config_for(server.target, mode="process", queue_bytes=MIB)
+        config = config_for(server.target, background="process", queue_bytes=MIB)
         with CaptureAgent(config) as agent:
             load = Load(agent, 16)
             done = threading.Event()

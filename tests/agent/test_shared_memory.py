@@ -37,7 +37,7 @@ if memory == "file":
 from routetrace.capture_agent import AgentConfig, CaptureAgent
 from routetrace.common.layout import ModelLayout
 layout = ModelLayout((1, 2, 4), 6, 300, 3)
-agent = CaptureAgent(AgentConfig(target, "e0", layout, linger_s=0.01, flush_interval_s=0.005))
+agent = CaptureAgent(AgentConfig(target, "e0", layout, linger_seconds=0.01, flush_interval_seconds=0.005))
 handle = agent.begin("a")
 ended = []
 signal.signal(signal.SIGTERM, lambda *_: ended.append(True))
@@ -234,7 +234,7 @@ def test_closed_agents_hold_nothing(server: IngestServer, mode: str) -> None:
 
     before = held()
     for _ in range(3):
-        with CaptureAgent(AgentConfig(server.target, "e0", LAYOUT, mode=mode)) as agent:
+        with CaptureAgent(AgentConfig(server.target, "e0", LAYOUT, background=mode)) as agent:
             agent.finish(agent.begin("a"), 1)
             assert agent.flush(20)
             grown = {what for what, count in held().items() if count > before[what]}

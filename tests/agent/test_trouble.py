@@ -58,7 +58,7 @@ def test_a_stream_that_breaks_again_and_again_loses_and_repeats_nothing(server):
         return pb.ErrorDetail(retry_after_ms=5) if len(seen) % 5 == 0 else None
 
     server.script = script
-    config = config_for(server, block_size=4, num_blocks=24, flush_interval_s=0.001, linger_s=0)
+    config = config_for(server, block_size=4, num_blocks=24, flush_interval_seconds=0.001, linger_seconds=0)
     with CaptureAgent(config) as agent:
         sim = simulate(agent, 1, lambda sim: agent.flush(0.02) and False)
         assert agent.flush(20)
@@ -91,7 +91,7 @@ def test_a_server_that_comes_late_and_goes_away(server):
 
 def test_a_server_that_lost_everything_is_told_who_lives(server):
     rows = make_rows(60)
-    config = config_for(server, block_size=4, num_blocks=24, linger_s=0)
+    config = config_for(server, block_size=4, num_blocks=24, linger_seconds=0)
     with CaptureAgent(config) as agent:
         a = agent.begin("a", labels={"x": "y"}, prompt_len=20, block_ids=[0, 1])
         agent.add_blocks(a, [2, 3, 4])
@@ -135,7 +135,7 @@ def test_a_server_that_lost_everything_is_told_who_lives(server):
 def test_a_server_whose_store_went_back_in_time(server):
     """As one that acknowledges from memory: what it forgot is gone, and what follows is not."""
     rows = make_rows(30)
-    with CaptureAgent(config_for(server, linger_s=0)) as agent:
+    with CaptureAgent(config_for(server, linger_seconds=0)) as agent:
         handle = agent.begin("a")
         for p in range(0, 20, 10):
             agent.step(rows[p : p + 10], [(handle, p, 10)])
@@ -247,7 +247,7 @@ def test_an_overloaded_server_gets_the_same_chunks_later(server):
 
 @MODES
 def test_a_newer_epoch_ends_the_agent(server, mode):
-    with CaptureAgent(config_for(server, mode=mode)) as agent:
+    with CaptureAgent(config_for(server, background=mode)) as agent:
         handle = agent.begin("a")
         agent.step(make_rows(10), [(handle, 0, 10)])
         assert agent.flush(20)
@@ -278,7 +278,7 @@ def test_an_agent_sends_after_the_end_of_the_one_that_it_replaces(server, mode, 
     server.script = lambda chunk: senders.append(server.hello.boot_id)
     agents: list[CaptureAgent] = []
     for name in ("before", "after"):
-        config = config_for(server, mode=mode, boot_id=name, close_timeout_s=60)
+        config = config_for(server, background=mode, boot_id=name, close_timeout_seconds=60)
         agents.append(CaptureAgent(config, predecessor=agents[0] if agents else None))
         handle = agents[-1].begin(name)
         agents[-1].step(make_rows(10), [(handle, 0, 10)])
@@ -294,7 +294,7 @@ def test_an_agent_sends_after_the_end_of_the_one_that_it_replaces(server, mode, 
 
 def test_memory_is_bounded_and_whole_requests_go_newest_first(server):
     server.stop()
-    config = config_for(server, BIG, queue_bytes=1 << 20, frame_rows=64, linger_s=5)
+    config = config_for(server, BIG, queue_bytes=1 << 20, frame_rows=64, linger_seconds=5)
     rows = make_rows(50, BIG)
     with CaptureAgent(config) as agent:
         first = agent.begin("first")

@@ -72,7 +72,7 @@ class Background:
 
 
 def test_rows_that_are_due_soon_go_in_the_chunk_that_events_are_due_for():
-    background = Background(linger_s=1, flush_interval_s=0.1)
+    background = Background(linger_seconds=1, flush_interval_seconds=0.1)
     background.at(0.0)
     handle = background.begin()
     background.row(handle, 0)
@@ -90,7 +90,7 @@ def test_rows_that_are_due_soon_go_in_the_chunk_that_events_are_due_for():
 
 
 def test_rows_that_are_due_later_stay():
-    background = Background(linger_s=1, flush_interval_s=0.1)
+    background = Background(linger_seconds=1, flush_interval_seconds=0.1)
     background.at(0.0)
     handle = background.begin()
     background.at(0.5)
@@ -106,7 +106,7 @@ def test_rows_that_are_due_later_stay():
 
 
 def test_an_idle_background_looks_once_in_a_flush_interval():
-    background = Background(linger_s=1, flush_interval_s=0.1)
+    background = Background(linger_seconds=1, flush_interval_seconds=0.1)
     background.at(0.0)
     assert background.worker._pause_ms() == 100
     background.row(background.begin(), 0)  # right after that look
@@ -121,7 +121,7 @@ def _kinds(background: Background) -> list[int]:
 
 
 def test_rows_wait_for_their_frame_and_events_for_their_chunk_while_no_reader_waits():
-    background = Background(linger_s=20, flush_interval_s=1)
+    background = Background(linger_seconds=20, flush_interval_seconds=1)
     background.pace(pb.AWAITED_NOTHING)
     background.at(0.0)
     background.row(background.begin(), 0)
@@ -137,7 +137,7 @@ def test_rows_wait_for_their_frame_and_events_for_their_chunk_while_no_reader_wa
 
 
 def test_an_awaited_end_sends_chunks_early_and_awaited_rows_send_both():
-    background = Background(linger_s=20, flush_interval_s=10)
+    background = Background(linger_seconds=20, flush_interval_seconds=10)
     background.pace(pb.AWAITED_ENDS)
     background.at(0.0)
     background.row(background.begin(), 0)
@@ -157,7 +157,7 @@ def test_an_awaited_end_sends_chunks_early_and_awaited_rows_send_both():
 
 
 def test_a_server_that_tells_of_no_reader_is_sent_rows_early():
-    background = Background(linger_s=20, flush_interval_s=10)  # its Welcome has no demand
+    background = Background(linger_seconds=20, flush_interval_seconds=10)  # its Welcome has no demand
     background.at(0.0)
     background.row(background.begin(), 0)
     background.at(0.1)
@@ -166,7 +166,7 @@ def test_a_server_that_tells_of_no_reader_is_sent_rows_early():
 
 
 def test_what_is_left_is_sent_when_the_last_request_has_ended():
-    background = Background(linger_s=20, flush_interval_s=10)
+    background = Background(linger_seconds=20, flush_interval_seconds=10)
     background.pace(pb.AWAITED_NOTHING)
     background.at(0.0)
     first, second = background.begin(), background.begin()
@@ -183,7 +183,7 @@ def test_what_is_left_is_sent_when_the_last_request_has_ended():
 
 
 def test_rows_with_slots_alone_wait_for_a_second():
-    background = Background(linger_s=20, flush_interval_s=0.1, block_size=4, num_blocks=4)
+    background = Background(linger_seconds=20, flush_interval_seconds=0.1, block_size=4, num_blocks=4)
     background.pace(pb.AWAITED_NOTHING)
     background.at(0.0)
     rows = np.array([[[1, 2], [3, 4]]], np.uint8)

@@ -67,7 +67,7 @@ class Stored:
         self.ids = [rows_of(LAYOUT, len(t) - 1, i) for i, t in enumerate(self.tokens)]
         self.valid = [np.ones(len(t) - 1, bool) for t in self.tokens]
         self.versions = [np.zeros(len(t) - 1, int) for t in self.tokens]
-        config = AgentConfig(target=target, engine_id="e", layout=LAYOUT, mode="thread")
+        config = AgentConfig(target=target, engine_id="e", layout=LAYOUT, background="thread")
         with CaptureAgent(config) as agent:
             for number, tokens in enumerate(self.tokens):
                 self._run(agent, rng, number, tokens)
@@ -287,7 +287,7 @@ def test_only_the_ranks_layers_and_tokens_cross_the_wire(tmp_path):
     layout = ModelLayout(tuple(range(3, 61)), 61, 256, 8)
     ids = rows_of(layout, 4096, 1)
     with run_server() as server, RouteClient(server.target) as client:
-        config = AgentConfig(target=server.target, engine_id="e", layout=layout, mode="thread")
+        config = AgentConfig(target=server.target, engine_id="e", layout=layout, background="thread")
         with CaptureAgent(config) as agent:
             handle = agent.begin("r", prompt_len=100)
             for at in range(0, len(ids), 256):

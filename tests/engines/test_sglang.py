@@ -32,9 +32,9 @@ def test_a_target_turns_it_on():
     settings = settings_of({"ROUTETRACE_TARGET": "h:1", "ROUTETRACE_ENGINE_ID": "e"})
     assert settings is not None
     assert (settings.engine_id, settings.agent) == ("e", {})
-    settings = settings_of({"ROUTETRACE_SGLANG": '{"target": "h:1", "linger_s": 0.5}'})
+    settings = settings_of({"ROUTETRACE_SGLANG": '{"target": "h:1", "linger_seconds": 0.5}'})
     assert settings is not None
-    assert settings.agent == {"target": "h:1", "linger_s": 0.5}
+    assert settings.agent == {"target": "h:1", "linger_seconds": 0.5}
 
 
 @pytest.mark.parametrize(
@@ -44,7 +44,7 @@ def test_a_target_turns_it_on():
         ("{", "ROUTETRACE_SGLANG"),
         ('{"target": "h:1", "layout": 3}', "layout"),
         ('{"target": "h:1", "no_such": 3}', "no_such"),
-        ('{"linger_s": 3}', "ROUTETRACE_TARGET"),
+        ('{"linger_seconds": 3}', "ROUTETRACE_TARGET"),
         ('{"target": "h:1", "probe": 1}', "probe"),
     ],
 )
@@ -319,8 +319,8 @@ class Agent:
         self.calls.append(("begin", request_id, facts["num_computed_tokens"], facts["block_ids"]))
         return 100 + self.begun
 
-    def add_blocks_of(self, handles, blocks):
-        self.calls.append(("add_blocks_of", handles.tolist(), blocks.tolist()))
+    def add_blocks(self, handles, blocks):
+        self.calls.append(("add_blocks", handles.tolist(), blocks.tolist()))
 
     def step(self, rows, runs):
         self.calls.append(("step", rows[:, 0, 0].tolist(), runs.tolist()))
@@ -382,7 +382,7 @@ def test_blocks_follow_slots(requests, agent):
     deliver(requests, agent, [a, b], [6, 5], [1, 1], [18, 21])
     deliver(requests, agent, [a, b], [7, 6], [1, 1], [19, 22])
     deliver(requests, agent, [a, b], [8, 7], [1, 1], [24, 23])
-    assert [call for call in agent.calls if call[0] != "step"] == [("add_blocks_of", [101], [6])]
+    assert [call for call in agent.calls if call[0] != "step"] == [("add_blocks", [101], [6])]
 
 
 def test_requests_have_the_labels_of_their_engine():
@@ -406,7 +406,7 @@ def test_chunks_that_go_on_get_blocks_at_page_starts(requests, agent):
     a = Request("a", list(range(12)))
     deliver(requests, agent, [a], [0], [3], [0, 1, 2])
     deliver(requests, agent, [a], [3], [8], [3, 8, 9, 10, 11, 4, 5, 6])
-    assert agent.calls[2] == ("add_blocks_of", [101, 101], [2, 1])
+    assert agent.calls[2] == ("add_blocks", [101, 101], [2, 1])
 
 
 def test_a_retracted_request_resumes_even_where_the_batch_looks_the_same(requests, agent):
@@ -436,7 +436,7 @@ def test_slots_of_requests_that_are_not_captured_become_unknown(requests, agent)
     deliver(requests, agent, [b, a], [0, 0], [4, 5], [4, 5, 6, 7, 8, 9, 10, 11, 12])
     assert agent.calls == [
         ("begin", "a", 0, [2, 3]),
-        ("external", [1]),
+        ("mark_external", [1]),
         ("step", [4, 5, 6, 7, 8], [[101, 0, 5]]),
     ]
 
@@ -461,7 +461,7 @@ def test_after_a_fault_requests_under_way_are_not_captured(requests, agent):
     requests.give_up()
     agent.calls.clear()
     deliver(requests, agent, [a], [3], [1], [7])
-    assert agent.calls == [("external", [1])]
+    assert agent.calls == [("mark_external", [1])]
     assert NO_HANDLE == -1
 
 
@@ -616,7 +616,7 @@ def test_rows_of_accepted_drafts_are_reported_wherever_they_were_in_the_tree(sch
     (agent,) = scheduler.agents
     assert [call for call in agent.calls[3:] if call[0] not in ("set_weight_version", "flush")] == [
         ("step", [*range(4, 8), 8, 9, 10], [[101, 0, 4], [102, 0, 3]]),
-        ("add_blocks_of", [101], [3]),
+        ("add_blocks", [101], [3]),
         ("step", [12, 14, 11], [[101, 4, 2], [102, 3, 1]]),
         ("preempt", 101, 5),
     ]
@@ -645,7 +645,7 @@ def test_after_a_fault_in_a_launch_nothing_of_the_requests_under_way_is_told(sch
     assert [call[1] for call in old.calls if call[0] == "begin"] == ["a"]
     assert [call for call in new.calls if call[0] not in ("set_weight_version", "flush")] == [
         ("begin", "c", 0, [6]),
-        ("external", [4, 5]),
+        ("mark_external", [4, 5]),
         ("step", [8, 9, 10, 11], [[101, 0, 4]]),
     ]
     assert "internal fault" in caplog.text
@@ -663,7 +663,7 @@ def test_a_fault_in_a_report_costs_the_requests_under_way(scheduler):
     new = scheduler.agents[1]
     assert [call for call in new.calls if call[0] not in ("set_weight_version", "flush")] == [
         ("begin", "b", 0, [3]),
-        ("external", [2]),
+        ("mark_external", [2]),
         ("step", [12, 13, 14, 15], [[101, 0, 4]]),
     ]
 

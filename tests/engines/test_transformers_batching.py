@@ -131,7 +131,7 @@ def test_through_a_real_server() -> None:
     prompts = [[3, 4, 5], [6]]
     with run_server() as server:
         config = AgentConfig(
-            server.target, "engine", layout, block_size=4, num_blocks=128, mode="thread"
+            server.target, "engine", layout, block_size=4, num_blocks=128, background="thread"
         )
         with CaptureAgent(config) as agent, RouteClient(server.target) as client:
             capture = TransformersCapture(model, agent)

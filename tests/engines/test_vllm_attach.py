@@ -251,8 +251,8 @@ def test_the_connector_is_found_alone_and_among_others():
 
 
 def test_the_plugin_is_asked_for_by_configuration_or_environment(monkeypatch):
-    found = settings_of(config_of(additional_config={"routetrace": {"linger_s": 0.5}}))
-    assert (found.way, found.agent) == ("plugin", {"linger_s": 0.5})
+    found = settings_of(config_of(additional_config={"routetrace": {"linger_seconds": 0.5}}))
+    assert (found.way, found.agent) == ("plugin", {"linger_seconds": 0.5})
     monkeypatch.setenv("ROUTETRACE_VLLM", "1")
     monkeypatch.setenv("ROUTETRACE_RUN", "of the environment")
     found = settings_of(config_of())
@@ -632,7 +632,7 @@ class Worker:
         self.calls.append("shutdown")
 
 
-ASKED = {"target": "127.0.0.1:9", "mode": "thread", "close_timeout_s": 0}
+ASKED = {"target": "127.0.0.1:9", "background": "thread", "close_timeout_seconds": 0}
 
 
 @pytest.fixture

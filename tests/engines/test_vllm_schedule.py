@@ -114,8 +114,8 @@ class Engine:
         engine_id = f"{seed} {protocol} {drafts} {late}"
         self.schedule = Schedule("r", engine_id, 0, drafts=drafts > 0)
         config = AgentConfig(
-            target, engine_id, LAYOUT, run="r", mode="thread", block_size=BLOCK,
-            num_blocks=self.num_blocks, frame_rows=self.rng.choice((3, 40)), linger_s=0.05,
+            target, engine_id, LAYOUT, run="r", background="thread", block_size=BLOCK,
+            num_blocks=self.num_blocks, frame_rows=self.rng.choice((3, 40)), linger_seconds=0.05,
         )  # fmt: skip
         self.capturer = RoutingCapturer(LAYOUT, 64, "cpu")
         if late:
@@ -462,13 +462,13 @@ def test_blocks_of_a_step_go_to_those_who_are_followed_and_are_forgotten_else(ha
     h.agent.take()
     h.step(cached=[(a, 4, [4, 5]), (out, 4, [6]), (b, 4, [7])], counts=one)
     h.step(cached=[(a, 5, []), (out, 5, [8]), (b, 5, [])], counts=one)
-    told = h.agent.take("external", "add_blocks_of", "step")
+    told = h.agent.take("mark_external", "add_blocks", "step")
     assert [call[:3] for call in told if call[0] != "step"] == [
-        ("external", [6]),
-        ("add_blocks_of", [100, 100, 101], [4, 5, 7]),
-        ("external", [8]),
+        ("mark_external", [6]),
+        ("add_blocks", [100, 100, 101], [4, 5, 7]),
+        ("mark_external", [8]),
     ]
-    assert kinds(told) == ["external", "add_blocks_of", "step", "external", "step"]
+    assert kinds(told) == ["mark_external", "add_blocks", "step", "mark_external", "step"]
 
 
 def test_the_same_requests_in_another_order_with_other_counts_or_under_the_same_names(halves):
@@ -599,7 +599,7 @@ def test_all_blocks_that_are_forgotten_come_before_all_that_are_read(halves):
         counts={"out-0123abcd": 1, "a-0123abcd": 5, "b-0123abcd": 5, "c-0123abcd": 5},
     )
     told = h.agent.take()
-    assert kinds(told) == ["external", "resume", "begin", "begin", "step"]
+    assert kinds(told) == ["mark_external", "resume", "begin", "begin", "step"]
     assert [call[1]["block_ids"] for call in told if call[0] == "begin"] == [[5, 6], [6, 8]]
 
 
@@ -612,7 +612,7 @@ def test_what_another_connector_loads_is_from_elsewhere(halves):
         counts={"a-0123abcd": 1, "o-0123abcd": 1},
     )
     told = h.agent.take()
-    assert told[0] == ("external", [5, 6])
+    assert told[0] == ("mark_external", [5, 6])
     facts = told[1][1]
     assert (facts["num_computed_tokens"], facts["num_external_tokens"]) == (8, 4)
 

@@ -57,8 +57,8 @@ class _Tenant:
     def run(self) -> None:
         config = AgentConfig(
             target=self._access.target, run=self._run, engine_id=f"engine-{self._number}",
-            layout=LAYOUT, security=self._access.security, mode="thread",
-            linger_s=0.02, flush_interval_s=0.01,
+            layout=LAYOUT, security=self._access.security, background="thread",
+            linger_seconds=0.02, flush_interval_seconds=0.01,
         )  # fmt: skip
         with CaptureAgent(config) as agent, self._client() as client:
             for number in range(FIRST_TRACES):

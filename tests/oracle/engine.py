@@ -543,7 +543,7 @@ class Engine:
         self.counts["external_rows"] += len(blocks) * self.pool.block_size
         self.pool.forget(blocks)
         for line in self.lines:
-            line.tell("external", blocks)
+            line.tell("mark_external", blocks)
         self._twins_forget(blocks)
 
     def _twins_forget(self, blocks: list[int]) -> None:
@@ -553,7 +553,7 @@ class Engine:
             self.loaded += blocks
             return
         for twin in self.twins:
-            twin.tell("external", list(blocks))
+            twin.tell("mark_external", list(blocks))
 
     # ------------------------------------------------------------------ computing
 

@@ -594,9 +594,9 @@ class InlineWorld(BaseWorld):
     def settings(self) -> dict[str, Any]:
         rng = self.rng
         return {
-            "mode": "thread",
-            "linger_s": rng.choice((0.0, 0.0, 0.05, 0.5, 3600)),
-            "flush_interval_s": rng.choice((0.001, 0.1, 60)),
+            "background": "thread",
+            "linger_seconds": rng.choice((0.0, 0.0, 0.05, 0.5, 3600)),
+            "flush_interval_seconds": rng.choice((0.001, 0.1, 60)),
         }
 
     def start(self, config: AgentConfig) -> CaptureAgent:
@@ -688,8 +688,8 @@ class SocketWorld(BaseWorld):
         rng = self.rng
         return {
             "mode": rng.choice(("process", "thread", "thread")),
-            "linger_s": rng.choice((0.0, 0.02, 0.3)),
-            "flush_interval_s": rng.choice((0.001, 0.02, 0.1)),
+            "linger_seconds": rng.choice((0.0, 0.02, 0.3)),
+            "flush_interval_seconds": rng.choice((0.001, 0.02, 0.1)),
         }
 
     def start(self, config: AgentConfig) -> CaptureAgent:

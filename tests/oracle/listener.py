@@ -208,7 +208,7 @@ class Listener:
 
     # ------------------------------------------------------------------ calls about the engine
 
-    def external(self, block_ids: list[int]) -> None:
+    def mark_external(self, block_ids: list[int]) -> None:
         self.log.append(("external", list(block_ids)))
         self._forget(block_ids)
         for heard in self.requests:

@@ -31,7 +31,7 @@ def exchange(directory: Path) -> dict[str, Any]:
     with Serving(directory) as serving, Relay(serving.target) as relay:
         config = AgentConfig(
             target=relay.target, engine_id="e0", layout=LAYOUT, boot_id="boot", block_size=4,
-            num_blocks=14, mode="thread", attributes={"model": "small"},
+            num_blocks=14, background="thread", attributes={"model": "small"},
         )  # fmt: skip
         agent = CaptureAgent(config)
         sim = SmallEngine(agent, LAYOUT, 7, num_blocks=14)

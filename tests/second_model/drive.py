@@ -387,7 +387,7 @@ class Player:
             agent.reset_prefix_cache()
             log.reset(writer)
         elif kind == "external":
-            agent.external(args[1])
+            agent.mark_external(args[1])
             log.external(writer, args[1])
         else:
             assert part is not None

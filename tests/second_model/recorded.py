@@ -102,9 +102,9 @@ class RecordingAgent:
         self._agent.finish(handle, num_tokens, reason, token_ids)
         self._log.finish(self._parts[handle], num_tokens, reason, token_ids)
 
-    def external(self, block_ids: Iterable[int]) -> None:
+    def mark_external(self, block_ids: Iterable[int]) -> None:
         blocks = list(block_ids)
-        self._agent.external(blocks)
+        self._agent.mark_external(blocks)
         self._log.external(self._writer, blocks)
 
     def reset_prefix_cache(self) -> None:

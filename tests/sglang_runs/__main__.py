@@ -311,7 +311,7 @@ def play(scenario: Scenario, seed: int, num_rows: int) -> dict[str, Any]:
         if scenario.retracts:  # read when SGLang is imported
             os.environ.update(SGLANG_TEST_RETRACT="1", SGLANG_TEST_RETRACT_INTERVAL="23")
         if not scenario.served:
-            prepare(server.target, run="tiny", linger_s=0.05)
+            prepare(server.target, run="tiny", linger_seconds=0.05)
         if scenario.skips is not None:
             faults = _refusal(model, scenario.skips)
             return {"missing": {}, "faults": faults, **fate}

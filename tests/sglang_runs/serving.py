@@ -132,7 +132,7 @@ def _start(
     for name, value in given.items():
         command.append(f"--{name.replace('_', '-')}")
         command += [] if value is True else [str(value)]
-    settings = json.dumps({"run": "tiny", "linger_s": 0.05})
+    settings = json.dumps({"run": "tiny", "linger_seconds": 0.05})
     ours = {"ROUTETRACE_TARGET": target, "ROUTETRACE_SGLANG": settings}
     ours["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(["0"] * int(given.get("tp_size", 1)))
     spare_models("qwen3_moe")

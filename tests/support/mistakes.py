@@ -85,7 +85,7 @@ class World:
 
 def config(**options: Any) -> AgentConfig:
     """Return the configuration of an agent."""
-    given = {"target": "127.0.0.1", "engine_id": "e1", "layout": LAYOUT, "mode": "thread"}
+    given = {"target": "127.0.0.1", "engine_id": "e1", "layout": LAYOUT, "background": "thread"}
     return AgentConfig(**{**given, **options})
 
 

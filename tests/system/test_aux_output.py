@@ -183,7 +183,7 @@ def test_stored_blocks_and_a_tail_are_one_trace(feeder, read):
 @pytest.mark.parametrize("mode", ["thread", "process"])
 def test_what_was_handed_over_does_not_alias_the_engines_buffer(server, mode):
     config = AgentConfig(
-        target=server.target, run=f"alias {mode}", engine_id="e", layout=LAYOUT, mode=mode
+        target=server.target, run=f"alias {mode}", engine_id="e", layout=LAYOUT, background=mode
     )
     buffer, rows = np.empty((8, 3, 3), np.uint16), rows_of(24)
     with CaptureAgent(config) as agent:
@@ -213,7 +213,7 @@ def test_finish_publishes_and_frees_the_name(server):
     # Rows linger for a minute, chunks for a minute: it is the end that sends them.
     config = AgentConfig(
         target=server.target, run="finish", engine_id="e", layout=LAYOUT,
-        linger_s=60, flush_interval_s=0.01,
+        linger_seconds=60, flush_interval_seconds=0.01,
     )  # fmt: skip
     rows = rows_of(6)
     with CaptureAgent(config) as agent, RouteClient(server.target, run="finish") as client:

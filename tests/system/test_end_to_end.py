@@ -68,10 +68,10 @@ def test_every_row_of_a_bad_engine_arrives_where_it_belongs(server, mode, seed):
         layout=LAYOUT,
         block_size=4,
         num_blocks=16,
-        mode=mode,
+        background=mode,
         # Long enough that most rows linger until somebody needs them.
-        linger_s=0.2,
-        flush_interval_s=0.01,
+        linger_seconds=0.2,
+        flush_interval_seconds=0.01,
     )
     with CaptureAgent(config) as agent:
         sim = drive(agent, seed)
@@ -160,8 +160,8 @@ def test_a_follower_sees_the_rows_of_a_running_request(server):
         run="follow",
         engine_id="e0",
         layout=LAYOUT,
-        linger_s=0.02,
-        flush_interval_s=0.01,
+        linger_seconds=0.02,
+        flush_interval_seconds=0.01,
     )
     rows = np.argsort(np.random.default_rng(0).random((40, 3, 300)))[..., :3]
     with CaptureAgent(config) as agent, RouteClient(server.target, run="follow") as client:
@@ -187,7 +187,7 @@ def test_a_follower_sees_the_rows_of_a_running_request(server):
 def test_a_killed_server_comes_back_and_nothing_is_lost(tmp_path, mode):
     port = free_ports(1)
     config: dict = {"run": "crash", "engine_id": "e0", "layout": LAYOUT, "mode": mode}
-    config |= {"block_size": 4, "num_blocks": 16, "linger_s": 0.05, "flush_interval_s": 0.01}
+    config |= {"block_size": 4, "num_blocks": 16, "linger_seconds": 0.05, "flush_interval_seconds": 0.01}
     with run_server(data_dir=tmp_path, port=port) as first:
         target = first.target
         with CaptureAgent(AgentConfig(target=target, **config)) as agent:
@@ -213,7 +213,7 @@ def test_a_killed_server_comes_back_and_nothing_is_lost(tmp_path, mode):
 
 
 def test_rows_whose_record_is_gone_are_missing_and_named(tmp_path):
-    config: dict = {"run": "gone", "engine_id": "e0", "layout": LAYOUT, "mode": "thread"}
+    config: dict = {"run": "gone", "engine_id": "e0", "layout": LAYOUT, "background": "thread"}
     rows = np.argsort(np.random.default_rng(0).random((20, 3, 300)))[..., :3]
     with (
         run_server(data_dir=tmp_path) as server,
@@ -242,7 +242,7 @@ def test_rows_whose_record_is_gone_are_missing_and_named(tmp_path):
 @pytest.mark.parametrize("mode", ["thread", "process"])
 def test_rows_that_no_router_chose_are_missing_and_the_others_go_on(server, mode):
     config = AgentConfig(
-        target=server.target, run=f"bad-{mode}", engine_id="e0", layout=LAYOUT, mode=mode
+        target=server.target, run=f"bad-{mode}", engine_id="e0", layout=LAYOUT, background=mode
     )
     rows = np.argsort(np.random.default_rng(0).random((12, 3, 300)))[..., :3]
     bad = rows.copy()

@@ -60,7 +60,7 @@ def client(target: str, **options: Any) -> RouteClient:
 
 
 def agent(target: str = "127.0.0.1", **options: Any) -> CaptureAgent:
-    given = {"engine_id": "e", "layout": LAYOUT, "mode": "thread", "security": Security()}
+    given = {"engine_id": "e", "layout": LAYOUT, "background": "thread", "security": Security()}
     return CaptureAgent(AgentConfig(target=target, **{**given, **options}))
 
 
@@ -189,7 +189,7 @@ def test_a_server_that_comes_back_is_logged_and_the_call_ends_well(dead, caplog)
 
 
 def test_an_agent_logs_a_server_that_is_not_there_and_keeps_the_rows(dead, caplog):
-    with agent(dead, engine_id="dp0", close_timeout_s=0) as one:
+    with agent(dead, engine_id="dp0", close_timeout_seconds=0) as one:
         handle = one.begin("r", prompt_len=3)
         one.step(ROWS, [(handle, 0, 3)])
         wait_for(lambda: "cannot connect" in caplog.text)
@@ -208,7 +208,7 @@ def test_a_port_of_http_1(where, web, server, caplog):
         reader.get("g0")
     text = f"{target} speaks HTTP/1, not gRPC; is this the metrics port?"
     assert str(caught.value) == text
-    with agent(target, close_timeout_s=0):
+    with agent(target, close_timeout_seconds=0):
         wait_for(lambda: f"engine 'e': {text}" in caplog.text)
     assert "Traceback" not in caplog.text
 
@@ -235,7 +235,7 @@ def test_tls_against_plain_text(server, caplog):
     with reader, pytest.raises(Unavailable) as caught:
         reader.get("g0")
     assert str(caught.value).startswith(f"{server.target} does not speak TLS; drop tls= or ")
-    with agent(server.target, security=Security(tls=True), close_timeout_s=0):
+    with agent(server.target, security=Security(tls=True), close_timeout_seconds=0):
         wait_for(lambda: f"engine 'e': {caught.value}" in caplog.text)
 
 
@@ -254,7 +254,7 @@ def test_a_server_that_was_reached_once_is_not_suspected_of_tls(known, caplog):
     """A closed socket is an outage then, for clients and agents."""
     with run_server() as server:
         record(server.target, "kept")
-        with client(server.target) as reader, agent(server.target, close_timeout_s=0) as one:
+        with client(server.target) as reader, agent(server.target, close_timeout_seconds=0) as one:
             one.begin("running", prompt_len=3)
             assert one.flush(30)
             if known:
@@ -516,8 +516,8 @@ MISTAKES: list[tuple[str, str, Callable[[Things], object]]] = [
     ),
     ("queue_bytes", "an integer in [1048576", lambda t: agent(queue_bytes=1)),
     ("ring_bytes", "(float); expected int", lambda t: agent(ring_bytes=6.4e7)),
-    ("linger_s", "a number of seconds", lambda t: agent(linger_s="1s")),
-    ("linger_s", "a number of seconds", lambda t: agent(linger_s=None)),
+    ("linger_seconds", "a number of seconds", lambda t: agent(linger_seconds="1s")),
+    ("linger_seconds", "a number of seconds", lambda t: agent(linger_seconds=None)),
     ("block_size", "1.5 (float); expected int", lambda t: agent(block_size=1.5, num_blocks=3)),
     ("num_blocks", "block_size is 16", lambda t: agent(block_size=16)),
     ("attributes", "a mapping of strings to strings", lambda t: agent(attributes={"gpu": 1})),

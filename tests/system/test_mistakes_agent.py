@@ -13,7 +13,7 @@ from support.mistakes import Case, World, check, config, world
 # Names that messages show.
 LAYOUT_CLASS = "ModelLayout"
 FROM_CONFIG = "ModelLayout.from_config"
-LINGER = "linger_s"
+LINGER = "linger_seconds"
 
 IA = "InvalidArgument"
 

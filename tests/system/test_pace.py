@@ -16,7 +16,7 @@ from support.waiting import wait_for
 
 LAYOUT = ModelLayout((1, 2), 4, 64, 2)
 #: Far longer than any test: what arrives was asked for.
-HOLD = {"linger_s": 3600, "flush_interval_s": 60}
+HOLD = {"linger_seconds": 3600, "flush_interval_seconds": 60}
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +45,7 @@ def begun(server, run, name: str) -> tuple[CaptureAgent, int]:
     """An agent with a running request of that name, of which three rows came, and another one."""
     agent = CaptureAgent(
         AgentConfig(
-            target=server.target, run=run, engine_id=name, layout=LAYOUT, mode="thread", **HOLD
+            target=server.target, run=run, engine_id=name, layout=LAYOUT, background="thread", **HOLD
         )
     )
     handle, other = agent.begin(name, prompt_len=3), agent.begin(f"{name}-other", prompt_len=3)

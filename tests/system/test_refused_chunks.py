@@ -21,8 +21,8 @@ BLOCK = 4
 
 def config_of(target: str) -> AgentConfig:
     return AgentConfig(
-        target, "e", LAYOUT, mode="thread", block_size=BLOCK, num_blocks=32,
-        flush_interval_s=0.01, linger_s=0.01,
+        target, "e", LAYOUT, background="thread", block_size=BLOCK, num_blocks=32,
+        flush_interval_seconds=0.01, linger_seconds=0.01,
     )  # fmt: skip
 
 

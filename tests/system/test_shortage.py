@@ -35,7 +35,7 @@ def start(world: InlineWorld) -> CaptureAgent:
     agent = world.start(
         AgentConfig(
             world.target, ENGINE, LAYOUT, run="oracle", block_size=BLOCK, num_blocks=8,
-            mode="thread", linger_s=0, flush_interval_s=0.001, ring_bytes=4 << 20,
+            background="thread", linger_seconds=0, flush_interval_seconds=0.001, ring_bytes=4 << 20,
         )
     )  # fmt: skip
     world.agents[ENGINE, ""] = agent
@@ -77,7 +77,7 @@ def test_a_bind_at_a_step_after_a_shortage_has_no_former_rows(world: InlineWorld
     agent.finish(first, BLOCK + 1)
     assert agent.flush(10)
     press(agent, Pressure.FULL)
-    agent.external([1])  # block 1 holds other KV now
+    agent.mark_external([1])  # block 1 holds other KV now
     press(agent, Pressure.NORMAL)
     step = agent.step(rows(2, 1), [(other, 1, 1)])
     agent._link.wait(0)

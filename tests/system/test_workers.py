@@ -194,7 +194,7 @@ def test_changes_reach_the_worker_of_the_run(shared):
 def test_agents_on_both_workers_by_one_address(shared, mode):
     rows = np.tile(np.arange(LAYOUT.top_k, dtype=np.uint8), (40, len(LAYOUT.layer_ids), 1))
     for run in runs_of(mode):
-        config = AgentConfig(shared.target, "e0", LAYOUT, run=run, mode=mode)
+        config = AgentConfig(shared.target, "e0", LAYOUT, run=run, background=mode)
         with CaptureAgent(config) as agent:
             handle = agent.begin("r", trace_id="t", prompt_len=40)
             agent.step(rows, [(handle, 0, 40)])

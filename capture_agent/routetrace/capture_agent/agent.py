@@ -36,7 +36,7 @@ from routetrace.capture_agent.step_path.checks import (
     number,
     pairs_of,
     rows_of,
-    runs_of,
+    spans_of,
     slots_of,
     tokens_of,
     version_of,
@@ -53,8 +53,8 @@ from routetrace.common.target import targets_of
 from routetrace.v1 import routetrace_pb2 as pb
 
 _OFFERED = int(Word.OFFERED)
-#: Most late runs of one record, so that it fits into the smallest ring.
-_LATE_RUNS = 1 << 10
+#: Most late spans of one record, so that it fits into the smallest ring.
+_LATE_SPANS = 1 << 10
 _log = logging.getLogger(__name__)
 
 _REASONS = {reason.name.lower(): reason for reason in FinishReason}
@@ -137,7 +137,7 @@ class CaptureAgent:
         _agents.add(self)
         _close_at_exit()
         # Collected without close(): the background sends its chunks.
-        weakref.finalize(self, _collected, self._link, config.close_timeout_s).atexit = False
+        weakref.finalize(self, _collected, self._link, config.close_timeout_seconds).atexit = False
 
     # ------------------------------------------------------------------ requests
 
@@ -210,21 +210,27 @@ class CaptureAgent:
                 raise
             return handle
 
-    def add_blocks(self, handle: int, block_ids: Iterable[int]) -> None:
-        """Add newly allocated KV blocks to a request, before the step that writes them."""
+    def add_blocks(self, handles: int | npt.ArrayLike, block_ids: Iterable[int]) -> None:
+        """Add newly allocated KV blocks to requests, before the step that writes them.
+
+        Args:
+            handles: one request that gets all the blocks, or a request for each block.
+            block_ids: blocks in the order of the requests' tokens.
+
+        Raises:
+            InvalidArgument: naming the wrong argument; nothing was recorded.
+        """
         with self._lock:
-            if self._active():
-                self._handles.check(handle)
+            if not self._active():
+                return
+            if np.ndim(handles) == 0:  # type: ignore[arg-type]
+                handle = self._handles.check(handles)  # type: ignore[arg-type]
                 blocks = np.frombuffer(blocks_of(block_ids, self.config), np.uint32)
                 self._give(np.full(len(blocks), handle), blocks.astype(np.int64))
-
-    def add_blocks_of(self, handles: npt.ArrayLike, block_ids: npt.ArrayLike) -> None:
-        """Add KV blocks to requests, as `add_blocks`: block i goes to handle i."""
-        with self._lock:
-            if self._active():
-                owners, blocks = pairs_of(handles, block_ids, self.config)
-                self._handles.check_all(owners)
-                self._give(owners, blocks)
+                return
+            owners, several = pairs_of(handles, block_ids, self.config)  # type: ignore[arg-type]
+            self._handles.check_all(owners)
+            self._give(owners, several)
 
     def rewind(self, handle: int, position: int, step: int = 0) -> None:
         """Reject rows of a request at `position` and after (speculative decoding).
@@ -302,7 +308,7 @@ class CaptureAgent:
 
     # ------------------------------------------------------------------ the engine
 
-    def external(self, block_ids: Iterable[int]) -> None:
+    def mark_external(self, block_ids: Iterable[int]) -> None:
         """Note that the KV of these blocks was loaded from elsewhere: their rows are unknown.
 
         Call it after step() or step_slots() of every step that was under way before, since a slot
@@ -341,14 +347,14 @@ class CaptureAgent:
 
     # ------------------------------------------------------------------ rows
 
-    def step(self, rows: Rows, runs: npt.ArrayLike) -> int:
+    def step(self, rows: Rows, spans: npt.ArrayLike) -> int:
         """Record the routing of one forward pass.
 
         Args:
             rows: [n, L, K] of any integer dtype: expert ids of each token in each layer of the
                 layout, in the order of the router. Copied. To mark a cell that was not captured,
                 repeat an id or use one out of range: its row is reported as missing.
-            runs: [m, 3] of (handle, first position, number of rows), covering the n rows in order.
+            spans: [m, 3] of (handle, first position, number of rows), covering the n rows in order.
                 A position below the end of its request rejects the rows from there on. Rows after
                 the prompt, except the first of a run, are drafts, which readers do not get before
                 a later step or the end of the request confirms them.
@@ -367,22 +373,22 @@ class CaptureAgent:
                 return 0
             feed, number = self._feed, 0
             steady, feed.steady = feed.steady, None
-            if steady is not None and steady.matches(rows, runs):
+            if steady is not None and steady.matches(rows, spans):
                 self._step = number = self._step + 1
                 self._words[_OFFERED] += steady.num_rows
                 if feed.again(steady, rows, number, self._weight_version):
                     return number
                 self._words[_OFFERED] -= steady.num_rows
-            return self._take_step(rows, runs, number)
+            return self._take_step(rows, spans, number)
         finally:
             self._lock.release()
 
-    def _take_step(self, rows: Rows, runs: npt.ArrayLike, number: int) -> int:
+    def _take_step(self, rows: Rows, spans: npt.ArrayLike, number: int) -> int:
         """Check and record a step; `number` is its number, 0 if it has none yet."""
         rows = rows_of(rows, self._columns)
-        if len(rows) == 0 and np.size(runs) == 0:
+        if len(rows) == 0 and np.size(spans) == 0:
             return 0
-        columns = runs_of(runs, len(rows))
+        columns = spans_of(spans, len(rows))
         late = self._handles.late(columns[0])
         if not number:
             self._step = number = self._step + 1
@@ -396,23 +402,23 @@ class CaptureAgent:
             self._send_step(columns, rows)
         return number
 
-    def skip(self, runs: npt.ArrayLike) -> int:
+    def skip(self, spans: npt.ArrayLike) -> int:
         """Record a forward pass that was not captured: its rows are missing.
 
         Args:
-            runs: as for step().
+            spans: as for step().
 
         Returns:
-            The number of the step, from 1; 0 if there are no runs.
+            The number of the step, from 1; 0 if there are no spans.
 
         Raises:
-            InvalidArgument: if `runs` is wrong; nothing was recorded.
+            InvalidArgument: if `spans` is wrong; nothing was recorded.
             Closed: after close().
         """
         with self._lock:
-            if not self._active() or np.size(runs) == 0:
+            if not self._active() or np.size(spans) == 0:
                 return 0
-            columns = runs_of(runs)
+            columns = spans_of(spans)
             late = self._handles.late(columns[0])
             if late is not None:
                 self._report_late(columns[:, late])
@@ -447,30 +453,30 @@ class CaptureAgent:
                 self._send_slots(column, rows)
             return self._step
 
-    def _send_step(self, runs: Ints, rows: Rows) -> None:
-        most = max(1, self._feed.room(runs.nbytes))
+    def _send_step(self, spans: Ints, rows: Rows) -> None:
+        most = max(1, self._feed.room(spans.nbytes))
         if len(rows) > most:
             for at in range(0, len(rows), most):
-                self._send_step(_cut(runs, at, at + most), rows[at : at + most])
+                self._send_step(_cut(spans, at, at + most), rows[at : at + most])
             return
         bad, unmarked = self._feed.bad_cells(rows), 0
         if bad is not None and not self._markable:
             lost = np.any(bad, axis=1)
             unmarked = int(lost.sum())
             self._event("bad", self._step, np.packbits(lost).tobytes())
-        if self._feed.step(runs, rows, self._step, self._weight_version, bad):
+        if self._feed.step(spans, rows, self._step, self._weight_version, bad):
             self._words[Word.UNMARKABLE] += unmarked
         else:
             self._refuse(len(rows))
-            self._lose(runs, pb.MISSING_REASON_QUEUE_FULL)
+            self._lose(spans, pb.MISSING_REASON_QUEUE_FULL)
 
-    def _report_late(self, runs: Ints) -> None:
+    def _report_late(self, spans: Ints) -> None:
         """Report late rows: they are dropped, but the pass has written their slots."""
-        for at in range(0, runs.shape[1], _LATE_RUNS) if self.config.block_size else ():
-            self._event("late", runs[:, at : at + _LATE_RUNS].tobytes())
+        for at in range(0, spans.shape[1], _LATE_SPANS) if self.config.block_size else ():
+            self._event("late", spans[:, at : at + _LATE_SPANS].tobytes())
 
-    def _lose(self, runs: Ints, reason: int) -> None:
-        for handle, position, count in runs.T.tolist():
+    def _lose(self, spans: Ints, reason: int) -> None:
+        for handle, position, count in spans.T.tolist():
             self._feed.lose(handle, position, count, reason, self._step)
 
     def _send_slots(self, column: npt.NDArray[np.uint64], rows: Rows) -> None:
@@ -539,12 +545,12 @@ class CaptureAgent:
         """Send the rest and end; running requests are reported as lost.
 
         Args:
-            timeout: seconds in total; the configuration's close_timeout_s if None.
+            timeout: seconds in total; the configuration's close_timeout_seconds if None.
 
         Returns:
             Final counters of the rows; a second call returns the same report.
         """
-        deadline = time.monotonic() + (self.config.close_timeout_s if timeout is None else timeout)
+        deadline = time.monotonic() + (self.config.close_timeout_seconds if timeout is None else timeout)
         if self._inert:
             return CloseReport()
         if not self._finish(deadline):
@@ -629,9 +635,9 @@ def _succeed(predecessor: CaptureAgent, link: WorkerLink) -> None:
         link.release()
 
 
-def _cut(runs: Ints, start: int, stop: int) -> Ints:
-    """Return the parts of runs that cover the rows [start, stop)."""
-    handles, positions, counts = runs
+def _cut(spans: Ints, start: int, stop: int) -> Ints:
+    """Return the parts of spans that cover the rows [start, stop)."""
+    handles, positions, counts = spans
     stops = np.cumsum(counts)
     starts = stops - counts
     skipped = np.maximum(start - starts, 0)
@@ -670,7 +676,7 @@ def _close_all() -> None:
             link.finish(now + timeout)
             ends.append((link.close, now + timeout))
     for agent in list(_agents):
-        deadline = now + agent.config.close_timeout_s
+        deadline = now + agent.config.close_timeout_seconds
         if not agent._inert and agent._finish(deadline):
             agent._link.finish(deadline)
             ends.append((agent._end, deadline))

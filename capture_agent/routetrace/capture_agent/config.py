@@ -16,7 +16,7 @@ from routetrace.common.limits import MAX_BLOCK_SIZE, MAX_SLOTS, check_id, is_tex
 from routetrace.common.security import Security
 from routetrace.common.target import parse_target
 
-Mode = Literal["process", "thread"]
+Background = Literal["process", "thread"]
 FrameCodec = Literal["auto", "pack", "zstd"]
 
 _MIB = 1 << 20
@@ -48,8 +48,8 @@ class AgentConfig:
     """Tokens per KV block of the full-attention group; 0 if slots are not reported."""
     num_blocks: int = 0
     """Blocks in the pool; required with block_size. block_size * num_blocks is at most 2**25."""
-    mode: Mode = "process"
-    """Place of the background. "process" keeps it off the engine's interpreter lock; with "thread"
+    background: Background = "process"
+    """Place of framing and sending. "process" keeps it off the engine's interpreter lock; with "thread"
     an os.fork() waits some ms until the connection is closed, since it would not survive."""
     attributes: Mapping[str, str] = field(default_factory=dict)
     """Free text for the server's logs: model name, host, software versions."""
@@ -59,11 +59,11 @@ class AgentConfig:
     """Encoding of frames: "pack" takes ceil(log2 num_experts) bits for an id and little CPU, "zstd"
     up to 16 % fewer bytes in frames of 256 rows; "auto" is pack below 256 rows or up to 8 experts,
     else zstd."""
-    linger_s: float = 30.0
+    linger_seconds: float = 30.0
     """Longest time that rows of a running request wait for their frame to fill; includes the wait
-    for their chunk if it exceeds flush_interval_s. At most 1 s while a reader waits for such rows,
+    for their chunk if it exceeds flush_interval_seconds. At most 1 s while a reader waits for such rows,
     and for rows that come with slots alone."""
-    flush_interval_s: float = 1.0
+    flush_interval_seconds: float = 1.0
     """Longest time that frames and events wait for their chunk to fill; at most 0.1 s while a
     reader waits for them. A chunk is sent at once when the last running request has ended."""
     security: Security | Mapping[str, Any] | None = None
@@ -79,7 +79,7 @@ class AgentConfig:
     """Most bytes in `spill_dir`."""
     ring_bytes: int = 64 * _MIB
     """Memory between the engine and the background; rows that do not fit are dropped."""
-    close_timeout_s: float = 10.0
+    close_timeout_seconds: float = 10.0
     """Time to send the rest, where close() has no timeout or the engine ends without it."""
 
     def __post_init__(self) -> None:
@@ -99,7 +99,7 @@ class AgentConfig:
         if self.shard and not self.boot_id:
             expected = f"an id, required with shard={self.shard!r}"
             _refuse("boot_id", "''", expected, "give the same id at all shards")
-        choice("mode", self.mode, get_args(Mode))
+        choice("background", self.background, get_args(Background))
         choice("codec", self.codec, get_args(FrameCodec))
         native.require()
         for name, low, high in (
@@ -113,9 +113,9 @@ class AgentConfig:
             remedy = "sizes as text only on the command line" if name.endswith("_bytes") else ""
             whole(name, getattr(self, name), low, high, remedy=remedy)
         for name, least, most in (
-            ("linger_s", 0, 3600),
-            ("flush_interval_s", 0.001, 60),
-            ("close_timeout_s", 0, 3600),
+            ("linger_seconds", 0, 3600),
+            ("flush_interval_seconds", 0.001, 60),
+            ("close_timeout_seconds", 0, 3600),
         ):
             real(name, getattr(self, name), least, most, "seconds")
         if (self.block_size == 0) != (self.num_blocks == 0):

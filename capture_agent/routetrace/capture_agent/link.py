@@ -54,11 +54,11 @@ class WorkerLink:
         self._sock, theirs = socket.socketpair()
         self._process: subprocess.Popen[bytes] | None = None
         self._worker: Worker | None = None
-        fd = _anonymous_file(size) if config.mode == "process" else -1
+        fd = _anonymous_file(size) if config.background == "process" else -1
         self._memory = memoryview(mmap.mmap(fd, size))
         self.words = self._memory[:COUNTER_BYTES].cast("Q")
         self.words[Word.HELD] = held
-        if config.mode == "process":
+        if config.background == "process":
             try:
                 self._process = _spawn(config, fd, theirs)
             finally:

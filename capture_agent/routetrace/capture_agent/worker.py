@@ -227,20 +227,20 @@ class Worker:
     def _ship(self) -> None:
         """Flush rows that lingered, and seal a chunk that was pending, for long enough."""
         now, oldest = self._clock(), self._intake.oldest
-        linger_s, flush_s = self._linger_s, self._flush_s
-        early_s = min(flush_s, linger_s)
+        linger_seconds, flush_s = self._linger_s, self._flush_s
+        early_s = min(flush_s, linger_seconds)
         if not self._builder:
             self._pending_since = now
-        late = oldest <= now - linger_s
+        late = oldest <= now - linger_seconds
         if late:  # such rows wait no longer
-            self._pending_since = min(self._pending_since, oldest + linger_s - early_s)
+            self._pending_since = min(self._pending_since, oldest + linger_seconds - early_s)
         if self._slots_due <= now:
             self._intake.flush_slots()
         # The rest of a batch waits for no more; a chunk that cannot be sent yet may as well grow.
         waited = now - self._pending_since >= flush_s or self._intake.all_ended
         due = waited and self.sender.idle
         if late or due:  # rows due a little later would else take another chunk
-            self._intake.tick(now - linger_s + early_s)
+            self._intake.tick(now - linger_seconds + early_s)
         if due:
             self._builder.seal()
         self._hand_on()
@@ -248,12 +248,12 @@ class Worker:
     @property
     def _linger_s(self) -> float:
         awaited = self.sender.awaited in (pb.AWAITED_ROWS, pb.AWAITED_UNSPECIFIED)
-        return min(self._config.linger_s, _AWAITED_LINGER_S if awaited else math.inf)
+        return min(self._config.linger_seconds, _AWAITED_LINGER_S if awaited else math.inf)
 
     @property
     def _flush_s(self) -> float:
         awaited = self.sender.awaited != pb.AWAITED_NOTHING
-        return min(self._config.flush_interval_s, _AWAITED_FLUSH_S if awaited else math.inf)
+        return min(self._config.flush_interval_seconds, _AWAITED_FLUSH_S if awaited else math.inf)
 
     @property
     def _slots_due(self) -> float:
@@ -296,7 +296,7 @@ class Worker:
     def _finish(self) -> None:
         """Send the rest within the time that close() has left."""
         now = self._clock()
-        deadline = self._words[Word.DEADLINE] / 1e9 or now + self._config.close_timeout_s
+        deadline = self._words[Word.DEADLINE] / 1e9 or now + self._config.close_timeout_seconds
         deadline -= _RESERVE * (deadline - now)
         while self._work() and self._clock() < deadline:
             pass

@@ -36,9 +36,9 @@ def _agent(target: str, engine_id: str) -> CaptureAgent:
             layout=LAYOUT,
             run=RUN,
             boot_id="boot",
-            linger_s=0.01,
-            flush_interval_s=0.01,
-            close_timeout_s=5,
+            linger_seconds=0.01,
+            flush_interval_seconds=0.01,
+            close_timeout_seconds=5,
         )
     )
 

@@ -89,8 +89,8 @@ def test_no_secret_is_logged_or_printed(
                     client.get("nothing")
                 told += [caught.value, vars(caught.value), caught.value.__cause__]
             config = AgentConfig(
-                target=server.target, engine_id="e", layout=LAYOUT, mode="thread",
-                security=security, close_timeout_s=1,
+                target=server.target, engine_id="e", layout=LAYOUT, background="thread",
+                security=security, close_timeout_seconds=1,
             )  # fmt: skip
             told.append(config)
             with CaptureAgent(config) as agent:

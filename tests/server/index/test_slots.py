@@ -36,9 +36,9 @@ class Engine:
                 layout=LAYOUT,
                 block_size=block_size,
                 num_blocks=64,
-                mode="thread",
-                linger_s=3600,
-                flush_interval_s=0.01,
+                background="thread",
+                linger_seconds=3600,
+                flush_interval_seconds=0.01,
             )
         )
         self.client = RouteClient(target, run=self.run)
@@ -251,7 +251,7 @@ def test_cached_tokens_are_looked_up_with_the_first_rows_not_before(engine):
     engine.step((a, 0, 4))
     agent.finish(a, 5)
     b = agent.begin("b", prompt_len=5, num_computed_tokens=4, block_ids=[*blocks, 60])
-    agent.external(blocks)
+    agent.mark_external(blocks)
     own = engine.step((b, 4, 1))
     agent.finish(b, 6)
     assert engine.rows("b") == [None, None, None, None, *own]
@@ -266,7 +266,7 @@ def test_drafts_are_not_confirmed_over_what_was_loaded_since(engine, how, flushe
     engine.step((a, 2, 3))
     if flushed:
         assert agent.flush(30)
-    agent.external(blocks) if how == "external" else agent.reset_prefix_cache()
+    agent.mark_external(blocks) if how == "external" else agent.reset_prefix_cache()
     after = engine.step((a, 5, 1))
     agent.finish(a, 7)
     assert engine.in_blocks(blocks, 6) == [None] * 5 + after

@@ -86,7 +86,7 @@ class Engine:
 def engine(server, run: str, engine_id: str = "e0", layout: ModelLayout = LAYOUT) -> Iterator:
     config = AgentConfig(
         target=server.target, run=run, engine_id=engine_id, layout=layout,
-        block_size=BLOCK, num_blocks=400, mode="thread", flush_interval_s=0.01,
+        block_size=BLOCK, num_blocks=400, background="thread", flush_interval_seconds=0.01,
     )  # fmt: skip
     with CaptureAgent(config) as agent:
         yield Engine(agent, layout)
@@ -257,7 +257,7 @@ def test_rows_of_a_replica_and_of_a_stage(server):
         agents = [
             CaptureAgent(AgentConfig(target=server.target, run="replica", engine_id="e1",
                                      shard=f"pp{i}", boot_id="b", layout=stage, block_size=BLOCK,
-                                     num_blocks=40, mode="thread", flush_interval_s=0.01))
+                                     num_blocks=40, background="thread", flush_interval_seconds=0.01))
             for i, stage in enumerate(stages)
         ]  # fmt: skip
         rows = rows_of(256, 3)

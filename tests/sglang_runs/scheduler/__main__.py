@@ -69,7 +69,7 @@ def play(case: Case, seed: int, num_rows: int) -> Tally:
         Path(folder, "config.json").write_text(json.dumps(config()))
         # Beside those for want of memory: SGLang's own switch, read when it is imported.
         os.environ.update(SGLANG_TEST_RETRACT="1", SGLANG_TEST_RETRACT_INTERVAL="23")
-        prepare(server.target, run="scheduler", linger_s=0.05)
+        prepare(server.target, run="scheduler", linger_seconds=0.05)
         engine = make(Path(folder), case)
         model = FakeModel(engine, Rows(seed), rng)
         clients = Clients(engine, model, case, rng)

@@ -148,8 +148,8 @@ def without_server(steps: int, batch: int, queue_bytes: int, **settings: Any) ->
         LAYOUT,
         queue_bytes=queue_bytes,
         ring_bytes=8 << 20,
-        linger_s=0.02,
-        flush_interval_s=0.02,
+        linger_seconds=0.02,
+        flush_interval_seconds=0.02,
         **settings,
     )
     with CaptureAgent(config) as agent:

@@ -28,8 +28,8 @@ class Engine:
             layout=LAYOUT,
             block_size=16,
             num_blocks=4096,
-            mode="thread",
-            flush_interval_s=0.01,
+            background="thread",
+            flush_interval_seconds=0.01,
         )
         self.agent = CaptureAgent(config)
         self.rows: dict[str, np.ndarray] = {}

@@ -47,11 +47,11 @@ def rows_of(rows: Any, columns: tuple[int, int]) -> Rows:
     return checked
 
 
-def runs_of(runs: npt.ArrayLike, num_rows: int | None = None) -> Ints:
-    """Return runs [m, 3] of (handle, position, count) that cover the rows, as columns [3, m]."""
-    table = _array(runs)
+def spans_of(spans: npt.ArrayLike, num_rows: int | None = None) -> Ints:
+    """Return spans [m, 3] of (handle, position, count) that cover the rows, as columns [3, m]."""
+    table = _array(spans)
     if table.ndim != 2 or table.shape[1] != 3 or len(table) == 0 or table.dtype.kind not in "iu":
-        raise wrong("runs", f"{table.dtype} {table.shape}", "integers of shape (m, 3), m >= 1")
+        raise wrong("spans", f"{table.dtype} {table.shape}", "integers of shape (m, 3), m >= 1")
     columns = np.array(table.T, np.int64, order="C")
     handles, positions, counts = columns
     # The cost per call counts: reductions cost several times as much as these. As unsigned numbers
@@ -65,13 +65,13 @@ def runs_of(runs: npt.ArrayLike, num_rows: int | None = None) -> Ints:
         bad = (handles < 0) | (positions < 0) | (positions >= MAX_POSITION)
         bad |= (counts < 1) | (counts >= MAX_POSITION)
         raise wrong(
-            "runs",
+            "spans",
             table[bad][0].tolist(),
             f"(handle, position in [0, {MAX_POSITION}), count >= 1)",
         )
     total = len(counts) if most == 1 else int(np.add.reduce(counts))
     if num_rows is not None and total != num_rows:
-        raise wrong("runs", f"{total} rows", f"{num_rows}, as many as in rows")
+        raise wrong("spans", f"{total} rows", f"{num_rows}, as many as in rows")
     return columns
 
 

@@ -84,7 +84,7 @@ class Handles:
         ended: npt.NDArray[np.bool_] = now != handles
         for handle in handles[ended].tolist():
             if not self.is_late(handle):
-                raise wrong("runs", handle, "handles that begin() returned")
+                raise wrong("spans", handle, "handles that begin() returned")
         return ended
 
     def free(self, handle: int) -> None:

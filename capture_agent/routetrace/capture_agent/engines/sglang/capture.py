@@ -146,7 +146,7 @@ class Capture:
         if not self._checked:
             self._check(rows)
         if loaded:
-            agent.external(np.unique(indexes.pop() // self._config.block_size).tolist())
+            agent.mark_external(np.unique(indexes.pop() // self._config.block_size).tolist())
         if plan.version is not None:
             agent.set_weight_version(plan.version)
         prefixes = indexes[0] if indexes else np.empty(0, np.int64)

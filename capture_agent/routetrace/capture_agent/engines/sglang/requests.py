@@ -241,9 +241,9 @@ class Deliveries:
             going_on[[start.run for start in plan.starts]] = False
             new &= going_on if n == len(counts) else np.repeat(going_on, counts)
         if new.any():
-            agent.add_blocks_of(owners[new], slots[new] // size)
+            agent.add_blocks(owners[new], slots[new] // size)
         if not every:
-            agent.external(np.unique(slots[~captured] // size).tolist())
+            agent.mark_external(np.unique(slots[~captured] // size).tolist())
             rows, runs = rows[captured], runs[handles != NO_HANDLE]
         if len(runs) and plan.version is None:
             agent.skip(runs)

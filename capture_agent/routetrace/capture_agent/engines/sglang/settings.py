@@ -4,7 +4,7 @@ Capture is off unless the environment of the server has
 
     ROUTETRACE_TARGET    host:port of routetrace-server
     ROUTETRACE_SGLANG    optional: an object of `AgentConfig` fields in JSON, such as
-                         {"engine_id": "rollout-0", "linger_s": 0.2}; "off" turns capture off;
+                         {"engine_id": "rollout-0", "linger_seconds": 0.2}; "off" turns capture off;
                          "probe": false starts without a pass over dummy tokens
 """
 

@@ -149,7 +149,7 @@ class Requests:
             ids = list(compress(ids, (h != NO_HANDLE for h in handles)))
             handles = [h for h in handles if h != NO_HANDLE]
         if handles:
-            agent.add_blocks_of(handles, ids)
+            agent.add_blocks(handles, ids)
 
     def _resume(self, event: Resume, agent: CaptureAgent) -> None:
         computed, external = event.num_computed_tokens, event.num_external_tokens
@@ -172,4 +172,4 @@ def _forget(agent: CaptureAgent, blocks: bytes, num_computed_tokens: int = 0) ->
     """Report blocks as unknown, but for those of the first tokens."""
     size = agent.config.block_size
     if size and (new := unpack_blocks(blocks)[num_computed_tokens // size :]):
-        agent.external(new)
+        agent.mark_external(new)
