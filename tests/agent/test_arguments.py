@@ -21,7 +21,9 @@ from support.agents.checked import LAYOUT, MODES, config_for, make_rows
 @pytest.fixture(scope="module")
 def idle_agent():
     """An agent whose server is not there, with a request under way."""
-    config = AgentConfig("127.0.0.1:1", "e", LAYOUT, background="thread", block_size=4, num_blocks=8)
+    config = AgentConfig(
+        "127.0.0.1:1", "e", LAYOUT, background="thread", block_size=4, num_blocks=8
+    )
     agent = CaptureAgent(config)
     agent.running = agent.begin("running")
     yield agent
@@ -79,18 +81,18 @@ def test_begin_refuses(idle_agent, field, arguments):
         ("rows", lambda a, h: a.step(make_rows(2)[:, :2], [(h, 0, 2)])),
         ("rows", lambda a, h: a.step(make_rows(2)[0], [(h, 0, 3)])),
         ("rows", lambda a, h: a.step(make_rows(2).astype(float), [(h, 0, 2)])),
-        ("runs", lambda a, h: a.step(make_rows(2), [(h, 0, 1)])),
-        ("runs", lambda a, h: a.step(make_rows(2), [(h, 0, 2), (h, 2, 0)])),
-        ("runs", lambda a, h: a.step(make_rows(2), [(h, 0, 3), (h, 2, -1)])),
-        ("runs", lambda a, h: a.step(make_rows(2), [(h, -1, 2)])),
-        ("runs", lambda a, h: a.step(make_rows(2), [(h, 1 << 31, 2)])),
-        ("runs", lambda a, h: a.step(make_rows(2), [(h + 99, 0, 2)])),
-        ("runs", lambda a, h: a.step(make_rows(2), [(0, 0, 2)])),
-        ("runs", lambda a, h: a.step(make_rows(2), [(-1, 0, 2)])),
-        ("runs", lambda a, h: a.step(make_rows(2), [(h, 0, 1 << 62)] * 4 + [(h, 0, 2)])),
-        ("runs", lambda a, h: a.step(make_rows(2), [(h, 0.0, 2)])),
-        ("runs", lambda a, h: a.step(make_rows(2), [h, 0, 2])),
-        ("runs", lambda a, h: a.step(make_rows(2), [])),
+        ("spans", lambda a, h: a.step(make_rows(2), [(h, 0, 1)])),
+        ("spans", lambda a, h: a.step(make_rows(2), [(h, 0, 2), (h, 2, 0)])),
+        ("spans", lambda a, h: a.step(make_rows(2), [(h, 0, 3), (h, 2, -1)])),
+        ("spans", lambda a, h: a.step(make_rows(2), [(h, -1, 2)])),
+        ("spans", lambda a, h: a.step(make_rows(2), [(h, 1 << 31, 2)])),
+        ("spans", lambda a, h: a.step(make_rows(2), [(h + 99, 0, 2)])),
+        ("spans", lambda a, h: a.step(make_rows(2), [(0, 0, 2)])),
+        ("spans", lambda a, h: a.step(make_rows(2), [(-1, 0, 2)])),
+        ("spans", lambda a, h: a.step(make_rows(2), [(h, 0, 1 << 62)] * 4 + [(h, 0, 2)])),
+        ("spans", lambda a, h: a.step(make_rows(2), [(h, 0.0, 2)])),
+        ("spans", lambda a, h: a.step(make_rows(2), [h, 0, 2])),
+        ("spans", lambda a, h: a.step(make_rows(2), [])),
         ("slots", lambda a, h: a.step_slots(make_rows(2), [0])),
         ("slots", lambda a, h: a.step_slots(make_rows(2), [0, 32])),
         ("slots", lambda a, h: a.step_slots(make_rows(2), [0, -1])),
@@ -231,7 +233,7 @@ def test_a_prefill_engine_hands_over(server):
         ("shard", {"shard": "x" * 600}),
         ("boot_id", {"shard": "pp0"}),
         ("boot_id", {"boot_id": "x" * 600}),
-        ("mode", {"mode": "fork"}),
+        ("background", {"background": "fork"}),
         ("num_blocks", {"block_size": 16}),
         ("block_size", {"block_size": (1 << 16) + 1, "num_blocks": 1}),
         ("num_blocks", {"block_size": 1 << 16, "num_blocks": (1 << 9) + 1}),

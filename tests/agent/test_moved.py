@@ -26,7 +26,9 @@ def offer(agent: CaptureAgent, name: str) -> None:
 
 
 def config_for(target: str) -> AgentConfig:
-    return AgentConfig(target, "e0", LAYOUT, background="thread", linger_seconds=0.01, flush_interval_seconds=0.01)
+    return AgentConfig(
+        target, "e0", LAYOUT, background="thread", linger_seconds=0.01, flush_interval_seconds=0.01
+    )
 
 
 @pytest.mark.parametrize("count", [1, HOPS])

@@ -49,7 +49,12 @@ def config_for(target: str, **settings) -> AgentConfig:
         target,
         "e0",
         LAYOUT,
-        **{"background": "thread", "linger_seconds": 0.02, "flush_interval_seconds": 0.01, **settings},
+        **{
+            "background": "thread",
+            "linger_seconds": 0.02,
+            "flush_interval_seconds": 0.01,
+            **settings,
+        },
     )
 
 
@@ -132,7 +137,9 @@ def test_a_server_in_trouble_gets_every_row_once(trouble, spilling, tmp_path):
     server = run_server(port=free_port(), **settings)
     proxy = Proxy(server.target)
     spill = {"spill_dir": str(tmp_path), "spill_bytes": 64 * MIB} if spilling else {}
-    config = config_for(proxy.target, background="process", queue_bytes=(1 if spilling else 64) * MIB)
+    config = config_for(
+        proxy.target, background="process", queue_bytes=(1 if spilling else 64) * MIB
+    )
     config = AgentConfig(**{**vars(config), **spill})
     with CaptureAgent(config) as agent:
         load = Load(agent, 16)
@@ -180,7 +187,11 @@ def test_the_engine_never_waits_however_full_the_agent_is(trouble):
             server.stop()
         server.hold.clear()
         config = config_for(
-            server.target, background="process", queue_bytes=MIB, ring_bytes=MIB, close_timeout_seconds=0.1
+            server.target,
+            background="process",
+            queue_bytes=MIB,
+            ring_bytes=MIB,
+            close_timeout_seconds=0.1,
         )
         with CaptureAgent(config) as agent:
             load = Load(agent, 64)
@@ -493,7 +504,9 @@ def test_close_is_one_budget_and_says_what_was_not_sent(mode, trouble, tmp_path)
             else:
                 server.script = lambda chunk: time.sleep(0.2)
             spill = {"spill_dir": str(tmp_path)} if trouble == "spilled" else {}
-            agent = CaptureAgent(config_for(server.target, background=mode, queue_bytes=2 * MIB, **spill))
+            agent = CaptureAgent(
+                config_for(server.target, background=mode, queue_bytes=2 * MIB, **spill)
+            )
             load = Load(agent, 64)
             load.steps(200)
             started = time.monotonic()
@@ -659,7 +672,9 @@ def test_an_engine_that_exits_while_the_server_hangs_is_done_in_time(real, mode,
 def test_a_process_that_is_killed_leaves_nothing_on_the_disk(tmp_path):
     with IngestServer() as server:
         server.stop()
-        config = config_for(server.target, background="process", queue_bytes=MIB, spill_dir=str(tmp_path))
+        config = config_for(
+            server.target, background="process", queue_bytes=MIB, spill_dir=str(tmp_path)
+        )
         with CaptureAgent(config) as agent:
             load = Load(agent, 64)
             load.steps(600)

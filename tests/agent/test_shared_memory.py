@@ -37,7 +37,8 @@ if memory == "file":
 from routetrace.capture_agent import AgentConfig, CaptureAgent
 from routetrace.common.layout import ModelLayout
 layout = ModelLayout((1, 2, 4), 6, 300, 3)
-agent = CaptureAgent(AgentConfig(target, "e0", layout, linger_seconds=0.01, flush_interval_seconds=0.005))
+delays = {"linger_seconds": 0.01, "flush_interval_seconds": 0.005}
+agent = CaptureAgent(AgentConfig(target, "e0", layout, **delays))
 handle = agent.begin("a")
 ended = []
 signal.signal(signal.SIGTERM, lambda *_: ended.append(True))

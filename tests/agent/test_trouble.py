@@ -58,7 +58,9 @@ def test_a_stream_that_breaks_again_and_again_loses_and_repeats_nothing(server):
         return pb.ErrorDetail(retry_after_ms=5) if len(seen) % 5 == 0 else None
 
     server.script = script
-    config = config_for(server, block_size=4, num_blocks=24, flush_interval_seconds=0.001, linger_seconds=0)
+    config = config_for(
+        server, block_size=4, num_blocks=24, flush_interval_seconds=0.001, linger_seconds=0
+    )
     with CaptureAgent(config) as agent:
         sim = simulate(agent, 1, lambda sim: agent.flush(0.02) and False)
         assert agent.flush(20)

@@ -157,7 +157,9 @@ def test_an_awaited_end_sends_chunks_early_and_awaited_rows_send_both():
 
 
 def test_a_server_that_tells_of_no_reader_is_sent_rows_early():
-    background = Background(linger_seconds=20, flush_interval_seconds=10)  # its Welcome has no demand
+    background = Background(
+        linger_seconds=20, flush_interval_seconds=10
+    )  # its Welcome has no demand
     background.at(0.0)
     background.row(background.begin(), 0)
     background.at(0.1)
@@ -183,7 +185,9 @@ def test_what_is_left_is_sent_when_the_last_request_has_ended():
 
 
 def test_rows_with_slots_alone_wait_for_a_second():
-    background = Background(linger_seconds=20, flush_interval_seconds=0.1, block_size=4, num_blocks=4)
+    background = Background(
+        linger_seconds=20, flush_interval_seconds=0.1, block_size=4, num_blocks=4
+    )
     background.pace(pb.AWAITED_NOTHING)
     background.at(0.0)
     rows = np.array([[[1, 2], [3, 4]]], np.uint8)

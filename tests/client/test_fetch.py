@@ -287,7 +287,9 @@ def test_only_the_ranks_layers_and_tokens_cross_the_wire(tmp_path):
     layout = ModelLayout(tuple(range(3, 61)), 61, 256, 8)
     ids = rows_of(layout, 4096, 1)
     with run_server() as server, RouteClient(server.target) as client:
-        config = AgentConfig(target=server.target, engine_id="e", layout=layout, background="thread")
+        config = AgentConfig(
+            target=server.target, engine_id="e", layout=layout, background="thread"
+        )
         with CaptureAgent(config) as agent:
             handle = agent.begin("r", prompt_len=100)
             for at in range(0, len(ids), 256):

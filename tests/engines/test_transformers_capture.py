@@ -204,7 +204,9 @@ def test_a_session_under_one_id_is_one_trace_that_grows() -> None:
     input_ids, mask = padded(PROMPTS)
     cache = None
     with run_server() as server:
-        config = AgentConfig(target=server.target, engine_id="e", layout=layout, background="thread")
+        config = AgentConfig(
+            target=server.target, engine_id="e", layout=layout, background="thread"
+        )
         with CaptureAgent(config) as agent:
             capture = TransformersCapture(model, agent, layout=layout)
             for turn in range(3):

@@ -127,8 +127,8 @@ class Engine:
         inputs = Inputs(kv_cache_dtype=kv_cache_dtype)
         self.schedule = Schedule("r", engine_id, 0, drafts=drafts, inputs=inputs)
         config = AgentConfig(
-            target, engine_id, LAYOUT, run="r", background="thread", block_size=BLOCK, num_blocks=64,
-            linger_seconds=0.01, flush_interval_seconds=0.01,
+            target, engine_id, LAYOUT, run="r", background="thread", block_size=BLOCK,
+            num_blocks=64, linger_seconds=0.01, flush_interval_seconds=0.01,
         )  # fmt: skip
         self.capturer = RoutingCapturer(LAYOUT, 64, "cpu")
         late = self.schedule.take_finished if linked else None

@@ -242,7 +242,8 @@ class _Campaign:
         rows = rows_of(LAYOUT, 8, 7)
         config = AgentConfig(
             target=access.target, run=VICTIM, engine_id=engine_id, layout=LAYOUT,
-            security=access.security, background="thread", linger_seconds=0.02, flush_interval_seconds=0.01,
+            security=access.security, background="thread", linger_seconds=0.02,
+            flush_interval_seconds=0.01,
         )  # fmt: skip
         begun = time.monotonic()
         with CaptureAgent(config) as agent:

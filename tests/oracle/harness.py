@@ -687,7 +687,7 @@ class SocketWorld(BaseWorld):
     def settings(self) -> dict[str, Any]:
         rng = self.rng
         return {
-            "mode": rng.choice(("process", "thread", "thread")),
+            "background": rng.choice(("process", "thread", "thread")),
             "linger_seconds": rng.choice((0.0, 0.02, 0.3)),
             "flush_interval_seconds": rng.choice((0.001, 0.02, 0.1)),
         }

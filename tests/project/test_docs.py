@@ -91,7 +91,9 @@ def frameworks() -> Iterator[dict[str, Any]]:
     replays = [FrameworkReplay(), FrameworkReplay()]
     lazy: list[Any] = []
     with run_server() as server, RouteClient(server.target) as client:
-        config = AgentConfig(target=server.target, engine_id="e", layout=layout, background="thread")
+        config = AgentConfig(
+            target=server.target, engine_id="e", layout=layout, background="thread"
+        )
         with CaptureAgent(config) as agent:
             for name, tokens in (("g0-s0", 9), ("g0-s1", 7)):
                 handle = agent.begin(name, prompt_len=3)

@@ -186,8 +186,13 @@ def test_a_follower_sees_the_rows_of_a_running_request(server):
 @pytest.mark.parametrize("mode", ["thread", "process"])
 def test_a_killed_server_comes_back_and_nothing_is_lost(tmp_path, mode):
     port = free_ports(1)
-    config: dict = {"run": "crash", "engine_id": "e0", "layout": LAYOUT, "mode": mode}
-    config |= {"block_size": 4, "num_blocks": 16, "linger_seconds": 0.05, "flush_interval_seconds": 0.01}
+    config: dict = {"run": "crash", "engine_id": "e0", "layout": LAYOUT, "background": mode}
+    config |= {
+        "block_size": 4,
+        "num_blocks": 16,
+        "linger_seconds": 0.05,
+        "flush_interval_seconds": 0.01,
+    }
     with run_server(data_dir=tmp_path, port=port) as first:
         target = first.target
         with CaptureAgent(AgentConfig(target=target, **config)) as agent:

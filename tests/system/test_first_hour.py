@@ -508,7 +508,7 @@ MISTAKES: list[tuple[str, str, Callable[[Things], object]]] = [
     ("engine_id", "engine_id is ''; expected 1 to 512", lambda t: agent(engine_id="")),
     ("run", "7 (int); expected str", lambda t: agent(run=7)),
     ("boot_id", "the same id at all shards", lambda t: agent(shard="pp0")),
-    ("mode", "'process' or 'thread'", lambda t: agent(mode="fork")),
+    ("background", "'process' or 'thread'", lambda t: agent(background="fork")),
     (
         "queue_bytes",
         "queue_bytes is '1GiB' (str); expected int",
@@ -553,10 +553,10 @@ MISTAKES: list[tuple[str, str, Callable[[Things], object]]] = [
     ("rows", "(n, 3, 3)", lambda t: t.agent.step(np.zeros((3, 2, 3), int), [(t.handle, 0, 3)])),
     ("rows", "integer dtype", lambda t: t.agent.step(np.zeros((3, 3, 3)), [(t.handle, 0, 3)])),
     ("rows", "(n, 3, 3)", lambda t: t.agent.step(None, [(t.handle, 0, 3)])),
-    ("runs", "handles that begin() returned", lambda t: t.agent.step(ROWS, [(77, 0, 3)])),
-    ("runs", "as many as in rows", lambda t: t.agent.step(ROWS, [(t.handle, 0, 2)])),
-    ("runs", "of shape (m, 3)", lambda t: t.agent.step(ROWS, [(t.handle,), (0, 3)])),
-    ("runs", "of shape (m, 3)", lambda t: t.agent.step(ROWS, None)),
+    ("spans", "handles that begin() returned", lambda t: t.agent.step(ROWS, [(77, 0, 3)])),
+    ("spans", "as many as in rows", lambda t: t.agent.step(ROWS, [(t.handle, 0, 2)])),
+    ("spans", "of shape (m, 3)", lambda t: t.agent.step(ROWS, [(t.handle,), (0, 3)])),
+    ("spans", "of shape (m, 3)", lambda t: t.agent.step(ROWS, None)),
     ("handle", "a running request", lambda t: t.agent.finish(99, 3)),
     (
         "reason",

@@ -45,7 +45,12 @@ def begun(server, run, name: str) -> tuple[CaptureAgent, int]:
     """An agent with a running request of that name, of which three rows came, and another one."""
     agent = CaptureAgent(
         AgentConfig(
-            target=server.target, run=run, engine_id=name, layout=LAYOUT, background="thread", **HOLD
+            target=server.target,
+            run=run,
+            engine_id=name,
+            layout=LAYOUT,
+            background="thread",
+            **HOLD,
         )
     )
     handle, other = agent.begin(name, prompt_len=3), agent.begin(f"{name}-other", prompt_len=3)

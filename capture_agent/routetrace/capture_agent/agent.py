@@ -36,8 +36,8 @@ from routetrace.capture_agent.step_path.checks import (
     number,
     pairs_of,
     rows_of,
-    spans_of,
     slots_of,
+    spans_of,
     tokens_of,
     version_of,
     wrong,
@@ -223,7 +223,7 @@ class CaptureAgent:
         with self._lock:
             if not self._active():
                 return
-            if np.ndim(handles) == 0:  # type: ignore[arg-type]
+            if isinstance(handles, (int, np.integer, str)):
                 handle = self._handles.check(handles)  # type: ignore[arg-type]
                 blocks = np.frombuffer(blocks_of(block_ids, self.config), np.uint32)
                 self._give(np.full(len(blocks), handle), blocks.astype(np.int64))
@@ -550,7 +550,9 @@ class CaptureAgent:
         Returns:
             Final counters of the rows; a second call returns the same report.
         """
-        deadline = time.monotonic() + (self.config.close_timeout_seconds if timeout is None else timeout)
+        deadline = time.monotonic() + (
+            self.config.close_timeout_seconds if timeout is None else timeout
+        )
         if self._inert:
             return CloseReport()
         if not self._finish(deadline):

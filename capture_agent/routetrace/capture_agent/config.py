@@ -49,8 +49,9 @@ class AgentConfig:
     num_blocks: int = 0
     """Blocks in the pool; required with block_size. block_size * num_blocks is at most 2**25."""
     background: Background = "process"
-    """Place of framing and sending. "process" keeps it off the engine's interpreter lock; with "thread"
-    an os.fork() waits some ms until the connection is closed, since it would not survive."""
+    """Place of framing and sending. "process" keeps it off the engine's interpreter lock; with
+    "thread" an os.fork() waits some ms until the connection is closed, since it would not
+    survive."""
     attributes: Mapping[str, str] = field(default_factory=dict)
     """Free text for the server's logs: model name, host, software versions."""
     frame_rows: int = 256
@@ -61,8 +62,8 @@ class AgentConfig:
     else zstd."""
     linger_seconds: float = 30.0
     """Longest time that rows of a running request wait for their frame to fill; includes the wait
-    for their chunk if it exceeds flush_interval_seconds. At most 1 s while a reader waits for such rows,
-    and for rows that come with slots alone."""
+    for their chunk if it exceeds flush_interval_seconds. At most 1 s while a reader waits for such
+    rows, and for rows that come with slots alone."""
     flush_interval_seconds: float = 1.0
     """Longest time that frames and events wait for their chunk to fill; at most 0.1 s while a
     reader waits for them. A chunk is sent at once when the last running request has ended."""

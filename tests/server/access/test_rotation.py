@@ -97,8 +97,8 @@ class Load:
 
     def _ingest(self) -> Iterator[None]:
         config = AgentConfig(
-            target=self.target, engine_id="agent", layout=LAYOUT, background="thread", linger_seconds=0.01,
-            flush_interval_seconds=0.005, security=self.security,
+            target=self.target, engine_id="agent", layout=LAYOUT, background="thread",
+            linger_seconds=0.01, flush_interval_seconds=0.005, security=self.security,
         )  # fmt: skip
         with CaptureAgent(config) as agent:
             try:

@@ -24,7 +24,8 @@ def server():
 def agent_of(server, run: str, engine_id: str, version: int) -> CaptureAgent:
     agent = CaptureAgent(
         AgentConfig(target=server.target, run=run, engine_id=engine_id, layout=LAYOUT,
-                    block_size=BLOCK, num_blocks=40, background="thread", flush_interval_seconds=0.01)
+                    block_size=BLOCK, num_blocks=40, background="thread",
+                    flush_interval_seconds=0.01)
     )  # fmt: skip
     agent.set_weight_version(version)
     return agent

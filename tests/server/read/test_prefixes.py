@@ -257,7 +257,8 @@ def test_rows_of_a_replica_and_of_a_stage(server):
         agents = [
             CaptureAgent(AgentConfig(target=server.target, run="replica", engine_id="e1",
                                      shard=f"pp{i}", boot_id="b", layout=stage, block_size=BLOCK,
-                                     num_blocks=40, background="thread", flush_interval_seconds=0.01))
+                                     num_blocks=40, background="thread",
+                                     flush_interval_seconds=0.01))
             for i, stage in enumerate(stages)
         ]  # fmt: skip
         rows = rows_of(256, 3)

@@ -17,7 +17,12 @@ FULL = pb.MISSING_REASON_QUEUE_FULL
 
 
 def config_for(server: IngestServer, layout: ModelLayout = LAYOUT, **settings) -> AgentConfig:
-    settings = {"background": "thread", "linger_seconds": 0.02, "flush_interval_seconds": 0.01, **settings}
+    settings = {
+        "background": "thread",
+        "linger_seconds": 0.02,
+        "flush_interval_seconds": 0.01,
+        **settings,
+    }
     return AgentConfig(server.target, "e0", layout, **settings)
 
 

@@ -176,7 +176,7 @@ class Engine:
             "target": target,
             "run": self.run,
             "engine_id": self.engine_id,
-            "mode": rng.choice(("process", "thread")),
+            "background": rng.choice(("process", "thread")),
             "frame_rows": rng.choice((4, 32, 256)),
             "ring_bytes": 16 << 20,
         }

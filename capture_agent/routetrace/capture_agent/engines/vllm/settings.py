@@ -5,7 +5,7 @@
     plugin      additional_config has an object "routetrace", the settings; or the environment has
                 ROUTETRACE_VLLM=1
 
-Settings are fields of `AgentConfig`: target, run, engine_id, mode, linger_seconds, queue_bytes, ...;
+Settings are fields of `AgentConfig`: target, run, engine_id, linger_seconds, queue_bytes, ...;
 `security` is an object of the fields of `Security`.
 """
 
