@@ -227,20 +227,20 @@ class Worker:
     def _ship(self) -> None:
         """Flush rows that lingered, and seal a chunk that was pending, for long enough."""
         now, oldest = self._clock(), self._intake.oldest
-        linger_seconds, flush_s = self._linger_s, self._flush_s
-        early_s = min(flush_s, linger_seconds)
+        linger, flush = self._linger_s, self._flush_s
+        early_s = min(flush, linger)
         if not self._builder:
             self._pending_since = now
-        late = oldest <= now - linger_seconds
+        late = oldest <= now - linger
         if late:  # such rows wait no longer
-            self._pending_since = min(self._pending_since, oldest + linger_seconds - early_s)
+            self._pending_since = min(self._pending_since, oldest + linger - early_s)
         if self._slots_due <= now:
             self._intake.flush_slots()
         # The rest of a batch waits for no more; a chunk that cannot be sent yet may as well grow.
-        waited = now - self._pending_since >= flush_s or self._intake.all_ended
+        waited = now - self._pending_since >= flush or self._intake.all_ended
         due = waited and self.sender.idle
         if late or due:  # rows due a little later would else take another chunk
-            self._intake.tick(now - linger_seconds + early_s)
+            self._intake.tick(now - linger + early_s)
         if due:
             self._builder.seal()
         self._hand_on()
