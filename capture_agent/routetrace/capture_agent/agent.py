@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from routetrace.capture_agent import counters
-from routetrace.capture_agent.config import AgentConfig
+from routetrace.capture_agent.config import AgentConfig, config_of
 from routetrace.capture_agent.counters import AgentStats, CloseReport, Ended, Word
 from routetrace.capture_agent.link import WorkerLink
 from routetrace.capture_agent.pipeline.window import last_bad
@@ -70,7 +70,7 @@ class CaptureAgent:
     last token is never forwarded.
 
     Calls follow the order of the engine's steps: decisions of a step's schedule (begin, blocks,
-    resume, preempt, external) after the rows of the steps before it and before its own rows.
+    resume, preempt, mark_external) after the rows of the steps before it and before its own rows.
     Outcomes of a step (rewind, finish) may follow one step late, since asynchronous engines learn
     them late; rows of a request that has ended or was preempted by then are late, and dropped.
 
@@ -78,25 +78,36 @@ class CaptureAgent:
     step() each passes its own layers and positions; a token and its drafts belong to one rank.
 
     Args:
-        config: server, engine and layout.
+        config: server, engine and layout; None: the AgentConfig of `fields`.
         own_thread: whether calls come from a thread that the engine does not wait for: copies of
             rows then release Python's global lock.
         predecessor: agent of the same engine that this one replaces. It is closed in the
             background, and nothing is sent before: the server keeps to the agent that connected
             last.
+        **fields: fields of `AgentConfig`, in place of `config`.
 
     Raises:
-        InvalidArgument: if a certificate, a key or a token cannot be used.
+        InvalidArgument: naming a field that is wrong; if a certificate, a key or a token cannot be
+            used.
         OSError: if the background cannot be started.
     """
 
     def __init__(
         self,
-        config: AgentConfig,
+        config: AgentConfig | None = None,
         *,
         own_thread: bool = False,
         predecessor: CaptureAgent | None = None,
+        **fields: Any,
     ) -> None:
+        if config is None:
+            config = config_of(fields)
+        elif fields:
+            raise InvalidArgument(
+                field="config",
+                value=f"given beside {', '.join(fields)}",
+                expected="an AgentConfig, or its fields",
+            )
         if not isinstance(config, AgentConfig):
             raise InvalidArgument(
                 field="config",
@@ -145,10 +156,10 @@ class CaptureAgent:
         self,
         request_id: str,
         *,
-        trace_id: str = "",
+        trace_id: str | None = None,
         prompt_len: int | None = None,
         labels: Mapping[str, str] | None = None,
-        ttl_seconds: int = 0,
+        ttl_seconds: int | None = None,
         num_computed_tokens: int = 0,
         num_external_tokens: int = 0,
         block_ids: Iterable[int] = (),
@@ -158,10 +169,10 @@ class CaptureAgent:
 
         Args:
             request_id: name given by the engine; reusable once the request has finished.
-            trace_id: trace that its rows belong to; the request id if empty.
+            trace_id: trace that its rows belong to; the request id if None.
             prompt_len: prompt tokens; None: as many as `prompt_token_ids`, unknown without them.
             labels: group, session, sample and other names that readers look traces up by.
-            ttl_seconds: lease of the trace after its last change; 0: the server's default.
+            ttl_seconds: lease of the trace after its last change; the server's default if None.
             num_computed_tokens: leading tokens whose KV is in the cache, in `block_ids`, at the
                 latest after the step of its first rows. It inherits their rows together with its
                 own first ones.
@@ -182,6 +193,7 @@ class CaptureAgent:
             if not self._active():
                 return 0
             check_id("request_id", request_id)
+            trace_id = "" if trace_id is None else trace_id
             check_id("trace_id", trace_id, required=False)
             if request_id in self._handles:
                 raise wrong("request_id", quoted(request_id), "an id that is not running")
@@ -194,7 +206,7 @@ class CaptureAgent:
                 trace_id=trace_id,
                 prompt_len=prompt_len,
                 labels=labels_of(labels or {}),
-                ttl_seconds=number("ttl_seconds", ttl_seconds, 1 << 32),
+                ttl_seconds=number("ttl_seconds", ttl_seconds or 0, 1 << 32),
             )
             blocks = blocks_of(block_ids, self.config)
             computed = computed_of(num_computed_tokens, blocks, self.config)
@@ -559,6 +571,18 @@ class CaptureAgent:
             self._done.wait(max(0.0, deadline - time.monotonic()))
             return _report(self._final or self.stats())
         return self._end(deadline)
+
+    def __repr__(self) -> str:
+        stats = self.stats()
+        state = "connected" if stats.connected else "not connected"
+        if self._closed or self._inert:
+            state = "closed" if self._closed else "inherited over a fork"
+        dropped = sum(stats.dropped_rows.values())
+        return (
+            f"<CaptureAgent of {self.config.engine_id!r} for {self.config.target} {state}: rows "
+            f"{stats.offered_rows} offered, {stats.acknowledged_rows} acknowledged, {dropped} "
+            "dropped>"
+        )
 
     def __enter__(self) -> CaptureAgent:
         return self

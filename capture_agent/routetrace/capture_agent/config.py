@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from difflib import get_close_matches
 from typing import Any, Literal, NoReturn, get_args
 
 from routetrace.codec import native
@@ -148,6 +149,24 @@ class AgentConfig:
     def num_slots(self) -> int:
         """Slots of the engine; 0 if they are not reported."""
         return self.block_size * self.num_blocks
+
+
+def config_of(given: Mapping[str, Any]) -> AgentConfig:
+    """Return the configuration of fields.
+
+    Raises:
+        InvalidArgument: naming a field that does not exist, is missing or wrong.
+    """
+    known = [item.name for item in fields(AgentConfig)]
+    for name in given:
+        if name not in known:
+            close = get_close_matches(name, known, 1)
+            _refuse(name, "no field of AgentConfig", f"one of {', '.join(known)}",
+                    f"did you mean {close[0]!r}?" if close else "")  # fmt: skip
+    for name, expected in (("engine_id", "a name"), ("layout", "ModelLayout")):
+        if name not in given:
+            _refuse(name, "not set", expected)
+    return AgentConfig(**{"target": "", **given})
 
 
 def _texts(name: str, value: Any) -> dict[str, str]:
