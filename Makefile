@@ -72,6 +72,7 @@ lint: $(VENV)/.dev
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/lint-imports
 	$(PY) scripts/check_modules.py
+	$(PY) scripts/check_names.py
 	$(PY) scripts/make_sync_client.py --check
 	$(VENV)/bin/mypy
 

@@ -16,8 +16,8 @@ import numpy as np
 import torch
 from tiny_moe import PROMPTS, build_model, encode
 
+from routetrace.capture_agent import ModelLayout
 from routetrace.capture_agent.engines.router_taps import RouterTaps
-from routetrace.common.layout import ModelLayout
 from routetrace.experts.forecast import ExpertForecast
 from routetrace.experts.transformers import serve_experts
 

@@ -18,6 +18,7 @@ from routetrace.client import (
     Incomplete,
     InvalidArgument,
     MicroBatch,
+    ModelLayout,
     NotFound,
     Rank,
     ReadOptions,
@@ -25,7 +26,6 @@ from routetrace.client import (
     RouteTraceError,
     Sample,
 )
-from routetrace.common.layout import ModelLayout
 from routetrace.server.testing import run_server
 
 #: Two MoE layers of three, 8 experts, 2 of them per token.

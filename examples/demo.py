@@ -26,8 +26,7 @@ from tiny_moe import PROMPTS, build_model, encode
 
 from routetrace.capture_agent import AgentConfig, CaptureAgent
 from routetrace.capture_agent.transformers import TransformersCapture
-from routetrace.client import FetchPlan, MicroBatch, Rank, RouteClient, Sample
-from routetrace.common.layout import ModelLayout
+from routetrace.client import FetchPlan, MicroBatch, ModelLayout, Rank, RouteClient, Sample
 from routetrace.server.testing import run_server
 from routetrace.trainers.replay import Replay, replay
 

@@ -15,9 +15,8 @@ from pathlib import Path
 import torch
 from tiny_moe import PROMPTS, build_model, encode
 
-from routetrace.capture_agent import AgentConfig, CaptureAgent
+from routetrace.capture_agent import AgentConfig, CaptureAgent, ModelLayout
 from routetrace.capture_agent.transformers import TransformersCapture
-from routetrace.common.layout import ModelLayout
 
 
 def main() -> int:

@@ -16,8 +16,15 @@ from pathlib import Path
 import torch
 from tiny_moe import build_model
 
-from routetrace.client import FetchPlan, MicroBatch, Rank, ReadOptions, RouteClient, Sample
-from routetrace.common.layout import ModelLayout
+from routetrace.client import (
+    FetchPlan,
+    MicroBatch,
+    ModelLayout,
+    Rank,
+    ReadOptions,
+    RouteClient,
+    Sample,
+)
 from routetrace.trainers.replay import replay
 
 

@@ -134,3 +134,24 @@ def test_a_module_of_more_than_400_lines_says_why(copy: Path) -> None:
     for reason, code in (("# Over 400 lines: ", 1), ("# Over 400 lines: one table", 0)):
         path.write_text(f"{reason}\n{longer}", "utf-8")
         assert check_modules(copy)[0] == code
+
+
+def test_an_old_name_is_named(copy: Path) -> None:
+    def check() -> tuple[int, str]:
+        done = subprocess.run(
+            [sys.executable, "scripts/check_names.py"],
+            cwd=copy,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        return done.returncode, done.stdout
+
+    subprocess.run(["git", "init", "-q", "."], cwd=copy, check=True)
+    (copy / "page.md").write_text("a Trace, a RoutingTraceX\n", "utf-8")
+    subprocess.run(["git", "add", "-A"], cwd=copy, check=True)
+    assert check() == (0, "")
+    old = "make_" + "plan"
+    (copy / "page.md").write_text(f"a Trace\nof {old}\n", "utf-8")
+    code, said = check()
+    assert (code, said) == (1, f"page.md:2: an old name, now FetchPlan.make: of {old}\n")

@@ -109,9 +109,9 @@ def test_each_read_is_what_it_is_alone(server, filled, seed):
         names = [n for n in names if n != "running"]
     with RouteClient(server.target, run="filled", timeout=GONE) as client:
         wanted = [said(alone(client, name, **how)) for name in names]
-        for prefetch in (2, 7, 64):
-            got = client.get_many(names, concurrency=prefetch, errors="return", **how)
-            assert [said(outcome) for outcome in got] == wanted, (prefetch, how)
+        for concurrency in (2, 7, 64):
+            got = client.get_many(names, concurrency=concurrency, errors="return", **how)
+            assert [said(outcome) for outcome in got] == wanted, (concurrency, how)
 
     async def with_tasks():
         async with AsyncRouteClient(server.target, run="filled", timeout=GONE) as other:
@@ -195,7 +195,7 @@ def test_a_read_that_waits_delays_no_other(server):
 
 def test_reads_that_waited_in_vain_say_how_far_they_were(server, filled):
     names = ["r0", "running", "r1", "never"]
-    how = {"wait_for": "end", "timeout": 0.5, "missing": "mask", "prefetch": 8}
+    how = {"wait_for": "end", "timeout": 0.5, "missing": "mask", "concurrency": 8}
     with RouteClient(server.target, run="filled", timeout=GONE) as client:
         got = list(client.get_many(names, errors="return", **how))
     assert [type(g) for g in got] == [

@@ -598,7 +598,7 @@ MISTAKES: list[tuple[str, str, Callable[[Things], object]]] = [
         "expected ReadOptions",
         lambda t: t.client.get("kept", options={"missing": "mask"}),
     ),
-    ("plan", "expected Plan", lambda t: t.client.fetch("kept")),
+    ("plan", "expected FetchPlan", lambda t: t.client.fetch("kept")),
     ("trace_id", "3 (int)", lambda t: Sample.of(3, token_ids=[1, 2])),
     ("token_ids", "integers", lambda t: Sample.of("kept", token_ids="ab")),
     ("samples", "an iterable of Sample", lambda t: MicroBatch.packed("kept")),

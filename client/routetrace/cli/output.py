@@ -41,10 +41,11 @@ def describe(error: object) -> str:
 
 def write_json(value: Any) -> None:
     """Print a line of JSON on stdout."""
-    print(json.dumps(value, ensure_ascii=False, default=_as_json))
+    print(json.dumps(value, ensure_ascii=False, default=as_json))
 
 
-def _as_json(value: object) -> str:
+def as_json(value: object) -> str:
+    """Return the JSON of a value that JSON has no type for: a time in ISO 8601."""
     return iso(value) if isinstance(value, datetime) else str(value)
 
 

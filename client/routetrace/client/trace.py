@@ -28,8 +28,6 @@ if TYPE_CHECKING:
 
 _T = TypeVar("_T")
 
-_NO_SEQUENCE = "Trace is not indexable; use topk_ids[i] or tokens(i, i + 1)"
-
 
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)
 class Trace(ReadFacts):
@@ -74,19 +72,16 @@ class Trace(ReadFacts):
 
     def __array__(self, *_: object, **__: object) -> NoReturn:
         # numpy would make an object array of shape () in silence.
+        remedy = "use topk_ids and valid"
         raise InvalidArgument(
-            "an array of a trace would be ids without validity; use topk_ids and valid",
-            field="trace",
-            value="no array",
-            expected="ids with their validity",
-            remedy="use topk_ids and valid",
+            f"an array of a trace would be ids without validity; {remedy}", remedy=remedy
         )
 
     def __getitem__(self, index: object) -> NoReturn:
-        raise TypeError(_NO_SEQUENCE)
+        raise TypeError("Trace is not indexable; use topk_ids[i] or tokens(i, i + 1)")
 
-    def __iter__(self) -> NoReturn:
-        raise TypeError(_NO_SEQUENCE)
+    def __iter__(self) -> Any:
+        return self[0]
 
     @property
     def top_k(self) -> int:

@@ -227,7 +227,7 @@ class TestGet:
         ("bind", ("e", "r", [1], 3), {"token_ids": []}, "token_ids"),
         ("stat", ("",), {}, "trace_id"),
         ("find", (), {"states": ["done"]}, "states"),
-        ("delete", ("",), {}, "trace_id"),
+        ("delete", ("",), {}, "trace_ids"),
         ("retire_through", ("3",), {}, "weight_version"),
         ("renew", (["a", ""],), {}, "trace_ids"),
         # Wrong types.
@@ -266,7 +266,7 @@ class TestGet:
         ("find", (), {"labels": {"a": 1}}, "labels"),
         ("find", (), {"states": "done"}, "states"),
         ("find", (), {"states": 1}, "states"),
-        ("bind", ("e", "r", [1], 3), {"trace_id": None}, "trace_id"),
+        ("bind", ("e", "r", [1], 3), {"trace_id": ""}, "trace_id"),
         ("bind", ("e", "r", [1], 3), {"labels": {1: "b"}}, "labels"),
         ("bind", ("e", "r", [1], 3), {"token_ids": [[1], [2, 3]]}, "token_ids"),
         ("renew", ("abc",), {}, "trace_ids"),

@@ -10,9 +10,11 @@ from routetrace.client.alignment import compare_tokens
 from routetrace.codec.records import token_digests
 from routetrace.common.errors import (
     Incomplete,
+    InvalidArgument,
+    NotFound,
 )
 from routetrace.v1 import routetrace_pb2 as pb
-from support.servers.client_server import LAYOUT, truth
+from support.servers.client_server import LAYOUT, fail, truth
 from support.servers.scripted import RUNNING, assert_rows
 
 
@@ -162,7 +164,7 @@ def test_forgetting(client, server):
     server.script["DeleteTrace"] = lambda r, c: pb.DeleteTraceResponse()
     server.script["RetireTraces"] = lambda r, c: pb.RetireTracesResponse(num_retired=4)
     server.script["RenewLease"] = lambda r, c: pb.RenewLeaseResponse(num_renewed=2)
-    assert client.delete("req") is None
+    assert client.delete("req") == 1
     assert client.retire_through(-3) == 4
     assert client.renew(["a", "b"], 60) == 2
     assert [r for _, r in server.requests] == [
@@ -170,3 +172,22 @@ def test_forgetting(client, server):
         pb.RetireTracesRequest(run="default", through_weight_version=-3),
         pb.RenewLeaseRequest(run="default", trace_ids=["a", "b"], ttl_seconds=60),
     ]
+
+
+def test_many_are_deleted_in_their_order(client, server):
+    def handler(request, context):
+        if request.trace_id == "gone":
+            fail(context, NotFound("no such trace"))
+        return pb.DeleteTraceResponse()
+
+    server.script["DeleteTrace"] = handler
+    assert client.delete("a", "gone", "b", missing_ok=True) == 2
+    with pytest.raises(NotFound):
+        client.delete("c", "gone", "d")
+    assert [r.trace_id for _, r in server.requests] == ["a", "gone", "b", "c", "gone"]
+    for wrong in ((), ("a", ""), (["a", "b"],)):
+        with pytest.raises(InvalidArgument, match="trace_ids"):
+            client.delete(*wrong)
+    with pytest.raises(InvalidArgument, match=r"missing_ok is 1 \(int\); expected bool"):
+        client.delete("a", missing_ok=1)
+    assert server.counts["DeleteTrace"] == 5

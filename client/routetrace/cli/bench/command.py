@@ -16,7 +16,7 @@ from routetrace.cli.arguments import Command, Group, Version
 from routetrace.cli.bench.capacity import Job, need_rows
 from routetrace.cli.bench.report import Progress, report_json, report_rows
 from routetrace.cli.connection import Connection, connected
-from routetrace.cli.output import note, write_table
+from routetrace.cli.output import as_json, note, write_table
 from routetrace.simulation.models import MODELS, Model, custom_model
 from routetrace.simulation.plan import MIXES, Lengths, Load, Mix
 from routetrace.simulation.run import Run
@@ -201,7 +201,7 @@ def load_command(
         tally = Run(plan, client, progress.show)()
     write_table(("", ""), report_rows(plan, tally))
     if json_file is not None:
-        json_file.write_text(json.dumps(report_json(plan, tally), indent=1) + "\n")
+        json_file.write_text(json.dumps(report_json(plan, tally), indent=1, default=as_json) + "\n")
     problems = list(failures(tally))
     for problem in problems:
         note(f"routetrace: {problem}")

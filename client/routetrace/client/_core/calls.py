@@ -211,11 +211,11 @@ def bind(
     *,
     num_computed_tokens: int | None,
     token_ids: npt.ArrayLike | None,
-    step: int,
-    trace_id: str,
-    prompt_len: int,
+    step: int | None,
+    trace_id: str | None,
+    prompt_len: int | None,
     labels: Mapping[str, str] | None,
-    ttl_seconds: int,
+    ttl_seconds: int | None,
     timeout: float | None,
 ) -> Plan[TraceStat]:
     """See RouteClient.bind."""
@@ -234,12 +234,12 @@ def bind(
         num_tokens=num_tokens,
         num_computed_tokens=num_computed_tokens,
         token_digests=digests,
-        step=check.whole("step", step, 0, MAX_STEP),
+        step=0 if step is None else check.whole("step", step, 0, MAX_STEP),
         begin=pb.RequestBegin(
-            trace_id=check.identifier("trace_id", trace_id, required=False),
-            prompt_len=check.whole("prompt_len", prompt_len),
+            trace_id="" if trace_id is None else check.identifier("trace_id", trace_id),
+            prompt_len=0 if prompt_len is None else check.whole("prompt_len", prompt_len),
             labels=named,
-            ttl_seconds=check.whole("ttl_seconds", ttl_seconds),
+            ttl_seconds=_lease(ttl_seconds),
         ),
     )
     # Bound once more, blocks that were given away meanwhile would count as missing.
@@ -298,13 +298,13 @@ def retire_through(config: Config, weight_version: int, *, timeout: float | None
 
 
 def renew(
-    config: Config, trace_ids: Iterable[str], ttl_seconds: int, *, timeout: float | None
+    config: Config, trace_ids: Iterable[str], ttl_seconds: int | None, *, timeout: float | None
 ) -> Plan[int]:
     """See RouteClient.renew."""
     request = pb.RenewLeaseRequest(
         run=config.run,
         trace_ids=check.identifiers("trace_ids", trace_ids),
-        ttl_seconds=check.whole("ttl_seconds", ttl_seconds),
+        ttl_seconds=_lease(ttl_seconds),
     )
     return unary("RenewLease", request, config.limit(timeout), lambda r: int(r.num_renewed))
 
@@ -358,6 +358,11 @@ def _get_request(config: Config, want: Want, options: ReadOptions) -> pb.GetTrac
         weight_version=want.weight_version,
         omit_token_digests=not want.token_digests,
     )
+
+
+def _lease(seconds: int | None) -> int:
+    # The wire says "the server's default" with 0.
+    return 0 if seconds is None else check.whole("ttl_seconds", seconds)
 
 
 def _incarnation(incarnation: int | None) -> int:

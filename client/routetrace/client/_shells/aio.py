@@ -475,11 +475,11 @@ class AsyncRouteClient:
         *,
         num_computed_tokens: int | None = None,
         token_ids: npt.ArrayLike | None = None,
-        step: int = 0,
-        trace_id: str = "",
-        prompt_len: int = 0,
+        step: int | None = None,
+        trace_id: str | None = None,
+        prompt_len: int | None = None,
         labels: Mapping[str, str] | None = None,
-        ttl_seconds: int = 0,
+        ttl_seconds: int | None = None,
         timeout: float | None = None,
     ) -> TraceStat:
         """Make a trace of the rows of KV blocks, for an agent that knows only slots.
@@ -498,11 +498,11 @@ class AsyncRouteClient:
             token_ids: [num_tokens] integers, prompt and output. Their digests prove what requests
                 with the same trace id have in common; without them nothing is joined.
             step: last engine step that the request took part in; rows written later count as
-                missing, and the server waits for it. 0: take what is there.
-            trace_id: the trace's id; the request's if "".
-            prompt_len: prompt tokens; 0 if unknown.
+                missing, and the server waits for it. None: take what is there.
+            trace_id: the trace's id; the request's if None.
+            prompt_len: prompt tokens; None if unknown.
             labels: labels for `find`.
-            ttl_seconds: seconds that it lives after its last change; 0: the server's default.
+            ttl_seconds: seconds that it lives after its last change; the server's default if None.
             timeout: seconds; the client's timeout if None.
 
         Raises:
@@ -583,13 +583,17 @@ class AsyncRouteClient:
         )
 
     async def renew(
-        self, trace_ids: Iterable[str], ttl_seconds: int = 0, *, timeout: float | None = None
+        self,
+        trace_ids: Iterable[str],
+        ttl_seconds: int | None = None,
+        *,
+        timeout: float | None = None,
     ) -> int:
         """Give traces another time to live.
 
         Args:
             trace_ids: ids of the traces.
-            ttl_seconds: seconds from now; 0: the server's default.
+            ttl_seconds: seconds from now; the server's default if None.
             timeout: seconds; the client's timeout if None.
 
         Returns:
