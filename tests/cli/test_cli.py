@@ -566,7 +566,7 @@ def test_doctor_says_what_a_token_lacks(tmp_path, cli):
     (tmp_path / "tokens.toml").write_text(
         f'[[token]]\nname = "t"\nsha256 = "{digest}"\nscopes = ["read"]\nruns = ["cli"]\n'
     )
-    with run_server(tokens=tmp_path / "tokens.toml") as guarded:
+    with run_server(tokens_file=tmp_path / "tokens.toml") as guarded:
         words = ("doctor", "--target", guarded.target)
         said = cli(*words, code=1).stdout
         assert re.search(r"^problem +token: .*--token-file", said, re.M)
@@ -660,7 +660,7 @@ def test_quotas_are_limits_of_their_run_and_token(tmp_path):
         f'[[token]]\nname = "t"\nsha256 = "{digest}"\nscopes = ["read"]\nruns = ["*"]\n'
     )
     settings = {"run_quotas": json.dumps({"small": 1 << 20}), "token_quota": 1 << 22}
-    with run_server(tokens=tmp_path / "tokens.toml", **settings) as guarded:
+    with run_server(tokens_file=tmp_path / "tokens.toml", **settings) as guarded:
         for run, expected in (
             ("small", {"run_quota": 1 << 20, "token_quota": 1 << 22}),
             ("large", {"token_quota": 1 << 22}),

@@ -294,7 +294,7 @@ def test_tls_and_tokens_as_composed(tmp_path, monkeypatch, server_environment):
     enter("server")
     config = load_config(flags)
     assert not config.insecure
-    settings = config.model_dump(include={"tls_cert", "tls_key", "tokens"})
+    settings = config.model_dump(include={"tls_cert", "tls_key", "tokens_file"})
     with run_server(data_dir=tmp_path / "data", **settings) as server:
         check = [PROGRAM, *health_command()[1:-1], server.target]
         assert subprocess.run(check, capture_output=True, timeout=30, check=False).returncode == 0

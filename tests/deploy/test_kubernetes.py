@@ -77,7 +77,7 @@ def config_of(manifest: Manifest, tmp_path: Path) -> Any:
 def test_the_server_takes_its_flags(manifest, tmp_path):
     config = config_of(manifest, tmp_path)
     assert not config.insecure
-    assert (config.tls_cert, config.tls_key, config.tokens) != (None, None, None)
+    assert (config.tls_cert, config.tls_key, config.tokens_file) != (None, None, None)
     ports = {port["name"]: port["containerPort"] for port in manifest.container["ports"]}
     assert ports == {
         "grpc": config.host_port[1],

@@ -99,7 +99,9 @@ class Place:
         self._certificate, self._key = cert, key
         self._proxied, self._proxy_port = proxied, 0
         self._proxy: subprocess.Popen[bytes] | None = None
-        self.server = Server(folder / "data", tls_cert=cert, tls_key=key, tokens=tokens, **settings)
+        self.server = Server(
+            folder / "data", tls_cert=cert, tls_key=key, tokens_file=tokens, **settings
+        )
 
     def access(self, tenant: str) -> Access:
         """Access of a tenant, of a caller without a token if it is empty."""

@@ -84,7 +84,7 @@ def first_message(call: object) -> object:
 @pytest.mark.slow
 def test_reads_that_take_nothing_leave_a_neighbour_its_reads_and_end() -> None:
     with run_server(
-        max_sending_reads=8, stalled_read_seconds=4, metrics_listen="127.0.0.1:0"
+        max_streaming_reads=8, stalled_read_seconds=4, metrics_listen="127.0.0.1:0"
     ) as server:
         feed(server, "attacker", ["large"], 8192)
         feed(server, "victim", ["t"], 64)
@@ -141,7 +141,7 @@ def test_a_waiting_read_ends_when_its_token_is_revoked(tmp_path: Path) -> None:
     path = tmp_path / "tokens"
     all_scopes = ["ingest", "read", "admin"]
     path.write_text(token("rt_a", "a", ["*"], all_scopes) + token("rt_b", "b", ["*"], all_scopes))
-    with run_server(tokens=path) as server:
+    with run_server(tokens_file=path) as server:
         security = Security(token="rt_a")
         with RouteClient(server.target, security=security, timeout=60) as client:
             failed: list[BaseException] = []
@@ -167,7 +167,7 @@ def test_only_an_admin_ends_a_lease_earlier(tmp_path: Path) -> None:
         token("rt_reader", "reader", ["default"], ["read", "ingest"])
         + token("rt_admin", "admin", ["default"], ["read", "admin"])
     )
-    with run_server(tokens=path, default_ttl_seconds=1000) as server:
+    with run_server(tokens_file=path, default_ttl_seconds=1000) as server:
         feed(server, "default", ["t"], 4, security=Security(token="rt_reader"))
         with RouteClient(server.target, security=Security(token="rt_reader")) as reader:
             with pytest.raises(PermissionDenied, match="admin"):
@@ -181,7 +181,7 @@ def test_only_an_admin_ends_a_lease_earlier(tmp_path: Path) -> None:
 def test_a_token_feeds_its_engines_alone(tmp_path: Path) -> None:
     path = tmp_path / "tokens"
     path.write_text(token("rt_7", "node7", ["default"], ["ingest"], engines=["node7-*"]))
-    with run_server(tokens=path) as server:
+    with run_server(tokens_file=path) as server:
         security = Security(token="rt_7")
         Feeder(server.target, LAYOUT, engine_id="node7-0", security=security).close()
         with pytest.raises(grpc.RpcError, match="node7 does not cover engine 'node8-0'"):

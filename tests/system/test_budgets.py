@@ -104,7 +104,7 @@ def attacker_of(server: ServerProcess, engine_id: str, **more: object) -> Feeder
 
 
 def test_binds_are_bounded_and_their_waits_end(tokens: Path) -> None:
-    with run_server(tokens=tokens, max_ingest_bytes=1 << 16) as server:
+    with run_server(tokens_file=tokens, max_ingest_bytes=1 << 16) as server:
         victim = Victim(server)
         victim.works()
         feeder = attacker_of(server, "e", block_size=4, num_blocks=64)
@@ -162,7 +162,7 @@ def test_binds_are_bounded_and_their_waits_end(tokens: Path) -> None:
 
 
 def test_a_waiting_bind_ends_when_its_token_is_revoked(tokens: Path) -> None:
-    with run_server(tokens=tokens) as server:
+    with run_server(tokens_file=tokens) as server:
         attacker_of(server, "e", block_size=4, num_blocks=64)
         ingest, _ = stub_of(server)
         for engine_id, step in (("e", 9), ("none", 0)):
@@ -180,7 +180,7 @@ def test_a_waiting_bind_ends_when_its_token_is_revoked(tokens: Path) -> None:
 
 
 def test_reads_of_blocks_are_bounded_and_exact(tokens: Path) -> None:
-    with run_server(tokens=tokens, max_ingest_bytes=1 << 20) as server:
+    with run_server(tokens_file=tokens, max_ingest_bytes=1 << 20) as server:
         victim = Victim(server)
         feeder = attacker_of(server, "e", block_size=4, num_blocks=1 << 16)
         handle = feeder.begin("x", prompt_len=8, block_ids=[3, 5])
@@ -205,7 +205,7 @@ def test_reads_of_blocks_are_bounded_and_exact(tokens: Path) -> None:
 
 def test_writers_and_slots_have_shares(tokens: Path) -> None:
     settings = {"max_writers": 8, "max_slots": 4000, "metrics_listen": "127.0.0.1:0"}
-    with run_server(tokens=tokens, **settings) as server:
+    with run_server(tokens_file=tokens, **settings) as server:
         for i in range(5):
             attacker_of(server, f"e{i}", block_size=10, num_blocks=40).close()
         with pytest.raises(
@@ -265,7 +265,7 @@ def test_a_token_has_one_share_of_the_store_for_all_its_runs(tokens: Path) -> No
     rows = np.argsort(rng.random((256, 48, 128), np.float32), axis=2)[..., :8].astype(np.uint8)
     settings = {"store": "memory", "store_capacity": 4 << 20, "sweep_interval_seconds": 0.05}
     with (
-        run_server(tokens=tokens, **settings) as server,
+        run_server(tokens_file=tokens, **settings) as server,
         RouteClient(server.target, run="victim", security=VICTIM, timeout=60) as client,
     ):
         feeder = Feeder(server.target, layout, run="victim", security=VICTIM)
@@ -297,7 +297,7 @@ def test_a_token_has_one_share_of_the_store_for_all_its_runs(tokens: Path) -> No
 
 def test_many_begins_in_a_chunk_are_applied_in_turns_beside_a_neighbour(tokens: Path) -> None:
     count = 30_000
-    with run_server(tokens=tokens) as server:
+    with run_server(tokens_file=tokens) as server:
         victim = Victim(server)
         victim.works()
         hello = pb.Hello(run="attack-1", engine_id="e", layout=LAYOUT.to_proto())
@@ -324,7 +324,7 @@ def test_many_begins_in_a_chunk_are_applied_in_turns_beside_a_neighbour(tokens: 
 
 
 def test_streams_of_agents_have_shares(tokens: Path) -> None:
-    with run_server(tokens=tokens, max_agents=8) as server:
+    with run_server(tokens_file=tokens, max_agents=8) as server:
         held = [attacker_of(server, f"e{i}") for i in range(5)]
         with pytest.raises(
             grpc.RpcError, match="max_agents = 8 is reached: token attacker holds 5"

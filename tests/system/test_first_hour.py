@@ -105,7 +105,7 @@ def secured(
     entry = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     (folder / "tokens.toml").write_text(entry)
     files = {"tls_cert": folder / "cert", "tls_key": folder / "key"}
-    with run_server(tokens=folder / "tokens.toml", **files) as process:
+    with run_server(tokens_file=folder / "tokens.toml", **files) as process:
         process.folder = folder  # type: ignore[attr-defined]
         yield process
 
@@ -686,11 +686,11 @@ COMMANDS: list[tuple[int, str, tuple[str, ...]]] = [
     (2, "No such option", ("routetrace", "list", "--server", "x")),
     (2, "ca_file", ("routetrace", "list", "--ca-file", "/none")),
     (2, "listen is 'nonsense'", ("routetrace-server", "--listen", "nonsense")),
-    (2, "expected tls_cert and tokens", ("routetrace-server", "--listen", "0.0.0.0:0")),
+    (2, "expected tls_cert and tokens_file", ("routetrace-server", "--listen", "0.0.0.0:0")),
     (2, "tls_cert and tls_key", ("routetrace-server", "--tls-cert", "/none")),
     (2, "store_capacity", ("routetrace-server", "--store-capacity", "lots")),
     (2, "config file", ("routetrace-server", "--config", "/none.toml")),
-    (2, "tokens", ("routetrace-server", "--tokens", "/none.toml", "--store", "memory")),
+    (2, "tokens", ("routetrace-server", "--tokens-file", "/none.toml", "--store", "memory")),
     (1, "choose a writable data_dir", ("routetrace-server", "--data-dir", "/proc/none")),
     (1, "cannot listen on {target}", ("routetrace-server", "--store=memory", "--listen={target}")),
     (2, "--prot", ("routetrace-server", "--prot", "7411")),

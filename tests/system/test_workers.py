@@ -341,7 +341,7 @@ def test_tls_and_tokens_hold_at_every_worker(tmp_path):
         "tls_cert": tmp_path / "server.pem",
         "tls_key": tmp_path / "server.pem",
         "tls_client_ca": tmp_path / "ca.pem",
-        "tokens": tmp_path / "tokens.toml",
+        "tokens_file": tmp_path / "tokens.toml",
     }
     security = Security(
         ca_file=str(tmp_path / "ca.pem"),

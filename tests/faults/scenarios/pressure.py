@@ -28,9 +28,7 @@ def once(seed: int, processes: Writers, limit: str, policy: str, times: float) -
     most = LIMITS[limit]
     with (
         temporary() as path,
-        Server(
-            Path(path), sweep_interval_seconds=0.3, over_quota=policy, **{limit: most}
-        ) as server,
+        Server(Path(path), sweep_interval_seconds=0.3, when_full=policy, **{limit: most}) as server,
     ):
         processes.jobs([Job(seed, f"e{i}", longest=200) for i in range(2)])
         processes.run(Run(server.target, _FOREVER, again=True))

@@ -86,7 +86,7 @@ async def test_turns_are_bounded_and_none_is_lost(seed, monkeypatch):
     monkeypatch.setattr(module, "_MAX_SLOW", 0)  # on a busy machine any read may be slow
     rng = random.Random(seed)
     turns = rng.randint(1, 4)
-    admission = limits(max_sending_reads=turns)
+    admission = limits(max_streaming_reads=turns)
     asked: list[int] = []
     had: list[int] = []
     gone: set[int] = set()
@@ -119,7 +119,7 @@ async def test_turns_are_bounded_and_none_is_lost(seed, monkeypatch):
 async def test_slow_readers_pass_on_their_turns_up_to_a_bound(monkeypatch):
     monkeypatch.setattr(module, "_SLOW_SECONDS", 0.01)
     monkeypatch.setattr(module, "_MAX_SLOW", 1)
-    admission = limits(max_sending_reads=2)
+    admission = limits(max_streaming_reads=2)
     stuck, four = asyncio.Event(), asyncio.Event()
     entered: list[int] = []
 
@@ -200,7 +200,7 @@ def test_an_owner_holds_no_more_than_is_free(seed):
 
 async def test_stuck_reads_of_one_owner_leave_turns_for_another(monkeypatch):
     monkeypatch.setattr(module, "_SLOW_SECONDS", 0.01)
-    admission = limits(max_sending_reads=4)
+    admission = limits(max_streaming_reads=4)
     stuck = asyncio.Event()
 
     async def hold() -> None:
@@ -220,7 +220,7 @@ async def test_stuck_reads_of_one_owner_leave_turns_for_another(monkeypatch):
 
 
 async def test_owners_take_turns():
-    admission = limits(max_sending_reads=1)
+    admission = limits(max_streaming_reads=1)
     entered: list[str] = []
 
     async def read(owner: str) -> None:

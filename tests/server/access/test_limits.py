@@ -42,12 +42,12 @@ def test_a_message_over_the_limit_is_refused_before_it_takes_memory() -> None:
 def test_other_machines_are_served_with_tls_and_tokens_or_when_told_so(
     pki: Pki, tmp_path: Path, listen: str
 ) -> None:
-    tls_on, tokens_on = pki.server.of_server, {"tokens": tmp_path / "tokens"}
+    tls_on, tokens_on = pki.server.of_server, {"tokens_file": tmp_path / "tokens"}
     for lacking, held in (
-        ("tls_cert and tokens", {}),
+        ("tls_cert and tokens_file", {}),
         ("tls_cert", tokens_on),
-        ("tokens", tls_on),
-        ("tokens", {**tls_on, "tls_client_ca": pki.ca}),
+        ("tokens_file", tls_on),
+        ("tokens_file", {**tls_on, "tls_client_ca": pki.ca}),
     ):
         with pytest.raises(ValueError, match=f"expected {lacking}, a loopback address"):
             ServerConfig(listen=listen, **held)
@@ -76,7 +76,7 @@ def test_no_secret_is_logged_or_printed(
     files = {"ca_file": str(pki.ca), **pki.client.of_client}
     told: list[object] = []
     with run_server(
-        **pki.server.of_server, tls_client_ca=pki.ca, tokens=listed, log_level="debug",
+        **pki.server.of_server, tls_client_ca=pki.ca, tokens_file=listed, log_level="debug",
         log_format="json", data_dir=tmp_path / "data",
     ) as server:  # fmt: skip
         for fields in ({"token": good}, {"token_file": str(held)}, {"token": bad},

@@ -149,7 +149,7 @@ async def test_calls_with_a_token_begin_in_its_time(tmp_path):
         f'[[token]]\nname = "reader"\nsha256 = "{digest}"\nscopes = ["read"]\nruns = ["*"]\n'
     )
     pace = Noting()
-    access = Access(ServerConfig(store="memory", tokens=tokens), Metrics())
+    access = Access(ServerConfig(store="memory", tokens_file=tokens), Metrics())
     [gate] = access.interceptors(pace)
 
     async def handler(_):

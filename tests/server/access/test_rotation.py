@@ -156,7 +156,7 @@ def test_everything_is_replaced_under_load_and_no_call_fails(pki: Pki, tmp_path:
     )  # fmt: skip
     with run_server(
         tls_cert=there / "cert", tls_key=there / "key", tls_client_ca=there / "client_ca",
-        tokens=listed, metrics_listen="127.0.0.1:0",
+        tokens_file=listed, metrics_listen="127.0.0.1:0",
     ) as server:  # fmt: skip
         feed(server.target, security, "default", "r0")
         load = Load(server.target, security)

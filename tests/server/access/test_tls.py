@@ -206,12 +206,12 @@ async def test_grpc_is_given_a_certificate_only_when_it_is_another(
         ("tls_cert", None, "No such file"),
         ("tls_key", None, "No such file"),
         ("tls_client_ca", None, "No such file"),
-        ("tokens", None, "No such file"),
+        ("tokens_file", None, "No such file"),
         ("tls_cert", "nothing", "expected a PEM certificate"),
         ("tls_key", "nothing", "its PEM key"),
         ("tls_key", "other", "its PEM key"),
         ("tls_client_ca", "nothing", "certificates of authorities"),
-        ("tokens", "nothing", "cannot be read"),
+        ("tokens_file", "nothing", "cannot be read"),
     ],
 )
 def test_the_server_does_not_start_with_files_that_it_can_not_use(
@@ -221,7 +221,7 @@ def test_the_server_does_not_start_with_files_that_it_can_not_use(
     settings: dict[str, Any] = {
         **pki.server.of_server,
         "tls_client_ca": pki.ca,
-        "tokens": tmp_path / "tokens",
+        "tokens_file": tmp_path / "tokens",
     }
     settings[setting] = path = tmp_path / "bad"
     if content:

@@ -96,7 +96,7 @@ def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Guarded]:
         + entry(named["mine"], "mine", runs=("mine", "mine-*"))
         + entry(named["expired"], "expired", expires=past)
     )
-    with run_server(tokens=path, metrics_listen="127.0.0.1:0", reflection=True) as server:
+    with run_server(tokens_file=path, metrics_listen="127.0.0.1:0", reflection=True) as server:
         guarded = Guarded(server, named)
         feed(server.target, guarded.security("root"), "mine", "r0")
         feed(server.target, guarded.security("root"), "theirs", "r0")
@@ -273,7 +273,7 @@ def test_access_is_what_the_file_says(data: st.DataObject) -> None:
             end = now + days * DAY if days else None
             file.write(entry(f"rt_{i}", f"t{i}", tuple(s), tuple(r), end))
         file.flush()
-        access = Access(ServerConfig(tokens=Path(file.name)), metrics)
+        access = Access(ServerConfig(tokens_file=Path(file.name)), metrics)
     expected = {"unauthenticated": 0, "permission_denied": 0}
     for _ in range(10):
         i = data.draw(st.integers(0, len(held)))
@@ -302,7 +302,7 @@ def test_access_is_what_the_file_says(data: st.DataObject) -> None:
 def test_a_stream_ends_when_its_token_is_taken_back(tmp_path: Path) -> None:
     path = tmp_path / "tokens"
     path.write_text(entry("rt_a", "a") + entry("rt_b", "b"))
-    with run_server(tokens=path) as server:
+    with run_server(tokens_file=path) as server:
         feeder = Feeder(
             server.target, LAYOUT, block_size=4, num_blocks=8, security=Security(token="rt_a")
         )

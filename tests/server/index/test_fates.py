@@ -79,7 +79,7 @@ def lines(server: ServerProcess) -> list[str]:
 def test_deletions_are_told_with_time_and_token(tmp_path: Path, secrets: dict[str, str]) -> None:
     settings = {
         "data_dir": tmp_path / "data",
-        "tokens": tmp_path / "tokens.toml",
+        "tokens_file": tmp_path / "tokens.toml",
         "sweep_interval_seconds": 0.1,
         "log_format": "json",
     }

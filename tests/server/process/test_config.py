@@ -53,7 +53,7 @@ def test_every_setting_can_come_from_everywhere(
         "tls_cert": "cert.pem",
         "tls_key": "key.pem",
         "tls_client_ca": "ca.pem",
-        "tokens": "tokens.toml",
+        "tokens_file": "tokens.toml",
         "reflection": "true",
         "metrics_listen": "[::]:9090",
         "workers": "1",
@@ -69,10 +69,10 @@ def test_every_setting_can_come_from_everywhere(
         "memory_limit": "2GiB",
         "run_quota": "1GiB",
         "run_quotas": '{"a": "5MiB", "b.c": 7}',
-        "over_quota": "refuse",
+        "when_full": "refuse",
         "max_chunk_bytes": "1MiB",
         "max_reads": "9",
-        "max_sending_reads": "8",
+        "max_streaming_reads": "8",
         "stalled_read_seconds": "11",
         "max_agents": "7",
         "max_writers": "17",
@@ -165,6 +165,15 @@ def test_variables_of_others_are_no_mistakes(monkeypatch: pytest.MonkeyPatch) ->
         ),
         (["--object-cache", "1XB"], {}, "", ["object_cache is '1XB'; expected a size"]),
         ([], {"ROUTETRACE_ACK_MODE": "never"}, "", ["ack_mode", "never", "fsync"]),
+        (["--tokens", "t.toml"], {}, "", ["--tokens is an old name; use --tokens-file"]),
+        (["--over-quota=evict"], {}, "", ["--over-quota is an old name; use --when-full"]),
+        (
+            [],
+            {"ROUTETRACE_MAX_SENDING_READS": "8"},
+            "",
+            ["ROUTETRACE_MAX_SENDING_READS is", "use ROUTETRACE_MAX_STREAMING_READS"],
+        ),
+        ([], {}, 'tokens = "t"\n', ["tokens is an old name; use tokens_file"]),
         (["--listen", "7411"], {}, "", ["listen", "7411", "host:port"]),
         (["--listen", "127.0.0.1:70000"], {}, "", ["listen", "70000", "host:port"]),
         (["--listen", "0.0.0.0:7411"], {}, "", ["listen", "0.0.0.0", "tls_cert", "insecure"]),
@@ -173,11 +182,11 @@ def test_variables_of_others_are_no_mistakes(monkeypatch: pytest.MonkeyPatch) ->
         (["--max-chunk-bytes", "2GiB"], {}, "", ["max_chunk_bytes", "2GiB"]),
         (["--max-message-bytes", "64MiB"], {}, "", ["--max-message-bytes"]),
         (["--max-reads", "0"], {}, "", ["max_reads", "0"]),
-        (["--max-sending-reads", "0"], {}, "", ["max_sending_reads"]),
+        (["--max-streaming-reads", "0"], {}, "", ["max_streaming_reads"]),
         (["--max-agents", "0"], {}, "", ["max_agents"]),
         (["--max-ingest-bytes", "0"], {}, "", ["max_ingest_bytes"]),
         (["--heartbeat-seconds", "0"], {}, "", ["heartbeat_seconds"]),
-        (["--over-quota", "drop"], {}, "", ["over_quota", "drop", "evict", "refuse"]),
+        (["--when-full", "drop"], {}, "", ["when_full", "drop", "evict", "refuse"]),
         (["--run-quotas", "lots"], {}, "", ["run_quotas"]),
         ([], {}, 'run_quotas = {a = "much"}\n', ["run_quotas", "much"]),
         ([], {}, "memory_limit = -1\n", ["memory_limit", "-1"]),
@@ -220,7 +229,7 @@ def test_mistakes_are_named_on_one_line(
 def test_other_machines_are_served_with_tls_and_tokens_or_when_asked_to(
     tls: bool, tokens: bool, insecure: bool
 ) -> None:
-    flags = ["--tls-cert=c.pem", "--tls-key=k.pem"] * tls + ["--tokens=t.toml"] * tokens
+    flags = ["--tls-cert=c.pem", "--tls-key=k.pem"] * tls + ["--tokens-file=t.toml"] * tokens
     flags += ["--insecure"] * insecure
     for address in ("0.0.0.0:0", "[::]:0", "10.1.2.3:1", "traces:7411"):
         if insecure or (tls and tokens):

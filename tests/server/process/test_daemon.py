@@ -390,7 +390,7 @@ def test_a_server_that_asks_for_certificates_and_tokens_is_asked_for_its_health(
         tls_cert=tmp_path / "server.pem",
         tls_key=tmp_path / "server.pem",
         tls_client_ca=tmp_path / "ca.pem",
-        tokens=tmp_path / "tokens.toml",
+        tokens_file=tmp_path / "tokens.toml",
         metrics_listen="127.0.0.1:0",
     ) as server:
         ask = ["health", "--target", server.target, "--timeout", "10"]

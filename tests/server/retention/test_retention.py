@@ -114,7 +114,7 @@ def test_a_run_has_the_quota_that_names_it():
 
 def test_where_nothing_may_go_chunks_are_refused_until_there_is_room():
     with (
-        run_server(run_quota=QUOTA, over_quota="refuse", sweep_interval_seconds=0.05) as server,
+        run_server(run_quota=QUOTA, when_full="refuse", sweep_interval_seconds=0.05) as server,
         RouteClient(server.target, run="a") as client,
     ):
         writer = Writer(server.target, "a")
@@ -155,7 +155,7 @@ def test_a_full_store_makes_room_by_itself(tmp_path, store):
 def test_nothing_is_stored_that_builds_on_what_was_refused_at_the_door(tmp_path, store):
     """A smaller chunk fits after one that did not."""
     settings = {"data_dir": tmp_path} if store == "disk" else {}
-    with run_server(store_capacity=4 << 20, over_quota="refuse", **settings) as server:
+    with run_server(store_capacity=4 << 20, when_full="refuse", **settings) as server:
         stream = Stream(server.target, pb.Hello(run="a", engine_id="e", layout=LAYOUT.to_proto()))
         kept = 0
 

@@ -37,9 +37,9 @@ class Admission:
         self._stalled = metrics.stalled_reads
         refused = metrics.overloaded
         self._reads = Budget("max_reads", config.max_reads, refused)
-        self._turns = Budget("max_sending_reads", config.max_sending_reads)
+        self._turns = Budget("max_streaming_reads", config.max_streaming_reads)
         #: Reads that are sending a message without a turn.
-        self._slow = Budget("max_slow_reads", _MAX_SLOW * config.max_sending_reads)
+        self._slow = Budget("max_slow_reads", _MAX_SLOW * config.max_streaming_reads)
         self.agents = Budget("max_agents", config.max_agents, refused)
         """Open streams of agents."""
         self.binding = Budget("max_ingest_bytes", config.max_ingest_bytes, refused)

@@ -60,7 +60,7 @@ class Access:
         self._certificates: Certificates | None = None
         if config.tls_cert is not None and config.tls_key is not None:
             self._certificates = Certificates(config.tls_cert, config.tls_key, config.tls_client_ca)
-        self._tokens = Tokens(config.tokens) if config.tokens else None
+        self._tokens = Tokens(config.tokens_file) if config.tokens_file else None
         self._handshakes: Handshakes | None = None
 
     def credentials(self) -> grpc.ServerCredentials | None:

@@ -134,7 +134,7 @@ class Retention:
             async for _ in in_slices(self._state.traces.prefixes.clean()):
                 pass
             await self._compact()
-            if self._config.over_quota == "evict":
+            if self._config.when_full == "evict":
                 await self._evict()
         self._took = time.monotonic() - begun
 

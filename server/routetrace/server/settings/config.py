@@ -25,7 +25,11 @@ from pydantic_settings import (
 )
 
 from routetrace.server.common.addresses import is_loopback, split_address, split_object_url
-from routetrace.server.settings.environment import unknown_variables
+from routetrace.server.settings.environment import (
+    RENAMED,
+    renamed_settings,
+    unknown_variables,
+)
 from routetrace.server.settings.mistakes import describe_mistake
 
 if sys.version_info >= (3, 11):
@@ -40,7 +44,7 @@ _LAST_PORT = 65535
 _MESSAGE_OVERHEAD = 65536
 
 AckMode = Literal["fsync", "memory"]
-OverQuota = Literal["evict", "refuse"]
+WhenFull = Literal["evict", "refuse"]
 LogFormat = Literal["auto", "json", "console"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 
@@ -86,7 +90,7 @@ class ServerConfig(BaseSettings):
         None,
         description="PEM file of the authorities that must have signed client certificates",
     )
-    tokens: Path | None = Field(
+    tokens_file: Path | None = Field(
         None, description="TOML file of accepted bearer tokens; every call then needs one"
     )
     reflection: bool = Field(False, description="serve gRPC reflection (for grpcurl)")
@@ -156,7 +160,7 @@ class ServerConfig(BaseSettings):
         ByteSize(0),
         description="maximum stored bytes that one token sent, over all its runs; 0: no limit",
     )
-    over_quota: OverQuota = Field(
+    when_full: WhenFull = Field(
         "evict",
         description="action above 90 percent of the capacity, the memory limit or a quota: evict "
         "finished traces, oldest first (evict), or none, until chunks are refused at the limit "
@@ -171,7 +175,7 @@ class ServerConfig(BaseSettings):
         description="maximum concurrent reads, also waiting; more are refused, and those of a "
         "token or run that holds more than are free",
     )
-    max_sending_reads: int = Field(
+    max_streaming_reads: int = Field(
         256,
         ge=1,
         description="maximum concurrent streaming reads (about 2 MiB each); others queue",
@@ -287,7 +291,7 @@ class ServerConfig(BaseSettings):
             if self.ack_mode != "fsync":
                 raise ValueError("ack_mode: expected fsync with store object")
         self._check_workers()
-        lacking = [name for name in ("tls_cert", "tokens") if getattr(self, name) is None]
+        lacking = [name for name in ("tls_cert", "tokens_file") if getattr(self, name) is None]
         if lacking and not self.insecure and not is_loopback(self.host_port[0]):
             raise ValueError(
                 f"listen is {self.listen!r}, which other machines can reach: expected "
@@ -360,6 +364,8 @@ def load_config(argv: Sequence[str]) -> ServerConfig:
     path, flags = _take_config_flag(argv)
     path = path or os.environ.get("ROUTETRACE_CONFIG")
     values = _read_file(Path(path)) if path else {}
+    if old := renamed_settings(flags, os.environ, values, ENV_PREFIX):
+        raise ConfigError("; ".join(old))
     if unknown := unknown_variables(os.environ, ENV_PREFIX, ServerConfig.model_fields):
         raise ConfigError(f"unknown environment variables: {', '.join(unknown)}")
     try:
@@ -388,7 +394,7 @@ def _read_file(path: Path) -> dict[str, Any]:
         values = tomllib.loads(path.read_text("utf-8"))
     except (OSError, ValueError) as error:
         raise ConfigError(f"config file {path} cannot be read: {error}") from None
-    unknown = values.keys() - ServerConfig.model_fields.keys()
+    unknown = values.keys() - ServerConfig.model_fields.keys() - RENAMED.keys()
     if unknown:
         raise ConfigError(f"config file {path} has unknown keys: {', '.join(sorted(unknown))}")
     return values

@@ -1,4 +1,4 @@
-"""Environment variables that look like settings of the server."""
+"""Names of settings: variables that look like one, and names that a setting no longer has."""
 
 from __future__ import annotations
 
@@ -28,6 +28,32 @@ _OTHER_ENV = frozenset(
 _SERVICE_ENV = re.compile(
     r"ROUTETRACE(_\w+)?_(SERVICE_(HOST|PORT(_\w+)?)|PORT(_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)?)"
 )
+
+
+#: Old names of settings, and the new ones.
+RENAMED = {
+    "tokens": "tokens_file",
+    "over_quota": "when_full",
+    "max_sending_reads": "max_streaming_reads",
+}
+
+
+def renamed_settings(
+    flags: Iterable[str], variables: Iterable[str], keys: Iterable[str], prefix: str
+) -> list[str]:
+    """Return an error for each old name among flags, environment variables and keys of a file."""
+    given = {flag.partition("=")[0] for flag in flags} | {*variables} | {*keys}
+    found = []
+    for old, new in RENAMED.items():
+        spelled = {
+            "--" + old.replace("_", "-"): "--" + new.replace("_", "-"),
+            (prefix + old).upper(): (prefix + new).upper(),
+            old: new,
+        }
+        found += [
+            f"{name} is an old name; use {spelled[name]}" for name in spelled if name in given
+        ]
+    return found
 
 
 def unknown_variables(names: Iterable[str], prefix: str, settings: Iterable[str]) -> list[str]:
