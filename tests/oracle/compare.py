@@ -322,18 +322,18 @@ class Comparer:
 
     def _differs(self, trace: Trace, expected: Expected, whole: Expected) -> str:
         """What is wrong with an answer; "" if nothing is."""
-        n = len(trace)
+        n, told = len(trace), trace.num_tokens or 0
         if (trace.token_start, n) != (0, trace.num_rows):
             return f"rows [{trace.token_start}, {trace.token_stop}) of {trace.num_rows}"
         if expected.uncertain:
-            if n > expected.num_rows or trace.num_tokens not in (0, expected.num_tokens):
+            if n > expected.num_rows or told not in (0, expected.num_tokens):
                 return (
-                    f"{trace.num_tokens} tokens and {n} rows, expected at most "
+                    f"{told} tokens and {n} rows, expected at most "
                     f"{expected.num_tokens} and {expected.num_rows}"
                 )
-        elif (trace.num_tokens, n) != (expected.num_tokens, expected.num_rows):
+        elif (told, n) != (expected.num_tokens, expected.num_rows):
             return (
-                f"{trace.num_tokens} tokens and {n} rows, expected {expected.num_tokens} "
+                f"{told} tokens and {n} rows, expected {expected.num_tokens} "
                 f"and {expected.num_rows}"
             )
         return (

@@ -82,9 +82,10 @@ class Comparison:
             return [] if right and 0 < len(trace) < len(answer.tokens) else [f"{trace!r}"]
         faults = []
         number = len(answer.tokens)
-        if trace.num_tokens < number or (trace.num_tokens > number and not answer.cut):
+        told = trace.num_tokens or 0
+        if told < number or (told > number and not answer.cut):
             faults.append(f"{trace.num_tokens} tokens instead of {number}")
-        if len(trace) != trace.num_tokens - 1:
+        if len(trace) != told - 1:
             faults.append(f"{len(trace)} rows of {trace.num_tokens} tokens")
         whole = TraceState.COMPLETE if trace.valid.all() else TraceState.INCOMPLETE
         if trace.state is not whole or (

@@ -75,7 +75,7 @@ def facts_json(facts: TraceFacts) -> dict[str, Any]:
 
 def is_whole(facts: TraceFacts) -> bool:
     """Return whether the trace has ended with every cell present."""
-    return facts.state is TraceState.COMPLETE and facts.num_tokens > 0
+    return facts.state is TraceState.COMPLETE and facts.num_tokens is not None
 
 
 def facts_table(found: TraceStat) -> Iterator[tuple[str, object]]:
@@ -147,6 +147,8 @@ def _cells(cells: Mapping[str, int]) -> str:
 
 def _weights(found: TraceStat) -> str:
     low, high = found.min_weight_version, found.max_weight_version
+    if low is None:
+        return ""
     return f"{low}" if low == high else f"{low}..{high}"
 
 

@@ -128,13 +128,12 @@ def _wrong_with(trace: Trace) -> Iterator[tuple[str, str]]:
     if at.size and (np.diff(at.astype(np.int64)).min(initial=1) < 1 or at[-1] > _max_tokens(trace)):
         yield "digests", f"positions {at[:4].tolist()} .. {at[-1]} of {_max_tokens(trace)} tokens"
     versions = {version for _, _, version in trace.weight_versions}
-    if versions and not (
-        trace.min_weight_version <= min(versions) <= max(versions) <= trace.max_weight_version
-    ):
+    low, high = trace.min_weight_version, trace.max_weight_version
+    within = low is not None and high is not None and all(low <= v <= high for v in versions)
+    if versions and not within:
         yield (
             "weights",
-            f"rows of versions {sorted(versions)}, expected {trace.min_weight_version} "
-            f"to {trace.max_weight_version}",
+            f"rows of versions {sorted(versions)}, expected {low} to {high}",
         )
 
 

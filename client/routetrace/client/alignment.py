@@ -78,14 +78,15 @@ def check_tokens(number: int, sample: Sample, segment: Segment, facts: TraceFact
             )
     count = segment.num_tokens
     # The start of a request is enough where it is proven to be that.
-    cut_short = confirmed and count is not None and count < facts.num_tokens
-    if count is not None and facts.num_tokens not in (0, count) and not cut_short:
+    known = facts.num_tokens
+    cut_short = confirmed and count is not None and known is not None and count < known
+    if count is not None and known not in (None, count) and not cut_short:
         raise InvalidArgument(
             field=f"samples[{number}].num_tokens",
             value=count,
-            expected=f"{facts.num_tokens}, the tokens of trace {facts.trace_id!r} (prompt "
-            f"{facts.prompt_len}): its rows may be shifted against other tokens. Of a sample that "
-            "was cut short, give its token_ids, or the segment that it takes",
+            expected=f"{known}, the tokens of trace {facts.trace_id!r} (prompt "
+            f"{facts.prompt_len or 'unknown'}): its rows may be shifted against other tokens. Of a "
+            "sample that was cut short, give its token_ids, or the segment that it takes",
         )
     return confirmed
 
@@ -137,9 +138,10 @@ def _explain(
             f"they differ before position {position}: another prompt, another tokenization, or "
             "tokens missing at the start"
         )
-    where = "in the prompt" if position <= facts.prompt_len else "behind the prompt"
-    if agreed < facts.prompt_len < position:
-        where = f"around the end of the prompt ({facts.prompt_len} tokens)"
+    prompt_len = facts.prompt_len or 0
+    where = "in the prompt" if position <= prompt_len else "behind the prompt"
+    if agreed < prompt_len < position:
+        where = f"around the end of the prompt ({prompt_len} tokens)"
     return (
         f"they agree before position {agreed} and differ before {position}, {where}: tokenized "
         "again, edited, or of another sample"

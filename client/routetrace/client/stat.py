@@ -30,7 +30,7 @@ class TraceState(str, Enum):
     COMPLETE = "complete"
     """Ended, and every cell is there."""
     INCOMPLETE = "incomplete"
-    """Nothing more comes, and cells are missing or the end is not known (num_tokens is 0)."""
+    """Nothing more comes, and cells are missing or the end is not known (num_tokens is None)."""
 
     def to_proto(self) -> pb.TraceState.ValueType:
         """Convert to the wire."""
@@ -84,14 +84,14 @@ class TraceFacts:
     """The trace's id; "" for rows that were asked for by KV blocks."""
     run: str
     state: TraceState
-    num_tokens: int
-    """Tokens of the request, which have one row less; 0 while unknown, and for good if its agent
+    num_tokens: int | None
+    """Tokens of the request, which have one row less; None while unknown, and for good if its agent
     was lost, or no other engine went on after a handoff."""
     num_rows: int
     """Positions 0 .. num_rows - 1 exist, whether captured or not; there may be more while
-    num_tokens is 0."""
-    prompt_len: int
-    """Prompt tokens; 0 if unknown."""
+    num_tokens is None."""
+    prompt_len: int | None
+    """Prompt tokens; None if unknown."""
     layout: ModelLayout
     """The model; its `layer_ids` are all its MoE layers."""
     labels: dict[str, str]
@@ -100,17 +100,17 @@ class TraceFacts:
     its tokens end with. So the numbers of a trace's incarnations may have gaps."""
     num_incarnations: int
     """Incarnations under this id: engine requests that no other one continues."""
-    finish_reason: str
+    finish_reason: str | None
     """How that engine request ended: "stop", "length", "abort", or "handoff" where another engine
-    was to go on, which is not the end of the trace; "" while it runs, or if untold."""
+    was to go on, which is not the end of the trace; None while it runs, or if unknown."""
     engine_ids: tuple[str, ...]
     """Engines that contributed rows."""
     num_attempts: int
     """Attempts of that engine request: 1 + preemptions."""
-    min_weight_version: int
-    """Lowest version of the rows that `as_sampled` gives; 0 if there are none."""
-    max_weight_version: int
-    """Highest version of them."""
+    min_weight_version: int | None
+    """Lowest version of the rows that `as_sampled` gives; None if there are none."""
+    max_weight_version: int | None
+    """Highest version of them; None if there are none."""
     created_at: datetime
     """Time of the first report, UTC."""
     updated_at: datetime
@@ -181,22 +181,23 @@ def facts_from_proto(info: pb.TraceInfo) -> dict[str, Any]:
         InvalidArgument: if the layout contradicts itself, or the digests are cut short.
         KeyError, ValueError: if the state is not set, or unknown.
     """
+    versions = not info.no_weight_versions
     return {
         "trace_id": info.trace_id,
         "run": info.run,
         "state": TraceState.from_proto(info.state),
-        "num_tokens": info.num_tokens,
+        "num_tokens": info.num_tokens or None,
         "num_rows": info.num_rows,
-        "prompt_len": info.prompt_len,
+        "prompt_len": info.prompt_len or None,
         "layout": layout_from_proto(info.layout),
         "labels": dict(info.labels),
         "incarnation": info.incarnation,
         "num_incarnations": info.num_incarnations,
-        "finish_reason": info.finish_reason,
+        "finish_reason": info.finish_reason or None,
         "engine_ids": tuple(info.engine_ids),
         "num_attempts": info.num_attempts,
-        "min_weight_version": info.min_weight_version,
-        "max_weight_version": info.max_weight_version,
+        "min_weight_version": info.min_weight_version if versions else None,
+        "max_weight_version": info.max_weight_version if versions else None,
         "created_at": moment(info.created_ms),
         "updated_at": moment(info.updated_ms),
         "expires_at": moment(info.expires_ms),

@@ -91,7 +91,7 @@ class Trace(ReadFacts):
     @property
     def complete(self) -> bool:
         """Whether the request has ended, its end is known, and every cell here is valid."""
-        ended = self.state is not TraceState.RUNNING and self.num_tokens > 0
+        ended = self.state is not TraceState.RUNNING and self.num_tokens is not None
         return ended and bool(self._valid.all())
 
     @property

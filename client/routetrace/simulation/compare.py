@@ -125,8 +125,9 @@ def _trace(found: Finding, truth: Truth, facts: TraceFacts) -> None:
     if facts.state is TraceState.INCOMPLETE and not found.missing:
         found.add_wrong(1, f"{name}: state incomplete, expected complete: no cell is missing")
     # All rows can be present before the end is known.
-    if facts.state is TraceState.COMPLETE and facts.num_tokens > truth.num_tokens:
-        found.add_wrong(1, f"{name}: {facts.num_tokens} tokens, expected {truth.num_tokens}")
+    told = facts.num_tokens or 0
+    if facts.state is TraceState.COMPLETE and told > truth.num_tokens:
+        found.add_wrong(1, f"{name}: {told} tokens, expected {truth.num_tokens}")
     compared = compare_tokens(truth.tokens(truth.num_tokens), facts)
     if compared.differs is not None:
         found.add_wrong(1, f"{name}: other tokens before position {compared.differs}")

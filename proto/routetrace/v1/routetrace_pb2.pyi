@@ -976,6 +976,7 @@ class TraceInfo(google.protobuf.message.Message):
     STORED_BYTES_FIELD_NUMBER: builtins.int
     PREFIX_TRACE_IDS_FIELD_NUMBER: builtins.int
     MISSING_CELLS_FIELD_NUMBER: builtins.int
+    NO_WEIGHT_VERSIONS_FIELD_NUMBER: builtins.int
     run: builtins.str
     """Namespace."""
     trace_id: builtins.str
@@ -1015,6 +1016,8 @@ class TraceInfo(google.protobuf.message.Message):
     """
     stored_bytes: builtins.int
     """Compressed bytes of the frames that hold its rows, all layers."""
+    no_weight_versions: builtins.bool
+    """Whether no row is stored, so that min_weight_version and max_weight_version mean nothing."""
     @property
     def layout(self) -> global___RoutingLayout:
         """Columns of the model: layer_ids are all its MoE layers."""
@@ -1064,9 +1067,10 @@ class TraceInfo(google.protobuf.message.Message):
         stored_bytes: builtins.int = ...,
         prefix_trace_ids: collections.abc.Iterable[builtins.str] | None = ...,
         missing_cells: collections.abc.Iterable[global___MissingCells] | None = ...,
+        no_weight_versions: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["layout", b"layout"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["created_ms", b"created_ms", "engine_ids", b"engine_ids", "expires_ms", b"expires_ms", "finish_reason", b"finish_reason", "incarnation", b"incarnation", "labels", b"labels", "layout", b"layout", "max_weight_version", b"max_weight_version", "min_weight_version", b"min_weight_version", "missing_cells", b"missing_cells", "num_attempts", b"num_attempts", "num_incarnations", b"num_incarnations", "num_rows", b"num_rows", "num_tokens", b"num_tokens", "prefix_trace_ids", b"prefix_trace_ids", "prompt_len", b"prompt_len", "run", b"run", "state", b"state", "stored_bytes", b"stored_bytes", "token_digests", b"token_digests", "trace_id", b"trace_id", "updated_ms", b"updated_ms"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["created_ms", b"created_ms", "engine_ids", b"engine_ids", "expires_ms", b"expires_ms", "finish_reason", b"finish_reason", "incarnation", b"incarnation", "labels", b"labels", "layout", b"layout", "max_weight_version", b"max_weight_version", "min_weight_version", b"min_weight_version", "missing_cells", b"missing_cells", "no_weight_versions", b"no_weight_versions", "num_attempts", b"num_attempts", "num_incarnations", b"num_incarnations", "num_rows", b"num_rows", "num_tokens", b"num_tokens", "prefix_trace_ids", b"prefix_trace_ids", "prompt_len", b"prompt_len", "run", b"run", "state", b"state", "stored_bytes", b"stored_bytes", "token_digests", b"token_digests", "trace_id", b"trace_id", "updated_ms", b"updated_ms"]) -> None: ...
 
 global___TraceInfo = TraceInfo
 

@@ -20,6 +20,10 @@ def pki(tmp_path_factory: pytest.TempPathFactory) -> Pki:
 def mutual(pki: Pki, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     path = tmp_path_factory.mktemp("mutual") / "tokens"
     path.write_text(entry("rt_secret", "a"))
-    settings: dict[str, Any] = {"tls_client_ca": pki.ca, "tokens_file": path, **pki.server.of_server}
+    settings: dict[str, Any] = {
+        "tls_client_ca": pki.ca,
+        "tokens_file": path,
+        **pki.server.of_server,
+    }
     with run_server(metrics_listen="127.0.0.1:0", **settings) as server:
         yield server

@@ -156,7 +156,7 @@ def _read(
                     if late.until_end and assembler.state is TraceState.RUNNING:
                         raise late.running(assembler.num_rows)
             trace = assembler.finish()
-            if 0 < trace.num_tokens < want.num_tokens:
+            if trace.num_tokens is not None and trace.num_tokens < want.num_tokens:
                 raise DeadlineExceeded(
                     f"{want.name} ended with {trace.num_tokens} tokens, {want.num_tokens} expected:"
                     " its last request has not arrived",

@@ -287,6 +287,7 @@ class Reader:
             num_attempts=max(len(s.attempts) for s in request.sources),
             min_weight_version=int(versions.min()) if len(versions) else 0,
             max_weight_version=int(versions.max()) if len(versions) else 0,
+            no_weight_versions=not len(versions),
             created_ms=int(trace.created * 1000),
             updated_ms=int(trace.updated * 1000),
             stored_bytes=sum(self.frames.range_of(frame)[1] for frame in frames),
