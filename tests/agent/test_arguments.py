@@ -128,6 +128,8 @@ def test_begin_refuses(idle_agent, field, arguments):
         ("handles", lambda a, h: a.add_blocks(None, [1])),
         ("handles", lambda a, h: a.add_blocks(1.0, [1])),
         ("handles", lambda a, h: a.add_blocks([[1], [2, 3]], [1, 2])),
+        ("ttl_seconds", lambda a, h: a.begin("x", ttl_seconds="")),
+        ("ttl_seconds", lambda a, h: a.begin("x", ttl_seconds=False)),
         ("num_computed_tokens", lambda a, h: a.resume(h, 9, [1, 2])),
         ("num_external_tokens", lambda a, h: a.resume(h, 8, [1, 2], 9)),
         ("version", lambda a, h: a.set_weight_version(1 << 63)),

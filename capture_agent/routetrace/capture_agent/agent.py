@@ -206,7 +206,9 @@ class CaptureAgent:
                 trace_id=trace_id,
                 prompt_len=prompt_len,
                 labels=labels_of(labels or {}),
-                ttl_seconds=number("ttl_seconds", ttl_seconds or 0, 1 << 32),
+                ttl_seconds=number(
+                    "ttl_seconds", 0 if ttl_seconds is None else ttl_seconds, 1 << 32
+                ),
             )
             blocks = blocks_of(block_ids, self.config)
             computed = computed_of(num_computed_tokens, blocks, self.config)
@@ -368,7 +370,7 @@ class CaptureAgent:
                 repeat an id or use one out of range: its row is reported as missing.
             spans: [m, 3] of (handle, first position, number of rows), covering the n rows in order.
                 A position below the end of its request rejects the rows from there on. Rows after
-                the prompt, except the first of a run, are drafts, which readers do not get before
+                the prompt, except the first of a span, are drafts, which readers do not get before
                 a later step or the end of the request confirms them.
 
         Returns:

@@ -57,6 +57,10 @@ class Group(TyperGroup):
                 break
             at += 1 + (SHARED[name] and not equals)
         command, rest = args[at : at + 1], args[at + 1 :]
+        if at > len(args):
+            ctx.fail(f"Option {args[-1]!r} requires an argument.")
+        if at and not command:
+            ctx.fail("Missing command.")
         if command and not command[0].startswith("-"):
             command += args[:at]
         args = [*command, *rest]

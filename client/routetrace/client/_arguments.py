@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from routetrace.common.checks import choice, flag, instance, seconds, several, whole
-from routetrace.common.errors import InvalidArgument, kind_of, typed
+from routetrace.common.checks import choice, flag, instance, items, seconds, several, whole
+from routetrace.common.errors import InvalidArgument, kind_of, quoted, typed
 from routetrace.common.limits import check_id, check_labels
 
 __all__ = [
@@ -73,17 +73,11 @@ def labels(value: Any) -> dict[str, str]:
 
 def wholes(field: str, values: Any, remedy: str = "") -> list[int]:
     """Return integers in [0, 2**32); `remedy` is for a value that is no sequence."""
-    if isinstance(values, (str, bytes)) or not hasattr(values, "__iter__"):
-        text = isinstance(values, (str, bytes))
-        number = isinstance(values, int) and not isinstance(values, bool)
-        uses = [*([f"[{values}]"] if number else []), *([remedy] if remedy else [])]
-        raise InvalidArgument(
-            field=field,
-            value=kind_of(values) if text else typed(values),
-            expected="a sequence of int",
-            remedy=f"use {', or '.join(uses)}" if uses else "",
-        )
-    return [whole(f"{field}[{i}]", value) for i, value in enumerate(values)]
+    number = isinstance(values, int) and not isinstance(values, bool)
+    uses = [*([f"[{quoted(values)}]"] if number else []), *([remedy] if remedy else [])]
+    use = f"use {', or '.join(uses)}" if uses else ""
+    listed = items(field, values, "a sequence of int", use)
+    return [whole(f"{field}[{i}]", value) for i, value in enumerate(listed)]
 
 
 def weight_version(value: Any, field: str = "weight_version") -> int:
@@ -104,6 +98,8 @@ def tokens(
         ids = np.asarray(getattr(values, "cpu", lambda: values)())
     except ValueError:  # lists of several lengths
         raise InvalidArgument(field=field, value="ragged", expected=expected) from None
+    except (RuntimeError, TypeError) as error:  # a tensor with gradients, or of bfloat16
+        raise InvalidArgument(field=field, value=kind_of(values), expected=expected) from error
     integers = not ids.size or (
         ids.dtype.kind in "iu" and 0 <= int(ids.min()) <= int(ids.max()) < 2**32
     )

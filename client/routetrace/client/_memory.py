@@ -34,13 +34,14 @@ def check_pin(pin_memory: bool) -> bool:
         InvalidArgument: if it is not a bool.
         MissingDependency: if there is no such memory.
     """
-    if pin_memory is True:
+    pin = check.flag("pin_memory", pin_memory)
+    if pin:
         require_torch("pin_memory")
         import torch
 
         if not torch.cuda.is_available():
             raise no_cuda("pin_memory")
-    return check.flag("pin_memory", pin_memory)
+    return pin
 
 
 def empty(shape: tuple[int, ...], dtype: npt.DTypeLike, pin: bool) -> npt.NDArray[Any]:
@@ -80,14 +81,14 @@ def check_device(device: Any) -> None:
         return
     try:
         parsed = torch.device(device)
-    except (RuntimeError, TypeError) as error:
+    except (RuntimeError, TypeError, ValueError) as error:
         shown = quoted(device) if isinstance(device, str) else typed(device)
         raise InvalidArgument(field="device", value=shown, expected="a torch device") from error
     if parsed.type == "cuda" and not torch.cuda.is_available():
         raise no_cuda(f"device {str(device)!r}")
     try:
         torch.empty(0, device=parsed)
-    except (AssertionError, RuntimeError, NotImplementedError) as error:
+    except (AssertionError, ImportError, RuntimeError, NotImplementedError) as error:
         raise InvalidArgument(
             field="device",
             value=quoted(str(device)),

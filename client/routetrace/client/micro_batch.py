@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from routetrace.client import _arguments as check
-from routetrace.common.errors import InvalidArgument
+from routetrace.common.errors import InvalidArgument, quoted
 
 PaddingSide = Literal["left", "right"]
 
@@ -182,7 +182,10 @@ def _samples(samples: Iterable[Sample]) -> tuple[Sample, ...]:
     listed = check.several("samples", samples, "Sample", remedy)
     return tuple(
         check.instance(
-            f"samples[{i}]", s, Sample, f"use Sample.of({s!r})" if isinstance(s, str) else ""
+            f"samples[{i}]",
+            s,
+            Sample,
+            f"use Sample.of({quoted(s)}, num_tokens)" if isinstance(s, str) else "",
         )
         for i, s in enumerate(listed)
     )

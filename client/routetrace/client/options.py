@@ -30,10 +30,11 @@ class ReadOptions:
     wait_for: WaitFor | None = None
     """"end": wait until the request has ended. "rows": wait until every requested row is there;
     if the read is to the end of the trace, that includes the end. None: read at once. A wait that
-    runs out is a DeadlineExceeded, with `missing="mask"` too; rows that can no longer come are not
-    waited for. Of a session under one trace id, the end of an earlier turn counts until the server
-    has the next begin: read it with `get(num_tokens=)`, or by positions (`fetch`). `follow` takes
-    "rows", to wait for an unknown request to begin, but not "end"."""
+    runs out is a DeadlineExceeded, with `missing="mask"` too, unless all that is missing can no
+    longer come: that is an Incomplete, or masked, at once if the trace has ended. Of a session
+    under one trace id, the end of an earlier turn counts until the server has the next begin: read
+    it with `get(num_tokens=)`, or by positions (`fetch`). `follow` takes "rows", to wait for an
+    unknown request to begin, but not "end"."""
     timeout: float | None = None
     """Seconds that a call may take; None: the client's timeout. get_many, fetch and prefetch read
     up to 32 traces with one call. A read that waited in vain is repeated once, within the client's

@@ -17,8 +17,8 @@ from routetrace.common.layout import ModelLayout
 from routetrace.common.missing import MissingRange
 from routetrace.v1 import routetrace_pb2 as pb
 
-# The last second of the year 9999.
-_LAST = 253_402_300_799
+# Two days before the end of the year 9999.
+_LAST = 253_402_300_799 - 2 * 86400
 
 
 class TraceState(str, Enum):
@@ -156,8 +156,8 @@ class ReadFacts(TraceFacts):
 
 
 def moment(milliseconds: int) -> datetime:
-    """Return a time of the wire; the last that a datetime can have for one beyond it."""
-    return datetime.fromtimestamp(min(milliseconds / 1000, _LAST), timezone.utc)
+    """Return a time of the wire, within those that a datetime of any time zone can have."""
+    return datetime.fromtimestamp(min(max(milliseconds, 0) / 1000, _LAST), timezone.utc)
 
 
 def layout_from_proto(message: pb.RoutingLayout) -> ModelLayout:

@@ -80,8 +80,7 @@ class Trace(ReadFacts):
     def __getitem__(self, index: object) -> NoReturn:
         raise TypeError("Trace is not indexable; use topk_ids[i] or tokens(i, i + 1)")
 
-    def __iter__(self) -> Any:
-        return self[0]
+    __iter__ = None  # Python would iterate by indices
 
     @property
     def top_k(self) -> int:
@@ -376,13 +375,13 @@ def incomplete(
             end, remedy = "has not ended", 'use wait_for="end" or missing="mask"'
         text = f"{name} {end}: rows from {unknown_from} on are unknown; {remedy}"
         text += f"; missing {missing}" if missing else ""
-    elif {m.reason for m in read.missing} == {"other_version"} and len(read.missing) == 1:
+    elif [m.reason for m in read.missing] == [
+        "other_version"
+    ] and read.min_weight_version == read.max_weight_version:
         [other] = read.missing
-        low, high = read.min_weight_version, read.max_weight_version
-        versions = f"version {low}" if low == high else f"versions {low} to {high}"
         text = (
-            f"rows [{other.start}, {other.stop}) of {name} were computed by {versions}, "
-            f"not {weight_version}"
+            f"rows [{other.start}, {other.stop}) of {name} were computed by version "
+            f"{read.min_weight_version}, not {weight_version}"
         )
     else:
         text = f"{name} is {read.state.value}; missing {missing}"

@@ -27,7 +27,9 @@ def routers_of(model: Model) -> list[dict[int, Any]]:
         drafts = import_module("megatron.core.transformer.multi_token_prediction")
     except ImportError as error:
         raise MissingDependency(
-            package="megatron-core 0.16.1 or newer", install="pip install megatron-core"
+            f"megatron-core 0.16.1 or newer is required ({error}); pip install megatron-core",
+            package="megatron-core",
+            install="pip install megatron-core",
         ) from error
 
     def walk(module: nn.Module) -> Iterator[tuple[int, Any]]:

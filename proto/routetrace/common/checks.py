@@ -92,6 +92,17 @@ def instance(field: str, value: Any, kind: type[_T], remedy: str = "") -> _T:
     return value
 
 
+def items(field: str, values: Any, expected: str, remedy: str = "") -> list[Any]:
+    """Return the items of a sequence that is not text."""
+    if not isinstance(values, (str, bytes)):
+        try:
+            return list(values)
+        except TypeError:  # not iterable, or a class
+            pass
+    shown = kind_of(values) if isinstance(values, (str, bytes)) else typed(values)
+    raise InvalidArgument(field=field, value=shown, expected=expected, remedy=remedy)
+
+
 def several(field: str, values: Any, noun: str, remedy: str = "") -> Iterable[Any]:
     """Return an iterable that is not a string.
 

@@ -34,6 +34,7 @@ from routetrace.v1 import routetrace_pb2 as pb
 ERROR_METADATA_KEY = "routetrace-error-bin"
 
 # gRPC drops trailing metadata of more than about 8 KB.
+_INT_BITS = 600
 _VALUE_LIMIT, _EXPECTED_LIMIT, _MESSAGE_LIMIT = 200, 1000, 2000
 
 
@@ -43,6 +44,8 @@ def _cut(text: str, limit: int) -> str:
 
 def quoted(value: Any) -> str:
     """Return one line for a value that was given, strings in quotes; it may be huge."""
+    if isinstance(value, int) and value.bit_length() > _INT_BITS:  # Python refuses to print more
+        return f"an int of {value.bit_length()} bits"
     if isinstance(value, (str, bytes, list, tuple)) and len(value) > _VALUE_LIMIT:
         value = value[:_VALUE_LIMIT]
     return _cut(repr(value), _VALUE_LIMIT)

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from routetrace.common.checks import whole
-from routetrace.common.errors import InvalidArgument, typed
+from routetrace.common.checks import items, whole
+from routetrace.common.errors import InvalidArgument
 from routetrace.common.limits import MAX_EXPERTS, MAX_LAYERS, MAX_TOP_K
 from routetrace.common.model_map import routing_of
 from routetrace.v1 import routetrace_pb2 as pb
@@ -172,6 +172,5 @@ def _not_moe(unknown: list[int], known: tuple[int, ...]) -> InvalidArgument:
 
 def _ids(field: str, values: Any) -> tuple[int, ...]:
     """Return whole numbers as a tuple, so that a layout can be hashed."""
-    if isinstance(values, (str, bytes)) or not hasattr(values, "__iter__"):
-        raise InvalidArgument(field=field, value=typed(values), expected="a sequence of int")
-    return tuple(whole(f"{field}[{i}]", value, 0, MAX_LAYERS - 1) for i, value in enumerate(values))
+    listed = items(field, values, "a sequence of int")
+    return tuple(whole(f"{field}[{i}]", value, 0, MAX_LAYERS - 1) for i, value in enumerate(listed))

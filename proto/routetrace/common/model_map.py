@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
-from routetrace.common.errors import ModelNotSupported, kind_of
+from routetrace.common.errors import ModelNotSupported, kind_of, quoted
 from routetrace.common.limits import MAX_LAYERS
 
 _Config = Mapping[str, Any]
@@ -176,7 +176,7 @@ def _given(config: _Config, keys: tuple[str, ...]) -> list[str]:
 def _not_moe(keys: tuple[str, ...], config: _Config) -> ModelNotSupported:
     value = ", ".join(f"{key} = {config[key]!r}" for key in _given(config, keys)) or "absent"
     names = " | ".join(keys)
-    model = f" ({config['model_type']})" if config.get("model_type") else ""
+    model = f" ({quoted(config['model_type'])})" if config.get("model_type") else ""
     return ModelNotSupported(
         f"not a MoE model{model}: looked for {names}, found {value}",
         field=names,

@@ -37,6 +37,9 @@ def parse_target(value: Any) -> str:
             expected="host:port",
             remedy="pass target= or set ROUTETRACE_TARGET",
         )
+    if not value.isprintable():
+        expected = "host:port in printable characters"
+        raise InvalidArgument(field="target", value=quoted(value), expected=expected)
     if _has_scheme(value):
         return value
     parts = (_host_port(part.strip(), value) for part in value.split(","))

@@ -109,6 +109,8 @@ def test_configuration(connect, server, monkeypatch):
         ("timeout", True),
         ("timeout", 1e12),
         ("grpc_options", 5),
+        ("grpc_options", {"a": 2**31}),
+        ("grpc_options", {"\ud800": 1}),
         ("grpc_options", ["grpc.x"]),
         ("grpc_options", {1: 2}),
     ]:

@@ -21,6 +21,7 @@ from routetrace.common.errors import (
     quoted,
     typed,
 )
+from routetrace.common.limits import is_text
 from routetrace.common.security import Security
 from routetrace.common.target import FAILOVER_OPTIONS, parse_target, targets_of, unreachable
 
@@ -45,7 +46,7 @@ class Config:
         run: str | None,
         timeout: float,
         max_message_bytes: int,
-        grpc_options: Mapping[str, str | int] | None,
+        grpc_options: Mapping[str, str | int],
         security: Security | Mapping[str, Any] | None,
     ) -> Config:
         """Check the arguments; complete them from the environment.
@@ -129,7 +130,8 @@ def _grpc_options(options: Any) -> dict[str, str | int]:
     if not isinstance(options, Mapping):
         raise InvalidArgument(field="grpc_options", value=typed(options), expected=expected)
     for name, value in options.items():
-        if not (isinstance(name, str) and isinstance(value, (str, int))):
+        fits = is_text(value) or (isinstance(value, int) and -(2**31) <= value < 2**31)
+        if not (is_text(name) and fits):
             shown = quoted(dict(options))
             raise InvalidArgument(field="grpc_options", value=shown, expected=expected)
     return dict(options)

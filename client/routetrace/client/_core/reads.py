@@ -90,13 +90,24 @@ def read_waiting(request: pb.GetTraceRequest, want: Want, wait: float, timeout: 
     except NotFound as error:
         raise late.unknown(error) from error
     except Incomplete as error:
-        if error.state is not TraceState.RUNNING:
+        if not _may_come(error.state, error.missing, error.unknown_from):
             raise
         raise late.lacks(error.unknown_from, error.missing) from None
-    unknown_end = want.token_stop is None and not trace.num_tokens
-    if trace.state is TraceState.RUNNING and (trace.missing or unknown_end):
-        raise late.lacks(trace.num_rows if unknown_end else None, trace.missing)
+    unknown_from = None
+    if want.token_stop is None and trace.num_tokens is None:
+        unknown_from = trace.num_rows
+    if _may_come(trace.state, trace.missing, unknown_from):
+        raise late.lacks(unknown_from, trace.missing)
     yield Emit(trace)
+
+
+def _may_come(
+    state: TraceState, missing: tuple[MissingRange, ...], unknown_from: int | None
+) -> bool:
+    """Return whether requested rows may still come."""
+    if state is not TraceState.RUNNING:
+        return False
+    return unknown_from is not None or any(m.reason == "not_yet" for m in missing)
 
 
 class _TooLate:
@@ -161,6 +172,8 @@ def _read(
                     f"{want.name} ended with {trace.num_tokens} tokens, {want.num_tokens} expected:"
                     " its last request has not arrived",
                     trace_id=want.trace_id,
+                    waited_seconds=timeout,
+                    stat=assembler.stat,
                 )
             return trace
         except (grpc.RpcError, Unavailable) as failure:
