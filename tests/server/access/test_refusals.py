@@ -253,7 +253,7 @@ def test_what_the_page_says_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         flag[2:].replace("-", "_"): tmp_path / value
         for flag, value in zip(flags[1::2], flags[2::2], strict=True)
     }
-    assert settings.keys() == {"data_dir", "tls_cert", "tls_key", "tls_client_ca", "tokens"}
+    assert settings.keys() == {"data_dir", "tls_cert", "tls_key", "tls_client_ca", "tokens_file"}
     (snippet,) = re.findall(r"^```python\n(.*?)^```", PAGE, re.M | re.S)
     with run_server(**settings) as server:
         target = server.target.replace("127.0.0.1", "localhost")
