@@ -19,6 +19,7 @@ from routetrace.client import (
     FetchPlan,
     FetchStats,
     MicroBatch,
+    Progress,
     Rank,
     RouteClient,
     Rows,
@@ -410,6 +411,57 @@ def test_a_buffer_that_cannot_be_had_does_not_end_the_others(stored, client, mon
         assert next(fetched).plan is plans[2]
         with pytest.raises(StopIteration):
             next(fetched)
+
+
+def test_progress_of_plans(stored, client, monkeypatch):
+    lost = FetchPlan.make(LAYOUT, MicroBatch.packed([Sample.of("lost", 9)]), Rank(LAYOUT.layer_ids))
+    plans = [whole(1, stored), lost, whole(2, stored)]
+    expected, nbytes = [], 0
+    for number, plan in enumerate(plans, 1):
+        nbytes += 0 if plan is lost else int(np.prod(plan.shape)) * plan.layout.dtype.itemsize
+        expected.append((number, 3, int(number > 1), nbytes))
+    reported: list[Progress] = []
+    with client.prefetch(plans, max_bytes=0, progress=reported.append) as fetched:
+        assert not reported
+        assert next(fetched).plan is plans[0]
+        with pytest.raises(NotFound):
+            next(fetched)
+        assert next(fetched).plan is plans[2]
+        assert list(fetched) == []
+    assert [(p.done, p.total, p.failed, p.bytes) for p in reported] == expected
+
+    async def fetch() -> None:
+        reported.clear()
+        async with (
+            AsyncRouteClient(stored.target) as other,
+            other.prefetch(plans, progress=reported.append) as fetched,
+        ):
+            await anext(fetched)
+            with pytest.raises(NotFound):
+                await anext(fetched)
+            await anext(fetched)
+            with pytest.raises(StopAsyncIteration):
+                await anext(fetched)
+
+    asyncio.run(fetch())
+    assert [(p.done, p.total, p.failed, p.bytes) for p in reported] == expected
+
+    # A plan for which there is no memory ends, too.
+    empty, fails = _memory.empty, [False, True, False]
+
+    def scarce(shape, dtype, pin):
+        if dtype == LAYOUT.dtype and fails.pop(0):
+            raise MemoryError
+        return empty(shape, dtype, pin)
+
+    monkeypatch.setattr(_memory, "empty", scarce)
+    reported.clear()
+    with client.prefetch([plans[0]] * 3, max_bytes=0, progress=reported.append) as fetched:
+        next(fetched)
+        with pytest.raises(MemoryError):
+            next(fetched)
+        next(fetched)
+    assert [(p.done, p.failed) for p in reported] == [(1, 0), (2, 1), (3, 1)]
 
 
 def three(stored: Stored) -> FetchPlan:

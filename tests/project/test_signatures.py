@@ -11,19 +11,19 @@ import routetrace.client
 
 READ = "options **keywords"
 CALLS = {
-    "client.RouteClient.__init__": "target * run timeout max_message_bytes grpc_options security",
+    "client.RouteClient.__init__": "target * run timeout security config options",
     "client.RouteClient.get": "request_id * layer_ids token_start token_stop incarnation num_tokens"
     f" pin_memory {READ}",
     "client.RouteClient.get_many": "trace_ids * concurrency errors layer_ids token_start token_stop"
-    f" pin_memory {READ}",
+    f" pin_memory progress {READ}",
     "client.RouteClient.fetch": f"plan * out pin_memory concurrency {READ}",
-    "client.RouteClient.prefetch": f"plans * max_bytes pin_memory concurrency {READ}",
+    "client.RouteClient.prefetch": f"plans * max_bytes pin_memory concurrency progress {READ}",
     "client.RouteClient.follow": f"trace_id * layer_ids token_start token_stop incarnation {READ}",
     "client.RouteClient.stat": "trace_id * incarnation timeout",
-    "client.RouteClient.find": "* labels states retirable_through timeout",
+    "client.RouteClient.find": "* labels states limit retirable_through timeout",
     "client.RouteClient.delete": "*trace_ids missing_ok timeout",
     "client.RouteClient.retire_through": "weight_version * timeout",
-    "client.RouteClient.renew": "trace_ids ttl_seconds * timeout",
+    "client.RouteClient.renew": "trace_ids * ttl_seconds timeout",
     "client.RouteClient.forget_engine": "engine_id * timeout",
     "client.RouteClient.server_info": "* timeout",
     "client.RouteClient.agents": "* timeout",
@@ -33,6 +33,8 @@ CALLS = {
     " token_ids step trace_id prompt_len labels ttl_seconds timeout",
     "client.RouteClient.close": "",
     "client.AsyncRouteClient.aclose": "",
+    "client.ClientConfig.__init__": "* target run timeout security max_message_bytes grpc_options",
+    "client.ClientConfig.from_env": "environ **overrides",
     "client.ReadOptions.__init__": "* missing wait_for timeout policy prefix_rows weight_version",
     "client.Trace.tokens": "start stop",
     "client.Trace.layers": "layer_ids",

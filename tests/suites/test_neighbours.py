@@ -171,11 +171,11 @@ def test_only_an_admin_ends_a_lease_earlier(tmp_path: Path) -> None:
         feed(server, "default", ["t"], 4, security=Security(token="rt_reader"))
         with RouteClient(server.target, security=Security(token="rt_reader")) as reader:
             with pytest.raises(PermissionDenied, match="admin"):
-                reader.renew(["t"], 1)
-            assert reader.renew(["t"], 5000) == 1
+                reader.renew(["t"], ttl_seconds=1)
+            assert reader.renew(["t"], ttl_seconds=5000) == 1
             assert reader.stat("t").num_rows == 4
         with RouteClient(server.target, security=Security(token="rt_admin")) as admin:
-            assert admin.renew(["t"], 1) == 1
+            assert admin.renew(["t"], ttl_seconds=1) == 1
 
 
 def test_a_token_feeds_its_engines_alone(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ import pytest
 
 from routetrace.client import (
     AsyncRouteClient,
+    ClientConfig,
     FetchPlan,
     MicroBatch,
     Rank,
@@ -276,7 +277,8 @@ def test_closing_ends_the_stream(long):
 def test_a_slow_reader_gets_what_it_began_with(long):
     """Traces are deleted while parts of them are under way: each is whole, or not there."""
     own, names, ids = long
-    with RouteClient(own.target, grpc_options={"grpc.http2.bdp_probe": 0}) as client:
+    config = ClientConfig(target=own.target, grpc_options={"grpc.http2.bdp_probe": 0})
+    with RouteClient(config=config) as client:
         read = slowly(client, names)
         got = [next(read)]
         for name in names:

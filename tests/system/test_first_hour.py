@@ -361,7 +361,7 @@ def evict(target: str) -> None:
 
 def test_missing_traces_are_told_apart(server, small):
     def expire(reader: RouteClient) -> None:
-        reader.renew(["gone"], 1)
+        reader.renew(["gone"], ttl_seconds=1)
         wait_for(lambda: not list(reader.find(labels={"fate": "x"})) and not there(reader))
 
     def there(reader: RouteClient) -> bool:
@@ -573,7 +573,7 @@ MISTAKES: list[tuple[str, str, Callable[[Things], object]]] = [
     ("trace_ids", "an iterable of str", lambda t: list(t.client.get_many("kept"))),
     ("missing", "'raise' or 'mask'", lambda t: t.client.get("kept", missing="zero")),
     ("wait_for", "'rows', 'end' or None", lambda t: t.client.get("kept", wait_for=True)),
-    ("wait_for", "'rows' or None", lambda t: next(t.client.follow("kept", wait_for="end"))),
+    ("wait_for", "'rows', 'end' or None", lambda t: next(t.client.follow("kept", wait_for="all"))),
     ("policy", "or 'latest'", lambda t: t.client.get("kept", policy="newest")),
     ("prefix_rows", "or 'never'", lambda t: t.client.get("kept", prefix_rows=False)),
     ("layer_ids", "strictly ascending", lambda t: t.client.get("kept", layer_ids=[2, 1])),
@@ -590,8 +590,8 @@ MISTAKES: list[tuple[str, str, Callable[[Things], object]]] = [
     ("labels", "a mapping", lambda t: list(t.client.find(labels="group=g"))),
     ("labels['group']", "0 (int)", lambda t: list(t.client.find(labels={"group": 0}))),
     ("weight_version", "'3' (str); expected int", lambda t: t.client.retire_through("3")),
-    ("trace_ids", "an iterable of str", lambda t: t.client.renew("kept", 3)),
-    ("ttl_seconds", "expected int", lambda t: t.client.renew(["kept"], "1d")),
+    ("trace_ids", "an iterable of str", lambda t: t.client.renew("kept", ttl_seconds=3)),
+    ("ttl_seconds", "expected int", lambda t: t.client.renew(["kept"], ttl_seconds="1d")),
     ("engine_id", "an engine", lambda t: t.client.get_blocks("nobody", [0], 1)),
     (
         "options",

@@ -399,7 +399,7 @@ def renew(
 ) -> None:
     """Renew the lease of traces."""
     with connection.client() as client:
-        found = client.renew(ids, ttl)
+        found = client.renew(ids, ttl_seconds=ttl)
     print(f"{found} of {len(ids)} traces renewed")
     if found != len(ids):
         raise typer.Exit(1)

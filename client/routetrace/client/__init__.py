@@ -5,9 +5,11 @@ from importlib.metadata import version as _version
 from routetrace.client._shells.aio import AsyncRouteClient
 from routetrace.client._shells.prefetch import AsyncPrefetch, Prefetch
 from routetrace.client._shells.sync import RouteClient
+from routetrace.client.config import ClientConfig
 from routetrace.client.micro_batch import MicroBatch, Sample, Segment
 from routetrace.client.options import ReadOptions
 from routetrace.client.plan import FetchPlan, Rank
+from routetrace.client.progress import Progress
 from routetrace.client.rows import FetchStats, Rows
 from routetrace.client.stat import (
     AgentStat,
@@ -50,6 +52,7 @@ __all__ = [
     "AgentStat",
     "AsyncPrefetch",
     "AsyncRouteClient",
+    "ClientConfig",
     "Closed",
     "Corrupt",
     "DeadlineExceeded",
@@ -71,6 +74,7 @@ __all__ = [
     "PermissionDenied",
     "Prefetch",
     "PrefixSpan",
+    "Progress",
     "ProvenanceSpan",
     "Rank",
     "ReadFacts",

@@ -33,8 +33,8 @@ class ReadOptions:
     runs out is a DeadlineExceeded, with `missing="mask"` too, unless all that is missing can no
     longer come: that is an Incomplete, or masked, at once if the trace has ended. Of a session
     under one trace id, the end of an earlier turn counts until the server has the next begin: read
-    it with `get(num_tokens=)`, or by positions (`fetch`). `follow` takes "rows", to wait for an
-    unknown request to begin, but not "end"."""
+    it with `get(num_tokens=)`, or by positions (`fetch`). `follow` reads to the end anyway: both
+    make it wait for an unknown trace to begin."""
     timeout: float | None = None
     """Seconds that a call may take; None: the client's timeout. get_many, fetch and prefetch read
     up to 32 traces with one call. A read that waited in vain is repeated once, within the client's
@@ -79,14 +79,18 @@ class ReadKeywords(TypedDict, total=False):
 
 
 def merged(
-    call: Callable[..., Any], options: ReadOptions, keywords: Mapping[str, Any]
+    call: Callable[..., Any],
+    options: ReadOptions | None,
+    keywords: Mapping[str, Any],
+    default: ReadOptions,
 ) -> ReadOptions:
-    """Return the options with some of them replaced.
+    """Return the options of one call.
 
     Args:
         call: method that takes the options.
-        options: options to replace.
-        keywords: its other keyword arguments.
+        options: its options; `default` if None.
+        keywords: its other keyword arguments, which win.
+        default: options of its client.
 
     Raises:
         InvalidArgument: naming a keyword that the call does not have; it is also a TypeError.
@@ -95,4 +99,7 @@ def merged(
         if name not in _NAMES:
             own = [p.name for p in signature(call).parameters.values() if p.kind is p.KEYWORD_ONLY]
             raise check.unknown_keyword(call.__name__, name, [*own, *_NAMES])
-    return replace(check.instance("options", options, ReadOptions), **keywords)
+    if options is None:
+        options = default
+    options = check.instance("options", options, ReadOptions)
+    return replace(options, **keywords) if keywords else options

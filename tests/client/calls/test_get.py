@@ -7,7 +7,7 @@ import random
 import numpy as np
 import pytest
 
-from routetrace.client import TraceState
+from routetrace.client import ClientConfig, TraceState
 from routetrace.common.errors import (
     Corrupt,
     Incomplete,
@@ -156,8 +156,9 @@ class TestGet:
 
     def test_messages_above_the_limit(self, connect, server):
         server.serve(truth(12, labels={"large": "x" * 20_000}))
+        config = ClientConfig(target=server.target, max_message_bytes=10_000)
         with pytest.raises(InvalidArgument, match="max_message_bytes"):
-            connect(server.target, max_message_bytes=10_000).get("req")
+            connect(None, config=config).get("req")
 
     def test_answers_that_do_not_parse(self, client, server):
         server.script["GetTrace"] = lambda request, context: iter([b"\xff\xff"])
@@ -203,7 +204,7 @@ class TestGet:
         ("get", ("a",), {"timeout": float("nan")}, "timeout"),
         ("follow", ("a",), {"timeout": -1}, "timeout"),
         ("follow", ("a",), {"layer_ids": []}, "layer_ids"),
-        ("follow", ("a",), {"wait_for": "end"}, "wait_for"),
+        ("follow", ("a",), {"wait_for": "all"}, "wait_for"),
         ("follow", ("a",), {"weight_version": 0.5}, "weight_version"),
         ("get_many", (["a"],), {"prefetch": 0}, "prefetch"),
         ("get_many", (["a"],), {"weight_version": "3"}, "weight_version"),
@@ -275,7 +276,7 @@ class TestGet:
         ("bind", ("e", "r", [1], 3), {"token_ids": [[1], [2, 3]]}, "token_ids"),
         ("renew", ("abc",), {}, "trace_ids"),
         ("renew", (None,), {}, "trace_ids"),
-        ("renew", (["a"], -1), {}, "ttl_seconds"),
+        ("renew", (["a"],), {"ttl_seconds": -1}, "ttl_seconds"),
     ],
 )
 def test_wrong_arguments_are_told_before_anything_is_sent(connect, method, args, kwargs, field):

@@ -89,6 +89,44 @@ class TestGetMany:
             Trace,
         ]
 
+    def test_progress_is_reported_before_each_value(self, client, server):
+        sources = self.sources(4)
+        server.serve(*sources)
+        ids = ["r0", "unknown", "r1", "r3"]
+        reported, bytes_read = [], 0
+        values = client.get_many(ids, missing="mask", errors="return", progress=reported.append)
+        assert not reported
+        for number, value in enumerate(values, 1):
+            bytes_read += 0 if isinstance(value, NotFound) else value.topk_ids.nbytes
+            state = reported[-1]
+            assert len(reported) == number == state.done
+            assert (state.total, state.failed, state.bytes) == (4, int(number > 1), bytes_read)
+        assert bytes_read
+        seconds = [state.seconds for state in reported]
+        assert seconds == sorted(seconds)
+        assert seconds[0] > 0
+
+    def test_progress_up_to_an_error_that_is_raised(self, client, server):
+        server.serve(*self.sources(2))
+        reported = []
+        with pytest.raises(NotFound):
+            list(client.get_many(iter(["r0", "lost", "r1"]), missing="mask",
+                                 progress=reported.append))  # fmt: skip
+        assert [(p.done, p.failed, p.total) for p in reported] == [(1, 0, None), (2, 1, None)]
+
+    def test_an_error_of_the_progress_function_ends_the_iteration(self, client, server):
+        server.serve(*self.sources(3))
+
+        def fails(progress):
+            raise ZeroDivisionError(progress.done)
+
+        traces = client.get_many(["r0", "r1"], missing="mask", progress=fails)
+        with pytest.raises(ZeroDivisionError, match="1"):
+            next(traces)
+        assert list(traces) == []
+        with pytest.raises(InvalidArgument, match=r"progress is 5 \(int\); expected a callable"):
+            client.get_many(["r0"], progress=5)
+
     def test_closing_ends_what_is_under_way(self, client, server):
         server.serve(*self.sources(1))
         answer = server.script["GetTrace"]

@@ -61,6 +61,27 @@ def test_find(client, server):
     assert list(first.states) == [RUNNING, pb.TRACE_STATE_COMPLETE]
 
 
+@pytest.mark.parametrize(("limit", "calls"), [(1, 1), (3, 1), (4, 2), (7, 3), (9, 3), (5000, 3)])
+def test_at_most_so_many_are_found(client, server, limit, calls):
+    infos = [truth(i, trace_id=f"r{i}").info for i in range(7)]
+
+    def handler(request, context):
+        at = int(request.page_token or 0)
+        more = at + 3 < len(infos)
+        return pb.ListTracesResponse(
+            traces=infos[at : at + 3], next_page_token=str(at + 3) if more else ""
+        )
+
+    server.script["ListTraces"] = handler
+    found = list(client.find(limit=limit))
+    assert [s.trace_id for s in found] == [f"r{i}" for i in range(7)][:limit]
+    assert server.counts["ListTraces"] == calls
+    assert server.requests[0][1].page_size == min(limit, 1000)
+    for wrong in (0, -1, "3", True):
+        with pytest.raises(InvalidArgument, match="limit is"):
+            client.find(limit=wrong)
+
+
 @pytest.mark.parametrize("holes", [(), [(3, 5)]])
 @pytest.mark.parametrize("state", [pb.TRACE_STATE_UNSPECIFIED, pb.TRACE_STATE_INCOMPLETE])
 def test_get_blocks(client, server, holes, state):
@@ -166,7 +187,7 @@ def test_forgetting(client, server):
     server.script["RenewLease"] = lambda r, c: pb.RenewLeaseResponse(num_renewed=2)
     assert client.delete("req") == 1
     assert client.retire_through(-3) == 4
-    assert client.renew(["a", "b"], 60) == 2
+    assert client.renew(["a", "b"], ttl_seconds=60) == 2
     assert [r for _, r in server.requests] == [
         pb.DeleteTraceRequest(run="default", trace_id="req"),
         pb.RetireTracesRequest(run="default", through_weight_version=-3),

@@ -184,7 +184,7 @@ FOREIGN: dict[str, Callable[[RouteClient], Any]] = {
     "find": lambda c: list(c.find()),
     "server_info": lambda c: c.server_info(),
     "agents": lambda c: list(c.agents()),
-    "renew": lambda c: c.renew(["r0"], 1),
+    "renew": lambda c: c.renew(["r0"], ttl_seconds=1),
     "bind": lambda c: c.bind("e0", "r9", [0], 1),
     "delete": lambda c: c.delete("r0"),
     "retire": lambda c: c.retire_through(weight_version=99),
@@ -215,7 +215,7 @@ def test_a_token_of_one_run_does_nothing_to_another(guarded: Guarded) -> None:
     with guarded.client("mine", "mine") as client:
         np.testing.assert_array_equal(client.get("r0").topk_ids, rows_of(LAYOUT, 9))
         client.server_info()
-        client.renew(["r0"], 1000)
+        client.renew(["r0"], ttl_seconds=1000)
     feed(guarded.server.target, guarded.security("mine"), "mine-2", "r0")
     with guarded.client("mine", "mine-2") as client:
         client.delete("r0")

@@ -329,7 +329,7 @@ def test_an_expired_trace_takes_its_rows_along():
         e.ask("first", [*PROMPT, 1], 256)
         e.ask("second", [*PROMPT, 4, 5], 256, 240)
         assert client.get("second", wait_for="end", timeout=20).complete
-        client.renew(["first"], 1)
+        client.renew(["first"], ttl_seconds=1)
         wait_for(lambda: not client.stat("second").prefix_trace_ids)
         trace = client.get("second", missing="mask")
         assert gaps(trace)[0][:2] == (0, 240)

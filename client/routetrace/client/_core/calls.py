@@ -48,6 +48,8 @@ _WAITS = {
     "rows": pb.WAIT_FOR_ROWS,
     "end": pb.WAIT_FOR_END,
 }
+#: Traces of a page, unless fewer are wanted.
+_PAGE = 1000
 _GET = "use get() for a trace id"
 _STATES = tuple(state.value for state in TraceState)
 
@@ -66,8 +68,7 @@ def get(
     id_field: str = "trace_id",
 ) -> Plan[Trace]:
     """See RouteClient.get, which names its id `request_id`."""
-    check.identifier(id_field, trace_id)
-    want = _want(trace_id, options, layer_ids, token_start, token_stop, incarnation)
+    want = _want(trace_id, options, layer_ids, token_start, token_stop, incarnation, id_field)
     if num_tokens is not None:
         want = replace(want, num_tokens=check.whole("num_tokens", num_tokens, 1))
         if options.wait_for is None:
@@ -116,10 +117,6 @@ def follow(
     incarnation: int | None,
 ) -> Plan[Trace]:
     """See RouteClient.follow."""
-    if options.wait_for == "end":
-        raise InvalidArgument(
-            field="wait_for", value="end", expected="'rows' or None: follow reads to the end anyway"
-        )
     want = _want(trace_id, options, layer_ids, token_start, token_stop, incarnation)
     want = replace(want, follow=True)
     request = _get_request(config, want, options)
@@ -185,10 +182,13 @@ def find(
     *,
     labels: Mapping[str, str] | None,
     states: Iterable[TraceState | str],
+    limit: int | None,
     retirable_through: int | None,
     timeout: float | None,
 ) -> Plan[TraceStat]:
     """See RouteClient.find."""
+    if limit is not None:
+        check.whole("limit", limit, 1)
     if retirable_through is not None:
         check.weight_version(retirable_through)
     states = check.several("states", states, "str")
@@ -198,8 +198,10 @@ def find(
         labels=check.labels(labels),
         states=[TraceState(name).to_proto() for name in names],
         retirable_through=retirable_through,
+        page_size=min(limit or 0, _PAGE),
     )
-    return pages("ListTraces", request, config.limit(timeout), lambda page: page.traces, _stat)
+    seconds = config.limit(timeout)
+    return pages("ListTraces", request, seconds, lambda page: page.traces, _stat, limit)
 
 
 def bind(
@@ -298,7 +300,7 @@ def retire_through(config: Config, weight_version: int, *, timeout: float | None
 
 
 def renew(
-    config: Config, trace_ids: Iterable[str], ttl_seconds: int | None, *, timeout: float | None
+    config: Config, trace_ids: Iterable[str], *, ttl_seconds: int | None, timeout: float | None
 ) -> Plan[int]:
     """See RouteClient.renew."""
     request = pb.RenewLeaseRequest(
@@ -329,9 +331,10 @@ def _want(
     token_start: int,
     token_stop: int | None,
     incarnation: int | None,
+    id_field: str = "trace_id",
 ) -> Want:
     return Want(
-        check.identifier("trace_id", trace_id),
+        check.identifier(id_field, trace_id),
         check.layers(layer_ids),
         check.whole("token_start", token_start),
         check.stop(token_start, token_stop),

@@ -1,9 +1,7 @@
-"""Configuration of a client: its server, deadlines, channel options and credentials."""
+"""Configuration of a client: its settings, its server, deadlines and channel options."""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from threading import Event
 from typing import Any
@@ -12,62 +10,58 @@ import grpc
 
 from routetrace.client import _arguments as check
 from routetrace.client._core.route import Route
+from routetrace.client.config import ClientConfig
 from routetrace.codec import native
-from routetrace.common.errors import (
-    DeadlineExceeded,
-    InvalidArgument,
-    RouteTraceError,
-    Unavailable,
-    quoted,
-    typed,
-)
-from routetrace.common.limits import is_text
+from routetrace.common.errors import DeadlineExceeded, RouteTraceError, Unavailable
 from routetrace.common.security import Security
-from routetrace.common.target import FAILOVER_OPTIONS, parse_target, targets_of, unreachable
+from routetrace.common.target import FAILOVER_OPTIONS, targets_of, unreachable
 
 
 @dataclass(frozen=True)
 class Config:
-    """Configuration of a client."""
+    """Settings of a client, and what it knows about its server."""
 
-    target: str
-    run: str
-    timeout: float
-    channel_options: tuple[tuple[str, Any], ...]
+    settings: ClientConfig
     security: Security
     route: Route = field(compare=False, repr=False)
     reached: Event = field(default_factory=Event, compare=False, repr=False)
     """Set once the server has answered."""
 
     @classmethod
-    def make(
-        cls,
-        target: str | None,
-        run: str | None,
-        timeout: float,
-        max_message_bytes: int,
-        grpc_options: Mapping[str, str | int],
-        security: Security | Mapping[str, Any] | None,
-    ) -> Config:
-        """Check the arguments; complete them from the environment.
+    def of(cls, settings: ClientConfig) -> Config:
+        """Check the files of the settings.
 
         Raises:
-            InvalidArgument: if an argument is wrong, there is no target, a file is not usable, or a
-                token would travel in plain text.
+            InvalidArgument: if a file is not usable, or a token would travel in plain text.
+            MissingDependency: if the codec was not built.
         """
-        target = parse_target(os.environ.get("ROUTETRACE_TARGET", "") if target is None else target)
-        if run is None:
-            run = os.environ.get("ROUTETRACE_RUN") or "default"
-        check.identifier("run", run)
-        check.seconds("timeout", timeout)
-        check.whole("max_message_bytes", max_message_bytes, 1, 2**31 - 1)
         native.require()
-        security = Security.of(security)
-        for one in targets_of(target):
-            security.check(one)
-        defaults = {
-            "grpc.max_receive_message_length": max_message_bytes,
-            "grpc.max_send_message_length": max_message_bytes,
+        security = Security.of(settings.security)
+        for target in targets_of(settings.target):
+            security.check(target)
+        return cls(settings, security, Route(settings.target))
+
+    @property
+    def target(self) -> str:
+        """Configured target."""
+        return self.settings.target
+
+    @property
+    def run(self) -> str:
+        """Run of all calls."""
+        return self.settings.run
+
+    @property
+    def timeout(self) -> float:
+        """Seconds of a call that is not given its own."""
+        return self.settings.timeout
+
+    @property
+    def channel_options(self) -> tuple[tuple[str, Any], ...]:
+        """Options of every channel."""
+        options: dict[str, str | int] = {
+            "grpc.max_receive_message_length": self.settings.max_message_bytes,
+            "grpc.max_send_message_length": self.settings.max_message_bytes,
             # A forked child cannot use connections that it shares with its parent.
             "grpc.use_local_subchannel_pool": 1,
             # A server that vanished must not hold a follower forever.
@@ -79,13 +73,9 @@ class Config:
             # Of one attempt to connect; the default waits 20 s for a port that never answers.
             "grpc.min_reconnect_backoff_ms": 3_000,
         }
-        if len(targets_of(target)) > 1:
-            defaults |= FAILOVER_OPTIONS
-        merged = tuple({**defaults, **_grpc_options(grpc_options)}.items())
-        return cls(target, run, timeout, merged, security, Route(target))
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _anew, (self.target, self.run, self.timeout, self.channel_options, self.security)
+        if len(targets_of(self.target)) > 1:
+            options |= FAILOVER_OPTIONS
+        return tuple({**options, **self.settings.grpc_options}.items())
 
     def limit(self, timeout: float | None) -> float:
         """Return the seconds that a call may take."""
@@ -111,27 +101,3 @@ class Config:
         if self.route.unreached:
             message += f" (a worker of {self.target}; its port must be open, too)"
         return Unavailable(message, retry_after=error.retry_after)
-
-
-def _anew(
-    target: str,
-    run: str,
-    timeout: float,
-    channel_options: tuple[tuple[str, Any], ...],
-    security: Security,
-) -> Config:
-    """Return a configuration without its state: neither a route nor an answer is known."""
-    return Config(target, run, timeout, channel_options, security, Route(target))
-
-
-def _grpc_options(options: Any) -> dict[str, str | int]:
-    """Return gRPC channel options."""
-    expected = "a mapping of str to str or int"
-    if not isinstance(options, Mapping):
-        raise InvalidArgument(field="grpc_options", value=typed(options), expected=expected)
-    for name, value in options.items():
-        fits = is_text(value) or (isinstance(value, int) and -(2**31) <= value < 2**31)
-        if not (is_text(name) and fits):
-            shown = quoted(dict(options))
-            raise InvalidArgument(field="grpc_options", value=shown, expected=expected)
-    return dict(options)

@@ -5,6 +5,7 @@ Each decision is written once, for both clients, and can be tested without a net
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -240,8 +241,9 @@ def pages(
     timeout: float,
     items: Callable[[Any], Iterable[Any]],
     convert: Callable[[Any], T],
+    limit: int | None = None,
 ) -> Plan[T]:
-    """Emit every item of all pages of a list, with `timeout` seconds for each page.
+    """Emit the items of all pages of a list, with `timeout` seconds for each page.
 
     Args:
         name: method of the service.
@@ -249,11 +251,16 @@ def pages(
         timeout: seconds.
         items: returns the items of a page.
         convert: returns the item to emit.
+        limit: maximum of items; None: all.
     """
+    left = math.inf if limit is None else limit
     while True:
         page = yield from called(name, request, timeout)
         for item in items(page):
             yield Emit(_converted(convert, item))
+            left -= 1
+            if not left:
+                return
         if not page.next_page_token:
             return
         if page.next_page_token == request.page_token:

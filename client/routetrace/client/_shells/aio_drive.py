@@ -18,6 +18,7 @@ from routetrace.client._core.steps import END, Emit, Open, Plan, Receive, Sleep,
 from routetrace.client._shells.channels import Connections
 from routetrace.client._shells.fork import start_over_after_fork
 from routetrace.client._shells.outage import Outage
+from routetrace.client.progress import Meter
 from routetrace.common.errors import Closed, DeadlineExceeded, RouteTraceError, Unavailable
 
 T = TypeVar("T")
@@ -176,6 +177,7 @@ class AsyncDriver:
         ids: Iterable[str],
         prefetch: int,
         return_errors: bool,
+        meter: Meter,
     ) -> AsyncGenerator[T | RouteTraceError, None]:
         """Yield the value of one plan per id, in order, `prefetch` of them at a time."""
         ids = iter(ids)
@@ -198,6 +200,7 @@ class AsyncDriver:
                     value = await pending.popleft()
                 except RouteTraceError as error:
                     value = error
+                meter.counted(value)
                 yield value if return_errors else checked(value)
         finally:
             for task in tasks:

@@ -19,6 +19,7 @@ from routetrace.client._core.steps import END, Emit, Open, Plan, Receive, Sleep,
 from routetrace.client._shells.channels import Connections
 from routetrace.client._shells.fork import start_over_after_fork
 from routetrace.client._shells.outage import Outage
+from routetrace.client.progress import Meter
 from routetrace.common.errors import Closed, DeadlineExceeded, RouteTraceError, Unavailable
 
 T = TypeVar("T")
@@ -225,6 +226,7 @@ class Driver:
         ids: Iterable[str],
         prefetch: int,
         return_errors: bool,
+        meter: Meter,
     ) -> Generator[T | RouteTraceError, None, None]:
         """Yield the value of one plan per id, in order, `prefetch` of them at a time."""
         scope = self.scope()
@@ -245,6 +247,7 @@ class Driver:
                         value = pending.popleft().result()
                     except RouteTraceError as error:
                         value = error
+                    meter.counted(value)
                     yield value if return_errors else checked(value)
             finally:
                 self.end(scope)

@@ -12,6 +12,7 @@ from routetrace.client._core.fetch import Budget, Fetch
 from routetrace.client._core.steps import Plan
 from routetrace.client._shells.aio_drive import AsyncDriver, settled
 from routetrace.client._shells.drive import Driver, Scope
+from routetrace.client.progress import Meter
 from routetrace.client.rows import FetchStats, Rows
 from routetrace.client.stat import ReadFacts
 from routetrace.common.errors import RouteTraceError
@@ -26,12 +27,18 @@ class Prefetch:
     """
 
     def __init__(
-        self, driver: Driver, fetches: Iterable[Fetch], max_bytes: int, concurrency: int
+        self,
+        driver: Driver,
+        fetches: Iterable[Fetch],
+        max_bytes: int,
+        concurrency: int,
+        meter: Meter,
     ) -> None:
         self.stats = FetchStats()
         """Sum over all results returned."""
         self._driver = driver
         self._budget = Budget(fetches, max_bytes, concurrency)
+        self._meter = meter
         self._pool = ThreadPoolExecutor(concurrency, "routetrace-fetch")
         self._scope = driver.scope()
         self._pending: deque[tuple[Fetch, Scope, list[Future[list[ReadFacts]]]]] = deque()
@@ -52,6 +59,16 @@ class Prefetch:
         return self
 
     def __next__(self) -> Rows:
+        try:
+            rows = self._next()
+        except Exception as error:
+            if not isinstance(error, StopIteration):
+                self._meter.counted(error)
+            raise
+        self.stats += rows.stats
+        return self._meter.counted(rows)
+
+    def _next(self) -> Rows:
         if self._last:
             self._budget.release(self._last)
             self._last = None
@@ -67,9 +84,7 @@ class Prefetch:
         finally:  # after an error, cancel the other reads
             scope.cancel()
             self._scope.discard(scope)
-        rows = self._last.rows(reads, time.monotonic() - began)
-        self.stats += rows.stats
-        return rows
+        return self._last.rows(reads, time.monotonic() - began)
 
     def close(self) -> None:
         """Cancel all fetches; may be called more than once."""
@@ -93,12 +108,18 @@ class AsyncPrefetch:
     """
 
     def __init__(
-        self, driver: AsyncDriver, fetches: Iterable[Fetch], max_bytes: int, concurrency: int
+        self,
+        driver: AsyncDriver,
+        fetches: Iterable[Fetch],
+        max_bytes: int,
+        concurrency: int,
+        meter: Meter,
     ) -> None:
         self.stats = FetchStats()
         """Sum over all results returned."""
         self._driver = driver
         self._budget = Budget(fetches, max_bytes, concurrency)
+        self._meter = meter
         self._slots = asyncio.Semaphore(concurrency)
         self._closed = False
         self._pending: deque[tuple[Fetch, asyncio.Future[list[ReadFacts]]]] = deque()
@@ -120,6 +141,16 @@ class AsyncPrefetch:
         return self
 
     async def __anext__(self) -> Rows:
+        try:
+            rows = await self._next()
+        except Exception as error:
+            if not isinstance(error, StopAsyncIteration):
+                self._meter.counted(error)
+            raise
+        self.stats += rows.stats
+        return self._meter.counted(rows)
+
+    async def _next(self) -> Rows:
         if self._last:
             self._budget.release(self._last)
             self._last = None
@@ -134,9 +165,7 @@ class AsyncPrefetch:
             reads = await task
         finally:
             task.cancel()
-        rows = self._last.rows(reads, time.monotonic() - began)
-        self.stats += rows.stats
-        return rows
+        return self._last.rows(reads, time.monotonic() - began)
 
     async def close(self) -> None:
         """Cancel all fetches; may be called more than once."""
@@ -171,11 +200,11 @@ def fetch_blocking(driver: Driver, fetch: Fetch, concurrency: int) -> Rows:
         began = time.monotonic()
         reads = driver.one_by_one(fetch.reads(concurrency))
         return fetch.rows(reads, time.monotonic() - began)
-    with Prefetch(driver, [fetch], 0, concurrency) as fetched:
+    with Prefetch(driver, [fetch], 0, concurrency, Meter(None, ())) as fetched:
         return next(fetched)
 
 
 async def fetch_async(driver: AsyncDriver, fetch: Fetch, concurrency: int) -> Rows:
     """Return the rows of one fetch."""
-    async with AsyncPrefetch(driver, [fetch], 0, concurrency) as fetched:
+    async with AsyncPrefetch(driver, [fetch], 0, concurrency, Meter(None, ())) as fetched:
         return await anext(fetched)

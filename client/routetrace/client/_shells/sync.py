@@ -7,7 +7,7 @@ Generated from aio.py by scripts/make_sync_client.py.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 import numpy.typing as npt
@@ -19,8 +19,10 @@ from routetrace.client._core.config import Config
 from routetrace.client._core.steps import Plan
 from routetrace.client._shells.drive import Driver
 from routetrace.client._shells.prefetch import Prefetch, fetch_blocking
+from routetrace.client.config import TIMEOUT, ClientConfig, settings_of
 from routetrace.client.options import Missing, ReadKeywords, ReadOptions, merged
 from routetrace.client.plan import FetchPlan
+from routetrace.client.progress import Meter, Progress
 from routetrace.client.rows import Rows
 from routetrace.client.stat import AgentStat, ServerInfo, TraceStat, TraceState
 from routetrace.client.trace import Trace
@@ -31,7 +33,6 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 _DEFAULTS = ReadOptions()
-_NO_OPTIONS: Mapping[str, str | int] = {}
 
 
 class RouteClient:
@@ -42,9 +43,9 @@ class RouteClient:
 
     Connects at the first call. A call that fails because the server is unreachable or busy is
     repeated, with growing pauses, until its timeout. `ReadOptions` describes the options that
-    get, get_many, fetch, prefetch and follow share; each is also a keyword argument of them, which
-    wins over `options`. A client pickles as its arguments, with files and token of `security`; the
-    copy connects anew.
+    get, get_many, fetch, prefetch and follow share: each is a keyword argument of them, which wins
+    over `options` of the call, and these over `options` of the client. A client pickles as its
+    arguments, with files and token of `security`; the copy connects anew.
 
     Every call raises errors of `routetrace.client` only; a gRPC error is at most their `__cause__`:
 
@@ -61,42 +62,59 @@ class RouteClient:
         target: host:port, host (port 7411), several with commas between, or a gRPC target;
             $ROUTETRACE_TARGET if None.
         run: training job of the traces; $ROUTETRACE_RUN or "default" if None.
-        timeout: seconds of a call that is not given its own timeout.
-        max_message_bytes: size limit of one message, in both directions.
-        grpc_options: further gRPC channel options, which win over the client's own.
+        timeout: seconds of a call that is not given its own.
         security: TLS files and a token, also as a mapping of the fields of `Security`; from the
-            environment if None. New calls use certificates that were replaced more than about a
-            second before.
+            environment if None.
+        config: all connection settings, in place of the arguments above.
+        options: options of the calls that are not given their own.
 
     Raises:
         InvalidArgument: if there is no target or it has a scheme such as http, an argument has a
-            wrong type or range, a file of `security` is not usable, or its token would travel in
-            plain text.
+            wrong type or range or stands beside `config`, a file of `security` is not usable, or
+            its token would travel in plain text.
     """
+
+    @overload
+    def __init__(
+        self,
+        target: str | None = None,
+        *,
+        run: str | None = None,
+        timeout: float = TIMEOUT,
+        security: Security | Mapping[str, Any] | None = None,
+        options: ReadOptions = _DEFAULTS,
+    ) -> None: ...
+
+    @overload
+    def __init__(self, *, config: ClientConfig, options: ReadOptions = _DEFAULTS) -> None: ...
 
     def __init__(
         self,
         target: str | None = None,
         *,
         run: str | None = None,
-        timeout: float = 60.0,
-        max_message_bytes: int = 64 << 20,
-        grpc_options: Mapping[str, str | int] = _NO_OPTIONS,
+        timeout: float = TIMEOUT,
         security: Security | Mapping[str, Any] | None = None,
+        config: ClientConfig | None = None,
+        options: ReadOptions = _DEFAULTS,
     ) -> None:
-        self._config = Config.make(target, run, timeout, max_message_bytes, grpc_options, security)
+        given = {"target": target, "run": run, "timeout": timeout, "security": security}
+        self._begin(settings_of(config, given), options)
+
+    def _begin(self, settings: ClientConfig, options: ReadOptions) -> None:
+        self._options = _arguments.instance("options", options, ReadOptions)
+        self._config = Config.of(settings)
         self._driver = Driver(self._config)
 
     def __repr__(self) -> str:
         config = self._config
         return f"<RouteClient {config.target} run={config.run!r} {self._driver.state}>"
 
-    def __getstate__(self) -> Config:
-        return self._config
+    def __getstate__(self) -> tuple[ClientConfig, ReadOptions]:
+        return self._config.settings, self._options
 
-    def __setstate__(self, config: Config) -> None:
-        self._config = config
-        self._driver = Driver(config)
+    def __setstate__(self, state: tuple[ClientConfig, ReadOptions]) -> None:
+        self._begin(*state)
 
     def __enter__(self) -> RouteClient:
         return self
@@ -118,7 +136,7 @@ class RouteClient:
         incarnation: int | None = None,
         num_tokens: int | None = None,
         pin_memory: bool = False,
-        options: ReadOptions = _DEFAULTS,
+        options: ReadOptions | None = None,
         **keywords: Unpack[ReadKeywords],
     ) -> Trace:
         """Return the rows of one trace.
@@ -129,7 +147,7 @@ class RouteClient:
             token_start: first position.
             token_stop: one past the last position; to the end if None.
                 Frames of up to 512 rows travel whole, whatever part of them is requested.
-            incarnation: `TraceFacts.incarnation` of the requested one, or the arrival number of
+            incarnation: `TraceStat.incarnation` of the requested one, or the arrival number of
                 any engine request with this id; the newest complete one, else the newest, if None.
             num_tokens: with `wait_for`, prompt and output tokens of the trace, as the engine's
                 answer counts them. Several requests under one id make up one trace (turns of a
@@ -137,7 +155,7 @@ class RouteClient:
                 trace is complete as of the last. An end at fewer tokens does not count.
             pin_memory: use page-locked memory for the ids (needs torch with CUDA), so that
                 `Trace.to_torch` copies at full speed and does not block.
-            options: see `ReadOptions`.
+            options: see `ReadOptions`; those of the client if None.
             **keywords: fields of `ReadOptions` that replace those of `options`.
 
         Raises:
@@ -151,7 +169,7 @@ class RouteClient:
         plan = _calls.get(
             self._config,
             request_id,
-            merged(self.get, options, keywords),
+            merged(self.get, options, keywords, self._options),
             layer_ids=layer_ids,
             token_start=token_start,
             token_stop=token_stop,
@@ -173,7 +191,8 @@ class RouteClient:
         token_start: int = 0,
         token_stop: int | None = None,
         pin_memory: bool = False,
-        options: ReadOptions = _DEFAULTS,
+        progress: Callable[[Progress], None] | None = None,
+        options: ReadOptions | None = None,
         **keywords: Unpack[ReadKeywords],
     ) -> Generator[Trace, None, None]: ...
 
@@ -188,7 +207,8 @@ class RouteClient:
         token_start: int = 0,
         token_stop: int | None = None,
         pin_memory: bool = False,
-        options: ReadOptions = _DEFAULTS,
+        progress: Callable[[Progress], None] | None = None,
+        options: ReadOptions | None = None,
         **keywords: Unpack[ReadKeywords],
     ) -> Generator[Trace | RouteTraceError, None, None]: ...
 
@@ -202,7 +222,8 @@ class RouteClient:
         token_start: int = 0,
         token_stop: int | None = None,
         pin_memory: bool = False,
-        options: ReadOptions = _DEFAULTS,
+        progress: Callable[[Progress], None] | None = None,
+        options: ReadOptions | None = None,
         **keywords: Unpack[ReadKeywords],
     ) -> Generator[Any, None, None]:
         """Return the rows of many traces, in the order of their ids, read ahead in the background.
@@ -217,7 +238,9 @@ class RouteClient:
             token_start: as in `get`.
             token_stop: as in `get`.
             pin_memory: as in `get`.
-            options: see `ReadOptions`; they apply to each trace from the start of its read.
+            progress: called with a `Progress` before each value is returned; an error of it ends
+                the iteration.
+            options: as in `get`; they apply to each trace from the start of its read.
             **keywords: as in `get`.
 
         Returns:
@@ -229,7 +252,7 @@ class RouteClient:
         _arguments.whole("concurrency", concurrency, 1)
         _arguments.choice("errors", errors, ("raise", "return"))
         _arguments.several("trace_ids", trace_ids, "str")
-        read_options = merged(self.get_many, options, keywords)
+        read_options = merged(self.get_many, options, keywords, self._options)
 
         def plan(trace_id: str) -> Plan[Trace]:
             return _calls.get(
@@ -244,7 +267,8 @@ class RouteClient:
             )
 
         plan("any").close()  # raises for wrong arguments now
-        return self._driver.many(plan, trace_ids, concurrency, errors == "return")
+        meter = Meter(progress, trace_ids)
+        return self._driver.many(plan, trace_ids, concurrency, errors == "return", meter)
 
     def fetch(
         self,
@@ -253,7 +277,7 @@ class RouteClient:
         out: Any = None,
         pin_memory: bool = False,
         concurrency: int = 1,
-        options: ReadOptions = _DEFAULTS,
+        options: ReadOptions | None = None,
         **keywords: Unpack[ReadKeywords],
     ) -> Rows:
         """Return the rows that a rank needs of a micro-batch, decoded into one buffer.
@@ -269,7 +293,7 @@ class RouteClient:
                 `Rows.to_torch` does not block.
             concurrency: maximum of calls at a time, each for up to 32 requests within `timeout`: a
                 higher one helps if the server is far away, and takes more memory beside the buffer.
-            options: see `ReadOptions`; they apply to each request of the plan.
+            options: as in `get`; they apply to each request of the plan.
             **keywords: as in `get`.
 
         Raises:
@@ -279,7 +303,9 @@ class RouteClient:
             RouteTraceError: see the class.
         """
         make = _calls.fetch(
-            self._config, merged(self.fetch, options, keywords), pin_memory=pin_memory
+            self._config,
+            merged(self.fetch, options, keywords, self._options),
+            pin_memory=pin_memory,
         )
         _arguments.whole("concurrency", concurrency, 1)
         return fetch_blocking(self._driver, make(plan, out), concurrency)
@@ -291,7 +317,8 @@ class RouteClient:
         max_bytes: int = 256 << 20,
         pin_memory: bool = False,
         concurrency: int = 2,
-        options: ReadOptions = _DEFAULTS,
+        progress: Callable[[Progress], None] | None = None,
+        options: ReadOptions | None = None,
         **keywords: Unpack[ReadKeywords],
     ) -> Prefetch:
         """Fetch the rows of many plans, in their order, in the background from now on.
@@ -305,6 +332,7 @@ class RouteClient:
                 (asking for the next releases the last); one plan is always read.
             pin_memory: as in `fetch`.
             concurrency: as in `fetch`, over all plans.
+            progress: called with a `Progress` before each result, or error, is returned.
             options: as in `fetch`.
             **keywords: as in `get`.
 
@@ -316,13 +344,16 @@ class RouteClient:
                 it.
         """
         make = _calls.fetch(
-            self._config, merged(self.prefetch, options, keywords), pin_memory=pin_memory
+            self._config,
+            merged(self.prefetch, options, keywords, self._options),
+            pin_memory=pin_memory,
         )
         remedy = "use [plan]" if isinstance(plans, FetchPlan) else ""
         _arguments.several("plans", plans, "FetchPlan", remedy)
         _arguments.whole("max_bytes", max_bytes, 0, 2**63 - 1)
         _arguments.whole("concurrency", concurrency, 1)
-        return Prefetch(self._driver, map(make, plans), max_bytes, concurrency)
+        meter = Meter(progress, plans)
+        return Prefetch(self._driver, map(make, plans), max_bytes, concurrency, meter)
 
     def follow(
         self,
@@ -332,7 +363,7 @@ class RouteClient:
         token_start: int = 0,
         token_stop: int | None = None,
         incarnation: int | None = None,
-        options: ReadOptions = _DEFAULTS,
+        options: ReadOptions | None = None,
         **keywords: Unpack[ReadKeywords],
     ) -> Generator[Trace, None, None]:
         """Return the rows of one trace as they arrive, in consecutive parts, until it ends.
@@ -349,8 +380,8 @@ class RouteClient:
             token_stop: as in `get`.
             incarnation: as in `get`; if None, and another engine request continues the one that
                 is followed (a handoff), that one is followed from there on.
-            options: see `ReadOptions`. `missing` concerns the last part; `wait_for="rows"` waits
-                for an unknown trace to begin; `timeout` covers the whole stream.
+            options: as in `get`. `missing` concerns the last part; `wait_for` waits for an unknown
+                trace to begin; `timeout` covers the whole stream.
             **keywords: as in `get`.
 
         Returns:
@@ -366,7 +397,7 @@ class RouteClient:
         plan = _calls.follow(
             self._config,
             trace_id,
-            merged(self.follow, options, keywords),
+            merged(self.follow, options, keywords, self._options),
             layer_ids=layer_ids,
             token_start=token_start,
             token_stop=token_stop,
@@ -436,6 +467,7 @@ class RouteClient:
         *,
         labels: Mapping[str, str] | None = None,
         states: Iterable[TraceState | str] = (),
+        limit: int | None = None,
         retirable_through: int | None = None,
         timeout: float | None = None,
     ) -> Generator[TraceStat, None, None]:
@@ -444,6 +476,7 @@ class RouteClient:
         Args:
             labels: labels that a trace must have, all of them.
             states: one of these states ("running", "complete", "incomplete"); any if empty.
+            limit: maximum of traces; all if None.
             retirable_through: only traces that `retire_through` would delete with this weight
                 version.
             timeout: seconds; the client's timeout if None. For each page.
@@ -455,6 +488,7 @@ class RouteClient:
             self._config,
             labels=labels,
             states=states,
+            limit=limit,
             retirable_through=retirable_through,
             timeout=timeout,
         )
@@ -492,7 +526,7 @@ class RouteClient:
             token_ids: [num_tokens] integers, prompt and output. Their digests prove what requests
                 with the same trace id have in common; without them nothing is joined.
             step: last engine step that the request took part in; rows written later count as
-                missing, and the server waits for it. None: take what is there.
+                missing, and the server waits for it. None: all rows that are there.
             trace_id: the trace's id; the request's if None.
             prompt_len: prompt tokens; None if unknown.
             labels: labels for `find`.
@@ -577,8 +611,8 @@ class RouteClient:
     def renew(
         self,
         trace_ids: Iterable[str],
-        ttl_seconds: int | None = None,
         *,
+        ttl_seconds: int | None = None,
         timeout: float | None = None,
     ) -> int:
         """Give traces another time to live.
@@ -594,7 +628,9 @@ class RouteClient:
         Raises:
             RouteTraceError: see the class.
         """
-        return self._driver.one(_calls.renew(self._config, trace_ids, ttl_seconds, timeout=timeout))
+        return self._driver.one(
+            _calls.renew(self._config, trace_ids, ttl_seconds=ttl_seconds, timeout=timeout)
+        )
 
     def server_info(self, *, timeout: float | None = None) -> ServerInfo:
         """Return the state of the server, and its contents of the run.
