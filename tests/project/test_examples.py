@@ -83,3 +83,19 @@ def test_every_read_and_error_of_the_client():
         "InvalidArgument: target",
         "AsyncRouteClient: 19 rows",
     ]
+
+
+@pytest.mark.slow
+def test_the_main_uses_of_the_api():
+    lines = run("stories.py").splitlines()
+    logit = lines.pop(2)
+    # Prompts of 71 and 86 bytes, 8 tokens after them, and a request of 10; 2 layers, top 4.
+    assert lines == [
+        "get_one (9, 2, 4)",
+        f"get_many 3 of 3, {2 * 4 * (78 + 93 + 9)} bytes",
+        "follow 78",
+        "prefetch 100%",
+        "convert (9, 2, 4) (9, 2, 4) (10, 2, 4)",
+        "operate 0 1 2",
+    ]
+    assert re.fullmatch(r"replay_samples -?0\.\d{4}", logit)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import gc
 import re
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +19,12 @@ from hypothesis import strategies as st
 pytest.importorskip("megatron.core")
 from trainer_runs import megatron_cpu  # isort: skip  # noqa: F401  # first of all of megatron
 
+from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
 
 from routetrace.capture_agent import AgentConfig, CaptureAgent
 from routetrace.client import RouteClient
-from routetrace.client.plan import Sample
+from routetrace.client.plan import MicroBatch, Sample
 from routetrace.client.rows import Rows
 from routetrace.common.errors import InvalidArgument
 from routetrace.common.layout import ModelLayout
@@ -216,7 +218,8 @@ def test_rows_are_let_go_once_they_are_used(training: bool) -> None:
     assert [output.requires_grad for output in outputs] == 3 * [training]
 
 
-def test_the_snippet_of_the_docs() -> None:
+@pytest.mark.parametrize("source", ["docs", "example"])
+def test_the_snippet_of_the_docs_and_the_example(source: str, monkeypatch: Any) -> None:
     layout = ModelLayout(MOE_LAYERS, LAYERS, EXPERTS, TOP_K)
     model = make_model(**FULL)
     observer = Observer([model])
@@ -244,7 +247,14 @@ def test_the_snippet_of_the_docs() -> None:
             "forward_step": _packed_step,
             "seq_length": 20,
         }
-        exec(compile(snippet, str(DOCS), "exec"), names)
+        if source == "docs":
+            exec(compile(snippet, str(DOCS), "exec"), names)
+        else:
+            monkeypatch.syspath_prepend(str(DOCS.parents[1] / "examples"))
+            from stories import replay_in_megatron
+
+            batches = [MicroBatch.packed(some, align=4) for some in names["micro_batches"]]
+            replay_in_megatron(client, model, layout, batches, _schedule(names))
     assert len(observer.seen) == 2 * 2 * 3  # forward and again, two batches, three layers
     for seen in observer.seen:
         for serial, used, live in zip(seen.serials.tolist(), seen.used, seen.live, strict=True):
@@ -254,6 +264,19 @@ def test_the_snippet_of_the_docs() -> None:
                 assert used.nonzero().flatten().tolist() == sorted(ids.tolist())
             else:
                 assert torch.equal(used, live)
+
+
+def _schedule(names: dict[str, Any]) -> Callable[[], Any]:
+    return partial(
+        get_forward_backward_func(),
+        forward_step_func=names["forward_step"],
+        data_iterator=names["data"],
+        model=names["model"],
+        num_microbatches=2,
+        seq_length=names["seq_length"],
+        micro_batch_size=1,
+        forward_only=False,
+    )
 
 
 def _packed_step(batches: Iterator[np.ndarray], model: Any) -> Any:
