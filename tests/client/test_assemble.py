@@ -619,7 +619,7 @@ class TestParts:
         assert self.rows(9, 12, incarnation=3, num_rows=12)[:2] == (9, 12)
         assert self.end(incarnation=3).incarnation == 3
 
-    def test_nobody_goes_on_from_the_one_that_is_meant(self):
+    def test_the_requested_incarnation_is_not_continued(self):
         self.start(incarnation=1)
         assert self.rows(0, 6, incarnation=1)[:2] == (0, 6)
         with pytest.raises(Corrupt, match="incarnation 4, asked for 1"):

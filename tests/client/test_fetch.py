@@ -273,8 +273,8 @@ def test_virtual_stages_share_the_buffer(stored, client):
 def test_a_stage_without_moe_layers_asks_for_nothing(stored):
     batch = MicroBatch.packed([Sample.of("r1", len(stored.tokens[1]))])
     plan = FetchPlan.make(LAYOUT, batch, Rank(()))
-    with RouteClient("127.0.0.1:1") as nobody:
-        rows = nobody.fetch(plan)
+    with RouteClient("127.0.0.1:1") as unreachable:
+        rows = unreachable.fetch(plan)
     assert rows.topk_ids.shape == (0, len(stored.tokens[1]), LAYOUT.top_k)
     assert rows.coverage == 1
     assert rows.stats == FetchStats(wait_seconds=rows.stats.wait_seconds)
@@ -353,9 +353,7 @@ def test_reading_begins_at_once(stored, client):
 
 
 def test_an_error_comes_at_its_turn_and_the_others_come_too(stored, client):
-    lost = FetchPlan.make(
-        LAYOUT, MicroBatch.packed([Sample.of("nobody", 9)]), Rank(LAYOUT.layer_ids)
-    )
+    lost = FetchPlan.make(LAYOUT, MicroBatch.packed([Sample.of("lost", 9)]), Rank(LAYOUT.layer_ids))
     with client.prefetch([whole(1, stored), lost, whole(2, stored)]) as fetched:
         assert next(fetched).coverage == 1
         with pytest.raises(NotFound):
@@ -371,7 +369,7 @@ class PlansRanOut(Exception):
 
 def test_nothing_goes_on_if_the_plans_cannot_be_told(stored, client):
     """The iterator raises before anybody holds what was begun."""
-    lost = FetchPlan.make(LAYOUT, MicroBatch.packed([Sample.of("nobody", 9)]), Rank((1,)))
+    lost = FetchPlan.make(LAYOUT, MicroBatch.packed([Sample.of("lost", 9)]), Rank((1,)))
 
     def plans():
         yield lost
@@ -558,7 +556,7 @@ def test_ids_are_copied_between_any_strides(top_k, dtype):
 
 def test_a_closed_client_ends_what_is_under_way(stored):
     waiting = FetchPlan.make(
-        LAYOUT, MicroBatch.packed([Sample.of("nobody", 9)]), Rank(LAYOUT.layer_ids)
+        LAYOUT, MicroBatch.packed([Sample.of("lost", 9)]), Rank(LAYOUT.layer_ids)
     )
     client = RouteClient(stored.target)
     fetched = client.prefetch([waiting], wait_for="rows", timeout=600)
@@ -569,7 +567,7 @@ def test_a_closed_client_ends_what_is_under_way(stored):
 
 
 def test_closing_ends_the_threads(stored, client):
-    lost = FetchPlan.make(LAYOUT, MicroBatch.packed([Sample.of("nobody", 9)]), Rank((1,)))
+    lost = FetchPlan.make(LAYOUT, MicroBatch.packed([Sample.of("lost", 9)]), Rank((1,)))
     fetched = client.prefetch([lost] * 3, wait_for="rows", timeout=600)
     assert any(thread.name.startswith("routetrace-fetch") for thread in threading.enumerate())
     fetched.close()

@@ -110,9 +110,9 @@ def test_an_import_against_a_rule_is_named(copy: Path, contract: str) -> None:
     assert f".{Path(module).stem} -> " in said
 
 
-def check_modules(copy: Path) -> tuple[int, str]:
+def run(script: str, copy: Path) -> tuple[int, str]:
     done = subprocess.run(
-        [sys.executable, "scripts/check_modules.py"],
+        [sys.executable, f"scripts/{script}"],
         cwd=copy,
         capture_output=True,
         text=True,
@@ -122,36 +122,26 @@ def check_modules(copy: Path) -> tuple[int, str]:
 
 
 def test_a_module_of_more_than_400_lines_says_why(copy: Path) -> None:
-    assert check_modules(copy) == (0, "")
+    assert run("check_modules.py", copy) == (0, "")
     path = copy / "client/routetrace/client/stat.py"
     text = path.read_text("utf-8")
     longer = text + "\n" * (401 - len(text.splitlines()))
     path.write_text(longer, "utf-8")
-    assert check_modules(copy) == (
+    assert run("check_modules.py", copy) == (
         1,
         "client/routetrace/client/stat.py: 401 lines, at most 400 without a reason\n",
     )
     for reason, code in (("# Over 400 lines: ", 1), ("# Over 400 lines: one table", 0)):
         path.write_text(f"{reason}\n{longer}", "utf-8")
-        assert check_modules(copy)[0] == code
+        assert run("check_modules.py", copy)[0] == code
 
 
 def test_an_old_name_is_named(copy: Path) -> None:
-    def check() -> tuple[int, str]:
-        done = subprocess.run(
-            [sys.executable, "scripts/check_names.py"],
-            cwd=copy,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        return done.returncode, done.stdout
-
     subprocess.run(["git", "init", "-q", "."], cwd=copy, check=True)
     (copy / "page.md").write_text("a Trace, a RoutingTraceX\n", "utf-8")
     subprocess.run(["git", "add", "-A"], cwd=copy, check=True)
-    assert check() == (0, "")
+    assert run("check_names.py", copy) == (0, "")
     old = "make_" + "plan"
     (copy / "page.md").write_text(f"a Trace\nof {old}\n", "utf-8")
-    code, said = check()
+    code, said = run("check_names.py", copy)
     assert (code, said) == (1, f"page.md:2: an old name, now FetchPlan.make: of {old}\n")

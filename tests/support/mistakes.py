@@ -57,7 +57,7 @@ class Case(NamedTuple):
 
 @dataclass
 class World:
-    """What mistakes are made with; the wrong types of arguments are on purpose."""
+    """Server, client and agent of the mistakes; the wrong types of arguments are on purpose."""
 
     target: str
     """A server with the trace 'done', of 10 tokens, and the trace 'running', of 4 rows so far."""

@@ -167,7 +167,7 @@ class TestRetries:
         assert caught.value.retry_after == retry_after
         assert server.counts["StatTrace"] == 1
 
-    def test_nobody_there(self, connect):
+    def test_a_port_without_a_server(self, connect):
         with pytest.raises(Unavailable) as caught:
             connect("127.0.0.1:1", timeout=1).get("req")
         assert isinstance(caught.value.__cause__, grpc.RpcError)
