@@ -155,7 +155,7 @@ class Framed:
         self.naive.preempt(self.names[handle], num_tokens)
         self.preempted.add(handle)
 
-    def resume(self, handle, num_computed_tokens, block_ids, num_external_tokens=0):
+    def resume(self, handle, num_computed_tokens, *, block_ids=(), num_external_tokens=0):
         computed = num_computed_tokens, num_external_tokens
         self.intake.event("resume", handle, *computed, np.array(block_ids, U32).tobytes())
         resumed = self.names[handle], num_computed_tokens, list(block_ids), num_external_tokens
@@ -601,7 +601,7 @@ class Reckless:
             handle = self.rng.choice(sorted(self.preempted))
             computed, blocks = self._start()
             external = self.rng.choice([0, self.rng.randint(0, computed)])
-            self.sink.resume(handle, computed, blocks, external)
+            self.sink.resume(handle, computed, block_ids=blocks, num_external_tokens=external)
             self.live[handle], self.ends[handle] = blocks, computed
             self.preempted.discard(handle)
 
@@ -783,7 +783,7 @@ def test_a_request_of_a_shortage_costs_its_own_blocks_alone_later(preempted):
     # Block 2 is evicted for the request that nobody follows.
     if preempted:
         framed.preempt(gone, 0)
-        framed.resume(gone, 0, [2])
+        framed.resume(gone, 0, block_ids=[2])
     else:
         framed.add_blocks(gone, [2])
     framed.begin("second", num_computed_tokens=BLOCK, block_ids=[1, 3])

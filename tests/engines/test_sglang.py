@@ -326,7 +326,7 @@ class Agent:
         self.calls.append(("step", rows[:, 0, 0].tolist(), runs.tolist()))
 
     def __getattr__(self, name):
-        return lambda *args: self.calls.append((name, *args))
+        return lambda *args, **named: self.calls.append((name, *args, *named.values()))
 
 
 class Request:

@@ -142,17 +142,21 @@ class Security:
         return self.tls or bool(self.ca_file or self.cert_file)
 
     @classmethod
-    def from_environment(cls) -> Security:
+    def from_environment(cls, environ: Mapping[str, str] | None = None) -> Security:
         """Read the environment: $ROUTETRACE_ and the name of each field.
 
         That is $ROUTETRACE_TLS, _CA_FILE, _CERT_FILE, _KEY_FILE, _SERVER_NAME, _TOKEN and
         _TOKEN_FILE; but $ROUTETRACE_INSECURE_CLIENT, since the server has its own `insecure`.
+
+        Args:
+            environ: variables; the process' environment if None.
         """
+        environ = os.environ if environ is None else environ
         return cls(
-            tls=_switch("TLS"),
-            insecure=_switch("INSECURE_CLIENT"),
+            tls=_switch(environ, "TLS"),
+            insecure=_switch(environ, "INSECURE_CLIENT"),
             **{
-                name: os.environ.get(_ENV_PREFIX + name.upper(), "")
+                name: environ.get(_ENV_PREFIX + name.upper(), "")
                 for name in (
                     *("ca_file", "cert_file", "key_file"),
                     *("server_name", "token", "token_file"),
@@ -285,8 +289,8 @@ def _is_loopback(address: str) -> bool:
         return host == "localhost"
 
 
-def _switch(name: str) -> bool:
-    value = os.environ.get(_ENV_PREFIX + name, "")
+def _switch(environ: Mapping[str, str], name: str) -> bool:
+    value = environ.get(_ENV_PREFIX + name, "")
     try:
         return _SWITCH[value.lower()]
     except KeyError:

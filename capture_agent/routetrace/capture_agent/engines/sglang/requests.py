@@ -254,7 +254,7 @@ class Deliveries:
         live, handle = start.live, int(self._handles[start.live.lane])
         if start.resumed:
             if handle != NO_HANDLE:
-                agent.resume(handle, start.num_computed, blocks)
+                agent.resume(handle, start.num_computed, block_ids=blocks)
             return
         prompt = live.prompt
         if prompt is not None:

@@ -254,7 +254,7 @@ class PagedRequests:
             self._preempt(request)
         if request.preempted or start != request.end:
             self._preempt(request)
-            self._agent.resume(request.handle, start if blocks else 0, blocks)
+            self._agent.resume(request.handle, start if blocks else 0, block_ids=blocks)
             request.preempted = False
         elif len(blocks) > len(request.block_ids):
             self._agent.add_blocks(request.handle, blocks[len(request.block_ids) :])

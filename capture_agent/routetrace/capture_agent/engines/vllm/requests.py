@@ -156,7 +156,8 @@ class Requests:
         if (handle := self._handles[event.lane]) == NO_HANDLE:
             _forget(agent, event.blocks, computed - external)
         else:
-            agent.resume(handle, computed, unpack_blocks(event.blocks), external)
+            blocks = unpack_blocks(event.blocks)
+            agent.resume(handle, computed, block_ids=blocks, num_external_tokens=external)
 
     def _add(self, lane: int, request_id: str) -> None:
         self._lanes[request_id], self._names[lane] = lane, request_id
