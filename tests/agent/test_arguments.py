@@ -478,7 +478,7 @@ def test_the_environment_of_this_process(monkeypatch):
 )
 def test_an_unknown_field_is_a_type_error_too(call, make):
     with pytest.raises(TypeError) as caught:
-        make(target="h:1", engine_id="e", layout=LAYOUT, linger_s=1)
+        make(target="h:1", engine_id="e", layout=LAYOUT, linger_second=1)
     assert isinstance(caught.value, InvalidArgument)
-    assert f"{call}() got an unexpected keyword argument 'linger_s'" in str(caught.value)
+    assert f"{call}() got an unexpected keyword argument 'linger_second'" in str(caught.value)
     assert "did you mean 'linger_seconds'? expected one of target, engine_id," in str(caught.value)

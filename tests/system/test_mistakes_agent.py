@@ -68,9 +68,9 @@ CASES = [
          "timeout is 'x' (str); expected a number of seconds"),
     Case(15, "flush-timeout-is-nan", lambda w: w.agent.flush(float("nan")), IA,
          "timeout is nan; expected a finite number of seconds in [0, 31536000]"),
-    Case(65, "unknown-field", lambda w: CaptureAgent(linger_s=1), IA,  # type: ignore[arg-type]
-         re.compile(r"CaptureAgent\(\) got an unexpected keyword argument 'linger_s'; did you mean "
-                    r"'linger_seconds'\? expected one of target, .+")),
+    Case(65, "unknown-field", lambda w: CaptureAgent(linger_second=1), IA,  # type: ignore[arg-type]
+         re.compile(r"CaptureAgent\(\) got an unexpected keyword argument 'linger_second'; did you "
+                    r"mean 'linger_seconds'\? expected one of target, .+")),
     Case(65, "spill-dir-is-empty", lambda w: config(spill_dir=""), IA,
          "spill_dir is ''; expected a directory that can be written to; leave it out, or give "
          "None, to keep chunks in memory"),

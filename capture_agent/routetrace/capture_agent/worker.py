@@ -216,8 +216,8 @@ class Worker:
         rows = np.frombuffer(record, np.uint8, n * self._row_bytes, start)
         rows = rows.reshape(n, self._row_bytes)
         if kind == STEP:
-            runs = np.frombuffer(record, np.int64, 3 * m, at).reshape(3, m).copy()
-            self._intake.step(since, step, version, runs, rows)
+            spans = np.frombuffer(record, np.int64, 3 * m, at).reshape(3, m).copy()
+            self._intake.step(since, step, version, spans, rows)
         elif kind == AGAIN:
             self._intake.again(since, step, version, rows)
         elif kind == SLOTS:
