@@ -254,6 +254,7 @@ def test_a_wrong_handle_is_one_message(idle_agent):
         ("handle", "77", lambda: idle_agent.finish(77, 1)),
         ("handle", f"{ended}", lambda: idle_agent.preempt(ended, 1)),
         ("handle", "None", lambda: idle_agent.rewind(None, 1)),
+        ("handle", "True (bool)", lambda: idle_agent.preempt(True, 1)),
         ("handle", "77", lambda: idle_agent.rewind(77, 1)),
         ("handle", "1.0 (float)", lambda: idle_agent.resume(1.0, 0)),
         ("handles", "'a' (str)", lambda: idle_agent.add_blocks("a", [1])),
