@@ -171,7 +171,7 @@ def test_steps_that_go_on_from_the_last_one(server, mode, dtype):
     bad = {(0, 77), (1, 30)}
     with CaptureAgent(config_for(server, background=mode)) as agent:
         handles = [agent.begin(name, prompt_len=3) for name in "abc"]
-        runs = np.array([[handle, 0, 1] for handle in handles])
+        spans = np.array([[handle, 0, 1] for handle in handles])
         rows = np.zeros((3, 3, 3), dtype)
         for p in range(120):
             rows[:] = whole[:, p]
@@ -183,19 +183,19 @@ def test_steps_that_go_on_from_the_last_one(server, mode, dtype):
             if p == 40:
                 agent.begin("other")
             if p == 60:  # in order of other requests, and a view
-                agent.step(rows[::-1], runs[::-1])
+                agent.step(rows[::-1], spans[::-1])
             elif p == 61:
-                agent.step(np.asfortranarray(rows), runs)
+                agent.step(np.asfortranarray(rows), spans)
             elif p == 62:
-                agent.skip(runs)
+                agent.skip(spans)
             else:
-                assert agent.step(rows, runs) == p + 1
+                assert agent.step(rows, spans) == p + 1
             if p == 90:
                 agent.finish(handles[2], 92)  # its rows are late from now on
             if p % 30 == 5:
                 with pytest.raises(InvalidArgument):
-                    agent.step(rows, runs[:2])
-            runs[:, 1] += 1
+                    agent.step(rows, spans[:2])
+            spans[:, 1] += 1
         for handle in handles[:2]:
             agent.finish(handle, 121)
         assert agent.flush(20)
@@ -212,12 +212,12 @@ def test_steps_that_go_on_from_the_last_one(server, mode, dtype):
 def test_a_step_larger_than_the_ring_is_cut(server):
     config = config_for(server, BIG, ring_bytes=1 << 20, block_size=16, num_blocks=1024)
     rows = make_rows(4000, BIG)
-    runs = np.zeros((3, 3), np.int64)
+    spans = np.zeros((3, 3), np.int64)
     with CaptureAgent(config) as agent:
         handles = [agent.begin(f"r{i}") for i in range(3)]
-        runs[:] = [(handles[0], 0, 100), (handles[1], 7, 3800), (handles[2], 0, 100)]
+        spans[:] = [(handles[0], 0, 100), (handles[1], 7, 3800), (handles[2], 0, 100)]
         while agent.stats().acknowledged_rows + agent.stats().in_flight_rows == 0:
-            agent.step(rows, runs)
+            agent.step(rows, spans)
         agent.flush(20)
     one = server.model.requests[1]
     kept = {p: row[0] for p, row in one.attempts[0].rows.items()}

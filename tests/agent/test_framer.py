@@ -63,7 +63,7 @@ class Framed:
         self.starting: dict[int, None] = {}  # are yet to inherit, in order
         self.gone: dict[int, dict[int, int | None]] = {}  # the blocks that requests held last
         self.free = list(range(32))
-        self.going_on: list = []  # the last step, and the runs of one that goes on from it
+        self.going_on: list = []  # the last step, and the spans of one that goes on from it
         self.again = 0  # steps that were told so
 
     def tick(self) -> None:
@@ -155,7 +155,7 @@ class Framed:
         self.naive.preempt(self.names[handle], num_tokens)
         self.preempted.add(handle)
 
-    def resume(self, handle, num_computed_tokens, block_ids, num_external_tokens=0):
+    def resume(self, handle, num_computed_tokens, *, block_ids=(), num_external_tokens=0):
         computed = num_computed_tokens, num_external_tokens
         self.intake.event("resume", handle, *computed, np.array(block_ids, U32).tobytes())
         resumed = self.names[handle], num_computed_tokens, list(block_ids), num_external_tokens
@@ -184,46 +184,46 @@ class Framed:
     def set_weight_version(self, version):
         self.version = version
 
-    def step(self, rows, runs, cuts=(), lost=()):
+    def step(self, rows, spans, cuts=(), lost=()):
         """`cuts` are rows at which the ring has it in parts; those of `lost` found no room."""
-        runs = np.asarray(runs, np.int64).T
+        spans = np.asarray(spans, np.int64).T
         self.number += 1
-        ended = np.array([self.names[h] not in self.naive.live for h in runs[0].tolist()], bool)
+        ended = np.array([self.names[h] not in self.naive.live for h in spans[0].tolist()], bool)
         if ended.any():  # as the agent does
-            self.intake.event("late", runs[:, ended].tobytes())
-            for run in runs[:, ended].T.tolist():
-                self._late(*run)
-            kept = np.repeat(~ended, runs[2])
+            self.intake.event("late", spans[:, ended].tobytes())
+            for span in spans[:, ended].T.tolist():
+                self._late(*span)
+            kept = np.repeat(~ended, spans[2])
             cuts = [int(kept[:cut].sum()) for cut in cuts]
-            runs, rows = runs[:, ~ended], rows[kept]
+            spans, rows = spans[:, ~ended], rows[kept]
         self.offered += len(rows)
         edges = sorted({0, *cuts, len(rows)})
         for i, (start, stop) in enumerate(pairwise(edges)):
-            self._part(rows[start:stop], _cut(runs, start, stop), i in lost)
+            self._part(rows[start:stop], _cut(spans, start, stop), i in lost)
         return self.number
 
-    def _part(self, rows, runs, is_lost):
+    def _part(self, rows, spans, is_lost):
         if is_lost:
             self.dropped[Word.REFUSED] += len(rows)
-            spans = [(handle, p, p + n, FULL, self.number) for handle, p, n in runs.T.tolist()]
-            self.intake.event("lost", spans, b"")
+            gone = [(handle, p, p + n, FULL, self.number) for handle, p, n in spans.T.tolist()]
+            self.intake.event("lost", gone, b"")
             self.going_on = []
         else:
             data = rows.copy().reshape(len(rows), -1).view(np.uint8)
             facts = self.now, self.number, self.version
-            if [self.number - 1, *runs.tolist()] == self.going_on:
+            if [self.number - 1, *spans.tolist()] == self.going_on:
                 self.intake.again(*facts, data)
                 self.again += 1
             else:
-                self.intake.step(*facts, runs.copy(), data)
-            runs_on = np.array([runs[0], runs[1] + runs[2], runs[2]])
-            self.going_on = [self.number, *runs_on.tolist()]
+                self.intake.step(*facts, spans.copy(), data)
+            after = np.array([spans[0], spans[1] + spans[2], spans[2]])
+            self.going_on = [self.number, *after.tolist()]
             data[:] = 0xAA  # the ring is used again
         bad = invalid_rows(rows, self.layout.num_experts)
         turns = {h: i for i, h in enumerate(self.starting, 1)}
-        starts = np.cumsum(runs[2]) - runs[2]
-        in_turn = [(*run, at) for run, at in zip(runs.T.tolist(), starts.tolist(), strict=True)]
-        for handle, position, count, at in sorted(in_turn, key=lambda run: turns.get(run[0], 0)):
+        starts = np.cumsum(spans[2]) - spans[2]
+        in_turn = [(*span, at) for span, at in zip(spans.T.tolist(), starts.tolist(), strict=True)]
+        for handle, position, count, at in sorted(in_turn, key=lambda span: turns.get(span[0], 0)):
             name = self.names[handle]
             if handle in self.preempted:
                 self._late(handle, position, count)
@@ -493,7 +493,7 @@ class Reckless:
 
     def step(self) -> None:
         rng = self.rng
-        runs: list[tuple[int, int, int]] = []
+        spans: list[tuple[int, int, int]] = []
         # Blocks that this step may write to or confirm drafts of.
         written = {
             block
@@ -515,7 +515,7 @@ class Reckless:
             if not self._may_write(handle, min(position, self.ends[handle])):
                 continue
             count = rng.choice([1, 1, 1, 2, 5, 11])
-            runs.append((handle, position, count))
+            spans.append((handle, position, count))
             written.update(self.live[handle][position // BLOCK :])  # a rewind without a call
             self.ends[handle] = position + count
         late = [*self.preempted, *self.ended]
@@ -524,12 +524,12 @@ class Reckless:
             position = max(0, self.ends[handle] - rng.randint(0, 5))
             held = self.sink.gone[handle]
             if not {held.get(p // BLOCK) for p in (position, position + 1)} & written:
-                runs.insert(0, (handle, position, 2))
-        n = sum(count for _, _, count in runs)
-        if runs:
+                spans.insert(0, (handle, position, 2))
+        n = sum(count for _, _, count in spans)
+        if spans:
             cuts = rng.sample(range(1, n), rng.randint(0, min(3, n - 1))) if self.splits else []
             lost = [i for i in range(len(cuts) + 1) if rng.random() < self.losses]
-            self.sink.step(self.rows(n), runs, cuts, lost)
+            self.sink.step(self.rows(n), spans, cuts, lost)
 
     def _sure(self, handle: int) -> int:
         """Leading tokens of a request that no rejected draft can take back."""
@@ -555,9 +555,9 @@ class Reckless:
         new = self._grant(1, cached)
         handle = self.sink.begin(name, num_computed_tokens=full * BLOCK, block_ids=[*cached, *new])
         self.live[handle], self.ends[handle] = [*cached, *new], full * BLOCK + 2
-        runs = [(donor, end, count), (handle, full * BLOCK, 2)]
-        self.rng.shuffle(runs)
-        self.sink.step(self.rows(count + 2), runs)
+        spans = [(donor, end, count), (handle, full * BLOCK, 2)]
+        self.rng.shuffle(spans)
+        self.sink.step(self.rows(count + 2), spans)
 
     def rows(self, n: int) -> np.ndarray:
         ids = np.array([self.rng.sample(range(300), 2) for _ in range(2 * n)], np.uint16)
@@ -601,7 +601,7 @@ class Reckless:
             handle = self.rng.choice(sorted(self.preempted))
             computed, blocks = self._start()
             external = self.rng.choice([0, self.rng.randint(0, computed)])
-            self.sink.resume(handle, computed, blocks, external)
+            self.sink.resume(handle, computed, block_ids=blocks, num_external_tokens=external)
             self.live[handle], self.ends[handle] = blocks, computed
             self.preempted.discard(handle)
 
@@ -783,7 +783,7 @@ def test_a_request_of_a_shortage_costs_its_own_blocks_alone_later(preempted):
     # Block 2 is evicted for the request that nobody follows.
     if preempted:
         framed.preempt(gone, 0)
-        framed.resume(gone, 0, [2])
+        framed.resume(gone, 0, block_ids=[2])
     else:
         framed.add_blocks(gone, [2])
     framed.begin("second", num_computed_tokens=BLOCK, block_ids=[1, 3])

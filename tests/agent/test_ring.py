@@ -190,9 +190,9 @@ def test_what_does_not_fit_is_told_in_order_once_there_is_room():
     steps = itertools.count(1)
 
     def step(handle: int, position: int, count: int) -> bool:
-        runs = np.array([[handle], [position], [count]], np.int64)
+        spans = np.array([[handle], [position], [count]], np.int64)
         number = next(steps)
-        if feed.step(runs, rows_of(count), number, 0, None):
+        if feed.step(spans, rows_of(count), number, 0, None):
             return True
         feed.lose(handle, position, count, full, number)
         return False
@@ -254,43 +254,43 @@ def test_rows_are_narrowed_on_the_way(dtype):
     rows = np.arange(20).reshape(5, 2, 2).astype(dtype)
     bad = np.zeros((5, 2), bool)
     bad[3, 1] = dtype is not np.uint8
-    runs = np.array([[1], [0], [5]])
-    assert feed.step(runs, rows, 7, -3, bad if bad.any() else None)
+    spans = np.array([[1], [0], [5]])
+    assert feed.step(spans, rows, 7, -3, bad if bad.any() else None)
     (column, step, version, ids), *_ = drain(consumer)
     expected = list(range(20))
     if bad.any():
         expected[14:16] = [0, 0]  # an id twice: no router chose that
     assert (column, step, version, ids) == ([[1, 0, 5]], 7, -3, expected)
     strided = np.arange(40).reshape(10, 2, 2).astype(dtype)[::2]
-    assert feed.step(runs, strided, 7, 0, None)
+    assert feed.step(spans, strided, 7, 0, None)
     assert drain(consumer)[0][3] == strided.reshape(-1).tolist()
 
 
-def going_on(feed: Feed, rows: np.ndarray, runs: object) -> bool:
+def going_on(feed: Feed, rows: np.ndarray, spans: object) -> bool:
     """Whether the step was written as one that goes on."""
     steady, feed.steady = feed.steady, None
-    return steady is not None and steady.matches(rows, runs) and feed.again(steady, rows, 9, 1)
+    return steady is not None and steady.matches(rows, spans) and feed.again(steady, rows, 9, 1)
 
 
 @pytest.mark.parametrize("dtype", [np.uint8, np.int32])
 def test_a_step_that_goes_on_is_rows_alone(dtype):
     producer, consumer = ends(1 << 16)
     feed = Feed(producer, LAYOUT)
-    rows, runs = rows_of(3).astype(dtype), np.array([[7, 4, 1], [8, 9, 2]])
-    growth = np.array([0, 1, 0]) * runs[:, 2:]
+    rows, spans = rows_of(3).astype(dtype), np.array([[7, 4, 1], [8, 9, 2]])
+    growth = np.array([0, 1, 0]) * spans[:, 2:]
 
     def begin() -> None:
-        assert feed.step(np.ascontiguousarray(runs.T), rows, 1, 0, None)
+        assert feed.step(np.ascontiguousarray(spans.T), rows, 1, 0, None)
 
     begin()
     for i in range(1, 5):
-        assert going_on(feed, rows + dtype(i), runs + i * growth)
+        assert going_on(feed, rows + dtype(i), spans + i * growth)
     again = [("again", 9, 1, [i] * 12) for i in range(1, 5)]
-    assert drain(consumer) == [(runs.tolist(), 1, 0, [0] * 12), *again]
-    after = runs + growth
+    assert drain(consumer) == [(spans.tolist(), 1, 0, [0] * 12), *again]
+    after = spans + growth
     others = [
-        (rows, runs),
-        (rows, runs + 2 * growth),
+        (rows, spans),
+        (rows, spans + 2 * growth),
         (rows, after[::-1]),
         (rows, np.asfortranarray(after)),
         (rows, after[:1]),
@@ -311,9 +311,9 @@ def test_a_step_that_goes_on_is_rows_alone(dtype):
     drain(consumer)
     for i in range(1, 40):
         strided = np.repeat(rows + dtype(i), 2, axis=0)[::2]
-        assert going_on(feed, strided, runs + i * growth)
+        assert going_on(feed, strided, spans + i * growth)
         assert drain(consumer) == [("again", 9, 1, [i] * 12)]
-    assert not going_on(feed, rows, runs + 39 * growth)
+    assert not going_on(feed, rows, spans + 39 * growth)
     # What came in between: the end of a request, or a signal handler that wrote a step.
     begin()
     feed.interrupt()
@@ -344,16 +344,16 @@ def test_many_steps_that_go_on(many):
     counts = 1 + np.arange(many) % 2
     rows = rows_of(counts.sum())
     for first in (7, MAX_POSITION - 50):
-        runs = np.stack([np.arange(many), np.full(many, first), counts], axis=1)
+        spans = np.stack([np.arange(many), np.full(many, first), counts], axis=1)
         for step in range(100):
-            if runs[:, 1].max() >= MAX_POSITION:
-                assert not going_on(feed, rows, runs)
+            if spans[:, 1].max() >= MAX_POSITION:
+                assert not going_on(feed, rows, spans)
                 break
-            if not going_on(feed, rows, runs):
+            if not going_on(feed, rows, spans):
                 assert step == 0 or first > 7
-                assert feed.step(runs.T.copy(), rows, step, 0, None)
+                assert feed.step(spans.T.copy(), rows, step, 0, None)
             assert len(drain(consumer)) == 1
-            runs[:, 1] += counts
+            spans[:, 1] += counts
 
 
 def give(feed: Feed, handle: int, *blocks: int) -> None:
@@ -363,23 +363,23 @@ def give(feed: Feed, handle: int, *blocks: int) -> None:
 def test_blocks_are_told_together_before_whatever_comes_next():
     producer, consumer = ends(1 << 18)
     feed = Feed(producer, LAYOUT)
-    rows, runs = rows_of(2), np.array([[7, 0, 1], [8, 0, 1]])
+    rows, spans = rows_of(2), np.array([[7, 0, 1], [8, 0, 1]])
     growth = np.array([0, 1, 0])
 
     give(feed, 7, 3)
     give(feed, 8, 4, 5)
     assert drain(consumer) == []
     give(feed, 7, 6)
-    assert feed.step(np.ascontiguousarray(runs.T), rows, 1, 0, None)
+    assert feed.step(np.ascontiguousarray(spans.T), rows, 1, 0, None)
     give(feed, 8, 9)
-    assert going_on(feed, rows, runs + growth)
+    assert going_on(feed, rows, spans + growth)
     give(feed, 8, 10)
     feed.event("rewind", 5, handle=7)
     give(feed, 7, 11)
     assert feed.drain()
     assert drain(consumer) == [
         ("blocks", (7, 3), (8, 4), (8, 5), (7, 6)),
-        (runs.tolist(), 1, 0, [0] * 8),
+        (spans.tolist(), 1, 0, [0] * 8),
         ("blocks", (8, 9)),
         ("again", 9, 1, [0] * 8),
         ("blocks", (8, 10)),
@@ -460,11 +460,11 @@ def test_positions_do_not_go_on_for_ever():
     producer, consumer = ends(1 << 16)
     feed = Feed(producer, LAYOUT)
     last = (1 << 31) - 1
-    runs, growth = np.array([[7, last - 4, 2]]), np.array([[0, 2, 0]])
-    assert feed.step(np.ascontiguousarray(runs.T), rows_of(2), 1, 0, None)
-    assert going_on(feed, rows_of(2), runs + growth)
-    assert going_on(feed, rows_of(2), runs + 2 * growth)
-    assert not going_on(feed, rows_of(2), runs + 3 * growth)
+    spans, growth = np.array([[7, last - 4, 2]]), np.array([[0, 2, 0]])
+    assert feed.step(np.ascontiguousarray(spans.T), rows_of(2), 1, 0, None)
+    assert going_on(feed, rows_of(2), spans + growth)
+    assert going_on(feed, rows_of(2), spans + 2 * growth)
+    assert not going_on(feed, rows_of(2), spans + 3 * growth)
     drain(consumer)
 
 

@@ -111,7 +111,7 @@ def test_a_server_that_lost_everything_is_told_who_lives(server):
         agent.step(rows[40:45], [(c, 20, 5)])
         server.forget()
         server.start()
-        agent.resume(b, 0, [7, 8])
+        agent.resume(b, 0, block_ids=[7, 8])
         agent.step(rows[50:60], [(b, 0, 10)])
         agent.finish(a, 21)
         assert agent.flush(20)

@@ -251,8 +251,8 @@ class Book:
         self._take(handle, facts["num_computed_tokens"], facts["block_ids"])
         return handle
 
-    def resume(self, handle: int, computed: int, blocks: list[int]) -> None:
-        self._take(handle, computed, blocks)
+    def resume(self, handle: int, computed: int, *, block_ids: list[int]) -> None:
+        self._take(handle, computed, block_ids)
 
     def _take(self, handle: int, computed: int, blocks: list[int]) -> None:
         request = self.requests[handle]

@@ -322,11 +322,11 @@ class Agent:
     def add_blocks(self, handles, blocks):
         self.calls.append(("add_blocks", handles.tolist(), blocks.tolist()))
 
-    def step(self, rows, runs):
-        self.calls.append(("step", rows[:, 0, 0].tolist(), runs.tolist()))
+    def step(self, rows, spans):
+        self.calls.append(("step", rows[:, 0, 0].tolist(), spans.tolist()))
 
     def __getattr__(self, name):
-        return lambda *args: self.calls.append((name, *args))
+        return lambda *args, **named: self.calls.append((name, *args, *named.values()))
 
 
 class Request:
@@ -495,18 +495,18 @@ def scheduler(monkeypatch):
     config = AgentConfig("localhost:1", "e", layout, block_size=4, num_blocks=99)
     capture = captures.Capture(passes, config)
 
-    def launch(*runs, slots, verifies=False):
-        """A pass of runs of (request, first position, rows)."""
+    def launch(*spans, slots, verifies=False):
+        """A pass of spans of (request, first position, rows)."""
         mode = SimpleNamespace(
             is_idle=lambda: False, is_extend=lambda: True, is_target_verify=lambda: verifies
         )
         batch = SimpleNamespace(
-            reqs=[req for req, _, _ in runs],
+            reqs=[req for req, _, _ in spans],
             forward_mode=mode,
-            prefix_lens=[first for _, first, _ in runs],
-            extend_lens=[n for _, _, n in runs],
+            prefix_lens=[first for _, first, _ in spans],
+            extend_lens=[n for _, _, n in spans],
             req_to_token_pool=SimpleNamespace(req_to_token=torch.zeros((1, 9), dtype=torch.int32)),
-            req_pool_indices_cpu=torch.zeros(len(runs), dtype=torch.int64),
+            req_pool_indices_cpu=torch.zeros(len(spans), dtype=torch.int64),
         )
         rows = torch.tensor([[[slot % 16, 1]] * 2 for slot in slots], dtype=torch.uint8)
         forward = SimpleNamespace(forward_mode=mode)

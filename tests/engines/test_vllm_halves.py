@@ -139,7 +139,7 @@ class Engine:
 
     def step(
         self,
-        *runs,
+        *spans,
         new=(),
         resumed=(),
         preempted=(),
@@ -148,14 +148,14 @@ class Engine:
         late=None,
         **more,
     ):
-        """Runs are (request, start, count); of new and resumed ones `blocks` are all, else more.
+        """Spans are (request, start, count); of new and resumed ones `blocks` are all, else more.
 
         `late` are first positions that the model knows, and the scheduler did not: then the model
         tells all of them.
         """
         blocks, computed = blocks or {}, computed or {}
         fresh, old = [], []
-        for request, start, _ in runs:
+        for request, start, _ in spans:
             if request in new:
                 self.schedule.lookup(request, computed.get(request.request_id, start))
                 fresh.append(
@@ -181,13 +181,13 @@ class Engine:
         output = SimpleNamespace(
             scheduled_new_reqs=fresh,
             scheduled_cached_reqs=cached,
-            num_scheduled_tokens={request.request_id: n for request, _, n in runs},
+            num_scheduled_tokens={request.request_id: n for request, _, n in spans},
             preempted_req_ids={request.request_id for request in preempted},
             **more,
         )
         plan = pickle.loads(pickle.dumps(self.schedule.step(output)))
         self.side.begin_step()
-        batch = list(runs)
+        batch = list(spans)
         self.random.shuffle(batch)
         ids = self.draw(sum(n for _, _, n in batch))
         for column in range(len(LAYOUT.layer_ids)):
@@ -701,9 +701,9 @@ def test_a_fault_of_ours_costs_the_traces_under_way_and_nothing_else(engine, cli
         e.capturer.begin = fail
         e.step((under, 5, 1))
     else:
-        broken, e.schedule._runs = e.schedule._runs, None
+        broken, e.schedule._spans = e.schedule._spans, None
         e.step((under, 5, 1))
-        e.schedule._runs = broken
+        e.schedule._spans = broken
     assert e.side.stats()["faults"] == 1
     # What is under way gets a block that was known, and is hit: nobody knows it now.
     under.all_token_ids += [1] * 3

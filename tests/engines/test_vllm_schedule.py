@@ -373,8 +373,9 @@ class Listener:
         if name.startswith("_"):
             raise AttributeError(name)
 
-        def call(*args: Any) -> None:
-            plain = (a.tolist() if isinstance(a, np.ndarray) else a for a in args)
+        def call(*args: Any, **named: Any) -> None:
+            given = (*args, *named.values())
+            plain = (a.tolist() if isinstance(a, np.ndarray) else a for a in given)
             self.told.append((name, *plain))
 
         return call

@@ -451,7 +451,8 @@ class Engine:
             self._tell_begin(request, computed, external)
         else:
             self.counts["resumes"] += 1
-            self._about("resume", request, computed, list(request.blocks), external)
+            blocks = list(request.blocks)
+            self._about("resume", request, computed, block_ids=blocks, num_external_tokens=external)
         return True
 
     def _ends_inside(

@@ -188,6 +188,7 @@ class Listener:
         self,
         handle: int,
         num_computed_tokens: int,
+        *,
         block_ids: list[int],
         num_external_tokens: int = 0,
     ) -> None:

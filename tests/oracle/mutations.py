@@ -252,8 +252,8 @@ MUTATIONS = (
     Mutation(
         "a step goes on from one that was not written last",
         f"{AGENT}/step_path/steady.py",
-        "return self._expected.startswith(runs, at)",
-        "return len(runs) > 0",
+        "return self._expected.startswith(spans, at)",
+        "return len(spans) > 0",
     ),
     Mutation(
         "late rows of a preempted request kept",

@@ -39,7 +39,8 @@ class Sink(Protocol):
         self,
         handle: int,
         num_computed_tokens: int,
-        block_ids: Iterable[int],
+        *,
+        block_ids: Iterable[int] = (),
         num_external_tokens: int = 0,
     ) -> None: ...
 

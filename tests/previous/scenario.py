@@ -186,7 +186,7 @@ def happen(serving: Serving) -> dict[str, Any]:
     script.bind("bound2", [3, 4], 8, 2)
     script.open("fresh", WIDE, run="c", engine_id="e9")
     script.step(script.paged, ghost, 3, 1)
-    script.paged.resume(waiting, 0, [20])
+    script.paged.resume(waiting, 0, block_ids=[20])
     script.step(script.paged, waiting, 0, 4)
     script.paged.flush()
     serving.now = BEGINNING + 200

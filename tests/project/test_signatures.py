@@ -66,7 +66,8 @@ CALLS = {
     "capture_agent.CaptureAgent.add_blocks": "handles block_ids",
     "capture_agent.CaptureAgent.rewind": "handle position step",
     "capture_agent.CaptureAgent.preempt": "handle num_computed_tokens",
-    "capture_agent.CaptureAgent.resume": "handle num_computed_tokens block_ids num_external_tokens",
+    "capture_agent.CaptureAgent.resume": "handle num_computed_tokens * block_ids"
+    " num_external_tokens",
     "capture_agent.CaptureAgent.finish": "handle num_tokens reason token_ids",
     "capture_agent.CaptureAgent.mark_external": "block_ids",
     "capture_agent.CaptureAgent.reset_prefix_cache": "",
@@ -74,6 +75,7 @@ CALLS = {
     "capture_agent.CaptureAgent.flush": "timeout",
     "capture_agent.CaptureAgent.stats": "",
     "capture_agent.CaptureAgent.close": "timeout",
+    "capture_agent.AgentConfig.from_env": "environ **overrides",
     "capture_agent.AgentConfig.__init__": "target engine_id layout run shard boot_id block_size"
     " num_blocks background attributes frame_rows codec linger_seconds flush_interval_seconds"
     " security queue_bytes spill_dir spill_bytes ring_bytes close_timeout_seconds",

@@ -401,7 +401,7 @@ class Player:
                 agent.preempt(handle, args[2])
                 log.preempt(part, args[2])
             elif kind == "resume":
-                agent.resume(handle, args[1], args[2])
+                agent.resume(handle, args[1], block_ids=args[2])
                 log.resume(part, args[1], args[2], 0)
             elif kind == "finish":
                 tokens = self._tokens(args[1])

@@ -89,11 +89,14 @@ class RecordingAgent:
         self,
         handle: int,
         num_computed_tokens: int,
-        block_ids: Iterable[int],
+        *,
+        block_ids: Iterable[int] = (),
         num_external_tokens: int = 0,
     ) -> None:
         blocks = list(block_ids)
-        self._agent.resume(handle, num_computed_tokens, blocks, num_external_tokens)
+        self._agent.resume(
+            handle, num_computed_tokens, block_ids=blocks, num_external_tokens=num_external_tokens
+        )
         self._log.resume(self._parts[handle], num_computed_tokens, blocks, num_external_tokens)
 
     def finish(

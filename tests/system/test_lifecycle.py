@@ -162,7 +162,7 @@ def test_kv_from_elsewhere_is_unknown_until_a_pass_writes_it(server, reads):
     )
     feeder.step(rows[20:22], [(second, 8, 2)])
     feeder.preempt(second, 10)
-    feeder.resume(second, 10, [1, 3, 4], num_external_tokens=6)
+    feeder.resume(second, 10, block_ids=[1, 3, 4], num_external_tokens=6)
     feeder.step(rows[30:32], [(second, 10, 2)])
     feeder.finish(second, 13)
     # A hit on what was loaded and never computed here.
@@ -187,7 +187,7 @@ def test_rows_of_one_weight_version(server, reads):
     feeder.version = 8
     feeder.step(rows[6:10], [(handle, 6, 4)])
     feeder.preempt(handle, 10)
-    feeder.resume(handle, 0, [])
+    feeder.resume(handle, 0)
     feeder.step(rows[10:22], [(handle, 0, 12)])
     feeder.finish(handle, 14)
     feeder.flush()

@@ -59,7 +59,21 @@ CASES = [
     Case(67, "not-connected", connected, "", False),
     Case(68, "prompt-len-of-tokens", prompt_len, "", 3),
     Case(69, "handle-is-str", lambda w: w.agent.finish("s1", 5), IA,
-         "handle is 's1' (str); expected the value of begin()"),
+         "handle is 's1' (str); expected the value of begin() for a running request"),
+    Case(69, "handle-is-unknown", lambda w: w.agent.finish(77, 5), IA,
+         "handle is 77; expected the value of begin() for a running request"),
+    Case(69, "handle-of-a-span-is-unknown", lambda w: w.agent.skip([(77, 0, 1)]), IA,
+         "spans[0][0] is 77; expected the value of begin() for a running request"),
+    Case(14, "close-timeout-is-str", lambda w: w.agent.close("x"), IA,
+         "timeout is 'x' (str); expected a number of seconds"),
+    Case(15, "flush-timeout-is-nan", lambda w: w.agent.flush(float("nan")), IA,
+         "timeout is nan; expected a finite number of seconds in [0, 31536000]"),
+    Case(65, "unknown-field", lambda w: CaptureAgent(linger_second=1), IA,  # type: ignore[arg-type]
+         re.compile(r"CaptureAgent\(\) got an unexpected keyword argument 'linger_second'; did you "
+                    r"mean 'linger_seconds'\? expected one of target, .+")),
+    Case(65, "spill-dir-is-empty", lambda w: config(spill_dir=""), IA,
+         "spill_dir is ''; expected a directory that can be written to; leave it out, or give "
+         "None, to keep chunks in memory"),
     Case(70, "version-is-str", lambda w: w.agent.set_weight_version("3"), IA,
          "version is '3' (str); expected int"),
     Case(71, "version-is-float", lambda w: w.agent.set_weight_version(1.5), IA,

@@ -29,12 +29,13 @@ from routetrace.capture_agent.pipeline.window import last_bad
 from routetrace.capture_agent.step_path.checks import (
     Ints,
     Rows,
+    blocks_for,
     blocks_of,
     computed_of,
     external_of,
+    handles_of,
     labels_of,
     number,
-    pairs_of,
     rows_of,
     slots_of,
     spans_of,
@@ -45,8 +46,8 @@ from routetrace.capture_agent.step_path.checks import (
 from routetrace.capture_agent.step_path.feed import Feed
 from routetrace.capture_agent.step_path.handles import Handles
 from routetrace.codec.records import FinishReason
-from routetrace.common.checks import choice
-from routetrace.common.errors import Closed, InvalidArgument, kind_of, quoted
+from routetrace.common.checks import MAX_SECONDS, choice, flag, instance, real
+from routetrace.common.errors import Closed, InvalidArgument, quoted
 from routetrace.common.limits import check_id
 from routetrace.common.security import Security
 from routetrace.common.target import targets_of
@@ -78,7 +79,7 @@ class CaptureAgent:
     step() each passes its own layers and positions; a token and its drafts belong to one rank.
 
     Args:
-        config: server, engine and layout; None: the AgentConfig of `fields`.
+        config: server, engine and layout; None: `AgentConfig.from_env(**fields)`.
         own_thread: whether calls come from a thread that the engine does not wait for: copies of
             rows then release Python's global lock.
         predecessor: agent of the same engine that this one replaces. It is closed in the
@@ -101,20 +102,19 @@ class CaptureAgent:
         **fields: Any,
     ) -> None:
         if config is None:
-            config = config_of(fields)
+            config = config_of("CaptureAgent", fields)
         elif fields:
             raise InvalidArgument(
                 field="config",
                 value=f"given beside {', '.join(fields)}",
                 expected="an AgentConfig, or its fields",
             )
-        if not isinstance(config, AgentConfig):
-            raise InvalidArgument(
-                field="config",
-                value=kind_of(config),
-                expected="AgentConfig",
-                remedy="use AgentConfig(target=..., engine_id=..., layout=...)",
-            )
+        instance(
+            "config", config, AgentConfig, "use AgentConfig(target=..., engine_id=..., layout=...)"
+        )
+        flag("own_thread", own_thread)
+        if predecessor is not None:
+            instance("predecessor", predecessor, CaptureAgent)
         self.config = config = replace(config, boot_id=config.boot_id or secrets.token_hex(8))
         for target in targets_of(config.target):
             cast("Security", config.security).check(target)
@@ -205,7 +205,7 @@ class CaptureAgent:
             facts = pb.RequestBegin(
                 trace_id=trace_id,
                 prompt_len=prompt_len,
-                labels=labels_of(labels or {}),
+                labels=labels_of({} if labels is None else labels),
                 ttl_seconds=number(
                     "ttl_seconds", 0 if ttl_seconds is None else ttl_seconds, 1 << 32
                 ),
@@ -237,12 +237,13 @@ class CaptureAgent:
         with self._lock:
             if not self._active():
                 return
-            if isinstance(handles, (int, np.integer, str)):
-                handle = self._handles.check(handles)  # type: ignore[arg-type]
+            owners = handles_of(handles)
+            if owners is None:
+                handle = self._handles.check(handles, "handles")
                 blocks = np.frombuffer(blocks_of(block_ids, self.config), np.uint32)
                 self._give(np.full(len(blocks), handle), blocks.astype(np.int64))
                 return
-            owners, several = pairs_of(handles, block_ids, self.config)  # type: ignore[arg-type]
+            several = blocks_for(block_ids, len(owners), self.config)
             self._handles.check_all(owners)
             self._give(owners, several)
 
@@ -259,10 +260,11 @@ class CaptureAgent:
                 rejection late, after rows of a later step took the place: those stay.
         """
         with self._lock:
-            if self._active() and not self._handles.is_late(handle):
-                self._handles.check(handle)
-                number("step", step, 1 << 63)
-                self._event("rewind", number("position", position), int(step), handle=handle)
+            if self._active():
+                position = number("position", position)
+                step = number("step", step, 1 << 63)
+                if not self._handles.is_late(handle):
+                    self._event("rewind", position, step, handle=self._handles.check(handle))
 
     def preempt(self, handle: int, num_computed_tokens: int) -> None:
         """Preempt a request: it releases its blocks, and keeps rows below `num_computed_tokens`.
@@ -271,7 +273,7 @@ class CaptureAgent:
         """
         with self._lock:
             if self._active():
-                self._handles.check(handle)
+                handle = self._handles.check(handle)
                 computed = number("num_computed_tokens", num_computed_tokens)
                 self._event("preempt", computed, handle=handle)
 
@@ -279,13 +281,14 @@ class CaptureAgent:
         self,
         handle: int,
         num_computed_tokens: int,
-        block_ids: Iterable[int],
+        *,
+        block_ids: Iterable[int] = (),
         num_external_tokens: int = 0,
     ) -> None:
         """Start the next attempt of a preempted request; arguments as for begin()."""
         with self._lock:
             if self._active():
-                self._handles.check(handle)
+                handle = self._handles.check(handle)
                 blocks = blocks_of(block_ids, self.config)
                 computed = computed_of(num_computed_tokens, blocks, self.config)
                 external = external_of(num_external_tokens, computed)
@@ -309,12 +312,11 @@ class CaptureAgent:
         """
         with self._lock:
             if self._active():
-                self._handles.check(handle)
-                choice("reason", reason, _REASONS)
-                number("num_tokens", num_tokens)
+                handle = self._handles.check(handle)
+                num_tokens = number("num_tokens", num_tokens)
+                why = int(_REASONS[choice("reason", reason, _REASONS)])
                 tokens = tokens_of("token_ids", token_ids, num_tokens)
-                why = int(_REASONS[reason])
-                self._event("finish", int(num_tokens), why, tokens, handle=handle)
+                self._event("finish", num_tokens, why, tokens, handle=handle)
                 self._handles.free(handle)
                 self._feed.interrupt()
                 if not self._handles:  # the background sends what it has
@@ -400,9 +402,9 @@ class CaptureAgent:
     def _take_step(self, rows: Rows, spans: npt.ArrayLike, number: int) -> int:
         """Check and record a step; `number` is its number, 0 if it has none yet."""
         rows = rows_of(rows, self._columns)
-        if len(rows) == 0 and np.size(spans) == 0:
-            return 0
         columns = spans_of(spans, len(rows))
+        if columns is None:
+            return 0
         late = self._handles.late(columns[0])
         if not number:
             self._step = number = self._step + 1
@@ -430,9 +432,11 @@ class CaptureAgent:
             Closed: after close().
         """
         with self._lock:
-            if not self._active() or np.size(spans) == 0:
+            if not self._active():
                 return 0
             columns = spans_of(spans)
+            if columns is None:
+                return 0
             late = self._handles.late(columns[0])
             if late is not None:
                 self._report_late(columns[:, late])
@@ -522,12 +526,16 @@ class CaptureAgent:
         """Send everything recorded so far, without waiting for frames and chunks to fill.
 
         Args:
-            timeout: seconds to wait for the server's acknowledgement.
+            timeout: seconds to wait for the server's acknowledgement; 0 does not wait.
 
         Returns:
             True once none of it is in flight; False after the timeout, or if the background ended.
+
+        Raises:
+            InvalidArgument: if `timeout` is wrong.
+            Closed: after close().
         """
-        deadline = time.monotonic() + timeout
+        deadline = time.monotonic() + _wait(timeout)
         with self._lock:
             if not self._active():
                 return False
@@ -563,10 +571,13 @@ class CaptureAgent:
 
         Returns:
             Final counters of the rows; a second call returns the same report.
+
+        Raises:
+            InvalidArgument: if `timeout` is wrong; the agent stays open.
         """
-        deadline = time.monotonic() + (
-            self.config.close_timeout_seconds if timeout is None else timeout
-        )
+        if timeout is None:
+            timeout = self.config.close_timeout_seconds
+        deadline = time.monotonic() + _wait(timeout)
         if self._inert:
             return CloseReport()
         if not self._finish(deadline):
@@ -653,6 +664,10 @@ class CaptureAgent:
         self._inert = True
         self._lock = threading.RLock()  # some thread of the parent may have held it
         self._link.forget_in_child()
+
+
+def _wait(timeout: float) -> float:
+    return real("timeout", timeout, 0, MAX_SECONDS, "seconds")
 
 
 def _succeed(predecessor: CaptureAgent, link: WorkerLink) -> None:

@@ -5,13 +5,12 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from difflib import get_close_matches
 from typing import Any, Literal, NoReturn, get_args
 
 from routetrace.codec import native
 from routetrace.codec.frame import MAX_FRAME_ROWS
-from routetrace.common.checks import choice, instance, real, whole
-from routetrace.common.errors import InvalidArgument
+from routetrace.common.checks import choice, instance, real, unknown_keyword, whole
+from routetrace.common.errors import InvalidArgument, quoted, typed
 from routetrace.common.layout import ModelLayout
 from routetrace.common.limits import MAX_BLOCK_SIZE, MAX_SLOTS, check_id, is_text
 from routetrace.common.security import Security
@@ -21,6 +20,18 @@ Background = Literal["process", "thread"]
 FrameCodec = Literal["auto", "pack", "zstd"]
 
 _MIB = 1 << 20
+
+#: Variables of the environment by the field that they set; `Security` has its own.
+_VARIABLES = {
+    "target": "ROUTETRACE_TARGET",
+    "run": "ROUTETRACE_RUN",
+    "engine_id": "ROUTETRACE_ENGINE_ID",
+}
+
+
+def variable(environ: Mapping[str, str], name: str) -> str:
+    """Return the value of a field in an environment; "", or the default run, without one."""
+    return environ.get(_VARIABLES[name]) or ("default" if name == "run" else "")
 
 
 @dataclass(frozen=True)
@@ -74,8 +85,8 @@ class AgentConfig:
     queue_bytes: int = 256 * _MIB
     """Most bytes of memory for rows and ops that are not acknowledged and for the state of live
     requests; above seven eighths of it whole requests are dropped, newest first."""
-    spill_dir: str = ""
-    """Directory on a local disk for chunks beyond half of queue_bytes; "" disables spilling. The
+    spill_dir: str | os.PathLike[str] | None = None
+    """Directory on a local disk for chunks beyond half of queue_bytes; None disables spilling. The
     file in it has no name, and vanishes with its process."""
     spill_bytes: int = 4 << 30
     """Most bytes in `spill_dir`."""
@@ -85,13 +96,9 @@ class AgentConfig:
     """Time to send the rest, where close() has no timeout or the engine ends without it."""
 
     def __post_init__(self) -> None:
-        for name, variable, default in (
-            ("target", "ROUTETRACE_TARGET", ""),
-            ("run", "ROUTETRACE_RUN", "default"),
-        ):
-            object.__setattr__(
-                self, name, getattr(self, name) or os.environ.get(variable) or default
-            )
+        for name in ("target", "run"):
+            if _unset(getattr(self, name)):
+                object.__setattr__(self, name, variable(os.environ, name))
         object.__setattr__(self, "target", parse_target(self.target))
         instance("layout", self.layout, ModelLayout, "use ModelLayout.from_config(config)")
         for name in ("run", "engine_id"):
@@ -135,15 +142,25 @@ class AgentConfig:
         # At least four rows must fit, since one record takes at most half of the ring.
         if self.ring_bytes < 16 * self.layout.row_bytes:
             _refuse("ring_bytes", self.ring_bytes, f"16 rows of {self.layout.row_bytes} bytes")
-        if self.spill_dir and not (
-            isinstance(self.spill_dir, (str, os.PathLike))
-            and os.path.isdir(self.spill_dir)
-            and os.access(self.spill_dir, os.W_OK | os.X_OK)
-        ):
-            _refuse("spill_dir", self.spill_dir, "a directory that can be written to")
+        object.__setattr__(self, "spill_dir", _directory("spill_dir", self.spill_dir))
         object.__setattr__(self, "security", Security.of(self.security))
         # A plain dict, which can be pickled for another process.
         object.__setattr__(self, "attributes", _texts("attributes", self.attributes))
+
+    @classmethod
+    def from_env(cls, environ: Mapping[str, str] | None = None, **overrides: Any) -> AgentConfig:
+        """Return the configuration of an environment.
+
+        Args:
+            environ: variables: $ROUTETRACE_TARGET, $ROUTETRACE_RUN, $ROUTETRACE_ENGINE_ID and those
+                of `Security.from_environment`; the process' environment if None.
+            **overrides: fields that win over the environment.
+
+        Raises:
+            InvalidArgument: naming a variable that is wrong, or a field that does not exist, is
+                missing or wrong.
+        """
+        return config_of("AgentConfig.from_env", overrides, environ)
 
     @property
     def num_slots(self) -> int:
@@ -151,22 +168,57 @@ class AgentConfig:
         return self.block_size * self.num_blocks
 
 
-def config_of(given: Mapping[str, Any]) -> AgentConfig:
-    """Return the configuration of fields.
+def config_of(
+    call: str, given: Mapping[str, Any], environ: Mapping[str, str] | None = None
+) -> AgentConfig:
+    """Return the configuration of fields, and of the environment for those that are not set.
+
+    Args:
+        call: name of the public call, for errors.
+        given: fields.
+        environ: variables; the process' environment if None.
 
     Raises:
-        InvalidArgument: naming a field that does not exist, is missing or wrong.
+        InvalidArgument: as `AgentConfig.from_env`.
     """
     known = [item.name for item in fields(AgentConfig)]
     for name in given:
         if name not in known:
-            close = get_close_matches(name, known, 1)
-            _refuse(name, "no field of AgentConfig", f"one of {', '.join(known)}",
-                    f"did you mean {close[0]!r}?" if close else "")  # fmt: skip
-    for name, expected in (("engine_id", "a name"), ("layout", "ModelLayout")):
-        if name not in given:
-            _refuse(name, "not set", expected)
-    return AgentConfig(**{"target": "", **given})
+            raise unknown_keyword(call, name, known)
+    environ = os.environ if environ is None else environ
+    if not isinstance(environ, Mapping):
+        _refuse("environ", typed(environ), "a mapping of str to str")
+    complete = {**given}
+    for name in _VARIABLES:
+        if _unset(given.get(name)) and (found := variable(environ, name)):
+            complete[name] = found
+    # A configuration without them asks the process' environment, which may be another.
+    complete["target"] = parse_target(complete.get("target", ""))
+    if complete.get("security") is None:
+        complete["security"] = Security.from_environment(environ)
+    for name, expected, remedy in (
+        ("engine_id", "a name", f"pass engine_id= or set {_VARIABLES['engine_id']}"),
+        ("layout", "ModelLayout", "use ModelLayout.from_config(config)"),
+    ):
+        if name not in complete:
+            _refuse(name, "not set", expected, remedy)
+    return AgentConfig(**complete)
+
+
+def _unset(value: object) -> bool:
+    return value is None or (isinstance(value, str) and not value)
+
+
+def _directory(name: str, value: Any) -> str | None:
+    if value is None:
+        return None
+    path = os.fspath(value) if isinstance(value, os.PathLike) else value
+    if not isinstance(path, str):
+        _refuse(name, typed(value), "str, a path or None")
+    if not (os.path.isdir(path) and os.access(path, os.W_OK | os.X_OK)):
+        remedy = "" if path else "leave it out, or give None, to keep chunks in memory"
+        _refuse(name, quoted(path), "a directory that can be written to", remedy)
+    return path
 
 
 def _texts(name: str, value: Any) -> dict[str, str]:

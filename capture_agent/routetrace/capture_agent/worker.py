@@ -216,8 +216,8 @@ class Worker:
         rows = np.frombuffer(record, np.uint8, n * self._row_bytes, start)
         rows = rows.reshape(n, self._row_bytes)
         if kind == STEP:
-            runs = np.frombuffer(record, np.int64, 3 * m, at).reshape(3, m).copy()
-            self._intake.step(since, step, version, runs, rows)
+            spans = np.frombuffer(record, np.int64, 3 * m, at).reshape(3, m).copy()
+            self._intake.step(since, step, version, spans, rows)
         elif kind == AGAIN:
             self._intake.again(since, step, version, rows)
         elif kind == SLOTS:
@@ -278,7 +278,7 @@ class Worker:
         most = (SHARES - 2) * share
         full = self._held() > most or intake.nbytes > _LINGER_SHARES * share
         kept, most_kept = self._held() - intake.held_bytes, most - 2 * share
-        if not self._config.spill_dir:  # rows may take as much in the outbox
+        if self._config.spill_dir is None:  # rows may take as much in the outbox
             kept, most_kept = kept + intake.nbytes, _FLUSHED_SHARES * share
         if full and kept < most_kept:
             intake.flush()

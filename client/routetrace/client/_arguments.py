@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from difflib import get_close_matches
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from routetrace.common.checks import choice, flag, instance, items, seconds, several, whole
+from routetrace.common.checks import (
+    UnknownKeyword,
+    choice,
+    flag,
+    instance,
+    items,
+    seconds,
+    several,
+    unknown_keyword,
+    whole,
+)
 from routetrace.common.errors import InvalidArgument, kind_of, quoted, typed
 from routetrace.common.limits import check_id, check_labels
 
@@ -31,23 +39,6 @@ __all__ = [
     "whole",
     "wholes",
 ]
-
-
-class UnknownKeyword(InvalidArgument, TypeError):
-    """A call has no such keyword argument."""
-
-
-def unknown_keyword(call: str, name: str, known: Sequence[str]) -> UnknownKeyword:
-    """Return the error for a keyword argument that a call does not have."""
-    close = get_close_matches(name, known, 1)
-    hint = f"did you mean {close[0]!r}? " if close else ""
-    expected = ", ".join(known)
-    return UnknownKeyword(
-        f"{call}() got an unexpected keyword argument {name!r}; {hint}expected one of {expected}",
-        field=name,
-        value=name,
-        expected=expected,
-    )
 
 
 def identifier(field: str, value: Any, *, required: bool = True) -> str:

@@ -63,7 +63,7 @@ class Rank:
         object.__setattr__(self, "layer_ids", tuple(layer_ids))
 
 
-class Run(NamedTuple):
+class SampleSpan(NamedTuple):
     """Neighbouring positions of a sample, and where they are among the local tokens."""
 
     sample: int
@@ -113,7 +113,7 @@ class FetchPlan:
     samples: tuple[Sample, ...]
     num_tokens: int
     """Local tokens, padding included."""
-    runs: tuple[Run, ...]
+    spans: tuple[SampleSpan, ...]
     """The local tokens that are no padding."""
     reads: tuple[PlannedRead, ...]
     """Rows to fetch, and their places."""
@@ -148,26 +148,26 @@ class FetchPlan:
         lane_len, pieces = _split_lanes(batch, rank)
         lanes = len(batch.lanes)
         by_sequence = rank.flatten == "sequence"
-        runs = []
+        spans = []
         for lane, sample, start, stop, at in pieces:
             where = (at * lanes + lane, lanes) if by_sequence else (lane * lane_len + at, 1)
-            runs.append(Run(sample, start, stop, *where))
+            spans.append(SampleSpan(sample, start, stop, *where))
         reads: dict[tuple[int, int], list[Piece]] = {}
-        for run in runs if layer_ids else ():
-            for number, segment in enumerate(batch.samples[run.sample].segments):
+        for span in spans if layer_ids else ():
+            for number, segment in enumerate(batch.samples[span.sample].segments):
                 shift = segment.shift
-                a = max(run.start, segment.start - shift)
-                b = min(run.stop, segment.stop - shift)
+                a = max(span.start, segment.start - shift)
+                b = min(span.stop, segment.stop - shift)
                 if a < b:
-                    at = run.at + (a - run.start) * run.stride
-                    piece = Piece(a + shift, b + shift, at, run.stride)
-                    reads.setdefault((run.sample, number), []).append(piece)
+                    at = span.at + (a - span.start) * span.stride
+                    piece = Piece(a + shift, b + shift, at, span.stride)
+                    reads.setdefault((span.sample, number), []).append(piece)
         return cls(
             model,
             layer_ids,
             batch.samples,
             lanes * lane_len,
-            tuple(runs),
+            tuple(spans),
             tuple(
                 PlannedRead(sample, batch.samples[sample].segments[number], tuple(sorted(found)))
                 for (sample, number), found in sorted(reads.items())
@@ -202,17 +202,17 @@ class FetchPlan:
     @cached_property
     def sample_of(self) -> npt.NDArray[np.int32]:
         """The sample of each local token: [num_tokens]; -1 for padding."""
-        return self._spread(lambda run: run.sample)
+        return self._spread(lambda span: span.sample)
 
     @cached_property
     def position_of(self) -> npt.NDArray[np.int32]:
         """The position of each local token in its sample: [num_tokens]; -1 for padding."""
-        return self._spread(lambda run: np.arange(run.start, run.stop))
+        return self._spread(lambda span: np.arange(span.start, span.stop))
 
     def _spread(self, value: Any) -> npt.NDArray[np.int32]:
         values = np.full(self.num_tokens, -1, np.int32)
-        for run in self.runs:
-            values[Piece(*run[1:]).where(run.start, run.stop)] = value(run)
+        for span in self.spans:
+            values[Piece(*span[1:]).where(span.start, span.stop)] = value(span)
         return values
 
 

@@ -278,7 +278,7 @@ class Engine:
     def _record_start(self, session: Session, cached: int, blocks: list[int]) -> None:
         if session.begun:
             with self.recording:
-                self._recorder.resume(session.handle, cached, blocks)
+                self._recorder.resume(session.handle, cached, block_ids=blocks)
             return
         if not session.turn:
             self.counts["sessions"] += 1

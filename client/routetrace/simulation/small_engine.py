@@ -183,7 +183,7 @@ class SmallEngine:
         )
         self.counts["cached"] += request.computed
         if request.begun:
-            self.sink.resume(request.handle, request.computed, request.blocks)
+            self.sink.resume(request.handle, request.computed, block_ids=request.blocks)
         else:
             request.handle = self.sink.begin(
                 request.name,

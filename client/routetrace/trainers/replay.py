@@ -244,7 +244,7 @@ def _of_rows(layout: ModelLayout, rows: Rows) -> Given:
             value=f"top-{planned.top_k} of {planned.num_experts} experts",
             expected=f"top-{layout.top_k} of {layout.num_experts}, as the model's routers choose",
         )
-    if any(run.stride != 1 for run in rows.plan.runs):
+    if any(span.stride != 1 for span in rows.plan.spans):
         raise InvalidArgument(
             field="plan",
             value="tokens flattened by sequence",

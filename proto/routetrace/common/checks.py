@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from difflib import get_close_matches
 from operator import index
 from typing import Any, TypeVar
 
@@ -14,6 +15,23 @@ _T = TypeVar("_T")
 
 #: Longest time that an argument may give, in seconds: gRPC takes no infinity for a deadline.
 MAX_SECONDS = 365 * 24 * 3600
+
+
+class UnknownKeyword(InvalidArgument, TypeError):
+    """A call has no such keyword argument."""
+
+
+def unknown_keyword(call: str, name: str, known: Sequence[str]) -> UnknownKeyword:
+    """Return the error for a keyword argument that a call does not have."""
+    close = get_close_matches(name, known, 1)
+    hint = f"did you mean {close[0]!r}? " if close else ""
+    expected = ", ".join(known)
+    return UnknownKeyword(
+        f"{call}() got an unexpected keyword argument {name!r}; {hint}expected one of {expected}",
+        field=name,
+        value=name,
+        expected=expected,
+    )
 
 
 def whole(field: str, value: Any, low: int = 0, high: int = 2**32 - 1, *, remedy: str = "") -> int:
@@ -45,24 +63,28 @@ def real(field: str, value: Any, low: float, high: float, unit: str = "") -> flo
         high: greatest number.
         unit: unit of the number, for the error.
     """
-    of = f" of {unit}" if unit else ""
-    if not isinstance(value, (int, float, np.integer, np.floating)) or isinstance(value, bool):
-        raise InvalidArgument(field=field, value=typed(value), expected=f"a number{of}")
-    if not low <= value <= high:
-        expected = f"a finite number{of} in [{low:g}, {high:.17g}]"
+    noun = f"number of {unit}" if unit else "number"
+    number = _number(field, value, f"a {noun}")
+    if not low <= number <= high:
+        expected = f"a finite {noun} in [{low:g}, {high:.17g}]"
         raise InvalidArgument(field=field, value=quoted(value), expected=expected)
-    return float(value)
+    return float(number)
 
 
 def seconds(field: str, value: Any) -> float:
     """Return a number of seconds above 0, a year at most."""
-    if not isinstance(value, (int, float, np.integer, np.floating)) or isinstance(value, bool):
-        expected = "a number of seconds above 0"
-        raise InvalidArgument(field=field, value=typed(value), expected=expected)
-    if not 0 < value <= MAX_SECONDS:
+    number = _number(field, value, "a number of seconds above 0")
+    if not 0 < number <= MAX_SECONDS:
         expected = f"a finite number of seconds above 0, up to {MAX_SECONDS}"
         raise InvalidArgument(field=field, value=quoted(value), expected=expected)
-    return float(value)
+    return float(number)
+
+
+def _number(field: str, value: Any, expected: str) -> int | float:
+    """Return a real number, maybe inf or NaN; a bool is none."""
+    if not isinstance(value, (int, float, np.integer, np.floating)) or isinstance(value, bool):
+        raise InvalidArgument(field=field, value=typed(value), expected=expected)
+    return value  # type: ignore[return-value]
 
 
 def flag(field: str, value: Any) -> bool:
@@ -77,7 +99,7 @@ def choice(field: str, value: Any, choices: Iterable[str], *, or_none: bool = Fa
     choices = tuple(choices)
     if not isinstance(value, str) or value not in choices:
         words = [*map(repr, choices), *(["None"] if or_none else [])]
-        expected = f"{', '.join(words[:-1])} or {words[-1]}"
+        expected = " or ".join(filter(None, (", ".join(words[:-1]), words[-1])))
         shown = quoted(value) if isinstance(value, str) else typed(value)
         raise InvalidArgument(field=field, value=shown, expected=expected)
     return choices[choices.index(value)]

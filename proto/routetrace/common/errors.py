@@ -59,11 +59,12 @@ def typed(value: Any) -> str:
 
 
 def kind_of(value: Any) -> str:
-    """Return the type of a value with its article, such as `a str`; `None` for None."""
+    """Return the type of a value with its article: `a str`, `an ndarray`; `None` for None."""
     if value is None:
         return "None"
     name = type(value).__name__
-    return f"{'an' if name[0].upper() in 'AEIO' else 'a'} {name}"
+    vowel = name.lstrip("_").lower().startswith(("a", "e", "i", "o", "nd"))  # "nd": ndarray
+    return f"{'an' if vowel else 'a'} {name}"
 
 
 def _printable(value: Any) -> str:

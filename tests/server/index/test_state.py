@@ -343,7 +343,7 @@ def test_rows_that_a_request_takes_over_while_marks_are_made_are_marked(way):
     if way == "begin":
         recorder.begin("new", block_ids=[0, 1], num_computed_tokens=4)
     else:
-        recorder.resume(other, 4, [0, 1])
+        recorder.resume(other, 4, block_ids=[0, 1])
     recorder.chunk.op(OpKind.RESET)
     apply()
     assert taken in pointed_into(state)

@@ -214,7 +214,7 @@ class Feeder:
     def preempt(self, handle, num_computed_tokens) -> None:
         self.chunk.op(OpKind.PREEMPT, self.names[handle], position=num_computed_tokens)
 
-    def resume(self, handle, num_computed_tokens, block_ids, num_external_tokens=0) -> None:
+    def resume(self, handle, num_computed_tokens, *, block_ids=(), num_external_tokens=0) -> None:
         self.chunk.op(
             OpKind.RESUME,
             self.names[handle],

@@ -321,7 +321,7 @@ class Engine:
             raise BrokenOnPurposeError
 
         if self.rng.random() < 0.5:
-            self.schedule._runs = fail
+            self.schedule._spans = fail
         else:
             for stage in self.stages:
                 stage.side._agent.step = fail

@@ -52,7 +52,7 @@ def write(buffer: torch.Tensor, columns: Sequence[int], topk_ids: Sequence[torch
 def _stretches(
     buffer: torch.Tensor, columns: Sequence[int], topk_ids: Sequence[torch.Tensor]
 ) -> Iterator[tuple[int, list[torch.Tensor]]]:
-    """Yield runs of consecutive columns whose ids can be stacked: the first column, and the ids."""
+    """Yield consecutive columns whose ids can be stacked: the first column, and the ids."""
     _, most, top_k = buffer.shape
     first, layers = 0, list[torch.Tensor]()
     for column, given in zip(columns, topk_ids, strict=True):

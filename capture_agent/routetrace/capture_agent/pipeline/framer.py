@@ -130,10 +130,10 @@ class Framer:
 
     # ------------------------------------------------------------------ rows
 
-    def step(self, now: float, step: int, version: int, runs: Ints, rows: Bytes) -> None:
+    def step(self, now: float, step: int, version: int, spans: Ints, rows: Bytes) -> None:
         """Take the rows of one forward pass; arguments as for `Intake.step`."""
         self._window.flush()
-        handles, positions, counts = runs
+        handles, positions, counts = spans
         lanes = handles & LANE_MASK
         quick = self._linger.fits(lanes, positions, counts, version)
         bad = NO_BAD
@@ -183,14 +183,14 @@ class Framer:
     def _extend(
         self, now: float, step: int, version: int, lanes: Ints, counts: Ints, rows: Bytes
     ) -> None:
-        """Append runs that fit, and emit full frames."""
+        """Append spans that fit, and emit full frames."""
         self._linger.extend(now, step, version, lanes, counts, rows)
         self._emitter.flush(self._linger.full(lanes))
 
     def _append(
         self, now: float, step: int, version: int, handle: int, position: int, rows: Bytes
     ) -> None:
-        """Append a run that does not just continue its request, or makes more than a frame."""
+        """Append a span that does not just continue its request, or makes more than a frame."""
         lane = handle & LANE_MASK
         request, linger = self._requests[lane], self._linger
         if request.phase is Phase.PREEMPTED:
@@ -233,7 +233,7 @@ class Framer:
         rows: Bytes,
         bad: npt.NDArray[np.bool_],
     ) -> None:
-        """Append a run without its bad rows, which are lost."""
+        """Append a span without its bad rows, which are lost."""
         edges = [0, *(np.flatnonzero(bad[1:] != bad[:-1]) + 1).tolist(), len(bad)]
         for start, stop in pairwise(edges):
             at, n = position + start, stop - start
@@ -495,9 +495,9 @@ class Framer:
             self._emitter.lose(request, position, stop - position, reason, drafts)
             request.emitted = max(request.emitted, stop)
 
-    def late(self, runs: bytes) -> None:
+    def late(self, spans: bytes) -> None:
         """Forget the slots of late rows of finished requests: [3, m] of int64, as in step()."""
-        for handle, position, count in np.frombuffer(runs, np.int64).reshape(3, -1).T.tolist():
+        for handle, position, count in np.frombuffer(spans, np.int64).reshape(3, -1).T.tolist():
             self._forget_late(handle, position, position + count)
 
     def bad(self, step: int, rows: bytes) -> None:

@@ -49,7 +49,7 @@ class Intake:
         self._linger = Linger(layout.row_bytes, frame_rows)
         self._framer = Framer(layout, block_size, num_blocks, self._linger, out, drop)
         self._held = Held(frame_rows)
-        self._runs: Ints = np.empty((3, 0), np.int64)  # of the last step, but for those held
+        self._spans: Ints = np.empty((3, 0), np.int64)  # of the last step, but for those held
 
     @property
     def pressure(self) -> Pressure:
@@ -88,35 +88,35 @@ class Intake:
 
     # ------------------------------------------------------------------ records
 
-    def step(self, now: float, step: int, version: int, runs: Ints, rows: Bytes) -> None:
+    def step(self, now: float, step: int, version: int, spans: Ints, rows: Bytes) -> None:
         """Take the rows of one forward pass.
 
         Args:
             now: time.
             step: its number.
             version: weight version that computed them.
-            runs: [3, m] handles, positions and counts.
+            spans: [3, m] handles, positions and counts.
             rows: [n, row_bytes]; copied.
         """
         self.settle()
-        self._runs = runs
-        self._framer.step(now, step, version, runs, rows)
+        self._spans = spans
+        self._framer.step(now, step, version, spans, rows)
 
     def again(self, now: float, step: int, version: int, rows: Bytes) -> None:
-        """Take a step whose runs each continue those of the last one."""
+        """Take a step whose spans each continue those of the last one."""
         if self._held.takes(version):
             self._held.add(step, self._linger.store(rows))
             return
         self.settle()
-        handles, positions, counts = self._runs
-        runs = np.array([handles, positions + counts, counts])
+        handles, positions, counts = self._spans
+        spans = np.array([handles, positions + counts, counts])
         lanes = handles & LANE_MASK
-        fits = self._linger.fits(lanes, runs[1], counts, version)
+        fits = self._linger.fits(lanes, spans[1], counts, version)
         if len(rows) > len(lanes) or self.pressure is not Pressure.NORMAL or not fits.all():
-            self.step(now, step, version, runs, rows)
+            self.step(now, step, version, spans, rows)
             return
         self._framer.flush_window()
-        self._runs = runs
+        self._spans = spans
         self._held.begin(now, version, lanes)
         self._held.add(step, self._linger.store(rows))
 
@@ -153,7 +153,7 @@ class Intake:
             return
         steps, places = held.take()
         n, lanes, facts = len(steps), held.lanes, (held.since, held.version)
-        self._runs[1] += n - 1
+        self._spans[1] += n - 1
         # Some lanes may complete a frame in between.
         first = np.minimum(n, self._frame_rows - linger.fill[lanes])
         mine = np.arange(n) < first[:, None]

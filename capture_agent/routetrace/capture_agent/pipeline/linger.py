@@ -43,7 +43,7 @@ class Linger:
         self.sure: Ints = np.zeros(0, np.int64)  # no draft was emitted of a position below
         self.since: npt.NDArray[np.float64] = np.zeros(0)  # arrival of the first; inf: none
         self.open: npt.NDArray[np.bool_] = np.zeros(0, np.bool_)  # takes rows that continue it
-        self._first: Ints = np.zeros(0, np.int64)  # scratch: a run of the lane in this step
+        self._first: Ints = np.zeros(0, np.int64)  # scratch: a span of the lane in this step
         self._count: Ints = np.zeros(0, np.int64)  # 0, 1, 2, ...
         # Rows are in one arena, in any free place; `_places` names those of a lane. A row is one
         # item, which numpy moves twice as fast as a row of bytes.
@@ -79,7 +79,7 @@ class Linger:
         self.step[lane], self.prompt_len[lane], self.tentative[lane] = 0, prompt_len, 0
 
     def fits(self, lanes: Ints, positions: Ints, counts: Ints, version: int) -> Any:
-        """Mark runs that just continue their lane and fit into its frame; bool [m]."""
+        """Mark spans that just continue their lane and fit into its frame; bool [m]."""
         if len(lanes) > len(self._count):
             self._count = np.arange(2 * len(lanes))
         order = self._count[: len(lanes)]
@@ -101,7 +101,7 @@ class Linger:
         counts: Ints,
         rows: Bytes,
     ) -> None:
-        """Append runs that fit.
+        """Append spans that fit.
 
         Args:
             now: time.
@@ -133,13 +133,13 @@ class Linger:
         places: Places,
         last: Ints | int,
     ) -> None:
-        """Append stored rows, as extend(); `last` rows of each run belong to its last step."""
+        """Append stored rows, as extend(); `last` rows of each span belong to its last step."""
         n = len(places)
         fill = self.fill[lanes]
         if n == len(lanes):
             self._places[lanes, fill] = places
         else:
-            # Row i of a run goes to fill + i.
+            # Row i of a span goes to fill + i.
             ahead = np.repeat(fill - np.cumsum(counts) + counts, counts)
             self._places[np.repeat(lanes, counts), ahead + np.arange(n)] = places
         fresh = lanes[fill == 0]

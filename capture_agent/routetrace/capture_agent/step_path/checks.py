@@ -10,17 +10,17 @@ import numpy as np
 import numpy.typing as npt
 
 from routetrace.capture_agent.config import AgentConfig
-from routetrace.common.checks import whole
-from routetrace.common.errors import InvalidArgument
+from routetrace.common.checks import items, whole
+from routetrace.common.errors import InvalidArgument, kind_of, quoted, typed
 from routetrace.common.limits import MAX_POSITION, check_labels
 
 Rows = npt.NDArray[np.integer[Any]]
 Ints = npt.NDArray[np.int64]
 
 
-def wrong(name: str, value: Any, expected: str) -> InvalidArgument:
+def wrong(name: str, value: Any, expected: str, remedy: str = "") -> InvalidArgument:
     """Return the error to raise."""
-    return InvalidArgument(field=name, value=value, expected=expected)
+    return InvalidArgument(field=name, value=value, expected=expected, remedy=remedy)
 
 
 def number(name: str, value: int, limit: int = MAX_POSITION) -> int:
@@ -35,11 +35,10 @@ def version_of(version: int) -> int:
 
 def rows_of(rows: Any, columns: tuple[int, int]) -> Rows:
     """Return rows [n, *columns] of an integer dtype."""
-    checked: Rows = np.asarray(rows)
+    shape = f"of shape (n, {columns[0]}, {columns[1]})"
+    checked: Rows = _array("rows", rows, shape)
     if checked.ndim != 3 or checked.shape[1:] != columns:
-        raise wrong(
-            "rows", f"of shape {checked.shape}", f"of shape (n, {columns[0]}, {columns[1]})"
-        )
+        raise wrong("rows", _shown(rows, checked), shape)
     if checked.dtype.kind not in "iu":
         raise wrong("rows", f"of {checked.dtype}", "of an integer dtype")
     if not checked.dtype.isnative:
@@ -47,11 +46,22 @@ def rows_of(rows: Any, columns: tuple[int, int]) -> Rows:
     return checked
 
 
-def spans_of(spans: npt.ArrayLike, num_rows: int | None = None) -> Ints:
-    """Return spans [m, 3] of (handle, position, count) that cover the rows, as columns [3, m]."""
-    table = _array(spans)
+def spans_of(spans: npt.ArrayLike, num_rows: int | None = None) -> Ints | None:
+    """Return spans [m, 3] of (handle, position, count) that cover the rows, as columns [3, m].
+
+    Args:
+        spans: as given.
+        num_rows: rows that they cover; None for any number.
+
+    Returns:
+        None if there are neither spans nor rows.
+    """
+    expected = "integers of shape (m, 3), m >= 1"
+    table = _array("spans", spans, expected)
+    if table.size == 0 and not num_rows:
+        return None
     if table.ndim != 2 or table.shape[1] != 3 or len(table) == 0 or table.dtype.kind not in "iu":
-        raise wrong("spans", f"{table.dtype} {table.shape}", "integers of shape (m, 3), m >= 1")
+        raise wrong("spans", _shown(spans, table), expected)
     columns = np.array(table.T, np.int64, order="C")
     handles, positions, counts = columns
     # The cost per call counts: reductions cost several times as much as these. As unsigned numbers
@@ -75,18 +85,27 @@ def spans_of(spans: npt.ArrayLike, num_rows: int | None = None) -> Ints:
     return columns
 
 
-def _array(values: npt.ArrayLike) -> npt.NDArray[Any]:
+def _array(name: str, values: Any, expected: str) -> npt.NDArray[Any]:
     try:
         return np.asarray(values)
     except ValueError:  # lists of several lengths
-        return np.asarray("ragged")
+        raise wrong(name, "ragged", expected) from None
+    except (RuntimeError, TypeError) as error:  # a tensor with gradients, or of a device
+        raise wrong(name, kind_of(values), expected) from error
+
+
+def _shown(values: Any, array: npt.NDArray[Any]) -> str:
+    return f"of {array.dtype} and shape {array.shape}" if array.ndim else typed(values)
 
 
 def slots_of(slots: npt.ArrayLike, num_rows: int, num_slots: int) -> npt.NDArray[np.uint64]:
     """Return slots [n] below num_slots."""
-    column = np.asarray(slots)
-    if column.shape != (num_rows,) or column.dtype.kind not in "iu":
-        raise wrong("slots", f"{column.dtype} {column.shape}", f"integers of shape ({num_rows},)")
+    expected = f"integers of shape ({num_rows},)"
+    column = _array("slots", slots, expected)
+    if column.shape != (num_rows,) or (num_rows and column.dtype.kind not in "iu"):
+        raise wrong("slots", _shown(slots, column), expected)
+    if num_rows and not num_slots:
+        raise _no_slots("slots", _shown(slots, column))
     unsigned = np.ascontiguousarray(column, np.int64).view(np.uint64)
     if len(unsigned) and int(unsigned.max()) >= num_slots:
         raise wrong("slots", int(column[unsigned.argmax()]), f"slots in [0, {num_slots})")
@@ -95,66 +114,84 @@ def slots_of(slots: npt.ArrayLike, num_rows: int, num_slots: int) -> npt.NDArray
 
 def blocks_of(block_ids: Iterable[int], config: AgentConfig) -> bytes:
     """Return block ids below num_blocks, as uint32."""
+    ids = items("block_ids", block_ids, "a sequence of int")
+    if ids and not config.num_blocks:
+        raise _no_slots("block_ids", quoted(ids))
+    blocks: array[int] | None
     try:
-        blocks = array("I", block_ids)
-    except (TypeError, OverflowError) as error:
-        raise wrong("block_ids", block_ids, f"ids in [0, {config.num_blocks})") from error
-    if blocks and max(blocks) >= config.num_blocks:
-        raise wrong("block_ids", max(blocks), f"ids in [0, {config.num_blocks})")
+        blocks = array("I", ids)
+    except (TypeError, OverflowError):
+        blocks = None
+    if blocks is None or bool in map(type, ids) or max(blocks, default=-1) >= config.num_blocks:
+        high = config.num_blocks - 1  # each on its own, to name the first that is wrong
+        blocks = array("I", [whole(f"block_ids[{i}]", b, 0, high) for i, b in enumerate(ids)])
     return blocks.tobytes()
 
 
-def pairs_of(
-    handles: npt.ArrayLike, block_ids: npt.ArrayLike, config: AgentConfig
-) -> tuple[Ints, Ints]:
-    """Return handles and as many block ids below num_blocks."""
-    owners, blocks = _array(handles), _array(block_ids)
-    for name, column in (("handles", owners), ("block_ids", blocks)):
-        if column.ndim != 1 or (len(column) and column.dtype.kind not in "iu"):
-            raise wrong(name, f"{column.dtype} {column.shape}", "integers of shape (n,)")
-    if len(owners) != len(blocks):
-        raise wrong("block_ids", f"{len(blocks)} ids", f"{len(owners)}, one a handle")
-    owners, blocks = owners.astype(np.int64, copy=False), blocks.astype(np.int64, copy=False)
+def handles_of(handles: int | npt.ArrayLike) -> Ints | None:
+    """Return several handles; None for a single value, which is not checked."""
+    expected = "a handle, or integers of shape (n,)"
+    column = _array("handles", handles, expected)
+    if column.ndim == 0:
+        return None
+    if column.ndim != 1 or (len(column) and column.dtype.kind not in "iu"):
+        raise wrong("handles", _shown(handles, column), expected)
+    return column.astype(np.int64, copy=False)
+
+
+def blocks_for(block_ids: Iterable[int], count: int, config: AgentConfig) -> Ints:
+    """Return so many block ids below num_blocks."""
+    expected = f"integers of shape ({count},), one for each handle"
+    column = _array("block_ids", block_ids, expected)
+    if column.shape != (count,) or (count and column.dtype.kind not in "iu"):
+        raise wrong("block_ids", _shown(block_ids, column), expected)
+    blocks: Ints = column.astype(np.int64, copy=False)
+    if count and not config.num_blocks:
+        raise _no_slots("block_ids", _shown(block_ids, column))
     # As unsigned numbers negative ones are huge.
-    if len(blocks) and int(np.maximum.reduce(blocks.view(np.uint64))) >= config.num_blocks:
+    if count and int(np.maximum.reduce(blocks.view(np.uint64))) >= config.num_blocks:
         bad = blocks[(blocks < 0) | (blocks >= config.num_blocks)]
         raise wrong("block_ids", int(bad[0]), f"ids in [0, {config.num_blocks})")
-    return owners, blocks
+    return blocks
+
+
+def _no_slots(name: str, shown: str) -> InvalidArgument:
+    return wrong(name, shown, "none, as block_size is 0", "set block_size and num_blocks")
 
 
 def computed_of(num_computed_tokens: int, blocks: bytes, config: AgentConfig) -> int:
     """Return the number of tokens whose KV `blocks` hold."""
-    number("num_computed_tokens", num_computed_tokens)
+    num_computed_tokens = number("num_computed_tokens", num_computed_tokens)
     if config.block_size and num_computed_tokens > len(blocks) // 4 * config.block_size:
         raise wrong(
             "num_computed_tokens",
             num_computed_tokens,
             f"at most the {len(blocks) // 4 * config.block_size} tokens of the blocks",
         )
-    return int(num_computed_tokens)
+    return num_computed_tokens
 
 
 def external_of(num_external_tokens: int, num_computed_tokens: int) -> int:
     """Return the number of computed tokens whose KV was loaded from elsewhere."""
-    number("num_external_tokens", num_external_tokens)
+    num_external_tokens = number("num_external_tokens", num_external_tokens)
     if num_external_tokens > num_computed_tokens:
         raise wrong(
             "num_external_tokens",
             num_external_tokens,
             f"at most num_computed_tokens = {num_computed_tokens}",
         )
-    return int(num_external_tokens)
+    return num_external_tokens
 
 
 def tokens_of(name: str, token_ids: npt.ArrayLike | None, length: int | None) -> bytes | None:
     """Return token ids [length], as uint32; of any length if None."""
     if token_ids is None:
         return None
-    tokens = _array(token_ids)
+    expected = f"integers of shape ({'n' if length is None else length},)"
+    tokens = _array(name, token_ids, expected)
     length = len(tokens) if length is None and tokens.ndim == 1 else length
     if tokens.shape != (length,) or (length and tokens.dtype.kind not in "iu"):
-        many = "n" if length is None else length
-        raise wrong(name, f"{tokens.dtype} {tokens.shape}", f"integers of shape ({many},)")
+        raise wrong(name, _shown(token_ids, tokens), expected)
     if length and not 0 <= int(tokens.min()) <= int(tokens.max()) < 1 << 32:
         raise wrong(name, [int(tokens.min()), int(tokens.max())], "ids in [0, 2**32)")
     return tokens.astype("<u4").tobytes()

@@ -21,8 +21,8 @@ from routetrace.capture_agent.step_path.ring import LINE, Ring
 from routetrace.capture_agent.step_path.steady import Steady
 from routetrace.common.layout import ModelLayout
 
-#: Kinds of record. STEP: runs [3, m] of int64 (handles, positions, counts), rows [n, row_bytes];
-#: AGAIN: rows alone, each run continues that of the last STEP or AGAIN; SLOTS: slots [n] of uint64
+#: Kinds of record. STEP: spans [3, m] of int64 (handles, positions, counts), rows [n, row_bytes];
+#: AGAIN: rows alone, each span continues that of the last STEP or AGAIN; SLOTS: slots [n] of uint64
 #: and rows; EVENT: a pickled tuple (name, *arguments); BLOCKS: pairs [m, 2] of int64 (handle, a
 #: block that it gets).
 STEP, SLOTS, EVENT, AGAIN, BLOCKS = 1, 2, 3, 4, 5
@@ -165,17 +165,17 @@ class Feed:
         return True
 
     def step(
-        self, runs: Ints, rows: Rows, step: int, version: int, bad: npt.NDArray[np.bool_] | None
+        self, spans: Ints, rows: Rows, step: int, version: int, bad: npt.NDArray[np.bool_] | None
     ) -> bool:
-        """Write rows [n, L, K] with their runs [3, m]; return False if there is no room.
+        """Write rows [n, L, K] with their spans [3, m]; return False if there is no room.
 
         Cells `bad` [n, L] are marked, so that the background takes them for missing.
         """
-        head = RECORD.pack(STEP, runs.shape[1], len(rows), step, version) + runs.tobytes()
+        head = RECORD.pack(STEP, spans.shape[1], len(rows), step, version) + spans.tobytes()
         narrow = rows.dtype == self._dtype
-        start = rows_at(runs.nbytes)
+        start = rows_at(spans.nbytes)
         number = self._put(head, start, rows, narrow, bad) if self.drain() else 0
-        self.steady = Steady(rows, runs, narrow, number) if number else None
+        self.steady = Steady(rows, spans, narrow, number) if number else None
         return number > 0
 
     def slots(

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from operator import index
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from routetrace.capture_agent.pipeline.linger import LANE_BITS, LANE_MASK
 from routetrace.capture_agent.step_path.checks import wrong
-from routetrace.common.errors import typed
+from routetrace.common.errors import InvalidArgument, quoted, typed
 
 
 class Handles:
@@ -48,24 +49,30 @@ class Handles:
         self._live.add(name)
         return handle
 
-    def check(self, handle: int) -> int:
+    def check(self, handle: Any, field: str = "handle") -> int:
         """Return the handle; raise InvalidArgument unless its request is running."""
-        lane = _whole(handle) & LANE_MASK
-        if lane >= len(self._names) or self._handles[lane] != handle:
-            raise wrong("handle", handle, "the handle of a running request")
-        return handle
+        number = _whole(handle, field)
+        if not self._is_running(number):
+            raise _wrong(field, quoted(number))
+        return number
 
     def check_all(self, handles: npt.NDArray[np.int64]) -> None:
         """Raise InvalidArgument unless the requests of all handles are running."""
         now = self._handles.take(handles & LANE_MASK, mode="clip")
         # A free lane holds -1.
         if now.tobytes() != handles.tobytes() or np.minimum.reduce(handles, initial=0) < 0:
-            for handle in handles.tolist():
-                self.check(handle)
+            for i, handle in enumerate(handles.tolist()):
+                if not self._is_running(handle):
+                    raise _wrong(f"handles[{i}]", quoted(handle))
+
+    def _is_running(self, handle: int) -> bool:
+        lane = handle & LANE_MASK
+        return lane < len(self._names) and bool(self._handles[lane] == handle)
 
     def is_late(self, handle: int) -> bool:
         """Whether the request of a handle has ended."""
-        lane, generation = _whole(handle) & LANE_MASK, handle >> LANE_BITS
+        handle = _whole(handle)
+        lane, generation = handle & LANE_MASK, handle >> LANE_BITS
         return (
             lane < len(self._names)
             and 0 < generation <= self._generations[lane]
@@ -82,9 +89,10 @@ class Handles:
         if now.tobytes() == handles.tobytes():
             return None
         ended: npt.NDArray[np.bool_] = now != handles
-        for handle in handles[ended].tolist():
+        for i in np.flatnonzero(ended).tolist():
+            handle = handles.item(i)
             if not self.is_late(handle):
-                raise wrong("spans", handle, "handles that begin() returned")
+                raise _wrong(f"spans[{i}][0]", quoted(handle))
         return ended
 
     def free(self, handle: int) -> None:
@@ -95,8 +103,14 @@ class Handles:
         self._live.discard(self._names[lane])
 
 
-def _whole(handle: object) -> int:
+def _whole(handle: Any, field: str = "handle") -> int:
     try:
-        return index(handle)  # type: ignore[arg-type]
+        if not isinstance(handle, bool):
+            return index(handle)
     except TypeError:
-        raise wrong("handle", typed(handle), "the value of begin()") from None
+        pass
+    raise _wrong(field, typed(handle))
+
+
+def _wrong(field: str, shown: str) -> InvalidArgument:
+    return wrong(field, shown, "the value of begin() for a running request")

@@ -29,7 +29,7 @@ class Steady:
 
     Args:
         rows: of the step.
-        runs: of the step, [3, m].
+        spans: of the step, [3, m].
         narrow: whether the rows have the layout's dtype.
         number: number of its record.
     """
@@ -41,36 +41,36 @@ class Steady:
         "_expected",
         "_known",
         "_left",
-        "_num_runs",
+        "_num_spans",
         "_predicted",
-        "_runs",
         "_shape",
         "_size",
+        "_spans",
         "narrow",
         "num_rows",
         "number",
     )  # fmt: skip
 
-    def __init__(self, rows: Rows, runs: Ints, narrow: bool, number: int) -> None:
+    def __init__(self, rows: Rows, spans: Ints, narrow: bool, number: int) -> None:
         self.num_rows, self.narrow, self.number = len(rows), narrow, number
         self._shape, self._dtype = rows.shape, rows.dtype
-        self._runs, self._num_runs, self._size = runs, runs.shape[1], runs.nbytes
-        # Runs of the next steps, filled in on the first question: the same memory as bytes and as
+        self._spans, self._num_spans, self._size = spans, spans.shape[1], spans.nbytes
+        # Spans of the next steps, filled in on the first question: the same memory as bytes and as
         # numbers [steps, m, 3]; offset of the next step and of the end of those that are known;
         # their number, and steps until a position may exceed its limit.
         self._expected, self._predicted = bytearray(), _NONE
         self._at = self._end = self._known = self._left = 0
 
-    def matches(self, rows: Any, runs: Any) -> bool:
+    def matches(self, rows: Any, spans: Any) -> bool:
         """Whether a step equals the prediction; call once for each step."""
         if (
             type(rows) is not _ARRAY
-            or type(runs) is not _ARRAY
+            or type(spans) is not _ARRAY
             or rows.shape != self._shape
             or rows.dtype is not self._dtype
-            or runs.dtype is not _INT64
-            or runs.nbytes != self._size
-            or len(runs) != self._num_runs
+            or spans.dtype is not _INT64
+            or spans.nbytes != self._size
+            or len(spans) != self._num_spans
         ):
             return False
         at = self._at
@@ -80,13 +80,13 @@ class Steady:
             at = self._at
         self._at = at + self._size
         try:  # unlike other comparisons of bytes this copies nothing
-            return self._expected.startswith(runs, at)
+            return self._expected.startswith(spans, at)
         except (ValueError, BufferError):  # they are not contiguous
             return False
 
     def _predict(self) -> bool:
         """Predict up to as many steps more; return False if a position may exceed its limit."""
-        _, positions, counts = self._runs
+        _, positions, counts = self._spans
         known, more = self._known, max(1, self._known)
         if not known:
             # No position grows by more than there are rows.
@@ -94,8 +94,8 @@ class Steady:
             self._left = (MAX_POSITION - 1 - last) // self._shape[0]
             most = min(_PREDICTED, 1 << (_PREDICTED_BYTES // self._size).bit_length() >> 1) or 1
             self._expected = bytearray(most * self._size)
-            self._predicted = _ARRAY((most, self._num_runs, 3), _INT64, self._expected)
-            self._predicted[0] = self._runs.T
+            self._predicted = _ARRAY((most, self._num_spans, 3), _INT64, self._expected)
+            self._predicted[0] = self._spans.T
             self._predicted[0, :, 1] += counts
             self._known = 1
         elif known < len(self._predicted):

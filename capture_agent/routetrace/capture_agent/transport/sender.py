@@ -340,7 +340,7 @@ class Sender:
 
 def _spill_of(config: AgentConfig) -> Spill | None:
     try:
-        return Spill(config.spill_dir, config.spill_bytes) if config.spill_dir else None
+        return Spill(config.spill_dir, config.spill_bytes) if config.spill_dir is not None else None
     except OSError as error:
         _log.warning("routetrace: cannot spill to %s: %s", config.spill_dir, error)
         return None

@@ -36,7 +36,7 @@ class Record:
 class Spill:
     """File in `directory` of at most `capacity` bytes; one thread writes."""
 
-    def __init__(self, directory: str, capacity: int) -> None:
+    def __init__(self, directory: str | os.PathLike[str], capacity: int) -> None:
         self._file = tempfile.TemporaryFile(dir=directory, buffering=0)  # noqa: SIM115
         self._fd = self._file.fileno()
         self._capacity = capacity

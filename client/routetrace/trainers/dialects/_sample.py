@@ -90,7 +90,7 @@ class SampleRows:
         """
         plan = rows.plan
         _all_layers(rows.layer_ids, plan.layout)
-        there = sum(run.stop - run.start for run in plan.runs)
+        there = sum(span.stop - span.start for span in plan.spans)
         if there != (whole := sum(sample.num_tokens for sample in plan.samples)):
             raise InvalidArgument(
                 field="rows",

@@ -91,7 +91,7 @@ class Capture:
         if batch is None or self._ended or forward_batch.forward_mode.is_idle():
             return native
         try:
-            plan = self._requests.plan(batch.reqs, *_runs(batch), self.weights.version)
+            plan = self._requests.plan(batch.reqs, *_spans(batch), self.weights.version)
             indexes = [_prefixes(batch, plan)] if any(s.num_computed for s in plan.starts) else []
             loaded, self._loaded = self._loaded, []
             if loaded:
@@ -293,7 +293,7 @@ def _options(req: Any) -> RequestOptions | None:
     return options_of(req.rid, req.sampling_params.custom_params)
 
 
-def _runs(batch: Any) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+def _spans(batch: Any) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
     """Return first positions and numbers of rows of the requests of a batch."""
     if batch.forward_mode.is_target_verify():
         unknown = np.full(len(batch.reqs), UNKNOWN_POSITION)
@@ -308,5 +308,5 @@ def _runs(batch: Any) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
 def _prefixes(batch: Any, plan: Plan) -> torch.Tensor:
     """Return the slots of the cached tokens of all requests that start, private."""
     table, rows = batch.req_to_token_pool.req_to_token, batch.req_pool_indices_cpu
-    parts = [table[int(rows[start.run]), : start.num_computed] for start in plan.starts]
+    parts = [table[int(rows[start.index]), : start.num_computed] for start in plan.starts]
     return torch.cat(parts).to(torch.int64)

@@ -51,8 +51,8 @@ class Start:
     """A request begins or resumes in a pass."""
 
     live: Live
-    run: int
-    """Index of its run in the plan."""
+    index: int
+    """Index of its span in the plan."""
     resumed: bool
     num_computed: int
     """Tokens whose KV is in the cache."""
@@ -105,10 +105,10 @@ class Requests:
         if self._batch != reqs:  # the same objects in most passes, which is compared first
             self._note_ends()
             self._batch = []
-            for run, req in enumerate(reqs):
+            for index, req in enumerate(reqs):
                 live: Live | None = getattr(req, _MARK, None)
                 if live is None or live.retracted:
-                    starts.append(self._start(req, live, run, int(positions[run])))
+                    starts.append(self._start(req, live, index, int(positions[index])))
             self._batch = list(reqs)
             self._lanes = np.array([getattr(req, _MARK).lane for req in reqs], np.int64)
         self._positions, self._counts = positions, counts
@@ -148,7 +148,7 @@ class Requests:
             self._batch = []
         return live
 
-    def _start(self, req: Any, live: Live | None, run: int, position: int) -> Start:
+    def _start(self, req: Any, live: Live | None, index: int, position: int) -> Start:
         resumed = live is not None
         if live is None:
             options = None if req.finished() else self._options(req)
@@ -157,7 +157,7 @@ class Requests:
             live = Live(self._new_lane(), req.rid, options, len(prompt), known)
             setattr(req, _MARK, live)
         live.retracted = False
-        return Start(live, run, resumed, position)
+        return Start(live, index, resumed, position)
 
     def _options(self, req: Any) -> RequestOptions | None:
         try:
@@ -222,12 +222,12 @@ class Deliveries:
         for start in plan.starts:
             cached = prefixes[at : at + start.num_computed]
             at += start.num_computed
-            own = np.concatenate([cached, slots[firsts[start.run] : stops[start.run]]])
+            own = np.concatenate([cached, slots[firsts[start.index] : stops[start.index]]])
             self._report_start(start, (own[::size] // size).tolist(), agent)
         handles = self._handles[plan.lanes]
-        runs = np.empty((len(counts), 3), np.int64)
-        runs[:, 0], runs[:, 1], runs[:, 2] = handles, plan.positions, counts
-        positions, owners = runs[:, 1], handles
+        spans = np.empty((len(counts), 3), np.int64)
+        spans[:, 0], spans[:, 1], spans[:, 2] = handles, plan.positions, counts
+        positions, owners = spans[:, 1], handles
         if n > len(counts):
             positions = np.repeat(positions - firsts, counts) + np.arange(n)
             owners = np.repeat(handles, counts)
@@ -238,23 +238,23 @@ class Deliveries:
             new &= captured
         if plan.starts:
             going_on = np.ones(len(counts), np.bool_)
-            going_on[[start.run for start in plan.starts]] = False
+            going_on[[start.index for start in plan.starts]] = False
             new &= going_on if n == len(counts) else np.repeat(going_on, counts)
         if new.any():
             agent.add_blocks(owners[new], slots[new] // size)
         if not every:
             agent.mark_external(np.unique(slots[~captured] // size).tolist())
-            rows, runs = rows[captured], runs[handles != NO_HANDLE]
-        if len(runs) and plan.version is None:
-            agent.skip(runs)
-        elif len(runs):
-            agent.step(rows, runs)
+            rows, spans = rows[captured], spans[handles != NO_HANDLE]
+        if len(spans) and plan.version is None:
+            agent.skip(spans)
+        elif len(spans):
+            agent.step(rows, spans)
 
     def _report_start(self, start: Start, blocks: list[int], agent: CaptureAgent) -> None:
         live, handle = start.live, int(self._handles[start.live.lane])
         if start.resumed:
             if handle != NO_HANDLE:
-                agent.resume(handle, start.num_computed, blocks)
+                agent.resume(handle, start.num_computed, block_ids=blocks)
             return
         prompt = live.prompt
         if prompt is not None:

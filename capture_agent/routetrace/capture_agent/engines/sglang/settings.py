@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from routetrace.capture_agent.config import AgentConfig
+from routetrace.capture_agent.config import AgentConfig, variable
 from routetrace.capture_agent.engines.sglang import seams
 from routetrace.common.errors import InvalidArgument
 from routetrace.common.security import Security
@@ -53,7 +53,7 @@ def settings_of(environ: Mapping[str, str] = os.environ) -> Settings | None:
     if given.lower() == "off":
         return None
     agent = _parsed(given) if given else {}
-    if not (agent.get("target") or environ.get("ROUTETRACE_TARGET")):
+    if not (agent.get("target") or variable(environ, "target")):
         if given:
             raise InvalidArgument(
                 field="ROUTETRACE_TARGET", value="", expected=f"host:port, beside {VARIABLE}"
@@ -64,7 +64,7 @@ def settings_of(environ: Mapping[str, str] = os.environ) -> Settings | None:
     probe = agent.pop("probe", True)
     if not isinstance(probe, bool):
         raise InvalidArgument(field=f"{VARIABLE} probe", value=probe, expected="true or false")
-    engine_id = agent.pop("engine_id", "") or environ.get("ROUTETRACE_ENGINE_ID", "")
+    engine_id = agent.pop("engine_id", "") or variable(environ, "engine_id")
     # Unique, but not the same after a restart.
     return Settings(engine_id or f"sglang-{socket.gethostname()}-{os.getpid()}", agent, probe)
 

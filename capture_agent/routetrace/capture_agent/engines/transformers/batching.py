@@ -126,7 +126,7 @@ class PagedRequests:
         self._eos_token_ids = frozenset(eos_token_ids)
         self._requests: dict[str, _Request] = {}
         self._lost: set[str] = set()
-        self._runs: list[tuple[str, int, int]] = []
+        self._spans: list[tuple[str, int, int]] = []
         self._pending: tuple[PendingRows, list[tuple[str, int, int]]] | None = None
         self._allocator, num_blocks = _full_attention(processor.cache)
         if not agent.config.block_size:
@@ -147,24 +147,24 @@ class PagedRequests:
         batch = self._processor.inputs_and_outputs.requests_in_batch
         positions: list[int] = []
         tokens: list[int] = []
-        runs: list[tuple[str, int, int]] = []
+        spans: list[tuple[str, int, int]] = []
         for future in batch:
             state, count = future.state, future.query_length
             start = state.position_offset - count  # the offset is that after the pass
-            runs.append((state.request_id, start, count))
+            spans.append((state.request_id, start, count))
             positions.extend(range(start, start + count))
             tokens.extend(_tokens(state, start, start + count))
         fed = [inputs[key][0].tolist() for key in ("position_ids", "input_ids")]
         if fed != [positions, tokens]:
             raise ValueError("inputs of the pass differ from the manager's batch")
-        for future, (request_id, start, _) in zip(batch, runs, strict=True):
+        for future, (request_id, start, _) in zip(batch, spans, strict=True):
             if request_id not in self._lost:
                 self._follow(future.state, start)
-        self._runs = runs
+        self._spans = spans
 
     def after(self, pending: PendingRows) -> None:
         """Keep the rows until the manager has processed the pass."""
-        self._pending = (pending, self._runs)
+        self._pending = (pending, self._spans)
 
     def failed(self) -> None:
         """Report no more rows of the requests under way, and no more slots.
@@ -172,7 +172,7 @@ class PagedRequests:
         Requests now fill blocks unseen, which may be shared later: no slot is certain any more.
         """
         self._lost.update(self._requests)
-        self._pending, self._runs = None, []
+        self._pending, self._spans = None, []
         if self._allocator is not None:
             self._allocator = None
             with suppress(Exception):
@@ -188,17 +188,17 @@ class PagedRequests:
     def _deliver(self) -> None:
         if self._pending is None:
             return
-        (pending, runs), self._pending = self._pending, None
-        known = [request_id not in self._lost for request_id, _, _ in runs]
+        (pending, spans), self._pending = self._pending, None
+        known = [request_id not in self._lost for request_id, _, _ in spans]
         table = [
             (self._requests[request_id].handle, start, count)
-            for (request_id, start, count), ok in zip(runs, known, strict=True)
+            for (request_id, start, count), ok in zip(spans, known, strict=True)
             if ok
         ]
 
         def step(rows: Rows) -> None:
             if not all(known):
-                rows = rows[np.repeat(known, [count for _, _, count in runs])]
+                rows = rows[np.repeat(known, [count for _, _, count in spans])]
             self._agent.step(rows, np.array(table))
 
         if table:
@@ -254,7 +254,7 @@ class PagedRequests:
             self._preempt(request)
         if request.preempted or start != request.end:
             self._preempt(request)
-            self._agent.resume(request.handle, start if blocks else 0, blocks)
+            self._agent.resume(request.handle, start if blocks else 0, block_ids=blocks)
             request.preempted = False
         elif len(blocks) > len(request.block_ids):
             self._agent.add_blocks(request.handle, blocks[len(request.block_ids) :])

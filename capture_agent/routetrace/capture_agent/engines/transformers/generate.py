@@ -184,11 +184,11 @@ class GenerateCall(StoppingCriteria):  # type: ignore[misc]
         generated = self._positions[:, -1] + 1 + first - width
         in_prompt = self._positions[np.arange(batch), np.minimum(first, width - 1)]
         positions = np.where(first < width, in_prompt, generated)
-        runs = np.stack([self._handles, positions, counts], axis=1)[counts > 0]
+        spans = np.stack([self._handles, positions, counts], axis=1)[counts > 0]
 
         def step(rows: Rows) -> None:
             ids = rows.reshape(batch, one.tokens.shape[1], *rows.shape[1:])[:, : len(columns)]
-            self._agent.step(ids[keep], runs)
+            self._agent.step(ids[keep], spans)
 
         one.pending.hand_to(step)
 

@@ -1,7 +1,7 @@
 """Messages from the scheduler's half to the worker's half: the plan of a step and its events.
 
 Plans are pickled with vLLM's SchedulerOutput where workers are separate processes. Bulk data
-(blocks, tokens, runs) travels as bytes, which pickle fastest. Messages are not changed once made;
+(blocks, tokens, spans) travels as bytes, which pickle fastest. Messages are not changed once made;
 they are not frozen, since a frozen one takes six times as long to make, on the engine's thread.
 
 A lane is a small number that stands for a request between the two halves. It is given to another
@@ -121,7 +121,7 @@ class StepPlan(_Message):
 
     events: list[Event] = field(default_factory=list)
     """Events before the step, in order."""
-    runs: bytes = b""
+    spans: bytes = b""
     """int32 [3, m]: lane, first position and number of rows of every request of the step. The
     position is an upper bound where drafts of an earlier step were not judged yet."""
     num_tokens: int = 0
@@ -129,8 +129,8 @@ class StepPlan(_Message):
 
     @property
     def table(self) -> npt.NDArray[np.int32]:
-        """The runs, [m, 3]."""
-        return np.frombuffer(self.runs, np.int32).reshape(3, -1).T
+        """The spans, [m, 3]."""
+        return np.frombuffer(self.spans, np.int32).reshape(3, -1).T
 
 
 class Columns:

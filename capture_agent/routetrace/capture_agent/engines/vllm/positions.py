@@ -29,23 +29,23 @@ def to_host(positions: torch.Tensor, *, wait: bool) -> Ints:
     return host.copy_(positions, non_blocking=True).numpy()
 
 
-def first_positions(runs: Ints, positions: Ints) -> Ints:
-    """Return the first position of each run.
+def first_positions(spans: Ints, positions: Ints) -> Ints:
+    """Return the first position of each span.
 
     Args:
-        runs: [m, 3]: any name, upper bound of the first position, and number of rows, in the order
+        spans: [m, 3]: any name, upper bound of the first position, and number of rows, in the order
             of the rows.
         positions: of all rows.
 
     Raises:
-        RuntimeError: if the positions do not fit the runs, so that none can be trusted.
+        RuntimeError: if the positions do not fit the spans, so that none can be trusted.
     """
-    counts = runs[:, 2]
+    counts = spans[:, 2]
     ends = counts.cumsum()
     starts: Ints = positions[ends - counts]
     steady = np.arange(len(positions)) + np.repeat(starts - (ends - counts), counts)
     # Where nothing is captured the handle is below 0, and the plan's position means nothing.
-    beyond = (starts > runs[:, 1]) & (runs[:, 0] >= 0)
+    beyond = (starts > spans[:, 1]) & (spans[:, 0] >= 0)
     if (positions != steady).any() or beyond.any():
         raise RuntimeError("positions of the batch do not fit the plan of its step")
     return starts

@@ -1,4 +1,4 @@
-"""Requests of one worker: from the events and runs of plans to the calls of a `CaptureAgent`."""
+"""Requests of one worker: from the events and spans of plans to the calls of a `CaptureAgent`."""
 
 from __future__ import annotations
 
@@ -95,23 +95,23 @@ class Requests:
         self._batch = None
 
     def in_order(self, plan: StepPlan, names: Sequence[str]) -> Ints:
-        """Return the runs [m, 3] of a plan in the order of their rows, with handles for lanes.
+        """Return the spans [m, 3] of a plan in the order of their rows, with handles for lanes.
 
         Args:
             plan: of the step.
             names: of its requests in the order of their rows; not changed later.
         """
-        lanes, batch = plan.runs[: len(plan.runs) // 3], self._batch
+        lanes, batch = plan.spans[: len(plan.spans) // 3], self._batch
         if batch is None or batch.lanes != lanes or batch.names != names:
             batch = self._batch = _Batch(lanes, names, *self._order_of(plan, names))
-        runs = plan.table
-        table = np.empty(runs.shape, np.int64)
-        table[...] = runs if batch.order is None else runs[batch.order]
+        spans = plan.table
+        table = np.empty(spans.shape, np.int64)
+        table[...] = spans if batch.order is None else spans[batch.order]
         table[:, 0] = batch.handles
         return table
 
     def _order_of(self, plan: StepPlan, names: Sequence[str]) -> tuple[Ints | None, Ints]:
-        """Return the index of each request's run, None if they are in order; and the handles."""
+        """Return the index of each request's span, None if they are in order; and the handles."""
         batch = [self._lanes[name] for name in names]
         handles = np.array([self._handles[lane] for lane in batch], np.int64)
         lanes: list[int] = plan.table[:, 0].tolist()
@@ -156,7 +156,8 @@ class Requests:
         if (handle := self._handles[event.lane]) == NO_HANDLE:
             _forget(agent, event.blocks, computed - external)
         else:
-            agent.resume(handle, computed, unpack_blocks(event.blocks), external)
+            blocks = unpack_blocks(event.blocks)
+            agent.resume(handle, computed, block_ids=blocks, num_external_tokens=external)
 
     def _add(self, lane: int, request_id: str) -> None:
         self._lanes[request_id], self._names[lane] = lane, request_id

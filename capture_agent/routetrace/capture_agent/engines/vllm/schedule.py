@@ -152,8 +152,8 @@ class Schedule:
             self._report_starts(output, requests, events)
         elif self._group is not None:
             self._add_blocks(cached.req_ids, cached.new_block_ids, events)
-        runs = self._runs(output)
-        return StepPlan(events, runs, self._columns.num_tokens if runs else 0)
+        spans = self._spans(output)
+        return StepPlan(events, spans, self._columns.num_tokens if spans else 0)
 
     def _report_loads(self, output: Any, events: list[Event]) -> None:
         """Report blocks of requests that wait for KV from elsewhere."""
@@ -238,8 +238,8 @@ class Schedule:
             (self._requests[request_id].lane, 0, count)
             for request_id, count in output.num_scheduled_tokens.items()
         ]
-        runs = np.array(table, np.int32).T.tobytes()
-        return StepPlan(events, runs, sum(output.num_scheduled_tokens.values()))
+        spans = np.array(table, np.int32).T.tobytes()
+        return StepPlan(events, spans, sum(output.num_scheduled_tokens.values()))
 
     def finish(self, request: Any) -> dict[str, Any] | None:
         """Note the end of a request.
@@ -372,7 +372,7 @@ class Schedule:
     def _blocks(self, block_ids: Any) -> bytes:
         return pack_blocks(block_ids[self._group]) if self._group is not None else b""
 
-    def _runs(self, output: Any) -> bytes:
+    def _spans(self, output: Any) -> bytes:
         """Return lane, position and count of every request of the step, int32 [3, m]."""
         cached, new = output.scheduled_cached_reqs, output.scheduled_new_reqs
         ids, positions = cached.req_ids, cached.num_computed_tokens

@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
-from routetrace.capture_agent.config import AgentConfig
+from routetrace.capture_agent.config import AgentConfig, variable
 from routetrace.common.errors import InvalidArgument
 from routetrace.common.security import Security
 
@@ -67,8 +67,8 @@ def settings_of(vllm_config: Any) -> Settings | None:
     agent = dict(given)
     if "security" in agent:  # a mapping would show its token where settings are printed
         agent["security"] = Security.of(agent["security"])
-    run = agent.pop("run", "") or os.environ.get("ROUTETRACE_RUN", "") or "default"
-    engine_id = agent.pop("engine_id", "") or os.environ.get("ROUTETRACE_ENGINE_ID", "")
+    run = agent.pop("run", "") or variable(os.environ, "run")
+    engine_id = agent.pop("engine_id", "") or variable(os.environ, "engine_id")
     boot_id = str(vllm_config.instance_id)
     parallel = vllm_config.parallel_config
     if not engine_id:

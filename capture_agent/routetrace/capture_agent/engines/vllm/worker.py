@@ -53,7 +53,7 @@ class _Pass:
     """A forward pass whose rows are not delivered yet."""
 
     rows: PendingRows
-    runs: Ints  # [m, 3]: handle, first position or its upper bound, number of rows
+    spans: Ints  # [m, 3]: handle, first position or its upper bound, number of rows
     positions: Ints | None  # of each row, where the plan could not know them
     paused: bool  # when the pass was launched
 
@@ -155,11 +155,11 @@ class WorkerSide:
             self._apply(step.plan.events)
             if not step.plan.num_tokens:
                 return
-            runs = self._requests.in_order(step.plan, step.names)
+            spans = self._requests.in_order(step.plan, step.names)
             if step.rows is None:
-                self._skip(runs, step.positions)
+                self._skip(spans, step.positions)
                 return
-            self._pending = _Pass(step.rows, runs, step.positions, step.paused)
+            self._pending = _Pass(step.rows, spans, step.positions, step.paused)
             if self._capturer.device.type == "cpu":
                 self._deliver()
         except Exception:
@@ -170,29 +170,29 @@ class WorkerSide:
         if self._pending is None or self._agent is None:
             return
         done, self._pending = self._pending, None
-        agent, runs = self._agent, done.runs
+        agent, spans = self._agent, done.spans
 
         def take(rows: Rows) -> None:
             if done.paused:
-                self._skip(runs, done.positions)
+                self._skip(spans, done.positions)
                 return
             if done.positions is not None:
-                runs[:, 1] = first_positions(runs, done.positions)
-            kept = runs[:, 0] != NO_HANDLE
+                spans[:, 1] = first_positions(spans, done.positions)
+            kept = spans[:, 0] != NO_HANDLE
             if kept.all():
-                table = runs
+                table = spans
             else:
-                rows, table = rows[np.repeat(kept, runs[:, 2])], runs[kept]
+                rows, table = rows[np.repeat(kept, spans[:, 2])], spans[kept]
             if len(table):
                 agent.step(rows, table)
 
         done.rows.hand_to(take)
 
-    def _skip(self, runs: Ints, positions: Ints | None) -> None:
+    def _skip(self, spans: Ints, positions: Ints | None) -> None:
         """Report the rows of a pass as missing."""
         if positions is not None:
-            runs[:, 1] = first_positions(runs, positions)
-        self._in_use.skip(runs[runs[:, 0] != NO_HANDLE])
+            spans[:, 1] = first_positions(spans, positions)
+        self._in_use.skip(spans[spans[:, 0] != NO_HANDLE])
 
     def _catch_up(self) -> None:
         """Deliver the rows of the last pass and the ends that no plan holds yet."""
