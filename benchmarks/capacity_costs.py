@@ -31,14 +31,13 @@ def run(model: str, seconds: float, readers: int) -> tuple[dict[str, Any], float
     program = str(Path(sys.executable).with_name("routetrace"))
     with tempfile.TemporaryDirectory() as folder, run_server(data_dir=f"{folder}/data") as server:
         before = cpu_seconds(server.pid)
-        report = Path(folder) / "report.json"
         words = ("--model", model, "--seconds", str(seconds), "--readers", str(readers))
-        subprocess.run(
-            [program, "bench", "load", "--target", server.target, *words, *_WORDS, *_PACE,
-             "--json", str(report)],
-            check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+        done = subprocess.run(
+            [program, "bench", "load", "--json", "--target", server.target,
+             *words, *_WORDS, *_PACE],
+            check=True, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
         )  # fmt: skip
-        return json.loads(report.read_text()), cpu_seconds(server.pid) - before
+        return json.loads(done.stdout), cpu_seconds(server.pid) - before
 
 
 def costs(model: str, seconds: float) -> dict[str, float]:

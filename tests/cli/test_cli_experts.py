@@ -326,7 +326,7 @@ def test_capacities():
     assert capacities_of("25%,50%", 128) == (32, 64)
     assert capacities_of(None, 128) == ()
     for text in ("a", "1,,2", "-1", "12.5%"):
-        with pytest.raises(typer.BadParameter):
+        with pytest.raises(InvalidArgument):
             capacities_of(text, 128)
 
 

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from enum import Enum
 from importlib.metadata import version
 from typing import Annotated, Any
 
 import typer
 from typer.core import TyperCommand, TyperGroup
+
+from routetrace.cli.errors import reported, wants_json
+from routetrace.common.errors import InvalidArgument, quoted
 
 #: Options that may stand before the command, and whether each takes a value.
 SHARED = {
@@ -23,6 +27,9 @@ SHARED = {
     "--token-file": True,
     "--json": False,
 }
+
+# Key of a context's `meta`, which all contexts of a call share.
+_AS_JSON = "routetrace.cli.as_json"
 
 
 class Command(TyperCommand):
@@ -41,7 +48,8 @@ class Command(TyperCommand):
 class Group(TyperGroup):
     """A group of commands whose help shows no type for flags, --help included.
 
-    Options that all commands share may stand before the command as well.
+    Options that all commands share may stand before the command as well. Errors are reported here,
+    as the arguments of a command may be wrong before it is called.
     """
 
     def get_params(self, ctx: Any) -> Any:
@@ -50,6 +58,17 @@ class Group(TyperGroup):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Parse arguments, with shared options moved behind the command."""
+        with reported(ctx.meta.setdefault(_AS_JSON, wants_json(args))):
+            left: list[str] = super().parse_args(ctx, self._moved(ctx, args))
+            return left
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run the command."""
+        with reported(ctx.meta[_AS_JSON]):
+            return super().invoke(ctx)
+
+    @staticmethod
+    def _moved(ctx: Any, args: list[str]) -> list[str]:
         at = 0
         while at < len(args):
             name, equals, _ = args[at].partition("=")
@@ -63,9 +82,7 @@ class Group(TyperGroup):
             ctx.fail("Missing command.")
         if command and not command[0].startswith("-"):
             command += args[:at]
-        args = [*command, *rest]
-        left: list[str] = super().parse_args(ctx, args)
-        return left
+        return [*command, *rest]
 
 
 def _without_flag_types(params: Sequence[Any]) -> Sequence[Any]:
@@ -90,8 +107,45 @@ Version = Annotated[
 ]
 
 
-#: `--json` of commands that print lines.
-AsJson = Annotated[bool, typer.Option("--json", help="Print one line of JSON each.")]
+#: `--json`, which every command has.
+AsJson = Annotated[bool, typer.Option("--json", help="Print a line of JSON for each result.")]
+
+
+class PolicyChoice(str, Enum):
+    """Rows of tokens that were computed more than once."""
+
+    as_sampled = "as_sampled"
+    latest = "latest"
+
+
+class PrefixChoice(str, Enum):
+    """Which rows of other traces stand in where KV was restored from elsewhere."""
+
+    same_version = "same_version"
+    any_version = "any_version"
+    never = "never"
+
+
+Ids = Annotated[list[str] | None, typer.Argument(metavar="ID", help="Trace ids.")]
+SomeIds = Annotated[list[str], typer.Argument(metavar="ID", help="Trace ids.")]
+OneId = Annotated[str, typer.Argument(metavar="ID", help="Trace id.")]
+Labels = Annotated[
+    list[str] | None,
+    typer.Option("--label", "-l", metavar="KEY=VALUE", help="Only traces with all these labels."),
+]
+Incarnation = Annotated[
+    int | None, typer.Option(help="Number of the incarnation, if a trace has several.")
+]
+Layers = Annotated[str | None, typer.Option(help="Absolute layer ids, such as 12-23,30.")]
+Tokens = Annotated[
+    str | None, typer.Option(metavar="START:STOP", help="Positions; either may be omitted.")
+]
+PolicyOption = Annotated[
+    PolicyChoice, typer.Option(help="Choice of rows for tokens that were computed more than once.")
+]
+PrefixOption = Annotated[
+    PrefixChoice, typer.Option(help="Which rows of other traces stand in for KV from elsewhere.")
+]
 
 
 def labels_of(words: Sequence[str]) -> dict[str, str]:
@@ -100,7 +154,7 @@ def labels_of(words: Sequence[str]) -> dict[str, str]:
     for word in words:
         key, equals, value = word.partition("=")
         if not (key and equals):
-            raise typer.BadParameter(f"{word!r}: expected key=value")
+            raise InvalidArgument(field="--label", value=quoted(word), expected="key=value")
         labels[key] = value
     return labels
 
@@ -115,7 +169,11 @@ def layers_of(text: str | None) -> tuple[int, ...] | None:
         first, last = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
         # No model has as many layers; a longer range would fill memory.
         if last < first or last - first > 10_000:
-            raise typer.BadParameter(f"{text!r}: expected layer ids and ranges, such as 12-23,30")
+            raise InvalidArgument(
+                field="--layers",
+                value=quoted(text),
+                expected="layer ids and ranges, such as 12-23,30",
+            )
         ids.update(range(first, last + 1))
     return tuple(sorted(ids))
 
@@ -124,5 +182,9 @@ def tokens_of(text: str | None) -> tuple[int, int | None]:
     """Parse positions "start:stop", where either may be omitted."""
     match = re.fullmatch(r"(\d{0,9}):(\d{0,9})", text or ":")
     if match is None:
-        raise typer.BadParameter(f"{text!r}: expected positions start:stop, such as 100:200")
+        raise InvalidArgument(
+            field="--tokens",
+            value=quoted(text),
+            expected="positions start:stop, such as 100:200",
+        )
     return int(match[1] or 0), int(match[2]) if match[2] else None

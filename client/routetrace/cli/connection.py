@@ -1,4 +1,4 @@
-"""Options for the connection to the server, and error handling of commands."""
+"""Options for the connection to the server, which commands share."""
 
 from __future__ import annotations
 
@@ -12,9 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from routetrace.cli.arguments import Version
-from routetrace.cli.output import fail
 from routetrace.client import RouteClient
-from routetrace.common.errors import InvalidArgument, RouteTraceError
 from routetrace.common.security import Security
 
 DEFAULT_TARGET = "127.0.0.1:7411"
@@ -35,24 +33,13 @@ class Connection:
 
 
 def connected(command: Callable[..., None]) -> Callable[..., None]:
-    """Add the connection options to a command whose first parameter is a `Connection`.
-
-    Errors of routetrace and of files become one line on stderr and exit code 1, or 2 for an
-    argument that the client or the server refused.
-    """
+    """Add the connection options to a command whose first parameter is a `Connection`."""
 
     @functools.wraps(command)
     def run(**arguments: Any) -> None:
         arguments.pop("version")
         given = {name: arguments.pop(name) for name in _OPTIONS}
-        try:
-            command(_connection(**given), **arguments)
-        except InvalidArgument as error:
-            fail(error, 2)
-        except BrokenPipeError:  # the reader of the output closed it
-            raise
-        except (RouteTraceError, OSError) as error:
-            fail(error, 1)
+        command(_connection(**given), **arguments)
 
     # typer derives the options from the signature.
     own = list(inspect.signature(command, eval_str=True).parameters.values())[1:]

@@ -36,8 +36,8 @@ class Writer(Protocol):
 
     def __exit__(self, *error: object) -> None: ...
 
-    def add(self, trace: Trace) -> None:
-        """Write a trace."""
+    def add(self, trace: Trace) -> Path:
+        """Write a trace; return the path of its file."""
 
 
 def writer_for(output: str, trace_ids: Sequence[str], *, force: bool = False) -> Writer:
@@ -125,9 +125,10 @@ class NpzFile:
     def __exit__(self, *error: object) -> None:
         pass
 
-    def add(self, trace: Trace) -> None:
+    def add(self, trace: Trace) -> Path:
         """Write the trace."""
         write_npz(trace, self._path)
+        return self._path
 
 
 class Directory:
@@ -145,9 +146,11 @@ class Directory:
     def __exit__(self, *error: object) -> None:
         pass
 
-    def add(self, trace: Trace) -> None:
+    def add(self, trace: Trace) -> Path:
         """Write a trace."""
-        write_npz(trace, self._path / f"{file_name(trace.trace_id)}.npz")
+        path = self._path / f"{file_name(trace.trace_id)}.npz"
+        write_npz(trace, path)
+        return path
 
 
 def file_name(trace_id: str) -> str:
@@ -188,8 +191,8 @@ class ParquetFile:
                 self._file.close()
             self._stack.__exit__(*error)
 
-    def add(self, trace: Trace) -> None:
-        """Write a trace.
+    def add(self, trace: Trace) -> Path:
+        """Write a trace; the file exists once the context has ended.
 
         Raises:
             InvalidArgument: if its model has another top-k or id width than the first one.
@@ -205,6 +208,7 @@ class ParquetFile:
         self._tables.append(parquet_table(trace))
         if sum(len(table) for table in self._tables) >= _GROUP_ROWS:
             self._flush()
+        return self._path
 
     def _flush(self) -> None:
         import pyarrow as pa

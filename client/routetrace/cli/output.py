@@ -7,9 +7,8 @@ import json
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from datetime import datetime, timedelta
-from typing import Any, NoReturn
+from typing import Any
 
-import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
@@ -26,12 +25,6 @@ def note(text: object) -> None:
     print(plain(str(text)), file=sys.stderr)
 
 
-def fail(error: object, code: int = 1) -> NoReturn:
-    """Exit with an error line."""
-    note(f"routetrace: {describe(error)}")
-    raise typer.Exit(code)
-
-
 def describe(error: object) -> str:
     """Return an error as one line."""
     if isinstance(error, RouteTraceError):
@@ -39,9 +32,10 @@ def describe(error: object) -> str:
     return " ".join(str(error).split())
 
 
-def write_json(value: Any) -> None:
-    """Print a line of JSON on stdout."""
-    print(json.dumps(value, ensure_ascii=False, default=as_json))
+def write_json(value: Any, *, error: bool = False) -> None:
+    """Print a line of JSON on stdout, or on stderr; readers of a pipe have it at once."""
+    line = json.dumps(value, ensure_ascii=False, default=as_json)
+    print(line, file=sys.stderr if error else sys.stdout, flush=True)
 
 
 def as_json(value: object) -> str:

@@ -239,7 +239,7 @@ class Security:
         if not self.uses_tls:
             if (self.token or self.token_file) and not self.insecure and not is_local(target):
                 raise InvalidArgument(
-                    f"the token would travel to {target} in plain text: expected tls, a loopback "
+                    f"the token would travel to {target} in plain text; expected tls, a loopback "
                     "target, or insecure to be set",
                     field="tls",
                     value=False,
@@ -321,7 +321,7 @@ def _check_token(token: str, name: str, value: str = "***") -> None:
     if not _TOKEN.fullmatch(token):
         expected = "1 to 4000 letters, digits and . _ ~ + / - (= at the end)"
         raise InvalidArgument(
-            f"{name} is {value}, which is no token: expected {expected}",
+            f"{name} is {value}, which is no token; expected {expected}",
             field=name,
             value=value,
             expected=expected,

@@ -18,7 +18,7 @@ from google.protobuf.descriptor import FileDescriptor
 from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection, reflection_pb2
 
-from routetrace.common.errors import InvalidArgument, RouteTraceError, quoted
+from routetrace.common.errors import InvalidArgument, RouteTraceError
 from routetrace.server import backup
 from routetrace.server.access.lifecycle import Lifecycle
 from routetrace.server.access.partition import WHOLE
@@ -37,6 +37,7 @@ from routetrace.server.process.workers import Seat, supervise
 from routetrace.server.read.peers import Peers
 from routetrace.server.settings import usage
 from routetrace.server.settings.config import ConfigError, ServerConfig, load_config
+from routetrace.server.store.disk.failures import explain
 from routetrace.server.store.disk.store import DiskStore
 from routetrace.server.store.interface import Store
 from routetrace.server.store.memory import MemoryStore
@@ -251,10 +252,7 @@ def _open_store(config: ServerConfig, seat: Seat | None, *, first: bool) -> Stor
             config.data_dir, capacity_bytes=config.store_capacity, ack_mode=config.ack_mode
         )
     except OSError as error:
-        where = quoted(str(error.filename or config.data_dir))
-        raise ServeError(
-            f"cannot write to {where} ({error.strerror}); choose a writable data_dir"
-        ) from error
+        raise ServeError(explain(error, config.data_dir)) from error
     except RouteTraceError as error:
         raise ServeError(f"cannot open the store in {config.data_dir}: {error}") from error
 

@@ -268,7 +268,9 @@ def test_help_tells_every_setting(capsys: pytest.CaptureFixture[str]) -> None:
     assert "(default: 64GiB)" in text
 
 
-@pytest.mark.parametrize("words", [[], ["health"], ["token"], ["--listen", "nonsense"]])
+@pytest.mark.parametrize(
+    "words", [[], ["health"], ["token"], ["backup"], ["restore"], ["--listen", "nonsense"]]
+)
 def test_version(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
         daemon.main([*words, "--version"])

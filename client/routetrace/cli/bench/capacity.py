@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from routetrace.cli.output import size
 from routetrace.simulation.models import Model
@@ -158,6 +159,33 @@ def need_of(job: Job) -> Need:
         worker_most=WORKER_BYTES + RING_BYTES + QUEUE_BYTES,
         trainer_cores=rate * job.reads * costs.reader / job.core / 1e6,
     )
+
+
+def need_json(job: Job) -> dict[str, Any]:
+    """Return the job and its needs for `--json`, in bytes, cores and seconds."""
+    need, rate = need_of(job), job.tokens_per_second
+    sent = rate * need.sent
+    return {
+        "model": job.model.name,
+        "tokens_per_second": rate,
+        "nodes": job.nodes,
+        "engines_per_node": job.engines,
+        "row_bytes": need.raw,
+        "sent_bytes_per_row": need.sent,
+        "to_servers_bytes_per_second": sent,
+        "to_trainers_bytes_per_second": sent * job.reads,
+        "cores_per_engine_thread": need.engine_core,
+        "cores_per_agent": need.worker_cores,
+        "memory_bytes_per_agent": need.worker_memory,
+        "max_memory_bytes_per_agent": need.worker_most,
+        "servers": need.servers,
+        "tokens_per_second_per_server": need.server_tokens_per_second,
+        "server_cores": need.server_cores,
+        "memory_bytes_per_server": need.server_memory,
+        "buffer_bytes_per_server": need.server_buffers,
+        "disk_bytes_per_server": need.server_disk,
+        "trainer_cores": need.trainer_cores,
+    }
 
 
 def need_rows(job: Job) -> Iterator[tuple[str, str, str]]:

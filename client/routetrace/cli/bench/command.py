@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import json
 import secrets
 from collections.abc import Mapping
 from dataclasses import asdict, replace
 from enum import Enum
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from routetrace.cli.arguments import Command, Group, Version
-from routetrace.cli.bench.capacity import Job, need_rows
+from routetrace.cli.arguments import AsJson, Command, Group, Version
+from routetrace.cli.bench.capacity import Job, need_json, need_rows
 from routetrace.cli.bench.report import Progress, report_json, report_rows
 from routetrace.cli.connection import Connection, connected
-from routetrace.cli.output import as_json, note, write_table
+from routetrace.cli.output import note, write_json, write_table
+from routetrace.common.errors import InvalidArgument, quoted
 from routetrace.simulation.models import MODELS, Model, custom_model
 from routetrace.simulation.plan import MIXES, Lengths, Load, Mix
 from routetrace.simulation.run import Run
@@ -102,10 +101,7 @@ def load_command(
     experts: Experts = 0,
     top_k: TopK = 0,
     seed: Annotated[int, typer.Option(min=0, help="Random seed.")] = 0,
-    json_file: Annotated[
-        Path | None,
-        typer.Option("--json", metavar="FILE", help="Also write the report here."),
-    ] = None,
+    as_json: AsJson = False,
     keep: Annotated[bool, typer.Option("--keep", help="Leave the traces to their lease.")] = False,
     ttl: Annotated[int, typer.Option(min=1, help="Lease of traces in seconds.")] = 600,
     mix: Annotated[MixChoice | None, _option(_MIX, "Shape of sessions (default: chat).")] = None,
@@ -161,9 +157,10 @@ def load_command(
     """
     run = connection.run if connection.run != "default" else _RUN_PREFIX + secrets.token_hex(4)
     if not run.startswith(_RUN_PREFIX):
-        raise typer.BadParameter(
-            f"{run!r}: expected a run that begins with {_RUN_PREFIX!r}, as its traces are deleted",
-            param_hint="--run",
+        raise InvalidArgument(
+            field="--run",
+            value=quoted(run),
+            expected=f"a run that begins with {_RUN_PREFIX!r}, as its traces are deleted",
         )
     _check_shape(layers, experts, top_k)
     given: dict[str, Any] = {
@@ -199,9 +196,10 @@ def load_command(
     )
     with connection.client() as client, Progress() as progress:
         tally = Run(plan, client, progress.show)()
-    write_table(("", ""), report_rows(plan, tally))
-    if json_file is not None:
-        json_file.write_text(json.dumps(report_json(plan, tally), indent=1, default=as_json) + "\n")
+    if as_json:
+        write_json(report_json(plan, tally))
+    else:
+        write_table(("", ""), report_rows(plan, tally))
     problems = list(failures(tally))
     for problem in problems:
         note(f"routetrace: {problem}")
@@ -232,6 +230,7 @@ def capacity(
     core: Annotated[
         float, typer.Option(min=0.01, help="Speed of your cores relative to the measured ones.")
     ] = 1.0,
+    as_json: AsJson = False,
     _version: Version = False,
 ) -> None:
     """Estimate bytes, cores, memory, disk and servers of a deployment.
@@ -251,7 +250,10 @@ def capacity(
         reads=reads,
         core=core,
     )
-    write_table(("", "of one", "of all"), need_rows(job))
+    if as_json:
+        write_json(need_json(job))
+    else:
+        write_table(("", "of one", "of all"), need_rows(job))
 
 
 def _check_shape(*shape: int) -> None:
@@ -263,7 +265,7 @@ def _model(name: str, *shape: int) -> Model:
     if any(shape):
         return custom_model(*shape)
     if name not in MODELS:
-        raise typer.BadParameter(f"{name!r}: expected {' or '.join(MODELS)}", param_hint="--model")
+        raise InvalidArgument(field="--model", value=quoted(name), expected=" or ".join(MODELS))
     return MODELS[name]
 
 

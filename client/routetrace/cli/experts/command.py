@@ -15,12 +15,13 @@ import numpy as np
 import numpy.typing as npt
 import typer
 
-from routetrace.cli.arguments import labels_of, layers_of
+from routetrace.cli.arguments import AsJson, labels_of, layers_of
 from routetrace.cli.connection import Connection
+from routetrace.cli.errors import report_error
 from routetrace.cli.experts import figures
-from routetrace.cli.output import describe, fail, note, progress, write_json, write_table
+from routetrace.cli.output import note, progress, write_json, write_table
 from routetrace.client import RouteClient
-from routetrace.common.errors import InvalidArgument, RouteTraceError
+from routetrace.common.errors import InvalidArgument, NotFound, RouteTraceError, quoted
 from routetrace.experts.analysis.report import Asked, Rows, Study, Valid, report_of
 from routetrace.experts.analysis.tables import tables_of
 
@@ -76,7 +77,7 @@ def experts(
     full: Annotated[
         bool, typer.Option("--full", help="All layers and capacities, more than a screen.")
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one line of JSON.")] = False,
+    as_json: AsJson = False,
     png: Annotated[Path | None, typer.Option(help="Directory for pictures.")] = None,
 ) -> None:
     """Show the load of experts, and simulate caches and placements of them.
@@ -100,9 +101,9 @@ def experts(
                 found = client.find(labels=labels_of(label or ()))
                 names = [stat.trace_id for stat in found][::-1]  # oldest first
             if not names:
-                fail(f"no matching trace in run {connection.run!r}")
+                raise NotFound(f"no matching trace in run {connection.run!r}")
             with progress("experts", len(names)) as done:
-                answers = _requests_of_server(client, names, done)
+                answers = _requests_of_server(client, names, done, as_json)
                 study = study_of(answers, len(names), fit_npz, chosen, passes, batch)
     if given is not None and given.ndim == 2:
         given = np.tile(given, (len(study.layer_ids), 1, 1))
@@ -242,19 +243,25 @@ def capacities_of(text: str | None, num_experts: int) -> tuple[int, ...]:
     """Parse slots "16,32" or "25%,50%"; () for None.
 
     Raises:
-        typer.BadParameter: if the text has another form.
+        InvalidArgument: if the text has another form.
     """
     slots = []
     for part in text.split(",") if text else ():
         match = re.fullmatch(r"(\d{1,6})(%?)", part.strip())
         if match is None:
-            raise typer.BadParameter(f"{text!r}: expected slots or shares, such as 16,32 or 25%")
+            raise InvalidArgument(
+                field="--capacity",
+                value=quoted(text),
+                expected="slots or shares, such as 16,32 or 25%",
+            )
         number = int(match[1])
         slots.append(round(number * num_experts / 100) if match[2] else number)
     return tuple(slots)
 
 
-def _requests_of_server(client: RouteClient, names: list[str], done: Any) -> Iterator[Request]:
+def _requests_of_server(
+    client: RouteClient, names: list[str], done: Any, as_json: bool
+) -> Iterator[Request]:
     failed = 0
     for name, answer in zip(
         names, client.get_many(names, missing="mask", errors="return"), strict=True
@@ -262,11 +269,11 @@ def _requests_of_server(client: RouteClient, names: list[str], done: Any) -> Ite
         done()
         if isinstance(answer, RouteTraceError):
             failed += 1
-            note(f"routetrace: {name}: {describe(answer)}")
+            report_error(answer, as_json=as_json, trace_id=name)
             continue
         yield Request(answer.topk_ids, answer.valid, answer.layer_ids, answer.layout.num_experts)
     if failed:
-        fail(f"{failed} of {len(names)} traces failed")
+        raise RouteTraceError(f"{failed} of {len(names)} traces failed")
 
 
 def _names(files: list[Path]) -> str:

@@ -75,7 +75,7 @@ def to_error(error: grpc.RpcError) -> RouteTraceError:
     if status is grpc.StatusCode.UNIMPLEMENTED:
         expected = "the address of a routetrace-server that is as new as this client"
         return InvalidArgument(
-            f"the server at the target does not offer this call ({status.name}: {text}): "
+            f"the server at the target does not offer this call ({status.name}: {text}); "
             f"expected {expected}",
             field="target",
             value="another server",

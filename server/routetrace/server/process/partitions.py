@@ -13,6 +13,7 @@ from pydantic import ByteSize
 
 from routetrace.server.settings.config import ConfigError, ServerConfig
 from routetrace.server.store.disk.directory import NAME
+from routetrace.server.store.disk.failures import explain
 from routetrace.server.store.disk.snapshot import sync_directory
 
 #: File of a data directory with the number of its partitions; none: it is the directory of one.
@@ -88,11 +89,19 @@ def check_partitions(data_dir: Path, workers: int) -> None:
 
 
 def make_partitions(data_dir: Path, count: int) -> None:
-    """Create the directories of several partitions, and note their number, unless it is there."""
-    if _count_of(data_dir) is None:
+    """Create the directories of several partitions, and note their number, unless it is there.
+
+    Raises:
+        OSError: if they cannot be created; the message has the remedy.
+    """
+    if _count_of(data_dir) is not None:
+        return
+    try:
         for number in range(count):
             partition_dir(data_dir, number).mkdir(parents=True, exist_ok=True)
         _write_durably(data_dir / _COUNT, f"{count}\n")
+    except OSError as error:
+        raise OSError(explain(error, data_dir)) from error
 
 
 def _write_durably(path: Path, text: str) -> None:

@@ -27,6 +27,7 @@ from routetrace.server.settings.config import AckMode
 from routetrace.server.store.base import StoreBase
 from routetrace.server.store.disk.blocks import BLOCK_BYTES
 from routetrace.server.store.disk.directory import DirLock, open_directory
+from routetrace.server.store.disk.failures import explain
 from routetrace.server.store.disk.frames import FrameFile
 from routetrace.server.store.disk.log import drop_frames, header_of, record_frame, records
 from routetrace.server.store.disk.queue import Append, Compaction, Queue
@@ -403,7 +404,8 @@ class DiskStore(StoreBase):
     def _refusal(self, error: Exception, what: str | None) -> RouteTraceError:
         """Count and return the error of a failed write; log it with prefix `what`, if any."""
         if what:
-            log.error("%s: %s", what, error)
+            text = explain(error, self._path) if isinstance(error, OSError) else error
+            log.error("%s: %s", what, text)
         with self._changed:
             self._failed_commits += 1
         if isinstance(error, Overloaded):

@@ -6,8 +6,8 @@ from dataclasses import asdict
 
 from routetrace.cli.arguments import AsJson
 from routetrace.cli.connection import Connection
-from routetrace.cli.output import fail, note, size, write_json, write_table
-from routetrace.client import Limit
+from routetrace.cli.output import note, size, write_json, write_table
+from routetrace.client import Limit, RouteTraceError
 
 #: Columns of the table; those that end in a space are right-aligned.
 _COLUMNS = ("limit", "of all ", "used ", "held ", "may hold ")
@@ -24,7 +24,9 @@ def limits(connection: Connection, as_json: AsJson = False) -> None:
     with connection.client() as client:
         info = client.server_info()
     if not info.limits:
-        fail(f"server {info.version} reports no limits: expected 0.8.0 or newer")
+        raise RouteTraceError(
+            f"server {info.version} reports no limits; expected version 0.8.0 or newer"
+        )
     if as_json:
         for limit in info.limits:
             write_json({"owner": info.owner, **asdict(limit)})

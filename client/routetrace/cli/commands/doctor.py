@@ -1,4 +1,4 @@
-"""Checks of `routetrace doctor`, from installed packages to the quota of the run."""
+"""`routetrace doctor`: checks from installed packages to the quota of the run."""
 
 from __future__ import annotations
 
@@ -10,14 +10,16 @@ import socket
 import ssl
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from typing import Any, Literal
 
 import grpc
+import typer
 
+from routetrace.cli.arguments import AsJson
 from routetrace.cli.connection import Connection
-from routetrace.cli.output import describe, plain, size
+from routetrace.cli.output import describe, plain, size, write_json
 from routetrace.client import ServerInfo
 from routetrace.common import pem
 from routetrace.common.errors import (
@@ -58,7 +60,20 @@ class Check:
         return plain(f"{self.subject}: {self.details}{remedy}")
 
 
-def checks(connection: Connection) -> Iterator[Check]:
+def doctor(connection: Connection, as_json: AsJson = False) -> None:
+    """Check the connection from this machine to the server, and suggest remedies."""
+    problems = 0
+    for check in _checks(connection):
+        problems += check.verdict == "problem"
+        if as_json:
+            write_json(asdict(check))
+        else:
+            print(f"{check.verdict:8} {check}", flush=True)
+    if problems:
+        raise typer.Exit(1)
+
+
+def _checks(connection: Connection) -> Iterator[Check]:
     """Run the checks in order, of several servers for each.
 
     A problem that makes later checks of a server meaningless ends them.

@@ -1,4 +1,4 @@
-"""`routetrace agents`: the agents of a run, as the server sees them now."""
+"""`routetrace agents` and `forget-engine`: the agents of a run, as the server sees them now."""
 
 from __future__ import annotations
 
@@ -6,11 +6,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from datetime import datetime
 from operator import attrgetter
-from typing import Any
+from typing import Annotated, Any
+
+import typer
 
 from routetrace.cli.arguments import AsJson
 from routetrace.cli.connection import Connection
-from routetrace.cli.output import age, none_found, note, short, write_json, write_table
+from routetrace.cli.output import age, none_found, note, plain, short, write_json, write_table
 from routetrace.client import AgentStat
 
 #: Columns of the table; those that end in a space are right-aligned.
@@ -50,6 +52,20 @@ def agents(connection: Connection, as_json: AsJson = False) -> None:
         print()
         write_table(("engine", "shard", "dropped because", "rows "), dropped, _FOLD)
     note(_totals(found))
+
+
+def forget_engine(
+    connection: Connection,
+    engine: Annotated[str, typer.Argument(help="Engine id, as `routetrace agents` shows it.")],
+    as_json: AsJson = False,
+) -> None:
+    """Forget an engine whose agents are gone, so that it counts against no limit; traces stay."""
+    with connection.client() as client:
+        count = client.forget_engine(engine)
+    if as_json:
+        write_json({"engine_id": engine, "num_forgotten": count})
+    else:
+        print(f"{count} shards of engine {plain(engine)} forgotten")
 
 
 def _row(agent: AgentStat, now: datetime) -> tuple[Any, ...]:

@@ -1,15 +1,18 @@
-"""Verification of whole traces."""
+"""`routetrace verify`: checks of whole traces."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
 from itertools import count, tee
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import numpy as np
+import typer
 
-from routetrace.cli.output import describe, progress, size
+from routetrace.cli.arguments import AsJson, Ids
+from routetrace.cli.connection import Connection
+from routetrace.cli.output import describe, note, progress, size, write_json, write_table
 from routetrace.client import RouteClient, Trace, TraceState
 from routetrace.common.errors import NotFound, RouteTraceError
 
@@ -17,36 +20,64 @@ from routetrace.common.errors import NotFound, RouteTraceError
 class Finding(NamedTuple):
     """One defect of a trace."""
 
-    trace: str
     wrong: str
     """Kind: "corrupt", "missing", "unknown end", "rows", "digests", "weights", or an error name."""
     details: str
 
 
 @dataclass
-class Report:
-    """Amount read, and defects."""
+class Checked:
+    """Amount read of a trace, or of several, and defects."""
 
     findings: list[Finding] = field(default_factory=list)
-    traces: int = 0
     incarnations: int = 0
     running: int = 0
     cells: int = 0
     bytes: int = 0
 
-    @property
-    def summary(self) -> str:
-        """One-line summary."""
-        bad = len({finding.trace for finding in self.findings})
-        read = f"cells {self.cells:,}, stored {size(self.bytes)}"
-        return (
-            f"traces {self.traces:,}, incarnations {self.incarnations:,}, "
-            f"running {self.running:,}, {read}; defective traces: {bad:,}"
-        )
+    def add(self, other: Checked) -> None:
+        """Add the amounts of another one."""
+        for name in ("incarnations", "running", "cells", "bytes"):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
 
 
-def verify(client: RouteClient, ids: Iterable[str] | None) -> Report:
-    """Read and check every incarnation of traces.
+def verify(
+    connection: Connection,
+    ids: Ids = None,
+    everything: Annotated[bool, typer.Option("--all", help="All traces of the run.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Read traces whole and check checksums, ids, coverage and digests.
+
+    Exits with 1 if anything is wrong or permanently missing. Rows that a running trace lacks are
+    neither.
+    """
+    if bool(ids) == everything:
+        raise typer.BadParameter("expected trace ids, or --all")
+    total, traces, defective = Checked(), 0, 0
+    rows: list[tuple[str, str, str]] = []
+    with connection.client() as client:
+        for name, checked in _verified(client, ids):
+            total.add(checked)
+            traces += 1
+            defective += bool(checked.findings)
+            if as_json:
+                findings = [finding._asdict() for finding in checked.findings]
+                write_json({"trace_id": name, **asdict(checked), "findings": findings})
+            else:
+                rows += [(name, *finding) for finding in checked.findings]
+    if rows:
+        write_table(("trace", "wrong", "details"), rows)
+    note(
+        f"traces {traces:,}, incarnations {total.incarnations:,}, running {total.running:,}, "
+        f"cells {total.cells:,}, stored {size(total.bytes)}; defective traces: {defective:,}"
+    )
+    if defective:
+        raise typer.Exit(1)
+
+
+def _verified(client: RouteClient, ids: list[str] | None) -> Iterator[tuple[str, Checked]]:
+    """Read and check every incarnation of traces; yield the id and the result of each trace.
 
     The client itself checks checksums and completeness of each read.
 
@@ -54,22 +85,20 @@ def verify(client: RouteClient, ids: Iterable[str] | None) -> Report:
         client: client of the run.
         ids: trace ids; None for all traces of the run, where deleted ones are skipped.
     """
-    report = Report()
-    total = None if ids is None else len(list(ids := list(ids)))
     names = (stat.trace_id for stat in client.find()) if ids is None else iter(ids)
     requested, listed = tee(names)
     answers = client.get_many(requested, missing="mask", errors="return")
-    with progress("verify", total) as done:
+    with progress("verify", None if ids is None else len(ids)) as done:
         for name, answer in zip(listed, answers, strict=True):
             if ids is None and isinstance(answer, NotFound):
                 continue  # expired or deleted since it was listed
-            report.traces += 1
-            _check(report, name, answer)
+            checked = Checked()
+            _check(checked, answer)
             if isinstance(answer, Trace) and answer.num_incarnations > 1:
                 for other in _others(client, answer):
-                    _check(report, name, other)
+                    _check(checked, other)
+            yield name, checked
             done()
-    return report
 
 
 def _others(client: RouteClient, first: Trace) -> Iterator[Trace | RouteTraceError]:
@@ -95,18 +124,16 @@ def _others(client: RouteClient, first: Trace) -> Iterator[Trace | RouteTraceErr
                 yield error
 
 
-def _check(report: Report, name: str, answer: Trace | RouteTraceError) -> None:
+def _check(checked: Checked, answer: Trace | RouteTraceError) -> None:
     if isinstance(answer, RouteTraceError):
-        report.findings.append(Finding(name, type(answer).__name__.lower(), describe(answer)))
+        checked.findings.append(Finding(type(answer).__name__.lower(), describe(answer)))
         return
-    report.incarnations += 1
-    report.running += answer.state is TraceState.RUNNING
-    report.cells += answer.valid.size
-    report.bytes += answer.stored_bytes
+    checked.incarnations += 1
+    checked.running += answer.state is TraceState.RUNNING
+    checked.cells += answer.valid.size
+    checked.bytes += answer.stored_bytes
     more = f"incarnation {answer.incarnation}: " if answer.num_incarnations > 1 else ""
-    report.findings += (
-        Finding(name, wrong, more + details) for wrong, details in _wrong_with(answer)
-    )
+    checked.findings += (Finding(wrong, more + details) for wrong, details in _wrong_with(answer))
 
 
 def _wrong_with(trace: Trace) -> Iterator[tuple[str, str]]:

@@ -1,0 +1,86 @@
+"""`routetrace stat`, `list` and `runs`: facts of traces, without rows."""
+
+from __future__ import annotations
+
+from itertools import islice
+from typing import Annotated
+
+import typer
+
+from routetrace.cli.arguments import AsJson, Incarnation, Labels, OneId, labels_of
+from routetrace.cli.connection import Connection
+from routetrace.cli.facts import (
+    COLUMNS,
+    FOLD,
+    facts_json,
+    facts_table,
+    layers_text,
+    table_row,
+    totals,
+)
+from routetrace.cli.output import none_found, note, plain, write_json, write_table
+from routetrace.client import TraceState
+
+# Maximum ranges that `stat` prints.
+_MAX_RANGES = 50
+
+
+def stat(
+    connection: Connection,
+    trace_id: OneId,
+    incarnation: Incarnation = None,
+    as_json: AsJson = False,
+) -> None:
+    """Show the facts of a trace, and its missing ranges with reasons."""
+    with connection.client() as client:
+        found = client.stat(trace_id, incarnation=incarnation)
+    if as_json:
+        write_json(facts_json(found))
+        return
+    write_table(("", ""), facts_table(found))
+    ranges = found.missing or ()
+    if ranges:
+        print()
+        shown = ((f"{m.start}:{m.stop}", layers_text(m.layer_ids), m.reason) for m in ranges)
+        write_table(("positions", "layers", "missing because"), islice(shown, _MAX_RANGES))
+    if len(ranges) > _MAX_RANGES:
+        note(f"{len(ranges) - _MAX_RANGES} more ranges; --json has all")
+
+
+def list_traces(
+    connection: Connection,
+    label: Labels = None,
+    state: Annotated[
+        list[TraceState] | None, typer.Option(help="Only traces in one of these states.")
+    ] = None,
+    limit: Annotated[int, typer.Option(min=0, help="Maximum number of traces; 0: all.")] = 100,
+    as_json: AsJson = False,
+) -> None:
+    """List the traces of the run, newest first, by the age of their first report."""
+    with connection.client() as client:
+        found = client.find(labels=labels_of(label or ()), states=state or ())
+        first = islice(found, limit or None)
+        if as_json:
+            for one in first:
+                write_json(facts_json(one))
+            return
+        shown = list(first)
+        server = client.server_info()
+        if not shown:
+            note(none_found("trace", connection.run, server.runs))
+            return
+        write_table(COLUMNS, (table_row(one, server.now) for one in shown), FOLD)
+        for line in totals(shown):
+            note(line)
+        if limit and next(found, None) is not None:
+            note(f"the run has more than {limit}; --limit 0 lists all")
+
+
+def runs(connection: Connection, as_json: AsJson = False) -> None:
+    """List the runs that have traces or agents, as far as the token covers them."""
+    with connection.client() as client:
+        for name in client.server_info().runs:
+            if as_json:
+                write_json({"run": name})
+            else:
+                print(plain(name))
