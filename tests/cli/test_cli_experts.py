@@ -15,7 +15,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import typer
 from typer.testing import CliRunner
 
 from routetrace.cli.commands import app
