@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from routetrace.client import MissingRange, Trace, TraceState
+from routetrace.client import MissingRange, MissingReason, Trace, TraceState
 from routetrace.client._core.assemble import Assembler, Want
 from routetrace.client._memory import check_pin
 from routetrace.client.trace import ids_to_torch
@@ -332,10 +332,12 @@ def test_missing_range_from_the_wire():
         message = pb.MissingRange(start=3, stop=9, layer_ids=[2, 5], reason=number)
         missing = MissingRange.from_proto(message, (1, 2, 5))
         assert missing == MissingRange(3, 9, (2, 5), missing.reason)
-        assert missing.reason.upper() in name
+        expected = "UNKNOWN" if number == 0 else missing.reason.upper()
+        assert missing.reason.name == expected
+        assert name.endswith("UNSPECIFIED" if number == 0 else expected)
     assert MissingRange.from_proto(pb.MissingRange(stop=1), (1, 2)).layer_ids == (1, 2)
     newer = pb.MissingRange.FromString(b"\x08\x01\x10\x02\x20\x63")
-    assert MissingRange.from_proto(newer, (1,)).reason == "unspecified"
+    assert MissingRange.from_proto(newer, (1,)).reason is MissingReason.UNKNOWN
 
 
 def test_torch_that_is_missing(monkeypatch):

@@ -376,6 +376,7 @@ def test_missing_traces_are_told_apart(server, small):
         "has expired: its lease ran out; a longer ttl_seconds or renew keeps one": (server, expire),
         "was evicted: its run came near run_quota": (small, lambda _: evict(small.target)),
     }
+    reasons = dict(zip(fates, ("deleted", "retired", "expired", "quota"), strict=True))
     begun = time.time()
     for fate, (process, end) in fates.items():
         record(process.target, "gone", version=-7)
@@ -383,6 +384,8 @@ def test_missing_traces_are_told_apart(server, small):
             end(reader)
             with pytest.raises(NotFound) as caught:
                 reader.get("gone")
+        facts = (caught.value.kind, caught.value.trace_id, caught.value.reason)
+        assert facts == ("trace", "gone", reasons[fate])
         verb, colon, why = fate.partition(":")
         told = re.fullmatch(
             rf"trace 'gone' of run 'default' {verb} at (\S+Z){re.escape(colon + why)}",
@@ -396,6 +399,45 @@ def test_missing_traces_are_told_apart(server, small):
     assert str(caught.value) == (
         "trace 'never' is not in run 'default'; check run=, or wait_for=\"end\" if it has not begun"
     )
+    assert (caught.value.kind, caught.value.trace_id, caught.value.reason) == ("trace", "never", "")
+
+
+LOOKUPS: dict[str, tuple[str, str | None, Callable[[RouteClient], object]]] = {
+    "get": ("trace", "never", lambda c: c.get("never")),
+    "get_many": ("trace", "never", lambda c: list(c.get_many(["there", "never", "other"]))),
+    "follow": ("trace", "never", lambda c: list(c.follow("never"))),
+    "stat": ("trace", "never", lambda c: c.stat("never")),
+    "delete": ("trace", "never", lambda c: c.delete("never")),
+    "incarnation": ("incarnation", "there", lambda c: c.get("there", incarnation=9)),
+    "blocks": ("engine", None, lambda c: c.get_blocks("never", [0], 1)),
+    "engine": ("engine", None, lambda c: c.forget_engine("never")),
+}
+
+
+@pytest.mark.parametrize("call", LOOKUPS)
+def test_a_missing_object_is_named(server, call):
+    kind, trace_id, look_up = LOOKUPS[call]
+    record(server.target, "there", version=-7)
+    with client(server.target) as reader, pytest.raises(NotFound) as caught:
+        look_up(reader)
+    assert (caught.value.kind, caught.value.trace_id) == (kind, trace_id)
+    with client(server.target, run="unknown") as reader, pytest.raises(NotFound) as caught:
+        reader.get("there")
+    assert (caught.value.kind, caught.value.trace_id) == ("run", "there")
+
+
+def test_a_wait_in_vain_does_not_advise_to_wait(server):
+    record(server.target, "there", version=-7)
+    fact = "within 0.3 s: trace 'never' is not in run 'default'"
+    with client(server.target) as reader:
+        for wait_for_, verb in (("end", "end"), ("rows", "begin")):
+            with pytest.raises(DeadlineExceeded) as caught:
+                reader.get("never", wait_for=wait_for_, timeout=0.3)
+            assert str(caught.value) == f"trace 'never' did not {verb} {fact}"
+        with pytest.raises(DeadlineExceeded) as caught:
+            list(reader.follow("never", wait_for="rows", timeout=0.3))
+        assert str(caught.value).startswith("trace 'never' did not begin within 0.3 s: ")
+        assert "wait_for" not in str(caught.value)
 
 
 # ------------------------------------------------------------------ engines

@@ -24,7 +24,7 @@ LAYOUT_CLASS = "ModelLayout"
 TRACE_CLASS = "Trace"
 ROWS_CLASS = "Rows"
 PLAN_CLASS = "FetchPlan"
-PER_SAMPLE = f"SampleRows.split(rows) for {ROWS_CLASS}"
+PER_SAMPLE = f"rows.per_sample() for {ROWS_CLASS}"
 NOT_SUPPORTED = "ModelNotSupported InvalidArgument"
 
 IA, INCOMPLETE, UNAVAILABLE = "InvalidArgument", "Incomplete", "Unavailable"

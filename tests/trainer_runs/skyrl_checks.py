@@ -14,7 +14,7 @@ from skyrl.train.dataset.preprocess import convert_prompts_responses_to_batch_te
 
 from routetrace.client import FetchPlan, MicroBatch, Rank, Sample
 from routetrace.common.layout import ModelLayout
-from routetrace.trainers.dialects import SampleRows, skyrl
+from routetrace.trainers.dialects import skyrl
 from support.ranks.rank_rows import random_choices, rows_of
 
 _LENGTHS = (37, 1, 20, 2, 64, 33)
@@ -38,7 +38,7 @@ def _check(layout: ModelLayout, dtype: str) -> tuple[int, int]:
         random_choices(shape, layout.num_experts, layout.top_k, seed)
         for seed, shape in enumerate(shapes)
     ]
-    samples = SampleRows.split(rows_of(FetchPlan.make(layout, batch, Rank(layout.layer_ids)), ids))
+    samples = rows_of(FetchPlan.make(layout, batch, Rank(layout.layer_ids)), ids).per_sample()
     indices = [skyrl.rollout_expert_indices(sample) for sample in samples]
     answers = [n - p for n, p in zip(_LENGTHS, _PROMPTS, strict=True)]
     *_, theirs = convert_prompts_responses_to_batch_tensors(

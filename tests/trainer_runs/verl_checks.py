@@ -116,7 +116,7 @@ def _samples(
     plan = FetchPlan.make(layout, batch, Rank(layout.layer_ids))
     shapes = [(n - 1, len(layout.moe_layer_ids)) for n in _LENGTHS]
     ids = [random_choices(s, EXPERTS, TOP_K, seed) for seed, s in enumerate(shapes)]
-    return ids, SampleRows.split(rows_of(plan, ids, missing))
+    return ids, rows_of(plan, ids, missing).per_sample()
 
 
 def _compare(got: torch.Tensor, ids: np.ndarray, layout: ModelLayout) -> Count:

@@ -156,7 +156,7 @@ def test_verl_refuses():
         verl.batch([trace], [0], "9")
     plan = FetchPlan.make(LAYOUT, MicroBatch.packed([Sample.of("g0", 6)]), Rank((1, 2, 4, 7)))
     for wrong in ("g0", None, fetched(plan, [rows_of(LAYOUT, 5)])):
-        with pytest.raises(InvalidArgument, match=r"rows is .*SampleRows\.split"):
+        with pytest.raises(InvalidArgument, match=r"rows is .*per_sample\(\)"):
             verl.routed_experts(wrong)
     for starts, seq_len in [([], 9), ([0, 0], 9), ([5], 9), ([-1], 9)]:
         with pytest.raises(InvalidArgument, match="starts"):
@@ -513,7 +513,7 @@ def _errors(call) -> Iterator[Any]:
 def test_tokens_that_no_request_has_are_missing():
     samples = [Sample(6, (Segment("s", 0, 3), Segment("s", 4, 5)))]
     plan = FetchPlan.make(LAYOUT, MicroBatch.padded(samples, 8), Rank(LAYOUT.layer_ids))
-    (split,) = SampleRows.split(fetched(plan, [rows_of(LAYOUT, 5)]))
+    (split,) = fetched(plan, [rows_of(LAYOUT, 5)]).per_sample()
     assert split.num_tokens == 6
     with pytest.raises(Incomplete, match="sample 0 lacks 5 of 25 cells, the first at position 3"):
         slime.rollout_routed_experts(split)
@@ -551,6 +551,6 @@ def test_only_whole_plans():
     ids = [rows_of(LAYOUT, 7)]
     for rank in (Rank(LAYOUT.layer_ids, cp_size=2), Rank(LAYOUT.layer_ids, sp_size=2, sp_rank=1)):
         with pytest.raises(InvalidArgument, match="4 of the 8 tokens"):
-            SampleRows.split(fetched(FetchPlan.make(LAYOUT, batch, rank), ids))
+            fetched(FetchPlan.make(LAYOUT, batch, rank), ids).per_sample()
     with pytest.raises(InvalidArgument, match="all MoE layers"):
-        SampleRows.split(fetched(FetchPlan.make(LAYOUT, batch, Rank((2, 4))), ids))
+        fetched(FetchPlan.make(LAYOUT, batch, Rank((2, 4))), ids).per_sample()

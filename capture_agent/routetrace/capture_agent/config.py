@@ -15,6 +15,7 @@ from routetrace.common.layout import ModelLayout
 from routetrace.common.limits import MAX_BLOCK_SIZE, MAX_SLOTS, check_id, is_text
 from routetrace.common.security import Security
 from routetrace.common.target import parse_target
+from routetrace.common.values import Values
 
 Background = Literal["process", "thread"]
 FrameCodec = Literal["auto", "pack", "zstd"]
@@ -35,7 +36,7 @@ def variable(environ: Mapping[str, str], name: str) -> str:
 
 
 @dataclass(frozen=True)
-class AgentConfig:
+class AgentConfig(Values):
     """Settings of a `CaptureAgent`.
 
     Raises:

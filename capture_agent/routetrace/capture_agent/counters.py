@@ -12,6 +12,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import IntEnum
 
+from routetrace.common.values import Values
+
 #: Bytes of the words, in front of the ring.
 COUNTER_BYTES = 4096
 
@@ -64,7 +66,7 @@ _REASONS = {
 
 
 @dataclass(frozen=True)
-class AgentStats:
+class AgentStats(Values):
     """Counters of rows so far: offered = acknowledged + dropped + in flight."""
 
     offered_rows: int = 0
@@ -97,7 +99,7 @@ class AgentStats:
 
 
 @dataclass(frozen=True)
-class CloseReport:
+class CloseReport(Values):
     """Final counters of rows."""
 
     acknowledged_rows: int = 0

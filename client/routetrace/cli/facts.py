@@ -8,8 +8,8 @@ from datetime import datetime
 from textwrap import wrap
 from typing import Any
 
-from routetrace.cli.output import age, iso, moment, size
-from routetrace.client import Trace, TraceFacts, TraceStat, TraceState
+from routetrace.cli.output import age, moment, size
+from routetrace.client import Trace, TraceStat, TraceState
 
 #: Columns of `table_row`; those that end in a space are right-aligned.
 COLUMNS = ("trace", "age ", "state", "tokens ", "coverage ", "inc. ", "weights ", "labels")
@@ -17,63 +17,14 @@ COLUMNS = ("trace", "age ", "state", "tokens ", "coverage ", "inc. ", "weights "
 FOLD = ("trace", "labels")
 
 
-def facts_json(facts: TraceFacts) -> dict[str, Any]:
+def facts_json(facts: TraceStat | Trace) -> dict[str, Any]:
     """Return the facts of a trace in JSON types, with the range read if it was read."""
-    layout = facts.layout
-    value: dict[str, Any] = {
-        name: getattr(facts, name)
-        for name in (
-            "trace_id",
-            "run",
-            "num_tokens",
-            "num_rows",
-            "prompt_len",
-            "labels",
-            "incarnation",
-            "num_incarnations",
-            "finish_reason",
-            "num_attempts",
-            "min_weight_version",
-            "max_weight_version",
-            "stored_bytes",
-        )
-    }
-    value |= {
-        "state": facts.state.value,
-        "created_at": iso(facts.created_at),
-        "updated_at": iso(facts.updated_at),
-        "expires_at": iso(facts.expires_at),
-        "engine_ids": list(facts.engine_ids),
-        "prefix_trace_ids": list(facts.prefix_trace_ids),
-        "layout": {
-            "layer_ids": list(layout.layer_ids),
-            "num_hidden_layers": layout.num_hidden_layers,
-            "num_experts": layout.num_experts,
-            "top_k": layout.top_k,
-        },
-    }
-    if isinstance(facts, TraceStat):
-        value["coverage"] = facts.coverage
-        value["missing_cells"] = dict(facts.missing_cells)
-    if isinstance(facts, Trace):
-        value |= {
-            "token_start": facts.token_start,
-            "token_stop": facts.token_stop,
-            "layer_ids": list(facts.layer_ids),
-            "coverage": facts.coverage,
-            "provenance": [list(run) for run in facts.provenance],
-            "prefix_sources": [list(run) for run in facts.prefix_sources],
-        }
-    missing = getattr(facts, "missing", None)
-    if missing is not None:
-        value["missing"] = [
-            {"start": m.start, "stop": m.stop, "layer_ids": list(m.layer_ids), "reason": m.reason}
-            for m in missing
-        ]
-    return value
+    value = facts.to_dict()
+    del value["token_digests"]  # many, and of use beside the tokens alone
+    return {**value, "coverage": facts.coverage}
 
 
-def is_whole(facts: TraceFacts) -> bool:
+def is_whole(facts: TraceStat | Trace) -> bool:
     """Return whether the trace has ended with every cell present."""
     return facts.state is TraceState.COMPLETE and facts.num_tokens is not None
 

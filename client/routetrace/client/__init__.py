@@ -11,14 +11,15 @@ from routetrace.client.options import ReadOptions
 from routetrace.client.plan import FetchPlan, Rank
 from routetrace.client.progress import Progress
 from routetrace.client.rows import FetchStats, Rows
+from routetrace.client.samples import SampleRows
 from routetrace.client.stat import (
     AgentStat,
+    FinishReason,
     Limit,
     PrefixSpan,
     ProvenanceSpan,
     ReadFacts,
     ServerInfo,
-    TraceFacts,
     TraceStat,
     TraceState,
     VersionSpan,
@@ -28,14 +29,12 @@ from routetrace.common.errors import (
     Closed,
     Corrupt,
     DeadlineExceeded,
-    Fenced,
     Incomplete,
     InvalidArgument,
     MissingDependency,
     ModelNotSupported,
     Moved,
     NotFound,
-    OutOfSequence,
     Overloaded,
     PermissionDenied,
     RouteTraceError,
@@ -43,7 +42,7 @@ from routetrace.common.errors import (
     Unavailable,
 )
 from routetrace.common.layout import ModelLayout
-from routetrace.common.missing import MissingRange
+from routetrace.common.missing import MissingRange, MissingReason
 from routetrace.common.security import Security
 
 __version__ = _version("routetrace")
@@ -56,20 +55,20 @@ __all__ = [
     "Closed",
     "Corrupt",
     "DeadlineExceeded",
-    "Fenced",
     "FetchPlan",
     "FetchStats",
+    "FinishReason",
     "Incomplete",
     "InvalidArgument",
     "Limit",
     "MicroBatch",
     "MissingDependency",
     "MissingRange",
+    "MissingReason",
     "ModelLayout",
     "ModelNotSupported",
     "Moved",
     "NotFound",
-    "OutOfSequence",
     "Overloaded",
     "PermissionDenied",
     "Prefetch",
@@ -83,11 +82,11 @@ __all__ = [
     "RouteTraceError",
     "Rows",
     "Sample",
+    "SampleRows",
     "Security",
     "Segment",
     "ServerInfo",
     "Trace",
-    "TraceFacts",
     "TraceStat",
     "TraceState",
     "Unauthenticated",

@@ -28,6 +28,7 @@ __all__ = [
     "identifier",
     "identifiers",
     "instance",
+    "items",
     "labels",
     "layers",
     "seconds",

@@ -12,6 +12,7 @@ from routetrace.common.errors import InvalidArgument, quoted, typed
 from routetrace.common.limits import is_text
 from routetrace.common.security import Security
 from routetrace.common.target import parse_target
+from routetrace.common.values import Values
 
 
 class _Default(float):
@@ -23,7 +24,7 @@ TIMEOUT: float = _Default(60.0)
 
 
 @dataclass(frozen=True, kw_only=True)
-class ClientConfig:
+class ClientConfig(Values):
     """Connection settings of a client; pickles with the files and the token of `security`.
 
     Raises:

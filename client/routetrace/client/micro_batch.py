@@ -10,13 +10,14 @@ import numpy as np
 import numpy.typing as npt
 
 from routetrace.client import _arguments as check
-from routetrace.common.errors import InvalidArgument, quoted
+from routetrace.common.errors import InvalidArgument, quoted, typed
+from routetrace.common.values import Values
 
 PaddingSide = Literal["left", "right"]
 
 
 @dataclass(frozen=True)
-class Segment:
+class Segment(Values):
     """Rows [start, stop) of a request, for the positions of a sample from `at` on."""
 
     trace_id: str
@@ -53,7 +54,7 @@ class Segment:
 
 
 @dataclass(frozen=True, eq=False)
-class Sample:
+class Sample(Values):
     """One sequence of tokens that is trained on, and whose rows its positions take.
 
     `of` and `turns` make the usual ones.
@@ -147,7 +148,13 @@ class Sample:
         """
         segments = []
         first, num_tokens = 0, 0
-        for number, (trace_id, count) in enumerate(traces):
+        pair = "a tuple of trace id and number of tokens"
+        for number, turn in enumerate(check.items("traces", traces, "a sequence of tuples")):
+            if not (isinstance(turn, tuple) and len(turn) == 2):
+                name = f"traces[{number}]"
+                raise InvalidArgument(field=name, value=typed(turn), expected=pair)
+            trace_id, count = turn
+            check.identifier("trace_id", trace_id)
             num_tokens = check.whole(f"traces[{number}].num_tokens", count, num_tokens + 1)
             if first < num_tokens - 1:
                 segments.append(

@@ -8,6 +8,7 @@ from inspect import signature
 from typing import Any, Literal, TypedDict
 
 from routetrace.client import _arguments as check
+from routetrace.common.values import Values
 
 Missing = Literal["raise", "mask"]
 WaitFor = Literal["rows", "end"]
@@ -16,7 +17,7 @@ PrefixRows = Literal["same_version", "any_version", "never"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class ReadOptions:
+class ReadOptions(Values):
     """Options of get, get_many, fetch, prefetch and follow, which also take each by keyword.
 
     Raises:

@@ -25,13 +25,14 @@ from routetrace.client import _arguments as check
 from routetrace.client.micro_batch import MicroBatch, Sample, Segment, Unit
 from routetrace.common.errors import InvalidArgument
 from routetrace.common.layout import ModelLayout
+from routetrace.common.values import Values
 
 ContextLayout = Literal["zigzag", "contiguous", "ulysses"]
 Flatten = Literal["sequence", "batch"]
 
 
 @dataclass(frozen=True)
-class Rank:
+class Rank(Values):
     """The part of the model and of a micro-batch that a rank computes."""
 
     layer_ids: Sequence[int]

@@ -10,12 +10,13 @@ from typing import TypeVar
 from routetrace.client.rows import Rows
 from routetrace.client.trace import Trace
 from routetrace.common.errors import InvalidArgument, typed
+from routetrace.common.values import Values
 
 _Item = TypeVar("_Item")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Progress:
+class Progress(Values):
     """State of an iteration over traces, or over the rows of plans."""
 
     done: int

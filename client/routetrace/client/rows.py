@@ -13,17 +13,19 @@ from routetrace.client import _arguments as check
 from routetrace.client._memory import to_tensor
 from routetrace.client._ranges import column_index
 from routetrace.client.plan import FetchPlan
+from routetrace.client.samples import SampleRows, all_layers
 from routetrace.client.stat import ReadFacts
 from routetrace.client.trace import ids_to_torch
 from routetrace.common.errors import InvalidArgument
 from routetrace.common.missing import MissingRange
+from routetrace.common.values import Values
 
 if TYPE_CHECKING:
     import torch
 
 
 @dataclass(frozen=True)
-class FetchStats:
+class FetchStats(Values):
     """Cost of fetches; add them with `+`."""
 
     bytes_fetched: int = 0
@@ -114,6 +116,37 @@ class Rows:
             topk_ids=self.topk_ids[columns],
             valid=self.valid[columns],
         )
+
+    def per_sample(self) -> list[SampleRows]:
+        """Return the rows of each sample, of a plan that splits neither layers nor tokens.
+
+        Raises:
+            InvalidArgument: if the rank has only part of the layers or tokens.
+        """
+        plan = self.plan
+        all_layers(self.layer_ids, plan.layout)
+        there = sum(span.stop - span.start for span in plan.spans)
+        if there != (whole := sum(sample.num_tokens for sample in plan.samples)):
+            raise InvalidArgument(
+                field="rows",
+                value=f"{there} of the {whole} tokens of the samples",
+                expected="a plan that is not split: cp_size = sp_size = 1",
+            )
+        found = []
+        for number, sample in enumerate(plan.samples):
+            if not sample.num_tokens:
+                continue  # padding
+            tokens = np.flatnonzero(plan.sample_of == number)[:-1]  # ascending without a split
+            found.append(
+                SampleRows(
+                    f"sample {number}",
+                    plan.layout,
+                    self.topk_ids[:, tokens],
+                    self.valid[:, tokens],
+                    tuple(missing for owner, missing in self.missing if owner == number),
+                )
+            )
+        return found
 
     @property
     def weight_versions(self) -> npt.NDArray[np.int64]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
-from enum import Enum
 from functools import cache, lru_cache
 from typing import Any, NamedTuple
 
@@ -15,13 +14,14 @@ import numpy.typing as npt
 from routetrace.codec.records import DIGEST, unpack
 from routetrace.common.layout import ModelLayout
 from routetrace.common.missing import MissingRange
+from routetrace.common.values import TextEnum, Values
 from routetrace.v1 import routetrace_pb2 as pb
 
 # Two days before the end of the year 9999.
 _LAST = 253_402_300_799 - 2 * 86400
 
 
-class TraceState(str, Enum):
+class TraceState(TextEnum):
     """State of a trace."""
 
     RUNNING = "running"
@@ -43,6 +43,19 @@ class TraceState(str, Enum):
         return cls[pb.TraceState.Name(state).removeprefix("TRACE_STATE_")]  # type: ignore[arg-type]
 
 
+class FinishReason(TextEnum):
+    """How an engine request ended."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+    HANDOFF = "handoff"
+    """Another engine was to go on, which is not the end of the trace."""
+
+
+_FINISHED = {reason.value: reason for reason in FinishReason}
+
+
 class VersionSpan(NamedTuple):
     """Weight version of consecutive rows."""
 
@@ -51,6 +64,10 @@ class VersionSpan(NamedTuple):
     stop: int
     """One past the last position."""
     weight_version: int
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the fields as values of JSON."""
+        return self._asdict()
 
 
 class ProvenanceSpan(NamedTuple):
@@ -65,6 +82,10 @@ class ProvenanceSpan(NamedTuple):
     KV blocks it reused. "prefix": by one of another trace with the same tokens, whose rows stand
     in."""
 
+    def to_dict(self) -> dict[str, Any]:
+        """Return the fields as values of JSON."""
+        return self._asdict()
+
 
 class PrefixSpan(NamedTuple):
     """Trace whose rows stand in at consecutive positions."""
@@ -75,9 +96,13 @@ class PrefixSpan(NamedTuple):
     """One past the last position."""
     trace_id: str
 
+    def to_dict(self) -> dict[str, Any]:
+        """Return the fields as values of JSON."""
+        return self._asdict()
+
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class TraceFacts:
+class TraceFacts(Values):
     """Facts about a trace, as of the moment of the answer."""
 
     trace_id: str
@@ -100,9 +125,8 @@ class TraceFacts:
     its tokens end with. So the numbers of a trace's incarnations may have gaps."""
     num_incarnations: int
     """Incarnations under this id: engine requests that no other one continues."""
-    finish_reason: str | None
-    """How that engine request ended: "stop", "length", "abort", or "handoff" where another engine
-    was to go on, which is not the end of the trace; None while it runs, or if unknown."""
+    finish_reason: FinishReason | None
+    """How that engine request ended; None while it runs, or if unknown."""
     engine_ids: tuple[str, ...]
     """Engines that contributed rows."""
     num_attempts: int
@@ -193,7 +217,7 @@ def facts_from_proto(info: pb.TraceInfo) -> dict[str, Any]:
         "labels": dict(info.labels),
         "incarnation": info.incarnation,
         "num_incarnations": info.num_incarnations,
-        "finish_reason": info.finish_reason or None,
+        "finish_reason": _FINISHED.get(info.finish_reason),
         "engine_ids": tuple(info.engine_ids),
         "num_attempts": info.num_attempts,
         "min_weight_version": info.min_weight_version if versions else None,
@@ -208,7 +232,7 @@ def facts_from_proto(info: pb.TraceInfo) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
-class Limit:
+class Limit(Values):
     """A limit that owners share, or a quota, as one owner sees it."""
 
     name: str
@@ -229,7 +253,7 @@ class Limit:
 
 
 @dataclass(frozen=True)
-class ServerInfo:
+class ServerInfo(Values):
     """State of a server, and its contents of one run."""
 
     version: str
@@ -286,7 +310,7 @@ class ServerInfo:
 
 
 @dataclass(frozen=True)
-class AgentStat:
+class AgentStat(Values):
     """State of an agent: one shard of one engine."""
 
     engine_id: str

@@ -49,6 +49,7 @@ class Trace(ReadFacts):
     """Position of the first row."""
     token_stop: int
     """One past the position of the last row."""
+    _NOT_IN_DICT = frozenset({"_ids", "_valid"})
     _ids: npt.NDArray[np.unsignedinteger[Any]] = field()
     """[layers, tokens, top_k]; the rows of a layer are C-contiguous."""
     _valid: npt.NDArray[np.bool_] = field()

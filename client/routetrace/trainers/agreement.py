@@ -24,6 +24,7 @@ from routetrace.client import _arguments as check
 from routetrace.client.rows import Rows
 from routetrace.client.trace import Trace
 from routetrace.common.errors import InvalidArgument
+from routetrace.common.values import Values
 
 Ids = npt.NDArray[np.integer[Any]]
 Valid = npt.NDArray[np.bool_]
@@ -61,7 +62,7 @@ class LogprobSums(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Agreement:
+class Agreement(Values):
     """Sums that measure the agreement of rows with a trainer's own choices.
 
     Pipeline stages add up too, but a token that differs on two stages counts twice.

@@ -87,7 +87,7 @@ class RouteTraceError(Exception):
         remedy: an action that helps, such as another call.
     """
 
-    kind: int = pb.ERROR_KIND_UNSPECIFIED
+    wire_kind: int = pb.ERROR_KIND_UNSPECIFIED
     status: grpc.StatusCode = grpc.StatusCode.UNKNOWN
 
     def __init__(
@@ -117,7 +117,7 @@ class RouteTraceError(Exception):
     def to_detail(self) -> pb.ErrorDetail:
         """Return the message for the wire."""
         return pb.ErrorDetail(
-            kind=self.kind,  # type: ignore[arg-type]
+            kind=self.wire_kind,  # type: ignore[arg-type]
             field=self.field,
             value=self.value,
             expected=self.expected,
@@ -130,7 +130,7 @@ class RouteTraceError(Exception):
 class InvalidArgument(RouteTraceError, ValueError):
     """A field has an invalid value."""
 
-    kind = pb.ERROR_KIND_INVALID_ARGUMENT
+    wire_kind = pb.ERROR_KIND_INVALID_ARGUMENT
     status = grpc.StatusCode.INVALID_ARGUMENT
 
 
@@ -157,11 +157,40 @@ class MissingDependency(RouteTraceError, ImportError):
         self.install = install
 
 
-class NotFound(RouteTraceError, LookupError):
-    """No such trace, engine or run."""
+_MISSING = {
+    "trace_id": "trace",
+    "incarnation": "incarnation",
+    "engine_id": "engine",
+    "run": "run",
+}
 
-    kind = pb.ERROR_KIND_NOT_FOUND
+
+class NotFound(RouteTraceError, LookupError):
+    """No such trace, engine or run.
+
+    Attributes:
+        kind: kind of the missing object: "trace", "incarnation", "engine" or "run"; "" for others.
+        trace_id: id of the trace that the call was about; None for other calls.
+        reason: why a trace is gone: "deleted", "retired", "expired", or evicted for "quota",
+            "capacity" or "memory"; "" if that is unknown, or it never was.
+    """
+
+    wire_kind = pb.ERROR_KIND_NOT_FOUND
     status = grpc.StatusCode.NOT_FOUND
+
+    def __init__(
+        self, message: str = "", *, reason: str = "", trace_id: str | None = None, **where: Any
+    ) -> None:
+        super().__init__(message, **where)
+        self.kind = _MISSING.get(self.field, "")
+        self.reason = reason
+        self.trace_id = trace_id
+
+    def to_detail(self) -> pb.ErrorDetail:
+        """Return the message for the wire."""
+        detail = super().to_detail()
+        detail.reason = self.reason
+        return detail
 
 
 class Incomplete(RouteTraceError):
@@ -193,21 +222,21 @@ class Incomplete(RouteTraceError):
 class Corrupt(RouteTraceError):
     """Stored or received bytes do not match their checksum or shape."""
 
-    kind = pb.ERROR_KIND_CORRUPT
+    wire_kind = pb.ERROR_KIND_CORRUPT
     status = grpc.StatusCode.DATA_LOSS
 
 
 class Fenced(RouteTraceError):
     """A newer epoch of the engine has taken over."""
 
-    kind = pb.ERROR_KIND_FENCED
+    wire_kind = pb.ERROR_KIND_FENCED
     status = grpc.StatusCode.FAILED_PRECONDITION
 
 
 class OutOfSequence(RouteTraceError):
     """A sequence number is not the next one."""
 
-    kind = pb.ERROR_KIND_OUT_OF_SEQUENCE
+    wire_kind = pb.ERROR_KIND_OUT_OF_SEQUENCE
     status = grpc.StatusCode.OUT_OF_RANGE
 
 
@@ -224,15 +253,22 @@ class _Retryable(RouteTraceError):
 class Overloaded(_Retryable):
     """Too many requests or too little room; retry later."""
 
-    kind = pb.ERROR_KIND_OVERLOADED
+    wire_kind = pb.ERROR_KIND_OVERLOADED
     status = grpc.StatusCode.RESOURCE_EXHAUSTED
 
 
 class Unavailable(_Retryable):
-    """The server cannot be reached, is starting or draining."""
+    """The server cannot be reached, is starting or draining.
 
-    kind = pb.ERROR_KIND_UNAVAILABLE
+    Attributes:
+        target: the server, as the client was configured; "" if none was called.
+        attempts: calls that were made.
+    """
+
+    wire_kind = pb.ERROR_KIND_UNAVAILABLE
     status = grpc.StatusCode.UNAVAILABLE
+    target = ""
+    attempts = 0
 
 
 class DeadlineExceeded(RouteTraceError, TimeoutError):
@@ -265,14 +301,14 @@ class DeadlineExceeded(RouteTraceError, TimeoutError):
 class Unauthenticated(RouteTraceError):
     """No valid credentials."""
 
-    kind = pb.ERROR_KIND_UNAUTHENTICATED
+    wire_kind = pb.ERROR_KIND_UNAUTHENTICATED
     status = grpc.StatusCode.UNAUTHENTICATED
 
 
 class PermissionDenied(RouteTraceError):
     """Credentials that do not cover this run or scope."""
 
-    kind = pb.ERROR_KIND_PERMISSION_DENIED
+    wire_kind = pb.ERROR_KIND_PERMISSION_DENIED
     status = grpc.StatusCode.PERMISSION_DENIED
 
 
@@ -284,7 +320,7 @@ class Moved(RouteTraceError):
             of another server.
     """
 
-    kind = pb.ERROR_KIND_MOVED
+    wire_kind = pb.ERROR_KIND_MOVED
     status = grpc.StatusCode.FAILED_PRECONDITION
 
     def __init__(self, message: str = "", *, target: str = "", **where: Any) -> None:
@@ -303,7 +339,7 @@ class Closed(RouteTraceError):
 
 
 _BY_KIND: dict[int, type[RouteTraceError]] = {
-    cls.kind: cls
+    cls.wire_kind: cls
     for cls in (
         InvalidArgument,
         NotFound,
@@ -332,4 +368,6 @@ def from_detail(detail: pb.ErrorDetail) -> RouteTraceError:
         kwargs["retry_after"] = detail.retry_after_ms / 1000
     if cls is Moved:
         kwargs["target"] = detail.target
+    if cls is NotFound:
+        kwargs["reason"] = detail.reason
     return cls(detail.message, **kwargs)

@@ -13,6 +13,7 @@ from routetrace.common.checks import items, whole
 from routetrace.common.errors import InvalidArgument
 from routetrace.common.limits import MAX_EXPERTS, MAX_LAYERS, MAX_TOP_K
 from routetrace.common.model_map import routing_of
+from routetrace.common.values import Values
 from routetrace.v1 import routetrace_pb2 as pb
 
 
@@ -22,7 +23,7 @@ def id_dtype(num_experts: int) -> np.dtype[np.unsignedinteger]:
 
 
 @dataclass(frozen=True)
-class ModelLayout:
+class ModelLayout(Values):
     """Columns of a row.
 
     Raises:

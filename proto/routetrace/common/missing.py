@@ -4,12 +4,41 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cache
 
+from routetrace.common.values import TextEnum, Values
 from routetrace.v1 import routetrace_pb2 as pb
 
 
+class MissingReason(TextEnum):
+    """Reason why cells are missing."""
+
+    NOT_YET = "not_yet"
+    """The request is running and has not computed them."""
+    NOT_CAPTURED = "not_captured"
+    """No agent reported rows for them: the pass was skipped, or never reported."""
+    KV_UNKNOWN = "kv_unknown"
+    """Their KV came from a slot whose writer is unknown."""
+    QUEUE_FULL = "queue_full"
+    """The agent dropped the request, as its queue was full."""
+    INVALID_IDS = "invalid_ids"
+    """The agent dropped the rows: ids out of range, repeated, or never written."""
+    AGENT_LOST = "agent_lost"
+    """The agent was lost during the request."""
+    REJECTED = "rejected"
+    """The chunk that held them was refused."""
+    CORRUPT = "corrupt"
+    """The stored bytes are lost, or do not match their checksum."""
+    ABORTED = "aborted"
+    """The request was aborted before it computed them."""
+    OTHER_VERSION = "other_version"
+    """Rows exist, but none of the requested weight version."""
+    UNKNOWN = "unknown"
+    """A reason of a newer server, or none."""
+
+
 @dataclass(frozen=True)
-class MissingRange:
+class MissingRange(Values):
     """Missing cells: consecutive positions at some layers."""
 
     start: int
@@ -18,10 +47,7 @@ class MissingRange:
     """One past the last position."""
     layer_ids: tuple[int, ...]
     """Absolute layer ids, ascending; never empty."""
-    reason: str
-    """Reason, as the contract names it: "not_yet", "not_captured", "kv_unknown", "queue_full",
-    "invalid_ids", "agent_lost", "rejected", "corrupt", "aborted", "other_version" (the rows are of
-    other weight versions than the requested one); "unspecified" if unknown."""
+    reason: MissingReason
 
     def __str__(self) -> str:
         layers = f"layer {self.layer_ids[0]}"
@@ -40,13 +66,14 @@ class MissingRange:
         )
 
 
-def reason_of(reason: int) -> str:
-    """Return a reason as the contract names it, in lower case."""
+@cache
+def reason_of(reason: int) -> MissingReason:
+    """Return a reason of the contract."""
     try:
         name = pb.MissingReason.Name(reason)  # type: ignore[arg-type]
-    except ValueError:  # a reason that only a newer server has
-        name = "MISSING_REASON_UNSPECIFIED"
-    return name.removeprefix("MISSING_REASON_").lower()
+        return MissingReason[name.removeprefix("MISSING_REASON_")]
+    except (ValueError, KeyError):  # unspecified, or one that only a newer server has
+        return MissingReason.UNKNOWN
 
 
 def missing_from_proto(

@@ -17,6 +17,7 @@ import grpc
 from routetrace.common import pem
 from routetrace.common.errors import InvalidArgument, kind_of
 from routetrace.common.target import resolver_options
+from routetrace.common.values import Values
 
 _ENV_PREFIX = "ROUTETRACE_"
 _SWITCH = {
@@ -42,7 +43,7 @@ _CAUSES = {
 
 
 @dataclass(frozen=True)
-class Security:
+class Security(Values):
     """TLS files and a token; none of them: plain text, for loopback and closed networks.
 
     Files are read when a channel is created; the token file is checked at every call, and read when
@@ -52,6 +53,8 @@ class Security:
         InvalidArgument: if a field has a wrong type, fields contradict each other, or the token has
             characters that a header cannot carry. The message never shows the token.
     """
+
+    _NOT_IN_DICT = frozenset({"token"})
 
     tls: bool = False
     """Whether to use TLS; implied by any of the files. Default authorities: the system's."""

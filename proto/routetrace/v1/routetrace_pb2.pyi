@@ -368,6 +368,7 @@ class ErrorDetail(google.protobuf.message.Message):
     MESSAGE_FIELD_NUMBER: builtins.int
     RETRY_AFTER_MS_FIELD_NUMBER: builtins.int
     REMEDY_FIELD_NUMBER: builtins.int
+    REASON_FIELD_NUMBER: builtins.int
     TARGET_FIELD_NUMBER: builtins.int
     kind: global___ErrorKind.ValueType
     """Machine-readable kind."""
@@ -383,6 +384,10 @@ class ErrorDetail(google.protobuf.message.Message):
     """Milliseconds after which a retry may succeed; 0: never."""
     remedy: builtins.str
     """An action that helps, such as another call or setting; may be empty."""
+    reason: builtins.str
+    """With NOT_FOUND: why a trace that was there is gone: "deleted", "retired", "expired", "quota",
+    "capacity" or "memory"; "" if that is unknown, or it never was.
+    """
     target: builtins.str
     """With MOVED: ":port" of the worker that serves the call, on the host of this call's target; or
     host:port of another server's, which is followed only if that host is configured.
@@ -397,9 +402,10 @@ class ErrorDetail(google.protobuf.message.Message):
         message: builtins.str = ...,
         retry_after_ms: builtins.int = ...,
         remedy: builtins.str = ...,
+        reason: builtins.str = ...,
         target: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["expected", b"expected", "field", b"field", "kind", b"kind", "message", b"message", "remedy", b"remedy", "retry_after_ms", b"retry_after_ms", "target", b"target", "value", b"value"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["expected", b"expected", "field", b"field", "kind", b"kind", "message", b"message", "reason", b"reason", "remedy", b"remedy", "retry_after_ms", b"retry_after_ms", "target", b"target", "value", b"value"]) -> None: ...
 
 global___ErrorDetail = ErrorDetail
 

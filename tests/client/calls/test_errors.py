@@ -171,6 +171,15 @@ class TestRetries:
         with pytest.raises(Unavailable) as caught:
             connect("127.0.0.1:1", timeout=1).get("req")
         assert isinstance(caught.value.__cause__, grpc.RpcError)
+        assert caught.value.target == "127.0.0.1:1"
+        assert caught.value.attempts > 1
+
+    def test_a_server_that_drains(self, client, server):
+        error = Unavailable("it stops", retry_after=0)
+        failing(server, "StatTrace", lambda context: fail(context, error), then=None)
+        with pytest.raises(Unavailable) as caught:
+            client.stat("req")
+        assert (caught.value.target, caught.value.attempts) == (server.target, 1)
 
     def test_a_server_that_starts_later(self, connect, caplog):
         port = free_ports(1)

@@ -65,7 +65,8 @@ def test_every_error_is_public():
     kinds = [e for e in vars(errors).values() if isinstance(e, type) and issubclass(e, Exception)]
     names = [kind.__name__ for kind in kinds if not kind.__name__.startswith("_")]
     assert len(names) == 16
-    for name in names:
+    # Agents alone hear these two, and handle them.
+    for name in {*names} - {"Fenced", "OutOfSequence"}:
         assert getattr(routetrace.client, name) is getattr(errors, name)
 
 

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from routetrace.client import FetchPlan, MicroBatch, Rank, Sample
 from routetrace.client._core.assemble import Assembler, Want
 from routetrace.common.layout import ModelLayout
-from routetrace.trainers.dialects import SampleRows
 from support.ranks.rank_rows import rows_of as fetched
 from support.servers.client_server import LAYOUT, WIDE, Piece, Truth, rows_of, truth
 
@@ -103,7 +102,7 @@ def batch_of(rng: random.Random, holes: bool = False, layout: ModelLayout | None
         for token in np.flatnonzero((plan.sample_of == number) & plan.planned):
             valid[plan.position_of[token]] = rows.valid[:, token]
         found.append(Known(layout, one, valid, None))
-    for sample, split in zip(found, SampleRows.split(rows), strict=True):
+    for sample, split in zip(found, rows.per_sample(), strict=True):
         sample.rows = split
     return found, rows
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import asdict
 from types import TracebackType
 from typing import Any
 
@@ -134,7 +133,7 @@ def report_json(load: Load, tally: Tally) -> dict[str, Any]:
         },
         "agent_background_bytes": tally.worker_bytes,
         "server": {
-            name: None if info is None else asdict(info)
+            name: None if info is None else info.to_dict()
             for name, info in (("before", tally.before), ("after", tally.after))
         },
         "deleted_traces": tally.deleted,

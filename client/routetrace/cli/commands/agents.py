@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
 from datetime import datetime
 from operator import attrgetter
 from typing import Annotated, Any
@@ -41,7 +40,7 @@ def agents(connection: Connection, as_json: AsJson = False) -> None:
         info = client.server_info()
     if as_json:
         for agent in found:
-            write_json(asdict(agent))
+            write_json(agent.to_dict())
         return
     if not found:
         note(none_found("agent", connection.run, info.runs))

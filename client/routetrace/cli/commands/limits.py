@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
-
 from routetrace.cli.arguments import AsJson
 from routetrace.cli.connection import Connection
 from routetrace.cli.output import note, size, write_json, write_table
@@ -29,7 +27,7 @@ def limits(connection: Connection, as_json: AsJson = False) -> None:
         )
     if as_json:
         for limit in info.limits:
-            write_json({"owner": info.owner, **asdict(limit)})
+            write_json({"owner": info.owner, **limit.to_dict()})
         return
     write_table(_COLUMNS, map(_row, info.limits), ("limit",))
     note(f"held by {info.owner}")

@@ -14,7 +14,15 @@ from routetrace.client import _arguments as check
 from routetrace.client._core.assemble import Want
 from routetrace.client._core.config import Config
 from routetrace.client._core.fetch import Fetch
-from routetrace.client._core.reads import called, pages, read, read_parts, read_waiting, unary
+from routetrace.client._core.reads import (
+    called,
+    named,
+    pages,
+    read,
+    read_parts,
+    read_waiting,
+    unary,
+)
 from routetrace.client._core.steps import Emit, Plan
 from routetrace.client._memory import check_pin
 from routetrace.client.options import Missing, ReadOptions
@@ -99,9 +107,9 @@ def _reader(config: Config, options: ReadOptions) -> Callable[[Want], Plan[Any]]
     def reader(want: Want) -> Plan[Any]:
         request = _get_request(config, want, options)
         if options.wait_for is None:
-            return read("GetTrace", request, want, limit)
+            return named(want.trace_id, read("GetTrace", request, want, limit))
         request.wait_for = _WAITS[options.wait_for]
-        return read_waiting(request, want, limit, config.timeout)
+        return named(want.trace_id, read_waiting(request, want, limit, config.timeout))
 
     return reader
 
@@ -123,7 +131,7 @@ def follow(
     limit = config.limit(options.timeout)
     if options.wait_for:
         request.wait_ms = min(math.ceil(1000 * limit), 2**32 - 1)
-    return read_parts(request, want, limit, options.timeout)
+    return named(trace_id, read_parts(request, want, limit, options.timeout))
 
 
 def get_blocks(
@@ -174,7 +182,7 @@ def stat(
             cells[m.reason] += (m.stop - m.start) * len(m.layer_ids)
         return TraceStat(**facts, missing=missing, missing_cells=dict(cells))
 
-    return unary("StatTrace", request, config.limit(timeout), convert)
+    return named(trace_id, unary("StatTrace", request, config.limit(timeout), convert))
 
 
 def find(
@@ -282,8 +290,9 @@ def _deleted(config: Config, names: list[str], missing_ok: bool, limit: float) -
         request = pb.DeleteTraceRequest(run=config.run, trace_id=name)
         try:
             yield from called("DeleteTrace", request, limit)
-        except NotFound:
+        except NotFound as error:
             if not missing_ok:
+                error.trace_id = name
                 raise
         else:
             count += 1
@@ -373,5 +382,5 @@ def _incarnation(incarnation: int | None) -> int:
 
 
 def _stat(info: pb.TraceInfo) -> TraceStat:
-    cells = {reason_of(m.reason): m.cells for m in info.missing_cells}
+    cells: dict[str, int] = {reason_of(m.reason): m.cells for m in info.missing_cells}
     return TraceStat(**facts_from_proto(info), missing_cells=cells)

@@ -83,6 +83,8 @@ class Config:
 
     def explained(self, error: RouteTraceError) -> RouteTraceError:
         """Return the error of a failed connection in words: target, cause and remedy."""
+        if isinstance(error, Unavailable):
+            error.target = self.target
         if not isinstance(error.__cause__, grpc.RpcError):
             return error
         if isinstance(error, DeadlineExceeded):
@@ -100,4 +102,6 @@ class Config:
         message = unreachable(self.route.unreached or self.target, error.message, hint)
         if self.route.unreached:
             message += f" (a worker of {self.target}; its port must be open, too)"
-        return Unavailable(message, retry_after=error.retry_after)
+        explained = Unavailable(message, retry_after=error.retry_after)
+        explained.target, explained.attempts = self.target, getattr(error, "attempts", 0)
+        return explained

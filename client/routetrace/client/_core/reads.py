@@ -29,6 +29,15 @@ from routetrace.common.missing import MissingRange
 from routetrace.v1 import routetrace_pb2 as pb
 
 
+def named(trace_id: str, plan: Plan[T]) -> Plan[T]:
+    """Carry out a plan; name its trace in a NotFound."""
+    try:
+        yield from plan
+    except NotFound as error:
+        error.trace_id = trace_id
+        raise
+
+
 def unary(
     method: str,
     request: Any,
@@ -111,6 +120,11 @@ def _may_come(
     return unknown_from is not None or any(m.reason == "not_yet" for m in missing)
 
 
+def _fact(error: RouteTraceError) -> str:
+    """Return the message of an error without the remedy: to wait was of no use."""
+    return error.message.removesuffix(f"; {error.remedy}")
+
+
 class _TooLate:
     """Errors of a wait that ran out."""
 
@@ -123,7 +137,9 @@ class _TooLate:
     def unknown(self, error: NotFound) -> DeadlineExceeded:
         """The server does not know the trace."""
         verb = "end" if self.until_end else "begin"
-        return self._error(f"{self._want.name} did not {verb} within {self._wait:g} s: {error}")
+        return self._error(
+            f"{self._want.name} did not {verb} within {self._wait:g} s: {_fact(error)}"
+        )
 
     def running(self, num_rows: int) -> DeadlineExceeded:
         """The request has not ended."""
@@ -225,7 +241,7 @@ def read_parts(
                 if begun or not isinstance(error, (NotFound, DeadlineExceeded)):
                     raise
                 raise DeadlineExceeded(
-                    f"{want.name} did not begin within {timeout:g} s: {error.message}",
+                    f"{want.name} did not begin within {timeout:g} s: {_fact(error)}",
                     trace_id=want.trace_id,
                     waited_seconds=timeout,
                 ) from error

@@ -191,6 +191,8 @@ class Attempts:
             raise error
         self._hops = 0
         self._count += 1
+        if isinstance(error, Unavailable):
+            error.attempts = self._count
         if isinstance(error, self._repeatable):
             pause = retry_pause(error, self._count, self.left(), random.random())
             if pause is not None and self.enter(CallState.WAITING):

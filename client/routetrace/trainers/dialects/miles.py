@@ -14,8 +14,8 @@ import numpy as np
 import numpy.typing as npt
 
 from routetrace.client import _arguments as check
+from routetrace.client.samples import SampleRows
 from routetrace.client.trace import Trace
-from routetrace.trainers.dialects._sample import SampleRows
 
 
 def rollout_routed_experts(

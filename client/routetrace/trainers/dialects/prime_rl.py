@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from routetrace.client.samples import SampleRows
 from routetrace.client.trace import Trace
-from routetrace.trainers.dialects._sample import SampleRows
 
 
 class RoutedExperts(NamedTuple):

@@ -14,10 +14,11 @@ import numpy as np
 import numpy.typing as npt
 
 from routetrace.client import _arguments as check
+from routetrace.client.samples import SampleRows
 from routetrace.client.trace import Trace
 from routetrace.common.errors import InvalidArgument
 from routetrace.common.layout import ModelLayout
-from routetrace.trainers.dialects._sample import SampleRows, as_array
+from routetrace.trainers.dialects._sample import as_array
 
 
 def routed_experts(rows: Trace | SampleRows, *, start_len: int = 0) -> str:

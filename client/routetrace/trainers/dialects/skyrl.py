@@ -16,9 +16,9 @@ import numpy as np
 import numpy.typing as npt
 
 from routetrace.client import _arguments as check
+from routetrace.client.samples import SampleRows
 from routetrace.client.trace import Trace
 from routetrace.common.errors import InvalidArgument
-from routetrace.trainers.dialects._sample import SampleRows
 
 Indices = npt.NDArray[np.integer[Any]]
 

@@ -25,9 +25,10 @@ from routetrace.client._shells.sync import RouteClient
 from routetrace.client.micro_batch import MicroBatch, Sample
 from routetrace.client.plan import FetchPlan
 from routetrace.client.rows import Rows
+from routetrace.client.samples import SampleRows
 from routetrace.client.trace import Trace, ids_to_torch
 from routetrace.common.errors import Incomplete, InvalidArgument
-from routetrace.trainers.dialects._sample import SampleRows, required
+from routetrace.trainers.dialects._sample import required
 
 if TYPE_CHECKING:
     import torch

@@ -26,9 +26,9 @@ import numpy.typing as npt
 from routetrace.client import _arguments as check
 from routetrace.client.micro_batch import MicroBatch, Sample
 from routetrace.client.rows import Rows
+from routetrace.client.samples import LayerAxis, SampleRows
 from routetrace.client.trace import Trace, ids_to_torch
 from routetrace.common.errors import InvalidArgument
-from routetrace.trainers.dialects._sample import LayerAxis, SampleRows
 
 Missing = Literal["raise", "zeros"]
 

@@ -46,6 +46,7 @@ def no_trace(run: str, trace_id: str, fate: Fate | None, *, named: bool = False)
         value=quoted(trace_id),
         expected=f"a trace of run {run!r}",
         remedy=remedy,
+        reason=fate.reason if fate else "",
     )
 
 

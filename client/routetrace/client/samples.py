@@ -1,0 +1,140 @@
+"""SampleRows: the rows of one sample, from a trace or from a plan."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from routetrace.client import _arguments as check
+from routetrace.client.trace import Trace, incomplete
+from routetrace.common.errors import Incomplete, InvalidArgument, kind_of
+from routetrace.common.layout import ModelLayout
+from routetrace.common.missing import MissingRange
+
+LayerAxis = Literal["hidden", "moe"]
+
+
+@dataclass(frozen=True, eq=False)
+class SampleRows:
+    """Rows of one sample: N tokens, N - 1 rows, every MoE layer of the model."""
+
+    name: str
+    """Name in error messages."""
+    layout: ModelLayout
+    """Layout of the model."""
+    topk_ids: npt.NDArray[np.unsignedinteger[Any]]
+    """[MoE layers, N - 1, top_k], uint8 up to 256 experts, uint16 above; meaningless where not
+    `valid`."""
+    valid: npt.NDArray[np.bool_]
+    """[MoE layers, N - 1]."""
+    missing: tuple[MissingRange, ...] = ()
+    """Known missing ranges with reasons, in positions of the requests."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the sample, N."""
+        return int(self.valid.shape[1]) + 1
+
+    @classmethod
+    def of(cls, trace: Trace | SampleRows, num_tokens: int | None = None) -> SampleRows:
+        """Return the rows of a sample that is one request, or its first tokens.
+
+        Args:
+            trace: a trace from position 0 on with all MoE layers; cells may be masked.
+            num_tokens: tokens of the sample; None for those of the request.
+
+        Raises:
+            InvalidArgument: if the trace does not start at 0 or lacks MoE layers, or is none.
+            Incomplete: if the number of tokens is unknown.
+        """
+        if isinstance(trace, SampleRows):
+            return trace
+        if not isinstance(trace, Trace):
+            raise InvalidArgument(
+                field="rows",
+                value=kind_of(trace),
+                expected="Trace or SampleRows",
+                remedy="use rows.per_sample() for Rows",
+            )
+        all_layers(trace.layer_ids, trace.layout)
+        if trace.token_start:
+            raise InvalidArgument(
+                field="token_start", value=trace.token_start, expected="0: a trace from its start"
+            )
+        if num_tokens is None:
+            if not trace.num_tokens:
+                raise incomplete(trace, unknown_from=trace.token_stop)
+            num_tokens = trace.num_tokens
+        count = check.whole("num_tokens", num_tokens, 1) - 1
+        ids = np.zeros((len(trace.layer_ids), count, trace.top_k), trace.layout.dtype)
+        valid = np.zeros(ids.shape[:2], np.bool_)
+        there = min(count, len(trace))
+        ids[:, :there] = trace.topk_ids[:there].transpose(1, 0, 2)
+        valid[:, :there] = trace.valid[:there].T
+        return cls(repr(trace.trace_id), trace.layout, ids, valid, trace.missing)
+
+    def require_valid(self, framework: str) -> None:
+        """Require every cell.
+
+        Raises:
+            Incomplete: if a cell is missing, with the consequence in `framework`.
+        """
+        if self.valid.all():
+            return
+        layer, position = (int(i) for i in np.argwhere(~self.valid)[0])
+        raise Incomplete(
+            f"{self.name} lacks {int((~self.valid).sum())} of {self.valid.size} cells, the first "
+            f"at position {position} of layer {self.layout.moe_layer_ids[layer]}"
+            f"{''.join(f'; {m}' for m in self.missing[:4])}; {framework} cannot mark missing rows, "
+            "and would train on a filler",
+            missing=self.missing,
+        )
+
+    def array(
+        self,
+        dtype: npt.DTypeLike,
+        axis: LayerAxis,
+        *,
+        num_rows: int | None = None,
+        missing: int | None = None,
+        after: npt.ArrayLike = 0,
+    ) -> npt.NDArray[Any]:
+        """Return a new C-contiguous array [num_rows, layers, top_k].
+
+        Args:
+            dtype: a dtype that holds the ids.
+            axis: "hidden": every decoder layer, zeros in dense ones; "moe": MoE layers only.
+            num_rows: number of rows, at least N - 1; None for N - 1.
+            missing: filler of missing cells; None if `require_valid` has passed.
+            after: filler in MoE layers of rows from N - 1 on: one id, or top_k ids.
+
+        Raises:
+            InvalidArgument: if `num_rows` is less than N - 1.
+        """
+        count = self.num_tokens - 1
+        num_rows = count if num_rows is None else check.whole("num_rows", num_rows, count)
+        moe = self.layout.moe_layer_ids
+        columns = range(len(moe)) if axis == "moe" else moe
+        layers = len(moe) if axis == "moe" else self.layout.num_hidden_layers
+        out = np.zeros((num_rows, layers, self.layout.top_k), dtype)
+        for column, ids, valid in zip(columns, self.topk_ids, self.valid, strict=True):
+            out[:count, column] = ids
+            if missing is not None:
+                out[:count, column][~valid] = missing
+            out[count:, column] = after
+        return out
+
+
+def all_layers(layer_ids: tuple[int, ...], layout: ModelLayout) -> None:
+    """Require every MoE layer.
+
+    Raises:
+        InvalidArgument: if one is missing.
+    """
+    if layer_ids != layout.moe_layer_ids:
+        raise InvalidArgument(
+            field="layer_ids", value=layer_ids, expected=f"all MoE layers {layout.moe_layer_ids}"
+        )

@@ -1,0 +1,187 @@
+"""Facts as values of JSON: every public dataclass, with any content."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import json
+import pickle
+from datetime import datetime, timedelta, timezone
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import routetrace.capture_agent
+import routetrace.client
+from routetrace.capture_agent import AgentConfig, AgentStats, CloseReport
+from routetrace.client import (
+    AgentStat,
+    ClientConfig,
+    FetchStats,
+    FinishReason,
+    Limit,
+    MissingRange,
+    MissingReason,
+    ModelLayout,
+    PrefixSpan,
+    Progress,
+    ProvenanceSpan,
+    Rank,
+    ReadFacts,
+    ReadOptions,
+    Sample,
+    Security,
+    Segment,
+    ServerInfo,
+    Trace,
+    TraceStat,
+    TraceState,
+    VersionSpan,
+)
+from routetrace.codec.records import DIGEST
+
+LAYOUT = ModelLayout((1, 3), 4, 8, 2)
+#: Dataclasses with a result of JSON; the others hold arrays of rows, or say how to read them.
+DATA = {
+    AgentConfig, AgentStat, AgentStats, ClientConfig, CloseReport, FetchStats, Limit, MissingRange,
+    ModelLayout, PrefixSpan, Progress, ProvenanceSpan, Rank, ReadFacts, ReadOptions, Sample,
+    Security, Segment, ServerInfo, Trace, TraceStat, VersionSpan,
+}  # fmt: skip
+ROWS = {"FetchPlan", "MicroBatch", "Rows", "SampleRows"}
+
+_text = st.text(max_size=8)
+_number = st.integers(0, 2**63 - 1)
+_time = st.datetimes(timezones=st.just(timezone.utc))
+_missing = st.builds(
+    MissingRange, _number, _number, st.just((1,)), st.sampled_from([*MissingReason])
+)
+_facts = {
+    "trace_id": _text,
+    "run": _text,
+    "state": st.sampled_from([*TraceState]),
+    "num_tokens": st.none() | _number,
+    "num_rows": _number,
+    "prompt_len": st.none() | _number,
+    "layout": st.just(LAYOUT),
+    "labels": st.dictionaries(_text, _text, max_size=3),
+    "incarnation": _number,
+    "num_incarnations": _number,
+    "finish_reason": st.none() | st.sampled_from([*FinishReason]),
+    "engine_ids": st.tuples(_text, _text),
+    "num_attempts": _number,
+    "min_weight_version": st.none() | _number,
+    "max_weight_version": st.none() | _number,
+    "created_at": _time,
+    "updated_at": _time,
+    "expires_at": _time,
+    "stored_bytes": _number,
+    "token_digests": st.lists(
+        st.tuples(st.integers(0, 2**32 - 1), st.integers(0, 2**64 - 1)), max_size=3
+    ).map(lambda rows: np.array(rows, DIGEST)),
+    "prefix_trace_ids": st.just(()) | st.tuples(_text),
+}
+_read = _facts | {
+    "missing": st.lists(_missing, max_size=2).map(tuple),
+    "weight_versions": st.tuples(st.builds(VersionSpan, _number, _number, _number)),
+    "provenance": st.tuples(st.builds(ProvenanceSpan, _number, _number, _text)),
+    "prefix_sources": st.tuples(st.builds(PrefixSpan, _number, _number, _text)),
+}
+_rows = {
+    "layer_ids": st.just((1, 3)),
+    "token_start": st.just(0),
+    "token_stop": st.just(2),
+    "_ids": st.just(np.zeros((2, 2, 2), np.uint8)),
+    "_valid": st.just(np.ones((2, 2), bool)),
+}
+VALUES = {
+    TraceStat: st.builds(
+        TraceStat,
+        **_facts,
+        missing=st.none() | st.lists(_missing, max_size=2).map(tuple),
+        missing_cells=st.dictionaries(st.sampled_from([*MissingReason]), _number, max_size=2),
+    ),
+    ReadFacts: st.builds(ReadFacts, **_read),
+    Trace: st.builds(Trace, **_read, **_rows),
+    Limit: st.builds(Limit, _text, *[_number] * 4),
+    ServerInfo: st.builds(
+        ServerInfo,
+        **{
+            field.name: {"str": _text, "int": _number, "datetime": _time}[field.type]
+            for field in dataclasses.fields(ServerInfo)
+            if field.default is dataclasses.MISSING
+        },
+    ),
+    Sample: st.just(Sample.of("a", token_ids=np.arange(3))),
+    ModelLayout: st.just(LAYOUT),
+    Rank: st.just(Rank((1, 3), cp_size=2)),
+    Security: st.just(Security(tls=True, token="rt_secret", ca_file=Path("ca.pem"))),
+    ClientConfig: st.just(
+        ClientConfig(target="h", security={"token": "rt_secret"}, grpc_options={"grpc.x": 1})
+    ),
+    AgentConfig: st.builds(
+        AgentConfig,
+        target=st.just("h"),
+        engine_id=st.just("e"),
+        layout=st.just(LAYOUT),
+        security=st.just({"token": "rt_secret"}),
+    ),
+    AgentStats: st.builds(AgentStats, _number, _number, st.dictionaries(_text, _number)),
+    ReadOptions: st.just(ReadOptions(wait_for="end", timeout=3)),
+}
+
+
+@pytest.mark.parametrize("kind", VALUES, ids=lambda kind: kind.__name__)
+@settings(max_examples=30, deadline=None)
+@given(data=st.data())
+def test_values_survive_json_with_the_names_of_the_fields(kind, data):
+    value = data.draw(VALUES[kind])
+    found = value.to_dict()
+    assert json.loads(json.dumps(found)) == found
+    hidden = {"token"} if kind is Security else {"_ids", "_valid"} if kind is Trace else set()
+    names = [field.name for field in dataclasses.fields(kind)]
+    assert list(found) == [name for name in names if name not in hidden]
+    assert "rt_secret" not in json.dumps(found)
+
+
+def test_every_public_dataclass_has_them():
+    public = {
+        member
+        for package in (routetrace.client, routetrace.capture_agent)
+        for name in package.__all__
+        if inspect.isclass(member := getattr(package, name))
+    }
+    data = {m for m in public if dataclasses.is_dataclass(m) or hasattr(m, "_asdict")}
+    assert {m for m in data if m.__name__ not in ROWS} == DATA
+    assert all(callable(member.to_dict) for member in DATA)
+
+
+def test_what_the_values_are():
+    at = datetime(2026, 1, 2, 3, 4, 5, 600_000, timezone(timedelta(hours=1)))
+    limit = Progress(done=1, total=None, failed=0, bytes=3, seconds=0.5)
+    assert limit.to_dict() == {"done": 1, "total": None, "failed": 0, "bytes": 3, "seconds": 0.5}
+    missing = MissingRange(1, 3, (2, 5), MissingReason.KV_UNKNOWN)
+    expected = {"start": 1, "stop": 3, "layer_ids": [2, 5], "reason": "kv_unknown"}
+    assert missing.to_dict() == expected
+    assert type(missing.to_dict()["reason"]) is str
+    start, stop, version = span = VersionSpan(1, 2, 40)
+    assert span.to_dict() == {"start": start, "stop": stop, "weight_version": version}
+    agent = dict.fromkeys((f.name for f in dataclasses.fields(AgentStat)), 0)
+    assert AgentStat(**agent | {"seen_at": at}).to_dict()["seen_at"] == (
+        "2026-01-02T03:04:05.600+01:00"
+    )
+    assert Security(ca_file=Path("ca.pem"), token="x").to_dict()["ca_file"] == "ca.pem"
+    assert Segment("a", 0, 3).to_dict()["at"] == 0
+
+
+@pytest.mark.parametrize("kind", [TraceState, FinishReason, MissingReason])
+def test_members_of_enums_are_text(kind):
+    for member in kind:
+        text = member.value
+        assert (str(member), f"{member}", f"{member:>20}") == (text, text, f"{text:>20}")
+        assert member == text
+        assert hash(member) == hash(text)
+        assert pickle.loads(pickle.dumps(member)) is member
+        assert json.dumps({member: member}) == json.dumps({text: text})
