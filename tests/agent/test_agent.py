@@ -38,7 +38,7 @@ def test_a_request_from_begin_to_finish(server, mode):
         agent.add_blocks(handle, np.arange(38, 45))
         for p in range(600, 700):
             agent.step(rows[p : p + 1], np.array([[handle, p, 1]]))
-        agent.finish(handle, 701, "length", tokens)
+        agent.finish(handle, 701, reason="length", token_ids=tokens)
         # The name is free again at once.
         assert agent.begin("a") != handle
         assert agent.flush(20)

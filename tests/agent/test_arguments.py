@@ -133,11 +133,11 @@ def test_begin_refuses(idle_agent, field, arguments):
         ("version", lambda a, h: a.set_weight_version("3")),
         ("version", lambda a, h: a.set_weight_version(1.5)),
         ("version", lambda a, h: a.set_weight_version(True)),
-        ("reason", lambda a, h: a.finish(h, 1, "tired")),
+        ("reason", lambda a, h: a.finish(h, 1, reason="tired")),
         ("num_tokens", lambda a, h: a.finish(h, -1)),
-        ("token_ids", lambda a, h: a.finish(h, 2, "stop", [1])),
+        ("token_ids", lambda a, h: a.finish(h, 2, reason="stop", token_ids=[1])),
         ("position", lambda a, h: a.rewind(h, -1)),
-        ("step", lambda a, h: a.rewind(h, 1, -1)),
+        ("step", lambda a, h: a.rewind(h, 1, step=-1)),
         ("num_computed_tokens", lambda a, h: a.preempt(h, 1 << 40)),
         ("block_ids", lambda a, h: a.add_blocks(h, [9])),
         ("block_ids", lambda a, h: a.add_blocks(h, 1)),
@@ -157,8 +157,8 @@ def test_begin_refuses(idle_agent, field, arguments):
         ),
         ("version", lambda a, h: a.set_weight_version(1 << 63)),
         ("position", lambda a, h: a.rewind(ended(a), "1")),
-        ("step", lambda a, h: a.rewind(ended(a), 1, "1")),
-        ("num_tokens", lambda a, h: a.finish(h, None, "tired")),
+        ("step", lambda a, h: a.rewind(ended(a), 1, step="1")),
+        ("num_tokens", lambda a, h: a.finish(h, None, reason="tired")),
         ("block_ids", lambda a, h: a.mark_external(b"abc")),
         ("block_ids", lambda a, h: a.mark_external(b"abcd")),
         ("block_ids", lambda a, h: a.mark_external([True])),
@@ -322,7 +322,7 @@ def test_a_prefill_engine_hands_over(server):
         )
         agent.preempt(handle, 12)
         agent.resume(handle, 8, block_ids=[3, 4], num_external_tokens=8)
-        agent.finish(handle, 13, "handoff")
+        agent.finish(handle, 13, reason="handoff")
         assert agent.flush(20)
     ops = [np.frombuffer(pb.ChunkHeader.FromString(c.header).ops, OP) for c in server.chunks]
     told = {OpKind(op["kind"]): (op["position"], op["count"]) for op in np.concatenate(ops)}

@@ -22,7 +22,7 @@ HOPS = 5
 def offer(agent: CaptureAgent, name: str) -> None:
     handle = agent.begin(name, prompt_len=len(ROWS))
     agent.step(ROWS, [(handle, 0, len(ROWS))])
-    agent.finish(handle, len(ROWS) + 1, "stop")
+    agent.finish(handle, len(ROWS) + 1, reason="stop")
 
 
 def config_for(target: str) -> AgentConfig:

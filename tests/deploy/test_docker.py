@@ -304,7 +304,7 @@ def test_tls_and_tokens_as_composed(tmp_path, monkeypatch, server_environment):
         with CaptureAgent(AgentConfig(server.target, "e", layout, run="compose")) as agent:
             handle = agent.begin("r")
             agent.step(ids, np.array([[handle, 0, 5]]))
-            agent.finish(handle, 6, "stop")
+            agent.finish(handle, 6, reason="stop")
             assert agent.flush(30)
         client = RouteClient(server.target, run="compose")
         with client, pytest.raises(PermissionDenied):

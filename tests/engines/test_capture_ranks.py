@@ -44,7 +44,7 @@ def engine(rank: int, target: str) -> dict[str, np.ndarray]:
             if agent:
                 agent.step(rows[-1], [(handle, sum(PASSES[:seed]), n)])
         if agent:
-            agent.finish(handle, sum(PASSES) + 1, "length")
+            agent.finish(handle, sum(PASSES) + 1, reason="length")
         seen[name] = np.concatenate(rows)
     if agent:
         report = agent.close()

@@ -167,7 +167,7 @@ class Listener:
         self._give(block_ids)
         heard.blocks += block_ids
 
-    def rewind(self, handle: int, position: int, step: int = 0) -> None:
+    def rewind(self, handle: int, position: int, *, step: int = 0) -> None:
         self.log.append(("rewind", handle, position, step))
         heard = self.requests[handle]
         assert heard.takes_rows
@@ -198,7 +198,7 @@ class Listener:
         assert heard.num_tokens is None
         self._start(heard, num_computed_tokens, num_external_tokens, block_ids)
 
-    def finish(self, handle: int, num_tokens: int, reason: str, token_ids: Any = None) -> None:
+    def finish(self, handle: int, num_tokens: int, *, reason: str, token_ids: Any = None) -> None:
         self.log.append(("finish", handle, num_tokens, reason, token_ids))
         heard = self.requests[handle]
         assert heard.num_tokens is None

@@ -101,7 +101,7 @@ class Line:
         """Rows of an engine's step were rejected; 0: those of the last one."""
 
         def call() -> None:
-            self.sink.rewind(self._handles[request], position, self.steps[step] if step else 0)
+            self.sink.rewind(self._handles[request], position, step=self.steps[step] if step else 0)
 
         self._queue.append(call)
 

@@ -31,7 +31,7 @@ class Sink(Protocol):
 
     def add_blocks(self, handle: int, block_ids: Iterable[int]) -> None: ...
 
-    def rewind(self, handle: int, position: int, step: int = 0) -> None: ...
+    def rewind(self, handle: int, position: int, *, step: int = 0) -> None: ...
 
     def preempt(self, handle: int, num_computed_tokens: int) -> None: ...
 
@@ -48,6 +48,7 @@ class Sink(Protocol):
         self,
         handle: int,
         num_tokens: int,
+        *,
         reason: str = "stop",
         token_ids: npt.ArrayLike | None = None,
     ) -> None: ...

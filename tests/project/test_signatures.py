@@ -68,11 +68,11 @@ CALLS = {
     "capture_agent.CaptureAgent.skip": "spans",
     "capture_agent.CaptureAgent.step_slots": "rows slots",
     "capture_agent.CaptureAgent.add_blocks": "handles block_ids",
-    "capture_agent.CaptureAgent.rewind": "handle position step",
+    "capture_agent.CaptureAgent.rewind": "handle position * step",
     "capture_agent.CaptureAgent.preempt": "handle num_computed_tokens",
     "capture_agent.CaptureAgent.resume": "handle num_computed_tokens * block_ids"
     " num_external_tokens",
-    "capture_agent.CaptureAgent.finish": "handle num_tokens reason token_ids",
+    "capture_agent.CaptureAgent.finish": "handle num_tokens * reason token_ids",
     "capture_agent.CaptureAgent.mark_external": "block_ids",
     "capture_agent.CaptureAgent.reset_prefix_cache": "",
     "capture_agent.CaptureAgent.set_weight_version": "version",

@@ -395,7 +395,7 @@ class Player:
                 agent.add_blocks(handle, args[1])
                 log.add_blocks(part, args[1])
             elif kind == "rewind":
-                agent.rewind(handle, args[1], args[2])
+                agent.rewind(handle, args[1], step=args[2])
                 log.rewind(part, args[1], args[2])
             elif kind == "preempt":
                 agent.preempt(handle, args[2])
@@ -405,7 +405,7 @@ class Player:
                 log.resume(part, args[1], args[2], 0)
             elif kind == "finish":
                 tokens = self._tokens(args[1])
-                agent.finish(handle, len(tokens), args[2], token_ids=tokens)
+                agent.finish(handle, len(tokens), reason=args[2], token_ids=tokens)
                 log.finish(part, len(tokens), args[2], tokens)
 
     def flush(self) -> None:
@@ -518,5 +518,5 @@ def _end_all(player: Player) -> None:
         if part.ended_at < 0:
             agent, _ = player.engines[part.writer.engine_id][shard]
             number = max(part.end() + 1, part.prompt_len, 1)
-            agent.finish(player.handles[name, shard], number, "abort")
+            agent.finish(player.handles[name, shard], number, reason="abort")
             player.log.finish(part, number, "abort", None)

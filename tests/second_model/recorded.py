@@ -77,8 +77,8 @@ class RecordingAgent:
         self._agent.add_blocks(handle, blocks)
         self._log.add_blocks(self._parts[handle], blocks)
 
-    def rewind(self, handle: int, position: int, step: int = 0) -> None:
-        self._agent.rewind(handle, position, step)
+    def rewind(self, handle: int, position: int, *, step: int = 0) -> None:
+        self._agent.rewind(handle, position, step=step)
         self._log.rewind(self._parts[handle], position, step)
 
     def preempt(self, handle: int, num_computed_tokens: int) -> None:
@@ -100,9 +100,9 @@ class RecordingAgent:
         self._log.resume(self._parts[handle], num_computed_tokens, blocks, num_external_tokens)
 
     def finish(
-        self, handle: int, num_tokens: int, reason: str = "stop", token_ids: Any = None
+        self, handle: int, num_tokens: int, *, reason: str = "stop", token_ids: Any = None
     ) -> None:
-        self._agent.finish(handle, num_tokens, reason, token_ids)
+        self._agent.finish(handle, num_tokens, reason=reason, token_ids=token_ids)
         self._log.finish(self._parts[handle], num_tokens, reason, token_ids)
 
     def mark_external(self, block_ids: Iterable[int]) -> None:

@@ -293,7 +293,7 @@ def test_a_request_that_ends_while_it_is_preempted_keeps_what_was_computed(feede
     handle = feeder.begin("r", block_ids=[0, 1, 2])
     feeder.step(rows, [(handle, 0, 9)], tentative=2)
     feeder.preempt(handle, 7)
-    feeder.finish(handle, 8, "abort")
+    feeder.finish(handle, 8, reason="abort")
     feeder.flush()
     cells, _, info = read("r")
     assert_rows(cells, (0, rows[:7]))

@@ -603,7 +603,7 @@ MISTAKES: list[tuple[str, str, Callable[[Things], object]]] = [
     (
         "reason",
         "'stop', 'length', 'abort' or 'handoff'",
-        lambda t: t.agent.finish(t.handle, 3, "done"),
+        lambda t: t.agent.finish(t.handle, 3, reason="done"),
     ),
     ("num_tokens", "expected int", lambda t: t.agent.finish(t.handle, "4")),
     ("token_ids", "of shape (4,)", lambda t: t.agent.finish(t.handle, 4, token_ids=[1, 2, 3])),

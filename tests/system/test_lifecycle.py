@@ -74,7 +74,7 @@ def test_an_end_after_kv_from_elsewhere_is_one_at_once(server, reads):
     handle = pair.begin()
     pair.decode.chunk.op(OpKind.ROWS, "d", position=111, count=2, step=9,
                          frame=pair.decode.chunk.frame(rows_of(2)))  # fmt: skip
-    pair.decode.finish(handle, 120, "abort")
+    pair.decode.finish(handle, 120, reason="abort")
     pair.decode.flush()
     # Within the agent timeout; nothing that is waited for would make it whole.
     for wait_for in (pb.WAIT_FOR_UNSPECIFIED, pb.WAIT_FOR_END):

@@ -198,7 +198,7 @@ def test_agents_on_both_workers_by_one_address(shared, mode):
         with CaptureAgent(config) as agent:
             handle = agent.begin("r", trace_id="t", prompt_len=40)
             agent.step(rows, [(handle, 0, 40)])
-            agent.finish(handle, 41, "stop")
+            agent.finish(handle, 41, reason="stop")
             assert agent.flush(60)
         with RouteClient(shared.target, run=run) as client:
             trace = client.get("t", wait_for="end", timeout=60)
@@ -356,7 +356,7 @@ def test_tls_and_tokens_hold_at_every_worker(tmp_path):
             with CaptureAgent(config) as agent:
                 handle = agent.begin("t", prompt_len=4)
                 agent.step(rows, [(handle, 0, 4)])
-                agent.finish(handle, 5, "stop")
+                agent.finish(handle, 5, reason="stop")
                 assert agent.flush(60)
             with RouteClient(server.target, run=run, security=security) as client:
                 assert np.array_equal(client.get("t").topk_ids, rows)

@@ -247,7 +247,7 @@ class CaptureAgent:
             self._handles.check_all(owners)
             self._give(owners, several)
 
-    def rewind(self, handle: int, position: int, step: int = 0) -> None:
+    def rewind(self, handle: int, position: int, *, step: int = 0) -> None:
         """Reject rows of a request at `position` and after (speculative decoding).
 
         Not needed where the next rows start at `position`. With context parallelism another rank
@@ -298,6 +298,7 @@ class CaptureAgent:
         self,
         handle: int,
         num_tokens: int,
+        *,
         reason: str = "stop",
         token_ids: npt.ArrayLike | None = None,
     ) -> None:

@@ -326,7 +326,7 @@ class Engine:
     def _record_end(self, session: Session, num_tokens: int, reason: str, whole: bool) -> None:
         tokens = session.tokens(num_tokens)
         with self.recording:
-            self._recorder.finish(session.handle, num_tokens, reason, token_ids=tokens)
+            self._recorder.finish(session.handle, num_tokens, reason=reason, token_ids=tokens)
         session.begun = False
         session.turn += 1
         if reason == "stop" and session.turn < len(session.turns):

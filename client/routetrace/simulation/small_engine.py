@@ -216,7 +216,7 @@ class SmallEngine:
 
     def _finish(self, request: SmallRequest, reason: str) -> None:
         self._reject(request)
-        self.sink.finish(request.handle, len(request.tokens), reason)
+        self.sink.finish(request.handle, len(request.tokens), reason=reason)
         self._release(request)
         self.running.remove(request)
         self.done.append(request)

@@ -71,7 +71,7 @@ def test_the_last_prompt_row_is_of_the_engine_that_sampled(
         handle = prefill.begin("p", trace_id="t", prompt_len=prompt_len, block_ids=range(20),
                                prompt_token_ids=prompt)  # fmt: skip
         prefill.step(first, [(handle, 0, prompt_len)])
-        prefill.finish(handle, prompt_len + 1, "handoff", token_ids=[*prompt, sampled])
+        prefill.finish(handle, prompt_len + 1, reason="handoff", token_ids=[*prompt, sampled])
         assert prefill.flush(30)
 
     def go_on() -> None:

@@ -112,7 +112,7 @@ def test_a_rejected_draft_is_no_row_of_whoever_hits_its_block(engine, reason, la
     if reason == "preempt":
         agent.preempt(a, 3)
     else:
-        agent.finish(a, 4, reason)
+        agent.finish(a, 4, reason=reason)
     if late == "step":
         engine.step((a, 3, 1))
     elif late == "skip":

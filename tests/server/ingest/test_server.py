@@ -620,11 +620,11 @@ def test_a_block_that_changed_hands_is_unknown_until_written(server, reads, how)
     feeder.finish(first, 5)
     if how == "begin":
         second = feeder.begin("second", block_ids=[1])
-        feeder.finish(second, 1, "abort")
+        feeder.finish(second, 1, reason="abort")
     elif how == "blocks":
         second = feeder.begin("second", block_ids=[2])
         feeder.add_blocks(second, [1])
-        feeder.finish(second, 1, "abort")
+        feeder.finish(second, 1, reason="abort")
     elif how == "external":
         feeder.chunk.op(OpKind.EXTERNAL, blocks=[1])
     else:

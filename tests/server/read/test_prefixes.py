@@ -78,7 +78,7 @@ class Engine:
         if len(rows):
             agent.step(rows, [(handle, external, len(rows))])
         if end:
-            agent.finish(handle, len(tokens), end, token_ids=tokens)
+            agent.finish(handle, len(tokens), reason=end, token_ids=tokens)
         assert agent.flush(30)
 
 

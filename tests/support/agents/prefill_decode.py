@@ -46,7 +46,7 @@ class Pair:
             "p", trace_id="t", prompt_len=100, block_ids=range(7), prompt_token_ids=self.prompt
         )
         self.prefill.step(self.rows, [(handle, 0, 100)])
-        self.prefill.finish(handle, 101, reason)
+        self.prefill.finish(handle, 101, reason=reason)
         self.prefill.flush()
 
     def begin(self) -> int:

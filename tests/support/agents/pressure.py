@@ -100,7 +100,7 @@ class Load:
         return request
 
     def _end(self, request: Request) -> None:
-        self._agent.finish(request.handle, request.num_tokens, "length")
+        self._agent.finish(request.handle, request.num_tokens, reason="length")
 
     def _index(self, numbers: np.ndarray | int, positions: np.ndarray) -> np.ndarray:
         return (numbers * 7919 + positions * 104729) % _TABLE

@@ -141,7 +141,7 @@ class RecordingAgent:
         self._take(told, num_computed_tokens, list(block_ids))
 
     def finish(
-        self, handle: int, num_tokens: int, reason: str, token_ids: list[int] | None
+        self, handle: int, num_tokens: int, *, reason: str, token_ids: list[int] | None
     ) -> None:
         told = self.by_handle[handle]
         assert told.num_tokens is None

@@ -27,7 +27,7 @@ async def trace_of_blocks(journal: Journal, request: pb.GetBlocksRequest) -> Tra
 
     Raises:
         NotFound: if there is no such engine.
-        InvalidArgument: if the blocks are too few, or not of the engine.
+        InvalidArgument: if the engine reports no KV slots, or the blocks are too few, or not of it.
         Overloaded: if their slots changed during each attempt.
     """
     # Refused before the ids, which may be millions, are converted.
@@ -77,6 +77,7 @@ def _writers_of(journal: Journal, request: pb.GetBlocksRequest) -> list[Writer]:
 
     Raises:
         NotFound: if there are none.
+        InvalidArgument: if one of them reports no KV slots.
     """
     writers = journal.state.engine_writers(request.run, request.engine_id)
     if not writers:

@@ -298,7 +298,7 @@ class Deliveries:
         self._free.append(live.lane)
         if handle != NO_HANDLE:
             known = None if live.prompt is None else tokens_of(*parts)
-            agent.finish(handle, sum(map(len, parts)), reason, known)
+            agent.finish(handle, sum(map(len, parts)), reason=reason, token_ids=known)
 
     def _fit(self, num_lanes: int) -> None:
         """Have room for so many lanes."""

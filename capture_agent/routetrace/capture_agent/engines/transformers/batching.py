@@ -224,7 +224,7 @@ class PagedRequests:
         reason = otherwise
         if output.is_finished() and output.error is None:
             reason = "stop" if tokens[-1] in self._eos_token_ids else "length"
-        self._agent.finish(request.handle, len(tokens), reason, tokens)
+        self._agent.finish(request.handle, len(tokens), reason=reason, token_ids=tokens)
 
     def _preempt(self, request: _Request) -> None:
         if not request.preempted:

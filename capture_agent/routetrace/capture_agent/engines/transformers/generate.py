@@ -205,7 +205,7 @@ class GenerateCall(StoppingCriteria):  # type: ignore[misc]
         if grid is not None:
             tokens = tokens + grid[i, self._mask.shape[1] :].tolist()
         told = tokens if self._tells_tokens else None
-        self._agent.finish(self._handles[i], len(tokens), reason, told)
+        self._agent.finish(self._handles[i], len(tokens), reason=reason, token_ids=told)
 
 
 def _unknown(inputs: Mapping[str, Any], given: str, expected: str) -> PlaceUnknown:

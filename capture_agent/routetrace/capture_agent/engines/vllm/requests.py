@@ -65,7 +65,7 @@ class Requests:
                 self._begin(event, agent)
             case Finish(lane, num_tokens, reason, tokens):
                 if (handle := self._handles[lane]) != NO_HANDLE:
-                    agent.finish(handle, num_tokens, reason, unpack_tokens(tokens))
+                    agent.finish(handle, num_tokens, reason=reason, token_ids=unpack_tokens(tokens))
                 self._remove(lane)
             case Preempt(lane, num_computed_tokens):
                 if (handle := self._handles[lane]) != NO_HANDLE:
