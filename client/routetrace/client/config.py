@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from routetrace.client import _arguments as check
@@ -58,7 +58,14 @@ class ClientConfig(Values):
         Raises:
             InvalidArgument: if there is no target, or a variable or a field is wrong.
         """
+        known = [one.name for one in fields(cls)]
+        for name in overrides:
+            if name not in known:
+                raise check.unknown_keyword("ClientConfig.from_env", name, known)
         environ = os.environ if environ is None else environ
+        if not isinstance(environ, Mapping):
+            expected = "a mapping of str to str"
+            raise InvalidArgument(field="environ", value=typed(environ), expected=expected)
         given = {
             "target": environ.get("ROUTETRACE_TARGET", ""),
             "run": environ.get("ROUTETRACE_RUN") or "default",

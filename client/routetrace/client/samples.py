@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from routetrace.client import _arguments as check
 from routetrace.client.trace import Trace, incomplete
-from routetrace.common.errors import Incomplete, InvalidArgument, kind_of
+from routetrace.common.errors import InvalidArgument, kind_of
 from routetrace.common.layout import ModelLayout
 from routetrace.common.missing import MissingRange
-
-LayerAxis = Literal["hidden", "moe"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,57 +73,6 @@ class SampleRows:
         ids[:, :there] = trace.topk_ids[:there].transpose(1, 0, 2)
         valid[:, :there] = trace.valid[:there].T
         return cls(repr(trace.trace_id), trace.layout, ids, valid, trace.missing)
-
-    def require_valid(self, framework: str) -> None:
-        """Require every cell.
-
-        Raises:
-            Incomplete: if a cell is missing, with the consequence in `framework`.
-        """
-        if self.valid.all():
-            return
-        layer, position = (int(i) for i in np.argwhere(~self.valid)[0])
-        raise Incomplete(
-            f"{self.name} lacks {int((~self.valid).sum())} of {self.valid.size} cells, the first "
-            f"at position {position} of layer {self.layout.moe_layer_ids[layer]}"
-            f"{''.join(f'; {m}' for m in self.missing[:4])}; {framework} cannot mark missing rows, "
-            "and would train on a filler",
-            missing=self.missing,
-        )
-
-    def array(
-        self,
-        dtype: npt.DTypeLike,
-        axis: LayerAxis,
-        *,
-        num_rows: int | None = None,
-        missing: int | None = None,
-        after: npt.ArrayLike = 0,
-    ) -> npt.NDArray[Any]:
-        """Return a new C-contiguous array [num_rows, layers, top_k].
-
-        Args:
-            dtype: a dtype that holds the ids.
-            axis: "hidden": every decoder layer, zeros in dense ones; "moe": MoE layers only.
-            num_rows: number of rows, at least N - 1; None for N - 1.
-            missing: filler of missing cells; None if `require_valid` has passed.
-            after: filler in MoE layers of rows from N - 1 on: one id, or top_k ids.
-
-        Raises:
-            InvalidArgument: if `num_rows` is less than N - 1.
-        """
-        count = self.num_tokens - 1
-        num_rows = count if num_rows is None else check.whole("num_rows", num_rows, count)
-        moe = self.layout.moe_layer_ids
-        columns = range(len(moe)) if axis == "moe" else moe
-        layers = len(moe) if axis == "moe" else self.layout.num_hidden_layers
-        out = np.zeros((num_rows, layers, self.layout.top_k), dtype)
-        for column, ids, valid in zip(columns, self.topk_ids, self.valid, strict=True):
-            out[:count, column] = ids
-            if missing is not None:
-                out[:count, column][~valid] = missing
-            out[count:, column] = after
-        return out
 
 
 def all_layers(layer_ids: tuple[int, ...], layout: ModelLayout) -> None:

@@ -125,6 +125,14 @@ def items(field: str, values: Any, expected: str, remedy: str = "") -> list[Any]
     raise InvalidArgument(field=field, value=shown, expected=expected, remedy=remedy)
 
 
+def _iterates(value: Any) -> bool:
+    try:
+        iter(value)
+    except TypeError:  # arrays of no dimension have an __iter__, too
+        return False
+    return True
+
+
 def several(field: str, values: Any, noun: str, remedy: str = "") -> Iterable[Any]:
     """Return an iterable that is not a string.
 
@@ -134,7 +142,7 @@ def several(field: str, values: Any, noun: str, remedy: str = "") -> Iterable[An
         noun: its items, for the error.
         remedy: action that helps; by default a list of the one value.
     """
-    if isinstance(values, (str, bytes)) or not isinstance(values, Iterable):
+    if isinstance(values, (str, bytes)) or not _iterates(values):
         if isinstance(values, str) and not remedy:
             remedy = f"use [{quoted(values)}]"
         raise InvalidArgument(
@@ -143,4 +151,5 @@ def several(field: str, values: Any, noun: str, remedy: str = "") -> Iterable[An
             expected=f"an iterable of {noun}",
             remedy=remedy,
         )
-    return values
+    iterable: Iterable[Any] = values
+    return iterable

@@ -1,15 +1,73 @@
-"""Masks and checks that several frameworks share."""
+"""Arrays, masks and checks that several frameworks share."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 
+from routetrace.client import _arguments as check
 from routetrace.client.plan import FetchPlan
-from routetrace.common.errors import InvalidArgument
+from routetrace.client.samples import SampleRows
+from routetrace.common.errors import Incomplete, InvalidArgument
 from routetrace.common.layout import ModelLayout
+
+LayerAxis = Literal["hidden", "moe"]
+
+
+def require_valid(sample: SampleRows, framework: str) -> None:
+    """Require every cell of a sample.
+
+    Raises:
+        Incomplete: if a cell is missing, with the consequence in `framework`.
+    """
+    if sample.valid.all():
+        return
+    layer, position = (int(i) for i in np.argwhere(~sample.valid)[0])
+    raise Incomplete(
+        f"{sample.name} lacks {int((~sample.valid).sum())} of {sample.valid.size} cells, the first "
+        f"at position {position} of layer {sample.layout.moe_layer_ids[layer]}"
+        f"{''.join(f'; {m}' for m in sample.missing[:4])}; {framework} cannot mark missing rows, "
+        "and would train on a filler",
+        missing=sample.missing,
+    )
+
+
+def array_of(
+    sample: SampleRows,
+    dtype: npt.DTypeLike,
+    axis: LayerAxis,
+    *,
+    num_rows: int | None = None,
+    missing: int | None = None,
+    after: npt.ArrayLike = 0,
+) -> npt.NDArray[Any]:
+    """Return a new C-contiguous array [num_rows, layers, top_k].
+
+    Args:
+        sample: rows of the sample.
+        dtype: a dtype that holds the ids.
+        axis: "hidden": every decoder layer, zeros in dense ones; "moe": MoE layers only.
+        num_rows: number of rows, at least N - 1; None for N - 1.
+        missing: filler of missing cells; None if `require_valid` has passed.
+        after: filler in MoE layers of rows from N - 1 on: one id, or top_k ids.
+
+    Raises:
+        InvalidArgument: if `num_rows` is less than N - 1.
+    """
+    count = sample.num_tokens - 1
+    num_rows = count if num_rows is None else check.whole("num_rows", num_rows, count)
+    moe = sample.layout.moe_layer_ids
+    columns = range(len(moe)) if axis == "moe" else moe
+    layers = len(moe) if axis == "moe" else sample.layout.num_hidden_layers
+    out = np.zeros((num_rows, layers, sample.layout.top_k), dtype)
+    for column, ids, valid in zip(columns, sample.topk_ids, sample.valid, strict=True):
+        out[:count, column] = ids
+        if missing is not None:
+            out[:count, column][~valid] = missing
+        out[count:, column] = after
+    return out
 
 
 def required(plan: FetchPlan) -> npt.NDArray[np.bool_]:

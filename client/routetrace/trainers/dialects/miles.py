@@ -16,6 +16,7 @@ import numpy.typing as npt
 from routetrace.client import _arguments as check
 from routetrace.client.samples import SampleRows
 from routetrace.client.trace import Trace
+from routetrace.trainers.dialects._sample import array_of, require_valid
 
 
 def rollout_routed_experts(
@@ -37,5 +38,5 @@ def rollout_routed_experts(
     sample = SampleRows.of(rows)
     check.choice("missing", missing, ("raise", "filler"))
     if missing == "raise":
-        sample.require_valid("miles")
-    return sample.array(np.int32, "hidden", missing=-1)
+        require_valid(sample, "miles")
+    return array_of(sample, np.int32, "hidden", missing=-1)

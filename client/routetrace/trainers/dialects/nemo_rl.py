@@ -19,6 +19,7 @@ from routetrace.client import _arguments as check
 from routetrace.client.samples import SampleRows
 from routetrace.client.trace import Trace
 from routetrace.common.errors import InvalidArgument
+from routetrace.trainers.dialects._sample import array_of
 
 MISSING = -1
 
@@ -69,7 +70,8 @@ def batch(
 def _array(sample: SampleRows, seq_len: int | None) -> npt.NDArray[np.signedinteger[Any]]:
     if seq_len is None:
         seq_len = sample.num_tokens
-    return sample.array(
+    return array_of(
+        sample,
         dtype_of(sample.layout.num_experts),
         "moe",
         num_rows=check.whole("seq_len", seq_len, sample.num_tokens),

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from routetrace.client.samples import SampleRows
 from routetrace.client.trace import Trace
+from routetrace.trainers.dialects._sample import array_of, require_valid
 
 
 class RoutedExperts(NamedTuple):
@@ -35,6 +36,6 @@ def routed_experts(rows: Trace | SampleRows) -> RoutedExperts:
         Incomplete: if a cell is missing.
     """
     sample = SampleRows.of(rows)
-    sample.require_valid("prime-rl")
-    array = sample.array(sample.layout.dtype, "hidden", num_rows=sample.num_tokens)
+    require_valid(sample, "prime-rl")
+    array = array_of(sample, sample.layout.dtype, "hidden", num_rows=sample.num_tokens)
     return RoutedExperts(array.tobytes(), list(array.shape), array.dtype.name)

@@ -18,7 +18,7 @@ from routetrace.client.samples import SampleRows
 from routetrace.client.trace import Trace
 from routetrace.common.errors import InvalidArgument
 from routetrace.common.layout import ModelLayout
-from routetrace.trainers.dialects._sample import as_array
+from routetrace.trainers.dialects._sample import array_of, as_array, require_valid
 
 
 def routed_experts(rows: Trace | SampleRows, *, start_len: int = 0) -> str:
@@ -37,9 +37,9 @@ def routed_experts(rows: Trace | SampleRows, *, start_len: int = 0) -> str:
         InvalidArgument: if the sample has fewer rows.
     """
     sample = SampleRows.of(rows)
-    sample.require_valid("SGLang's answer")
+    require_valid(sample, "SGLang's answer")
     check.whole("start_len", start_len, 0, sample.num_tokens - 1)
-    return base64.b64encode(sample.array("<i4", "hidden")[start_len:].data).decode("ascii")
+    return base64.b64encode(array_of(sample, "<i4", "hidden")[start_len:].data).decode("ascii")
 
 
 def read_routed_experts(

@@ -19,6 +19,7 @@ from routetrace.client import _arguments as check
 from routetrace.client.samples import SampleRows
 from routetrace.client.trace import Trace
 from routetrace.common.errors import InvalidArgument
+from routetrace.trainers.dialects._sample import array_of, require_valid
 
 Indices = npt.NDArray[np.integer[Any]]
 
@@ -45,10 +46,10 @@ def rollout_expert_indices(rows: Trace | SampleRows) -> Indices:
         Incomplete: if a cell is missing.
     """
     sample = SampleRows.of(rows)
-    sample.require_valid("SkyRL")
+    require_valid(sample, "SkyRL")
     largest = int(sample.topk_ids.max(initial=0))
     wide = np.int16 if largest < 2**15 else np.int32
-    return sample.array(np.uint8 if largest < 2**8 else wide, "hidden")
+    return array_of(sample, np.uint8 if largest < 2**8 else wide, "hidden")
 
 
 def packed(rows: Trace | SampleRows) -> Packed:

@@ -28,7 +28,7 @@ from routetrace.client.rows import Rows
 from routetrace.client.samples import SampleRows
 from routetrace.client.trace import Trace, ids_to_torch
 from routetrace.common.errors import Incomplete, InvalidArgument
-from routetrace.trainers.dialects._sample import required
+from routetrace.trainers.dialects._sample import array_of, require_valid, required
 
 if TYPE_CHECKING:
     import torch
@@ -44,8 +44,8 @@ def rollout_routed_experts(rows: Trace | SampleRows) -> npt.NDArray[np.int32]:
         Incomplete: if a cell is missing.
     """
     sample = SampleRows.of(rows)
-    sample.require_valid("slime")
-    return sample.array(np.int32, "hidden")
+    require_valid(sample, "slime")
+    return array_of(sample, np.int32, "hidden")
 
 
 def micro_batch(

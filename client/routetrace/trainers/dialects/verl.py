@@ -26,9 +26,10 @@ import numpy.typing as npt
 from routetrace.client import _arguments as check
 from routetrace.client.micro_batch import MicroBatch, Sample
 from routetrace.client.rows import Rows
-from routetrace.client.samples import LayerAxis, SampleRows
+from routetrace.client.samples import SampleRows
 from routetrace.client.trace import Trace, ids_to_torch
 from routetrace.common.errors import InvalidArgument
+from routetrace.trainers.dialects._sample import LayerAxis, array_of, require_valid
 
 Missing = Literal["raise", "zeros"]
 
@@ -61,11 +62,11 @@ def routed_experts(
             field="num_experts", value=layout.num_experts, expected="at most 32768: verl has int16"
         )
     if missing == "raise":
-        sample.require_valid("verl")
+        require_valid(sample, "verl")
     elif layout.top_k == 1:
         raise InvalidArgument(field="missing", value=missing, expected="'raise', as top_k is 1")
     check.choice("axis", axis, ("hidden", "moe"))
-    return sample.array(np.int16, axis, missing=0)
+    return array_of(sample, np.int16, axis, missing=0)
 
 
 def replay_mask(rows: Trace | SampleRows) -> npt.NDArray[np.bool_]:

@@ -20,7 +20,7 @@ from routetrace.client.samples import SampleRows
 from routetrace.client.trace import Trace
 from routetrace.common.errors import InvalidArgument
 from routetrace.common.layout import ModelLayout
-from routetrace.trainers.dialects._sample import as_array
+from routetrace.trainers.dialects._sample import array_of, as_array, require_valid
 
 
 def routed_experts(rows: Trace | SampleRows, *, prompt_start: int = 0) -> str:
@@ -39,10 +39,11 @@ def routed_experts(rows: Trace | SampleRows, *, prompt_start: int = 0) -> str:
         InvalidArgument: if the sample has fewer rows.
     """
     sample = SampleRows.of(rows)
-    sample.require_valid("vLLM's answer")
+    require_valid(sample, "vLLM's answer")
     check.whole("prompt_start", prompt_start, 0, sample.num_tokens - 1)
     file = io.BytesIO()
-    np.save(file, sample.array(sample.layout.dtype, "hidden")[prompt_start:], allow_pickle=False)
+    array = array_of(sample, sample.layout.dtype, "hidden")
+    np.save(file, array[prompt_start:], allow_pickle=False)
     return base64.b64encode(file.getbuffer()).decode("ascii")
 
 
