@@ -101,7 +101,7 @@ class PrefixSpan(NamedTuple):
         return self._asdict()
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
+@dataclass(frozen=True, eq=False, repr=False, kw_only=True)
 class TraceFacts(Values):
     """Facts about a trace, as of the moment of the answer."""
 
@@ -148,8 +148,14 @@ class TraceFacts(Values):
     prefix_trace_ids: tuple[str, ...]
     """Other traces whose rows stand in where KV was restored from elsewhere."""
 
+    def __repr__(self) -> str:
+        return (
+            f"<{type(self).__name__} {self.trace_id!r} {self.state.value}: {self.num_rows} rows, "
+            f"incarnation {self.incarnation} of {self.num_incarnations}>"
+        )
 
-@dataclass(frozen=True, eq=False, kw_only=True)
+
+@dataclass(frozen=True, eq=False, repr=False, kw_only=True)
 class TraceStat(TraceFacts):
     """Facts about a trace, without its rows."""
 
@@ -165,7 +171,7 @@ class TraceStat(TraceFacts):
         return 1 - sum(self.missing_cells.values()) / cells if cells else 1.0
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
+@dataclass(frozen=True, eq=False, repr=False, kw_only=True)
 class ReadFacts(TraceFacts):
     """Facts about the rows of a trace that were read."""
 

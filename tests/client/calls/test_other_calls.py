@@ -61,6 +61,13 @@ def test_find(client, server):
     assert list(first.states) == [RUNNING, pb.TRACE_STATE_COMPLETE]
 
 
+def test_facts_print_as_one_line(client, server):
+    info = truth(12, incarnation=2, num_incarnations=3).info
+    server.script["StatTrace"] = lambda request, context: pb.StatTraceResponse(info=info)
+    found = client.stat("req")
+    assert repr(found) == "<TraceStat 'req' complete: 12 rows, incarnation 2 of 3>"
+
+
 @pytest.mark.parametrize(("limit", "calls"), [(1, 1), (3, 1), (4, 2), (7, 3), (9, 3), (5000, 3)])
 def test_at_most_so_many_are_found(client, server, limit, calls):
     infos = [truth(i, trace_id=f"r{i}").info for i in range(7)]
