@@ -22,6 +22,8 @@ OLD = {
     r"\b(linger|flush_interval|close_timeout)_s\b": "..._seconds",
     r"\buntold_requests\b": "unreported_requests",
     r"get_many\([^)\n]*\bprefetch=": "get_many(concurrency=)",
+    r"\bSampleRows\.split\b": "Rows.per_sample",
+    r"RouteClient\([^)\n]*\b(grpc_options|max_message_bytes)=": "ClientConfig",
     r"\bmode=\"(thread|process)\"": "background=",
 }
 KEPT = re.compile(
