@@ -101,8 +101,11 @@ def replay_in_megatron(
 
 
 def follow(client: RouteClient, name: str) -> int:
-    """Return the rows that arrive while a request runs."""
-    return sum(len(part.topk_ids) for part in client.follow(name))
+    """Read the rows as they arrive while a request runs; return their number."""
+    num_rows = 0
+    for part in client.follow(name):  # one that starts earlier replaces rows
+        num_rows = part.token_start + len(part.topk_ids)
+    return num_rows
 
 
 def prefetch(target: str, plans: Sequence[FetchPlan]) -> float:

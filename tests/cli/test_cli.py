@@ -310,7 +310,7 @@ def test_get_waits_for_the_end(server, cli, client, tmp_path):
         (["list", "--label", "group"], "key=value"),
         (["list", "--state", "gone"], "incomplete"),
         (["verify"], "--all"),
-        (["renew", "a", "--ttl", "-1"], "0"),
+        (["renew", "a", "--ttl", "0"], "1"),
         (["nonsense"], "nonsense"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,

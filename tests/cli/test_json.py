@@ -199,7 +199,7 @@ def test_delete_and_dry_runs(server, cli):
     def going(*words: str, code: int = 0) -> Any:
         return cli(*words, "--json", "--run", "json-going", code=code)
 
-    dry = {"trace_id": "a", "deleted": False, "state": "complete", "rows": 10}
+    dry = {"trace_id": "a", "would_delete": True, "state": "complete", "rows": 10}
     assert objects(going("delete", "a", "--dry-run").stdout) == [dry]
     assert objects(going("delete", "a").stdout) == [{"trace_id": "a", "deleted": True}]
     done = going("delete", "a", "b", code=1)

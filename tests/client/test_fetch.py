@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import random
 import threading
+from contextlib import suppress
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -573,7 +575,80 @@ def test_closing_ends_the_threads(stored, client):
     fetched.close()
     fetched.close()
     assert not any(thread.name.startswith("routetrace-fetch") for thread in threading.enumerate())
-    assert list(fetched) == []
+    with pytest.raises(Closed):
+        next(fetched)
+
+
+def test_a_prefetch_that_is_closed_before_its_end_says_so(stored):
+    plans = [whole(1, stored)] * 4
+    with RouteClient(stored.target) as own:
+        fetched = own.prefetch(plans, max_bytes=0)
+        assert next(fetched).plan is plans[0]
+        own.close()
+        with pytest.raises(Closed):
+            list(fetched)
+
+    async def fetch() -> None:
+        async with AsyncRouteClient(stored.target) as other:
+            fetched = other.prefetch(plans, max_bytes=0)
+            assert (await anext(fetched)).plan is plans[0]
+            await fetched.close()
+            with pytest.raises(Closed):
+                await anext(fetched)
+
+    asyncio.run(fetch())
+
+
+@pytest.mark.parametrize("max_bytes", [0, 20_000, 1 << 20])
+@pytest.mark.parametrize("place", range(1, 6))
+def test_a_wrong_plan_keeps_its_turn(stored, client, place, max_bytes):
+    """Whatever is read ahead: the caller pairs rows with samples by their order."""
+    plans: list[Any] = [whole(number, stored) for number in (1, 2, 4, 1, 2)]
+    plans.insert(place, "no plan")
+    expected = [*plans]
+
+    found: list[Any] = []
+    with client.prefetch(plans, missing="mask", max_bytes=max_bytes) as fetched:
+        for _ in expected:
+            with suppress(InvalidArgument):
+                found.append("no plan")
+                found[-1] = next(fetched).plan
+        assert next(fetched, None) is None
+    assert found == expected
+
+    async def fetch() -> list[Any]:
+        found: list[Any] = []
+        async with (
+            AsyncRouteClient(stored.target) as other,
+            other.prefetch(plans, missing="mask", max_bytes=max_bytes) as fetched,
+        ):
+            for _ in expected:
+                with suppress(InvalidArgument):
+                    found.append("no plan")
+                    found[-1] = (await anext(fetched)).plan
+            assert await anext(fetched, None) is None
+        return found
+
+    assert asyncio.run(fetch()) == expected
+
+
+@pytest.mark.parametrize("error", [ZeroDivisionError, StopIteration])
+def test_an_error_of_the_progress_function_ends_the_prefetch(stored, client, error):
+    def fails(progress: Progress) -> None:
+        if progress.done == 2:
+            raise error
+
+    with client.prefetch([whole(1, stored)] * 4, progress=fails) as fetched:
+        next(fetched)
+        with pytest.raises((ZeroDivisionError, RuntimeError)):
+            next(fetched)
+        assert list(fetched) == []
+
+    async def later(progress: Progress) -> None:
+        pass
+
+    with pytest.raises(InvalidArgument, match="progress is a function"):
+        client.prefetch([], progress=later)
 
 
 # ------------------------------------------------------------------ what is missing

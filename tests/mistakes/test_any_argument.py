@@ -42,6 +42,7 @@ POOL: tuple[Any, ...] = (
     None, True, -1, 2**70, 1.5, math.nan, math.inf, "", "x", "\ud800", "x" * 5000, b"x", (), [None],
     ["x"], [[1], [1, 2]], {}, {"x": 1}, {1: "x"}, object(), int, lambda: 0, np.float64(2.5),
     np.arange(3), np.zeros((2, 2)), np.array("x"), iter(()), rt.ReadOptions(), slice(1),
+    {"x": 10**5000}, [10**5000], rt.TraceState.COMPLETE, 0.0,
 )  # fmt: skip
 
 #: What these keywords may be, in calls that take all of them.

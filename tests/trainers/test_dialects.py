@@ -526,6 +526,10 @@ def test_how_many_tokens():
     short = SampleRows.of(trace, 5)
     assert len(slime.rollout_routed_experts(short)) == 4
     assert SampleRows.of(short) is short
+    assert SampleRows.of(short, 3).num_tokens == 3
+    assert np.array_equal(SampleRows.of(short, 3).topk_ids, short.topk_ids[:, :2])
+    with pytest.raises(InvalidArgument, match="num_tokens"):
+        SampleRows.of(short, 6)
     with pytest.raises(Incomplete, match="lacks 10 of 70 cells, the first at position 12"):
         slime.rollout_routed_experts(SampleRows.of(trace, 15))
     with pytest.raises(InvalidArgument, match="num_tokens"):

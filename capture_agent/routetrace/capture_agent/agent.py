@@ -46,7 +46,7 @@ from routetrace.capture_agent.step_path.checks import (
 from routetrace.capture_agent.step_path.feed import Feed
 from routetrace.capture_agent.step_path.handles import Handles
 from routetrace.codec.records import FinishReason
-from routetrace.common.checks import MAX_SECONDS, choice, flag, instance, real
+from routetrace.common.checks import MAX_SECONDS, choice, flag, instance, real, whole
 from routetrace.common.errors import Closed, InvalidArgument, quoted
 from routetrace.common.limits import check_id
 from routetrace.common.security import Security
@@ -193,8 +193,8 @@ class CaptureAgent:
             if not self._active():
                 return 0
             check_id("request_id", request_id)
-            trace_id = "" if trace_id is None else trace_id
-            check_id("trace_id", trace_id, required=False)
+            if trace_id is not None:
+                check_id("trace_id", trace_id)
             if request_id in self._handles:
                 raise wrong("request_id", quoted(request_id), "an id that is not running")
             if prompt_len is not None:
@@ -203,12 +203,10 @@ class CaptureAgent:
             if prompt_len is None:
                 prompt_len = len(prompt or b"") // 4
             facts = pb.RequestBegin(
-                trace_id=trace_id,
+                trace_id=trace_id or "",
                 prompt_len=prompt_len,
                 labels=labels_of({} if labels is None else labels),
-                ttl_seconds=number(
-                    "ttl_seconds", 0 if ttl_seconds is None else ttl_seconds, 1 << 32
-                ),
+                ttl_seconds=0 if ttl_seconds is None else whole("ttl_seconds", ttl_seconds, 1),
             )
             blocks = blocks_of(block_ids, self.config)
             computed = computed_of(num_computed_tokens, blocks, self.config)

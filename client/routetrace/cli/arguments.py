@@ -119,7 +119,7 @@ class PolicyChoice(str, Enum):
 
 
 class PrefixChoice(str, Enum):
-    """Which rows of other traces stand in where KV was restored from elsewhere."""
+    """Source of rows for KV that was restored from elsewhere."""
 
     same_version = "same_version"
     any_version = "any_version"

@@ -34,7 +34,7 @@ def describe(error: object) -> str:
 
 def write_json(value: Any, *, error: bool = False) -> None:
     """Print a line of JSON on stdout, or on stderr; readers of a pipe have it at once."""
-    line = json.dumps(value, ensure_ascii=False, default=as_json)
+    line = json.dumps(value, default=as_json)  # ASCII: one line in any encoding
     print(line, file=sys.stderr if error else sys.stdout, flush=True)
 
 

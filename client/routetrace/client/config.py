@@ -16,7 +16,7 @@ from routetrace.common.values import Values
 
 
 class _Default(float):
-    """Default of an argument: tells it from an equal number that was given."""
+    """Default of an argument, which is no number that a caller gives."""
 
 
 #: Seconds of a call that is not given its own.
@@ -31,10 +31,11 @@ class ClientConfig(Values):
         InvalidArgument: naming the field that is wrong.
     """
 
-    target: str
-    """host:port, host (port 7411), several with commas between, or a gRPC target."""
-    run: str = "default"
-    """Training job of the traces."""
+    target: str | None = None
+    """host:port, host (port 7411), several with commas between, or a gRPC target;
+    $ROUTETRACE_TARGET if None."""
+    run: str | None = None
+    """Training job of the traces; $ROUTETRACE_RUN if None, "default" without it."""
     timeout: float = TIMEOUT
     """Seconds of a call that is not given its own."""
     security: Security | Mapping[str, Any] | None = None
@@ -66,19 +67,21 @@ class ClientConfig(Values):
         if not isinstance(environ, Mapping):
             expected = "a mapping of str to str"
             raise InvalidArgument(field="environ", value=typed(environ), expected=expected)
-        given = {
-            "target": environ.get("ROUTETRACE_TARGET", ""),
-            "run": environ.get("ROUTETRACE_RUN") or "default",
-            **overrides,
-        }
+        given = dict(overrides)
+        for name, value in _variables(environ).items():
+            if given.get(name) is None:
+                given[name] = value
         if given.get("security") is None:
             given["security"] = Security.from_environment(environ)
         return cls(**given)
 
     def __post_init__(self) -> None:
+        known = _variables(os.environ)
+        target = known["target"] if self.target is None else self.target
+        run = known["run"] if self.run is None else self.run
         for name, value in (
-            ("target", parse_target(self.target)),
-            ("run", check.identifier("run", self.run)),
+            ("target", parse_target(target)),
+            ("run", check.identifier("run", run)),
             ("timeout", check.seconds("timeout", self.timeout)),
             ("security", Security.of(self.security)),
             (
@@ -88,6 +91,14 @@ class ClientConfig(Values):
             ("grpc_options", _grpc_options(self.grpc_options)),
         ):
             object.__setattr__(self, name, value)
+
+
+def _variables(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the fields that an environment has, but for `security`."""
+    return {
+        "target": environ.get("ROUTETRACE_TARGET", ""),
+        "run": environ.get("ROUTETRACE_RUN") or "default",
+    }
 
 
 def settings_of(config: ClientConfig | None, given: Mapping[str, Any]) -> ClientConfig:
@@ -124,7 +135,8 @@ def _grpc_options(options: Any) -> dict[str, str | int]:
     if not isinstance(options, Mapping):
         raise InvalidArgument(field="grpc_options", value=typed(options), expected=expected)
     for name, value in options.items():
-        fits = is_text(value) or (isinstance(value, int) and -(2**31) <= value < 2**31)
+        number = isinstance(value, int) and not isinstance(value, bool)
+        fits = is_text(value) or (number and -(2**31) <= value < 2**31)
         if not (is_text(name) and fits):
             shown = quoted(dict(options))
             raise InvalidArgument(field="grpc_options", value=shown, expected=expected)

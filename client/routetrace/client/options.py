@@ -40,8 +40,8 @@ class ReadOptions(Values):
     """Seconds that a call may take; None: the client's timeout. get_many, fetch and prefetch read
     up to 32 traces with one call. A read that waited in vain is repeated once, within the client's
     timeout, to report the state of the trace.
-    `follow`: seconds for the whole stream; None: until the request ends, and the client's timeout
-    for its beginning."""
+    `follow`: seconds for the whole stream, if given with the call; else until the request ends, and
+    the client's timeout for its beginning."""
     policy: Policy = "as_sampled"
     """Choice among the rows of a token that was computed more than once. "as_sampled": rows of the
     pass that sampling used: the first one of a preempted request, the earlier request's where one

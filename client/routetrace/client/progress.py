@@ -1,10 +1,11 @@
-"""Progress: how far get_many and prefetch are."""
+"""Progress of get_many and prefetch."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sized
 from dataclasses import dataclass
+from inspect import iscoroutinefunction
 from typing import TypeVar
 
 from routetrace.client.rows import Rows
@@ -35,17 +36,16 @@ class Meter:
     """Reports the progress of one iteration to a function of the caller.
 
     Args:
-        report: called, by the caller of the iteration, before each item is returned or raised; an
-            error of it ends that step of the iteration. None: nothing is reported.
+        report: function of the caller; None: nothing is reported.
         source: traces or plans of the call.
 
     Raises:
-        InvalidArgument: if `report` cannot be called.
+        InvalidArgument: if `report` cannot be called, or is a coroutine function.
     """
 
     def __init__(self, report: Callable[[Progress], None] | None, source: Iterable[object]) -> None:
-        if not (report is None or callable(report)):
-            expected = "a callable that takes a Progress, or None"
+        if not (report is None or callable(report)) or iscoroutinefunction(report):
+            expected = "a function that takes a Progress, or None"
             raise InvalidArgument(field="progress", value=typed(report), expected=expected)
         self._report = report
         self._total = len(source) if isinstance(source, Sized) else None
@@ -58,13 +58,15 @@ class Meter:
             self._done += 1
             self._failed += isinstance(item, Exception)
             self._bytes += item.topk_ids.nbytes if isinstance(item, (Trace, Rows)) else 0
-            self._report(
-                Progress(
-                    done=self._done,
-                    total=self._total,
-                    failed=self._failed,
-                    bytes=self._bytes,
-                    seconds=time.monotonic() - self._began,
-                )
+            progress = Progress(
+                done=self._done,
+                total=self._total,
+                failed=self._failed,
+                bytes=self._bytes,
+                seconds=time.monotonic() - self._began,
             )
+            try:
+                self._report(progress)
+            except (StopIteration, StopAsyncIteration) as error:  # would end a loop in silence
+                raise RuntimeError(f"progress raised {type(error).__name__}") from error
         return item

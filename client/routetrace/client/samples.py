@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -49,7 +50,7 @@ class SampleRows:
             Incomplete: if the number of tokens is unknown.
         """
         if isinstance(trace, SampleRows):
-            return trace
+            return trace._first(num_tokens)
         if not isinstance(trace, Trace):
             raise InvalidArgument(
                 field="rows",
@@ -72,7 +73,25 @@ class SampleRows:
         there = min(count, len(trace))
         ids[:, :there] = trace.topk_ids[:there].transpose(1, 0, 2)
         valid[:, :there] = trace.valid[:there].T
-        return cls(repr(trace.trace_id), trace.layout, ids, valid, trace.missing)
+        missing = _before(count, trace.missing)
+        return cls(repr(trace.trace_id), trace.layout, ids, valid, missing)
+
+    def _first(self, num_tokens: int | None) -> SampleRows:
+        """Return its first tokens."""
+        if num_tokens is None:
+            return self
+        count = check.whole("num_tokens", num_tokens, 1, self.num_tokens) - 1
+        return replace(
+            self,
+            topk_ids=self.topk_ids[:, :count],
+            valid=self.valid[:, :count],
+            missing=_before(count, self.missing),
+        )
+
+
+def _before(stop: int, missing: Iterable[MissingRange]) -> tuple[MissingRange, ...]:
+    """Return missing cells of the positions below `stop`."""
+    return tuple(replace(m, stop=min(m.stop, stop)) for m in missing if m.start < stop)
 
 
 def all_layers(layer_ids: tuple[int, ...], layout: ModelLayout) -> None:

@@ -48,7 +48,12 @@ def quoted(value: Any) -> str:
         return f"an int of {value.bit_length()} bits"
     if isinstance(value, (str, bytes, list, tuple)) and len(value) > _VALUE_LIMIT:
         value = value[:_VALUE_LIMIT]
-    return _cut(repr(value), _VALUE_LIMIT)
+    if isinstance(value, str):
+        value = str(value)  # the text of an enum
+    try:
+        return _cut(repr(value), _VALUE_LIMIT)
+    except Exception:  # of an object's own, of a huge int in it, or of deep nesting
+        return kind_of(value)
 
 
 def typed(value: Any) -> str:
@@ -197,7 +202,7 @@ class Incomplete(RouteTraceError):
     """Cells are missing, and no mask was requested.
 
     Attributes:
-        trace_id: id of the trace.
+        trace_id: id of the trace; None for rows of KV blocks.
         state: state of the trace at the read, a `routetrace.client.TraceState`; None if unknown.
         missing: ranges of missing cells, by position.
         unknown_from: first position that may or may not exist; None if the end is known.
@@ -207,13 +212,13 @@ class Incomplete(RouteTraceError):
         self,
         message: str = "",
         *,
-        trace_id: str = "",
+        trace_id: str | None = None,
         state: Any = None,
         missing: tuple[MissingRange, ...] = (),
         unknown_from: int | None = None,
     ) -> None:
         super().__init__(message)
-        self.trace_id = trace_id
+        self.trace_id = trace_id or None
         self.state = state
         self.missing = missing
         self.unknown_from = unknown_from
@@ -275,7 +280,7 @@ class DeadlineExceeded(RouteTraceError, TimeoutError):
     """The deadline passed first.
 
     Attributes:
-        trace_id: id of the trace that was waited for; "" for other calls.
+        trace_id: id of the trace that was waited for; None for other calls.
         waited_seconds: seconds until then; None if unknown.
         stat: facts about the trace at that moment, a `routetrace.client.TraceStat`; None if the
             server does not know it, or for other calls.
@@ -287,13 +292,13 @@ class DeadlineExceeded(RouteTraceError, TimeoutError):
         self,
         message: str = "",
         *,
-        trace_id: str = "",
+        trace_id: str | None = None,
         waited_seconds: float | None = None,
         stat: Any = None,
         **where: Any,
     ) -> None:
         super().__init__(message, **where)
-        self.trace_id = trace_id
+        self.trace_id = trace_id or None
         self.waited_seconds = waited_seconds
         self.stat = stat
 

@@ -15,7 +15,7 @@ from typing import Any
 import grpc
 
 from routetrace.common import pem
-from routetrace.common.errors import InvalidArgument, kind_of
+from routetrace.common.errors import InvalidArgument, kind_of, quoted
 from routetrace.common.target import resolver_options
 from routetrace.common.values import Values
 
@@ -100,6 +100,8 @@ class Security(Values):
                 object.__setattr__(self, item.name, value)
             if not isinstance(value, kind):
                 raise InvalidArgument(field=item.name, value=kind_of(value), expected=kind.__name__)
+            if item.name.endswith("_file") and "\0" in str(value):
+                raise InvalidArgument(field=item.name, value=quoted(value), expected="a path")
 
     @classmethod
     def of(cls, given: Security | Mapping[str, Any] | None) -> Security:
@@ -296,7 +298,7 @@ def _switch(environ: Mapping[str, str], name: str) -> bool:
     value = environ.get(_ENV_PREFIX + name, "")
     try:
         return _SWITCH[value.lower()]
-    except KeyError:
+    except (KeyError, AttributeError):  # or no str
         raise InvalidArgument(
             field=_ENV_PREFIX + name, value=value, expected="true or false"
         ) from None

@@ -20,7 +20,7 @@ class TextEnum(str, Enum):
 
 
 class Values:
-    """Dataclass that gives its fields as values of JSON."""
+    """Mixin of dataclasses: their fields as values of JSON."""
 
     _NOT_IN_DICT: ClassVar[frozenset[str]] = frozenset()
     """Fields to leave out: secrets, and rows."""

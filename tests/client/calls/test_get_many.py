@@ -124,7 +124,7 @@ class TestGetMany:
         with pytest.raises(ZeroDivisionError, match="1"):
             next(traces)
         assert list(traces) == []
-        with pytest.raises(InvalidArgument, match=r"progress is 5 \(int\); expected a callable"):
+        with pytest.raises(InvalidArgument, match=r"progress is 5 \(int\); expected a function"):
             client.get_many(["r0"], progress=5)
 
     def test_closing_ends_what_is_under_way(self, client, server):

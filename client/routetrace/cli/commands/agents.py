@@ -38,12 +38,12 @@ def agents(connection: Connection, as_json: AsJson = False) -> None:
     with connection.client() as client:
         found = sorted(client.agents(), key=attrgetter("engine_id", "shard"))
         info = client.server_info()
+    if not found:
+        note(none_found("agent", connection.run, info.runs))
     if as_json:
         for agent in found:
             write_json(agent.to_dict())
-        return
-    if not found:
-        note(none_found("agent", connection.run, info.runs))
+    if as_json or not found:
         return
     write_table(_COLUMNS, (_row(agent, info.now) for agent in found), _FOLD)
     dropped = [*_dropped(found)]

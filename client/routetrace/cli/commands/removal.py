@@ -1,4 +1,4 @@
-"""`routetrace delete`, `retire` and `renew`: how long traces stay."""
+"""`routetrace delete`, `retire` and `renew`: lifetimes of traces."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def delete(
                     report_error(error, as_json=as_json, trace_id=name)
                     continue
             if as_json:
-                write_json({"trace_id": name, "deleted": deleted})
+                write_json({"trace_id": name, "would_delete" if dry_run else "deleted": deleted})
     if failed:
         raise typer.Exit(1)
 
@@ -71,7 +71,8 @@ def retire(
 def _would_delete(found: TraceStat, as_json: bool) -> None:
     state, rows = found.state.value, found.num_rows
     if as_json:
-        write_json({"trace_id": found.trace_id, "deleted": False, "state": state, "rows": rows})
+        facts = {"trace_id": found.trace_id, "would_delete": True, "state": state, "rows": rows}
+        write_json(facts)
     else:
         print(plain(f"would delete {found.trace_id}: {state}, {rows:,} rows"))
 
@@ -79,7 +80,9 @@ def _would_delete(found: TraceStat, as_json: bool) -> None:
 def renew(
     connection: Connection,
     ids: SomeIds,
-    ttl: Annotated[int, typer.Option(min=0, help="Seconds from now; 0: server default.")] = 0,
+    ttl: Annotated[
+        int | None, typer.Option(min=1, help="Seconds from now; the server's default if not given.")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Renew the lease of traces."""

@@ -58,11 +58,16 @@ def list_traces(
 ) -> None:
     """List the traces of the run, newest first, by the age of their first report."""
     with connection.client() as client:
-        found = client.find(labels=labels_of(label or ()), states=state or ())
+        found = client.find(
+            labels=labels_of(label or ()), states=state or (), limit=limit + 1 if limit else None
+        )
         first = islice(found, limit or None)
         if as_json:
-            for one in first:
+            number = 0
+            for number, one in enumerate(first, 1):  # noqa: B007
                 write_json(facts_json(one))
+            if not number:
+                note(none_found("trace", connection.run, client.server_info().runs))
             return
         shown = list(first)
         server = client.server_info()

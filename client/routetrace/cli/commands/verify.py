@@ -36,7 +36,7 @@ class Checked:
     bytes: int = 0
 
     def add(self, other: Checked) -> None:
-        """Add the amounts of another one."""
+        """Add the amounts of another check."""
         for name in ("incarnations", "running", "cells", "bytes"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
 

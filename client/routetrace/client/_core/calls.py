@@ -374,7 +374,7 @@ def _get_request(config: Config, want: Want, options: ReadOptions) -> pb.GetTrac
 
 def _lease(seconds: int | None) -> int:
     # The wire says "the server's default" with 0.
-    return 0 if seconds is None else check.whole("ttl_seconds", seconds)
+    return 0 if seconds is None else check.whole("ttl_seconds", seconds, 1)
 
 
 def _incarnation(incarnation: int | None) -> int:

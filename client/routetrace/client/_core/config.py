@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from threading import Event
-from typing import Any
+from typing import Any, cast
 
 import grpc
 
@@ -19,10 +19,9 @@ from routetrace.common.target import FAILOVER_OPTIONS, targets_of, unreachable
 
 @dataclass(frozen=True)
 class Config:
-    """Settings of a client, and what it knows about its server."""
+    """Settings of a client, and the state of its server."""
 
     settings: ClientConfig
-    security: Security
     route: Route = field(compare=False, repr=False)
     reached: Event = field(default_factory=Event, compare=False, repr=False)
     """Set once the server has answered."""
@@ -36,20 +35,25 @@ class Config:
             MissingDependency: if the codec was not built.
         """
         native.require()
-        security = Security.of(settings.security)
-        for target in targets_of(settings.target):
-            security.check(target)
-        return cls(settings, security, Route(settings.target))
+        config = cls(settings, Route(cast("str", settings.target)))
+        for target in targets_of(config.target):
+            config.security.check(target)
+        return config
 
     @property
     def target(self) -> str:
         """Configured target."""
-        return self.settings.target
+        return cast("str", self.settings.target)
 
     @property
     def run(self) -> str:
         """Run of all calls."""
-        return self.settings.run
+        return cast("str", self.settings.run)
+
+    @property
+    def security(self) -> Security:
+        """Files and token of all calls."""
+        return cast("Security", self.settings.security)
 
     @property
     def timeout(self) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import grpc
 import numpy as np
@@ -181,28 +181,74 @@ class Fetch:
         )
 
 
-class Budget:
-    """Admission of fetches: as many as fit into a number of bytes, at least one."""
+class Admitted(NamedTuple):
+    """A fetch that may begin, or the error in its place."""
 
-    def __init__(self, fetches: Iterable[Fetch], max_bytes: int, concurrency: int) -> None:
-        self._fetches = iter(fetches)
+    fetch: Fetch | None
+    reads: list[Steps[ReadFacts | RouteTraceError]]
+    error: Exception | None = None
+
+
+class Budget:
+    """Admission of fetches: as many as fit into a number of bytes, at least one.
+
+    Args:
+        plans: their plans; consumed as the budget allows.
+        make: returns the fetch of a plan.
+        max_bytes: the budget.
+        concurrency: number of calls under way at a time.
+    """
+
+    def __init__(
+        self,
+        plans: Iterable[FetchPlan],
+        make: Callable[[FetchPlan], Fetch],
+        max_bytes: int,
+        concurrency: int,
+    ) -> None:
+        self._fetches = self._made(plans, make)
         self._concurrency = concurrency
         self._left = max_bytes
         self._under_way = 0
-        self._next: Fetch | None = None
+        self._next: Fetch | Exception | None = None
 
-    def admit(self) -> Iterator[tuple[Fetch, list[Steps[ReadFacts | RouteTraceError]]]]:
-        """Yield the fetches that may begin now, with their reads; skip one that raises."""
+    @staticmethod
+    def _made(
+        plans: Iterable[FetchPlan], make: Callable[[FetchPlan], Fetch]
+    ) -> Iterator[Fetch | Exception]:
+        for plan in plans:
+            try:
+                fetch: Fetch | Exception = make(plan)
+            except Exception as error:
+                fetch = error
+            yield fetch
+
+    def admit(self) -> Iterator[Admitted]:
+        """Yield the fetches that may begin now; end at an error, so that it keeps its turn.
+
+        Raises:
+            Exception: of the iterator of plans.
+        """
         while True:
             fetch = self._next or next(self._fetches, None)
             self._next = fetch
-            if fetch is None or (self._under_way and fetch.nbytes > self._left):
+            if fetch is None:
+                return
+            if isinstance(fetch, Exception):
+                self._next = None
+                yield Admitted(None, [], fetch)
+                return
+            if self._under_way and fetch.nbytes > self._left:
                 return
             self._next = None
-            reads = list(fetch.reads(self._concurrency))  # allocates, or raises
+            try:
+                reads = list(fetch.reads(self._concurrency))  # allocates
+            except Exception as error:
+                yield Admitted(None, [], error)
+                return
             self._left -= fetch.nbytes
             self._under_way += 1
-            yield fetch, reads
+            yield Admitted(fetch, reads)
 
     def release(self, fetch: Fetch) -> None:
         """Return the bytes of a fetch to the budget."""

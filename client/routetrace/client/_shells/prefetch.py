@@ -5,17 +5,20 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 
-from routetrace.client._core.fetch import Budget, Fetch
+from routetrace.client._core.fetch import Admitted, Budget, Fetch
 from routetrace.client._core.steps import Plan
 from routetrace.client._shells.aio_drive import AsyncDriver, settled
 from routetrace.client._shells.drive import Driver, Scope
+from routetrace.client.plan import FetchPlan
 from routetrace.client.progress import Meter
 from routetrace.client.rows import FetchStats, Rows
 from routetrace.client.stat import ReadFacts
-from routetrace.common.errors import RouteTraceError
+from routetrace.common.errors import Closed, RouteTraceError
+
+_CLOSED = "the prefetch, or its client, was closed before its last plan"
 
 
 class Prefetch:
@@ -23,13 +26,15 @@ class Prefetch:
 
     Reading starts at once. Results that are being read, are ready, or were returned last count
     against the budget; asking for the next releases the last. The error of a plan is raised at its
-    turn; the iteration may continue after it.
+    turn, and plans behind it are read from then on; the iteration may continue after it. That of
+    the first plan may be raised by `prefetch`, an error of the iterator of plans at any time.
     """
 
     def __init__(
         self,
         driver: Driver,
-        fetches: Iterable[Fetch],
+        plans: Iterable[FetchPlan],
+        make: Callable[[FetchPlan], Fetch],
         max_bytes: int,
         concurrency: int,
         meter: Meter,
@@ -37,17 +42,17 @@ class Prefetch:
         self.stats = FetchStats()
         """Sum over all results returned."""
         self._driver = driver
-        self._budget = Budget(fetches, max_bytes, concurrency)
+        self._budget = Budget(plans, make, max_bytes, concurrency)
         self._meter = meter
         self._pool = ThreadPoolExecutor(concurrency, "routetrace-fetch")
         self._scope = driver.scope()
-        self._pending: deque[tuple[Fetch, Scope, list[Future[list[ReadFacts]]]]] = deque()
+        self._pending: deque[tuple[Admitted, Scope, list[Future[list[ReadFacts]]]]] = deque()
         self._last: Fetch | None = None
-        try:
-            self._start()
-        except BaseException:  # the caller has no object to close
-            self.close()
-            raise
+        self._ended = False
+        self._start()
+        if self._pending and (error := self._pending[0][0].error):
+            self._end()
+            raise error
 
     def __enter__(self) -> Prefetch:
         return self
@@ -59,25 +64,33 @@ class Prefetch:
         return self
 
     def __next__(self) -> Rows:
-        try:
-            rows = self._next()
-        except Exception as error:
-            if not isinstance(error, StopIteration):
-                self._meter.counted(error)
-            raise
-        self.stats += rows.stats
-        return self._meter.counted(rows)
-
-    def _next(self) -> Rows:
         if self._last:
             self._budget.release(self._last)
             self._last = None
-        if not self._scope.cancelled:
-            self._start()
-        if not self._pending:
-            self.close()
+        if self._ended:
             raise StopIteration
-        self._last, scope, futures = self._pending.popleft()
+        if self._scope.cancelled:
+            raise Closed(_CLOSED)
+        self._start()
+        if not self._pending:
+            self._end()
+            raise StopIteration
+        try:
+            rows = self._rows(*self._pending.popleft())
+        except Exception as error:
+            self._report(error)
+            raise
+        self.stats += rows.stats
+        self._report(rows)
+        return rows
+
+    def _rows(
+        self, admitted: Admitted, scope: Scope, futures: list[Future[list[ReadFacts]]]
+    ) -> Rows:
+        if admitted.error:
+            raise admitted.error
+        assert admitted.fetch
+        self._last = admitted.fetch
         began = time.monotonic()
         try:
             reads = [facts for future in futures for facts in future.result()]
@@ -85,6 +98,17 @@ class Prefetch:
             scope.cancel()
             self._scope.discard(scope)
         return self._last.rows(reads, time.monotonic() - began)
+
+    def _report(self, item: Rows | Exception) -> None:
+        try:
+            self._meter.counted(item)
+        except BaseException:
+            self._end()
+            raise
+
+    def _end(self) -> None:
+        self._ended = True
+        self.close()
 
     def close(self) -> None:
         """Cancel all fetches; may be called more than once."""
@@ -94,11 +118,19 @@ class Prefetch:
         self._pending.clear()
 
     def _start(self) -> None:
-        for fetch, reads in self._budget.admit():
-            scope = Scope()
-            self._scope.add(scope)
-            futures = [self._pool.submit(self._driver.every, steps, scope) for steps in reads]
-            self._pending.append((fetch, scope, futures))
+        if self._pending and self._pending[-1][0].error:
+            return
+        try:
+            for admitted in self._budget.admit():
+                scope = Scope()
+                self._scope.add(scope)
+                futures = [
+                    self._pool.submit(self._driver.every, steps, scope) for steps in admitted.reads
+                ]
+                self._pending.append((admitted, scope, futures))
+        except BaseException:  # of the plans: no other one follows
+            self._end()
+            raise
 
 
 class AsyncPrefetch:
@@ -110,7 +142,8 @@ class AsyncPrefetch:
     def __init__(
         self,
         driver: AsyncDriver,
-        fetches: Iterable[Fetch],
+        plans: Iterable[FetchPlan],
+        make: Callable[[FetchPlan], Fetch],
         max_bytes: int,
         concurrency: int,
         meter: Meter,
@@ -118,18 +151,16 @@ class AsyncPrefetch:
         self.stats = FetchStats()
         """Sum over all results returned."""
         self._driver = driver
-        self._budget = Budget(fetches, max_bytes, concurrency)
+        self._budget = Budget(plans, make, max_bytes, concurrency)
         self._meter = meter
         self._slots = asyncio.Semaphore(concurrency)
-        self._closed = False
-        self._pending: deque[tuple[Fetch, asyncio.Future[list[ReadFacts]]]] = deque()
+        self._closed = self._ended = False
+        self._pending: deque[tuple[Admitted, asyncio.Future[list[ReadFacts]] | None]] = deque()
         self._last: Fetch | None = None
-        try:
-            self._start()
-        except BaseException:  # the caller has no object to close
-            for _, task in self._pending:
-                task.cancel()
-            raise
+        self._start()
+        if self._pending and (error := self._pending[0][0].error):
+            self._cancel()
+            raise error
 
     async def __aenter__(self) -> AsyncPrefetch:
         return self
@@ -141,25 +172,32 @@ class AsyncPrefetch:
         return self
 
     async def __anext__(self) -> Rows:
-        try:
-            rows = await self._next()
-        except Exception as error:
-            if not isinstance(error, StopAsyncIteration):
-                self._meter.counted(error)
-            raise
-        self.stats += rows.stats
-        return self._meter.counted(rows)
-
-    async def _next(self) -> Rows:
         if self._last:
             self._budget.release(self._last)
             self._last = None
-        if not self._closed:
-            self._start()
-        if not self._pending:
-            self._closed = True
+        if self._ended:
             raise StopAsyncIteration
-        self._last, task = self._pending.popleft()
+        if self._closed:
+            raise Closed(_CLOSED)
+        self._start()
+        if not self._pending:
+            self._ended = True
+            raise StopAsyncIteration
+        try:
+            rows = await self._rows(*self._pending.popleft())
+        except Exception as error:
+            await self._report(error)
+            raise
+        self.stats += rows.stats
+        await self._report(rows)
+        return rows
+
+    async def _rows(self, admitted: Admitted, task: asyncio.Future[list[ReadFacts]] | None) -> Rows:
+        if admitted.error:
+            raise admitted.error
+        assert admitted.fetch
+        assert task
+        self._last = admitted.fetch
         began = time.monotonic()
         try:
             reads = await task
@@ -167,18 +205,37 @@ class AsyncPrefetch:
             task.cancel()
         return self._last.rows(reads, time.monotonic() - began)
 
+    async def _report(self, item: Rows | Exception) -> None:
+        try:
+            self._meter.counted(item)
+        except BaseException:
+            self._ended = True
+            await self.close()
+            raise
+
     async def close(self) -> None:
         """Cancel all fetches; may be called more than once."""
         self._closed = True
-        tasks = [task for _, task in self._pending]
+        await settled(self._cancel())
+
+    def _cancel(self) -> list[asyncio.Future[list[ReadFacts]]]:
+        tasks = [task for _, task in self._pending if task]
         self._pending.clear()
         for task in tasks:
             task.cancel()
-        await settled(tasks)
+        return tasks
 
     def _start(self) -> None:
-        for fetch, reads in self._budget.admit():
-            self._pending.append((fetch, asyncio.create_task(self._all(reads))))
+        if self._pending and self._pending[-1][0].error:
+            return
+        try:
+            for admitted in self._budget.admit():
+                task = None if admitted.error else asyncio.create_task(self._all(admitted.reads))
+                self._pending.append((admitted, task))
+        except BaseException:  # of the plans: no other one follows
+            self._ended = True
+            self._cancel()
+            raise
 
     async def _all(self, reads: list[Plan[ReadFacts | RouteTraceError]]) -> list[ReadFacts]:
         async def every(steps: Plan[ReadFacts | RouteTraceError]) -> list[ReadFacts]:
@@ -200,11 +257,16 @@ def fetch_blocking(driver: Driver, fetch: Fetch, concurrency: int) -> Rows:
         began = time.monotonic()
         reads = driver.one_by_one(fetch.reads(concurrency))
         return fetch.rows(reads, time.monotonic() - began)
-    with Prefetch(driver, [fetch], 0, concurrency, Meter(None, ())) as fetched:
+    with Prefetch(
+        driver, [fetch.plan], lambda _: fetch, 0, concurrency, Meter(None, ())
+    ) as fetched:
         return next(fetched)
 
 
 async def fetch_async(driver: AsyncDriver, fetch: Fetch, concurrency: int) -> Rows:
     """Return the rows of one fetch."""
-    async with AsyncPrefetch(driver, [fetch], 0, concurrency, Meter(None, ())) as fetched:
+    meter = Meter(None, ())
+    async with AsyncPrefetch(
+        driver, [fetch.plan], lambda _: fetch, 0, concurrency, meter
+    ) as fetched:
         return await anext(fetched)

@@ -8,6 +8,7 @@ Generated from aio.py by scripts/make_sync_client.py.
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 import numpy.typing as npt
@@ -238,8 +239,8 @@ class RouteClient:
             token_start: as in `get`.
             token_stop: as in `get`.
             pin_memory: as in `get`.
-            progress: called with a `Progress` before each value is returned; an error of it ends
-                the iteration.
+            progress: called with a `Progress` before each value is returned, or error raised; an
+                error of it ends the iteration.
             options: as in `get`; they apply to each trace from the start of its read.
             **keywords: as in `get`.
 
@@ -332,7 +333,8 @@ class RouteClient:
                 (asking for the next releases the last); one plan is always read.
             pin_memory: as in `fetch`.
             concurrency: as in `fetch`, over all plans.
-            progress: called with a `Progress` before each result, or error, is returned.
+            progress: called with a `Progress` before each result is returned, or error raised; an
+                error of it ends the iteration.
             options: as in `fetch`.
             **keywords: as in `get`.
 
@@ -353,7 +355,7 @@ class RouteClient:
         _arguments.whole("max_bytes", max_bytes, 0, 2**63 - 1)
         _arguments.whole("concurrency", concurrency, 1)
         meter = Meter(progress, plans)
-        return Prefetch(self._driver, map(make, plans), max_bytes, concurrency, meter)
+        return Prefetch(self._driver, plans, make, max_bytes, concurrency, meter)
 
     def follow(
         self,
@@ -381,7 +383,7 @@ class RouteClient:
             incarnation: as in `get`; if None, and another engine request continues the one that
                 is followed (a handoff), that one is followed from there on.
             options: as in `get`. `missing` concerns the last part; `wait_for` waits for an unknown
-                trace to begin; `timeout` covers the whole stream.
+                trace to begin; `timeout`, if it is of this call, covers the whole stream.
             **keywords: as in `get`.
 
         Returns:
@@ -397,7 +399,7 @@ class RouteClient:
         plan = _calls.follow(
             self._config,
             trace_id,
-            merged(self.follow, options, keywords, self._options),
+            merged(self.follow, options, keywords, replace(self._options, timeout=None)),
             layer_ids=layer_ids,
             token_start=token_start,
             token_stop=token_stop,

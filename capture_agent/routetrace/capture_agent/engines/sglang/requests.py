@@ -264,10 +264,10 @@ class Deliveries:
         try:
             self._handles[live.lane] = agent.begin(
                 live.request_id,
-                trace_id=live.options.trace_id,
+                trace_id=live.options.trace_id or None,
                 prompt_len=live.prompt_len,
                 labels={**live.options.labels, **self._labels},
-                ttl_seconds=live.options.ttl_seconds,
+                ttl_seconds=live.options.ttl_seconds or None,
                 num_computed_tokens=start.num_computed,
                 block_ids=blocks,
                 prompt_token_ids=None if prompt is None else tokens_of(prompt),

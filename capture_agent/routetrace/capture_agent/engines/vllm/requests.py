@@ -128,10 +128,10 @@ class Requests:
         try:
             self._handles[event.lane] = agent.begin(
                 event.request_id,
-                trace_id=event.trace_id,
+                trace_id=event.trace_id or None,
                 prompt_len=event.prompt_len,
                 labels=event.labels,
-                ttl_seconds=event.ttl_seconds,
+                ttl_seconds=event.ttl_seconds or None,
                 num_computed_tokens=event.num_computed_tokens,
                 num_external_tokens=event.num_external_tokens,
                 block_ids=unpack_blocks(event.blocks),
