@@ -521,7 +521,7 @@ class Engine:
         for line in self.lines:
             line.begin(
                 request,
-                trace_id="" if same else request.trace_id,
+                trace_id=None if same else request.trace_id,
                 prompt_len=len(request.prompt),
                 labels={"request": request.request_id},
                 num_computed_tokens=computed,
@@ -796,7 +796,7 @@ class Engine:
         record.reason = request.outcome = reason
         record.tentative = (0, 0)
         told = list(tokens) if self.spec.tells_tokens else None
-        self._about("finish", request, len(tokens), reason, told)
+        self._about("finish", request, len(tokens), reason=reason, token_ids=told)
         if told:
             record.told_at |= digest_positions(len(tokens))
             ends = self.ends.setdefault(request.trace_id, deque(maxlen=ENDS_PER_TRACE))

@@ -19,7 +19,7 @@ class Sink(Protocol):
         self,
         request_id: str,
         *,
-        trace_id: str = "",
+        trace_id: str | None = None,
         prompt_len: int = 0,
         labels: Mapping[str, str] | None = None,
         ttl_seconds: int = 0,

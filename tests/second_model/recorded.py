@@ -41,7 +41,7 @@ class RecordingAgent:
         self,
         request_id: str,
         *,
-        trace_id: str = "",
+        trace_id: str | None = None,
         prompt_len: int = 0,
         num_computed_tokens: int = 0,
         num_external_tokens: int = 0,
@@ -63,7 +63,7 @@ class RecordingAgent:
         self._parts[handle] = self._log.begin(
             self._writer,
             request_id,
-            trace_id,
+            trace_id or "",
             prompt_len,
             num_computed_tokens,
             num_external_tokens,
