@@ -269,7 +269,11 @@ class Answers:
     ) -> Value:
         """The row that one request has for a cell, by its attempts."""
         values = []
+        reached = False
         for number in range(max(len(p.attempts) for p in request.parts)):
+            if forward_only and reached:
+                break  # it was given the token behind the position
+            reached = any(self.log.reached(part, number, position) for part in request.parts)
             found: set[Row | None] = set()
             sure = False
             for part in request.parts:

@@ -438,6 +438,13 @@ class Log:
                 return self.confirmed(row, self.now)
         return UNKNOWN
 
+    def reached(self, part: Part, number: int, position: int) -> bool:
+        """Whether an attempt computed a position, or began behind it."""
+        return number < len(part.attempts) and (
+            position < part.attempts[number].cached
+            or any(run.attempt == number and position < run.stop for run in part.runs)
+        )
+
     def cached(self, part: Part, number: int, position: int) -> Value:
         """The row that an attempt inherited."""
         attempt = part.attempts[number]
