@@ -145,6 +145,7 @@ def test_begin_refuses(idle_agent, field, arguments):
         ("block_ids", lambda a, h: a.add_blocks(h, [9])),
         ("block_ids", lambda a, h: a.add_blocks(h, 1)),
         ("block_ids", lambda a, h: a.add_blocks([h, h], [1])),
+        ("block_ids", lambda a, h: a.add_blocks([h, h], (b for b in [1]))),
         ("handles", lambda a, h: a.add_blocks([h, h + 99], [1, 2])),
         ("handles", lambda a, h: a.add_blocks("running", [1])),
         ("handles", lambda a, h: a.add_blocks([1], [1])),
@@ -246,6 +247,14 @@ def test_a_handle_is_void_after_finish(idle_agent):
             call()
     idle_agent.rewind(old, 0)  # which an asynchronous engine learns late
     idle_agent.finish(new, 0)
+
+
+@pytest.mark.parametrize("make", [list, tuple, iter, np.array, lambda ids: (i for i in ids)])
+def test_blocks_are_any_iterable(idle_agent, make):
+    handle = idle_agent.begin(f"blocks {make}")
+    idle_agent.add_blocks(handle, make([1, 2]))
+    idle_agent.add_blocks([handle, handle], make([3, 4]))
+    idle_agent.finish(handle, 1)
 
 
 def test_a_wrong_handle_is_one_message(idle_agent):

@@ -35,7 +35,7 @@ def version_of(version: int) -> int:
 
 def rows_of(rows: Any, columns: tuple[int, int]) -> Rows:
     """Return rows [n, *columns] of an integer dtype."""
-    shape = f"of shape (n, {columns[0]}, {columns[1]})"
+    shape = f"integers of shape (n, {columns[0]}, {columns[1]})"
     checked: Rows = _array("rows", rows, shape)
     if checked.ndim != 3 or checked.shape[1:] != columns:
         raise wrong("rows", _shown(rows, checked), shape)
@@ -142,6 +142,8 @@ def handles_of(handles: int | npt.ArrayLike) -> Ints | None:
 def blocks_for(block_ids: Iterable[int], count: int, config: AgentConfig) -> Ints:
     """Return so many block ids below num_blocks."""
     expected = f"integers of shape ({count},), one for each handle"
+    if not isinstance(block_ids, np.ndarray):
+        block_ids = items("block_ids", block_ids, expected)
     column = _array("block_ids", block_ids, expected)
     if column.shape != (count,) or (count and column.dtype.kind not in "iu"):
         raise wrong("block_ids", _shown(block_ids, column), expected)
