@@ -135,7 +135,7 @@ with run_server() as server:
     with CaptureAgent(AgentConfig(server.target, "engine", layout)) as agent:
         handle = agent.begin("request", prompt_len=200)
         agent.step(ids, np.array([[handle, 0, 300]]))
-        agent.finish(handle, 301, "stop")
+        agent.finish(handle, 301)
     with RouteClient(server.target) as client:
         trace = client.get("request", wait_for="end", timeout=30)
     assert trace.complete
