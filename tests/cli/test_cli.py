@@ -235,7 +235,7 @@ def test_parquet_without_pyarrow_says_what_to_install(cli, tmp_path, monkeypatch
 
 def test_directory_keeps_what_could_be_had(cli, client, tmp_path):
     out = tmp_path / "deep/er"
-    done = cli("get", "whole", "hole", ODD, "nobody", "-o", f"{out}/", code=1)
+    done = cli("get", "whole", "hole", ODD, "unknown", "-o", f"{out}/", code=1)
     assert "2 of 4 traces failed" in done.output
     assert "not_captured" in done.output
     files = {unquote(path.name.removesuffix(".npz")): path for path in out.iterdir()}
@@ -434,7 +434,7 @@ def test_verify_finds_holes_and_nothing_else(cli):
     ] == [("hole", "missing")]
     assert "traces 4, incarnations 4, running 1" in done.stderr
     assert "defective traces: 0" in cli("verify", "whole", "running").stderr
-    assert "notfound" in cli("verify", "nobody", code=1).stdout
+    assert "notfound" in cli("verify", "unknown", code=1).stdout
 
 
 def test_verify_is_content_with_what_simulated_engines_did(server, cli):
@@ -511,9 +511,9 @@ def test_delete_retire_and_renew(server, cli):
     before = expires()
     cli("renew", "v3", "--ttl", "900000", *run)
     assert expires() > before + 800000
-    assert "1 of 2 traces renewed" in cli("renew", "v3", "nobody", *run, code=1).stdout
+    assert "1 of 2 traces renewed" in cli("renew", "v3", "unknown", *run, code=1).stdout
     assert cli("retire", "--through", "1", *run).stdout == "1 traces deleted\n"
-    assert "nobody" in cli("delete", "v2", "nobody", *run, code=1).stderr
+    assert "unknown" in cli("delete", "v2", "unknown", *run, code=1).stderr
     left = [json.loads(line) for line in cli("list", "--json", *run).stdout.splitlines()]
     assert [value["trace_id"] for value in left] == ["v3"]
 
@@ -723,11 +723,11 @@ def test_headers_of_tables_break_between_words_alone(monkeypatch):
 
 
 def test_program_prints_one_line_for_an_error(server):
-    done = process(server, "stat", "nobody")
+    done = process(server, "stat", "unknown")
     assert done.returncode == 1
     assert done.stdout == ""
     assert done.stderr == (
-        "routetrace: trace 'nobody' is not in run 'cli'; "
+        "routetrace: trace 'unknown' is not in run 'cli'; "
         'check run=, or wait_for="end" if it has not begun\n'
     )
     gone = subprocess.run(

@@ -52,7 +52,7 @@ CALLS: dict[str, tuple[tuple[str, ...], int, set[str]]] = {
     "agents": ((), 0, {"engine_id", "shard", "connected"}),
     "limits": ((), 0, {"owner", "name", "limit", "used", "held", "share"}),
     "experts": (("--all",), 0, {"layers"}),
-    "delete": (("nobody", "--missing-ok"), 0, {"trace_id", "deleted"}),
+    "delete": (("unknown", "--missing-ok"), 0, {"trace_id", "deleted"}),
     "retire": (("--through", "0"), 0, {"through", "num_deleted"}),
     "renew": (("whole",), 0, {"num_requested", "num_renewed"}),
     "forget-engine": (("gone{n}",), 0, {"engine_id", "num_forgotten"}),
@@ -167,24 +167,24 @@ def test_get_names_each_trace_and_its_file(cli, tmp_path):
 
 
 def test_get_prints_what_it_wrote_and_the_error_of_each_other_trace(cli, tmp_path):
-    words = ("get", "whole", "hole", "nobody", "--json", "-o")
+    words = ("get", "whole", "hole", "unknown", "--json", "-o")
     done = cli(*words, f"{tmp_path}/", code=1)
     assert [one["trace_id"] for one in objects(done.stdout)] == ["whole"]
     found = [(e["error"], e.get("trace_id")) for e in errors(done.stderr)]
-    assert found == [("Incomplete", "hole"), ("NotFound", "nobody"), ("RouteTraceError", None)]
+    assert found == [("Incomplete", "hole"), ("NotFound", "unknown"), ("RouteTraceError", None)]
     done = cli(*words, f"{tmp_path}/a.parquet", code=1)
     assert done.stdout == ""  # nothing is written
     assert len(errors(done.stderr)) == 3
 
 
 def test_verify_prints_each_trace_with_its_findings(cli):
-    found = objects(cli("verify", "whole", "hole", "nobody", "--json", code=1).stdout)
+    found = objects(cli("verify", "whole", "hole", "unknown", "--json", code=1).stdout)
     assert [[f["wrong"] for f in one["findings"]] for one in found] == [
         [], ["missing"], ["notfound"],
     ]  # fmt: skip
     cells = 40 * len(LAYOUT.layer_ids)
     assert [(one["trace_id"], one["incarnations"], one["cells"]) for one in found] == [
-        ("whole", 1, cells), ("hole", 1, cells), ("nobody", 0, 0),
+        ("whole", 1, cells), ("hole", 1, cells), ("unknown", 0, 0),
     ]  # fmt: skip
 
 
@@ -249,7 +249,7 @@ def test_tail_is_not_held_back_by_a_pipe(server):
 @pytest.mark.parametrize(
     ("words", "code", "error"),
     [
-        (("stat", "nobody"), 1, {"error": "NotFound"}),
+        (("stat", "unknown"), 1, {"error": "NotFound"}),
         (("stat", "whole", "--target", "http://x"), 2, {"field": "target"}),
         (("get", "whole"), 2, {"field": "-o"}),
         (("list", "--label", "group"), 2, {"field": "--label"}),
@@ -259,7 +259,7 @@ def test_tail_is_not_held_back_by_a_pipe(server):
         (("stat",), 2, {"field": "trace_id"}),
         (("nonsense",), 2, {"field": ""}),
         (("verify",), 2, {"field": ""}),
-        (("experts", "nobody"), 1, {"error": "NotFound", "trace_id": "nobody"}),
+        (("experts", "unknown"), 1, {"error": "NotFound", "trace_id": "unknown"}),
         (("experts", "--npz", "/none.npz"), 1, {"error": "FileNotFoundError"}),
         (("bench", "capacity"), 2, {"field": "--tokens-per-second"}),
         (("bench", "load", "--run", "mine"), 2, {"field": "--run"}),

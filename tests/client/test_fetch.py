@@ -393,8 +393,8 @@ def test_nothing_goes_on_if_the_plans_cannot_be_told(stored, client):
     asyncio.run(prefetch())
 
 
-def test_a_buffer_that_cannot_be_had_does_not_end_the_others(stored, client, monkeypatch):
-    """No memory for one plan: that is told, and the plans behind it are read."""
+def no_memory_for_the_second(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of three buffers for rows."""
     empty, fails = _memory.empty, [False, True, False]
 
     def scarce(shape, dtype, pin):
@@ -403,6 +403,11 @@ def test_a_buffer_that_cannot_be_had_does_not_end_the_others(stored, client, mon
         return empty(shape, dtype, pin)
 
     monkeypatch.setattr(_memory, "empty", scarce)
+
+
+def test_a_buffer_that_cannot_be_had_does_not_end_the_others(stored, client, monkeypatch):
+    """No memory for one plan: that is told, and the plans behind it are read."""
+    no_memory_for_the_second(monkeypatch)
     plans = [whole(number, stored) for number in (1, 2, 4)]
     with client.prefetch(plans, max_bytes=0) as fetched:
         assert next(fetched).plan is plans[0]
@@ -447,14 +452,7 @@ def test_progress_of_plans(stored, client, monkeypatch):
     assert [(p.done, p.total, p.failed, p.bytes) for p in reported] == expected
 
     # A plan for which there is no memory ends, too.
-    empty, fails = _memory.empty, [False, True, False]
-
-    def scarce(shape, dtype, pin):
-        if dtype == LAYOUT.dtype and fails.pop(0):
-            raise MemoryError
-        return empty(shape, dtype, pin)
-
-    monkeypatch.setattr(_memory, "empty", scarce)
+    no_memory_for_the_second(monkeypatch)
     reported.clear()
     with client.prefetch([plans[0]] * 3, max_bytes=0, progress=reported.append) as fetched:
         next(fetched)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections import Counter
+from collections.abc import Callable
 from contextlib import suppress
 from itertools import product
 
@@ -15,6 +17,7 @@ from routetrace.server.process.partitions import worker_address, worker_config
 from routetrace.server.settings.config import ConfigError, load_config
 from routetrace.server.store.interface import NO_OWNER, Owner
 from routetrace.server.store.object.bucket import Bucket
+from routetrace.server.store.object.clock import clock
 from routetrace.server.store.object.layout import check_layout
 from routetrace.server.store.object.lease import Lease
 from routetrace.server.store.object.seats import Seats, home
@@ -112,9 +115,16 @@ def test_keys_that_are_no_seats_count_for_nothing(bucket):
 # ---------------------------------------------------------------------------- the lease
 
 
-def lease(bucket: Bucket, server: str, seconds: float = 3600) -> Lease:
+def slowly() -> float:
+    """A clock on which no lease of a test is over, however late a thread of its owner runs."""
+    return time.monotonic() / 1000
+
+
+def lease(
+    bucket: Bucket, server: str, seconds: float = 3600, now: Callable[[], float] = clock
+) -> Lease:
     seats = Seats(bucket, 1, server, seconds)
-    return Lease(bucket, server, seconds, address=server, seats=seats)
+    return Lease(bucket, server, seconds, now, address=server, seats=seats)
 
 
 def started(waiting: Lease) -> tuple[threading.Thread, list[Owner]]:
@@ -161,7 +171,7 @@ def test_a_server_that_may_become_the_owner_names_none(bucket):
 
 
 def test_an_owner_looks_for_an_heir_and_says_so(bucket):
-    owner, standby = lease(bucket, A, 0.2), lease(bucket, B, 0.2)
+    owner, standby = lease(bucket, A, 0.2, slowly), lease(bucket, B, 0.2, slowly)
     heir = threading.Event()
     owner.on_heir = heir.set
     owner.acquire(lambda _: None)
