@@ -14,7 +14,7 @@ TORCH  ?= torch==2.13.0
 pins    = $(if $(filter undefined,$(origin PINS)),-c constraints/$(1).txt)
 
 .PHONY: demo test test-slow test-long test-fast check check-full check-newest lock lint bench test-exact \
-	test-docs test-mutations test-install \
+	test-docs test-two-commands test-mutations test-install \
 	test-transformers test-trainers test-vllm test-vllm-scheduler test-sglang test-sglang-scheduler \
 	test-faults test-neighbours test-docker test-kubernetes test-scale test-alerts test-loaded \
 	rivals-exact bench-vllm test-gpu bench-gpu experts-report previous-fixtures docs proto clean
@@ -149,10 +149,19 @@ test-kubernetes: $(VENV)/.dev
 		$(VENV)/bin/kubernetes-validate -k $$version --strict docker/kubernetes/*.yaml || exit 1; \
 	done
 
-# The snippets of README.md and docs/ in their order, the errors of a first hour, and the site.
+# The snippets of README.md and docs/ in their order, the errors of a first hour, the site, and the
+# two commands.
 test-docs: $(VENV)/.dev
 	$(PYTEST) -m 'not install' tests/project/test_docs.py tests/project/test_snippets.py \
 		tests/project/test_site.py tests/system/test_first_hour.py
+	$(MAKE) test-two-commands
+
+# The two commands as on a fresh machine: a clone of the last commit, an empty home directory, the
+# demo interrupted once. COMMANDS='--command demo --python python3.10 --python python3.13' is the demo
+# alone, with each interpreter.
+COMMANDS ?=
+test-two-commands:
+	PYTHONPATH=tests $(PYTHON) -m two_commands $(COMMANDS)
 
 # The pages and the API reference as a site, in build/site; a warning is an error. Nothing is fetched
 # from a network, neither by the build nor by the pages.

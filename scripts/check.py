@@ -61,7 +61,7 @@ def full(seed: int) -> list[str]:
     return [
         "make lint",
         "make test-loaded",
-        "make demo test-install",
+        "make test-two-commands test-install COMMANDS=--command=demo",
         "make test-vllm test-vllm-scheduler SHARE=--share ROWS=20000",
         f"make test-faults FAULTS=ci SEED={seed}",
         f"make test-sglang test-sglang-scheduler SHARE=--share ROWS=10000 SEED={seed}",

@@ -27,6 +27,8 @@ if [ -n "$backend" ] && [ "$(uname -s)" = Linux ] && "${pip[@]}" install --quiet
   fi
   echo "The index of builds for $backend cannot be reached"
 fi
-echo "Installing $torch from the default index: on Linux up to 3 GB with CUDA, else 100 MB"
+size='100 MB'
+[ "$(uname -s)" != Linux ] || size='up to 3 GB, with CUDA'
+echo "Installing $torch from the default index: $size"
 "${pip[@]}" install "$torch"
 echo "torch $(version) is installed"

@@ -67,5 +67,5 @@ def test_an_index_out_of_reach_is_passed_over(tmp_path):
 
 def test_an_empty_backend_is_the_default_index(tmp_path):
     output, (_, installed) = install(tmp_path, TORCH_BACKEND="")
-    assert output.startswith("Installing torch==1.2 from the default index: on Linux up to 3 GB")
+    assert output.startswith("Installing torch==1.2 from the default index: up to 3 GB")
     assert installed == "pip install torch==1.2"
