@@ -466,7 +466,7 @@ def three(stored: Stored) -> FetchPlan:
     """A plan of three requests that lack nothing."""
     lengths = {number: len(stored.tokens[number]) for number in (1, 2, 4)}
     samples = [Sample.of(f"r{number}", length) for number, length in lengths.items()]
-    batch = MicroBatch.padded(samples, max(lengths.values()))
+    batch = MicroBatch.padded(samples, max(lengths.values()), padding_side="right")
     return FetchPlan.make(LAYOUT, batch, Rank(layer_ids=LAYOUT.layer_ids))
 
 

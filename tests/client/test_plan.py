@@ -132,7 +132,11 @@ def test_what_is_wrong_is_named(make, field):
         (MicroBatch.packed([Sample.of("a", 10)]), Rank((2, 1)), "layer_ids"),
         (MicroBatch.packed([Sample.of("a", 10)]), Rank((1,), cp_size=2), "cp_size"),
         (MicroBatch.packed([Sample.of("a", 9)]), Rank((1,), sp_size=2), "sp_size"),
-        (MicroBatch.padded([Sample.of("a", 9)], 10), Rank((1,), cp_size=4), "cp_size"),
+        (
+            MicroBatch.padded([Sample.of("a", 9)], 10, padding_side="left"),
+            Rank((1,), cp_size=4),
+            "cp_size",
+        ),
     ],
 )
 def test_what_cannot_be_split_is_refused(batch, rank, field):

@@ -424,6 +424,8 @@ def test_a_pass_whose_place_is_unknown_ends_the_call(
         ("request_ids", {"request_ids": ["a", "b", "b"]}),
         ("request_ids", {"num_return_sequences": 2}),
         ("labels", {"labels": [{}]}),
+        ("labels", {"labels": {"group": "g"}}),
+        ("labels[1]", {"labels": [{}, "g", {}]}),
         ("attention_mask", {"attention_mask": torch.ones(3, 9)}),
     ],
 )

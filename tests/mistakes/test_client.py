@@ -18,6 +18,7 @@ from routetrace.trainers import megatron
 from routetrace.trainers.dialects import verl
 from routetrace.trainers.replay import replay
 from support.mistakes import LAYOUT, Case, World, check, world
+from support.models.tiny_models import tiny_model
 
 # Names that messages show.
 LAYOUT_CLASS = "ModelLayout"
@@ -233,6 +234,8 @@ CASES = [
          "num_experts is '8' (str); expected int above 0"),
     Case(74, "config-is-str", lambda w: rt.ModelLayout.from_config("Qwen/Qwen3"), NOT_SUPPORTED,
          "config is a str; expected a config or a mapping; use AutoConfig.from_pretrained(...)"),
+    Case(74, "config-is-model", lambda w: rt.ModelLayout.from_config(tiny_model("qwen3_moe")[0]),
+         NOT_SUPPORTED, "config is a Qwen3MoeForCausalLM; expected a config; use model.config"),
     Case(75, "rows-are-str", lambda w: routed_experts("done"), IA,
          f"rows is a str; expected {TRACE_CLASS} or SampleRows; use {PER_SAMPLE}"),
     Case(75, "rows-of-a-rank", lambda w: routed_experts(w.client.fetch(PLAN)), IA,
@@ -241,6 +244,9 @@ CASES = [
          "samples[0] has 10 tokens; expected at most seq_len = 8"),
     Case(77, "no-model", lambda w: replay("qwen3", w.trace.topk_ids), IA,
          "model is a str; expected a transformers MoE model"),
+    Case(77, "trace-is-no-rows", lambda w: replay(tiny_model("qwen3_moe")[0], w.trace), IA,
+         f"topk_ids is a {TRACE_CLASS}; expected Rows, or an array with layer_ids; "
+         "use client.fetch(plan), or collate(traces, ...)"),
     Case(78, "no-megatron", without_megatron, MISSING,
          re.compile(r"megatron-core 0\.16\.1 or newer is required \(.+\); pip install .+")),
 ]

@@ -255,7 +255,7 @@ class _Batch:
             cu = torch.tensor(bounds, dtype=torch.int32)
             self.packed = PackedSeqParams("thd", cu, cu, cu, cu, _PACKED_LEN, _PACKED_LEN)
         else:
-            self.described = MicroBatch.padded(samples, _PADDED_LEN)
+            self.described = MicroBatch.padded(samples, _PADDED_LEN, padding_side="right")
             self.tokens = np.zeros((_SLOTS, _PADDED_LEN), np.int64)
             for lane, text in zip(self.tokens, texts, strict=True):
                 lane[: len(text)] = text

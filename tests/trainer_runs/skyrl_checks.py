@@ -32,7 +32,9 @@ def run() -> Iterator[tuple[str, int, int, int]]:
 
 
 def _check(layout: ModelLayout, dtype: str) -> tuple[int, int]:
-    batch = MicroBatch.padded([Sample.of(f"r{i}", n) for i, n in enumerate(_LENGTHS)], 64)
+    batch = MicroBatch.padded(
+        [Sample.of(f"r{i}", n) for i, n in enumerate(_LENGTHS)], 64, padding_side="right"
+    )
     shapes = [(n - 1, len(layout.moe_layer_ids)) for n in _LENGTHS]
     ids = [
         random_choices(shape, layout.num_experts, layout.top_k, seed)

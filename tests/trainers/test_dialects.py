@@ -512,7 +512,9 @@ def _errors(call) -> Iterator[Any]:
 
 def test_tokens_that_no_request_has_are_missing():
     samples = [Sample(6, (Segment("s", 0, 3), Segment("s", 4, 5)))]
-    plan = FetchPlan.make(LAYOUT, MicroBatch.padded(samples, 8), Rank(LAYOUT.layer_ids))
+    plan = FetchPlan.make(
+        LAYOUT, MicroBatch.padded(samples, 8, padding_side="right"), Rank(LAYOUT.layer_ids)
+    )
     (split,) = fetched(plan, [rows_of(LAYOUT, 5)]).per_sample()
     assert split.num_tokens == 6
     with pytest.raises(Incomplete, match="sample 0 lacks 5 of 25 cells, the first at position 3"):

@@ -8,14 +8,18 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from routetrace.client import FetchPlan, MicroBatch, Rank, RouteClient, Sample
 from routetrace.common.errors import InvalidArgument
 from routetrace.common.layout import ModelLayout
 from routetrace.server.testing import run_server
 from routetrace.trainers.diagnosis import check_alignment
+from routetrace.trainers.replay import replay
 from support.agents.feeder import Feeder
+from support.models.tiny_models import tiny_model
 from support.ranks.disagreement import MODELS, chosen, packed, routed, shifted
+from support.ranks.rank_rows import rows_of as rank_rows
 from support.ranks.rank_rows import trace_of
 from support.servers.client_server import rows_of
 
@@ -87,6 +91,16 @@ def unrelated(_: RouteClient) -> None:
     check(trace_of(layout, ours), theirs)
 
 
+def padded_otherwise(_: RouteClient) -> None:
+    model, layout = tiny_model("qwen3_moe")
+    samples = [Sample.of("a", token_ids=[4, 5]), Sample.of("b", token_ids=[6, 7, 8, 9, 10])]
+    batch = MicroBatch.padded(samples, 5, padding_side="right")
+    plan = FetchPlan.make(layout, batch, Rank(layout.layer_ids, flatten="batch"))
+    rows = rows_of(layout, 5)
+    with replay(model, rank_rows(plan, [rows, rows])):
+        model(torch.tensor([[3, 3, 3, 4, 5], [6, 7, 8, 9, 10]]))
+
+
 MISTAKES: dict[str, Callable[[RouteClient], None]] = {
     "another number of tokens": lambda c: fetch(c, Sample.of("a", 511)),
     "tokens shifted by padding or BOS": lambda c: fetch(
@@ -99,6 +113,7 @@ MISTAKES: dict[str, Callable[[RouteClient], None]] = {
         c, Sample.of("a", 512), ModelLayout((3, 5, 6), 8, 40, 3)
     ),
     "lengths that cannot be split": split,
+    "padding on the other side, samples in another order (Transformers)": padded_otherwise,
     "shifted by up to 8 tokens, all or from some place on": moved,
     "layers off by one, MoE layers counted from 0, layers in another order": renumbered,
     "samples of a batch swapped": swapped,

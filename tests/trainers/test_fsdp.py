@@ -151,7 +151,7 @@ def split(rank: int, packed: bool) -> dict[str, Any]:
         owner = np.repeat([0, 1, 2, 3, 4], [*lengths, 4])[None]
         position = np.concatenate([np.arange(n) for n in (*lengths, 4)])[None]
     else:
-        batch = MicroBatch.padded(samples, 12)
+        batch = MicroBatch.padded(samples, 12, padding_side="right")
         owner = np.where(np.arange(12) < np.array(lengths)[:, None], 0, 1)
         position = np.broadcast_to(np.arange(12), (4, 12))
     width = owner.shape[1]

@@ -198,6 +198,35 @@ def _samples(samples: Iterable[Sample]) -> tuple[Sample, ...]:
     )
 
 
+def check_padding_side(
+    name: str, given: PaddingSide | None, lengths: Sequence[int], seq_len: int
+) -> None:
+    """Check the side of the padding of sequences.
+
+    There is no default: with a wrong one each row would be replayed at another token.
+
+    Args:
+        name: of the sequences, for the message.
+        given: "left", "right", or None where no sequence is padded.
+        lengths: tokens of each sequence.
+        seq_len: tokens with padding.
+
+    Raises:
+        InvalidArgument: if it is another value, or None and a sequence is padded.
+    """
+    if given is not None:
+        check.choice("padding_side", given, ("left", "right"))
+        return
+    for number, length in enumerate(lengths):
+        if length < seq_len:
+            raise InvalidArgument(
+                field="padding_side",
+                value=None,
+                expected=f'"left" or "right", as {name}[{number}] has {length} tokens of {seq_len}',
+                remedy="generate() of transformers pads left, most trainers right",
+            )
+
+
 class Unit(NamedTuple):
     """A stretch of a lane that context parallelism splits by itself."""
 
@@ -251,21 +280,22 @@ class MicroBatch:
 
     @classmethod
     def padded(
-        cls, samples: Iterable[Sample], seq_len: int, *, padding_side: PaddingSide = "right"
+        cls, samples: Iterable[Sample], seq_len: int, *, padding_side: PaddingSide | None = None
     ) -> MicroBatch:
         """An array [samples, seq_len].
 
         Args:
             samples: one for each row of it.
             seq_len: its columns.
-            padding_side: where the padding is.
+            padding_side: where the padding is; needed where a sample is shorter than seq_len.
 
         Raises:
             InvalidArgument: naming the wrong argument.
         """
         samples = _samples(samples)
         check.whole("seq_len", seq_len)
-        check.choice("padding_side", padding_side, ("left", "right"))
+        lengths = [sample.num_tokens for sample in samples]
+        check_padding_side("samples", padding_side, lengths, seq_len)
         lanes = []
         for number, sample in enumerate(samples):
             if sample.num_tokens > seq_len:

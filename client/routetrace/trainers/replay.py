@@ -27,11 +27,13 @@ import numpy.typing as npt
 import torch
 from torch import nn
 
+from routetrace.client.micro_batch import check_padding_side
 from routetrace.client.rows import Rows
 from routetrace.codec.frame import invalid_rows
 from routetrace.common.errors import InvalidArgument, kind_of
 from routetrace.common.layout import ModelLayout
 from routetrace.trainers._force import Compare, Forcer, Given
+from routetrace.trainers._inputs import Inputs
 from routetrace.trainers.agreement import Agreement, of_overlap, overlap, tally
 
 # Name of a module of decoder layer <i> within the decoder.
@@ -81,6 +83,10 @@ def replay(
     Ids are copied to a device when its first layer runs, in a narrow dtype, and without waiting if
     their memory is pinned. Do not write to that memory within the block.
 
+    With rows of a plan, the token ids of each pass are compared with those of the samples, or its
+    attention mask where a sample has no token ids: rows that would be replayed at other tokens, as
+    with the padding on the other side, raise. On a CUDA device that is at the end of the block.
+
     Args:
         model: a MoE model of transformers.
         topk_ids: rows of a plan with `Rank(flatten="batch")`; or integer ids [batch, seq, L, K] or
@@ -97,8 +103,8 @@ def replay(
 
     Raises:
         InvalidArgument: if routers, shapes, layers or the flattening of a plan do not fit, or ids
-            are out of range or repeated in a valid cell. In a pass, if its number of tokens differs
-            or a router does not choose by one call of `topk`.
+            are out of range or repeated in a valid cell. In a pass, if its number of tokens or the
+            tokens are not those of the plan, or a router does not choose by one call of `topk`.
     """
     if compare not in (False, True, "only"):
         raise InvalidArgument(field="compare", value=compare, expected='a bool, or "only"')
@@ -115,6 +121,13 @@ def replay(
             if value is not None:
                 raise InvalidArgument(field=name, value=value, expected="None, with rows of a plan")
         layer_ids = rows.layer_ids
+    elif layer_ids is None and not isinstance(topk_ids, (np.ndarray, torch.Tensor)):
+        raise InvalidArgument(
+            field="topk_ids",
+            value=kind_of(topk_ids),
+            expected="Rows, or an array with layer_ids",
+            remedy="use client.fetch(plan), or collate(traces, ...)",
+        )
     columns = [] if layer_ids is None else list(layer_ids)
     if sorted(columns) != sorted(routers):
         raise InvalidArgument(
@@ -130,19 +143,28 @@ def replay(
         Forcer(routers[layer], layer, layout.num_experts, given, column, compare)
         for column, layer in enumerate(columns)
     ]
-    return Replay(given, forcers, rows)
+    return Replay(model, given, forcers, rows)
 
 
 class Replay:
     """Context returned by `replay`."""
 
-    def __init__(self, given: Given, forcers: list[Forcer], rows: Rows | None) -> None:
+    def __init__(self, model: Any, given: Given, forcers: list[Forcer], rows: Rows | None) -> None:
+        self._model = model
         self._given = given
         self._forcers = forcers
         self._rows = rows
+        self._inputs = None if rows is None else Inputs(rows.plan)
         self._handles: list[Any] = []
 
     def __enter__(self) -> Replay:
+        if self._inputs:
+            # The decoder alone may be called; of a multimodal model it gets no token ids.
+            for module in (self._model, self._model.get_decoder()):
+                if isinstance(module, nn.Module):
+                    self._handles.append(
+                        module.register_forward_pre_hook(self._inputs.before, with_kwargs=True)
+                    )
         for forcer in self._forcers:
             self._handles += [
                 forcer.router.register_forward_pre_hook(forcer.before, with_kwargs=True),
@@ -161,6 +183,10 @@ class Replay:
             handle.remove()
         self._handles.clear()
         self._given.settle()
+        if self._inputs and error is None:
+            self._inputs.settle()
+        elif self._inputs:
+            self._inputs.forget()
 
     @property
     def num_tokens(self) -> int:
@@ -322,7 +348,7 @@ def collate(
     token_lens: Sequence[int],
     seq_len: int,
     *,
-    padding_side: Literal["left", "right"] = "right",
+    padding_side: Literal["left", "right"] | None = None,
     dtype: torch.dtype = torch.int64,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Lay out the rows of traces as their tokens in a padded batch.
@@ -334,7 +360,7 @@ def collate(
         traces: one per sequence, with equal layers.
         token_lens: tokens of each sequence in the batch, from position 0.
         seq_len: columns of the batch.
-        padding_side: side of the padding.
+        padding_side: side of the padding; needed where a sequence is shorter than seq_len.
         dtype: integer dtype of the ids; a narrow one (uint8 up to 256 experts) saves memory.
 
     Returns:
@@ -347,8 +373,7 @@ def collate(
         raise InvalidArgument(
             field="token_lens", value=f"{len(token_lens)} lengths", expected=f"{len(traces)}, > 0"
         )
-    if padding_side not in ("left", "right"):
-        raise InvalidArgument(field="padding_side", value=padding_side, expected="left or right")
+    check_padding_side("token_lens", padding_side, token_lens, seq_len)
     layer_ids, shape = list(traces[0].layer_ids), traces[0].topk_ids.shape[1:]
     ids = torch.zeros((len(traces), seq_len, *shape), dtype=dtype)
     valid = torch.zeros((len(traces), seq_len, shape[0]), dtype=torch.bool)

@@ -136,6 +136,10 @@ def _mapping(name: str, config: object) -> _Config:
     if isinstance(config, Mapping):
         return config
     values: object = None
+    if callable(config) and hasattr(config, "config"):  # a model, which hides its numbers
+        raise ModelNotSupported(
+            field=name, value=kind_of(config), expected="a config", remedy="use model.config"
+        )
     if not isinstance(config, type):
         to_dict = getattr(config, "to_dict", None)
         values = to_dict() if callable(to_dict) else getattr(config, "__dict__", None)

@@ -32,7 +32,7 @@ from routetrace.capture_agent.engines.transformers.batching import PagedRequests
 from routetrace.capture_agent.engines.transformers.compiled import CompiledCalls
 from routetrace.capture_agent.engines.transformers.generate import GenerateCall, cache_among
 from routetrace.capture_agent.engines.transformers.inputs import labels_with_adapters, only_tokens
-from routetrace.common.errors import InvalidArgument
+from routetrace.common.errors import InvalidArgument, typed
 from routetrace.common.layout import ModelLayout
 
 if TYPE_CHECKING:
@@ -329,7 +329,21 @@ def check_requests(
         )
     if len(set(request_ids)) != expected:
         raise InvalidArgument(field="request_ids", value=request_ids, expected="distinct ids")
-    if labels is not None and len(labels) != expected:
+    if labels is None:
+        return
+    if isinstance(labels, Mapping):
+        raise InvalidArgument(
+            field="labels",
+            value="one mapping",
+            expected=f"{expected} mappings, one for each sequence",
+            remedy=f"use [labels] * {expected}",
+        )
+    if len(labels) != expected:
         raise InvalidArgument(
             field="labels", value=f"{len(labels)} mappings", expected=f"{expected} mappings"
         )
+    for i, given in enumerate(labels):
+        if not isinstance(given, Mapping):
+            raise InvalidArgument(
+                field=f"labels[{i}]", value=typed(given), expected="a mapping of str to str"
+            )
