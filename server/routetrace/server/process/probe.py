@@ -14,7 +14,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from routetrace.common.errors import InvalidArgument
 from routetrace.common.security import Security
-from routetrace.common.target import parse_target, targets_of
+from routetrace.common.target import parse_target, targets_of, unreachable
 from routetrace.server.ops.health import READY_SERVICES
 from routetrace.server.settings import usage
 
@@ -62,17 +62,32 @@ def main(argv: Sequence[str]) -> int:
     except InvalidArgument as error:
         print(f"routetrace-server health: {error}", file=sys.stderr)
         return 2
+    except grpc.RpcError as error:
+        text = _explain(error, target, timeout, security)
+        print(f"routetrace-server health: {text}", file=sys.stderr)
+        return 1
 
 
 def _ask(channel: grpc.Channel, timeout: float) -> bool:
+    """Print the status of each service; return whether all are ready."""
     stub: Any = health_pb2_grpc.HealthStub(channel)
     ready = True
     for service in READY_SERVICES:
-        try:
-            answer = stub.Check(health_pb2.HealthCheckRequest(service=service), timeout=timeout)
-            status = health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status)
-        except grpc.RpcError as error:
-            status = f"{error.code().name}: {error.details()}"
+        answer = stub.Check(health_pb2.HealthCheckRequest(service=service), timeout=timeout)
+        status = health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status)
         print(f"{service}: {status}")
         ready = ready and status == "SERVING"
     return ready
+
+
+def _explain(error: grpc.RpcError, target: str, timeout: float, security: Security) -> str:
+    """Return one line for a check without an answer."""
+    code, details = error.code(), " ".join((error.details() or "").split())
+    if code is grpc.StatusCode.UNAVAILABLE:
+        return unreachable(target, details, security.hint(details))
+    if code is grpc.StatusCode.DEADLINE_EXCEEDED:
+        late = f"no answer from {target} within {timeout:g} s"
+        return f"{late}; check the port, and the log of the server"
+    if code in (grpc.StatusCode.UNIMPLEMENTED, grpc.StatusCode.NOT_FOUND):
+        return f"{target} serves something else; is this the port of a routetrace-server?"
+    return f"{target}: {code.name}: {details}"
