@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 from collections.abc import Sequence
@@ -23,31 +22,38 @@ _DEFAULT_TARGET = "127.0.0.1:7411"
 
 def main(argv: Sequence[str]) -> int:
     """Run `health`; return 0 if the server is ready, 1 if not, 2 if the arguments are wrong."""
-    parser = argparse.ArgumentParser(
-        "routetrace-server health",
-        description="Check a server without a token. Exit code 0: ready, 1: not ready, 2: invalid "
-        "arguments.",
+    parser = usage.new_parser(
+        "health",
+        "Check a server without a token. Exit code 0: ready, 1: not ready, 2: invalid arguments.",
     )
-    usage.add_version(parser)
     parser.add_argument(
         "--target",
+        metavar="HOST:PORT",
         default=os.environ.get("ROUTETRACE_TARGET", _DEFAULT_TARGET),
         help="host:port of the server (default: %(default)s) [env: ROUTETRACE_TARGET]",
     )
     parser.add_argument(
-        "--timeout", type=float, default=5.0, help="seconds to wait (default: %(default)s)"
+        "--timeout",
+        metavar="SECONDS",
+        type=float,
+        default=5.0,
+        help="longest wait for an answer (default: 5)",
     )
     parser.add_argument(
-        "--tls", action="store_true", default=None, help="use TLS [env: ROUTETRACE_TLS]"
+        "--tls",
+        action="store_true",
+        default=None,
+        help="use TLS, as --ca-file and --cert-file do too (default: off) [env: ROUTETRACE_TLS]",
     )
-    for flag, text in (
-        ("ca-file", "PEM file of the trusted authorities (default: those of the system)"),
-        ("cert-file", "PEM file of a client certificate, if the server requires one"),
-        ("key-file", "PEM file of the certificate's key"),
-        ("server-name", "name in the server certificate, if it is not the host of the target"),
-    ):
+    for flag, metavar, text in (
+        ("ca-file", "FILE", "PEM file of the trusted authorities (default: those of the system)"),
+        ("cert-file", "FILE", "PEM file of a client certificate, if the server requires one "
+         "(default: none)"),
+        ("key-file", "FILE", "PEM file of the certificate's key (default: none)"),
+        ("server-name", "NAME", "name in the server certificate (default: host of the target)"),
+    ):  # fmt: skip
         name = f"ROUTETRACE_{flag.upper().replace('-', '_')}"
-        parser.add_argument(f"--{flag}", help=f"{text} [env: {name}]")
+        parser.add_argument(f"--{flag}", metavar=metavar, help=f"{text} [env: {name}]")
     args = vars(parser.parse_args(argv))
     timeout = args.pop("timeout")
     try:
