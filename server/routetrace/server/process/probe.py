@@ -63,15 +63,17 @@ def main(argv: Sequence[str]) -> int:
         given = {name: value for name, value in args.items() if value is not None}
         # The health service needs no token, so none is sent.
         security = replace(Security.from_environment(), token="", token_file="", **given)
-        with security.channel(target, []) as channel:
-            return 0 if _ask(channel, timeout) else 1
+        channel = security.channel(target, [])
     except InvalidArgument as error:
         print(f"routetrace-server health: {error}", file=sys.stderr)
         return 2
-    except grpc.RpcError as error:
-        text = _explain(error, target, timeout, security)
-        print(f"routetrace-server health: {text}", file=sys.stderr)
-        return 1
+    with channel:
+        try:
+            return 0 if _ask(channel, timeout) else 1
+        except grpc.RpcError as error:
+            text = _explain(error, target, timeout, security)
+            print(f"routetrace-server health: {text}", file=sys.stderr)
+            return 1
 
 
 def _ask(channel: grpc.Channel, timeout: float) -> bool:
