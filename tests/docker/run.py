@@ -33,6 +33,7 @@ MAY_BE_EMPTY = {
     "Bytes by run: {{run}} quota",
     "Certificate ends in: ",
     "Chunks: refused: {{kind}}",
+    "Connected, lost and fenced: fenced: {{run}}",
     "Forgotten: traces: {{reason}}",
     "Memory: limit",
     "Missing cells by reason: {{reason}}",

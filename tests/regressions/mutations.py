@@ -91,8 +91,8 @@ FAULTS = (
     _fault(
         "an agent whose engine is forgotten as it connects is refused for good",
         f"{SERVER}/ingest/fencing.py",
-        "    if current is None and not session.closed:\n",
-        "    if False:\n",
+        "        if current is None and not session.closed:\n",
+        "        if False:\n",
         "server/retention/test_retention.py::test_an_agent_whose_engine_is_forgotten_as_it_connects_comes_back",
     ),
     _fault(

@@ -456,7 +456,9 @@ def test_two_engines_with_one_id(server, caplog):
             first.step(ROWS, [(late, 0, 3)])
             wait_for(lambda: "FENCED" in caplog.text)
             wait_for(lambda: first.stats().dropped_rows.get("fenced") == 3)
-    assert "another agent of engine 'twin' of run 'default' connected later" in caplog.text
+    host = socket.gethostname()
+    text = f"another agent of engine 'twin' of run 'default' connected later (host {host!r}, epoch"
+    assert text in caplog.text
     assert "give each engine an engine_id of its own" in caplog.text
 
 
@@ -737,13 +739,33 @@ COMMANDS: list[tuple[int, str, tuple[str, ...]]] = [
     (1, "cannot listen on {target}", ("routetrace-server", "--store=memory", "--listen={target}")),
     (2, "--prot", ("routetrace-server", "--prot", "7411")),
     (2, "without a scheme", ("routetrace-server", "health", "--target", "http://{target}")),
+    (
+        1,
+        "cannot connect to {dead} (connection refused); is routetrace-server running there?",
+        ("routetrace-server", "health", "--target", "{dead}"),
+    ),
+    (1, "speaks HTTP/1, not gRPC", ("routetrace-server", "health", "--target", "{metrics}")),
+    (1, "does not speak TLS", ("routetrace-server", "health", "--tls")),
+    (
+        1,
+        "{other} serves something else; is this the port of a routetrace-server?",
+        ("routetrace-server", "health", "--target", "{other}"),
+    ),
+    (
+        1,
+        "no answer from {silent} within 0.5 s; check the port, and the log of the server",
+        ("routetrace-server", "health", "--target", "{silent}", "--timeout", "0.5"),
+    ),
 ]
 
 
 @pytest.mark.parametrize("number", range(len(COMMANDS)))
-def test_a_wrong_command_ends_with_one_line(number, server, dead, monkeypatch, capfd):
+def test_a_wrong_command_ends_with_one_line(
+    number, server, dead, other, silent, monkeypatch, capfd
+):
     code, expected, words = COMMANDS[number]
     names = {"target": server.target, "metrics": server.metrics_target, "dead": dead}
+    names |= {"other": other, "silent": silent}
     words = tuple(w.format(**names) for w in words)
     if words[0] == "routetrace":  # leaves nothing behind: no process of its own
         monkeypatch.setenv("ROUTETRACE_TARGET", server.target)
@@ -754,6 +776,8 @@ def test_a_wrong_command_ends_with_one_line(number, server, dead, monkeypatch, c
     else:
         done = run(*words, ROUTETRACE_TARGET=server.target)
         got, errors = done.returncode, done.stderr
+        if words[1] == "health":
+            assert (done.stdout, len(errors.splitlines())) == ("", 1)
     assert got == code, errors
     assert expected.format(**names) in " ".join(re.sub("[│╭╮╰╯─]", " ", errors).split())
     assert "Traceback" not in errors

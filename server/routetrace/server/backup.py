@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 from collections.abc import Sequence
@@ -37,14 +36,14 @@ def main(command: str, argv: Sequence[str]) -> int:
     Returns:
         0; 1 if the copy cannot be made, or does not pass --verify; 2 if the arguments are wrong.
     """
-    parser = argparse.ArgumentParser(
-        f"routetrace-server {command}",
-        description=f"{_DESCRIPTIONS[command]} Exit code 0: done, 1: not done, 2: invalid "
-        "arguments.",
+    parser = usage.new_parser(
+        command,
+        f"{_DESCRIPTIONS[command]} Exit code 0: done, 1: not done, 2: invalid arguments.",
     )
-    usage.add_version(parser)
     parser.add_argument(
-        "--config", metavar="FILE", help="TOML file of the server [env: ROUTETRACE_CONFIG]"
+        "--config",
+        metavar="FILE",
+        help="TOML file of the server (default: none) [env: ROUTETRACE_CONFIG]",
     )
     parser.add_argument(
         "--data-dir",
@@ -54,7 +53,12 @@ def main(command: str, argv: Sequence[str]) -> int:
     )
     backup_flag = "--to" if command == "backup" else "--from"
     parser.add_argument(
-        backup_flag, metavar="DIR", type=Path, required=True, dest="backup", help="the backup"
+        backup_flag,
+        metavar="DIR",
+        type=Path,
+        required=True,
+        dest="backup",
+        help="the backup (required)",
     )
     parser.add_argument(
         "--verify",

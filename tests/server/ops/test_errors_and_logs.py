@@ -70,7 +70,7 @@ def test_refused_chunks_are_counted_each_and_logged_now_and_then(tmp_path: Path)
         events = [json.loads(line)["event"] for line in server.log.read_text().splitlines()]
     for kind in ("invalid_argument", "corrupt"):
         assert rejected.value("routetrace_ingest_rejected_total", kind=kind) == 60
-    refused = [event for event in events if event.startswith("chunk 1 of writer")]
+    refused = [event for event in events if event.startswith("chunk 1 of engine")]
     assert 2 <= len(refused) <= 14  # one of each kind in 10 s; the stream ends after 60 s
 
 

@@ -263,9 +263,36 @@ def test_help_tells_every_setting(capsys: pytest.CaptureFixture[str]) -> None:
         assert field.description in text
     assert "--config" in text
     # No names of types, bytes as a number or words of pydantic.
-    for word in ("ByteSize", "dict[", "factory", "null", "default: )", "False", "68719476736"):
+    for word in ("ByteSize", "dict[", "factory", "null", "default: )", "False"):
         assert word not in text
-    assert "(default: 64GiB)" in text
+    assert not re.search(r"(?<!:)\b\d{5,}", text)  # ports aside, digits in groups
+    assert text.count("(default: ") == 1 + len(ServerConfig.model_fields)
+    for words in (
+        "(default: 64GiB)",
+        "(default: 4,294,967,296)",
+        "--advertise HOST:PORT",
+        "--object-url URL",
+        "--object-endpoint URL",
+        "--tls-cert FILE",
+    ):
+        assert words in text
+
+
+@pytest.mark.parametrize("command", ["health", "token", "backup", "restore"])
+def test_help_of_subcommands_has_the_style_of_the_server(command, capsys):
+    with pytest.raises(SystemExit) as end:
+        daemon.main([command, "--help"])
+    assert end.value.code == 0
+    text = capsys.readouterr().out
+    usage, _, options = text.partition("options:")
+    assert usage.startswith(f"usage: routetrace-server {command} [-h] [--version]")
+    assert "print this text and exit" in options
+    metavars = re.findall(r"^  --[\w-]+ (\S+)", options, re.M)
+    known = {"HOST:PORT", "SECONDS", "FILE", "DIR", "NAME", "RUN", "ENGINE", "TIME"}
+    assert {m for m in metavars if m[0] != "{"} <= known
+    # Each option with a value says its default, or that it must be given.
+    stated = re.findall(r"\((?:default: |required\))", " ".join(options.split()))
+    assert len(stated) == len(metavars) + (command == "health")
 
 
 @pytest.mark.parametrize(

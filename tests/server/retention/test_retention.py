@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import random
+import re
 import time
 from contextlib import closing, suppress
 
@@ -16,7 +18,6 @@ from routetrace.common.errors import Fenced, Incomplete, NotFound, Overloaded, U
 from routetrace.common.layout import ModelLayout
 from routetrace.server.core import Core
 from routetrace.server.index.records.record import decode_record, encode_forget
-from routetrace.server.ingest.fencing import check_current
 from routetrace.server.settings.config import ServerConfig
 from routetrace.server.store.disk.store import DiskStore
 from routetrace.server.store.memory import MemoryStore
@@ -24,6 +25,7 @@ from routetrace.server.testing import run_server
 from routetrace.v1 import routetrace_pb2 as pb
 from support.agents.feeder import ChunkMaker, Feeder, Stream
 from support.reads import Reads
+from support.scrape import Scraped
 from support.waiting import wait_for
 
 LAYOUT = ModelLayout((0, 1, 2, 3), 4, 256, 8)
@@ -105,6 +107,35 @@ def test_over_its_quota_a_run_loses_its_oldest_finished_traces():
         assert all(e.kind == pb.ERROR_KIND_OVERLOADED for e in writers["a"].refusals)
         for writer in writers.values():
             writer.close()
+
+
+def test_an_eviction_is_logged_once_and_counted_by_age():
+    line = re.compile(
+        r"evicted (\d+) finished traces? of run 'a', the least recently changed: its run_quota, or "
+        r"its owner's token_quota, is nearly used up"
+    )
+    settings = {"metrics_listen": "127.0.0.1:0", "log_format": "json"}
+    with run_server(run_quota=QUOTA, sweep_interval_seconds=0.05, **settings) as server:
+        writer = Writer(server.target, "a")
+        for i in range(60):
+            assert writer.put(f"t{i}", i)
+        writer.close()
+
+        def logged() -> float:
+            entries = [json.loads(text) for text in server.log.read_text().splitlines()]
+            about = [e for e in entries if e["event"].startswith(("evicted", "quota"))]
+            assert {e["level"] for e in about} <= {"warning"}
+            return sum(int(line.fullmatch(e["event"])[1]) for e in about)
+
+        def evicted() -> float:
+            scraped = Scraped(server.metrics_target)
+            number = scraped.value("routetrace_forgotten_traces_total", reason="quota")
+            assert scraped.value("routetrace_evicted_age_seconds_bucket", le="3600.0") <= number
+            return number
+
+        wait_for(lambda: 0 < evicted() == logged())
+        value = Scraped(server.metrics_target).value
+        assert value("routetrace_evicted_age_seconds_bucket", le="3600.0") == evicted()
 
 
 def test_a_run_has_the_quota_that_names_it():
@@ -286,17 +317,18 @@ async def test_an_agent_whose_engine_is_forgotten_as_it_connects_comes_back(forg
     await core.start()
     hello = pb.Hello(run="a", engine_id="e", layout=LAYOUT.to_proto())
     session = await core._ingest._open(hello, "")
-    check_current(session, core.state)
+    check = core._ingest._fencing.check_stream
+    check(session)
     hello.epoch = session.writer.epoch
     if forgotten:
         await core.journal.append(encode_forget(core.journal.clock.now(), "a", "e"))
         with pytest.raises(Unavailable, match="connect again"):
-            check_current(session, core.state)
+            check(session)
     again = await core._ingest._open(hello, "")
     assert (again.writer.epoch > hello.epoch) is forgotten
-    check_current(again, core.state)
+    check(again)
     with pytest.raises(Fenced, match="connected later"):
-        check_current(session, core.state)
+        check(session)
 
 
 def test_an_agent_that_goes_silent_is_lost_although_its_stream_stays_open():

@@ -11,7 +11,6 @@ expires = 2027-01-31T00:00:00Z     # may be left out
 
 from __future__ import annotations
 
-import argparse
 import fnmatch
 import hashlib
 import json
@@ -31,7 +30,7 @@ from typing import Any, Literal, get_args
 from routetrace.common import pem
 from routetrace.common.errors import Unauthenticated
 from routetrace.server.settings.config import ConfigError
-from routetrace.server.settings.usage import add_version
+from routetrace.server.settings.usage import new_parser
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -223,31 +222,46 @@ def main_token(argv: Sequence[str]) -> int:
     Returns:
         0, or 1 if the file for the token cannot be created.
     """
-    parser = argparse.ArgumentParser(
-        "routetrace-server token",
-        description="Make a bearer token. The entry for the tokens file of the server goes to "
-        "standard output, the token to standard error or to the file of --out.",
+    parser = new_parser(
+        "token",
+        "Make a bearer token. The entry for the tokens file of the server goes to standard output, "
+        "the token to standard error or to the file of --out.",
     )
-    add_version(parser)
-    parser.add_argument("--name", required=True, help="name of the token in logs and errors")
+    parser.add_argument(
+        "--name", metavar="NAME", required=True, help="name of the token in logs and errors "
+        "(required)",
+    )  # fmt: skip
     parser.add_argument(
         "--scope",
         required=True,
         action="append",
         choices=_SCOPES,
-        help="scope; repeatable",
+        help="calls that the token may make; repeatable (required)",
     )
     parser.add_argument(
-        "--run", required=True, action="append", help="run, or pattern of runs; repeatable"
+        "--run",
+        metavar="RUN",
+        required=True,
+        action="append",
+        help="run, or pattern of runs such as grpo-*; repeatable (required)",
     )
     parser.add_argument(
-        "--engine", action="append", help="engine to feed, or pattern of engines; repeatable"
+        "--engine",
+        metavar="ENGINE",
+        action="append",
+        help="engine to feed, or pattern of engines; repeatable (default: all)",
     )
     parser.add_argument(
-        "--expires", type=_moment, help="time of expiry, such as 2027-01-31T00:00:00Z"
+        "--expires",
+        metavar="TIME",
+        type=_moment,
+        help="time of expiry, such as 2027-01-31T00:00:00Z (default: none)",
     )
     parser.add_argument(
-        "--out", type=Path, help="new file for the token, readable by its owner alone"
+        "--out",
+        metavar="FILE",
+        type=Path,
+        help="new file for the token, readable by its owner alone (default: standard error)",
     )
     args = parser.parse_args(argv)
     token, digest = new_token()

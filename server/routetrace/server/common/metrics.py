@@ -9,6 +9,8 @@ from prometheus_client import CollectorRegistry, Counter, Histogram
 
 #: Buckets for disk and event loop operations, in seconds.
 _QUICK = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 10)
+#: Buckets for the age of evicted traces, in seconds: a minute to a day.
+_AGES = (60, 600, 3600, 21600, 86400)
 #: Buckets for calls, which may wait, in seconds.
 _CALLS = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
 
@@ -22,8 +24,8 @@ class Metrics:
         def counter(name: str, help_text: str, *labels: str) -> Counter:
             return Counter(f"routetrace_{name}", help_text, labels, registry=registry)
 
-        def histogram(name: str, help_text: str) -> Histogram:
-            return Histogram(f"routetrace_{name}", help_text, registry=registry, buckets=_QUICK)
+        def histogram(name: str, help_text: str, buckets: tuple[float, ...] = _QUICK) -> Histogram:
+            return Histogram(f"routetrace_{name}", help_text, registry=registry, buckets=buckets)
 
         # Ingest.
         self.chunks = counter("ingest_chunks_total", "Chunks stored and acknowledged.")
@@ -39,6 +41,9 @@ class Metrics:
         self.rejected = counter("ingest_rejected_total", "Chunks refused.", "kind")
         self.commit = histogram("commit_seconds", "Time from arrival of a record to its commit.")
         self.agents_lost = counter("agents_lost_total", "Agents lost after agent_timeout_seconds.")
+        self.fenced = counter(
+            "agents_fenced_total", "Agents refused: a later one has their engine_id.", "run"
+        )
 
         # Reads.
         self.read_bytes = counter("read_bytes_total", "Bytes of frames sent to readers.")
@@ -56,6 +61,9 @@ class Metrics:
 
         # Retention.
         self.forgotten = counter("forgotten_traces_total", "Traces deleted.", "reason")
+        self.evicted_age = histogram(
+            "evicted_age_seconds", "Time from the last change of an evicted trace.", _AGES
+        )
         self.dropped_chunks = counter("dropped_chunks_total", "Chunks whose space was reclaimed.")
         self.sweep = histogram("sweep_seconds", "Rounds of expiry and compaction.")
 

@@ -70,7 +70,12 @@ class Agents:
             name[:MAX_ATTRIBUTE_LENGTH]: text[:MAX_ATTRIBUTE_LENGTH]
             for name, text in islice(sorted((attributes or {}).items()), MAX_ATTRIBUTES)
         }
+        session.host = self.host(key)
         self.seen(session)
+
+    def host(self, key: WriterKey) -> str:
+        """Return the host that a writer's newest agent reported; "" if that is not known."""
+        return self._attributes.get(key, {}).get("host", "")
 
     def seen(self, session: Session) -> None:
         """Note the time of a message of a stream."""

@@ -35,6 +35,10 @@ class Session:
     def __init__(self, writer: Writer) -> None:
         self.writer = writer
         self.state = SessionState.SILENT
+        self.host = ""
+        """Host that the agent reports; "" if it reports none."""
+        self.fenced = False
+        """Whether the agent has spoken after one of a newer epoch connected."""
 
     def enter(self, state: SessionState) -> bool:
         """Change to a state; return False, and stay, where `TRANSITIONS` has no such change."""

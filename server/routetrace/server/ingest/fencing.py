@@ -2,42 +2,98 @@
 
 from __future__ import annotations
 
-from routetrace.common.errors import Fenced, Unavailable
+import logging
+
+from routetrace.common.errors import Fenced, Unavailable, quoted
+from routetrace.server.common.limited import LimitedLog
+from routetrace.server.common.metrics import Metrics
+from routetrace.server.index.agents import Agents
+from routetrace.server.index.session import Session
 from routetrace.server.index.state import State
 from routetrace.server.index.traces.sources import WriterKey
-from routetrace.server.ingest.intake import IngestSession
+from routetrace.v1 import routetrace_pb2 as pb
+
+_log = logging.getLogger(__name__)
 
 
-def check_current(session: IngestSession, state: State) -> None:
-    """Check that a stream is still the one of its writer.
+class Fencing:
+    """Refuses the agents of older epochs, and reports each.
 
-    Raises:
-        Fenced: if another stream has taken over.
-        Unavailable: if the writer was deleted as the stream opened; the agent connects again.
+    An agent is reported when it speaks after a later one has connected, not when the later one
+    connects: only then is it certain that both are there, and that this is no restart.
     """
-    writer = session.writer
-    current = state.writers.get(writer.key)
-    if current is None and not session.closed:
-        run, engine_id, _ = writer.key
-        expected = "to connect again"
-        raise Unavailable(
-            f"engine {engine_id!r} of run {run!r} was forgotten: expected {expected}",
-            field="engine_id",
-            value=engine_id,
+
+    def __init__(self, state: State, agents: Agents, metrics: Metrics) -> None:
+        self._state = state
+        self._agents = agents
+        self._fenced = metrics.fenced
+        self._warnings = LimitedLog(_log, "fenced agents")
+
+    def check_hello(self, key: WriterKey, hello: pb.Hello) -> None:
+        """Check that a Hello does not continue an older epoch.
+
+        Raises:
+            Fenced: if it does.
+        """
+        newest = self._state.epochs.get(key, 0)
+        if hello.epoch and key in self._state.writers and hello.epoch < newest:
+            self._report(key, hello.epoch, hello.attributes.get("host", ""))
+            raise self._error(key, hello.epoch)
+
+    def check_stream(self, session: Session) -> None:
+        """Check that a stream is still the one of its writer.
+
+        Raises:
+            Fenced: if another stream has taken over.
+            Unavailable: if the writer was deleted as the stream opened; the agent connects again.
+        """
+        writer = session.writer
+        current = self._state.writers.get(writer.key)
+        if current is None and not session.closed:
+            run, engine_id, _ = writer.key
+            expected = "to connect again"
+            raise Unavailable(
+                f"engine {engine_id!r} of run {run!r} was forgotten: expected {expected}",
+                field="engine_id",
+                value=engine_id,
+                expected=expected,
+            )
+        if session.closed or current is not writer:
+            raise self.refused(session)
+
+    def refused(self, session: Session) -> Fenced:
+        """Return the error for a stream that another one has replaced."""
+        writer = session.writer
+        # A later stream of the same epoch is of the same agent.
+        if writer.epoch < self._state.epochs[writer.key] and not session.fenced:
+            session.fenced = True
+            self._report(writer.key, writer.epoch, session.host)
+        return self._error(writer.key, writer.epoch)
+
+    def _report(self, key: WriterKey, epoch: int, host: str) -> None:
+        self._fenced.labels(key.run).inc()
+        self._warnings.warning(
+            (key, epoch),
+            "%s has two agents: a later one connected (host %s, epoch %d), so the older one (host "
+            "%s, epoch %d) is fenced and all its further rows are dropped; give each engine an "
+            "engine_id of its own, or end the older process if it was to be replaced",
+            key, self._host(key), self._state.epochs[key], _shown(host), epoch,
+        )  # fmt: skip
+
+    def _error(self, key: WriterKey, epoch: int) -> Fenced:
+        expected = "one agent at a time; give each engine an engine_id of its own"
+        return Fenced(
+            f"another agent of {key} connected later (host {self._host(key)}, epoch "
+            f"{self._state.epochs[key]}): expected {expected}",
+            field="epoch",
+            value=epoch,
             expected=expected,
         )
-    if session.closed or current is not writer:
-        raise fenced(writer.key, writer.epoch, state.epochs[writer.key])
+
+    def _host(self, key: WriterKey) -> str:
+        """Return the host of the newest agent, for messages."""
+        return _shown(self._agents.host(key))
 
 
-def fenced(key: WriterKey, epoch: int, newest: int) -> Fenced:
-    """Return the error for an agent whose writer an agent of a newer epoch has taken over."""
-    shard = f", shard {key.shard!r}," if key.shard else ""
-    expected = "one agent at a time; give each engine an engine_id of its own"
-    return Fenced(
-        f"another agent of engine {key.engine_id!r}{shard} of run {key.run!r} connected later "
-        f"(epoch {newest}): expected {expected}",
-        field="epoch",
-        value=epoch,
-        expected=expected,
-    )
+def _shown(host: str) -> str:
+    return quoted(host) if host else "unknown"

@@ -7,7 +7,6 @@ from time import monotonic
 
 from routetrace.common.errors import (
     Corrupt,
-    Fenced,
     InvalidArgument,
     OutOfSequence,
     Overloaded,
@@ -30,6 +29,7 @@ from routetrace.server.index.journal import Journal
 from routetrace.server.index.records.record import Sums, encode_chunk
 from routetrace.server.index.session import Session
 from routetrace.server.index.writer import Writer
+from routetrace.server.ingest.fencing import Fencing
 from routetrace.server.ingest.replies import Answer
 from routetrace.server.retention.retention import Retention
 from routetrace.server.retention.room import Room
@@ -64,6 +64,7 @@ class Intake:
         *,
         config: ServerConfig,
         admission: Admission,
+        fencing: Fencing,
         journal: Journal,
         retention: Retention,
         room: Room,
@@ -71,6 +72,7 @@ class Intake:
     ) -> None:
         self._config = config
         self._admission = admission
+        self._fencing = fencing
         self._journal = journal
         self._retention = retention
         self._room = room
@@ -117,8 +119,8 @@ class Intake:
             detail.retry_after_ms = _RESEND_MS
         kind = _kind_name(detail)
         self._metrics.rejected.labels(kind).inc()
-        writer = tuple(session.writer.key)
-        text = "chunk %d of writer %s refused: %s"
+        writer = session.writer.key
+        text = "chunk %d of %s refused: %s"
         self._refusals.warning((writer, kind), text, answer.sequence, writer, error, error=cause)
         self._answer(answer, detail)
 
@@ -142,9 +144,7 @@ class Intake:
             return
         if session.closed:
             # The stream that replaced this one got its next sequence before this chunk.
-            raise Fenced(
-                field="epoch", value=writer.epoch, expected="the newest stream of this epoch"
-            )
+            raise self._fencing.refused(session)
         if sequence != session.next_sequence:
             raise OutOfSequence(
                 field="sequence", value=sequence, expected=str(session.next_sequence)

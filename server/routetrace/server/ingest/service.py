@@ -13,7 +13,7 @@ import grpc
 import numpy as np
 
 from routetrace.codec.records import U32
-from routetrace.common.errors import InvalidArgument, NotFound
+from routetrace.common.errors import InvalidArgument, NotFound, quoted
 from routetrace.common.layout import ModelLayout
 from routetrace.common.limits import MAX_BLOCK_SIZE, MAX_SLOTS, check_id
 from routetrace.common.seals import sealed
@@ -34,7 +34,7 @@ from routetrace.server.index.state import engine_key
 from routetrace.server.index.traces.sources import WriterKey
 from routetrace.server.index.writer import Writer
 from routetrace.server.ingest.binding import check_bind
-from routetrace.server.ingest.fencing import check_current, fenced
+from routetrace.server.ingest.fencing import Fencing
 from routetrace.server.ingest.intake import IngestSession, Intake
 from routetrace.server.ingest.replies import Replies
 from routetrace.server.retention.retention import Retention
@@ -98,9 +98,11 @@ class IngestServicer:
         self._reader = reader
         self._partition = partition
         self._room = room
+        self._fencing = Fencing(journal.state, agents, metrics)
         self._intake = Intake(
             config=config,
             admission=admission,
+            fencing=self._fencing,
             journal=journal,
             retention=retention,
             room=room,
@@ -193,7 +195,7 @@ class IngestServicer:
         """Take chunks as they arrive, while earlier ones still wait for their commit."""
         try:
             async for request in requests:
-                check_current(session, self._state)
+                self._fencing.check_stream(session)
                 # A token may be revoked while its stream is open.
                 key = session.writer.key
                 self._access.check(context, "ingest", key.run, key.engine_id)
@@ -249,8 +251,7 @@ class IngestServicer:
         """Open a stream of a writer, in a new epoch unless the agent knows the current one."""
         writer = self._state.writers.get(key)
         newest = self._state.epochs.get(key, 0)
-        if hello.epoch and writer and hello.epoch < newest:
-            raise fenced(key, hello.epoch, newest)
+        self._fencing.check_hello(key, hello)
         if writer is None or hello.epoch != writer.epoch:
             self._room.check_memory()
             self._room.check_writer(owner_of(token, key.run), writer, num_slots)
@@ -271,7 +272,7 @@ class IngestServicer:
                     token=token,
                 )
             )
-            _log.info("writer %s opened epoch %d: %s", tuple(key), writer.epoch, layout)
+            _log.info("%s opened epoch %d: %s", key, writer.epoch, _described(hello, layout))
         elif hello.boot_id and hello.boot_id != writer.boot_id:
             raise InvalidArgument(
                 field="boot_id",
@@ -360,6 +361,15 @@ class IngestServicer:
                 await self._journal.changes.wait(key, min(left, _LOOK_AGAIN_SECONDS))
             # The token may be revoked meanwhile.
             self._access.check(context, "ingest", run, engine_id)
+
+
+def _described(hello: pb.Hello, layout: ModelLayout) -> str:
+    """Return the columns and the origin of an agent's rows, for the log."""
+    layers, of = len(layout.layer_ids), len(layout.moe_layer_ids)
+    captured = f"{layers} MoE layers" if layers == of else f"{layers} of {of} MoE layers"
+    text = f"{captured}, top-{layout.top_k} of {layout.num_experts} experts"
+    host = hello.attributes.get("host", "")
+    return f"{text}, on host {quoted(host)}" if host else text
 
 
 def _name_of(request: object) -> str:

@@ -53,6 +53,13 @@ _FREEZE_TRACES = 10_000
 #: Maximum traces that one record deletes: applying it holds the event loop.
 _MAX_DELETED = 256
 
+#: Limit near which a trace was evicted, by the reason of its tombstone.
+_NEAR = {
+    "quota": "its run_quota, or its owner's token_quota, is nearly used up",
+    "capacity": "the store is near store_capacity",
+    "memory": "the process is near memory_limit",
+}
+
 _log = logging.getLogger(__name__)
 
 
@@ -217,7 +224,7 @@ class Retention:
         self.covered(snapshot[0])
         self._metrics.dropped_chunks.inc(len(garbage))
         if garbage:
-            _log.info("dropped %d chunks", len(garbage))
+            _log.info("dropped %s", _counted(len(garbage), "chunk"))
 
     # ------------------------------------------------------------------ eviction
 
@@ -228,13 +235,11 @@ class Retention:
             held = self._state.run_bytes[run]
             if quota and held > HIGH * quota:
                 among = partial(_of_run, run)
-                await self._make_room(f"run {run!r}", among, held - int(LOW * quota), "quota")
+                await self._make_room(among, held - int(LOW * quota), "quota")
         quota = self._config.token_quota
         for owner, held in [*self._state.owner_bytes.items()]:
             if quota and held > HIGH * quota and owner.startswith("token "):
-                await self._make_room(
-                    owner, partial(_of_owner, owner), held - int(LOW * quota), "quota"
-                )
+                await self._make_room(partial(_of_owner, owner), held - int(LOW * quota), "quota")
         stats = await asyncio.to_thread(self._store.stats)
         if stats.used_bytes > HIGH * stats.capacity_bytes:
             # Payloads take headers and whole blocks.
@@ -242,18 +247,16 @@ class Retention:
             need = int(share * (stats.used_bytes - LOW * stats.capacity_bytes))
             # The largest owners give first, down to one level; owners below it lose nothing.
             for owner, part in over_shares(self._state.owner_bytes, need).items():
-                await self._make_room(owner, partial(_of_owner, owner), part, "capacity")
+                await self._make_room(partial(_of_owner, owner), part, "capacity")
         limit = self._config.memory_limit
         if limit and self.memory_bytes() > HIGH * limit:
             held_by = Counter(_owner_of(t) for t in self._state.traces.traces.values())
             most = int(_MEMORY_SHARE * len(self._state.traces.traces)) + 1
             for owner, part in over_shares(held_by, most).items():
                 among = partial(_of_owner, owner)
-                await self._forget_oldest(owner, self._take(self._finished(among), part), "memory")
+                await self._forget_oldest(self._take(self._finished(among), part), "memory")
 
-    async def _make_room(
-        self, whose: str, among: Callable[[Trace], bool], need: int, reason: str
-    ) -> None:
+    async def _make_room(self, among: Callable[[Trace], bool], need: int, reason: str) -> None:
         """Evict finished traces until the chunks that only they point into hold `need` bytes."""
         pointing: Counter[int] = Counter()
         async for trace in in_slices([*self._state.traces.traces.values()]):
@@ -274,7 +277,7 @@ class Retention:
                         left -= self._state.frames[chunk].nbytes
                 yield trace
 
-        await self._forget_oldest(whose, evicted(), reason)
+        await self._forget_oldest(evicted(), reason)
 
     def _finished(self, among: Callable[[Trace], bool]) -> Iterator[Trace]:
         """Yield finished traces, least recently changed first."""
@@ -287,19 +290,20 @@ class Retention:
     def _take(traces: Iterator[Trace], most: int) -> Iterator[Trace]:
         return (trace for trace, _ in zip(traces, range(most), strict=False))
 
-    async def _forget_oldest(self, whose: str, traces: Iterator[Trace], reason: str) -> None:
+    async def _forget_oldest(self, traces: Iterator[Trace], reason: str) -> None:
         judged = self._journal.applied  # before the first trace is looked at
-        by_run: dict[str, list[str]] = {}
+        by_run: dict[str, list[Trace]] = {}
         for trace in traces:
-            by_run.setdefault(trace.key[0], []).append(trace.key[1])
+            by_run.setdefault(trace.key[0], []).append(trace)
         count = 0
-        for name, trace_ids in by_run.items():
+        for name, chosen in by_run.items():
+            trace_ids = [trace.key[1] for trace in chosen]
             count += await self.forget(name, trace_ids, reason, judged=judged)
+            now = self._journal.clock.now()
+            for trace in chosen:
+                if self._state.traces.traces.get(trace.key) is not trace:
+                    self._metrics.evicted_age.observe(now - trace.updated)
         if count:
-            _log.warning(
-                "evicted %d finished traces of %s: %s limit is near",
-                count, whose, reason,
-            )  # fmt: skip
             await self._compact(at_once=True)
 
     async def forget(
@@ -329,12 +333,21 @@ class Retention:
                 count += existed
         finally:  # also if the store refuses the rest
             if count:
-                by = f" by token {token}" if token else ""
-                _log.info("%s: %d traces of run %r%s", reason, count, run, by)
+                if why := _NEAR.get(reason):
+                    traces = _counted(count, "finished trace")
+                    text = "evicted %s of run %r, the least recently changed: %s"
+                    _log.warning(text, traces, run, why)
+                else:
+                    by = f" by token {token}" if token else ""
+                    _log.info("%s: %s of run %r%s", reason, _counted(count, "trace"), run, by)
         return count
 
     def _count(self, reason: str, count: int) -> None:
         self._metrics.forgotten.labels(reason).inc(count)
+
+
+def _counted(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def _of_run(run: str, trace: Trace) -> bool:

@@ -107,8 +107,8 @@ class ServerConfig(BaseSettings):
     )
     run_workers: dict[str, int] = Field(
         default_factory=dict,
-        description="worker, from 0 on, by run: JSON, or a table in a file; by a hash for others; "
-        "fixed for an object_url",
+        description="worker by run, counted from 0, of runs that no hash is to place: JSON such as "
+        '{"grpo": 1}, or a table in a file; with object_url it cannot be changed later',
     )
     store: Literal["disk", "memory", "object"] = Field(
         "disk",
@@ -131,7 +131,7 @@ class ServerConfig(BaseSettings):
         "over",
     )
     object_cache: ByteSize = Field(
-        ByteSize(256 << 20), description="memory for payloads of the object store"
+        ByteSize(256 << 20), description="memory that caches payloads of the object store"
     )
     data_dir: Path = Field(Path("routetrace-data"), description="directory of the disk store")
     ack_mode: AckMode = Field(
@@ -146,8 +146,8 @@ class ServerConfig(BaseSettings):
     )
     memory_limit: ByteSize = Field(
         ByteSize(0),
-        description="maximum memory of the process, such as 16GiB; chunks beyond it are refused, "
-        "finished traces are evicted before; 0: no limit",
+        description="maximum memory of the process, such as 16GiB: near it, finished traces are "
+        "evicted (see when_full); at it, chunks are refused; 0: no limit",
     )
     run_quota: ByteSize = Field(
         ByteSize(0), description="maximum stored bytes of a run without its own quota; 0: no limit"
@@ -172,8 +172,8 @@ class ServerConfig(BaseSettings):
     max_reads: int = Field(
         20_000,
         ge=1,
-        description="maximum concurrent reads, also waiting; more are refused, and those of a "
-        "token or run that holds more than are free",
+        description="maximum concurrent reads, waiting ones included; a token (or run) may hold as "
+        "many of them as are still free, and further ones are refused",
     )
     max_streaming_reads: int = Field(
         256,
@@ -181,24 +181,23 @@ class ServerConfig(BaseSettings):
         description="maximum concurrent streaming reads (about 2 MiB each); others queue",
     )
     stalled_read_seconds: float = Field(
-        60, gt=0, description="seconds after which a read ends whose reader takes no message"
+        60, gt=0, description="seconds after which a read ends if its reader takes no message"
     )
     max_agents: int = Field(
         8192,
         ge=1,
-        description="maximum connected agents; more are refused, and those of a token or run that "
-        "holds more than are free",
+        description="maximum connected agents; a token (or run) may hold as many of them as are "
+        "still free, and further ones are refused",
     )
     max_writers: int = Field(
         32_768,
         ge=1,
-        description="maximum engine shards that are remembered, connected or not; shared as "
-        "max_agents",
+        description="maximum remembered engine shards, connected or not; shared as max_agents",
     )
     max_slots: int = Field(
         1 << 32,
         ge=1,
-        description="maximum KV slots of all engines, which take memory as they are written (some "
+        description="maximum KV slots of all engines, which take memory as they are written (about "
         "2 bytes each, at most 24); shared as max_agents",
     )
     max_ingest_bytes: ByteSize = Field(
@@ -224,7 +223,8 @@ class ServerConfig(BaseSettings):
         10,
         ge=0.1,
         le=3600,
-        description="seconds between heartbeats of agents; at most half of agent_timeout_seconds",
+        description="seconds between heartbeats of agents; half of agent_timeout_seconds if that "
+        "is less",
     )
     agent_timeout_seconds: float = Field(
         20, ge=0, description="seconds without a message after which an agent counts as lost"

@@ -1,9 +1,10 @@
-"""Text of `routetrace-server --help`, from the settings."""
+"""Text of `routetrace-server --help`, from the settings; one style for its subcommands."""
 
 from __future__ import annotations
 
 import argparse
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
 from pydantic import ByteSize
@@ -24,37 +25,40 @@ _EPILOG = (
 
 def parser() -> argparse.ArgumentParser:
     """Return a parser that prints --help and --version; pydantic parses the settings."""
-    usage = argparse.ArgumentParser(
-        "routetrace-server",
+    usage = new_parser(
+        "",
+        _DESCRIPTION,
         usage="routetrace-server [--config FILE] [OPTIONS]\n"
         "       routetrace-server health|token|backup|restore [OPTIONS]",
-        description=_DESCRIPTION,
         epilog=_EPILOG,
-        add_help=False,
     )
-    usage.add_argument("-h", "--help", action="help", help="print this text and exit")
-    add_version(usage)
-    usage.add_argument("--config", metavar="FILE", help="TOML file [env: ROUTETRACE_CONFIG]")
+    usage.add_argument(
+        "--config", metavar="FILE", help="TOML file (default: none) [env: ROUTETRACE_CONFIG]"
+    )
     for name, setting in ServerConfig.model_fields.items():
-        default = setting.get_default(call_default_factory=True)
-        text = f"{setting.description} (default: {_text(default)})" if default else ""
+        default = _text(setting.get_default(call_default_factory=True))
         flag = f"--{name.replace('_', '-')}"
         options: dict[str, Any] = {"metavar": _metavar(name, setting.annotation)}
         if setting.annotation is bool:
             options = {"action": argparse.BooleanOptionalAction}
-        help_text = f"{text or setting.description} [env: {ENV_PREFIX}{name.upper()}]"
+        env = f"{ENV_PREFIX}{name.upper()}"
+        help_text = f"{setting.description} (default: {default}) [env: {env}]"
         usage.add_argument(flag, help=help_text.replace("%", "%%"), **options)
     return usage
 
 
-def add_version(parser: argparse.ArgumentParser) -> None:
-    """Add --version to a parser."""
+def new_parser(command: str, description: str, **options: Any) -> argparse.ArgumentParser:
+    """Return a parser of the server, or of one of its subcommands, with --help and --version."""
+    name = f"routetrace-server {command}".rstrip()
+    parser = argparse.ArgumentParser(name, description=description, add_help=False, **options)
+    parser.add_argument("-h", "--help", action="help", help="print this text and exit")
     parser.add_argument(
         "--version",
         action="version",
         version=version("routetrace"),
         help="print the version and exit",
     )
+    return parser
 
 
 def _metavar(name: str, kind: Any) -> str:
@@ -64,13 +68,21 @@ def _metavar(name: str, kind: Any) -> str:
         return "SIZE"
     if kind in (int, float):
         return "SECONDS" if name.endswith("_seconds") else "COUNT"
-    if name.endswith("listen"):
-        return "HOST:PORT"
     if get_origin(kind) in (list, dict):
         return "JSON"
+    if kind is str:
+        return "URL" if name.startswith("object_") else "HOST:PORT"
     return "DIR" if name.endswith("_dir") else "FILE"
 
 
 def _text(default: Any) -> str:
-    text = default.human_readable() if isinstance(default, ByteSize) else str(default)
-    return text.replace(".0", "") if isinstance(default, ByteSize) else text
+    """Return a default as a person writes it."""
+    if isinstance(default, bool):
+        return "on" if default else "off"
+    if isinstance(default, ByteSize) and default:
+        return default.human_readable().replace(".0", "")
+    if isinstance(default, (int, float)):
+        return f"{default:,}"
+    if default == "":
+        return "empty"
+    return str(default) if isinstance(default, (str, Path)) else "none"

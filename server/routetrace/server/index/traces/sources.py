@@ -30,6 +30,11 @@ class WriterKey(NamedTuple):
     engine_id: str
     shard: str
 
+    def __str__(self) -> str:
+        """Name the writer in messages."""
+        shard = f", shard {self.shard!r}," if self.shard else ""
+        return f"engine {self.engine_id!r}{shard} of run {self.run!r}"
+
 
 @dataclass(slots=True)
 class Lost:
