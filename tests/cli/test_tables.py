@@ -88,7 +88,7 @@ def test_agents_in_a_pipe_keep_whole_ids(cli, agents):
 
 
 def test_agents_of_no_run(cli, agents):
-    assert "no run 'typo'; runs: tables" in cli("agents", "--run", "typo").stderr
+    assert "no run 'typo'; runs: tables" in cli("agents", "--run", "typo", code=1).stderr
 
 
 @pytest.mark.parametrize(
@@ -138,14 +138,16 @@ def test_list_fits_80_columns(server, traces):
     shown = screen("list", "--target", server.target, "--run", "traces")
     assert max(map(len, shown)) <= 80, shown
     assert shown[0].split() == [
-        "trace", "age", "state", "tokens", "coverage", "inc.", "weights", "labels"
+        "trace", "age", "state", "end", "tokens", "coverage", "inc.", "weights", "labels"
     ]  # fmt: skip
     cells = [line.split() for line in shown if re.search(r"running|complete", line)][:3]
-    assert [(row[3], *row[4:6]) for row in cells] == [
-        ("complete", "100", "100"), ("incomplete", "131072", "0.08%"), ("running", "99+", "100")
-    ]  # fmt: skip
+    assert [tuple(row[3:7]) for row in cells] == [
+        ("complete", "stop", "100", "100"),
+        ("incomplete", "stop", "131072", "0.08%"),
+        ("running", "99+", "100", "%"),
+    ]
     text = "\n".join(shown)
-    assert re.search(r"complete +100 +100 % +2 +1042 ", text), "two incarnations"
+    assert re.search(r"complete +stop +100 +100 % +2 +1042 ", text), "two incarnations"
     # Ids and labels are broken, and whole.
     width = shown[0].index("age") - 2
     column = "".join(line[:width].strip() for line in shown[1:])
