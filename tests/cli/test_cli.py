@@ -40,6 +40,7 @@ from support.agents.feeder import Feeder
 from support.agents.simulated import drive
 from support.commands import commands
 from support.servers.client_server import LAYOUT, ScriptedServer, rows_of, truth
+from support.terminal import typed
 from support.waiting import wait_for
 
 PROGRAM = str(Path(sys.executable).with_name("routetrace"))
@@ -624,6 +625,30 @@ def test_files_are_replaced_with_force_alone(cli, tmp_path):
         cli(*words, "--force")
         assert path.stat().st_mtime_ns > before
     cli("get", "hole", "-o", f"{tmp_path}/c/", "--missing", "mask")  # another file of it
+
+
+@pytest.mark.parametrize("answer", [b"y", b"", b"n", b"\x04"])
+def test_at_a_terminal_get_asks_before_it_replaces(server, tmp_path, answer):
+    for name in ("whole.npz", "hole.npz"):
+        (tmp_path / name).write_bytes(b"old")
+    words = ["get", "whole", "hole", "-o", f"{tmp_path}/", "--missing", "mask"]
+    words += ["--target", server.target, "--run", "cli"]
+    keys = answer if answer == b"\x04" else answer + b"\n"
+    seen, code = typed(words, [(b"[y/N]", keys)], columns=300)
+    assert f"replace {tmp_path}/whole.npz and 1 other file?" in seen.decode()
+    kept = [(tmp_path / name).read_bytes() == b"old" for name in ("whole.npz", "hole.npz")]
+    if answer == b"y":
+        assert (code, kept) == (0, [False, False])
+    else:
+        assert (code, kept) == (1 if answer == b"\x04" else 2, [True, True])
+
+
+def test_tail_of_an_ended_trace_has_no_rate(cli):
+    assert cli("tail", "whole").stdout == (
+        "[0, 300)  300 rows, 100.0% valid\ncomplete, stop: 301 tokens, 300 rows\n"
+    )
+    parts = [json.loads(line) for line in cli("tail", "whole", "--json").stdout.splitlines()]
+    assert {part["rows_per_second"] for part in parts} == {None}
 
 
 def test_runs_and_a_run_that_is_not_there(cli, server):

@@ -75,7 +75,7 @@ def _print_parts(parts: Iterable[Trace], backlog: int, rows: bool, as_json: bool
     for last in parts:
         whole = whole and bool(last.valid.all())
         now = time.monotonic()
-        rate = len(last) / max(now - before, 1e-9) if reached >= backlog else None
+        rate = len(last) / max(now - before, 1e-9) if len(last) and reached >= backlog else None
         before, reached = now, max(reached, last.token_stop)
         if rows:
             _print_rows(last)
