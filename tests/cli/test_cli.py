@@ -40,6 +40,7 @@ from support.agents.feeder import Feeder
 from support.agents.simulated import drive
 from support.commands import commands
 from support.servers.client_server import LAYOUT, ScriptedServer, rows_of, truth
+from support.terminal import typed
 from support.waiting import wait_for
 
 PROGRAM = str(Path(sys.executable).with_name("routetrace"))
@@ -389,11 +390,13 @@ def test_tail_counts_what_comes_until_the_end(server, cli):
         text=True,
     )
     try:
-        assert child.stdout.readline().startswith("[0, 50)  50 rows, 100.0% valid")
+        # Rows that were there before have no rate.
+        assert child.stdout.readline() == "[0, 50)  50 rows, 100.0% valid\n"
         feeder.step(IDS[50:80], [[handle, 50, 30]])
         feeder.finish(handle, 81)
         feeder.close()
-        assert child.stdout.readline().startswith("[50, 80)  30 rows")
+        line = child.stdout.readline()
+        assert re.fullmatch(r"\[50, 80\)  30 rows, 100\.0% valid, [\d,]+ rows/s\n", line)
         assert child.stdout.read() == "complete, stop: 81 tokens, 80 rows\n"
         assert child.wait(20) == 0
     finally:
@@ -434,7 +437,9 @@ def test_verify_finds_holes_and_nothing_else(cli):
     ] == [("hole", "missing")]
     assert "traces 4, incarnations 4, running 1" in done.stderr
     assert "defective traces: 0" in cli("verify", "whole", "running").stderr
-    assert "notfound" in cli("verify", "unknown", code=1).stdout
+    done = cli("verify", "unknown", code=1)
+    assert "not found" in done.stdout
+    assert done.stderr.endswith("defective traces: 0, not there: 1\n")
 
 
 def test_verify_is_content_with_what_simulated_engines_did(server, cli):
@@ -511,8 +516,17 @@ def test_delete_retire_and_renew(server, cli):
     before = expires()
     cli("renew", "v3", "--ttl", "900000", *run)
     assert expires() > before + 800000
-    assert "1 of 2 traces renewed" in cli("renew", "v3", "unknown", *run, code=1).stdout
-    assert cli("retire", "--through", "1", *run).stdout == "1 traces deleted\n"
+    done = cli("renew", "v3", "unknown", "unknown", *run, code=1)
+    assert done.stdout == "1 of 2 traces renewed\n"
+    assert (
+        done.stderr == "routetrace: unknown: trace 'unknown' is not in run 'going'; check --run\n"
+    )
+    assert cli("renew", "v3", *run).stdout == "1 of 1 trace renewed\n"
+    assert cli("retire", "--through", "1", *run).stdout == "1 trace deleted\n"
+    done = cli("renew", "v1", "v3", *run, code=1)
+    assert re.fullmatch(
+        r"routetrace: v1: trace 'v1' of run 'going' was retired at \S+: .*\n", done.stderr
+    )
     assert "unknown" in cli("delete", "v2", "unknown", *run, code=1).stderr
     left = [json.loads(line) for line in cli("list", "--json", *run).stdout.splitlines()]
     assert [value["trace_id"] for value in left] == ["v3"]
@@ -613,12 +627,41 @@ def test_files_are_replaced_with_force_alone(cli, tmp_path):
     cli("get", "hole", "-o", f"{tmp_path}/c/", "--missing", "mask")  # another file of it
 
 
+@pytest.mark.parametrize("answer", [b"y", b"", b"n", b"\x04"])
+def test_at_a_terminal_get_asks_before_it_replaces(server, tmp_path, answer):
+    for name in ("whole.npz", "hole.npz"):
+        (tmp_path / name).write_bytes(b"old")
+    words = ["get", "whole", "hole", "-o", f"{tmp_path}/", "--missing", "mask"]
+    words += ["--target", server.target, "--run", "cli"]
+    keys = answer if answer == b"\x04" else answer + b"\n"
+    seen, code = typed(words, [(b"[y/N]", keys)], columns=300)
+    assert f"replace {tmp_path}/whole.npz and 1 other file?" in seen.decode()
+    kept = [(tmp_path / name).read_bytes() == b"old" for name in ("whole.npz", "hole.npz")]
+    if answer == b"y":
+        assert (code, kept) == (0, [False, False])
+    else:
+        assert (code, kept) == (1 if answer == b"\x04" else 2, [True, True])
+
+
+def test_tail_of_an_ended_trace_has_no_rate(cli):
+    assert cli("tail", "whole").stdout == (
+        "[0, 300)  300 rows, 100.0% valid\ncomplete, stop: 301 tokens, 300 rows\n"
+    )
+    parts = [json.loads(line) for line in cli("tail", "whole", "--json").stdout.splitlines()]
+    assert {part["rows_per_second"] for part in parts} == {None}
+
+
 def test_runs_and_a_run_that_is_not_there(cli, server):
     names = cli("runs").stdout.splitlines()
     assert "cli" in names
     assert {"run": "cli"} in map(json.loads, cli("runs", "--json").stdout.splitlines())
-    assert cli("list", "--run", "typo").stderr == f"no run 'typo'; runs: {', '.join(names)}\n"
-    assert cli("list", "--label", "group=none").stderr == "no such trace in run 'cli'\n"
+    assert cli("list", "--run", "typo", code=1).stderr == (
+        f"routetrace: no run 'typo'; runs: {', '.join(names)}\n"
+    )
+    assert cli("list", "--label", "group=none").stderr == (
+        "no such trace in run 'cli'; a trace has the labels of its newest complete incarnation, "
+        "else of its newest\n"
+    )
 
 
 def test_limits_name_the_parts_of_the_run_and_of_all(monkeypatch):
@@ -694,11 +737,18 @@ def test_dry_runs_name_what_the_command_would_delete(monkeypatch):
                 feeder.finish(handle, 21)
         feeder.flush()
         line = "would delete old: complete, 20 rows\n"
-        assert dry("delete", "old", "--dry-run").stdout == line
+        done = dry("delete", "old", "--dry-run")
+        assert done.stdout == line
+        assert re.fullmatch(r"would delete 1 trace: 20 rows, [\d.]+ K?i?B\n", done.stderr)
         assert "trace 'none' is not in run" in dry("delete", "none", "--dry-run", code=1).stderr
-        assert dry("retire", "--through", "2", "--dry-run").stdout == line
-        assert dry("retire", "--through", "0", "--dry-run").stdout == ""
-        assert dry("retire", "--through", "2").stdout == "1 traces deleted\n"
+        again = dry("retire", "--through", "2", "--dry-run")
+        assert (again.stdout, again.stderr) == (line, done.stderr)
+        done = dry("retire", "--through", "0", "--dry-run")
+        assert done.stdout == ""
+        assert done.stderr == (
+            "would delete nothing: no ended trace has only rows of weight versions up to 0\n"
+        )
+        assert dry("retire", "--through", "2").stdout == "1 trace deleted\n"
         left = [json.loads(one)["trace_id"] for one in dry("list", "--json").stdout.splitlines()]
         assert sorted(left) == ["later", "runs"]
         feeder.close()
@@ -726,10 +776,7 @@ def test_program_prints_one_line_for_an_error(server):
     done = process(server, "stat", "unknown")
     assert done.returncode == 1
     assert done.stdout == ""
-    assert done.stderr == (
-        "routetrace: trace 'unknown' is not in run 'cli'; "
-        'check run=, or wait_for="end" if it has not begun\n'
-    )
+    assert done.stderr == ("routetrace: trace 'unknown' is not in run 'cli'; check --run\n")
     gone = subprocess.run(
         [PROGRAM, "list", "--target", "127.0.0.1:9", "--timeout", "0.3"],
         capture_output=True, text=True, timeout=60, check=False,

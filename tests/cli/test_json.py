@@ -180,7 +180,7 @@ def test_get_prints_what_it_wrote_and_the_error_of_each_other_trace(cli, tmp_pat
 def test_verify_prints_each_trace_with_its_findings(cli):
     found = objects(cli("verify", "whole", "hole", "unknown", "--json", code=1).stdout)
     assert [[f["wrong"] for f in one["findings"]] for one in found] == [
-        [], ["missing"], ["notfound"],
+        [], ["missing"], ["not found"],
     ]  # fmt: skip
     cells = 40 * len(LAYOUT.layer_ids)
     assert [(one["trace_id"], one["incarnations"], one["cells"]) for one in found] == [

@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import json
 import re
+import signal
+import subprocess
 import time
 from collections.abc import Iterator
 from datetime import timedelta
 
 import pytest
 
-from routetrace.cli.output import age, short
+from routetrace.cli.output import age, short, table_of
+from routetrace.cli.rates import Rates
 from routetrace.client import RouteClient
 from routetrace.server.testing import ServerProcess, run_server
 from routetrace.v1 import routetrace_pb2 as pb
 from support.agents.feeder import Feeder
 from support.commands import commands
 from support.servers.client_server import LAYOUT, rows_of
-from support.terminal import screen
+from support.terminal import CTRL_C, PROGRAM, screen, typed
 from support.waiting import wait_for
 
 ENGINE = "rollout-worker-7f9c4d-node-17.cluster.internal-dp"
@@ -88,7 +91,7 @@ def test_agents_in_a_pipe_keep_whole_ids(cli, agents):
 
 
 def test_agents_of_no_run(cli, agents):
-    assert "no run 'typo'; runs: tables" in cli("agents", "--run", "typo").stderr
+    assert "no run 'typo'; runs: tables" in cli("agents", "--run", "typo", code=1).stderr
 
 
 @pytest.mark.parametrize(
@@ -138,14 +141,16 @@ def test_list_fits_80_columns(server, traces):
     shown = screen("list", "--target", server.target, "--run", "traces")
     assert max(map(len, shown)) <= 80, shown
     assert shown[0].split() == [
-        "trace", "age", "state", "tokens", "coverage", "inc.", "weights", "labels"
+        "trace", "age", "state", "end", "tokens", "coverage", "inc.", "weights", "labels"
     ]  # fmt: skip
     cells = [line.split() for line in shown if re.search(r"running|complete", line)][:3]
-    assert [(row[3], *row[4:6]) for row in cells] == [
-        ("complete", "100", "100"), ("incomplete", "131072", "0.08%"), ("running", "99+", "100")
-    ]  # fmt: skip
+    assert [tuple(row[3:7]) for row in cells] == [
+        ("complete", "stop", "100", "100"),
+        ("incomplete", "stop", "131072", "0.08%"),
+        ("running", "99+", "100", "%"),
+    ]
     text = "\n".join(shown)
-    assert re.search(r"complete +100 +100 % +2 +1042 ", text), "two incarnations"
+    assert re.search(r"complete +stop +100 +100 % +2 +1042 ", text), "two incarnations"
     # Ids and labels are broken, and whole.
     width = shown[0].index("age") - 2
     column = "".join(line[:width].strip() for line in shown[1:])
@@ -165,3 +170,139 @@ def test_list_is_in_the_order_of_its_age_column(server, traces, cli):
     assert created == sorted(created, reverse=True)
     assert found[1]["updated_at"] > found[0]["updated_at"]
     assert [one["num_incarnations"] for one in found] == [2, 1, 1]
+
+
+# ---------------------------------------------------------------------------- agents, repeated
+
+
+@pytest.fixture(scope="module")
+def engines(server):
+    """Run "engines": ids and weights of a common length, no shards."""
+    feeders = []
+    for i, version in enumerate((41, 39)):
+        feeder = Feeder(server.target, LAYOUT, run="engines", engine_id=f"rollout-{i}")
+        feeder.set_weight_version(version)
+        handle = feeder.begin(f"r{i}")
+        feeder.step(rows_of(LAYOUT, 4), [(handle, 0, 4)])
+        feeder.flush()
+        feeders.append(feeder)
+    yield feeders
+    for feeder in feeders:
+        feeder.close()
+
+
+def test_agents_at_60_columns_break_no_word(server, engines):
+    shown = screen("agents", "--target", server.target, "--run", "engines", columns=60)
+    assert max(map(len, shown)) <= 60, shown
+    header, *rows, _ = shown
+    assert header.split() == ["engine", "since", "seen", "rows", "dropped", "weights", "host"]
+    assert [row.split()[0] for row in rows] == ["rollout-0", "rollout-1"]
+
+
+def test_columns_are_left_out_for_room_alone():
+    def columns(width: int, cell: str = "x" * 50) -> list[str]:
+        table = table_of(
+            ("engine", "shard", "rows ", "host"),
+            [(cell, "s", "1234", "y" * 10)],
+            ("engine", "host"),
+            ("shard", "host"),
+            width,
+        )
+        return [str(column.header) for column in table.columns]
+
+    assert columns(35) == ["engine", "shard", "rows", "host"]
+    assert columns(34) == ["engine", "rows", "host"]
+    assert columns(27) == ["engine", "rows"]
+    assert columns(1) == ["engine", "rows"]
+
+
+@pytest.mark.parametrize(
+    ("points", "rates"),
+    [
+        # The first change may be of an idle time before.
+        ([(0, 0), (2, 0), (10, 50), (12, 50), (20, 150), (22, 150)], [None] * 4 + [10, 10]),
+        # Idle: two reports without a change.
+        ([(0, 0), (10, 100), (20, 200), (39, 200), (41, 200)], [None, None, 10, 10, 0]),
+        # Begins again: the change may be of a shorter time than the idle one.
+        (
+            [(0, 0), (10, 100), (20, 200), (90, 200), (100, 250), (110, 350)],
+            [None, None, 10, 0, 0, 10],
+        ),
+        ([(0, 7), (30, 7)], [None, 0]),
+        ([(0, 100), (10, 200), (20, 300), (30, 5)], [None, None, 10, None]),  # a new boot
+        ([(10, 100), (20, 200), (30, 300), (29, 400)], [None, None, 10, None]),  # clock set back
+    ],
+)
+def test_a_rate_is_of_two_reports(points, rates):
+    counts = Rates()
+    assert [counts.add("a", value, at) for at, value in points] == rates
+
+
+def watch(server, *words: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [
+            PROGRAM,
+            "agents",
+            "--watch",
+            "0.1",
+            "--run",
+            "engines",
+            "--target",
+            server.target,
+            *words,
+        ],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def offer(feeder: Feeder, rows: int) -> None:
+    feeder.stream._out.put(pb.IngestRequest(heartbeat=pb.Heartbeat(offered_rows=rows)))
+
+
+def test_watched_agents_as_json(server, engines):
+    child = watch(server, "--json")
+    try:
+        rows, rate = 0, None
+        while not rate:
+            rows += 100
+            offer(engines[0], rows)
+            one, two = (json.loads(child.stdout.readline()) for _ in range(2))
+            rate = one["rows_per_second"]
+            assert (one["engine_id"], two["engine_id"]) == ("rollout-0", "rollout-1")
+            assert one["now"] == two["now"]
+        assert rate > 0
+        child.send_signal(signal.SIGINT)
+        assert child.communicate(timeout=20)[1] == ""
+        assert child.returncode == 130
+    finally:
+        child.kill()
+        child.wait()
+
+
+def test_watched_agents_in_a_pipe_are_tables(server, engines):
+    child = watch(server)
+    try:
+        rounds = [[child.stdout.readline() for _ in range(4)] for _ in range(2)]
+        for header, first, second, blank in rounds:
+            assert header.split()[4:6] == ["rows", "rows/s"]
+            assert first.startswith("rollout-0 ")
+            assert second.startswith("rollout-1 ")
+            assert blank == "\n"
+        child.send_signal(signal.SIGINT)
+        assert "2 agents, 2 connected" in child.communicate(timeout=20)[1]
+        assert child.returncode == 130
+    finally:
+        child.kill()
+        child.wait()
+
+
+def test_watched_agents_at_a_terminal_are_shown_in_place(server, engines):
+    seen, code = typed(
+        ["agents", "--watch", "0.1", "--run", "engines", "--target", server.target],
+        [(b"newest weight version 41", b""), (b"newest weight version 41", CTRL_C)],
+    )
+    assert code == 130
+    assert b"\x1b[1A" in seen  # up, over the table before
+    assert seen.endswith(b"\x1b[?25h")  # the cursor is back

@@ -12,10 +12,16 @@ from typing import Annotated, Any
 import typer
 
 from routetrace.cli.arguments import Version
-from routetrace.client import RouteClient
+from routetrace.cli.errors import PARAMETERS
+from routetrace.cli.output import plain
+from routetrace.client import RouteClient, ServerInfo
+from routetrace.common.errors import NotFound
 from routetrace.common.security import Security
 
 DEFAULT_TARGET = "127.0.0.1:7411"
+
+# Runs that an error names, as those of the server do.
+_MAX_NAMED_RUNS = 20
 
 
 @dataclass(frozen=True)
@@ -31,6 +37,33 @@ class Connection:
         """Return a new client."""
         return RouteClient(self.target, run=self.run, timeout=self.timeout, security=self.security)
 
+    def known_run(self, client: RouteClient, info: ServerInfo | None = None) -> ServerInfo:
+        """Return the state of the server, for a command that found nothing.
+
+        Args:
+            client: client of this connection.
+            info: state of the server, if known.
+
+        Raises:
+            NotFound: if the server has no such run, as reads of it do.
+        """
+        info = info or client.server_info()
+        if not has_run(info, self.run):
+            names = runs_of(info)
+            text = f"no run {self.run!r}; runs: {names}"
+            raise NotFound(text, field="run", value=self.run, expected=f"one of {names}")
+        return info
+
+
+def has_run(info: ServerInfo, run: str) -> bool:
+    """Return whether the server has a run; an answer names 1,000 of them at most."""
+    return run in info.runs or bool(info.num_traces or info.num_agents)
+
+
+def runs_of(info: ServerInfo) -> str:
+    """Return the names of the first runs."""
+    return ", ".join(map(plain, info.runs[:_MAX_NAMED_RUNS])) or "none yet"
+
 
 def connected(command: Callable[..., None]) -> Callable[..., None]:
     """Add the connection options to a command whose first parameter is a `Connection`."""
@@ -39,6 +72,7 @@ def connected(command: Callable[..., None]) -> Callable[..., None]:
     def run(**arguments: Any) -> None:
         arguments.pop("version")
         given = {name: arguments.pop(name) for name in _OPTIONS}
+        PARAMETERS.set({*given, *arguments})
         command(_connection(**given), **arguments)
 
     # typer derives the options from the signature.

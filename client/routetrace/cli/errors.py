@@ -3,16 +3,73 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Collection, Iterator, Sequence
+from contextvars import ContextVar
 from typing import Any
 
 import typer
 
-from routetrace.cli.output import describe, note, write_json
-from routetrace.common.errors import InvalidArgument, RouteTraceError
+from routetrace.cli.output import note, write_json
+from routetrace.common.errors import InvalidArgument, NotFound, RouteTraceError
+
+#: Parameters of the command in progress; None before one is.
+PARAMETERS: ContextVar[Collection[str] | None] = ContextVar("parameters", default=None)
 
 # Of click, which newer versions of typer have inside.
 _UsageError: Any = typer.BadParameter.__base__
+
+# A keyword argument in a remedy of the client or the server, such as `wait_for="end"`.
+_KEYWORD = re.compile(r"\b([a-z_]+)=(?:\"([^\"]*)\")?")
+# Minimum number of runs from which an error points to the command that lists them.
+_MANY_RUNS = 20
+
+
+def describe(error: object) -> str:
+    """Return an error as one line, with a remedy in options of the command line."""
+    if not isinstance(error, RouteTraceError):
+        return " ".join(str(error).split())
+    message = " ".join(error.message.split()) or type(error).__name__
+    remedy = remedy_of(error)
+    if not error.remedy:
+        return f"{message}; {remedy}" if remedy else message
+    before, given, after = message.rpartition(error.remedy)
+    return (
+        (f"{before}{remedy}" if remedy else before.removesuffix("; ")) + after if given else message
+    )
+
+
+def remedy_of(error: Exception) -> str:
+    """Return what helps against an error, "" if nothing is known."""
+    remedy = in_options(getattr(error, "remedy", ""), PARAMETERS.get())
+    if remedy or not (isinstance(error, NotFound) and error.kind == "run"):
+        return remedy
+    runs = error.expected.removeprefix("one of ").split(", ")
+    if runs == ["none yet"]:
+        return "`routetrace runs` lists those that have traces or agents"
+    return "`routetrace runs` lists all" if len(runs) >= _MANY_RUNS else ""
+
+
+def in_options(remedy: str, parameters: Collection[str] | None = None) -> str:
+    """Return a remedy with options in place of the keywords of Python.
+
+    Args:
+        remedy: text such as 'use wait_for="end" or missing="mask"'.
+        parameters: names that the command takes; alternatives with others are left out. None: all.
+    """
+    text = ""
+    # Alternatives, each behind its separator.
+    for separator, part in re.findall(r"(^|,? or )(.*?)(?=,? or |$)", remedy):
+        names = {name for name, _ in _KEYWORD.findall(part)}
+        if parameters is None or names <= {*parameters}:
+            text += (separator if text else "") + _KEYWORD.sub(_option, part)
+    return text
+
+
+def _option(keyword: re.Match[str]) -> str:
+    name, value = keyword.groups()
+    flag = "--" + name.replace("_", "-")
+    return flag if value is None else f"{flag} {value}"
 
 
 def report_error(error: Exception, *, as_json: bool, trace_id: str = "") -> None:
@@ -29,7 +86,7 @@ def error_json(error: Exception) -> dict[str, str]:
         "error": type(error).__name__,
         "message": describe(error),
         "field": getattr(error, "field", ""),
-        "remedy": getattr(error, "remedy", ""),
+        "remedy": remedy_of(error),
     }
 
 

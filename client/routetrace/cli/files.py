@@ -7,7 +7,7 @@ import hashlib
 import importlib.util
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Protocol
@@ -40,13 +40,15 @@ class Writer(Protocol):
         """Write a trace; return the path of its file."""
 
 
-def writer_for(output: str, trace_ids: Sequence[str], *, force: bool = False) -> Writer:
+def writer_for(
+    output: str, trace_ids: Sequence[str], may_replace: Callable[[Sequence[Path]], bool]
+) -> Writer:
     """Return the writer of traces for a path, by its suffix.
 
     Args:
         output: path; a directory if it ends in /.
         trace_ids: traces to write.
-        force: whether files that exist are replaced.
+        may_replace: returns whether files that exist are replaced.
 
     Raises:
         InvalidArgument: if the format cannot hold the traces, a file exists, or pyarrow is not
@@ -57,20 +59,26 @@ def writer_for(output: str, trace_ids: Sequence[str], *, force: bool = False) ->
         raise InvalidArgument(
             field="--output", value=output, expected=f"a file in a directory; {path.parent} is none"
         )
+    is_directory = output.endswith("/") or path.is_dir()
+    writer = Directory(path) if is_directory else _file_writer(output, len(trace_ids))
     names = [path]
-    if output.endswith("/") or path.is_dir():
+    if is_directory:
         names = [path / f"{file_name(trace_id)}.npz" for trace_id in trace_ids]
-    if not force and (there := [name for name in names if name.exists()]):
+    there = [name for name in names if name.exists()]
+    if there and not may_replace(there):
         raise InvalidArgument(
             field="--output", value=str(there[0]), expected="no such file yet, or --force"
         )
-    if output.endswith("/") or path.is_dir():
-        return Directory(path)
+    return writer
+
+
+def _file_writer(output: str, num_traces: int) -> Writer:
+    path = Path(output)
     if path.suffix == ".parquet":
         if importlib.util.find_spec("pyarrow") is None:
             raise InvalidArgument("to write Parquet, pip install pyarrow")
         return ParquetFile(path)
-    if path.suffix == ".npz" and len(trace_ids) == 1:
+    if path.suffix == ".npz" and num_traces == 1:
         return NpzFile(path)
     expected = "a directory (with a / at the end) or .parquet, to hold several traces"
     if path.suffix != ".npz":

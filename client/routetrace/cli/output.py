@@ -14,8 +14,11 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-from routetrace.common.errors import RouteTraceError
+#: Which labels a trace is found by, for searches that find none.
+LABELS_OF = "a trace has the labels of its newest complete incarnation, else of its newest"
 
+# Maximum length of a word that a column is kept wide enough for.
+_WORD = 10
 # Tables in pipes are not cut to a width.
 _PIPED_WIDTH = 10_000
 
@@ -23,13 +26,6 @@ _PIPED_WIDTH = 10_000
 def note(text: object) -> None:
     """Print a line on stderr."""
     print(plain(str(text)), file=sys.stderr)
-
-
-def describe(error: object) -> str:
-    """Return an error as one line."""
-    if isinstance(error, RouteTraceError):
-        return " ".join(error.message.split()) or type(error).__name__
-    return " ".join(str(error).split())
 
 
 def write_json(value: Any, *, error: bool = False) -> None:
@@ -44,17 +40,42 @@ def as_json(value: object) -> str:
 
 
 def write_table(
-    columns: Sequence[str], rows: Iterable[Sequence[object]], fold: Collection[str] | None = None
+    columns: Sequence[str],
+    rows: Iterable[Sequence[object]],
+    fold: Collection[str] | None = None,
+    optional: Sequence[str] = (),
 ) -> None:
-    """Print a table; columns with a name that ends in a space are right-aligned.
+    """Print a table; see `table_of`."""
+    console = console_of_stdout()
+    console.print(table_of(columns, rows, fold, optional, console.width))
+
+
+def console_of_stdout() -> Console:
+    """Return a console as wide as the terminal, or without a width in pipes."""
+    return Console(file=sys.stdout, width=None if sys.stdout.isatty() else _PIPED_WIDTH)
+
+
+def table_of(
+    columns: Sequence[str],
+    rows: Iterable[Sequence[object]],
+    fold: Collection[str] | None = None,
+    optional: Sequence[str] = (),
+    width: int = _PIPED_WIDTH,
+) -> Table:
+    """Return a table; columns with a name that ends in a space are right-aligned.
 
     Args:
         columns: names.
         rows: cells.
         fold: columns that break where the terminal is too narrow; None: all.
+        optional: columns that are left out, in this order, where the terminal has no room for the
+            words of the others.
+        width: characters of a line.
     """
+    cells = [[plain(str(cell)) for cell in row] for row in rows]
+    shown = _fitting(columns, cells, fold, optional, width)
     table = Table(box=None, pad_edge=False, header_style="bold", show_header=any(columns))
-    for name in columns:
+    for name in (columns[at] for at in shown):
         right = name.endswith(" ")
         table.add_column(
             name.strip(),
@@ -63,11 +84,32 @@ def write_table(
             no_wrap=fold is not None and name not in fold,
             min_width=max(map(len, name.split()), default=0),  # headers break between words alone
         )
-    for row in rows:
+    for row in cells:
         # rich interprets no markup or emoji in Text.
-        table.add_row(*(Text(plain(str(cell))) for cell in row))
-    width = None if sys.stdout.isatty() else _PIPED_WIDTH
-    Console(file=sys.stdout, width=width).print(table)
+        table.add_row(*(Text(row[at]) for at in shown))
+    return table
+
+
+def _fitting(
+    columns: Sequence[str],
+    cells: Sequence[Sequence[str]],
+    fold: Collection[str] | None,
+    optional: Sequence[str],
+    width: int,
+) -> list[int]:
+    """Return the numbers of the columns that fit, where those that fold break long words alone."""
+    needs = [
+        max(map(len, words)) for words in zip((c.strip() for c in columns), *cells, strict=True)
+    ]
+    for at, name in enumerate(columns):
+        if fold is None or name in fold:
+            needs[at] = min(needs[at], max(_WORD, len(name.strip())))
+    shown = [*range(len(columns))]
+    for name in optional:
+        if sum(needs[at] + 2 for at in shown) - 2 <= width:
+            break
+        shown.remove(columns.index(name))
+    return shown
 
 
 @contextlib.contextmanager
@@ -101,11 +143,9 @@ def size(count: int) -> str:
     return f"{count} B" if unit == "B" else f"{value:.1f} {unit}"
 
 
-def none_found(kind: str, run: str, runs: Sequence[str]) -> str:
-    """Return the message for an empty result; `runs` are those that exist."""
-    if run in runs:
-        return f"no such {kind} in run {run!r}"
-    return f"no run {run!r}; runs: {', '.join(runs) or 'none yet'}"
+def counted(number: int, noun: str) -> str:
+    """Format a number of things: "1 trace", "2 traces"."""
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
 
 
 def age(duration: timedelta) -> str:

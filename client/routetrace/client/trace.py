@@ -368,7 +368,7 @@ def incomplete(
     parts = [str(m) for m in read.missing[:4]]
     if len(read.missing) > len(parts):
         parts.append(f"{len(read.missing) - len(parts)} more ranges")
-    missing = "; ".join(parts)
+    missing, remedy = "; ".join(parts), ""
     if unknown_from is not None:
         running = read.state is TraceState.RUNNING
         end, remedy = "has no reported end", 'use missing="mask"'
@@ -392,6 +392,7 @@ def incomplete(
         state=read.state,
         missing=read.missing,
         unknown_from=unknown_from,
+        remedy=remedy,
     )
 
 

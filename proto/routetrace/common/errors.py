@@ -216,8 +216,9 @@ class Incomplete(RouteTraceError):
         state: Any = None,
         missing: tuple[MissingRange, ...] = (),
         unknown_from: int | None = None,
+        remedy: str = "",
     ) -> None:
-        super().__init__(message)
+        super().__init__(message, remedy=remedy)
         self.trace_id = trace_id or None
         self.state = state
         self.missing = missing

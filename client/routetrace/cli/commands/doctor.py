@@ -18,8 +18,9 @@ import grpc
 import typer
 
 from routetrace.cli.arguments import AsJson
-from routetrace.cli.connection import Connection
-from routetrace.cli.output import describe, plain, size, write_json
+from routetrace.cli.connection import Connection, has_run, runs_of
+from routetrace.cli.errors import describe
+from routetrace.cli.output import counted, plain, size, write_json
 from routetrace.client import ServerInfo
 from routetrace.common import pem
 from routetrace.common.errors import (
@@ -268,13 +269,14 @@ def _info(info: ServerInfo, run: str, now: float) -> Iterator[Check]:
     yield _room("store", info.used_bytes, info.capacity_bytes, "--store-capacity")
     if info.run_quota_bytes:
         yield _room(f"quota of run {run!r}", info.run_bytes, info.run_quota_bytes, "--run-quota")
-    content = (
-        f"{info.num_traces} traces, {size(info.run_bytes)}, {info.num_agents} agents connected"
-    )
+    traces, agents = counted(info.num_traces, "trace"), counted(info.num_agents, "agent")
+    content = f"{traces}, {size(info.run_bytes)}, {agents} connected"
+    if not has_run(info, run):
+        content = f"no run {run!r}; runs: {runs_of(info)}"
+    advice = "check that agents use this run (--run, ROUTETRACE_RUN)"
     if info.num_traces or info.num_agents:
         yield Check("ok", f"run {run!r}", content)
     else:
-        advice = "check that agents use this run (--run, ROUTETRACE_RUN)"
         yield Check("warning", f"run {run!r}", content, advice)
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import sys
+from collections.abc import Iterable, Mapping, Sequence
 from enum import Enum
 from pathlib import Path
 from typing import Annotated, Any
@@ -27,7 +28,7 @@ from routetrace.cli.arguments import (
 from routetrace.cli.connection import Connection
 from routetrace.cli.errors import report_error
 from routetrace.cli.files import writer_for
-from routetrace.cli.output import progress, write_json
+from routetrace.cli.output import LABELS_OF, counted, plain, progress, write_json
 from routetrace.client import Trace
 from routetrace.common.errors import InvalidArgument, NotFound, RouteTraceError
 
@@ -52,7 +53,9 @@ def get(
     output: Annotated[
         str, typer.Option("--output", "-o", help="Output: out.npz, out.parquet, or a directory/.")
     ] = "",
-    force: Annotated[bool, typer.Option("--force", help="Replace files that exist.")] = False,
+    force: Annotated[
+        bool, typer.Option("--force", help="Replace files that exist, without a question.")
+    ] = False,
     label: Labels = None,
     layers: Layers = None,
     tokens: Tokens = None,
@@ -98,12 +101,16 @@ def get(
         if label:
             names = [stat.trace_id for stat in client.find(labels=labels_of(label))]
             if not names:
+                connection.known_run(client)
                 raise NotFound(
                     f"no trace of run {connection.run!r} has the labels {' '.join(label)}"
+                    f"; {LABELS_OF}"
                 )
         failed = 0
         unfinished: list[dict[str, Any]] = []  # of a file that exists once all are in it
-        writer = writer_for(output, names, force=force)
+        writer = writer_for(
+            output, names, lambda there: force or (not as_json and _confirms(there))
+        )
         answers: Iterable[Trace | RouteTraceError] = (
             client.get_many(names, errors="return", **options)
             if incarnation is None
@@ -123,12 +130,22 @@ def get(
                 done()
             if failed and not writer.keeps_parts:
                 raise RouteTraceError(
-                    f"{failed} of {len(names)} traces failed; {output} is not written"
+                    f"{failed} of {counted(len(names), 'trace')} failed; {output} is not written"
                 )
     for written in unfinished:
         _print_written(written)
     if failed:
-        raise RouteTraceError(f"{failed} of {len(names)} traces failed; the others are in {output}")
+        raise RouteTraceError(
+            f"{failed} of {counted(len(names), 'trace')} failed; the others are in {output}"
+        )
+
+
+def _confirms(there: Sequence[Path]) -> bool:
+    """Ask at a terminal whether files are to be replaced; elsewhere they are not."""
+    if not (sys.stdin.isatty() and sys.stderr.isatty()):
+        return False
+    more = f" and {counted(len(there) - 1, 'other file')}" if len(there) > 1 else ""
+    return typer.confirm(plain(f"replace {there[0]}{more}?"), err=True)
 
 
 def _written(trace: Trace, path: Path) -> dict[str, Any]:

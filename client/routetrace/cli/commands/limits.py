@@ -20,7 +20,7 @@ def limits(connection: Connection, as_json: AsJson = False) -> None:
     Parts are those of the token, over all its runs, or of the run on a server without tokens.
     """
     with connection.client() as client:
-        info = client.server_info()
+        info = connection.known_run(client)
     if not info.limits:
         raise RouteTraceError(
             f"server {info.version} reports no limits; expected version 0.8.0 or newer"

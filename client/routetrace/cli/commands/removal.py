@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated
 
 import typer
@@ -9,8 +10,8 @@ import typer
 from routetrace.cli.arguments import AsJson, SomeIds
 from routetrace.cli.connection import Connection
 from routetrace.cli.errors import report_error
-from routetrace.cli.output import plain, write_json
-from routetrace.client import TraceStat
+from routetrace.cli.output import counted, note, plain, size, write_json
+from routetrace.client import RouteClient, TraceStat
 from routetrace.common.errors import NotFound
 
 DryRun = Annotated[
@@ -29,11 +30,12 @@ def delete(
 ) -> None:
     """Delete traces at once."""
     failed = 0
+    found: list[TraceStat] = []
     with connection.client() as client:
         for name in ids:
             try:
                 if dry_run:
-                    _would_delete(client.stat(name), as_json)
+                    found.append(_would_delete(client.stat(name), as_json))
                     continue
                 client.delete(name)
                 deleted = True
@@ -45,6 +47,8 @@ def delete(
                     continue
             if as_json:
                 write_json({"trace_id": name, "would_delete" if dry_run else "deleted": deleted})
+    if dry_run:
+        _note_total(found)
     if failed:
         raise typer.Exit(1)
 
@@ -57,24 +61,37 @@ def retire(
 ) -> None:
     """Delete ended traces without rows newer than a weight version."""
     with connection.client() as client:
-        if dry_run:
-            for found in client.find(retirable_through=through):
-                _would_delete(found, as_json)
-            return
-        count = client.retire_through(through)
-    if as_json:
+        found = client.find(retirable_through=through) if dry_run else ()
+        listed = [_would_delete(one, as_json) for one in found]
+        count = len(listed) if dry_run else client.retire_through(through)
+        if not count:
+            connection.known_run(client)
+    if dry_run:
+        _note_total(listed, f": no ended trace has only rows of weight versions up to {through}")
+    elif as_json:
         write_json({"through": through, "num_deleted": count})
     else:
-        print(f"{count} traces deleted")
+        print(f"{counted(count, 'trace')} deleted")
 
 
-def _would_delete(found: TraceStat, as_json: bool) -> None:
+def _would_delete(found: TraceStat, as_json: bool) -> TraceStat:
     state, rows = found.state.value, found.num_rows
     if as_json:
         facts = {"trace_id": found.trace_id, "would_delete": True, "state": state, "rows": rows}
         write_json(facts)
     else:
-        print(plain(f"would delete {found.trace_id}: {state}, {rows:,} rows"))
+        print(plain(f"would delete {found.trace_id}: {state}, {counted(rows, 'row')}"))
+    return found
+
+
+def _note_total(found: Sequence[TraceStat], otherwise: str = "") -> None:
+    """Print what would be deleted in all, or `otherwise`, why nothing would."""
+    if found:
+        rows = counted(sum(one.num_rows for one in found), "row")
+        stored = size(sum(one.stored_bytes for one in found))
+        note(f"would delete {counted(len(found), 'trace')}: {rows}, {stored}")
+    else:
+        note(f"would delete nothing{otherwise}")
 
 
 def renew(
@@ -86,11 +103,32 @@ def renew(
     as_json: AsJson = False,
 ) -> None:
     """Renew the lease of traces."""
+    ids = list(dict.fromkeys(ids))
     with connection.client() as client:
         found = client.renew(ids, ttl_seconds=ttl)
+        absent = _absent(client, ids) if found < len(ids) else {}
+    for name, error in absent.items():
+        report_error(error, as_json=as_json, trace_id=name)
     if as_json:
         write_json({"num_requested": len(ids), "num_renewed": found})
     else:
-        print(f"{found} of {len(ids)} traces renewed")
-    if found != len(ids):
+        print(f"{found} of {counted(len(ids), 'trace')} renewed")
+    if found < len(ids):
         raise typer.Exit(1)
+
+
+def _absent(client: RouteClient, ids: Sequence[str]) -> dict[str, NotFound]:
+    """Return the traces that are not there, with the reason.
+
+    Raises:
+        NotFound: if the run is not there.
+    """
+    errors = {}
+    for name in ids:
+        try:
+            client.stat(name)
+        except NotFound as error:  # noqa: PERF203
+            if error.kind == "run":
+                raise
+            errors[name] = error
+    return errors

@@ -18,8 +18,9 @@ from routetrace.cli.facts import (
     table_row,
     totals,
 )
-from routetrace.cli.output import none_found, note, plain, write_json, write_table
-from routetrace.client import TraceState
+from routetrace.cli.output import LABELS_OF, counted, note, plain, write_json, write_table
+from routetrace.client import RouteClient, TraceState
+from routetrace.common.errors import RouteTraceError
 
 # Maximum ranges that `stat` prints.
 _MAX_RANGES = 50
@@ -34,17 +35,27 @@ def stat(
     """Show the facts of a trace, and its missing ranges with reasons."""
     with connection.client() as client:
         found = client.stat(trace_id, incarnation=incarnation)
-    if as_json:
-        write_json(facts_json(found))
-        return
-    write_table(("", ""), facts_table(found))
+        if as_json:
+            write_json(facts_json(found))
+            return
+        newest = _newest_weight_version(client)
+    write_table(("", ""), facts_table(found, newest))
     ranges = found.missing or ()
     if ranges:
         print()
         shown = ((f"{m.start}:{m.stop}", layers_text(m.layer_ids), m.reason) for m in ranges)
         write_table(("positions", "layers", "missing because"), islice(shown, _MAX_RANGES))
     if len(ranges) > _MAX_RANGES:
-        note(f"{len(ranges) - _MAX_RANGES} more ranges; --json has all")
+        note(f"{counted(len(ranges) - _MAX_RANGES, 'more range')}; --json has all")
+
+
+def _newest_weight_version(client: RouteClient) -> int | None:
+    """Return the newest weight version of the run's connected agents; None if unknown."""
+    try:
+        agents = [agent for agent in client.agents() if agent.connected]
+    except RouteTraceError:  # the facts of the trace are known without it
+        return None
+    return max((a.weight_version for a in agents if a.weight_version is not None), default=None)
 
 
 def list_traces(
@@ -57,6 +68,7 @@ def list_traces(
     as_json: AsJson = False,
 ) -> None:
     """List the traces of the run, newest first, by the age of their first report."""
+    none = f"no such trace in run {connection.run!r}" + f"; {LABELS_OF}" * bool(label)
     with connection.client() as client:
         found = client.find(
             labels=labels_of(label or ()), states=state or (), limit=limit + 1 if limit else None
@@ -67,12 +79,14 @@ def list_traces(
             for number, one in enumerate(first, 1):  # noqa: B007
                 write_json(facts_json(one))
             if not number:
-                note(none_found("trace", connection.run, client.server_info().runs))
+                connection.known_run(client)
+                note(none)
             return
         shown = list(first)
         server = client.server_info()
         if not shown:
-            note(none_found("trace", connection.run, server.runs))
+            connection.known_run(client, server)
+            note(none)
             return
         write_table(COLUMNS, (table_row(one, server.now) for one in shown), FOLD)
         for line in totals(shown):

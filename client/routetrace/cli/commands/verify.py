@@ -12,16 +12,30 @@ import typer
 
 from routetrace.cli.arguments import AsJson, Ids
 from routetrace.cli.connection import Connection
-from routetrace.cli.output import describe, note, progress, size, write_json, write_table
+from routetrace.cli.errors import describe
+from routetrace.cli.output import counted, note, progress, size, write_json, write_table
 from routetrace.client import RouteClient, Trace, TraceState
 from routetrace.common.errors import NotFound, RouteTraceError
+
+# Findings of a trace that is not there, by the reason.
+_FATES = {
+    "deleted": "deleted",
+    "retired": "retired",
+    "expired": "expired",
+    "quota": "evicted",
+    "capacity": "evicted",
+    "memory": "evicted",
+}
+_NOT_FOUND = "not found"
+_ABSENT = (*_FATES.values(), _NOT_FOUND)
 
 
 class Finding(NamedTuple):
     """One defect of a trace."""
 
     wrong: str
-    """Kind: "corrupt", "missing", "unknown end", "rows", "digests", "weights", or an error name."""
+    """Kind: "corrupt", "missing", "unknown end", "rows", "digests", "weights", or an error name;
+    of a trace that is not there "deleted", "retired", "expired", "evicted" or "not found"."""
     details: str
 
 
@@ -34,6 +48,11 @@ class Checked:
     running: int = 0
     cells: int = 0
     bytes: int = 0
+
+    @property
+    def absent(self) -> bool:
+        """Whether the trace is not there."""
+        return any(finding.wrong in _ABSENT for finding in self.findings)
 
     def add(self, other: Checked) -> None:
         """Add the amounts of another check."""
@@ -49,30 +68,34 @@ def verify(
 ) -> None:
     """Read traces whole and check checksums, ids, coverage and digests.
 
-    Exits with 1 if anything is wrong or permanently missing. Rows that a running trace lacks are
-    neither.
+    Exits with 1 if anything is wrong, permanently missing, or not there. Rows that a running trace
+    lacks are none of these.
     """
     if bool(ids) == everything:
         raise typer.BadParameter("expected trace ids, or --all")
-    total, traces, defective = Checked(), 0, 0
+    total, traces, defective, absent = Checked(), 0, 0, 0
     rows: list[tuple[str, str, str]] = []
     with connection.client() as client:
         for name, checked in _verified(client, ids):
             total.add(checked)
             traces += 1
-            defective += bool(checked.findings)
+            absent += checked.absent
+            defective += bool(checked.findings) and not checked.absent
             if as_json:
                 findings = [finding._asdict() for finding in checked.findings]
                 write_json({"trace_id": name, **asdict(checked), "findings": findings})
             else:
                 rows += [(name, *finding) for finding in checked.findings]
+        if not traces:
+            connection.known_run(client)
     if rows:
         write_table(("trace", "wrong", "details"), rows)
     note(
-        f"traces {traces:,}, incarnations {total.incarnations:,}, running {total.running:,}, "
-        f"cells {total.cells:,}, stored {size(total.bytes)}; defective traces: {defective:,}"
+        f"traces {traces - absent:,}, incarnations {total.incarnations:,}, "
+        f"running {total.running:,}, cells {total.cells:,}, stored {size(total.bytes)}; "
+        f"defective traces: {defective:,}" + (f", not there: {absent:,}" if absent else "")
     )
-    if defective:
+    if defective or absent:
         raise typer.Exit(1)
 
 
@@ -92,6 +115,8 @@ def _verified(client: RouteClient, ids: list[str] | None) -> Iterator[tuple[str,
         for name, answer in zip(listed, answers, strict=True):
             if ids is None and isinstance(answer, NotFound):
                 continue  # expired or deleted since it was listed
+            if isinstance(answer, NotFound) and answer.kind == "run":
+                raise answer
             checked = Checked()
             _check(checked, answer)
             if isinstance(answer, Trace) and answer.num_incarnations > 1:
@@ -125,6 +150,10 @@ def _others(client: RouteClient, first: Trace) -> Iterator[Trace | RouteTraceErr
 
 
 def _check(checked: Checked, answer: Trace | RouteTraceError) -> None:
+    if isinstance(answer, NotFound):
+        fate = _FATES.get(answer.reason, _NOT_FOUND)
+        checked.findings.append(Finding(fate, describe(answer)))
+        return
     if isinstance(answer, RouteTraceError):
         checked.findings.append(Finding(type(answer).__name__.lower(), describe(answer)))
         return
@@ -145,10 +174,10 @@ def _wrong_with(trace: Trace) -> Iterator[tuple[str, str]]:
     # Only "not_yet" of a running request is temporary.
     lost = [m for m in trace.missing if not (running and m.reason == "not_yet")]
     if lost:
-        more = f"; {len(lost) - 3} more ranges" if len(lost) > 3 else ""
+        more = f"; {counted(len(lost) - 3, 'more range')}" if len(lost) > 3 else ""
         yield "missing", "; ".join(map(str, lost[:3])) + more
     if not running and not trace.num_tokens:
-        yield "unknown end", f"end not reported after {trace.num_rows} rows"
+        yield "unknown end", f"end not reported after {counted(trace.num_rows, 'row')}"
     if not running and trace.num_tokens and trace.num_rows != trace.num_tokens - 1:
         yield "rows", f"{trace.num_rows} rows of {trace.num_tokens} tokens"
     at = trace.token_digests["position"]

@@ -19,7 +19,7 @@ from routetrace.cli.arguments import AsJson, labels_of, layers_of
 from routetrace.cli.connection import Connection
 from routetrace.cli.errors import report_error
 from routetrace.cli.experts import figures
-from routetrace.cli.output import note, progress, write_json, write_table
+from routetrace.cli.output import LABELS_OF, counted, note, progress, write_json, write_table
 from routetrace.client import RouteClient
 from routetrace.common.errors import InvalidArgument, NotFound, RouteTraceError, quoted
 from routetrace.experts.analysis.report import Asked, Rows, Study, Valid, report_of
@@ -101,7 +101,10 @@ def experts(
                 found = client.find(labels=labels_of(label or ()))
                 names = [stat.trace_id for stat in found][::-1]  # oldest first
             if not names:
-                raise NotFound(f"no matching trace in run {connection.run!r}")
+                connection.known_run(client)
+                raise NotFound(
+                    f"no matching trace in run {connection.run!r}" + f"; {LABELS_OF}" * bool(label)
+                )
             with progress("experts", len(names)) as done:
                 answers = _requests_of_server(client, names, done, as_json)
                 study = study_of(answers, len(names), fit_npz, chosen, passes, batch)
@@ -273,7 +276,7 @@ def _requests_of_server(
             continue
         yield Request(answer.topk_ids, answer.valid, answer.layer_ids, answer.layout.num_experts)
     if failed:
-        raise RouteTraceError(f"{failed} of {len(names)} traces failed")
+        raise RouteTraceError(f"{failed} of {counted(len(names), 'trace')} failed")
 
 
 def _names(files: list[Path]) -> str:
