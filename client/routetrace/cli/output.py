@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from datetime import datetime, timedelta
 from typing import Any
 
+from rich.cells import cell_len
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
@@ -18,6 +19,8 @@ from routetrace.common.errors import RouteTraceError
 
 # Tables in pipes are not cut to a width.
 _PIPED_WIDTH = 10_000
+# Columns of text between two columns of a table.
+_GAP = 2
 
 
 def note(text: object) -> None:
@@ -48,26 +51,37 @@ def write_table(
 ) -> None:
     """Print a table; columns with a name that ends in a space are right-aligned.
 
+    Nothing is cut off: where a terminal is narrower than the numbers and the words of headers, the
+    lines are longer than it.
+
     Args:
         columns: names.
         rows: cells.
-        fold: columns that break where the terminal is too narrow; None: all.
+        fold: columns that break where the terminal is too narrow; None: all. Those that are
+            right-aligned break between words alone.
     """
+    cells = [[Text(plain(str(cell))) for cell in row] for row in rows]  # no markup, no emoji
     table = Table(box=None, pad_edge=False, header_style="bold", show_header=any(columns))
-    for name in columns:
-        right = name.endswith(" ")
+    least = 0
+    for at, name in enumerate(columns):
+        right, whole = name.endswith(" "), fold is not None and name not in fold
+        parts = name.split()  # headers break between words alone
+        for text in (row[at].plain for row in cells if right or whole):
+            parts += [text] if whole else text.split()
+        width = max(map(cell_len, parts), default=0)
+        least += width + _GAP
         table.add_column(
             name.strip(),
             justify="right" if right else "left",
             overflow="fold",
-            no_wrap=fold is not None and name not in fold,
-            min_width=max(map(len, name.split()), default=0),  # headers break between words alone
+            no_wrap=whole,
+            min_width=width,
         )
-    for row in rows:
-        # rich interprets no markup or emoji in Text.
-        table.add_row(*(Text(plain(str(cell))) for cell in row))
-    width = None if sys.stdout.isatty() else _PIPED_WIDTH
-    Console(file=sys.stdout, width=width).print(table)
+    for row in cells:
+        table.add_row(*row)
+    console = Console(file=sys.stdout, width=None if sys.stdout.isatty() else _PIPED_WIDTH)
+    console.width = max(console.width, least - _GAP)
+    console.print(table)
 
 
 @contextlib.contextmanager
