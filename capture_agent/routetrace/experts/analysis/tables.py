@@ -78,8 +78,8 @@ def _cache_summary(report: dict[str, Any]) -> Table:
     """Return hit rates at some capacities, and the rest at the one nearest to a quarter."""
     cache, experts = report["cache"], report["num_experts"]
     slots = cache["capacities"]
-    shown = {min(slots, key=lambda count, at=share: abs(count - at * experts)) for share in _SHARES}
-    quarter = min(slots, key=lambda count: abs(4 * count - experts))
+    shown = {_nearest(slots, share * experts) for share in _SHARES}
+    quarter = _nearest(slots, experts / 4)
     names = list(cache["hit_rate"])
     of_quarter = _slots(quarter)
 
@@ -108,6 +108,10 @@ def _cache_summary(report: dict[str, Any]) -> Table:
         copied.append(line(f"  the same, {number} ahead", moved))
     title = f"hit rate, {_passes(cache['passes'], cache['batch'])}"
     return "", (title, *(f"{name} " for name in names)), rows + copied
+
+
+def _nearest(slots: Sequence[int], wanted: float) -> int:
+    return min(slots, key=lambda count: abs(count - wanted))
 
 
 def _at(

@@ -83,7 +83,7 @@ def experts(
     png: Annotated[Path | None, typer.Option(help="Directory for pictures.")] = None,
     model: Annotated[
         str,
-        typer.Option(metavar="NAME", help="Model in pictures (default: as its engines report it)."),
+        typer.Option(metavar="NAME", help="Model in pictures (default: what engines report)."),
     ] = "",
 ) -> None:
     """Show the load of experts, and simulate caches and placements of them.
@@ -100,7 +100,7 @@ def experts(
     10%: share of the load on the most loaded tenth of the experts.
 
     overlap: share of a token's experts that the token before it had. next layer: share of a layer's
-    experts among those most likely after the layer before it; by frequency: among the most frequent.
+    experts among the likeliest after the layer before it; by frequency: among the most frequent.
 
     lru, lfu, hazard, belady: a full cache evicts the least recently used expert, the least often
     used, the one least likely to be used soon by what traces showed, or the one needed again last.
