@@ -499,6 +499,16 @@ def test_a_picture_of_some_layers_says_of_how_many(cli, recording):
 
 
 @needs_matplotlib
+def test_captions_stay_in_the_picture(cli, recording):
+    found = report(cli("--npz", str(recording[0]), "--json"))
+    source = SOURCE._replace(rows="run " + "r" * 60, model="Qwen/" + "Q" * 60)
+    figure = figures._hit_rates(found, source)
+    assert figure._suptitle.get_window_extent().x1 < figure.bbox.x1
+    assert figure.get_suptitle().count("\n") == 3
+    assert figure.get_suptitle().endswith("2026-01-02")
+
+
+@needs_matplotlib
 def test_equal_policies_are_all_visible():
     rates = {name: [0.1, 0.5] for name in ("lru", "lfu", "hazard", "belady")}
     found = {"cache": {"capacities": [2, 4], "passes": 9, "batch": 1, "hit_rate": rates,

@@ -32,6 +32,9 @@ _POLICIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 _DEAD = "#8c8c8c"
+# Between the parts of a caption, and characters of one in an inch.
+_BETWEEN = "  |  "
+_CHARACTERS = 12
 # Powers of two that the scale of loads reaches, at most.
 _FARTHEST = 6
 #: Colours of placements, in their order.
@@ -104,7 +107,8 @@ def caption(
     shape = f"{part}{layers} MoE layer{plural}, "
     shape += f"top-{report['top_k']} of {report['num_experts']} experts"
     model = f"{source.model or 'model not named'} ({shape})"
-    return f"{title}\n{source.rows}  |  {model}  |  {tokens}  |  {source.day.isoformat()}"
+    parts = (source.rows, model, tokens, source.day.isoformat())
+    return f"{title}\n{_BETWEEN.join(parts)}"
 
 
 def _figure(width: float, height: float, parts: int = 1, **options: Any) -> tuple[Any, Any]:
@@ -119,7 +123,18 @@ def _figure(width: float, height: float, parts: int = 1, **options: Any) -> tupl
 
 
 def _entitle(figure: Any, text: str) -> None:
-    figure.suptitle(text, x=0.01, ha="left", fontsize=10)
+    """Set a caption; it breaks before the part that would leave the figure."""
+    width = int(_CHARACTERS * figure.get_figwidth())
+    lines: list[str] = []
+    for line in text.split("\n"):
+        lines.append("")
+        for part in line.split(_BETWEEN):
+            longer = f"{lines[-1]}{_BETWEEN}{part}" if lines[-1] else part
+            if len(longer) > width and lines[-1]:
+                lines.append(part)
+            else:
+                lines[-1] = longer
+    figure.suptitle("\n".join(lines), x=0.01, ha="left", fontsize=10)
 
 
 def _save(figure: Any, file: Path) -> Path:
