@@ -1,7 +1,7 @@
-"""The whole table: each area in a process of its own, then one print, results.json and a PNG.
+"""The whole table: each area in a process of its own, then one print, results.json and PNGs.
 
 `--quick` shows that everything runs, and writes nothing: its figures mean little. `--draw` makes
-the PNG and the tables of docs/performance.md again from results.json.
+the PNGs and the tables of docs/performance.md again from results.json.
 """
 
 from __future__ import annotations
@@ -41,7 +41,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("areas", nargs="*", choices=[[], *AREAS], help="all of them by default")
     parser.add_argument("--quick", action="store_true", help="only that everything runs")
-    parser.add_argument("--draw", action="store_true", help="only picture and page of results.json")
+    parser.add_argument(
+        "--draw", action="store_true", help="only pictures and page of results.json"
+    )
     args = parser.parse_args()
     file, picture = HERE / "results.json", HERE / "results.png"
     if args.draw:
@@ -52,12 +54,12 @@ def main() -> int:
     wanted = args.areas or list(AREAS)
     found = {area: measured(area, args.quick) for area in wanted}
     broken = [area for area, rows in found.items() if rows is None]
-    rows = [dict(row, area=area) for area in wanted for row in found[area] or []]
+    at = {"version": version("routetrace")}
+    rows = [dict(row, area=area, **at) for area in wanted for row in found[area] or []]
     show(rows)
     if not args.quick and not args.areas and not broken:
         today = datetime.now(timezone.utc).date().isoformat()
-        made = {"version": version("routetrace"), "date": today, "machine": machine()}
-        results = {**made, "rows": rows}
+        results = {"date": today, "machine": machine(), "rows": rows}
         file.write_text(json.dumps(results, indent=1) + "\n")
         draw(results, AREAS, picture)
         write(results, AREAS)
@@ -89,7 +91,7 @@ def show(rows: list[dict[str, Any]]) -> None:
         if mine:
             print(f"\n{title}")
         for row in mine:
-            print(Row(**{key: value for key, value in row.items() if key != "area"}))
+            print(Row(**{key: row[key] for key in row if key not in ("area", "version")}))
     judged = [row for row in rows if row["met"] is not None]
     print(f"\n{sum(row['met'] for row in judged)} of {len(judged)} goals met")
 

@@ -102,13 +102,29 @@ def _goals(rows: list[dict[str, Any]], areas: Mapping[str, str]) -> Iterator[str
 
 
 def _origin(results: Mapping[str, Any]) -> Iterator[str]:
-    """Yield a sentence on version, date and machine."""
+    """Yield a sentence on versions, date and machine."""
     machine = results["machine"]
     yield (
-        f"Version {results['version']}, {results['date']}: {machine['cpus']} cores, "
+        f"Routetrace {_versions(results['rows'])}; {results['date']}: {machine['cpus']} cores, "
         f"{machine['memory_gib']} GiB, Linux {machine['kernel'].partition('-')[0]}, "
         f"Python {machine['python']}, grpcio {machine['grpcio']}, protobuf {machine['protobuf']}."
     )
+
+
+def _versions(rows: list[dict[str, Any]]) -> str:
+    """Return each version, with the areas whose lines, or some of them, it was measured with."""
+    of_area: dict[str, set[str]] = {}
+    for row in rows:
+        of_area.setdefault(row["area"], set()).add(row["version"])
+    parts = []
+    for version in sorted(set().union(*of_area.values())):
+        areas = [
+            area if len(found) == 1 else f"some of {area}"
+            for area, found in of_area.items()
+            if version in found
+        ]
+        parts.append(f"{version} ({', '.join(areas)})")
+    return " and ".join(parts)
 
 
 def _short(value: float) -> str:

@@ -754,19 +754,39 @@ def test_dry_runs_name_what_the_command_would_delete(monkeypatch):
         feeder.close()
 
 
-def test_headers_of_tables_break_between_words_alone(monkeypatch):
+@pytest.fixture
+def table(monkeypatch):
+    """Return a function that writes a table at a terminal of some columns, and returns its text."""
     from routetrace.cli import output
 
     class Terminal(io.StringIO):
         def isatty(self) -> bool:
             return True
 
-    text = Terminal()
-    monkeypatch.setattr(sys, "stdout", text)
-    monkeypatch.setenv("COLUMNS", "60")
-    output.write_table(("trace", "incarnations ", "missing because"), [("x" * 90, 1, "y" * 90)])
-    words = re.sub(r"\x1b\[[\d;]*m", "", text.getvalue()).split()
+    def written(width: int, *table: Any) -> str:
+        monkeypatch.setattr(sys, "stdout", text := Terminal())
+        monkeypatch.setenv("COLUMNS", str(width))
+        output.write_table(*table)
+        return re.sub(r"\x1b\[[\d;]*m", "", text.getvalue())
+
+    return written
+
+
+def test_headers_of_tables_break_between_words_alone(table):
+    columns = ("trace", "incarnations ", "missing because")
+    words = table(60, columns, [("x" * 90, 1, "y" * 90)]).split()
     assert {"trace", "incarnations", "missing", "because"} <= {*words}
+
+
+def test_tables_cut_nothing_off(table):
+    """Numbers, and columns that must not break, are whole where a terminal is too narrow."""
+    columns = [f"frequency{i} " for i in range(5)]
+    cells = [f"{i}{'1' * 9}%" for i in range(5)]
+    words = table(40, columns, [cells]).split()
+    assert words == [*(name.strip() for name in columns), *cells]
+    words = table(20, ("id", "host"), [("x" * 30, "a host")], ("id",))
+    assert "a host" in words
+    assert words.count("x") == 30
 
 
 # ---------------------------------------------------------------------------- the program

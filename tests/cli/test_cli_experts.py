@@ -35,6 +35,7 @@ LAYOUT = ModelLayout((1, 2, 4), 6, 24, 4)
 TRACES, ROWS = 4, 60
 IDS = [drawn(ROWS, 3, 24, 4, seed) for seed in range(TRACES)]
 SOURCE = figures.Source("run grpo-17", "tiny", date(2026, 1, 2))
+ROOT = Path(__file__).parents[2]
 PNG = b"\x89PNG\r\n\x1a\n"
 needs_matplotlib = pytest.mark.skipif(
     importlib.util.find_spec("matplotlib") is None, reason="matplotlib is not installed"
@@ -45,7 +46,8 @@ needs_matplotlib = pytest.mark.skipif(
 def server() -> Iterator[ServerProcess]:
     """Run "experts": four traces of one model, oldest first, and one with a hole."""
     with run_server() as server:
-        feeder = Feeder(server.target, LAYOUT, run="experts")
+        model = {"model": "/models/tiny-moe"}
+        feeder = Feeder(server.target, LAYOUT, run="experts", attributes=model)
         for number, rows in enumerate(IDS):
             handle = feeder.begin(f"t{number}", prompt_len=10, labels={"group": "g"})
             feeder.step(rows, [[handle, 0, ROWS]])
@@ -55,6 +57,14 @@ def server() -> Iterator[ServerProcess]:
         feeder.step(IDS[0][30:], [[handle, 30, 30]])
         feeder.finish(handle, ROWS + 1)
         feeder.close()
+        # Of another engine, which reports another model, and of one that reports none.
+        for number, known in enumerate(({"model": "other/moe"}, {})):
+            name = f"e{number + 1}"
+            feeder = Feeder(server.target, LAYOUT, run="models", engine_id=name, attributes=known)
+            handle = feeder.begin(f"m{number}", prompt_len=10)
+            feeder.step(IDS[0], [[handle, 0, ROWS]])
+            feeder.finish(handle, ROWS + 1)
+            feeder.close()
         yield server
 
 
@@ -119,14 +129,58 @@ def test_missing_cells_are_not_counted(cli):
     assert (found["fitted_on_rows"], found["measured_on_rows"]) == (20, 30)
 
 
+EXTRAS = ("--ranks", "4", "--replicas", "4", "--ahead", "4")
+
+
 def test_a_table(cli):
-    out = cli("--all", "--capacity", "6,50%", "--ranks", "4", "--replicas", "4", "--ahead", "4")
-    text = out.stdout
-    assert "290 rows of 5 requests, 3 layers, top-4 of 24" in text
-    for words in ("hit rate of a cache", "first 64 passes", "copied ahead", "load per rank"):
-        assert words in text
-    for words in ("belady", "round-robin", "balanced", "12  "):
-        assert words in text
+    text = cli("--all", "--capacity", "6,50%", *EXTRAS).stdout
+    assert "290 rows of 5 requests, 3 layers, top-4 of 24 experts" in text
+    found = report(cli("--all", "--capacity", "6,50%", *EXTRAS, "--json"))
+
+    def line(words: str) -> list[str]:
+        (cells,) = re.findall(rf"^ *{re.escape(words)}  +(.*)$", text, re.M)
+        return cells.split()
+
+    assert line(f"hit rate, {found['cache']['passes']} passes") == [
+        "lru",
+        "lfu",
+        "hazard",
+        "belady",
+    ]
+    for at, words in enumerate(("6 slots (25%)", "12 slots (50%)")):
+        rates = [rate[at] for rate in found["cache"]["hit_rate"].values()]
+        assert line(words) == [f"{rate:.1%}" for rate in rates]
+    first = [row for row in found["warm_start"]["rows"] if row["capacity"] == 6]
+    for warm, words in ((False, "6 slots, first 64 passes"), (True, "the same, warm start")):
+        rates = [row["hit_rate"] for row in first if row["warm"] is warm]
+        assert line(words) == [*(f"{rate:.1%}" for rate in rates), "-"]
+    ahead = [row for row in found["prefetch"] if row["capacity"] == 6 and row["ahead"]]
+    assert line("6 slots, 4 copied ahead") == [*(f"{row['hit_rate']:.1%}" for row in ahead), "-"]
+    assert line("the same, 4 ahead") == [*(f"{row['moved']:.2f}" for row in ahead), "-"]
+    moved = [values[0] for values in found["cache"]["moved"].values()]
+    assert line("6 slots, copied a pass") == [f"{value:.2f}" for value in moved]
+    assert re.search(
+        r"^load of 4 ranks +contiguous +round-robin +balanced, 4 replicas$", text, re.M
+    )
+    loads = [f"{row['max_over_mean']:.3f}" for row in found["placement"]]
+    assert line("most loaded / mean") == loads
+
+
+def test_a_placement_of_other_ranks_says_so(cli, recording, tmp_path):
+    file = tmp_path / "placement.json"
+    file.write_text(json.dumps(np.arange(24).reshape(2, 12).tolist()))
+    text = cli("--npz", str(recording[0]), "--ranks", "4", "--placement", str(file)).stdout
+    assert re.search(r"^load of 4 ranks .* given, 2 ranks$", text, re.M)
+
+
+def test_numbers_of_one_are_singular(cli, tmp_path):
+    path = tmp_path / "two.npz"
+    np.savez(path, ids=drawn(2, 1, 24, 4, 1), E=24)
+    for words in ((), ("--full",)):
+        text = cli("--npz", str(path), "--capacity", "1", *words).stdout
+        assert "2 rows of 1 request, 1 layer, top-4" in text
+        assert not re.search(r"\b1 (rows|requests|layers|passes|tokens|slots)\b", text)
+        assert "1 pass" in text
 
 
 @pytest.fixture
@@ -140,14 +194,36 @@ def wide(tmp_path):
 
 @pytest.mark.slow
 def test_all_tables_fit_one_screen(wide):
-    words = ("experts", "--npz", str(wide[0]))
-    plain = screen(*words, "--passes", "4")
-    assert 24 <= len(plain) <= 30
-    everything = screen(*words, "--passes", "4", "--ahead", "8", "--ranks", "8", "--replicas", "8")
-    assert len(everything) <= 40
-    for shown in (plain, everything):
-        assert max(map(len, shown)) <= 80
-        assert shown[-1] == "--full shows each layer and capacity"
+    words = ("experts", "--npz", str(wide[0]), "--passes", "4")
+    for extras in ((), ("--ahead", "8", "--ranks", "8", "--replicas", "8")):
+        shown = screen(*words, *extras)
+        assert 15 <= len(shown) <= 22
+        assert max(map(len, shown)) <= 79
+        assert shown[-1] == (
+            "--help and docs/experts.md, The figures, explain the words; --full: all layers"
+        )
+
+
+@pytest.mark.slow
+def test_full_tables_are_whole_at_80_columns(wide):
+    words = ("experts", "--npz", str(wide[0]), "--passes", "4", "--full")
+    shown = screen(*words, "--ahead", "8", "--ranks", "8", "--replicas", "8")
+    assert max(map(len, shown)) <= 80
+    for header in ("dead experts", "frequency", "copied under lru", "at layer"):
+        assert all(re.search(rf"\b{word}\b", "\n".join(shown)) for word in header.split())
+    layers = [line for line in shown if re.match(r" *47 +0\.\d{3} ", line)]
+    assert [re.search(r" \d\d\.\d%$", line.rstrip()) is not None for line in layers] == [True]
+
+
+def test_the_words_of_the_tables_are_explained(cli):
+    """In --help and on the page that the last line names."""
+    said = re.sub(r"[\s│]+", " ", cli("--help").stdout)
+    page = (ROOT / "docs" / "experts.md").read_text("utf-8")
+    (section,) = re.findall(r"^## The figures\n(.*?)(?=^## )", page, re.M | re.S)
+    for word in ("balanced", "violation", "dead", "entropy", "top 10", "overlap", "next layer",
+                 "by frequency", "hazard", "belady", "warm start", "copied"):  # fmt: skip
+        assert f"{word}" in said, word
+        assert word in section, word
 
 
 def test_means_and_extremes_over_the_layers(wide, cli):
@@ -167,7 +243,8 @@ def test_full_has_each_layer_and_capacity(wide, cli):
     assert [int(n) for n in re.findall(r"^ *(\d+) +0\.\d{3} ", said, re.M)] == [*range(48)]
     assert len(re.findall(r"^ *\d+ +hazard ", said, re.M)) == 6
     brief = cli("--npz", str(wide[0])).stdout
-    assert re.findall(r"^ *(\d+) +hazard ", brief, re.M) == ["32"], "a quarter of the experts"
+    assert re.findall(r"^(\d+) slots \(", brief, re.M) == ["16", "32", "64"]
+    assert re.findall(r"^(\d+) slots, first", brief, re.M) == ["32"], "a quarter of the experts"
 
 
 def test_layers_are_cut(cli):
@@ -357,11 +434,24 @@ def test_pictures(cli, recording, tmp_path):
         assert str(path) in done.stderr
 
 
+@pytest.fixture(autouse=True)
+def _closed() -> Iterator[None]:
+    yield
+    if pyplot := sys.modules.get("matplotlib.pyplot"):
+        pyplot.close("all")
+
+
+@pytest.fixture
+def made(monkeypatch) -> list[Any]:
+    """Figures that are drawn, in place of their files."""
+    found: list[Any] = []
+    monkeypatch.setattr(figures, "_save", lambda figure, file: found.append(figure) or file)
+    return found
+
+
 @needs_matplotlib
-def test_pictures_name_their_rows_and_cover_nothing(cli, recording, tmp_path, monkeypatch):
+def test_pictures_name_their_rows_and_cover_nothing(cli, recording, tmp_path, made):
     found = report(cli("--npz", str(recording[0]), "--ranks", "4", "--json"))
-    made: list[Any] = []
-    monkeypatch.setattr(figures, "_save", lambda figure, file: made.append(figure) or file)
     figures.draw(found, tmp_path, SOURCE)
     tokens = found["rows"], found["cache"]["passes"], found["placement"][0]["rows"]
     assert len(made) == len(tokens) == 3
@@ -379,11 +469,66 @@ def test_pictures_name_their_rows_and_cover_nothing(cli, recording, tmp_path, mo
     )
 
 
+def models_of(made: list[Any]) -> set[str]:
+    found = {figure.get_suptitle().split("  |  ")[1].partition(" (")[0] for figure in made}
+    made.clear()
+    return found
+
+
+@needs_matplotlib
+def test_pictures_name_the_model_that_engines_report(cli, recording, tmp_path, made):
+    out = ("--png", str(tmp_path))
+    cli("--all", *out)
+    assert models_of(made) == {"tiny-moe"}
+    cli("--all", *out, "--model", "given")
+    assert models_of(made) == {"given"}
+    cli("--all", "--run", "models", *out)
+    assert models_of(made) == {"other/moe"}
+    for words in (("m1", "--run", "models"), ("--npz", str(recording[0]))):
+        cli(*words, *out)
+        assert models_of(made) == {"model not named"}
+    cli("--npz", str(recording[0]), "--model", "given", *out, "--layers", "0-1")
+    assert "rows.npz, layers 0-1  |  given (2 MoE layers," in made[0].get_suptitle()
+
+
+@needs_matplotlib
+def test_a_picture_of_some_layers_says_of_how_many(cli, recording):
+    found = report(cli("--npz", str(recording[0]), "--json")) | {"cached_layers": [0, 2]}
+    assert "(2 of 3 MoE layers, top-4" in figures._hit_rates(found, SOURCE).get_suptitle()
+    assert "(3 MoE layers, top-4" in figures._load(found, SOURCE).get_suptitle()
+
+
+@needs_matplotlib
+def test_captions_stay_in_the_picture(cli, recording):
+    found = report(cli("--npz", str(recording[0]), "--json"))
+    source = SOURCE._replace(rows="run " + "r" * 60, model="Qwen/" + "Q" * 60)
+    figure = figures._hit_rates(found, source)
+    assert figure._suptitle.get_window_extent().x1 < figure.bbox.x1
+    assert figure.get_suptitle().count("\n") == 3
+    assert figure.get_suptitle().endswith("2026-01-02")
+
+
+@needs_matplotlib
+def test_equal_policies_are_all_visible():
+    rates = {name: [0.1, 0.5] for name in ("lru", "lfu", "hazard", "belady")}
+    found = {"cache": {"capacities": [2, 4], "passes": 9, "batch": 1, "hit_rate": rates,
+                       "moved": rates}}  # fmt: skip
+    found |= {"layer_ids": [0], "num_experts": 8, "top_k": 1}
+    lines = figures._hit_rates(found, SOURCE).axes[0].get_lines()
+    drawn_with = [(line.get_linewidth(), line.get_markersize()) for line in lines[:3]]
+    assert sorted(drawn_with, reverse=True) == drawn_with, "each one is seen around the next"
+    assert len({line.get_marker() for line in lines}) == 4
+    assert lines[3].get_linestyle() == "--"
+
+
+def load_of(*load: list[int]) -> dict[str, Any]:
+    layers = list(range(len(load)))
+    return {"load": load, "layer_ids": layers, "num_experts": len(load[0]), "top_k": 1, "rows": 32}
+
+
 @needs_matplotlib
 def test_an_even_load_is_the_neutral_colour():
-    found = {"load": [[8, 8, 8, 8], [4, 8, 8, 12], [4, 4, 4, 20]]}
-    found |= {"layer_ids": [0, 1, 2], "num_experts": 4, "top_k": 1, "rows": 32}
-    figure = figures._load(found, SOURCE)
+    figure = figures._load(load_of([8, 8, 8, 8], [4, 8, 8, 12], [4, 4, 4, 20]), SOURCE)
     (shown,) = figure.axes[0].images
     colours = shown.cmap(shown.norm(shown.get_array()))
     white = colours[0, 0]
@@ -392,11 +537,43 @@ def test_an_even_load_is_the_neutral_colour():
     assert colours[2, 0, 2] > colours[2, 0, 0]  # half the mean: blue
     assert colours[2, 3, 0] > colours[2, 3, 2]  # more than the mean: red
     assert shown.norm.vmin == -shown.norm.vmax
+    assert not figure.legends, "no expert is dead"
+
+
+@needs_matplotlib
+def test_dead_experts_have_a_colour_of_their_own():
+    figure = figures._load(load_of([0, 1, 24, 39], [16, 16, 16, 16]), SOURCE)
+    for axes in figure.axes[:2]:
+        (shown,) = axes.images
+        colours = shown.cmap(shown.norm(shown.get_array()))[0, :, :3].tolist()
+        red, green, blue = colours[0 if axes is figure.axes[0] else 3]
+        assert red == green == blue < 0.8, "grey, which the scale has not"
+        assert colours.count([red, green, blue]) == 1
+    (legend,) = figure.legends
+    assert [text.get_text() for text in legend.get_texts()] == ["dead: no token chose it (1 of 8)"]
+    # The scale reaches the lowest load, 1/16 of the mean, though the highest is 2.4 times it.
+    assert (shown.norm.vmin, shown.norm.vmax) == (-4, 4)
+
+
+@needs_matplotlib
+def test_ranks_have_means_and_a_dot_for_each_layer():
+    share = [[0.25, 0.25, 0.25, 0.25], [0.5, 0.3, 0.1, 0.1], [0.4, 0.2, 0.2, 0.2]]
+    row = {"ranks": 4, "replicas": 0, "rows": 9, "rank_share": share}
+    found = {"placement": [row | {"placement": "contiguous"},
+                           row | {"placement": "balanced", "replicas": 4}]}  # fmt: skip
+    found |= {"layer_ids": [3, 4, 5], "num_experts": 8, "top_k": 1}
+    figure = figures._ranks(found, SOURCE)
+    left, right = figure.axes[:2]
+    np.testing.assert_allclose(left.images[0].get_array(), [[1, 2, 1.6]] * 2)
+    labels = [label.get_text() for label in left.get_yticklabels()]
+    assert labels == ["contiguous\nmean 1.53", "balanced, 4 replicas\nmean 1.53"]
+    dots = [line for line in right.get_lines() if line.get_marker() == "o"]
+    assert [dot.get_xdata().tolist() for dot in dots] == [[1, 2, 1.6]] * 2
+    bars = [line for line in right.get_lines() if line.get_linewidth() == 2]
+    assert [bar.get_xdata()[0] for bar in bars] == pytest.approx([4.6 / 3] * 2)
 
 
 # ---------------------------------------------------------------------------- docs/experts.md
-
-ROOT = Path(__file__).parents[2]
 
 
 def test_the_page_shows_every_picture():

@@ -16,6 +16,7 @@ import pytest
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 RESULTS = json.loads((BENCHMARKS / "results.json").read_text("utf-8"))
 ROWS = RESULTS["rows"]
+AREAS_OF_ROWS = list(dict.fromkeys(row["area"] for row in ROWS))
 README = (BENCHMARKS / "README.md").read_text("utf-8")
 
 #: What the table was asked to reach: (area, start of the row's name, words in `against`) -> goal.
@@ -139,6 +140,7 @@ def test_a_committed_line_is_whole_and_explained(row):
         "against",
         "goal",
         "met",
+        "version",
     }
     assert all(math.isfinite(row[key]) for key in ("value", "low", "high"))
     assert row["low"] <= row["value"] <= row["high"]
@@ -185,34 +187,94 @@ def test_the_readme_counts_what_is_met():
     assert f"{sum(judged)} of {len(judged)} goals are met" in README
 
 
-def test_the_machine_and_the_picture_are_there():
+def test_the_machine_and_the_pictures_are_there():
     assert {"cpus", "memory_gib", "python", "grpcio", "numpy", "zstandard"} <= set(
         RESULTS["machine"]
     )
-    assert (BENCHMARKS / "results.png").read_bytes().startswith(b"\x89PNG\r\n")
+    pictures = re.findall(r"\]\((results[^)]*\.png)\)", README)
+    assert pictures == ["results.png", *(f"results/{area}.png" for area in AREAS_OF_ROWS)]
+    for picture in pictures:
+        assert (BENCHMARKS / picture).read_bytes().startswith(b"\x89PNG\r\n")
+    assert len(list((BENCHMARKS / "results").iterdir())) == len(pictures) - 1
 
 
-@pytest.mark.slow
-def test_the_picture_shows_every_goal_and_its_origin(monkeypatch, tmp_path):
+@pytest.fixture
+def drawn(monkeypatch, tmp_path):
+    """Texts of the overview and of the picture of each area: head, and axes."""
     pytest.importorskip("matplotlib")
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     picture = importlib.import_module("report.picture")
     areas = importlib.import_module("bench").AREAS
-    assert set(areas) == {row["area"] for row in ROWS}
+    assert list(areas) == AREAS_OF_ROWS
     kept = []
     monkeypatch.setattr(picture.pyplot, "close", kept.append)
-    picture.draw(RESULTS, areas, tmp_path / "results.png")
-    assert (tmp_path / "results.png").read_bytes().startswith(b"\x89PNG\r\n")
-    (figure,) = kept
-    heads = [text.get_text() for text in figure.texts]
+    files = picture.draw(RESULTS, areas, tmp_path / "results.png")
+    assert [file.stem for file in files] == ["results", *areas]
+    assert all(file.read_bytes().startswith(b"\x89PNG\r\n") for file in files)
+    texts = []
+    for figure in kept:
+        width, height = figure.get_size_inches()
+        assert width * 100 <= 1300
+        assert height * 100 <= 1000, "more than a screen"
+        assert not _beyond(figure), "words leave the picture or run into others"
+        head, inside = (
+            [text.get_text() for text in part.texts] for part in (figure, figure.axes[0])
+        )
+        texts.append((head, inside))
+        picture.pyplot.figure(figure).clear()
+    return dict(zip(("", *areas), texts, strict=True))
+
+
+def _beyond(figure) -> list[str]:
+    """Texts of a figure that leave it or lie on another one."""
+    texts = [*figure.texts, *figure.axes[0].texts]
+    boxes = [(text.get_text(), text.get_window_extent()) for text in texts]
+    return [
+        text
+        for at, (text, box) in enumerate(boxes)
+        if box.x0 < 0
+        or box.x1 > figure.bbox.x1
+        or any(box.shrunk(0.95, 0.8).overlaps(other) for _, other in boxes[:at])
+    ]
+
+
+@pytest.mark.slow
+def test_the_pictures_show_every_goal_and_its_origin(drawn):
     judged = [row for row in ROWS if row["goal"]]
-    assert f"{sum(row['met'] for row in judged)} of {len(judged)} met" in heads[0]
-    for part in (RESULTS["version"], RESULTS["date"], f"{RESULTS['machine']['cpus']} cores"):
-        assert part in heads[1]
-    words = [text.get_text() for text in figure.axes[0].texts]
-    for row in judged:
-        assert {row["name"], row["against"], f"{row['value']:.3g} {row['unit']}"} <= set(words)
-    picture.pyplot.figure(figure).clear()
+    head, inside = drawn.pop("")
+    assert f"{sum(row['met'] for row in judged)} of {len(judged)} met" in head[0]
+    assert any("6 of 19 met; routetrace 0.8.0" in text for text in inside)
+    words = importlib.import_module("report.words")
+    for area, (heads, said) in drawn.items():
+        mine = [row for row in judged if row["area"] == area]
+        assert f"{sum(row['met'] for row in mine)} of {len(mine)} goals met" in heads[0]
+        for part in (RESULTS["date"], f"{RESULTS['machine']['cpus']} cores"):
+            assert part in heads[1]
+        assert len({words.words_of(row) for row in mine}) == len(mine), "two lines look the same"
+        for row in mine:
+            cells = {*words.words_of(row), words.measured(row), words.goal(row), row["version"]}
+            assert cells <= set(said)
+
+
+def test_lines_of_pictures_have_words_units_and_no_code():
+    sys.path.insert(0, str(BENCHMARKS))
+    try:
+        words = importlib.import_module("report.words")
+    finally:
+        sys.path.remove(str(BENCHMARKS))
+    for row in (row for row in ROWS if row["goal"]):
+        for text in words.words_of(row):
+            assert not re.search(r"syn_|real_|slot_buffer|[{}]", text), text
+        goal, value = words.goal(row), words.measured(row)
+        assert re.fullmatch(r"at (most|least) [\d.]+ (x|%|cores|M tokens|bytes|ms late)", goal)
+        assert re.fullmatch(r"[\d.]+ (x|%|cores|M tokens|bytes|ms (late|early))", value)
+        assert words.distance(row).endswith("better" if row["met"] else "worse")
+    row = dict(ROWS[0], area="agent", name="n", against="", unit="ms", goal="<= 20", value=-46.8)
+    assert (words.measured(row), words.goal(row)) == ("46.8 ms early", "at most 20 ms late")
+    near = dict(row, unit="x", goal="<= 1.01", value=1.02, met=False)
+    assert (words.measured(near), words.distance(near)) == ("1.02 x", "1.0 % worse")
+    with pytest.raises(KeyError, match="no words for agent: n"):
+        words.words_of(row)
 
 
 def test_the_page_of_costs_shows_the_results(monkeypatch):

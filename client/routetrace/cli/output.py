@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from datetime import datetime, timedelta
 from typing import Any
 
+from rich.cells import cell_len
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
@@ -21,6 +22,8 @@ LABELS_OF = "a trace has the labels of its newest complete incarnation, else of 
 _WORD = 10
 # Tables in pipes are not cut to a width.
 _PIPED_WIDTH = 10_000
+# Columns of text between two columns of a table.
+_GAP = 2
 
 
 def note(text: object) -> None:
@@ -47,7 +50,10 @@ def write_table(
 ) -> None:
     """Print a table; see `table_of`."""
     console = console_of_stdout()
-    console.print(table_of(columns, rows, fold, optional, console.width))
+    table = table_of(columns, rows, fold, optional, console.width)
+    least = sum((column.min_width or 0) + _GAP for column in table.columns) - _GAP
+    console.width = max(console.width, least)
+    console.print(table)
 
 
 def console_of_stdout() -> Console:
@@ -64,49 +70,57 @@ def table_of(
 ) -> Table:
     """Return a table; columns with a name that ends in a space are right-aligned.
 
+    Nothing is cut off: where a terminal is narrower than the numbers and the words of headers, the
+    lines are longer than it.
+
     Args:
         columns: names.
         rows: cells.
-        fold: columns that break where the terminal is too narrow; None: all.
+        fold: columns that break where the terminal is too narrow; None: all. Those that are
+            right-aligned break between words alone.
         optional: columns that are left out, in this order, where the terminal has no room for the
             words of the others.
         width: characters of a line.
     """
-    cells = [[plain(str(cell)) for cell in row] for row in rows]
-    shown = _fitting(columns, cells, fold, optional, width)
+    cells = [[Text(plain(str(cell))) for cell in row] for row in rows]  # no markup, no emoji
     table = Table(box=None, pad_edge=False, header_style="bold", show_header=any(columns))
-    for name in (columns[at] for at in shown):
-        right = name.endswith(" ")
+    shown = _fitting(columns, cells, fold, optional, width)
+    for at in shown:
+        name = columns[at]
+        right, whole = name.endswith(" "), fold is not None and name not in fold
+        parts = name.split()  # headers break between words alone
+        for text in (row[at].plain for row in cells if right or whole):
+            parts += [text] if whole else text.split()
         table.add_column(
             name.strip(),
             justify="right" if right else "left",
             overflow="fold",
-            no_wrap=fold is not None and name not in fold,
-            min_width=max(map(len, name.split()), default=0),  # headers break between words alone
+            no_wrap=whole,
+            min_width=max(map(cell_len, parts), default=0),
         )
     for row in cells:
-        # rich interprets no markup or emoji in Text.
-        table.add_row(*(Text(row[at]) for at in shown))
+        table.add_row(*(row[at] for at in shown))
     return table
 
 
 def _fitting(
     columns: Sequence[str],
-    cells: Sequence[Sequence[str]],
+    cells: Sequence[Sequence[Text]],
     fold: Collection[str] | None,
     optional: Sequence[str],
     width: int,
 ) -> list[int]:
     """Return the numbers of the columns that fit, where those that fold break long words alone."""
     needs = [
-        max(map(len, words)) for words in zip((c.strip() for c in columns), *cells, strict=True)
+        max([cell_len(name.strip()), *(row[at].cell_len for row in cells)])
+        for at, name in enumerate(columns)
     ]
     for at, name in enumerate(columns):
         if fold is None or name in fold:
             needs[at] = min(needs[at], max(_WORD, len(name.strip())))
     shown = [*range(len(columns))]
     for name in optional:
-        if sum(needs[at] + 2 for at in shown) - 2 <= width:
+        if sum(needs[at] + _GAP for at in shown) - _GAP <= width:
             break
         shown.remove(columns.index(name))
     return shown

@@ -129,6 +129,7 @@ class Feeder:
         block_size: int = 0,
         num_blocks: int = 0,
         security: Security | None = None,
+        attributes: dict[str, str] | None = None,
     ) -> None:
         self.layout = layout
         self.hello = pb.Hello(
@@ -140,6 +141,7 @@ class Feeder:
             layout=layout.to_proto(),
             block_size=block_size,
             num_blocks=num_blocks,
+            attributes=attributes,
         )
         self.stream = Stream(target, self.hello, security)
         self.sequence = self.stream.welcome.next_sequence

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import zipfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from datetime import datetime, timezone
 from pathlib import Path
 from textwrap import fill
@@ -24,6 +24,8 @@ from routetrace.client import RouteClient
 from routetrace.common.errors import InvalidArgument, NotFound, RouteTraceError, quoted
 from routetrace.experts.analysis.report import Asked, Rows, Study, Valid, report_of
 from routetrace.experts.analysis.tables import tables_of
+
+_WORDS = "--help and docs/experts.md, The figures, explain the words"
 
 
 class Request(NamedTuple):
@@ -79,11 +81,32 @@ def experts(
     ] = False,
     as_json: AsJson = False,
     png: Annotated[Path | None, typer.Option(help="Directory for pictures.")] = None,
+    model: Annotated[
+        str,
+        typer.Option(metavar="NAME", help="Model in pictures (default: what engines report)."),
+    ] = "",
 ) -> None:
     """Show the load of experts, and simulate caches and placements of them.
 
     Cache policies and placements are fitted on the older half of the traces and measured on the
-    newer half.
+    newer half. docs/experts.md, "The figures", has more on these words:
+
+    balanced: mean load / largest load, of experts or ranks; 1 is even.
+
+    violation: load / mean - 1, of the most loaded expert (max), or the mean of its absolute value
+    (avg); 0 is even.
+
+    dead: experts that no token chose. entropy: of the load, / log2 of the experts; 1 is even. top
+    10%: share of the load on the most loaded tenth of the experts.
+
+    overlap: share of a token's experts that the token before it had. next layer: share of a layer's
+    experts among the likeliest after the layer before it; by frequency: among the most frequent.
+
+    lru, lfu, hazard, belady: a full cache evicts the least recently used expert, the least often
+    used, the one least likely to be used soon by what traces showed, or the one needed again last.
+    belady knows the future: an upper bound.
+
+    warm start: the cache begins with the most frequent experts. copied: experts per pass and layer.
     """
     if bool(ids) + bool(label) + everything + bool(npz) != 1:
         raise typer.BadParameter("expected trace ids, --label, --all, or --npz")
@@ -106,8 +129,11 @@ def experts(
                     f"no matching trace in run {connection.run!r}" + f"; {LABELS_OF}" * bool(label)
                 )
             with progress("experts", len(names)) as done:
-                answers = _requests_of_server(client, names, done, as_json)
+                engines: set[str] = set()
+                answers = _requests_of_server(client, names, engines, done, as_json)
                 study = study_of(answers, len(names), fit_npz, chosen, passes, batch)
+            if png is not None:
+                model = model or _reported_model(client, engines)
     if given is not None and given.ndim == 2:
         given = np.tile(given, (len(study.layer_ids), 1, 1))
     report = report_of(
@@ -124,14 +150,17 @@ def experts(
         write_json(report)
     else:
         for at, (title, columns, rows) in enumerate(tables_of(report, full=full)):
-            print("\n" * bool(at) + fill(title, 80))
+            if at:
+                print()
+            if title:
+                print(fill(title, 79))
             write_table(columns, rows)
-        if not full:
-            note("--full shows each layer and capacity")
+        note(_WORDS if full else f"{_WORDS}; --full: all layers")
     if png is not None:
-        source = figures.Source(
-            _names(npz) if npz else f"run {connection.run}", "", datetime.now(timezone.utc).date()
-        )
+        source_rows = _names(npz) if npz else f"run {connection.run}"
+        if layers is not None:
+            source_rows += f", layers {layers}"
+        source = figures.Source(source_rows, model, datetime.now(timezone.utc).date())
         for file in figures.draw(report, png, source):
             note(f"wrote {file}")
 
@@ -263,8 +292,9 @@ def capacities_of(text: str | None, num_experts: int) -> tuple[int, ...]:
 
 
 def _requests_of_server(
-    client: RouteClient, names: list[str], done: Any, as_json: bool
+    client: RouteClient, names: list[str], engines: set[str], done: Any, as_json: bool
 ) -> Iterator[Request]:
+    """Yield the rows of traces; add the engines that they are from to `engines`."""
     failed = 0
     for name, answer in zip(
         names, client.get_many(names, missing="mask", errors="return"), strict=True
@@ -274,9 +304,18 @@ def _requests_of_server(
             failed += 1
             report_error(answer, as_json=as_json, trace_id=name)
             continue
+        engines.update(answer.engine_ids)
         yield Request(answer.topk_ids, answer.valid, answer.layer_ids, answer.layout.num_experts)
     if failed:
         raise RouteTraceError(f"{failed} of {counted(len(names), 'trace')} failed")
+
+
+def _reported_model(client: RouteClient, engines: Collection[str]) -> str:
+    """Return the model that these engines report as an attribute; "" if none does."""
+    agents = (agent for agent in client.agents() if agent.engine_id in engines)
+    found = {agent.attributes.get("model", "") for agent in agents} - {""}
+    # Of a path, its last part: the folders before it are of one machine.
+    return " and ".join(sorted(Path(name).name if name.startswith("/") else name for name in found))
 
 
 def _names(files: list[Path]) -> str:
