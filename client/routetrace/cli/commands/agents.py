@@ -55,7 +55,9 @@ def agents(connection: Connection, as_json: AsJson = False) -> None:
 
 def forget_engine(
     connection: Connection,
-    engine: Annotated[str, typer.Argument(help="Engine id, as `routetrace agents` shows it.")],
+    engine: Annotated[
+        str, typer.Argument(metavar="ENGINE", help="Engine id, as `routetrace agents` shows it.")
+    ],
     as_json: AsJson = False,
 ) -> None:
     """Forget an engine whose agents are gone, so that it counts against no limit; traces stay."""

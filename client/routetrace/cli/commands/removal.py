@@ -51,7 +51,7 @@ def delete(
 
 def retire(
     connection: Connection,
-    through: Annotated[int, typer.Option(help="Newest weight version to delete.")],
+    through: Annotated[int, typer.Option(help="Newest weight version whose rows are deleted.")],
     dry_run: DryRun = False,
     as_json: AsJson = False,
 ) -> None:
@@ -81,7 +81,7 @@ def renew(
     connection: Connection,
     ids: SomeIds,
     ttl: Annotated[
-        int | None, typer.Option(min=1, help="Seconds from now; the server's default if not given.")
+        int | None, typer.Option(min=1, help="Lease from now on (default: that of the server).")
     ] = None,
     as_json: AsJson = False,
 ) -> None:

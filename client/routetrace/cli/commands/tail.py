@@ -38,7 +38,10 @@ def tail(
     incarnation: Incarnation = None,
     as_json: AsJson = False,
 ) -> None:
-    """Follow a trace to its end and print its parts; exit with 1 if rows are missing."""
+    """Follow a trace to its end and print its parts; exit with 1 if rows are missing.
+
+    --timeout bounds the time to the server's first answer; the trace may take as long as it does.
+    """
     start, stop = tokens_of(tokens)
     with connection.client() as client:
         parts = client.follow(

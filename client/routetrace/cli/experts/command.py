@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import typer
 
-from routetrace.cli.arguments import AsJson, labels_of, layers_of
+from routetrace.cli.arguments import AsJson, Ids, Labels, Layers, labels_of, layers_of
 from routetrace.cli.connection import Connection
 from routetrace.cli.errors import report_error
 from routetrace.cli.experts import figures
@@ -39,23 +39,18 @@ class Request(NamedTuple):
 
 def experts(
     connection: Connection,
-    ids: Annotated[list[str] | None, typer.Argument(metavar="ID", help="Trace ids.")] = None,
-    label: Annotated[
-        list[str] | None,
-        typer.Option("--label", "-l", metavar="KEY=VALUE", help="Traces with all these labels."),
-    ] = None,
+    ids: Ids = None,
+    label: Labels = None,
     everything: Annotated[bool, typer.Option("--all", help="All traces of the run.")] = False,
     npz: Annotated[
         list[Path] | None,
-        typer.Option(help="Rows from `get`, or recorded as ids and E, in place of a server."),
+        typer.Option(help="File of `get`, or of ids and E, in place of a server; may be repeated."),
     ] = None,
     fit_npz: Annotated[
         list[Path] | None,
-        typer.Option(help="Rows to learn from (default: the first half of the traces)."),
+        typer.Option(help="File to learn from (default: the older half of the traces)."),
     ] = None,
-    layers: Annotated[
-        str | None, typer.Option(help="Absolute layer ids, such as 12-23,30.")
-    ] = None,
+    layers: Layers = None,
     capacity: Annotated[
         str | None, typer.Option(help="Cache slots per layer, such as 16,32 or 25%,50%.")
     ] = None,
