@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from importlib.metadata import version
 from pathlib import Path
 
 import grpc
 import pytest
 
-from routetrace.capture_agent import AgentConfig, CaptureAgent
+from routetrace.capture_agent import AgentConfig, CaptureAgent, link
 from routetrace.capture_agent.transport import sender
 from routetrace.common.errors import (
     ERROR_METADATA_KEY,
@@ -302,3 +305,54 @@ def test_the_background_has_names(server):
         assert agent.flush(20)
         names = {thread.name for thread in threading.enumerate()}
     assert {"routetrace-worker", "routetrace-sender"} <= names
+
+
+def test_the_process_of_the_background_can_be_recognised(server):
+    """In `ps`, also where an id has characters that no argument may have."""
+    for engine_id in ("rollout-0", "a\0b \n\N{SNOWMAN}"):
+        config = replace(config_for(server, background="process"), engine_id=engine_id, run="grpo")
+        with CaptureAgent(config) as agent:
+            assert agent.flush(20)
+            command = Path(f"/proc/{agent.worker_pid}/cmdline").read_bytes().split(b"\0")[1:-1]
+        assert command == [
+            str(Path(link.__file__).with_name("background.py")).encode(),
+            f"engine_id={engine_id!a}".encode(),
+            b"run='grpo'",
+            f"version={version('routetrace')}".encode(),
+        ]
+
+
+@pytest.mark.parametrize("way", [["-m", "routetrace.capture_agent.background"], ["{path}"]])
+def test_the_background_is_no_program(way):
+    path = str(Path(link.__file__).with_name("background.py"))
+    done = subprocess.run(
+        [sys.executable, *(word.format(path=path) for word in way), "--version"],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert done.stderr == "routetrace: a capture agent starts this itself; see CaptureAgent\n"
+
+
+@pytest.mark.parametrize("requests", [1, 2])
+def test_close_names_what_was_not_acknowledged_and_a_remedy(server, caplog, requests):
+    server.hold.clear()
+    config = replace(config_for(server), engine_id="e7", run="grpo")
+    with CaptureAgent(config) as agent:
+        for number in range(requests):
+            handle = agent.begin(f"a{number}")
+            agent.step(make_rows(1), [(handle, 0, 1)])
+            agent.finish(handle, 2)
+        agent.close(0.5)
+    server.hold.set()
+    rows = "1 row" if requests == 1 else "2 rows"
+    (text,) = [r.getMessage() for r in caplog.records if "closed with" in r.getMessage()]
+    assert re.match(
+        r"routetrace: engine 'e7' of run 'grpo' closed with (1 chunk|[2-9] chunks) "
+        rf"\({rows}\) that the server did not acknowledge; they are lost unless it has them: "
+        r"give close\(\) more time \(close_timeout_seconds is \d+\), and look at the server "
+        r"with routetrace doctor$",
+        text,
+    )

@@ -844,30 +844,6 @@ def test_without_its_extra_it_names_it(module):
     )
 
 
-def test_help(cli):
-    groups: list[tuple[str, ...]] = [(), ("bench",)]
-    names = [(c.name or c.callback.__name__.replace("_", "-"),) for c in app.registered_commands]
-    bench = [("bench", name) for name in ("load", "capacity")]
-    for words in (*groups, *names, *bench):
-        said = cli(*words, "--help").stdout
-        assert "--version" in said
-        assert "factory" not in said
-        # Flags have no type, and no text is lost as markup.
-        assert "bool" not in said
-        if words in groups or words == ("bench", "capacity"):
-            continue
-        assert "--target" in said
-        assert "--token-file" in said
-        assert "ROUTETRACE_TLS)" in re.sub(r"[\s│]+", " ", said)
-
-
-def test_help_wraps_paragraphs_and_not_lines(cli, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "100")
-    said = cli("bench", "load", "--help").stdout
-    (line,) = [line for line in said.splitlines() if "Every row read" in line]
-    assert len(line.rstrip()) > 90
-
-
 # ---------------------------------------------------------------------------- arguments
 
 

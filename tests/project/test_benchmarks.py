@@ -7,6 +7,7 @@ import importlib.util
 import json
 import math
 import re
+import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -98,6 +99,16 @@ def test_a_line_is_the_median_of_its_rounds_and_says_whether_the_goal_is_met(mea
     shown = capsys.readouterr().out.splitlines()
     assert shown[1].endswith("MISSED")
     assert shown[4].split() == ["ours", "0.8", "us", "[0.8,", "0.8]"]
+
+
+def test_the_program_that_runs_an_area_explains_itself():
+    command = [sys.executable, str(BENCHMARKS / "run.py")]
+    told = subprocess.run([*command, "--help"], check=True, capture_output=True, text=True)
+    assert "MODULE" in told.stdout
+    assert "areas.codec" in told.stdout
+    refused = subprocess.run(command, check=False, capture_output=True, text=True)
+    assert refused.returncode == 2
+    assert "Traceback" not in refused.stderr
 
 
 def test_cells_take_turns_and_the_first_round_is_thrown_away(measure):

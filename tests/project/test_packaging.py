@@ -84,6 +84,24 @@ def test_commands_exist():
         inspect.signature(main).bind()
 
 
+RUNNABLE = {
+    "routetrace.cli": "Usage: python -m routetrace.cli [OPTIONS] COMMAND",
+    "routetrace.server": "usage: routetrace-server",
+    "routetrace.server.command": "usage: routetrace-server",
+    "routetrace.capture_agent": "usage: python -m routetrace.capture_agent",
+}
+
+
+@pytest.mark.parametrize("module", RUNNABLE)
+def test_packages_run_as_programs(module):
+    def said(word: str) -> str:
+        command = [sys.executable, "-m", module, word]
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+
+    assert said("--version") == f"{PYPROJECT['project']['version']}\n"
+    assert said("--help").startswith(RUNNABLE[module])
+
+
 @pytest.mark.skipif(not (ROOT / ".git").exists(), reason="not a checkout")
 def test_the_sdist_has_all_that_tests_read():
     """All but what a package index has no use for."""

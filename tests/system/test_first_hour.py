@@ -471,6 +471,7 @@ def test_ids_that_no_router_chose_are_logged_once(server, caplog):
         assert one.flush(30)
         assert one.stats().dropped_rows == {"invalid_ids": 6}
     assert caplog.text.count("outside [0, 300)") == 1
+    assert "check num_experts of the layout, and pass no rows of padding" in caplog.text
     with client(server.target) as reader:
         assert {m.reason for m in reader.stat("wild").missing} == {"invalid_ids"}
 

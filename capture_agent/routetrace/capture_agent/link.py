@@ -20,20 +20,16 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from importlib.metadata import version
+from pathlib import Path
 
 from routetrace.capture_agent.config import AgentConfig
 from routetrace.capture_agent.counters import COUNTER_BYTES, Ended, Word
 from routetrace.capture_agent.step_path.ring import Ring
 from routetrace.capture_agent.worker import Worker
 
-_BOOT = """\
-import pickle, signal, sys
-for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP): signal.signal(number, signal.SIG_IGN)
-sys.path[:] = pickle.load(sys.stdin.buffer)
-from routetrace.capture_agent.worker import main
-main()
-"""
-
+#: Run as a file: with -m, Python would look for the package before it has the engine's `sys.path`.
+_BACKGROUND = Path(__file__).with_name("background.py")
 
 #: Bytes of the ring that are paged in at the start: the part that is reused while the background
 #: keeps up.
@@ -159,7 +155,14 @@ def _anonymous_file(size: int) -> int:
 
 def _spawn(config: AgentConfig, memory_fd: int, sock: socket.socket) -> subprocess.Popen[bytes]:
     process = subprocess.Popen(
-        [sys.executable, "-c", _BOOT],
+        # Escaped: an argument has no NUL, and not every locale has every character.
+        [
+            sys.executable,
+            str(_BACKGROUND),
+            f"engine_id={config.engine_id!a}",
+            f"run={config.run!a}",
+            f"version={version('routetrace')}",
+        ],
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
         pass_fds=(memory_fd, sock.fileno()),

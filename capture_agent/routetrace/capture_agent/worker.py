@@ -7,16 +7,12 @@ close() or by the engine's death, the background finishes.
 
 from __future__ import annotations
 
-import gc
 import logging
 import math
-import mmap
 import os
 import pickle
 import select
-import signal
 import socket
-import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -40,6 +36,7 @@ from routetrace.capture_agent.step_path.feed import (
 from routetrace.capture_agent.step_path.ring import Ring
 from routetrace.capture_agent.transport.connection import Transport
 from routetrace.capture_agent.transport.sender import Sender
+from routetrace.common.errors import counted
 from routetrace.v1 import routetrace_pb2 as pb
 
 #: Share of the time for close() that is reserved for an orderly end.
@@ -308,13 +305,24 @@ class Worker:
                 time.sleep(_HELD_LOOK_S)
             self._start_sending()
         if not self.sender.drain(deadline):
-            _log.warning("routetrace: closed with chunks that the server did not acknowledge")
+            chunks, rows = self.sender.unacknowledged()
+            _log.warning(
+                "routetrace: engine %r of run %r closed with %s (%s) that the server did not "
+                "acknowledge; they are lost unless it has them: give close() more time "
+                "(close_timeout_seconds is %g), and look at the server with routetrace doctor",
+                self._config.engine_id,
+                self._config.run,
+                counted(chunks, "chunk"),
+                counted(rows, "row"),
+                self._config.close_timeout_seconds,
+            )
 
     def _drop(self, word: Word, rows: int) -> None:
         if rows and word is Word.INVALID_IDS and not self._words[word]:
             _log.warning(
                 "routetrace: engine %r: rows with an id twice in one top-k or outside [0, %d) are "
-                "reported as missing; stats() counts them as invalid_ids",
+                "reported as missing; stats() counts them as invalid_ids: check num_experts of the "
+                "layout, and pass no rows of padding or of buffers that no router has written",
                 self._config.engine_id,
                 self._config.layout.num_experts,
             )
@@ -323,16 +331,3 @@ class Worker:
     def _notify(self) -> None:
         with suppress(OSError):  # full: the engine's end will read it; closed: it does not wait
             self._sock.send(b"\0")
-
-
-def main() -> None:
-    """Run a Worker as a process; its arguments arrive on stdin."""
-    # Signals that end the engine must not end this process first; it ends after the engine.
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)
-    logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s")
-    gc.freeze()  # imported objects live to the end
-    config, memory_fd, sock_fd, parent = pickle.load(sys.stdin.buffer)
-    memory = mmap.mmap(memory_fd, 0)
-    os.close(memory_fd)
-    Worker(config, memoryview(memory), socket.socket(fileno=sock_fd), parent).run()

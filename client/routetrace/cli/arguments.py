@@ -9,9 +9,9 @@ from importlib.metadata import version
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperCommand, TyperGroup
 
 from routetrace.cli.errors import reported, wants_json
+from routetrace.cli.help import HelpGroup, choices
 from routetrace.common.errors import InvalidArgument, quoted
 
 #: Options that may stand before the command, and whether each takes a value.
@@ -32,29 +32,12 @@ SHARED = {
 _AS_JSON = "routetrace.cli.as_json"
 
 
-class Command(TyperCommand):
-    """A command whose help shows no type for flags, --help included."""
-
-    def __init__(self, *args: Any, help: str | None = None, **more: Any) -> None:  # noqa: A002
-        # typer keeps the line breaks of docstrings within paragraphs.
-        text = re.sub(r"(?<!\n)\n(?!\n)", " ", help) if help else help
-        super().__init__(*args, help=text, **more)
-
-    def get_params(self, ctx: Any) -> Any:
-        """Return the parameters."""
-        return _without_flag_types(super().get_params(ctx))
-
-
-class Group(TyperGroup):
-    """A group of commands whose help shows no type for flags, --help included.
+class Group(HelpGroup):
+    """A group of commands.
 
     Options that all commands share may stand before the command as well. Errors are reported here,
     as the arguments of a command may be wrong before it is called.
     """
-
-    def get_params(self, ctx: Any) -> Any:
-        """Return the parameters."""
-        return _without_flag_types(super().get_params(ctx))
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Parse arguments, with shared options moved behind the command."""
@@ -83,13 +66,6 @@ class Group(TyperGroup):
         if command and not command[0].startswith("-"):
             command += args[:at]
         return [*command, *rest]
-
-
-def _without_flag_types(params: Sequence[Any]) -> Sequence[Any]:
-    for param in params:
-        if getattr(param, "is_flag", False) and param.metavar is None:
-            param.metavar = ""
-    return params
 
 
 def _print_version(wanted: bool) -> None:
@@ -126,25 +102,42 @@ class PrefixChoice(str, Enum):
     never = "never"
 
 
+_POLICIES = (
+    (PolicyChoice.as_sampled.value, "of the pass that sampling used"),
+    (PolicyChoice.latest.value, "of the last pass"),
+)
+_PREFIX_SOURCES = (
+    (PrefixChoice.same_version.value, "traces computed with the same weight version"),
+    (PrefixChoice.any_version.value, "traces of any weight version"),
+    (PrefixChoice.never.value, "none; such rows are missing"),
+)
+
 Ids = Annotated[list[str] | None, typer.Argument(metavar="ID", help="Trace ids.")]
 SomeIds = Annotated[list[str], typer.Argument(metavar="ID", help="Trace ids.")]
 OneId = Annotated[str, typer.Argument(metavar="ID", help="Trace id.")]
 Labels = Annotated[
     list[str] | None,
-    typer.Option("--label", "-l", metavar="KEY=VALUE", help="Only traces with all these labels."),
+    typer.Option("--label", "-l", help="Only traces with this label; several: with all of them."),
 ]
 Incarnation = Annotated[
     int | None, typer.Option(help="Number of the incarnation, if a trace has several.")
 ]
 Layers = Annotated[str | None, typer.Option(help="Absolute layer ids, such as 12-23,30.")]
 Tokens = Annotated[
-    str | None, typer.Option(metavar="START:STOP", help="Positions; either may be omitted.")
+    str | None, typer.Option(help="Positions, such as 100:200; either may be omitted.")
 ]
 PolicyOption = Annotated[
-    PolicyChoice, typer.Option(help="Choice of rows for tokens that were computed more than once.")
+    PolicyChoice,
+    typer.Option(help=choices("Rows of tokens that were computed more than once", _POLICIES)),
 ]
 PrefixOption = Annotated[
-    PrefixChoice, typer.Option(help="Which rows of other traces stand in for KV from elsewhere.")
+    PrefixChoice,
+    typer.Option(
+        help=choices(
+            "Traces whose rows stand in for a prompt's KV that was restored from elsewhere",
+            _PREFIX_SOURCES,
+        )
+    ),
 ]
 
 

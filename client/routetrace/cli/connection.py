@@ -13,6 +13,7 @@ import typer
 
 from routetrace.cli.arguments import Version
 from routetrace.cli.errors import PARAMETERS
+from routetrace.cli.help import CONNECTION
 from routetrace.cli.output import plain
 from routetrace.client import RouteClient, ServerInfo
 from routetrace.common.errors import NotFound
@@ -83,6 +84,17 @@ def connected(command: Callable[..., None]) -> Callable[..., None]:
     return run
 
 
+def describing_connection(top: Callable[..., None]) -> Callable[..., None]:
+    """Add the connection options to the help of a group, which moves them behind its command."""
+
+    @functools.wraps(top)
+    def run(**_: Any) -> None:
+        top()
+
+    run.__signature__ = inspect.Signature([_VERSION, *_OPTIONS.values()])  # type: ignore[attr-defined]
+    return run
+
+
 def _connection(
     target: str, run: str, timeout: float, tls: bool, **files: Path | str | None
 ) -> Connection:
@@ -94,10 +106,18 @@ def _connection(
 
 
 def _option(
-    name: str, kind: Any, default: Any, help_text: str, *, env: str | None = None
+    name: str,
+    kind: Any,
+    default: Any,
+    help_text: str,
+    *,
+    env: str | None = None,
+    show_default: bool | str = True,
 ) -> inspect.Parameter:
     flag = "--" + name.replace("_", "-")
-    option = typer.Option(flag, help=help_text, envvar=env, rich_help_panel="Connection")
+    option = typer.Option(
+        flag, help=help_text, envvar=env, show_default=show_default, rich_help_panel=CONNECTION
+    )
     return inspect.Parameter(
         name,
         inspect.Parameter.KEYWORD_ONLY,
@@ -114,16 +134,23 @@ _VERSION = inspect.Parameter(
 _OPTIONS = {
     option.name: option
     for option in (
-        _option("target", str, DEFAULT_TARGET, "Server, host:port.", env="ROUTETRACE_TARGET"),
-        _option("run", str, "default", "Run of the traces.", env="ROUTETRACE_RUN"),
-        _option("timeout", float, 60.0, "Timeout of a call in seconds."),
-        _option("tls", bool, False, "Use TLS (env: ROUTETRACE_TLS)."),
+        _option("target", str, DEFAULT_TARGET, "Server.", env="ROUTETRACE_TARGET"),
         _option(
-            "ca_file",
-            Path | None,
-            None,
-            "PEM file of authorities (env: ROUTETRACE_CA_FILE).",
+            "run",
+            str,
+            "default",
+            "Run of the traces.",
+            env="ROUTETRACE_RUN",
+            show_default='the run "default"',
         ),
+        _option(
+            "timeout",
+            float,
+            60.0,
+            "Time for a call, with all attempts to connect; of tail, for the first answer alone.",
+        ),
+        _option("tls", bool, False, "Use TLS (env: ROUTETRACE_TLS)."),
+        _option("ca_file", Path | None, None, "PEM file of authorities (env: ROUTETRACE_CA_FILE)."),
         _option(
             "cert_file",
             Path | None,

@@ -104,6 +104,10 @@ def reported(as_json: bool) -> Iterator[None]:
         report_error(error, as_json=as_json)
         raise typer.Exit(1) from None
     except _UsageError as error:
+        # Of pydantic, which newer versions of typer parse values with.
+        error.message = re.sub(
+            "^(Value error, |Input should be(?= ))", _expected, str(error.message or "")
+        )
         if not as_json:  # typer shows the usage as well
             raise
         report_error(InvalidArgument(error.format_message(), field=_field(error)), as_json=True)
@@ -113,6 +117,10 @@ def reported(as_json: bool) -> Iterator[None]:
 def wants_json(words: Sequence[str]) -> bool:
     """Return whether --json is among the words of a command, before they are parsed."""
     return "--json" in words[: words.index("--") if "--" in words else None]
+
+
+def _expected(match: re.Match[str]) -> str:
+    return "expected" if match[0].startswith("Input") else ""
 
 
 def _field(error: Any) -> str:

@@ -8,8 +8,9 @@ from datetime import datetime
 from textwrap import wrap
 from typing import Any
 
-from routetrace.cli.output import age, counted, moment, size
+from routetrace.cli.output import age, moment, size
 from routetrace.client import Trace, TraceStat, TraceState
+from routetrace.common.errors import counted
 
 #: Columns of `table_row`; those that end in a space are right-aligned.
 COLUMNS = ("trace", "age ", "state", "end", "tokens ", "coverage ", "inc. ", "weights ", "labels")

@@ -157,11 +157,6 @@ def size(count: int) -> str:
     return f"{count} B" if unit == "B" else f"{value:.1f} {unit}"
 
 
-def counted(number: int, noun: str) -> str:
-    """Format a number of things: "1 trace", "2 traces"."""
-    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
-
-
 def age(duration: timedelta) -> str:
     """Format a duration in at most 6 characters: "9 s", "59 min", "23 h", "400 d"."""
     count = int(max(0.0, duration.total_seconds()))

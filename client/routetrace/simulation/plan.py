@@ -55,6 +55,11 @@ class Lengths(NamedTuple):
             expected="512, uniform:50:900, or lognormal:MEDIAN:SIGMA with a sigma up to 4",
         )
 
+    def __str__(self) -> str:
+        if self.kind == "uniform":
+            return f"{self.a:,.0f} to {self.b:,.0f}"
+        return f"about {self.a:,.0f}" if self.kind == "lognormal" else f"{self.a:,.0f}"
+
     def draw(self, rng: np.random.Generator) -> int:
         """Draw a length, at least 1."""
         if self.kind == "uniform":

@@ -56,6 +56,11 @@ def quoted(value: Any) -> str:
         return kind_of(value)
 
 
+def counted(count: int, noun: str) -> str:
+    """Return a number and its noun: "1 row", "1,024 rows"."""
+    return f"{count:,} {noun}{'s' * (count != 1)}"
+
+
 def typed(value: Any) -> str:
     """Return one line for a value of a wrong type: `'5' (str)`, `None`, `a Sample`."""
     if isinstance(value, (str, bytes, int, float)):

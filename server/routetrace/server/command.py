@@ -23,3 +23,7 @@ def main() -> int:
         )
         return 2
     return daemon.main()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -68,8 +68,13 @@ class Outbox:
         self.nbytes = 0
         """Bytes in memory."""
 
-    def __bool__(self) -> bool:
-        return bool(self._entries)
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    @property
+    def num_rows(self) -> int:
+        """Rows in the chunks."""
+        return sum(entry.chunk.rows for entry in self._entries)
 
     @property
     def first_sequence(self) -> int:

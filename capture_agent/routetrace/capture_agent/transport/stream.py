@@ -20,6 +20,7 @@ from routetrace.capture_agent.config import AgentConfig
 from routetrace.capture_agent.counters import Ended, Word
 from routetrace.capture_agent.pipeline.chunks import ChunkBuilder
 from routetrace.capture_agent.transport.outbox import Entry, Outbox
+from routetrace.common.errors import counted
 from routetrace.v1 import routetrace_pb2 as pb
 
 #: Chunks that may be on the wire without an acknowledgement.
@@ -197,7 +198,8 @@ class IngestStream:
             return replace(entry.chunk, payload=payload).message(entry.sequence)
         if entry.record is None or entry.record.free or not self._outbox.holds(entry):
             return None
-        self._complain("spill", f"{entry.chunk.rows} rows came back damaged from the disk: lost")
+        rows = counted(entry.chunk.rows, "row")
+        self._complain("spill", f"{rows} came back damaged from the disk: lost")
         self._words[Word.CORRUPT] += entry.chunk.rows
         self._outbox.replace(entry, pb.MISSING_REASON_CORRUPT)
         return entry.chunk.message(entry.sequence)
@@ -301,7 +303,7 @@ class IngestStream:
         self._not_before = self._clock() + min(error.retry_after_ms / 1000, MAX_PAUSE_S)
         if error.retry_after_ms:
             return
-        lost = f"chunk refused, its {entry.chunk.rows} rows are lost"
+        lost = f"chunk refused, {counted(entry.chunk.rows, 'row')} lost"
         self._complain("refused", f"{lost}: {error.message}")
         self._words[Word.REJECTED] += entry.chunk.rows
         if entry.chunk.degraded > 1:

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, replace
 from enum import Enum
 from typing import Annotated, Any
 
 import typer
 
-from routetrace.cli.arguments import AsJson, Command, Group, Version
+from routetrace.cli.arguments import AsJson, Group, Version
 from routetrace.cli.bench.capacity import Job, need_json, need_rows
 from routetrace.cli.bench.report import Progress, report_json, report_rows
 from routetrace.cli.connection import Connection, connected
+from routetrace.cli.help import Command, choices
 from routetrace.cli.output import note, write_json, write_table
 from routetrace.common.errors import InvalidArgument, quoted
 from routetrace.simulation.models import MODELS, Model, custom_model
@@ -28,6 +29,8 @@ app = typer.Typer(
 )
 
 _RUN_PREFIX = "bench-"
+
+_READS = (("whole", "all rows"), ("rank", "share of one of 4 pipeline and 2 context ranks"))
 
 
 class MixChoice(str, Enum):
@@ -71,15 +74,36 @@ def _option(panel: str, text: str, **more: Any) -> Any:
     return typer.Option(help=text, rich_help_panel=panel, **more)
 
 
+def _models() -> Iterator[tuple[str, str]]:
+    for name, model in MODELS.items():
+        layout = model.layout
+        layers, experts = len(layout.layer_ids), layout.num_experts
+        yield name, f"{layers} MoE layers, top-{layout.top_k} of {experts} experts"
+
+
+def _mixes() -> Iterator[tuple[str, str]]:
+    for name, mix in MIXES.items():
+        group = f", {mix.group} samples each" if mix.group > 1 else ""
+        turns = f", up to {mix.turns} turns" if mix.turns > 1 else ""
+        prompts = f"prompts of {mix.system:,} shared + {mix.prompt}"
+        yield name, f"{prompts}, answers of {mix.answer}{group}{turns}"
+
+
 _MIX, _ENGINES, _READERS = "Requests", "Engines", "Readers"
 
 
-ModelOption = Annotated[str, typer.Option(help=f"Shape of rows: {', '.join(MODELS)}.")]
+ModelOption = Annotated[str, typer.Option(help=choices("Shape of rows", _models()))]
 Layers = Annotated[
-    int, typer.Option(min=0, help="MoE layers, in place of --model; with --experts, --top-k.")
+    int,
+    typer.Option(
+        min=0,
+        metavar="N",
+        show_default=False,
+        help="MoE layers of a model of your own, with --experts and --top-k, in place of --model.",
+    ),
 ]
-Experts = Annotated[int, typer.Option(min=0, help="Experts per layer.")]
-TopK = Annotated[int, typer.Option(min=0, help="Experts per token.")]
+Experts = Annotated[int, typer.Option(min=0, show_default=False, help="Experts per layer.")]
+TopK = Annotated[int, typer.Option(min=0, show_default=False, help="Experts per token.")]
 
 
 @app.callback()
@@ -93,9 +117,12 @@ def load_command(
     connection: Connection,
     quick: Annotated[bool, typer.Option("--quick", help="Run every feature for 10 s.")] = False,
     seconds: Annotated[
-        float | None, typer.Option(min=0, help="Duration; 0: until --tokens (default: 60).")
+        float | None,
+        typer.Option(min=0, help="Duration; 0: until --tokens (default: 60; with --quick: 8)."),
     ] = None,
-    tokens: Annotated[int, typer.Option(min=0, help="Tokens to sample; 0: until --seconds.")] = 0,
+    tokens: Annotated[
+        int, typer.Option(min=0, metavar="N", help="Tokens to sample; 0: until --seconds.")
+    ] = 0,
     model: ModelOption = "qwen3-30b-a3b",
     layers: Layers = 0,
     experts: Experts = 0,
@@ -103,19 +130,34 @@ def load_command(
     seed: Annotated[int, typer.Option(min=0, help="Random seed.")] = 0,
     as_json: AsJson = False,
     keep: Annotated[bool, typer.Option("--keep", help="Leave the traces to their lease.")] = False,
-    ttl: Annotated[int, typer.Option(min=1, help="Lease of traces in seconds.")] = 600,
-    mix: Annotated[MixChoice | None, _option(_MIX, "Shape of sessions (default: chat).")] = None,
-    prompt: Annotated[
-        str, _option(_MIX, "Lengths: 512, uniform:50:900 or lognormal:MEDIAN:SIGMA.")
-    ] = "",
-    answer: Annotated[str, _option(_MIX, "Lengths, as for --prompt.")] = "",
-    system: Annotated[
-        int | None, _option(_MIX, "Tokens shared by all prompts of an engine.", min=0)
+    ttl: Annotated[int, typer.Option(min=1, help="Lease of traces.")] = 600,
+    mix: Annotated[
+        MixChoice | None,
+        _option(
+            _MIX, choices("Sessions, in tokens (default: chat; with --quick: quick)", _mixes())
+        ),
     ] = None,
-    group: Annotated[int | None, _option(_MIX, "Samples per prompt.", min=1)] = None,
-    turns: Annotated[int | None, _option(_MIX, "Maximum turns of a session.", min=1)] = None,
+    prompt: Annotated[
+        str,
+        _option(
+            _MIX, "Lengths: 512, uniform:50:900 or lognormal:MEDIAN:SIGMA.", show_default="of --mix"
+        ),
+    ] = "",
+    answer: Annotated[
+        str, _option(_MIX, "Lengths, as for --prompt.", show_default="of --mix")
+    ] = "",
+    system: Annotated[
+        int | None,
+        _option(_MIX, "Tokens shared by all prompts of an engine.", min=0, show_default="of --mix"),
+    ] = None,
+    group: Annotated[
+        int | None, _option(_MIX, "Samples per prompt.", min=1, show_default="of --mix")
+    ] = None,
+    turns: Annotated[
+        int | None, _option(_MIX, "Maximum turns of a session.", min=1, show_default="of --mix")
+    ] = None,
     max_tokens: Annotated[
-        int, _option(_MIX, "Maximum session length.", min=1, max=1 << 20)
+        int, _option(_MIX, "Maximum tokens of a session.", min=1, max=1 << 20)
     ] = 32768,
     agents: Annotated[
         int, _option(_ENGINES, "Engines, one process with its own agent each.", min=1, max=1024)
@@ -143,7 +185,7 @@ def load_command(
         int, _option(_READERS, "Trainers, one process each; all rows are checked.", min=0, max=1024)
     ] = 1,
     reads: Annotated[
-        ReadsChoice, _option(_READERS, "Whole sessions, or the share of one rank (PP 4, CP 2).")
+        ReadsChoice, _option(_READERS, choices("Part of a session that is read", _READS))
     ] = ReadsChoice.whole,
     followers: Annotated[
         int | None, _option(_READERS, "Readers that follow running sessions (default: 0).", min=0)
@@ -225,7 +267,7 @@ def capacity(
     trace_tokens: Annotated[int, typer.Option(min=1, help="Tokens of an average trace.")] = 2_000,
     hours: Annotated[float, typer.Option(min=0, help="Lease of a trace in hours.")] = 1.0,
     reads: Annotated[
-        float, typer.Option(min=0, help="Reads per row, summed over all ranks.")
+        float, typer.Option(min=0, metavar="N", help="Reads per row, summed over all ranks.")
     ] = 1.0,
     core: Annotated[
         float, typer.Option(min=0.01, help="Speed of your cores relative to the measured ones.")

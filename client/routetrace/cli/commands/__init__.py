@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import typer
 
-from routetrace.cli.arguments import Command, Group, Version
+from routetrace.cli.arguments import Group
 from routetrace.cli.bench import command as bench
 from routetrace.cli.commands.agents import agents, forget_engine
 from routetrace.cli.commands.doctor import doctor
@@ -16,8 +16,9 @@ from routetrace.cli.commands.removal import delete, renew, retire
 from routetrace.cli.commands.stat import list_traces, runs, stat
 from routetrace.cli.commands.tail import tail
 from routetrace.cli.commands.verify import verify
-from routetrace.cli.connection import connected
+from routetrace.cli.connection import connected, describing_connection
 from routetrace.cli.experts.command import experts
+from routetrace.cli.help import Command
 
 app = typer.Typer(
     name="routetrace",
@@ -25,7 +26,8 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
     help="Read, list, check and delete the traces of a routetrace-server.\n\n"
     "--json and the options of the connection, such as --target, may stand before or after the "
     "command.",
@@ -33,7 +35,8 @@ app = typer.Typer(
 
 
 @app.callback()
-def top(version: Version = False) -> None:
+@describing_connection
+def top() -> None:
     """Accept --version without a command."""
 
 

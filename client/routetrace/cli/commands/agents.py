@@ -20,7 +20,6 @@ from routetrace.cli.connection import Connection
 from routetrace.cli.output import (
     age,
     console_of_stdout,
-    counted,
     note,
     plain,
     short,
@@ -29,7 +28,7 @@ from routetrace.cli.output import (
 )
 from routetrace.cli.rates import Rates
 from routetrace.client import AgentStat
-from routetrace.common.errors import NotFound
+from routetrace.common.errors import NotFound, counted
 
 #: Columns of the table; those that end in a space are right-aligned.
 _COLUMNS = (
@@ -85,7 +84,9 @@ def agents(
 
 def forget_engine(
     connection: Connection,
-    engine: Annotated[str, typer.Argument(help="Engine id, as `routetrace agents` shows it.")],
+    engine: Annotated[
+        str, typer.Argument(metavar="ENGINE", help="Engine id, as `routetrace agents` shows it.")
+    ],
     as_json: AsJson = False,
 ) -> None:
     """Forget an engine whose agents are gone, so that it counts against no limit; traces stay."""

@@ -20,7 +20,7 @@ import typer
 from routetrace.cli.arguments import AsJson
 from routetrace.cli.connection import Connection, has_run, runs_of
 from routetrace.cli.errors import describe
-from routetrace.cli.output import counted, plain, size, write_json
+from routetrace.cli.output import plain, size, write_json
 from routetrace.client import ServerInfo
 from routetrace.common import pem
 from routetrace.common.errors import (
@@ -28,6 +28,7 @@ from routetrace.common.errors import (
     PermissionDenied,
     RouteTraceError,
     Unauthenticated,
+    counted,
 )
 from routetrace.common.target import targets_of
 

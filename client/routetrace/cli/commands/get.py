@@ -28,9 +28,10 @@ from routetrace.cli.arguments import (
 from routetrace.cli.connection import Connection
 from routetrace.cli.errors import report_error
 from routetrace.cli.files import writer_for
-from routetrace.cli.output import LABELS_OF, counted, plain, progress, write_json
+from routetrace.cli.help import choices
+from routetrace.cli.output import LABELS_OF, plain, progress, write_json
 from routetrace.client import Trace
-from routetrace.common.errors import InvalidArgument, NotFound, RouteTraceError
+from routetrace.common.errors import InvalidArgument, NotFound, RouteTraceError, counted
 
 
 class MissingChoice(str, Enum):
@@ -47,11 +48,16 @@ class WaitChoice(str, Enum):
     end = "end"
 
 
+_MISSING = (("raise", "fail, and write none of their rows"), ("mask", "mark missing cells"))
+_EVENTS = (("rows", "the rows that are asked for"), ("end", "the end of the trace"))
+
+
 def get(
     connection: Connection,
     ids: Ids = None,
     output: Annotated[
-        str, typer.Option("--output", "-o", help="Output: out.npz, out.parquet, or a directory/.")
+        str,
+        typer.Option("--output", "-o", help="File .npz or .parquet, or directory/ (required)."),
     ] = "",
     force: Annotated[
         bool, typer.Option("--force", help="Replace files that exist, without a question.")
@@ -62,11 +68,11 @@ def get(
     policy: PolicyOption = PolicyChoice.as_sampled,
     prefix_rows: PrefixOption = PrefixChoice.same_version,
     missing: Annotated[
-        MissingChoice, typer.Option(help="Refuse incomplete traces, or mask missing cells.")
+        MissingChoice, typer.Option(help=choices("Incomplete traces", _MISSING))
     ] = MissingChoice.raise_,
     wait_for: Annotated[
         WaitChoice | None,
-        typer.Option(help="Wait for the rows, or the end of the trace, up to --timeout."),
+        typer.Option(help=choices("Wait, up to --timeout, for", _EVENTS)),
     ] = None,
     weight_version: Annotated[
         int | None, typer.Option(help="Only rows computed with this weight version.")

@@ -10,9 +10,9 @@ import typer
 from routetrace.cli.arguments import AsJson, SomeIds
 from routetrace.cli.connection import Connection
 from routetrace.cli.errors import report_error
-from routetrace.cli.output import counted, note, plain, size, write_json
+from routetrace.cli.output import note, plain, size, write_json
 from routetrace.client import RouteClient, TraceStat
-from routetrace.common.errors import NotFound
+from routetrace.common.errors import NotFound, counted
 
 DryRun = Annotated[
     bool, typer.Option("--dry-run", help="Print the traces that would be deleted; delete none.")
@@ -55,7 +55,7 @@ def delete(
 
 def retire(
     connection: Connection,
-    through: Annotated[int, typer.Option(help="Newest weight version to delete.")],
+    through: Annotated[int, typer.Option(help="Newest weight version whose rows are deleted.")],
     dry_run: DryRun = False,
     as_json: AsJson = False,
 ) -> None:
@@ -98,7 +98,7 @@ def renew(
     connection: Connection,
     ids: SomeIds,
     ttl: Annotated[
-        int | None, typer.Option(min=1, help="Seconds from now; the server's default if not given.")
+        int | None, typer.Option(min=1, help="Lease from now on (default: that of the server).")
     ] = None,
     as_json: AsJson = False,
 ) -> None:

@@ -18,12 +18,19 @@ from routetrace.cli.facts import (
     table_row,
     totals,
 )
-from routetrace.cli.output import LABELS_OF, counted, note, plain, write_json, write_table
+from routetrace.cli.help import choices
+from routetrace.cli.output import LABELS_OF, note, plain, write_json, write_table
 from routetrace.client import RouteClient, TraceState
-from routetrace.common.errors import RouteTraceError
+from routetrace.common.errors import RouteTraceError, counted
 
 # Maximum ranges that `stat` prints.
 _MAX_RANGES = 50
+
+_STATES = (
+    ("running", "no end is reported yet"),
+    ("complete", "ended, and no row is missing"),
+    ("incomplete", "ended, and rows are missing or its end is unknown"),
+)
 
 
 def stat(
@@ -62,7 +69,8 @@ def list_traces(
     connection: Connection,
     label: Labels = None,
     state: Annotated[
-        list[TraceState] | None, typer.Option(help="Only traces in one of these states.")
+        list[TraceState] | None,
+        typer.Option(help=choices("Only traces in this state; several: in one of them", _STATES)),
     ] = None,
     limit: Annotated[int, typer.Option(min=0, help="Maximum number of traces; 0: all.")] = 100,
     as_json: AsJson = False,

@@ -23,8 +23,9 @@ from routetrace.cli.arguments import (
 )
 from routetrace.cli.connection import Connection
 from routetrace.cli.facts import facts_json
-from routetrace.cli.output import counted, write_json
+from routetrace.cli.output import write_json
 from routetrace.client import Trace
+from routetrace.common.errors import counted
 
 
 def tail(
@@ -38,7 +39,10 @@ def tail(
     incarnation: Incarnation = None,
     as_json: AsJson = False,
 ) -> None:
-    """Follow a trace to its end and print its parts; exit with 1 if rows are missing."""
+    """Follow a trace to its end and print its parts; exit with 1 if rows are missing.
+
+    --timeout bounds the time to the server's first answer; the trace may take as long as it does.
+    """
     start, stop = tokens_of(tokens)
     with connection.client() as client:
         # Rows that are there already come at the rate of the read, not of the engine.

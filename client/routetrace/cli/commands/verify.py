@@ -13,9 +13,9 @@ import typer
 from routetrace.cli.arguments import AsJson, Ids
 from routetrace.cli.connection import Connection
 from routetrace.cli.errors import describe
-from routetrace.cli.output import counted, note, progress, size, write_json, write_table
+from routetrace.cli.output import note, progress, size, write_json, write_table
 from routetrace.client import RouteClient, Trace, TraceState
-from routetrace.common.errors import NotFound, RouteTraceError
+from routetrace.common.errors import NotFound, RouteTraceError, counted
 
 # Findings of a trace that is not there, by the reason.
 _FATES = {

@@ -15,13 +15,13 @@ import numpy as np
 import numpy.typing as npt
 import typer
 
-from routetrace.cli.arguments import AsJson, labels_of, layers_of
+from routetrace.cli.arguments import AsJson, Ids, Labels, Layers, labels_of, layers_of
 from routetrace.cli.connection import Connection
 from routetrace.cli.errors import report_error
 from routetrace.cli.experts import figures
-from routetrace.cli.output import LABELS_OF, counted, note, progress, write_json, write_table
+from routetrace.cli.output import LABELS_OF, note, progress, write_json, write_table
 from routetrace.client import RouteClient
-from routetrace.common.errors import InvalidArgument, NotFound, RouteTraceError, quoted
+from routetrace.common.errors import InvalidArgument, NotFound, RouteTraceError, counted, quoted
 from routetrace.experts.analysis.report import Asked, Rows, Study, Valid, report_of
 from routetrace.experts.analysis.tables import tables_of
 
@@ -41,23 +41,18 @@ class Request(NamedTuple):
 
 def experts(
     connection: Connection,
-    ids: Annotated[list[str] | None, typer.Argument(metavar="ID", help="Trace ids.")] = None,
-    label: Annotated[
-        list[str] | None,
-        typer.Option("--label", "-l", metavar="KEY=VALUE", help="Traces with all these labels."),
-    ] = None,
+    ids: Ids = None,
+    label: Labels = None,
     everything: Annotated[bool, typer.Option("--all", help="All traces of the run.")] = False,
     npz: Annotated[
         list[Path] | None,
-        typer.Option(help="Rows from `get`, or recorded as ids and E, in place of a server."),
+        typer.Option(help="File of `get`, or of ids and E, in place of a server; may be repeated."),
     ] = None,
     fit_npz: Annotated[
         list[Path] | None,
-        typer.Option(help="Rows to learn from (default: the first half of the traces)."),
+        typer.Option(help="File to learn from (default: the older half of the traces)."),
     ] = None,
-    layers: Annotated[
-        str | None, typer.Option(help="Absolute layer ids, such as 12-23,30.")
-    ] = None,
+    layers: Layers = None,
     capacity: Annotated[
         str | None, typer.Option(help="Cache slots per layer, such as 16,32 or 25%,50%.")
     ] = None,
