@@ -108,7 +108,7 @@ async def test_a_fault_of_the_server_ends_the_stream() -> None:
         raise RuntimeError("injected")
 
     servicer = SimpleNamespace(
-        _state=SimpleNamespace(writers={writer.key: writer}),
+        _fencing=SimpleNamespace(check_stream=lambda _: None),
         _access=SimpleNamespace(check=broken),
     )
 
