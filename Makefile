@@ -294,13 +294,13 @@ $(VENV)/.made:
 
 $(VENV)/.demo: pyproject.toml constraints/dev.txt | $(VENV)/.made
 	TORCH='$(TORCH)' scripts/torch_env.sh $(PY)
-	@echo 'Installing the server and transformers: 70 MB, a minute; then the demo, 40 s'
+	@echo 'Installing the server and transformers: 80 MB, a minute; then the demo, 40 s'
 	$(LOUD) $(call pins,dev) -e '.[server]' 'transformers>=5.17'
 	touch $@
 
 $(VENV)/.dev: pyproject.toml constraints/dev.txt | $(VENV)/.made
 	TORCH='$(TORCH)' scripts/torch_env.sh $(PY)
-	@echo 'Installing what the tests need: 180 MB beside what the demo needs, two minutes'
+	@echo 'Installing what the tests need: 200 MB beside what the demo needs, two minutes'
 	$(LOUD) $(call pins,dev) -e '.[dev]'
 	touch $@
 
