@@ -89,7 +89,7 @@ def test_deletions_are_told_with_time_and_token(tmp_path: Path, secrets: dict[st
         with RouteClient(server.target, run="r", security=Security(token=secrets["janitor"])) as c:
             c.delete("one")
             assert c.retire_through(0) == 2
-        assert "deleted: 1 traces of run 'r' by token janitor" in lines(server)
+        assert "deleted: 1 trace of run 'r' by token janitor" in lines(server)
         assert "retired: 2 traces of run 'r' by token janitor" in lines(server)
         # Their chunks are garbage then: the snapshot without them holds the tombstones.
         wait_for(lambda: any("dropped" in line for line in lines(server)))

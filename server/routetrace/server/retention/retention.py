@@ -330,7 +330,8 @@ class Retention:
         finally:  # also if the store refuses the rest
             if count:
                 by = f" by token {token}" if token else ""
-                _log.info("%s: %d traces of run %r%s", reason, count, run, by)
+                traces = "1 trace" if count == 1 else f"{count} traces"
+                _log.info("%s: %s of run %r%s", reason, traces, run, by)
         return count
 
     def _count(self, reason: str, count: int) -> None:
