@@ -370,9 +370,8 @@ def incomplete(
         parts.append(f"{len(read.missing) - len(parts)} more ranges")
     missing, remedy = "; ".join(parts), ""
     if unknown_from is not None:
-        running = read.state is TraceState.RUNNING
         end, remedy = "has no reported end", 'use missing="mask"'
-        if running:
+        if read.state is TraceState.RUNNING:
             end, remedy = "has not ended", 'use wait_for="end" or missing="mask"'
         text = f"{name} {end}: rows from {unknown_from} on are unknown; {remedy}"
         text += f"; missing {missing}" if missing else ""
