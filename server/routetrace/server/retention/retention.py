@@ -16,6 +16,7 @@ from functools import partial
 
 import psutil
 
+from routetrace.common.errors import counted
 from routetrace.server.access.budget import over_shares
 from routetrace.server.common.metrics import Metrics
 from routetrace.server.common.slices import in_slices
@@ -224,7 +225,7 @@ class Retention:
         self.covered(snapshot[0])
         self._metrics.dropped_chunks.inc(len(garbage))
         if garbage:
-            _log.info("dropped %s", _counted(len(garbage), "chunk"))
+            _log.info("dropped %s", counted(len(garbage), "chunk"))
 
     # ------------------------------------------------------------------ eviction
 
@@ -334,20 +335,16 @@ class Retention:
         finally:  # also if the store refuses the rest
             if count:
                 if why := _NEAR.get(reason):
-                    traces = _counted(count, "finished trace")
+                    traces = counted(count, "finished trace")
                     text = "evicted %s of run %r, the least recently changed: %s"
                     _log.warning(text, traces, run, why)
                 else:
                     by = f" by token {token}" if token else ""
-                    _log.info("%s: %s of run %r%s", reason, _counted(count, "trace"), run, by)
+                    _log.info("%s: %s of run %r%s", reason, counted(count, "trace"), run, by)
         return count
 
     def _count(self, reason: str, count: int) -> None:
         self._metrics.forgotten.labels(reason).inc(count)
-
-
-def _counted(number: int, noun: str) -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def _of_run(run: str, trace: Trace) -> bool:
