@@ -108,6 +108,8 @@ def reported(as_json: bool) -> Iterator[None]:
             raise
         report_error(InvalidArgument(error.format_message(), field=_field(error)), as_json=True)
         raise typer.Exit(2) from None
+    finally:
+        PARAMETERS.set(None)
 
 
 def wants_json(words: Sequence[str]) -> bool:
