@@ -179,9 +179,10 @@ def test_the_figures_of_the_readme_are_those_of_the_benchmarks():
         f"| {said(memory + 'ours', 0)} | {said(memory + vllm, 0)} vLLM; "
         f"{said(memory + sglang, 0)} SGLang | {said(memory + u8, 0)} uint8; "
         f"{said(memory + i32, 0)} int32 |",
-        f"engine's thread takes {said(cpu + 'ours, engine')}, "
-        f"the agent's process {said(cpu + 'ours, agent')}, the server "
-        f"{said(cpu + 'ours, server')} and the trainer {said(cpu + 'ours, trainer')}",
+        f"here {said(cpu + 'ours, engine')} in the engine's thread, "
+        f"{said(cpu + 'ours, agent')} in the agent's process, "
+        f"{said(cpu + 'ours, server')} in the server, "
+        f"{said(cpu + 'ours, trainer')} in the trainer",
     ):
         assert line in " ".join(text.split()), line
 

@@ -571,9 +571,10 @@ def test_what_collate_refuses() -> None:
     for field, traces, lens, kwargs in (
         ("token_lens", [a, a], [5], {}),
         ("token_lens", [], [], {}),
-        ("token_lens[1]", [a, a], [5, 7], {}),
-        ("traces[1]", [a, trace((0, 2))], [5, 5], {}),
-        ("traces[1]", [a, trace((0, 1), 3)], [5, 5], {}),
+        ("token_lens[1]", [a, a], [6, 7], {}),
+        ("traces[1]", [a, trace((0, 2))], [6, 6], {}),
+        ("traces[1]", [a, trace((0, 1), 3)], [6, 6], {}),
+        ("padding_side", [a, a], [6, 5], {}),
         ("padding_side", [a], [5], {"padding_side": "middle"}),
     ):
         with pytest.raises(InvalidArgument) as caught:
