@@ -105,7 +105,7 @@ CASES = [
          "no answer from {silent} within 1.5 s; check that it is a routetrace-server"),
     Case(13, "tls-to-plain",
          lambda w: get_from(w, w.target, security=rt.Security(tls=True)), UNAVAILABLE,
-         "{target} does not speak TLS; drop tls= or start the server with tls_cert"),
+         "{target} does not speak TLS; leave tls off, or start the server with tls_cert"),
     Case(14, "timeout-is-str", lambda w: w.connect(timeout="5"), IA,
          "timeout is '5' (str); expected a number of seconds above 0"),
     Case(14, "timeout-is-none", lambda w: w.connect(timeout=None), IA,

@@ -234,7 +234,7 @@ def test_tls_against_plain_text(server, caplog):
     reader = client(server.target, security=Security(tls=True))
     with reader, pytest.raises(Unavailable) as caught:
         reader.get("g0")
-    assert str(caught.value).startswith(f"{server.target} does not speak TLS; drop tls= or ")
+    assert str(caught.value).startswith(f"{server.target} does not speak TLS; leave tls off, or ")
     with agent(server.target, security=Security(tls=True), close_timeout_seconds=0):
         wait_for(lambda: f"engine 'e': {caught.value}" in caplog.text)
 

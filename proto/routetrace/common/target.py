@@ -154,7 +154,7 @@ class _Cause(NamedTuple):
 _CAUSES = (
     _Cause(
         re.compile("WRONG_VERSION_NUMBER"),
-        "{target} does not speak TLS; drop tls= or start the server with tls_cert",
+        "{target} does not speak TLS; leave tls off, or start the server with tls_cert",
         lasting=True,
     ),
     _Cause(

@@ -240,10 +240,20 @@ def test_retry_pauses(kind, retry_after, attempt, left, jitter):
     if not kwargs or retry_after == 0:
         assert pause is None
     elif pause is not None:
-        assert 0.75 * retry_after <= pause < left / 2
+        assert 0.75 * retry_after <= pause <= left / 2
         assert pause <= 1.25 * max(2.0, retry_after)
         later = retry_pause(error, attempt + 1, 1000, jitter)
         assert later is not None
         assert later >= pause
     else:
-        assert left <= 2.5 * max(2.0, retry_after)
+        assert left < 2 * retry_after
+
+
+@given(st.floats(0.01, 10), st.floats(0, 100), st.floats(0, 0.999))
+def test_attempts_go_on_until_no_other_one_fits(retry_after, seconds, jitter):
+    """The log line says for how long: with 4 s, the last attempt was after 1.5 to 2.7."""
+    error, left, attempts = Unavailable("x", retry_after=retry_after), seconds, 1
+    while (pause := retry_pause(error, attempts, left, jitter)) is not None:
+        left, attempts = left - pause, attempts + 1
+    assert left < 2 * retry_after
+    assert attempts < 10 + seconds / (0.75 * min(2.0, retry_after))

@@ -102,9 +102,10 @@ def retry_pause(error: RouteTraceError, attempt: int, left: float, jitter: float
         return None
     if attempt >= _MISFIT_ATTEMPTS and is_misfit(error.message):
         return None
+    if left < 2 * error.retry_after:
+        return None
     backoff = min(_LONGEST_PAUSE, _FIRST_PAUSE * 2.0 ** min(attempt - 1, 30))
-    pause = max(error.retry_after, backoff) * (0.75 + jitter / 2)
-    return pause if 2 * pause < left else None
+    return min(max(error.retry_after, backoff) * (0.75 + jitter / 2), left / 2)
 
 
 class CallState(Enum):
