@@ -93,12 +93,13 @@ def unrelated(_: RouteClient) -> None:
 
 def padded_otherwise(_: RouteClient) -> None:
     model, layout = tiny_model("qwen3_moe")
-    samples = [Sample.of("a", token_ids=[4, 5]), Sample.of("b", token_ids=[6, 7, 8, 9, 10])]
-    batch = MicroBatch.padded(samples, 5, padding_side="right")
+    tokens = np.arange(4, 13)
+    samples = [Sample.of("a", token_ids=tokens), Sample.of("b", token_ids=np.arange(12))]
+    batch = MicroBatch.padded(samples, 12, padding_side="right")
     plan = FetchPlan.make(layout, batch, Rank(layout.layer_ids, flatten="batch"))
-    rows = rows_of(layout, 5)
+    rows = rows_of(layout, 12)
     with replay(model, rank_rows(plan, [rows, rows])):
-        model(torch.tensor([[3, 3, 3, 4, 5], [6, 7, 8, 9, 10]]))
+        model(torch.from_numpy(np.stack([np.r_[3, 3, 3, tokens], np.arange(12)])))
 
 
 MISTAKES: dict[str, Callable[[RouteClient], None]] = {

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from routetrace.client import FetchPlan, MicroBatch, Rank, Sample
 from routetrace.client.rows import Rows
 from routetrace.common.errors import InvalidArgument
+from routetrace.trainers._inputs import Inputs, _Pass
 from routetrace.trainers.replay import collate, replay
 from support.models.tiny_models import VOCABULARY, tiny_model
 from support.ranks.rank_rows import facts_of, random_choices, rows_of
@@ -87,7 +88,9 @@ def test_a_pass_is_refused_exactly_where_its_padding_is_on_the_other_side(
     rows = rows_for(MicroBatch.padded(samples, seq_len, padding_side=planned))
     ids, mask = padded(seqs, seq_len, given_side)
     refused = replayed(rows, lambda: MODEL(ids, attention_mask=mask))
-    assert bool(refused) == (planned != given_side and min(lengths) < seq_len)
+    # The token of a sample of one has no row.
+    shifted = [length for length in lengths if 1 < length < seq_len]
+    assert bool(refused) == (planned != given_side and bool(shifted))
     if refused:
         assert ("input_ids is" if proven else "attention_mask is 0") in refused
         assert "padding_side" in refused
@@ -96,9 +99,9 @@ def test_a_pass_is_refused_exactly_where_its_padding_is_on_the_other_side(
 @pytest.mark.parametrize("device", DEVICES)
 def test_swapped_samples_are_refused(device):
     model = MODEL if device == "cpu" else tiny_model("qwen3_moe", seed=7)[0].to(device)
-    seqs = sequences([6, 6])
+    seqs = sequences([9, 9])
     samples = [Sample.of(f"r{i}", token_ids=tokens) for i, tokens in enumerate(seqs)]
-    rows = rows_for(MicroBatch.padded(samples, 6))
+    rows = rows_for(MicroBatch.padded(samples, 9))
     ids = torch.from_numpy(np.stack(seqs)).to(device)
     with replay(model, rows), torch.no_grad():
         model(ids)
@@ -109,8 +112,8 @@ def test_swapped_samples_are_refused(device):
     ):
         model(ids.flip(0))
     assert f"input_ids is {seqs[1][0]} at token 0" in str(caught.value)
-    assert f"expected {seqs[0][0]}, position 0 of samples[0]" in str(caught.value)
-    assert "whose tokens stand 6 later" in str(caught.value)
+    assert f"expected {seqs[0][0]}, position 0 of samples[0], which" in str(caught.value)
+    assert "which begins 9 later there" in str(caught.value)
 
 
 def test_one_other_token_is_named():
@@ -123,7 +126,7 @@ def test_one_other_token_is_named():
     found = replayed(rows, lambda: MODEL(ids))
     assert f"input_ids is {tokens[4] + 1} at token 4 of the batch; expected {tokens[4]}" in found
     assert "position 4 of samples[0]" in found
-    assert "stand" not in found
+    assert "begins" not in found
 
 
 def test_the_decoder_alone_and_arguments_by_name_are_judged():
@@ -140,6 +143,108 @@ def test_the_decoder_alone_and_arguments_by_name_are_judged():
     # Nothing tells which tokens these are.
     assert not replayed(rows, lambda: MODEL(ids))
     assert not replayed(rows, lambda: MODEL(ids, attention_mask=None))
+
+
+def test_samples_without_token_ids_are_judged_by_the_mask_beside_others():
+    seqs = sequences([5, 3])
+    samples = [Sample.of("r0", token_ids=seqs[0]), Sample.of("r1", 3)]
+    rows = rows_for(MicroBatch.padded(samples, 5, padding_side="right"))
+    assert not replayed(rows, lambda: MODEL(*padded(seqs, 5, "right")))
+    assert "samples[1]" in replayed(rows, lambda: MODEL(*padded(seqs, 5, "left")))
+
+
+def test_tokens_without_a_row_may_be_anything():
+    """A mask of `ids != pad_token_id` leaves the last token out where that pads as well."""
+    seqs = sequences([5, 3])
+    ids, mask = padded(seqs, 5, "right")
+    ids[0, 4] = ids[1, 2] = mask[0, 4] = mask[1, 2] = 0
+    for proven in (True, False):
+        samples = [
+            Sample.of(f"r{i}", len(tokens), token_ids=tokens if proven else None)
+            for i, tokens in enumerate(seqs)
+        ]
+        rows = rows_for(MicroBatch.padded(samples, 5, padding_side="right"))
+        assert not replayed(rows, lambda: MODEL(ids, mask))
+
+
+class Multimodal(torch.nn.Module):
+    """A model that gives its decoder embeddings, with a mask of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.config, self.decoder = MODEL.config, MODEL.get_decoder()
+
+    def get_decoder(self) -> torch.nn.Module:
+        return self.decoder
+
+    def forward(self, input_ids: torch.Tensor) -> None:
+        embeddings = self.decoder.embed_tokens(input_ids)
+        mask = torch.zeros_like(input_ids)
+        mask[:, -1] = 1
+        self.decoder(inputs_embeds=embeddings, attention_mask=mask)
+
+
+def test_a_decoder_within_a_model_is_not_judged_again():
+    (tokens,) = sequences([5])
+    rows = rows_for(MicroBatch.padded([Sample.of("r0", token_ids=tokens)], 5))
+    model, ids = Multimodal(), torch.from_numpy(tokens[None])
+    with torch.no_grad(), replay(model, rows):
+        model(ids)
+
+    def decoder_alone() -> None:
+        model(ids)
+        model.decoder(inputs_embeds=torch.zeros(1, 5, 32), attention_mask=0 * ids)
+
+    with pytest.raises(InvalidArgument, match="attention_mask is 0"), replay(model, rows):
+        decoder_alone()
+
+
+class Event:
+    """A CUDA event that happens when it is waited for, or after some questions."""
+
+    waits = 0
+
+    def __init__(self, asked: int = 3) -> None:
+        self.asked = asked
+
+    def record(self, _stream: object) -> None:
+        pass
+
+    def query(self) -> bool:
+        self.asked -= 1
+        return self.asked < 0
+
+    def synchronize(self) -> None:
+        Event.waits += 1
+
+
+def test_a_device_is_waited_for_at_the_end_of_the_block_alone(monkeypatch):
+    (tokens,) = sequences([5])
+    rows = rows_for(MicroBatch.padded([Sample.of("r0", token_ids=tokens)], 5))
+    inputs = Inputs(rows.plan)
+    right = torch.from_numpy(tokens)
+    for ids in (right, right + 1):
+        is_wrong = ids != right
+        inputs._pending.append(_Pass(is_wrong.any(), Event(), ids, is_wrong))
+    for _ in range(3):
+        inputs._before(None, (right[None],), {})
+    assert Event.waits == 0
+    with pytest.raises(InvalidArgument, match="input_ids is"):
+        inputs.settle()
+    assert Event.waits > 0
+    inputs.settle()  # each is told once
+
+
+def test_a_default_device_changes_nothing():
+    (tokens,) = sequences([5])
+    rows = rows_for(MicroBatch.padded([Sample.of("r0", token_ids=tokens)], 5))
+    torch.set_default_device("meta")
+    try:
+        inputs = Inputs(rows.plan)
+    finally:
+        torch.set_default_device(None)
+    with pytest.raises(InvalidArgument):
+        inputs._before(None, (torch.from_numpy(tokens[None] + 1),), {})
 
 
 def test_every_pass_of_a_block_is_judged():

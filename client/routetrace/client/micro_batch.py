@@ -218,7 +218,7 @@ def check_padding_side(
         check.choice("padding_side", given, ("left", "right"))
         return
     for number, length in enumerate(lengths):
-        if length < seq_len:
+        if 0 < length < seq_len:
             raise InvalidArgument(
                 field="padding_side",
                 value=None,

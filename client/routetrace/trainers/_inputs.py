@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections import deque
 from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 
 from routetrace.client.plan import FetchPlan, SampleSpan
 from routetrace.common.errors import InvalidArgument
@@ -13,123 +15,160 @@ _REMEDY = (
     "lay the samples out as the model gets them: see padding_side of MicroBatch.padded, and the "
     "order of the samples"
 )
+# Minimum number of tokens of a sample that are looked for at other places of a pass.
+_MIN_TOKENS = 8
 
 
-class _Pending(NamedTuple):
-    """Result that is under way from a CUDA device."""
+class _Expected(NamedTuple):
+    """Tokens of the plan on one device, one element for each."""
+
+    token_ids: torch.Tensor
+    """int64; -1 where the plan has no row or does not know the token."""
+    is_unknown: torch.Tensor
+    """bool: the plan has a row, and does not know the token."""
+
+
+class _Pass(NamedTuple):
+    """Pass on a CUDA device that is not judged yet."""
 
     is_wrong: torch.Tensor
+    """On the CPU, once `copied` has happened."""
     copied: torch.cuda.Event
-    field: str
-    given: torch.Tensor
+    given: torch.Tensor | None
     wrong: torch.Tensor
 
 
 class Inputs:
-    """Forward pre-hooks that compare the inputs of each pass with a plan.
+    """Hooks that compare the inputs of each pass with a plan, at the tokens that have rows.
 
-    Token ids are compared where the plan knows them, else the attention mask: a sample's tokens
-    must be attended. Passes with another number of tokens, or with neither of both, are not judged.
-    A CUDA device is not waited for: its passes are judged at the next pass, or in `settle`.
+    Token ids are compared where the plan knows them; elsewhere the attention mask must not be 0.
+    Passes with another number of tokens, or without either, are not judged. A CUDA device is not
+    waited for: its passes are judged by later ones, or by `settle`.
     """
 
     def __init__(self, plan: FetchPlan) -> None:
         self._plan = plan
-        token_ids = torch.full((plan.num_tokens,), -1, dtype=torch.int64)
-        is_token = torch.zeros(plan.num_tokens, dtype=torch.bool)
+        token_ids = torch.full((plan.num_tokens,), -1, dtype=torch.int64, device="cpu")
         for span in plan.spans:
-            local = slice(span.at, span.at + span.stop - span.start)
-            is_token[local] = True
             known = plan.samples[span.sample].token_ids
             if known is not None:
                 ids = known[span.start : span.stop].astype("int64")
-                token_ids[local] = torch.from_numpy(ids)
-        self._is_known = bool((token_ids >= 0).any())
-        self._on = {token_ids.device: (token_ids, is_token)}
-        self._pending: list[_Pending] = []
+                token_ids[span.at : span.at + len(ids)] = torch.from_numpy(ids)
+        has_row = torch.from_numpy(plan.planned.copy())
+        token_ids[~has_row] = -1
+        self._expected = _Expected(token_ids, has_row & (token_ids < 0))
+        self._on = {token_ids.device: self._expected}
+        self._pending: deque[_Pass] = deque()
+        self._in_model = False
 
-    def before(self, _module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Compare the inputs of a pass.
+    def watch(self, model: nn.Module, decoder: Any) -> list[Any]:
+        """Add the hooks to a model, or to its decoder where that alone is called.
 
-        Raises:
-            InvalidArgument: if they are not those of the plan; names the sample.
+        Returns:
+            Their handles.
         """
-        self.settle()
-        given = self._fitting(kwargs.get("input_ids", args[0] if args else None))
-        mask = self._fitting(kwargs.get("attention_mask", args[1] if len(args) > 1 else None))
-        if self._is_known and given is not None:
-            expected, _ = self._expected(given.device)
-            self._judge("input_ids", given, (expected >= 0) & (given != expected))
-        elif mask is not None:
-            _, is_token = self._expected(mask.device)
-            self._judge("attention_mask", mask, is_token & (mask == 0))
+        handles = [
+            model.register_forward_pre_hook(self._before_model, with_kwargs=True),
+            model.register_forward_hook(self._after_model, always_call=True),
+        ]
+        if decoder is not model:
+            handles.append(decoder.register_forward_pre_hook(self._before, with_kwargs=True))
+        return handles
 
     def settle(self) -> None:
-        """Judge the passes that were not judged yet.
+        """Judge the passes that are not judged yet.
 
         Raises:
-            InvalidArgument: as `before`.
+            InvalidArgument: if the inputs of one are not those of the plan; names the sample.
         """
         while self._pending:
-            pending = self._pending.pop(0)
-            pending.copied.synchronize()
-            if pending.is_wrong:
-                raise self._error(pending.field, pending.given, pending.wrong)
+            self._pending[0].copied.synchronize()
+            self._judge(self._pending.popleft())
 
     def forget(self) -> None:
-        """Drop the passes that were not judged yet."""
+        """Drop the passes that are not judged yet."""
         self._pending.clear()
 
-    def _expected(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return token ids, -1 where unknown, and whether tokens are of samples, on a device."""
+    def _before_model(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._before(module, args, kwargs)
+        self._in_model = True
+
+    def _after_model(self, *_: Any) -> None:
+        self._in_model = False
+
+    def _before(self, _module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self._in_model:  # the decoder of a multimodal model gets no token ids
+            return
+        while self._pending and self._pending[0].copied.query():  # type: ignore[no-untyped-call]
+            self._judge(self._pending.popleft())
+        given = self._fitting(kwargs.get("input_ids", args[0] if args else None))
+        mask = self._fitting(kwargs.get("attention_mask", args[1] if len(args) > 1 else None))
+        source = mask if given is None else given
+        if source is None:
+            return
+        token_ids, is_unknown = self._for(source.device)
+        wrong = torch.zeros_like(is_unknown)
+        if given is not None:
+            wrong |= (token_ids >= 0) & (given != token_ids)
+        if mask is not None and mask.device == source.device:
+            to_judge = is_unknown if given is not None else is_unknown | (token_ids >= 0)
+            wrong |= to_judge & (mask == 0)
+        if not wrong.is_cuda:
+            if bool(wrong.any()):
+                raise self._error(given, wrong)
+            return
+        is_wrong = torch.empty((), dtype=torch.bool, device="cpu", pin_memory=True)
+        is_wrong.copy_(wrong.any(), non_blocking=True)
+        copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        copied.record(torch.cuda.current_stream(wrong.device))
+        self._pending.append(_Pass(is_wrong, copied, given, wrong))
+
+    def _for(self, device: torch.device) -> _Expected:
         if device not in self._on:
-            token_ids, is_token = self._on[torch.device("cpu")]
-            self._on[device] = token_ids.to(device), is_token.to(device)
+            self._on[device] = _Expected(*(part.to(device) for part in self._expected))
         return self._on[device]
 
     def _fitting(self, tensor: Any) -> torch.Tensor | None:
         """Return a tensor that has one integer for each token of the plan, flat; else None."""
         if not isinstance(tensor, torch.Tensor) or tensor.is_floating_point():
             return None
+        if hasattr(tensor, "to_local"):  # shards of one tensor: those of this rank are not known
+            return None
         fits = tensor.dim() in (1, 2) and tensor.numel() == self._plan.num_tokens
         return tensor.flatten() if fits else None
 
-    def _judge(self, field: str, given: torch.Tensor, wrong: torch.Tensor) -> None:
-        if not wrong.is_cuda:
-            if bool(wrong.any()):
-                raise self._error(field, given, wrong)
-            return
-        is_wrong = torch.empty((), dtype=torch.bool, pin_memory=True)
-        is_wrong.copy_(wrong.any(), non_blocking=True)
-        copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        copied.record(torch.cuda.current_stream(wrong.device))
-        self._pending.append(_Pending(is_wrong, copied, field, given, wrong))
+    def _judge(self, one: _Pass) -> None:
+        if bool(one.is_wrong):
+            raise self._error(one.given, one.wrong)
 
-    def _error(self, field: str, given: torch.Tensor, wrong: torch.Tensor) -> InvalidArgument:
+    def _error(self, given: torch.Tensor | None, wrong: torch.Tensor) -> InvalidArgument:
         token = int(wrong.nonzero()[0])
         span = next(s for s in self._plan.spans if s.at <= token < s.at + s.stop - s.start)
-        position = span.start + token - span.at
-        place = f"token {token} of the batch"
-        sample = f"samples[{span.sample}]"
-        if field == "attention_mask":
-            value = f"0 at {place}"
-            expected = f"1, as that is position {position} of {sample} in the plan of the rows"
-        else:
-            ids = given.cpu()
-            value = f"{int(ids[token])} at {place}"
-            planned, _ = self._expected(ids.device)
-            expected = (
-                f"{int(planned[token])}, position {position} of {sample} in the plan of the "
-                f"rows{self._shift(span, ids)}"
+        place, planned = f"token {token} of the batch", int(self._expected.token_ids[token])
+        position = f"position {span.start + token - span.at} of samples[{span.sample}]"
+        if given is None or planned < 0:
+            return InvalidArgument(
+                field="attention_mask",
+                value=f"0 at {place}",
+                expected=f"another value: the plan has the row of {position} there",
+                remedy=_REMEDY,
             )
-        return InvalidArgument(field=field, value=value, expected=expected, remedy=_REMEDY)
+        ids = given.cpu()
+        return InvalidArgument(
+            field="input_ids",
+            value=f"{int(ids[token])} at {place}",
+            expected=f"{planned}, {position}{self._shift(span, ids)}",
+            remedy=_REMEDY,
+        )
 
     def _shift(self, span: SampleSpan, ids: torch.Tensor) -> str:
-        """Say by how much all tokens of a span are shifted, if they are."""
-        count = span.stop - span.start
-        planned = self._expected(ids.device)[0][span.at : span.at + count]
-        for at in range(len(ids) - count + 1):
-            if torch.equal(ids[at : at + count].long(), planned):
-                shift = at - span.at
-                return f", whose tokens stand {abs(shift)} {'later' if shift > 0 else 'earlier'}"
+        """Say where the tokens of a span are in a pass, if they are."""
+        planned = self._expected.token_ids[span.at : span.at + span.stop - span.start]
+        planned = planned[planned >= 0]
+        if len(planned) < _MIN_TOKENS:
+            return ""
+        for at in (ids == planned[0]).nonzero().flatten().tolist():
+            if torch.equal(ids[at : at + len(planned)].long(), planned):
+                later = at - span.at
+                return f", which begins {abs(later)} {'later' if later > 0 else 'earlier'} there"
         return ""

@@ -84,8 +84,9 @@ def replay(
     their memory is pinned. Do not write to that memory within the block.
 
     With rows of a plan, the token ids of each pass are compared with those of the samples, or its
-    attention mask where a sample has no token ids: rows that would be replayed at other tokens, as
-    with the padding on the other side, raise. On a CUDA device that is at the end of the block.
+    attention mask where a sample has no token ids. A mismatch, such as padding on the other side,
+    raises InvalidArgument; on CUDA in a later pass or when the block ends: step the optimizer after
+    it.
 
     Args:
         model: a MoE model of transformers.
@@ -158,13 +159,9 @@ class Replay:
         self._handles: list[Any] = []
 
     def __enter__(self) -> Replay:
-        if self._inputs:
-            # The decoder alone may be called; of a multimodal model it gets no token ids.
-            for module in (self._model, self._model.get_decoder()):
-                if isinstance(module, nn.Module):
-                    self._handles.append(
-                        module.register_forward_pre_hook(self._inputs.before, with_kwargs=True)
-                    )
+        if self._inputs and isinstance(self._model, nn.Module):
+            decoder: Any = self._model.get_decoder
+            self._handles += self._inputs.watch(self._model, decoder())
         for forcer in self._forcers:
             self._handles += [
                 forcer.router.register_forward_pre_hook(forcer.before, with_kwargs=True),
