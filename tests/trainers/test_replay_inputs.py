@@ -89,10 +89,10 @@ def test_a_pass_is_refused_exactly_where_its_padding_is_on_the_other_side(
     ids, mask = padded(seqs, seq_len, given_side)
     refused = replayed(rows, lambda: MODEL(ids, attention_mask=mask))
     # The token of a sample of one has no row.
-    shifted = [length for length in lengths if 1 < length < seq_len]
+    shifted = [length for length in lengths if int(proven) < length < seq_len]
     assert bool(refused) == (planned != given_side and bool(shifted))
     if refused:
-        assert ("input_ids is" if proven else "attention_mask is 0") in refused
+        assert ("input_ids is" if proven else "attention_mask is ") in refused
         assert "padding_side" in refused
 
 
@@ -165,6 +165,17 @@ def test_tokens_without_a_row_may_be_anything():
         ]
         rows = rows_for(MicroBatch.padded(samples, 5, padding_side="right"))
         assert not replayed(rows, lambda: MODEL(ids, mask))
+
+
+def test_a_shift_by_one_place_is_seen_by_the_padding_in_its_stead():
+    """All rows of the plan are at attended tokens; padding is attended as well."""
+    (tokens,) = sequences([2])
+    rows = rows_for(MicroBatch.padded([Sample.of("r0", 2)], 3, padding_side="left"))
+    found = replayed(rows, lambda: MODEL(*padded([tokens], 3, "right")))
+    assert "attention_mask is not 0 at token 0 of the batch; expected 0" in found
+    assert not replayed(rows, lambda: MODEL(*padded([tokens], 3, "left")))
+    ids, _ = padded([tokens], 3, "left")
+    assert not replayed(rows, lambda: MODEL(ids, attention_mask=torch.ones_like(ids)))
 
 
 class Multimodal(torch.nn.Module):

@@ -24,8 +24,30 @@ class _Expected(NamedTuple):
 
     token_ids: torch.Tensor
     """int64; -1 where the plan has no row or does not know the token."""
-    is_unknown: torch.Tensor
-    """bool: the plan has a row, and does not know the token."""
+    has_row: torch.Tensor
+    """bool."""
+    is_known: torch.Tensor
+    """bool: the token is of a sample with token ids."""
+    is_padding: torch.Tensor
+    """bool: the token is of no sample."""
+
+    def masked(self, mask: torch.Tensor, *, beside_ids: bool) -> torch.Tensor:
+        """Return where an attention mask is not that of the plan.
+
+        Rows need a value other than 0. Padding needs 0 where the mask is 0 at any token of a
+        sample: at the last one it may be, as `ids != pad_token_id` is at an end token that pads,
+        but all tokens of a sample may also be one place off.
+
+        Args:
+            mask: one integer for each token.
+            beside_ids: token ids are compared, too: samples that have them are left out.
+        """
+        is_judged = ~self.is_known if beside_ids else torch.ones_like(self.is_known)
+        is_zero = mask == 0
+        some_zero = (is_judged & is_zero & ~self.is_padding).any()
+        return is_judged & torch.where(
+            self.is_padding, ~is_zero & some_zero, is_zero & self.has_row
+        )
 
 
 class _Pass(NamedTuple):
@@ -41,22 +63,27 @@ class _Pass(NamedTuple):
 class Inputs:
     """Hooks that compare the inputs of each pass with a plan, at the tokens that have rows.
 
-    Token ids are compared where the plan knows them; elsewhere the attention mask must not be 0.
-    Passes with another number of tokens, or without either, are not judged. A CUDA device is not
-    waited for: its passes are judged by later ones, or by `settle`.
+    Token ids are compared where the plan knows them, elsewhere the attention mask. Passes with
+    another number of tokens, or without either, are not judged. A CUDA device is not waited for: its
+    passes are judged by later ones, or by `settle`.
     """
 
     def __init__(self, plan: FetchPlan) -> None:
         self._plan = plan
         token_ids = torch.full((plan.num_tokens,), -1, dtype=torch.int64, device="cpu")
+        is_known = torch.zeros(plan.num_tokens, dtype=torch.bool, device="cpu")
+        is_padding = torch.ones(plan.num_tokens, dtype=torch.bool, device="cpu")
         for span in plan.spans:
+            local = slice(span.at, span.at + span.stop - span.start)
+            is_padding[local] = False
             known = plan.samples[span.sample].token_ids
             if known is not None:
                 ids = known[span.start : span.stop].astype("int64")
-                token_ids[span.at : span.at + len(ids)] = torch.from_numpy(ids)
+                token_ids[local] = torch.from_numpy(ids)
+                is_known[local] = True
         has_row = torch.from_numpy(plan.planned.copy())
         token_ids[~has_row] = -1
-        self._expected = _Expected(token_ids, has_row & (token_ids < 0))
+        self._expected = _Expected(token_ids, has_row, is_known, is_padding)
         self._on = {token_ids.device: self._expected}
         self._pending: deque[_Pass] = deque()
         self._in_model = False
@@ -106,13 +133,12 @@ class Inputs:
         source = mask if given is None else given
         if source is None:
             return
-        token_ids, is_unknown = self._for(source.device)
-        wrong = torch.zeros_like(is_unknown)
+        expected = self._for(source.device)
+        wrong = torch.zeros_like(expected.has_row)
         if given is not None:
-            wrong |= (token_ids >= 0) & (given != token_ids)
+            wrong |= (expected.token_ids >= 0) & (given != expected.token_ids)
         if mask is not None and mask.device == source.device:
-            to_judge = is_unknown if given is not None else is_unknown | (token_ids >= 0)
-            wrong |= to_judge & (mask == 0)
+            wrong |= expected.masked(mask, beside_ids=given is not None)
         if not wrong.is_cuda:
             if bool(wrong.any()):
                 raise self._error(given, wrong)
@@ -143,6 +169,13 @@ class Inputs:
 
     def _error(self, given: torch.Tensor | None, wrong: torch.Tensor) -> InvalidArgument:
         token = int(wrong.nonzero()[0])
+        if self._expected.is_padding[token]:
+            return InvalidArgument(
+                field="attention_mask",
+                value=f"not 0 at token {token} of the batch",
+                expected="0, as the plan has padding there, and the mask has it elsewhere",
+                remedy=_REMEDY,
+            )
         span = next(s for s in self._plan.spans if s.at <= token < s.at + s.stop - s.start)
         place, planned = f"token {token} of the batch", int(self._expected.token_ids[token])
         position = f"position {span.start + token - span.at} of samples[{span.sample}]"
