@@ -64,8 +64,8 @@ class Inputs:
     """Hooks that compare the inputs of each pass with a plan, at the tokens that have rows.
 
     Token ids are compared where the plan knows them, elsewhere the attention mask. Passes with
-    another number of tokens, or without either, are not judged. A CUDA device is not waited for: its
-    passes are judged by later ones, or by `settle`.
+    another number of tokens, or without either, are not judged. A CUDA device is not waited for;
+    its passes are judged by later ones, or by `settle`.
     """
 
     def __init__(self, plan: FetchPlan) -> None:
