@@ -11,6 +11,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from importlib import metadata
 from importlib.metadata import version
 from pathlib import Path
 
@@ -322,6 +323,21 @@ def test_the_process_of_the_background_can_be_recognised(server):
         ]
 
 
+@MODES
+def test_an_agent_without_metadata_of_its_package_works(server, monkeypatch, mode):
+    """As from a tree on PYTHONPATH."""
+
+    def version(name):
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(metadata, "version", version)
+    with CaptureAgent(config_for(server, background=mode)) as agent:
+        assert agent.flush(20)
+        if mode == "process":
+            command = Path(f"/proc/{agent.worker_pid}/cmdline").read_bytes().split(b"\0")
+            assert b"version=unknown" in command
+
+
 @pytest.mark.parametrize("way", [["-m", "routetrace.capture_agent.background"], ["{path}"]])
 def test_the_background_is_no_program(way):
     path = str(Path(link.__file__).with_name("background.py"))
@@ -351,8 +367,8 @@ def test_close_names_what_was_not_acknowledged_and_a_remedy(server, caplog, requ
     (text,) = [r.getMessage() for r in caplog.records if "closed with" in r.getMessage()]
     assert re.match(
         r"routetrace: engine 'e7' of run 'grpo' closed with (1 chunk|[2-9] chunks) "
-        rf"\({rows}\) that the server did not acknowledge; they are lost unless it has them: "
-        r"give close\(\) more time \(close_timeout_seconds is \d+\), and look at the server "
-        r"with routetrace doctor$",
+        rf"\({rows}\) that the server did not acknowledge; they are lost, unless the server "
+        r"stored them without acknowledging: give close\(\) more time "
+        r"\(close_timeout_seconds is \d+\), and look at the server with routetrace doctor$",
         text,
     )

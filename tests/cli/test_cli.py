@@ -302,7 +302,7 @@ def test_get_waits_for_the_end(server, cli, client, tmp_path):
         (["get", "a", "--label", "b=c", "-o", "a.npz"], "trace ids, or --label"),
         (["get", "a", "b", "-o", "a.npz"], "to hold several traces"),
         (["get", "a", "-o", "a.csv"], "a.csv"),
-        (["get", "a", "-o", "/nowhere/a.npz"], "/nowhere is none"),
+        (["get", "a", "-o", "/nowhere/a.npz"], "/nowhere is not a directory"),
         (["get", "a", "-o", "a.npz", "--layers", "3-"], "layer ids"),
         (["get", "a", "-o", "a.npz", "--tokens", "5"], "start:stop"),
         (["get", "a", "-o", "a.npz", "--tokens", "9:5"], "token_stop"),

@@ -10,6 +10,7 @@ import pytest
 
 from routetrace.cli.facts import totals
 from routetrace.client import RouteClient, TraceState
+from routetrace.common.errors import Corrupt, NotFound, Unavailable
 from routetrace.server.testing import ServerProcess, run_server
 from support.agents.feeder import Feeder
 from support.commands import commands
@@ -150,3 +151,34 @@ def test_renew_and_verify_say_why_a_trace_is_gone(server, cli):
         assert re.search(rf"^{name} +{word} ", done.stdout, re.M)
     assert done.stderr.startswith("traces 1, incarnations 1,")
     assert done.stderr.endswith("defective traces: 0, not there: 4\n")
+
+
+def test_renew_asks_for_absent_traces_alone_and_reports_every_error_in_a_line(
+    server, cli, monkeypatch
+):
+    """The renewals were made: an error in the search for reasons does not hide their number."""
+    feeder = Feeder(server.target, LAYOUT, run="renewed")
+    feeder.begin("kept")
+    feeder.close()
+    asked = []
+
+    def renew(*names, errors):
+        def stat(client, name):
+            asked.append(name)
+            raise errors.get(name, NotFound)("so")
+
+        asked.clear()
+        monkeypatch.setattr(RouteClient, "stat", stat)
+        done = cli("renew", *names, "--run", "renewed", code=1)
+        assert done.stdout == f"1 of {len(names)} traces renewed\n"
+        assert done.stderr.splitlines() == [f"routetrace: {name}: so" for name in asked]
+        return asked
+
+    assert renew("never", "kept", errors={}) == ["never"]
+    assert renew("x", "y", "kept", errors={"x": Corrupt}) == ["x", "y", "kept"]
+    assert renew("x", "y", "kept", errors={"x": Unavailable}) == ["x"]
+
+
+def test_a_run_without_agents_says_so(cli, monkeypatch):
+    monkeypatch.setattr(RouteClient, "agents", lambda client: [])
+    assert cli("agents").stderr == "run 'lost' has no agents\n"

@@ -108,7 +108,11 @@ def test_doctor_warns(cli):
 
 
 def test_a_run_without_traces_is_no_error(cli):
-    assert cli("list", "--run", "err").stderr == "no such trace in run 'err'\n"
+    assert cli("list", "--run", "err").stderr == "run 'err' has no traces\n"
+    found = cli("list", "--run", "err", "--state", "complete").stderr
+    assert found == "no such trace in run 'err'\n"
+    empty = cli("experts", "--all", "--run", "err", code=1).stderr
+    assert empty == "routetrace: run 'err' has no traces\n"
     assert cli("verify", "--all", "--run", "err").stderr.startswith("traces 0,")
     assert "1 agent, 1 connected" in cli("agents", "--run", "err").stderr
     assert cli("retire", "--through", "1", "--run", "err").stdout == "0 traces deleted\n"

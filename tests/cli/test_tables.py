@@ -199,6 +199,17 @@ def test_agents_at_60_columns_break_no_word(server, engines):
     assert [row.split()[0] for row in rows] == ["rollout-0", "rollout-1"]
 
 
+@pytest.mark.parametrize("columns", [20, 38, 44])
+def test_agents_at_a_narrow_terminal_are_whole(server, engines, columns):
+    """Lines longer than the terminal, in place of numbers and headers that are cut."""
+    words = ("agents", "--target", server.target, "--run", "engines")
+    shown = screen(*words, columns=columns)
+    header, *rows, _ = shown
+    assert header.split() == ["engine", "since", "seen", "rows", "dropped", "weights"]
+    text = "".join(row.split()[0] for row in rows if not row.startswith(" "))
+    assert text == "rollout-0rollout-1"
+
+
 def test_columns_are_left_out_for_room_alone():
     def columns(width: int, cell: str = "x" * 50) -> list[str]:
         table = table_of(
@@ -306,3 +317,24 @@ def test_watched_agents_at_a_terminal_are_shown_in_place(server, engines):
     assert code == 130
     assert b"\x1b[1A" in seen  # up, over the table before
     assert seen.endswith(b"\x1b[?25h")  # the cursor is back
+
+
+def test_watched_agents_begin_with_their_total(server, engines):
+    """Rows beyond the height of a terminal are hidden."""
+    total = b"2 agents, 2 connected; newest weight version 41"
+    words = ["agents", "--watch", "0.1", "--run", "engines", "--target", server.target]
+    seen, code = typed(words, [(total, b""), (total, CTRL_C)], lines=3)
+    assert code == 130
+    assert seen.index(total) < seen.index(b"engine")
+
+
+def test_watched_agents_at_a_narrow_terminal_follow_one_another(server, engines):
+    words = ["agents", "--watch", "0.1", "--run", "engines", "--target", server.target]
+    seen, code = typed(words, [(b"rows/s", b""), (b"rows/s", b""), (b"rows/s", CTRL_C)], columns=44)
+    assert code == 130
+    text = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", seen.decode()).replace("\r", "")
+    headers = [line.split() for line in text.splitlines() if "rows/s" in line]
+    assert len(headers) >= 3
+    assert headers[0] == ["engine", "since", "seen", "rows", "rows/s", "dropped", "weights"]
+    assert text.count("rollou ") >= 2 * (len(headers) - 1)
+    assert b"\x1b[1A" not in seen  # nothing is replaced

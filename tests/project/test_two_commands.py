@@ -6,10 +6,19 @@ import subprocess
 import sys
 import zipfile
 from importlib.metadata import distribution
+from pathlib import Path
 
 import pytest
 
-from two_commands.__main__ import Line, announced, processes_of, wheel_size
+from two_commands.__main__ import (
+    Failed,
+    Line,
+    Machine,
+    announced,
+    left_behind,
+    processes_of,
+    wheel_size,
+)
 
 CPU = "Installing torch==1 for the CPU: 200 MB, a minute at 30 Mbit/s\n"
 REST = "Installing the server and transformers: 70 MB, a minute\n"
@@ -59,11 +68,72 @@ def test_the_size_of_a_download_is_that_of_the_wheel(tmp_path):
     assert wheel_size(installed) == pytest.approx(size, rel=0.02)
 
 
-def test_processes_of_a_session_are_found():
+@pytest.fixture
+def machine(tmp_path):
+    """A machine whose `make` does what a test says."""
+    made = Machine.__new__(Machine)
+    made.clone = tmp_path
+
+    def runs(script: str) -> Machine:
+        made.start = lambda _: subprocess.Popen(  # type: ignore[method-assign]
+            ["bash", "-c", script], stdout=subprocess.PIPE, text=True, start_new_session=True
+        )
+        return made
+
+    return runs
+
+
+@pytest.mark.parametrize(
+    ("script", "message"),
+    [
+        ("exit 2", "make demo exited with 2; no line began with 'Installing'"),
+        ("echo no network; exit 2", "make demo exited with 2; no line began with 'Installing'"),
+        ("echo done", "make demo exited with 0; no line began with 'Installing'"),
+        (
+            "trap 'exit 0' INT; echo Installing; while :; do sleep 0.1; done",
+            "make demo succeeded in spite of Ctrl-C",
+        ),
+    ],
+)
+def test_an_installation_that_is_not_interrupted_fails(machine, script, message):
+    with pytest.raises(Failed) as caught:
+        machine(script).interrupt("demo", after="Installing")
+    assert str(caught.value) == message
+
+
+def test_an_installation_is_interrupted(machine, capsys):
+    machine("echo one; echo Installing x; sleep 60").interrupt("demo", after="Installing")
+    assert capsys.readouterr().out == "make demo was interrupted after 'Installing x'\n"
+
+
+def test_processes_of_a_session_are_found(tmp_path):
     command = [sys.executable, "-c", "input()"]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
     try:
-        assert len(processes_of(process.pid)) == 1
+        assert len(processes_of(process.pid, tmp_path)) == 1
+        assert len(left_behind(process.pid, tmp_path, 0.1)) == 1
     finally:
         process.communicate(b"\n")
-    assert processes_of(process.pid) == []
+    assert processes_of(process.pid, tmp_path) == []
+
+
+def test_processes_of_the_clone_are_found_in_a_session_of_their_own(tmp_path):
+    command = [sys.executable, "-c", "input()", str(tmp_path / "server")]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
+    try:
+        (found,) = processes_of(0x7FFFFFFF, tmp_path)
+        assert found.split()[-1] == str(tmp_path / "server")
+        assert processes_of(0x7FFFFFFF, tmp_path / "other") == []
+    finally:
+        process.communicate(b"\n")
+
+
+def test_processes_that_end_soon_or_have_ended_are_not_left_behind(tmp_path):
+    soon = subprocess.Popen(["sleep", "0.5"], start_new_session=True)
+    try:
+        assert processes_of(soon.pid, tmp_path)
+        # Ended, and not waited for.
+        assert left_behind(soon.pid, tmp_path, 20) == []
+        assert Path(f"/proc/{soon.pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    finally:
+        soon.wait()

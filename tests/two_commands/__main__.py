@@ -97,16 +97,23 @@ class Machine:
         )
 
     def interrupt(self, target: str, after: str) -> None:
-        """Start `make target`, and press Ctrl-C when a line begins with `after`."""
+        """Start `make target`, and press Ctrl-C when a line begins with `after`.
+
+        Raises:
+            Failed: if no line does, or the command succeeds.
+        """
         process = self.start(target)
         assert process.stdout
         for line in process.stdout:
             if line.startswith(after):
                 os.killpg(process.pid, signal.SIGINT)
                 break
+        else:
+            code = process.wait()
+            raise Failed(f"make {target} exited with {code}; no line began with {after!r}")
         process.stdout.read()
         if process.wait() == 0:
-            raise Failed(f"make {target} was not interrupted: no line began with {after!r}")
+            raise Failed(f"make {target} succeeded in spite of Ctrl-C")
         print(f"make {target} was interrupted after {line.strip()!r}", flush=True)
 
     def run(self, target: str) -> Line:
@@ -125,7 +132,7 @@ class Machine:
         if code := process.wait():
             raise Failed(f"make {target} exited with {code}")
         seconds = time.monotonic() - begun
-        if left := processes_of(process.pid):
+        if left := left_behind(process.pid, self.clone):
             raise Failed(f"make {target} left processes: {left}")
         if found := self._output("git", "status", "--porcelain"):
             raise Failed(f"make {target} left files in the clone:\n{found}")
@@ -171,14 +178,27 @@ def wheel_size(distribution: Distribution) -> int:
     return size
 
 
-def processes_of(session: int) -> list[str]:
-    """Return the command lines of the processes of a session; [] where there is no /proc."""
+def left_behind(session: int, clone: Path, seconds: float = 5) -> list[str]:
+    """Return the command lines of processes of a command that do not end within some seconds."""
+    deadline = time.monotonic() + seconds
+    while (found := processes_of(session, clone)) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    return found
+
+
+def processes_of(session: int, clone: Path) -> list[str]:
+    """Return the command lines of the processes of a session, or that name a path in the clone.
+
+    Some have a session of their own. Ended ones that no process has waited for are left out; where
+    there is no /proc, all are.
+    """
     found = []
     for entry in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):  # it has ended meanwhile
-            fields = (entry / "stat").read_text().rpartition(")")[2].split()
-            if int(fields[3]) == session:
-                found.append((entry / "cmdline").read_text().replace("\0", " "))
+            state, _, _, its_session = (entry / "stat").read_text().rpartition(")")[2].split()[:4]
+            command = (entry / "cmdline").read_bytes().decode(errors="replace").replace("\0", " ")
+            if state != "Z" and (int(its_session) == session or f"{clone}/" in command):
+                found.append(command)
     return found
 
 

@@ -1,7 +1,8 @@
 """`python -m routetrace.capture_agent`: says which version is installed, and what it is for."""
 
 import argparse
-from importlib.metadata import version
+
+from routetrace.common.version import installed_version
 
 
 def main() -> None:
@@ -13,7 +14,7 @@ def main() -> None:
         "docs/sglang.md, docs/transformers.md; docs/engines.md for an engine of your own. "
         "`routetrace agents` lists the agents of a run.",
     )
-    parser.add_argument("--version", action="version", version=version("routetrace"))
+    parser.add_argument("--version", action="version", version=installed_version())
     parser.parse_args()
     parser.print_help()
 

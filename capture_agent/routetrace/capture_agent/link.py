@@ -20,13 +20,13 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from importlib.metadata import version
 from pathlib import Path
 
 from routetrace.capture_agent.config import AgentConfig
 from routetrace.capture_agent.counters import COUNTER_BYTES, Ended, Word
 from routetrace.capture_agent.step_path.ring import Ring
 from routetrace.capture_agent.worker import Worker
+from routetrace.common.version import installed_version
 
 #: Run as a file: with -m, Python would look for the package before it has the engine's `sys.path`.
 _BACKGROUND = Path(__file__).with_name("background.py")
@@ -161,7 +161,7 @@ def _spawn(config: AgentConfig, memory_fd: int, sock: socket.socket) -> subproce
             str(_BACKGROUND),
             f"engine_id={config.engine_id!a}",
             f"run={config.run!a}",
-            f"version={version('routetrace')}",
+            f"version={installed_version()}",
         ],
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,

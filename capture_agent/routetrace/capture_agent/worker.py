@@ -308,8 +308,9 @@ class Worker:
             chunks, rows = self.sender.unacknowledged()
             _log.warning(
                 "routetrace: engine %r of run %r closed with %s (%s) that the server did not "
-                "acknowledge; they are lost unless it has them: give close() more time "
-                "(close_timeout_seconds is %g), and look at the server with routetrace doctor",
+                "acknowledge; they are lost, unless the server stored them without "
+                "acknowledging: give close() more time (close_timeout_seconds is %g), and look at "
+                "the server with routetrace doctor",
                 self._config.engine_id,
                 self._config.run,
                 counted(chunks, "chunk"),

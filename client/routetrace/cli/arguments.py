@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from enum import Enum
-from importlib.metadata import version
 from typing import Annotated, Any
 
 import typer
@@ -13,6 +12,7 @@ import typer
 from routetrace.cli.errors import reported, wants_json
 from routetrace.cli.help import HelpGroup, choices
 from routetrace.common.errors import InvalidArgument, quoted
+from routetrace.common.version import installed_version
 
 #: Options that may stand before the command, and whether each takes a value.
 SHARED = {
@@ -70,7 +70,7 @@ class Group(HelpGroup):
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        print(version("routetrace"))
+        print(installed_version())
         raise typer.Exit
 
 

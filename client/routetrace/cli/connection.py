@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from routetrace.cli.arguments import Version
-from routetrace.cli.errors import PARAMETERS
+from routetrace.cli.errors import MAX_NAMED_RUNS, PARAMETERS
 from routetrace.cli.help import CONNECTION
 from routetrace.cli.output import plain
 from routetrace.client import RouteClient, ServerInfo
@@ -20,9 +20,6 @@ from routetrace.common.errors import NotFound
 from routetrace.common.security import Security
 
 DEFAULT_TARGET = "127.0.0.1:7411"
-
-# Runs that an error names, as those of the server do.
-_MAX_NAMED_RUNS = 20
 
 
 @dataclass(frozen=True)
@@ -63,7 +60,7 @@ def has_run(info: ServerInfo, run: str) -> bool:
 
 def runs_of(info: ServerInfo) -> str:
     """Return the names of the first runs."""
-    return ", ".join(map(plain, info.runs[:_MAX_NAMED_RUNS])) or "none yet"
+    return ", ".join(map(plain, info.runs[:MAX_NAMED_RUNS])) or "none yet"
 
 
 def connected(command: Callable[..., None]) -> Callable[..., None]:

@@ -21,8 +21,9 @@ _UsageError: Any = typer.BadParameter.__base__
 
 # A keyword argument in a remedy of the client or the server, such as `wait_for="end"`.
 _KEYWORD = re.compile(r"\b([a-z_]+)=(?:\"([^\"]*)\")?")
-# Minimum number of runs from which an error points to the command that lists them.
-_MANY_RUNS = 20
+#: Maximum number of runs that an error names, of the server as well; one that names as many points
+#: to the command that lists all.
+MAX_NAMED_RUNS = 20
 
 
 def describe(error: object) -> str:
@@ -44,10 +45,11 @@ def remedy_of(error: Exception) -> str:
     remedy = in_options(getattr(error, "remedy", ""), PARAMETERS.get())
     if remedy or not (isinstance(error, NotFound) and error.kind == "run"):
         return remedy
+    # Errors of the server name runs in the same way, without a remedy.
     runs = error.expected.removeprefix("one of ").split(", ")
     if runs == ["none yet"]:
         return "`routetrace runs` lists those that have traces or agents"
-    return "`routetrace runs` lists all" if len(runs) >= _MANY_RUNS else ""
+    return "`routetrace runs` lists all" if len(runs) >= MAX_NAMED_RUNS else ""
 
 
 def in_options(remedy: str, parameters: Collection[str] | None = None) -> str:

@@ -57,7 +57,9 @@ def writer_for(
     path = Path(output)
     if not (path.parent.is_dir() or output.endswith("/")):
         raise InvalidArgument(
-            field="--output", value=output, expected=f"a file in a directory; {path.parent} is none"
+            field="--output",
+            value=output,
+            expected=f"a file in a directory; {path.parent} is not a directory",
         )
     is_directory = output.endswith("/") or path.is_dir()
     writer = Directory(path) if is_directory else _file_writer(output, len(trace_ids))

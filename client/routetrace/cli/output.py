@@ -10,7 +10,7 @@ from datetime import datetime, timedelta
 from typing import Any
 
 from rich.cells import cell_len
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
@@ -50,10 +50,19 @@ def write_table(
 ) -> None:
     """Print a table; see `table_of`."""
     console = console_of_stdout()
-    table = table_of(columns, rows, fold, optional, console.width)
-    least = sum((column.min_width or 0) + _GAP for column in table.columns) - _GAP
-    console.width = max(console.width, least)
+    print_table(console, table_of(columns, rows, fold, optional, console.width))
+
+
+def print_table(console: Console, table: RenderableType) -> None:
+    """Print a table, or text between tables; a console that would cut it becomes wider."""
+    console.width = max(console.width, least_width(table))
     console.print(table)
+
+
+def least_width(table: RenderableType) -> int:
+    """Return the width below which a table would be cut; 0 for text."""
+    columns = table.columns if isinstance(table, Table) else ()
+    return max(0, sum((column.min_width or 0) + _GAP for column in columns) - _GAP)
 
 
 def console_of_stdout() -> Console:

@@ -1,7 +1,5 @@
 """Reading of routing: RouteClient, AsyncRouteClient, their arguments, results and errors."""
 
-from importlib.metadata import version as _version
-
 from routetrace.client._shells.aio import AsyncRouteClient
 from routetrace.client._shells.prefetch import AsyncPrefetch, Prefetch
 from routetrace.client._shells.sync import RouteClient
@@ -44,8 +42,9 @@ from routetrace.common.errors import (
 from routetrace.common.layout import ModelLayout
 from routetrace.common.missing import MissingRange, MissingReason
 from routetrace.common.security import Security
+from routetrace.common.version import installed_version as _version
 
-__version__ = _version("routetrace")
+__version__ = _version()
 
 __all__ = [
     "AgentStat",

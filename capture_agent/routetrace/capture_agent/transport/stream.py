@@ -13,7 +13,6 @@ import socket
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from enum import Enum
-from importlib.metadata import version
 
 from routetrace.capture_agent import counters
 from routetrace.capture_agent.config import AgentConfig
@@ -21,6 +20,7 @@ from routetrace.capture_agent.counters import Ended, Word
 from routetrace.capture_agent.pipeline.chunks import ChunkBuilder
 from routetrace.capture_agent.transport.outbox import Entry, Outbox
 from routetrace.common.errors import counted
+from routetrace.common.version import installed_version
 from routetrace.v1 import routetrace_pb2 as pb
 
 #: Chunks that may be on the wire without an acknowledgement.
@@ -146,7 +146,7 @@ class IngestStream:
             num_blocks=config.num_blocks,
             attributes={
                 "host": socket.gethostname(),
-                "routetrace": version("routetrace"),
+                "routetrace": installed_version(),
                 **config.attributes,
             },
             boot_id=config.boot_id,

@@ -9,6 +9,8 @@ from collections.abc import Iterator, Sequence
 from operator import itemgetter
 from typing import Any
 
+from routetrace.common.errors import counted
+
 #: Title, which may be empty, columns, rows; columns whose name ends in a space align to the right.
 Table = tuple[str, Sequence[str], list[Sequence[object]]]
 
@@ -34,8 +36,8 @@ def tables_of(report: dict[str, Any], *, full: bool = False) -> Iterator[Table]:
         full: all measures, layers and capacities; else at most 21 lines.
     """
     title = (
-        f"{_count(report['rows'], 'row')} of {_count(report['requests'], 'request')}, "
-        f"{_count(len(report['layers']), 'layer')}, "
+        f"{counted(report['rows'], 'row')} of {counted(report['requests'], 'request')}, "
+        f"{counted(len(report['layers']), 'layer')}, "
         f"top-{report['top_k']} of {report['num_experts']} experts"
     )
     if not full:
@@ -131,12 +133,12 @@ def _placement_summary(report: dict[str, Any]) -> Table:
     for row in rows:
         name = row["placement"]
         if row["ranks"] != ranks:
-            name += f", {_count(row['ranks'], 'rank')}"
+            name += f", {counted(row['ranks'], 'rank')}"
         if row["replicas"]:
-            name += f", {_count(row['replicas'], 'replica')}"
+            name += f", {counted(row['replicas'], 'replica')}"
         names.append(f"{name} ")
     loads = [f"{row['max_over_mean']:.3f}" for row in rows]
-    return "", (f"load of {_count(ranks, 'rank')}", *names), [("most loaded / mean", *loads)]
+    return "", (f"load of {counted(ranks, 'rank')}", *names), [("most loaded / mean", *loads)]
 
 
 def _layers_tables(report: dict[str, Any], title: str) -> Iterator[Table]:
@@ -202,7 +204,7 @@ def _cache_tables(report: dict[str, Any]) -> Iterator[Table]:
     yield (
         f"hit rate of a cache for each layer, {_passes(cache['passes'], cache['batch'])}, "
         f"{cache['needed']:.1f} experts in each; "
-        f"fitted on {_count(report['fitted_on_rows'], 'other row')}",
+        f"fitted on {counted(report['fitted_on_rows'], 'other row')}",
         ("slots ", "of experts ", *(f"{name} " for name in names), "copied under lru "),
         [
             (
@@ -248,12 +250,8 @@ def _cache_tables(report: dict[str, Any]) -> Iterator[Table]:
         )
 
 
-def _count(number: int, noun: str) -> str:
-    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
-
-
 def _slots(capacity: int) -> str:
-    return _count(capacity, "slot")
+    return counted(capacity, "slot")
 
 
 def _passes(number: int, batch: int = 1) -> str:

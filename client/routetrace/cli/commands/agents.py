@@ -20,8 +20,10 @@ from routetrace.cli.connection import Connection
 from routetrace.cli.output import (
     age,
     console_of_stdout,
+    least_width,
     note,
     plain,
+    print_table,
     short,
     table_of,
     write_json,
@@ -55,7 +57,7 @@ def agents(
         typer.Option(
             min=0.1,
             metavar="SECONDS",
-            help="Repeat after each so many seconds until Ctrl-C, with the rows per second.",
+            help="Refresh every SECONDS until Ctrl-C; adds rows/s.",
         ),
     ] = None,
     as_json: AsJson = False,
@@ -109,29 +111,44 @@ _Show = Callable[[Sequence[AgentStat], datetime, Rates | None, str], None]
 def _display(*, live: bool) -> Iterator[_Show]:
     """Yield a function that shows agents, in place of those shown before if `live`.
 
-    Where stdout is no terminal, tables follow one another.
+    Tables follow one another where stdout is no terminal, or one that is too narrow for them.
     """
     if live and sys.stdout.isatty():
         console = console_of_stdout()
         with Live(console=console, auto_refresh=False) as shown:
-            yield lambda found, now, rates, run: shown.update(
-                Group(*_tables(found, now, rates, console.width), Text(_totals(found, run))),
-                refresh=True,
-            )
+
+            def replace(
+                found: Sequence[AgentStat], now: datetime, rates: Rates | None, run: str
+            ) -> None:
+                console.width = console_of_stdout().width  # it may have another size by now
+                tables = [*_tables(found, now, rates, console.width)]
+                # First: rows beyond the height of the terminal are hidden.
+                parts = [Text(_totals(found, run)), *tables]
+                if all(least_width(table) <= console.width for table in tables):
+                    shown.update(Group(*parts), refresh=True)
+                    return
+                # The terminal breaks longer lines, and Live cannot replace those.
+                shown.update("", refresh=True)
+                for part in parts:
+                    print_table(console, part)
+
+            yield replace
     else:
         first = True
 
-        def show(found: Sequence[AgentStat], now: datetime, rates: Rates | None, run: str) -> None:
+        def follow(
+            found: Sequence[AgentStat], now: datetime, rates: Rates | None, run: str
+        ) -> None:
             nonlocal first
             console = console_of_stdout()
             if not first:
                 console.print()
             first = False
             for table in _tables(found, now, rates, console.width):
-                console.print(table)
+                print_table(console, table)
             note(_totals(found, run))
 
-        yield show
+        yield follow
 
 
 def _write_lines(found: Sequence[AgentStat], now: datetime, rates: Rates | None) -> None:
@@ -149,7 +166,8 @@ def _tables(
     if not found:
         return
     # The least useful first; a column of nothing is of no use at all.
-    optional = [*([] if any(agent.shard for agent in found) else ["shard"]), "version", "host"]
+    empty = [] if any(agent.shard for agent in found) else ["shard"]
+    optional = [*empty, "version", "host"]
     columns, rows = list(_COLUMNS), [_row(agent, now) for agent in found]
     if rates is not None:
         at = columns.index("rows ") + 1
@@ -162,7 +180,7 @@ def _tables(
     if dropped:
         yield ""
         columns = ["engine", "shard", "dropped because", "rows "]
-        yield table_of(columns, dropped, _FOLD, optional[:-2], width)
+        yield table_of(columns, dropped, _FOLD, empty, width)
 
 
 def _rate(agent: AgentStat, now: datetime, rates: Rates) -> float | None:
@@ -202,7 +220,7 @@ def _dropped(found: Sequence[AgentStat]) -> Iterator[tuple[Any, ...]]:
 
 def _totals(found: Sequence[AgentStat], run: str) -> str:
     if not found:
-        return f"no such agent in run {run!r}"
+        return f"run {run!r} has no agents"
     connected = [agent for agent in found if agent.connected]
     text = f"{counted(len(found), 'agent')}, {len(connected)} connected"
     versions = [a.weight_version for a in connected if a.weight_version is not None]

@@ -31,6 +31,7 @@ from routetrace.common.errors import (
     counted,
 )
 from routetrace.common.target import targets_of
+from routetrace.common.version import installed_version
 
 # As declared in pyproject.toml.
 _OLDEST = {"grpcio": (1, 62), "protobuf": (4, 25), "numpy": (1, 24), "zstandard": (0, 22)}
@@ -250,7 +251,7 @@ def _server(connection: Connection) -> Iterator[Check]:
 
 
 def _info(info: ServerInfo, run: str, now: float) -> Iterator[Check]:
-    ours = importlib.metadata.version("routetrace")
+    ours = installed_version()
     hours = (info.now - info.started_at) / timedelta(hours=1)
     up = f"up {hours:.1f} h, store {info.store}, acks {info.ack_mode}"
     if info.version == ours:

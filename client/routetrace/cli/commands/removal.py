@@ -12,7 +12,13 @@ from routetrace.cli.connection import Connection
 from routetrace.cli.errors import report_error
 from routetrace.cli.output import note, plain, size, write_json
 from routetrace.client import RouteClient, TraceStat
-from routetrace.common.errors import NotFound, counted
+from routetrace.common.errors import (
+    DeadlineExceeded,
+    NotFound,
+    RouteTraceError,
+    Unavailable,
+    counted,
+)
 
 DryRun = Annotated[
     bool, typer.Option("--dry-run", help="Print the traces that would be deleted; delete none.")
@@ -106,7 +112,7 @@ def renew(
     ids = list(dict.fromkeys(ids))
     with connection.client() as client:
         found = client.renew(ids, ttl_seconds=ttl)
-        absent = _absent(client, ids) if found < len(ids) else {}
+        absent = _absent(client, ids, len(ids) - found)
     for name, error in absent.items():
         report_error(error, as_json=as_json, trace_id=name)
     if as_json:
@@ -117,18 +123,27 @@ def renew(
         raise typer.Exit(1)
 
 
-def _absent(client: RouteClient, ids: Sequence[str]) -> dict[str, NotFound]:
-    """Return the traces that are not there, with the reason.
+def _absent(client: RouteClient, ids: Sequence[str], number: int) -> dict[str, RouteTraceError]:
+    """Return the first `number` traces that are not there, with the reason.
+
+    Traces for which that cannot be found out are among them: what was renewed is to be reported.
 
     Raises:
         NotFound: if the run is not there.
     """
-    errors = {}
+    errors: dict[str, RouteTraceError] = {}
     for name in ids:
+        if not number:
+            break
         try:
             client.stat(name)
-        except NotFound as error:  # noqa: PERF203
+        except NotFound as error:
             if error.kind == "run":
                 raise
             errors[name] = error
+            number -= 1
+        except RouteTraceError as error:
+            errors[name] = error
+            if isinstance(error, (Unavailable, DeadlineExceeded)):
+                break  # each further call would wait as long
     return errors

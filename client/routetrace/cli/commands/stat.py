@@ -76,7 +76,9 @@ def list_traces(
     as_json: AsJson = False,
 ) -> None:
     """List the traces of the run, newest first, by the age of their first report."""
-    none = f"no such trace in run {connection.run!r}" + f"; {LABELS_OF}" * bool(label)
+    none = f"run {connection.run!r} has no traces"
+    if label or state:
+        none = f"no such trace in run {connection.run!r}" + f"; {LABELS_OF}" * bool(label)
     with connection.client() as client:
         found = client.find(
             labels=labels_of(label or ()), states=state or (), limit=limit + 1 if limit else None

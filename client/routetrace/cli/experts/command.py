@@ -121,7 +121,9 @@ def experts(
             if not names:
                 connection.known_run(client)
                 raise NotFound(
-                    f"no matching trace in run {connection.run!r}" + f"; {LABELS_OF}" * bool(label)
+                    f"no matching trace in run {connection.run!r}; {LABELS_OF}"
+                    if label
+                    else f"run {connection.run!r} has no traces"
                 )
             with progress("experts", len(names)) as done:
                 engines: set[str] = set()

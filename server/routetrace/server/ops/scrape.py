@@ -11,13 +11,13 @@ import concurrent.futures
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from importlib.metadata import version
 
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from routetrace.common.drops import DROP_REASONS, OTHER_REASON
 from routetrace.common.errors import Closed
+from routetrace.common.version import installed_version
 from routetrace.server.access.admission import Admission
 from routetrace.server.access.control import Access
 from routetrace.server.access.lifecycle import Lifecycle, Recovery
@@ -108,7 +108,7 @@ class Scrape(Collector):
             "build_info",
             "Always 1; labels name version, store and ack mode.",
             ("version", "store", "ack_mode"),
-            [((version("routetrace"), config.store, config.ack_mode), 1)],
+            [((installed_version(), config.store, config.ack_mode), 1)],
         )
         yield _gauge("memory_limit_bytes", "Memory limit; 0: none.", value=config.memory_limit)
         expiry = self._access.certificate_expiry()

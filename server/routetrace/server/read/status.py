@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from importlib.metadata import version
 
+from routetrace.common.version import installed_version
 from routetrace.server.access.control import Access
 from routetrace.server.access.partition import Partition
 from routetrace.server.common.rpc import Context
@@ -76,7 +76,7 @@ class Status:
         config = self._config
         stats = await asyncio.to_thread(self._store.stats)
         return pb.GetServerInfoResponse(
-            version=version("routetrace"),
+            version=installed_version(),
             ack_mode=config.ack_mode,
             store=config.store,
             started_ms=int(self._started * 1000),

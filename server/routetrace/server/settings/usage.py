@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import argparse
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
 from pydantic import ByteSize
 
+from routetrace.common.version import installed_version
 from routetrace.server.settings.config import ENV_PREFIX, ServerConfig
 
 _DESCRIPTION = (
@@ -55,7 +55,7 @@ def new_parser(command: str, description: str, **options: Any) -> argparse.Argum
     parser.add_argument(
         "--version",
         action="version",
-        version=version("routetrace"),
+        version=installed_version(),
         help="print the version and exit",
     )
     return parser
