@@ -10,7 +10,12 @@ from typing import Any
 import grpc
 import pytest
 
+from routetrace.server.core import Core
+from routetrace.server.ingest.replies import Replies
+from routetrace.server.settings.config import ServerConfig
+from routetrace.server.store.memory import MemoryStore
 from routetrace.server.testing import ServerProcess, run_server
+from routetrace.server.wire.messages import Chunk
 from routetrace.v1 import routetrace_pb2 as pb
 from support.agents.feeder import Feeder, Stream, seal
 from support.scrape import Scraped
@@ -52,6 +57,12 @@ def fenced(call: Any) -> str:
         call()
     assert caught.value.code() == grpc.StatusCode.FAILED_PRECONDITION
     return str(caught.value.details())
+
+
+def refused_chunk(stream: Stream) -> None:
+    """Send a chunk that the server refuses, and logs."""
+    stream.send(seal(1, b"no header", b""))
+    stream.receive()
 
 
 def beat(stream: Stream) -> None:
@@ -111,26 +122,53 @@ def test_a_restart_is_not_reported(server, host, ending):
     handle = feeder.begin("r")
     feeder.step(rows_of(LAYOUT, 2), [(handle, 0, 2)])
     feeder.flush()
+    beat(feeder.stream)  # in flight as the stream ends
     if ending == "closed":
         feeder.close()
     else:
         feeder.stream.channel.close()
     again = Stream(server.target, hello(run, host))
-    again.close()
-    assert warnings(server, run) == []
+    refused_chunk(again)  # its line follows those of the old stream
+    wait_for(lambda: warnings(server, run))
+    (line,) = warnings(server, run)
+    assert line.startswith("chunk 1 of engine 'dup' of run ")
     assert count(server, run) == 0
+    again.close()
 
 
-def test_an_agent_that_connects_again_is_not_reported(server):
+@pytest.mark.parametrize("late", ["heartbeat", "chunk"])
+def test_an_agent_that_connects_again_is_not_reported(server, late):
     """Its broken connection may bring a message later than the new one."""
-    old = Stream(server.target, hello("again", "n1"))
-    new = Stream(server.target, hello("again", "n1", old.welcome.epoch))
-    assert new.welcome.epoch == old.welcome.epoch
-    beat(old)
-    fenced(old.receive)
-    assert warnings(server, "again") == []
-    assert count(server, "again") == 0
+    run = f"again with a {late}"
+    old = Stream(server.target, hello(run, "n1"))
+    epoch = old.welcome.epoch
+    new = Stream(server.target, hello(run, "n1", epoch))
+    assert new.welcome.epoch == epoch
+    if late == "heartbeat":
+        beat(old)
+    else:
+        old.send(seal(1, b"", b""))
+    assert fenced(old.receive) == f"epoch is {epoch}; expected the newest stream of this epoch"
+    refused_chunk(new)  # its line follows those of the old stream
+    wait_for(lambda: warnings(server, run))
+    (line,) = warnings(server, run)
+    assert line.startswith("chunk 1 of engine 'dup' of run ")
+    assert count(server, run) == 0
     new.close()
+
+
+async def test_a_chunk_in_flight_as_its_agent_connects_again_is_refused_with_the_reason():
+    core = Core(MemoryStore(), ServerConfig(store="memory"))
+    await core.start()
+    session = await core._ingest._open(hello("in flight", "n1"), "")
+    epoch = session.writer.epoch
+    await core._ingest._open(hello("in flight", "n1", epoch), "")
+    replies = Replies(1)
+    chunk = Chunk(1, 0, 0, b"", b"")
+    core._ingest._intake.take(session, chunk, replies.expect(chunk))
+    reply, _ = await replies.next()
+    expected = f"epoch is {epoch}; expected the newest stream of this epoch"
+    assert reply.reject.error.message == expected
 
 
 def test_a_writer_that_opens_is_logged_in_words(server):
@@ -138,6 +176,9 @@ def test_a_writer_that_opens_is_logged_in_words(server):
     partial = hello("words", shard="pp0")
     del partial.layout.layer_ids[2:]
     Stream(server.target, partial).close()
+    single = hello("words", shard="pp1")
+    del single.layout.layer_ids[1:], single.layout.moe_layer_ids[1:]
+    Stream(server.target, single).close()
     lines = [json.loads(line)["event"] for line in server.log.read_text().splitlines()]
     opened = [re.sub(r"epoch \d+", "epoch N", one) for one in lines if "run 'words'" in one]
     assert opened == [
@@ -145,13 +186,14 @@ def test_a_writer_that_opens_is_logged_in_words(server):
         "experts, on host 'n1'",
         "engine 'dup', shard 'pp0', of run 'words' opened epoch N: 2 of 5 MoE layers, top-3 of 40 "
         "experts",
+        "engine 'dup', shard 'pp1', of run 'words' opened epoch N: 1 MoE layer, top-3 of 40 "
+        "experts",
     ]
 
 
 def test_a_refused_chunk_is_logged_with_its_engine(server):
     stream = Stream(server.target, hello("refused"))
-    stream.send(seal(1, b"no header", b""))
-    stream.receive()
+    refused_chunk(stream)
     wait_for(lambda: warnings(server, "refused"))
     (line,) = warnings(server, "refused")
     assert line.startswith("chunk 1 of engine 'dup' of run 'refused' refused: ")

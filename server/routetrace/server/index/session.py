@@ -37,8 +37,9 @@ class Session:
         self.state = SessionState.SILENT
         self.host = ""
         """Host that the agent reports; "" if it reports none."""
-        self.fenced = False
-        """Whether the agent has spoken after one of a newer epoch connected."""
+        self.reported = False
+        """Whether the agent is reported: it has sent a message after one of a newer epoch
+        connected."""
 
     def enter(self, state: SessionState) -> bool:
         """Change to a state; return False, and stay, where `TRANSITIONS` has no such change."""

@@ -19,8 +19,8 @@ _log = logging.getLogger(__name__)
 class Fencing:
     """Refuses the agents of older epochs, and reports each.
 
-    An agent is reported when it speaks after a later one has connected, not when the later one
-    connects: only then is it certain that both are there, and that this is no restart.
+    An agent is reported when it has sent a message after a later one connected, not when the later
+    one connects: a restart whose older process is gone is not reported.
     """
 
     def __init__(self, state: State, agents: Agents, metrics: Metrics) -> None:
@@ -64,9 +64,11 @@ class Fencing:
     def refused(self, session: Session) -> Fenced:
         """Return the error for a stream that another one has replaced."""
         writer = session.writer
-        # A later stream of the same epoch is of the same agent.
-        if writer.epoch < self._state.epochs[writer.key] and not session.fenced:
-            session.fenced = True
+        if writer.epoch == self._state.epochs[writer.key]:  # the same agent has connected again
+            expected = "the newest stream of this epoch"
+            return Fenced(field="epoch", value=writer.epoch, expected=expected)
+        if not session.reported:
+            session.reported = True
             self._report(writer.key, writer.epoch, session.host)
         return self._error(writer.key, writer.epoch)
 

@@ -13,7 +13,7 @@ import grpc
 import numpy as np
 
 from routetrace.codec.records import U32
-from routetrace.common.errors import InvalidArgument, NotFound, quoted
+from routetrace.common.errors import InvalidArgument, NotFound, counted, quoted
 from routetrace.common.layout import ModelLayout
 from routetrace.common.limits import MAX_BLOCK_SIZE, MAX_SLOTS, check_id
 from routetrace.common.seals import sealed
@@ -366,7 +366,7 @@ class IngestServicer:
 def _described(hello: pb.Hello, layout: ModelLayout) -> str:
     """Return the columns and the origin of an agent's rows, for the log."""
     layers, of = len(layout.layer_ids), len(layout.moe_layer_ids)
-    captured = f"{layers} MoE layers" if layers == of else f"{layers} of {of} MoE layers"
+    captured = ("" if layers == of else f"{layers} of ") + counted(of, "MoE layer")
     text = f"{captured}, top-{layout.top_k} of {layout.num_experts} experts"
     host = hello.attributes.get("host", "")
     return f"{text}, on host {quoted(host)}" if host else text

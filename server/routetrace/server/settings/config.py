@@ -107,8 +107,8 @@ class ServerConfig(BaseSettings):
     )
     run_workers: dict[str, int] = Field(
         default_factory=dict,
-        description="worker by run, counted from 0, of runs that no hash is to place: JSON such as "
-        '{"grpo": 1}, or a table in a file; with object_url it cannot be changed later',
+        description='worker index (from 0) of each listed run: JSON such as {"grpo": 1}, or a '
+        "table in a file; other runs are placed by hash; with object_url it is fixed",
     )
     store: Literal["disk", "memory", "object"] = Field(
         "disk",
@@ -172,8 +172,8 @@ class ServerConfig(BaseSettings):
     max_reads: int = Field(
         20_000,
         ge=1,
-        description="maximum concurrent reads, waiting ones included; a token (or run) may hold as "
-        "many of them as are still free, and further ones are refused",
+        description="maximum concurrent reads, waiting ones included; one token (or run) may hold "
+        "at most as many as remain free, and further ones are refused",
     )
     max_streaming_reads: int = Field(
         256,
@@ -186,8 +186,8 @@ class ServerConfig(BaseSettings):
     max_agents: int = Field(
         8192,
         ge=1,
-        description="maximum connected agents; a token (or run) may hold as many of them as are "
-        "still free, and further ones are refused",
+        description="maximum connected agents; one token (or run) may hold at most as many as "
+        "remain free, and further ones are refused",
     )
     max_writers: int = Field(
         32_768,
