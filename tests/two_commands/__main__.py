@@ -224,6 +224,8 @@ def main() -> int:
     parser.add_argument("--python", action="append", help="interpreter; by default this one")
     args = parser.parse_args()
     commands = args.command or ["demo", "test"]
+    # In the background of a shell it is ignored, by children as well, and Ctrl-C would do nothing.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         lines = run((args.python or [sys.executable])[0], commands)
         for python in (args.python or [])[1:]:
