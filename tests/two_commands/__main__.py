@@ -136,8 +136,10 @@ class Machine:
             raise Failed(f"make {target} left processes: {left}")
         if found := self._output("git", "status", "--porcelain"):
             raise Failed(f"make {target} left files in the clone:\n{found}")
-        # pip asks `rustc --version`, which may be rustup's, and that makes a directory.
-        if found := {entry.name for entry in self.home.iterdir()} - {".cache", ".rustup"}:
+        # pip asks `rustc --version`, which may be rustup's; that and matplotlib make directories.
+        entries = {*self.home.iterdir(), *self.home.glob(".config/*")} - {self.home / ".config"}
+        found = {str(entry.relative_to(self.home)) for entry in entries}
+        if found := found - {".cache", ".rustup", ".config/matplotlib"}:
             raise Failed(f"make {target} left files in the home directory: {found}")
         new = [made for name, made in self._installed().items() if name not in before]
         with ThreadPoolExecutor() as pool:
