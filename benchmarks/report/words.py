@@ -1,4 +1,4 @@
-"""What the lines with a goal measure, in words for readers who know none of the code."""
+"""Names and explanations of the lines with a goal, for readers who know none of the code."""
 
 from __future__ import annotations
 

@@ -406,7 +406,7 @@ def no_memory_for_the_second(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_buffer_that_cannot_be_had_does_not_end_the_others(stored, client, monkeypatch):
-    """No memory for one plan: that is told, and the plans behind it are read."""
+    """No memory for one plan: its error is raised, and the plans behind it are read."""
     no_memory_for_the_second(monkeypatch)
     plans = [whole(number, stored) for number in (1, 2, 4)]
     with client.prefetch(plans, max_bytes=0) as fetched:

@@ -23,18 +23,9 @@ from routetrace.capture_agent.engines import capturer as capturer_module
 from routetrace.capture_agent.engines.capturer import RoutingCapturer
 from routetrace.common.errors import InvalidArgument
 from routetrace.common.layout import ModelLayout
+from support.devices import DEVICES
 from support.models.small_moe import SmallMoE, tokens, truth
 
-DEVICES = [
-    "cpu",
-    pytest.param(
-        "cuda",
-        marks=[
-            pytest.mark.cuda,
-            pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-        ],
-    ),
-]
 COMPILES = shutil.which("g++") and Path(sysconfig.get_path("include"), "Python.h").exists()
 
 on_every_device = pytest.mark.parametrize("device", DEVICES)

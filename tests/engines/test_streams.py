@@ -23,6 +23,7 @@ from routetrace.client._core.assemble import Assembler, Want
 from routetrace.client._memory import zeros
 from routetrace.common.layout import ModelLayout
 from routetrace.trainers._force import Given
+from support.devices import on_cuda
 from support.models.fake_streams import FakeCuda, FakeEvent, FakeStream
 from support.servers.client_server import LAYOUT as NARROW
 from support.servers.client_server import WIDE, Truth, truth
@@ -62,18 +63,7 @@ class HeldBack(TorchFunctionMode):
         torch.cuda.synchronize()
 
 
-@pytest.fixture(
-    params=[
-        "fake",
-        pytest.param(
-            "real",
-            marks=[
-                pytest.mark.cuda,
-                pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-            ],
-        ),
-    ]
-)
+@pytest.fixture(params=["fake", on_cuda("real")])
 def device(request: pytest.FixtureRequest) -> Any:
     return FakeCuda() if request.param == "fake" else HeldBack()
 

@@ -15,20 +15,11 @@ from routetrace.client.rows import Rows
 from routetrace.common.errors import InvalidArgument
 from routetrace.trainers._inputs import Inputs, _Pass
 from routetrace.trainers.replay import collate, replay
+from support.devices import DEVICES
 from support.models.tiny_models import VOCABULARY, tiny_model
 from support.ranks.rank_rows import facts_of, random_choices, rows_of
 
 MODEL, LAYOUT = tiny_model("qwen3_moe")
-DEVICES = [
-    "cpu",
-    pytest.param(
-        "cuda",
-        marks=[
-            pytest.mark.cuda,
-            pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-        ],
-    ),
-]
 
 
 def sequences(lengths: list[int], seed: int = 0) -> list[np.ndarray]:
@@ -243,7 +234,7 @@ def test_a_device_is_waited_for_at_the_end_of_the_block_alone(monkeypatch):
     with pytest.raises(InvalidArgument, match="input_ids is"):
         inputs.settle()
     assert Event.waits > 0
-    inputs.settle()  # each is told once
+    inputs.settle()  # raises each mistake once
 
 
 def test_a_default_device_changes_nothing():

@@ -114,6 +114,15 @@ def test_agents_that_name_no_host_are_reported(server):
     new.close()
 
 
+def assert_not_reported(server: ServerProcess, run: str, newest: Stream) -> None:
+    """Assert that the only warning of a run is that of a refused chunk of its newest stream."""
+    refused_chunk(newest)  # its line follows those of the old stream
+    wait_for(lambda: warnings(server, run))
+    (line,) = warnings(server, run)
+    assert line.startswith("chunk 1 of engine 'dup' of run ")
+    assert count(server, run) == 0
+
+
 @pytest.mark.parametrize("host", ["n1", "n2"])
 @pytest.mark.parametrize("ending", ["closed", "killed"])
 def test_a_restart_is_not_reported(server, host, ending):
@@ -128,11 +137,7 @@ def test_a_restart_is_not_reported(server, host, ending):
     else:
         feeder.stream.channel.close()
     again = Stream(server.target, hello(run, host))
-    refused_chunk(again)  # its line follows those of the old stream
-    wait_for(lambda: warnings(server, run))
-    (line,) = warnings(server, run)
-    assert line.startswith("chunk 1 of engine 'dup' of run ")
-    assert count(server, run) == 0
+    assert_not_reported(server, run, again)
     again.close()
 
 
@@ -149,11 +154,7 @@ def test_an_agent_that_connects_again_is_not_reported(server, late):
     else:
         old.send(seal(1, b"", b""))
     assert fenced(old.receive) == f"epoch is {epoch}; expected the newest stream of this epoch"
-    refused_chunk(new)  # its line follows those of the old stream
-    wait_for(lambda: warnings(server, run))
-    (line,) = warnings(server, run)
-    assert line.startswith("chunk 1 of engine 'dup' of run ")
-    assert count(server, run) == 0
+    assert_not_reported(server, run, new)
     new.close()
 
 
