@@ -30,8 +30,6 @@ class Selection:
     policy: int = pb.READ_POLICY_AS_SAMPLED
     weight_version: int | None = None
     """Weight version of the rows; None: any."""
-    prefix_rows: int = pb.PREFIX_ROWS_SAME_VERSION
-    """PrefixRows policy for rows of other traces."""
     ranges: tuple[Interval, ...] = ()
     """Ascending, disjoint, from `start` to `stop`; if empty: all positions between."""
 
