@@ -66,9 +66,9 @@ class Batch:
                     sent: list[int] = []
                     begun = monotonic()
                     while (self._asked or self._ready) and not message.full:
-                        await self._add(message, sent)
-                        # A read that was begun needs a turn of the loop, and so do others.
-                        if not self._ready or monotonic() - begun > SLICE_SECONDS:
+                        waits = await self._add(message, sent)
+                        # A read that waits needs a turn of the loop to begin, and so do others.
+                        if waits or monotonic() - begun > SLICE_SECONDS:
                             await asyncio.sleep(0)
                             await self._step()
                             begun = monotonic()
@@ -85,12 +85,15 @@ class Batch:
             for pins in self._pins.values():
                 pins.close()
 
-    async def _add(self, message: answers.Parts, sent: list[int]) -> None:
-        """Add the next piece of an answer, or an error; or begin the next read.
+    async def _add(self, message: answers.Parts, sent: list[int]) -> bool:
+        """Add the next piece of an answer, or an error, or begin a read that waits.
 
         Args:
             message: takes it.
             sent: takes the numbers of reads that are answered.
+
+        Returns:
+            Whether a read was begun that waits.
         """
         if not self._ready:
             number, read = self._asked.popleft()
@@ -98,18 +101,18 @@ class Batch:
                 task = asyncio.create_task(self._begin(number, read))
                 self._waiting.add(task)
                 task.add_done_callback(self._waited)
-            else:
-                await self._begin(number, read)
-            return
+                return True
+            await self._begin(number, read)
         number, answer = self._ready[0]
         if isinstance(answer, RouteTraceError):
             message.add_error(number, answer)
         else:
             message.add(number, await answer.next())
             if not answer.done:
-                return
+                return False
             sent.append(number)
         self._ready.popleft()
+        return False
 
     async def _begin(self, number: int, read: pb.GetTraceRequest) -> None:
         """Answer a read, and pin its rows at once."""

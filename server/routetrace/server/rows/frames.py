@@ -113,8 +113,10 @@ class Frames:
     def _times(self, frame: int, layers: tuple[int, ...]) -> float:
         """Return the ratio of all layers of a frame to the selected ones."""
         entry = self._state.frames.get(frame >> refs.FRAME_BITS)
-        held = entry.layout.column if entry else {}
-        return len(held) / max(1, sum(layer in held for layer in layers))
+        if entry is None or layers == entry.layout.layer_ids:
+            return 1.0
+        held = entry.layout.column
+        return len(held) / max(1, sum([layer in held for layer in layers]))
 
     async def fetch(self, batch: Batch, layers: tuple[int, ...]) -> Fetched:
         """Read the frames of rows, cut to the selected layers."""

@@ -99,6 +99,9 @@ def view(
                         continue
                     some = max(start, span.position), min(stop, span.stop)
                     new.append(some)
+                    if not claimed:  # most traces have one source
+                        segments.append(Segment(number, attempt, span.cut(*some)))
+                        continue
                     free = {group: subtract(some, ii) for group, ii in taken.items()}
                     for a, b, given in by_layers(free):
                         segments.append(Segment(number, attempt, span.cut(a, b), given))
