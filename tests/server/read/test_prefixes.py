@@ -364,9 +364,11 @@ async def test_a_read_under_way_keeps_what_stands_in(together):
     selection = core.reader.select(known, 0, 0, ())
     if together:
         reads = [pb.GetTraceRequest(run="run", trace_id="second")] * 2
-        answer = partial(core._traces._answer, context=None, owner="")
+        traces = core._traces
+        at_once = lambda read: traces._answer_of(traces._finder.met(read, None), read)  # noqa: E731
+        later = partial(traces._answer, context=None, owner="")
         turn, step = (partial(call, "") for call in (core.admission.turn, core.admission.pace.step))
-        batch = Batch(reads, answer, core.reader.frames.pinned, turn, step)
+        batch = Batch(reads, at_once, later, core.reader.frames.pinned, turn, step)
         messages = batch.messages()
     else:
         messages = core._traces._send(Answer(core.reader, info, known, selection), "")

@@ -93,6 +93,16 @@ class Finder:
             text = f"no run {run!r}; runs: {names}"
             raise NotFound(text, field="run", value=run, expected=f"one of {names}") from None
 
+    def met(self, request: pb.GetTraceRequest, context: Context) -> Known | None:
+        """Return the requested trace if it meets `wait_for` now; None: it is to be waited for."""
+        try:
+            known = self.look_up(request, context)
+        except NotFound:
+            if request.wait_for == pb.WAIT_FOR_UNSPECIFIED:
+                raise
+            return None
+        return known if self._is_met(known, request) else None
+
     async def find(self, request: pb.GetTraceRequest, context: Context, owner: str) -> Known:
         """Wait until the requested trace meets `wait_for`; return it. The deadline bounds it."""
         while True:

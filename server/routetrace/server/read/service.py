@@ -35,6 +35,7 @@ from routetrace.server.retention.retention import Retention
 from routetrace.server.rows import answers
 from routetrace.server.rows.reader import Reader
 from routetrace.server.rows.sending import Answer
+from routetrace.server.rows.served import Known
 from routetrace.server.settings.config import ServerConfig
 from routetrace.server.store.interface import Store
 from routetrace.v1 import routetrace_pb2 as pb
@@ -159,10 +160,14 @@ class TraceServicer(pb_grpc.TraceServiceServicer):
         owner = self._checks.call(context, "read", request.run)
         at_most("reads", len(request.reads), MAX_READS)
 
-        async def answer(read: pb.GetTraceRequest) -> Answer:
+        def at_once(read: pb.GetTraceRequest) -> Answer | None:
             self._checks.call(context, "read", request.run)  # a token may be taken back meanwhile
             check_part(read)
             read.run = request.run
+            known = self._finder.met(read, context)
+            return None if known is None else self._answer_of(known, read)
+
+        async def later(read: pb.GetTraceRequest) -> Answer:
             return await self._answer(read, context, owner)
 
         with ExitStack() as counted:
@@ -172,7 +177,8 @@ class TraceServicer(pb_grpc.TraceServiceServicer):
                 counted.enter_context(self._admission.read(owner))
             turn = partial(self._admission.turn, owner)
             step = partial(self._admission.pace.step, owner)
-            batch = Batch(request.reads, answer, self._reader.frames.pinned, turn, step)
+            pinned = self._reader.frames.pinned
+            batch = Batch(request.reads, at_once, later, pinned, turn, step)
             async with aclosing(batch.messages()) as messages:
                 async for message in messages:
                     yield message
@@ -198,7 +204,10 @@ class TraceServicer(pb_grpc.TraceServiceServicer):
 
     async def _answer(self, request: pb.GetTraceRequest, context: Context, owner: str) -> Answer:
         """Wait for the requested trace; return the answer as of then."""
-        known = await self._finder.find(request, context, owner)
+        return self._answer_of(await self._finder.find(request, context, owner), request)
+
+    def _answer_of(self, known: Known, request: pb.GetTraceRequest) -> Answer:
+        """Return the answer from the view of the requested trace."""
         selection = self._finder.select(known, request)
         info = self._reader.describe(known, digests=not request.omit_token_digests)
         return Answer(self._reader, info, known, selection)
