@@ -314,7 +314,7 @@ def test_a_server_that_admits_few_reads_serves_many_in_time():
 
 
 async def test_a_fault_of_a_waiting_read_ends_the_stream():
-    async def answer(read: pb.GetTraceRequest):
+    async def later(read: pb.GetTraceRequest):
         await asyncio.sleep(0)
         raise ZeroDivisionError
 
@@ -327,7 +327,8 @@ async def test_a_fault_of_a_waiting_read_ends_the_stream():
 
     reads = [pb.GetTraceRequest(trace_id="t", wait_for=pb.WAIT_FOR_END)] * 2
     with pytest.raises(ZeroDivisionError):
-        [m async for m in Batch(reads, answer, nullcontext, turn, step).messages()]
+        batch = Batch(reads, lambda _: None, later, nullcontext, turn, step)
+        [m async for m in batch.messages()]
 
 
 def test_what_is_no_batch_is_refused(server):

@@ -288,6 +288,7 @@ def decode_into(frame: Buffer, out: Ids, layer_ids: Iterable[int]) -> None:
 
 def decode_frames(
     frames: Iterable[tuple[Buffer, Iterable[int] | None, Ids | None]],
+    headers: Iterable[FrameHeader] | None = None,
 ) -> Iterator[Ids]:
     """Decode frames one after the other; zstd runs once for many of them, outside of the GIL.
 
@@ -296,6 +297,7 @@ def decode_frames(
 
     Args:
         frames: (frame, layer_ids, out) of each, as for `decode_frame` and `decode_into`.
+        headers: what `read_header` returned for each; None: it is called here.
 
     Yields:
         The ids of each, in `out` where that is given, written just before it is yielded.
@@ -303,7 +305,13 @@ def decode_frames(
     Raises:
         InvalidArgument, Corrupt: as those, where possible before the first result.
     """
-    opened = [(_Groups(frame, layer_ids), out) for frame, layer_ids, out in frames]
+    frames = list(frames)
+    if headers is None:
+        headers = [read_header(frame) for frame, _, _ in frames]
+    opened = [
+        (_Groups(frame, header, layer_ids), out)
+        for (frame, layer_ids, out), header in zip(frames, headers, strict=True)
+    ]
     for groups, out in opened:
         groups.check(out)
     for batch in _batches(opened):
@@ -334,8 +342,10 @@ def _batches(
 class _Groups:
     """Groups of a frame that hold given layers."""
 
-    def __init__(self, frame: Buffer, layer_ids: Iterable[int] | None) -> None:
-        self.header = header = read_header(frame)
+    def __init__(
+        self, frame: Buffer, header: FrameHeader, layer_ids: Iterable[int] | None
+    ) -> None:
+        self.header = header
         wanted = header.layer_ids if layer_ids is None else tuple(layer_ids)
         self._pick = pick = header.pick(wanted)
         self._shape = len(wanted), header.num_rows, header.top_k

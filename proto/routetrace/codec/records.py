@@ -109,6 +109,9 @@ SPAN = np.dtype(
     ]
 )
 
+#: The same, to make a few of them: a call of numpy takes as long as ten.
+PACKED_SPAN = struct.Struct("<4IH2Bq")
+
 DIGEST = np.dtype([("position", "<u4"), ("value", "<u8")])
 
 #: Interval of token digests; further ones are at the ends of prompts and requests. A constant, so

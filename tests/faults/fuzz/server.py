@@ -213,15 +213,15 @@ def _check_trace(core: Core, trace: Any, told: dict[int, set[tuple[str, int]]]) 
     reader.find(*trace.key)
     for number in trace.join.standing[:50]:
         incarnation = trace.join.incarnation(number)
-        info = reader.describe(trace, incarnation)
+        known = reader.known(trace, incarnation)
+        info = reader.describe(known)
         assert pb.TraceInfo.FromString(info.SerializeToString()) == info
         for policy in (pb.READ_POLICY_AS_SAMPLED, pb.READ_POLICY_LATEST):
-            known = reader.known(trace, incarnation)
             selection = reader.select(known, 0, 0, (), policy)
-            rows = reader.rows(trace, incarnation, selection)
+            rows = reader.rows(known, selection)
             segments = segments_of(rows)
             assert segments == view(trace.sources, incarnation, selection), "what it was before"
-            missing = reader.missing(info.state, trace, incarnation, selection, rows)
+            missing = reader.missing(info.state, known, selection, rows)
             _check_segments(core.state, trace, segments, told)
             for layer in selection.layers[:2]:
                 there = covered(trace.sources, segments, layer)

@@ -130,17 +130,18 @@ def test_messages_are_as_full_as_they_may_be(asked: tuple[int, ...]):
     reader, _, rows = reader_of(lengths, layout)
     most = MESSAGE_BYTES * min(MOST_READ, len(LAYERS) / len(asked))
     batches = list(reader.frames.batches(rows, asked))
-    assert np.concatenate(batches).tolist() == rows.tolist()
+    assert [row for batch in batches for row in batch.rows] == rows.tolist()
     for batch, after in zip(batches, [*batches[1:], None], strict=True):
-        size = sum(lengths[i] for i in batch["position"].tolist())
+        size = sum(lengths[row[0]] for row in batch.rows)
         assert size <= most
         if after is not None:
-            assert size + lengths[after["position"][0]] > most
+            assert size + lengths[after.rows[0][0]] > most
 
 
 def test_a_message_that_is_in_memory_needs_no_thread():
     reader, store, rows = reader_of([MESSAGE_BYTES // 2] * 2, ModelLayout(LAYERS, 26, 64, 4))
-    asyncio.run(reader.frames.fetch(rows, LAYERS))
+    [batch] = reader.frames.batches(rows, LAYERS)
+    asyncio.run(reader.frames.fetch(batch, LAYERS))
     assert store.waits == [False]
 
 
@@ -149,6 +150,7 @@ def test_what_is_large_is_not_read_in_passing(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(frames_module, "AT_ONCE_BYTES", 1000)
     for lengths, waits in (([400, 600], [False]), ([400, 601], [True])):
         reader, store, rows = reader_of(lengths, layout)
-        fetched = asyncio.run(reader.frames.fetch(rows, LAYERS))
+        [batch] = reader.frames.batches(rows, LAYERS)
+        fetched = asyncio.run(reader.frames.fetch(batch, LAYERS))
         assert fetched.frame_lengths == lengths
         assert store.waits == waits

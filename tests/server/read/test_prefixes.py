@@ -358,18 +358,20 @@ async def test_a_read_under_way_keeps_what_stands_in(together):
     begin("first", [Span(64 * i, 64, refs.pack(1 + i, 0, 0), 0, 1) for i in range(4)])
     second = begin("second", [Span(240, 17, refs.pack(5, 0, 0), 0, 1)])
     second.lose(0, 240, pb.MISSING_REASON_KV_UNKNOWN)
-    trace, incarnation = core.reader.find("run", "second")
-    info = core.reader.describe(trace, incarnation)
+    known = core.reader.find("run", "second")
+    info = core.reader.describe(known)
     assert info.state == pb.TRACE_STATE_COMPLETE
-    selection = core.reader.select(core.reader.known(trace, incarnation), 0, 0, ())
+    selection = core.reader.select(known, 0, 0, ())
     if together:
         reads = [pb.GetTraceRequest(run="run", trace_id="second")] * 2
-        answer = partial(core._traces._answer, context=None, owner="")
+        traces = core._traces
+        at_once = lambda read: traces._answer_of(traces._finder.met(read, None), read)  # noqa: E731
+        later = partial(traces._answer, context=None, owner="")
         turn, step = (partial(call, "") for call in (core.admission.turn, core.admission.pace.step))
-        batch = Batch(reads, answer, core.reader.frames.pinned, turn, step)
+        batch = Batch(reads, at_once, later, core.reader.frames.pinned, turn, step)
         messages = batch.messages()
     else:
-        messages = core._traces._send(Answer(core.reader, info, trace, incarnation, selection), "")
+        messages = core._traces._send(Answer(core.reader, info, known, selection), "")
     got = [await anext(messages)]
     state.forget(("run", "first"), Fate("deleted"))
     await core.retention._compact(at_once=True)
@@ -387,4 +389,5 @@ async def test_a_read_under_way_keeps_what_stands_in(together):
     # Nobody reads it any more, and it is of nobody: it goes.
     await core.retention._compact(at_once=True)
     assert [*state.frames] == [5]
-    assert core.reader.describe(trace, incarnation).state != pb.TRACE_STATE_COMPLETE
+    known = core.reader.find("run", "second")
+    assert core.reader.describe(known).state != pb.TRACE_STATE_COMPLETE

@@ -100,7 +100,7 @@ def test_what_is_cut_is_what_a_look_up_gives(shards, ranges, layers, policy, ver
     selection = Selection(start, stop, layers, policy, version, ranges)
     memory = Memory(State(1.0))
     for _ in range(2):  # the second time from memory
-        rows = memory.served(trace, incarnation, selection)
+        rows = memory.served(memory.known(trace, incarnation), selection)
         assert (np.diff(rows["position"]) >= 0).all()
         segments = segments_of(rows)
         expected = view(trace.sources, incarnation, selection)
@@ -155,8 +155,8 @@ def test_what_is_remembered_is_never_older_than_its_trace():
         Selection(0, 40, (4, 5)),
         Selection(0, 40, LAYERS, weight_version=1),
     ]
-    before = [memory.served(trace, incarnation, selection) for selection in asked]
-    again = [memory.served(trace, incarnation, selection) for selection in asked]
+    before = [memory.served(memory.known(trace, incarnation), selection) for selection in asked]
+    again = [memory.served(memory.known(trace, incarnation), selection) for selection in asked]
     assert all(one is two for one, two in zip(before, again, strict=True))
     assert not memory.known(trace, incarnation).complete
     for source in trace.sources:
@@ -164,7 +164,7 @@ def test_what_is_remembered_is_never_older_than_its_trace():
         source.attempts[-1].append(Span(10, 30, refs.pack(9, 0, 0), 1, 1))
     trace.changes += 1
     for selection in asked:
-        segments = segments_of(memory.served(trace, incarnation, selection))
+        segments = segments_of(memory.served(memory.known(trace, incarnation), selection))
         expected = view(trace.sources, incarnation, selection)
         assert cells(trace, segments, LAYERS) == cells(trace, expected, LAYERS)
     assert memory.known(trace, incarnation).complete
@@ -175,7 +175,7 @@ def test_no_more_is_remembered_than_a_bound(monkeypatch):
     memory = Memory(State(1.0))
     traces = [trace_of([[(0, 20, 1, 0)], [], []]) for _ in range(100)]
     for trace in traces:
-        memory.served(trace, trace.join.incarnation(1), Selection(0, 40, (0, 1)))
+        memory.served(memory.known(trace, trace.join.incarnation(1)), Selection(0, 40, (0, 1)))
     assert 0 < len(memory._found) < 20
     oldest, newest = traces[0].join.incarnation(1), traces[-1].join.incarnation(1)
     assert oldest not in memory._found
@@ -198,7 +198,8 @@ def test_cutting_keeps_the_row_of_each_position():
 def test_messages_are_what_protobuf_would_make_of_them(size):
     payload = bytes(size)
     rows = np.array([(5, 9, refs.pack(3, 2, 7), 4, 0, 1, 2, ())], SERVED)
-    fetched = Fetched(rows, [size], [payload[: size // 2], memoryview(payload)[size // 2 :]], rows)
+    pieces = [payload[: size // 2], memoryview(payload)[size // 2 :]]
+    fetched = Fetched(rows.tolist(), [0], [size], pieces, [])
     info, end = pb.TraceInfo(trace_id="t"), pb.ReadEnd(num_spans=1)
     message = pb.GetTraceResponse.FromString(answers.message(Piece(info, fetched, 6, end)))
     assert (message.info, message.end, message.payload) == (info, end, payload)
@@ -256,9 +257,11 @@ def test_what_can_not_be_read_is_told_apart_from_what_comes_later():
     rows = np.array(
         [(i, i + 1, refs.pack(*frame, 5), 1, 0, 0, 1, ()) for i, frame in enumerate(where)], SERVED
     )
-    fetched = asyncio.run(reader.frames.fetch(rows, (0, 1)))
-    assert fetched.unread["position"].tolist() == [1, 2, 4, 5]
-    assert fetched.spans[["position", "source"]].tolist() == [(0, 0), (3, 1)]
+    [batch] = reader.frames.batches(rows, (0, 1))
+    fetched = asyncio.run(reader.frames.fetch(batch, (0, 1)))
+    assert [row[0] for row in fetched.unread] == [1, 2, 4, 5]
+    assert [row[0] for row in fetched.rows] == [0, 3]
+    assert fetched.frames == [0, 1]
     assert fetched.frame_lengths == [20, 10]
     assert b"".join(fetched.payload) == bytes([1]) * 30
 
@@ -267,7 +270,8 @@ async def test_what_comes_while_rows_are_sent_is_missing_from_them(monkeypatch):
     core = Core(MemoryStore(), ServerConfig(store="memory"))
     trace = trace_of([[(0, 10, 1, 0)]], held=(LAYERS,))
     incarnation = trace.join.incarnation(1)
-    selection = core.reader.select(core.reader.known(trace, incarnation), 0, 0, ())
+    known = core.reader.known(trace, incarnation)
+    selection = core.reader.select(known, 0, 0, ())
     fetch = core.reader.frames.fetch
 
     async def meanwhile(rows, layers):
@@ -277,7 +281,7 @@ async def test_what_comes_while_rows_are_sent_is_missing_from_them(monkeypatch):
         return await fetch(rows, layers)
 
     monkeypatch.setattr(core.reader.frames, "fetch", meanwhile)
-    info = core.reader.describe(trace, incarnation)
+    info = core.reader.describe(known)
     steps = []
     step = core.admission.pace.step
 
@@ -286,7 +290,7 @@ async def test_what_comes_while_rows_are_sent_is_missing_from_them(monkeypatch):
         await step(owner)
 
     monkeypatch.setattr(core.admission.pace, "step", noted)
-    messages = core._traces._send(Answer(core.reader, info, trace, incarnation, selection), "run r")
+    messages = core._traces._send(Answer(core.reader, info, known, selection), "run r")
     [message] = [pb.GetTraceResponse.FromString(m) async for m in messages]
     assert steps == ["run r"]
     # Nothing could be read of the first ten: there is no chunk behind them.

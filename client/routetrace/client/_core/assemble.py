@@ -27,7 +27,7 @@ from routetrace.client.stat import (
 )
 from routetrace.client.trace import Trace, incomplete
 from routetrace.codec.frame import copy_ids, decode_frames, read_header
-from routetrace.codec.frame_header import Buffer
+from routetrace.codec.frame_header import Buffer, FrameHeader
 from routetrace.codec.records import SPAN, U32, Provenance, unpack
 from routetrace.common.errors import Corrupt, Unavailable
 from routetrace.common.missing import missing_from_proto
@@ -86,6 +86,7 @@ class _Placed(NamedTuple):
     """A frame, and the places of its rows."""
 
     frame: memoryview
+    header: FrameHeader
     layer_ids: tuple[int, ...]
     columns: slice | list[int]
     targets: list[tuple[slice, int, int]]
@@ -317,10 +318,11 @@ class Assembler:
             self._claim(came, columns)
         # After claiming, which may replace the arrays.
         ids = self._cells.ids
-        wanted = (
+        wanted = [
             (p.frame, p.layer_ids, ids[p.columns, p.whole] if p.whole else None) for p in placed
-        )
-        for frame, rows in zip(placed, decode_frames(wanted), strict=True):
+        ]
+        headers = [p.header for p in placed]
+        for frame, rows in zip(placed, decode_frames(wanted, headers), strict=True):
             if not frame.whole:
                 for places, row, count in frame.targets:
                     part = rows[:, row : row + count]
@@ -368,7 +370,8 @@ class Assembler:
                 runs.append((came, columns))
         places, _, count = targets[0]
         whole = len(targets) == 1 and count == header.num_rows and isinstance(columns.where, slice)
-        return _Placed(frame, columns.layer_ids, columns.where, targets, places if whole else None)
+        place = places if whole else None
+        return _Placed(frame, header, columns.layer_ids, columns.where, targets, place)
 
     def _came_with(self, span: Any, num_rows: int, columns: _Columns) -> _Came:
         """Return the rows of a span, checked against its frame and the request."""

@@ -76,14 +76,15 @@ def get(
     id_field: str = "trace_id",
 ) -> Plan[Trace]:
     """See RouteClient.get, which names its id `request_id`."""
-    want = _want(trace_id, options, layer_ids, token_start, token_stop, incarnation, id_field)
+    pin = check_pin(pin_memory)
+    want = _want(trace_id, options, layer_ids, token_start, token_stop, incarnation, id_field, pin)
     if num_tokens is not None:
         want = replace(want, num_tokens=check.whole("num_tokens", num_tokens, 1))
         if options.wait_for is None:
             raise InvalidArgument(
                 field="num_tokens", value=num_tokens, expected="None, or wait_for 'end' or 'rows'"
             )
-    return _reader(config, options)(replace(want, pin_memory=check_pin(pin_memory)))
+    return _reader(config, options)(want)
 
 
 def fetch(config: Config, options: ReadOptions, *, pin_memory: bool) -> Callable[..., Fetch]:
@@ -341,6 +342,7 @@ def _want(
     token_stop: int | None,
     incarnation: int | None,
     id_field: str = "trace_id",
+    pin_memory: bool = False,
 ) -> Want:
     return Want(
         check.identifier(id_field, trace_id),
@@ -350,6 +352,7 @@ def _want(
         mask=options.missing == "mask",
         weight_version=options.weight_version,
         incarnation=_incarnation(incarnation),
+        pin_memory=pin_memory,
     )
 
 

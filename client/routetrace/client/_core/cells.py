@@ -43,8 +43,9 @@ class GrowingCells:
         # Zeros: missing cells must not show previous content of the memory.
         self.ids = zeros((len(ids), room, ids.shape[2]), ids.dtype, self._pin)
         self.valid = np.zeros((len(valid), room), np.bool_)
-        self.ids[:, :old] = ids
-        self.valid[:, :old] = valid
+        if old:
+            self.ids[:, :old] = ids
+            self.valid[:, :old] = valid
 
     def rows(self, start: int, stop: int) -> slice:
         """Return the places of positions [start, stop) in the arrays."""

@@ -5,9 +5,10 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager
 from itertools import islice
+from queue import SimpleQueue
 from typing import Any, TypeVar
 
 import grpc
@@ -232,34 +233,41 @@ class Driver:
         scope = self.scope()
         ids = iter(ids)
         size = batch_size(prefetch)
-        pending: deque[Future[T | RouteTraceError]] = deque()
+        pending: deque[SimpleQueue[T | BaseException]] = deque()  # one for each batch
         with ThreadPoolExecutor(prefetch // size + 1, "routetrace-get-many") as pool:
             try:
                 while True:
                     while prefetch - len(pending) >= size and (some := [*islice(ids, size)]):
-                        futures: list[Future[T | RouteTraceError]] = [Future() for _ in some]
+                        values: SimpleQueue[T | BaseException] = SimpleQueue()
                         batch = together(self._config, [begun_late(plan, i) for i in some])
-                        pool.submit(self._fill, batch, futures, scope)
-                        pending += futures
+                        pool.submit(self._fill, batch, values, len(some), scope)
+                        pending += [values] * len(some)
                     if not pending:
                         return
-                    try:
-                        value = pending.popleft().result()
-                    except RouteTraceError as error:
-                        value = error
+                    value = pending.popleft().get()
+                    if isinstance(value, BaseException) and not isinstance(value, RouteTraceError):
+                        raise value
                     meter.counted(value)
                     yield value if return_errors else checked(value)
             finally:
                 self.end(scope)
                 scope.cancel()
 
-    def _fill(self, plan: Plan[T], futures: Sequence[Future[T]], scope: Scope) -> None:
-        """Set futures to the values of a plan, each as it comes."""
+    def _fill(
+        self,
+        plan: Plan[T | RouteTraceError],
+        values: SimpleQueue[T | BaseException],
+        count: int,
+        scope: Scope,
+    ) -> None:
+        """Put the `count` values of a plan into a queue, each as it comes, or an error for each."""
+        left = count
         try:
-            with closing(self.run(plan, scope)) as values:
-                for future, value in zip(futures, values, strict=True):
-                    future.set_result(value)
+            with closing(self.run(plan, scope)) as each:
+                for value in each:
+                    values.put(value)
+                    left -= 1
+            assert not left, f"{left} values of {count} are missing"
         except BaseException as error:
-            for future in futures:
-                if not future.done():
-                    future.set_exception(error)
+            for _ in range(left):
+                values.put(error)

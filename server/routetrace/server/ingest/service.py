@@ -321,8 +321,8 @@ class IngestServicer:
             now = self._journal.clock.now()
             record = encode_bind(now, request, trace_id, blocks, num_computed_tokens)
             await self._journal.append(record)
-        trace, incarnation = self._reader.find(request.run, trace_id)
-        return pb.BindRequestResponse(trace=self._reader.describe(trace, incarnation))
+        known = self._reader.find(request.run, trace_id)
+        return pb.BindRequestResponse(trace=self._reader.describe(known))
 
     async def _shards(self, request: pb.BindRequestRequest, context: Context) -> list[Writer]:
         """Wait until all shards of an engine have reported a step; return their writers.

@@ -64,13 +64,12 @@ class Census:
         counted = trace.counted
         if counted and counted.changes == trace.changes:
             return counted
-        _, incarnation = self._reader.find(*trace.key)
-        state = self._reader.state_of(trace, incarnation)
+        known = self._reader.find(*trace.key)
+        state = self._reader.state_of(known)
         if state == pb.TRACE_STATE_RUNNING:
             return None
-        known = self._reader.known(trace, incarnation)
         cells = known.num_rows * len(known.layout.layer_ids)
-        missing = self._reader.missing_cells(state, trace, incarnation)
+        missing = self._reader.missing_cells(state, known)
         reasons = tuple((m.reason, m.cells) for m in missing)
         counted = Counted(trace.changes, state, cells, reasons)
         # Rows of another trace may still arrive and stand in, which is no change of this one.

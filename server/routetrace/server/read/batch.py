@@ -27,7 +27,8 @@ class Batch:
 
     Args:
         reads: requests.
-        answer: returns the answer to a read, after waiting if it asks for that.
+        at_once: checks a read and returns its answer; None: it is to be waited for.
+        later: returns the answer to such a read, after waiting.
         pinned: keeps rows until they are sent.
         turn: is held while a message is fetched and sent.
         step: waits until the owner of the call may look a trace up.
@@ -36,12 +37,14 @@ class Batch:
     def __init__(
         self,
         reads: Sequence[pb.GetTraceRequest],
-        answer: Callable[[pb.GetTraceRequest], Awaitable[Answer]],
+        at_once: Callable[[pb.GetTraceRequest], Answer | None],
+        later: Callable[[pb.GetTraceRequest], Awaitable[Answer]],
         pinned: Callable[[Served], AbstractContextManager[None]],
         turn: Callable[[], AbstractAsyncContextManager[Turn]],
         step: Callable[[], Awaitable[None]],
     ) -> None:
-        self._answer = answer
+        self._at_once = at_once
+        self._later = later
         self._pinned = pinned
         self._turn = turn
         self._step = step
@@ -66,9 +69,9 @@ class Batch:
                     sent: list[int] = []
                     begun = monotonic()
                     while (self._asked or self._ready) and not message.full:
-                        await self._add(message, sent)
-                        # A read that was begun needs a turn of the loop, and so do others.
-                        if not self._ready or monotonic() - begun > SLICE_SECONDS:
+                        waits = await self._add(message, sent)
+                        # A read that waits needs a turn of the loop to begin, and so do others.
+                        if waits or monotonic() - begun > SLICE_SECONDS:
                             await asyncio.sleep(0)
                             await self._step()
                             begun = monotonic()
@@ -85,39 +88,56 @@ class Batch:
             for pins in self._pins.values():
                 pins.close()
 
-    async def _add(self, message: answers.Parts, sent: list[int]) -> None:
-        """Add the next piece of an answer, or an error; or begin the next read.
+    async def _add(self, message: answers.Parts, sent: list[int]) -> bool:
+        """Add the next piece of an answer, or an error, or begin a read that waits.
 
         Args:
             message: takes it.
             sent: takes the numbers of reads that are answered.
+
+        Returns:
+            Whether a read was begun that waits.
         """
         if not self._ready:
             number, read = self._asked.popleft()
-            if read.wait_for:
-                task = asyncio.create_task(self._begin(number, read))
+            if not self._begin(number, read):
+                task = asyncio.create_task(self._wait(number, read))
                 self._waiting.add(task)
                 task.add_done_callback(self._waited)
-            else:
-                await self._begin(number, read)
-            return
+                return True
         number, answer = self._ready[0]
         if isinstance(answer, RouteTraceError):
             message.add_error(number, answer)
         else:
             message.add(number, await answer.next())
             if not answer.done:
-                return
+                return False
             sent.append(number)
         self._ready.popleft()
+        return False
 
-    async def _begin(self, number: int, read: pb.GetTraceRequest) -> None:
-        """Answer a read, and pin its rows at once."""
+    def _begin(self, number: int, read: pb.GetTraceRequest) -> bool:
+        """Answer a read; return False if it is to be waited for."""
         try:
-            answer = await self._answer(read)
+            answer = self._at_once(read)
         except RouteTraceError as error:
             self._ready.append((number, error))
-            return
+            return True
+        if answer is not None:
+            self._keep(number, answer)
+        return answer is not None
+
+    async def _wait(self, number: int, read: pb.GetTraceRequest) -> None:
+        """Answer a read after waiting."""
+        try:
+            answer = await self._later(read)
+        except RouteTraceError as error:
+            self._ready.append((number, error))
+        else:
+            self._keep(number, answer)
+
+    def _keep(self, number: int, answer: Answer) -> None:
+        """Pin the rows of an answer until it is sent."""
         pins = self._pins[number] = ExitStack()
         pins.enter_context(self._pinned(answer.rows))
         self._ready.append((number, answer))

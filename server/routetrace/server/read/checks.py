@@ -16,6 +16,10 @@ DEFAULT_PAGE_SIZE = 1000
 MAX_PAGE_SIZE = 10_000
 _LONGEST_PAGE_TOKEN = 20
 
+_POLICIES = frozenset(pb.ReadPolicy.values())
+_WAITS = frozenset(pb.WaitFor.values())
+_PREFIX_ROWS = frozenset(pb.PrefixRows.values())
+
 
 class Checks:
     """Checks of calls: their run, their token, and the server's state.
@@ -65,11 +69,11 @@ def check_read(request: pb.GetTraceRequest) -> None:
     check_id("trace_id", request.trace_id)
     at_most("token_ranges", len(request.token_ranges), MAX_RANGES)
     at_most("layer_ids", len(request.layer_ids), MAX_LAYERS)
-    if request.policy not in pb.ReadPolicy.values():
+    if request.policy not in _POLICIES:
         raise InvalidArgument(field="policy", value=request.policy, expected="a ReadPolicy")
-    if request.wait_for not in pb.WaitFor.values():
+    if request.wait_for not in _WAITS:
         raise InvalidArgument(field="wait_for", value=request.wait_for, expected="a WaitFor")
-    if request.prefix_rows not in pb.PrefixRows.values():
+    if request.prefix_rows not in _PREFIX_ROWS:
         raise InvalidArgument(
             field="prefix_rows", value=request.prefix_rows, expected="a PrefixRows"
         )

@@ -12,10 +12,10 @@ from routetrace.server.common.rpc import Context
 from routetrace.server.index.agents import Agents
 from routetrace.server.index.demand import Demand, Place
 from routetrace.server.index.journal import Journal
-from routetrace.server.index.traces.joins import Incarnation
 from routetrace.server.index.traces.trace import Trace
 from routetrace.server.read.checks import Checks
 from routetrace.server.rows.reader import Reader
+from routetrace.server.rows.served import Known
 from routetrace.server.rows.view import Selection
 from routetrace.v1 import routetrace_pb2 as pb
 
@@ -57,22 +57,19 @@ class Finder:
         """Whether a trace is still stored."""
         return self._state.traces.traces.get(trace.key) is trace
 
-    def select(
-        self, trace: Trace, incarnation: Incarnation, request: pb.GetTraceRequest
-    ) -> Selection:
+    def select(self, known: Known, request: pb.GetTraceRequest) -> Selection:
         """Return the checked selection of a read."""
         return self._reader.select(
-            self._reader.known(trace, incarnation, request.prefix_rows),
+            known,
             request.token_start,
             request.token_stop,
             request.layer_ids,
             request.policy or pb.READ_POLICY_AS_SAMPLED,
             request.weight_version if request.HasField("weight_version") else None,
             [(r.start, r.stop) for r in request.token_ranges],
-            request.prefix_rows,
         )
 
-    def look_up(self, request: pb.GetTraceRequest, context: Context) -> tuple[Trace, Incarnation]:
+    def look_up(self, request: pb.GetTraceRequest, context: Context) -> Known:
         """Return the requested trace as it is now.
 
         Raises:
@@ -96,22 +93,30 @@ class Finder:
             text = f"no run {run!r}; runs: {names}"
             raise NotFound(text, field="run", value=run, expected=f"one of {names}") from None
 
-    async def find(
-        self, request: pb.GetTraceRequest, context: Context, owner: str
-    ) -> tuple[Trace, Incarnation]:
+    def met(self, request: pb.GetTraceRequest, context: Context) -> Known | None:
+        """Return the requested trace if it meets `wait_for` now; None: it is to be waited for."""
+        try:
+            known = self.look_up(request, context)
+        except NotFound:
+            if request.wait_for == pb.WAIT_FOR_UNSPECIFIED:
+                raise
+            return None
+        return known if self._is_met(known, request) else None
+
+    async def find(self, request: pb.GetTraceRequest, context: Context, owner: str) -> Known:
         """Wait until the requested trace meets `wait_for`; return it. The deadline bounds it."""
         while True:
             places: list[Place] = [request.run]
             awaited = pb.AWAITED_ENDS
             try:
-                trace, incarnation = self.look_up(request, context)
+                known = self.look_up(request, context)
             except NotFound:
                 if request.wait_for == pb.WAIT_FOR_UNSPECIFIED:
                     raise
             else:
-                if self._is_met(trace, incarnation, request):
-                    return trace, incarnation
-                places = self.places(trace)
+                if self._is_met(known, request):
+                    return known
+                places = self.places(known.trace)
                 if request.wait_for == pb.WAIT_FOR_ROWS and (
                     request.token_stop or request.token_ranges
                 ):  # else they are waited for once the request has ended
@@ -125,7 +130,7 @@ class Finder:
 
     async def find_to_follow(
         self, request: pb.GetTraceRequest, context: Context, owner: str
-    ) -> tuple[Trace, Incarnation]:
+    ) -> Known:
         """Wait for the requested trace until `wait_ms` have passed; return it."""
         until = monotonic() + request.wait_ms / 1000
         while True:
@@ -142,16 +147,15 @@ class Finder:
             await self._admission.pace.step(owner)
             self._checks.call(context, "read", request.run)  # a token may be taken back meanwhile
 
-    def _is_met(self, trace: Trace, incarnation: Incarnation, request: pb.GetTraceRequest) -> bool:
+    def _is_met(self, known: Known, request: pb.GetTraceRequest) -> bool:
         if request.wait_for == pb.WAIT_FOR_UNSPECIFIED:
             return True
-        if 0 < incarnation.num_tokens < request.num_tokens:  # a later turn has not arrived
+        if 0 < known.num_tokens < request.num_tokens:  # a later turn has not arrived
             return False
         if request.wait_for == pb.WAIT_FOR_END:
-            return self._reader.settled(trace, incarnation, request.prefix_rows)
-        bounded = bool(request.token_stop or request.token_ranges or incarnation.num_tokens)
-        selection = self.select(trace, incarnation, request)
-        return bounded and self._reader.is_covered(trace, incarnation, selection)
+            return self._reader.settled(known)
+        bounded = bool(request.token_stop or request.token_ranges or known.num_tokens)
+        return bounded and self._reader.is_covered(known, self.select(known, request))
 
     def places(self, trace: Trace) -> list[Place]:
         """Return where further rows of a trace come from: its running requests, or its run."""

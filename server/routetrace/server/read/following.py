@@ -44,8 +44,9 @@ class Follower:
     ) -> AsyncIterator[bytes]:
         """Yield rows as they arrive, until the trace ends; rows that change are sent again."""
         prefix_rows = request.prefix_rows
-        trace, incarnation = await self._finder.find_to_follow(request, context, owner)
-        info = self._reader.describe(trace, incarnation, prefix_rows=prefix_rows)
+        known = await self._finder.find_to_follow(request, context, owner)
+        trace, incarnation = known.trace, known.incarnation
+        info = self._reader.describe(known)
         yield answers.message(Piece(info))
         sending = Sending(self._reader, trace.sources)
         sent: dict[int, list[Segment]] = {}
@@ -63,18 +64,15 @@ class Follower:
                 last = last.successor  # it contains all rows sent so far
             source = last.sources[0]
             incarnation = trace.join.incarnation(last.number)
-            info = self._reader.describe(trace, incarnation, prefix_rows=prefix_rows)
-            selection = self._finder.select(trace, incarnation, request)
-            sending.sources = self._reader.known(trace, incarnation, prefix_rows).sources
-            rows = self._reader.rows(trace, incarnation, selection)
+            known = self._reader.known(trace, incarnation, prefix_rows)
+            info = self._reader.describe(known)
+            selection = self._finder.select(known, request)
+            sending.sources = known.sources
+            rows = self._reader.rows(known, selection)
             running = info.state == pb.TRACE_STATE_RUNNING
-            ended = not running and self._reader.settled(trace, incarnation)
+            ended = not running and self._reader.settled(self._reader.known(trace, incarnation))
             # Computed with the rows, and sent with the last of them.
-            missing = (
-                self._reader.missing(info.state, trace, incarnation, selection, rows)
-                if ended
-                else []
-            )
+            missing = self._reader.missing(info.state, known, selection, rows) if ended else []
             fresh = served(unsent(segments_of(rows), sent))
             with self._reader.frames.pinned(fresh):
                 for batch in self._reader.frames.batches(fresh, selection.layers):

@@ -35,6 +35,7 @@ from routetrace.server.retention.retention import Retention
 from routetrace.server.rows import answers
 from routetrace.server.rows.reader import Reader
 from routetrace.server.rows.sending import Answer
+from routetrace.server.rows.served import Known
 from routetrace.server.settings.config import ServerConfig
 from routetrace.server.store.interface import Store
 from routetrace.v1 import routetrace_pb2 as pb
@@ -159,10 +160,14 @@ class TraceServicer(pb_grpc.TraceServiceServicer):
         owner = self._checks.call(context, "read", request.run)
         at_most("reads", len(request.reads), MAX_READS)
 
-        async def answer(read: pb.GetTraceRequest) -> Answer:
+        def at_once(read: pb.GetTraceRequest) -> Answer | None:
             self._checks.call(context, "read", request.run)  # a token may be taken back meanwhile
             check_part(read)
             read.run = request.run
+            known = self._finder.met(read, context)
+            return None if known is None else self._answer_of(known, read)
+
+        async def later(read: pb.GetTraceRequest) -> Answer:
             return await self._answer(read, context, owner)
 
         with ExitStack() as counted:
@@ -172,7 +177,8 @@ class TraceServicer(pb_grpc.TraceServiceServicer):
                 counted.enter_context(self._admission.read(owner))
             turn = partial(self._admission.turn, owner)
             step = partial(self._admission.pace.step, owner)
-            batch = Batch(request.reads, answer, self._reader.frames.pinned, turn, step)
+            pinned = self._reader.frames.pinned
+            batch = Batch(request.reads, at_once, later, pinned, turn, step)
             async with aclosing(batch.messages()) as messages:
                 async for message in messages:
                     yield message
@@ -192,20 +198,19 @@ class TraceServicer(pb_grpc.TraceServiceServicer):
             start = min(request.token_start, request.num_tokens)
             known = self._reader.known(trace, incarnation)
             selection = self._reader.select(known, start, request.num_tokens, request.layer_ids)
-            info = self._reader.describe(trace, incarnation)
-            answer = Answer(self._reader, info, trace, incarnation, selection)
+            answer = Answer(self._reader, self._reader.describe(known), known, selection)
             async for message in self._send(answer, owner):
                 yield message
 
     async def _answer(self, request: pb.GetTraceRequest, context: Context, owner: str) -> Answer:
         """Wait for the requested trace; return the answer as of then."""
-        trace, incarnation = await self._finder.find(request, context, owner)
-        selection = self._finder.select(trace, incarnation, request)
-        digests = not request.omit_token_digests
-        info = self._reader.describe(
-            trace, incarnation, digests=digests, prefix_rows=request.prefix_rows
-        )
-        return Answer(self._reader, info, trace, incarnation, selection)
+        return self._answer_of(await self._finder.find(request, context, owner), request)
+
+    def _answer_of(self, known: Known, request: pb.GetTraceRequest) -> Answer:
+        """Return the answer from the view of the requested trace."""
+        selection = self._finder.select(known, request)
+        info = self._reader.describe(known, digests=not request.omit_token_digests)
+        return Answer(self._reader, info, known, selection)
 
     async def _send(self, answer: Answer, owner: str) -> AsyncIterator[bytes]:
         """Yield the messages of an answer."""
@@ -226,7 +231,7 @@ class TraceServicer(pb_grpc.TraceServiceServicer):
         owner = self._checks.call(context, "read", request.run)
         check_id("trace_id", request.trace_id)
         with self._admission.read(owner):
-            trace, incarnation = await self._finder.find(
+            known = await self._finder.find(
                 pb.GetTraceRequest(
                     run=request.run,
                     trace_id=request.trace_id,
@@ -236,10 +241,10 @@ class TraceServicer(pb_grpc.TraceServiceServicer):
                 context,
                 owner,
             )
-        selection = self._reader.select(self._reader.known(trace, incarnation), 0, 0, ())
-        rows = self._reader.rows(trace, incarnation, selection)
-        info = self._reader.describe(trace, incarnation)
-        missing = self._reader.missing(info.state, trace, incarnation, selection, rows)
+        selection = self._reader.select(known, 0, 0, ())
+        rows = self._reader.rows(known, selection)
+        info = self._reader.describe(known)
+        missing = self._reader.missing(info.state, known, selection, rows)
         return pb.StatTraceResponse(info=info, missing=missing)
 
     @unary
@@ -261,13 +266,13 @@ class TraceServicer(pb_grpc.TraceServiceServicer):
                 trace, request.retirable_through
             ):
                 continue
-            _, incarnation = self._reader.find(*trace.key)
-            if request.states and (self._reader.state_of(trace, incarnation) not in request.states):
+            known = self._reader.find(*trace.key)
+            if request.states and self._reader.state_of(known) not in request.states:
                 continue
-            info = self._reader.describe(trace, incarnation, digests=False)
+            info = self._reader.describe(known, digests=False)
             if any(info.labels.get(key) != text for key, text in request.labels.items()):
                 continue
-            info.missing_cells.extend(self._reader.missing_cells(info.state, trace, incarnation))
+            info.missing_cells.extend(self._reader.missing_cells(info.state, known))
             if len(response.traces) == most or size > _PAGE_BYTES:
                 response.next_page_token = str(last)
                 break

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
+import struct
 from typing import Any
 
-import numpy as np
-
 from routetrace.codec.frame_header import Buffer
-from routetrace.codec.records import SPAN, U32
+from routetrace.codec.records import PACKED_SPAN
 from routetrace.common.errors import RouteTraceError
 from routetrace.common.seals import sealed
 from routetrace.server.index.traces import refs
-from routetrace.server.rows.frames import MESSAGE_BYTES
+from routetrace.server.rows.frames import MESSAGE_BYTES, Fetched
 from routetrace.server.rows.sending import Piece
-from routetrace.server.rows.served import Served
 from routetrace.v1 import routetrace_pb2 as pb
 
 # Field 15 of the messages of all read streams.
@@ -69,11 +67,10 @@ def _fill(head: pb.GetTraceResponse, piece: Piece) -> None:
         head.info.CopyFrom(piece.info)
     if piece.rows is not None:
         choices: dict[tuple[int, ...], int] = {(): 0}
-        for layers in piece.rows.spans["layers"].tolist():
-            choices.setdefault(layers, len(choices))
-        head.spans = _spans(piece.rows.spans, piece.first_frame, choices)
-        head.layer_choices.extend(pb.LayerChoice(layer_ids=ids) for ids in choices if ids)
-        head.frame_lengths = np.array(piece.rows.frame_lengths, U32).tobytes()
+        head.spans = _spans(piece.rows, piece.first_frame, choices)
+        head.layer_choices.extend([pb.LayerChoice(layer_ids=ids) for ids in choices if ids])
+        lengths = piece.rows.frame_lengths
+        head.frame_lengths = struct.pack(f"<{len(lengths)}I", *lengths)
     if piece.end is not None:
         head.end.CopyFrom(piece.end)
 
@@ -84,17 +81,24 @@ def _joined(head: Any, payload: list[Buffer]) -> bytes:
     return b"".join((sealed(head), _field(size), *payload)) if size else sealed(head)
 
 
-def _spans(rows: Served, first_frame: int, choices: dict[tuple[int, ...], int]) -> bytes:
-    spans = np.empty(len(rows), SPAN)
-    spans["position"] = rows["position"]
-    spans["count"] = rows["stop"] - rows["position"]
-    spans["frame"] = rows["source"] + first_frame
-    spans["row"] = rows["ref"] & refs.MAX_ROWS - 1
-    spans["attempt"] = rows["attempt"]
-    spans["provenance"] = rows["provenance"]
-    spans["choice"] = [choices[layers] for layers in rows["layers"].tolist()]
-    spans["weight_version"] = rows["weight_version"]
-    return spans.tobytes()
+def _spans(fetched: Fetched, first_frame: int, choices: dict[tuple[int, ...], int]) -> bytes:
+    """Return packed spans; add the layers that they name to `choices`, by their order."""
+    spans = []
+    for row, frame in zip(fetched.rows, fetched.frames, strict=True):
+        position, stop, ref, version, _, attempt, provenance, layers = row
+        spans.append(
+            PACKED_SPAN.pack(
+                position,
+                stop - position,
+                first_frame + frame,
+                ref & refs.MAX_ROWS - 1,
+                attempt,
+                provenance,
+                choices.setdefault(layers, len(choices)),
+                version,
+            )
+        )
+    return b"".join(spans)
 
 
 def _field(size: int) -> bytes:

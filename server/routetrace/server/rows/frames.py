@@ -6,20 +6,16 @@ import asyncio
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import NamedTuple
-
-import numpy as np
 
 from routetrace.codec.frame_header import Buffer
 from routetrace.common.errors import Corrupt, InvalidArgument, NotFound
-from routetrace.common.layout import ModelLayout
 from routetrace.server.common.metrics import Metrics
 from routetrace.server.index.state import State
 from routetrace.server.index.traces import refs
 from routetrace.server.index.traces.spans import Interval
 from routetrace.server.rows.cuts import Cuts
-from routetrace.server.rows.served import Served
+from routetrace.server.rows.served import Row, Served
 from routetrace.server.store.interface import Store
 
 #: Maximum payload bytes of a message, unless one frame is larger. Doubling it makes no read faster
@@ -37,12 +33,13 @@ AT_ONCE_BYTES = 2 * MESSAGE_BYTES
 class Fetched(NamedTuple):
     """Rows of one message."""
 
-    spans: Served
-    """Spans with the number of their frame in this message in place of `source`."""
+    rows: list[Row]
+    frames: list[int]
+    """The number of each row's frame in this message."""
     frame_lengths: list[int]
     payload: list[Buffer]
     """Frames, in any number of pieces."""
-    unread: Served
+    unread: list[Row]
     """Rows whose frames could not be read."""
 
 
@@ -53,16 +50,12 @@ _Frame = tuple[int, tuple[int, ...]]
 """Reference of a frame without the row, and the layers to send; empty: all selected ones."""
 
 
-class _Wanted(NamedTuple):
-    """Frames to read from one chunk."""
+class Batch(NamedTuple):
+    """Rows of one message that is to be read."""
 
-    chunk: int
-    layout: ModelLayout | None
-    """Layout of the frames; None if the chunk is not known."""
-    layers: tuple[int, ...]
-    """Layers to send; empty: all selected ones."""
-    frames: dict[int, Interval]
-    """(offset, length) in the chunk by the reference of the frame."""
+    rows: list[Row]
+    frames: dict[_Frame, Interval]
+    """Their (offset, length) in their chunks, in the order of their first rows."""
 
 
 class Frames:
@@ -92,107 +85,96 @@ class Frames:
         """Return the chunks of open reads."""
         return set(self._pins)
 
-    def batches(self, rows: Served, layers: tuple[int, ...]) -> Iterator[Served]:
+    def batches(self, rows: Served, layers: tuple[int, ...]) -> Iterator[Batch]:
         """Yield rows in messages of at most about MESSAGE_BYTES of the selected layers."""
-        first = size = 0
+        size = 0
         most = 0.0
-        frames: set[_Frame] = set()
+        batch = Batch([], {})
         choices: set[tuple[int, ...]] = set()
-        for at, part in enumerate(_frames_of(rows)):
-            if part in frames:
-                continue
-            frame, chosen = part
-            choices.add(chosen)
-            length = self.range_of(frame)[1]
-            if frames and (size + length > most or len(choices) > MAX_CHOICES):
-                yield rows[first:at]
-                first, size = at, 0
-                frames.clear()
-                choices = {chosen}
-            if not frames:
-                # An estimate from the first frame; frames are read whole, so the ratio is bounded.
-                most = MESSAGE_BYTES * min(MOST_READ, self._times(frame, layers))
-            frames.add(part)
-            size += length
-        if frames:
-            yield rows[first:]
+        for row in rows.tolist():
+            frame, chosen = part = row[2] >> refs.ROW_BITS, row[7]
+            if part not in batch.frames:
+                choices.add(chosen)
+                where = self.range_of(frame)
+                if batch.rows and (size + where[1] > most or len(choices) > MAX_CHOICES):
+                    yield batch
+                    batch, size = Batch([], {}), 0
+                    choices = {chosen}
+                if not batch.rows:
+                    # An estimate from the first frame; frames are read whole, so the ratio is
+                    # bounded.
+                    most = MESSAGE_BYTES * min(MOST_READ, self._times(frame, layers))
+                batch.frames[part] = where
+                size += where[1]
+            batch.rows.append(row)
+        if batch.rows:
+            yield batch
 
     def _times(self, frame: int, layers: tuple[int, ...]) -> float:
         """Return the ratio of all layers of a frame to the selected ones."""
         entry = self._state.frames.get(frame >> refs.FRAME_BITS)
-        held = entry.layout.column if entry else {}
-        return len(held) / max(1, sum(layer in held for layer in layers))
+        if entry is None or layers == entry.layout.layer_ids:
+            return 1.0
+        held = entry.layout.column
+        return len(held) / max(1, sum([layer in held for layer in layers]))
 
-    async def fetch(self, rows: Served, layers: tuple[int, ...]) -> Fetched:
+    async def fetch(self, batch: Batch, layers: tuple[int, ...]) -> Fetched:
         """Read the frames of rows, cut to the selected layers."""
-        wanted = self._wanted(rows)
-        fetch = partial(self._fetch, rows, wanted, layers)
-        size = sum(length for chunk in wanted for _, length in chunk.frames.values())
+        size = sum([length for _, length in batch.frames.values()])
         try:
             # A small read from memory is faster than the start of a thread.
-            fetched = fetch(wait=False) if size <= AT_ONCE_BYTES else None
+            fetched = self._fetch(batch, layers, wait=False) if size <= AT_ONCE_BYTES else None
         except BlockingIOError:
             fetched = None
         if fetched is None:
-            fetched = await asyncio.get_running_loop().run_in_executor(None, fetch)
+            loop = asyncio.get_running_loop()
+            fetched = await loop.run_in_executor(None, self._fetch, batch, layers)
         self._metrics.read_bytes.inc(sum(fetched.frame_lengths))
-        if len(fetched.unread):
-            lost = set((fetched.unread["ref"] >> refs.ROW_BITS).tolist())
+        if fetched.unread:
+            lost = {row[2] >> refs.ROW_BITS for row in fetched.unread}
             self._metrics.read_corrupt.inc(len(lost))
         return fetched
 
-    def _wanted(self, rows: Served) -> list[_Wanted]:
-        """Return the frames of rows by chunk and layers, in the order of their first rows."""
-        by_chunk: dict[tuple[int, tuple[int, ...]], _Wanted] = {}
-        for frame, layers in dict.fromkeys(_frames_of(rows)):
-            number = frame >> refs.FRAME_BITS
-            chunk = by_chunk.get((number, layers))
-            if chunk is None:
-                held = self._state.frames.get(number)
-                chunk = _Wanted(number, held.layout if held else None, layers, {})
-                by_chunk[number, layers] = chunk
-            chunk.frames[frame] = self.range_of(frame)
-        return list(by_chunk.values())
-
-    def _fetch(
-        self, rows: Served, wanted: list[_Wanted], layers: tuple[int, ...], wait: bool = True
-    ) -> Fetched:
+    def _fetch(self, batch: Batch, layers: tuple[int, ...], wait: bool = True) -> Fetched:
+        # By chunk and layers, in the order of their first rows.
+        wanted: dict[_Frame, dict[int, Interval]] = {}
+        for (frame, chosen), where in batch.frames.items():
+            wanted.setdefault((frame >> refs.FRAME_BITS, chosen), {})[frame] = where
         order: dict[_Frame, int] = {}  # of the frames read
         lengths: list[int] = []
         payload: list[Buffer] = []
-        for chunk in wanted:
+        for (chunk, chosen), frames in wanted.items():
+            some = tuple([i for i in layers if i in chosen]) if chosen else layers
             try:
-                pieces, sizes = self._read(chunk, layers, wait)
+                pieces, sizes = self._read(chunk, frames, some, wait)
             except (NotFound, Corrupt, InvalidArgument):
                 # The cells are reported as missing; the other chunks are served.
                 continue
-            for frame in chunk.frames:
-                order[frame, chunk.layers] = len(order)
+            for frame in frames:
+                order[frame, chosen] = len(order)
             payload += pieces
             lengths += sizes
-        numbers = _frames_of(rows)
-        if len(order) == sum(len(chunk.frames) for chunk in wanted):
-            spans, unread = rows.copy(), rows[:0]
-        else:
-            there = np.array([frame in order for frame in numbers], np.bool_)
-            spans, unread = rows[there], rows[~there]
-        spans["source"] = [order[frame] for frame in numbers if frame in order]
-        return Fetched(spans, lengths, payload, unread)
+        rows, unread = batch.rows, []
+        if len(order) < len(batch.frames):
+            rows = [row for row in batch.rows if _frame_of(row) in order]
+            unread = [row for row in batch.rows if _frame_of(row) not in order]
+        numbers = [order[_frame_of(row)] for row in rows]
+        return Fetched(rows, numbers, lengths, payload, unread)
 
     def _read(
-        self, chunk: _Wanted, layers: tuple[int, ...], wait: bool
+        self, number: int, frames: dict[int, Interval], layers: tuple[int, ...], wait: bool
     ) -> tuple[list[Buffer], list[int]]:
         """Return the bytes of frames of one chunk, cut to the layers, and their sizes."""
-        number, layout, chosen, frames = chunk
-        if chosen:
-            layers = tuple([i for i in layers if i in chosen])
-        if layout is None or not all(length for _, length in frames.values()):
+        held = self._state.frames.get(number)
+        where = list(frames.values())
+        if held is None or not all([length for _, length in where]):
             raise NotFound(field="chunk", value=number, expected="a stored chunk with the frames")
+        layout = held.layout
         if layers != layout.layer_ids:
             kept = tuple([i for i in layers if i in layout.column])
             if kept != layout.layer_ids:
                 return self._cuts.read(number, frames, kept, wait)
-        data = self._store.read(number, list(frames.values()), wait=wait)
+        data = self._store.read(number, where, wait=wait)
         return [*data], list(map(len, data))
 
     def range_of(self, frame: int) -> Interval:
@@ -209,6 +191,5 @@ class Frames:
         return offset, entry.offsets.item(index + 1) - offset
 
 
-def _frames_of(rows: Served) -> list[_Frame]:
-    """Return the frame of each row, and the layers to send of it; empty: all selected ones."""
-    return list(zip((rows["ref"] >> refs.ROW_BITS).tolist(), rows["layers"].tolist(), strict=True))
+def _frame_of(row: Row) -> _Frame:
+    return row[2] >> refs.ROW_BITS, row[7]

@@ -68,8 +68,8 @@ class Reader:
         trace_id: str,
         number: int = 0,
         prefix_rows: int = pb.PREFIX_ROWS_SAME_VERSION,
-    ) -> tuple[Trace, Incarnation]:
-        """Return a trace and one of its incarnations.
+    ) -> Known:
+        """Return the view of one of a trace's incarnations.
 
         Args:
             run: namespace.
@@ -87,16 +87,20 @@ class Reader:
         if number:
             if number not in join.numbers:
                 raise no_incarnation(trace, number)
-            return trace, join.incarnation(number)
+            return self.known(trace, join.incarnation(number), prefix_rows)
         related = 0
+        newest = None
         for standing in islice(reversed(join.standing), MAX_LOOKED_AT):
             incarnation = join.incarnation(standing)
             related += incarnation.num_related
-            if related > MAX_RELATED and standing != join.standing[-1]:
+            if newest is not None and related > MAX_RELATED:
                 break
-            if self.known(trace, incarnation, prefix_rows).complete:
-                return trace, incarnation
-        return trace, join.incarnation(join.standing[-1])
+            known = self.known(trace, incarnation, prefix_rows)
+            if known.complete:
+                return known
+            newest = known if newest is None else newest
+        assert newest is not None  # the last request of a trace stands
+        return newest
 
     def not_found(self, run: str, trace_id: str, *, named: bool = False) -> NotFound:
         """Return the error for a missing trace, with its deletion if known.
@@ -123,78 +127,57 @@ class Reader:
             return pb.PREFIX_ROWS_NEVER
         return prefix_rows or pb.PREFIX_ROWS_SAME_VERSION
 
-    def state_of(
-        self,
-        trace: Trace,
-        incarnation: Incarnation,
-        prefix_rows: int = pb.PREFIX_ROWS_SAME_VERSION,
-    ) -> int:
+    def state_of(self, known: Known) -> int:
         """Return the TraceState of an incarnation."""
-        known = self.known(trace, incarnation, prefix_rows)
         if known.complete:
             return pb.TRACE_STATE_COMPLETE
-        recent = self._clock.now() - trace.updated <= self._agents.timeout
-        own = incarnation.request.sources
+        recent = self._is_recent(known.trace)
+        own = known.incarnation.request.sources
         running = any(self._agents.running(s) for s in own)
         if known.num_tokens:
             # A shard whose agent is slower may not have reported the request yet.
             held = {layer for s in own for layer in s.layout.layer_ids}
             late = not held.issuperset(known.layout.layer_ids)
-            others = (s for part in incarnation.continued for s in part.request.sources)
+            others = (s for part in known.incarnation.continued for s in part.request.sources)
             running = running or (recent and late) or any(map(self._agents.running, others))
-        elif incarnation.request.handed_over:
+        elif known.incarnation.request.handed_over:
             running = recent
         return pb.TRACE_STATE_RUNNING if running else pb.TRACE_STATE_INCOMPLETE
 
-    def settled(
-        self,
-        trace: Trace,
-        incarnation: Incarnation,
-        prefix_rows: int = pb.PREFIX_ROWS_SAME_VERSION,
-    ) -> bool:
+    def _is_recent(self, trace: Trace) -> bool:
+        return self._clock.now() - trace.updated <= self._agents.timeout
+
+    def settled(self, known: Known) -> bool:
         """Whether an incarnation has ended and no awaited row can make it complete.
 
         After the end, only rows of external KV are awaited: the agent of the engine that computed
         them may be slower.
         """
-        state = self.state_of(trace, incarnation, prefix_rows)
-        recent = self._clock.now() - trace.updated <= self._agents.timeout
-        loaded = any(s.external and len(s.digests) for s in incarnation.request.sources)
-        if state != pb.TRACE_STATE_INCOMPLETE or not (recent and loaded):
+        state = self.state_of(known)
+        loaded = any(s.external and len(s.digests) for s in known.incarnation.request.sources)
+        if state != pb.TRACE_STATE_INCOMPLETE or not (loaded and self._is_recent(known.trace)):
             return state != pb.TRACE_STATE_RUNNING
-        known = self.known(trace, incarnation, prefix_rows)
-        whole = replace(self.select(known, 0, 0, ()), prefix_rows=prefix_rows)
-        rows = self.rows(trace, incarnation, whole)
-        missing = self.missing(state, trace, incarnation, whole, rows)
+        whole = self.select(known, 0, 0, ())
+        missing = self.missing(state, known, whole, self.rows(known, whole))
         return any(m.reason != pb.MISSING_REASON_KV_UNKNOWN for m in missing)
 
     def ended(self, trace: Trace) -> bool:
         """Whether no incarnation of a trace may still grow, apart from rows of other traces."""
-        recent = self._clock.now() - trace.updated <= self._agents.timeout
-        if not recent and not any(map(self._agents.running, trace.sources)):
+        if not self._is_recent(trace) and not any(map(self._agents.running, trace.sources)):
             return True
         join = trace.join
         if len(join.standing) > MAX_LOOKED_AT:  # too many to look at each: it is soon not recent
             return False
         return all(
-            self.settled(trace, join.incarnation(n), pb.PREFIX_ROWS_NEVER) for n in join.standing
+            self.settled(self.known(trace, join.incarnation(n), pb.PREFIX_ROWS_NEVER))
+            for n in join.standing
         )
 
-    def is_covered(self, trace: Trace, incarnation: Incarnation, selection: Selection) -> bool:
+    def is_covered(self, known: Known, selection: Selection) -> bool:
         """Whether every selected cell is present."""
-        if self._is_whole(trace, incarnation, selection):
+        if _is_whole(known, selection):
             return True
-        known = self.known(trace, incarnation, selection.prefix_rows)
-        return covers(
-            known.sources, segments_of(self.rows(trace, incarnation, selection)), selection
-        )
-
-    def _is_whole(self, trace: Trace, incarnation: Incarnation, selection: Selection) -> bool:
-        """Whether the selection lies within a complete incarnation."""
-        known = self.known(trace, incarnation, selection.prefix_rows)
-        return (
-            known.complete and selection.weight_version is None and selection.stop <= known.num_rows
-        )
+        return covers(known.sources, segments_of(self.rows(known, selection)), selection)
 
     def select(
         self,
@@ -205,7 +188,6 @@ class Reader:
         policy: int = pb.READ_POLICY_AS_SAMPLED,
         weight_version: int | None = None,
         ranges: Sequence[tuple[int, int]] = (),
-        prefix_rows: int = pb.PREFIX_ROWS_SAME_VERSION,
     ) -> Selection:
         """Return the checked selection of a read.
 
@@ -213,8 +195,10 @@ class Reader:
             InvalidArgument: if a layer is no MoE layer of the model, or positions lie outside of
                 the rows of an ended trace.
         """
-        layout, rows = known.layout, known.num_rows
-        layout.columns(list(layer_ids))
+        layers, rows = known.layout.layer_ids, known.num_rows
+        if layer_ids:
+            known.layout.columns(list(layer_ids))
+            layers = tuple(sorted(set(layer_ids)))
         if ranges:
             _check_ranges(ranges, token_start or token_stop)
             token_start, token_stop = ranges[0][0], ranges[-1][1]
@@ -234,43 +218,32 @@ class Reader:
                 value=value,
                 expected=f"at most {rows}, the number of rows of {known.num_tokens} tokens",
             )
-        layers = tuple(sorted(set(layer_ids))) or layout.layer_ids
-        return Selection(
-            token_start, stop, layers, policy, weight_version, prefix_rows, tuple(merge(ranges))
-        )
+        return Selection(token_start, stop, layers, policy, weight_version, tuple(merge(ranges)))
 
     # ------------------------------------------------------------------ describing
 
-    def describe(
-        self,
-        trace: Trace,
-        incarnation: Incarnation,
-        *,
-        digests: bool = True,
-        prefix_rows: int = pb.PREFIX_ROWS_SAME_VERSION,
-    ) -> pb.TraceInfo:
+    def describe(self, known: Known, *, digests: bool = True) -> pb.TraceInfo:
         """Return the TraceInfo of an incarnation, with its token digests if wanted."""
-        known = self.known(trace, incarnation, prefix_rows)
         if known.info is None:
-            known.info = self._facts(trace, incarnation, known)
+            known.info = self._facts(known)
         info = pb.TraceInfo()
         info.CopyFrom(known.info)
-        info.state = self.state_of(trace, incarnation, prefix_rows)  # type: ignore[assignment]
-        info.expires_ms = int(trace.expires * 1000)
+        info.state = self.state_of(known)  # type: ignore[assignment]
+        info.expires_ms = int(known.trace.expires * 1000)
         if digests:
             if known.digests is None:
-                all_of_them = sorted(incarnation.request.digests.items())
+                all_of_them = sorted(known.incarnation.request.digests.items())
                 known.digests = np.array(all_of_them[:MAX_DIGESTS], DIGEST).tobytes()
             info.token_digests = known.digests
         return info
 
-    def _facts(self, trace: Trace, incarnation: Incarnation, known: Known) -> pb.TraceInfo:
+    def _facts(self, known: Known) -> pb.TraceInfo:
         """Return the fields that are constant until the trace changes."""
-        request = incarnation.request
+        trace, incarnation, request = known.trace, known.incarnation, known.incarnation.request
         engines = {s.writer.engine_id for s in request.sources}
         sources = set(known.rows["source"].tolist())
         engines.update(known.sources[source].writer.engine_id for source in sources)
-        versions = known.rows["weight_version"]
+        versions = known.rows["weight_version"].tolist()
         frames = set((known.rows["ref"] >> refs.ROW_BITS).tolist())
         return pb.TraceInfo(
             run=trace.key[0],
@@ -285,9 +258,9 @@ class Reader:
             finish_reason=reason_name(max(s.finish_reason for s in request.sources)),
             engine_ids=sorted(engines),
             num_attempts=max(len(s.attempts) for s in request.sources),
-            min_weight_version=int(versions.min()) if len(versions) else 0,
-            max_weight_version=int(versions.max()) if len(versions) else 0,
-            no_weight_versions=not len(versions),
+            min_weight_version=min(versions, default=0),
+            max_weight_version=max(versions, default=0),
+            no_weight_versions=not versions,
             created_ms=int(trace.created * 1000),
             updated_ms=int(trace.updated * 1000),
             stored_bytes=sum(self.frames.range_of(frame)[1] for frame in frames),
@@ -295,17 +268,12 @@ class Reader:
         )
 
     def missing(
-        self,
-        state: int,
-        trace: Trace,
-        incarnation: Incarnation,
-        selection: Selection,
-        rows: Served,
+        self, state: int, known: Known, selection: Selection, rows: Served
     ) -> list[pb.MissingRange]:
         """Return the selected cells without rows, with reasons."""
-        if self._is_whole(trace, incarnation, selection):
+        if _is_whole(known, selection):
             return []
-        sources = incarnation.request.sources
+        sources = known.incarnation.request.sources
         if state == pb.TRACE_STATE_RUNNING:
             default = pb.MISSING_REASON_NOT_YET
         elif any(not s.ended for s in sources):
@@ -315,21 +283,18 @@ class Reader:
         others: list[Segment] = []
         if selection.weight_version is not None:
             any_version = replace(selection, weight_version=None)
-            others = segments_of(self.rows(trace, incarnation, any_version))
-        known = self.known(trace, incarnation, selection.prefix_rows)
-        return missing(known.sources, incarnation, segments_of(rows), others, selection, default)
+            others = segments_of(self.rows(known, any_version))
+        segments = segments_of(rows)
+        return missing(known.sources, known.incarnation, segments, others, selection, default)
 
-    def missing_cells(
-        self, state: int, trace: Trace, incarnation: Incarnation
-    ) -> list[pb.MissingCells]:
+    def missing_cells(self, state: int, known: Known) -> list[pb.MissingCells]:
         """Return the number of missing cells of all rows, by reason."""
-        known = self.known(trace, incarnation)
         if known.complete:
             return []
         whole = self.select(known, 0, 0, ())
-        rows = self.rows(trace, incarnation, whole)
+        rows = self.rows(known, whole)
         cells: Counter[int] = Counter()
-        for m in self.missing(state, trace, incarnation, whole, rows):
+        for m in self.missing(state, known, whole, rows):
             layers = len(m.layer_ids) or len(known.layout.layer_ids)
             cells[m.reason] += (m.stop - m.start) * layers
         return [
@@ -337,10 +302,14 @@ class Reader:
             for reason, n in sorted(cells.items())
         ]
 
-    def rows(self, trace: Trace, incarnation: Incarnation, selection: Selection) -> Served:
+    def rows(self, known: Known, selection: Selection) -> Served:
         """Return the served rows: ascending records, no cell twice."""
-        allowed = self.allowed(trace, selection.prefix_rows)
-        return self._memory.served(trace, incarnation, replace(selection, prefix_rows=allowed))
+        return self._memory.served(known, selection)
+
+
+def _is_whole(known: Known, selection: Selection) -> bool:
+    """Whether the selection lies within a complete incarnation."""
+    return known.complete and selection.weight_version is None and selection.stop <= known.num_rows
 
 
 def _check_ranges(ranges: Sequence[tuple[int, int]], also: int) -> None:

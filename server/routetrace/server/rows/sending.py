@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from routetrace.server.index.traces.joins import Incarnation
 from routetrace.server.index.traces.sources import Source
-from routetrace.server.index.traces.trace import Trace
-from routetrace.server.rows.frames import Fetched
+from routetrace.server.rows.frames import Batch, Fetched
 from routetrace.server.rows.reader import Reader
-from routetrace.server.rows.served import Served, segments_of
-from routetrace.server.rows.view import Segment, Selection
+from routetrace.server.rows.served import Known, Row
+from routetrace.server.rows.view import Selection
 from routetrace.v1 import routetrace_pb2 as pb
 
 
@@ -37,15 +36,15 @@ class Sending:
         """Sources that the next rows index."""
         self._num_spans = 0
         self._num_frames = 0
-        self._unread: list[tuple[Segment, Source]] = []
+        self._unread: list[tuple[Row, Source]] = []
 
-    async def fetch(self, rows: Served, selection: Selection) -> tuple[Fetched, int]:
+    async def fetch(self, batch: Batch, selection: Selection) -> tuple[Fetched, int]:
         """Return the rows of one message, and the number of frames sent before them."""
-        fetched = await self._reader.frames.fetch(rows, selection.layers)
+        fetched = await self._reader.frames.fetch(batch, selection.layers)
         first_frame = self._num_frames
-        self._num_spans += len(fetched.spans)
+        self._num_spans += len(fetched.rows)
         self._num_frames += len(fetched.frame_lengths)
-        self._unread += [(s, self.sources[s.source]) for s in segments_of(fetched.unread)]
+        self._unread += [(row, self.sources[row[4]]) for row in fetched.unread]
         return fetched, first_frame
 
     def end(
@@ -58,12 +57,12 @@ class Sending:
             missing: cells without rows; cells that could not be read are added.
             selection: selected cells.
         """
-        for segment, source in self._unread:
-            held = segment.layers or source.layout.column
+        for (position, stop, *_, layers), source in self._unread:
+            held = layers or source.layout.column
             missing.append(
                 pb.MissingRange(
-                    start=segment.span.position,
-                    stop=segment.span.stop,
+                    start=position,
+                    stop=stop,
                     layer_ids=[i for i in selection.layers if i in held],
                     reason=pb.MISSING_REASON_CORRUPT,
                 )
@@ -85,27 +84,20 @@ class Answer:
     Args:
         reader: source of the rows.
         info: info of the trace.
-        trace: trace that is read.
-        incarnation: its incarnation.
+        known: view of the incarnation that is read.
         selection: selected cells.
     """
 
     def __init__(
-        self,
-        reader: Reader,
-        info: pb.TraceInfo,
-        trace: Trace,
-        incarnation: Incarnation,
-        selection: Selection,
+        self, reader: Reader, info: pb.TraceInfo, known: Known, selection: Selection
     ) -> None:
-        known = reader.known(trace, incarnation, selection.prefix_rows)
         self._sending = Sending(reader, known.sources)
         self._info, self._selection = info, selection
-        self.rows = reader.rows(trace, incarnation, selection)
+        self.rows = reader.rows(known, selection)
         """Rows to send. Pin them until the last piece is sent: the info counts them as present."""
         # Computed with the rows: the trace may change while they are sent.
-        self._missing = reader.missing(info.state, trace, incarnation, selection, self.rows)
-        self._left = list(reader.frames.batches(self.rows, selection.layers))
+        self._missing = reader.missing(info.state, known, selection, self.rows)
+        self._left = deque(reader.frames.batches(self.rows, selection.layers))
         self._first: pb.TraceInfo | None = info
         self.done = False
         """Whether the last piece was returned."""
@@ -114,7 +106,7 @@ class Answer:
         """Fetch the next piece."""
         rows, number = None, 0
         if self._left:
-            rows, number = await self._sending.fetch(self._left.pop(0), self._selection)
+            rows, number = await self._sending.fetch(self._left.popleft(), self._selection)
         end = None
         if not self._left:
             self.done = True

@@ -41,6 +41,10 @@ SERVED = np.dtype(
 _NOTHING = -1, None
 
 Served = np.ndarray[Any, np.dtype[Any]]
+
+Row = tuple[int, int, int, int, int, int, int, tuple[int, ...]]
+"""A record of SERVED as a tuple: most reads have a few, for which numpy's calls take longer."""
+
 Found = TypeVar("Found", bound=Sized)
 
 
@@ -91,6 +95,8 @@ class Known:
     """View of an incarnation; valid until its trace or one whose rows stand in changes."""
 
     def __init__(self, trace: Trace, incarnation: Incarnation) -> None:
+        self.trace = trace
+        self.incarnation = incarnation
         layout = incarnation.request.sources[0].layout
         self.layout = layout.select(layout.moe_layer_ids)
         """Layout of all MoE layers of the model."""
@@ -169,7 +175,6 @@ class Memory:
         prefix_rows: int = pb.PREFIX_ROWS_SAME_VERSION,
     ) -> Known:
         """Return the view of an incarnation under a PrefixRows policy."""
-        # Called ten times a read, so without `_recall`.
         kept: Known | None = self._found_for(trace, incarnation)
         own = self._keep(trace, incarnation, Known(trace, incarnation)) if kept is None else kept
         if not own.holes or prefix_rows == pb.PREFIX_ROWS_NEVER:
@@ -184,18 +189,18 @@ class Memory:
         key = incarnation, prefix_rows
         return self._recall(trace, key, fill, lambda known: known.holds(traces))
 
-    def served(self, trace: Trace, incarnation: Incarnation, selection: Selection) -> Served:
-        """Return the served rows: ascending records, no cell twice."""
-        known = self.known(trace, incarnation, selection.prefix_rows)
+    def served(self, known: Known, selection: Selection) -> Served:
+        """Return the served rows of a view: ascending records, no cell twice."""
         key = selection.layers, selection.policy, selection.weight_version
         rows = known.rows
 
         def look() -> Served:
             whole = Selection(0, known.num_rows, *key)
-            return served(known.with_given(view(known.sources, incarnation, whole), whole))
+            segments = view(known.sources, known.incarnation, whole)
+            return served(known.with_given(segments, whole))
 
         if key != (known.layout.layer_ids, pb.READ_POLICY_AS_SAMPLED, None):
-            rows = self._recall(trace, (known, *key), look)
+            rows = self._recall(known.trace, (known, *key), look)
         wanted = selection.before(known.num_rows)
         return rows if wanted == [(0, known.num_rows)] else cut(rows, wanted)
 

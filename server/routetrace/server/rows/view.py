@@ -30,8 +30,6 @@ class Selection:
     policy: int = pb.READ_POLICY_AS_SAMPLED
     weight_version: int | None = None
     """Weight version of the rows; None: any."""
-    prefix_rows: int = pb.PREFIX_ROWS_SAME_VERSION
-    """PrefixRows policy for rows of other traces."""
     ranges: tuple[Interval, ...] = ()
     """Ascending, disjoint, from `start` to `stop`; if empty: all positions between."""
 
@@ -101,6 +99,9 @@ def view(
                         continue
                     some = max(start, span.position), min(stop, span.stop)
                     new.append(some)
+                    if not claimed:  # most traces have one source
+                        segments.append(Segment(number, attempt, span.cut(*some)))
+                        continue
                     free = {group: subtract(some, ii) for group, ii in taken.items()}
                     for a, b, given in by_layers(free):
                         segments.append(Segment(number, attempt, span.cut(a, b), given))

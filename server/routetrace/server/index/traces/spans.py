@@ -31,8 +31,9 @@ class Span(NamedTuple):
 
     def cut(self, start: int, stop: int) -> Span:
         """Return the part inside [start, stop)."""
-        a, b = max(start, self.position), min(stop, self.stop)
-        return self._replace(position=a, length=b - a, ref=self.ref + a - self.position)
+        position, length, ref, version, provenance = self
+        a, b = max(start, position), min(stop, position + length)
+        return Span(a, b - a, ref + a - position, version, provenance)
 
 
 class SpanList:
@@ -97,6 +98,8 @@ class SpanList:
 
     def overlaps(self, start: int, stop: int) -> bool:
         """Whether a span has positions in [start, stop)."""
+        if self._data and start <= self._data[0] < stop:
+            return True
         first, last = self._overlapping(start, stop)
         return first < last
 
