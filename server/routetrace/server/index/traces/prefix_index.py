@@ -93,7 +93,9 @@ class PrefixIndex:
                 self.learn(trace, source)
 
     def learn(self, trace: Trace, source: Source) -> None:
-        """Queue the digests of a source for the index."""
+        """Queue the digests of a source for the index, if its trace has computed rows so far."""
+        if not trace.computed:
+            return
         self._fresh[source] = trace
         self._waiting += source.num_digests
         if len(self._fresh) >= _BATCH or self._waiting >= _BATCH_DIGESTS:
