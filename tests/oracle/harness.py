@@ -573,6 +573,7 @@ class InlineWorld(BaseWorld):
         self._server_clock = Clock(1e9)
         self._store = MemoryStore()
         self._config = ServerConfig(
+            metrics_listen="127.0.0.1:0",  # its sweeps count the traces
             store="memory",
             max_chunk_bytes=self.rng.choice((1 << 17, 8 << 20)),
             agent_timeout_seconds=AGENT_TIMEOUT_S[self.name],

@@ -172,6 +172,10 @@ class Core:
         await self.retention.due()
 
     async def sweep(self) -> None:
-        """Delete expired traces, evict where a limit is near, reclaim space, and count the rest."""
+        """Delete expired traces, evict where a limit is near, and reclaim space.
+
+        The rest is counted where metrics are served: it takes the view of each trace that ended.
+        """
         await self.retention.sweep()
-        await self.census.count()
+        if self.config.metrics_listen:
+            await self.census.count()

@@ -133,7 +133,11 @@ class Inline:
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
         self._store = MemoryStore()
-        self._config = ServerConfig(store="memory", agent_timeout_seconds=1e6)
+        self._config = ServerConfig(
+            store="memory",
+            agent_timeout_seconds=1e6,
+            metrics_listen="127.0.0.1:0",  # its sweeps count the traces
+        )
         self.client = RouteClient("inline:1", run=RUN, timeout=2)
         self.client._driver = _Loopback(self.client._config, self)
         self._counted = 0.0

@@ -43,10 +43,11 @@ def digests_of(positions: list[int]) -> np.ndarray:
     return np.array([(p, p * 1000) for p in sorted(set(positions))], DIGEST)
 
 
-@given(steps, st.integers(1, 5), st.integers(2, 40))
-def test_it_finds_what_there_is(happens, batch, most):
+@given(steps, st.integers(1, 5), st.integers(1, 20), st.integers(2, 40))
+def test_it_finds_what_there_is(happens, batch, digests, most):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(prefix_index, "_BATCH", batch)
+        patch.setattr(prefix_index, "_BATCH_DIGESTS", digests)
         patch.setattr(prefix_index, "_MAX_TIER", most)
         patch.setattr(prefix_index, "_DEAD_SHARE", 0.0)
         traces = TraceIndex()
@@ -120,6 +121,31 @@ def test_what_is_gone_takes_no_room():
         traces.prefixes.learn(trace, trace.sources[0])
         traces.prefixes.holders("run", [0], None)
     assert len(traces.prefixes) < 3400
+
+
+@given(st.lists(st.lists(st.tuples(st.integers(1, 8), st.integers(0, 99)), max_size=8)))
+def test_the_latest_digest_of_a_position_counts(reports):
+    source, expected = source_of("run"), {}
+    for report in reports:
+        source.add_digests(np.array(report, DIGEST))
+        expected.update(report)
+        if len(report) % 2:  # read now and then
+            assert source.digests.tolist() == sorted(expected.items())
+    assert source.num_digests >= len(expected)
+    assert source.digests.tolist() == sorted(expected.items())
+
+
+def test_sources_with_many_digests_are_taken_in_before_others():
+    traces = TraceIndex()
+    source = source_of("run")
+    trace = traces.begin(("run", "t"), source, ttl=1, now=0)
+    traces.prefixes.computed(trace, 0, 0)
+    source.add_digests(np.array([(p, p) for p in range(1, 1 << 13)], DIGEST))
+    traces.prefixes.learn(trace, source)
+    assert len(traces.prefixes) == 0
+    source.add_digests(np.array([(1 << 13, 1 << 13)], DIGEST))
+    traces.prefixes.learn(trace, source)
+    assert len(traces.prefixes) == 1 << 13
 
 
 def test_weight_versions_of_one_trace_are_bounded():

@@ -248,6 +248,41 @@ async def test_a_sweep_that_finds_no_room_tries_again():
     assert not core.state.frames
 
 
+async def test_chunks_are_looked_at_again_after_a_change_alone(monkeypatch):
+    core = Core(MemoryStore(), ServerConfig(store="memory", default_ttl_seconds=1 << 31))
+    await core.start()
+    for record in records(0):
+        await core.journal.append(record)
+    state, marks, looked = core.state, core.state.marks, []
+    monkeypatch.setattr(state, "marks", lambda: looked.append(state.number) or marks())
+    pins = core.reader.frames._pins
+
+    async def looks() -> bool:
+        looked.clear()
+        for _ in range(3):
+            await core.sweep()
+        return bool(looked)
+
+    await looks()
+    assert not await looks()
+    key, trace = next(iter(state.traces.traces.items()))
+    state.touch(trace, core.journal.clock.now())
+    assert await looks()
+    pins[1] += 1
+    assert await looks()
+    del pins[1]
+    assert await looks(), "a read has ended"
+    assert not await looks()
+    state.forget(key, Fate("deleted"))
+    assert await looks()
+    state.writers.popitem()
+    assert await looks()
+    await core.journal.append(records(0)[0])
+    assert await looks()
+    assert not await looks()
+    await core.stop()
+
+
 @pytest.mark.parametrize("seed", range(12))
 async def test_nothing_that_is_pointed_into_goes_while_a_sweep_is_between_its_slices(
     seed, monkeypatch

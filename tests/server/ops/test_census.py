@@ -114,7 +114,7 @@ def test_weight_versions_of_connected_agents(server):
 
 
 async def test_a_trace_is_looked_at_once_after_a_change(monkeypatch):
-    core = Core(MemoryStore(), ServerConfig())
+    core = Core(MemoryStore(), ServerConfig(metrics_listen="127.0.0.1:0"))
     await core.start()
     looked: list[str] = []
     find = core.reader.find
@@ -136,6 +136,16 @@ async def test_a_trace_is_looked_at_once_after_a_change(monkeypatch):
     for _ in range(3):
         await core.sweep()
     assert looked == ["t1"]
+    await core.stop()
+
+
+async def test_nothing_is_counted_where_no_metrics_are_served():
+    core = Core(MemoryStore(), ServerConfig())
+    await core.start()
+    add(core, 1)
+    await core.sweep()
+    assert not core.census.runs
+    assert core.state.traces.traces["run", "t0"].counted is None
     await core.stop()
 
 

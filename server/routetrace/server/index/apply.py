@@ -35,7 +35,6 @@ from routetrace.server.index.chunk import (
 )
 from routetrace.server.index.control import CONTROL, key_of
 from routetrace.server.index.records.record import Sums, decode_record
-from routetrace.server.index.slot_map import SlotRun
 from routetrace.server.index.state import Frames, State
 from routetrace.server.index.traces import refs
 from routetrace.server.index.traces.sources import Source, TraceKey
@@ -348,6 +347,8 @@ class _Applier:
 
     def _confirm(self, source: Source, stop: int) -> None:
         """Confirm drafts before a position: their slots name them from now on."""
+        if not source.tentative:
+            return
         left = max(0, source.attempts[-1].end - stop)
         if source.tentative > left:
             source.tentative = left
@@ -361,7 +362,7 @@ class _Applier:
         """Let the slots of a request name rows."""
         if source.blocks:
             source.written = max(source.written, span.stop)
-            self.slots.write_run(source.blocks, SlotRun(*span[:4]), step)
+            self.slots.write_run(source.blocks, span, step)
 
     def _release(self, source: Source, position: int) -> None:
         """Release the blocks of a request; rows at and after a position were not kept."""

@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from routetrace.server.index.traces.refs import CHUNK_SHIFT, ROW_BITS, UNKNOWN
+from routetrace.server.index.traces.spans import Span
 from routetrace.stored import format5_pb2 as stored
 
 Array = npt.NDArray[Any]
@@ -96,17 +97,17 @@ class SlotMap:
         self._cells["version"][cells] = versions
         self._cells["step"][cells] = steps
 
-    def write_run(self, block_ids: Sequence[int], run: SlotRun, step: int) -> None:
+    def write_run(self, block_ids: Sequence[int], run: SlotRun | Span, step: int) -> None:
         """Let the slots of a request with `block_ids` name the rows of a run."""
         if self._next == len(self._runs):
             self._drop_runs()
         self.changes += 1
         number = self._next
         self._next += 1
-        self._runs[number] = (*run, step)
-        stop = run.position + run.length
+        position, length = run[:2]
+        self._runs[number] = (*run[:4], step)
         run_of, nth_of = self._run.data, self._nth.data
-        for first, blocks, low, high in self._parts(block_ids, run.position, stop):
+        for first, blocks, low, high in self._parts(block_ids, position, position + length):
             block = blocks[0]
             if high - low < self.block_size and (block in self._mixed or run_of[block]):
                 self._fill(self._slot_by_slot(block), first, number)

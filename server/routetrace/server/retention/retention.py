@@ -90,6 +90,8 @@ class Retention:
         """Limits of what is kept."""
         self._took = 0.0  # duration of the last sweep in seconds
         self._frozen = 0  # serial number of the newest frozen trace
+        #: What decides which chunks are garbage, as it was when there was too little of it.
+        self._useless: tuple[int, int, int, set[int]] = (-1, 0, 0, set())
 
     def covered(self, number: int) -> None:
         """Note that the newest snapshot covers the records up to this number."""
@@ -197,17 +199,23 @@ class Retention:
     async def _compact(self, *, at_once: bool = False) -> None:
         # The rest of a record may point into its chunk.
         await self._journal.whole()
-        newest = self._state.number
+        state, newest = self._state, self._state.number
+        # A snapshot is as large as the indexes: worth it for a twentieth of the stored chunks.
+        behind = newest - self._snapshot_number
+        seen = newest, state.traces.changes, len(state.writers)
+        pinned = self._reader.frames.pinned_chunks()
+        same = (*seen, pinned) == self._useless
+        if same and behind < _SNAPSHOT_RECORDS and not at_once:
+            return
         live: set[int] = set()
         async for chunks in in_slices(self._state.marks()):
             live.update(chunks)
         # Chunks stored meanwhile may be pointed into by parts that were marked before.
-        live |= self._reader.frames.pinned_chunks()
+        live |= (pinned := self._reader.frames.pinned_chunks())
         garbage = [n for n in self._state.frames if n <= newest and n not in live]
-        # A snapshot is as large as the indexes: worth it for a twentieth of the stored chunks.
-        behind = self._state.number - self._snapshot_number
         few = not garbage or (len(garbage) * 20 < len(self._state.frames) and not at_once)
         if few and behind < _SNAPSHOT_RECORDS:
+            self._useless = *seen, pinned
             return
         async for _ in in_slices(self._state.pack()):
             pass

@@ -16,12 +16,13 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from routetrace.codec.records import Provenance
+from routetrace.codec.records import DIGEST, Provenance
 from routetrace.server.index.traces.sources import Source
 from routetrace.server.index.traces.trace import Trace
 
-#: Sources that are indexed at a time.
-_BATCH = 64
+#: Sources, or about their digests, that are indexed at a time.
+_BATCH = 256
+_BATCH_DIGESTS = 1 << 13
 
 #: Maximum entries of a tier, which bounds the time to sort one.
 _MAX_TIER = 1 << 16
@@ -33,6 +34,10 @@ _MAX_VERSIONS = 64
 _DEAD_SHARE = 0.25
 
 _Column = npt.NDArray[Any]
+
+
+#: Of a source and a weight version: facts about all its digests.
+_FACT = np.dtype([("salt", "u8"), ("version", "i8"), ("serial", "i8"), ("first", "i8")])
 
 
 class _Tier(NamedTuple):
@@ -55,6 +60,7 @@ class PrefixIndex:
     def __init__(self) -> None:
         self._traces: dict[int, Trace] = {}
         self._fresh: dict[Source, Trace] = {}
+        self._waiting = 0  # at least the digests of the fresh ones
         self._tiers: list[_Tier] = []  # the larger ones first
         self._dead = 0
 
@@ -87,9 +93,12 @@ class PrefixIndex:
                 self.learn(trace, source)
 
     def learn(self, trace: Trace, source: Source) -> None:
-        """Queue the digests of a source for the index."""
+        """Queue the digests of a source for the index, if its trace has computed rows so far."""
+        if not trace.computed:
+            return
         self._fresh[source] = trace
-        if len(self._fresh) >= _BATCH:
+        self._waiting += source.num_digests
+        if len(self._fresh) >= _BATCH or self._waiting >= _BATCH_DIGESTS:
             self._take_in()
 
     def remove(self, trace: Trace) -> None:
@@ -116,18 +125,24 @@ class PrefixIndex:
             yield
 
     def _take_in(self) -> None:
-        parts = []
+        held: list[_Column] = []
+        counts: list[int] = []
+        facts: list[tuple[int, int, int, int]] = []
         for source, trace in self._fresh.items():
-            digests = source.digests
+            salt = _salt(trace.key[0])
             for version, first in trace.computed.items():
-                held = digests[digests["position"] > first]
-                if len(held):
-                    keys = held["value"] ^ np.uint64(_salt(trace.key[0]))
-                    numbers = np.full((2, len(held)), [[version], [trace.serial]], np.int64)
-                    parts.append(_Tier(keys, *numbers))
+                held.append(source.digests)
+                counts.append(len(held[-1]))
+                facts.append((salt, version, trace.serial, first))
         self._fresh.clear()
-        if parts:
-            self._tiers.append(_merged(parts))
+        self._waiting = 0
+        if held:
+            digests = np.frombuffer(b"".join(held), DIGEST)
+            fact = np.array(facts, _FACT).repeat(counts)
+            tier = _Tier(digests["value"] ^ fact["salt"], fact["version"], fact["serial"])
+            tier = tier.part(digests["position"] > fact["first"])
+            if len(tier):
+                self._tiers.append(_merged([tier]))
         # Join neighbours of similar size, so that tiers stay few.
         last = len(self._tiers) - 1
         while (

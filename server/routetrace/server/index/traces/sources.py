@@ -98,11 +98,20 @@ class Source:
     def digests(self) -> npt.NDArray[Any]:
         """DIGEST by position, ascending."""
         if self._new_digests:
-            # Latest first: np.unique keeps the first of several at one position.
-            learned = np.concatenate([self._digests, *self._new_digests])[::-1]
-            _, first = np.unique(learned["position"], return_index=True)
-            self._digests, self._new_digests = learned[first], []
+            # np.concatenate looks at each field in Python.
+            learned = np.frombuffer(b"".join([self._digests, *self._new_digests]), DIGEST)
+            position = learned["position"]
+            if not (position[1:] > position[:-1]).all():  # as agents do not send them
+                # Latest first: np.unique keeps the first of several at one position.
+                learned = learned[::-1]
+                learned = learned[np.unique(learned["position"], return_index=True)[1]]
+            self._digests, self._new_digests = learned, []
         return self._digests
+
+    @property
+    def num_digests(self) -> int:
+        """Number of reported digests, repeated ones too."""
+        return len(self._digests) + sum(map(len, self._new_digests))
 
     def confirmed(self, attempt: int) -> int:
         """Return one past the last confirmed position of an attempt."""
