@@ -326,8 +326,8 @@ async def test_a_fault_of_a_waiting_read_ends_the_stream():
         pass
 
     reads = [pb.GetTraceRequest(trace_id="t", wait_for=pb.WAIT_FOR_END)] * 2
+    batch = Batch(reads, lambda _: None, later, nullcontext, turn, step)
     with pytest.raises(ZeroDivisionError):
-        batch = Batch(reads, lambda _: None, later, nullcontext, turn, step)
         [m async for m in batch.messages()]
 
 
