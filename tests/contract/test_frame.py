@@ -261,6 +261,19 @@ def test_decode_frames_in_batches(
     assert list(decode_frames([])) == []
 
 
+def test_a_header_that_was_read_is_not_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    layout = ModelLayout(tuple(range(5)), 5, 128, 8)
+    rng = np.random.default_rng(0)
+    batch = [routing(rng, n, layout) for n in (300, 7)]
+    parts = [(frame, None, None) for frame in encode_frames(batch, layout, codec=None)]
+    headers = [read_header(frame) for frame, _, _ in parts]
+    monkeypatch.setattr(frame_module, "read_header", None)
+    for ids, decoded in zip(batch, decode_frames(parts, headers), strict=True):
+        np.testing.assert_array_equal(decoded, ids.transpose(1, 0, 2))
+    with pytest.raises(ValueError, match="zip"):
+        list(decode_frames(parts, headers[:1]))
+
+
 def test_a_batch_is_one_call_of_zstd(monkeypatch: pytest.MonkeyPatch) -> None:
     layout = ModelLayout(tuple(range(5)), 5, 128, 8)
     rng = np.random.default_rng(0)

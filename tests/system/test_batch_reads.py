@@ -6,8 +6,10 @@ import asyncio
 import itertools
 import random
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import asynccontextmanager, closing, nullcontext
+from types import SimpleNamespace
 
 import grpc
 import numpy as np
@@ -29,7 +31,9 @@ from routetrace.client._core.batch import together
 from routetrace.client._core.steps import Plan
 from routetrace.common.errors import DeadlineExceeded, NotFound, RouteTraceError
 from routetrace.common.layout import ModelLayout
+from routetrace.server.common.slices import SLICE_SECONDS
 from routetrace.server.read.batch import Batch
+from routetrace.server.rows.sending import Piece
 from routetrace.server.testing import free_ports, run_server
 from routetrace.simulation.small_engine import SmallEngine
 from routetrace.v1 import routetrace_pb2 as pb
@@ -326,9 +330,65 @@ async def test_a_fault_of_a_waiting_read_ends_the_stream():
         pass
 
     reads = [pb.GetTraceRequest(trace_id="t", wait_for=pb.WAIT_FOR_END)] * 2
+    batch = Batch(reads, lambda _: None, later, nullcontext, turn, step)
     with pytest.raises(ZeroDivisionError):
-        batch = Batch(reads, lambda _: None, later, nullcontext, turn, step)
         [m async for m in batch.messages()]
+
+
+class Answered:
+    """An answer without rows."""
+
+    rows = None
+    done = False
+
+    async def next(self) -> Piece:
+        self.done = True
+        return Piece(end=pb.ReadEnd())
+
+
+async def messages_of(reads: int, at_once, later=None) -> list[pb.GetTracesResponse]:
+    @asynccontextmanager
+    async def turn():
+        yield SimpleNamespace(sending=step)
+
+    async def step():
+        pass
+
+    asked = [pb.GetTraceRequest(trace_id=str(i)) for i in range(reads)]
+    batch = Batch(asked, at_once, later, nullcontext, turn, step)
+    return [pb.GetTracesResponse.FromString(m) async for m in batch.messages()]
+
+
+async def test_only_reads_that_wait_are_answered_later():
+    asked: list[str] = []
+
+    async def later(read: pb.GetTraceRequest) -> Answered:
+        asked.append(read.trace_id)
+        return Answered()
+
+    got = await messages_of(6, lambda read: Answered() if int(read.trace_id) % 3 else None, later)
+    assert asked == ["0", "3"]
+    assert sorted(part.read for message in got for part in message.parts) == list(range(6))
+    assert [message.last for message in got] == [False] * (len(got) - 1) + [True]
+
+
+async def test_a_long_batch_leaves_the_loop_to_others():
+    turns = 0
+
+    async def others() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    def at_once(_: pb.GetTraceRequest) -> Answered:
+        time.sleep(2 * SLICE_SECONDS)
+        return Answered()
+
+    task = asyncio.create_task(others())
+    await messages_of(10, at_once)
+    task.cancel()
+    assert turns >= 10
 
 
 def test_what_is_no_batch_is_refused(server):

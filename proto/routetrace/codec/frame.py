@@ -342,9 +342,7 @@ def _batches(
 class _Groups:
     """Groups of a frame that hold given layers."""
 
-    def __init__(
-        self, frame: Buffer, header: FrameHeader, layer_ids: Iterable[int] | None
-    ) -> None:
+    def __init__(self, frame: Buffer, header: FrameHeader, layer_ids: Iterable[int] | None) -> None:
         self.header = header
         wanted = header.layer_ids if layer_ids is None else tuple(layer_ids)
         self._pick = pick = header.pick(wanted)

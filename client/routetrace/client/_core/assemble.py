@@ -86,13 +86,13 @@ class _Placed(NamedTuple):
     """A frame, and the places of its rows."""
 
     frame: memoryview
-    header: FrameHeader
     layer_ids: tuple[int, ...]
     columns: slice | list[int]
     targets: list[tuple[slice, int, int]]
     """(places, first row of the frame, rows)."""
     whole: slice | None
     """The places of all its rows, if they are neighbours: it is decoded there."""
+    header: FrameHeader
 
 
 class _Columns(NamedTuple):
@@ -371,7 +371,7 @@ class Assembler:
         places, _, count = targets[0]
         whole = len(targets) == 1 and count == header.num_rows and isinstance(columns.where, slice)
         place = places if whole else None
-        return _Placed(frame, header, columns.layer_ids, columns.where, targets, place)
+        return _Placed(frame, columns.layer_ids, columns.where, targets, place, header)
 
     def _came_with(self, span: Any, num_rows: int, columns: _Columns) -> _Came:
         """Return the rows of a span, checked against its frame and the request."""

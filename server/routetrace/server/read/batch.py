@@ -50,6 +50,7 @@ class Batch:
         self._step = step
         self._asked = deque(enumerate(reads))
         self._waiting: set[asyncio.Task[None]] = set()
+        self._num_waiting = 0  # of them, those without an answer
         self._ready: deque[tuple[int, Answer | RouteTraceError]] = deque()
         self._pins: dict[int, ExitStack] = {}  # by read
         self._news = asyncio.Event()
@@ -75,7 +76,7 @@ class Batch:
                             await asyncio.sleep(0)
                             await self._step()
                             begun = monotonic()
-                    message.head.last = not (self._asked or self._ready or self._waiting)
+                    message.head.last = not (self._asked or self._ready or self._num_waiting)
                     if message.head.parts:
                         await turn.sending()
                         yield message.sealed()
@@ -101,6 +102,7 @@ class Batch:
         if not self._ready:
             number, read = self._asked.popleft()
             if not self._begin(number, read):
+                self._num_waiting += 1
                 task = asyncio.create_task(self._wait(number, read))
                 self._waiting.add(task)
                 task.add_done_callback(self._waited)
@@ -135,6 +137,7 @@ class Batch:
             self._ready.append((number, error))
         else:
             self._keep(number, answer)
+        self._num_waiting -= 1
 
     def _keep(self, number: int, answer: Answer) -> None:
         """Pin the rows of an answer until it is sent."""

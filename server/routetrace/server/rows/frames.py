@@ -167,7 +167,7 @@ class Frames:
         """Return the bytes of frames of one chunk, cut to the layers, and their sizes."""
         held = self._state.frames.get(number)
         where = list(frames.values())
-        if held is None or not all([length for _, length in where]):
+        if held is None or not all(length for _, length in where):
             raise NotFound(field="chunk", value=number, expected="a stored chunk with the frames")
         layout = held.layout
         if layers != layout.layer_ids:

@@ -266,7 +266,7 @@ class ServerConfig(BaseSettings):
 
     def forbids_prefix_rows(self, run: str) -> bool:
         """Whether rows of one trace of a run never stand in for another's."""
-        return any([fnmatchcase(run, pattern) for pattern in self.forbid_prefix_rows])
+        return any(fnmatchcase(run, pattern) for pattern in self.forbid_prefix_rows)
 
     @field_validator("listen", "metrics_listen", "advertise")
     @classmethod
