@@ -125,14 +125,14 @@ class PrefixIndex:
             yield
 
     def _take_in(self) -> None:
-        held: list[_Column] = []
+        held: list[bytes] = []
         counts: list[int] = []
         facts: list[tuple[int, int, int, int]] = []
         for source, trace in self._fresh.items():
             salt = _salt(trace.key[0])
             for version, first in trace.computed.items():
-                held.append(source.digests)
-                counts.append(len(held[-1]))
+                held.append(source.digests.tobytes())
+                counts.append(len(source.digests))
                 facts.append((salt, version, trace.serial, first))
         self._fresh.clear()
         self._waiting = 0

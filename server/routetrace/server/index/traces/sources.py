@@ -99,7 +99,8 @@ class Source:
         """DIGEST by position, ascending."""
         if self._new_digests:
             # np.concatenate looks at each field in Python.
-            learned = np.frombuffer(b"".join([self._digests, *self._new_digests]), DIGEST)
+            parts = [part.tobytes() for part in (self._digests, *self._new_digests)]
+            learned = np.frombuffer(b"".join(parts), DIGEST)
             position = learned["position"]
             if not (position[1:] > position[:-1]).all():  # as agents do not send them
                 # Latest first: np.unique keeps the first of several at one position.
