@@ -86,6 +86,7 @@ def idle_agent():
         ("prompt_token_ids", {"prompt_token_ids": [[1], [2, 3]]}),
         ("prompt_token_ids", {"prompt_token_ids": "abc"}),
         ("prompt_token_ids", {"prompt_len": 1, "prompt_token_ids": [-1]}),
+        ("prompt_token_ids", {"prompt_len": 2, "prompt_token_ids": [1, 1 << 32]}),
         ("prompt_token_ids", {"prompt_len": 1, "prompt_token_ids": [1.5]}),
     ],
 )

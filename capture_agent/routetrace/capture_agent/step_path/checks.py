@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from routetrace.capture_agent.config import AgentConfig
+from routetrace.codec.records import U32
 from routetrace.common.checks import items, whole
 from routetrace.common.errors import InvalidArgument, kind_of, quoted, typed
 from routetrace.common.limits import MAX_POSITION, check_labels
@@ -194,9 +195,11 @@ def tokens_of(name: str, token_ids: npt.ArrayLike | None, length: int | None) ->
     length = len(tokens) if length is None and tokens.ndim == 1 else length
     if tokens.shape != (length,) or (length and tokens.dtype.kind not in "iu"):
         raise wrong(name, _shown(token_ids, tokens), expected)
-    if length and not 0 <= int(tokens.min()) <= int(tokens.max()) < 1 << 32:
-        raise wrong(name, [int(tokens.min()), int(tokens.max())], "ids in [0, 2**32)")
-    return tokens.astype("<u4").tobytes()
+    if length and tokens.dtype != U32:
+        low, high = tokens.item(tokens.argmin()), tokens.item(tokens.argmax())
+        if low < 0 or high >= 1 << 32:
+            raise wrong(name, [low, high], "ids in [0, 2**32)")
+    return tokens.astype(U32, copy=False).tobytes()
 
 
 def labels_of(labels: Mapping[str, str]) -> dict[str, str]:
