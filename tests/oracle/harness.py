@@ -41,6 +41,7 @@ from routetrace.client import RouteClient
 from routetrace.client._core.messages import parser_of
 from routetrace.client._shells.drive import Driver
 from routetrace.common.layout import ModelLayout
+from routetrace.server.common.slices import at_once
 from routetrace.server.core import Core
 from routetrace.server.index import journal as journal_module
 from routetrace.server.settings.config import ServerConfig
@@ -625,7 +626,7 @@ class InlineWorld(BaseWorld):
         for agent in self.agents.values():
             agent._link.sender.hang_up()
         if snapshot:
-            number, data = self.server.core.journal.snapshot()
+            number, data = at_once(self.server.core.journal.snapshot())
             self._store.compact((number, data), ())
             self.counts["snapshots"] += 1
         self._start()

@@ -14,6 +14,7 @@ from obstore.store import MemoryStore as MemoryBucket
 from oracle.harness import InlineWorld
 from routetrace.common.errors import RouteTraceError
 from routetrace.common.layout import ModelLayout
+from routetrace.server.common.slices import at_once
 from routetrace.server.store.interface import Record
 from routetrace.server.store.object.bucket import Bucket, open_bucket
 from routetrace.server.store.object.store import ObjectStore
@@ -75,7 +76,7 @@ class TakenWorld(InlineWorld):
     def restart(self, *, snapshot: bool) -> None:
         if not snapshot and self.rng.random() < 0.3:
             # A snapshot that is older than the last records, which keep their headers.
-            number, data = self.server.core.journal.snapshot()
+            number, data = at_once(self.server.core.journal.snapshot())
             self._store.compact((number, data), ())
             self.counts["snapshots"] += 1
         super().restart(snapshot=snapshot)

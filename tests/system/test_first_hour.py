@@ -74,6 +74,17 @@ def record(target: str, trace_id: str, run: str = "default", version: int = 0) -
         assert one.flush(30)
 
 
+@pytest.fixture(autouse=True)
+def background_ends() -> Iterator[None]:
+    """Wait for agents whose close() had no time: what they log belongs to this test."""
+    before = {*threading.enumerate()}
+    yield
+    for thread in {*threading.enumerate()} - before:
+        if thread.name == "routetrace-worker":
+            thread.join(60)
+            assert not thread.is_alive()
+
+
 # ------------------------------------------------------------------ what listens there
 
 

@@ -81,7 +81,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     logs.set_up(config.log_level, config.log_format)
     _keep_freed_memory()
-    pauses.shorten()
     if config.workers == 1:
         return _run_server(config)
     try:
@@ -107,6 +106,7 @@ def _run_server(config: ServerConfig, seat: Seat | None = None) -> int:
 async def _serve(config: ServerConfig, seat: Seat | None = None) -> None:
     stop = asyncio.Event()
     _stop_on_signals(stop)
+    collecting = asyncio.create_task(pauses.collect_garbage())
     if config.ready_file:
         config.ready_file.unlink(missing_ok=True)
     if seat is None and config.store == "disk":
@@ -124,6 +124,7 @@ async def _serve(config: ServerConfig, seat: Seat | None = None) -> None:
         if not again:
             break
         log.warning("starting over as a standby")
+    collecting.cancel()
     log.info("stopped")
 
 

@@ -169,7 +169,7 @@ class ChunkTarget(Target):
             assert apply_record(state, number, record, parsed)
             _learn(told, number, parsed)
             taken = True
-        for trace in [*state.traces.traces.values()]:
+        for trace in [*state.traces.oldest_first()]:
             _check_trace(core, trace, told)
         copy = State(state.default_ttl)
         copy.load(state.dump())

@@ -24,6 +24,7 @@ from faults.serving import Server
 from oracle.harness import _Aborted, _Server
 from routetrace.client import RouteClient
 from routetrace.client._shells.drive import Driver
+from routetrace.server.common.slices import at_once
 from routetrace.server.core import Core
 from routetrace.server.settings.config import ServerConfig
 from routetrace.server.store.memory import MemoryStore
@@ -166,7 +167,7 @@ class Inline:
 
     def sweep(self) -> None:
         """A snapshot, and what else a sweep does."""
-        number, data = self._core.journal.snapshot()
+        number, data = at_once(self._core.journal.snapshot())
         self._store.compact((number, data), ())
         self.server.run(self._core.sweep())
 

@@ -11,6 +11,7 @@ import pytest
 from routetrace.common.errors import Corrupt, Unavailable
 from routetrace.server import daemon
 from routetrace.server.access.lifecycle import ServerState
+from routetrace.server.common.slices import at_once
 from routetrace.server.core import Core
 from routetrace.server.index import apply, journal
 from routetrace.server.index.records.record import decode_record, encode_renew
@@ -74,7 +75,7 @@ def test_a_replay_leaves_no_part_of_a_record_that_fails(seed, snapshot, failing,
         store.append(Record(number, record, b"")).result()
         if snapshot and number == victims[0] - 1:
             before = recovered(store)
-            store.compact(before.journal.snapshot(), ())
+            store.compact(at_once(before.journal.snapshot()), ())
     failing.update(victims)
     core = recovered(store)
     for victim in victims:
@@ -128,7 +129,7 @@ async def test_a_failure_in_the_middle_of_a_chunk_stops_the_server(failing, capl
     with pytest.raises(Unavailable, match=f"record {victim}"):
         core.journal.append(encode_renew(1.0, "run", ["r0"], 5))
     with pytest.raises(Unavailable):
-        core.journal.snapshot()
+        at_once(core.journal.snapshot())
     with pytest.raises(Unavailable):
         await core.sweep()
     assert f"record {victim} cannot be applied" in caplog.text

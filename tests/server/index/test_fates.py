@@ -142,7 +142,8 @@ def test_fates_of_snapshots_without_time_and_token_are_read() -> None:
     assert stones.fate(("r", "t")) == Fate("retired", 0.0, "")
     stones.add(("r", "u"), [], Fate("deleted", 12.5, "janitor"))
     other = Tombstones()
-    other.load(stored.Piece.FromString(stones.dump().SerializeToString()))
+    for part in stones.dump():
+        other.load(stored.Piece.FromString(part.SerializeToString()))
     assert other.fate(("r", "t")) == Fate("retired")
     assert other.fate(("r", "u")) == Fate("deleted", 12.5, "janitor")
     assert other.fate(("r", "v")) is None

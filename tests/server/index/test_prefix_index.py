@@ -71,7 +71,7 @@ def test_it_finds_what_there_is(happens, batch, digests, most):
                 for _ in index.clean():
                     pass
         again = TraceIndex()
-        for trace in traces.traces.values():
+        for trace in traces.oldest_first():
             trace.computed = {}
             again.add(trace)
         positions = [1, 2, 3, 4, 5, 6]
@@ -140,12 +140,12 @@ def test_sources_with_many_digests_are_taken_in_before_others():
     source = source_of("run")
     trace = traces.begin(("run", "t"), source, ttl=1, now=0)
     traces.prefixes.computed(trace, 0, 0)
-    source.add_digests(np.array([(p, p) for p in range(1, 1 << 13)], DIGEST))
+    source.add_digests(np.array([(p, p) for p in range(1, 1 << 12)], DIGEST))
     traces.prefixes.learn(trace, source)
     assert len(traces.prefixes) == 0
-    source.add_digests(np.array([(1 << 13, 1 << 13)], DIGEST))
+    source.add_digests(np.array([(1 << 12, 1 << 12)], DIGEST))
     traces.prefixes.learn(trace, source)
-    assert len(traces.prefixes) == 1 << 13
+    assert len(traces.prefixes) == 1 << 12
 
 
 def test_weight_versions_of_one_trace_are_bounded():

@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import gc
 import random
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from contextlib import ExitStack
 from itertools import chain
+from typing import Any
 from unittest.mock import Mock
 
 import numpy as np
@@ -20,6 +21,7 @@ from routetrace.common.errors import Overloaded
 from routetrace.server.common import slices
 from routetrace.server.core import Core
 from routetrace.server.index import apply
+from routetrace.server.index import state as state_module
 from routetrace.server.index.apply import apply_record
 from routetrace.server.index.records.record import (
     decode_record,
@@ -31,10 +33,13 @@ from routetrace.server.index.traces import refs
 from routetrace.server.index.traces.refs import CHUNK_SHIFT
 from routetrace.server.index.traces.spans import Span, SpanList, merge, subtract
 from routetrace.server.index.traces.tombstones import Fate
+from routetrace.server.retention import retention
 from routetrace.server.settings.config import ServerConfig
 from routetrace.server.store.memory import MemoryStore
 from routetrace.stored import format5_pb2 as stored
 from support.agents.recorder import LAYOUT, Recorder, pointed_into, records
+
+_EVER = 4 * 10**9
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -235,7 +240,8 @@ async def test_a_sweep_that_finds_no_room_tries_again():
     await core.start()
     for record in records(0):
         await core.journal.append(record)
-    core.journal.state.traces.traces.clear()
+    for key in [trace.key for trace in core.state.traces.oldest_first()]:
+        core.state.traces.remove(key)
     core.journal.state.writers.clear()
     garbage = set(core.state.frames)
     assert garbage
@@ -283,6 +289,79 @@ async def test_chunks_are_looked_at_again_after_a_change_alone(monkeypatch):
     await core.stop()
 
 
+async def test_records_wait_while_the_journal_is_still():
+    core = Core(MemoryStore(), ServerConfig(store="memory"))
+    await core.start()
+    some = records(0)
+    half = len(some) // 2
+    for record in some[:half]:
+        await core.journal.append(record)
+    before = list(core.state.dump())
+    async with core.journal.still():
+        results = [core.journal.append(record) for record in some[half:]]
+        for _ in range(50):
+            await asyncio.sleep(0)
+        assert not any(result.done() for result in results)
+        assert core.state.number == half
+        assert list(core.state.dump()) == before
+    await asyncio.gather(*results)
+    assert core.state.number == len(some)
+
+
+@pytest.mark.parametrize("seed", range(6))
+async def test_snapshots_hold_one_moment_whatever_arrives_meanwhile(seed, monkeypatch):
+    """Records arrive, large ones in parts, between any two slices of sweeps; then a restart."""
+    monkeypatch.setattr(slices, "SLICE_SECONDS", -1.0)
+    monkeypatch.setattr(state_module, "_PACKED", 1)
+    monkeypatch.setattr(retention, "_SNAPSHOT_RECORDS", 1)
+    store = MemoryStore()
+    core = Core(store, ServerConfig(store="memory", default_ttl_seconds=_EVER))
+    await core.start()
+    rng = random.Random(seed)
+    # Without leases that end: sweeps delete such traces without a record.
+    some = [record for record in records(seed) if not decode_record(record).HasField("renew")]
+    results = []
+    begun, snapshot_of = asyncio.Event(), core.journal.snapshot
+
+    def noted() -> Generator[None, None, Any]:
+        begun.set()
+        return (yield from snapshot_of())
+
+    monkeypatch.setattr(core.journal, "snapshot", noted)
+
+    async def arrive() -> None:
+        for number, record in enumerate(some):
+            if number == len(some) // 2:
+                await begun.wait()  # the rest arrives between the slices of a snapshot
+            payload = b"rows" if decode_record(record).HasField("chunk") else b""
+            results.append(asyncio.get_running_loop().create_future())
+            core.journal.submit(
+                record, lambda _, error, to=results[-1]: to.set_result(error), payload
+            )
+            for _ in range(rng.choice((0, 1, 5, 200))):
+                await asyncio.sleep(0)
+
+    arriving = asyncio.ensure_future(arrive())
+    moments = set()
+    while not arriving.done():
+        await core.sweep()
+        if snapshot := store.load_snapshot():
+            moments.add(snapshot[0])
+            again = State(_EVER)
+            again.load(snapshot[1])
+            expected = State(_EVER)
+            for number, record in enumerate(some[: again.number], 1):
+                apply_record(expected, number, record)
+            # The same but for the chunks that were dropped.
+            kept = {*again.frames}
+            for number in {*expected.frames} - kept:
+                expected.release(number)
+            assert list(again.dump()) == list(expected.dump())
+    await core.journal.settled()
+    assert not any(result.result() for result in results)
+    assert moments
+
+
 @pytest.mark.parametrize("seed", range(12))
 async def test_nothing_that_is_pointed_into_goes_while_a_sweep_is_between_its_slices(
     seed, monkeypatch
@@ -302,7 +381,7 @@ async def test_nothing_that_is_pointed_into_goes_while_a_sweep_is_between_its_sl
 
     def read() -> None:
         """Some trace's rows are on their way from now on; the trace may be forgotten meanwhile."""
-        trace = rng.choice([*state.traces.traces.values()])
+        trace = rng.choice([*state.traces.oldest_first()])
         refs = [span.ref for s in trace.sources for a in s.attempts for span in a]
         stack = ExitStack()
         stack.enter_context(
@@ -399,12 +478,12 @@ def test_what_is_indexed_goes_without_the_garbage_collector():
         state = State(100)
         for number, record in enumerate(records(0), 1):
             apply_record(state, number, record)
-        for trace in state.traces.traces.values():
+        for trace in state.traces.oldest_first():
             for number in trace.join.standing:
                 assert trace.join.incarnation(number).as_sampled
         del trace
         assert indexed() > before + 20
-        for key in [*state.traces.traces]:
+        for key in [trace.key for trace in state.traces.oldest_first()]:
             state.forget(key, Fate("deleted"))
         state.writers.clear()
         assert indexed() == before

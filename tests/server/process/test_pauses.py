@@ -6,30 +6,44 @@ import subprocess
 import sys
 
 SCRIPT = """
-import gc, weakref
+import asyncio, gc, weakref
 from routetrace.server.process import pauses
 
 class Node: pass
 
-pauses.shorten()
-start = gc.get_freeze_count()
-ring = Node(); ring.itself = ring
-gone = weakref.ref(ring)
-del ring
-live = [Node() for _ in range(300_000)]
-for node in live:
-    node.more = []
-assert gone() is None, "garbage must not be frozen"
-frozen = gc.get_freeze_count() - start
-assert frozen > 200_000, frozen
-found = len(gc.get_objects())
-assert found < 300_000, found  # of twice as many, with their lists
-del live
-gc.collect()
+def ring():
+    node = Node(); node.itself = node
+    return weakref.ref(node)
+
+async def main():
+    collecting = asyncio.create_task(pauses.collect_garbage())
+    await asyncio.sleep(0.05)
+    start = gc.get_freeze_count()
+    gone = ring()
+    live = [Node() for _ in range(300_000)]
+    for node in live:
+        node.more = []
+    assert gone() is not None, "collected within a callback"
+    assert len(gc.get_objects()) > 600_000
+    await asyncio.sleep(0.5)
+    assert gone() is None, "garbage must not be frozen"
+    frozen = gc.get_freeze_count() - start
+    assert frozen > 600_000, frozen
+    found = len(gc.get_objects())
+    assert found < 10_000, found
+    gone = ring()
+    more = [[] for _ in range(5000)]
+    await asyncio.sleep(0.5)
+    assert gone() is None, "not collected again"
+    collecting.cancel()
+    await asyncio.wait([collecting])
+    assert gc.isenabled()
+
+asyncio.run(main())
 """
 
 
-def test_survivors_of_a_long_collection_are_not_walked_again() -> None:
+def test_garbage_is_collected_between_callbacks_and_survivors_are_walked_once() -> None:
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT], capture_output=True, text=True, check=False
     )

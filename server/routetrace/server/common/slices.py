@@ -13,7 +13,7 @@ import numpy.typing as npt
 from routetrace.codec.records import U32
 
 #: Seconds that one slice runs before it yields to the event loop.
-SLICE_SECONDS = 0.002
+SLICE_SECONDS = 0.0015
 
 #: Numbers that are converted at a time.
 _NUMBERS = 1 << 14

@@ -53,7 +53,7 @@ MAX_ATTEMPTS = 256
 MAX_LIVE = 1 << 16
 
 #: Ops of a chunk that are applied at a time, and slots of one op.
-_OPS = 64
+_OPS = 16
 _SLOTS = 1 << 12
 
 #: Frames of a chunk that does not count; its space is reclaimed.
@@ -179,10 +179,17 @@ class _Applier:
     def run(self) -> Iterator[None]:
         try:
             yield from self._run()
-        finally:  # no cached view of a trace may outlive a change
-            for key in self.touched:
+            yield from self._step()
+            for index, key in enumerate(self.touched, 1):
                 if trace := self.state.trace(key, self.now):
                     self.state.touch(trace, self.now)
+                if not index % _OPS:
+                    yield
+            self.touched.clear()
+        finally:  # no cached view of a trace may outlive a change
+            for key in self.touched:
+                if trace := self.state.traces.traces.get(key):
+                    self.state.changed(trace)
 
     def _step(self) -> Iterator[None]:
         """End a step; no cached view of a trace may outlive a change."""

@@ -11,8 +11,16 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Hashable, Iterator, Sequence
+from collections.abc import (
+    AsyncIterator,
+    Callable,
+    Generator,
+    Hashable,
+    Iterator,
+    Sequence,
+)
 from concurrent.futures import Future
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -110,6 +118,7 @@ class Journal:
         self._between: list[asyncio.Future[None]] = []
         self._number = 0
         self._woken = False
+        self._still = False
 
     def recover(self) -> int:
         """Rebuild the state from the snapshot and the later records; return their number.
@@ -133,6 +142,8 @@ class Journal:
         # A number is used once, also that of a record that was left out.
         self._number = max(self.state.number, self.store.last_number())
         self.state.touched.clear()
+        for _ in self.state.traces.prefixes.clean():
+            pass
         return count
 
     def _replay(self, left_out: set[int]) -> int | None:
@@ -267,6 +278,8 @@ class Journal:
     def _apply_stored(self) -> None:
         """Apply stored records for the time of a slice; the event loop goes on with the rest."""
         self._woken = False  # before the check of what is stored
+        if self._still:
+            return
         until = time.monotonic() + SLICE_SECONDS
         while self._pending and self._pending[0].stored.done():
             pending = self._pending[0]
@@ -295,6 +308,9 @@ class Journal:
                 if not between.done():
                     between.set_result(None)
             self._between.clear()
+        self._go_on()
+
+    def _go_on(self) -> None:
         if not self._woken and self._pending and self._pending[0].stored.done():
             self._woken = True
             asyncio.get_running_loop().call_soon(self._apply_stored)
@@ -326,14 +342,29 @@ class Journal:
                 f"record {self.failed} cannot be applied; the server stops", retry_after=1.0
             )
 
-    def snapshot(self) -> tuple[int, Iterator[bytes]]:
-        """Return the last record that a snapshot of the current state covers, and its pieces.
+    @asynccontextmanager
+    async def still(self) -> AsyncIterator[None]:
+        """Apply no record while the context is open, nor leave one applied in part.
 
-        No record may be applied in part; see `whole`.
+        Records are stored meanwhile, and wait.
+        """
+        await self.whole()
+        assert not self._still, "held by another task"
+        self._still = True
+        try:
+            yield
+        finally:
+            self._still = False
+            self._go_on()
+
+    def snapshot(self) -> Generator[None, None, tuple[int, Iterator[bytes]]]:
+        """Return, step by step, the last record that a snapshot covers, and its pieces.
+
+        No record may be applied between two steps, nor be applied in part; see `still`.
 
         Raises:
             Unavailable: if a record could not be applied.
         """
         self.check()
         assert self._steps is None, "a record is applied in part"
-        return self.state.number, self.state.dump()
+        return self.state.number, (yield from self.state.dump_in_steps())

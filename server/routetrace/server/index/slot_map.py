@@ -14,6 +14,7 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.ma  # np.unique imports it when it is first called, which takes 40 ms
 import numpy.typing as npt
 
 from routetrace.server.index.traces.refs import CHUNK_SHIFT, ROW_BITS, UNKNOWN

@@ -6,9 +6,9 @@ again when the server starts; a snapshot replaces the records before it.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from itertools import chain
+from collections import Counter, deque
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from itertools import chain, islice
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,6 +18,7 @@ from google.protobuf.message import DecodeError
 from routetrace.codec.records import Provenance
 from routetrace.common.errors import Corrupt
 from routetrace.common.layout import ModelLayout
+from routetrace.server.common.slices import at_once
 from routetrace.server.index.owners import owner_of
 from routetrace.server.index.records.record import (
     key_to_stored,
@@ -37,6 +38,10 @@ from routetrace.v1 import routetrace_pb2 as pb
 
 #: Positions that a request inherits at a time.
 INHERITED = 1 << 14
+
+#: Traces that are packed at a time, and frames of chunks that are looked at.
+_PACKED = 16
+_FRAMES = 1 << 12
 
 
 class Frames(NamedTuple):
@@ -203,19 +208,21 @@ class State:
         Records may be applied between two parts: of the chunks stored before the first part, all
         that are pointed into at the end are included. Traces take over rows from slots, and slots
         only drafts of live requests; so slots and drafts come first, then all traces of that time.
+        A trace that is newer than those took its rows from slots, or from chunks stored meanwhile.
         """
         for writer in [*self.writers.values()]:
             live = [source for _, source in writer.live.values()]
             drafts = (map(chunk_of, source.drafts.refs) for source in live)
             yield chain(writer.slots.chunks().tolist(), *drafts)
-        for trace in [*self.traces.traces.values()]:
+        for trace in self.traces.oldest_first():
             yield trace.chunks()
 
     def pack(self) -> Iterator[None]:
-        """Prepare the snapshot of traces that changed, one by one."""
-        for trace in [*self.traces.traces.values()]:
+        """Prepare the snapshot of traces that changed, step by step."""
+        for index, trace in enumerate(self.traces.oldest_first(), 1):
             if trace.packed is None:
                 self._pack(trace)
+            if not index % _PACKED:
                 yield
 
     def _pack(self, trace: Trace) -> bytes:
@@ -232,26 +239,45 @@ class State:
     # ------------------------------------------------------------------ snapshots
 
     def dump(self) -> Iterator[bytes]:
+        """Return the state in pieces at once; see `dump_in_steps`."""
+        return at_once(self.dump_in_steps())
+
+    def dump_in_steps(self) -> Generator[None, None, Iterator[bytes]]:
         """Return the state in pieces, for a snapshot that covers the records up to `number`.
 
-        They hold the state at the time of the call, and may be taken later, in another thread.
+        Between two steps the state may be read, but not changed. Afterwards it may: the pieces hold
+        the state of before, also if they are taken later, in another thread.
         """
-        traces = [trace.packed or self._pack(trace) for trace in self.traces.traces.values()]
-        for layout in {id(f.layout): f.layout for f in self.frames.values()}.values():
-            self._layout_number(layout)
+        # In tuples, which the garbage collector does not walk, of bytes.
+        traces: deque[tuple[bytes, ...]] = deque()
+        every = self.traces.oldest_first()
+        while part := tuple(t.packed or self._pack(t) for t in islice(every, _PACKED)):
+            traces.append(part)
+            yield
+        numbers, frames = [*self.frames], [*self.frames.values()]
+        for at in range(0, len(frames), _FRAMES):
+            for layout in {id(f.layout): f.layout for f in frames[at : at + _FRAMES]}.values():
+                self._layout_number(layout)
+            yield
+        layouts = dict(self._layouts)
         head = stored.Piece(head=stored.Head(number=self.number, serial=self.traces.serial))
-        head.layouts.extend(map(layout_to_stored, self._layouts))
-        parts = [to_bytes(head), *traces]
+        head.layouts.extend(map(layout_to_stored, layouts))
+        writers = []
         for writer in self.writers.values():
             piece = stored.Piece()
             dump_writer(piece.writers.add(), writer)
-            parts.append(to_bytes(piece))
-        tail = self.tombstones.dump()
+            writers.append(to_bytes(piece))
+            yield
+        tail = []
+        for piece in self.tombstones.dump():
+            tail.append(to_bytes(piece))
+            yield
+        last = stored.Piece()
         for key, epoch in self.epochs.items():
-            tail.epochs.add(writer=key_to_stored(key), epoch=epoch)
-        parts.append(to_bytes(tail))
-        layouts, frames = dict(self._layouts), [*self.frames.items()]
-        return pieces(chain(parts, _dump_frames(frames, layouts)))
+            last.epochs.add(writer=key_to_stored(key), epoch=epoch)
+        tail.append(to_bytes(last))
+        parts = chain([to_bytes(head)], _emptied(traces), writers, tail)
+        return pieces(chain(parts, _dump_frames(numbers, frames, layouts)))
 
     def load(self, data: Iterable[bytes]) -> None:
         """Load the pieces of a snapshot; on error leave the state unchanged.
@@ -307,10 +333,16 @@ def engine_key(run: str, engine_id: str) -> WriterKey:
     return WriterKey(run, engine_id, "")
 
 
+def _emptied(parts: deque[tuple[bytes, ...]]) -> Iterator[bytes]:
+    """Yield the items of all parts, and let go of each part then."""
+    while parts:
+        yield from parts.popleft()
+
+
 def _dump_frames(
-    frames: list[tuple[int, Frames]], layouts: dict[ModelLayout, int]
+    numbers: Sequence[int], frames: Sequence[Frames], layouts: dict[ModelLayout, int]
 ) -> Iterator[bytes]:
-    for number, chunk in frames:
+    for number, chunk in zip(numbers, frames, strict=True):
         piece = stored.Piece()
         offsets, layout = chunk.offsets.tobytes(), layouts[chunk.layout]
         piece.frames.add(

@@ -45,7 +45,7 @@ class Census:
     async def count(self) -> None:
         """Count all traces."""
         runs: dict[str, RunCount] = {}
-        async for trace in in_slices([*self._state.traces.traces.values()]):
+        async for trace in in_slices(self._state.traces.oldest_first()):
             if not trace.sources or self._state.traces.traces.get(trace.key) is not trace:
                 continue
             run = runs.setdefault(trace.key[0], RunCount())

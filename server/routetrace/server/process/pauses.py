@@ -1,46 +1,50 @@
 """Short pauses of the garbage collector.
 
-A full collection walks all objects that are not frozen: 100 ms and more for a server that has just
-stored some 10,000 traces, in which it answers no call.
+A collection walks all objects that are not frozen: 100 ms and more for a server that has just
+stored some 10,000 traces. So it is done here between two callbacks of the event loop, after a few
+thousand new objects. Otherwise it would lengthen whatever callback comes last, or it would begin in
+another thread, and wait for the loop there, which makes objects meanwhile that are not collected.
 """
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import time
-from collections.abc import Mapping
-from typing import Any
 
-#: Processor seconds of a full collection from which on its survivors are frozen.
-_LONG_SECONDS = 0.002
+#: New objects, less those that were freed, or processor seconds after which a collection is due:
+#: where as many are freed as are made, only the time tells. And seconds between two looks.
+_OBJECTS = 2000
+_BUSY_SECONDS = 0.02
+_LOOK_SECONDS = 0.01
 
-#: Allocations, and collections of the younger generations, before a full collection: few, so that
-#: it finds some 10,000 new objects at most.
-_THRESHOLDS = (700, 5, 1)
+#: Processor seconds of a collection from which on its survivors are frozen.
+_LONG_SECONDS = 0.0005
 
 
-class _Freezer:
-    """Freezes what a long full collection has found alive, so that no other walks it again.
+async def collect_garbage() -> None:
+    """Collect garbage until cancelled, in place of the interpreter."""
+    collect()
+    gc.freeze()
+    gc.disable()
+    last = time.thread_time()
+    try:
+        while True:
+            await asyncio.sleep(_LOOK_SECONDS)
+            if gc.get_count()[0] >= _OBJECTS or time.thread_time() - last >= _BUSY_SECONDS:
+                collect()
+                last = time.thread_time()
+    finally:
+        gc.enable()
+
+
+def collect() -> None:
+    """Collect garbage; after a long collection, freeze what it has found alive.
 
     Nothing is frozen that was garbage at that time. Objects of the index hold no cycles: reference
     counts free them, frozen or not.
     """
-
-    def __init__(self) -> None:
-        self._begun = 0.0
-
-    def __call__(self, phase: str, info: Mapping[str, Any]) -> None:
-        if info["generation"] != 2:
-            return
-        if phase == "start":
-            self._begun = time.thread_time()
-        elif time.thread_time() - self._begun > _LONG_SECONDS:
-            gc.freeze()
-
-
-def shorten() -> None:
-    """Bound the pauses of this process from now on."""
+    begun = time.thread_time()
     gc.collect()
-    gc.freeze()
-    gc.set_threshold(*_THRESHOLDS)
-    gc.callbacks.append(_Freezer())
+    if time.thread_time() - begun > _LONG_SECONDS:
+        gc.freeze()

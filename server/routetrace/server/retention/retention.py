@@ -10,20 +10,24 @@ import asyncio
 import gc
 import logging
 import time
+from array import array
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from functools import partial
 
+import numpy as np
 import psutil
 
 from routetrace.common.errors import counted
 from routetrace.server.access.budget import over_shares
 from routetrace.server.common.metrics import Metrics
-from routetrace.server.common.slices import in_slices
+from routetrace.server.common.slices import in_slices, result_in_slices
 from routetrace.server.index.agents import Agents
 from routetrace.server.index.journal import Journal
 from routetrace.server.index.owners import owner_of
 from routetrace.server.index.records.record import encode_delete
+from routetrace.server.index.state import Frames
+from routetrace.server.index.traces.sources import TraceKey
 from routetrace.server.index.traces.trace import Trace
 from routetrace.server.index.writer import Writer
 from routetrace.server.retention import freed
@@ -53,6 +57,9 @@ _FREEZE_TRACES = 10_000
 
 #: Maximum traces that one record deletes: applying it holds the event loop.
 _MAX_DELETED = 256
+
+#: Traces that are looked at in a step.
+_LOOKED_AT = 64
 
 #: Limit near which a trace was evicted, by the reason of its tombstone.
 _NEAR = {
@@ -172,10 +179,12 @@ class Retention:
 
     def _expiring(self, now: float) -> Iterator[None]:
         """Delete expired traces one by one; traces may change between two steps."""
-        for key in [*self._state.traces.traces]:
-            if self._state.trace(key, now) is None:
-                self._journal.changes.notify(key)
-            yield
+        for index, trace in enumerate(self._state.traces.oldest_first(), 1):
+            expired = trace.expires <= now
+            if expired and self._state.trace(trace.key, now) is None:
+                self._journal.changes.notify(trace.key)
+            if expired or not index % _LOOKED_AT:
+                yield
         # Also those that a record deleted as expired.
         self._count("expired", self._state.expired)
         self._state.expired = 0
@@ -212,18 +221,24 @@ class Retention:
             live.update(chunks)
         # Chunks stored meanwhile may be pointed into by parts that were marked before.
         live |= (pinned := self._reader.frames.pinned_chunks())
-        garbage = [n for n in self._state.frames if n <= newest and n not in live]
+        garbage = [
+            number
+            async for number in in_slices([*self._state.frames])
+            if number <= newest and number not in live
+        ]
         few = not garbage or (len(garbage) * 20 < len(self._state.frames) and not at_once)
         if few and behind < _SNAPSHOT_RECORDS:
             self._useless = *seen, pinned
             return
         async for _ in in_slices(self._state.pack()):
             pass
-        await self._journal.whole()
-        # Nothing can start to point into garbage, so it is still garbage.
-        dropped = {number: self._state.release(number) for number in garbage}
-        snapshot = self._journal.snapshot()
+        dropped: dict[int, Frames] = {}
         try:
+            async with self._journal.still():
+                # Nothing can start to point into garbage, so it is still garbage.
+                async for number in in_slices(garbage):
+                    dropped[number] = self._state.release(number)
+                snapshot = await result_in_slices(self._journal.snapshot())
             await asyncio.to_thread(self._store.compact, snapshot, garbage)
         except BaseException:
             # Still stored: without an entry, their space is not reclaimed before a restart.
@@ -259,7 +274,9 @@ class Retention:
                 await self._make_room(partial(_of_owner, owner), part, "capacity")
         limit = self._config.memory_limit
         if limit and self.memory_bytes() > HIGH * limit:
-            held_by = Counter(_owner_of(t) for t in self._state.traces.traces.values())
+            held_by = Counter(
+                [_owner_of(t) async for t in in_slices(self._state.traces.oldest_first())]
+            )
             most = int(_MEMORY_SHARE * len(self._state.traces.traces)) + 1
             for owner, part in over_shares(held_by, most).items():
                 among = partial(_of_owner, owner)
@@ -268,16 +285,16 @@ class Retention:
     async def _make_room(self, among: Callable[[Trace], bool], need: int, reason: str) -> None:
         """Evict finished traces until the chunks that only they point into hold `need` bytes."""
         pointing: Counter[int] = Counter()
-        async for trace in in_slices([*self._state.traces.traces.values()]):
+        async for trace in in_slices(self._state.traces.oldest_first()):
             pointing.update(set(trace.chunks()))
         # Chunks that slots or reads point into are not reclaimed by evicting traces.
         for writer in self._state.writers.values():
             pointing.update(writer.slots.chunks().tolist())
         pointing.update(self._reader.frames.pinned_chunks())
 
-        def evicted() -> Iterator[Trace]:
+        async def evicted() -> AsyncIterator[Trace]:
             left = need
-            for trace in self._finished(among):
+            async for trace in self._finished(among):
                 if left <= 0:
                     return
                 for chunk in set(trace.chunks()):
@@ -288,30 +305,44 @@ class Retention:
 
         await self._forget_oldest(evicted(), reason)
 
-    def _finished(self, among: Callable[[Trace], bool]) -> Iterator[Trace]:
+    async def _finished(self, among: Callable[[Trace], bool]) -> AsyncIterator[Trace]:
         """Yield finished traces, least recently changed first."""
-        traces = [t for t in self._state.traces.traces.values() if among(t)]
-        for trace in sorted(traces, key=lambda t: t.updated):
-            if self._reader.ended(trace):
-                yield trace
+        keys: list[TraceKey] = []
+        updated = array("d")
+        async for trace in in_slices(self._state.traces.oldest_first()):
+            if among(trace):
+                keys.append(trace.key)
+                updated.append(trace.updated)
+        order = await asyncio.to_thread(np.argsort, updated, kind="stable")
+        async for at in in_slices(order):
+            found = self._state.traces.traces.get(keys[at])
+            # One that changed meanwhile has another place.
+            if found and found.updated == updated[at] and self._reader.ended(found):
+                yield found
 
     @staticmethod
-    def _take(traces: Iterator[Trace], most: int) -> Iterator[Trace]:
-        return (trace for trace, _ in zip(traces, range(most), strict=False))
+    async def _take(traces: AsyncIterator[Trace], most: int) -> AsyncIterator[Trace]:
+        left = most
+        async for trace in traces:
+            if not left:
+                return
+            left -= 1
+            yield trace
 
-    async def _forget_oldest(self, traces: Iterator[Trace], reason: str) -> None:
+    async def _forget_oldest(self, traces: AsyncIterator[Trace], reason: str) -> None:
         judged = self._journal.applied  # before the first trace is looked at
-        by_run: dict[str, list[Trace]] = {}
-        for trace in traces:
-            by_run.setdefault(trace.key[0], []).append(trace)
+        by_run: dict[str, dict[str, tuple[int, float]]] = {}
+        async for trace in traces:  # not kept: to free many at once takes long
+            run, trace_id = trace.key
+            by_run.setdefault(run, {})[trace_id] = trace.serial, trace.updated
         count = 0
-        for name, chosen in by_run.items():
-            trace_ids = [trace.key[1] for trace in chosen]
-            count += await self.forget(name, trace_ids, reason, judged=judged)
+        for run, chosen in by_run.items():
+            count += await self.forget(run, [*chosen], reason, judged=judged)
             now = self._journal.clock.now()
-            for trace in chosen:
-                if self._state.traces.traces.get(trace.key) is not trace:
-                    self._metrics.evicted_age.observe(now - trace.updated)
+            async for trace_id, (serial, updated) in in_slices(chosen.items()):
+                left = self._state.traces.traces.get((run, trace_id))
+                if left is None or left.serial != serial:
+                    self._metrics.evicted_age.observe(now - updated)
         if count:
             await self._compact(at_once=True)
 

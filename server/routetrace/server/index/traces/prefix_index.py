@@ -17,15 +17,21 @@ import numpy as np
 import numpy.typing as npt
 
 from routetrace.codec.records import DIGEST, Provenance
+from routetrace.server.index.traces.sharded import Sharded
 from routetrace.server.index.traces.sources import Source
 from routetrace.server.index.traces.trace import Trace
 
 #: Sources, or about their digests, that are indexed at a time.
-_BATCH = 256
-_BATCH_DIGESTS = 1 << 13
+_BATCH = 128
+_BATCH_DIGESTS = 1 << 12
 
-#: Maximum entries of a tier, which bounds the time to sort one.
-_MAX_TIER = 1 << 16
+#: Maximum entries of a tier, and of one that is joined while a record is applied: they bound the
+#: time to sort them.
+_MAX_TIER = 1 << 15
+_MAX_FRESH = 1 << 12
+
+#: Entries that are looked at in a step.
+_LOOKED_AT = 1 << 11
 
 #: Maximum indexed weight versions of one trace.
 _MAX_VERSIONS = 64
@@ -58,7 +64,7 @@ class PrefixIndex:
     """Traces by (run, position, digest, weight version): 24 bytes for each digest of a trace."""
 
     def __init__(self) -> None:
-        self._traces: dict[int, Trace] = {}
+        self._traces: Sharded[int, Trace] = Sharded()
         self._fresh: dict[Source, Trace] = {}
         self._waiting = 0  # at least the digests of the fresh ones
         self._tiers: list[_Tier] = []  # the larger ones first
@@ -103,26 +109,33 @@ class PrefixIndex:
 
     def remove(self, trace: Trace) -> None:
         """Remove a trace; its entries stay until `clean`."""
-        if self._traces.pop(trace.serial, None):
+        if self._traces.pop(trace.serial):
             for source in trace.sources:
                 self._fresh.pop(source, None)
                 self._dead += len(trace.computed) * len(source.digests)
 
     def clean(self) -> Iterator[None]:
-        """Drop entries of removed traces, if they are many, tier by tier."""
-        if self._dead <= _DEAD_SHARE * len(self):
-            return
-        self._dead = at = 0
-        while at < len(self._tiers):  # other tasks may change it between two steps
+        """Join tiers, and drop entries of removed traces if they are many, step by step."""
+        drop = self._dead > _DEAD_SHARE * len(self)
+        if drop:
+            self._dead = 0
+        at = 0
+        while at < len(self._tiers):  # other tasks may add tiers, and join the last ones
             tier = self._tiers[at]
-            serials, of_entry = np.unique(tier.serials, return_inverse=True)
-            there = np.array([serial in self._traces for serial in serials.tolist()], np.bool_)
-            self._tiers[at] = tier if there.all() else tier.part(there[of_entry])
-            if at and self._fit(at):
+            if drop:
+                there = np.empty(len(tier), np.bool_)
+                for first in range(0, len(tier), _LOOKED_AT):
+                    serials = tier.serials[first : first + _LOOKED_AT].tolist()
+                    there[first : first + len(serials)] = [n in self._traces for n in serials]
+                    yield
+                if at >= len(self._tiers) or self._tiers[at] is not tier:
+                    continue
+                self._tiers[at] = tier if there.all() else tier.part(there)
+            if at and self._fit(at, _MAX_TIER):
                 self._join(at)
+                yield
             else:
                 at += 1
-            yield
 
     def _take_in(self) -> None:
         held: list[bytes] = []
@@ -143,19 +156,19 @@ class PrefixIndex:
             tier = tier.part(digests["position"] > fact["first"])
             if len(tier):
                 self._tiers.append(_merged([tier]))
-        # Join neighbours of similar size, so that tiers stay few.
+        # Join small neighbours of similar size, so that tiers stay few until the next `clean`.
         last = len(self._tiers) - 1
         while (
             last > 0
-            and self._fit(last)
+            and self._fit(last, _MAX_FRESH)
             and (len(self._tiers[last - 1]) < 2 * len(self._tiers[last]))
         ):
             self._join(last)
             last -= 1
 
-    def _fit(self, at: int) -> bool:
-        """Whether a tier and its predecessor can be joined."""
-        return len(self._tiers[at - 1]) + len(self._tiers[at]) <= _MAX_TIER
+    def _fit(self, at: int, most: int) -> bool:
+        """Whether a tier and its predecessor have at most so many entries."""
+        return len(self._tiers[at - 1]) + len(self._tiers[at]) <= most
 
     def _join(self, at: int) -> None:
         """Join a tier with its predecessor."""
@@ -196,7 +209,17 @@ class PrefixIndex:
 def _merged(tiers: Iterable[_Tier]) -> _Tier:
     """Merge tiers, without repeated entries."""
     whole = _Tier(*map(np.concatenate, zip(*tiers, strict=True)))
-    whole = whole.part(np.lexsort(whole[::-1]))
+    # The keys of a tier ascend, and a stable sort goes through such parts once.
+    whole = whole.part(np.argsort(whole.keys, kind="stable"))
+    equal = whole.keys[1:] == whole.keys[:-1]
+    if not equal.any():
+        return whole
+    several = np.zeros(len(whole), np.bool_)
+    several[1:] |= equal
+    several[:-1] |= equal
+    tied = whole.part(several)
+    for column, ordered in zip(whole, tied.part(np.lexsort(tied[::-1])), strict=True):
+        column[several] = ordered
     new = np.ones(len(whole), np.bool_)
     new[1:] = False
     for column in whole:

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from itertools import islice
 from sys import intern
 from typing import NamedTuple
 
@@ -27,6 +28,9 @@ MAX_INTERVALS = 4096
 
 #: Maximum traces with a stored fate; the oldest are deleted.
 MAX_FATES = 1 << 14
+
+#: Fates of one part of the stored form.
+_DUMPED = 256
 
 _EDGE = np.dtype("<i8")
 
@@ -100,16 +104,19 @@ class Tombstones:
             for boot in [boot for boot in self._edges if boot not in standing][:excess]:
                 del self._edges[boot]
 
-    def dump(self) -> stored.Piece:
-        """Return the stored form."""
-        piece = stored.Piece()
-        for boot, edges in self._edges.items():
-            run, engine_id, boot_id = boot
+    def dump(self) -> Iterator[stored.Piece]:
+        """Yield the stored form in parts; nothing may be added meanwhile."""
+        for (run, engine_id, boot_id), edges in self._edges.items():
+            piece = stored.Piece()
             packed = np.array(edges, _EDGE).tobytes()
             piece.boots.add(run=run, engine_id=engine_id, boot_id=boot_id, edges=packed)
-        for (run, trace_id), fate in self._fates.items():
-            piece.deleted.add(run=run, trace_id=trace_id, **fate._asdict())
-        return piece
+            yield piece
+        fates = iter(self._fates.items())
+        while part := [*islice(fates, _DUMPED)]:
+            piece = stored.Piece()
+            for (run, trace_id), fate in part:
+                piece.deleted.add(run=run, trace_id=trace_id, **fate._asdict())
+            yield piece
 
     def load(self, piece: stored.Piece) -> None:
         """Add the tombstones of a piece of a snapshot."""

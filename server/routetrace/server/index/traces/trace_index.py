@@ -11,7 +11,11 @@ It holds reports without conclusions: `joins.py` decides which sources make up o
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
+from routetrace.server.index.traces.ordered import Ordered
 from routetrace.server.index.traces.prefix_index import PrefixIndex
+from routetrace.server.index.traces.sharded import Sharded
 from routetrace.server.index.traces.sources import Source, TraceKey
 from routetrace.server.index.traces.trace import Trace
 
@@ -23,9 +27,10 @@ class TraceIndex:
     """All traces of all runs."""
 
     def __init__(self) -> None:
-        self.traces: dict[TraceKey, Trace] = {}
-        self.of_run: dict[str, dict[TraceKey, Trace]] = {}
-        """The same by run, oldest first."""
+        self.traces: Sharded[TraceKey, Trace] = Sharded()
+        self._ordered = Ordered()
+        self.of_run: dict[str, Ordered] = {}
+        """The same by run."""
         self.serial = 0
         """Serial number of the newest trace."""
         self.changes = 0
@@ -50,13 +55,14 @@ class TraceIndex:
 
     def remove(self, key: TraceKey) -> list[Source] | None:
         """Remove a trace; return its sources, or None if it does not exist."""
-        trace = self.traces.pop(key, None)
+        trace = self.traces.pop(key)
         if trace is None:
             return None
         self.changes += 1
         self.prefixes.remove(trace)
+        self._ordered.remove(trace)
         of_run = self.of_run[key[0]]
-        del of_run[key]
+        of_run.remove(trace)
         if not of_run:
             del self.of_run[key[0]]
         for source in trace.sources:
@@ -65,14 +71,18 @@ class TraceIndex:
 
     def add(self, trace: Trace) -> None:
         """Add a new trace."""
+        self._ordered.add(trace)
         self.traces[trace.key] = trace
-        self.of_run.setdefault(trace.key[0], {})[trace.key] = trace
+        self.of_run.setdefault(trace.key[0], Ordered()).add(trace)
         self.prefixes.add(trace)
 
-    def newest_first(self, run: str, before_serial: int = 0) -> list[Trace]:
-        """Return the traces of a run below a serial number (0: all), newest first."""
-        traces = self.of_run.get(run, {}).values()
-        return [t for t in reversed(traces) if not before_serial or t.serial < before_serial]
+    def oldest_first(self) -> Iterator[Trace]:
+        """Yield all traces, oldest first; see `Ordered.oldest_first`."""
+        return self._ordered.oldest_first()
+
+    def newest_first(self, run: str, before_serial: int = 0) -> Iterator[Trace]:
+        """Yield the traces of a run below a serial number (0: all), newest first."""
+        return self.of_run.get(run, Ordered()).newest_first(before_serial)
 
     def counts(self) -> dict[str, int]:
         """Return the number of traces by run."""
