@@ -1,16 +1,18 @@
-"""The whole table: each area in a process of its own, then one print, results.json and PNGs.
+"""The whole table: each area in a process of its own, then one print, results.json and a PNG.
 
 `--quick` shows that everything runs, and writes nothing: its figures mean little. `--draw` makes
-the PNGs and the tables of docs/performance.md again from results.json.
+the PNG and the tables of docs/performance.md again from results.json.
 """
 
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import platform
 import subprocess
 import sys
+import tarfile
 import tempfile
 from datetime import datetime, timezone
 from importlib.metadata import version
@@ -33,7 +35,9 @@ AREAS = {
     "rivals": "Engine output to trainer tensor, one engine of 100,000 tokens/s",
     "scale": "More agents, traces and tokens",
 }
-_MINUTES = 10
+_MINUTES = 20
+#: Commit of version 0.7.0, whose figures stand beside ours.
+_PREVIOUS = "8dbf293"
 
 
 def main() -> int:
@@ -41,9 +45,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("areas", nargs="*", choices=[[], *AREAS], help="all of them by default")
     parser.add_argument("--quick", action="store_true", help="only that everything runs")
-    parser.add_argument(
-        "--draw", action="store_true", help="only pictures and page of results.json"
-    )
+    parser.add_argument("--draw", action="store_true", help="only picture and page of results.json")
     args = parser.parse_args()
     file, picture = HERE / "results.json", HERE / "results.png"
     if args.draw:
@@ -52,14 +54,23 @@ def main() -> int:
         write(results, AREAS)
         return 0
     wanted = args.areas or list(AREAS)
-    found = {area: measured(area, args.quick) for area in wanted}
+    with tempfile.TemporaryDirectory() as folder:
+        previous = checked_out(Path(folder))
+        found = {area: measured(area, args.quick, previous) for area in wanted}
+        values = values_of(previous) if previous else {}
     broken = [area for area, rows in found.items() if rows is None]
-    at = {"version": version("routetrace")}
-    rows = [dict(row, area=area, **at) for area in wanted for row in found[area] or []]
+    rows = [dict(row, area=area) for area in wanted for row in found[area] or []]
+    for row in rows:
+        if row["before"] is None:
+            row["before"] = values.get((row["area"], row["name"], row["against"]))
     show(rows)
     if not args.quick and not args.areas and not broken:
-        today = datetime.now(timezone.utc).date().isoformat()
-        results = {"date": today, "machine": machine(), "rows": rows}
+        results = {
+            "date": datetime.now(timezone.utc).date().isoformat(),
+            "version": version("routetrace"),
+            "machine": machine(),
+            "rows": rows,
+        }
         file.write_text(json.dumps(results, indent=1) + "\n")
         draw(results, AREAS, picture)
         write(results, AREAS)
@@ -68,12 +79,36 @@ def main() -> int:
     return 1 if broken else 0
 
 
-def measured(area: str, quick: bool) -> list[dict[str, Any]] | None:
+def checked_out(folder: Path) -> Path | None:
+    """Write the files of 0.7.0 to a folder; None where the repository does not have them."""
+    command = ["git", "-C", str(HERE.parent), "archive", _PREVIOUS]
+    archive = subprocess.run(command, capture_output=True, check=False)
+    if archive.returncode:
+        print(f"skipped: 0.7.0: commit {_PREVIOUS} is not in this clone", file=sys.stderr)
+        return None
+    with tarfile.open(fileobj=io.BytesIO(archive.stdout)) as files:
+        files.extractall(folder, filter="data")
+    return folder
+
+
+def values_of(checkout: Path) -> dict[tuple[str, str, str], float]:
+    """Return the ratios that were measured with a version, by area, name and rival."""
+    rows = json.loads((checkout / "benchmarks/results.json").read_text("utf-8"))["rows"]
+    return {
+        (row["area"], row["name"], row["against"]): row["value"]
+        for row in rows
+        if row["unit"] == "x"
+    }
+
+
+def measured(area: str, quick: bool, previous: Path | None) -> list[dict[str, Any]] | None:
     """The rows of one area; None if it failed."""
     print(f"\n{AREAS[area]}", flush=True)
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "rows.json"
         command = program(f"areas.{area}", "--json", str(file), *(["--quick"] * quick))
+        if previous:
+            command += ["--previous", str(previous)]
         try:
             ended = subprocess.run(command, timeout=_MINUTES * 60, check=False)
         except subprocess.TimeoutExpired:
@@ -91,7 +126,7 @@ def show(rows: list[dict[str, Any]]) -> None:
         if mine:
             print(f"\n{title}")
         for row in mine:
-            print(Row(**{key: row[key] for key in row if key not in ("area", "version")}))
+            print(Row(**{key: row[key] for key in row if key != "area"}))
     judged = [row for row in rows if row["met"] is not None]
     print(f"\n{sum(row['met'] for row in judged)} of {len(judged)} goals met")
 

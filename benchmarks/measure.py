@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -95,6 +96,7 @@ class Row:
         against: what it is a ratio to, or what else bounds it.
         goal: "<= 1.3" or ">= 0.9"; "" where there is none.
         met: whether the value reaches the goal; None without one.
+        before: the value of 0.7.0; None where it was not measured.
     """
 
     name: str
@@ -105,9 +107,12 @@ class Row:
     against: str
     goal: str
     met: bool | None
+    before: float | None = None
 
     def __str__(self) -> str:
         verdict = {True: "met", False: "MISSED", None: ""}[self.met]
+        if self.before is not None:
+            verdict = f"{verdict:<7} 0.7.0: {_short(self.before)}"
         figures = (
             f"{_short(self.value):>9} {self.unit:<7} [{_short(self.low)}, {_short(self.high)}]"
         )
@@ -119,18 +124,25 @@ class Table:
 
     Args:
         quick: for a run that only shows that everything runs.
-        beside: another checkout of routetrace, which some areas measure beside this one.
+        checkouts: other versions of routetrace, which some areas measure beside this one: "0.7.0",
+            and any one as "beside".
     """
 
-    def __init__(self, quick: bool = False, beside: Path | None = None) -> None:
+    def __init__(self, quick: bool = False, checkouts: Mapping[str, Path] = MappingProxyType({})):
         self.quick = quick
-        self.beside = beside
+        self.checkouts = checkouts
         self.rows: list[Row] = []
 
     def add(
-        self, name: str, values: float | Sequence[float], unit: str, against: str, goal: str = ""
+        self,
+        name: str,
+        values: float | Sequence[float],
+        unit: str,
+        against: str,
+        goal: str = "",
+        before: Sequence[float] | None = None,
     ) -> float:
-        """Add a line from the values of the rounds; return their median."""
+        """Add a line from the values of the rounds, and those of 0.7.0; return their median."""
         rounds = [values] if isinstance(values, (int, float)) else list(values)
         value = statistics.median(rounds)
         low, high = (np.percentile(rounds, q) for q in (25, 75))
@@ -138,7 +150,8 @@ class Table:
         if goal:
             sign, limit = goal.split()
             met = value <= float(limit) if sign == "<=" else value >= float(limit)
-        row = Row(name, value, float(low), float(high), unit, against, goal, met)
+        was = statistics.median(before) if before else None
+        row = Row(name, value, float(low), float(high), unit, against, goal, met, was)
         self.rows.append(row)
         print(row, flush=True)
         return value
@@ -232,14 +245,17 @@ def program(module: str, *arguments: str) -> list[str]:
 def area(measure: Callable[[Table], None]) -> None:
     """The main program of an area: prints its lines; `--json FILE` writes them too.
 
-    `--beside DIR` measures another checkout in the same run, where the area can (areas/rates.py).
+    `--previous DIR` and `--beside DIR` measure 0.7.0 and another checkout in the same run, where
+    the area can (areas/rates.py).
     """
     parser = argparse.ArgumentParser()
     parser.add_argument("--quick", action="store_true", help="only that everything runs")
     parser.add_argument("--json", type=Path, help="file for the rows")
+    parser.add_argument("--previous", type=Path, help="a checkout of 0.7.0 to measure")
     parser.add_argument("--beside", type=Path, help="another checkout of routetrace to measure")
     args = parser.parse_args()
-    table = Table(args.quick, args.beside)
+    both = {"0.7.0": args.previous, "beside": args.beside}
+    table = Table(args.quick, {name: path for name, path in both.items() if path})
     measure(table)
     if args.json:
         args.json.write_text(json.dumps([asdict(row) for row in table.rows]))

@@ -82,14 +82,14 @@ def sizes(table: Table) -> None:
             label = f"{name.removesuffix('_1k')}, {rows} rows"
             (small if layout.num_experts <= 256 else large).append((stored / bound, label))
             plain.append((stored / ids.size / 4, label))
-    for group, what, against, goal in (
-        (small, "up to 256 experts", "order-0 entropy of each layer", "<= 1.03"),
-        (large, "above 256 experts", "order-0 entropy of each layer", "<= 1.05"),
-        (plain, "any set", "int32", "<= 0.25"),
+    for group, what, against in (
+        (small, "up to 256 experts", "order-0 entropy of each layer"),
+        (large, "above 256 experts", "order-0 entropy of each layer"),
+        (plain, "any set", "int32"),
     ):
         if group:
             worst, label = max(group)
-            table.add(f"size, {what}, worst ({label})", worst, "x", against, goal)
+            table.add(f"size, {what}, worst ({label})", worst, "x", against)
     if small:
         middle = [value for value, _ in small + large]
         table.add("size, all sets", middle, "x", "order-0 entropy of each layer")
@@ -165,13 +165,11 @@ def speeds(table: Table, shape: Shape, rows: int, count: int) -> None:
         }
     took = rounds(cells, count)
     name = f"{rows}-row frames, {shape.name}"
-    whole = rows == FRAME_ROWS[-1]
     table.add(
         f"decode of {name}",
         ratios(took["zstd"], took["decode"]),
         "x",
         "one plain zstd decompress of the same ids",
-        ">= 0.75" if whole else "",
     )
     if shape is QWEN3:
         table.add(
@@ -179,7 +177,6 @@ def speeds(table: Table, shape: Shape, rows: int, count: int) -> None:
             ratios(took["part"], took["decode"]),
             "x",
             "decode of all layers",
-            "<= 0.3" if whole else "",
         )
         table.add(
             f"encode of {name}",

@@ -175,9 +175,8 @@ def hand_over(table: Table, agent: CaptureAgent, dtype: np.dtype[Any]) -> None:
         table.add(name, [1e6 * s for s in ours], "us", "")
         table.add(name, ratios(ours, found["copy"]), "x", "one np.copyto of the rows")
         table.add(name, ratios(ours, found["away"]), "x", "the same, into 64 MiB in turn")
-        table.add(name, ratios(ours, found["scatter"]), "x", "slot_buffer[slots] = rows", "<= 0.8")
-        goal = "<= 0.1" if n >= 256 else ""
-        table.add(name, ratios(ours, found["loop"]), "x", "a scatter per request", goal)
+        table.add(name, ratios(ours, found["scatter"]), "x", "slot_buffer[slots] = rows")
+        table.add(name, ratios(ours, found["loop"]), "x", "a scatter per request")
 
 
 def changing(table: Table, agent: CaptureAgent) -> None:
@@ -235,9 +234,9 @@ def main_loop(table: Table, agent: CaptureAgent) -> None:
     """
     spin = calibrated()
     batch = Batch(agent, 256, 256, np.uint8)
-    for name, busy_ms, wait_s, goal in (
-        ("main loop that waits 3 ms for a device", 1, 0.003, "<= 1.01"),
-        ("main loop of pure Python", 2, 0.0, "<= 1.03"),
+    for name, busy_ms, wait_s in (
+        ("main loop that waits 3 ms for a device", 1, 0.003),
+        ("main loop of pure Python", 2, 0.0),
     ):
         ratio, added, own = [], [], []
         for _ in range(2 if table.quick else 9):
@@ -265,7 +264,7 @@ def main_loop(table: Table, agent: CaptureAgent) -> None:
             added.append(1e6 * more)
             own.append(1e6 * trimmed(steps))
         title = f"{name}, 256 rows a step"
-        table.add(title, ratio, "x", "the same without capture", goal)
+        table.add(title, ratio, "x", "the same without capture")
         table.add(title, added, "us", "CPU time that a step adds")
         table.add(title, own, "us", "step() alone, by the clock")
     batch.finish()
@@ -323,7 +322,8 @@ def engine_steps(table: Table) -> None:
     with tempfile.TemporaryDirectory() as data_dir, run_server(data_dir=data_dir) as server:
         pin(PEER_CORE, server.pid)
         ours = Steps(server.target, HERE.parent)
-        theirs = Steps(server.target, table.beside) if table.beside else None
+        checkout = table.checkouts.get("beside")
+        theirs = Steps(server.target, checkout) if checkout else None
         found: list[dict[str, dict[str, float]]] = []
         other: list[dict[str, dict[str, float]]] = []
         for number in range(3 if table.quick else 12):

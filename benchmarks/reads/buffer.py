@@ -52,7 +52,11 @@ def into_one_buffer(table: Table, client: RouteClient, target: str, ids: Array) 
                 tcp.receive(data)
                 each.decode(data, place)
 
-        cells = {"ours": fetch, "tcp": over_tcp}
+        def bare() -> None:
+            for each, place in zip(traces, places, strict=True):
+                each.decode(memoryview(each.payload), place)
+
+        cells = {"ours": fetch, "tcp": over_tcp, "decode": bare}
         fetch()
         over_tcp()
         assert (ours == theirs).all()
@@ -67,11 +71,12 @@ def into_one_buffer(table: Table, client: RouteClient, target: str, ids: Array) 
         )
     what = f"{count} traces of 2k tokens into one buffer: time"
     against = "plain TCP of the same bytes + bare zstd"
-    table.add(what, ratios(found["ours"], found["tcp"]), "x", against, "<= 1.3")
+    table.add(what, ratios(found["ours"], found["tcp"]), "x", against, "<= 1.5")
     if "ray" in found:
         shared = "ray.get of the arrays, from shared memory"
         table.add(what, ratios(found["ours"], found["ray"]), "x", shared, "<= 1")
-        table.add(f"{against}: time", ratios(found["tcp"], found["ray"]), "x", shared)
+        floor = "bare zstd of them, in memory: time"
+        table.add(floor, ratios(found["decode"], found["ray"]), "x", shared)
 
 
 @contextlib.contextmanager

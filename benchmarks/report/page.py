@@ -89,42 +89,27 @@ def _goals(rows: list[dict[str, Any]], areas: Mapping[str, str]) -> Iterator[str
         if not mine:
             continue
         yield from ("", f"**{title}**", "")
-        yield "| measured | value | quartiles | against | goal | |"
-        yield "|---|---|---|---|---|---|"
+        yield "| measured | value | quartiles | 0.7.0 | against | goal | |"
+        yield "|---|---|---|---|---|---|---|"
         for row in mine:
             unit = "" if row["unit"] == "x" else f" {row['unit']}"
             spread = f"{_short(row['low'])} to {_short(row['high'])}"
+            before = "" if row["before"] is None else f"{_short(row['before'])}{unit}"
             verdict = "met" if row["met"] else "**missed**"
             yield (
-                f"| {row['name']} | {_short(row['value'])}{unit} | {spread} | {row['against']} "
-                f"| {row['goal']} | {verdict} |"
+                f"| {row['name']} | {_short(row['value'])}{unit} | {spread} | {before} "
+                f"| {row['against']} | {row['goal']} | {verdict} |"
             )
 
 
 def _origin(results: Mapping[str, Any]) -> Iterator[str]:
-    """Yield a sentence on versions, date and machine."""
+    """Yield a sentence on version, date and machine."""
     machine = results["machine"]
     yield (
-        f"Routetrace {_versions(results['rows'])}; {results['date']}: {machine['cpus']} cores, "
+        f"Routetrace {results['version']}, {results['date']}, in one run: {machine['cpus']} cores, "
         f"{machine['memory_gib']} GiB, Linux {machine['kernel'].partition('-')[0]}, "
         f"Python {machine['python']}, grpcio {machine['grpcio']}, protobuf {machine['protobuf']}."
     )
-
-
-def _versions(rows: list[dict[str, Any]]) -> str:
-    """Return each version, with the areas whose lines, or some of them, it was measured with."""
-    of_area: dict[str, set[str]] = {}
-    for row in rows:
-        of_area.setdefault(row["area"], set()).add(row["version"])
-    parts = []
-    for version in sorted(set().union(*of_area.values())):
-        areas = [
-            area if len(found) == 1 else f"some of {area}"
-            for area, found in of_area.items()
-            if version in found
-        ]
-        parts.append(f"{version} ({', '.join(areas)})")
-    return " and ".join(parts)
 
 
 def _short(value: float) -> str:

@@ -1,7 +1,4 @@
-"""The goals of the table as pictures: how far each line is from its goal.
-
-One picture has all areas, a dot for each line; one for each area has its lines, with words.
-"""
+"""The goals of the table as a picture: how far each line is from its goal."""
 
 # Not installed where types are checked.
 # pyright: reportMissingImports=false
@@ -22,77 +19,56 @@ from report import words
 _MET, _MISSED, _GREY = "#2a7f62", "#c1502e", "#666666"
 # The scale ends here on both sides; longer bars would leave the others without length.
 _REACH = 16
-# Inches: a line, an area of the overview, and the picture with its margins.
-_LINE, _AREA, _FOOT = 0.37, 0.62, 0.6
-_WIDTH, _LEFT, _RIGHT, _MARGIN = 12.5, 5.5, 4.2, 0.5
+# Inches: a line, the heading of an area, and the picture with its margins.
+_LINE, _AREA, _FOOT = 0.315, 0.27, 0.55
+_WIDTH, _LEFT, _RIGHT = 12.5, 5.5, 4.2
 # Columns behind the bars: inches from the end of the axes, heading.
-_COLUMNS = ((0.12, "measured"), (1.1, "goal"), (2.4, "from the goal"), (3.6, "version"))
+_COLUMNS = ((0.12, "measured"), (1.1, "0.7.0"), (2.0, "goal"), (3.1, "from the goal"))
 # Characters in the width of a picture, at the size of its explanation.
 _CHARACTERS = 200
 _HOW = (
-    "A {} is a goal that the project set itself. Green and to the right: better than the goal, by "
-    "as many times as the scale says; red and to the left: the goal is missed. An arrow: farther "
-    "than the scale. "
-)
-_OVERVIEW = (
-    "How high a dot lies in its area means nothing. Each area has a picture with names and values."
-)
-_RATIO = (
-    "x, %: ours as a multiple or share of what the grey words name, in the same run. Small is good "
-    "for time, CPU, bytes, memory (at most), large for throughput (at least)."
+    "A line is a goal that the project set itself. Green and to the right: better than the goal, "
+    "by as many times as the scale says; red and to the left: the goal is missed. An arrow: "
+    "farther than the scale. x, %: a multiple or a share of the rival that the grey words name, in "
+    "the same run. Small is good for time, CPU and bytes (at most), large for tokens (at least)."
 )
 
 
-def draw(results: Mapping[str, Any], areas: Mapping[str, str], file: Path) -> list[Path]:
-    """Write the picture of all areas, and in a folder of its name one for each area.
+def draw(results: Mapping[str, Any], areas: Mapping[str, str], file: Path) -> None:
+    """Write the picture.
 
     Args:
         results: content of results.json.
         areas: titles, by area.
         file: a PNG.
-
-    Returns:
-        The files.
     """
     judged = [row for row in results["rows"] if row["goal"]]
     by_area = {area: [row for row in judged if row["area"] == area] for area in areas}
     by_area = {area: rows for area, rows in by_area.items() if rows}
-    origin = _origin(results)
     met = sum(row["met"] for row in judged)
-    title = f"routetrace against its goals: {met} of {len(judged)} met"
-    how = _HOW.format("dot") + _OVERVIEW
-    figure, axes = _figure(title, origin, how, _AREA * len(by_area), _MARGIN)
-    for at, (area, rows) in enumerate(by_area.items()):
-        y = (at + 0.5) * _AREA
-        _text(axes, -_LEFT + 0.1, y - 0.09, areas[area], fontsize=10, weight="bold")
-        versions = " and ".join(sorted({row["version"] for row in rows}))
-        count = f"{sum(row['met'] for row in rows)} of {len(rows)} met"
-        _text(axes, -_LEFT + 0.1, y + 0.11, f"{count}; routetrace {versions}", color=_GREY)
-        for number, row in enumerate(sorted(rows, key=words.share_of)):
-            _bar(axes, y + 0.17 * (number % 3 - 1), row, stem=False)
-    files = [_save(figure, file)]
-    folder = file.with_suffix("")
-    folder.mkdir(exist_ok=True)
+    title = f"routetrace {results['version']} against its goals: {met} of {len(judged)} met"
+    figure, axes = _figure(title, _origin(results), _AREA * len(by_area) + _LINE * len(judged))
+    for offset, heading in _COLUMNS:
+        _text(axes, _across(axes) + offset, -0.14, heading, weight="bold")
+    at = 0.0
     for area, rows in by_area.items():
-        count = f"{sum(row['met'] for row in rows)} of {len(rows)} goals met"
-        how = f"{words.area_of(area)}\n{_HOW.format('line')}{_RATIO}"
-        title = f"{areas[area]}: {count}"
-        figure, axes = _figure(title, origin, how, _LINE * len(rows), _RIGHT)
-        for at, row in enumerate(rows):
-            _line(axes, (at + 0.5) * _LINE, row)
-        for offset, heading in _COLUMNS:
-            _text(axes, _across(axes) + offset, -0.14, heading, weight="bold")
-        files.append(_save(figure, folder / f"{area}.png"))
-    return files
+        _text(axes, -_LEFT + 0.1, at + _AREA / 2, areas[area], fontsize=9.5, weight="bold")
+        at += _AREA
+        for row in rows:
+            _line(axes, at + _LINE / 2, row)
+            at += _LINE
+    # No version of matplotlib: the same results give the same bytes.
+    figure.savefig(file, dpi=100, metadata={"Software": None})
+    pyplot.close(figure)
 
 
-def _figure(title: str, origin: str, how: str, inside: float, right: float) -> tuple[Any, Any]:
-    """Return a figure with its head, and axes of a height and a margin in inches."""
-    how = "\n".join(fill(part, _CHARACTERS) for part in how.split("\n"))
-    head = 1.12 + 0.165 * (how.count("\n") + 1)
+def _figure(title: str, origin: str, inside: float) -> tuple[Any, Any]:
+    """Return a figure with its head, and axes of a height in inches."""
+    how = fill(_HOW, _CHARACTERS)
+    head = 1.05 + 0.165 * (how.count("\n") + 1)
     height = head + inside + _FOOT
     figure = pyplot.figure(figsize=(_WIDTH, height))
-    across = 1 - (_LEFT + right) / _WIDTH
+    across = 1 - (_LEFT + _RIGHT) / _WIDTH
     place = (_LEFT / _WIDTH, _FOOT / height, across, inside / height)
     axes = figure.add_axes(place)
     axes.set_ylim(inside, 0)  # in inches, from the top
@@ -119,27 +95,20 @@ def _figure(title: str, origin: str, how: str, inside: float, right: float) -> t
 
 
 def _line(axes: Any, at: float, row: Mapping[str, Any]) -> None:
-    """Draw a line of the table: its words, a bar, value, goal, distance and version."""
-    _bar(axes, at, row, stem=True)
-    said = words.words_of(row)
-    _text(axes, -_LEFT + 0.1, at - 0.08, said.name, fontsize=9)
-    _text(axes, -_LEFT + 0.1, at + 0.09, said.explained, fontsize=7.5, color=_GREY)
-    colour = _MET if row["met"] else _MISSED
-    cells = (words.measured(row), words.goal(row), words.distance(row), row["version"])
-    colours = (colour, "black", colour, _GREY)
-    for (offset, _), cell, shade in zip(_COLUMNS, cells, colours, strict=True):
-        _text(axes, _across(axes) + offset, at, cell, color=shade)
-
-
-def _bar(axes: Any, at: float, row: Mapping[str, Any], *, stem: bool) -> None:
-    """Draw a dot, which shows at the goal too, and the way to it from there."""
+    """Draw a line of the table: its words, a bar, values, goal and distance."""
     share = words.share_of(row)
     length = min(max(share, 1 / _REACH), _REACH)
     colour = _MET if row["met"] else _MISSED
-    if stem:
-        axes.plot([1, length], [at, at], color=colour, linewidth=4, solid_capstyle="butt")
+    axes.plot([1, length], [at, at], color=colour, linewidth=4, solid_capstyle="butt")
     mark = "o" if length == share else ">" if share > 1 else "<"
     axes.plot(length, at, marker=mark, color=colour, markersize=7, clip_on=False)
+    said = words.words_of(row)
+    _text(axes, -_LEFT + 0.1, at - 0.08, said.name, fontsize=9)
+    _text(axes, -_LEFT + 0.1, at + 0.08, said.explained, fontsize=7.5, color=_GREY)
+    cells = (words.measured(row), words.before(row), words.goal(row), words.distance(row))
+    colours = (colour, _GREY, "black", colour)
+    for (offset, _), cell, shade in zip(_COLUMNS, cells, colours, strict=True):
+        _text(axes, _across(axes) + offset, at, cell, color=shade)
 
 
 def _text(axes: Any, x: float, y: float, said: str, **style: Any) -> None:
@@ -151,13 +120,6 @@ def _text(axes: Any, x: float, y: float, said: str, **style: Any) -> None:
 def _across(axes: Any) -> float:
     """Return the width of axes in inches."""
     return float(axes.get_position().width) * _WIDTH
-
-
-def _save(figure: Any, file: Path) -> Path:
-    # No version of matplotlib: the same results give the same bytes.
-    figure.savefig(file, dpi=100, metadata={"Software": None})
-    pyplot.close(figure)
-    return file
 
 
 def _origin(results: Mapping[str, Any]) -> str:

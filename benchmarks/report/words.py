@@ -16,16 +16,11 @@ class Words(NamedTuple):
     explained: str
 
 
-#: By area: what it measures, and its lines: patterns of `name` and of the beginning of `against`,
-#: and words, which may hold the groups of the name.
+#: By area its lines: patterns of `name` and of the beginning of `against`, and words, which may
+#: hold the groups of the name.
 _WORDS = json.loads(Path(__file__).with_suffix(".json").read_text("utf-8"))
-#: Names of recordings, in words.
-_SETS = {"syn_gptoss120b": "gpt-oss-120b", "syn_kimi_k2": "Kimi-K2"}
-
-
-def area_of(area: str) -> str:
-    """Return what an area measures."""
-    return str(_WORDS[area]["what"])
+#: Tokens of a request, by the name of a load.
+_LOADS = {"short": "512", "long": "2,048"}
 
 
 def words_of(row: Mapping[str, Any]) -> Words:
@@ -34,7 +29,7 @@ def words_of(row: Mapping[str, Any]) -> Words:
     Raises:
         KeyError: if no words are here for it.
     """
-    for line in _WORDS[row["area"]]["lines"]:
+    for line in _WORDS[row["area"]]:
         found = re.fullmatch(line["name"], row["name"])
         if found and re.match(line["against"], row["against"]):
             groups = [_plain(group) for group in found.groups()]
@@ -46,17 +41,18 @@ def words_of(row: Mapping[str, Any]) -> Words:
 
 def measured(row: Mapping[str, Any]) -> str:
     """Return a row's value with its unit."""
-    value = row["value"]
-    if row["unit"] == "ms":
-        return f"{abs(value):.3g} ms {'early' if value < 0 else 'late'}"
-    return _with_unit(row, value)
+    return _with_unit(row, row["value"])
+
+
+def before(row: Mapping[str, Any]) -> str:
+    """Return the value of 0.7.0 with its unit; "" where it was not measured."""
+    return "" if row["before"] is None else _with_unit(row, row["before"])
 
 
 def goal(row: Mapping[str, Any]) -> str:
     """Return a row's goal with its unit."""
     sign, limit = row["goal"].split()
-    late = " late" if row["unit"] == "ms" else ""
-    return f"{'at most' if sign == '<=' else 'at least'} {_with_unit(row, float(limit))}{late}"
+    return f"{'at most' if sign == '<=' else 'at least'} {_with_unit(row, float(limit))}"
 
 
 def distance(row: Mapping[str, Any]) -> str:
@@ -64,8 +60,6 @@ def distance(row: Mapping[str, Any]) -> str:
     share = share_of(row)
     better = share >= 1
     times = share if better else 1 / share
-    if row["value"] < 0:
-        return "better"
     if times < 1.1:
         by = 100 * (times - 1)
         return f"{by:.1f} % {'better' if better else 'worse'}"
@@ -82,13 +76,11 @@ def share_of(row: Mapping[str, Any]) -> float:
 def _with_unit(row: Mapping[str, Any], value: float) -> str:
     unit = row["unit"]
     if unit == "x":
-        share = float(row["goal"].split()[1]) <= 0.1
+        share = float(row["goal"].split()[1]) <= 0.11
         return f"{100 * value:.3g} %" if share else f"{value:.3g} x"
-    names = {"M tok/s": "M tokens", "Mtok/s": "M tokens", "B/token": "bytes"}
-    return f"{value:.3g} {names.get(unit, unit)}"
+    return f"{value:.3g} {'M' if unit == 'Mtok/s' else unit}"
 
 
-def _plain(group: str) -> str:
-    for name, words in _SETS.items():
-        group = group.replace(f"{name}, 256 rows", f"{words}, 256 rows a frame")
-    return f"{int(group):,}" if group.isdigit() else group
+def _plain(group: str | None) -> str:
+    """Return a group in words; one that is not there is empty."""
+    return _LOADS.get(group or "", group or "")

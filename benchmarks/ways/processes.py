@@ -11,9 +11,9 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 
@@ -25,8 +25,8 @@ from ways.load import Load
 
 TITLES = {
     "ours": "ours",
-    "compiled": "ours with compiled loops",
     "packed": "ours packed by compiled loops",
+    "0.7.0": "routetrace 0.7.0",
     "beside": "the other checkout of ours",
     "vllm": "vLLM's way: uint8 .npy, base64, fast JSON",
     "vllm-shipped": "vLLM's way as it ships: the standard JSON",
@@ -35,10 +35,10 @@ TITLES = {
     "ray uint8": "Ray put and get, uint8",
 }
 
-#: Ways of ours: as it is (a round ends before a process compiles its loops), with compiled loops
-#: from the start, the same with codec="pack", and another checkout.
-OURS = ("ours", "compiled", "packed", "beside")
-COMPILED = ("compiled", "packed")
+#: Ways of ours: as pip installs it, without numba; with codec="pack" and loops that are compiled
+#: before the first round; and other versions.
+OURS = ("ours", "packed", "0.7.0", "beside")
+RIVALS = tuple(name for name in TITLES if name not in OURS)
 
 
 @dataclass(frozen=True)
@@ -51,14 +51,19 @@ class Setting:
         engines: side by side, for one trainer.
         together: whether our trainer reads all traces of a round in one `get_many` when the last
             request has ended, in place of one `get` for each request that ends.
-        beside: another checkout of routetrace, for the way "beside".
+        checkouts: other versions of routetrace, by way.
     """
 
     load: Load
     rate: float
     engines: int = 1
     together: bool = False
-    beside: Path | None = None
+    checkouts: Mapping[str, Path] = field(default_factory=dict)
+
+    @property
+    def our_ways(self) -> list[str]:
+        """Our ways; loops of many engines would compile for longer than a round takes."""
+        return ["ours", *(["packed"] if self.engines == 1 else []), *self.checkouts]
 
     @property
     def tokens(self) -> int:
@@ -194,6 +199,7 @@ class Direct(Way):
         load, target = json.dumps(asdict(setting.load)), ""
         self._is_ours = name in OURS
         kind = "ours" if self._is_ours else name
+        adapter = ["ways.previous"] if name == "0.7.0" else []
         codec = "/pack" if name == "packed" else "/auto"
         try:
             if self._is_ours:
@@ -203,7 +209,7 @@ class Direct(Way):
                 self.sides = ("engine", "agent", "trainer")
             self._engines = [
                 self._child(
-                    "ways.engine", kind + codec, load, str(setting.rate), target, f"engine-{i}"
+                    *adapter, "ways.engine", kind + codec, load, str(setting.rate), target, f"e{i}"
                 )
                 for i in range(setting.engines)
             ]
@@ -213,7 +219,9 @@ class Direct(Way):
                 if self._is_ours:
                     self.pids[f"agent {i}"] = int(port)
             how = "together" if setting.together else "each"
-            self._trainer = self._child("ways.trainer", kind, load, ",".join(said), target, how)
+            self._trainer = self._child(
+                *adapter, "ways.trainer", kind, load, ",".join(said), target, how
+            )
             self._trainer.hear()
             self.pids["trainer"] = self._trainer.pid
         except BaseException:
@@ -367,7 +375,7 @@ class Found:
 
 def there(name: str) -> bool:
     """Whether what a way needs is installed."""
-    needs = ["torch", "numba"] if name in COMPILED else ["torch"]
+    needs = ["torch", "numba"] if name == "packed" else ["torch"]
     if name not in OURS:
         needs += ["ray"] if name.startswith("ray") else ["aiohttp", "orjson", "pybase64", "uvloop"]
     lacking = [module for module in needs if importlib.util.find_spec(module) is None]
@@ -388,14 +396,18 @@ def run(setting: Setting, names: Sequence[str], count: int) -> dict[str, Found]:
             stack.callback(ways[name].close)
 
         with progress("processes"):
-            # Variables are those of all of this process.
-            with _environment({"ROUTETRACE_NATIVE": "on"}):
-                for name in COMPILED:
+            # Variables are those of all of this process. Loops that compile during some round would
+            # be counted as its cost.
+            if "packed" in names:
+                with _environment({"ROUTETRACE_NATIVE": "on"}):
+                    start("packed")
+            with _environment({"ROUTETRACE_NATIVE": "off"}):
+                for name, checkout in setting.checkouts.items():
                     if name in names:
-                        start(name)
-            if setting.beside and "beside" in names:
-                with _environment(_code_of(setting.beside)):
-                    start("beside")
+                        with _environment(_code_of(checkout)):
+                            start(name)
+                if "ours" in names:
+                    start("ours")
             with ThreadPoolExecutor(2) as starters:
                 list(starters.map(start, [name for name in names if name not in ways]))
         for name in names:

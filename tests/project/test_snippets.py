@@ -5,7 +5,6 @@ Those of docs/trainers.md are in test_docs.py, since they need trainers.
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import sys
@@ -157,34 +156,6 @@ def test_a_server_line_names_its_data():
             code = snippet.code.replace("\\\n", " ")
             for line in re.findall(r"^routetrace-server (?!health|token).*$", code, re.M):
                 assert "--data-dir" in line, (page, line)
-
-
-def test_the_figures_of_the_readme_are_those_of_the_benchmarks():
-    text = (ROOT / "README.md").read_text("utf-8")
-    rows = json.loads((ROOT / "benchmarks" / "results.json").read_text("utf-8"))["rows"]
-    value = {row["name"]: row["value"] for row in rows if row["area"] == "rivals"}
-    vllm, sglang = "vLLM's way as it ships: the standard JSON", "SGLang's way: int32, base64, JSON"
-    fast = "vLLM's way: uint8 .npy, base64, fast JSON"
-    u8, i32 = "Ray put and get, uint8", "Ray put and get, int32"
-
-    def said(name: str, digits: int = 1) -> str:
-        return f"{value[name]:,.{digits}f}"
-
-    cpu, memory, turns = "CPU: ", "peak memory: ", "10 turns, bytes: "
-    for line in (
-        f"| {said(cpu + 'ours')} | {said(cpu + vllm)} vLLM; {said(cpu + sglang)} SGLang | "
-        f"{said(cpu + u8)} uint8; {said(cpu + i32)} int32 |",
-        f"| {said(turns + 'ours', 0)} | {said(turns + fast, 0)} vLLM; "
-        f"{said(turns + sglang, 0)} SGLang | not measured |",
-        f"| {said(memory + 'ours', 0)} | {said(memory + vllm, 0)} vLLM; "
-        f"{said(memory + sglang, 0)} SGLang | {said(memory + u8, 0)} uint8; "
-        f"{said(memory + i32, 0)} int32 |",
-        f"here {said(cpu + 'ours, engine')} in the engine's thread, "
-        f"{said(cpu + 'ours, agent')} in the agent's process, "
-        f"{said(cpu + 'ours, server')} in the server, "
-        f"{said(cpu + 'ours, trainer')} in the trainer",
-    ):
-        assert line in " ".join(text.split()), line
 
 
 def test_rows_that_are_recorded_for_the_pages_can_be_told_apart():

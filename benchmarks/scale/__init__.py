@@ -1,0 +1,1 @@
+"""Mixed load of a server, and how long it holds the event loop."""
