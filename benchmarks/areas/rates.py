@@ -60,7 +60,7 @@ def show(table: Table, what: str, setting: Setting, rivals: Sequence[str], count
     found = run(setting, [*setting.our_ways, *rivals], count)
     tokens, ours = setting.tokens, found["ours"]
     for name, each in found.items():
-        idle = f"beside {each.idle.seconds:.2f} s without a way"
+        idle = f"beside {each.idle_seconds():.2f} s without a way"
         table.add(f"{what}, CPU: {TITLES[name]}", each.costs(tokens), "us/tok", idle)
     for part in ours.parts():
         table.add(f"{what}, CPU: ours, {part}", ours.costs(tokens, part), "us/tok", "")

@@ -1,8 +1,8 @@
 """From the engine's output to the trainer's tensor: ours beside what engines and trainers do today.
 
 All processes of a way live at once, and the ways take turns. The CPU time of a round is that of all
-of a way's processes, less what the same processes take for a round that carries no rows,
-and less what comparing the tensors with the truth takes.
+of a way's processes, less what the same processes take for a round that carries no rows (the median
+of several), and less what comparing the tensors with the truth takes.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def measure(table: Table) -> None:
     found = run(setting, [*setting.our_ways, *rivals], 1 if table.quick else 4)
     ours = found["ours"]
     for name, each in found.items():
-        idle = f"beside {each.idle.seconds:.2f} s without a way"
+        idle = f"beside {each.idle_seconds():.2f} s without a way"
         table.add(f"CPU: {TITLES[name]}", each.costs(load.tokens), "s/Mtok", idle)
     for part in ours.parts():
         table.add(f"CPU: ours, {part}", ours.costs(load.tokens, part), "s/Mtok", "")

@@ -6,6 +6,7 @@ import contextlib
 import importlib.util
 import json
 import os
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -350,27 +351,32 @@ class Found:
     """Measurements of one way.
 
     Attributes:
-        idle: a round that carries no rows.
+        idle: rounds that carry no rows, warm, in turns with those of the other ways.
         rounds: the others.
         peak: bytes of memory, beyond what there was before the first round.
     """
 
-    idle: Round
+    idle: list[Round]
     rounds: list[Round]
     peak: int
 
     def parts(self) -> list[str]:
         """Kinds of processes."""
-        return list(dict.fromkeys(name.split()[0] for name in self.idle.each))
+        return list(dict.fromkeys(name.split()[0] for name in self.idle[0].each))
 
     def costs(self, tokens: int, *parts: str) -> list[float]:
-        """CPU seconds a million tokens, of all processes or of some parts."""
+        """CPU seconds a million tokens beyond idle rounds, of all processes or of some parts."""
+        idle = self.idle_seconds(*parts)
+        return [(_used(one, parts) - idle) / tokens * 1e6 for one in self.rounds]
 
-        def used(one: Round) -> float:
-            some = [cost for name, cost in one.each.items() if name.split()[0] in parts]
-            return sum(some) if parts else one.seconds
+    def idle_seconds(self, *parts: str) -> float:
+        """Median CPU time of an idle round, of all processes or of some parts."""
+        return statistics.median(_used(one, parts) for one in self.idle)
 
-        return [(used(one) - used(self.idle)) / tokens * 1e6 for one in self.rounds]
+
+def _used(one: Round, parts: Sequence[str]) -> float:
+    some = [cost for name, cost in one.each.items() if name.split()[0] in parts]
+    return sum(some) if parts else one.seconds
 
 
 def there(name: str) -> bool:
@@ -413,19 +419,20 @@ def run(setting: Setting, names: Sequence[str], count: int) -> dict[str, Found]:
         for name in names:
             with progress(TITLES[name]):
                 way = ways[name]
-                idle = way.round("idle")
+                way.round("idle")
                 sides = [pid for part, pid in way.pids.items() if part.split()[0] in way.sides]
                 with peaks({name: sides}) as most:
                     way.round()
-            found[name] = Found(idle, [], most[name])
+            found[name] = Found([], [], most[name])
 
-        def cell(name: str) -> float:
-            one = ways[name].round()
-            found[name].rounds.append(one)
-            return one.seconds
+        def cell(name: str, kind: str, to: list[Round]) -> float:
+            to.append(ways[name].round(kind))
+            return to[-1].seconds
 
+        with progress("idle rounds"):
+            rounds({name: partial(cell, name, "idle", found[name].idle) for name in names}, count)
         with progress("rounds"):
-            rounds({name: partial(cell, name) for name in names}, count)
+            rounds({name: partial(cell, name, "way", found[name].rounds) for name in names}, count)
     for each in found.values():
-        del each.rounds[0]  # which rounds() throws away, too
+        del each.idle[0], each.rounds[0]  # which rounds() throws away, too
     return found

@@ -254,6 +254,28 @@ async def test_a_sweep_that_finds_no_room_tries_again():
     assert not core.state.frames
 
 
+async def test_what_expired_is_told_trace_by_trace_though_no_record_is_applied():
+    """Told together at the next record, tens of thousands would hold the event loop."""
+    core = Core(MemoryStore(), ServerConfig(store="memory"))
+    await core.start()
+    for record in records(0):
+        await core.journal.append(record)
+    changes, state = core.journal.changes, core.state
+    keys = [trace.key for trace in state.traces.oldest_first()]
+    assert len(keys) > 3
+    waits = [asyncio.ensure_future(changes.wait(key, 3600)) for key in keys]
+    other = asyncio.ensure_future(changes.wait(("run", "another"), 3600))
+    await asyncio.sleep(0)
+    async with core.journal.still():
+        for number, _ in enumerate(core.retention._expiring(_EVER), 1):
+            await asyncio.sleep(0)
+            assert not state.touched
+            assert sum(wait.done() for wait in waits) == number
+    assert all(wait.done() for wait in waits)
+    assert not other.done()
+    other.cancel()
+
+
 async def test_chunks_are_looked_at_again_after_a_change_alone(monkeypatch):
     core = Core(MemoryStore(), ServerConfig(store="memory", default_ttl_seconds=1 << 31))
     await core.start()

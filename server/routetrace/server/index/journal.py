@@ -18,6 +18,7 @@ from collections.abc import (
     Hashable,
     Iterator,
     Sequence,
+    Set,
 )
 from concurrent.futures import Future
 from contextlib import asynccontextmanager
@@ -78,6 +79,11 @@ class Changes:
         """Wake the tasks that wait for `key`."""
         for change in self._waiting.pop(key, ()):
             _set(change)
+
+    def notify_any(self, keys: Set[Hashable]) -> None:
+        """Wake the tasks that wait for any of the keys, of which there may be very many."""
+        for key in self._waiting.keys() & keys:  # as long as the smaller one
+            self.notify(key)
 
     def notify_all(self) -> None:
         """Wake all waiting tasks."""
@@ -300,15 +306,18 @@ class Journal:
                 _log.exception("the callback of record %d failed", pending.number)
             if self._between or time.monotonic() > until:
                 break
-        touched, self.state.touched = self.state.touched, set()
-        for key in touched:
-            self.changes.notify(key)
+        self.notify_touched()
         if self._steps is None:
             for between in self._between:  # their callbacks run before the next slice
                 if not between.done():
                     between.set_result(None)
             self._between.clear()
         self._go_on()
+
+    def notify_touched(self) -> None:
+        """Wake the tasks that wait for a change of what was touched since the last call."""
+        touched, self.state.touched = self.state.touched, set()
+        self.changes.notify_any(touched)
 
     def _go_on(self) -> None:
         if not self._woken and self._pending and self._pending[0].stored.done():

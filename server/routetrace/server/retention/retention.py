@@ -182,7 +182,7 @@ class Retention:
         for index, trace in enumerate(self._state.traces.oldest_first(), 1):
             expired = trace.expires <= now
             if expired and self._state.trace(trace.key, now) is None:
-                self._journal.changes.notify(trace.key)
+                self._journal.notify_touched()  # no record may be applied for long
             if expired or not index % _LOOKED_AT:
                 yield
         # Also those that a record deleted as expired.
