@@ -73,7 +73,7 @@ def measure(table: Table) -> None:
         into_one_buffer(table, client, server.target, ids)
         transfer(table, client, server, long)
         ranks(table, client, server, long)
-        get_small(table, client, small)
+        get_small(table, server, client, small)
         readers(table, server, medium)
 
 
@@ -320,10 +320,11 @@ def ranks(table: Table, client: RouteClient, server: ServerProcess, names: list[
     table.add(f"{what} server CPU", cpu, "x", "one rank that takes all rows")
 
 
-def get_small(table: Table, client: RouteClient, names: list[str]) -> None:
+def get_small(table: Table, server: ServerProcess, client: RouteClient, names: list[str]) -> None:
     """A short request, one at a time: the median of many, against a call that says nothing."""
     calls = 50 if table.quick else 300
     turn = itertools.cycle(names)
+    raw = Raw(server.target)
     with rival(serve_empty) as (target, _), grpc.insecure_channel(target) as channel:
         empty: Any = channel.unary_unary("/empty/Nothing")
 
@@ -340,6 +341,7 @@ def get_small(table: Table, client: RouteClient, names: list[str]) -> None:
 
         cells = {
             "get": p50(lambda: client.get(next(turn))),
+            "raw": p50(lambda: raw.transfer(next(turn))),
             "empty": p50(lambda: empty(b"")),
             "stat": p50(lambda: client.stat(next(turn))),
         }
@@ -347,6 +349,8 @@ def get_small(table: Table, client: RouteClient, names: list[str]) -> None:
     against = "an empty unary gRPC call, Python on both sides"
     what = f"get of {SMALL} tokens: p50"
     table.add(what, ratios(found["get"], found["empty"]), "x", against, "<= 2")
+    table.add(f"{what}, not decoded", ratios(found["raw"], found["empty"]), "x", against)
+    raw.close()
     table.add("stat: p50", ratios(found["stat"], found["empty"]), "x", against)
     table.add(what, [value * 1e6 for value in found["get"]], "us", "this machine")
 

@@ -53,6 +53,9 @@ def turns(table: Table, load: Load) -> None:
         note = "of them each answer the whole" if name in rivals else "of them each once"
         table.add(f"10 turns, CPU: {TITLES[name]}", costs[name], "s/Mtok", note)
         table.add(f"10 turns, bytes: {TITLES[name]}", sent[name], "B/token", "engine to trainer")
+    for part in found["ours"].parts():
+        cost = found["ours"].costs(load.tokens, part)
+        table.add(f"10 turns, CPU: ours, {part}", cost, "s/Mtok", "")
     for what, values, goal in (("CPU", costs, "<= 1.1"), ("bytes", sent, "<= 0.11")):
         if "vllm" in found:
             ratio = ratios(values["ours"], values["vllm"])
