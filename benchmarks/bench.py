@@ -60,12 +60,8 @@ def main() -> int:
         # Once more: a rival that did not start is no reason to lose half an hour of the others.
         for area in (area for area in wanted if found[area] is None):
             found[area] = measured(area, args.quick, previous)
-        values = values_of(previous) if previous else {}
     broken = [area for area, rows in found.items() if rows is None]
     rows = [dict(row, area=area) for area in wanted for row in found[area] or []]
-    for row in rows:
-        if row["before"] is None:
-            row["before"] = values.get((row["area"], row["name"], row["against"]))
     show(rows)
     if not args.quick and not args.areas and not broken:
         results = {
@@ -92,16 +88,6 @@ def checked_out(folder: Path) -> Path | None:
     with tarfile.open(fileobj=io.BytesIO(archive.stdout)) as files:
         files.extractall(folder, filter="data")
     return folder
-
-
-def values_of(checkout: Path) -> dict[tuple[str, str, str], float]:
-    """Return the ratios that were measured with a version, by area, name and rival."""
-    rows = json.loads((checkout / "benchmarks/results.json").read_text("utf-8"))["rows"]
-    return {
-        (row["area"], row["name"], row["against"]): row["value"]
-        for row in rows
-        if row["unit"] == "x"
-    }
 
 
 def measured(area: str, quick: bool, previous: Path | None) -> list[dict[str, Any]] | None:
