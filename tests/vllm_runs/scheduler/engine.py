@@ -317,7 +317,7 @@ class Engine:
         self._broken_at = self.steps
 
         def fail(*_: Any) -> Any:
-            self.schedule.__dict__.pop("_runs", None)
+            self.schedule.__dict__.pop("_spans", None)
             raise BrokenOnPurposeError
 
         if self.rng.random() < 0.5:
