@@ -852,13 +852,17 @@ def test_plans_cross_processes_as_they_are():
         assert [type(event) for event in copy.events] == [type(event) for event in EVENTS]
 
 
-def test_faults_without_end_end_capture_and_not_the_engine(engine, monkeypatch):
+@pytest.mark.parametrize("where", ["worker", "scheduler"])
+def test_faults_without_end_end_capture_and_not_the_engine(engine, monkeypatch, where):
     e = engine()
-    monkeypatch.setattr(e.capturer, "snapshot", None)
+    if where == "worker":
+        monkeypatch.setattr(e.capturer, "snapshot", None)
+    else:
+        monkeypatch.setattr(e.schedule, "_spans", None)
     for _ in range(6):
         a = fresh("a", 5)
         e.step((a, 0, 5), new=[a], blocks={a.request_id: [1, 2]})
         e.finish(a)
+    assert e.side.stats() == {}  # takes the steps that were launched
     assert e.side.faults == 4
-    assert e.side.stats() == {}
     assert e.side.flush(0)

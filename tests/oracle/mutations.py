@@ -108,6 +108,7 @@ MUTATIONS = (
         f"{SERVER}/index/apply.py",
         "                    if count:\n                        self._confirm",
         "                    if False:\n                        self._confirm",
+        seed=5000,
     ),
     Mutation(
         "what lies behind the end of a request kept in its slots",

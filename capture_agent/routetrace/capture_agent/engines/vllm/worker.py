@@ -153,8 +153,8 @@ class WorkerSide:
         try:
             self._deliver()
             self._apply(step.plan.events)
-            if not step.plan.num_tokens:
-                return
+            if self._agent is None or not step.plan.num_tokens:
+                return  # None: capture has ended with one of the events
             spans = self._requests.in_order(step.plan, step.names)
             if step.rows is None:
                 self._skip(spans, step.positions)
@@ -216,8 +216,8 @@ class WorkerSide:
         for event in events:
             if isinstance(event, StartOver):
                 self._start_over([])
-            else:
-                self._requests.apply(event, self._in_use)
+            elif self._agent is not None:
+                self._requests.apply(event, self._agent)
 
     @property
     def _in_use(self) -> CaptureAgent:
