@@ -268,6 +268,13 @@ class _Metadatum(NamedTuple):
 class _Context:
     """What the servicers use of a gRPC context."""
 
+    def __init__(self, requests: AsyncIterator[Any] | None = None) -> None:
+        self._requests = requests
+
+    async def read(self) -> Any:
+        assert self._requests is not None
+        return await anext(self._requests, grpc.aio.EOF)
+
     async def abort(self, status: grpc.StatusCode, details: str, metadata: Sequence[Any]) -> None:
         raise _Aborted(status, details, metadata)
 
@@ -331,7 +338,7 @@ class _Server:
         """The responses of Ingest."""
         method = self._handlers["Ingest"]
         read = (method.request_deserializer(r.SerializeToString()) async for r in requests)
-        return method.stream_stream(read, _Context())
+        return method.stream_stream(read, _Context(read))
 
 
 def _copy(method: Any, response: Any) -> Any:

@@ -150,7 +150,6 @@ class Core:
         self.retention.covered(self.state.number - count)
         # An expiry is no record, so traces that expired since the snapshot are replayed.
         self.retention.expire()
-        self.retention.freeze()
         self.lifecycle.enter(ServerState.READY)
         _log.info("replayed %d records: %d traces", count, len(self.state.traces.traces))
 

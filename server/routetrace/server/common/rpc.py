@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import AsyncIterator, Callable
-from typing import Any, NamedTuple, NoReturn, Protocol, TypeVar, cast
+from typing import Any, NamedTuple, Protocol, TypeVar, cast
 
 import grpc
 
@@ -66,10 +66,22 @@ async def _message(servicer: Parses, request: object, context: Context) -> objec
     return request
 
 
-async def fail(context: Context, error: RouteTraceError) -> NoReturn:
-    """End a call with a typed error."""
+async def fail(context: Context, error: RouteTraceError) -> None:
+    """End a call with a typed error; its handler must return then.
+
+    No cycles are left (`process.pauses`): the call holds what ends it, and a traceback would hold
+    the call and its request in turn.
+    """
+    _forget_traceback(error)
     detail = error.to_detail().SerializeToString()
-    await context.abort(error.status, error.message, ((ERROR_METADATA_KEY, detail),))
+    try:
+        await context.abort(error.status, error.message, ((ERROR_METADATA_KEY, detail),))
+    except grpc.aio.AbortError as aborted:
+        _forget_traceback(aborted)  # gRPC raises it again after the handler
+
+
+def _forget_traceback(error: BaseException) -> None:
+    error.__traceback__ = error.__context__ = error.__cause__ = None
 
 
 def internal(error: Exception) -> str:
@@ -77,12 +89,11 @@ def internal(error: Exception) -> str:
     return f"internal error of the server ({type(error).__name__}); its log has the details"
 
 
-async def _fail_internally(
-    context: Context, handler: Callable[..., Any], error: Exception
-) -> NoReturn:
+async def _fail_internally(context: Context, handler: Callable[..., Any], error: Exception) -> None:
     """End a call with an error that is not typed, which gRPC would send as it is."""
     name = handler.__name__
     _failures.warning((name, type(error)), "%s failed: %s", name, error, error=error)
+    _forget_traceback(error)
     await fail(context, RouteTraceError(internal(error)))
 
 
@@ -98,6 +109,7 @@ def unary(handler: F) -> F:
             await fail(context, error)
         except Exception as error:
             await _fail_internally(context, handler, error)
+        return None
 
     return cast("F", wrapped)
 

@@ -137,8 +137,9 @@ class IngestServicer:
     async def Ingest(  # noqa: N802, D102
         self, request_iterator: AsyncIterator[Request], context: Context
     ) -> AsyncIterator[pb.IngestResponse]:
+        requests = _received(context)
         try:
-            first = await asyncio.wait_for(anext(request_iterator, _END), _HELLO_SECONDS)
+            first = await asyncio.wait_for(anext(requests, _END), _HELLO_SECONDS)
         except asyncio.TimeoutError:
             raise InvalidArgument(
                 field="message", value="none", expected=f"hello, within {_HELLO_SECONDS} seconds"
@@ -151,7 +152,7 @@ class IngestServicer:
         self._partition.check(first.run)
         self._lifecycle.check_ready()
         with self._admission.agents.hold(owner):
-            async for response in self._serve(first, request_iterator, context):
+            async for response in self._serve(first, requests, context):
                 yield response
 
     async def _serve(
@@ -370,6 +371,16 @@ def _described(hello: pb.Hello, layout: ModelLayout) -> str:
     text = f"{captured}, top-{layout.top_k} of {layout.num_experts} experts"
     host = hello.attributes.get("host", "")
     return f"{text}, on host {quoted(host)}" if host else text
+
+
+async def _received(context: Context) -> AsyncIterator[Request]:
+    """Yield the messages of a stream.
+
+    gRPC's own iterator and its generator hold each other, with the last message, in a cycle that
+    remains if a stream ends before its caller ends it (`process.pauses`).
+    """
+    while (request := await context.read()) is not grpc.aio.EOF:
+        yield request
 
 
 def _name_of(request: object) -> str:

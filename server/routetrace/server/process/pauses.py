@@ -18,8 +18,10 @@ _OBJECTS = 2000
 _BUSY_SECONDS = 0.02
 _LOOK_SECONDS = 0.01
 
-#: Processor seconds of a collection from which on its survivors are frozen.
+#: Processor seconds of a collection, and number of its survivors, from which on they are frozen: a
+#: collection of a few large objects takes long as well, and leaves little to walk.
 _LONG_SECONDS = 0.0005
+_MANY_SURVIVORS = 10_000
 
 
 async def collect_garbage() -> None:
@@ -41,10 +43,16 @@ async def collect_garbage() -> None:
 def collect() -> None:
     """Collect garbage; after a long collection, freeze what it has found alive.
 
-    Nothing is frozen that was garbage at that time. Objects of the index hold no cycles: reference
-    counts free them, frozen or not.
+    What is frozen is freed by reference counts alone, so whatever is alive while calls are served
+    must form no cycles when it ends. That holds for the objects of the index and for calls.
     """
     begun = time.thread_time()
     gc.collect()
-    if time.thread_time() - begun > _LONG_SECONDS:
+    if time.thread_time() - begun > _LONG_SECONDS and len(gc.get_objects()) > _MANY_SURVIVORS:
         gc.freeze()
+
+
+def collect_frozen() -> None:
+    """Collect also what is frozen: a moment at which nothing is served."""
+    gc.unfreeze()
+    gc.collect()

@@ -123,7 +123,7 @@ class Batch:
         try:
             answer = self._at_once(read)
         except RouteTraceError as error:
-            self._ready.append((number, error))
+            self._refuse(number, error)
             return True
         if answer is not None:
             self._keep(number, answer)
@@ -134,10 +134,15 @@ class Batch:
         try:
             answer = await self._later(read)
         except RouteTraceError as error:
-            self._ready.append((number, error))
+            self._refuse(number, error)
         else:
             self._keep(number, answer)
         self._num_waiting -= 1
+
+    def _refuse(self, number: int, error: RouteTraceError) -> None:
+        """Keep an error until it is sent."""
+        # Its traceback names frames that hold this batch: a cycle with the whole call in it.
+        self._ready.append((number, error.with_traceback(None)))
 
     def _keep(self, number: int, answer: Answer) -> None:
         """Pin the rows of an answer until it is sent."""

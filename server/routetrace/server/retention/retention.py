@@ -7,7 +7,6 @@ points into it. Each round marks from scratch, so that no reference count can be
 from __future__ import annotations
 
 import asyncio
-import gc
 import logging
 import time
 from array import array
@@ -52,9 +51,6 @@ _PAUSE_SHARE = 10
 #: Records after which a new snapshot shortens the replay of the next start.
 _SNAPSHOT_RECORDS = 20_000
 
-#: New traces after which all objects are frozen for the garbage collector.
-_FREEZE_TRACES = 10_000
-
 #: Maximum traces that one record deletes: applying it holds the event loop.
 _MAX_DELETED = 256
 
@@ -96,7 +92,6 @@ class Retention:
         self.room = Room(config, self._state, metrics, self._process_bytes, self._short.set)
         """Limits of what is kept."""
         self._took = 0.0  # duration of the last sweep in seconds
-        self._frozen = 0  # serial number of the newest frozen trace
         #: What decides which chunks are garbage, as it was when there was too little of it.
         self._useless: tuple[int, int, int, set[int]] = (-1, 0, 0, set())
 
@@ -139,7 +134,6 @@ class Retention:
         self._short.clear()
         begun = time.monotonic()
         await self._return_freed_memory()
-        self.freeze(_FREEZE_TRACES)
         with self._metrics.sweep.time():
             now = self._journal.clock.now()
             # Records appended before `now` may still renew traces; later ones find them expired.
@@ -160,17 +154,6 @@ class Retention:
         if 0 < freed.NEAR * self._config.memory_limit < self.memory_bytes():
             await asyncio.to_thread(freed.give_back)
             self._memory = (0.0, 0)
-
-    def freeze(self, least: int = 1) -> None:
-        """Freeze live objects (gc.freeze) once `least` new traces exist.
-
-        A full collection takes most of a second with 100,000 traces. Indexed objects hold no
-        cycles, so reference counts free them.
-        """
-        newest = self._state.traces.serial
-        if newest - self._frozen >= least:
-            self._frozen = newest
-            gc.freeze()
 
     def expire(self) -> None:
         """Delete traces whose lease has run out."""

@@ -115,7 +115,7 @@ class Incarnation:
     Args:
         request: last request.
         proven: result of `Join.proven`. The join itself holds its incarnations, and indexed objects
-            must hold no cycles (`Retention.freeze`).
+            must hold no cycles (`process.pauses`).
     """
 
     def __init__(self, request: Request, proven: list[tuple[Request, int]]) -> None:
