@@ -16,7 +16,8 @@ def test_calls_of_any_method_and_end_are_freed_without_the_garbage_collector(
     target = f"127.0.0.1:{free_ports(1)}"
     # A process of its own: there is one collector for all tests.
     command = [sys.executable, "-m", "support.garbage", target, str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    tests = Path(__file__).parents[2]
+    done = subprocess.run(command, cwd=tests, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     ends = {"OK", "INVALID_ARGUMENT", "NOT_FOUND", "DEADLINE_EXCEEDED", "CANCELLED", "reject"}
