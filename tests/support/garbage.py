@@ -20,6 +20,7 @@ from contextlib import suppress
 from typing import Any
 
 import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from routetrace.server import daemon
 from routetrace.server.process import pauses
@@ -48,6 +49,8 @@ class _Calls:
             self._call(traces.GetServerInfo, pb.GetServerInfoRequest())
             self._call_with_nothing(traces, "TraceService")
             self._call_with_nothing(ingest, "IngestService")
+            self._call_unreadably(channel)
+            self._ask_for_health(health_pb2_grpc.HealthStub(channel))
             feeder = Feeder(self._target, LAYOUT, run="r", block_size=1, num_blocks=64)
             for name in ("a", "b"):
                 handle = feeder.begin(name, prompt_len=8)
@@ -62,6 +65,26 @@ class _Calls:
         for method in pb.DESCRIPTOR.services_by_name[service].methods:
             empty = getattr(pb, method.input_type.name)()
             self._call(getattr(stub, method.name), [empty] if method.client_streaming else empty)
+
+    def _call_unreadably(self, channel: grpc.Channel) -> None:
+        """Call with bytes that are no message, with too many, and a method that does not exist."""
+        name = pb.DESCRIPTOR.services_by_name["TraceService"].full_name
+        for method, message in (
+            ("StatTrace", b"\xff"),
+            ("StatTrace", bytes(1 << 20)),
+            ("GetTrace", b"\xff"),
+            ("GetTraces", bytes(100_000)),
+            ("Unknown", b""),
+        ):
+            streams = method.startswith("Get")
+            call = (channel.unary_stream if streams else channel.unary_unary)(f"/{name}/{method}")
+            self._call(call, message)
+
+    def _ask_for_health(self, health: Any) -> None:
+        for service in ("", "unknown"):
+            request = health_pb2.HealthCheckRequest(service=service)
+            self._call(health.Check, request)
+            self._call(health.Watch, request, cancel=True)
 
     def _read(self, traces: Any) -> None:
         wait: dict[str, Any] = {"wait_for": pb.WAIT_FOR_END}

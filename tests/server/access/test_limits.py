@@ -13,11 +13,13 @@ import pytest
 from routetrace.capture_agent import AgentConfig, CaptureAgent
 from routetrace.client import RouteClient, Security
 from routetrace.common.errors import (
+    ERROR_METADATA_KEY,
     InvalidArgument,
     RouteTraceError,
 )
 from routetrace.server.settings.config import ServerConfig
 from routetrace.server.testing import run_server
+from routetrace.v1 import routetrace_pb2 as pb
 from support.servers.client_server import LAYOUT, rows_of
 from support.servers.guarded import HUGE, Pki, call_raw, entry, peak
 
@@ -36,6 +38,23 @@ def test_a_message_over_the_limit_is_refused_before_it_takes_memory() -> None:
             assert peak(server) - before < 48 << 20
         with RouteClient(server.target, timeout=20) as client:
             assert list(client.find()) == []
+
+
+@pytest.mark.parametrize("size", [3, 50_000, 200_000])
+def test_bytes_that_are_no_message_are_refused_by_type(
+    size: int,
+) -> None:
+    with run_server() as server:
+        for service in pb.DESCRIPTOR.services_by_name.values():
+            for method in service.methods:
+                path = f"/{service.full_name}/{method.name}"
+                failed = call_raw(server.target, Security(), path, b"\xff" * size)
+                assert failed.code() is grpc.StatusCode.INVALID_ARGUMENT, path
+                assert method.input_type.name in failed.details()
+                assert ERROR_METADATA_KEY in dict(failed.trailing_metadata())
+        with RouteClient(server.target, timeout=20) as client:
+            assert list(client.find()) == []
+        assert "Traceback" not in server.log.read_text()
 
 
 @pytest.mark.parametrize("listen", ["0.0.0.0:0", "[::]:0", "example.org:7411", "10.0.0.1:1"])

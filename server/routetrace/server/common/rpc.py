@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Callable
 from typing import Any, NamedTuple, Protocol, TypeVar, cast
 
 import grpc
+from google.protobuf.message import DecodeError
 
 from routetrace.common.errors import ERROR_METADATA_KEY, InvalidArgument, RouteTraceError
 from routetrace.server.common.limited import LimitedLog
@@ -21,12 +22,16 @@ F = TypeVar("F", bound=Callable[..., Any])
 Context = grpc.aio.ServicerContext[Any, Any]
 
 
-class TooLong(NamedTuple):
-    """Message over the limit of its method, which was not parsed."""
+class Unusable(NamedTuple):
+    """Message that is not parsed: over the limit of its method, or no message of its type."""
 
     name: str
-    nbytes: int
-    most: int
+    value: str
+    expected: str
+
+    def error(self) -> InvalidArgument:
+        """Return the error for it."""
+        return InvalidArgument(field=self.name, value=self.value, expected=self.expected)
 
 
 class Unparsed(NamedTuple):
@@ -44,26 +49,57 @@ class Parses(Protocol):
 
 
 def limited(parse: Callable[[bytes], Any], name: str, most: int) -> Callable[[bytes], Any]:
-    """Return a parser that leaves messages of over `most` bytes, and long ones, unparsed."""
+    """Return a parser that returns unusable messages as such, and leaves long ones unparsed.
+
+    Args:
+        parse: parser of the message.
+        name: name of the message.
+        most: its maximum length in bytes.
+    """
+
+    def usable(data: bytes) -> Any:
+        try:
+            return parse(data)
+        except DecodeError:
+            return Unusable(name, f"{len(data)} bytes that do not parse", f"a {name}")
 
     def parsed(data: bytes) -> Any:
         if len(data) > most:
-            return TooLong(name, len(data), most)
-        return parse(data) if len(data) <= _AT_ONCE_BYTES else Unparsed(data, parse)
+            return Unusable(name, f"{len(data)} bytes", f"at most {most} bytes")
+        return usable(data) if len(data) <= _AT_ONCE_BYTES else Unparsed(data, usable)
 
     return parsed
 
 
 async def _message(servicer: Parses, request: object, context: Context) -> object:
-    if isinstance(request, TooLong):
-        raise InvalidArgument(
-            field=request.name,
-            value=f"{request.nbytes} bytes",
-            expected=f"at most {request.most} bytes",
-        )
     if isinstance(request, Unparsed):
-        return await servicer.parsed(request, context)
+        request = await servicer.parsed(request, context)
+    if isinstance(request, Unusable):
+        raise request.error()
     return request
+
+
+async def received(context: Context, name: str) -> AsyncIterator[Any]:
+    """Yield the messages of a stream, whose iterator of gRPC is not to be used.
+
+    That one and its generator hold each other, with the last message, in a cycle that remains where
+    a stream ends before its caller ends it (`process.pauses`).
+
+    Args:
+        context: context of the call.
+        name: name of the messages.
+
+    Raises:
+        InvalidArgument: if one does not parse.
+    """
+    while True:
+        try:
+            message = await context.read()
+        except DecodeError:
+            raise Unusable(name, "bytes that do not parse", f"a {name}").error() from None
+        if message is grpc.aio.EOF:
+            return
+        yield message
 
 
 async def fail(context: Context, error: RouteTraceError) -> None:

@@ -22,7 +22,7 @@ from routetrace.server.access.control import Access
 from routetrace.server.access.lifecycle import Lifecycle
 from routetrace.server.access.partition import Partition
 from routetrace.server.common.metrics import Metrics
-from routetrace.server.common.rpc import Context, Unparsed, limited, streaming, unary
+from routetrace.server.common.rpc import Context, Unparsed, limited, received, streaming, unary
 from routetrace.server.common.slices import numbers_in_turns
 from routetrace.server.index.agents import Agents
 from routetrace.server.index.chunk import MAX_BLOCKS, blocks_of
@@ -135,9 +135,9 @@ class IngestServicer:
 
     @streaming
     async def Ingest(  # noqa: N802, D102
-        self, request_iterator: AsyncIterator[Request], context: Context
+        self, _: AsyncIterator[Request], context: Context
     ) -> AsyncIterator[pb.IngestResponse]:
-        requests = _received(context)
+        requests = received(context, "IngestRequest")
         try:
             first = await asyncio.wait_for(anext(requests, _END), _HELLO_SECONDS)
         except asyncio.TimeoutError:
@@ -371,16 +371,6 @@ def _described(hello: pb.Hello, layout: ModelLayout) -> str:
     text = f"{captured}, top-{layout.top_k} of {layout.num_experts} experts"
     host = hello.attributes.get("host", "")
     return f"{text}, on host {quoted(host)}" if host else text
-
-
-async def _received(context: Context) -> AsyncIterator[Request]:
-    """Yield the messages of a stream.
-
-    gRPC's own iterator and its generator hold each other, with the last message, in a cycle that
-    remains if a stream ends before its caller ends it (`process.pauses`).
-    """
-    while (request := await context.read()) is not grpc.aio.EOF:
-        yield request
 
 
 def _name_of(request: object) -> str:

@@ -17,7 +17,7 @@ from grpc_health.v1 import health_pb2
 
 from routetrace.common.errors import InvalidArgument, NotFound, Overloaded
 from routetrace.server.common.metrics import Metrics
-from routetrace.server.common.rpc import Context, streaming
+from routetrace.server.common.rpc import Context, received, streaming
 
 INGEST_SERVICE = "routetrace.v1.IngestService"
 TRACE_SERVICE = "routetrace.v1.TraceService"
@@ -85,12 +85,10 @@ class Health:
 
     @streaming
     async def Check(  # noqa: N802
-        self,
-        requests: AsyncIterator[Any],
-        context: Context,  # noqa: ARG002
+        self, _: AsyncIterator[Any], context: Context
     ) -> AsyncIterator[Any]:
         """Yield the status of a service."""
-        service = await self._service(requests)
+        service = await self._service(context)
         status = self._statuses.get(service)
         if status is None:
             raise NotFound(field="service", value=service, expected=" or ".join(READY_SERVICES))
@@ -98,10 +96,10 @@ class Health:
 
     @streaming
     async def Watch(  # noqa: N802
-        self, requests: AsyncIterator[Any], context: Context
+        self, _: AsyncIterator[Any], context: Context
     ) -> AsyncIterator[Any]:
         """Yield the status of a service at each change."""
-        service = await self._service(requests)
+        service = await self._service(context)
         address = context.peer().rpartition(":")[0]
         under_way = self._watches.total()
         if self._watches[address] >= MAX_WATCHES - under_way:
@@ -126,14 +124,14 @@ class Health:
             self._watches[address] -= 1
             self._watches += Counter()  # without addresses that hold none
 
-    async def _service(self, requests: AsyncIterator[Any]) -> str:
+    async def _service(self, context: Context) -> str:
         """Return the service that a call names."""
         if len(self._unread) >= MAX_UNREAD:
             self._unread.pop(0).set_result(None)
         # A handler that is cancelled sends no status, and gRPC keeps its call.
         displaced = asyncio.get_running_loop().create_future()
         self._unread.append(displaced)
-        reading = asyncio.ensure_future(anext(requests, None))
+        reading = asyncio.ensure_future(anext(received(context, "HealthCheckRequest"), None))
         try:
             await asyncio.wait(
                 {reading, displaced}, timeout=_MESSAGE_SECONDS, return_when=asyncio.FIRST_COMPLETED

@@ -18,10 +18,8 @@ _OBJECTS = 2000
 _BUSY_SECONDS = 0.02
 _LOOK_SECONDS = 0.01
 
-#: Processor seconds of a collection, and number of its survivors, from which on they are frozen: a
-#: collection of a few large objects takes long as well, and leaves little to walk.
+#: Processor seconds of a collection from which on its survivors are frozen.
 _LONG_SECONDS = 0.0005
-_MANY_SURVIVORS = 10_000
 
 
 async def collect_garbage() -> None:
@@ -48,7 +46,7 @@ def collect() -> None:
     """
     begun = time.thread_time()
     gc.collect()
-    if time.thread_time() - begun > _LONG_SECONDS and len(gc.get_objects()) > _MANY_SURVIVORS:
+    if time.thread_time() - begun > _LONG_SECONDS:
         gc.freeze()
 
 
