@@ -1,7 +1,8 @@
 """Parts of SGLang that its CPU build lacks.
 
-Host memory that is not pinned; trees of drafts in the attention that torch has; drafts without a
-compiler; and overlap scheduling with drafts, which SGLang has for GPUs alone.
+Host memory that is not pinned; the padding of a rank's batch; trees of drafts in the attention that
+torch has; drafts without a compiler; and overlap scheduling with drafts, which SGLang has for GPUs
+alone.
 """
 
 from __future__ import annotations
@@ -28,6 +29,10 @@ def register() -> None:
 
     if not hasattr(base, "ALLOC_MEMORY_FUNCS"):
         base.torch = _Torch()
+    from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
+
+    # Length of sequences that pad the batch of a rank, as SGLang's other backends of a CPU have it.
+    TorchNativeAttnBackend.get_cpu_graph_seq_len_fill_value = lambda self: 1
     _speculate()
 
 
