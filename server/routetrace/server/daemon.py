@@ -124,7 +124,7 @@ async def _serve(config: ServerConfig, seat: Seat | None = None) -> None:
         if not again:
             break
         log.warning("starting over as a standby")
-        pauses.collect_frozen()  # the state of before, which holds cycles
+        pauses.collect_frozen()  # the previous state is part of reference cycles
     collecting.cancel()
     log.info("stopped")
 

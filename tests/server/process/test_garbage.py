@@ -1,4 +1,7 @@
-"""Calls leave no cycles: `pauses` freezes objects of calls, and nobody collects what is frozen."""
+"""Calls leave no reference cycles.
+
+`pauses` freezes the objects of running calls, and the garbage collector skips frozen objects.
+"""
 
 from __future__ import annotations
 

@@ -80,10 +80,10 @@ async def _message(servicer: Parses, request: object, context: Context) -> objec
 
 
 async def received(context: Context, name: str) -> AsyncIterator[Any]:
-    """Yield the messages of a stream, whose iterator of gRPC is not to be used.
+    """Yield the messages of a stream; use it in place of gRPC's request iterator.
 
-    That one and its generator hold each other, with the last message, in a cycle that remains where
-    a stream ends before its caller ends it (`process.pauses`).
+    gRPC's iterator and its generator refer to each other and to the last message. Where the server
+    ends a stream before its caller does, that reference cycle remains (`process.pauses`).
 
     Args:
         context: context of the call.
@@ -105,8 +105,8 @@ async def received(context: Context, name: str) -> AsyncIterator[Any]:
 async def fail(context: Context, error: RouteTraceError) -> None:
     """End a call with a typed error; its handler must return then.
 
-    No cycles are left (`process.pauses`): the call holds what ends it, and a traceback would hold
-    the call and its request in turn.
+    The call refers to the error. With a traceback, the error would refer to the call and its
+    request: a reference cycle (`process.pauses`).
     """
     _forget_traceback(error)
     detail = error.to_detail().SerializeToString()

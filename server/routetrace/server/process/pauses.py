@@ -41,8 +41,8 @@ async def collect_garbage() -> None:
 def collect() -> None:
     """Collect garbage; after a long collection, freeze what it has found alive.
 
-    What is frozen is freed by reference counts alone, so whatever is alive while calls are served
-    must form no cycles when it ends. That holds for the objects of the index and for calls.
+    Reference counts alone free frozen objects. So neither objects of the index nor those of calls
+    may be part of a reference cycle when they are no longer needed.
     """
     begun = time.thread_time()
     gc.collect()
@@ -51,6 +51,6 @@ def collect() -> None:
 
 
 def collect_frozen() -> None:
-    """Collect also what is frozen: a moment at which nothing is served."""
+    """Collect garbage among frozen objects, too; takes long, so call it while nothing is served."""
     gc.unfreeze()
     gc.collect()
