@@ -107,6 +107,7 @@ def frameworks() -> Iterator[dict[str, Any]]:
             "sample": SimpleNamespace(),
             "message": {},
             "choice_message": {},
+            "trajectory": {},
             "generator_output": {},
             "RoutedExperts": lambda data, shape, dtype: (data, shape, dtype),
             "RoutingReplay": SimpleNamespace(

@@ -22,6 +22,7 @@ from routetrace.client import FetchPlan, MicroBatch, Rank, Sample, Segment
 from routetrace.common.errors import Incomplete, InvalidArgument
 from routetrace.trainers.dialects import (
     SampleRows,
+    areal,
     miles,
     nemo_rl,
     prime_rl,
@@ -51,6 +52,7 @@ EVERY_SAMPLE = [
     prime_rl.routed_experts,
     skyrl.rollout_expert_indices,
     skyrl.packed,
+    lambda rows: areal.routed_experts([rows], 999),
     vllm.routed_experts,
     sglang.routed_experts,
 ]
@@ -237,6 +239,47 @@ def test_miles_filler(rng: random.Random):
     for token, layer, _, ids in sample.cells():
         # BaseReplayManager: only a row of which all is -1 becomes arange(top_k).
         assert experts[token, layer].tolist() == (ids or [-1] * sample.layout.top_k)
+
+
+# --- AReaL ---
+
+
+def areal_replays(sample: Known, experts: torch.Tensor, valid: bool) -> dict:
+    """preprocess_routed_experts_batch, and the replay of a micro-batch whose samples are all valid:
+    the layer axis is that of the MoE layers; the last token repeats the row before it."""
+    layout, last = sample.layout, sample.num_tokens - 1
+    assert experts.dtype == torch.int32
+    assert experts.shape[1:] == (len(layout.moe_layer_ids), layout.top_k)
+    assert not experts[sample.num_tokens :].any()
+    if last:
+        assert experts[last].equal(experts[last - 1])
+    return {
+        (token, layer): experts[token, slot].tolist() if valid else None
+        for token in range(last)
+        for slot, layer in enumerate(layout.moe_layer_ids)
+    }
+
+
+@given(randoms)
+def test_areal(rng: random.Random):
+    samples = [any_sample(rng, layout=LAYOUTS[0], holes=i == 1) for i in range(3)]
+    width = max(sample.num_tokens for sample in samples) + rng.randrange(3)
+    given = areal.routed_experts([s.rows for s in samples], width, missing="invalid")
+    experts, valid = given["routed_experts"], given["r3_routing_valid"]
+    assert experts.shape[:2] == (3, width)
+    for sample, ids, whole in zip(samples, experts, valid.tolist(), strict=True):
+        cells = {(token, layer): ids for token, layer, _, ids in sample.cells()}
+        assert whole == (sample.num_tokens > 1 and None not in cells.values())
+        replayed = areal_replays(sample, ids, whole)
+        assert replayed == (cells if whole else dict.fromkeys(cells))
+
+
+def test_areal_refuses():
+    sample = any_sample(random.Random(3))
+    with pytest.raises(InvalidArgument, match="at least one sample"):
+        areal.routed_experts([], 8)
+    with pytest.raises(InvalidArgument, match=r"samples\[0\].num_tokens"):
+        areal.routed_experts([sample.rows], sample.num_tokens - 1)
 
 
 # --- NeMo-RL ---
