@@ -14,6 +14,7 @@ version_extras() {
   esac
 }
 
-more_packages() { "${install[@]}" --no-deps 'torchvision==0.28.*'; }
+# NIXL moves KV between a prefill and a decode engine.
+more_packages() { "${install[@]}" --no-deps 'torchvision==0.28.*' 'nixl==1.5.*' 'nixl-cu12==1.5.*'; }
 
 make_environment "$@"

@@ -34,7 +34,6 @@ WAYS = {"0.30.0": "plugin", "0.32.0": "connector"}
 BESIDE = ("offloading", "prefill_and_decode")
 
 _NO_OWN = "its own return needs model runner V2, which Triton's interpreter cannot compile"
-_NO_PD = "not run: its backends for the transfer of KV do not run here, and routetrace refuses it"
 _NO_COMPILE = "not run: its compiled decoding on a CPU needs AMX kernels"
 
 
@@ -60,7 +59,7 @@ SCENARIOS = (
     Scenario("KV loaded from host memory or disk", "host memory", ("offloading", "restored")),
     Scenario("aborted requests", "normal", ("engine", "abort")),
     Scenario("torch.compile", "", ("compiled", "concurrent", "prefix"), _NO_COMPILE),
-    Scenario("prefill and decode pair", "", ("prefill_and_decode", "handover"), _NO_PD),
+    Scenario("prefill and decode pair", "prefill and decode", ("prefill_and_decode", "handover")),
 )
 
 

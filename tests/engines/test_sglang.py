@@ -8,9 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from routetrace.capture_agent.config import AgentConfig
 from routetrace.capture_agent.engines.request_options import RequestOptions
-from routetrace.capture_agent.engines.sglang import capture as captures
 from routetrace.capture_agent.engines.sglang import plugin, seams, tap
 from routetrace.capture_agent.engines.sglang import probe as probes
 from routetrace.capture_agent.engines.sglang.options import options_of
@@ -19,6 +17,7 @@ from routetrace.capture_agent.engines.sglang.settings import refuse_unsupported,
 from routetrace.capture_agent.engines.sglang.timeline import Timeline
 from routetrace.common.errors import InvalidArgument
 from routetrace.common.layout import ModelLayout
+from support.sglang_capture import Agent, Request, capturing, req_of
 
 # ---------------------------------------------------------------------- settings
 
@@ -58,7 +57,7 @@ def test_wrong_settings_are_named(given, named):
     [
         ("pp_size", 2),
         ("speculative_algorithm", "EAGLE"),
-        ("disaggregation_mode", "decode"),
+        ("enable_pd_role_switch", True),
         ("attn_cp_size", 2),
         ("dllm_algorithm", "x"),
         ("enable_hisparse", True),
@@ -307,39 +306,6 @@ def test_a_capturer_of_another_model_is_refused(seams_of_sglang):
 # ---------------------------------------------------------------------- calls of the agent
 
 
-class Agent:
-    """Notes calls."""
-
-    def __init__(self):
-        self.calls = []
-        self.begun = 0
-
-    def begin(self, request_id, **facts):
-        self.begun += 1
-        self.calls.append(("begin", request_id, facts["num_computed_tokens"], facts["block_ids"]))
-        return 100 + self.begun
-
-    def add_blocks(self, handles, blocks):
-        self.calls.append(("add_blocks", handles.tolist(), blocks.tolist()))
-
-    def step(self, rows, spans):
-        self.calls.append(("step", rows[:, 0, 0].tolist(), spans.tolist()))
-
-    def __getattr__(self, name):
-        return lambda *args, **named: self.calls.append((name, *args, *named.values()))
-
-
-class Request:
-    """As much of SGLang's `Req` as is used."""
-
-    def __init__(self, rid, prompt, capture=True):
-        self.rid, self.origin_input_ids, self.output_ids = rid, prompt, []
-        self.capture = capture
-
-    def finished(self):
-        return False
-
-
 @pytest.fixture
 def agent():
     return Agent()
@@ -413,11 +379,11 @@ def test_a_retracted_request_resumes_even_where_the_batch_looks_the_same(request
     a = Request("a", list(range(4)))
     deliver(requests, agent, [a], [0], [4], [4, 5, 6, 7])
     a.output_ids = [9]
-    noted = requests.retract(a)
+    noted = requests.retract(a, 5)
     assert noted is not None
     assert noted[1] == 4
     requests.report_retraction(*noted, agent)
-    assert requests.retract(a) is None
+    assert requests.retract(a, 5) is None
     deliver(requests, agent, [a], [0], [5], [8, 9, 10, 11, 12])
     assert ("preempt", 101, 4) in agent.calls
     assert ("resume", 101, 0, [2, 3]) in agent.calls
@@ -426,7 +392,7 @@ def test_a_retracted_request_resumes_even_where_the_batch_looks_the_same(request
 def test_the_row_whose_token_is_dropped_does_not_count(requests, agent):
     a = Request("a", list(range(4)))
     deliver(requests, agent, [a], [0], [4], [4, 5, 6, 7])  # its token is under way
-    noted = requests.retract(a)
+    noted = requests.retract(a, 4)
     assert noted is not None
     assert noted[1] == 3
 
@@ -473,54 +439,10 @@ def test_rows_and_tokens_must_agree(requests, agent):
 # ---------------------------------------------------------------------- faults
 
 
-class Passes:
-    """A tap whose passes are launched by hand."""
-
-    def on_forward_end(self, hook):
-        self.hook = hook
-
-
 @pytest.fixture
 def scheduler(monkeypatch):
-    """A capture whose agents note calls, and a function that launches a pass."""
-    agents = []
-
-    def make(config, **_):
-        agents.append(Agent())
-        return agents[-1]
-
-    monkeypatch.setattr(captures, "CaptureAgent", make)
-    passes = Passes()
-    layout = ModelLayout((0, 2), 3, 16, 2)
-    config = AgentConfig("localhost:1", "e", layout, block_size=4, num_blocks=99)
-    capture = captures.Capture(passes, config)
-
-    def launch(*spans, slots, verifies=False):
-        """A pass of spans of (request, first position, rows)."""
-        mode = SimpleNamespace(
-            is_idle=lambda: False, is_extend=lambda: True, is_target_verify=lambda: verifies
-        )
-        batch = SimpleNamespace(
-            reqs=[req for req, _, _ in spans],
-            forward_mode=mode,
-            prefix_lens=[first for _, first, _ in spans],
-            extend_lens=[n for _, _, n in spans],
-            req_to_token_pool=SimpleNamespace(req_to_token=torch.zeros((1, 9), dtype=torch.int32)),
-            req_pool_indices_cpu=torch.zeros(len(spans), dtype=torch.int64),
-        )
-        rows = torch.tensor([[[slot % 16, 1]] * 2 for slot in slots], dtype=torch.uint8)
-        forward = SimpleNamespace(forward_mode=mode)
-        return capture.run(lambda: passes.hook(forward, rows, torch.tensor(slots), None), batch)
-
-    yield SimpleNamespace(capture=capture, agents=agents, launch=launch)
-    capture.close()
-
-
-def req_of(rid, n):
-    req = Request(rid, list(range(n)))
-    req.sampling_params = SimpleNamespace(custom_params=None)
-    req.finished_reason, req.output_ids_through_stop = None, []
-    return req
+    with capturing(monkeypatch) as scheduler:
+        yield scheduler
 
 
 @pytest.mark.parametrize("recorded", [False, True])

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -100,12 +101,22 @@ def readme(reader: Reader) -> None:
     }
 
 
+def sglang(reader: Reader) -> None:
+    """An answer of SGLang, and slime's sample."""
+    handle = {"run": "default", "trace_id": "g0-s0", "num_tokens": 111}
+    reader.names |= {
+        "output": {"meta_info": {"routetrace": [handle]}},
+        "sample": SimpleNamespace(),
+    }
+
+
 BEFORE: dict[str, tuple[Callable[[], Any], Callable[[Reader], None] | None]] = {
     "README.md": (nothing, readme),
     "docs/capacity.md": (lambda: recorded("grpo-17"), None),
     "docs/cli.md": (recorded, None),
     "docs/experts.md": (recorded, None),
     "docs/reading.md": (recorded, None),
+    "docs/sglang.md": (recorded, sglang),
 }
 
 

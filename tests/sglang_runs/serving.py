@@ -1,4 +1,4 @@
-"""SGLang's HTTP server on the CPU: answers of several ranks, and bytes of answers."""
+"""SGLang's HTTP servers on the CPU: answers of several ranks or engines, and bytes of answers."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ import urllib.request
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from random import Random
 from tempfile import TemporaryDirectory
@@ -43,37 +44,64 @@ class Answer:
 
     tokens: list[int]
     """Of prompt and answer."""
-    rows: npt.NDArray[np.int32]
-    """[tokens - 1, layers, top_k]: SGLang's own return."""
+    rows: npt.NDArray[np.int32] | None
+    """[tokens - 1, layers, top_k]: SGLang's own return; a decode engine may have none."""
     handles: list[dict[str, Any]]
     """Of its trace; one."""
+    num_retractions: int
     num_bytes: int
     """Of the HTTP answer."""
     own_bytes: int
     """Of SGLang's own rows in it."""
 
 
+@dataclass(frozen=True)
+class Pair:
+    """Arguments of a prefill and a decode engine, beside those of both."""
+
+    prefill: Mapping[str, Any] = field(default_factory=dict)
+    decode: Mapping[str, Any] = field(default_factory=dict)
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """Of both."""
+    captures: bool = True
+    """Whether the prefill engine captures."""
+
+
 def generate(
-    model: Path, target: str, arguments: Mapping[str, Any], rng: Random, num_rows: int
+    model: Path,
+    target: str,
+    arguments: Mapping[str, Any],
+    rng: Random,
+    num_rows: int,
+    pair: Pair | None = None,
 ) -> dict[str, Answer]:
-    """Return the answers of one server to random requests, by request id.
+    """Return the answers of one server, or of a pair, to random requests, by request id.
 
     Args:
         model: directory of the model.
         target: of routetrace-server.
-        arguments: of SGLang's server, beside those of all runs.
+        arguments: of SGLang's servers, beside those of all runs.
         rng: of prompts and lengths.
         num_rows: rows of the answers, about.
+        pair: None: one server does all.
     """
     stems = [_words(rng, 48) for _ in range(3)]
     requests: dict[str, tuple[list[int], int]] = {}
     while num_rows > 0:
         stem = rng.choice(stems) if rng.random() < 0.5 else []
         prompt, length = stem + _words(rng, rng.randrange(5, 90)), rng.randrange(4, 60)
+        if rng.random() < 0.1:
+            length = 1
         requests[f"r{len(requests)}"] = prompt, length
         num_rows -= len(prompt) + length
-    with _serving(model, target, arguments) as port, ThreadPoolExecutor(_RUNNING) as pool:
-        jobs = {rid: pool.submit(_ask, port, rid, *given) for rid, given in requests.items()}
+    with ExitStack() as stack:
+        if pair is None:
+            port = stack.enter_context(_serving(model, target, arguments))
+            ask = partial(_ask, port)
+        else:
+            ask = partial(_ask_pair, *stack.enter_context(_paired(model, target, arguments, pair)))
+        pool = stack.enter_context(ThreadPoolExecutor(_RUNNING))
+        jobs = {rid: pool.submit(ask, rid, *given) for rid, given in requests.items()}
         return {rid: job.result() for rid, job in jobs.items()}
 
 
@@ -105,12 +133,41 @@ def measure(seed: int) -> dict[str, int]:
 
 
 @contextmanager
-def _serving(model: Path, target: str, arguments: Mapping[str, Any]) -> Iterator[int]:
+def _paired(
+    model: Path, target: str, arguments: Mapping[str, Any], pair: Pair
+) -> Iterator[tuple[int, int, int]]:
+    """Run a prefill and a decode engine.
+
+    Yields their ports, and that where the prefill engine tells the other one about itself.
+    """
+    meeting = _free_port()
+    both = {**arguments, "disaggregation_transfer_backend": "nixl"}
+    both["disaggregation_bootstrap_port"] = meeting
+    # Of a prefix that is sent early SGLang waits for an event of a GPU.
+    environment = {"SGLANG_DISAGG_PREFILL_EARLY_SEND_CACHED_PREFIX": "0", **pair.environment}
+    environment["SGLANG_HOST_IP"] = "127.0.0.1"
+    prefill = {**both, **pair.prefill, "disaggregation_mode": "prefill"}
+    decode = {**both, **pair.decode, "disaggregation_mode": "decode"}
+    with ExitStack() as stack, ThreadPoolExecutor(2) as pool:
+        off = {} if pair.captures else {"ROUTETRACE_SGLANG": "off"}
+        starts = [
+            _serving(model, target, prefill, environment | off),
+            _serving(model, target, decode, environment),
+        ]
+        ports = list(pool.map(stack.enter_context, starts))
+        yield ports[0], ports[1], meeting
+
+
+@contextmanager
+def _serving(
+    model: Path,
+    target: str,
+    arguments: Mapping[str, Any],
+    environment: Mapping[str, str] | None = None,
+) -> Iterator[int]:
     """Run a server; yield its port."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    server = _start(model, port, target, arguments)
+    port = _free_port()
+    server = _start(model, port, target, arguments, environment or {})
     try:
         _wait_until_ready(server, port)
         yield port
@@ -123,8 +180,19 @@ def _serving(model: Path, target: str, arguments: Mapping[str, Any]) -> Iterator
             server.wait()
 
 
+def _free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port: int = free.getsockname()[1]
+    return port
+
+
 def _start(
-    model: Path, port: int, target: str, arguments: Mapping[str, Any]
+    model: Path,
+    port: int,
+    target: str,
+    arguments: Mapping[str, Any],
+    environment: Mapping[str, str],
 ) -> subprocess.Popen[bytes]:
     given = ARGUMENTS | {"model_path": str(model), "host": "127.0.0.1", "port": port}
     given |= {"enable_return_routed_experts": True, "skip_server_warmup": True} | dict(arguments)
@@ -136,23 +204,47 @@ def _start(
     ours = {"ROUTETRACE_TARGET": target, "ROUTETRACE_SGLANG": settings}
     ours["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(["0"] * int(given.get("tp_size", 1)))
     spare_models("qwen3_moe")
-    return subprocess.Popen(command, env={**os.environ, **ENVIRONMENT, **ours}, stdout=sys.stderr)
+    return subprocess.Popen(
+        command, env={**os.environ, **ENVIRONMENT, **ours, **environment}, stdout=sys.stderr
+    )
 
 
 def _ask(port: int, rid: str, prompt: list[int], length: int) -> Answer:
+    return _answer(prompt, _post(port, _body(rid, prompt, length)))
+
+
+def _ask_pair(
+    prefill: int, decode: int, meeting: int, rid: str, prompt: list[int], length: int
+) -> Answer:
+    """Send a request to both engines, as SGLang's router does; return the last one's answer."""
+    body = _body(rid, prompt, length)
+    body |= {"bootstrap_host": "127.0.0.1", "bootstrap_port": meeting}
+    body["bootstrap_room"] = int(rid[1:]) + 1
+    with ThreadPoolExecutor(1) as other:
+        first = other.submit(_post, prefill, body)
+        answer = _post(decode, body)
+        first.result()
+    return _answer(prompt, answer)
+
+
+def _body(rid: str, prompt: list[int], length: int) -> dict[str, Any]:
     sampling = {"max_new_tokens": length, "temperature": 0, "ignore_eos": True}
     body = {"rid": rid, "input_ids": prompt, "sampling_params": sampling}
-    answer = _post(port, {**body, "return_routed_experts": True})
+    return {**body, "return_routed_experts": True}
+
+
+def _answer(prompt: list[int], answer: bytes) -> Answer:
     fields = json.loads(answer)
-    rows = fields["meta_info"]["routed_experts"]
+    rows = fields["meta_info"].get("routed_experts")
     tokens = prompt + fields["output_ids"]
     return Answer(
         tokens,
-        np.frombuffer(base64.b64decode(rows), np.int32).reshape(len(tokens) - 1, -1, 4),
+        rows and np.frombuffer(base64.b64decode(rows), np.int32).reshape(len(tokens) - 1, -1, 4),
         fields["meta_info"].get("routetrace", []),
+        fields["meta_info"]["num_retractions"],
         len(answer),
         # As the field stands in the answer, with its name, quotes and a comma.
-        len(rows) + len('"routed_experts":"",'),
+        len(rows or "") + len('"routed_experts":"",'),
     )
 
 

@@ -1,12 +1,14 @@
 """Parts of SGLang that its CPU build lacks.
 
 Host memory that is not pinned; the padding of a rank's batch; trees of drafts in the attention that
-torch has; drafts without a compiler; and overlap scheduling with drafts, which SGLang has for GPUs
-alone.
+torch has; drafts without a compiler; overlap scheduling with drafts, which SGLang has for GPUs
+alone; and KV in host memory that NIXL moves between engines.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -34,6 +36,23 @@ def register() -> None:
     # Length of sequences that pad the batch of a rank, as SGLang's other backends of a CPU have it.
     TorchNativeAttnBackend.get_cpu_graph_seq_len_fill_value = lambda self: 1
     _speculate()
+    if find_spec("nixl_cu12") is not None:
+        _transfer_host_memory()
+
+
+def _transfer_host_memory() -> None:
+    """Have NIXL know KV as memory of the host: SGLang says that it is memory of a GPU."""
+    from nixl_cu12._api import nixl_agent
+
+    def of_host(method: Callable[..., Any]) -> Callable[..., Any]:
+        def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+            where = ("DRAM" if type(each) is str and each == "VRAM" else each for each in args)
+            return method(self, *where, **kwargs)
+
+        return call
+
+    for name in ("register_memory", "get_xfer_descs", "prep_xfer_dlist"):
+        setattr(nixl_agent, name, of_host(getattr(nixl_agent, name)))
 
 
 def _speculate() -> None:

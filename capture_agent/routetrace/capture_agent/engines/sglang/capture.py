@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from typing import Any
 
@@ -19,6 +19,7 @@ from routetrace.capture_agent.agent import CaptureAgent
 from routetrace.capture_agent.config import AgentConfig
 from routetrace.capture_agent.engines.courier import Courier
 from routetrace.capture_agent.engines.request_options import RequestOptions
+from routetrace.capture_agent.engines.sglang.disaggregation import Role, is_synthetic
 from routetrace.capture_agent.engines.sglang.options import options_of
 from routetrace.capture_agent.engines.sglang.requests import Deliveries, Plan, Requests
 from routetrace.capture_agent.engines.sglang.speculation import (
@@ -50,13 +51,19 @@ class Capture:
         tap: rows of the passes.
         config: of the agent.
         labels: of all requests.
+        role: of the engine.
     """
 
     def __init__(
-        self, tap: Tap, config: AgentConfig, labels: Mapping[str, str] | None = None
+        self,
+        tap: Tap,
+        config: AgentConfig,
+        labels: Mapping[str, str] | None = None,
+        role: Role = Role.WHOLE,
     ) -> None:
         self.faults = 0
         self._config = config
+        self._role = role
         # Of the engine's thread.
         self._ended = False
         free: list[int] = []
@@ -173,9 +180,9 @@ class Capture:
 
     # ------------------------------------------------------------------ events
 
-    def finished(self, batch: Any) -> None:
-        """Note the requests of a batch that have ended with its results."""
-        for req in [req for req in batch.reqs if req.finished_reason is not None]:
+    def answered(self, reqs: Sequence[Any]) -> None:
+        """Note those requests that have ended, of some whose answers are sent."""
+        for req in [req for req in reqs if req.finished_reason is not None]:
             self.ended(req)
 
     def handles(self, req: Any) -> list[dict[str, Any]]:
@@ -185,8 +192,11 @@ class Capture:
             A list of one; none if the request goes on, was in no pass, or is not captured.
         """
         try:
-            options = None if req.finished_reason is None else self._requests.options(req)
-            if options is None or self._ended:
+            if req.finished_reason is None or self._ended:
+                return []
+            self._enter(req)
+            options = self._requests.options(req)
+            if options is None:
                 return []
             num_tokens = len(req.origin_input_ids) + len(req.output_ids_through_stop)
         except Exception:  # the answer goes without it
@@ -198,14 +208,20 @@ class Capture:
         """Note that a request has ended; `reason` if SGLang has not set its own."""
         self._note(lambda: self._end(req, reason))
 
+    def _enter(self, req: Any) -> None:
+        if self._role is Role.DECODE:  # elsewhere a request without a pass has no KV either
+            self._requests.enter(req)
+
     def _end(self, req: Any, reason: str) -> None:
+        self._enter(req)
         live = self._requests.end(req)
         if live is None:
             return
         # Private, for another thread.
         tokens = copy(req.origin_input_ids), copy(req.output_ids_through_stop)
         why = reason or _REASONS.get(type(req.finished_reason).__name__, "stop")
-        if why == "stop" and live.options is not None and live.options.handoff:
+        handed_over = why == "stop" and live.options is not None and live.options.handoff
+        if handed_over or (self._role is Role.PREFILL and why != "abort"):
             why = "handoff"
         self._timeline.add(lambda: self._deliveries.report_end(live, tokens, why, self._in_use))
 
@@ -214,7 +230,9 @@ class Capture:
         self._note(lambda: self._retract(req))
 
     def _retract(self, req: Any) -> None:
-        noted = self._requests.retract(req)
+        # A prefill engine computes the prompt again; it drops the token that it has sampled.
+        num_sampled = 0 if self._role is Role.PREFILL else len(req.output_ids)
+        noted = self._requests.retract(req, len(req.origin_input_ids) + num_sampled)
         if noted is None:
             return
         live, num_rows = noted
@@ -288,7 +306,8 @@ class Capture:
 
 
 def _options(req: Any) -> RequestOptions | None:
-    if getattr(req, "beam_group", None) is not None:  # beams share slots, and are reordered
+    # Beams share slots, and are reordered.
+    if getattr(req, "beam_group", None) is not None or is_synthetic(req):
         return None
     return options_of(req.rid, req.sampling_params.custom_params)
 

@@ -15,6 +15,7 @@ from typing import Any
 from routetrace.capture_agent.config import AgentConfig
 from routetrace.capture_agent.engines.request_options import kv_cache_labels
 from routetrace.capture_agent.engines.sglang import seams
+from routetrace.capture_agent.engines.sglang.disaggregation import Role, hook_transfers
 from routetrace.capture_agent.engines.sglang.settings import (
     NGRAM,
     Settings,
@@ -49,7 +50,7 @@ def register() -> None:
     after, around = HookType.AFTER, HookType.AROUND
     hooks: list[tuple[str, Callable[..., Any], Any]] = [
         (f"{seams.SCHEDULER}.run_batch", _run_batch, around),
-        (f"{seams.SCHEDULER}.process_batch_result", _processed, after),
+        (seams.ANSWERED, _answers_sent, after),
         (f"{seams.SCHEDULER}.flush_cache", _flushed, after),
         (f"{seams.REQUEST}.reset_for_retract", _retracted, after),
     ]
@@ -111,6 +112,9 @@ def _attach(runner: Any, settings: Settings) -> None:
         from routetrace.capture_agent.engines.sglang.speculation import hook_verifications
 
         hook_verifications(current)
+    role = Role.of(runner.server_args)
+    if role is Role.DECODE:
+        hook_transfers(current)
     layout = ModelLayout.from_config(runner.model_config.hf_config)
     tap = Tap(runner, layout, num_drafts)  # on every rank: DeepEP gathers ids from all
     _tapped = runner, tap
@@ -129,7 +133,7 @@ def _attach(runner: Any, settings: Settings) -> None:
     )
     args = runner.server_args
     labels = kv_cache_labels(str(args.kv_cache_dtype), str(runner.model_config.dtype))
-    _capture = Capture(tap, config, labels)
+    _capture = Capture(tap, config, labels, role)
     _log.info("routetrace: %d MoE layers are captured", len(layout.layer_ids))
 
 
@@ -164,9 +168,9 @@ def _run_batch(
     return _capture.run(lambda: original(scheduler, batch, *args, **kw), batch)
 
 
-def _processed(_: Any, __: Any, batch: Any, *___: Any, **____: Any) -> None:
+def _answers_sent(_: Any, __: Any, reqs: Any, *___: Any, **____: Any) -> None:
     if _capture is not None:
-        _capture.finished(batch)
+        _capture.answered(reqs)
 
 
 def _flushed(done: Any, *_: Any, **__: Any) -> None:

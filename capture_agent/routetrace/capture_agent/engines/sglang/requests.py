@@ -28,13 +28,16 @@ Tokens = npt.NDArray[np.uint32]
 #: In place of the handle of a request that is not captured.
 NO_HANDLE = -1
 
+#: Page that SGLang gives to no request.
+PADDING = 0
+
 #: Attribute of SGLang's `Req` that holds its `Live`.
 _MARK = "_routetrace_live"
 
 
 @dataclass(eq=False, slots=True)
 class Live:
-    """A request that has been in a pass, and has not ended."""
+    """A request that has begun, and has not ended."""
 
     lane: int
     request_id: str
@@ -43,6 +46,8 @@ class Live:
     prompt_len: int
     prompt: Sequence[int] | None
     """For digests; None if token ids do not identify the model's input."""
+    launched: bool = True
+    """Whether it has been in a pass; otherwise another engine computed its KV."""
     retracted: bool = False
 
 
@@ -119,8 +124,12 @@ class Requests:
         if len(self._lanes):
             self._ends[self._lanes] = self._positions + self._counts
 
-    def retract(self, req: Any) -> tuple[Live, int] | None:
+    def retract(self, req: Any, num_tokens: int) -> tuple[Live, int] | None:
         """Note that a request loses its KV.
+
+        Args:
+            req: the request.
+            num_tokens: of its prompt, and of those sampled ones that it keeps.
 
         Returns:
             It, and the number of its rows that count: the token which the last one samples is
@@ -132,7 +141,6 @@ class Requests:
         live.retracted = True
         self._batch = []
         self._note_ends()
-        num_tokens = len(req.origin_input_ids) + len(req.output_ids)
         return live, min(int(self._ends[live.lane]), num_tokens - 1)
 
     def options(self, req: Any) -> RequestOptions | None:
@@ -140,8 +148,13 @@ class Requests:
         live: Live | None = getattr(req, _MARK, None)
         return None if live is None else live.options
 
+    def enter(self, req: Any) -> None:
+        """Note a request that ends, if it was in no pass: another engine computed its KV."""
+        if not hasattr(req, _MARK):
+            setattr(req, _MARK, self._live(req, self._options(req), launched=False))
+
     def end(self, req: Any) -> Live | None:
-        """Note that a request has ended; return it, None if it was in no pass or has ended."""
+        """Note that a request has ended; return it, None if it has not begun or has ended."""
         live: Live | None = getattr(req, _MARK, None)
         if live is not None:
             setattr(req, _MARK, None)
@@ -151,13 +164,15 @@ class Requests:
     def _start(self, req: Any, live: Live | None, index: int, position: int) -> Start:
         resumed = live is not None
         if live is None:
-            options = None if req.finished() else self._options(req)
-            prompt = req.origin_input_ids
-            known = copy(prompt) if _is_text(req) else None
-            live = Live(self._new_lane(), req.rid, options, len(prompt), known)
+            live = self._live(req, None if req.finished() else self._options(req))
             setattr(req, _MARK, live)
         live.retracted = False
         return Start(live, index, resumed, position)
+
+    def _live(self, req: Any, options: RequestOptions | None, *, launched: bool = True) -> Live:
+        prompt = req.origin_input_ids
+        known = copy(prompt) if _is_text(req) else None
+        return Live(self._new_lane(), req.rid, options, len(prompt), known, launched)
 
     def _options(self, req: Any) -> RequestOptions | None:
         try:
@@ -256,6 +271,16 @@ class Deliveries:
             if handle != NO_HANDLE:
                 agent.resume(handle, start.num_computed, block_ids=blocks)
             return
+        self._begin(live, start.num_computed, blocks, agent)
+
+    def _begin(
+        self,
+        live: Live,
+        num_computed: int,
+        blocks: list[int],
+        agent: CaptureAgent,
+        num_external: int = 0,
+    ) -> None:
         prompt = live.prompt
         if prompt is not None:
             live.prompt = ()  # no longer needed
@@ -268,7 +293,8 @@ class Deliveries:
                 prompt_len=live.prompt_len,
                 labels={**live.options.labels, **self._labels},
                 ttl_seconds=live.options.ttl_seconds or None,
-                num_computed_tokens=start.num_computed,
+                num_computed_tokens=num_computed,
+                num_external_tokens=num_external,
                 block_ids=blocks,
                 prompt_token_ids=None if prompt is None else tokens_of(prompt),
             )
@@ -293,12 +319,17 @@ class Deliveries:
             agent: to report to.
         """
         self._fit(live.lane + 1)
+        num_tokens = sum(map(len, parts))
+        if not live.launched:
+            computed = max(0, num_tokens - 1)
+            blocks = [PADDING] * -(-computed // self._block_size)
+            self._begin(live, computed, blocks, agent, num_external=computed)
         handle = int(self._handles[live.lane])
         self._handles[live.lane] = NO_HANDLE
         self._free.append(live.lane)
         if handle != NO_HANDLE:
             known = None if live.prompt is None else tokens_of(*parts)
-            agent.finish(handle, sum(map(len, parts)), reason=reason, token_ids=known)
+            agent.finish(handle, num_tokens, reason=reason, token_ids=known)
 
     def _fit(self, num_lanes: int) -> None:
         """Have room for so many lanes."""

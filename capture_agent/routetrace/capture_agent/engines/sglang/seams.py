@@ -36,6 +36,16 @@ ANSWERS = (
     _SRT + "managers.scheduler_components.output_streamer.SchedulerOutputStreamer"
     ".build_additional_customized_info"
 )
+#: Called with requests as their answers are sent, those included that have ended.
+ANSWERED = (
+    _SRT + "managers.scheduler_components.output_streamer.SchedulerOutputStreamer.stream_output"
+)
+#: In a decode engine: allocates the slots of KV that it gets from a prefill engine, or had moved to
+#: host memory; and asks the prefill engine to compute it again.
+RECEIVED = _SRT + "disaggregation.decode.DecodePreallocQueue._pre_alloc"
+RECOMPUTED = REQUEST + ".build_rebootstrap_payload"
+#: `bootstrap_host` of requests whose KV no engine computes (FAKE_BOOTSTRAP_HOST).
+SYNTHETIC_HOST = "2.2.2.2"
 #: Where drafts are used: what moves the KV of accepted ones, and the worker.
 MOVE = _SRT + "speculative.spec_utils.move_accept_tokens_to_target_kvcache"
 NGRAM = _SRT + "speculative.ngram_worker.NGRAMWorker.forward_batch_generation"
@@ -49,7 +59,7 @@ _REQUIRED = (
     CAPTURER + ".get_global_experts_capturer",
     CAPTURER + ".set_global_experts_capturer",
     SCHEDULER + ".run_batch",
-    SCHEDULER + ".process_batch_result",
+    ANSWERED,
     SCHEDULER + ".flush_cache",
     REQUEST + ".reset_for_retract",
     REQUEST + ".output_ids_through_stop",

@@ -19,6 +19,7 @@ from typing import Any
 
 from routetrace.capture_agent.config import AgentConfig, variable
 from routetrace.capture_agent.engines.sglang import seams
+from routetrace.capture_agent.engines.sglang.disaggregation import Role
 from routetrace.common.errors import InvalidArgument
 from routetrace.common.security import Security
 
@@ -109,7 +110,8 @@ def _unsupported(args: Any) -> Iterator[tuple[str, str]]:
         ("speculative_algorithm", (None, "NONE", NGRAM), "none or NGRAM: no other is tested"),
         ("attn_cp_size", (1,), "1: tokens of a request are spread over ranks"),
         ("dcp_size", (1,), "1: tokens of a request are spread over ranks"),
-        ("disaggregation_mode", ("null", None), "'null': KV moves between engines"),
+        ("disaggregation_mode", (None, *(role.value for role in Role)), "a role that is known"),
+        ("enable_pd_role_switch", (False,), "off: a running engine changes its role"),
         ("dllm_algorithm", (None,), "none: positions are computed several times"),
         ("enable_hisparse", (False,), "off: KV moves between slots"),
         ("enable_pdmux", (False,), "off: a prefill pass is split"),
@@ -122,4 +124,15 @@ def _unsupported(args: Any) -> Iterator[tuple[str, str]]:
     ):
         # A mode that this version of SGLang lacks is not on.
         if getattr(args, name, fine[0]) not in fine:
+            yield name, expected
+    role = Role.of(args)
+    for roles, name, expected in (
+        (
+            (Role.PREFILL, Role.DECODE),
+            "speculative_algorithm",
+            "none in a prefill or decode engine",
+        ),
+        ((Role.DECODE,), "enable_hierarchical_cache", "off in a decode engine: not tested"),
+    ):
+        if role in roles and getattr(args, name, None) not in (None, False, "NONE"):
             yield name, expected
