@@ -56,7 +56,8 @@ def test_wrong_settings_are_named(given, named):
     ("name", "value"),
     [
         ("pp_size", 2),
-        ("speculative_algorithm", "EAGLE"),
+        ("speculative_algorithm", "DFLASH"),
+        ("speculative_adaptive", True),
         ("enable_pd_role_switch", True),
         ("attn_cp_size", 2),
         ("dllm_algorithm", "x"),
@@ -66,9 +67,16 @@ def test_wrong_settings_are_named(given, named):
 )
 def test_what_is_not_supported_is_refused_by_name(name, value):
     refuse_unsupported(SimpleNamespace(pp_size=1, disaggregation_mode="null"))
-    refuse_unsupported(SimpleNamespace(speculative_algorithm="NGRAM"))
+    refuse_unsupported(SimpleNamespace(speculative_algorithm="NGRAM", speculative_eagle_topk=4))
+    refuse_unsupported(SimpleNamespace(speculative_algorithm="EAGLE", speculative_eagle_topk=1))
     with pytest.raises(InvalidArgument, match=name):
         refuse_unsupported(SimpleNamespace(**{name: value}))
+
+
+def test_trees_of_a_model_that_drafts_have_no_branches():
+    args = SimpleNamespace(speculative_algorithm="EAGLE", speculative_eagle_topk=4)
+    with pytest.raises(InvalidArgument, match="speculative_eagle_topk"):
+        refuse_unsupported(args)
 
 
 @pytest.mark.parametrize("notes", [True, False])

@@ -19,7 +19,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -32,9 +32,9 @@ from routetrace.capture_agent.engines.sglang import seams
 from routetrace.client import ReadOptions, RouteClient
 from routetrace.common.errors import NotFound, RouteTraceError
 from routetrace.server.testing import run_server
-from sglang_runs.engine import DRAFTS, Engine, prepare, request
+from sglang_runs.engine import DRAFTS, MODEL_DRAFTS, Engine, prepare, request
 from sglang_runs.frameworks import differing
-from sglang_runs.models import VOCABULARY, write_model
+from sglang_runs.models import VOCABULARY, write_drafter, write_model
 from sglang_runs.serving import Answer, Pair, generate
 from support.models.routed_cells import WRONG, fates
 from vllm_runs.reference import Reference, change_weights
@@ -107,6 +107,17 @@ SCENARIOS = (
         drafts=True,
         retracts=True,
     ),
+    Scenario("model drafts", MODEL_DRAFTS, native=True, drafts=True, aborts=True),
+    Scenario(
+        "model drafts retraction page 16",
+        {**MODEL_DRAFTS, **_SMALL, "page_size": 16},
+        native=True,
+        drafts=True,
+        retracts=True,
+    ),
+    Scenario(
+        "model drafts normal", {**MODEL_DRAFTS, "disable_overlap_schedule": True}, drafts=True
+    ),
     Scenario("tensor parallel", {"tp_size": 2}, native=True, served=True),
     Scenario(
         "data-parallel attention",
@@ -141,12 +152,21 @@ SCENARIOS = (
         served=True,
         may_lack=("kv_unknown",),
     ),
+    Scenario(
+        "model drafts data-parallel attention",
+        {**MODEL_DRAFTS, "tp_size": 2, "dp_size": 2, "enable_dp_attention": True},
+        native=True,
+        served=True,
+        engines=2,
+    ),
     Scenario("a layer skips the capture site", skips=2),
 )
 #: Those of CI.
 SHARE = (
     "overlap",
     "drafts retraction page 16",
+    "model drafts",
+    "prefill and decode",
     "new weights",
     "new weights in parts",
     "failed update",
@@ -342,6 +362,9 @@ def play(scenario: Scenario, seed: int, num_rows: int) -> dict[str, Any]:
     fate: dict[str, Counter[str]] = {"cells": Counter(), "native_cells": Counter()}
     with tempfile.TemporaryDirectory() as folder, run_server() as server:
         model = write_model(Path(folder), seed)
+        if scenario.arguments.get("speculative_algorithm") == "EAGLE":
+            drafter = {"speculative_draft_model_path": str(write_drafter(model, seed))}
+            scenario = replace(scenario, arguments=scenario.arguments | drafter)
         if scenario.retracts:  # read when SGLang is imported
             os.environ.update(SGLANG_TEST_RETRACT="1", SGLANG_TEST_RETRACT_INTERVAL="23")
         if not scenario.served:

@@ -19,6 +19,7 @@ ENVIRONMENT = {
     "SGLANG_USE_CPU_ENGINE": "1",
     "SGLANG_ENABLE_JIT_DEEPGEMM": "0",
     "SGLANG_NATIVE_MOVE_KV_CACHE": "1",  # without a kernel
+    "TRITON_INTERPRET": "1",  # kernels of drafts that have no other form
 }
 
 #: Arguments of all runs, of SGLang's `ServerArgs`.
@@ -43,6 +44,14 @@ DRAFTS: dict[str, Any] = {
     "speculative_ngram_max_bfs_breadth": 1,
 }
 
+#: Further ones, for drafts of a model.
+MODEL_DRAFTS: dict[str, Any] = {
+    "speculative_algorithm": "EAGLE",
+    "speculative_num_steps": 3,
+    "speculative_eagle_topk": 1,
+    "speculative_num_draft_tokens": 4,
+}
+
 
 def prepare(target: str, **settings: Any) -> None:
     """Turn capture on in this process and load SGLang's plugins, ours among them.
@@ -52,7 +61,7 @@ def prepare(target: str, **settings: Any) -> None:
         settings: of the agent.
     """
     os.environ.update(ENVIRONMENT, ROUTETRACE_TARGET=target, ROUTETRACE_SGLANG=json.dumps(settings))
-    spare_models("qwen3_moe")
+    spare_models("qwen3_moe", "qwen3_moe_mtp")
     from sglang.srt.plugins import load_plugins
 
     load_plugins()

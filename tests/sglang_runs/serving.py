@@ -203,7 +203,7 @@ def _start(
     settings = json.dumps({"run": "tiny", "linger_seconds": 0.05})
     ours = {"ROUTETRACE_TARGET": target, "ROUTETRACE_SGLANG": settings}
     ours["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(["0"] * int(given.get("tp_size", 1)))
-    spare_models("qwen3_moe")
+    spare_models("qwen3_moe", "qwen3_moe_mtp")
     return subprocess.Popen(
         command, env={**os.environ, **ENVIRONMENT, **ours, **environment}, stdout=sys.stderr
     )

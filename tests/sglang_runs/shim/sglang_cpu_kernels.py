@@ -39,6 +39,53 @@ def fill_accept_out_cache_loc_cpu(accepted: Any, slots: Any, out: Any) -> None:
     out[: len(nodes)] = slots[nodes]
 
 
+def assign_draft_cache_locs_contiguous_cpu(
+    req_pool_indices: Any,
+    req_to_token: Any,
+    seq_lens: Any,
+    out: Any,
+    _width: int,
+    topk: int,
+    num_steps: int,
+) -> None:
+    """Write the slots behind each request that its drafts take to `out`, packed."""
+    n = topk * num_steps
+    for b, (row, start) in enumerate(
+        zip(req_pool_indices.tolist(), seq_lens.tolist(), strict=True)
+    ):
+        out[b * n : (b + 1) * n] = req_to_token[row, start : start + n]
+
+
+def fill_bonus_tokens_cpu(accepted: Any, lengths: Any, bonus: Any, stride: int) -> None:
+    """Write the last accepted token of each request to `bonus`."""
+    rows = torch.arange(len(lengths))
+    bonus[:] = accepted.view(-1, stride)[rows, lengths.long() - 1]
+
+
+def build_tree_kernel_efficient_cpu(
+    _parents: Any,
+    _selected: Any,
+    seq_lens: Any,
+    mask: Any,
+    positions: Any,
+    index: Any,
+    next_token: Any,
+    next_sibling: Any,
+    topk: int,
+    _depth: int,
+    n: int,
+    _mode: int,
+) -> None:
+    """Write trees without branches: each node follows the one before it."""
+    assert topk == 1
+    nodes = torch.arange(n)
+    mask.view(-1, n, n)[:] = torch.ones(n, n).tril().bool()
+    positions.view(-1, n)[:] = seq_lens[:, None] + nodes
+    index[:] = torch.arange(index.numel()).view_as(index)
+    next_token[:] = torch.where(nodes < n - 1, nodes + 1, -1)
+    next_sibling[:] = -1
+
+
 def reconstruct_indices_from_tree_mask(
     mask: Any,
     seq_lens: Any,
@@ -100,7 +147,9 @@ def attend_to_trees(backend: Any, query: Any, layer: Any, forward_batch: Any) ->
     keys = backend.token_to_kv_pool.get_key_buffer(layer.layer_id)
     values = backend.token_to_kv_pool.get_value_buffer(layer.layer_id)
     lengths, mask, at = forward_batch.seq_lens.tolist(), spec.custom_mask.bool(), 0
-    whole = len(mask) != len(lengths) * n * n  # of the tokens before as well
+    whole = len(mask) == sum((length + n) * n for length in lengths)  # of those before as well
+    if not whole:  # requests that pad the batch of a rank have none
+        mask = torch.cat([mask, mask.new_ones(len(lengths) * n * n - len(mask))])
     outputs = []
     for b, (row, length) in enumerate(
         zip(forward_batch.req_pool_indices.tolist(), lengths, strict=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from importlib.util import find_spec
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ def register() -> None:
         from sglang.srt.mem_cache import memory_pool_host as pools
     pools.transfer_kv_direct = _transfer
     torch.cpu.Stream.synchronize = lambda self: None  # type: ignore[attr-defined]
+    torch.cuda.synchronize = lambda *_: None
     # The table of SGLang's own return in 0.5.15 is pinned where it is made.
     from sglang.srt.state_capturer import base
 
@@ -34,10 +36,16 @@ def register() -> None:
     from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 
     # Length of sequences that pad the batch of a rank, as SGLang's other backends of a CPU have it.
-    TorchNativeAttnBackend.get_cpu_graph_seq_len_fill_value = lambda self: 1
+    TorchNativeAttnBackend.get_cpu_graph_seq_len_fill_value = _padding
     _speculate()
     if find_spec("nixl_cu12") is not None:
         _transfer_host_memory()
+
+
+def _padding(_: Any) -> int:
+    from sglang.srt.runtime_context import get_spec
+
+    return get_spec().speculative_num_draft_tokens or 1
 
 
 def _transfer_host_memory() -> None:
@@ -64,6 +72,11 @@ def _speculate() -> None:
     except ImportError:  # 0.5.15
         return
     ngram_corpus.get_ngram_corpus_cls = lambda: Corpus
+    from sglang.srt.speculative.draft_utils import DraftBackendFactory
+
+    # The model that drafts has the attention of the other one.
+    DraftBackendFactory.create_draft_extend_backend = lambda _: None
+    DraftBackendFactory.create_decode_backend = _attend_to_steps
     speculative_hook._disable_overlap_schedule_for_cpu = lambda _: None
     extend = TorchNativeAttnBackend.forward_extend
 
@@ -79,6 +92,12 @@ def _speculate() -> None:
         return attend_to_trees(self, query, layer, forward_batch)
 
     TorchNativeAttnBackend.forward_extend = forward_extend
+
+
+def _attend_to_steps(factory: Any) -> Any:
+    """Return the attention of drafts: each step sees the tokens before the first one."""
+    backends = [factory.draft_model_runner.attn_backend] * factory.speculative_num_steps
+    return SimpleNamespace(attn_backends=backends, init_forward_metadata=lambda *_, **__: None)
 
 
 def _allocate(dims: Any, dtype: Any, *_: Any, **__: Any) -> torch.Tensor:

@@ -17,6 +17,7 @@ from routetrace.capture_agent.engines.request_options import kv_cache_labels
 from routetrace.capture_agent.engines.sglang import seams
 from routetrace.capture_agent.engines.sglang.disaggregation import Role, hook_transfers
 from routetrace.capture_agent.engines.sglang.settings import (
+    MODELS,
     NGRAM,
     Settings,
     refuse_unsupported,
@@ -107,11 +108,12 @@ def _attach(runner: Any, settings: Settings) -> None:
         if os.environ.get(name, "").lower() in ("1", "true"):
             raise InvalidArgument(field=name, value="on", expected="off: experts are made up")
     num_drafts = 1
-    if getattr(runner.server_args, "speculative_algorithm", None) == NGRAM:
+    algorithm = getattr(runner.server_args, "speculative_algorithm", None)
+    if algorithm in (NGRAM, *MODELS):
         num_drafts = int(runner.server_args.speculative_num_draft_tokens)
         from routetrace.capture_agent.engines.sglang.speculation import hook_verifications
 
-        hook_verifications(current)
+        hook_verifications(algorithm, current)
     role = Role.of(runner.server_args)
     if role is Role.DECODE:
         hook_transfers(current)

@@ -49,6 +49,8 @@ SYNTHETIC_HOST = "2.2.2.2"
 #: Where drafts are used: what moves the KV of accepted ones, and the worker.
 MOVE = _SRT + "speculative.spec_utils.move_accept_tokens_to_target_kvcache"
 NGRAM = _SRT + "speculative.ngram_worker.NGRAMWorker.forward_batch_generation"
+#: Where a model drafts: the pass that verifies its drafts.
+VERIFIED = _SRT + "speculative.eagle_worker_common.run_eagle_verify"
 
 #: Attributes without which nothing can be captured.
 _REQUIRED = (

@@ -25,8 +25,9 @@ from routetrace.common.security import Security
 
 VARIABLE = "ROUTETRACE_SGLANG"
 
-#: The way to draft that is followed.
+#: The ways to draft that are followed: earlier tokens, or a model (NEXTN, that is MTP, is EAGLE).
 NGRAM = "NGRAM"
+MODELS = ("EAGLE", "EAGLE3", "STANDALONE")
 
 _SET_BY_US = {"layout", "shard", "boot_id", "block_size", "num_blocks", "attributes"}
 _SETTINGS = {f.name for f in fields(AgentConfig)} - _SET_BY_US | {"probe"}
@@ -107,7 +108,12 @@ def refuse_unsupported(server_args: Any) -> None:
 def _unsupported(args: Any) -> Iterator[tuple[str, str]]:
     for name, fine, expected in (
         ("pp_size", (1,), "1: stages hold different layers"),
-        ("speculative_algorithm", (None, "NONE", NGRAM), "none or NGRAM: no other is tested"),
+        (
+            "speculative_algorithm",
+            (None, "NONE", NGRAM, *MODELS),
+            f"none, {NGRAM}, {', '.join(MODELS)}: no other is tested",
+        ),
+        ("speculative_adaptive", (False,), "off: the number of drafts changes"),
         ("attn_cp_size", (1,), "1: tokens of a request are spread over ranks"),
         ("dcp_size", (1,), "1: tokens of a request are spread over ranks"),
         ("disaggregation_mode", (None, *(role.value for role in Role)), "a role that is known"),
@@ -125,6 +131,9 @@ def _unsupported(args: Any) -> Iterator[tuple[str, str]]:
         # A mode that this version of SGLang lacks is not on.
         if getattr(args, name, fine[0]) not in fine:
             yield name, expected
+    branches = getattr(args, "speculative_eagle_topk", 1) not in (None, 1)
+    if branches and getattr(args, "speculative_algorithm", None) in MODELS:
+        yield "speculative_eagle_topk", "1: trees with branches are not tested"
     role = Role.of(args)
     for roles, name, expected in (
         (

@@ -7,6 +7,9 @@ branches: so the accepted rows are not the first ones of a request. They are cho
 once the tree is judged; rejected rows are not reported.
 
 The worker also leaves the output of SGLang's capturer behind, so a pass is put into its result.
+
+A model that drafts one token after the other (EAGLE, MTP, a model of its own) makes trees without
+branches: rows are chosen in the same way, and no KV moves.
 """
 
 from __future__ import annotations
@@ -20,15 +23,17 @@ import numpy.typing as npt
 
 from routetrace.capture_agent.engines.sglang import seams
 from routetrace.capture_agent.engines.sglang.requests import Ints, Plan
+from routetrace.capture_agent.engines.sglang.settings import NGRAM
 
 #: First position of a request in a plan whose drafts are not judged: an upper bound.
 UNKNOWN_POSITION = 1 << 40
 
 
-def hook_verifications(capture: Callable[[], Any]) -> None:
-    """Hook SGLang's NGRAM worker, in a server that uses it.
+def hook_verifications(algorithm: str, capture: Callable[[], Any]) -> None:
+    """Hook SGLang's verification of drafts, in a server that uses it.
 
     Args:
+        algorithm: SGLang's `speculative_algorithm`.
         capture: returns the capture of this process, None without one.
 
     Raises:
@@ -36,7 +41,7 @@ def hook_verifications(capture: Callable[[], Any]) -> None:
     """
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    def judged(_: Any, batch: Any, accepted: Any, num_drafts: Any, *__: Any, **___: Any) -> None:
+    def moved(_: Any, batch: Any, accepted: Any, num_drafts: Any, *__: Any, **___: Any) -> None:
         if (current := capture()) is not None:
             current.judged(accepted, batch.seq_lens, num_drafts + 1)
 
@@ -44,7 +49,13 @@ def hook_verifications(capture: Callable[[], Any]) -> None:
         if (current := capture()) is not None:
             current.carry(result)
 
-    hooks = ((seams.MOVE, judged), (seams.NGRAM, generated))
+    def verified(result: Any, batch: Any, *_: Any, **__: Any) -> None:
+        if (current := capture()) is not None:
+            current.judged(result.accept_index, batch.seq_lens, result.accept_lens)
+
+    hooks: tuple[tuple[str, Callable[..., Any]], ...] = ((seams.VERIFIED, verified),)
+    if algorithm == NGRAM:
+        hooks = (seams.MOVE, moved), (seams.NGRAM, generated)
     seams.check_found([name for name, _ in hooks])
     for name, hook in hooks:
         HookRegistry.register(name, hook, HookType.AFTER)
