@@ -15,7 +15,8 @@ pins    = $(if $(filter undefined,$(origin PINS)),-c constraints/$(1).txt)
 
 .PHONY: demo test test-slow test-long test-fast check check-full check-newest lock lint bench test-exact \
 	test-docs test-two-commands test-mutations test-install \
-	test-transformers test-trainers test-vllm test-vllm-scheduler test-sglang test-sglang-scheduler \
+	test-transformers test-trainers test-vllm test-vllm-scheduler test-sglang test-sglang-older \
+	test-sglang-scheduler \
 	test-faults test-neighbours test-docker test-kubernetes test-scale test-alerts test-loaded \
 	rivals-exact bench-vllm test-gpu bench-gpu experts-report previous-fixtures docs proto clean
 
@@ -220,6 +221,10 @@ test-sglang:
 	PYTHON=$(PYTHON) SGLANG_VENV=$(SGLANG_VENV) TORCH='$(TORCH)' scripts/sglang_env.sh $(SGLANG)
 	PYTHONPATH=$(SGLANG_PATH) OMP_NUM_THREADS=1 $(SGLANG_VENV)/bin/python -m sglang_runs \
 		--seed $(SEED) $(if $(SCENARIO),--scenario '$(SCENARIO)') $(SHARE)
+
+# The oldest version that is tested, with what a CPU runs of it.
+test-sglang-older:
+	$(MAKE) test-sglang SGLANG=0.5.15
 
 # SGLang's own scheduler with a fake model: ROWS rows, each compared.
 test-sglang-scheduler:

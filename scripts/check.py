@@ -64,7 +64,8 @@ def full(seed: int) -> list[str]:
         "make test-two-commands test-install COMMANDS=--command=demo",
         "make test-vllm test-vllm-scheduler SHARE=--share ROWS=20000",
         f"make test-faults FAULTS=ci SEED={seed}",
-        f"make test-sglang test-sglang-scheduler SHARE=--share ROWS=10000 SEED={seed}",
+        "make test-sglang test-sglang-older test-sglang-scheduler SHARE=--share ROWS=10000 "
+        f"SEED={seed}",
         f"make test-exact CELLS=3000000 SEED={seed}",
         "make test-trainers",
         "make test-mutations EVERY=3",

@@ -202,6 +202,34 @@ def test_rows_are_private_and_a_layer_that_does_not_write_is_seen(seams_of_sglan
     assert narrow.tolist() == [[[9, 8], [unwritten] * 2]] * 2
 
 
+def test_rows_of_sglangs_own_return_outlive_the_buffer(seams_of_sglang):
+    """SGLang 0.5.15 returns a part of its buffer with a pass, and copies it later."""
+
+    class Own(Capturer):
+        def on_forward_end(self, forward_batch, *_):
+            rows = self._get_local_slice(forward_batch, False, None)
+            return Output(rows, forward_batch.out_cache_loc)
+
+    class Output:
+        def __init__(self, topk, slots):
+            self.topk, self.slots, self.name = topk, slots, "experts"
+
+        def map_device_tensors(self, move):
+            self.topk, self.slots = move(self.topk), move(self.slots)
+
+    capturer = seams_of_sglang.current = Own()
+    rows_of, carried = tap.Tap(RUNNER, ModelLayout((0, 2), 3, 16, 2)), []
+    rows_of.on_forward_end(lambda fb, rows, slots, native: carried.append(native))
+    capturer.device_cache.buffer[:2] = torch.tensor([3, 4, 0])
+    batch = SimpleNamespace(out_cache_loc=torch.tensor([5, 6]))
+    capturer.on_forward_end(batch, False, None, True)
+    (native,) = carried
+    assert rows_of.unwritten_layers() == [0, 2]
+    assert native.topk.tolist() == [[[3, 4]] * 3] * 2
+    copy = Output(native.topk, batch.out_cache_loc)
+    assert not rows_of._is_part(copy)
+
+
 def test_padding_and_passes_of_other_ranks_leave_no_rows(seams_of_sglang):
     """A rank of data-parallel attention pads its batch; its pass may have no token of its own."""
     rows_of = tap.Tap(RUNNER, ModelLayout((0, 2), 3, 16, 2))

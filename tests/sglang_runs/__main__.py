@@ -20,6 +20,7 @@ import time
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from importlib.metadata import version
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -74,6 +75,13 @@ class Scenario:
     """Layer whose routing SGLang's capturer does not see: such a server must not start."""
     may_lack: tuple[str, ...] = ()
     """Reasons for which rows may be missing."""
+
+    @property
+    def own_are_right(self) -> bool:
+        """Whether SGLang's own return is right, and capture must not change that."""
+        return self.native and not (
+            self.updates or self.again or self.drafts or self.pair is not None
+        )
 
 
 _COPIES = {"hicache_io_backend": "direct", "hicache_mem_layout": "layer_first"}
@@ -160,6 +168,18 @@ SCENARIOS = (
         engines=2,
     ),
     Scenario("a layer skips the capture site", skips=2),
+)
+#: Those that SGLang 0.5.15 runs: its pages and drafts need kernels that a CPU lacks, and a trainer
+#: cannot name its weights.
+OLDER = (
+    "overlap",
+    "no prefix cache",
+    "normal",
+    "mixed chunks",
+    "retraction",
+    "host memory",
+    "tensor parallel",
+    "prefill and decode",
 )
 #: Those of CI.
 SHARE = (
@@ -515,6 +535,8 @@ def _compare(
     if scenario.native:
         found = fates(choice, None if own is None else own[:, list(trace.layer_ids)])
         fate["native_cells"] += found
+        if scenario.own_are_right and found[WRONG]:
+            faults.append(f"{rid}: {found[WRONG]} cells of SGLang's own return are wrong")
         if scenario.served and own is not None and not found[WRONG] and trace.valid.all():
             text = base64.b64encode(own.tobytes()).decode()
             faults += [f"{rid}: {name}'s array differs" for name in differing(text, trace)]
@@ -540,6 +562,8 @@ def main() -> int:
         print(f"\nRESULT {json.dumps(result)}", flush=True)
         os._exit(0)  # threads of SGLang do not end
     names = SHARE if args.share else tuple(s.name for s in SCENARIOS)
+    if version("sglang") == "0.5.15":
+        names = tuple(name for name in names if name in OLDER)
     names = tuple(name for name in names if not args.scenario or name in args.scenario)
     rows = 2_000 if args.share else -(-args.rows // len(names))
     total, failed = Counter[str](), 0

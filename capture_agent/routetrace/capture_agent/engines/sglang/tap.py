@@ -172,6 +172,8 @@ class Tap:
             native = None
             if self.native:
                 native = self._inner(forward_batch, can_run_graph, cuda_graph_batch, no_copy_to_cpu)
+                if native is not None and self._is_part(native):
+                    native.map_device_tensors(torch.clone)  # before the buffer is poisoned
             slots = getattr(forward_batch, "out_cache_loc_virtual", None)
             if slots is None:
                 slots = forward_batch.out_cache_loc
@@ -189,6 +191,14 @@ class Tap:
             return hook(forward_batch, rows, slots.clone(), native)
 
         self._capturer.on_forward_end = on_forward_end
+
+    def _is_part(self, native: Any) -> bool:
+        """Whether SGLang's output is a part of the buffer, as in 0.5.15, and no copy of it."""
+        buffer = self._capturer.device_cache.buffer.untyped_storage().data_ptr()
+        return any(
+            isinstance(value, torch.Tensor) and value.untyped_storage().data_ptr() == buffer
+            for value in vars(native).values()
+        )
 
     def unwritten_layers(self) -> list[int]:
         """Return the MoE layers none of whose cells was written since `poison`; waits for them."""
