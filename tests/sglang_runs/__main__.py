@@ -44,6 +44,8 @@ _TOLD = 6
 _RUNNING = 12
 #: Requests after which a prompt comes again: SGLang has evicted it by then.
 _AGO = 14
+#: Rows in which enough of them come again.
+_EVICTING = 3_500
 
 
 @dataclass(frozen=True)
@@ -62,7 +64,7 @@ class Scenario:
     retracts: bool = False
     """Whether SGLang's own switch retracts requests now and then."""
     again: bool = False
-    """Whether prompts come again, which SGLang has evicted meanwhile."""
+    """Whether prompts come again, which SGLang has evicted meanwhile to host memory or storage."""
     drafts: bool = False
     """Whether a pass verifies trees of drafts."""
     served: bool = False
@@ -86,6 +88,13 @@ class Scenario:
 
 _COPIES = {"hicache_io_backend": "direct", "hicache_mem_layout": "layer_first"}
 _HOST = {"enable_hierarchical_cache": True, "hicache_ratio": 4.0, **_COPIES}
+_STORAGE = {
+    "hicache_storage_backend": "file",
+    "hicache_ratio": 1.1,
+    "hicache_storage_prefetch_policy": "wait_complete",
+    "hicache_storage_backend_extra_config": '{"prefetch_threshold": 16}',
+    "page_size": 16,
+}
 _SMALL = {"max_total_tokens": 700, "schedule_conservativeness": 0.05}
 SCENARIOS = (
     Scenario("overlap", native=True),
@@ -101,6 +110,13 @@ SCENARIOS = (
     Scenario("weights of peers", updates="peers"),
     Scenario("failed update", updates="failed", may_lack=("not_captured", "kv_unknown")),
     Scenario("host memory", {**_HOST, **_SMALL}, native=True, again=True, may_lack=("kv_unknown",)),
+    Scenario(
+        "storage",
+        {**_HOST, **_SMALL, **_STORAGE},
+        native=True,
+        again=True,
+        may_lack=("kv_unknown",),
+    ),
     Scenario("drafts", DRAFTS, native=True, drafts=True),
     Scenario(
         "drafts normal",
@@ -339,6 +355,7 @@ class Run:
                 if not req.output_ids:
                     self.unanswered.add(req.rid)
                 self.counts["loaded"] += req.cached_tokens_host
+                self.counts["from storage"] += req.cached_tokens_storage
                 self.counts["drafts"] += getattr(req, "spec_num_correct_drafts", 0)
                 self.counts["aborted"] += type(req.finished_reason).__name__ == "FINISH_ABORT"
 
@@ -385,6 +402,7 @@ def play(scenario: Scenario, seed: int, num_rows: int) -> dict[str, Any]:
         if scenario.arguments.get("speculative_algorithm") == "EAGLE":
             drafter = {"speculative_draft_model_path": str(write_drafter(model, seed))}
             scenario = replace(scenario, arguments=scenario.arguments | drafter)
+        os.environ["SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR"] = str(Path(folder, "storage"))
         if scenario.retracts:  # read when SGLang is imported
             os.environ.update(SGLANG_TEST_RETRACT="1", SGLANG_TEST_RETRACT_INTERVAL="23")
         if not scenario.served:
@@ -430,8 +448,9 @@ def play(scenario: Scenario, seed: int, num_rows: int) -> dict[str, Any]:
         faults.append("rows of prompts that nobody captured are there")
     if scenario.drafts and not counts["drafts"]:
         faults.append("no draft was accepted")
-    if scenario.again and not counts["loaded"]:
-        faults.append("nothing was loaded from host memory")
+    where = "from storage" if "hicache_storage_backend" in scenario.arguments else "loaded"
+    if scenario.again and not counts[where]:
+        faults.append("nothing was loaded from host memory or storage")
     if scenario.aborts and not counts["aborted"]:
         faults.append("nothing was aborted")
     if scenario.updates == "failed":
@@ -557,7 +576,7 @@ def main() -> int:
     if args.alone:
         started = time.monotonic()
         scenario = next(s for s in SCENARIOS if s.name in args.scenario)
-        result = play(scenario, args.seed, args.rows)
+        result = play(scenario, args.seed, max(args.rows, _EVICTING if scenario.again else 0))
         result["seconds"] = round(time.monotonic() - started)
         print(f"\nRESULT {json.dumps(result)}", flush=True)
         os._exit(0)  # threads of SGLang do not end

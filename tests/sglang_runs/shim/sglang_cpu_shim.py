@@ -26,6 +26,7 @@ def register() -> None:
     except ImportError:  # 0.5.15
         from sglang.srt.mem_cache import memory_pool_host as pools
     pools.transfer_kv_direct = _transfer
+    pools.torch = _Torch()  # pages on their way from storage
     torch.cpu.Stream.synchronize = lambda self: None  # type: ignore[attr-defined]
     torch.cuda.synchronize = lambda *_: None
     # The table of SGLang's own return in 0.5.15 is pinned where it is made.
