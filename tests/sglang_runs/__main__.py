@@ -170,6 +170,7 @@ SCENARIOS = (
         served=True,
         engines=2,
     ),
+    Scenario("prefill and decode pauses", pair=Pair(pauses=12), served=True, engines=2),
     Scenario(
         "decode alone",  # so that no row of the prefill engine hides one of an earlier request
         pair=Pair(decode={**_SMALL, **_COPIES, "num_reserved_decode_tokens": 4}, captures=False),
@@ -442,7 +443,8 @@ def play(scenario: Scenario, seed: int, num_rows: int) -> dict[str, Any]:
     counts.update(run.counts)
     if len(engines) != scenario.engines:
         faults.append(f"rows of engines {sorted(engines)}")
-    if (scenario.retracts or scenario.updates == "retract") and not counts["retracted"]:
+    pauses = scenario.updates == "retract" or (scenario.pair and scenario.pair.pauses)
+    if (scenario.retracts or pauses) and not counts["retracted"]:
         faults.append("nothing was retracted")
     if scenario.pair is not None and not scenario.pair.captures and not missing["kv_unknown"]:
         faults.append("rows of prompts that nobody captured are there")

@@ -65,6 +65,8 @@ class Pair:
     """Of both."""
     captures: bool = True
     """Whether the prefill engine captures."""
+    pauses: int = 0
+    """How often the decode engine retracts all its requests in a pause."""
 
 
 def generate(
@@ -99,9 +101,14 @@ def generate(
             port = stack.enter_context(_serving(model, target, arguments))
             ask = partial(_ask, port)
         else:
-            ask = partial(_ask_pair, *stack.enter_context(_paired(model, target, arguments, pair)))
+            ports = stack.enter_context(_paired(model, target, arguments, pair))
+            ask = partial(_ask_pair, *ports)
         pool = stack.enter_context(ThreadPoolExecutor(_RUNNING))
         jobs = {rid: pool.submit(ask, rid, *given) for rid, given in requests.items()}
+        for job in list(jobs.values())[: pair.pauses if pair else 0]:
+            job.exception()  # the next ones are under way
+            _post(ports[1], {"mode": "retract"}, "pause_generation")
+            _post(ports[1], {}, "continue_generation")
         return {rid: job.result() for rid, job in jobs.items()}
 
 
@@ -248,9 +255,9 @@ def _answer(prompt: list[int], answer: bytes) -> Answer:
     )
 
 
-def _post(port: int, body: dict[str, Any]) -> bytes:
+def _post(port: int, body: dict[str, Any], path: str = "generate") -> bytes:
     request = urllib.request.Request(
-        f"http://127.0.0.1:{port}/generate",
+        f"http://127.0.0.1:{port}/{path}",
         json.dumps(body).encode(),
         {"Content-Type": "application/json"},
     )
