@@ -98,6 +98,15 @@ def test_without_the_seams_a_server_does_not_start():
         seams.check_applied(["json.dumps"])
 
 
+def test_a_model_runner_without_a_capturer_is_refused(monkeypatch):
+    """As MLX's: SGLang would serve, and nothing would be captured."""
+    monkeypatch.setattr(plugin, "_attached", True)
+    plugin._workers_made(None, "scheduler")
+    monkeypatch.setattr(plugin, "_attached", False)
+    with pytest.raises(SystemExit, match="makes no capturer of routed experts"):
+        plugin._workers_made(None, "scheduler")
+
+
 # ---------------------------------------------------------------------- options
 
 

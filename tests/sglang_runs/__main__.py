@@ -75,6 +75,8 @@ class Scenario:
     """Engines that the ranks are: each rank of data-parallel attention is one."""
     skips: int | None = None
     """Layer whose routing SGLang's capturer does not see: such a server must not start."""
+    uncaptured: bool = False
+    """Whether the model runner makes no capturer, as MLX's: such a server must not start."""
     may_lack: tuple[str, ...] = ()
     """Reasons for which rows may be missing."""
 
@@ -185,6 +187,7 @@ SCENARIOS = (
         engines=2,
     ),
     Scenario("a layer skips the capture site", skips=2),
+    Scenario("no capturer", uncaptured=True),
 )
 #: Those that SGLang 0.5.15 runs: its pages and drafts need kernels that a CPU lacks, and a trainer
 #: cannot name its weights.
@@ -208,6 +211,7 @@ SHARE = (
     "new weights in parts",
     "failed update",
     "a layer skips the capture site",
+    "no capturer",
 )
 
 
@@ -408,7 +412,7 @@ def play(scenario: Scenario, seed: int, num_rows: int) -> dict[str, Any]:
             os.environ.update(SGLANG_TEST_RETRACT="1", SGLANG_TEST_RETRACT_INTERVAL="23")
         if not scenario.served:
             prepare(server.target, run="tiny", linger_seconds=0.05)
-        if scenario.skips is not None:
+        if scenario.skips is not None or scenario.uncaptured:
             faults = _refusal(model, scenario.skips)
             return {"missing": {}, "faults": faults, **fate}
         if scenario.served:
@@ -480,10 +484,19 @@ def _run_here(
     return run
 
 
-def _refusal(model: Path, layer: int) -> list[str]:
-    """Start a server one of whose layers shows no ids; return a fault unless it is refused."""
-    from sglang.srt.layers.moe import topk
+def _refusal(model: Path, layer: int | None) -> list[str]:
+    """Start a server with a layer that is not captured, or without a capturer (None).
 
+    Returns:
+        A fault unless it is refused.
+    """
+    from sglang.srt.layers.moe import topk
+    from sglang.srt.model_executor.model_runner import ModelRunner
+
+    expected = f"layers [{layer}] show no ids"
+    if layer is None:
+        expected = "makes no capturer"
+        ModelRunner.init_routed_experts_capturer = lambda _: None
     shown = topk.capture_routed_experts_if_allowed
 
     def hide(config: Any, layer_id: int, ids: Any) -> None:
@@ -494,7 +507,7 @@ def _refusal(model: Path, layer: int) -> list[str]:
     try:
         Engine(model)
     except SystemExit as refusal:
-        if f"layers [{layer}] show no ids" in str(refusal):
+        if expected in str(refusal):
             return []
         return [f"refused otherwise: {refusal}"]
     return ["it started"]

@@ -31,6 +31,7 @@ _log = logging.getLogger(__name__)
 # The latest capture of this process, and its model runner with the tap.
 _capture: Any = None
 _tapped: tuple[Any, Any] | None = None
+_attached = False
 
 
 def register() -> None:
@@ -51,6 +52,7 @@ def register() -> None:
     after, around = HookType.AFTER, HookType.AROUND
     hooks: list[tuple[str, Callable[..., Any], Any]] = [
         (f"{seams.SCHEDULER}.run_batch", _run_batch, around),
+        (seams.WORKERS, _workers_made, after),
         (seams.ANSWERED, _answers_sent, after),
         (f"{seams.SCHEDULER}.flush_cache", _flushed, after),
         (f"{seams.REQUEST}.reset_for_retract", _retracted, after),
@@ -95,9 +97,10 @@ def register() -> None:
 
 def _attach(runner: Any, settings: Settings) -> None:
     """Capture from a model runner, before its CUDA graphs are recorded."""
-    global _capture, _tapped  # noqa: PLW0603
+    global _capture, _tapped, _attached  # noqa: PLW0603
     if runner.is_draft_worker:
         return
+    _attached = True
     from sglang.srt.runtime_context import get_parallel
 
     from routetrace.capture_agent.engines.sglang.capture import Capture
@@ -160,6 +163,14 @@ def _probe(_: Any, runner: Any, *__: Any, **___: Any) -> None:
         probe(runner, tap)
     except RouteTraceError as error:
         raise seams.Refused(f"routetrace: {error}") from error
+
+
+def _workers_made(*_: Any, **__: Any) -> None:
+    if not _attached:
+        raise seams.Refused(
+            "routetrace: cannot capture from this server: its model runner makes no capturer of "
+            "routed experts; docs/sglang.md lists what is refused, such as MLX"
+        )
 
 
 def _run_batch(

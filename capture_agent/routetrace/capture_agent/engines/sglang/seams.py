@@ -17,6 +17,8 @@ BATCH = _SRT + "model_executor.forward_batch_info.ForwardBatch"
 NUM_TOKENS = "_original_num_tokens"
 CAPTURER = _SRT + "state_capturer.routed_experts"
 SCHEDULER = _SRT + "managers.scheduler.Scheduler"
+#: Ends when the model runners of a scheduler are made.
+WORKERS = SCHEDULER + ".init_model_worker"
 REQUEST = _SRT + "managers.schedule_batch.Req"
 UPDATER = _SRT + "managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
 #: Called when all weights of an update are loaded, before the steps that can still fail.
@@ -61,6 +63,7 @@ _REQUIRED = (
     CAPTURER + ".get_global_experts_capturer",
     CAPTURER + ".set_global_experts_capturer",
     SCHEDULER + ".run_batch",
+    WORKERS,
     ANSWERED,
     SCHEDULER + ".flush_cache",
     REQUEST + ".reset_for_retract",
