@@ -451,7 +451,7 @@ def play(scenario: Scenario, seed: int, num_rows: int) -> dict[str, Any]:
     if (scenario.retracts or pauses) and not counts["retracted"]:
         faults.append("nothing was retracted")
     if scenario.pair is not None and not scenario.pair.captures and not missing["kv_unknown"]:
-        faults.append("rows of prompts that nobody captured are there")
+        faults.append("rows of prompts are served, but their prefill engine captures nothing")
     if scenario.drafts and not counts["drafts"]:
         faults.append("no draft was accepted")
     where = "from storage" if "hicache_storage_backend" in scenario.arguments else "loaded"
