@@ -45,6 +45,18 @@ def check_id(field: str, value: object, *, required: bool = True) -> None:
     raise InvalidArgument(field=field, value=shown, expected=expected)
 
 
+def check_slots(block_size: int, num_blocks: int) -> None:
+    """Raise InvalidArgument unless an engine may have as many slots."""
+    if block_size > MAX_BLOCK_SIZE:
+        raise InvalidArgument(
+            field="block_size", value=block_size, expected=f"at most {MAX_BLOCK_SIZE}"
+        )
+    if block_size * num_blocks > MAX_SLOTS:
+        raise InvalidArgument(
+            field="num_blocks", value=num_blocks, expected=f"at most {MAX_SLOTS} slots"
+        )
+
+
 def check_labels(field: str, labels: Mapping[str, str]) -> None:
     """Raise InvalidArgument unless labels are texts with names, not too many and not too long."""
     if not isinstance(labels, Mapping):

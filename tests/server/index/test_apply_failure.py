@@ -8,18 +8,21 @@ import signal
 
 import pytest
 
-from routetrace.common.errors import Corrupt, Unavailable
+from routetrace.common.errors import Corrupt, InvalidArgument, Unavailable
+from routetrace.common.layout import ModelLayout
+from routetrace.common.limits import MAX_BLOCK_SIZE, MAX_SLOTS
 from routetrace.server import daemon
 from routetrace.server.access.lifecycle import ServerState
 from routetrace.server.common.slices import at_once
 from routetrace.server.core import Core
 from routetrace.server.index import apply, journal
-from routetrace.server.index.records.record import decode_record, encode_renew
+from routetrace.server.index.records.record import decode_record, encode_open, encode_renew
 from routetrace.server.index.slot_map import SlotMap
 from routetrace.server.index.traces.sources import WriterKey
 from routetrace.server.settings.config import ServerConfig
 from routetrace.server.store.interface import Record
 from routetrace.server.store.memory import MemoryStore
+from routetrace.stored import format5_pb2 as stored
 from support.agents.recorder import pointed_into, records
 
 WRITER = WriterKey("run", "engine", "")
@@ -147,6 +150,29 @@ async def test_a_failure_in_the_middle_of_a_chunk_stops_the_server(failing, capl
 def test_drafts_of_an_engine_without_blocks_are_confirmed():
     """Found by the failure above: the slot map of such an engine has block size 0."""
     assert [*SlotMap(0, 0).kept([], 0, 4, 0)] == []
+
+
+@pytest.mark.parametrize(
+    ("block_size", "num_blocks"), [(MAX_BLOCK_SIZE + 1, 1), (4, MAX_SLOTS // 4 + 1)]
+)
+def test_a_writer_with_more_slots_than_a_server_accepts_is_left_out(block_size, num_blocks, caplog):
+    """Found by the fuzzer: a block of 283,035,858 slots took gigabytes when it was used."""
+    refused, accepted = (
+        encode_open(
+            0.0, ("run", name, ""), epoch=1, boot_id="boot", layout=ModelLayout((0,), 1, 2, 1),
+            block_size=size, num_blocks=count,
+        )
+        for name, size, count in (("refused", block_size, num_blocks), ("accepted", 4, 10))
+    )  # fmt: skip
+    store = MemoryStore()
+    for number, record in enumerate((refused, accepted), 1):
+        store.append(Record(number, record, b"")).result()
+    state = recovered(store).state
+    assert [key.engine_id for key in state.writers] == ["accepted"]
+    assert "record 1 cannot be applied and is left out" in caplog.text
+    message = stored.SlotMap(block_size=block_size, num_blocks=num_blocks, room=64)
+    with pytest.raises(InvalidArgument, match="at most"):
+        SlotMap.load(message)
 
 
 async def test_the_process_ends_with_an_error_that_names_the_record(failing, monkeypatch):

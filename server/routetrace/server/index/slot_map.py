@@ -17,6 +17,7 @@ import numpy as np
 import numpy.ma  # np.unique imports it when it is first called, which takes 40 ms
 import numpy.typing as npt
 
+from routetrace.common.limits import check_slots
 from routetrace.server.index.traces.refs import CHUNK_SHIFT, ROW_BITS, UNKNOWN
 from routetrace.server.index.traces.spans import Span
 from routetrace.stored import format5_pb2 as stored
@@ -42,6 +43,7 @@ class SlotMap:
     """Slots of one writer epoch. `slot = block_id * block_size + offset`."""
 
     def __init__(self, block_size: int, num_blocks: int) -> None:
+        check_slots(block_size, num_blocks)  # a stored record may hold others than a Hello
         self.block_size = block_size
         self.num_blocks = num_blocks
         # By block: the run of its rows (0: none), and its index among the blocks of the request.

@@ -15,7 +15,7 @@ import numpy as np
 from routetrace.codec.records import U32
 from routetrace.common.errors import InvalidArgument, NotFound, counted, quoted
 from routetrace.common.layout import ModelLayout
-from routetrace.common.limits import MAX_BLOCK_SIZE, MAX_SLOTS, check_id
+from routetrace.common.limits import check_id, check_slots
 from routetrace.common.seals import sealed
 from routetrace.server.access.admission import Admission
 from routetrace.server.access.control import Access
@@ -233,15 +233,8 @@ class IngestServicer:
         # Shards of one boot are recognized by it.
         check_id("boot_id", hello.boot_id, required=bool(hello.shard))
         layout = ModelLayout.from_proto(hello.layout)
-        if hello.block_size > MAX_BLOCK_SIZE:
-            raise InvalidArgument(
-                field="block_size", value=hello.block_size, expected=f"at most {MAX_BLOCK_SIZE}"
-            )
+        check_slots(hello.block_size, hello.num_blocks)
         num_slots = hello.block_size * hello.num_blocks
-        if num_slots > MAX_SLOTS:
-            raise InvalidArgument(
-                field="num_blocks", value=hello.num_blocks, expected=f"at most {MAX_SLOTS} slots"
-            )
         key = WriterKey(hello.run, hello.engine_id, hello.shard)
         with self._agents.opening(key):
             return await self._session(key, hello, layout, num_slots, token)
