@@ -262,7 +262,7 @@ bench-vllm:
 	PYTHONPATH=$(VLLM_VENV)/0.30.0 $(VLLM_VENV)/bin/python benchmarks/vllm_cost.py
 
 # What needs a CUDA device: tests marked cuda, and real vLLM engines with every cell compared. Both
-# run in an environment of your own, GPU_PYTHON: torch with CUDA, vLLM 0.30.0, and routetrace[dev].
+# run in an environment of your own, GPU_PYTHON: torch with CUDA, vLLM, and routetrace[dev].
 # They fail where there is no device; `make test-gpu GPU=--dry` shows on the CPU that they run, and
 # `make bench-gpu GPU='--part capture'` runs a part.
 GPU_PYTHON ?= $(PY)

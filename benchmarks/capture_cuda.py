@@ -75,7 +75,7 @@ class Steps:
         if self.capturer is None:
             self.replay()
             return
-        self.capturer.begin()
+        self.capturer.begin(len(self.layers.x))
         self.replay()
         self.pending.append(self.capturer.snapshot(len(self.layers.x)))
         if len(self.pending) == 2:
@@ -96,7 +96,7 @@ class Steps:
         wrong = 0
         for _ in range(steps):
             self.layers.x.normal_()
-            self.capturer.begin()
+            self.capturer.begin(len(self.layers.x))
             self.replay()
             rows = self.capturer.snapshot(len(self.layers.x)).rows()
             ids = self.ids or self.layers.ids

@@ -52,7 +52,8 @@ def decode(table: Table, dry: bool, count: int, more: dict[str, Any]) -> None:
             for way in NAMES:
                 command = [sys.executable, __file__, way, *what, json.dumps(more)]
                 engines[way] = Engine(command, _environment(dry, Path(directory, way)))
-                engines[way].round(str(min(sizes)))  # started, one at a time
+            for engine in engines.values():  # they compile at the same time
+                engine.round(str(min(sizes)))
             for size in sizes:
                 cells = {
                     way: lambda e=engine, b=size: e.round(str(b))["step_ms"]

@@ -45,6 +45,7 @@ def main(arguments: list[str] | None = None) -> int:
     if problem := cannot_run(args.dry, parts):
         print(f"test-gpu: {problem}", file=sys.stderr)
         return 2
+    print(where(args.dry))
     cells = args.cells or (20_000 if args.dry else 1_000_000)
     faults = []
     if "tests" in parts:
@@ -62,6 +63,13 @@ def main(arguments: list[str] | None = None) -> int:
     return 1 if faults else 0
 
 
+def where(dry: bool) -> str:
+    """Return the device and the versions of torch and vLLM."""
+    device = "CPU" if dry else torch.cuda.get_device_name()
+    vllm = importlib.util.find_spec("vllm") and importlib.import_module("vllm").__version__
+    return f"{device}; torch {torch.__version__}, vLLM {vllm or 'not installed'}"
+
+
 def cannot_run(dry: bool, parts: list[str]) -> str:
     """Why not; "" if it can."""
     if not dry and not torch.cuda.is_available():
@@ -70,7 +78,7 @@ def cannot_run(dry: bool, parts: list[str]) -> str:
             " whose torch is built with CUDA, on a machine with a GPU"
         )
     if set(parts) - {"tests"} and importlib.util.find_spec("vllm") is None:
-        return "needs vLLM 0.30.0, which is not installed; --part tests leaves it out"
+        return "needs vLLM, which is not installed; --part tests leaves it out"
     return ""
 
 

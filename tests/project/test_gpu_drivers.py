@@ -105,6 +105,7 @@ class Idle:
         self._running.append(ask)
 
     def step(self) -> list[Answer]:
+        assert self._running, "an engine in another process would wait for ever"
         done = [Answer(a.trace_id, [*a.prompt, 1], len(a.prompt)) for a in self._running]
         done = [answer for answer in done if answer.trace_id in self.delivered]
         ended = {answer.trace_id for answer in done}
