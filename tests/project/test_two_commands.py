@@ -106,9 +106,18 @@ def test_an_installation_is_interrupted(machine, capsys):
     assert capsys.readouterr().out == "make demo was interrupted after 'Installing x'\n"
 
 
+def started(*arguments):
+    """A process in a session of its own, once it runs: just after exec its arguments are empty."""
+    command = [sys.executable, "-c", "print(flush=True); input()", *arguments]
+    process = subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
+    )
+    process.stdout.readline()
+    return process
+
+
 def test_processes_of_a_session_are_found(tmp_path):
-    command = [sys.executable, "-c", "input()"]
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
+    process = started()
     try:
         assert len(processes_of(process.pid, tmp_path)) == 1
         assert len(left_behind(process.pid, tmp_path, 0.1)) == 1
@@ -118,8 +127,7 @@ def test_processes_of_a_session_are_found(tmp_path):
 
 
 def test_processes_of_the_clone_are_found_in_a_session_of_their_own(tmp_path):
-    command = [sys.executable, "-c", "input()", str(tmp_path / "server")]
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
+    process = started(str(tmp_path / "server"))
     try:
         (found,) = processes_of(0x7FFFFFFF, tmp_path)
         assert found.split()[-1] == str(tmp_path / "server")
