@@ -52,8 +52,9 @@ def decode(table: Table, dry: bool, count: int, more: dict[str, Any]) -> None:
             for way in NAMES:
                 command = [sys.executable, __file__, way, *what, json.dumps(more)]
                 engines[way] = Engine(command, _environment(dry, Path(directory, way)))
-            for engine in engines.values():  # they compile at the same time
+            for way, engine in engines.items():  # they compile at the same time, for minutes
                 engine.round(str(min(sizes)))
+                print(f"engine is ready: {NAMES[way]}", file=sys.stderr, flush=True)
             for size in sizes:
                 cells = {
                     way: lambda e=engine, b=size: e.round(str(b))["step_ms"]
