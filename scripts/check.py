@@ -59,7 +59,7 @@ def full(seed: int) -> list[str]:
     Steps of one environment are one step: any two may run side by side, but for the first two.
     """
     return [
-        "make lint",
+        "make lint demo-scale",
         "make test-loaded",
         "make test-two-commands test-install COMMANDS=--command=demo",
         "make test-vllm test-vllm-scheduler SHARE=--share ROWS=20000",

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
+
+from routetrace.server.access.partition import place
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -99,3 +103,25 @@ def test_the_main_uses_of_the_api():
         "operate 0 1 2",
     ]
     assert re.fullmatch(r"replay_samples -?0\.\d{4}", logit)
+
+
+def test_the_runs_of_the_demo_without_disks_lie_in_different_partitions(monkeypatch):
+    """Else a server that is killed there may serve no run; `make check-full` runs the demo."""
+    monkeypatch.syspath_prepend(EXAMPLES)
+    demo = importlib.import_module("demo_scale")
+    partitions = [place(run, demo.PARTITIONS) for run in demo.RUNS]
+    assert sorted(partitions) == list(range(demo.PARTITIONS))
+
+
+def test_the_demo_without_disks_counts_wrong_and_missing_rows(monkeypatch):
+    monkeypatch.syspath_prepend(EXAMPLES)
+    demo = importlib.import_module("demo_scale")
+    truth = demo.routed("a-request")
+    valid = np.ones(truth.shape[:2], bool)
+    assert demo.compare(truth, valid, truth) == (demo.ROWS, 0, 0)
+    assert demo.compare(truth[:0], valid[:0], truth) == (0, 0, demo.ROWS)
+    ids = truth.copy()
+    ids[3, 1, 2] ^= 1
+    ids[6, 0, 0] ^= 1  # means nothing, as the cell is missing
+    valid[5:7, 0] = False
+    assert demo.compare(ids, valid, truth) == (demo.ROWS - 3, 1, 2)
