@@ -147,6 +147,7 @@ class Core:
             self._partition.check_stored(run)
         self.recovery.seconds = time.monotonic() - before
         self.recovery.records = count
+        self.agents.reachable()
         self.retention.covered(self.state.number - count)
         # An expiry is no record, so traces that expired since the snapshot are replayed.
         self.retention.expire()

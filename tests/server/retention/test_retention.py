@@ -292,6 +292,22 @@ async def test_an_agent_that_leaves_while_its_stream_opens_is_not_there(monkeypa
     assert core.agents.connected == []
 
 
+async def test_agents_are_not_silent_before_a_server_can_be_reached(monkeypatch):
+    """A server stands by for days, or reads a long log, before its first agent can connect."""
+    store, config = MemoryStore(), ServerConfig(store="memory")
+    first = Core(store, config)
+    await first.start()
+    hello = pb.Hello(run="a", engine_id="e", layout=LAYOUT.to_proto())
+    writer = (await first._ingest._open(hello, "")).writer
+    second = Core(store, config)
+    days_later = first.journal.clock.now() + 1e6
+    monkeypatch.setattr(second.journal.clock, "now", lambda: days_later)
+    await second.start()
+    assert second.agents.idle_seconds(writer.key) == 0
+    await second.sweep()
+    assert list(second.state.writers) == [writer.key]
+
+
 async def test_an_agent_that_connects_during_a_sweep_is_there(monkeypatch):
     core = Core(MemoryStore(), ServerConfig(store="memory"))
     await core.start()

@@ -29,7 +29,7 @@ class Agents:
         self._state = state
         self._clock = clock
         self.timeout = timeout
-        self._started = clock.now()
+        self._reachable_since = clock.now()
         self._sessions: dict[WriterKey, Session] = {}
         self._opening: Counter[WriterKey] = Counter()
         self._opened: dict[WriterKey, float] = {}
@@ -46,6 +46,10 @@ class Agents:
     def reports(self) -> dict[WriterKey, pb.Heartbeat]:
         """Return the last heartbeat of each agent, disconnected ones included."""
         return self._reports
+
+    def reachable(self) -> None:
+        """Count the silence of agents from now on: until now, none could reach this server."""
+        self._reachable_since = self._clock.now()
 
     @contextmanager
     def opening(self, key: WriterKey) -> Iterator[None]:
@@ -108,7 +112,7 @@ class Agents:
         session = self._sessions.get(key)
         if session and session.state in (SessionState.SILENT, SessionState.HELD):
             return 0.0
-        return self._clock.now() - self._seen.get(key, self._started)
+        return self._clock.now() - self._seen.get(key, self._reachable_since)
 
     def running(self, source: Source) -> bool:
         """Whether a source may still grow: not ended, not replaced, its agent present."""
