@@ -77,6 +77,7 @@ def seaweed() -> Store:
     ports = {name: free_port() for name in ("master.port", "volume.port", "filer.port", "s3.port")}
     command = [_program("weed"), "server", "-ip=127.0.0.1", "-ip.bind=127.0.0.1"]
     command += [f"-dir={directory}", "-filer", "-s3", "-s3.port.iceberg=0", "-s3.port.lance=0"]
+    command += ["-master.telemetry=false"]  # no reports to its authors
     command += [f"-{name}={port}" for name, port in ports.items()]
     # Each gRPC port is 10,000 above by default, and may be taken.
     command += [f"-{name}.grpc={free_port()}" for name in ports]
