@@ -321,12 +321,26 @@ def test_tls_and_tokens_as_composed(tmp_path, monkeypatch, server_environment):
 # ---------------------------------------------------------------------------- vLLM
 
 
-def test_two_servers_share_an_object_store(server_environment):
+def test_three_servers_share_an_object_store(server_environment, monkeypatch):
     services = yaml.safe_load(COMPOSE_SCALE.read_text("utf-8"))["services"]
-    configs = [load_config(services[name]["command"]) for name in ("server-a", "server-b")]
-    assert configs[0] == configs[1]
-    config = configs[0]
-    assert (config.store, config.object_url) == ("object", "s3://routetrace/runs")
+    names = ["server-a", "server-b", "server-c"]
+    assert [name for name in services if name.startswith("server")] == names
+    for name in names:
+        environ = services[name]["environment"]
+        monkeypatch.setenv("ROUTETRACE_ADVERTISE", environ.pop("ROUTETRACE_ADVERTISE"))
+        config = load_config(services[name]["command"])
+        assert services[name] == services["server-a"]
+        # The text of the targets, by which agents and clients know the host.
+        assert config.advertised == f"{name}:{config.host_port[1]}"
+        assert services["inference"]["depends_on"][name] == {"condition": "service_healthy"}
+    assert (config.store, config.object_url, config.workers) == (
+        "object",
+        "s3://routetrace/runs",
+        len(names),
+    )
+    # Workers have sockets in the directory for temporary files.
+    assert services["server-a"]["read_only"]
+    assert services["server-a"]["tmpfs"] == ["/tmp"]
     _, _, endpoint = config.object_endpoint.rpartition("/")
     host, port = split_address(endpoint)
     assert f"-s3.port={port}" in services[host]["command"]
@@ -334,9 +348,7 @@ def test_two_servers_share_an_object_store(server_environment):
     keys = {name: services["server-a"]["environment"][name] for name in AWS_KEYS}
     assert all(services[host]["environment"][name] == key for name, key in keys.items())
     targets = services["inference"]["environment"]["ROUTETRACE_TARGET"].split(",")
-    assert [split_address(target) for target in targets] == [
-        (name, config.host_port[1]) for name in ("server-a", "server-b")
-    ]
+    assert targets == [f"{name}:{config.host_port[1]}" for name in names]
 
 
 def test_vllm_worker_asks_for_the_connector(monkeypatch):
