@@ -1,0 +1,301 @@
+"""Servers without disks over SeaweedFS: CPU for each token, replay, and take-over.
+
+    PYTHONPATH=tests python benchmarks/servers.py [--rounds 5] [--quick] [--part cpu]
+
+CPU: three runs go in at once and are read back, at a server with a disk, at one over the object
+store, and at three that share its partitions; all in turns. Ratios of CPU seconds do not depend on
+the number of cores; the throughput of three servers on machines of their own is 3 divided by the
+one to a single server. CPU of the store itself is not in it.
+
+Replay: a store with 500 MB of chunks, whose server is killed and started again, and one whose
+standby takes over; without and with a snapshot of the indexes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import shutil
+import socket
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ingest.load import TOKENS, Load, load, send_all
+from measure import OWN_CORE, PEER_CORE, QWEN3, Table, cpu_seconds, pin, ratios
+from routetrace.client import RouteClient
+from routetrace.server.store.object.bucket import open_bucket
+from routetrace.server.testing import ServerProcess, free_ports, run_server
+from scale_runs.shared import runs_of
+from scale_runs.stores import seaweed
+from support.servers.object_servers import owners_of
+
+SERVERS = 3
+#: Seconds of the lease where a server is killed.
+LEASE = 2
+#: Bytes of a chunk, and of the chunks that are replayed.
+CHUNK, STORED = 1 << 20, 500_000_000
+
+_names = itertools.count()
+
+
+# ---------------------------------------------------------------------------- CPU
+
+
+@dataclass
+class Cell:
+    """Servers that take turns with others.
+
+    Attributes:
+        servers: their processes.
+        addresses: where each run is served: raw streams follow no redirect.
+        incoming, outgoing: CPU seconds a token by round.
+    """
+
+    servers: list[ServerProcess]
+    addresses: list[str]
+    incoming: list[float] = field(default_factory=list)
+    outgoing: list[float] = field(default_factory=list)
+
+    def cpu(self) -> float:
+        """Return the CPU seconds of all servers so far."""
+        return sum(cpu_seconds(server.pid) for server in self.servers)
+
+    def turn(self, runs: Sequence[str], chunks: int) -> tuple[float, float]:
+        """Return CPU seconds for each token in and out: each run takes and gives some chunks."""
+        loads = [_load(chunks) for _ in runs]
+        tokens = sum(part.tokens for _, part in loads)
+        work = [*zip(self.addresses, runs, loads, strict=True)]
+        with ThreadPoolExecutor(len(work)) as pool:
+            begin = self.cpu()
+            for _ in pool.map(
+                lambda one: send_all(one[0], QWEN3, one[1], one[2][1].messages), work
+            ):
+                pass
+            stored = self.cpu()
+            rows = sum(pool.map(lambda one: _read(one[0], one[1], *one[2]), work))
+            read = self.cpu()
+        if rows != tokens:
+            raise SystemExit(f"{rows} rows of {tokens}")
+        return (stored - begin) / tokens, (read - stored) / tokens
+
+
+def _load(chunks: int) -> tuple[str, Load]:
+    name = f"r{next(_names)}"
+    return name, load(QWEN3, chunks, message_bytes=CHUNK, name=name, num_blocks=1 << 10)
+
+
+def _traces(name: str, part: Load) -> list[str]:
+    return [f"{name}-{i}" for i in range(part.tokens // (TOKENS - 1))]
+
+
+def _read(target: str, run: str, name: str, part: Load) -> int:
+    with RouteClient(target, run=run) as client:
+        return sum(len(trace) for trace in client.get_many(_traces(name, part)))
+
+
+def _object(endpoint: str, prefix: str, **settings: Any) -> dict[str, Any]:
+    """Return the settings of a server over the object store."""
+    return {
+        "store": "object",
+        "object_url": f"s3://bucket/{prefix}",
+        "object_endpoint": endpoint,
+        **settings,
+    }
+
+
+def _shared(stack: ExitStack, endpoint: str) -> Cell:
+    """Start servers that share as many partitions, each of which owns one in the end."""
+    ports = [free_ports(SERVERS) for _ in range(SERVERS)]
+    servers = [
+        stack.enter_context(run_server(port=port, workers=SERVERS, **_object(endpoint, "shared")))
+        for port in ports
+    ]
+    bucket = open_bucket("s3://bucket/shared", endpoint)
+    until = time.monotonic() + 300
+    while True:
+        owners = owners_of(bucket, SERVERS)
+        if (
+            "" not in owners
+            and len({int(o.rpartition(":")[2]) - i for i, o in enumerate(owners)}) == SERVERS
+        ):
+            return Cell(servers, owners)
+        if time.monotonic() > until:
+            raise SystemExit(f"the partitions are not shared out: {owners}")
+        time.sleep(0.5)
+
+
+def measure_cpu(table: Table, endpoint: str, directory: Path, rounds: int) -> None:
+    """Add the lines of CPU for each token."""
+    runs = runs_of(SERVERS)
+    chunks = 2 if table.quick else 48
+    with ExitStack() as stack:
+
+        def one(**settings: Any) -> Cell:
+            server = stack.enter_context(run_server(**settings))
+            return Cell([server], [server.target] * SERVERS)
+
+        cells = {
+            "disk": one(data_dir=directory / "disk"),
+            "object": one(**_object(endpoint, "one")),
+            "object, none in memory": one(**_object(endpoint, "cold", object_cache=0)),
+            "shared": _shared(stack, endpoint),
+        }
+        for cell in cells.values():
+            for server in cell.servers:
+                for child in _processes(server.pid):
+                    pin(PEER_CORE, child)
+        for number in range(rounds + 1):
+            names = list(cells)
+            for name in names[number % len(names) :] + names[: number % len(names)]:
+                found = cells[name].turn(runs, chunks)
+                if number:  # the first one fills caches and pools
+                    cells[name].incoming.append(found[0])
+                    cells[name].outgoing.append(found[1])
+        seconds = 2 if table.quick else 20
+        idle = {name: cell.cpu() for name, cell in cells.items()}
+        time.sleep(seconds)
+        idle = {name: (cell.cpu() - idle[name]) / seconds for name, cell in cells.items()}
+    for name, cell in cells.items():
+        table.add(f"{name}: CPU of a token in", _micro(cell.incoming), "us", "")
+        table.add(f"{name}: CPU of a token out", _micro(cell.outgoing), "us", "")
+        table.add(f"{name}: CPU while idle", 100 * idle[name], "%", "one core, all servers")
+    both = {name: _sums(cell) for name, cell in cells.items()}
+    for name in ("object", "object, none in memory"):
+        goal = "<= 1.3" if name == "object" else ""
+        table.add(f"{name}: in and out", ratios(both[name], both["disk"]), "x", "disk", goal)
+        table.add(f"{name}: in", ratios(cells[name].incoming, cells["disk"].incoming), "x", "disk")
+        table.add(f"{name}: out", ratios(cells[name].outgoing, cells["disk"].outgoing), "x", "disk")
+    beside = ratios(both["shared"], both["object"])
+    table.add(f"{SERVERS} that share: in and out", beside, "x", "object")
+    speedup = [SERVERS / ratio for ratio in beside]
+    table.add(f"{SERVERS} that share: throughput", speedup, "x", "object", ">= 2.7")
+
+
+def _processes(pid: int) -> list[int]:
+    import psutil
+
+    return [pid, *(child.pid for child in psutil.Process(pid).children(recursive=True))]
+
+
+def _micro(values: Sequence[float]) -> list[float]:
+    return [1e6 * value for value in values]
+
+
+def _sums(cell: Cell) -> list[float]:
+    return [a + b for a, b in zip(cell.incoming, cell.outgoing, strict=True)]
+
+
+# ---------------------------------------------------------------------------- replay
+
+
+@contextmanager
+def _filled(table: Table, settings: dict[str, Any]) -> Iterator[tuple[ServerProcess, list[str]]]:
+    """Start a server with stored chunks; yield it and its traces."""
+    with run_server(**settings) as server:
+        name, part = _load((20_000_000 if table.quick else STORED) // CHUNK + 1)
+        send_all(server.target, QWEN3, "replay", part.messages)
+        yield server, _traces(name, part)
+
+
+def _again(server: ServerProcess, settings: dict[str, Any]) -> tuple[ServerProcess, float, float]:
+    """Kill a server and start it again; return it, its CPU seconds and seconds until ready."""
+    server.kill()
+    begin = time.monotonic()
+    started = run_server(timeout=300, **settings)
+    seconds = time.monotonic() - begin
+    return started, cpu_seconds(started.pid), seconds
+
+
+def _snapshot(server: ServerProcess, traces: Sequence[str]) -> None:
+    """Make the server write a snapshot: a tenth of its chunks become garbage."""
+    with RouteClient(server.target, run="replay") as client:
+        client.delete(*traces[: len(traces) // 10])
+    until = time.monotonic() + 120
+    while "dropped" not in server.log.read_text():
+        if time.monotonic() > until:
+            raise SystemExit("the server wrote no snapshot")
+        time.sleep(0.2)
+    time.sleep(1)
+
+
+def _standby(port: int, settings: dict[str, Any]) -> Callable[[], ServerProcess]:
+    """Start a server that stands by; the result waits until it has taken over."""
+    pool = ThreadPoolExecutor(1)
+    started = pool.submit(run_server, timeout=300, **{**settings, "listen": f"127.0.0.1:{port}"})
+    pool.shutdown(wait=False)
+    while not started.done():
+        with suppress(OSError), socket.create_connection(("127.0.0.1", port), 1):
+            break
+        time.sleep(0.1)
+    time.sleep(2 * LEASE)  # until it has seen the owner's signs of life
+    return started.result
+
+
+def measure_replay(table: Table, endpoint: str, directory: Path, rounds: int) -> None:
+    """Add the lines of replay and take-over."""
+    kinds: dict[str, dict[str, Any]] = {
+        "disk": {"data_dir": directory / "replayed", "port": free_ports(1)},
+        "object": {
+            **_object(endpoint, "replayed", object_lease_seconds=LEASE),
+            "port": free_ports(1),
+        },
+    }
+    for settings in kinds.values():
+        settings["sweep_interval_seconds"] = 2
+    with ExitStack() as stack:
+        servers, traces = {}, {}
+        for kind, settings in kinds.items():
+            servers[kind], traces[kind] = stack.enter_context(_filled(table, settings))
+        for snapshot in ("without", "with"):
+            if snapshot == "with":
+                for kind, server in servers.items():
+                    _snapshot(server, traces[kind])
+            found: dict[str, list[tuple[float, float]]] = {kind: [] for kind in kinds}
+            for _ in range(rounds):
+                for kind, settings in kinds.items():
+                    servers[kind], *figures = _again(servers[kind], settings)
+                    stack.enter_context(servers[kind])
+                    found[kind].append((figures[0], figures[1]))
+            for kind, values in found.items():
+                what = f"{kind}, {snapshot} a snapshot"
+                table.add(f"{what}: CPU until ready", [v[0] for v in values], "s", "", "<= 5")
+                table.add(f"{what}: until ready", [v[1] for v in values], "s", "")
+            late = []
+            for _ in range(rounds):
+                taken = _standby(free_ports(1), kinds["object"])
+                begin = time.monotonic()
+                servers["object"].kill()
+                servers["object"] = stack.enter_context(taken())
+                late.append(time.monotonic() - begin - LEASE)
+            table.add(
+                f"object, {snapshot} a snapshot: take-over", late, "s", f"+ {LEASE} s of lease"
+            )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--quick", action="store_true", help="only that everything runs")
+    parser.add_argument("--part", choices=("cpu", "replay"), help="one part alone")
+    args = parser.parse_args()
+    table = Table(args.quick)
+    pin(OWN_CORE)
+    parts = {"cpu": measure_cpu, "replay": measure_replay}
+    directory = Path(tempfile.mkdtemp(prefix="servers-"))
+    try:
+        with seaweed() as store:
+            for part, measure in parts.items():
+                if args.part in (None, part):
+                    measure(table, store.endpoint, directory, 1 if args.quick else args.rounds)
+    finally:
+        shutil.rmtree(directory)
+
+
+if __name__ == "__main__":
+    main()
