@@ -22,8 +22,8 @@ from routetrace.cli.bench.capacity import MEASURED
 from routetrace.server.testing import run_server
 
 #: Engines as they are: 256 requests that decode 50 tokens a second each.
-_WORDS = ("--mix", "reasoning", "--answer", "lognormal:300:0.6", "--agents", "1")
-_PACE = ("--batch", "256", "--steps", "50")
+WORDS = ("--mix", "reasoning", "--answer", "lognormal:300:0.6", "--agents", "1")
+PACE = ("--batch", "256", "--steps", "50")
 
 
 def run(model: str, seconds: float, readers: int) -> tuple[dict[str, Any], float]:
@@ -34,7 +34,7 @@ def run(model: str, seconds: float, readers: int) -> tuple[dict[str, Any], float
         words = ("--model", model, "--seconds", str(seconds), "--readers", str(readers))
         done = subprocess.run(
             [program, "bench", "load", "--json", "--target", server.target,
-             *words, *_WORDS, *_PACE],
+             *words, *WORDS, *PACE],
             check=True, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
         )  # fmt: skip
         return json.loads(done.stdout), cpu_seconds(server.pid) - before

@@ -2,10 +2,14 @@
 
     PYTHONPATH=tests python benchmarks/servers.py [--rounds 5] [--quick] [--part cpu]
 
-CPU: three runs go in at once and are read back, at a server with a disk, at one over the object
-store, and at three that share its partitions; all in turns. Ratios of CPU seconds do not depend on
-the number of cores; the throughput of three servers on machines of their own is 3 divided by the
-one to a single server. CPU of the store itself is not in it.
+CPU: three runs go in at once and are read back: at a server with a disk, at one over the object
+store, at one that keeps no payloads in memory ("cold"), and at three that share its partitions; all
+in turns. Ratios of CPU seconds, beyond those of idle servers, do not depend on the number of cores.
+CPU of the store itself is not in them.
+
+Rates: an agent that computes 12,800 tokens/s and a reader, at the first two.
+
+Pace: acknowledgements and PUTs beside those of the model (scale/paced.py).
 
 Replay: a store with 500 MB of chunks, whose server is killed and started again, and one whose
 standby takes over; without and with a snapshot of the indexes.
@@ -15,22 +19,31 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import json
 import shutil
 import socket
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import psutil
+
+from capacity_costs import PACE, WORDS
 from ingest.load import TOKENS, Load, load, send_all
 from measure import OWN_CORE, PEER_CORE, QWEN3, Table, cpu_seconds, pin, ratios
+from measure import rounds as in_turns
 from routetrace.client import RouteClient
 from routetrace.server.store.object.bucket import open_bucket
 from routetrace.server.testing import ServerProcess, free_ports, run_server
+from scale import paced
 from scale_runs.shared import runs_of
 from scale_runs.stores import seaweed
 from support.servers.object_servers import owners_of
@@ -47,6 +60,18 @@ _names = itertools.count()
 # ---------------------------------------------------------------------------- CPU
 
 
+class Turn(NamedTuple):
+    """CPU seconds of all servers for each token in and out, beyond those of idle servers."""
+
+    incoming: float
+    outgoing: float
+
+    @property
+    def both(self) -> float:
+        """Of a token that goes in and out."""
+        return self.incoming + self.outgoing
+
+
 @dataclass
 class Cell:
     """Servers that take turns with others.
@@ -54,35 +79,44 @@ class Cell:
     Attributes:
         servers: their processes.
         addresses: where each run is served: raw streams follow no redirect.
-        incoming, outgoing: CPU seconds a token by round.
+        idle: cores that all of them take without load.
+        turns: by round.
     """
 
     servers: list[ServerProcess]
     addresses: list[str]
-    incoming: list[float] = field(default_factory=list)
-    outgoing: list[float] = field(default_factory=list)
+    idle: float = 0.0
+    turns: list[Turn] = field(default_factory=list)
 
     def cpu(self) -> float:
         """Return the CPU seconds of all servers so far."""
         return sum(cpu_seconds(server.pid) for server in self.servers)
 
-    def turn(self, runs: Sequence[str], chunks: int) -> tuple[float, float]:
-        """Return CPU seconds for each token in and out: each run takes and gives some chunks."""
+    def beyond_idle(self, work: Callable[[], Any]) -> float:
+        """Return the CPU seconds of all servers for some work."""
+        cpu, begin = self.cpu(), time.monotonic()
+        work()
+        return self.cpu() - cpu - self.idle * (time.monotonic() - begin)
+
+    def turn(self, runs: Sequence[str], chunks: int) -> Turn:
+        """Let each run take some chunks and give them."""
         loads = [_load(chunks) for _ in runs]
         tokens = sum(part.tokens for _, part in loads)
         work = [*zip(self.addresses, runs, loads, strict=True)]
+
+        def send(one: tuple[str, str, tuple[str, Load]]) -> None:
+            send_all(one[0], QWEN3, one[1], one[2][1].messages)
+
+        def read(one: tuple[str, str, tuple[str, Load]]) -> None:
+            with RouteClient(one[0], run=one[1]) as client:
+                rows = sum(len(trace) for trace in client.get_many(_traces(*one[2])))
+            if rows != one[2][1].tokens:
+                raise SystemExit(f"{rows} rows of {one[2][1].tokens}")
+
         with ThreadPoolExecutor(len(work)) as pool:
-            begin = self.cpu()
-            for _ in pool.map(
-                lambda one: send_all(one[0], QWEN3, one[1], one[2][1].messages), work
-            ):
-                pass
-            stored = self.cpu()
-            rows = sum(pool.map(lambda one: _read(one[0], one[1], *one[2]), work))
-            read = self.cpu()
-        if rows != tokens:
-            raise SystemExit(f"{rows} rows of {tokens}")
-        return (stored - begin) / tokens, (read - stored) / tokens
+            stored = self.beyond_idle(lambda: [*pool.map(send, work)])
+            sent = self.beyond_idle(lambda: [*pool.map(read, work)])
+        return Turn(stored / tokens, sent / tokens)
 
 
 def _load(chunks: int) -> tuple[str, Load]:
@@ -92,11 +126,6 @@ def _load(chunks: int) -> tuple[str, Load]:
 
 def _traces(name: str, part: Load) -> list[str]:
     return [f"{name}-{i}" for i in range(part.tokens // (TOKENS - 1))]
-
-
-def _read(target: str, run: str, name: str, part: Load) -> int:
-    with RouteClient(target, run=run) as client:
-        return sum(len(trace) for trace in client.get_many(_traces(name, part)))
 
 
 def _object(endpoint: str, prefix: str, **settings: Any) -> dict[str, Any]:
@@ -130,6 +159,10 @@ def _shared(stack: ExitStack, endpoint: str) -> Cell:
         time.sleep(0.5)
 
 
+def children(pid: int) -> list[int]:
+    return [child.pid for child in psutil.Process(pid).children(recursive=True)]
+
+
 def measure_cpu(table: Table, endpoint: str, directory: Path, rounds: int) -> None:
     """Add the lines of CPU for each token."""
     runs = runs_of(SERVERS)
@@ -143,52 +176,74 @@ def measure_cpu(table: Table, endpoint: str, directory: Path, rounds: int) -> No
         cells = {
             "disk": one(data_dir=directory / "disk"),
             "object": one(**_object(endpoint, "one")),
-            "object, none in memory": one(**_object(endpoint, "cold", object_cache=0)),
+            "cold": one(**_object(endpoint, "cold", object_cache=0)),
             "shared": _shared(stack, endpoint),
         }
         for cell in cells.values():
             for server in cell.servers:
-                for child in _processes(server.pid):
-                    pin(PEER_CORE, child)
+                for process in (server.pid, *children(server.pid)):
+                    pin(PEER_CORE, process)
+        seconds = 2 if table.quick else 20
+        begun = {name: cell.cpu() for name, cell in cells.items()}
+        time.sleep(seconds)
+        for name, cell in cells.items():
+            cell.idle = (cell.cpu() - begun[name]) / seconds
         for number in range(rounds + 1):
             names = list(cells)
             for name in names[number % len(names) :] + names[: number % len(names)]:
-                found = cells[name].turn(runs, chunks)
+                turn = cells[name].turn(runs, chunks)
                 if number:  # the first one fills caches and pools
-                    cells[name].incoming.append(found[0])
-                    cells[name].outgoing.append(found[1])
-        seconds = 2 if table.quick else 20
-        idle = {name: cell.cpu() for name, cell in cells.items()}
-        time.sleep(seconds)
-        idle = {name: (cell.cpu() - idle[name]) / seconds for name, cell in cells.items()}
+                    cells[name].turns.append(turn)
     for name, cell in cells.items():
-        table.add(f"{name}: CPU of a token in", _micro(cell.incoming), "us", "")
-        table.add(f"{name}: CPU of a token out", _micro(cell.outgoing), "us", "")
-        table.add(f"{name}: CPU while idle", 100 * idle[name], "%", "one core, all servers")
-    both = {name: _sums(cell) for name, cell in cells.items()}
-    for name in ("object", "object, none in memory"):
-        goal = "<= 1.3" if name == "object" else ""
-        table.add(f"{name}: in and out", ratios(both[name], both["disk"]), "x", "disk", goal)
-        table.add(f"{name}: in", ratios(cells[name].incoming, cells["disk"].incoming), "x", "disk")
-        table.add(f"{name}: out", ratios(cells[name].outgoing, cells["disk"].outgoing), "x", "disk")
-    beside = ratios(both["shared"], both["object"])
-    table.add(f"{SERVERS} that share: in and out", beside, "x", "object")
-    speedup = [SERVERS / ratio for ratio in beside]
+        table.add(f"{name}: CPU of a token in", [1e6 * t.incoming for t in cell.turns], "us", "")
+        table.add(f"{name}: CPU of a token out", [1e6 * t.outgoing for t in cell.turns], "us", "")
+        table.add(f"{name}: CPU while idle", 100 * cell.idle, "%", "one core, all servers")
+    goals = {("object", "disk"): "<= 1.3"}
+    for ours, theirs in (("object", "disk"), ("cold", "disk"), ("shared", "object")):
+        goal = goals.get((ours, theirs), "")
+        for way in ("both", "incoming", "outgoing"):
+            mine, other = ([getattr(t, way) for t in cells[n].turns] for n in (ours, theirs))
+            table.add(f"{ours}: {way}", ratios(mine, other), "x", theirs, goal * (way == "both"))
+    # Each on a core of its own, which serves what its idle processes leave of it.
+    alone, shared = cells["object"], cells["shared"]
+    left = (1 - shared.idle / SERVERS) / (1 - alone.idle)
+    beside = ratios([t.both for t in shared.turns], [t.both for t in alone.turns])
+    speedup = [SERVERS * left / ratio for ratio in beside]
     table.add(f"{SERVERS} that share: throughput", speedup, "x", "object", ">= 2.7")
 
 
-def _processes(pid: int) -> list[int]:
-    import psutil
+def measure_rates(table: Table, endpoint: str, directory: Path, rounds: int) -> None:
+    """Add the line of CPU for each token of a real agent that is read at once."""
+    seconds = "2" if table.quick else "8"
+    program = str(Path(sys.executable).with_name("routetrace"))
 
-    return [pid, *(child.pid for child in psutil.Process(pid).children(recursive=True))]
+    def cost(server: ServerProcess) -> float:
+        command = [program, "bench", "load", "--json", "--target", server.target]
+        command += ["--model", "qwen3-30b-a3b", "--seconds", seconds, "--readers", "1"]
+        before = cpu_seconds(server.pid)
+        done = subprocess.run([*command, *WORDS, *PACE], check=True, capture_output=True)
+        rows = int(json.loads(done.stdout)["reads"]["rows"])
+        return (cpu_seconds(server.pid) - before) / rows
+
+    with (
+        run_server(data_dir=directory / "rates") as disk,
+        run_server(**_object(endpoint, "rates")) as other,
+    ):
+        for server in (disk, other):
+            pin(PEER_CORE, server.pid)
+        cells = {"disk": partial(cost, disk), "object": partial(cost, other)}
+        found = in_turns(cells, rounds)
+    for name, costs in found.items():
+        table.add(f"{name}: CPU of an agent's token", [1e6 * c for c in costs], "us", "")
+    beside = ratios(found["object"], found["disk"])
+    table.add("object: both, of an agent", beside, "x", "disk", "<= 1.3")
 
 
-def _micro(values: Sequence[float]) -> list[float]:
-    return [1e6 * value for value in values]
-
-
-def _sums(cell: Cell) -> list[float]:
-    return [a + b for a, b in zip(cell.incoming, cell.outgoing, strict=True)]
+def measure_pace(table: Table, endpoint: str, _: Path, __: int) -> None:
+    """Add the lines of a server beside those of the model."""
+    with run_server(**_object(endpoint, "paced")) as server:
+        pin(PEER_CORE, server.pid)
+        paced.measure(table, server, open_bucket("s3://bucket/paced", endpoint))
 
 
 # ---------------------------------------------------------------------------- replay
@@ -278,19 +333,26 @@ def measure_replay(table: Table, endpoint: str, directory: Path, rounds: int) ->
             )
 
 
+PARTS = {
+    "cpu": measure_cpu,
+    "rates": measure_rates,
+    "pace": measure_pace,
+    "replay": measure_replay,
+}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--quick", action="store_true", help="only that everything runs")
-    parser.add_argument("--part", choices=("cpu", "replay"), help="one part alone")
+    parser.add_argument("--part", choices=PARTS, help="one part alone")
     args = parser.parse_args()
     table = Table(args.quick)
     pin(OWN_CORE)
-    parts = {"cpu": measure_cpu, "replay": measure_replay}
     directory = Path(tempfile.mkdtemp(prefix="servers-"))
     try:
         with seaweed() as store:
-            for part, measure in parts.items():
+            for part, measure in PARTS.items():
                 if args.part in (None, part):
                     measure(table, store.endpoint, directory, 1 if args.quick else args.rounds)
     finally:
