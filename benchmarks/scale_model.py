@@ -153,7 +153,7 @@ def requests(totals: Sequence[Total], prices: Prices) -> Iterator[list[str]]:
 
 def by_runs(base: Setup) -> Iterator[list[str]]:
     """Yield the share of a job that is served, by the number of its runs."""
-    yield ["runs", "servers", "placed", "busiest core", "tokens acknowledged", "p50, p99"]
+    yield ["runs", "servers", "placed", "busiest core", "tokens acknowledged", "after p50, p99"]
     enough = base.needed
     cases = [(runs, runs, True) for runs in (1, 4, 16, enough)]
     cases += [(enough, enough, False), (4 * enough, enough, False), (16 * enough, enough, False)]
