@@ -67,6 +67,7 @@ def full(seed: int) -> list[str]:
         "make test-sglang test-sglang-older test-sglang-scheduler SHARE=--share ROWS=10000 "
         f"SEED={seed}",
         f"make test-exact CELLS=3000000 SEED={seed}",
+        f"make test-exact WORLD=sharded CELLS=10000000 SEED={seed}",
         "make test-trainers",
         "make test-mutations EVERY=3",
         "make test-transformers",

@@ -11,4 +11,5 @@ PATH="$venv/bin:$PATH" "$venv/bin/python" -m grpc_tools.protoc -I proto \
   routetrace/v1/routetrace.proto
 # Stored messages have no service.
 PATH="$venv/bin:$PATH" "$venv/bin/python" -m grpc_tools.protoc -I proto \
-  --python_out=proto --mypy_out=proto routetrace/stored/format5.proto
+  --python_out=proto --mypy_out=proto \
+  routetrace/stored/format5.proto routetrace/stored/parts.proto

@@ -7,8 +7,11 @@ import numpy as np
 import pytest
 
 from routetrace.client import AsyncRouteClient, RouteClient
+from routetrace.client._core import reads
+from routetrace.client._core.assemble import Want
 from routetrace.client._core.retry import Attempts, CallState
 from routetrace.client._core.route import Route
+from routetrace.client._core.steps import Open, Receive, Sleep
 from routetrace.common.errors import (
     ERROR_METADATA_KEY,
     DeadlineExceeded,
@@ -18,6 +21,7 @@ from routetrace.common.errors import (
     Unavailable,
 )
 from routetrace.common.target import moved_target
+from routetrace.v1 import routetrace_pb2 as pb
 from support.servers.client_server import ScriptedServer, truth
 from support.servers.signposts import signposts
 from support.waiting import wait_for
@@ -128,6 +132,46 @@ def test_failures_that_lead_to_the_next_target(target, code, answer, to):
     assert route.target == to
 
 
+HERE = Moved("it is there", field="trace_id", value="t0", target=":2")
+
+
+def test_a_read_that_is_sent_on_takes_no_other_call_along():
+    route = Route("a:1")
+    route.failed(Failed(grpc.StatusCode.FAILED_PRECONDITION, HERE))
+    assert route.target == "a:1"
+    assert route.of(":2") == "a:2"
+
+
+def opened(step):
+    assert isinstance(step, Open)
+    return step.worker, step.request.located
+
+
+@pytest.mark.parametrize("as_error", [True, False])
+def test_a_read_goes_to_the_worker_that_has_its_trace_until_that_fails(as_error):
+    plan = reads.read("GetTrace", pb.GetTraceRequest(trace_id="t0"), Want("t0", None), 60)
+    assert opened(next(plan)) == ("", False)
+    call = plan.send(object())
+    assert isinstance(call, Receive)
+    # In a stream of many reads the error is a part of a message.
+    moved = HERE if as_error else Failed(grpc.StatusCode.FAILED_PRECONDITION, HERE)
+    pause = plan.throw(moved)
+    assert isinstance(pause, Sleep)
+    assert pause.seconds == 0
+    assert opened(next(plan)) == (":2", True)
+    assert isinstance(plan.throw(Failed(grpc.StatusCode.UNAVAILABLE)), Sleep)
+    assert opened(next(plan)) == ("", False)
+
+
+def test_a_read_after_a_wait_is_located_anew():
+    request = pb.GetTraceRequest(trace_id="t0", wait_for=pb.WAIT_FOR_END)
+    plan = reads.read_waiting(request, Want("t0", None), 60, 60)
+    next(plan)
+    plan.throw(HERE)
+    assert opened(next(plan)) == (":2", True)
+    assert opened(plan.throw(DeadlineExceeded("late"))) == ("", False)
+
+
 class Failed(grpc.RpcError):
     def __init__(self, code, answer=None):
         self._code = code
@@ -135,6 +179,9 @@ class Failed(grpc.RpcError):
 
     def code(self):
         return self._code
+
+    def details(self):
+        return "" if self._answer is None else self._answer.message
 
     def trailing_metadata(self):
         if self._answer is None:

@@ -23,7 +23,7 @@ import yaml
 
 from routetrace.client import RouteClient
 from routetrace.server.common.addresses import split_address
-from routetrace.server.settings.config import load_config
+from routetrace.server.settings.loading import load_config
 from routetrace.server.testing import run_server
 from support.composed import COMPOSE, ROOT, SERVICES, SPEC, STAGES, compose_config, stage_of
 

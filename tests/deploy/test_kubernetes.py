@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from routetrace.server.common.addresses import split_address
-from routetrace.server.settings.config import load_config
+from routetrace.server.settings.loading import load_config
 from support.composed import STAGES
 
 ROOT = Path(__file__).parents[2]

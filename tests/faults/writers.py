@@ -12,7 +12,7 @@ import multiprocessing
 import random
 import time
 from collections import Counter, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
@@ -69,6 +69,8 @@ class Run:
     """Connect anew when the stream breaks; else that ends the run."""
     pace_s: float = 0.0
     """Seconds between two chunks."""
+    targets: Mapping[str, str] = field(default_factory=dict)
+    """Target of the stream of an engine, where it is another one."""
 
 
 @dataclass
@@ -139,7 +141,7 @@ class _Writer:
 
     async def _stream(self, run: Run, stop: asyncio.Event) -> None:
         report, known = self.report, self.report.known
-        targets = targets_of(run.target)
+        targets = targets_of(run.targets.get(self.job.engine_id, run.target))
         self._attempts += 1
         target = targets[self._attempts % len(targets)]
         async with grpc.aio.insecure_channel(target, options=_OPTIONS) as channel:

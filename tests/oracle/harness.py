@@ -68,6 +68,8 @@ class BaseWorld:
 
     name: str
     client: RouteClient
+    stand_ins = True
+    """Whether rows of one trace may stand in for those of another."""
 
     def __init__(self, layout: ModelLayout, seed: int) -> None:
         self.layout = layout
@@ -353,19 +355,29 @@ class _Loopback(Driver):
         self._world = world
 
     @contextmanager
-    def _connected(self) -> Iterator[Any]:
-        yield self
+    def _connected(self, worker: str = "") -> Iterator[Any]:
+        yield _Methods(self._world, worker)
+
+
+@dataclass(frozen=True)
+class _Methods:
+    """The methods of a server by name."""
+
+    world: InlineWorld
+    worker: str
 
     def __getitem__(self, name: str) -> Any:
-        return lambda request, **_: self._world.server.call(name, request)
+        return lambda request, **_: self.world.asked(request, self.worker).call(name, request)
 
 
 class _InlineStream:
     """Moves the messages of a sender that was not started: the world says when."""
 
-    def __init__(self, world: InlineWorld, sender: Sender) -> None:
+    def __init__(self, world: InlineWorld, sender: Sender, engine_id: str) -> None:
         self._world = world
         self._sender = sender
+        self._engine_id = engine_id
+        self.server = world.server_of(engine_id)
         self._pipe: asyncio.Queue[Any] | None = None
         #: Numbers of the chunks that were sent and not answered; 0 for the Hello.
         self._outstanding: list[int] = []
@@ -402,7 +414,7 @@ class _InlineStream:
             self._sender.closed()
             self._pipe = None
             self._outstanding.clear()
-            self._world.server.run(self._responses.aclose())
+            self.server.run(self._responses.aclose())
             self._world.counts["reconnects"] += 1
 
     @property
@@ -412,7 +424,8 @@ class _InlineStream:
 
     def _open(self) -> None:
         self._pipe = asyncio.Queue()
-        self._responses = self._world.server.stream(self._incoming(self._pipe))
+        self.server = self._world.server_of(self._engine_id)
+        self._responses = self.server.stream(self._incoming(self._pipe))
         self._send(pb.IngestRequest.FromString(self._sender.open()))
         self._hear()
 
@@ -432,10 +445,10 @@ class _InlineStream:
         self._outstanding.append(message.chunk.sequence)
 
     def _hear(self) -> None:
-        response = self._world.server.run(anext(self._responses))
+        response = self.server.run(anext(self._responses))
         while response.HasField("pace"):
             self._sender.receive(pb.IngestResponse.FromString(response.SerializeToString()))
-            response = self._world.server.run(anext(self._responses))
+            response = self.server.run(anext(self._responses))
         error = response.reject.error
         assert not response.HasField("reject") or error.retry_after_ms, f"refused: {error}"
         # One Ack stands for chunks that follow each other by their numbers.
@@ -500,7 +513,7 @@ class _InlineLink:
         self.ring = _TellingRing(memory[COUNTER_BYTES:], self._written)
         clock = world.clock.monotonic
         self.worker = Worker(config, memory, _Deaf(), 0, clock=clock)  # type: ignore[arg-type]
-        self.sender = _InlineStream(world, self.worker.sender)
+        self.sender = _InlineStream(world, self.worker.sender, config.engine_id)
         self.sender.talk(0, 0)  # says how large chunks may be
         rng = world.rng
         self._pace = _Pace(
@@ -599,6 +612,14 @@ class InlineWorld(BaseWorld):
         with patch.object(journal_module, "Clock", lambda: self._server_clock):
             core = Core(self._store, self._config)
         self.server = _Server(self._loop, core)
+
+    def server_of(self, engine_id: str) -> _Server:
+        """The server that takes the rows of an engine."""
+        return self.server
+
+    def asked(self, request: Any, worker: str) -> _Server:
+        """The server that the client asks; `worker` is the port of one that it was sent to."""
+        return self.server
 
     def settings(self) -> dict[str, Any]:
         rng = self.rng

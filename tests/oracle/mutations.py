@@ -40,6 +40,8 @@ class Mutation:
     new: str
     seed: int = 1000
     """Of the first run; it is caught soon from there on."""
+    world: str = "inline"
+    """One of `oracle.runs.WORLDS`."""
 
 
 SERVER = "server/routetrace/server"
@@ -354,6 +356,27 @@ MUTATIONS = (
         "        if not own.holes or prefix_rows == pb.PREFIX_ROWS_NEVER:\n",
         "        if not own.holes:\n",
     ),
+    Mutation(
+        "parts of a trace in the order of the workers",
+        f"{SERVER}/spread/parts.py",
+        "sources.sort(key=lambda s: s[:3])",
+        "sources.sort(key=lambda s: s[1:3])",
+        world="sharded",
+    ),
+    Mutation(
+        "references into another worker's chunks as its own",
+        f"{SERVER}/spread/parts.py",
+        "aliases = {n: held[n].alias if n in held else UNKNOWN_CHUNK for n in own}",
+        "aliases = {n: n for n in own}",
+        world="sharded",
+    ),
+    Mutation(
+        "the part of the first worker is all of a trace",
+        f"{SERVER}/spread/gathering.py",
+        "if len(places.workers) + len(places.fates) > 1:",
+        "if len(places.fates) > 1:",
+        world="sharded",
+    ),
 )
 
 
@@ -382,7 +405,7 @@ def judge(mutation: Mutation) -> Verdict:
             how = f"does not apply: {text.count(mutation.old)} times in {mutation.path}"
             return Verdict(mutation, False, how, 0.0)
         path.write_text(text.replace(mutation.old, mutation.new))
-        command = f"-m oracle --world inline --seed {mutation.seed} --cells {_CELLS}"
+        command = f"-m oracle --world {mutation.world} --seed {mutation.seed} --cells {_CELLS}"
         env = {
             **os.environ,
             "PYTHONPATH": os.pathsep.join([*(f"{directory}/{s}" for s in SOURCES), str(TESTS)]),

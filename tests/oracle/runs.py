@@ -10,12 +10,14 @@ from oracle.cluster import Cluster, random_specs
 from oracle.compare import Comparer, Tally, Wrong
 from oracle.engine import Chances
 from oracle.harness import BaseWorld, InlineWorld, SocketWorld, WorkersWorld
+from oracle.sharded import ShardedWorld
 from oracle.taken import TakenWorld
 from oracle.world import EngineSpec
 from routetrace.common.layout import ModelLayout
 
 WORLDS: dict[str, type[BaseWorld]] = {
     "inline": InlineWorld,
+    "sharded": ShardedWorld,
     "socket": SocketWorld,
     "taken": TakenWorld,
     "workers": WorkersWorld,
@@ -31,6 +33,7 @@ LAYOUTS = (
 #: Engine requests of one run, about; starting a server is worth more of them.
 SIZES = {
     "inline": (10, 30, 60),
+    "sharded": (10, 30, 60),
     "socket": (100, 200),
     "taken": (10, 30, 60),
     "workers": (100, 200),

@@ -33,7 +33,7 @@ BROKEN = {
         "proto/routetrace/common/limits.py",
         "import routetrace.codec.records",
     ),
-    "Only the server's index reads stored messages": (
+    "Only the server reads stored messages, but not its store and its wire": (
         "client/routetrace/client/stat.py",
         "from routetrace.stored import format5_pb2",
     ),

@@ -70,8 +70,8 @@ FAULTS = (
     _fault(
         "retirements take what changed since it was chosen",
         f"{SERVER}/index/control.py",
-        "        if not (trace and 0 < change.judged < trace.last_record):\n",
-        "        if True:\n",
+        "        if trace and 0 < change.judged < trace.last_record:\n",
+        "        if False:\n",
         "server/retention/test_judged.py::test_what_changed_since_it_was_chosen_stays",
     ),
     _fault(
@@ -172,8 +172,8 @@ FAULTS = (
     _fault(
         "a request is dropped at one shard alone",
         f"{SERVER}/index/traces/trace.py",
-        "        dropped = alike[0].sources\n",
-        "        dropped = alike[0].sources[:1]\n",
+        "        dropped = [source for request in requests for source in request.sources]\n",
+        "        dropped = [source for request in requests for source in request.sources[:1]]\n",
         "server/index/test_joins.py::test_requests_keep_their_numbers_when_the_oldest_are_dropped",
     ),
     _fault(

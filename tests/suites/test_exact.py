@@ -30,6 +30,13 @@ def test_every_cell_is_what_happened(seed):
     assert run(seed, "inline", 15).tally.cells > 1000
 
 
+@pytest.mark.parametrize("seed", range(110, 112))
+def test_every_cell_is_what_happened_in_several_workers(seed):
+    outcome = run(seed, "sharded", 15)
+    assert outcome.tally.cells > 1000
+    assert outcome.counts["sent on"] > 0
+
+
 @pytest.mark.long
 def test_every_cell_is_what_happened_over_sockets():
     assert run(200, "socket", 10).tally.cells > 1000

@@ -32,6 +32,8 @@ WHOLE = (Shard("", LAYOUT.layer_ids),)
 class Listening:
     """A world that only listens, and looks at the engines after each step."""
 
+    stand_ins = True
+
     def __init__(self) -> None:
         self.log: list[Any] = []
         self.listeners: dict[tuple[str, str], dict[str, Listener]] = {}

@@ -10,7 +10,8 @@ from typing import Any
 
 import yaml
 
-from routetrace.server.settings.config import ServerConfig, load_config
+from routetrace.server.settings.config import ServerConfig
+from routetrace.server.settings.loading import load_config
 
 ROOT = Path(__file__).parents[2]
 COMPOSE = ROOT / "docker/compose.yaml"

@@ -327,6 +327,8 @@ class Delete(google.protobuf.message.Message):
     REASON_FIELD_NUMBER: builtins.int
     TOKEN_FIELD_NUMBER: builtins.int
     JUDGED_FIELD_NUMBER: builtins.int
+    SINCE_FIELD_NUMBER: builtins.int
+    UNTIL_FIELD_NUMBER: builtins.int
     run: builtins.str
     """Namespace."""
     reason: builtins.str
@@ -337,6 +339,10 @@ class Delete(google.protobuf.message.Message):
     """The traces were chosen by the records up to this one: those that a later one changed stay.
     0: all are deleted.
     """
+    since: builtins.float
+    """Unix time: of the traces, requests that began earlier stay."""
+    until: builtins.float
+    """Unix time: those that began later stay; 0: none does."""
     @property
     def trace_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """The traces."""
@@ -349,8 +355,10 @@ class Delete(google.protobuf.message.Message):
         reason: builtins.str = ...,
         token: builtins.str = ...,
         judged: builtins.int = ...,
+        since: builtins.float = ...,
+        until: builtins.float = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["judged", b"judged", "reason", b"reason", "run", b"run", "token", b"token", "trace_ids", b"trace_ids"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["judged", b"judged", "reason", b"reason", "run", b"run", "since", b"since", "token", b"token", "trace_ids", b"trace_ids", "until", b"until"]) -> None: ...
 
 global___Delete = Delete
 
@@ -621,6 +629,7 @@ class Source(google.protobuf.message.Message):
     DRAFT_STEP_FIELD_NUMBER: builtins.int
     DIGESTS_FIELD_NUMBER: builtins.int
     LABELS_FIELD_NUMBER: builtins.int
+    BEGAN_FIELD_NUMBER: builtins.int
     engine_id: builtins.str
     """Engine of the writer; its run is the trace's."""
     shard: builtins.str
@@ -665,6 +674,8 @@ class Source(google.protobuf.message.Message):
     """Engine step of the drafts."""
     digests: builtins.bytes
     """routetrace.codec.records.DIGEST: token digests, ascending."""
+    began: builtins.float
+    """Unix time of its begin; 0: from servers that did not keep it."""
     @property
     def attempts(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.bytes]:
         """Spans of each attempt: int64 position, length, reference, weight version, provenance."""
@@ -700,8 +711,9 @@ class Source(google.protobuf.message.Message):
         draft_step: builtins.int = ...,
         digests: builtins.bytes = ...,
         labels: collections.abc.Mapping[builtins.str, builtins.str] | None = ...,
+        began: builtins.float = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["attempts", b"attempts", "blocks", b"blocks", "cached", b"cached", "digests", b"digests", "draft_step", b"draft_step", "drafts", b"drafts", "drafts_since", b"drafts_since", "ended", b"ended", "engine_id", b"engine_id", "epoch", b"epoch", "external", b"external", "finish_reason", b"finish_reason", "forgotten", b"forgotten", "labels", b"labels", "layout", b"layout", "lost", b"lost", "num_tokens", b"num_tokens", "occurrence", b"occurrence", "prompt_len", b"prompt_len", "request_id", b"request_id", "shard", b"shard", "tentative", b"tentative", "unplaced", b"unplaced", "written", b"written"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["attempts", b"attempts", "began", b"began", "blocks", b"blocks", "cached", b"cached", "digests", b"digests", "draft_step", b"draft_step", "drafts", b"drafts", "drafts_since", b"drafts_since", "ended", b"ended", "engine_id", b"engine_id", "epoch", b"epoch", "external", b"external", "finish_reason", b"finish_reason", "forgotten", b"forgotten", "labels", b"labels", "layout", b"layout", "lost", b"lost", "num_tokens", b"num_tokens", "occurrence", b"occurrence", "prompt_len", b"prompt_len", "request_id", b"request_id", "shard", b"shard", "tentative", b"tentative", "unplaced", b"unplaced", "written", b"written"]) -> None: ...
 
 global___Source = Source
 

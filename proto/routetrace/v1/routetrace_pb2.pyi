@@ -1194,6 +1194,7 @@ class GetTraceRequest(google.protobuf.message.Message):
     WAIT_MS_FIELD_NUMBER: builtins.int
     PREFIX_ROWS_FIELD_NUMBER: builtins.int
     NUM_TOKENS_FIELD_NUMBER: builtins.int
+    LOCATED_FIELD_NUMBER: builtins.int
     run: builtins.str
     """Namespace."""
     trace_id: builtins.str
@@ -1220,6 +1221,10 @@ class GetTraceRequest(google.protobuf.message.Message):
     """Substituted rows of other traces; the server may forbid them."""
     num_tokens: builtins.int
     """With `wait_for`: an end at fewer tokens is that of an earlier request of the trace. 0: any end."""
+    located: builtins.bool
+    """Whether another worker of the server has just sent this read here, by MOVED with field
+    "trace_id": no other worker has rows of the trace.
+    """
     @property
     def layer_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """Absolute layer ids; empty: all MoE layers."""
@@ -1248,9 +1253,10 @@ class GetTraceRequest(google.protobuf.message.Message):
         wait_ms: builtins.int = ...,
         prefix_rows: global___PrefixRows.ValueType = ...,
         num_tokens: builtins.int = ...,
+        located: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_weight_version", b"_weight_version", "weight_version", b"weight_version"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_weight_version", b"_weight_version", "follow", b"follow", "incarnation", b"incarnation", "layer_ids", b"layer_ids", "num_tokens", b"num_tokens", "omit_token_digests", b"omit_token_digests", "policy", b"policy", "prefix_rows", b"prefix_rows", "run", b"run", "token_ranges", b"token_ranges", "token_start", b"token_start", "token_stop", b"token_stop", "trace_id", b"trace_id", "wait_for", b"wait_for", "wait_ms", b"wait_ms", "weight_version", b"weight_version"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_weight_version", b"_weight_version", "follow", b"follow", "incarnation", b"incarnation", "layer_ids", b"layer_ids", "located", b"located", "num_tokens", b"num_tokens", "omit_token_digests", b"omit_token_digests", "policy", b"policy", "prefix_rows", b"prefix_rows", "run", b"run", "token_ranges", b"token_ranges", "token_start", b"token_start", "token_stop", b"token_stop", "trace_id", b"trace_id", "wait_for", b"wait_for", "wait_ms", b"wait_ms", "weight_version", b"weight_version"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_weight_version", b"_weight_version"]) -> typing.Literal["weight_version"] | None: ...
 
 global___GetTraceRequest = GetTraceRequest

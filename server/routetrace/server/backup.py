@@ -16,7 +16,8 @@ from routetrace.server.index.state import State
 from routetrace.server.ops import logs
 from routetrace.server.process.partitions import make_partitions, partition_dir, partitions_of
 from routetrace.server.settings import usage
-from routetrace.server.settings.config import ConfigError, load_config
+from routetrace.server.settings.config import ConfigError
+from routetrace.server.settings.loading import load_config
 from routetrace.server.store.disk.copying import Copied, check_empty, copy_store, survey
 from routetrace.server.store.disk.directory import NAME, PART
 from routetrace.server.store.disk.store import DiskStore

@@ -25,11 +25,14 @@ from routetrace.server.ingest.service import IngestServicer
 from routetrace.server.ops.census import Census
 from routetrace.server.ops.scrape import Scrape
 from routetrace.server.process import ownership
+from routetrace.server.read.parts import PartsServicer
 from routetrace.server.read.peers import NO_PEERS, Peers
 from routetrace.server.read.service import TraceServicer
 from routetrace.server.retention.retention import Retention
 from routetrace.server.rows.reader import Reader
 from routetrace.server.settings.config import ServerConfig
+from routetrace.server.spread.gathering import Gathering
+from routetrace.server.spread.workers import NO_WORKERS, Workers
 from routetrace.server.store.interface import Store
 
 _log = logging.getLogger(__name__)
@@ -48,6 +51,7 @@ class Core:
         config: ServerConfig,
         partition: Partition = WHOLE,
         peers: Peers = NO_PEERS,
+        workers: Workers = NO_WORKERS,
     ) -> None:
         self.config = config
         self._partition = partition
@@ -55,19 +59,23 @@ class Core:
         self.metrics = Metrics()
         self.access = Access(config, self.metrics)
         self.admission = Admission(config, self.metrics)
-        self.state = State(config.default_ttl_seconds)
+        self.state = State(config.default_ttl_seconds, partition.spreads)
         self.journal = Journal(store, self.state, self._fail)
         clock = self.journal.clock
         self.agents = Agents(self.state, clock, config.agent_timeout_seconds)
         self.reader = Reader(
             store, self.state, self.agents, clock, self.metrics, config.forbids_prefix_rows
         )
-        self.retention = Retention(self.journal, self.reader, self.agents, config, self.metrics)
         self.census = Census(self.state, self.reader, self.agents, clock)
         self.started = clock.now()
         self.recovery = Recovery()
         self.lifecycle = Lifecycle()
         demand = Demand()
+        self.gathering = Gathering(self.journal, partition, workers, self.reader.frames.remote)
+        self.reader.frames.bring = self.gathering.bring
+        self.retention = Retention(
+            self.journal, self.reader, self.agents, config, self.metrics, self.gathering
+        )
         self.failed = asyncio.Event()
         """Set when a committed record could not be applied: the process must end."""
         self.lost = asyncio.Event()
@@ -79,6 +87,7 @@ class Core:
             admission=self.admission,
             agents=self.agents,
             demand=demand,
+            gathering=self.gathering,
             journal=self.journal,
             reader=self.reader,
             retention=self.retention,
@@ -93,6 +102,7 @@ class Core:
             admission=self.admission,
             agents=self.agents,
             demand=demand,
+            gathering=self.gathering,
             journal=self.journal,
             reader=self.reader,
             retention=self.retention,
@@ -100,7 +110,13 @@ class Core:
             started=self.started,
             partition=partition,
             peers=peers,
+            workers=workers,
         )
+
+    @property
+    def parts(self) -> PartsServicer:
+        """Service for the other workers of the server."""
+        return self._traces.parts
 
     @property
     def ready(self) -> bool:

@@ -36,7 +36,9 @@ from routetrace.server.process.readiness import Readiness, watch_store
 from routetrace.server.process.workers import Seat, supervise
 from routetrace.server.read.peers import Peers
 from routetrace.server.settings import usage
-from routetrace.server.settings.config import ConfigError, ServerConfig, load_config
+from routetrace.server.settings.config import ConfigError, ServerConfig
+from routetrace.server.settings.loading import load_config
+from routetrace.server.spread.workers import NO_WORKERS, SocketWorkers
 from routetrace.server.store.disk.failures import explain
 from routetrace.server.store.disk.store import DiskStore
 from routetrace.server.store.interface import Store
@@ -133,7 +135,11 @@ async def _serve_from(
     store: Store, config: ServerConfig, stop: asyncio.Event, seat: Seat | None, link: Link | None
 ) -> bool:
     """Serve until stopped; return True if the store is another server's, or to be left to it."""
-    core = Core(store, config, seat.partition, Peers(seat.peers)) if seat else Core(store, config)
+    others = SocketWorkers(seat.parts_sockets) if seat and config.spread_runs else None
+    if seat:
+        core = Core(store, config, seat.partition, Peers(seat.peers), others or NO_WORKERS)
+    else:
+        core = Core(store, config)
     files = [pb.DESCRIPTOR, health_pb2.DESCRIPTOR]
     if config.reflection:
         files.append(reflection_pb2.DESCRIPTOR)
@@ -151,16 +157,26 @@ async def _serve_from(
     if config.reflection:
         reflection.enable_server_reflection(_services_of(files), server)
     address = _bind(server, config, core.access.credentials())
+    parts = None
     if seat:
         server.add_insecure_port(f"unix:{seat.socket}")
+    if seat and others:
+        parts = grpc.aio.server(options=[("grpc.max_receive_message_length", -1)])
+        core.parts.add_to(parts)
+        parts.add_insecure_port(f"unix:{seat.parts_socket}")
     endpoint = _open_endpoint(core, config, health)
     try:
+        if parts:
+            await parts.start()
         await server.start()
         log.info("listening on %s", address)
         addresses = [address, endpoint.address] if endpoint else [address]
         running = _run(core, readiness, addresses, alone=link is None)
         await _run_until(stop, server, core, readiness, running)
     finally:
+        if parts and others:
+            await parts.stop(0)
+            await others.close()
         if link:
             link.on_change = lambda: None
         if endpoint:

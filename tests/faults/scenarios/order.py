@@ -116,7 +116,7 @@ class _Loopback(Driver):
         self._target = target
 
     @contextmanager
-    def _connected(self) -> Iterator[dict[str, Any]]:
+    def _connected(self, _: str = "") -> Iterator[dict[str, Any]]:
         yield _Methods(self._target)
 
 

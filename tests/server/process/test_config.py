@@ -12,11 +12,8 @@ import pytest
 
 from routetrace.server import daemon
 from routetrace.server.common.addresses import is_loopback, split_address
-from routetrace.server.settings.config import (
-    ConfigError,
-    ServerConfig,
-    load_config,
-)
+from routetrace.server.settings.config import ConfigError, ServerConfig
+from routetrace.server.settings.loading import load_config
 
 
 @pytest.fixture(autouse=True)
@@ -58,6 +55,7 @@ def test_every_setting_can_come_from_everywhere(
         "metrics_listen": "[::]:9090",
         "workers": "1",
         "run_workers": '{"a": 0}',
+        "spread_runs": "[]",
         "store": "object",
         "object_url": "s3://b/p",
         "object_endpoint": "http://127.0.0.1:8333",
@@ -95,6 +93,7 @@ def test_every_setting_can_come_from_everywhere(
         "run_quotas": '{a = "5MiB", "b.c" = 7}',
         "run_workers": "{a = 0}",
         "forbid_prefix_rows": '["a", "grpo-*"]',
+        "spread_runs": "[]",
     }
     lines = [f"{name} = {tables.get(name) or repr(value)}\n" for name, value in values.items()]
     file.write_text("".join(lines))
@@ -117,6 +116,12 @@ def test_every_setting_can_come_from_everywhere(
     # Built directly, it knows nothing of its surroundings.
     assert ServerConfig().listen == "127.0.0.1:7411"
     assert ServerConfig(store="memory").data_dir == Path("routetrace-data")
+
+
+def test_spread_runs_are_names_and_patterns_without_rows_of_other_traces() -> None:
+    config = load_config(["--workers=2", "--spread-runs", '["a", "grpo-*"]'])
+    assert config.spread_runs == ["a", "grpo-*"]
+    assert [config.forbids_prefix_rows(run) for run in ("a", "grpo-1", "ab")] == [True, True, False]
 
 
 def test_the_environment_may_name_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -198,6 +203,24 @@ def test_variables_of_others_are_no_mistakes(monkeypatch: pytest.MonkeyPatch) ->
             {},
             "",
             ["advertise is '0.0.0.0:1'", "expected advertise to be the host:port"],
+        ),
+        (
+            ["--spread-runs", '["grpo-*"]'],
+            {},
+            None,
+            ["spread_runs is ['grpo-*'] with workers = 1", "expected several workers"],
+        ),
+        (
+            ["--spread-runs", '["grpo-*"]', "--workers=2", "--store=object", "--object-url=s3://b"],
+            {},
+            None,
+            ["store 'object'", "another store than object"],
+        ),
+        (
+            ["--spread-runs", '["grpo-*"]', "--workers=2", "--run-workers", '{"grpo-1": 1}'],
+            {},
+            None,
+            ["run_workers names run 'grpo-1', which spread_runs has"],
         ),
     ],
 )

@@ -20,7 +20,8 @@ from routetrace.server.process.partitions import (
     worker_config,
 )
 from routetrace.server.process.workers import TRANSITIONS, Worker, WorkerState, supervise
-from routetrace.server.settings.config import ConfigError, ServerConfig, load_config
+from routetrace.server.settings.config import ConfigError, ServerConfig
+from routetrace.server.settings.loading import load_config
 from routetrace.server.store.disk.directory import NAME
 
 RUNS = [f"run-{i}" for i in range(2000)]

@@ -23,7 +23,8 @@ from routetrace.common.errors import (
     RouteTraceError,
     Unavailable,
 )
-from routetrace.server.settings.config import ConfigError, load_config
+from routetrace.server.settings.config import ConfigError
+from routetrace.server.settings.loading import load_config
 from routetrace.server.store.interface import Owner, Record
 from routetrace.server.store.memory import MemoryStore
 from routetrace.server.store.object import format as fmt

@@ -14,7 +14,8 @@ from obstore.store import MemoryStore as MemoryBucket
 
 from routetrace.common.errors import Closed, InvalidArgument
 from routetrace.server.process.partitions import worker_address, worker_config
-from routetrace.server.settings.config import ConfigError, load_config
+from routetrace.server.settings.config import ConfigError
+from routetrace.server.settings.loading import load_config
 from routetrace.server.store.interface import NO_OWNER, Owner
 from routetrace.server.store.object.bucket import Bucket
 from routetrace.server.store.object.clock import clock

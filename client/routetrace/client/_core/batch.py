@@ -51,7 +51,10 @@ def together(config: Config, plans: Iterable[Plan[T]]) -> Plan[T | RouteTraceErr
             if len(live) == 1:
                 yield from _alone(live[0])
             elif opening:
-                yield from _stream(config, opening, waiting)
+                # Those that are sent to one worker share its stream.
+                worker = opening[0].step.worker
+                some = [lane for lane in opening if lane.step.worker == worker]
+                yield from _stream(config, some, waiting)
             elif live:
                 yield max((lane.step for lane in live), key=lambda step: step.seconds)
                 for lane in live:
@@ -143,7 +146,8 @@ def _stream(config: Config, lanes: Sequence[_Lane[T]], waiting: deque[_Lane[T]])
         read.ClearField("run")
         lane.answered = False
     try:
-        call = yield Open("GetTraces", request, max(lane.step.timeout for lane in lanes))
+        timeout = max(lane.step.timeout for lane in lanes)
+        call = yield Open("GetTraces", request, timeout, lanes[0].step.worker)
         for lane in lanes:
             lane.send(call)
         while (message := (yield Receive(call))) is not END:

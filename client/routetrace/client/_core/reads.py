@@ -13,6 +13,7 @@ import grpc
 
 from routetrace.client._core.assemble import Assembler, Want
 from routetrace.client._core.retry import Attempts
+from routetrace.client._core.route import TRACE_FIELD
 from routetrace.client._core.steps import END, Emit, Open, Part, Plan, Receive, Sleep, T, Unary
 from routetrace.client.stat import ReadFacts, TraceStat, TraceState
 from routetrace.client.trace import Trace
@@ -20,6 +21,7 @@ from routetrace.common.errors import (
     Corrupt,
     DeadlineExceeded,
     Incomplete,
+    Moved,
     NotFound,
     Overloaded,
     RouteTraceError,
@@ -172,10 +174,11 @@ def _read(
 ) -> Part[Trace | ReadFacts]:
     """Read a stream to its end; with `late`, refuse a trace whose end was waited for in vain."""
     attempts = Attempts(timeout)
+    worker = _sent_on(request, None)
     while True:
         assembler = Assembler(want)
         try:
-            call = yield Open(method, request, attempts.start())
+            call = yield Open(method, request, attempts.start(), worker)
             while (message := (yield Receive(call))) is not END:
                 assembler.feed(*message)
                 del message  # not kept while the next one comes
@@ -193,9 +196,20 @@ def _read(
                     stat=assembler.stat,
                 )
             return trace
-        except (grpc.RpcError, Unavailable) as failure:
+        except (grpc.RpcError, Unavailable, Moved) as failure:
             pause = attempts.pause(failure)
+            worker = _sent_on(request, attempts.failure)
         yield Sleep(pause, attempts.failure, attempts.left())
+
+
+def _sent_on(request: Any, failure: RouteTraceError | None) -> str:
+    """Return the worker that alone has the trace of a read, if the failure names it, else ""."""
+    worker = ""
+    if isinstance(failure, Moved) and failure.field == TRACE_FIELD:
+        worker = failure.target
+    if isinstance(request, pb.GetTraceRequest):
+        request.located = bool(worker)
+    return worker
 
 
 def read_parts(

@@ -12,6 +12,9 @@ from routetrace.common.errors import ERROR_METADATA_KEY
 from routetrace.common.target import moved_target, targets_of
 from routetrace.v1 import routetrace_pb2 as pb
 
+#: Field of a MOVED that sends one read to the worker with its trace; later calls stay.
+TRACE_FIELD = "trace_id"
+
 #: Seconds after a move to another target in which calls fail that began before it.
 _MOVE_S = 0.2
 
@@ -48,12 +51,21 @@ class Route:
         answer = details.get(ERROR_METADATA_KEY)
         if answer is not None:
             self.unreached = ""
-            if _kind(answer) == pb.ERROR_KIND_MOVED:
-                to = pb.ErrorDetail.FromString(answer).target
-                self.target = moved_target(self._targets[self._at], to, self._targets)
+            detail = _detail(answer)
+            if detail.kind == pb.ERROR_KIND_MOVED:
+                if detail.field != TRACE_FIELD:
+                    self.target = self.of(detail.target)
                 return
         if self._leaves(failure.code(), answered=answer is not None):
             self._leave()
+
+    def of(self, worker: str) -> str:
+        """Return the target of a worker that a MOVED names.
+
+        Raises:
+            InvalidArgument: as `failed`.
+        """
+        return moved_target(self._targets[self._at], worker, self._targets)
 
     def _leaves(self, code: grpc.StatusCode, *, answered: bool) -> bool:
         several = len(self._targets) > 1
@@ -72,8 +84,8 @@ class Route:
         self.target = self._targets[self._at]
 
 
-def _kind(answer: bytes) -> int:
+def _detail(answer: bytes) -> pb.ErrorDetail:
     try:
-        return pb.ErrorDetail.FromString(answer).kind
+        return pb.ErrorDetail.FromString(answer)
     except DecodeError:
-        return pb.ERROR_KIND_UNSPECIFIED
+        return pb.ErrorDetail()

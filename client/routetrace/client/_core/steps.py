@@ -31,6 +31,8 @@ class Open:
     method: str
     request: Any
     timeout: float | None
+    worker: str = ""
+    """":port" or host:port of the worker to ask; "": any."""
 
 
 @dataclass(frozen=True)

@@ -123,10 +123,10 @@ class AsyncDriver:
                 metadata = self._config.security.metadata()
                 async with self._connected() as methods:
                     return await methods[name](request, timeout=timeout, metadata=metadata)
-            case Open(name, request, limit):
+            case Open(name, request, limit, worker):
                 await stream.aclose()  # the one before
                 metadata = self._config.security.metadata()
-                methods = await stream.enter_async_context(self._connected())
+                methods = await stream.enter_async_context(self._connected(worker))
                 call = methods[name](request, timeout=limit, metadata=metadata)
                 stream.callback(call.cancel)  # does nothing to a call that has ended
                 return call
@@ -149,8 +149,8 @@ class AsyncDriver:
             raise Closed("the client was closed during the call")
 
     @asynccontextmanager
-    async def _connected(self) -> AsyncIterator[dict[str, Any]]:
-        """Lend the methods of a connection for one call."""
+    async def _connected(self, worker: str = "") -> AsyncIterator[dict[str, Any]]:
+        """Lend the methods of a connection for one call, to a worker if one is named."""
         if self._closed:
             raise Closed("the client is closed")
         if self._lost_poller:
@@ -164,7 +164,7 @@ class AsyncDriver:
             self._begin()
             self._loop = loop
         connections = self._connections
-        connection = connections.enter()
+        connection = connections.enter(worker)
         try:
             yield connection.methods
         finally:

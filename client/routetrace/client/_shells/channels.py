@@ -41,14 +41,18 @@ class Connections:
         self._config = config
         self._make = make
         self._all: list[Connection] = []  # the last is for new calls
+        self._workers: dict[str, Connection] = {}  # those to workers, by target
         self._version: Any = None
         self._look_at = 0.0
 
     def __bool__(self) -> bool:
         return bool(self._all)
 
-    def enter(self) -> Connection:
+    def enter(self, worker: str = "") -> Connection:
         """Return the connection for a new call, which must leave it.
+
+        Args:
+            worker: ":port" or host:port of the worker to ask; "": the one that serves the run.
 
         Raises:
             InvalidArgument: if there is none yet, and a file for it is not usable.
@@ -58,12 +62,23 @@ class Connections:
             self._look_at = now + _LOOK_S
             version = self._config.security.version()  # before the files are read
             if not self._all or version != self._version:
+                self._all[:0], self._workers = self._workers.values(), {}  # closed once unused
                 self._connect()
                 self._version = version
         if self._all[-1].target != self._config.route.target:
             self._connect()
-        self._all[-1].calls += 1
-        return self._all[-1]
+        connection = self._to(worker) if worker else self._all[-1]
+        connection.calls += 1
+        return connection
+
+    def _to(self, worker: str) -> Connection:
+        target = self._config.route.of(worker)
+        if target == self._all[-1].target:
+            return self._all[-1]
+        if target not in self._workers:
+            channel = self._make(target, self._config.channel_options)
+            self._workers[target] = Connection(channel, target)
+        return self._workers[target]
 
     def leave(self, connection: Connection) -> list[Any]:
         """Remove an ended call; return unused channels, to be closed."""
@@ -74,7 +89,7 @@ class Connections:
 
     def clear(self) -> list[Any]:
         """Remove all connections; return their channels, to be closed."""
-        removed, self._all = self._all, []
+        removed, self._all, self._workers = [*self._all, *self._workers.values()], [], {}
         return [connection.channel for connection in removed]
 
     def _connect(self) -> None:

@@ -190,10 +190,10 @@ class Driver:
                 metadata = self._config.security.metadata()
                 with self._connected() as methods:
                     return methods[name](request, timeout=timeout, metadata=metadata)
-            case Open(name, request, limit):
+            case Open(name, request, limit, worker):
                 stream.close()  # the one before
                 metadata = self._config.security.metadata()
-                methods = stream.enter_context(self._connected())
+                methods = stream.enter_context(self._connected(worker))
                 call = methods[name](request, timeout=limit, metadata=metadata)
                 stream.callback(call.cancel)  # does nothing to a call that has ended
                 stream.callback(scope.discard, call)
@@ -207,12 +207,12 @@ class Driver:
                 raise AssertionError(step)
 
     @contextmanager
-    def _connected(self) -> Iterator[dict[str, Any]]:
-        """Lend the methods of a connection for one call."""
+    def _connected(self, worker: str = "") -> Iterator[dict[str, Any]]:
+        """Lend the methods of a connection for one call, to a worker if one is named."""
         with self._lock:
             if self._scope.cancelled:
                 raise Closed("the client is closed")
-            connection = self._connections.enter()
+            connection = self._connections.enter(worker)
         try:
             yield connection.methods
         finally:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from hashlib import blake2b
 
 from routetrace.common.errors import InvalidArgument, Moved
@@ -32,21 +33,34 @@ class Partition:
     """Port of worker 0; those of the others follow."""
     pinned: Mapping[str, int] = field(default_factory=dict)
     """Partition of runs that do not go by the hash."""
+    spread: tuple[str, ...] = ()
+    """Names and patterns of runs that lie in all partitions, each engine in one."""
 
-    def of(self, run: str) -> int:
-        """Return the partition of a run."""
+    def spreads(self, run: str) -> bool:
+        """Whether a run lies in all partitions."""
+        return self.count > 1 and any(fnmatchcase(run, pattern) for pattern in self.spread)
+
+    def of(self, run: str, engine_id: str = "") -> int:
+        """Return the partition of a run; of an engine's rows in a run that lies in all."""
         if self.count == 1:
             return 0
+        if self.spreads(run):
+            return place(f"{run}\n{engine_id}", self.count)
         at = self.pinned.get(run)
         return place(run, self.count) if at is None else at
 
-    def check(self, run: str) -> None:
-        """Raise Moved unless the run lies in this partition."""
-        at = self.of(run)
+    def check(self, run: str, engine_id: str = "") -> None:
+        """Raise Moved unless a run, or an engine of a run in all partitions, lies in this one."""
+        if not engine_id and self.spreads(run):
+            return
+        at = self.of(run, engine_id)
         if at != self.number:
             target = f":{self.first_port + at}"
+            what = f"run {run!r}"
+            if self.spreads(run):
+                what = f"engine {engine_id!r} of {what}"
             raise Moved(
-                f"worker {at} at port {target[1:]} of this server serves run {run!r}: expected a "
+                f"worker {at} at port {target[1:]} of this server serves {what}: expected a "
                 "client or agent that follows this, 0.8 or newer",
                 field="run",
                 value=run,
@@ -54,10 +68,22 @@ class Partition:
                 target=target,
             )
 
+    def moved(self, trace_id: str, worker: int) -> Moved:
+        """Return the error for a read of a trace that another worker alone has rows of."""
+        target = f":{self.first_port + worker}"
+        return Moved(
+            f"worker {worker} at port {target[1:]} of this server has trace {trace_id!r}: expected "
+            "a client that follows this, 0.8 or newer",
+            field="trace_id",
+            value=trace_id,
+            expected=f"a trace of worker {self.number}",
+            target=target,
+        )
+
     def check_stored(self, run: str) -> None:
         """Raise InvalidArgument if a run of this partition's data belongs to another one."""
         at = self.of(run)
-        if at != self.number:
+        if at != self.number and not self.spreads(run):
             raise InvalidArgument(
                 field="run_workers",
                 value=f"{run}={at}",

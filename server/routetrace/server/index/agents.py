@@ -116,6 +116,8 @@ class Agents:
 
     def running(self, source: Source) -> bool:
         """Whether a source may still grow: not ended, not replaced, its agent present."""
+        if source.running is not None:
+            return source.running
         writer = self._state.writers.get(source.writer)
         if source.ended or writer is None or writer.epoch != source.epoch:
             return False

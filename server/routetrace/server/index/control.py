@@ -76,7 +76,11 @@ def _apply_delete(state: State, change: stored.Delete, now: float) -> Generator[
         key = change.run, trace_id
         trace = state.trace(key, now)  # one that has expired is not counted, swept or not
         # One that changed since it was chosen may run again, or be another one of the same id.
-        if not (trace and 0 < change.judged < trace.last_record):
+        if trace and 0 < change.judged < trace.last_record:
+            pass
+        elif change.until:
+            count += state.forget_begun(key, change.since, change.until, fate)
+        else:
             count += state.forget(key, fate)
         yield
     return count

@@ -59,6 +59,8 @@ class Changes:
 
     def __init__(self) -> None:
         self._waiting: dict[Hashable, set[asyncio.Future[None]]] = {}
+        self.listeners: list[Callable[[Set[Hashable]], object]] = []
+        """Called with the keys of each change."""
 
     async def wait(self, key: Hashable, timeout: float) -> None:
         """Wait until `key` changes, at most `timeout` seconds."""
@@ -84,6 +86,8 @@ class Changes:
         """Wake the tasks that wait for any of the keys, of which there may be very many."""
         for key in self._waiting.keys() & keys:  # as long as the smaller one
             self.notify(key)
+        for listener in self.listeners:
+            listener(keys)
 
     def notify_all(self) -> None:
         """Wake all waiting tasks."""
@@ -140,7 +144,7 @@ class Journal:
         while (count := self._replay(left_out)) is None:
             if len(left_out) > MAX_LEFT_OUT:
                 raise Corrupt(f"records {sorted(left_out)} cannot be applied; expected few or none")
-            self.state.replace(State(self.state.default_ttl))
+            self.state.replace(State(self.state.default_ttl, self.state.keeps))
         self._torn(False)
         for number in self.store.numbers():
             if number not in self.state.frames:  # its header is damaged: no index points into it

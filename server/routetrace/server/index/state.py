@@ -7,7 +7,7 @@ again when the server starts; a snapshot replaces the records before it.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from itertools import chain, islice
 from typing import Any, NamedTuple
 
@@ -62,8 +62,10 @@ class Frames(NamedTuple):
 class State:
     """Writers with their slot maps, the trace index, and the directory of stored chunks."""
 
-    def __init__(self, default_ttl: float) -> None:
+    def __init__(self, default_ttl: float, keeps: Callable[[str], bool] = lambda _: False) -> None:
         self.default_ttl = default_ttl
+        self.keeps = keeps
+        """Whether traces of a run stay past their lease until a record deletes them."""
         self.number = 0
         """Last applied record."""
         self.traces = TraceIndex()
@@ -95,6 +97,7 @@ class State:
             writer.layout,
             begin.prompt_len,
             dict(begin.labels),
+            now,
         )
         key = (writer.key.run, begin.trace_id or request_id)
         self.trace(key, now)  # an expired one must not become part of the new one
@@ -110,7 +113,7 @@ class State:
         Sweeps delete expired traces without a record, and a replay must not depend on sweeps.
         """
         trace = self.traces.traces.get(key)
-        if trace and trace.expires <= now:
+        if trace and trace.expires <= now and not self.keeps(key[0]):
             self.forget(key, Fate("expired", trace.expires))
             self.expired += 1
             return None
@@ -180,6 +183,22 @@ class State:
             return False
         self.tombstones.add(key, sources, fate)
         return True
+
+    def forget_begun(self, key: TraceKey, since: float, until: float, fate: Fate) -> bool:
+        """Delete the requests of a trace that began in a closed interval; False: there are none.
+
+        A request is that of all its shards, and began when the first of them reported it.
+        """
+        trace = self.traces.traces.get(key)
+        if trace is None:
+            return False
+        begun = [r for r in trace.join.requests if since <= r.began <= until]
+        if len(begun) == len(trace.join.requests):
+            return self.forget(key, fate)
+        if begun:
+            self.tombstones.bury(trace.drop(begun))
+            self.changed(trace)
+        return bool(begun)
 
     def prune_tombstones(self) -> None:
         """Forget tombstones of boots that are over, where there are many."""
@@ -286,7 +305,7 @@ class State:
             Corrupt: if the pieces are no snapshot.
             UnsupportedFormat: if the snapshot has another format.
         """
-        new = State(self.default_ttl)
+        new = State(self.default_ttl, self.keeps)
         layouts: list[ModelLayout] = []
         headed = False
         try:

@@ -41,6 +41,7 @@ from routetrace.server.retention.retention import Retention
 from routetrace.server.retention.room import Room
 from routetrace.server.rows.reader import Reader
 from routetrace.server.settings.config import ServerConfig
+from routetrace.server.spread.gathering import Gathering
 from routetrace.server.wire.messages import Chunk, Request, read_request
 from routetrace.v1 import routetrace_pb2 as pb
 
@@ -80,6 +81,7 @@ class IngestServicer:
         admission: Admission,
         agents: Agents,
         demand: Demand,
+        gathering: Gathering,
         journal: Journal,
         reader: Reader,
         retention: Retention,
@@ -93,6 +95,7 @@ class IngestServicer:
         self._admission = admission
         self._agents = agents
         self._demand = demand
+        self._gathering = gathering
         self._journal = journal
         self._state = journal.state
         self._reader = reader
@@ -149,7 +152,7 @@ class IngestServicer:
         if not isinstance(first, pb.Hello):
             raise InvalidArgument(field="message", value=_name_of(first), expected="hello, first")
         owner = self._access.check(context, "ingest", first.run, first.engine_id)
-        self._partition.check(first.run)
+        self._partition.check(first.run, first.engine_id)
         self._lifecycle.check_ready()
         with self._admission.agents.hold(owner):
             async for response in self._serve(first, requests, context):
@@ -298,7 +301,7 @@ class IngestServicer:
         self, request: pb.BindRequestRequest, context: Context
     ) -> pb.BindRequestResponse:
         owner = self._access.check(context, "ingest", request.run, request.engine_id)
-        self._partition.check(request.run)
+        self._partition.check(request.run, request.engine_id)
         self._lifecycle.check_ready()
         self._room.check_memory()
         num_computed_tokens = check_bind(request)
@@ -315,7 +318,8 @@ class IngestServicer:
             now = self._journal.clock.now()
             record = encode_bind(now, request, trace_id, blocks, num_computed_tokens)
             await self._journal.append(record)
-        known = self._reader.find(request.run, trace_id)
+        whole = await self._gathering.trace(request.run, trace_id)
+        known = self._reader.find(request.run, trace_id, trace=whole and whole.trace)
         return pb.BindRequestResponse(trace=self._reader.describe(known))
 
     async def _shards(self, request: pb.BindRequestRequest, context: Context) -> list[Writer]:

@@ -101,13 +101,24 @@ class Seat:
         return self._path(self.partition.number)
 
     @property
+    def parts_socket(self) -> str:
+        """Path of the socket on which this worker serves its parts of traces to the others."""
+        return self._path(self.partition.number, "parts")
+
+    @property
+    def parts_sockets(self) -> dict[int, str]:
+        """Paths of the same sockets of the other workers, by their numbers."""
+        count, own = self.partition.count, self.partition.number
+        return {number: self._path(number, "parts") for number in range(count) if number != own}
+
+    @property
     def peers(self) -> list[str]:
         """Paths of the other workers' sockets."""
         count, own = self.partition.count, self.partition.number
         return [self._path(number) for number in range(count) if number != own]
 
-    def _path(self, number: int) -> str:
-        return str(self.directory / f"worker-{number}")
+    def _path(self, number: int, name: str = "worker") -> str:
+        return str(self.directory / f"{name}-{number}")
 
 
 def supervise(config: ServerConfig, serve: Callable[[ServerConfig, Seat], int]) -> int:
@@ -210,6 +221,7 @@ class _Supervisor:
                 self.config.workers,
                 self.config.host_port[1],
                 self.config.run_workers,
+                tuple(self.config.spread_runs),
             )
             seat = Seat(partition, theirs, self.directory)
             code = self.serve(worker_config(self.config, worker.number), seat)
@@ -217,7 +229,8 @@ class _Supervisor:
             traceback.print_exc()
         finally:
             with suppress(OSError):  # left by the last worker, where the watching process is gone
-                Path(self.directory / f"worker-{worker.number}").unlink(missing_ok=True)
+                for name in ("worker", "parts"):
+                    Path(self.directory / f"{name}-{worker.number}").unlink(missing_ok=True)
                 if os.getppid() != self._pid:
                     self.directory.rmdir()
             logging.shutdown()

@@ -35,11 +35,11 @@ class Checks:
         self._lifecycle = lifecycle
         self._partition = partition
 
-    def call(self, context: Context, scope: Scope, run: str) -> str:
-        """Check a call; return its owner."""
+    def call(self, context: Context, scope: Scope, run: str, engine_id: str = "") -> str:
+        """Check a call about a run, or one of its engines; return its owner."""
         check_id("run", run)
         owner = self._access.check(context, scope, run)
-        self._partition.check(run)
+        self._partition.check(run, engine_id)
         self._lifecycle.check_ready()
         return owner
 

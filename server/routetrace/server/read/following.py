@@ -6,8 +6,6 @@ from collections.abc import AsyncIterator
 
 from routetrace.server.access.admission import Admission
 from routetrace.server.common.rpc import Context
-from routetrace.server.index.demand import Demand
-from routetrace.server.index.journal import Journal
 from routetrace.server.read.checks import Checks
 from routetrace.server.read.finding import Finder
 from routetrace.server.rows import answers
@@ -27,16 +25,12 @@ class Follower:
         *,
         admission: Admission,
         checks: Checks,
-        demand: Demand,
         finder: Finder,
-        journal: Journal,
         reader: Reader,
     ) -> None:
         self._admission = admission
         self._checks = checks
-        self._demand = demand
         self._finder = finder
-        self._journal = journal
         self._reader = reader
 
     async def messages(
@@ -54,8 +48,7 @@ class Follower:
         source = incarnation.request.sources[0]
         while True:
             self._checks.call(context, "read", request.run)  # a token may be taken back meanwhile
-            if not self._finder.exists(trace):
-                raise self._reader.not_found(*trace.key, named=True)
+            trace = await self._finder.again(trace)
             seen = trace.changes
             last = trace.join.request_of(source)
             if last is None:
@@ -84,8 +77,8 @@ class Follower:
                 yield answers.message(Piece(end=sending.end(info, missing, selection)))
                 return
             if trace.changes == seen:
-                with self._demand.waiting(self._finder.places(trace), pb.AWAITED_ROWS):
-                    await self._journal.changes.wait(trace.key, self._finder.look_again())
+                places, seconds = self._finder.places(trace), self._finder.look_again()
+                await self._finder.changed(request, places, pb.AWAITED_ROWS, seconds)
 
 
 def unsent(segments: list[Segment], sent: dict[int, list[Segment]]) -> list[Segment]:

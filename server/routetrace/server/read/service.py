@@ -21,14 +21,16 @@ from routetrace.server.common.slices import in_turns
 from routetrace.server.index.agents import Agents
 from routetrace.server.index.demand import Demand
 from routetrace.server.index.journal import Journal
-from routetrace.server.index.records.record import encode_forget, encode_renew
-from routetrace.server.index.traces.trace import Trace
+from routetrace.server.index.records.record import encode_forget
 from routetrace.server.read.batch import MAX_READS, Batch
 from routetrace.server.read.blocks import trace_of_blocks
-from routetrace.server.read.checks import Checks, at_most, check_part, check_read, page_of
+from routetrace.server.read.catalog import Catalog, OwnCatalog
+from routetrace.server.read.checks import Checks, at_most, check_part, check_read
 from routetrace.server.read.finding import Finder
 from routetrace.server.read.following import Follower
+from routetrace.server.read.parts import PartsServicer
 from routetrace.server.read.peers import Peers
+from routetrace.server.read.spread_catalog import SpreadCatalog
 from routetrace.server.read.status import Status
 from routetrace.server.retention.limits import Limits
 from routetrace.server.retention.retention import Retention
@@ -37,14 +39,15 @@ from routetrace.server.rows.reader import Reader
 from routetrace.server.rows.sending import Answer
 from routetrace.server.rows.served import Known
 from routetrace.server.settings.config import ServerConfig
+from routetrace.server.spread.gathering import Gathering
+from routetrace.server.spread.watching import Touched, Watching
+from routetrace.server.spread.workers import Workers
 from routetrace.server.store.interface import Store
 from routetrace.v1 import routetrace_pb2 as pb
 from routetrace.v1 import routetrace_pb2_grpc as pb_grpc
 
-_PAGE_BYTES = 1 << 20
 #: Maximum traces of one call, and of one record: applying it holds the event loop.
 MAX_TRACE_IDS = 100_000
-_MAX_RENEWED = 1000
 
 #: Maximum size of a request, by method; of all others.
 _MESSAGE_BYTES = {"GetTraces": 4 << 20, "GetBlocks": 4 << 20, "RenewLease": 8 << 20}
@@ -66,6 +69,7 @@ class TraceServicer(pb_grpc.TraceServiceServicer):
         admission: Admission,
         agents: Agents,
         demand: Demand,
+        gathering: Gathering,
         journal: Journal,
         reader: Reader,
         retention: Retention,
@@ -73,10 +77,13 @@ class TraceServicer(pb_grpc.TraceServiceServicer):
         started: float,
         partition: Partition,
         peers: Peers,
+        workers: Workers,
     ) -> None:
         self._config = config
         self._checks = Checks(access, lifecycle, partition)
         self._access = access
+        self._partition = partition
+        self._gathering = gathering
         self._admission = admission
         self._agents = agents
         self._journal = journal
@@ -89,8 +96,36 @@ class TraceServicer(pb_grpc.TraceServiceServicer):
             agents=agents,
             checks=self._checks,
             demand=demand,
+            gathering=gathering,
             journal=journal,
             partition=partition,
+            reader=reader,
+            watching=Watching(journal.changes, workers),
+        )
+        self.parts = PartsServicer(
+            agents=agents,
+            demand=demand,
+            finder=self._finder,
+            frames=reader.frames,
+            journal=journal,
+            lifecycle=lifecycle,
+            reader=reader,
+            retention=retention,
+            touched=Touched(journal.changes, partition),
+        )
+        """Service for the other workers."""
+        self._own = OwnCatalog(
+            agents=agents,
+            finder=self._finder,
+            journal=journal,
+            reader=reader,
+            retention=retention,
+        )
+        self._everywhere = SpreadCatalog(
+            everywhere=retention.everywhere,
+            gathering=gathering,
+            journal=journal,
+            own=self.parts,
             reader=reader,
         )
         self._status = Status(
@@ -110,9 +145,7 @@ class TraceServicer(pb_grpc.TraceServiceServicer):
         self._follower = Follower(
             admission=admission,
             checks=self._checks,
-            demand=demand,
             finder=self._finder,
-            journal=journal,
             reader=reader,
         )
 
@@ -131,6 +164,9 @@ class TraceServicer(pb_grpc.TraceServiceServicer):
         server.add_generic_rpc_handlers(
             (grpc.method_handlers_generic_handler(service.full_name, handlers),)
         )
+
+    def _catalog(self, run: str) -> Catalog:
+        return self._everywhere if self._partition.spreads(run) else self._own
 
     async def parsed(self, request: Unparsed, context: Context) -> Any:
         """Parse a long message; see `Admission.parsed`."""
@@ -164,7 +200,7 @@ class TraceServicer(pb_grpc.TraceServiceServicer):
             self._checks.call(context, "read", request.run)  # a token may be taken back meanwhile
             check_part(read)
             read.run = request.run
-            known = self._finder.met(read, context)
+            known = self._finder.met(read, context, places.get(read.trace_id))
             return None if known is None else self._answer_of(known, read)
 
         async def later(read: pb.GetTraceRequest) -> Answer:
@@ -178,6 +214,8 @@ class TraceServicer(pb_grpc.TraceServiceServicer):
             turn = partial(self._admission.turn, owner)
             step = partial(self._admission.pace.step, owner)
             pinned = self._reader.frames.pinned
+            asked = [read.trace_id for read in request.reads if not read.located]
+            places = await self._gathering.locate(request.run, asked)
             batch = Batch(request.reads, at_once, later, pinned, turn, step)
             async with aclosing(batch.messages()) as messages:
                 async for message in messages:
@@ -187,7 +225,7 @@ class TraceServicer(pb_grpc.TraceServiceServicer):
     async def GetBlocks(  # type: ignore[override] # noqa: N802, D102
         self, request: pb.GetBlocksRequest, context: Context
     ) -> AsyncIterator[bytes]:
-        owner = self._checks.call(context, "read", request.run)
+        owner = self._checks.call(context, "read", request.run, request.engine_id)
         at_most("num_tokens", request.num_tokens, MAX_BLOCK_TOKENS)
         at_most("layer_ids", len(request.layer_ids), MAX_LAYERS)
         self._retention.room.check_memory()
@@ -204,7 +242,8 @@ class TraceServicer(pb_grpc.TraceServiceServicer):
 
     async def _answer(self, request: pb.GetTraceRequest, context: Context, owner: str) -> Answer:
         """Wait for the requested trace; return the answer as of then."""
-        return self._answer_of(await self._finder.find(request, context, owner), request)
+        known = await self._finder.find(request, context, owner, sends_on=True)
+        return self._answer_of(known, request)
 
     def _answer_of(self, known: Known, request: pb.GetTraceRequest) -> Answer:
         """Return the answer from the view of the requested trace."""
@@ -254,32 +293,7 @@ class TraceServicer(pb_grpc.TraceServiceServicer):
         self._checks.call(context, "read", request.run)
         at_most("labels", len(request.labels), MAX_LABELS)
         at_most("states", len(request.states), len(pb.TraceState.values()))
-        start, most = page_of(request)
-        response = pb.ListTracesResponse()
-        last = size = 0
-        async for trace in in_turns(self._state.traces.newest_first(request.run, start)):
-            if not self._finder.exists(trace):
-                continue
-            if not trace.may_have(request.labels):
-                continue
-            if request.HasField("retirable_through") and not self._retirable(
-                trace, request.retirable_through
-            ):
-                continue
-            known = self._reader.find(*trace.key)
-            if request.states and self._reader.state_of(known) not in request.states:
-                continue
-            info = self._reader.describe(known, digests=False)
-            if any(info.labels.get(key) != text for key, text in request.labels.items()):
-                continue
-            info.missing_cells.extend(self._reader.missing_cells(info.state, known))
-            if len(response.traces) == most or size > _PAGE_BYTES:
-                response.next_page_token = str(last)
-                break
-            response.traces.append(info)
-            size += info.ByteSize()
-            last = trace.serial
-        return response
+        return await self._catalog(request.run).traces(request)
 
     # ------------------------------------------------------------------ deletion and leases
 
@@ -288,11 +302,11 @@ class TraceServicer(pb_grpc.TraceServiceServicer):
         self, request: pb.DeleteTraceRequest, context: Context
     ) -> pb.DeleteTraceResponse:
         self._checks.call(context, "admin", request.run)
-        self._finder.look_up(
+        await self._finder.gathered(
             pb.GetTraceRequest(run=request.run, trace_id=request.trace_id), context
         )
         token = self._access.token_of(context)
-        await self._retention.forget(request.run, [request.trace_id], "deleted", token)
+        await self._catalog(request.run).delete(request.run, request.trace_id, token)
         return pb.DeleteTraceResponse()
 
     @unary
@@ -300,29 +314,9 @@ class TraceServicer(pb_grpc.TraceServiceServicer):
         self, request: pb.RetireTracesRequest, context: Context
     ) -> pb.RetireTracesResponse:
         self._checks.call(context, "admin", request.run)
-        judged = self._journal.applied
-        retired = [
-            trace.key[1]
-            async for trace in in_turns(self._state.traces.newest_first(request.run))
-            if self._finder.exists(trace) and self._retirable(trace, request.through_weight_version)
-        ]
-        count = 0
-        if retired:
-            token = self._access.token_of(context)
-            count = await self._retention.forget(
-                request.run, retired, "retired", token, judged=judged
-            )
+        through, token = request.through_weight_version, self._access.token_of(context)
+        count = await self._catalog(request.run).retire(request.run, through, token)
         return pb.RetireTracesResponse(num_retired=count)
-
-    def _retirable(self, trace: Trace, through: int) -> bool:
-        """Whether a trace has ended and none of its rows has a newer weight version."""
-        newer = any(
-            span.weight_version > through
-            for source in trace.sources
-            for spans in source.attempts
-            for span in spans
-        )
-        return not newer and self._reader.ended(trace)
 
     @unary
     async def RenewLease(  # noqa: N802, D102
@@ -333,14 +327,13 @@ class TraceServicer(pb_grpc.TraceServiceServicer):
         ttl = request.ttl_seconds or self._config.default_ttl_seconds
         async for trace_id in in_turns(request.trace_ids):
             check_id("trace_ids", trace_id)
-            trace = self._state.traces.traces.get((request.run, trace_id))
-            if trace is not None and self._journal.clock.now() + ttl < trace.expires:
-                # A lease that ends earlier deletes.
-                self._access.check(context, "admin", request.run)
-        count = 0
-        for at in range(0, len(request.trace_ids), _MAX_RENEWED):
-            now, part = self._journal.clock.now(), request.trace_ids[at : at + _MAX_RENEWED]
-            count += await self._journal.append(encode_renew(now, request.run, part, ttl))
+
+        def shortens() -> None:
+            # A lease that ends earlier deletes.
+            self._access.check(context, "admin", request.run)
+
+        catalog = self._catalog(request.run)
+        count = await catalog.renew(request.run, request.trace_ids, ttl, shortens)
         return pb.RenewLeaseResponse(num_renewed=count)
 
     # ------------------------------------------------------------------ the server
@@ -350,26 +343,13 @@ class TraceServicer(pb_grpc.TraceServiceServicer):
         self, request: pb.ListAgentsRequest, context: Context
     ) -> pb.ListAgentsResponse:
         self._checks.call(context, "read", request.run)
-        start, most = page_of(request)
-        writers = [w for w in self._state.writers.values() if w.key.run == request.run]
-        writers = sorted((w for w in writers if w.opened > start), key=lambda w: w.opened)
-        newest = self._agents.newest_weight_version(request.run)
-        response = pb.ListAgentsResponse()
-        size = 0
-        for writer in writers:
-            if len(response.agents) == most or size > _PAGE_BYTES:
-                break
-            response.agents.append(self._agents.describe(writer, newest))
-            size += response.agents[-1].ByteSize()
-        if len(response.agents) < len(writers):
-            response.next_page_token = str(writers[len(response.agents) - 1].opened)
-        return response
+        return await self._catalog(request.run).agents(request)
 
     @unary
     async def ForgetEngine(  # noqa: N802, D102
         self, request: pb.ForgetEngineRequest, context: Context
     ) -> pb.ForgetEngineResponse:
-        self._checks.call(context, "admin", request.run)
+        self._checks.call(context, "admin", request.run, request.engine_id)
         self._access.check(context, "admin", request.run, request.engine_id)
         check_id("engine_id", request.engine_id)
         engine = request.run, request.engine_id

@@ -67,6 +67,10 @@ class Status:
             info.used_bytes += other.used_bytes
             info.capacity_bytes += other.capacity_bytes
             info.damaged_records += other.damaged_records
+            if self._partition.spreads(request.run):
+                info.num_agents += other.num_agents
+                info.num_traces += other.num_traces  # one in several workers counts in each
+                info.run_bytes += other.run_bytes
             runs.update(other.runs)
         info.runs[:] = sorted(runs)[:_MAX_RUNS]
         return info

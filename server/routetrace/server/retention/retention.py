@@ -11,7 +11,7 @@ import logging
 import time
 from array import array
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from functools import partial
 
 import numpy as np
@@ -30,9 +30,11 @@ from routetrace.server.index.traces.sources import TraceKey
 from routetrace.server.index.traces.trace import Trace
 from routetrace.server.index.writer import Writer
 from routetrace.server.retention import freed
+from routetrace.server.retention.everywhere import Everywhere
 from routetrace.server.retention.room import HIGH, LOW, RETRY_SECONDS, Room
 from routetrace.server.rows.reader import Reader
 from routetrace.server.settings.config import ServerConfig
+from routetrace.server.spread.gathering import Gathering
 
 #: Share of the traces evicted per round near the memory limit: the memory of a trace is not known.
 _MEMORY_SHARE = 0.1
@@ -77,7 +79,10 @@ class Retention:
         agents: Agents,
         config: ServerConfig,
         metrics: Metrics,
+        gathering: Gathering,
     ) -> None:
+        self.everywhere = Everywhere(gathering, journal, self.forget)
+        """Deletion of traces of spread runs."""
         self._journal = journal
         self._state = journal.state
         self._store = journal.store
@@ -140,6 +145,7 @@ class Retention:
             await self._journal.settled()
             async for _ in in_slices(self._expiring(now)):
                 pass
+            await self.everywhere.expire(now)
             self._metrics.agents_lost.inc(self._agents.count_lost())
             self._forget_writers()
             async for _ in in_slices(self._state.traces.prefixes.clean()):
@@ -320,7 +326,8 @@ class Retention:
             by_run.setdefault(run, {})[trace_id] = trace.serial, trace.updated
         count = 0
         for run, chosen in by_run.items():
-            count += await self.forget(run, [*chosen], reason, judged=judged)
+            forget = self.everywhere.evict if self._state.keeps(run) else self.forget
+            count += await forget(run, [*chosen], reason, judged=judged)
             now = self._journal.clock.now()
             async for trace_id, (serial, updated) in in_slices(chosen.items()):
                 left = self._state.traces.traces.get((run, trace_id))
@@ -330,7 +337,14 @@ class Retention:
             await self._compact(at_once=True)
 
     async def forget(
-        self, run: str, trace_ids: list[str], reason: str, token: str = "", *, judged: int = 0
+        self,
+        run: str,
+        trace_ids: Sequence[str],
+        reason: str,
+        token: str = "",
+        *,
+        judged: int = 0,
+        begun: tuple[float, float] = (0.0, 0.0),
     ) -> int:
         """Delete traces; return the number that were deleted.
 
@@ -344,13 +358,14 @@ class Retention:
             token: name of the caller's token, if any.
             judged: `Journal.applied` before the traces were looked at: those that a later record
                 changed stay; 0: all are deleted.
+            begun: of the traces, only requests that began in this closed interval; zeros: all.
         """
         count = 0
         try:
             for at in range(0, len(trace_ids), _MAX_DELETED):
                 part = trace_ids[at : at + _MAX_DELETED]
                 now = self._journal.clock.now()
-                record = encode_delete(now, run, part, reason, token, judged=judged)
+                record = encode_delete(now, run, part, reason, token, judged=judged, begun=begun)
                 existed: int = await self._journal.append(record)
                 self._count(reason, existed)
                 count += existed

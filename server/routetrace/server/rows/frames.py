@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import NamedTuple
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence, Set
+from contextlib import AbstractContextManager, contextmanager
+from types import MappingProxyType
+from typing import NamedTuple, TypeAlias
 
 from routetrace.codec.frame_header import Buffer
 from routetrace.common.errors import Corrupt, InvalidArgument, NotFound
 from routetrace.server.common.metrics import Metrics
+from routetrace.server.index.state import Frames as FrameTable
 from routetrace.server.index.state import State
 from routetrace.server.index.traces import refs
 from routetrace.server.index.traces.spans import Interval
 from routetrace.server.rows.cuts import Cuts
+from routetrace.server.rows.remote import REMOTE, RemoteChunk, RemoteChunks
 from routetrace.server.rows.served import Row, Served
 from routetrace.server.store.interface import Store
 
@@ -58,6 +61,22 @@ class Batch(NamedTuple):
     """Their (offset, length) in their chunks, in the order of their first rows."""
 
 
+Read: TypeAlias = tuple[list[Buffer], list[int]]
+"""Bytes of frames, in any number of pieces, and the size of each frame."""
+
+Wanted: TypeAlias = tuple[RemoteChunk, list[int], tuple[int, ...]]
+"""Chunk of another worker, frames within it, and layers to cut out."""
+
+Bring: TypeAlias = Callable[[Sequence[Wanted]], Awaitable[Sequence["Read | None"]]]
+"""Reads frames of other workers; None: those of a chunk cannot be read."""
+
+_REMOTE_FRAME = REMOTE << refs.FRAME_BITS
+
+
+async def _bring_nothing(wanted: Sequence[Wanted]) -> Sequence[Read | None]:
+    return [None for _ in wanted]
+
+
 class Frames:
     """Stored frames of rows. All calls belong to the event loop's thread."""
 
@@ -67,11 +86,18 @@ class Frames:
         self._metrics = metrics
         self._cuts = Cuts(store)
         self._pins: Counter[int] = Counter()
+        self.remote = RemoteChunks()
+        """Chunks of other workers."""
+        self.bring: Bring = _bring_nothing
+        """Reads frames of other workers."""
+
+    def pinned(self, rows: Served) -> AbstractContextManager[None]:
+        """Keep the chunks of rows from being dropped."""
+        return self.kept(set((rows["ref"] >> refs.CHUNK_SHIFT).tolist()))
 
     @contextmanager
-    def pinned(self, rows: Served) -> Iterator[None]:
-        """Keep the chunks of rows from being dropped."""
-        chunks = set((rows["ref"] >> refs.CHUNK_SHIFT).tolist())
+    def kept(self, chunks: Set[int]) -> Iterator[None]:
+        """Keep chunks from being dropped."""
         self._pins.update(chunks)
         try:
             yield
@@ -112,7 +138,7 @@ class Frames:
 
     def _times(self, frame: int, layers: tuple[int, ...]) -> float:
         """Return the ratio of all layers of a frame to the selected ones."""
-        entry = self._state.frames.get(frame >> refs.FRAME_BITS)
+        entry = self._entry(frame >> refs.FRAME_BITS)
         if entry is None or layers == entry.layout.layer_ids:
             return 1.0
         held = entry.layout.column
@@ -121,6 +147,8 @@ class Frames:
     async def fetch(self, batch: Batch, layers: tuple[int, ...]) -> Fetched:
         """Read the frames of rows, cut to the selected layers."""
         size = sum([length for _, length in batch.frames.values()])
+        if any(frame >= _REMOTE_FRAME for frame, _ in batch.frames):
+            return self._counted(await self._fetch_remote(batch, layers))
         try:
             # A small read from memory is faster than the start of a thread.
             fetched = self._fetch(batch, layers, wait=False) if size <= AT_ONCE_BYTES else None
@@ -129,24 +157,46 @@ class Frames:
         if fetched is None:
             loop = asyncio.get_running_loop()
             fetched = await loop.run_in_executor(None, self._fetch, batch, layers)
+        return self._counted(fetched)
+
+    def _counted(self, fetched: Fetched) -> Fetched:
         self._metrics.read_bytes.inc(sum(fetched.frame_lengths))
         if fetched.unread:
             lost = {row[2] >> refs.ROW_BITS for row in fetched.unread}
             self._metrics.read_corrupt.inc(len(lost))
         return fetched
 
-    def _fetch(self, batch: Batch, layers: tuple[int, ...], wait: bool = True) -> Fetched:
-        # By chunk and layers, in the order of their first rows.
-        wanted: dict[_Frame, dict[int, Interval]] = {}
-        for (frame, chosen), where in batch.frames.items():
-            wanted.setdefault((frame >> refs.FRAME_BITS, chosen), {})[frame] = where
+    async def _fetch_remote(self, batch: Batch, layers: tuple[int, ...]) -> Fetched:
+        """Read the frames of rows, some of which other workers store."""
+        brought: dict[_Frame, Read] = {}
+        wanted: list[tuple[_Frame, Wanted]] = []
+        for (alias, chosen), frames in _by_chunk(batch).items():
+            if alias >= REMOTE and (chunk := self.remote.get(alias)):
+                indexes = [frame & refs.MAX_FRAMES - 1 for frame in frames]
+                wanted.append(((alias, chosen), (chunk, indexes, _some(layers, chosen))))
+        answers = await self.bring([asked for _, asked in wanted])
+        for (part, _), answer in zip(wanted, answers, strict=True):
+            if answer is not None:
+                brought[part] = answer
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(None, self._fetch, batch, layers, True, brought)
+
+    def _fetch(
+        self,
+        batch: Batch,
+        layers: tuple[int, ...],
+        wait: bool = True,
+        brought: Mapping[_Frame, Read] = MappingProxyType({}),
+    ) -> Fetched:
+        wanted = _by_chunk(batch)
         order: dict[_Frame, int] = {}  # of the frames read
         lengths: list[int] = []
         payload: list[Buffer] = []
         for (chunk, chosen), frames in wanted.items():
-            some = tuple([i for i in layers if i in chosen]) if chosen else layers
             try:
-                pieces, sizes = self._read(chunk, frames, some, wait)
+                pieces, sizes = brought.get((chunk, chosen)) or self._read(
+                    chunk, frames, _some(layers, chosen), wait
+                )
             except (NotFound, Corrupt, InvalidArgument):
                 # The cells are reported as missing; the other chunks are served.
                 continue
@@ -161,9 +211,24 @@ class Frames:
         numbers = [order[_frame_of(row)] for row in rows]
         return Fetched(rows, numbers, lengths, payload, unread)
 
+    def _entry(self, chunk: int) -> FrameTable | None:
+        if chunk < REMOTE:
+            return self._state.frames.get(chunk)
+        remote = self.remote.get(chunk)
+        return None if remote is None else remote.frames
+
+    def read(self, number: int, indexes: Sequence[int], layers: tuple[int, ...]) -> Read:
+        """Return frames of one chunk of this worker, cut to layers; it may wait for the disk.
+
+        Raises:
+            NotFound, Corrupt, InvalidArgument: if they cannot be read.
+        """
+        names = [number << refs.FRAME_BITS | index for index in indexes]
+        return self._read(number, {n: self.range_of(n) for n in names}, layers, wait=True)
+
     def _read(
         self, number: int, frames: dict[int, Interval], layers: tuple[int, ...], wait: bool
-    ) -> tuple[list[Buffer], list[int]]:
+    ) -> Read:
         """Return the bytes of frames of one chunk, cut to the layers, and their sizes."""
         held = self._state.frames.get(number)
         where = list(frames.values())
@@ -183,12 +248,25 @@ class Frames:
         Args:
             frame: a reference without its row.
         """
-        entry = self._state.frames.get(frame >> refs.FRAME_BITS)
+        entry = self._entry(frame >> refs.FRAME_BITS)
         index = frame & refs.MAX_FRAMES - 1
         if entry is None or index + 1 >= len(entry.offsets):
             return 0, 0
         offset = entry.offsets.item(index)
         return offset, entry.offsets.item(index + 1) - offset
+
+
+def _by_chunk(batch: Batch) -> dict[_Frame, dict[int, Interval]]:
+    """Return the frames of a batch by chunk and layers, in the order of their first rows."""
+    wanted: dict[_Frame, dict[int, Interval]] = {}
+    for (frame, chosen), where in batch.frames.items():
+        wanted.setdefault((frame >> refs.FRAME_BITS, chosen), {})[frame] = where
+    return wanted
+
+
+def _some(layers: tuple[int, ...], chosen: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the selected layers among those that are served of a frame; all for ()."""
+    return tuple([i for i in layers if i in chosen]) if chosen else layers
 
 
 def _frame_of(row: Row) -> _Frame:

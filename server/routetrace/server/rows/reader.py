@@ -68,6 +68,7 @@ class Reader:
         trace_id: str,
         number: int = 0,
         prefix_rows: int = pb.PREFIX_ROWS_SAME_VERSION,
+        trace: Trace | None = None,
     ) -> Known:
         """Return the view of one of a trace's incarnations.
 
@@ -76,11 +77,13 @@ class Reader:
             trace_id: the trace.
             number: number of the incarnation; 0: the newest complete one, else the newest.
             prefix_rows: PrefixRows policy for rows of other traces.
+            trace: the trace as all workers have it; None: as this worker has it.
 
         Raises:
             NotFound: if there is no such trace or incarnation.
         """
-        trace = self._state.traces.traces.get((run, trace_id))
+        if trace is None:
+            trace = self._state.traces.traces.get((run, trace_id))
         if trace is None or not trace.sources:
             raise self.not_found(run, trace_id)
         join = trace.join
@@ -123,7 +126,7 @@ class Reader:
 
     def allowed(self, trace: Trace, prefix_rows: int) -> int:
         """Return the PrefixRows policy that the run allows a reader."""
-        if self._forbids_prefix_rows(trace.key[0]):
+        if trace.held or self._forbids_prefix_rows(trace.key[0]):
             return pb.PREFIX_ROWS_NEVER
         return prefix_rows or pb.PREFIX_ROWS_SAME_VERSION
 
@@ -172,6 +175,16 @@ class Reader:
             self.settled(self.known(trace, join.incarnation(n), pb.PREFIX_ROWS_NEVER))
             for n in join.standing
         )
+
+    def retirable(self, trace: Trace, through: int) -> bool:
+        """Whether a trace has ended and none of its rows has a newer weight version."""
+        newer = any(
+            span.weight_version > through
+            for source in trace.sources
+            for spans in source.attempts
+            for span in spans
+        )
+        return not newer and self.ended(trace)
 
     def is_covered(self, known: Known, selection: Selection) -> bool:
         """Whether every selected cell is present."""

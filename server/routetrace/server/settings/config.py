@@ -1,18 +1,14 @@
-"""Settings of the daemon: flags, environment, file, defaults; the first one wins."""
+"""Settings of the daemon, and the checks of each and of all together."""
 
 from __future__ import annotations
 
-import os
-import sys
-from collections.abc import Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import (
     ByteSize,
     Field,
-    ValidationError,
     ValidationInfo,
     field_validator,
     model_validator,
@@ -21,21 +17,9 @@ from pydantic_settings import (
     BaseSettings,
     PydanticBaseSettingsSource,
     SettingsConfigDict,
-    SettingsError,
 )
 
 from routetrace.server.common.addresses import is_loopback, split_address, split_object_url
-from routetrace.server.settings.environment import (
-    RENAMED,
-    renamed_settings,
-    unknown_variables,
-)
-from routetrace.server.settings.mistakes import describe_mistake
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib  # pyright: ignore[reportMissingImports]
 
 ENV_PREFIX = "ROUTETRACE_"
 
@@ -109,6 +93,11 @@ class ServerConfig(BaseSettings):
         default_factory=dict,
         description='worker index (from 0) of each listed run: JSON such as {"grpo": 1}, or a '
         "table in a file; other runs are placed by hash; with object_url it is fixed",
+    )
+    spread_runs: list[str] = Field(
+        default_factory=list,
+        description="JSON list of runs, or patterns such as grpo-*, that lie in all workers: each "
+        "engine's rows in one, by hash; for a run that one core does not serve",
     )
     store: Literal["disk", "memory", "object"] = Field(
         "disk",
@@ -266,7 +255,8 @@ class ServerConfig(BaseSettings):
 
     def forbids_prefix_rows(self, run: str) -> bool:
         """Whether rows of one trace of a run never stand in for another's."""
-        return any(fnmatchcase(run, pattern) for pattern in self.forbid_prefix_rows)
+        patterns = (*self.forbid_prefix_rows, *self.spread_runs)
+        return any(fnmatchcase(run, pattern) for pattern in patterns)
 
     @field_validator("listen", "metrics_listen", "advertise")
     @classmethod
@@ -300,6 +290,16 @@ class ServerConfig(BaseSettings):
         return self
 
     def _check_workers(self) -> None:
+        if self.spread_runs and (self.workers == 1 or self.store == "object"):
+            raise ValueError(
+                f"spread_runs is {self.spread_runs} with workers = {self.workers} and store "
+                f"{self.store!r}: expected several workers, and another store than object"
+            )
+        for run in self.run_workers:
+            if any(fnmatchcase(run, pattern) for pattern in self.spread_runs):
+                raise ValueError(
+                    f"run_workers names run {run!r}, which spread_runs has: expected one of them"
+                )
         for run, number in self.run_workers.items():
             if not 0 <= number < self.workers:
                 raise ValueError(
@@ -337,64 +337,3 @@ class ServerConfig(BaseSettings):
     ) -> tuple[PydanticBaseSettingsSource, ...]:
         """Return the sources of settings, highest first."""
         return tuple(sources[name] for name in cls._sources)
-
-
-class _LayeredConfig(ServerConfig):
-    """Receive MoE routing from inference engines and serve it to trainers.
-
-    Flags override the environment, the environment overrides the TOML file of --config (or
-    ROUTETRACE_CONFIG), and the file overrides the defaults.
-    """
-
-    # Keyword arguments hold the file; pydantic puts flags before all other sources.
-
-    _sources = ("env_settings", "init_settings")
-
-
-def load_config(argv: Sequence[str]) -> ServerConfig:
-    """Return settings from flags, environment (ROUTETRACE_*), a TOML file and defaults.
-
-    Args:
-        argv: flags, without the program name. `--config PATH` (or ROUTETRACE_CONFIG) names the
-            file.
-
-    Raises:
-        ConfigError: if a setting is unknown or invalid.
-    """
-    path, flags = _take_config_flag(argv)
-    path = path or os.environ.get("ROUTETRACE_CONFIG")
-    values = _read_file(Path(path)) if path else {}
-    if old := renamed_settings(flags, os.environ, values, ENV_PREFIX):
-        raise ConfigError("; ".join(old))
-    if unknown := unknown_variables(os.environ, ENV_PREFIX, ServerConfig.model_fields):
-        raise ConfigError(f"unknown environment variables: {', '.join(unknown)}")
-    try:
-        return _LayeredConfig(_cli_parse_args=flags, **values)  # type: ignore[call-arg]
-    except ValidationError as error:
-        raise ConfigError("; ".join(map(describe_mistake, error.errors()))) from None
-    except SettingsError as error:
-        raise ConfigError(str(error)) from None
-
-
-def _take_config_flag(argv: Sequence[str]) -> tuple[str | None, list[str]]:
-    # The file is read before the flags are, which override it.
-    path, rest = None, list(argv)
-    for i, flag in enumerate(argv):
-        if flag == "--config":
-            if i + 1 == len(argv):
-                raise ConfigError("--config: expected the path of a TOML file after it")
-            path, rest = argv[i + 1], [*argv[:i], *argv[i + 2 :]]
-        elif flag.startswith("--config="):
-            path, rest = flag.partition("=")[2], [*argv[:i], *argv[i + 1 :]]
-    return path, rest
-
-
-def _read_file(path: Path) -> dict[str, Any]:
-    try:
-        values = tomllib.loads(path.read_text("utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"config file {path} cannot be read: {error}") from None
-    unknown = values.keys() - ServerConfig.model_fields.keys() - RENAMED.keys()
-    if unknown:
-        raise ConfigError(f"config file {path} has unknown keys: {', '.join(sorted(unknown))}")
-    return values

@@ -108,6 +108,7 @@ def encode_delete(
     token: str = "",
     *,
     judged: int = 0,
+    begun: tuple[float, float] = (0.0, 0.0),
 ) -> bytes:
     """Return the record of a deletion.
 
@@ -118,8 +119,11 @@ def encode_delete(
         reason: key of a tombstone's `Fate`.
         token: name of the caller's token, if any.
         judged: traces that a record after this one changed stay; 0: all are deleted.
+        begun: of the traces, only requests that began in this closed interval are dropped; zeros:
+            all.
     """
     delete = stored.Delete(run=run, trace_ids=trace_ids, reason=reason, token=token, judged=judged)
+    delete.since, delete.until = begun
     return _encode(stored.Record(time=now, delete=delete))
 
 

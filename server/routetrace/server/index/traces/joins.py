@@ -72,6 +72,11 @@ class Request:
         return {key: text for s in self.sources for key, text in s.labels.items()}
 
     @property
+    def began(self) -> float:
+        """Unix time at which the first of its shards reported it."""
+        return min(source.began for source in self.sources)
+
+    @property
     def num_rows(self) -> int:
         """Number of rows if it has ended, else past every position."""
         return self.num_tokens - 1 if self.num_tokens else FOREVER
@@ -231,7 +236,7 @@ class Join:
     def request_of(self, source: Source) -> Request | None:
         """Return the request that a source reports; None if the trace has dropped it."""
         for request in reversed(self.requests):  # readers that wait follow a recent one
-            if any(member is source for member in request.sources):
+            if any(member.reports_as(source) for member in request.sources):
                 return request
         return None
 

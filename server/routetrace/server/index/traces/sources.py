@@ -60,6 +60,10 @@ class Source:
     """Length of the prompt; 0 while unknown."""
     labels: Mapping[str, str] = field(default_factory=dict)
     """Labels given at its begin."""
+    began: float = 0.0
+    """Unix time of its begin; 0: not known."""
+    running: bool | None = None
+    """Whether it may still grow, as the worker that has it reported; None: it is this worker's."""
     attempts: list[SpanList] = field(default_factory=lambda: [SpanList()])
     tentative: int = 0
     """Number of drafts at the end of the last attempt."""
@@ -93,6 +97,12 @@ class Source:
     def name(self) -> tuple[str, str, str]:
         """Equal at all shards that report one request."""
         return self.writer.engine_id, self.request_id, self.occurrence
+
+    def reports_as(self, other: Source) -> bool:
+        """Whether another source is this one, or a copy of it, where another worker has it."""
+        if self.running is None or other.running is None:
+            return self is other
+        return (self.writer, self.epoch, self.name) == (other.writer, other.epoch, other.name)
 
     @property
     def digests(self) -> npt.NDArray[Any]:
@@ -174,6 +184,8 @@ def dump_source(message: stored.Source, source: Source, layouts: dict[ModelLayou
         message.cached = source.cached
     if source.labels:
         message.labels.update(source.labels)
+    if source.began:
+        message.began = source.began
     if source.lost:
         lost = [(m.start, m.stop, m.reason) for m in source.lost]
         message.lost = np.array(lost, _LOST).tobytes()
@@ -200,6 +212,7 @@ def load_source(message: stored.Source, run: str, layouts: Sequence[ModelLayout]
         layout=layouts[message.layout],
         prompt_len=message.prompt_len,
         labels=dict(message.labels),
+        began=message.began,
         attempts=[SpanList(spans) for spans in message.attempts],
         tentative=message.tentative,
         blocks=np.frombuffer(message.blocks, U32).tolist() if message.blocks else [],

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from array import array
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from routetrace.server.index.traces.refs import ROW_BITS
+from routetrace.server.index.traces.refs import CHUNK_SHIFT, ROW_BITS
 
 FOREVER = 1 << 32
 """Past every position."""
@@ -119,6 +119,13 @@ class SpanList:
         ]
         numbers = array("q", [number for span in kept for number in span])
         self._data[first * self._FIELDS : last * self._FIELDS] = numbers
+
+    def refer(self, chunks: Mapping[int, int]) -> None:
+        """Replace the chunks of all references; `chunks` has the new numbers."""
+        data = self._data
+        for i in range(2, len(data), self._FIELDS):
+            chunk, rest = data[i] >> CHUNK_SHIFT, data[i] & (1 << CHUNK_SHIFT) - 1
+            data[i] = chunks[chunk] << CHUNK_SHIFT | rest
 
     def tobytes(self) -> bytes:
         """Return the snapshot value."""

@@ -69,6 +69,10 @@ class Tombstones:
         self._fates.move_to_end(key)
         if len(self._fates) > MAX_FATES:
             self._fates.popitem(last=False)
+        self.bury(sources)
+
+    def bury(self, sources: Iterable[Source]) -> None:
+        """Note that requests were deleted, for shards that have yet to report them."""
         for source in sources:
             if where := _begin_of(source):
                 boot, index = where

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from routetrace.common.layout import ModelLayout
-from routetrace.server.index.traces.joins import Join, requests_of
+from routetrace.server.index.traces.joins import Join, Request, requests_of
 from routetrace.server.index.traces.refs import chunk_of
 from routetrace.server.index.traces.sources import Source, TraceKey, dump_source, load_source
 from routetrace.stored import format5_pb2 as stored
@@ -54,6 +54,8 @@ class Trace:
     """Cached piece of a snapshot; None after a change."""
     counted: Counted | None = None
     """Cached result of the census."""
+    held: tuple[object, ...] = ()
+    """Chunks of other workers that its references name, which are known while it holds them."""
     _join: Join | None = None
 
     @property
@@ -71,11 +73,17 @@ class Trace:
         """Drop the oldest request, of all shards; the others keep their numbers."""
         name = self.sources[0].name
         alike = requests_of([source for source in self.sources if source.name == name])
-        dropped = alike[0].sources
+        self.drop(alike[:1])
+        self.num_dropped += 1
+
+    def drop(self, requests: Sequence[Request]) -> list[Source]:
+        """Drop requests; return their sources."""
+        dropped = [source for request in requests for source in request.sources]
         for source in dropped:
             source.forgotten = True
         self.sources = [source for source in self.sources if source not in dropped]
-        self.num_dropped += 1
+        self.rejoin()
+        return dropped
 
     def may_have(self, labels: Mapping[str, str]) -> bool:
         """Whether each label is one of some source, so that an incarnation may have them all."""

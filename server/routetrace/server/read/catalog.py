@@ -1,0 +1,155 @@
+"""Traces and agents of a run: lists, leases and deletions, where a run lies in this worker."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from routetrace.server.common.slices import in_turns
+from routetrace.server.index.agents import Agents
+from routetrace.server.index.journal import Journal
+from routetrace.server.index.records.record import encode_renew
+from routetrace.server.index.traces.trace import Trace
+from routetrace.server.read.checks import page_of
+from routetrace.server.read.finding import Finder
+from routetrace.server.retention.retention import Retention
+from routetrace.server.rows.reader import Reader
+from routetrace.v1 import routetrace_pb2 as pb
+
+#: Size of a page after which no further entry is added.
+PAGE_BYTES = 1 << 20
+_MAX_RENEWED = 1000
+
+
+class Catalog(Protocol):
+    """Traces and agents of runs."""
+
+    async def traces(self, request: pb.ListTracesRequest) -> pb.ListTracesResponse:
+        """Return a page of the traces of a run, newest first."""
+
+    async def delete(self, run: str, trace_id: str, token: str) -> None:
+        """Delete a trace; `token` is the name of the caller's."""
+
+    async def retire(self, run: str, through: int, token: str) -> int:
+        """Delete the traces that have ended with old weight versions; return their number."""
+
+    async def renew(
+        self, run: str, trace_ids: Sequence[str], ttl: float, shortens: Callable[[], object]
+    ) -> int:
+        """Set the leases of traces; return their number.
+
+        `shortens` is called if one of them would end earlier than before, and may refuse that.
+        """
+
+    async def agents(self, request: pb.ListAgentsRequest) -> pb.ListAgentsResponse:
+        """Return a page of the agents of a run."""
+
+
+def entry(reader: Reader, trace: Trace, request: pb.ListTracesRequest) -> pb.TraceInfo | None:
+    """Return the entry of a trace in a list; None if the request does not ask for it.
+
+    Args:
+        reader: describes traces.
+        trace: the trace.
+        request: what is asked for.
+    """
+    if not trace.may_have(request.labels):
+        return None
+    if request.HasField("retirable_through") and not reader.retirable(
+        trace, request.retirable_through
+    ):
+        return None
+    known = reader.find(*trace.key, trace=trace)
+    if request.states and reader.state_of(known) not in request.states:
+        return None
+    info = reader.describe(known, digests=False)
+    if any(info.labels.get(key) != text for key, text in request.labels.items()):
+        return None
+    info.missing_cells.extend(reader.missing_cells(info.state, known))
+    return info
+
+
+class OwnCatalog:
+    """Of runs that lie in this worker."""
+
+    def __init__(
+        self,
+        *,
+        agents: Agents,
+        finder: Finder,
+        journal: Journal,
+        reader: Reader,
+        retention: Retention,
+    ) -> None:
+        self._agents = agents
+        self._finder = finder
+        self._journal = journal
+        self._state = journal.state
+        self._reader = reader
+        self._retention = retention
+
+    async def traces(self, request: pb.ListTracesRequest) -> pb.ListTracesResponse:
+        """Return a page of traces; see `Catalog`."""
+        start, most = page_of(request)
+        response = pb.ListTracesResponse()
+        last = size = 0
+        async for trace in in_turns(self._state.traces.newest_first(request.run, start)):
+            if not self._finder.exists(trace):
+                continue
+            info = entry(self._reader, trace, request)
+            if info is None:
+                continue
+            if len(response.traces) == most or size > PAGE_BYTES:
+                response.next_page_token = str(last)
+                break
+            response.traces.append(info)
+            size += info.ByteSize()
+            last = trace.serial
+        return response
+
+    async def delete(self, run: str, trace_id: str, token: str) -> None:
+        """Delete a trace; see `Catalog`."""
+        await self._retention.forget(run, [trace_id], "deleted", token)
+
+    async def retire(self, run: str, through: int, token: str) -> int:
+        """Delete old traces; see `Catalog`."""
+        judged = self._journal.applied
+        retired = [
+            trace.key[1]
+            async for trace in in_turns(self._state.traces.newest_first(run))
+            if self._finder.exists(trace) and self._reader.retirable(trace, through)
+        ]
+        if not retired:
+            return 0
+        return await self._retention.forget(run, retired, "retired", token, judged=judged)
+
+    async def renew(
+        self, run: str, trace_ids: Sequence[str], ttl: float, shortens: Callable[[], object]
+    ) -> int:
+        """Set leases; see `Catalog`."""
+        async for trace_id in in_turns(trace_ids):
+            trace = self._state.traces.traces.get((run, trace_id))
+            if trace is not None and self._journal.clock.now() + ttl < trace.expires:
+                shortens()
+        count = 0
+        for at in range(0, len(trace_ids), _MAX_RENEWED):
+            now, part = self._journal.clock.now(), trace_ids[at : at + _MAX_RENEWED]
+            count += await self._journal.append(encode_renew(now, run, part, ttl))
+        return count
+
+    async def agents(self, request: pb.ListAgentsRequest) -> pb.ListAgentsResponse:
+        """Return a page of agents; see `Catalog`."""
+        start, most = page_of(request)
+        writers = [w for w in self._state.writers.values() if w.key.run == request.run]
+        writers = sorted((w for w in writers if w.opened > start), key=lambda w: w.opened)
+        newest = self._agents.newest_weight_version(request.run)
+        response = pb.ListAgentsResponse()
+        size = 0
+        for writer in writers:
+            if len(response.agents) == most or size > PAGE_BYTES:
+                break
+            response.agents.append(self._agents.describe(writer, newest))
+            size += response.agents[-1].ByteSize()
+        if len(response.agents) < len(writers):
+            response.next_page_token = str(writers[len(response.agents) - 1].opened)
+        return response

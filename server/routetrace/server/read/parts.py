@@ -1,0 +1,205 @@
+"""Parts of traces, as this worker serves them to the other workers of the server."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Set
+from contextlib import ExitStack
+from typing import Any
+
+import grpc
+
+from routetrace.common.errors import Corrupt, InvalidArgument, NotFound
+from routetrace.server.access.lifecycle import Lifecycle
+from routetrace.server.common.slices import in_slices, in_turns
+from routetrace.server.index.agents import Agents
+from routetrace.server.index.control import key_of
+from routetrace.server.index.demand import Demand, Place
+from routetrace.server.index.journal import Journal
+from routetrace.server.index.records.record import encode_renew
+from routetrace.server.read.finding import Finder
+from routetrace.server.retention.retention import Retention
+from routetrace.server.rows.frames import Frames
+from routetrace.server.rows.reader import Reader
+from routetrace.server.spread import parts as packing
+from routetrace.server.spread.watching import Touched
+from routetrace.server.spread.workers import SERVICE
+from routetrace.stored import parts_pb2 as parts
+from routetrace.v1 import routetrace_pb2 as pb
+
+#: Seconds for which the chunks of collected parts are kept: their frames are read meanwhile.
+KEPT_SECONDS = 60.0
+
+
+class PartsServicer:
+    """Service for the other workers of the server; it checks no tokens, as callers have."""
+
+    def __init__(
+        self,
+        *,
+        agents: Agents,
+        demand: Demand,
+        finder: Finder,
+        frames: Frames,
+        journal: Journal,
+        lifecycle: Lifecycle,
+        reader: Reader,
+        retention: Retention,
+        touched: Touched,
+    ) -> None:
+        self._touched = touched
+        self._reader = reader
+        self._retention = retention
+        self._agents = agents
+        self._demand = demand
+        self._finder = finder
+        self._frames = frames
+        self._journal = journal
+        self._lifecycle = lifecycle
+
+    @property
+    def methods(self) -> dict[str, tuple[Callable[[Any], Awaitable[Any]], Any]]:
+        """Methods and the classes of their requests, by name."""
+        return {
+            "Locate": (self.locate, parts.LocateRequest),
+            "Collect": (self.collect, parts.CollectRequest),
+            "Frames": (self.frames, parts.FramesRequest),
+            "Await": (self.await_changes, parts.AwaitRequest),
+            "Glance": (self.glance, parts.GlanceRequest),
+            "List": (self.list, parts.ListRequest),
+            "Retirable": (self.retirable, parts.RetirableRequest),
+            "Forget": (self.forget, parts.ForgetRequest),
+            "Renew": (self.renew, parts.RenewRequest),
+            "Agents": (self.agents, pb.ListAgentsRequest),
+        }
+
+    def add_to(self, server: grpc.aio.Server) -> None:
+        """Register the service."""
+        handlers = {
+            name: grpc.unary_unary_rpc_method_handler(
+                _without_context(method), request.FromString, _serialized
+            )
+            for name, (method, request) in self.methods.items()
+        }
+        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
+
+    async def locate(self, request: parts.LocateRequest) -> parts.LocateResponse:
+        """Return which traces this worker has parts of."""
+        self._lifecycle.check_ready()
+        return packing.located(self._journal.state, request)
+
+    async def collect(self, request: parts.CollectRequest) -> parts.CollectResponse:
+        """Return the parts of traces, and keep their chunks for a while."""
+        self._lifecycle.check_ready()
+        kept = ExitStack()
+
+        def keep(chunks: Set[int]) -> None:
+            kept.enter_context(self._frames.kept(chunks))
+
+        try:
+            return await packing.pack(self._journal.state, self._agents, request, keep)
+        finally:
+            asyncio.get_running_loop().call_later(KEPT_SECONDS, kept.close)
+
+    async def frames(self, request: parts.FramesRequest) -> parts.FramesResponse:
+        """Return frames of chunks; none of a chunk whose frames cannot be read."""
+        self._lifecycle.check_ready()
+        return await asyncio.get_running_loop().run_in_executor(None, self._frames_of, request)
+
+    def _frames_of(self, request: parts.FramesRequest) -> parts.FramesResponse:
+        response = parts.FramesResponse()
+        for wanted in request.chunks:
+            cut = response.chunks.add()
+            try:
+                pieces, lengths = self._frames.read(
+                    wanted.chunk, wanted.frames, tuple(wanted.layer_ids)
+                )
+            except (NotFound, Corrupt, InvalidArgument):
+                continue  # the caller reports the cells as missing
+            cut.lengths.extend(lengths)
+            cut.payload = b"".join(pieces)
+        return response
+
+    async def await_changes(self, request: parts.AwaitRequest) -> parts.AwaitResponse:
+        """Wait for changes of the parts of a run; ask writers for early chunks meanwhile."""
+        self._lifecycle.check_ready()
+        with ExitStack() as waiting:
+            for demand in request.demands:
+                place: Place = request.run
+                if demand.HasField("writer"):
+                    place = key_of(demand.writer)
+                waiting.enter_context(self._demand.waiting([place], demand.awaited))
+            return await self._touched.since(request.run, request.after, request.seconds)
+
+    # ------------------------------------------------------------------ traces of a run
+
+    async def glance(self, request: parts.GlanceRequest) -> parts.GlanceResponse:
+        """Return the state of parts of traces."""
+        self._lifecycle.check_ready()
+        response = parts.GlanceResponse()
+        async for index, trace_id in in_slices(enumerate(request.trace_ids)):
+            if trace := self._journal.state.traces.traces.get((request.run, trace_id)):
+                ended = self._reader.ended(trace)
+                response.glances.add(index=index, expires=trace.expires, ended=ended)
+        return response
+
+    async def list(self, request: parts.ListRequest) -> parts.ListResponse:
+        """Return the traces of a run that this worker has parts of, newest first."""
+        self._lifecycle.check_ready()
+        response = parts.ListResponse()
+        newest_first = self._journal.state.traces.newest_first(request.run, request.before)
+        async for trace in in_turns(newest_first):
+            if len(response.listed) == request.most:
+                break
+            response.listed.add(trace_id=trace.key[1], serial=trace.serial, created=trace.created)
+        return response
+
+    async def retirable(self, request: parts.RetirableRequest) -> parts.RetirableResponse:
+        """Return the parts of traces that may be retired."""
+        self._lifecycle.check_ready()
+        response = parts.RetirableResponse(judged=self._journal.applied)
+        async for trace in in_turns(self._journal.state.traces.newest_first(request.run)):
+            if self._finder.exists(trace) and self._reader.retirable(trace, request.through):
+                response.trace_ids.append(trace.key[1])
+        return response
+
+    async def forget(self, request: parts.ForgetRequest) -> parts.ForgetResponse:
+        """Delete parts of traces."""
+        self._lifecycle.check_ready()
+        count = await self._retention.forget(
+            request.run,
+            request.trace_ids,
+            request.reason,
+            request.token,
+            judged=request.judged,
+            begun=(request.since, request.until),
+        )
+        return parts.ForgetResponse(count=count)
+
+    async def renew(self, request: parts.RenewRequest) -> parts.RenewResponse:
+        """Set leases of parts of traces."""
+        self._lifecycle.check_ready()
+        known = self._journal.state.traces.traces
+        held = [i for i, t in enumerate(request.trace_ids) if (request.run, t) in known]
+        some = [request.trace_ids[i] for i in held]
+        now = self._journal.clock.now()
+        await self._journal.append(encode_renew(now, request.run, some, request.ttl))
+        return parts.RenewResponse(indexes=held)
+
+    async def agents(self, request: pb.ListAgentsRequest) -> pb.ListAgentsResponse:
+        """Return the agents of a run that feed this worker."""
+        self._lifecycle.check_ready()
+        writers = [w for w in self._journal.state.writers.values() if w.key.run == request.run]
+        writers.sort(key=lambda writer: writer.opened)
+        return pb.ListAgentsResponse(agents=[self._agents.describe(w, None) for w in writers])
+
+
+def _without_context(method: Callable[[Any], Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
+    async def handler(request: Any, _: object) -> Any:
+        return await method(request)
+
+    return handler
+
+
+def _serialized(message: Any) -> bytes:
+    return bytes(message.SerializeToString())

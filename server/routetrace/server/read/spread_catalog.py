@@ -1,0 +1,202 @@
+"""Traces and agents of runs that lie in all workers of the server."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Any
+
+from routetrace.common.errors import InvalidArgument
+from routetrace.server.index.journal import Journal
+from routetrace.server.read.catalog import PAGE_BYTES, entry
+from routetrace.server.read.checks import DEFAULT_PAGE_SIZE, MAX_PAGE_SIZE, page_of
+from routetrace.server.read.parts import PartsServicer
+from routetrace.server.retention.everywhere import Everywhere
+from routetrace.server.rows.reader import Reader
+from routetrace.server.spread.gathering import Gathering
+from routetrace.server.spread.parts import Found, merged
+from routetrace.stored import parts_pb2 as parts
+from routetrace.v1 import routetrace_pb2 as pb
+
+#: Traces of a worker that are listed at a time, and gathered at a time.
+_LISTED = 256
+_GATHERED = 64
+
+#: Maximum traces of one request that renews leases: applying it holds the event loop.
+_MAX_RENEWED = 1000
+
+#: Maximum length of the number of one worker in a page token.
+_LONGEST_NUMBER = 20
+
+
+class SpreadCatalog:
+    """Of runs that lie in all workers; a worker that does not answer makes a call Unavailable."""
+
+    def __init__(
+        self,
+        *,
+        everywhere: Everywhere,
+        gathering: Gathering,
+        journal: Journal,
+        own: PartsServicer,
+        reader: Reader,
+    ) -> None:
+        self._everywhere = everywhere
+        self._gathering = gathering
+        self._journal = journal
+        self._own = own
+        self._reader = reader
+
+    # ------------------------------------------------------------------ lists
+
+    async def traces(self, request: pb.ListTracesRequest) -> pb.ListTracesResponse:
+        """Return a page of traces, the newest first by the clocks of the workers.
+
+        A page token holds a serial number for each worker, below which its next part is.
+        """
+        most = min(request.page_size or DEFAULT_PAGE_SIZE, MAX_PAGE_SIZE)
+        response = pb.ListTracesResponse()
+        places = self._places(request.page_token)
+        size = 0
+        async for worker, listed, found in self._listed(request.run, dict(places)):
+            # A trace in several workers is listed once, where it began.
+            info = None
+            if worker == min(found.parts, key=lambda w: (found.parts[w].created, w), default=-1):
+                trace = merged((request.run, listed.trace_id), found.parts.items())
+                info = entry(self._reader, trace, request)
+            if info is not None:
+                if len(response.traces) == most or size > PAGE_BYTES:
+                    token = ".".join(str(places[worker]) for worker in sorted(places))
+                    response.next_page_token = token
+                    break
+                response.traces.append(info)
+                size += info.ByteSize()
+            places[worker] = listed.serial
+        return response
+
+    def _places(self, token: str) -> dict[int, int]:
+        """Return the serial number of each worker in a page token; 0 for the first page."""
+        workers = sorted([self._gathering.own, *self._gathering.others])
+        numbers = token.split(".") if token else ["0"] * len(workers)
+        if len(numbers) != len(workers) or not all(
+            len(n) <= _LONGEST_NUMBER and n.isascii() and n.isdigit() for n in numbers
+        ):
+            raise InvalidArgument(
+                field="page_token", value=token, expected="next_page_token of an earlier response"
+            )
+        return dict(zip(workers, map(int, numbers), strict=True))
+
+    async def _listed(
+        self, run: str, places: dict[int, int]
+    ) -> AsyncIterator[tuple[int, parts.Listed, Found]]:
+        """Yield parts of all workers, newest first, and all parts of the same trace."""
+        coming: dict[int, deque[parts.Listed]] = {worker: deque() for worker in places}
+        while True:
+            some: list[tuple[int, parts.Listed]] = []
+            while len(some) < _GATHERED:
+                for worker, parts_of in [*coming.items()]:
+                    if not parts_of:
+                        request = parts.ListRequest(run=run, before=places[worker], most=_LISTED)
+                        parts_of.extend((await self._at(worker, "List", request)).listed)
+                        if not parts_of:
+                            del coming[worker]
+                        else:
+                            places[worker] = parts_of[-1].serial
+                if not coming:
+                    break
+                worker = max(coming, key=lambda number: (coming[number][0].created, number))
+                some.append((worker, coming[worker].popleft()))
+            if not some:
+                return
+            found = await self._gathering.collect(run, [part.trace_id for _, part in some])
+            for (worker, part), each in zip(some, found, strict=True):
+                yield worker, part, each
+
+    async def agents(self, request: pb.ListAgentsRequest) -> pb.ListAgentsResponse:
+        """Return a page of the agents of all workers."""
+        start, most = page_of(request)
+        every = [*(await self._own.agents(request)).agents]
+        asked = pb.ListAgentsRequest(run=request.run)
+        answers = await self._gathering.ask("Agents", asked, pb.ListAgentsResponse)
+        for _, answer in sorted(answers.items()):
+            every += answer.agents
+        every.sort(key=lambda agent: (agent.engine_id, agent.shard))
+        known = (a.weight_version for a in every if a.connected and a.HasField("weight_version"))
+        newest = max(known, default=None)
+        response = pb.ListAgentsResponse()
+        size = 0
+        for number, agent in enumerate(every[start:], start):
+            if len(response.agents) == most or size > PAGE_BYTES:
+                response.next_page_token = str(number)
+                break
+            if newest is not None and agent.HasField("weight_version"):
+                agent.weight_version_lag = max(0, newest - agent.weight_version)
+            response.agents.append(agent)
+            size += agent.ByteSize()
+        return response
+
+    # ------------------------------------------------------------------ deletion and leases
+
+    async def delete(self, run: str, trace_id: str, token: str) -> None:
+        """Delete a trace in all workers."""
+        await self._everywhere.forget(run, [trace_id], "deleted", token)
+
+    async def retire(self, run: str, through: int, token: str) -> int:
+        """Delete the traces of which no worker has a reason to keep them."""
+        request = parts.RetirableRequest(run=run, through=through)
+        answers = await self._gathering.ask("Retirable", request, parts.RetirableResponse)
+        answers[self._gathering.own] = await self._own.retirable(request)
+        held = {worker: {*answer.trace_ids} for worker, answer in answers.items()}
+        # Another part of one of them may be kept.
+        retired = list(dict.fromkeys(i for answer in answers.values() for i in answer.trace_ids))
+        kept: set[str] = set()
+        for worker, own in held.items():
+            for trace_id in await self._having(worker, run, [i for i in retired if i not in own]):
+                kept.add(trace_id)
+        judged = {worker: answer.judged for worker, answer in answers.items()}
+        return await self._everywhere.forget(
+            run,
+            [trace_id for trace_id in retired if trace_id not in kept],
+            "retired",
+            token,
+            judged=judged.pop(self._gathering.own),
+            others=judged,
+        )
+
+    async def renew(
+        self, run: str, trace_ids: Sequence[str], ttl: float, shortens: Callable[[], object]
+    ) -> int:
+        """Set the leases of traces in all workers; return their number."""
+        renewed: set[int] = set()
+        for at in range(0, len(trace_ids), _MAX_RENEWED):
+            some = trace_ids[at : at + _MAX_RENEWED]
+            glance = parts.GlanceRequest(run=run, trace_ids=some)
+            answers = await self._gathering.ask("Glance", glance, parts.GlanceResponse)
+            now = self._journal.clock.now()
+            for answer in (*answers.values(), await self._own.glance(glance)):
+                if any(now + ttl < part.expires for part in answer.glances):
+                    shortens()
+            request = parts.RenewRequest(run=run, trace_ids=some, ttl=ttl)
+            done = await self._gathering.ask("Renew", request, parts.RenewResponse)
+            for response in (*done.values(), await self._own.renew(request)):
+                renewed.update(at + index for index in response.indexes)
+        return len(renewed)
+
+    # ------------------------------------------------------------------ workers
+
+    async def _having(self, worker: int, run: str, trace_ids: Sequence[str]) -> list[str]:
+        """Return those of some traces that a worker has parts of."""
+        having: list[str] = []
+        for at in range(0, len(trace_ids), _LISTED):
+            some = trace_ids[at : at + _LISTED]
+            answer = await self._at(worker, "Glance", parts.GlanceRequest(run=run, trace_ids=some))
+            having += [some[glance.index] for glance in answer.glances]
+        return having
+
+    async def _at(self, worker: int, method: str, request: Any) -> Any:
+        """Return the response of any worker, this one included."""
+        if worker == self._gathering.own:
+            handler, _ = self._own.methods[method]
+            return await handler(request)
+        response = getattr(parts, f"{method}Response")
+        return await self._gathering.call(worker, method, request, response)
