@@ -223,9 +223,11 @@ class Agent:
         self._channel.close()
 
 
-def send_all(target: str, shape: Shape, run: str, messages: Sequence[bytes]) -> float:
+def send_all(
+    target: str, shape: Shape, run: str, messages: Sequence[bytes], engine_id: str = "e0"
+) -> float:
     """Messages through one new stream; returns the seconds until the last is acknowledged."""
-    agent = Agent(target, hello(shape, run))
+    agent = Agent(target, hello(shape, run, engine_id))
     try:
         return agent.send(messages)
     finally:
