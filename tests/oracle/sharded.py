@@ -27,6 +27,9 @@ class _Others:
         self._world = world
         self.numbers: Sequence[int] = [n for n in range(_WORKERS) if n != own]
 
+    def address(self, _: int) -> str:
+        return ""
+
     async def call(self, worker: int, method: str, request: Any, response: Any) -> Any:
         await self._world.on_call(worker, method)
         handler, kind = self._world.servers[worker].core.parts.methods[method]

@@ -1,11 +1,12 @@
 """Servers that share the partitions of one bucket: each is hit in turn, and gets its share again.
 
 Engines and readers of one run in each partition go through; every row is compared. Two or three
-servers, two to four partitions, by the seed.
+servers, two to four partitions, and runs in one or in all of them, by the seed.
 """
 
 from __future__ import annotations
 
+import json
 import random
 import signal
 import time
@@ -87,14 +88,22 @@ def chaos(seed: int, hits: int) -> dict[str, int]:
     """Hit one server after the other under load; every row is compared."""
     rng = random.Random(f"shared {seed}")
     count, partitions = rng.choice([(2, 2), (2, 4), (3, 3), (3, 4)])
-    print(f"  {count} servers share {partitions} partitions", flush=True)
+    spread = rng.choice(([], ["*"]))
+    how = "; runs lie in all" if spread else ""
+    print(f"  {count} servers share {partitions} partitions{how}", flush=True)
     took: dict[str, list[float]] = {kind: [] for kind in HITS}
     with ExitStack() as stack:
         store = stack.enter_context(stores.seaweed())
         directory = Path(stack.enter_context(temporary()))
         bucket = open_bucket("s3://bucket/runs", store.endpoint)
         servers = [
-            ObjectServer(directory, store.endpoint, partitions, sweep_interval_seconds=0.5)
+            ObjectServer(
+                directory,
+                store.endpoint,
+                partitions,
+                sweep_interval_seconds=0.5,
+                spread_runs=json.dumps(spread),
+            )
             for _ in range(count)
         ]
         for server in servers:

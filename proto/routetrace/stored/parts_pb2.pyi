@@ -214,22 +214,22 @@ class Glance(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     INDEX_FIELD_NUMBER: builtins.int
-    EXPIRES_FIELD_NUMBER: builtins.int
+    LEFT_FIELD_NUMBER: builtins.int
     ENDED_FIELD_NUMBER: builtins.int
     index: builtins.int
     """Index among the traces of the request."""
-    expires: builtins.float
-    """Unix time at which its lease ends."""
+    left: builtins.float
+    """Seconds until its lease ends, negative once it is over: clocks of workers are not compared."""
     ended: builtins.bool
     """Whether none of its requests may grow."""
     def __init__(
         self,
         *,
         index: builtins.int = ...,
-        expires: builtins.float = ...,
+        left: builtins.float = ...,
         ended: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["ended", b"ended", "expires", b"expires", "index", b"index"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["ended", b"ended", "index", b"index", "left", b"left"]) -> None: ...
 
 global___Glance = Glance
 
@@ -490,6 +490,9 @@ class FramesRequest(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     CHUNKS_FIELD_NUMBER: builtins.int
+    RUN_FIELD_NUMBER: builtins.int
+    run: builtins.str
+    """Namespace of all of them."""
     @property
     def chunks(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___Frames]:
         """Chunks with the frames."""
@@ -498,8 +501,9 @@ class FramesRequest(google.protobuf.message.Message):
         self,
         *,
         chunks: collections.abc.Iterable[global___Frames] | None = ...,
+        run: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["chunks", b"chunks"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["chunks", b"chunks", "run", b"run"]) -> None: ...
 
 global___FramesRequest = FramesRequest
 
@@ -585,12 +589,15 @@ class AwaitRequest(google.protobuf.message.Message):
 
     RUN_FIELD_NUMBER: builtins.int
     AFTER_FIELD_NUMBER: builtins.int
+    LIFE_FIELD_NUMBER: builtins.int
     DEMANDS_FIELD_NUMBER: builtins.int
     SECONDS_FIELD_NUMBER: builtins.int
     run: builtins.str
     """Namespace."""
     after: builtins.int
     """`sequence` of the last response; 0: none."""
+    life: builtins.int
+    """`life` of the last response."""
     seconds: builtins.float
     """Maximum seconds."""
     @property
@@ -602,10 +609,11 @@ class AwaitRequest(google.protobuf.message.Message):
         *,
         run: builtins.str = ...,
         after: builtins.int = ...,
+        life: builtins.int = ...,
         demands: collections.abc.Iterable[global___Demand] | None = ...,
         seconds: builtins.float = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["after", b"after", "demands", b"demands", "run", b"run", "seconds", b"seconds"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["after", b"after", "demands", b"demands", "life", b"life", "run", b"run", "seconds", b"seconds"]) -> None: ...
 
 global___AwaitRequest = AwaitRequest
 
@@ -643,10 +651,13 @@ class AwaitResponse(google.protobuf.message.Message):
     SEQUENCE_FIELD_NUMBER: builtins.int
     TRACE_IDS_FIELD_NUMBER: builtins.int
     INCOMPLETE_FIELD_NUMBER: builtins.int
+    LIFE_FIELD_NUMBER: builtins.int
     sequence: builtins.int
     """Number of the last change."""
     incomplete: builtins.bool
     """Whether more may have changed than is known any more."""
+    life: builtins.int
+    """Process of the worker: another one counts anew."""
     @property
     def trace_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """Their traces."""
@@ -657,7 +668,8 @@ class AwaitResponse(google.protobuf.message.Message):
         sequence: builtins.int = ...,
         trace_ids: collections.abc.Iterable[builtins.str] | None = ...,
         incomplete: builtins.bool = ...,
+        life: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["incomplete", b"incomplete", "sequence", b"sequence", "trace_ids", b"trace_ids"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["incomplete", b"incomplete", "life", b"life", "sequence", b"sequence", "trace_ids", b"trace_ids"]) -> None: ...
 
 global___AwaitResponse = AwaitResponse

@@ -38,7 +38,7 @@ from routetrace.server.read.peers import Peers
 from routetrace.server.settings import usage
 from routetrace.server.settings.config import ConfigError, ServerConfig
 from routetrace.server.settings.loading import load_config
-from routetrace.server.spread.workers import NO_WORKERS, SocketWorkers
+from routetrace.server.spread.workers import NO_WORKERS, SocketWorkers, security_of
 from routetrace.server.store.disk.failures import explain
 from routetrace.server.store.disk.store import DiskStore
 from routetrace.server.store.interface import Store
@@ -135,7 +135,9 @@ async def _serve_from(
     store: Store, config: ServerConfig, stop: asyncio.Event, seat: Seat | None, link: Link | None
 ) -> bool:
     """Serve until stopped; return True if the store is another server's, or to be left to it."""
-    others = SocketWorkers(seat.parts_sockets) if seat and config.spread_runs else None
+    others = None
+    if seat and config.spread_runs:
+        others = SocketWorkers(seat.parts_sockets, security_of(config))
     if seat:
         core = Core(store, config, seat.partition, Peers(seat.peers), others or NO_WORKERS)
     else:
@@ -149,6 +151,8 @@ async def _serve_from(
         options=_server_options(config),
     )
     core.add_to(server)
+    if others and config.object_url:
+        core.parts.add_to(server, trusted=False)
     health = Health(core.metrics)
     health.add_to(server)
     readiness = Readiness(health, core.lifecycle, store)
@@ -162,7 +166,7 @@ async def _serve_from(
         server.add_insecure_port(f"unix:{seat.socket}")
     if seat and others:
         parts = grpc.aio.server(options=[("grpc.max_receive_message_length", -1)])
-        core.parts.add_to(parts)
+        core.parts.add_to(parts, trusted=True)
         parts.add_insecure_port(f"unix:{seat.parts_socket}")
     endpoint = _open_endpoint(core, config, health)
     try:

@@ -56,6 +56,8 @@ def test_every_setting_can_come_from_everywhere(
         "workers": "1",
         "run_workers": '{"a": 0}',
         "spread_runs": "[]",
+        "peer_token_file": "peer-token",
+        "peer_ca_file": "peer-ca.pem",
         "store": "object",
         "object_url": "s3://b/p",
         "object_endpoint": "http://127.0.0.1:8333",
@@ -211,10 +213,17 @@ def test_variables_of_others_are_no_mistakes(monkeypatch: pytest.MonkeyPatch) ->
             ["spread_runs is ['grpo-*'] with workers = 1", "expected several workers"],
         ),
         (
-            ["--spread-runs", '["grpo-*"]', "--workers=2", "--store=object", "--object-url=s3://b"],
+            [
+                "--spread-runs",
+                '["a"]',
+                "--workers=2",
+                "--store=object",
+                "--object-url=s3://b/p",
+                "--tokens-file=t",
+            ],
             {},
             None,
-            ["store 'object'", "another store than object"],
+            ["peer_token_file is None, tokens_file is t: expected both or neither"],
         ),
         (
             ["--spread-runs", '["grpo-*"]', "--workers=2", "--run-workers", '{"grpo-1": 1}'],

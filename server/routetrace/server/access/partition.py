@@ -68,12 +68,18 @@ class Partition:
                 target=target,
             )
 
-    def moved(self, trace_id: str, worker: int) -> Moved:
-        """Return the error for a read of a trace that another worker alone has rows of."""
-        target = f":{self.first_port + worker}"
+    def moved(self, trace_id: str, worker: int, address: str = "") -> Moved:
+        """Return the error for a read of a trace that another worker alone has rows of.
+
+        Args:
+            trace_id: the trace.
+            worker: number of the worker.
+            address: its host:port, if it is on another host.
+        """
+        target = address or f":{self.first_port + worker}"
         return Moved(
-            f"worker {worker} at port {target[1:]} of this server has trace {trace_id!r}: expected "
-            "a client that follows this, 0.8 or newer",
+            f"worker {worker} at {target} has trace {trace_id!r}: expected a client that follows "
+            "this, 0.8 or newer",
             field="trace_id",
             value=trace_id,
             expected=f"a trace of worker {self.number}",

@@ -36,7 +36,7 @@ def open_object_store(config: ServerConfig, partition: Partition, *, first: bool
     if first:
         whole = open_bucket(config.object_url, config.object_endpoint)
         check_conditions(whole)
-        check_layout(whole, partition.count, config.run_workers)
+        check_layout(whole, partition.count, config.run_workers, config.spread_runs)
     url = partition_url(config.object_url, partition.number)
     seconds = config.object_lease_seconds
     leases = open_bucket(

@@ -5,12 +5,15 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Set
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import grpc
 
 from routetrace.common.errors import Corrupt, InvalidArgument, NotFound
+from routetrace.server.access.control import Access
 from routetrace.server.access.lifecycle import Lifecycle
+from routetrace.server.common.rpc import Context, unary
 from routetrace.server.common.slices import in_slices, in_turns
 from routetrace.server.index.agents import Agents
 from routetrace.server.index.control import key_of
@@ -32,11 +35,12 @@ KEPT_SECONDS = 60.0
 
 
 class PartsServicer:
-    """Service for the other workers of the server; it checks no tokens, as callers have."""
+    """Service for the other workers: of this server, and of others that share its bucket."""
 
     def __init__(
         self,
         *,
+        access: Access,
         agents: Agents,
         demand: Demand,
         finder: Finder,
@@ -47,6 +51,7 @@ class PartsServicer:
         retention: Retention,
         touched: Touched,
     ) -> None:
+        self._access = access
         self._touched = touched
         self._reader = reader
         self._retention = retention
@@ -71,17 +76,35 @@ class PartsServicer:
             "Forget": (self.forget, parts.ForgetRequest),
             "Renew": (self.renew, parts.RenewRequest),
             "Agents": (self.agents, pb.ListAgentsRequest),
+            "Info": (self.info, pb.GetServerInfoRequest),
         }
 
-    def add_to(self, server: grpc.aio.Server) -> None:
-        """Register the service."""
+    def add_to(self, server: grpc.aio.Server, *, trusted: bool) -> None:
+        """Register the service.
+
+        Args:
+            server: takes the calls.
+            trusted: whether only workers of this server can reach it; others need a token with
+                the scope `admin`.
+        """
         handlers = {
             name: grpc.unary_unary_rpc_method_handler(
-                _without_context(method), request.FromString, _serialized
+                self._handler(method, trusted), request.FromString, _serialized
             )
             for name, (method, request) in self.methods.items()
         }
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
+
+    def _handler(
+        self, method: Callable[[Any], Awaitable[Any]], trusted: bool
+    ) -> Callable[..., Awaitable[Any]]:
+        async def handle(_: PartsServicer, request: Any, context: Context) -> Any:
+            if not trusted:
+                self._access.check(context, "admin", request.run)
+            return await method(request)
+
+        handle.__name__ = f"parts, {method.__name__}"
+        return partial(unary(handle), self)
 
     async def locate(self, request: parts.LocateRequest) -> parts.LocateResponse:
         """Return which traces this worker has parts of."""
@@ -112,7 +135,7 @@ class PartsServicer:
             cut = response.chunks.add()
             try:
                 pieces, lengths = self._frames.read(
-                    wanted.chunk, wanted.frames, tuple(wanted.layer_ids)
+                    request.run, wanted.chunk, wanted.frames, tuple(wanted.layer_ids)
                 )
             except (NotFound, Corrupt, InvalidArgument):
                 continue  # the caller reports the cells as missing
@@ -129,7 +152,7 @@ class PartsServicer:
                 if demand.HasField("writer"):
                     place = key_of(demand.writer)
                 waiting.enter_context(self._demand.waiting([place], demand.awaited))
-            return await self._touched.since(request.run, request.after, request.seconds)
+            return await self._touched.since(request)
 
     # ------------------------------------------------------------------ traces of a run
 
@@ -137,10 +160,11 @@ class PartsServicer:
         """Return the state of parts of traces."""
         self._lifecycle.check_ready()
         response = parts.GlanceResponse()
+        now = self._journal.clock.now()
         async for index, trace_id in in_slices(enumerate(request.trace_ids)):
             if trace := self._journal.state.traces.traces.get((request.run, trace_id)):
                 ended = self._reader.ended(trace)
-                response.glances.add(index=index, expires=trace.expires, ended=ended)
+                response.glances.add(index=index, left=trace.expires - now, ended=ended)
         return response
 
     async def list(self, request: parts.ListRequest) -> parts.ListResponse:
@@ -193,12 +217,16 @@ class PartsServicer:
         writers.sort(key=lambda writer: writer.opened)
         return pb.ListAgentsResponse(agents=[self._agents.describe(w, None) for w in writers])
 
-
-def _without_context(method: Callable[[Any], Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
-    async def handler(request: Any, _: object) -> Any:
-        return await method(request)
-
-    return handler
+    async def info(self, request: pb.GetServerInfoRequest) -> pb.GetServerInfoResponse:
+        """Return this worker's part of a run, and the runs that it has."""
+        self._lifecycle.check_ready()
+        state = self._journal.state
+        return pb.GetServerInfoResponse(
+            num_agents=sum(key.run == request.run for key in self._agents.connected),
+            num_traces=len(state.traces.of_run.get(request.run, ())),
+            run_bytes=state.run_bytes[request.run],
+            runs=sorted(state.runs()),
+        )
 
 
 def _serialized(message: Any) -> bytes:

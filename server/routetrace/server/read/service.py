@@ -103,6 +103,7 @@ class TraceServicer(pb_grpc.TraceServiceServicer):
             watching=Watching(journal.changes, workers),
         )
         self.parts = PartsServicer(
+            access=access,
             agents=agents,
             demand=demand,
             finder=self._finder,
@@ -133,6 +134,7 @@ class TraceServicer(pb_grpc.TraceServiceServicer):
             agents=agents,
             checks=self._checks,
             config=config,
+            gathering=gathering,
             journal=journal,
             limits=Limits(
                 admission=admission, config=config, room=retention.room, state=journal.state

@@ -172,9 +172,8 @@ class SpreadCatalog:
             some = trace_ids[at : at + _MAX_RENEWED]
             glance = parts.GlanceRequest(run=run, trace_ids=some)
             answers = await self._gathering.ask("Glance", glance, parts.GlanceResponse)
-            now = self._journal.clock.now()
             for answer in (*answers.values(), await self._own.glance(glance)):
-                if any(now + ttl < part.expires for part in answer.glances):
+                if any(ttl < part.left for part in answer.glances):
                     shortens()
             request = parts.RenewRequest(run=run, trace_ids=some, ttl=ttl)
             done = await self._gathering.ask("Renew", request, parts.RenewResponse)

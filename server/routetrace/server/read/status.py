@@ -14,6 +14,7 @@ from routetrace.server.read.checks import Checks
 from routetrace.server.read.peers import Peers
 from routetrace.server.retention.limits import Limits
 from routetrace.server.settings.config import ServerConfig
+from routetrace.server.spread.gathering import Gathering
 from routetrace.server.store.interface import Store
 from routetrace.v1 import routetrace_pb2 as pb
 
@@ -31,6 +32,7 @@ class Status:
         agents: Agents,
         checks: Checks,
         config: ServerConfig,
+        gathering: Gathering,
         journal: Journal,
         limits: Limits,
         partition: Partition,
@@ -42,6 +44,7 @@ class Status:
         self._agents = agents
         self._checks = checks
         self._config = config
+        self._gathering = gathering
         self._journal = journal
         self._state = journal.state
         self._limits = limits
@@ -67,11 +70,15 @@ class Status:
             info.used_bytes += other.used_bytes
             info.capacity_bytes += other.capacity_bytes
             info.damaged_records += other.damaged_records
-            if self._partition.spreads(request.run):
+            runs.update(other.runs)
+        if self._partition.spreads(request.run):
+            asked = pb.GetServerInfoRequest(run=request.run)
+            answers = await self._gathering.ask("Info", asked, pb.GetServerInfoResponse)
+            for other in answers.values():
                 info.num_agents += other.num_agents
                 info.num_traces += other.num_traces  # one in several workers counts in each
                 info.run_bytes += other.run_bytes
-            runs.update(other.runs)
+                runs.update(self._access.covered(context, other.runs))
         info.runs[:] = sorted(runs)[:_MAX_RUNS]
         return info
 

@@ -66,7 +66,7 @@ class Everywhere:
                     trace_id
                     for trace_id, others in await self._glances(run, trace_ids)
                     if all(self._gathering.own < worker for worker in others)
-                    and all(glance.expires <= now for glance in others.values())
+                    and all(glance.left <= 0 for glance in others.values())
                 ]
                 await self.forget(run, over, "expired", judged=judged)
         except Unavailable as error:  # the next sweep finds them again

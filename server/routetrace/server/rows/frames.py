@@ -217,12 +217,15 @@ class Frames:
         remote = self.remote.get(chunk)
         return None if remote is None else remote.frames
 
-    def read(self, number: int, indexes: Sequence[int], layers: tuple[int, ...]) -> Read:
-        """Return frames of one chunk of this worker, cut to layers; it may wait for the disk.
+    def read(self, run: str, number: int, indexes: Sequence[int], layers: tuple[int, ...]) -> Read:
+        """Return frames of one chunk of a run, cut to layers; it may wait for the disk.
 
         Raises:
             NotFound, Corrupt, InvalidArgument: if they cannot be read.
         """
+        held = self._state.frames.get(number)
+        if held is None or held.run != run:
+            raise NotFound(field="chunk", value=number, expected=f"a stored chunk of run {run!r}")
         names = [number << refs.FRAME_BITS | index for index in indexes]
         return self._read(number, {n: self.range_of(n) for n in names}, layers, wait=True)
 

@@ -97,7 +97,18 @@ class ServerConfig(BaseSettings):
     spread_runs: list[str] = Field(
         default_factory=list,
         description="JSON list of runs, or patterns such as grpo-*, that lie in all workers: each "
-        "engine's rows in one, by hash; for a run that one core does not serve",
+        "engine's rows in one, by hash; for a run that one core does not serve; with object_url it "
+        "is fixed",
+    )
+    peer_token_file: Path | None = Field(
+        None,
+        description="file with the bearer token that servers which share an object_url show each "
+        "other, with the scope admin for all spread_runs",
+    )
+    peer_ca_file: Path | None = Field(
+        None,
+        description="PEM file of the authorities that signed the certificates of those servers; "
+        "empty: the system's",
     )
     store: Literal["disk", "memory", "object"] = Field(
         "disk",
@@ -290,10 +301,16 @@ class ServerConfig(BaseSettings):
         return self
 
     def _check_workers(self) -> None:
-        if self.spread_runs and (self.workers == 1 or self.store == "object"):
+        if self.spread_runs and self.workers == 1:
             raise ValueError(
-                f"spread_runs is {self.spread_runs} with workers = {self.workers} and store "
-                f"{self.store!r}: expected several workers, and another store than object"
+                f"spread_runs is {self.spread_runs} with workers = 1: expected several workers"
+            )
+        lacks = (self.tokens_file is None) != (self.peer_token_file is None)
+        if self.spread_runs and self.object_url and lacks:
+            raise ValueError(
+                f"peer_token_file is {self.peer_token_file}, tokens_file is {self.tokens_file}: "
+                "expected both or neither with spread_runs and object_url, as servers call each "
+                "other"
             )
         for run in self.run_workers:
             if any(fnmatchcase(run, pattern) for pattern in self.spread_runs):

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Generic, NamedTuple, TypeVar
 
-from routetrace.common.errors import Unavailable
+from routetrace.common.errors import Moved, Unavailable
 from routetrace.server.access.partition import Partition
 from routetrace.server.index.journal import Journal
 from routetrace.server.index.traces.tombstones import Fate
@@ -118,7 +118,7 @@ class Gathering:
                 return Gathered(None, next(iter(places.fates), None), places.has_run)
             elif places.workers != [self.own]:
                 if sends_on:
-                    raise self._partition.moved(trace_id, places.workers[0])
+                    raise self._moved(trace_id, places.workers[0])
                 gathered = await self._several(run, trace_id)
             else:
                 own = self._state.traces.traces.get((run, trace_id))
@@ -139,6 +139,9 @@ class Gathering:
             return {}
         return dict(zip(trace_ids, await self._locate(run, trace_ids), strict=True))
 
+    def _moved(self, trace_id: str, worker: int) -> Moved:
+        return self._partition.moved(trace_id, worker, self._workers.address(worker))
+
     def only_here(self, trace_id: str, places: Places) -> bool:
         """Whether this worker alone knows of a trace.
 
@@ -147,7 +150,7 @@ class Gathering:
         """
         alone = len(places.workers) + len(places.fates) == 1
         if alone and places.workers not in ([], [self.own]):
-            raise self._partition.moved(trace_id, places.workers[0])
+            raise self._moved(trace_id, places.workers[0])
         return alone and bool(places.workers)
 
     async def _several(self, run: str, trace_id: str) -> Gathered | None:
@@ -186,7 +189,7 @@ class Gathering:
         requests: dict[int, parts.FramesRequest] = {}
         places: dict[int, list[int]] = {}
         for at, (chunk, indexes, layers) in enumerate(wanted):
-            request = requests.setdefault(chunk.worker, parts.FramesRequest())
+            request = requests.setdefault(chunk.worker, parts.FramesRequest(run=chunk.frames.run))
             request.chunks.add(chunk=chunk.number, frames=indexes, layer_ids=layers)
             places.setdefault(chunk.worker, []).append(at)
         responses = await asyncio.gather(

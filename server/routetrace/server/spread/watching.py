@@ -7,6 +7,7 @@ of its writers are awaited, and returns the traces that have changed since the c
 from __future__ import annotations
 
 import asyncio
+import secrets
 from collections import Counter, OrderedDict
 from collections.abc import Hashable, Iterable, Iterator, Set
 from contextlib import contextmanager
@@ -38,6 +39,7 @@ class Touched:
     def __init__(self, changes: Changes, partition: Partition) -> None:
         self._partition = partition
         self._numbers: OrderedDict[TraceKey, int] = OrderedDict()
+        self._life = secrets.randbits(64)
         self._last = 1
         self._forgotten = 1  # number of the last change that is not known any more
         self._news = asyncio.Event()
@@ -59,11 +61,12 @@ class Touched:
         if spread:
             self._news.set()
 
-    async def since(self, run: str, after: int, seconds: float) -> parts.AwaitResponse:
+    async def since(self, request: parts.AwaitRequest) -> parts.AwaitResponse:
         """Return what changed after a number, at once if there is something; wait for it else."""
-        until = asyncio.get_running_loop().time() + seconds
+        until = asyncio.get_running_loop().time() + request.seconds
+        known = request.after if request.life == self._life else 0
         while True:
-            response = self._since(run, after)
+            response = self._since(request.run, known)
             left = until - asyncio.get_running_loop().time()
             if response.trace_ids or response.incomplete or left <= 0:
                 return response
@@ -76,7 +79,7 @@ class Touched:
 
     def _since(self, run: str, after: int) -> parts.AwaitResponse:
         incomplete = after < self._forgotten
-        response = parts.AwaitResponse(sequence=self._last, incomplete=incomplete)
+        response = parts.AwaitResponse(sequence=self._last, incomplete=incomplete, life=self._life)
         if not incomplete:
             for key, number in reversed(self._numbers.items()):
                 if number <= after:
@@ -135,9 +138,9 @@ class Watching:
             del self._calls[run, worker]
 
     async def _wake(self, run: str, worker: int) -> None:
-        after = 0
+        after = life = 0
         while self._traces.get(run):
-            request = parts.AwaitRequest(run=run, after=after, seconds=_CALL_SECONDS)
+            request = parts.AwaitRequest(run=run, after=after, life=life, seconds=_CALL_SECONDS)
             for place, awaited in self._places[run]:
                 demand = request.demands.add(awaited=awaited)
                 if isinstance(place, WriterKey):
@@ -149,9 +152,9 @@ class Watching:
                 continue
             traces = self._traces.get(run, Counter())
             # What changed between the look of a read and the first call is not known.
-            changed = traces if answer.incomplete or not after else answer.trace_ids
+            changed = traces if answer.incomplete else answer.trace_ids
             for trace_id in [i for i in changed if i in traces]:
                 self._changes.notify((run, trace_id))
-            after = answer.sequence
+            after, life = answer.sequence, answer.life
         self._traces.pop(run, None)
         self._places.pop(run, None)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from routetrace.common.errors import InvalidArgument
 from routetrace.server.store.object.bucket import Bucket
@@ -16,7 +17,9 @@ def partition_url(url: str, number: int) -> str:
     return f"{url.rstrip('/')}/part/{number}"
 
 
-def check_layout(bucket: Bucket, workers: int, run_workers: Mapping[str, int]) -> None:
+def check_layout(
+    bucket: Bucket, workers: int, run_workers: Mapping[str, int], spread_runs: Sequence[str] = ()
+) -> None:
     """Check that a prefix is divided as the settings of this server say, or new.
 
     Rows never move: servers that placed a run differently would each have a part of it.
@@ -25,13 +28,16 @@ def check_layout(bucket: Bucket, workers: int, run_workers: Mapping[str, int]) -
         InvalidArgument: if it is divided otherwise.
         Unavailable: if the object store does not answer.
     """
-    given = {"workers": workers, "run_workers": dict(sorted(run_workers.items()))}
+    given: dict[str, Any] = {"workers": workers, "run_workers": dict(sorted(run_workers.items()))}
+    if spread_runs:  # not there in the prefixes of older servers
+        given["spread_runs"] = sorted(spread_runs)
     body = json.dumps(given).encode()
     if bucket.create(_KEY, body):
         return
     content = bucket.get(_KEY) or b""
     try:
-        found = json.loads(content)
+        found = {"spread_runs": [], **json.loads(content)}
+        given = {"spread_runs": [], **given}
         differing = next((name for name in given if found[name] != given[name]), "")
     except (ValueError, TypeError, KeyError):
         raise _refused(bucket, "object_url", bucket.name, "a prefix of this store") from None
