@@ -7,8 +7,8 @@ store, at one that keeps no payloads in memory ("cold"), and at three that share
 in turns. Ratios of CPU seconds, beyond those of idle servers, do not depend on the number of cores.
 CPU of the store itself is not in them.
 
-Rates: an agent that computes 12,800 tokens/s and a reader, at the first two and at one that keeps a
-second of payloads in memory.
+Rates: an agent that computes 12,800 tokens/s and a reader, at the first two, at one that keeps a
+second of payloads in memory, and at one that keeps the others on a local disk ("files").
 
 Pace: acknowledgements and PUTs beside those of the model (scale/paced.py).
 
@@ -229,6 +229,9 @@ def measure_rates(table: Table, endpoint: str, directory: Path, rounds: int) -> 
         "disk": {"data_dir": directory / "rates"},
         "object": _object(endpoint, "rates"),
         "cold": _object(endpoint, "rates-cold", object_cache=4 << 20),
+        "files": _object(
+            endpoint, "rates-files", object_cache=4 << 20, object_cache_dir=directory / "files"
+        ),
     }
     with ExitStack() as stack:
         cells = {}
@@ -239,7 +242,7 @@ def measure_rates(table: Table, endpoint: str, directory: Path, rounds: int) -> 
         found = in_turns(cells, rounds)
     for name, costs in found.items():
         table.add(f"{name}: CPU of an agent's token", [1e6 * c for c in costs], "us", "")
-    for name, goal in (("object", "<= 1.3"), ("cold", "")):
+    for name, goal in (("object", "<= 1.3"), ("cold", ""), ("files", "")):
         beside = ratios(found[name], found["disk"])
         table.add(f"{name}: both, of an agent", beside, "x", "disk", goal)
 

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import itertools
 import logging
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from obstore.store import MemoryStore as MemoryBucket
@@ -17,6 +19,7 @@ from routetrace.common.layout import ModelLayout
 from routetrace.server.common.slices import at_once
 from routetrace.server.store.interface import Record
 from routetrace.server.store.object.bucket import Bucket, open_bucket
+from routetrace.server.store.object.files import PayloadFiles
 from routetrace.server.store.object.store import ObjectStore
 
 #: Chance of a restart after a step of the cluster.
@@ -40,6 +43,7 @@ class TakenWorld(InlineWorld):
             if self.url
             else Bucket(MemoryBucket(), "memory")
         )
+        self._cache = TemporaryDirectory(prefix="oracle-")
         super().__init__(layout, seed)
         names = ("zombie writes refused", "zombie compactions refused", "log objects")
         self.counts |= dict.fromkeys(names, 0)
@@ -47,7 +51,12 @@ class TakenWorld(InlineWorld):
     def _start(self) -> None:
         old: Any = self._store
         # Payloads come from the bucket, hardly ever from memory.
-        self._store: Any = ObjectStore(self._bucket, cache_bytes=self.rng.choice((0, 1 << 16)))
+        files = PayloadFiles(Path(self._cache.name), self.rng.choice((1 << 12, 1 << 20)))
+        self._store: Any = ObjectStore(
+            self._bucket,
+            cache_bytes=self.rng.choice((0, 1 << 16)),
+            files=self.rng.choice((None, files)),
+        )
         super()._start()
         if isinstance(old, ObjectStore):
             self._disturb_by(old)
@@ -84,3 +93,4 @@ class TakenWorld(InlineWorld):
     def close(self) -> None:
         super().close()
         self._store.close()
+        self._cache.cleanup()

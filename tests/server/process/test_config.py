@@ -63,6 +63,8 @@ def test_every_setting_can_come_from_everywhere(
         "object_endpoint": "http://127.0.0.1:8333",
         "object_lease_seconds": "7",
         "object_cache": "4MiB",
+        "object_cache_dir": "cache",
+        "object_cache_disk": "5GiB",
         "data_dir": "d",
         "ack_mode": "fsync",
         "store_capacity": "3GiB",

@@ -6,12 +6,14 @@ import asyncio
 import logging
 import socket
 
+from routetrace.common.errors import InvalidArgument
 from routetrace.server.access.lifecycle import Lifecycle, ServerState
 from routetrace.server.access.partition import Partition
 from routetrace.server.process.partitions import worker_address
 from routetrace.server.settings.config import ServerConfig
 from routetrace.server.store.interface import Owner, Store
 from routetrace.server.store.object.bucket import open_bucket
+from routetrace.server.store.object.files import PayloadFiles
 from routetrace.server.store.object.layout import check_layout, partition_url
 from routetrace.server.store.object.lease import Lease
 from routetrace.server.store.object.probe import check_conditions
@@ -52,7 +54,21 @@ def open_object_store(config: ServerConfig, partition: Partition, *, first: bool
         Lease(leases, name, seconds, address=address, seats=seats),
         capacity_bytes=config.store_capacity,
         cache_bytes=config.object_cache,
+        files=_files(config),
     )
+
+
+def _files(config: ServerConfig) -> PayloadFiles | None:
+    if config.object_cache_dir is None:
+        return None
+    try:
+        return PayloadFiles(config.object_cache_dir, config.object_cache_disk)
+    except OSError as error:
+        raise InvalidArgument(
+            field="object_cache_dir",
+            value=str(config.object_cache_dir),
+            expected=f"a directory that can be written ({error.strerror})",
+        ) from error
 
 
 def watch(store: Store, lifecycle: Lifecycle, lost: asyncio.Event) -> None:

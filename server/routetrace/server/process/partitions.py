@@ -39,6 +39,7 @@ def worker_config(config: ServerConfig, number: int) -> ServerConfig:
             "advertise": config.advertised,
             "data_dir": partition_dir(config.data_dir, number),
             "object_cache": ByteSize(-(-config.object_cache // config.workers)),
+            "object_cache_disk": ByteSize(-(-config.object_cache_disk // config.workers)),
             "store_capacity": ByteSize(-(-config.store_capacity // config.workers)),
             "memory_limit": ByteSize(-(-config.memory_limit // config.workers)),
             "ready_file": None,

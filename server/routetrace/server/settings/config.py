@@ -133,6 +133,14 @@ class ServerConfig(BaseSettings):
     object_cache: ByteSize = Field(
         ByteSize(256 << 20), description="memory that caches payloads of the object store"
     )
+    object_cache_dir: Path | None = Field(
+        None,
+        description="directory of a local disk that caches payloads for which object_cache has no "
+        "room; empty: none",
+    )
+    object_cache_disk: ByteSize = Field(
+        ByteSize(16 << 30), description="maximum bytes of payloads in object_cache_dir"
+    )
     data_dir: Path = Field(Path("routetrace-data"), description="directory of the disk store")
     ack_mode: AckMode = Field(
         "fsync",

@@ -51,6 +51,11 @@ class Where(NamedTuple):
     sums: bytes
     """Running checksums, little-endian uint32."""
 
+    def fits(self, payload: Payload) -> bool:
+        """Whether bytes are the payload."""
+        sums = np.array(running(payload), "<u4").tobytes()
+        return len(payload) == self.size and sums == self.sums
+
 
 @dataclass(frozen=True)
 class Fixed:

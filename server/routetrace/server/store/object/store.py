@@ -11,8 +11,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 
-import numpy as np
-
 from routetrace.common.errors import (
     Closed,
     Corrupt,
@@ -37,12 +35,13 @@ from routetrace.server.store.object import format as fmt
 from routetrace.server.store.object import snapshots
 from routetrace.server.store.object.bucket import Bucket
 from routetrace.server.store.object.cache import PayloadCache
+from routetrace.server.store.object.files import PayloadFiles
 from routetrace.server.store.object.format import Kind, Where
 from routetrace.server.store.object.index import Index
 from routetrace.server.store.object.lease import Lease
 from routetrace.server.store.object.log import PUT_SECONDS, Damaged, Fenced, Log, log
 from routetrace.server.store.object.queue import Queue, Queued
-from routetrace.server.wire.checksums import Payload, running
+from routetrace.server.wire.checksums import Payload
 
 #: Most seconds that a commit waits for company while the one before took as long.
 COMPANY_SECONDS = 0.25
@@ -62,6 +61,7 @@ class ObjectStore(StoreBase):
         lease: of this server; None: the log's fence alone decides who writes.
         capacity_bytes: see StoreStats.
         cache_bytes: of payloads in memory.
+        files: of payloads on a local disk, behind those in memory.
     """
 
     def __init__(
@@ -71,6 +71,7 @@ class ObjectStore(StoreBase):
         *,
         capacity_bytes: int = 1 << 62,
         cache_bytes: int = 256 << 20,
+        files: PayloadFiles | None = None,
     ) -> None:
         super().__init__()
         self.ownership = self
@@ -78,7 +79,7 @@ class ObjectStore(StoreBase):
         self._lease = lease
         self._capacity = capacity_bytes
         self._log = Log(bucket)
-        self._cache = PayloadCache(cache_bytes)
+        self._cache = PayloadCache(cache_bytes, files)
         # All below is guarded by `_changed`.
         self._queue = Queue()
         self._index = Index()
@@ -199,11 +200,12 @@ class ObjectStore(StoreBase):
         except Exception as error:
             self._fail(group, error)
             return
+        for record in records:
+            if record.payload:
+                self._cache.put(record.number, record.payload)
         with self._changed:
             self._index.add(index, len(head), records, sums)
             for queued in group:
-                if queued.record.payload:
-                    self._cache.put(queued.record.number, queued.record.payload)
                 self._queue.done(queued)
         for queued in group:
             queued.stored.set_result(None)
@@ -281,8 +283,8 @@ class ObjectStore(StoreBase):
         self._append(Kind.COMPACT, 0, base.pack())
         with self._changed:
             dead = self._index.take(base, index, dropped)
-            for n in dropped:
-                self._cache.drop(n)
+        for n in dropped:
+            self._cache.drop(n)
         return dead
 
     def _delete(self, dead: list[str]) -> None:
@@ -324,7 +326,7 @@ class ObjectStore(StoreBase):
             if payload is None:
                 if not wait:
                     raise BlockingIOError
-                payload = self._cache.load(number, lambda: self._fetch(number, where))
+                payload = self._cache.load(number, lambda: self._fetch(number, where), where.fits)
         return cut(payload, ranges, number)
 
     def _fetch(self, number: int, where: Where) -> Payload:
@@ -332,8 +334,7 @@ class ObjectStore(StoreBase):
             payload = self._bucket.range(fmt.key(where.object), where.offset, where.size)
         except NotFound:
             raise gone(number) from None
-        sums = np.array(running(payload), "<u4").tobytes()
-        if len(payload) != where.size or sums != where.sums:
+        if not where.fits(payload):
             with self._changed:
                 self._damaged += 1
             raise Corrupt(f"record {number} does not match its checksum")
@@ -392,6 +393,7 @@ class ObjectStore(StoreBase):
             self._thread.join()
         if self._lease:
             self._lease.release()
+        self._cache.close()
 
 
 def _not_open() -> Unavailable:
