@@ -371,9 +371,31 @@ def test_a_store_whose_conditions_are_not_atomic_is_refused(s3):
     check_conditions(over_http(s3))
     assert s3.keys() == []
     s3.atomic = False
-    with pytest.raises(InvalidArgument, match=r"of 8 writers of one key succeeded") as caught:
+    with pytest.raises(InvalidArgument, match=r"2 of 2 writers of one key succeeded") as caught:
         check_conditions(over_http(s3))
     assert caught.value.field == "object_url"
+
+
+def test_writers_that_fail_have_not_won_and_a_race_of_these_alone_decides_nothing(s3):
+    carry_out, failing, started = s3.carry_out, set(), threading.Lock()
+
+    def carried_out(verb: str, key: str, body: bytes, headers: Any) -> tuple[int, bytes]:
+        with started:
+            if verb == "PUT" and not failing:
+                failing.add(key)
+        if verb == "PUT" and key in failing:
+            return 503, b""
+        status, answer = carry_out(verb, key, body, headers)
+        return (503, b"") if status == 412 and body != b"late" else (status, answer)
+
+    s3.carry_out = carried_out  # type: ignore[method-assign]
+    check_conditions(over_http(s3))
+    assert failing
+    s3.carry_out = lambda verb, *rest: (  # type: ignore[method-assign]
+        (503, b"") if verb == "PUT" else carry_out(verb, *rest)
+    )
+    with pytest.raises(Unavailable):
+        check_conditions(over_http(s3))
 
 
 def test_while_s3_is_stopped_commits_wait_and_nothing_is_lost(s3):
