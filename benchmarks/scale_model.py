@@ -21,6 +21,8 @@ from scale.model import Counts, Partition, Result, Setup
 
 #: Requests in the time of a lease: signs of life of its owner, looks of a standby.
 BEATS = 4
+#: Leases, beside one for each partition, between two times at which an owner reads all owners.
+STEADY = 6
 #: Bytes of a worker process that stands by.
 STANDBY_BYTES = 75e6
 HOURS_OF_MONTH = 730
@@ -74,8 +76,9 @@ class Total:
         setup = self.setup
         others, owners, beat = setup.sharing - 1, setup.servers, BEATS / setup.lease
         look = min(1, others) / setup.lease  # of an owner at the servers that stand by
+        read = look * setup.sharing / (STEADY + setup.sharing)  # of chains, for their owners
         put = owners * (beat + others / setup.lease)
-        return put, owners * (others * beat + look), owners * others * (beat + look)
+        return put, owners * (others * beat + look + read), owners * (others * (beat + look) + read)
 
     @property
     def stored(self) -> float:

@@ -43,10 +43,9 @@ from measure import OWN_CORE, PEER_CORE, QWEN3, Table, cpu_seconds, pin, ratios
 from measure import rounds as in_turns
 from routetrace.client import RouteClient
 from routetrace.server.store.object.bucket import open_bucket
-from routetrace.server.store.object.seats import home
 from routetrace.server.testing import ServerProcess, free_ports, run_server
 from scale import paced
-from scale_runs.shared import runs_of
+from scale_runs.shared import balanced, runs_of
 from scale_runs.stores import seaweed
 from support.servers.object_servers import owners_of
 
@@ -148,15 +147,13 @@ def _shared(stack: ExitStack, endpoint: str) -> Cell:
         for port in ports
     ]
     bucket = open_bucket("s3://bucket/shared", endpoint)
-    homes = [home(i, [f"127.0.0.1:{port}" for port in ports]) for i in range(SERVERS)]
-    expected = [f"127.0.0.1:{int(h.rpartition(':')[2]) + i}" for i, h in enumerate(homes)]
     until = time.monotonic() + 300
     # Until nothing is handed over any more: raw streams do not survive it.
-    while (owners := owners_of(bucket, SERVERS)) != expected:
+    while not balanced(bucket, SERVERS, [server.target for server in servers]):
         if time.monotonic() > until:
-            raise SystemExit(f"the partitions are not shared out: {owners}")
+            raise SystemExit(f"the partitions are not shared out: {owners_of(bucket, SERVERS)}")
         time.sleep(0.5)
-    return Cell(servers, owners)
+    return Cell(servers, owners_of(bucket, SERVERS))
 
 
 def children(pid: int) -> list[int]:

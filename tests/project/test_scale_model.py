@@ -80,7 +80,7 @@ def test_leases_cost_requests_without_load(tables):
         return tables.Total(tables.Setup(**setup), [tables.Result()]).leases
 
     assert leases(sharing=1) == pytest.approx((0.8, 0, 0))
-    assert leases(sharing=2) == pytest.approx((1, 1, 1))
-    assert leases(servers=10, sharing=10) == pytest.approx((26, 74, 90))
+    assert leases(sharing=2) == pytest.approx((1, 1.05, 1.05))
+    assert leases(servers=10, sharing=10) == pytest.approx((26, 75.25, 91.25))
     total = tables.Total(tables.Setup(sharing=1), [tables.Result()])
     assert total.requests_usd(tables.Prices()) == (0, pytest.approx(0.8 * 3600 * 5e-6))

@@ -108,15 +108,21 @@ def chaos(seed: int, hits: int) -> dict[str, int]:
         ]
         for server in servers:
             stack.enter_context(server)
-        wait_for(lambda: balanced(bucket, partitions, servers), BOUND_S)
-        target = ",".join(server.target for server in servers)
+        targets = [server.target for server in servers]
+        wait_for(lambda: balanced(bucket, partitions, targets), BOUND_S)
+        target = ",".join(targets)
         loads = [Load(target, run) for run in runs_of(partitions)]
         for number in range(hits):
             kind = HITS[number % len(HITS)]
             server = rng.choice(servers)
             seconds, balance = hit(kind, bucket, partitions, server, servers)
             took[kind].append(seconds)
-            print(f"  {kind}: {seconds:.1f} s to others, {balance:.1f} s to balance", flush=True)
+            moves = sum(server.log.count("handing over") for server in servers)
+            print(
+                f"  {kind}: {seconds:.1f} s to others, {balance:.1f} s to balance, "
+                f"{moves} hand-overs until now",
+                flush=True,
+            )
         rows = sum(load.end() for load in loads)
         for load in loads:  # of those servers that own some
             check(load.run in load.client.server_info().runs, "a run is missing")
@@ -131,9 +137,9 @@ def chaos(seed: int, hits: int) -> dict[str, int]:
     }
 
 
-def balanced(bucket: Bucket, partitions: int, servers: list[ObjectServer]) -> bool:
+def balanced(bucket: Bucket, partitions: int, targets: list[str]) -> bool:
     """Whether each server owns its share."""
-    owned = [len(owned_by(bucket, partitions, server.target)) for server in servers]
+    owned = [len(owned_by(bucket, partitions, target)) for target in targets]
     return sum(owned) == partitions and max(owned) - min(owned) <= 1
 
 
@@ -163,5 +169,5 @@ def hit(
     else:
         server.start()
     begun = time.monotonic()
-    wait_for(lambda: balanced(bucket, partitions, servers), BOUND_S)
+    wait_for(lambda: balanced(bucket, partitions, [s.target for s in servers]), BOUND_S)
     return seconds, time.monotonic() - begun

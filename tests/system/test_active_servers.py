@@ -29,7 +29,10 @@ def test_each_server_leads_to_the_owner_and_takes_over_all(tmp_path: Path, monke
     with ExitStack() as stack:
         s3 = stack.enter_context(FakeS3())
         bucket = open_bucket("s3://bucket/runs", s3.endpoint)
-        first, second = (ObjectServer(tmp_path, s3.endpoint, workers=2) for _ in range(2))
+        # The second one gets its share after several leases, and is to have none here.
+        first, second = (
+            ObjectServer(tmp_path, s3.endpoint, workers=2, object_lease_seconds=5) for _ in range(2)
+        )
         named = first.target.replace("127.0.0.1", "localhost")
         first.settings["advertise"] = named
         for server in (first, second):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
+from functools import partial
 
 from routetrace.common.errors import InvalidArgument
 from routetrace.server.access.lifecycle import Lifecycle, ServerState
@@ -12,10 +13,10 @@ from routetrace.server.access.partition import Partition
 from routetrace.server.process.partitions import worker_address
 from routetrace.server.settings.config import ServerConfig
 from routetrace.server.store.interface import Owner, Store
-from routetrace.server.store.object.bucket import open_bucket
+from routetrace.server.store.object.bucket import Bucket, open_bucket
 from routetrace.server.store.object.files import PayloadFiles
-from routetrace.server.store.object.layout import check_layout, partition_url
-from routetrace.server.store.object.lease import Lease
+from routetrace.server.store.object.layout import check_layout, partition_path, partition_url
+from routetrace.server.store.object.lease import Lease, end_of_chain
 from routetrace.server.store.object.probe import check_conditions
 from routetrace.server.store.object.seats import Seats
 from routetrace.server.store.object.store import ObjectStore
@@ -41,13 +42,18 @@ def open_object_store(config: ServerConfig, partition: Partition, *, first: bool
         check_layout(whole, partition.count, config.run_workers, config.spread_runs)
     url = partition_url(config.object_url, partition.number)
     seconds = config.object_lease_seconds
-    leases = open_bucket(
-        url, config.object_endpoint, timeout=max(1.0, seconds / 2), retry_seconds=0.0
-    )
+    leases_timeout = max(1.0, seconds / 2)
+    leases = open_bucket(url, config.object_endpoint, timeout=leases_timeout, retry_seconds=0.0)
     address, seats = "", None
     if partition.count > 1:
-        address = worker_address(config.advertised, partition.number)
-        seats = Seats(leases, partition.number, config.advertised, seconds)
+        # As `owners_of` returns it: of a port, addresses in leases keep the number alone.
+        server = worker_address(config.advertised, 0)
+        address = worker_address(server, partition.number)
+        all_leases = open_bucket(
+            config.object_url, config.object_endpoint, timeout=leases_timeout, retry_seconds=0.0
+        )
+        owners = partial(owners_of, all_leases, partition.count)
+        seats = Seats(leases, partition.number, server, seconds, owners)
     name = f"{socket.gethostname()} ({config.listen})"
     return ObjectStore(
         open_bucket(url, config.object_endpoint),
@@ -69,6 +75,31 @@ def _files(config: ServerConfig) -> PayloadFiles | None:
             value=str(config.object_cache_dir),
             expected=f"a directory that can be written ({error.strerror})",
         ) from error
+
+
+def owners_of(bucket: Bucket, partitions: int) -> list[str]:
+    """Return the server that owns each partition; "" where one is free, or cannot be told.
+
+    Args:
+        bucket: of all partitions.
+        partitions: number of them.
+
+    Raises:
+        Unavailable: if the object store does not answer.
+    """
+    found = []
+    for number in range(partitions):
+        _, sign = end_of_chain(bucket, f"{partition_path(number)}/")
+        found.append("" if sign is None or sign.free else _server_of(sign.address, number))
+    return found
+
+
+def _server_of(address: str, number: int) -> str:
+    """Return the address of the server whose worker has an address; "" if it is none."""
+    try:
+        return worker_address(address, -number)
+    except (AttributeError, ValueError):
+        return ""
 
 
 def watch(store: Store, lifecycle: Lifecycle, lost: asyncio.Event) -> None:

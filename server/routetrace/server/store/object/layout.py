@@ -14,7 +14,12 @@ _KEY = "layout"
 
 def partition_url(url: str, number: int) -> str:
     """Return the URL of a partition's log."""
-    return f"{url.rstrip('/')}/part/{number}"
+    return f"{url.rstrip('/')}/{partition_path(number)}"
+
+
+def partition_path(number: int) -> str:
+    """Return the path of a partition below the prefix of all."""
+    return f"part/{number}"
 
 
 def check_layout(

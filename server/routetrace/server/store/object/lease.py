@@ -31,6 +31,8 @@ from routetrace.server.store.object.seats import Seats
 
 log = logging.getLogger("routetrace.server.store")
 
+_CHAIN = "lease/"
+
 #: Own signs of life that are kept.
 _KEPT = 4
 
@@ -68,7 +70,22 @@ class Sign:
 
 def key(number: int) -> str:
     """Return the key of an object of the chain."""
-    return f"lease/{number:016d}"
+    return f"{_CHAIN}{number:016d}"
+
+
+def end_of_chain(bucket: Bucket, prefix: str = "") -> tuple[int, Sign | None]:
+    """Return the number and the content of the last object; (0, None) for an empty chain.
+
+    Args:
+        bucket: where the chain is.
+        prefix: of the chain there.
+
+    Raises:
+        Unavailable: if the object store does not answer.
+    """
+    keys = (found.key for found in bucket.list(prefix + _CHAIN))
+    end = max(map(index_of, keys), default=0)
+    return end, Sign.parse(bucket.get(prefix + key(end))) if end > 0 else None
 
 
 class Lease:
@@ -102,6 +119,9 @@ class Lease:
         self._heir = ""
         self._changed = threading.Condition()
         self._end = 0  # number of the own last object; 0: none yet
+        self._seen = (-1, 0.0)  # number of the last object of another owner, and its first sight
+        self._reported: Owner | None = None
+        self._unavailable = False
         self._first_sent = (0, 0.0)  # number of the next object, and time of its first attempt
         self._until = 0.0
         self._mine: deque[int] = deque()  # signs of life that may be deleted
@@ -132,54 +152,55 @@ class Lease:
             Closed: if `release` was called meanwhile.
             InvalidArgument: if the credentials are refused.
         """
-        seen, since, unavailable = -1, 0.0, False
-        reported: Owner | None = None
-
-        def report(owner: Owner) -> None:
-            nonlocal reported
-            if owner != reported:
-                waiting(owner)
-                reported = owner
-
         while not self._end:
             if self._ended:
                 raise Closed("the server stops; it never owned the store")
-            try:
-                if self._seats:
-                    self._seats.announce()
-                begun = self._now()
-                end, sign = self._last()
-                now = self._now()
-                # Where this server may become the owner, it names no other one: those that name
-                # each other would send callers in a circle.
-                if end == 0 or (sign and self._is_free(sign)):
-                    report(NO_OWNER)
-                    self._take(end + 1)
-                elif sign and sign.nonce == self._sign.nonce:
-                    self._took(end, self._first_sent[1])  # its answer was lost
-                else:
-                    lasts = sign.seconds if sign else self._seconds
-                    if end != seen or now - begun > lasts / _BEATS:
-                        # Where requests are slow, the owner may be alive and slow as well.
-                        seen, since = end, now
-                        report(self._owner(sign))
-                    elif now - since >= lasts:
-                        name = self._owner(sign).name or "the server for which it was freed"
-                        log.warning("the lease of %s is over", name)
-                        report(NO_OWNER)
-                        self._take(end + 1)
-                unavailable = False
-            except Unavailable as error:
-                seen = -1
-                if not unavailable:
-                    log.warning("%s; retrying", error)
-                    unavailable = True
+            self.stand_by(waiting)
             if not self._end:
                 self._pause()
         for target in (self._renew, self._tend):
             thread = threading.Thread(target=target, name="routetrace-lease", daemon=True)
             self._threads.append(thread)
             thread.start()
+
+    def stand_by(self, waiting: Callable[[Owner], None]) -> None:
+        """Look at the end of the chain once, and take the lease if it is free or over."""
+
+        def report(owner: Owner) -> None:
+            if owner != self._reported:
+                waiting(owner)
+                self._reported = owner
+
+        try:
+            if self._seats:
+                self._seats.announce()
+            begun = self._now()
+            end, sign = end_of_chain(self._bucket)
+            now = self._now()
+            # Where this server may become the owner, it names no other one: those that name
+            # each other would send callers in a circle.
+            if end == 0 or (sign and self._is_free(sign)):
+                report(NO_OWNER)
+                self._take(end + 1)
+            elif sign and sign.nonce == self._sign.nonce:
+                self._took(end, self._first_sent[1])  # its answer was lost
+            else:
+                lasts = sign.seconds if sign else self._seconds
+                if end != self._seen[0] or now - begun > lasts / _BEATS:
+                    # Where requests are slow, the owner may be alive and slow as well.
+                    self._seen = (end, now)
+                    report(self._owner(sign))
+                elif now - self._seen[1] >= lasts:
+                    name = self._owner(sign).name or "the server for which it was freed"
+                    log.warning("the lease of %s is over", name)
+                    report(NO_OWNER)
+                    self._take(end + 1)
+            self._unavailable = False
+        except Unavailable as error:
+            self._seen = (-1, 0.0)
+            if not self._unavailable:
+                log.warning("%s; retrying", error)
+                self._unavailable = True
 
     def _is_free(self, sign: Sign) -> bool:
         """Whether this server may take the lease at once."""
@@ -194,18 +215,13 @@ class Lease:
         # At the own address, the owner is an earlier life of this server.
         return Owner(sign.name, "" if sign.address == self._sign.address else sign.address)
 
-    def _last(self) -> tuple[int, Sign | None]:
-        """Return the number and the content of the last object; (0, None) for an empty chain."""
-        end = max((index_of(found.key) for found in self._bucket.list("lease/")), default=0)
-        return end, Sign.parse(self._bucket.get(key(end))) if end > 0 else None
-
     def _take(self, number: int) -> None:
         if self._first_sent[0] != number:
             self._first_sent = (number, self._now())
         if not self._bucket.create(key(number), self._sign.pack()):
             return
         # In a hole, where the owner has deleted an old sign of life, nothing was taken.
-        if self._last()[0] == number:
+        if end_of_chain(self._bucket)[0] == number:
             self._took(number, self._first_sent[1])
 
     def _took(self, number: int, sent_at: float) -> None:
@@ -221,7 +237,7 @@ class Lease:
             if self._ended or self.lost:
                 return
             try:
-                self._beat()
+                self.beat()
             except RouteTraceError as error:
                 if not late:
                     log.warning("the lease cannot be renewed: %s; retrying", error)
@@ -231,7 +247,7 @@ class Lease:
                 log.warning("the lease is renewed again")
                 late = False
 
-    def _beat(self, sign: Sign | None = None) -> None:
+    def beat(self, sign: Sign | None = None) -> None:
         """Add the next object of the chain."""
         number, now = self._end + 1, self._now()
         if self._first_sent[0] != number:
@@ -248,23 +264,23 @@ class Lease:
         self._mine.append(number)
 
     def _tend(self) -> None:
-        """Do what no sign of life may wait for: delete old ones, and look for an heir."""
         while True:
             self._pause()
             if self._ended or self.lost:
                 return
             with contextlib.suppress(RouteTraceError):  # the next round tries again
-                while len(self._mine) > _KEPT:
-                    self._bucket.delete([key(self._mine[0])])
-                    self._mine.popleft()
-                if self._seats and not self._heir:
-                    self._look_for_heir(self._seats)
+                self.tend()
 
-    def _look_for_heir(self, seats: Seats) -> None:
-        self._heir = seats.heir()
-        if self._heir:
-            log.info("handing over to %s, to which this partition belongs", self._heir)
-            self.on_heir()
+    def tend(self) -> None:
+        """Do what no sign of life may wait for: delete old ones, and look for an heir."""
+        while len(self._mine) > _KEPT:
+            self._bucket.delete([key(self._mine[0])])
+            self._mine.popleft()
+        if self._seats and not self._heir:
+            self._heir = self._seats.heir()
+            if self._heir:
+                log.info("handing over to %s, which has fewer partitions", self._heir)
+                self.on_heir()
 
     def _pause(self, share: float = 1.0) -> None:
         with self._changed:
@@ -292,7 +308,7 @@ class Lease:
         if not self._end or self.lost:
             return
         try:
-            self._beat(replace(self._sign, free=True, heir=self._heir))
+            self.beat(replace(self._sign, free=True, heir=self._heir))
         except RouteTraceError as error:
             seconds = self._seconds
             log.warning("the lease cannot be released and ends in %g s: %s", seconds, error)

@@ -1,16 +1,20 @@
-"""Seats: the servers that stand by for a partition, and the one to which it belongs.
+"""Seats: the servers that stand by for a partition, and whether one of them is to have it.
 
 seat/<address> holds a number that its server counts up while it stands by. The owner reads all of
-them; by their changes on its own clock it sees who lives, as clocks are never compared. Partition
-i belongs to server i, modulo their number, of those that live, in the order of their addresses: so
-each serves as many as the others. An owner leaves a partition that belongs to another server once
-that one has stood by for long, so that one that comes and goes takes nothing.
+them; by their changes on its own clock it sees who lives, as clocks are never compared. A server
+that has stood by for long is steady; others, which may come and go, get nothing.
+
+Partitions move from the server with the most to the steady one with the fewest, until these differ
+by one at most; no fewer moves lead there. All owners compute the next move from the ends of the
+same lease chains, and begin none while a partition is free, so there is one at a time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections import Counter
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from routetrace.server.store.object.bucket import Bucket
 from routetrace.server.store.object.clock import clock
@@ -23,10 +27,26 @@ STEADY_LEASES = 6
 _FORGOTTEN_LEASES = 60
 
 
-def home(partition: int, servers: Iterable[str]) -> str:
-    """Return the server to which a partition belongs."""
-    ordered = sorted(servers)
-    return ordered[partition % len(ordered)]
+class Move(NamedTuple):
+    """A hand-over that evens the shares out."""
+
+    partition: int
+    heir: str
+
+
+def next_move(owners: Sequence[str], steady: Collection[str]) -> Move | None:
+    """Return the hand-over that is due; None if shares are even.
+
+    Args:
+        owners: server that owns each partition.
+        steady: servers that can get one.
+    """
+    shares = Counter(owners)
+    most = min(shares, key=lambda server: (-shares[server], server))
+    fewest = min(steady, key=lambda server: (shares[server], server), default=most)
+    if shares[most] - shares[fewest] < 2:
+        return None
+    return Move(max(n for n, owner in enumerate(owners) if owner == most), fewest)
 
 
 @dataclass
@@ -37,6 +57,15 @@ class _Seat:
     """Time of the first change after which none was late; None before it."""
 
 
+class _Due(NamedTuple):
+    """A hand-over that this server is to begin, if the heir lives."""
+
+    owners: Sequence[str]
+    heir: str
+    content: bytes
+    """The heir's seat before the owners were read."""
+
+
 class Seats:
     """Seats of one partition, as one server sees them. Each method is called by one thread.
 
@@ -45,6 +74,7 @@ class Seats:
         partition: number of it.
         server: address of this server, the same for all its partitions.
         seconds: of the lease.
+        owners: returns the server that owns each partition, "" where one is free.
         now: clock.
     """
 
@@ -54,16 +84,20 @@ class Seats:
         partition: int,
         server: str,
         seconds: float,
+        owners: Callable[[], Sequence[str]],
         now: Callable[[], float] = clock,
     ) -> None:
         self._bucket = bucket
         self._partition = partition
         self.server = server
         self._seconds = seconds
+        self._owners = owners
         self._now = now
         self._count = 0
-        self._next = self._next_look = 0.0
+        self._next = self._next_look = self._next_read = 0.0
         self._seats: dict[str, _Seat] = {}
+        self._even: set[str] = set()  # the steady ones with whom shares were even
+        self._due: _Due | None = None  # as of the last look
 
     def announce(self) -> None:
         """Say that this server stands by, once in the time of a lease.
@@ -90,16 +124,41 @@ class Seats:
             return ""
         self._next_look = now + self._seconds
         self._look()
+        steady = self._steady()
+        if not steady or (steady == self._even and now < self._next_read):
+            return ""
+        due, self._even, self._due = self._due, set(), None
+        owners = self._owners()
+        # While one partition is on its way, or may have moved since it was read, none follows.
+        if "" in owners or self._now() - now > self._seconds:
+            return ""
+        move = next_move(owners, steady)
+        if move is None:
+            # Most changes show in who is steady. For others, an owner reads less than one chain in
+            # the time of a lease.
+            leases = STEADY_LEASES + len(owners)
+            self._even, self._next_read = steady, now + leases * self._seconds
+            return ""
+        if (move.partition, owners[move.partition]) != (self._partition, self.server):
+            return ""
+        # One that died has few partitions as soon as others have taken its own, and looks steady
+        # for longer: it has to change its seat after these owners were read.
+        self._due = _Due(owners, move.heir, self._seats[move.heir].content)
+        if due is None or (due.owners, due.heir) != (owners, move.heir):
+            return ""
+        if due.content == self._due.content:
+            return ""
+        return move.heir
+
+    def _steady(self) -> set[str]:
         now = self._now()
-        steady = [
+        return {
             server
             for server, seat in self._seats.items()
             if seat.since is not None
             and now - seat.changed <= _GONE_LEASES * self._seconds
             and seat.changed - seat.since >= STEADY_LEASES * self._seconds
-        ]
-        chosen = home(self._partition, [self.server, *steady])
-        return "" if chosen == self.server else chosen
+        }
 
     def _look(self) -> None:
         for found in self._bucket.list("seat/"):
