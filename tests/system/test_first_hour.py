@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent import futures
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -239,6 +239,28 @@ def test_a_port_that_never_answers_is_logged_before_the_deadline(silent, caplog)
         reader.close()
     with client(silent, timeout=0.5) as reader, pytest.raises(DeadlineExceeded, match=silent):
         reader.get("g0")
+
+
+def test_servers_that_take_connections_and_stall_are_waited_for(caplog):
+    """As processes do that are stopped, or whose machine has no time for them."""
+    with ExitStack() as stack:
+        listeners = [stack.enter_context(socket.socket()) for _ in range(2)]
+        for listener in listeners:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(("127.0.0.1", 0))
+            listener.settimeout(60)
+            listener.listen()
+        ports = [listener.getsockname()[1] for listener in listeners]
+        target = ",".join(f"127.0.0.1:{port}" for port in ports)
+        reader = stack.enter_context(client(target, timeout=120))
+        call = stack.enter_context(under_way(reader.server_info))
+        for number in range(12):  # more attempts than are made at another protocol
+            stack.enter_context(listeners[number % 2].accept()[0])
+        for listener in listeners:
+            listener.close()
+        with run_server(port=ports[0]):
+            assert call.result().num_traces == 0
+    assert "does not speak gRPC" in caplog.text
 
 
 def test_tls_against_plain_text(server, caplog):

@@ -164,9 +164,14 @@ _CAUSES = (
         lasting=True,
     ),
     _Cause(
-        re.compile(r"SETTINGS frame|parsing HTTP/2"),
+        re.compile("parsing HTTP/2"),
         "{target} does not speak gRPC; is this the port of a routetrace-server, 7411 by default?",
         lasting=True,
+    ),
+    _Cause(
+        # A server that stalls, or ends just then, has connections without one as well.
+        re.compile("SETTINGS frame"),
+        "{target} does not speak gRPC; is this the port of a routetrace-server, 7411 by default?",
     ),
     _Cause(
         re.compile("(?i)connection refused"),
