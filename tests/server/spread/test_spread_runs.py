@@ -33,7 +33,7 @@ def rows_of(serial: int, count: int) -> np.ndarray:
 
 
 class Both:
-    """One worker and several, which are told the same."""
+    """One worker and several workers that receive the same calls."""
 
     def __init__(self, seed: int) -> None:
         self.one, self.all = InlineWorld(LAYOUT, seed), ShardedWorld(LAYOUT, seed)
@@ -221,7 +221,7 @@ def test_the_turns_of_the_trace_differ():
 
 
 def answer(world: Any) -> Any:
-    """What is read of the trace."""
+    """Return the answer to a read of the trace, or its error."""
     return _outcome(lambda client: facts(client.get("t0", missing="mask")), world.client)
 
 

@@ -17,7 +17,7 @@ LAYOUT = ModelLayout((0, 1, 2), 3, 16, 2)
 
 
 class Rollouts:
-    """Engines that share the turns of conversations; one process and several workers are told."""
+    """Engines that share conversations and report to one process and to several workers."""
 
     def __init__(
         self, alone: str, together: str, seed: int, run: str = RUN, **settings: Any

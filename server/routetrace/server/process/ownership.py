@@ -78,7 +78,7 @@ def _files(config: ServerConfig) -> PayloadFiles | None:
 
 
 def owners_of(bucket: Bucket, partitions: int) -> list[str]:
-    """Return the server that owns each partition; "" where one is free, or cannot be told.
+    """Return the address of the owner of each partition; "" if it is free or unknown.
 
     Args:
         bucket: of all partitions.
