@@ -26,6 +26,8 @@ from support.agents.rollouts import LAYOUT, Rollouts
 from support.waiting import wait_for
 
 WORKERS = 3
+#: More than all tests of the module store.
+QUOTA = 3 << 30
 
 
 def serve(data_dir: Path | None = None, **settings: Any) -> ServerProcess:
@@ -46,7 +48,7 @@ def worker_pid(data_dir: Path, number: int) -> int:
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[ServerProcess]:
-    with serve() as process:
+    with serve(run_quota=QUOTA) as process:
         yield process
 
 
@@ -77,6 +79,7 @@ def test_turns_on_any_engine_are_read_as_from_one_process(server, alone, one):
         assert info.num_agents == 6
         assert info.num_traces >= len(rollouts.tokens)
         assert info.run_bytes == one.server_info().run_bytes
+        assert info.run_quota_bytes == QUOTA
         some = [*rollouts.tokens][:5]
         for each in (one, client):
             assert each.renew([*some, "no such trace"], ttl_seconds=1 << 20) == 5

@@ -142,6 +142,14 @@ def test_a_run_has_the_quota_that_names_it():
     assert [config.quota_of(run) for run in ("small", "big", "free")] == [10, 1000, 0]
 
 
+def test_workers_share_the_quota_of_a_run_that_lies_in_all():
+    config = ServerConfig(
+        store="memory", workers=3, spread_runs=["b*"], run_quota=10, run_quotas={"big": 1000}
+    )
+    quotas = {run: config.quota_of(run) for run in ("small", "big", "both")}
+    assert quotas == {"small": 10, "big": 334, "both": 4}
+
+
 def test_where_nothing_may_go_chunks_are_refused_until_there_is_room():
     with (
         run_server(run_quota=QUOTA, when_full="refuse", sweep_interval_seconds=0.05) as server,

@@ -24,6 +24,7 @@ from routetrace.server.read.finding import Finder
 from routetrace.server.retention.retention import Retention
 from routetrace.server.rows.frames import Frames
 from routetrace.server.rows.reader import Reader
+from routetrace.server.settings.config import ServerConfig
 from routetrace.server.spread import parts as packing
 from routetrace.server.spread.watching import Touched
 from routetrace.server.spread.workers import SERVICE
@@ -42,6 +43,7 @@ class PartsServicer:
         *,
         access: Access,
         agents: Agents,
+        config: ServerConfig,
         demand: Demand,
         finder: Finder,
         frames: Frames,
@@ -52,6 +54,7 @@ class PartsServicer:
         touched: Touched,
     ) -> None:
         self._access = access
+        self._config = config
         self._touched = touched
         self._reader = reader
         self._retention = retention
@@ -225,6 +228,7 @@ class PartsServicer:
             num_agents=sum(key.run == request.run for key in self._agents.connected),
             num_traces=len(state.traces.of_run.get(request.run, ())),
             run_bytes=state.run_bytes[request.run],
+            run_quota_bytes=self._config.quota_of(request.run),
             runs=sorted(state.runs()),
         )
 

@@ -105,6 +105,7 @@ class TraceServicer(pb_grpc.TraceServiceServicer):
         self.parts = PartsServicer(
             access=access,
             agents=agents,
+            config=config,
             demand=demand,
             finder=self._finder,
             frames=reader.frames,

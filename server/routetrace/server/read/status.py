@@ -78,6 +78,7 @@ class Status:
                 info.num_agents += other.num_agents
                 info.num_traces += other.num_traces  # one in several workers counts in each
                 info.run_bytes += other.run_bytes
+                info.run_quota_bytes += other.run_quota_bytes
                 runs.update(self._access.covered(context, other.runs))
         info.runs[:] = sorted(runs)[:_MAX_RUNS]
         return info

@@ -158,7 +158,9 @@ class ServerConfig(BaseSettings):
         "evicted (see when_full); at it, chunks are refused; 0: no limit",
     )
     run_quota: ByteSize = Field(
-        ByteSize(0), description="maximum stored bytes of a run without its own quota; 0: no limit"
+        ByteSize(0),
+        description="maximum stored bytes of a run without its own quota, of which each worker has "
+        "an N-th where the run is one of spread_runs; 0: no limit",
     )
     run_quotas: dict[str, ByteSize] = Field(
         default_factory=dict,
@@ -269,13 +271,18 @@ class ServerConfig(BaseSettings):
         return int(1000 * min(self.heartbeat_seconds, self.agent_timeout_seconds / 2))
 
     def quota_of(self, run: str) -> int:
-        """Return the maximum stored bytes of a run; 0: no limit."""
-        return self.run_quotas.get(run, self.run_quota)
+        """Return the maximum stored bytes of a run in one worker; 0: no limit."""
+        quota = self.run_quotas.get(run, self.run_quota)
+        return -(-quota // self.workers) if self.spreads(run) else quota
+
+    def spreads(self, run: str) -> bool:
+        """Whether a run lies in all workers."""
+        return any(fnmatchcase(run, pattern) for pattern in self.spread_runs)
 
     def forbids_prefix_rows(self, run: str) -> bool:
         """Whether rows of one trace of a run never stand in for another's."""
-        patterns = (*self.forbid_prefix_rows, *self.spread_runs)
-        return any(fnmatchcase(run, pattern) for pattern in patterns)
+        forbidden = any(fnmatchcase(run, pattern) for pattern in self.forbid_prefix_rows)
+        return forbidden or self.spreads(run)
 
     @field_validator("listen", "metrics_listen", "advertise")
     @classmethod
@@ -321,7 +328,7 @@ class ServerConfig(BaseSettings):
                 "other"
             )
         for run in self.run_workers:
-            if any(fnmatchcase(run, pattern) for pattern in self.spread_runs):
+            if self.spreads(run):
                 raise ValueError(
                     f"run_workers names run {run!r}, which spread_runs has: expected one of them"
                 )
