@@ -62,6 +62,11 @@ class Load:
             np.testing.assert_array_equal(trace.topk_ids, self.engine.rows[name])
             self.reads += 1
 
+    def go_on(self, reads: int) -> None:
+        """Wait until some more reads are done."""
+        until = self.reads + reads
+        wait_for(lambda: self.reads >= until or self.failures, BOUND_S)
+
     def end(self) -> int:
         """Stop, then compare every row; return their number."""
         self._stop.set()

@@ -26,10 +26,19 @@ class ObjectServer:
         directory: for its log.
         endpoint: of the object store.
         workers: one for each partition.
+        checkout: of the version that runs; None: this one. It can be set between two lives.
         settings: of `ServerConfig`.
     """
 
-    def __init__(self, directory: Path, endpoint: str, workers: int = 1, **settings: Any) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        endpoint: str,
+        workers: int = 1,
+        checkout: Path | None = None,
+        **settings: Any,
+    ) -> None:
+        self.checkout = checkout
         self.target = f"127.0.0.1:{free_ports(workers)}"
         self._log = directory / f"log-{self.target.rpartition(':')[2]}"
         self.settings: dict[str, Any] = {
@@ -49,6 +58,9 @@ class ObjectServer:
         flags = [f"--{k.replace('_', '-')}={v}" for k, v in self.settings.items()]
         env = {k: v for k, v in os.environ.items() if not k.startswith("ROUTETRACE_")}
         env |= {"AWS_ACCESS_KEY_ID": "any", "AWS_SECRET_ACCESS_KEY": "any"}
+        if self.checkout is not None:
+            folders = ("proto", "server", "client", "capture_agent")
+            env["PYTHONPATH"] = os.pathsep.join(str(self.checkout / folder) for folder in folders)
         with self._log.open("ab") as output:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "routetrace.server.daemon", *flags],
@@ -113,7 +125,8 @@ def owners_of(bucket: Bucket, partitions: int) -> list[str]:
     """Return the address of each partition's owner, as the bucket says; "" where it was freed."""
     found = []
     for number in range(partitions):
-        chain = sorted(listed.key for listed in bucket.list(f"part/{number}/lease/"))
+        prefix = f"part/{number}/" if partitions > 1 else ""
+        chain = sorted(listed.key for listed in bucket.list(f"{prefix}lease/"))
         sign = json.loads((chain and bucket.get(chain[-1])) or b"{}")
         found.append("" if sign.get("free") else str(sign.get("address", "")))
     return found
