@@ -7,10 +7,11 @@ partition go through; every row is compared.
 from __future__ import annotations
 
 import random
+import time
 from contextlib import ExitStack
 from pathlib import Path
 
-from faults.check import temporary
+from faults.check import check, temporary
 from routetrace.server.store.object.bucket import open_bucket
 from scale_runs import stores
 from scale_runs.shared import BOUND_S, Load, balanced, hit, runs_of
@@ -42,14 +43,20 @@ def upgrade(seed: int, before: Path) -> dict[str, int]:
         for server in servers:
             stack.enter_context(server)
         targets = [server.target for server in servers]
-        wait_for(lambda: balanced(bucket, partitions, targets), BOUND_S)
+        if partitions == 1:
+            wait_for(lambda: one_serves(servers), BOUND_S)
+        else:
+            wait_for(lambda: balanced(bucket, partitions, targets), BOUND_S)
         loads = [Load(",".join(targets), run) for run in runs_of(partitions)]
         for server in rng.sample(servers, count):
             for load in loads:
                 load.go_on(READS)
             server.checkout = None
-            seconds, balance = hit("stop", bucket, partitions, server, servers)
-            print(f"  {seconds:.1f} s to others, {balance:.1f} s to balance", flush=True)
+            if partitions == 1:
+                seconds, again = replace(server, servers)
+            else:
+                seconds, again = hit("stop", bucket, partitions, server, servers)
+            print(f"  {seconds:.1f} s to others, {again:.1f} s until all were back", flush=True)
         rows = sum(load.end() for load in loads)
         for load in loads:
             load.client.close()
@@ -58,3 +65,22 @@ def upgrade(seed: int, before: Path) -> dict[str, int]:
         "rows through upgrades": rows,
         "reads through upgrades": sum(load.reads for load in loads),
     }
+
+
+def one_serves(servers: list[ObjectServer]) -> bool:
+    """Whether one server serves and the others stand by."""
+    return [s.serves for s in servers].count(True) == 1 and (
+        [s.stands_by for s in servers].count(True) == len(servers) - 1
+    )
+
+
+def replace(server: ObjectServer, servers: list[ObjectServer]) -> tuple[float, float]:
+    """Stop a server and start it; return the seconds until one serves, and until all are back."""
+    begun = time.monotonic()
+    check(server.stop() == 0, "no clean end")
+    wait_for(lambda: any(s.serves for s in servers), BOUND_S)
+    seconds = time.monotonic() - begun
+    server.start()
+    begun = time.monotonic()
+    wait_for(lambda: one_serves(servers), BOUND_S)
+    return seconds, time.monotonic() - begun

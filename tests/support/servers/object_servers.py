@@ -125,8 +125,7 @@ def owners_of(bucket: Bucket, partitions: int) -> list[str]:
     """Return the address of each partition's owner, as the bucket says; "" where it was freed."""
     found = []
     for number in range(partitions):
-        prefix = f"part/{number}/" if partitions > 1 else ""
-        chain = sorted(listed.key for listed in bucket.list(f"{prefix}lease/"))
+        chain = sorted(listed.key for listed in bucket.list(f"part/{number}/lease/"))
         sign = json.loads((chain and bucket.get(chain[-1])) or b"{}")
         found.append("" if sign.get("free") else str(sign.get("address", "")))
     return found
