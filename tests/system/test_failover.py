@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -13,7 +15,7 @@ import pytest
 
 from faults.serving import free_port
 from routetrace.client import RouteClient
-from routetrace.common.errors import InvalidArgument, NotFound, Unavailable
+from routetrace.common.errors import Closed, InvalidArgument, NotFound, Unavailable
 from routetrace.common.target import parse_target, resolver_options, targets_of
 from support.agents.routed_engine import Engine
 from support.scrape import http_status
@@ -158,3 +160,35 @@ def test_many_threads_follow_to_the_other_server(pair):
             reader.join(BOUND_S)
     assert not failures
     engine.end()
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_stop_waits_for_no_read_of_the_store(tmp_path, workers):
+    threads = min(32, (os.cpu_count() or 1) + 4)  # of an event loop
+    with FakeS3() as s3, ExitStack() as stack:
+        server = stack.enter_context(ObjectServer(tmp_path, s3.endpoint, workers, object_cache=0))
+        wait_for(lambda: server.serves, BOUND_S)
+        engine = Engine(server.target, "stopped")
+        for _ in range(threads + 4):
+            engine.generate(1)
+            assert engine.agent.flush(BOUND_S)  # each is an object of the log
+        engine.end()
+        hangs, reads = threading.Event(), []
+        stack.callback(hangs.set)
+
+        def before(verb: str, key: str) -> None:
+            if verb == "GET" and "/log/" in key:
+                reads.append(key)
+                hangs.wait()
+
+        s3.before = before
+        pool = stack.enter_context(ThreadPoolExecutor(len(engine.rows)))
+        client = stack.enter_context(RouteClient(server.target, run="stopped", timeout=BOUND_S))
+        readings = [pool.submit(client.get, name) for name in engine.rows]
+        wait_for(lambda: len(reads) == threads, BOUND_S)
+        assert server.stop() == 0
+        assert len({*reads}) == len(reads) == threads  # none was answered, or given up
+        client.close()
+        for reading in readings:
+            with pytest.raises(Closed):
+                reading.result()

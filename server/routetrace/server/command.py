@@ -7,7 +7,7 @@ import sys
 
 
 def main() -> int:
-    """Run the daemon; return its exit code, which is 2 where the extra is not installed."""
+    """Run the daemon, and end the process with its exit code; return 2 without the extra."""
     if sys.argv[1:2] == ["health"]:
         # gRPC reads this as it is imported. Its own lines would come before the one that says it.
         os.environ.setdefault("GRPC_VERBOSITY", "NONE")
@@ -22,7 +22,7 @@ def main() -> int:
             file=sys.stderr,
         )
         return 2
-    return daemon.main()
+    return daemon.end_process(daemon.main())
 
 
 if __name__ == "__main__":

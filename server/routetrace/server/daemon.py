@@ -10,8 +10,9 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Coroutine, Sequence
-from typing import Any
+from collections.abc import Callable, Coroutine, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NoReturn
 
 import grpc
 from google.protobuf.descriptor import FileDescriptor
@@ -94,8 +95,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run_server(config: ServerConfig, seat: Seat | None = None) -> int:
     """Run a server, or one worker of it in its seat; return the exit code."""
+    # asyncio.run would wait for all threads; see `end_process`.
+    loop = asyncio.new_event_loop()
+    asyncio.set_event_loop(loop)
     try:
-        asyncio.run(_serve(config, seat))
+        loop.run_until_complete(_serve(config, seat))
     except (ConfigError, ServeError) as error:
         print(f"routetrace-server: {error}", file=sys.stderr)
         return 2 if isinstance(error, ConfigError) else 1
@@ -120,7 +124,7 @@ async def _serve(config: ServerConfig, seat: Seat | None = None) -> None:
         try:
             again = await _serve_from(store, config, stop, seat, link)
         finally:
-            await asyncio.to_thread(store.close)
+            await _in_own_thread(store.close)
             if config.ready_file:
                 config.ready_file.unlink(missing_ok=True)
         if not again:
@@ -129,6 +133,12 @@ async def _serve(config: ServerConfig, seat: Seat | None = None) -> None:
         pauses.collect_frozen()  # the previous state is part of reference cycles
     collecting.cancel()
     log.info("stopped")
+
+
+async def _in_own_thread(call: Callable[[], object]) -> None:
+    """Make a call in a thread of its own: all those of the loop may wait for the object store."""
+    with ThreadPoolExecutor(1) as thread:
+        await asyncio.get_running_loop().run_in_executor(thread, call)
 
 
 async def _serve_from(
@@ -184,7 +194,7 @@ async def _serve_from(
         if link:
             link.on_change = lambda: None
         if endpoint:
-            await asyncio.to_thread(endpoint.close)
+            await _in_own_thread(endpoint.close)
     return core.lost.is_set() and not stop.is_set()
 
 
@@ -367,5 +377,16 @@ def _keep_freed_memory() -> None:
         mallopt(_M_MMAP_THRESHOLD, 4 << 20)
 
 
+def end_process(code: int) -> NoReturn:
+    """End this process without a wait for its threads.
+
+    After a clean shutdown, some may still wait for the object store, for calls that have ended.
+    """
+    logging.shutdown()
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os._exit(code)
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    end_process(main())
