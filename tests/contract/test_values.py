@@ -37,8 +37,10 @@ from routetrace.client import (
     Segment,
     ServerInfo,
     Trace,
+    TraceChanges,
     TraceStat,
     TraceState,
+    TraceSummary,
     VersionSpan,
 )
 from routetrace.codec.records import DIGEST
@@ -48,7 +50,7 @@ LAYOUT = ModelLayout((1, 3), 4, 8, 2)
 DATA = {
     AgentConfig, AgentStat, AgentStats, ClientConfig, CloseReport, FetchStats, Limit, MissingRange,
     ModelLayout, PrefixSpan, Progress, ProvenanceSpan, Rank, ReadFacts, ReadOptions, Sample,
-    Security, Segment, ServerInfo, Trace, TraceStat, VersionSpan,
+    Security, Segment, ServerInfo, Trace, TraceChanges, TraceStat, TraceSummary, VersionSpan,
 }  # fmt: skip
 ROWS = {"FetchPlan", "MicroBatch", "Rows", "SampleRows"}
 
@@ -96,7 +98,21 @@ _rows = {
     "_ids": st.just(np.zeros((2, 2, 2), np.uint8)),
     "_valid": st.just(np.ones((2, 2), bool)),
 }
+_summaries = st.builds(
+    TraceSummary,
+    **{name: _facts[name] for name in (
+        "trace_id", "state", "num_tokens", "num_rows", "engine_ids", "labels", "min_weight_version",
+        "max_weight_version", "finish_reason", "num_incarnations", "created_at", "updated_at",
+        "expires_at", "stored_bytes",
+    )},
+    num_cells=_number,
+    missing_cells=st.dictionaries(st.sampled_from([*MissingReason]), _number, max_size=2),
+)  # fmt: skip
 VALUES = {
+    TraceSummary: _summaries,
+    TraceChanges: st.builds(
+        TraceChanges, st.tuples(_summaries), st.tuples(_text), whole=st.booleans()
+    ),
     TraceStat: st.builds(
         TraceStat,
         **_facts,

@@ -79,6 +79,22 @@ def list_by_state(attack: Attack, traces: int = 30_000, threads: int = 4) -> Non
         attack.repeat(threads, 1000, lambda _: attack.call(stub.ListTraces, request, 60))
 
 
+def watch(attack: Attack, traces: int = 30_000, count: int = 1000) -> None:
+    """Watch a run of many traces, from many connections."""
+    attack.store(traces)
+    attack.prepared()
+    asyncio.run(_watch(attack, count))
+
+
+async def _watch(attack: Attack, count: int) -> None:
+    def start(channel: grpc.aio.Channel, _: int) -> AsyncIterable[object]:
+        request = pb.WatchTracesRequest(run=RUN)
+        stub = pb_grpc.TraceServiceStub(channel)
+        return stub.WatchTraces(request, metadata=attack.access.metadata)
+
+    await hold_streams(attack, start, count, _PER_CHANNEL)
+
+
 def retire(attack: Attack, traces: int = 30_000) -> None:
     """Retire all traces, as a trainer does after a step."""
     attack.store(traces)

@@ -34,6 +34,7 @@ SCENARIOS = {
     "stalled reads": Scenario("reads.stalled", {"count": 300}),
     "waiting reads": Scenario("reads.waiting", {"count": 3000}),
     "list by state": Scenario("reads.list_by_state", {"traces": 6000}),
+    "watches": Scenario("reads.watch", {"traces": 6000, "count": 300}),
     "retire": Scenario("reads.retire"),
     "growing trace": Scenario("reads.growing"),
     "blocks read": Scenario("reads.blocks", {"ids": 1_000_000}),

@@ -106,6 +106,7 @@ class _Calls:
             blocks = {"block_ids": [1] * count, "num_tokens": count}
             self._call(traces.GetBlocks, pb.GetBlocksRequest(run="r", engine_id="e0", **blocks))
         self._call(traces.ListTraces, pb.ListTracesRequest(run="r"))
+        self._call(traces.WatchTraces, pb.WatchTracesRequest(run="r"), cancel=True)
         self._call(traces.DeleteTrace, pb.DeleteTraceRequest(run="r", trace_id="a"))
 
     def _write_wrongly(self, ingest: Any, feeder: Feeder) -> None:

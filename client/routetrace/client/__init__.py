@@ -22,6 +22,7 @@ from routetrace.client.stat import (
     TraceState,
     VersionSpan,
 )
+from routetrace.client.summary import TraceChanges, TraceSummary
 from routetrace.client.trace import Trace
 from routetrace.common.errors import (
     Closed,
@@ -86,8 +87,10 @@ __all__ = [
     "Segment",
     "ServerInfo",
     "Trace",
+    "TraceChanges",
     "TraceStat",
     "TraceState",
+    "TraceSummary",
     "Unauthenticated",
     "Unavailable",
     "VersionSpan",

@@ -52,8 +52,11 @@ class FinishReason(TextEnum):
     HANDOFF = "handoff"
     """Another engine was to go on, which is not the end of the trace."""
 
-
-_FINISHED = {reason.value: reason for reason in FinishReason}
+    @classmethod
+    @cache
+    def from_proto(cls, text: str) -> FinishReason | None:
+        """Convert the text of a message; None if it is empty or unknown."""
+        return cls(text) if text in {reason.value for reason in cls} else None
 
 
 class VersionSpan(NamedTuple):
@@ -223,7 +226,7 @@ def facts_from_proto(info: pb.TraceInfo) -> dict[str, Any]:
         "labels": dict(info.labels),
         "incarnation": info.incarnation,
         "num_incarnations": info.num_incarnations,
-        "finish_reason": _FINISHED.get(info.finish_reason),
+        "finish_reason": FinishReason.from_proto(info.finish_reason),
         "engine_ids": tuple(info.engine_ids),
         "num_attempts": info.num_attempts,
         "min_weight_version": info.min_weight_version if versions else None,

@@ -1690,6 +1690,168 @@ class ListTracesResponse(google.protobuf.message.Message):
 global___ListTracesResponse = ListTracesResponse
 
 @typing.final
+class WatchTracesRequest(google.protobuf.message.Message):
+    """Requests summaries of the traces of a run."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    RUN_FIELD_NUMBER: builtins.int
+    run: builtins.str
+    """Namespace."""
+    def __init__(
+        self,
+        *,
+        run: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["run", b"run"]) -> None: ...
+
+global___WatchTracesRequest = WatchTracesRequest
+
+@typing.final
+class WatchTracesResponse(google.protobuf.message.Message):
+    """Traces that are new, or have changed since they were sent."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    TRACES_FIELD_NUMBER: builtins.int
+    GONE_TRACE_IDS_FIELD_NUMBER: builtins.int
+    WHOLE_FIELD_NUMBER: builtins.int
+    CRC32_FIELD_NUMBER: builtins.int
+    whole: builtins.bool
+    """Whether every trace of the run was sent once. From then on, a trace is sent at most once a
+    second. A change of a trace without a report of an agent (it is lost, or rows of other traces
+    stand in) is found within some seconds.
+    """
+    crc32: builtins.int
+    """CRC-32 of all bytes of this message except this field."""
+    @property
+    def traces(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___TraceSummary]:
+        """Their summaries, at most 500."""
+
+    @property
+    def gone_trace_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """Traces that are gone."""
+
+    def __init__(
+        self,
+        *,
+        traces: collections.abc.Iterable[global___TraceSummary] | None = ...,
+        gone_trace_ids: collections.abc.Iterable[builtins.str] | None = ...,
+        whole: builtins.bool = ...,
+        crc32: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["crc32", b"crc32", "gone_trace_ids", b"gone_trace_ids", "traces", b"traces", "whole", b"whole"]) -> None: ...
+
+global___WatchTracesResponse = WatchTracesResponse
+
+@typing.final
+class TraceSummary(google.protobuf.message.Message):
+    """Summary of a trace, of the incarnation that a read without a number returns."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    @typing.final
+    class LabelsEntry(google.protobuf.message.Message):
+        DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: builtins.int
+        VALUE_FIELD_NUMBER: builtins.int
+        key: builtins.str
+        value: builtins.str
+        def __init__(
+            self,
+            *,
+            key: builtins.str = ...,
+            value: builtins.str = ...,
+        ) -> None: ...
+        def ClearField(self, field_name: typing.Literal["key", b"key", "value", b"value"]) -> None: ...
+
+    TRACE_ID_FIELD_NUMBER: builtins.int
+    STATE_FIELD_NUMBER: builtins.int
+    NUM_TOKENS_FIELD_NUMBER: builtins.int
+    NUM_ROWS_FIELD_NUMBER: builtins.int
+    NUM_CELLS_FIELD_NUMBER: builtins.int
+    MISSING_CELLS_FIELD_NUMBER: builtins.int
+    ENGINE_IDS_FIELD_NUMBER: builtins.int
+    LABELS_FIELD_NUMBER: builtins.int
+    MIN_WEIGHT_VERSION_FIELD_NUMBER: builtins.int
+    MAX_WEIGHT_VERSION_FIELD_NUMBER: builtins.int
+    FINISH_REASON_FIELD_NUMBER: builtins.int
+    NUM_INCARNATIONS_FIELD_NUMBER: builtins.int
+    CREATED_MS_FIELD_NUMBER: builtins.int
+    UPDATED_MS_FIELD_NUMBER: builtins.int
+    EXPIRES_MS_FIELD_NUMBER: builtins.int
+    STORED_BYTES_FIELD_NUMBER: builtins.int
+    trace_id: builtins.str
+    """The trace's id."""
+    state: global___TraceState.ValueType
+    """Its state."""
+    num_tokens: builtins.int
+    """Tokens of the request; 0 while unknown."""
+    num_rows: builtins.int
+    """Rows; those that were reported so far if it runs."""
+    num_cells: builtins.int
+    """Cells of its rows (position, layer), present or not; 0 while it runs."""
+    min_weight_version: builtins.int
+    """Lowest weight version of its rows; not set if there are none. While it runs: of all rows that
+    were reported.
+    """
+    max_weight_version: builtins.int
+    """Highest weight version of them."""
+    finish_reason: builtins.str
+    """Finish reason of the engine; "" while running."""
+    num_incarnations: builtins.int
+    """Incarnations under this id; 1 while it runs."""
+    created_ms: builtins.int
+    """Unix milliseconds of the first report."""
+    updated_ms: builtins.int
+    """Unix milliseconds of the last change."""
+    expires_ms: builtins.int
+    """Unix milliseconds of the expiry, as of this message."""
+    stored_bytes: builtins.int
+    """Compressed bytes of the frames that hold its rows, all layers; 0 while it runs."""
+    @property
+    def missing_cells(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___MissingCells]:
+        """Missing cells by reason; none while it runs."""
+
+    @property
+    def engine_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """Engines that contributed rows; those that reported any if it runs."""
+
+    @property
+    def labels(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.str]:
+        """Labels given at begin."""
+
+    def __init__(
+        self,
+        *,
+        trace_id: builtins.str = ...,
+        state: global___TraceState.ValueType = ...,
+        num_tokens: builtins.int = ...,
+        num_rows: builtins.int = ...,
+        num_cells: builtins.int = ...,
+        missing_cells: collections.abc.Iterable[global___MissingCells] | None = ...,
+        engine_ids: collections.abc.Iterable[builtins.str] | None = ...,
+        labels: collections.abc.Mapping[builtins.str, builtins.str] | None = ...,
+        min_weight_version: builtins.int | None = ...,
+        max_weight_version: builtins.int | None = ...,
+        finish_reason: builtins.str = ...,
+        num_incarnations: builtins.int = ...,
+        created_ms: builtins.int = ...,
+        updated_ms: builtins.int = ...,
+        expires_ms: builtins.int = ...,
+        stored_bytes: builtins.int = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["_max_weight_version", b"_max_weight_version", "_min_weight_version", b"_min_weight_version", "max_weight_version", b"max_weight_version", "min_weight_version", b"min_weight_version"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_max_weight_version", b"_max_weight_version", "_min_weight_version", b"_min_weight_version", "created_ms", b"created_ms", "engine_ids", b"engine_ids", "expires_ms", b"expires_ms", "finish_reason", b"finish_reason", "labels", b"labels", "max_weight_version", b"max_weight_version", "min_weight_version", b"min_weight_version", "missing_cells", b"missing_cells", "num_cells", b"num_cells", "num_incarnations", b"num_incarnations", "num_rows", b"num_rows", "num_tokens", b"num_tokens", "state", b"state", "stored_bytes", b"stored_bytes", "trace_id", b"trace_id", "updated_ms", b"updated_ms"]) -> None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_max_weight_version", b"_max_weight_version"]) -> typing.Literal["max_weight_version"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_min_weight_version", b"_min_weight_version"]) -> typing.Literal["min_weight_version"] | None: ...
+
+global___TraceSummary = TraceSummary
+
+@typing.final
 class DeleteTraceRequest(google.protobuf.message.Message):
     """Requests the deletion of a trace."""
 

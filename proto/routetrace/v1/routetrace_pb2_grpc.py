@@ -140,6 +140,11 @@ class TraceServiceStub(object):
                 request_serializer=routetrace_dot_v1_dot_routetrace__pb2.ListTracesRequest.SerializeToString,
                 response_deserializer=routetrace_dot_v1_dot_routetrace__pb2.ListTracesResponse.FromString,
                 )
+        self.WatchTraces = channel.unary_stream(
+                '/routetrace.v1.TraceService/WatchTraces',
+                request_serializer=routetrace_dot_v1_dot_routetrace__pb2.WatchTracesRequest.SerializeToString,
+                response_deserializer=routetrace_dot_v1_dot_routetrace__pb2.WatchTracesResponse.FromString,
+                )
         self.DeleteTrace = channel.unary_unary(
                 '/routetrace.v1.TraceService/DeleteTrace',
                 request_serializer=routetrace_dot_v1_dot_routetrace__pb2.DeleteTraceRequest.SerializeToString,
@@ -206,6 +211,14 @@ class TraceServiceServicer(object):
 
     def ListTraces(self, request, context):
         """Lists traces, newest first, filtered by labels and state.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def WatchTraces(self, request, context):
+        """Streams summaries of the traces of a run: of all, newest first, then of those that change, until
+        the caller ends it. A message comes at least every 10 seconds.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -280,6 +293,11 @@ def add_TraceServiceServicer_to_server(servicer, server):
                     servicer.ListTraces,
                     request_deserializer=routetrace_dot_v1_dot_routetrace__pb2.ListTracesRequest.FromString,
                     response_serializer=routetrace_dot_v1_dot_routetrace__pb2.ListTracesResponse.SerializeToString,
+            ),
+            'WatchTraces': grpc.unary_stream_rpc_method_handler(
+                    servicer.WatchTraces,
+                    request_deserializer=routetrace_dot_v1_dot_routetrace__pb2.WatchTracesRequest.FromString,
+                    response_serializer=routetrace_dot_v1_dot_routetrace__pb2.WatchTracesResponse.SerializeToString,
             ),
             'DeleteTrace': grpc.unary_unary_rpc_method_handler(
                     servicer.DeleteTrace,
@@ -404,6 +422,23 @@ class TraceService(object):
         return grpc.experimental.unary_unary(request, target, '/routetrace.v1.TraceService/ListTraces',
             routetrace_dot_v1_dot_routetrace__pb2.ListTracesRequest.SerializeToString,
             routetrace_dot_v1_dot_routetrace__pb2.ListTracesResponse.FromString,
+            options, channel_credentials,
+            insecure, call_credentials, compression, wait_for_ready, timeout, metadata)
+
+    @staticmethod
+    def WatchTraces(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(request, target, '/routetrace.v1.TraceService/WatchTraces',
+            routetrace_dot_v1_dot_routetrace__pb2.WatchTracesRequest.SerializeToString,
+            routetrace_dot_v1_dot_routetrace__pb2.WatchTracesResponse.FromString,
             options, channel_credentials,
             insecure, call_credentials, compression, wait_for_ready, timeout, metadata)
 

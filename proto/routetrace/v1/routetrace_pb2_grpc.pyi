@@ -117,6 +117,14 @@ class TraceServiceStub:
     ]
     """Lists traces, newest first, filtered by labels and state."""
 
+    WatchTraces: grpc.UnaryStreamMultiCallable[
+        routetrace.v1.routetrace_pb2.WatchTracesRequest,
+        routetrace.v1.routetrace_pb2.WatchTracesResponse,
+    ]
+    """Streams summaries of the traces of a run: of all, newest first, then of those that change, until
+    the caller ends it. A message comes at least every 10 seconds.
+    """
+
     DeleteTrace: grpc.UnaryUnaryMultiCallable[
         routetrace.v1.routetrace_pb2.DeleteTraceRequest,
         routetrace.v1.routetrace_pb2.DeleteTraceResponse,
@@ -185,6 +193,14 @@ class TraceServiceAsyncStub:
         routetrace.v1.routetrace_pb2.ListTracesResponse,
     ]
     """Lists traces, newest first, filtered by labels and state."""
+
+    WatchTraces: grpc.aio.UnaryStreamMultiCallable[
+        routetrace.v1.routetrace_pb2.WatchTracesRequest,
+        routetrace.v1.routetrace_pb2.WatchTracesResponse,
+    ]
+    """Streams summaries of the traces of a run: of all, newest first, then of those that change, until
+    the caller ends it. A message comes at least every 10 seconds.
+    """
 
     DeleteTrace: grpc.aio.UnaryUnaryMultiCallable[
         routetrace.v1.routetrace_pb2.DeleteTraceRequest,
@@ -264,6 +280,16 @@ class TraceServiceServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[routetrace.v1.routetrace_pb2.ListTracesResponse, collections.abc.Awaitable[routetrace.v1.routetrace_pb2.ListTracesResponse]]:
         """Lists traces, newest first, filtered by labels and state."""
+
+    @abc.abstractmethod
+    def WatchTraces(
+        self,
+        request: routetrace.v1.routetrace_pb2.WatchTracesRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[collections.abc.Iterator[routetrace.v1.routetrace_pb2.WatchTracesResponse], collections.abc.AsyncIterator[routetrace.v1.routetrace_pb2.WatchTracesResponse]]:
+        """Streams summaries of the traces of a run: of all, newest first, then of those that change, until
+        the caller ends it. A message comes at least every 10 seconds.
+        """
 
     @abc.abstractmethod
     def DeleteTrace(

@@ -30,6 +30,7 @@ from routetrace.server.read.peers import NO_PEERS, Peers
 from routetrace.server.read.service import TraceServicer
 from routetrace.server.retention.retention import Retention
 from routetrace.server.rows.reader import Reader
+from routetrace.server.rows.summaries import Summaries
 from routetrace.server.settings.config import ServerConfig
 from routetrace.server.spread.gathering import Gathering
 from routetrace.server.spread.workers import NO_WORKERS, Workers
@@ -66,7 +67,8 @@ class Core:
         self.reader = Reader(
             store, self.state, self.agents, clock, self.metrics, config.forbids_prefix_rows
         )
-        self.census = Census(self.state, self.reader, self.agents, clock)
+        summaries = Summaries(self.state, self.reader, self.agents)
+        self.census = Census(self.state, summaries)
         self.started = clock.now()
         self.recovery = Recovery()
         self.lifecycle = Lifecycle()
@@ -106,6 +108,7 @@ class Core:
             journal=self.journal,
             reader=self.reader,
             retention=self.retention,
+            summaries=summaries,
             store=store,
             started=self.started,
             partition=partition,

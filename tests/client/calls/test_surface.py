@@ -53,6 +53,7 @@ def test_public_names():
         "get_blocks",
         "stat",
         "find",
+        "watch",
         "bind",
         "delete",
         "forget_engine",

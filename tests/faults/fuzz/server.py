@@ -391,6 +391,7 @@ class RequestTarget(Target):
             ),
             "StatTrace": pb.StatTraceRequest(run="run", trace_id="r0"),
             "ListTraces": pb.ListTracesRequest(run="run", labels={"sample": "r1"}),
+            "WatchTraces": pb.WatchTracesRequest(run="run"),
             "DeleteTrace": pb.DeleteTraceRequest(run="run", trace_id="none"),
             "RetireTraces": pb.RetireTracesRequest(run="run", through_weight_version=-1),
             "RenewLease": pb.RenewLeaseRequest(run="run", trace_ids=["r0"], ttl_seconds=90),
@@ -465,8 +466,10 @@ def _is_typed(call: Any, may_wait: bool) -> bool:
 
 
 def waits(path: str, body: bytes) -> bool:
-    """Whether a request asks to wait for what does not come."""
+    """Whether a request asks to wait for what does not come, or has no end."""
     name = path.rpartition("/")[2]
+    if name == "WatchTraces":
+        return True
     kind = {
         "GetTrace": pb.GetTraceRequest,
         "GetTraces": pb.GetTracesRequest,

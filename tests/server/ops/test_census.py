@@ -9,7 +9,6 @@ import pytest
 from routetrace.client import RouteClient, TraceState
 from routetrace.server.core import Core
 from routetrace.server.index.apply import apply_record
-from routetrace.server.ops.census import Census
 from routetrace.server.settings.config import ServerConfig
 from routetrace.server.store.memory import MemoryStore
 from routetrace.server.testing import run_server
@@ -119,9 +118,9 @@ async def test_a_trace_is_looked_at_once_after_a_change(monkeypatch):
     looked: list[str] = []
     find = core.reader.find
 
-    def counting(run, trace_id, *rest):
+    def counting(run, trace_id, *, trace):
         looked.append(trace_id)
-        return find(run, trace_id, *rest)
+        return find(run, trace_id, trace=trace)
 
     monkeypatch.setattr(core.reader, "find", counting)
     number = random.Random(1).randrange(3, 9)
@@ -145,26 +144,7 @@ async def test_nothing_is_counted_where_no_metrics_are_served():
     add(core, 1)
     await core.sweep()
     assert not core.census.runs
-    assert core.state.traces.traces["run", "t0"].counted is None
-    await core.stop()
-
-
-async def test_rows_that_stand_in_later_are_counted(monkeypatch):
-    """A trace whose KV came from elsewhere is looked at again while its rows may arrive."""
-    core = Core(MemoryStore(), ServerConfig())
-    await core.start()
-    add(core, 1)
-    trace = core.state.traces.traces["run", "t0"]
-    trace.sources[0].lose(0, 1, pb.MISSING_REASON_KV_UNKNOWN)
-    trace.sources[0].remove(0, 1)
-    core.state.touch(trace, core.journal.clock.now())
-    census = Census(core.state, core.reader, core.agents, core.journal.clock)
-    await census.count()
-    assert census.runs["run"].missing == {pb.MISSING_REASON_KV_UNKNOWN: 2}
-    assert trace.counted is None
-    trace.updated -= 2 * core.agents.timeout
-    await census.count()
-    assert trace.counted is not None
+    assert core.state.traces.traces["run", "t0"].summary is None
     await core.stop()
 
 

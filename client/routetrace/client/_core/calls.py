@@ -23,6 +23,7 @@ from routetrace.client._core.reads import (
     read_waiting,
     unary,
 )
+from routetrace.client._core.reads import watch as watch_run
 from routetrace.client._core.steps import Emit, Plan
 from routetrace.client._memory import check_pin
 from routetrace.client.options import Missing, ReadOptions
@@ -34,6 +35,7 @@ from routetrace.client.stat import (
     TraceState,
     facts_from_proto,
 )
+from routetrace.client.summary import TraceChanges
 from routetrace.client.trace import Trace
 from routetrace.codec.records import digest_key, token_digests
 from routetrace.common.errors import InvalidArgument, NotFound
@@ -211,6 +213,12 @@ def find(
     )
     seconds = config.limit(timeout)
     return pages("ListTraces", request, seconds, lambda page: page.traces, _stat, limit)
+
+
+def watch(config: Config, *, timeout: float | None) -> Plan[TraceChanges]:
+    """See RouteClient.watch."""
+    request = pb.WatchTracesRequest(run=config.run)
+    return watch_run(request, config.limit(timeout), TraceChanges.from_proto)
 
 
 def bind(

@@ -36,7 +36,7 @@ class Received(NamedTuple):
 
 
 def unary_parser_of(message_type: type[Any]) -> Any:
-    """Return a deserializer of sealed answers without a payload, for gRPC."""
+    """Return a deserializer of sealed messages without a payload, for gRPC."""
 
     def parse(data: bytes) -> Any:
         head, _ = _split(data)

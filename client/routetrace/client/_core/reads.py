@@ -265,6 +265,28 @@ def read_parts(
         yield Sleep(pause, attempts.failure, attempts.left())
 
 
+def watch(request: pb.WatchTracesRequest, timeout: float, convert: Callable[[Any], T]) -> Plan[T]:
+    """Emit the converted messages about a run as they come.
+
+    Args:
+        request: the request.
+        timeout: seconds for the first message, with retries.
+        convert: converts a message.
+    """
+    attempts = Attempts(timeout)
+    while True:
+        try:
+            attempts.start()
+            call = yield Open("WatchTraces", request, None)
+            while (message := (yield Receive(call))) is not END:
+                attempts.hand_out()
+                yield Emit(_converted(convert, message))
+            raise Unavailable("the server has ended the watch")
+        except (grpc.RpcError, Unavailable) as failure:
+            pause = attempts.pause(failure)
+        yield Sleep(pause, attempts.failure, attempts.left())
+
+
 def pages(
     name: str,
     request: Any,

@@ -23,6 +23,7 @@ from routetrace.client.plan import FetchPlan
 from routetrace.client.progress import Meter, Progress
 from routetrace.client.rows import Rows
 from routetrace.client.stat import AgentStat, ServerInfo, TraceStat, TraceState
+from routetrace.client.summary import TraceChanges
 from routetrace.client.trace import Trace
 from routetrace.common.errors import RouteTraceError
 from routetrace.common.security import Security
@@ -501,6 +502,27 @@ class AsyncRouteClient:
             timeout=timeout,
         )
         return self._driver.run(plan)
+
+    def watch(self, *, timeout: float | None = None) -> AsyncGenerator[TraceChanges, None]:
+        """Return summaries of the traces of the run, newest first, then of those that change.
+
+        The first parts hold all traces; the last one of them, and all later parts, are `whole`.
+        From then on a trace is in one part a second at most, as it is then. A change of a trace
+        that no agent reports (its agent is lost, rows of other traces stand in) comes within some
+        seconds. A part comes at least every 10 seconds, without traces if nothing has changed.
+
+        Args:
+            timeout: seconds until the first part; the client's timeout if None.
+
+        Returns:
+            A generator without an end; closing it ends the call.
+
+        Raises:
+            Unavailable: also if the connection breaks after a first part: a new call begins with
+                all traces again.
+            RouteTraceError: see the class.
+        """
+        return self._driver.run(_calls.watch(self._config, timeout=timeout))
 
     async def bind(
         self,

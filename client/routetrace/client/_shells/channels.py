@@ -133,4 +133,9 @@ def _methods(channel: Any) -> dict[str, Any]:
             ("IngestService", "BindRequest", pb.BindRequestRequest, pb.BindRequestResponse),
         )
     }
-    return {**stubs[0], **stubs[1], **reads, **sealed}
+    watch = channel.unary_stream(
+        "/routetrace.v1.TraceService/WatchTraces",
+        request_serializer=pb.WatchTracesRequest.SerializeToString,
+        response_deserializer=unary_parser_of(pb.WatchTracesResponse),
+    )
+    return {**stubs[0], **stubs[1], **reads, **sealed, "WatchTraces": watch}

@@ -28,6 +28,9 @@ from routetrace.server.settings.config import ServerConfig
 _SLOW_SECONDS = 2.0
 _MAX_SLOW = 3
 
+#: Reads that a watch counts as, but at most a quarter of all.
+_WATCH_READS = 64
+
 
 class Admission:
     """Limits of one server. All calls belong to one event loop."""
@@ -74,6 +77,14 @@ class Admission:
             Overloaded: if the owner has its share of max_reads open.
         """
         return self._reads.hold(owner)
+
+    def watch(self, owner: str) -> AbstractContextManager[None]:
+        """Count a watch of an owner while it lasts, as many reads: it costs time as long.
+
+        Raises:
+            Overloaded: as `read`.
+        """
+        return self._reads.hold(owner, min(_WATCH_READS, max(1, self._reads.limit // 4)))
 
     def bind(self, owner: str, nbytes: int) -> AbstractContextManager[None]:
         """Count the bytes of a request of blocks while it waits or is built.

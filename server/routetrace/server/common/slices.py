@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Generator, Iterable, Iterator, Sequence
 from typing import TypeVar
 
 import numpy as np
@@ -21,41 +21,65 @@ _NUMBERS = 1 << 14
 _T = TypeVar("_T")
 
 
-#: Work that takes turns with other work.
-_in_turns: set[object] = set()
+class _Turns:
+    """Times of slices of work that takes turns."""
+
+    def __init__(self) -> None:
+        self._free_at = 0.0  # by the monotonic clock
+
+    def reserve(self, share: float) -> float:
+        """Reserve the next slice; return the seconds until it begins."""
+        now = time.monotonic()
+        begin = max(now, self._free_at)
+        self._free_at = begin + SLICE_SECONDS / share
+        return begin - now
+
+    def give_back(self, seconds: float, share: float) -> None:
+        """Give the rest of a slice back."""
+        self._free_at -= seconds / share
 
 
-async def in_slices(
-    items: Iterable[_T], pause: Callable[[], float] = lambda: 0.0
-) -> AsyncIterator[_T]:
+_turns = _Turns()
+
+
+async def in_slices(items: Iterable[_T]) -> AsyncIterator[_T]:
     """Yield items, with pauses in which the event loop runs other tasks.
 
     Items that other tasks may remove must be in a copy.
-
-    Args:
-        items: the items.
-        pause: returns the seconds of the next pause.
     """
     begun = time.monotonic()
     for item in items:
         yield item
         if time.monotonic() - begun > SLICE_SECONDS:
-            await asyncio.sleep(pause())
+            await asyncio.sleep(0)
             begun = time.monotonic()
 
 
-async def in_turns(items: Iterable[_T]) -> AsyncIterator[_T]:
+async def in_turns(
+    items: Iterable[_T], share: float = 0.5, *, waits: bool = False
+) -> AsyncIterator[_T]:
     """Yield items, as `in_slices`; all such work together takes at most half of the loop's time.
 
     For work that callers can cause at will.
+
+    Args:
+        items: the items.
+        share: maximum share of the loop's time that this work takes alone.
+        waits: whether the first slice waits for its turn, as all others do; short work need not.
     """
-    work = object()
-    _in_turns.add(work)
+    pause = _turns.reserve(share)
+    if waits:
+        await asyncio.sleep(pause)
+    begun = time.monotonic()
     try:
-        async for item in in_slices(items, lambda: (2 * len(_in_turns) - 1) * SLICE_SECONDS):
+        for item in items:
             yield item
+            if time.monotonic() - begun > SLICE_SECONDS:
+                await asyncio.sleep(_turns.reserve(share))
+                begun = time.monotonic()
     finally:
-        _in_turns.discard(work)
+        left = SLICE_SECONDS - (time.monotonic() - begun)
+        _turns.give_back(max(0.0, left), share)
 
 
 def at_once(steps: Generator[None, None, _T]) -> _T:

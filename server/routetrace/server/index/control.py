@@ -94,6 +94,7 @@ def _apply_renew(state: State, change: stored.Renew, now: float) -> Generator[No
         trace.ttl = change.ttl
         trace.expires = now + trace.ttl
         trace.packed = None
+        state.touched.add(trace.key)
     return len(found)
 
 

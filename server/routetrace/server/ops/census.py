@@ -1,7 +1,6 @@
 """Census: completeness of all traces, for metrics.
 
-A round visits every trace, as a sweep does. It looks at a trace anew only after a change, and never
-at one whose newest request runs, so that it costs one view of each trace that has ended.
+A round visits every trace, as a sweep does. It works a trace out anew only after a change.
 """
 
 from __future__ import annotations
@@ -11,12 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from routetrace.server.common.slices import in_slices
-from routetrace.server.index.agents import Agents
-from routetrace.server.index.journal import Clock
 from routetrace.server.index.state import State
-from routetrace.server.index.traces.trace import Counted, Trace
-from routetrace.server.rows.reader import Reader
-from routetrace.v1 import routetrace_pb2 as pb
+from routetrace.server.rows.summaries import Summaries
 
 
 @dataclass
@@ -34,11 +29,9 @@ class RunCount:
 class Census:
     """Completeness of all traces at the last round. All calls belong to the event loop's thread."""
 
-    def __init__(self, state: State, reader: Reader, agents: Agents, clock: Clock) -> None:
+    def __init__(self, state: State, summaries: Summaries) -> None:
         self._state = state
-        self._reader = reader
-        self._agents = agents
-        self._clock = clock
+        self._summaries = summaries
         self.runs: Mapping[str, RunCount] = {}
         """By run, as of the last round."""
 
@@ -49,31 +42,9 @@ class Census:
             if not trace.sources or self._state.traces.traces.get(trace.key) is not trace:
                 continue
             run = runs.setdefault(trace.key[0], RunCount())
-            counted = self._look(trace)
-            run.traces[counted.state if counted else pb.TRACE_STATE_RUNNING] += 1
-            if counted:
-                run.cells += counted.cells
-                for reason, cells in counted.missing:
-                    run.missing[reason] += cells
+            summary = self._summaries.of(trace)
+            run.traces[summary.state] += 1
+            run.cells += summary.cells
+            for reason, cells in summary.missing:
+                run.missing[reason] += cells
         self.runs = runs
-
-    def _look(self, trace: Trace) -> Counted | None:
-        """Return the completeness of a trace that has ended; None if it runs."""
-        if self._agents.running(trace.sources[-1]):
-            return None
-        counted = trace.counted
-        if counted and counted.changes == trace.changes:
-            return counted
-        known = self._reader.find(*trace.key)
-        state = self._reader.state_of(known)
-        if state == pb.TRACE_STATE_RUNNING:
-            return None
-        cells = known.num_rows * len(known.layout.layer_ids)
-        missing = self._reader.missing_cells(state, known)
-        reasons = tuple((m.reason, m.cells) for m in missing)
-        counted = Counted(trace.changes, state, cells, reasons)
-        # Rows of another trace may still arrive and stand in, which is no change of this one.
-        unknown = any(reason == pb.MISSING_REASON_KV_UNKNOWN for reason, _ in reasons)
-        recent = self._clock.now() - trace.updated <= self._agents.timeout
-        trace.counted = None if unknown and recent else counted
-        return counted

@@ -2,27 +2,51 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Protocol
+from collections.abc import AsyncIterator, Callable, Hashable, Iterable, Iterator, Sequence, Set
+from contextlib import AbstractContextManager, contextmanager
+from typing import Protocol, TypeVar
 
 from routetrace.server.common.slices import in_turns
 from routetrace.server.index.agents import Agents
 from routetrace.server.index.journal import Journal
 from routetrace.server.index.records.record import encode_renew
 from routetrace.server.index.traces.trace import Trace
+from routetrace.server.index.traces.trace_index import TraceIndex
 from routetrace.server.read.checks import page_of
 from routetrace.server.read.finding import Finder
 from routetrace.server.retention.retention import Retention
 from routetrace.server.rows.reader import Reader
+from routetrace.server.rows.summaries import Summaries
 from routetrace.v1 import routetrace_pb2 as pb
 
 #: Size of a page after which no further entry is added.
 PAGE_BYTES = 1 << 20
 _MAX_RENEWED = 1000
 
+_T = TypeVar("_T")
+
+#: Maximum share of the event loop's time for the summaries of one watcher.
+WATCH_SHARE = 0.2
+
+
+class Watched(Protocol):
+    """Traces of a run while they are watched."""
+
+    def every(self) -> AsyncIterator[Trace]:
+        """Yield all traces, newest first."""
+
+    async def changed(self) -> list[str]:
+        """Return the traces that have changed, or are gone, since the last call."""
+
+    def look(self, trace_ids: Iterable[str]) -> AsyncIterator[tuple[str, Trace | None]]:
+        """Yield traces as they are now; None for one that is gone."""
+
 
 class Catalog(Protocol):
     """Traces and agents of runs."""
+
+    def watched(self, run: str) -> AbstractContextManager[Watched]:
+        """Watch the traces of a run."""
 
     async def traces(self, request: pb.ListTracesRequest) -> pb.ListTracesResponse:
         """Return a page of the traces of a run, newest first."""
@@ -45,28 +69,69 @@ class Catalog(Protocol):
         """Return a page of the agents of a run."""
 
 
-def entry(reader: Reader, trace: Trace, request: pb.ListTracesRequest) -> pb.TraceInfo | None:
+def entry(
+    reader: Reader, summaries: Summaries, trace: Trace, request: pb.ListTracesRequest
+) -> pb.TraceInfo | None:
     """Return the entry of a trace in a list; None if the request does not ask for it.
 
     Args:
         reader: describes traces.
+        summaries: summaries of traces.
         trace: the trace.
         request: what is asked for.
     """
     if not trace.may_have(request.labels):
+        return None
+    if request.states and summaries.of(trace).state not in request.states:
         return None
     if request.HasField("retirable_through") and not reader.retirable(
         trace, request.retirable_through
     ):
         return None
     known = reader.find(*trace.key, trace=trace)
-    if request.states and reader.state_of(known) not in request.states:
-        return None
     info = reader.describe(known, digests=False)
     if any(info.labels.get(key) != text for key, text in request.labels.items()):
         return None
     info.missing_cells.extend(reader.missing_cells(info.state, known))
     return info
+
+
+class _OwnWatched:
+    """Traces of a run that lies in this worker, while they are watched."""
+
+    def __init__(self, run: str, finder: Finder, traces: TraceIndex) -> None:
+        self._run = run
+        self._finder = finder
+        self._traces = traces
+        self._changed: dict[str, None] = {}
+
+    def note(self, keys: Set[Hashable]) -> None:
+        """Note changes; a listener of `Changes`."""
+        for key in keys:
+            # Other keys are those of writers.
+            if isinstance(key, tuple) and len(key) == 2 and key[0] == self._run:
+                self._changed[key[1]] = None
+
+    async def every(self) -> AsyncIterator[Trace]:
+        """Yield all traces; see `Watched`."""
+        async for trace in self._in_turns(self._traces.newest_first(self._run)):
+            if self._finder.exists(trace) and trace.sources:
+                yield trace
+
+    @staticmethod
+    def _in_turns(items: Iterable[_T]) -> AsyncIterator[_T]:
+        return in_turns(items, WATCH_SHARE, waits=True)  # watchers have their rounds together
+
+    async def changed(self) -> list[str]:
+        """Return what has changed; see `Watched`."""
+        changed, self._changed = [*self._changed], {}
+        return changed
+
+    async def look(self, trace_ids: Iterable[str]) -> AsyncIterator[tuple[str, Trace | None]]:
+        """Yield traces as they are now; see `Watched`."""
+        async for trace_id in self._in_turns(trace_ids):
+            trace = self._traces.traces.get((self._run, trace_id))
+            yield trace_id, trace if trace is not None and trace.sources else None
 
 
 class OwnCatalog:
@@ -80,6 +145,7 @@ class OwnCatalog:
         journal: Journal,
         reader: Reader,
         retention: Retention,
+        summaries: Summaries,
     ) -> None:
         self._agents = agents
         self._finder = finder
@@ -87,6 +153,18 @@ class OwnCatalog:
         self._state = journal.state
         self._reader = reader
         self._retention = retention
+        self._summaries = summaries
+
+    @contextmanager
+    def watched(self, run: str) -> Iterator[Watched]:
+        """Watch traces; see `Catalog`."""
+        watched = _OwnWatched(run, self._finder, self._state.traces)
+        listeners = self._journal.changes.listeners
+        listeners.append(watched.note)
+        try:
+            yield watched
+        finally:
+            listeners.remove(watched.note)
 
     async def traces(self, request: pb.ListTracesRequest) -> pb.ListTracesResponse:
         """Return a page of traces; see `Catalog`."""
@@ -96,7 +174,7 @@ class OwnCatalog:
         async for trace in in_turns(self._state.traces.newest_first(request.run, start)):
             if not self._finder.exists(trace):
                 continue
-            info = entry(self._reader, trace, request)
+            info = entry(self._reader, self._summaries, trace, request)
             if info is None:
                 continue
             if len(response.traces) == most or size > PAGE_BYTES:

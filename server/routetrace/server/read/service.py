@@ -32,12 +32,14 @@ from routetrace.server.read.parts import PartsServicer
 from routetrace.server.read.peers import Peers
 from routetrace.server.read.spread_catalog import SpreadCatalog
 from routetrace.server.read.status import Status
+from routetrace.server.read.watching import Watch
 from routetrace.server.retention.limits import Limits
 from routetrace.server.retention.retention import Retention
 from routetrace.server.rows import answers
 from routetrace.server.rows.reader import Reader
 from routetrace.server.rows.sending import Answer
 from routetrace.server.rows.served import Known
+from routetrace.server.rows.summaries import Summaries
 from routetrace.server.settings.config import ServerConfig
 from routetrace.server.spread.gathering import Gathering
 from routetrace.server.spread.watching import Touched, Watching
@@ -73,6 +75,7 @@ class TraceServicer(pb_grpc.TraceServiceServicer):
         journal: Journal,
         reader: Reader,
         retention: Retention,
+        summaries: Summaries,
         store: Store,
         started: float,
         partition: Partition,
@@ -90,6 +93,7 @@ class TraceServicer(pb_grpc.TraceServiceServicer):
         self._state = journal.state
         self._reader = reader
         self._retention = retention
+        self._summaries = summaries
         self._finder = Finder(
             access=access,
             admission=admission,
@@ -122,6 +126,7 @@ class TraceServicer(pb_grpc.TraceServiceServicer):
             journal=journal,
             reader=reader,
             retention=retention,
+            summaries=summaries,
         )
         self._everywhere = SpreadCatalog(
             everywhere=retention.everywhere,
@@ -129,6 +134,7 @@ class TraceServicer(pb_grpc.TraceServiceServicer):
             journal=journal,
             own=self.parts,
             reader=reader,
+            summaries=summaries,
         )
         self._status = Status(
             access=access,
@@ -298,6 +304,19 @@ class TraceServicer(pb_grpc.TraceServiceServicer):
         at_most("states", len(request.states), len(pb.TraceState.values()))
         return await self._catalog(request.run).traces(request)
 
+    @streaming
+    async def WatchTraces(  # type: ignore[override] # noqa: N802, D102
+        self, request: pb.WatchTracesRequest, context: Context
+    ) -> AsyncIterator[bytes]:
+        check = partial(self._checks.call, context, "read", request.run)
+        owner = check()
+        with self._admission.watch(owner), self._catalog(request.run).watched(request.run) as seen:
+            async with aclosing(Watch(seen, self._summaries, check).messages()) as messages:
+                async for message in messages:
+                    async with self._admission.turn(owner) as turn:
+                        await turn.sending()
+                        yield sealed(message)
+
     # ------------------------------------------------------------------ deletion and leases
 
     @unary
@@ -368,8 +387,7 @@ class TraceServicer(pb_grpc.TraceServiceServicer):
                 value=request.engine_id,
                 expected=f"an engine of run {request.run!r}",
             )
-        record = encode_forget(self._journal.clock.now(), *engine)
-        forgotten = await self._journal.append(record)
+        forgotten = await self._journal.append(encode_forget(self._journal.clock.now(), *engine))
         for key in forgotten:
             if key not in self._state.writers:  # it may have come back
                 self._agents.forget(key)

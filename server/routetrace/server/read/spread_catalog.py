@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from routetrace.common.errors import InvalidArgument
 from routetrace.server.index.journal import Journal
-from routetrace.server.read.catalog import PAGE_BYTES, entry
+from routetrace.server.index.traces.trace import Trace
+from routetrace.server.read.catalog import PAGE_BYTES, Watched, entry
 from routetrace.server.read.checks import DEFAULT_PAGE_SIZE, MAX_PAGE_SIZE, page_of
 from routetrace.server.read.parts import PartsServicer
+from routetrace.server.read.spread_watched import SpreadWatched
 from routetrace.server.retention.everywhere import Everywhere
 from routetrace.server.rows.reader import Reader
+from routetrace.server.rows.summaries import Summaries
 from routetrace.server.spread.gathering import Gathering
 from routetrace.server.spread.parts import Found, merged
 from routetrace.stored import parts_pb2 as parts
@@ -40,14 +44,27 @@ class SpreadCatalog:
         journal: Journal,
         own: PartsServicer,
         reader: Reader,
+        summaries: Summaries,
     ) -> None:
         self._everywhere = everywhere
         self._gathering = gathering
         self._journal = journal
         self._own = own
         self._reader = reader
+        self._summaries = summaries
 
     # ------------------------------------------------------------------ lists
+
+    @contextmanager
+    def watched(self, run: str) -> Iterator[Watched]:
+        """Watch traces; see `Catalog`."""
+        yield SpreadWatched(run, self._every, self._gathering, self._own)
+
+    async def _every(self, run: str) -> AsyncIterator[Trace]:
+        """Yield all traces of a run, newest first by the clocks of the workers."""
+        async for _, _, trace in self._merged(run, self._places("")):
+            if trace is not None:
+                yield trace
 
     async def traces(self, request: pb.ListTracesRequest) -> pb.ListTracesResponse:
         """Return a page of traces, the newest first by the clocks of the workers.
@@ -58,12 +75,10 @@ class SpreadCatalog:
         response = pb.ListTracesResponse()
         places = self._places(request.page_token)
         size = 0
-        async for worker, listed, found in self._listed(request.run, dict(places)):
-            # A trace in several workers is listed once, where it began.
+        async for worker, serial, trace in self._merged(request.run, dict(places)):
             info = None
-            if worker == min(found.parts, key=lambda w: (found.parts[w].created, w), default=-1):
-                trace = merged((request.run, listed.trace_id), found.parts.items())
-                info = entry(self._reader, trace, request)
+            if trace is not None:
+                info = entry(self._reader, self._summaries, trace, request)
             if info is not None:
                 if len(response.traces) == most or size > PAGE_BYTES:
                     token = ".".join(str(places[worker]) for worker in sorted(places))
@@ -71,7 +86,7 @@ class SpreadCatalog:
                     break
                 response.traces.append(info)
                 size += info.ByteSize()
-            places[worker] = listed.serial
+            places[worker] = serial
         return response
 
     def _places(self, token: str) -> dict[int, int]:
@@ -85,6 +100,19 @@ class SpreadCatalog:
                 field="page_token", value=token, expected="next_page_token of an earlier response"
             )
         return dict(zip(workers, map(int, numbers), strict=True))
+
+    async def _merged(
+        self, run: str, places: dict[int, int]
+    ) -> AsyncIterator[tuple[int, int, Trace | None]]:
+        """Yield parts of all workers as worker and serial number, newest first, and their traces.
+
+        A trace in several workers comes once, with the part where it began.
+        """
+        async for worker, listed, found in self._listed(run, places):
+            trace = None
+            if worker == min(found.parts, key=lambda w: (found.parts[w].created, w), default=-1):
+                trace = merged((run, listed.trace_id), found.parts.items())
+            yield worker, listed.serial, trace
 
     async def _listed(
         self, run: str, places: dict[int, int]

@@ -7,6 +7,8 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
+import numpy as np
+
 from routetrace.server.index.traces.refs import CHUNK_SHIFT, ROW_BITS
 
 FOREVER = 1 << 32
@@ -65,6 +67,14 @@ class SpanList:
     def end(self) -> int:
         """One past the last position; 0 if empty."""
         return self._data[-5] + self._data[-4] if self._data else 0
+
+    @property
+    def weight_versions(self) -> tuple[int, ...]:
+        """Lowest and highest weight version; empty if there are no spans."""
+        if not self._data:
+            return ()
+        versions = np.frombuffer(self._data[3 :: self._FIELDS], np.int64)
+        return int(versions.min()), int(versions.max())
 
     def append(self, span: Span) -> None:
         """Add a span, replacing positions at and after its first."""

@@ -13,17 +13,25 @@ from routetrace.server.index.traces.sources import Source, TraceKey, dump_source
 from routetrace.stored import format5_pb2 as stored
 
 
-class Counted(NamedTuple):
-    """Completeness of an ended trace, as `ops/census.py` found it."""
+class Summary(NamedTuple):
+    """Summary of a trace, as `rows/summaries.py` worked it out."""
 
     changes: int
     """`Trace.changes` at that time."""
     state: int
     """TraceState."""
     cells: int
-    """Cells of its rows, present or not."""
+    """Cells of its rows, present or not; 0 if it runs."""
     missing: tuple[tuple[int, int], ...]
-    """(MissingReason, missing cells)."""
+    """(MissingReason, missing cells); none if it runs."""
+    message: bytes
+    """Serialized pb.TraceSummary without `expires_ms`, which changes without the trace."""
+    final: bool = False
+    """Whether it stays until the trace changes, whatever happens to agents and other traces."""
+    unfilled: int | None = None
+    """`TraceIndex.changes` at that time, where rows of any other trace may stand in."""
+    given: tuple[tuple[TraceKey, int, int], ...] = ()
+    """Traces whose rows stand in: key, serial number and number of changes."""
 
 
 @dataclass(slots=True, eq=False)
@@ -52,8 +60,8 @@ class Trace:
     """First position with a computed row, by weight version."""
     packed: bytes | None = None
     """Cached piece of a snapshot; None after a change."""
-    counted: Counted | None = None
-    """Cached result of the census."""
+    summary: Summary | None = None
+    """Summary when it was last worked out."""
     held: tuple[object, ...] = ()
     """Chunks of other workers that its references name, which are known while it holds them."""
     _join: Join | None = None

@@ -1,0 +1,138 @@
+"""Summaries stay right where other traces and agents change, and the trace itself does not."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from routetrace.capture_agent import AgentConfig, CaptureAgent
+from routetrace.client import RouteClient, TraceSummary
+from routetrace.common.layout import ModelLayout
+from routetrace.server.common.slices import at_once
+from routetrace.server.core import Core
+from routetrace.server.index.apply import apply_record
+from routetrace.server.rows.summaries import Summaries
+from routetrace.server.settings.config import ServerConfig
+from routetrace.server.store.memory import MemoryStore
+from routetrace.server.testing import run_server
+from routetrace.v1 import routetrace_pb2 as pb
+from support.agents.recorder import Recorder
+from support.servers.client_server import rows_of
+
+LAYOUT = ModelLayout((1, 2, 4), 6, 40, 3)
+PROMPT = [int(t) for t in np.random.default_rng(7).integers(0, 50_000, 128)]
+LOADED = 120
+"""Tokens of the prompt whose KV comes from elsewhere."""
+
+
+@pytest.fixture(scope="module")
+def server():
+    with run_server() as process:
+        yield process
+
+
+def ask(agent: CaptureAgent, name: str, external: int, version: int = 0) -> None:
+    """Make a request of the prompt, with KV of so many tokens from elsewhere."""
+    agent.set_weight_version(version)
+    handle = agent.begin(
+        name,
+        prompt_len=len(PROMPT),
+        num_computed_tokens=external,
+        num_external_tokens=external,
+        prompt_token_ids=PROMPT,
+    )
+    computed = len(PROMPT) - external
+    agent.step(rows_of(LAYOUT, computed), [(handle, external, computed)])
+    agent.finish(handle, len(PROMPT) + 1)
+    assert agent.flush(30)
+
+
+def states(client: RouteClient) -> dict[str, str]:
+    """The state of each trace, by filters; what was listed before is kept by the server."""
+    return {
+        stat.trace_id: state
+        for state in ("running", "complete", "incomplete")
+        for stat in client.find(states=[state])
+    }
+
+
+def test_rows_of_other_traces_come_and_go(server):
+    config = AgentConfig(
+        target=server.target, run="given", engine_id="e0", layout=LAYOUT, background="thread",
+        flush_interval_seconds=0.01,
+    )  # fmt: skip
+    with CaptureAgent(config) as agent, RouteClient(server.target, run="given") as client:
+        ask(agent, "reader", LOADED)
+        assert states(client) == {"reader": "incomplete"}
+        # Other traces of the run make no difference, nor do those with other weights.
+        ask(agent, "newer", 0, version=1)
+        assert states(client)["reader"] == "incomplete"
+        for giver in ("first", "second"):
+            ask(agent, giver, 0)
+            assert states(client)["reader"] == "complete"
+        # Of two the earlier one gives its rows, then the other one.
+        client.delete("first")
+        assert states(client)["reader"] == "complete"
+        client.delete("second")
+        assert states(client)["reader"] == "incomplete"
+        ask(agent, "third", 0)
+        assert states(client)["reader"] == "complete"
+
+
+def recorded(core: Core, *, ends: bool) -> None:
+    """Apply the records of one request, which has two rows."""
+    recorder = Recorder()
+    handle = recorder.begin("t", prompt_len=1)
+    recorder.step(rows_of(recorder.layout, 2), [(handle, 0, 2)])
+    if ends:
+        recorder.finish(handle, 4)
+    recorder.flush()
+    for record in recorder.records:
+        apply_record(core.state, core.state.number + 1, record)
+
+
+@pytest.mark.parametrize("ends", [False, True])
+async def test_an_agent_that_is_lost_and_comes_back(ends: bool):
+    core = Core(MemoryStore(), ServerConfig())
+    await core.start()
+    summaries = Summaries(core.state, core.reader, core.agents)
+    recorded(core, ends=ends)
+    trace = core.state.traces.traces["run", "t"]
+
+    def state() -> int:
+        assert TraceSummary.from_proto(summaries.message(trace)).trace_id == "t"
+        return summaries.of(trace).state
+
+    running, incomplete = pb.TRACE_STATE_RUNNING, pb.TRACE_STATE_INCOMPLETE
+    assert state() == (incomplete if ends else running)
+    core.journal.clock._offset += 2 * core.agents.timeout
+    assert state() == incomplete
+    core.agents.reachable()
+    assert state() == (incomplete if ends else running)
+    await core.stop()
+
+
+async def test_one_that_lacks_rows_of_others_is_worked_out_again_after_a_restart():
+    """The state of a server that starts from a snapshot is another object than before."""
+    store = MemoryStore()
+    core = Core(store, ServerConfig())
+    await core.start()
+    recorded(core, ends=True)
+    trace = core.state.traces.traces["run", "t"]
+    trace.sources[0].lose(0, 1, pb.MISSING_REASON_KV_UNKNOWN)
+    trace.sources[0].remove(0, 1)
+    trace.expires = core.journal.clock.now() + 3600
+    core.state.changed(trace)
+    number, data = at_once(core.journal.snapshot())
+    store.compact((number, data), ())
+    await core.stop()
+
+    core = Core(store, ServerConfig())
+    summaries = Summaries(core.state, core.reader, core.agents)
+    await core.start()
+    trace = core.state.traces.traces["run", "t"]
+    first = summaries.of(trace)
+    assert summaries.of(trace) is first
+    core.state.traces.changes += 1
+    assert summaries.of(trace) is not first
+    await core.stop()
