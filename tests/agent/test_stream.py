@@ -180,3 +180,25 @@ def test_a_refused_chunk_is_replaced_by_its_losses():
     sender.receive(pb.IngestResponse(reject=pb.Reject(sequence=1, error=error)))
     assert sender.ended
     assert sender.next_message() is None
+
+
+def test_a_heartbeat_has_the_age_of_the_oldest_chunk_without_an_acknowledgement():
+    agent = Agent()
+    sender = agent.sender
+
+    def lag_ms() -> int:
+        return pb.IngestRequest.FromString(sender.stream.heartbeat()).heartbeat.lag_ms
+
+    assert lag_ms() == 0
+    for name in "ab":
+        agent.now += 1.5
+        agent.put(name)
+    agent.now += 1
+    assert lag_ms() == 2500
+    sender.open()
+    welcome = pb.Welcome(epoch=1, next_sequence=1, max_chunk_bytes=1 << 20, heartbeat_ms=100)
+    sender.receive(pb.IngestResponse(welcome=welcome))
+    assert lag_ms() == 2500
+    for sequence, lag in ((1, 1000), (2, 0)):
+        sender.receive(pb.IngestResponse(ack=pb.Ack(sequence=sequence)))
+        assert lag_ms() == lag

@@ -18,6 +18,7 @@ import routetrace.capture_agent
 import routetrace.client
 from routetrace.capture_agent import AgentConfig, AgentStats, CloseReport
 from routetrace.client import (
+    AgentHistory,
     AgentStat,
     ClientConfig,
     FetchStats,
@@ -32,6 +33,7 @@ from routetrace.client import (
     Rank,
     ReadFacts,
     ReadOptions,
+    RunHistory,
     Sample,
     Security,
     Segment,
@@ -48,8 +50,9 @@ from routetrace.codec.records import DIGEST
 LAYOUT = ModelLayout((1, 3), 4, 8, 2)
 #: Dataclasses with a result of JSON; the others hold arrays of rows, or say how to read them.
 DATA = {
-    AgentConfig, AgentStat, AgentStats, ClientConfig, CloseReport, FetchStats, Limit, MissingRange,
-    ModelLayout, PrefixSpan, Progress, ProvenanceSpan, Rank, ReadFacts, ReadOptions, Sample,
+    AgentConfig, AgentHistory, AgentStat, AgentStats, ClientConfig, CloseReport, FetchStats, Limit,
+    MissingRange, ModelLayout, PrefixSpan, Progress, ProvenanceSpan, Rank, ReadFacts, ReadOptions,
+    RunHistory, Sample,
     Security, Segment, ServerInfo, Trace, TraceChanges, TraceStat, TraceSummary, VersionSpan,
 }  # fmt: skip
 ROWS = {"FetchPlan", "MicroBatch", "Rows", "SampleRows"}
@@ -108,7 +111,21 @@ _summaries = st.builds(
     num_cells=_number,
     missing_cells=st.dictionaries(st.sampled_from([*MissingReason]), _number, max_size=2),
 )  # fmt: skip
+_numbers = st.lists(_number, max_size=3).map(tuple)
+_agent_history = st.builds(AgentHistory, _text, _text, _numbers, _numbers)
 VALUES = {
+    AgentHistory: _agent_history,
+    RunHistory: st.builds(
+        RunHistory,
+        _number,
+        st.floats(0, 9),
+        _time,
+        _numbers,
+        _numbers,
+        _numbers,
+        st.tuples(_agent_history),
+        _numbers,
+    ),
     TraceSummary: _summaries,
     TraceChanges: st.builds(
         TraceChanges, st.tuples(_summaries), st.tuples(_text), whole=st.booleans()

@@ -121,6 +121,7 @@ def test_the_sdist_has_all_that_tests_read():
 # ---------------------------------------------------------------------------- names
 
 CLIENT_NAMES = [
+    "AgentHistory",
     "AgentStat",
     "AsyncPrefetch",
     "AsyncRouteClient",
@@ -154,6 +155,7 @@ CLIENT_NAMES = [
     "RouteClient",
     "RouteTraceError",
     "Rows",
+    "RunHistory",
     "Sample",
     "SampleRows",
     "Security",

@@ -21,6 +21,7 @@ CALLS = {
     "client.RouteClient.forget_engine": "engine_id * timeout",
     "client.RouteClient.server_info": "* timeout",
     "client.RouteClient.agents": "* timeout",
+    "client.RouteClient.history": "* after timeout",
     "client.RouteClient.get_blocks": "engine_id block_ids num_tokens * token_start layer_ids"
     " missing timeout",
     "client.RouteClient.bind": "engine_id request_id block_ids num_tokens * num_computed_tokens"
@@ -39,6 +40,7 @@ CALLS = {
     "client.Trace.verify_tokens": "token_ids",
     "client.Trace.validate": "",
     "client.Trace.equals": "other",
+    "client.RunHistory.commit_seconds": "share",
     "client.Rows.layers": "layer_ids",
     "client.Rows.to_torch": "device dtype",
     "client.Rows.per_sample": "",

@@ -4,6 +4,7 @@ from routetrace.client._shells.aio import AsyncRouteClient
 from routetrace.client._shells.prefetch import AsyncPrefetch, Prefetch
 from routetrace.client._shells.sync import RouteClient
 from routetrace.client.config import ClientConfig
+from routetrace.client.history import AgentHistory, RunHistory
 from routetrace.client.micro_batch import MicroBatch, Sample, Segment
 from routetrace.client.options import ReadOptions
 from routetrace.client.plan import FetchPlan, Rank
@@ -48,6 +49,7 @@ from routetrace.common.version import installed_version as _version
 __version__ = _version()
 
 __all__ = [
+    "AgentHistory",
     "AgentStat",
     "AsyncPrefetch",
     "AsyncRouteClient",
@@ -81,6 +83,7 @@ __all__ = [
     "RouteClient",
     "RouteTraceError",
     "Rows",
+    "RunHistory",
     "Sample",
     "SampleRows",
     "Security",

@@ -347,6 +347,9 @@ class AgentStat(Values):
     """Unacknowledged bytes in its memory."""
     spilled_bytes: int
     """Unacknowledged bytes on its disk."""
+    lag_seconds: float
+    """Age of its oldest chunk that is not acknowledged; 0 if all are, or the agent is older than
+    this field."""
     weight_version: int | None
     """Weight version of its last rows; None before the first row."""
     weight_version_lag: int
@@ -371,6 +374,7 @@ class AgentStat(Values):
             dropped_rows=dict(report.dropped_rows),
             queued_bytes=report.queued_bytes,
             spilled_bytes=report.spilled_bytes,
+            lag_seconds=report.lag_ms / 1000,
             weight_version=info.weight_version if info.HasField("weight_version") else None,
             weight_version_lag=info.weight_version_lag,
         )

@@ -641,6 +641,7 @@ class Heartbeat(google.protobuf.message.Message):
     IN_FLIGHT_ROWS_FIELD_NUMBER: builtins.int
     QUEUED_BYTES_FIELD_NUMBER: builtins.int
     SPILLED_BYTES_FIELD_NUMBER: builtins.int
+    LAG_MS_FIELD_NUMBER: builtins.int
     offered_rows: builtins.int
     """Rows that the engine offered."""
     acknowledged_rows: builtins.int
@@ -651,6 +652,8 @@ class Heartbeat(google.protobuf.message.Message):
     """Unacknowledged bytes in memory."""
     spilled_bytes: builtins.int
     """Unacknowledged bytes on the agent's disk."""
+    lag_ms: builtins.int
+    """Milliseconds since the oldest chunk that is not acknowledged was made; 0: all are acknowledged."""
     @property
     def dropped_rows(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.int]:
         """Rows that the agent dropped, by reason ("queue_full", "invalid_ids", "rewound", ...)."""
@@ -664,8 +667,9 @@ class Heartbeat(google.protobuf.message.Message):
         in_flight_rows: builtins.int = ...,
         queued_bytes: builtins.int = ...,
         spilled_bytes: builtins.int = ...,
+        lag_ms: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["acknowledged_rows", b"acknowledged_rows", "dropped_rows", b"dropped_rows", "in_flight_rows", b"in_flight_rows", "offered_rows", b"offered_rows", "queued_bytes", b"queued_bytes", "spilled_bytes", b"spilled_bytes"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["acknowledged_rows", b"acknowledged_rows", "dropped_rows", b"dropped_rows", "in_flight_rows", b"in_flight_rows", "lag_ms", b"lag_ms", "offered_rows", b"offered_rows", "queued_bytes", b"queued_bytes", "spilled_bytes", b"spilled_bytes"]) -> None: ...
 
 global___Heartbeat = Heartbeat
 
@@ -2144,6 +2148,120 @@ class ForgetEngineResponse(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["crc32", b"crc32", "num_forgotten", b"num_forgotten"]) -> None: ...
 
 global___ForgetEngineResponse = ForgetEngineResponse
+
+@typing.final
+class GetHistoryRequest(google.protobuf.message.Message):
+    """Requests the last minutes of a run."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    RUN_FIELD_NUMBER: builtins.int
+    AFTER_FIELD_NUMBER: builtins.int
+    run: builtins.str
+    """Namespace."""
+    after: builtins.int
+    """Only later steps: `last_step` of an earlier response; 0: all that are known."""
+    def __init__(
+        self,
+        *,
+        run: builtins.str = ...,
+        after: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["after", b"after", "run", b"run"]) -> None: ...
+
+global___GetHistoryRequest = GetHistoryRequest
+
+@typing.final
+class GetHistoryResponse(google.protobuf.message.Message):
+    """History of a run, a number for each step up to the last. Counts begin with the server."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    LAST_STEP_FIELD_NUMBER: builtins.int
+    STEP_MS_FIELD_NUMBER: builtins.int
+    ROWS_FIELD_NUMBER: builtins.int
+    STORED_BYTES_FIELD_NUMBER: builtins.int
+    READS_FIELD_NUMBER: builtins.int
+    AGENTS_FIELD_NUMBER: builtins.int
+    COMMIT_COUNTS_FIELD_NUMBER: builtins.int
+    CRC32_FIELD_NUMBER: builtins.int
+    last_step: builtins.int
+    """Last step that has ended. Step n begins at n * step_ms in Unix milliseconds."""
+    step_ms: builtins.int
+    """Duration of a step in milliseconds."""
+    crc32: builtins.int
+    """CRC-32 of all bytes of this message except this field."""
+    @property
+    def rows(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """Rows stored."""
+
+    @property
+    def stored_bytes(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """Bytes of chunks stored."""
+
+    @property
+    def reads(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """Reads of traces that were answered."""
+
+    @property
+    def agents(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___AgentHistory]:
+        """Its agents, with the same steps."""
+
+    @property
+    def commit_counts(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """Chunks of the last 30 steps by time from their arrival to their commit: the i-th number counts
+        those up to 0.5 * 2^(i / 2) ms, the last one all others.
+        """
+
+    def __init__(
+        self,
+        *,
+        last_step: builtins.int = ...,
+        step_ms: builtins.int = ...,
+        rows: collections.abc.Iterable[builtins.int] | None = ...,
+        stored_bytes: collections.abc.Iterable[builtins.int] | None = ...,
+        reads: collections.abc.Iterable[builtins.int] | None = ...,
+        agents: collections.abc.Iterable[global___AgentHistory] | None = ...,
+        commit_counts: collections.abc.Iterable[builtins.int] | None = ...,
+        crc32: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["agents", b"agents", "commit_counts", b"commit_counts", "crc32", b"crc32", "last_step", b"last_step", "reads", b"reads", "rows", b"rows", "step_ms", b"step_ms", "stored_bytes", b"stored_bytes"]) -> None: ...
+
+global___GetHistoryResponse = GetHistoryResponse
+
+@typing.final
+class AgentHistory(google.protobuf.message.Message):
+    """History of an agent."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    ENGINE_ID_FIELD_NUMBER: builtins.int
+    SHARD_FIELD_NUMBER: builtins.int
+    ROWS_FIELD_NUMBER: builtins.int
+    DROPPED_ROWS_FIELD_NUMBER: builtins.int
+    engine_id: builtins.str
+    """Engine of the agent."""
+    shard: builtins.str
+    """Part of the engine that it sees."""
+    @property
+    def rows(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """Rows of it that were stored."""
+
+    @property
+    def dropped_rows(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """Rows that it reported as dropped."""
+
+    def __init__(
+        self,
+        *,
+        engine_id: builtins.str = ...,
+        shard: builtins.str = ...,
+        rows: collections.abc.Iterable[builtins.int] | None = ...,
+        dropped_rows: collections.abc.Iterable[builtins.int] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["dropped_rows", b"dropped_rows", "engine_id", b"engine_id", "rows", b"rows", "shard", b"shard"]) -> None: ...
+
+global___AgentHistory = AgentHistory
 
 @typing.final
 class ListAgentsRequest(google.protobuf.message.Message):

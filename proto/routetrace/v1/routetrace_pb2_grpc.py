@@ -170,6 +170,11 @@ class TraceServiceStub(object):
                 request_serializer=routetrace_dot_v1_dot_routetrace__pb2.ListAgentsRequest.SerializeToString,
                 response_deserializer=routetrace_dot_v1_dot_routetrace__pb2.ListAgentsResponse.FromString,
                 )
+        self.GetHistory = channel.unary_unary(
+                '/routetrace.v1.TraceService/GetHistory',
+                request_serializer=routetrace_dot_v1_dot_routetrace__pb2.GetHistoryRequest.SerializeToString,
+                response_deserializer=routetrace_dot_v1_dot_routetrace__pb2.GetHistoryResponse.FromString,
+                )
         self.ForgetEngine = channel.unary_unary(
                 '/routetrace.v1.TraceService/ForgetEngine',
                 request_serializer=routetrace_dot_v1_dot_routetrace__pb2.ForgetEngineRequest.SerializeToString,
@@ -259,6 +264,13 @@ class TraceServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GetHistory(self, request, context):
+        """Returns the rows, bytes, reads and drops of the last ten minutes of a run, in steps.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def ForgetEngine(self, request, context):
         """Forgets the disconnected agents of one engine, and the rows that its slots name. Traces stay.
         """
@@ -323,6 +335,11 @@ def add_TraceServiceServicer_to_server(servicer, server):
                     servicer.ListAgents,
                     request_deserializer=routetrace_dot_v1_dot_routetrace__pb2.ListAgentsRequest.FromString,
                     response_serializer=routetrace_dot_v1_dot_routetrace__pb2.ListAgentsResponse.SerializeToString,
+            ),
+            'GetHistory': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetHistory,
+                    request_deserializer=routetrace_dot_v1_dot_routetrace__pb2.GetHistoryRequest.FromString,
+                    response_serializer=routetrace_dot_v1_dot_routetrace__pb2.GetHistoryResponse.SerializeToString,
             ),
             'ForgetEngine': grpc.unary_unary_rpc_method_handler(
                     servicer.ForgetEngine,
@@ -524,6 +541,23 @@ class TraceService(object):
         return grpc.experimental.unary_unary(request, target, '/routetrace.v1.TraceService/ListAgents',
             routetrace_dot_v1_dot_routetrace__pb2.ListAgentsRequest.SerializeToString,
             routetrace_dot_v1_dot_routetrace__pb2.ListAgentsResponse.FromString,
+            options, channel_credentials,
+            insecure, call_credentials, compression, wait_for_ready, timeout, metadata)
+
+    @staticmethod
+    def GetHistory(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(request, target, '/routetrace.v1.TraceService/GetHistory',
+            routetrace_dot_v1_dot_routetrace__pb2.GetHistoryRequest.SerializeToString,
+            routetrace_dot_v1_dot_routetrace__pb2.GetHistoryResponse.FromString,
             options, channel_credentials,
             insecure, call_credentials, compression, wait_for_ready, timeout, metadata)
 

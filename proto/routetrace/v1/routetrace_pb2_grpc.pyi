@@ -155,6 +155,12 @@ class TraceServiceStub:
     ]
     """Lists the agents of one run, connected ones and those that were."""
 
+    GetHistory: grpc.UnaryUnaryMultiCallable[
+        routetrace.v1.routetrace_pb2.GetHistoryRequest,
+        routetrace.v1.routetrace_pb2.GetHistoryResponse,
+    ]
+    """Returns the rows, bytes, reads and drops of the last ten minutes of a run, in steps."""
+
     ForgetEngine: grpc.UnaryUnaryMultiCallable[
         routetrace.v1.routetrace_pb2.ForgetEngineRequest,
         routetrace.v1.routetrace_pb2.ForgetEngineResponse,
@@ -231,6 +237,12 @@ class TraceServiceAsyncStub:
         routetrace.v1.routetrace_pb2.ListAgentsResponse,
     ]
     """Lists the agents of one run, connected ones and those that were."""
+
+    GetHistory: grpc.aio.UnaryUnaryMultiCallable[
+        routetrace.v1.routetrace_pb2.GetHistoryRequest,
+        routetrace.v1.routetrace_pb2.GetHistoryResponse,
+    ]
+    """Returns the rows, bytes, reads and drops of the last ten minutes of a run, in steps."""
 
     ForgetEngine: grpc.aio.UnaryUnaryMultiCallable[
         routetrace.v1.routetrace_pb2.ForgetEngineRequest,
@@ -330,6 +342,14 @@ class TraceServiceServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[routetrace.v1.routetrace_pb2.ListAgentsResponse, collections.abc.Awaitable[routetrace.v1.routetrace_pb2.ListAgentsResponse]]:
         """Lists the agents of one run, connected ones and those that were."""
+
+    @abc.abstractmethod
+    def GetHistory(
+        self,
+        request: routetrace.v1.routetrace_pb2.GetHistoryRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[routetrace.v1.routetrace_pb2.GetHistoryResponse, collections.abc.Awaitable[routetrace.v1.routetrace_pb2.GetHistoryResponse]]:
+        """Returns the rows, bytes, reads and drops of the last ten minutes of a run, in steps."""
 
     @abc.abstractmethod
     def ForgetEngine(

@@ -19,6 +19,7 @@ from routetrace.server.access.partition import WHOLE, Partition
 from routetrace.server.common.metrics import Metrics
 from routetrace.server.index.agents import Agents
 from routetrace.server.index.demand import Demand
+from routetrace.server.index.history import History
 from routetrace.server.index.journal import Journal
 from routetrace.server.index.state import State
 from routetrace.server.ingest.service import IngestServicer
@@ -73,6 +74,7 @@ class Core:
         self.recovery = Recovery()
         self.lifecycle = Lifecycle()
         demand = Demand()
+        history = History(clock)
         self.gathering = Gathering(self.journal, partition, workers, self.reader.frames.remote)
         self.reader.frames.bring = self.gathering.bring
         self.retention = Retention(
@@ -90,6 +92,7 @@ class Core:
             agents=self.agents,
             demand=demand,
             gathering=self.gathering,
+            history=history,
             journal=self.journal,
             reader=self.reader,
             retention=self.retention,
@@ -105,6 +108,7 @@ class Core:
             agents=self.agents,
             demand=demand,
             gathering=self.gathering,
+            history=history,
             journal=self.journal,
             reader=self.reader,
             retention=self.retention,

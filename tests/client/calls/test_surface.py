@@ -61,6 +61,7 @@ def test_public_names():
         "renew",
         "server_info",
         "agents",
+        "history",
     ]
 
 

@@ -397,6 +397,7 @@ class RequestTarget(Target):
             "RenewLease": pb.RenewLeaseRequest(run="run", trace_ids=["r0"], ttl_seconds=90),
             "GetServerInfo": pb.GetServerInfoRequest(run="run"),
             "ListAgents": pb.ListAgentsRequest(run="run", page_size=1),
+            "GetHistory": pb.GetHistoryRequest(run="run", after=3),
             "ForgetEngine": pb.ForgetEngineRequest(run="run", engine_id="none"),
             "BindRequest": pb.BindRequestRequest(
                 run="run", engine_id="engine", request_id="b", block_ids=[0, 1], num_tokens=7

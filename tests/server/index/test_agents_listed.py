@@ -57,6 +57,7 @@ def test_connected_and_gone_agents(server):
         handle = feed(other, "r1", 38)
         beat = pb.Heartbeat(
             offered_rows=9, acknowledged_rows=4, in_flight_rows=2, queued_bytes=7, spilled_bytes=8,
+            lag_ms=1500,
             dropped_rows={"queue_full": 2, "rewound": 1},
         )  # fmt: skip
         other.stream._out.put(pb.IngestRequest(heartbeat=beat))
@@ -70,6 +71,7 @@ def test_connected_and_gone_agents(server):
         assert (agent.offered_rows, agent.acknowledged_rows, agent.in_flight_rows) == (9, 4, 2)
         assert agent.dropped_rows == {"queue_full": 2, "rewound": 1}
         assert (agent.queued_bytes, agent.spilled_bytes, agent.running_requests) == (7, 8, 1)
+        assert agent.lag_seconds == 1.5
         assert (agent.weight_version, agent.weight_version_lag) == (38, 3)
         assert listed(client)["e0"].weight_version_lag == 0
         assert start < agent.connected_at <= agent.seen_at <= client.server_info().now

@@ -125,6 +125,7 @@ def test_chunks_that_fail_hold_no_path(caplog: pytest.LogCaptureFixture) -> None
         config=None,  # type: ignore[arg-type]
         admission=SimpleNamespace(committed=lambda _: None),  # type: ignore[arg-type]
         fencing=None,  # type: ignore[arg-type]
+        history=None,  # type: ignore[arg-type]
         journal=None,  # type: ignore[arg-type]
         retention=None,  # type: ignore[arg-type]
         room=None,  # type: ignore[arg-type]

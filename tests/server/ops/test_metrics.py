@@ -41,6 +41,7 @@ BEAT = pb.Heartbeat(
     in_flight_rows=1,
     queued_bytes=70,
     spilled_bytes=7,
+    lag_ms=2500,
 )
 
 
@@ -143,6 +144,7 @@ def test_what_a_server_holds_and_has_done() -> None:
         assert value("routetrace_agent_dropped_rows", reason="queue_full", **agent) == 3
         assert value("routetrace_agent_queued_bytes", **agent) == BEAT.queued_bytes
         assert value("routetrace_agent_spilled_bytes", **agent) == BEAT.spilled_bytes
+        assert value("routetrace_agent_lag_seconds", **agent) == 2.5
 
         waiting.cancel()
         stub.DeleteTrace(pb.DeleteTraceRequest(run="a", trace_id="t0"))

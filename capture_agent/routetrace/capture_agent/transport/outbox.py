@@ -26,6 +26,8 @@ class Entry:
     chunk: Chunk
     ticket: int
     """Number of the put() call; it survives a renumbering."""
+    made: float
+    """Time of the put() call, by the caller's clock."""
     record: Record | None = None
     """The payload, where it is on disk."""
 
@@ -77,6 +79,11 @@ class Outbox:
         return sum(entry.chunk.rows for entry in self._entries)
 
     @property
+    def oldest(self) -> float | None:
+        """Time of the oldest put() call of a chunk that is not acknowledged; None if all are."""
+        return min((entry.made for entry in self._entries), default=None)
+
+    @property
     def first_sequence(self) -> int:
         """Number of the oldest chunk that is not acknowledged, or else of the next one put."""
         return self._entries[0].sequence if self._entries else self.next_sequence
@@ -96,10 +103,10 @@ class Outbox:
                 return replace(chunk, payload=b""), record
         return chunk, None
 
-    def put(self, chunk: Chunk, record: Record | None) -> None:
-        """Append a chunk that `prepare` returned."""
+    def put(self, chunk: Chunk, record: Record | None, now: float) -> None:
+        """Append a chunk that `prepare` returned, at a time."""
         self._ticket += 1
-        entry = Entry(self.next_sequence, chunk, self._ticket, record)
+        entry = Entry(self.next_sequence, chunk, self._ticket, now, record)
         self._entries.append(entry)
         self.next_sequence += 1
         self._hold(entry.nbytes)
@@ -158,7 +165,7 @@ class Outbox:
         """Report the requests that a chunk names to no server any more: their state is unknown."""
         self._ledger.forget(entry.chunk)
 
-    def renumber(self, next_sequence: int) -> None:
+    def renumber(self, next_sequence: int, now: float) -> None:
         """Number all chunks from `next_sequence` on, for a server without memory of the epoch.
 
         Chunks that report the running requests come first.
@@ -166,7 +173,7 @@ class Outbox:
         chunks = self._ledger.begin_anew(self._layout)
         self._ledger = Ledger()
         ticket = self._entries[0].ticket if self._entries else self._ticket
-        anew = [Entry(0, chunk, ticket) for chunk in chunks]
+        anew = [Entry(0, chunk, ticket, now) for chunk in chunks]
         self._entries.extendleft(reversed(anew))
         self._hold(sum(entry.nbytes for entry in anew))
         self.next_sequence = next_sequence

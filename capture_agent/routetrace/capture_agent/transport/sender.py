@@ -117,7 +117,7 @@ class Sender:
         """Append a chunk; called by one thread."""
         prepared = self.outbox.prepare(chunk)
         with self._changed:
-            self.outbox.put(*prepared)
+            self.outbox.put(*prepared, self._clock())
             self._changed.notify_all()
 
     def flush(self, token: int) -> None:

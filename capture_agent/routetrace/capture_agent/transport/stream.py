@@ -207,6 +207,8 @@ class IngestStream:
     def heartbeat(self) -> bytes:
         """Return a serialized heartbeat with the counters as they stand."""
         stats = counters.read(self._words, None)
+        oldest = self._outbox.oldest
+        lag = 0.0 if oldest is None else self._clock() - oldest
         return pb.IngestRequest(
             heartbeat=pb.Heartbeat(
                 offered_rows=stats.offered_rows,
@@ -215,6 +217,7 @@ class IngestStream:
                 in_flight_rows=stats.in_flight_rows,
                 queued_bytes=stats.queued_bytes,
                 spilled_bytes=stats.spilled_bytes,
+                lag_ms=math.ceil(1000 * max(0.0, lag)),
             )
         ).SerializeToString()
 
@@ -267,7 +270,7 @@ class IngestStream:
         outbox = self._outbox
         if welcome.epoch != self._epoch:
             self._epoch = welcome.epoch
-            outbox.renumber(welcome.next_sequence)
+            outbox.renumber(welcome.next_sequence, self._clock())
         if not outbox.first_sequence <= welcome.next_sequence <= outbox.next_sequence:
             # Acknowledged chunks are dropped; the rest would not continue them. A new epoch.
             _log.error(

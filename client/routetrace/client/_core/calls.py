@@ -23,19 +23,15 @@ from routetrace.client._core.reads import (
     read_waiting,
     unary,
 )
-from routetrace.client._core.reads import watch as watch_run
 from routetrace.client._core.steps import Emit, Plan
 from routetrace.client._memory import check_pin
 from routetrace.client.options import Missing, ReadOptions
 from routetrace.client.plan import FetchPlan
 from routetrace.client.stat import (
-    AgentStat,
-    ServerInfo,
     TraceStat,
     TraceState,
     facts_from_proto,
 )
-from routetrace.client.summary import TraceChanges
 from routetrace.client.trace import Trace
 from routetrace.codec.records import digest_key, token_digests
 from routetrace.common.errors import InvalidArgument, NotFound
@@ -215,12 +211,6 @@ def find(
     return pages("ListTraces", request, seconds, lambda page: page.traces, _stat, limit)
 
 
-def watch(config: Config, *, timeout: float | None) -> Plan[TraceChanges]:
-    """See RouteClient.watch."""
-    request = pb.WatchTracesRequest(run=config.run)
-    return watch_run(request, config.limit(timeout), TraceChanges.from_proto)
-
-
 def bind(
     config: Config,
     engine_id: str,
@@ -271,16 +261,6 @@ def bind(
     )
 
 
-def forget_engine(config: Config, engine_id: str, *, timeout: float | None) -> Plan[int]:
-    """See RouteClient.forget_engine."""
-    request = pb.ForgetEngineRequest(
-        run=config.run, engine_id=check.identifier("engine_id", engine_id)
-    )
-    return unary(
-        "ForgetEngine", request, config.limit(timeout), lambda response: response.num_forgotten
-    )
-
-
 def delete(
     config: Config, trace_ids: tuple[str, ...], *, missing_ok: bool, timeout: float | None
 ) -> Plan[int]:
@@ -327,19 +307,6 @@ def renew(
         ttl_seconds=_lease(ttl_seconds),
     )
     return unary("RenewLease", request, config.limit(timeout), lambda r: int(r.num_renewed))
-
-
-def server_info(config: Config, *, timeout: float | None) -> Plan[ServerInfo]:
-    """See RouteClient.server_info."""
-    request = pb.GetServerInfoRequest(run=config.run)
-    return unary("GetServerInfo", request, config.limit(timeout), ServerInfo.from_proto)
-
-
-def agents(config: Config, *, timeout: float | None) -> Plan[AgentStat]:
-    """See RouteClient.agents."""
-    request = pb.ListAgentsRequest(run=config.run)
-    limit = config.limit(timeout)
-    return pages("ListAgents", request, limit, lambda page: page.agents, AgentStat.from_proto)
 
 
 def _want(

@@ -15,12 +15,14 @@ import numpy.typing as npt
 
 from routetrace.client import _arguments
 from routetrace.client._core import calls as _calls
+from routetrace.client._core import run_calls as _run_calls
 from routetrace.client._core.calls import Errors
 from routetrace.client._core.config import Config
 from routetrace.client._core.steps import Plan
 from routetrace.client._shells.drive import Driver
 from routetrace.client._shells.prefetch import Prefetch, fetch_blocking
 from routetrace.client.config import TIMEOUT, ClientConfig, settings_of
+from routetrace.client.history import RunHistory
 from routetrace.client.options import Missing, ReadKeywords, ReadOptions, merged
 from routetrace.client.plan import FetchPlan
 from routetrace.client.progress import Meter, Progress
@@ -516,7 +518,7 @@ class RouteClient:
                 all traces again.
             RouteTraceError: see the class.
         """
-        return self._driver.run(_calls.watch(self._config, timeout=timeout))
+        return self._driver.run(_run_calls.watch(self._config, timeout=timeout))
 
     def bind(
         self,
@@ -613,7 +615,7 @@ class RouteClient:
         Raises:
             RouteTraceError: see the class.
         """
-        return self._driver.one(_calls.forget_engine(self._config, engine_id, timeout=timeout))
+        return self._driver.one(_run_calls.forget_engine(self._config, engine_id, timeout=timeout))
 
     def retire_through(self, weight_version: int, *, timeout: float | None = None) -> int:
         """Delete the ended traces of the run that hold nothing newer than a weight version.
@@ -665,7 +667,7 @@ class RouteClient:
         Raises:
             RouteTraceError: see the class.
         """
-        return self._driver.one(_calls.server_info(self._config, timeout=timeout))
+        return self._driver.one(_run_calls.server_info(self._config, timeout=timeout))
 
     def agents(self, *, timeout: float | None = None) -> Generator[AgentStat, None, None]:
         """Return the agents of the run, also those that have left within a default lease.
@@ -676,4 +678,16 @@ class RouteClient:
         Raises:
             RouteTraceError: see the class.
         """
-        return self._driver.run(_calls.agents(self._config, timeout=timeout))
+        return self._driver.run(_run_calls.agents(self._config, timeout=timeout))
+
+    def history(self, *, after: int = 0, timeout: float | None = None) -> RunHistory:
+        """Return rows, bytes, reads and drops of the last ten minutes of the run, in steps of 2 s.
+
+        Args:
+            after: only later steps: `last_step` of an earlier result; 0: all that are known.
+            timeout: seconds; the client's timeout if None.
+
+        Raises:
+            RouteTraceError: see the class.
+        """
+        return self._driver.one(_run_calls.history(self._config, after=after, timeout=timeout))

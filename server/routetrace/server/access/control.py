@@ -31,6 +31,7 @@ _SCOPES: dict[str, Scope] = {
     "/routetrace.v1.TraceService/WatchTraces": "read",
     "/routetrace.v1.TraceService/GetServerInfo": "read",
     "/routetrace.v1.TraceService/ListAgents": "read",
+    "/routetrace.v1.TraceService/GetHistory": "read",
     "/routetrace.v1.TraceService/RenewLease": "read",
     "/routetrace.v1.TraceService/DeleteTrace": "admin",
     "/routetrace.v1.TraceService/RetireTraces": "admin",

@@ -25,6 +25,7 @@ from routetrace.server.index.chunk import (
     parse_header,
     parse_in_steps,
 )
+from routetrace.server.index.history import History
 from routetrace.server.index.journal import Journal
 from routetrace.server.index.records.record import Sums, encode_chunk
 from routetrace.server.index.session import Session
@@ -65,6 +66,7 @@ class Intake:
         config: ServerConfig,
         admission: Admission,
         fencing: Fencing,
+        history: History,
         journal: Journal,
         retention: Retention,
         room: Room,
@@ -73,6 +75,7 @@ class Intake:
         self._config = config
         self._admission = admission
         self._fencing = fencing
+        self._history = history
         self._journal = journal
         self._retention = retention
         self._room = room
@@ -168,7 +171,10 @@ class Intake:
         begun, rows = monotonic(), sum(parsed.frame_rows.tolist())
 
         def done(counted: bool | None, error: Exception | None) -> None:
-            self._metrics.commit.observe(monotonic() - begun)
+            took = monotonic() - begun
+            self._metrics.commit.observe(took)
+            if counted:
+                self._history.stored(writer.key, rows, chunk.nbytes, took)
             self._stored(session, sequence, rows if counted else None, error)
 
         try:

@@ -27,6 +27,7 @@ from routetrace.server.common.slices import numbers_in_turns
 from routetrace.server.index.agents import Agents
 from routetrace.server.index.chunk import MAX_BLOCKS, blocks_of
 from routetrace.server.index.demand import Demand
+from routetrace.server.index.history import History
 from routetrace.server.index.journal import Journal
 from routetrace.server.index.owners import owner_of
 from routetrace.server.index.records.record import encode_bind, encode_open
@@ -82,6 +83,7 @@ class IngestServicer:
         agents: Agents,
         demand: Demand,
         gathering: Gathering,
+        history: History,
         journal: Journal,
         reader: Reader,
         retention: Retention,
@@ -96,6 +98,7 @@ class IngestServicer:
         self._agents = agents
         self._demand = demand
         self._gathering = gathering
+        self._history = history
         self._journal = journal
         self._state = journal.state
         self._reader = reader
@@ -106,6 +109,7 @@ class IngestServicer:
             config=config,
             admission=admission,
             fencing=self._fencing,
+            history=history,
             journal=journal,
             retention=retention,
             room=room,
@@ -218,6 +222,7 @@ class IngestServicer:
                     self._intake.take(session, request, replies.expect(request), parsed)
                 elif isinstance(request, pb.Heartbeat):
                     self._agents.heartbeat(session, request)
+                    self._history.heard(key, sum(request.dropped_rows.values()))
                 else:
                     raise InvalidArgument(
                         field="message",

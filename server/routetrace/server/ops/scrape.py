@@ -292,6 +292,12 @@ def _agents(counts: _Counts) -> Iterator[Metric]:
         _AGENT,
         ((tuple(key), report.spilled_bytes) for key, report in reports),
     )
+    yield _gauge(
+        "agent_lag_seconds",
+        "Age of the oldest chunk of an agent that is not acknowledged; 0 if all are.",
+        _AGENT,
+        ((tuple(key), report.lag_ms / 1000) for key, report in reports),
+    )
 
 
 def _gauge(

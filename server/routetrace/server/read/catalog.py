@@ -8,6 +8,7 @@ from typing import Protocol, TypeVar
 
 from routetrace.server.common.slices import in_turns
 from routetrace.server.index.agents import Agents
+from routetrace.server.index.history import History
 from routetrace.server.index.journal import Journal
 from routetrace.server.index.records.record import encode_renew
 from routetrace.server.index.traces.trace import Trace
@@ -67,6 +68,9 @@ class Catalog(Protocol):
 
     async def agents(self, request: pb.ListAgentsRequest) -> pb.ListAgentsResponse:
         """Return a page of the agents of a run."""
+
+    async def history(self, request: pb.GetHistoryRequest) -> pb.GetHistoryResponse:
+        """Return the last minutes of a run."""
 
 
 def entry(
@@ -142,6 +146,7 @@ class OwnCatalog:
         *,
         agents: Agents,
         finder: Finder,
+        history: History,
         journal: Journal,
         reader: Reader,
         retention: Retention,
@@ -149,6 +154,7 @@ class OwnCatalog:
     ) -> None:
         self._agents = agents
         self._finder = finder
+        self._history = history
         self._journal = journal
         self._state = journal.state
         self._reader = reader
@@ -231,3 +237,7 @@ class OwnCatalog:
         if len(response.agents) < len(writers):
             response.next_page_token = str(writers[len(response.agents) - 1].opened)
         return response
+
+    async def history(self, request: pb.GetHistoryRequest) -> pb.GetHistoryResponse:
+        """Return the last minutes; see `Catalog`."""
+        return self._history.of(request.run, request.after)

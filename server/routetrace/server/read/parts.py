@@ -18,6 +18,7 @@ from routetrace.server.common.slices import in_slices, in_turns
 from routetrace.server.index.agents import Agents
 from routetrace.server.index.control import key_of
 from routetrace.server.index.demand import Demand, Place
+from routetrace.server.index.history import History
 from routetrace.server.index.journal import Journal
 from routetrace.server.index.records.record import encode_renew
 from routetrace.server.read.finding import Finder
@@ -47,6 +48,7 @@ class PartsServicer:
         demand: Demand,
         finder: Finder,
         frames: Frames,
+        history: History,
         journal: Journal,
         lifecycle: Lifecycle,
         reader: Reader,
@@ -62,6 +64,7 @@ class PartsServicer:
         self._demand = demand
         self._finder = finder
         self._frames = frames
+        self._history = history
         self._journal = journal
         self._lifecycle = lifecycle
 
@@ -79,6 +82,7 @@ class PartsServicer:
             "Forget": (self.forget, parts.ForgetRequest),
             "Renew": (self.renew, parts.RenewRequest),
             "Agents": (self.agents, pb.ListAgentsRequest),
+            "History": (self.history, pb.GetHistoryRequest),
             "Info": (self.info, pb.GetServerInfoRequest),
         }
 
@@ -219,6 +223,11 @@ class PartsServicer:
         writers = [w for w in self._journal.state.writers.values() if w.key.run == request.run]
         writers.sort(key=lambda writer: writer.opened)
         return pb.ListAgentsResponse(agents=[self._agents.describe(w, None) for w in writers])
+
+    async def history(self, request: pb.GetHistoryRequest) -> pb.GetHistoryResponse:
+        """Return the last minutes of a run in this worker."""
+        self._lifecycle.check_ready()
+        return self._history.of(request.run, request.after)
 
     async def info(self, request: pb.GetServerInfoRequest) -> pb.GetServerInfoResponse:
         """Return this worker's part of a run, and the runs that it has."""

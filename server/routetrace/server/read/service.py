@@ -9,7 +9,6 @@ from typing import Any
 
 import grpc
 
-from routetrace.common.errors import InvalidArgument, NotFound
 from routetrace.common.limits import MAX_BLOCK_TOKENS, MAX_LABELS, MAX_LAYERS, check_id
 from routetrace.common.seals import sealed
 from routetrace.server.access.admission import Admission
@@ -20,12 +19,13 @@ from routetrace.server.common.rpc import Context, Unparsed, limited, streaming, 
 from routetrace.server.common.slices import in_turns
 from routetrace.server.index.agents import Agents
 from routetrace.server.index.demand import Demand
+from routetrace.server.index.history import History
 from routetrace.server.index.journal import Journal
-from routetrace.server.index.records.record import encode_forget
 from routetrace.server.read.batch import MAX_READS, Batch
 from routetrace.server.read.blocks import trace_of_blocks
 from routetrace.server.read.catalog import Catalog, OwnCatalog
 from routetrace.server.read.checks import Checks, at_most, check_part, check_read
+from routetrace.server.read.engines import forget_engine
 from routetrace.server.read.finding import Finder
 from routetrace.server.read.following import Follower
 from routetrace.server.read.parts import PartsServicer
@@ -72,6 +72,7 @@ class TraceServicer(pb_grpc.TraceServiceServicer):
         agents: Agents,
         demand: Demand,
         gathering: Gathering,
+        history: History,
         journal: Journal,
         reader: Reader,
         retention: Retention,
@@ -87,10 +88,10 @@ class TraceServicer(pb_grpc.TraceServiceServicer):
         self._access = access
         self._partition = partition
         self._gathering = gathering
+        self._history = history
         self._admission = admission
         self._agents = agents
         self._journal = journal
-        self._state = journal.state
         self._reader = reader
         self._retention = retention
         self._summaries = summaries
@@ -113,6 +114,7 @@ class TraceServicer(pb_grpc.TraceServiceServicer):
             demand=demand,
             finder=self._finder,
             frames=reader.frames,
+            history=history,
             journal=journal,
             lifecycle=lifecycle,
             reader=reader,
@@ -123,6 +125,7 @@ class TraceServicer(pb_grpc.TraceServiceServicer):
         self._own = OwnCatalog(
             agents=agents,
             finder=self._finder,
+            history=history,
             journal=journal,
             reader=reader,
             retention=retention,
@@ -257,6 +260,7 @@ class TraceServicer(pb_grpc.TraceServiceServicer):
     def _answer_of(self, known: Known, request: pb.GetTraceRequest) -> Answer:
         """Return the answer from the view of the requested trace."""
         selection = self._finder.select(known, request)
+        self._history.read(request.run)
         info = self._reader.describe(known, digests=not request.omit_token_digests)
         return Answer(self._reader, info, known, selection)
 
@@ -368,30 +372,21 @@ class TraceServicer(pb_grpc.TraceServiceServicer):
         return await self._catalog(request.run).agents(request)
 
     @unary
+    async def GetHistory(  # noqa: N802, D102
+        self, request: pb.GetHistoryRequest, context: Context
+    ) -> pb.GetHistoryResponse:
+        self._checks.call(context, "read", request.run)
+        return await self._catalog(request.run).history(request)
+
+    @unary
     async def ForgetEngine(  # noqa: N802, D102
         self, request: pb.ForgetEngineRequest, context: Context
     ) -> pb.ForgetEngineResponse:
         self._checks.call(context, "admin", request.run, request.engine_id)
         self._access.check(context, "admin", request.run, request.engine_id)
         check_id("engine_id", request.engine_id)
-        engine = request.run, request.engine_id
-        if any((key.run, key.engine_id) == engine for key in self._agents.connected):
-            raise InvalidArgument(
-                field="engine_id",
-                value=request.engine_id,
-                expected="an engine whose agents are disconnected",
-            )
-        if not any((key.run, key.engine_id) == engine for key in self._state.writers):
-            raise NotFound(
-                field="engine_id",
-                value=request.engine_id,
-                expected=f"an engine of run {request.run!r}",
-            )
-        forgotten = await self._journal.append(encode_forget(self._journal.clock.now(), *engine))
-        for key in forgotten:
-            if key not in self._state.writers:  # it may have come back
-                self._agents.forget(key)
-        return pb.ForgetEngineResponse(num_forgotten=len(forgotten))
+        count = await forget_engine(self._agents, self._journal, request.run, request.engine_id)
+        return pb.ForgetEngineResponse(num_forgotten=count)
 
     @unary
     async def GetServerInfo(  # noqa: N802, D102

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from routetrace.common.errors import InvalidArgument
+from routetrace.server.index.history import summed
 from routetrace.server.index.journal import Journal
 from routetrace.server.index.traces.trace import Trace
 from routetrace.server.read.catalog import PAGE_BYTES, Watched, entry
@@ -162,6 +163,11 @@ class SpreadCatalog:
             response.agents.append(agent)
             size += agent.ByteSize()
         return response
+
+    async def history(self, request: pb.GetHistoryRequest) -> pb.GetHistoryResponse:
+        """Return the last minutes in all workers."""
+        answers = await self._gathering.ask("History", request, pb.GetHistoryResponse)
+        return summed([await self._own.history(request), *answers.values()])
 
     # ------------------------------------------------------------------ deletion and leases
 
