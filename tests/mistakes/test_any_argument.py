@@ -167,6 +167,13 @@ _TABLE = {
     ),
     "client.RouteClient.server_info": _client("server_info", timeout=1.0),
     "client.RouteClient.agents": _client("agents", timeout=1.0),
+    "client.RouteClient.history": _client("history", after=0, timeout=1.0),
+    "client.RouteClient.watch": Call(
+        lambda w: lambda **options: next(w.client.watch(**options)), lambda w: {"timeout": 1.0}
+    ),
+    "client.RunHistory.commit_seconds": Call(
+        lambda w: w.client.history().commit_seconds, lambda w: {"share": 0.5}
+    ),
     "client.RouteClient.get_blocks": _client(
         "get_blocks", engine_id="e0", block_ids=[0, 1, 2], num_tokens=9, token_start=0,
         layer_ids=[0], missing="mask", timeout=1.0,

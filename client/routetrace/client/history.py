@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from datetime import datetime
 
 from routetrace.client.stat import moment
+from routetrace.common import checks as check
 from routetrace.common.values import Values
 from routetrace.v1 import routetrace_pb2 as pb
 
@@ -52,13 +53,16 @@ class RunHistory(Values):
         """Return a time within which a share of the chunks was committed.
 
         Args:
-            share: 0.5 for the median, above 0, at most 1.
+            share: 0.5 for the median, at most 1.
 
         Returns:
             Seconds, at most 1.42 times too long; infinite if it is above the longest time that is
             counted; None without chunks.
+
+        Raises:
+            InvalidArgument: if `share` is no number from 0 to 1.
         """
-        left = share * sum(self.commit_counts)
+        left = check.real("share", share, 0, 1) * sum(self.commit_counts)
         if not left:
             return None
         for at, count in enumerate(self.commit_counts[:-1]):
