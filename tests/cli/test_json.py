@@ -14,6 +14,7 @@ import pytest
 import typer.main
 
 from routetrace.cli.commands import app
+from routetrace.page.serving import Page
 from routetrace.server.testing import ServerProcess, run_server
 from support.agents.feeder import Feeder
 from support.commands import commands
@@ -56,6 +57,7 @@ CALLS: dict[str, tuple[tuple[str, ...], int, set[str]]] = {
     "retire": (("--through", "0"), 0, {"through", "num_deleted"}),
     "renew": (("whole",), 0, {"num_requested", "num_renewed"}),
     "forget-engine": (("gone{n}",), 0, {"engine_id", "num_forgotten"}),
+    "page": (("--listen", "127.0.0.1:0"), 0, {"address", "target"}),
     "doctor": ((), 0, {"verdict", "subject", "details", "advice"}),
     "bench load": (
         ("--quick", "--tokens", "500", "--readers", "1", "--agents", "1", "--run", "bench-json"),
@@ -91,6 +93,8 @@ def server() -> Iterator[ServerProcess]:
 
 @pytest.fixture
 def cli(server, monkeypatch):
+    # It would run until Ctrl-C.
+    monkeypatch.setattr(Page, "run", lambda page: page._socket.close())
     return commands(monkeypatch, server.target, "json")
 
 

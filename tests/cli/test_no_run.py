@@ -38,6 +38,7 @@ CALLS: dict[str, tuple[tuple[str, ...], ...]] = {
 #: Commands for which it is no error.
 EXEMPT = {
     "runs": "lists all",
+    "page": "shows those that begin later",
     "doctor": "warns: engines may begin later",
     "bench load": "begins one",
 }

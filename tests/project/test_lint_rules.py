@@ -50,6 +50,10 @@ BROKEN = {
         "client/routetrace/client/plan.py",
         "import routetrace.client._core.route",
     ),
+    "The rooms of the page import down only": (
+        "client/routetrace/page/segments.py",
+        "import routetrace.page.traces",
+    ),
     "Analysis and serving of experts share what is below both": (
         "capture_agent/routetrace/experts/analysis/tables.py",
         "import routetrace.experts.transformers.serving",

@@ -36,6 +36,7 @@ PACKAGES = {
     "routetrace.server": ROOT / "server/routetrace/server",
     "routetrace.client": ROOT / "client/routetrace/client",
     "routetrace.cli": ROOT / "client/routetrace/cli",
+    "routetrace.page": ROOT / "client/routetrace/page",
     "routetrace.trainers": ROOT / "client/routetrace/trainers",
     "routetrace.simulation": ROOT / "client/routetrace/simulation",
     "routetrace.capture_agent": ROOT / "capture_agent/routetrace/capture_agent",
@@ -86,6 +87,7 @@ def test_commands_exist():
 
 RUNNABLE = {
     "routetrace.cli": "Usage: python -m routetrace.cli [OPTIONS] COMMAND",
+    "routetrace.page": "usage: python -m routetrace.page",
     "routetrace.server": "usage: routetrace-server",
     "routetrace.server.command": "usage: routetrace-server",
     "routetrace.capture_agent": "usage: python -m routetrace.capture_agent",

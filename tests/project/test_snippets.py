@@ -33,11 +33,15 @@ NOT_RUN = {
         "needs vLLM; make test-vllm runs its engines": 1,
         "needs SGLang; make test-sglang runs its schedulers": 1,
     },
-    "docs/cli.md": {"takes minutes; README's snippets run --quick": 1},
+    "docs/cli.md": {
+        "takes minutes; README's snippets run --quick": 1,
+        "runs until Ctrl-C; tests/page starts it": 1,
+    },
     "docs/experts.md": {"needs a GPU": 2},
     "docs/operations.md": {
         "a server above has the port; tests/system/test_workers.py runs workers": 1,
     },
+    "docs/page.md": {"runs until Ctrl-C; tests/page starts it": 1},
     "docs/reading.md": {"needs a GPU": 1},
     "docs/security.md": {"needs HAProxy; make test-neighbours runs it": 1},
     "docs/sglang.md": {

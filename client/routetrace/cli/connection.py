@@ -64,19 +64,24 @@ def runs_of(info: ServerInfo) -> str:
 
 
 def connected(command: Callable[..., None]) -> Callable[..., None]:
-    """Add the connection options to a command whose first parameter is a `Connection`."""
+    """Add the connection options to a command whose first parameter is a `Connection`.
+
+    A parameter of the command that is called as one of them takes its place.
+    """
+    # typer derives the options from the signature.
+    own = list(inspect.signature(command, eval_str=True).parameters.values())[1:]
+    replaced = {parameter.name for parameter in own}
+    shared = {name: option for name, option in _OPTIONS.items() if name not in replaced}
 
     @functools.wraps(command)
     def run(**arguments: Any) -> None:
         arguments.pop("version")
-        given = {name: arguments.pop(name) for name in _OPTIONS}
+        given = {name: arguments.pop(name) for name in shared}
         PARAMETERS.set({*given, *arguments})
         command(_connection(**given), **arguments)
 
-    # typer derives the options from the signature.
-    own = list(inspect.signature(command, eval_str=True).parameters.values())[1:]
     run.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
-        [p.replace(kind=p.KEYWORD_ONLY) for p in (*own, _VERSION, *_OPTIONS.values())]
+        [p.replace(kind=p.KEYWORD_ONLY) for p in (*own, _VERSION, *shared.values())]
     )
     return run
 
@@ -93,7 +98,7 @@ def describing_connection(top: Callable[..., None]) -> Callable[..., None]:
 
 
 def _connection(
-    target: str, run: str, timeout: float, tls: bool, **files: Path | str | None
+    target: str, timeout: float, tls: bool, run: str = "default", **files: Path | str | None
 ) -> Connection:
     security = Security.from_environment()
     given: dict[str, Any] = {name: str(file) for name, file in files.items() if file is not None}

@@ -12,6 +12,7 @@ from routetrace.cli.commands.agents import agents, forget_engine
 from routetrace.cli.commands.doctor import doctor
 from routetrace.cli.commands.get import get
 from routetrace.cli.commands.limits import limits
+from routetrace.cli.commands.page import page
 from routetrace.cli.commands.removal import delete, renew, retire
 from routetrace.cli.commands.stat import list_traces, runs, stat
 from routetrace.cli.commands.tail import tail
@@ -54,6 +55,7 @@ _COMMANDS: dict[str, Callable[..., None]] = {
     "retire": retire,
     "renew": renew,
     "forget-engine": forget_engine,
+    "page": page,
     "doctor": doctor,
 }
 for _name, _command in _COMMANDS.items():

@@ -1,0 +1,58 @@
+"""Facts about a trace, as JSON."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from routetrace.client import TraceStat
+from routetrace.page.segments import exact
+from routetrace.page.tiles import count_levels
+
+
+def facts_of(stat: TraceStat, target: str) -> dict[str, Any]:
+    """Return the facts about a trace that the server tells today.
+
+    Sources of rows, further moments of the timeline and reads are not among them.
+
+    Args:
+        stat: the facts.
+        target: the server, as this page's clients name it.
+    """
+    layout = stat.layout
+    versions = stat.min_weight_version, stat.max_weight_version
+    return {
+        "trace_id": stat.trace_id,
+        "run": stat.run,
+        "incarnation": stat.incarnation,
+        "num_incarnations": stat.num_incarnations,
+        "state": stat.state.value,
+        "finish_reason": stat.finish_reason.value if stat.finish_reason else None,
+        "num_tokens": stat.num_tokens,
+        "num_rows": stat.num_rows,
+        "prompt_len": stat.prompt_len,
+        "num_attempts": stat.num_attempts,
+        "coverage": stat.coverage,
+        "missing_cells": dict(stat.missing_cells),
+        "layer_ids": list(layout.layer_ids),
+        "num_experts": layout.num_experts,
+        "top_k": layout.top_k,
+        "levels": count_levels(stat.num_rows),
+        "weights": None if None in versions else [exact(version) for version in versions],
+        "engines": list(stat.engine_ids),
+        "prefix_trace_ids": list(stat.prefix_trace_ids),
+        "stored_bytes": stat.stored_bytes,
+        "labels": stat.labels,
+        "expires": stat.expires_at.timestamp(),
+        "timeline": [
+            {"name": "created", "at": stat.created_at.timestamp()},
+            {"name": "updated", "at": stat.updated_at.timestamp()},
+        ],
+        "python": _python(stat, target),
+    }
+
+
+def _python(stat: TraceStat, target: str) -> str:
+    """Return Python that reads the trace; ids may hold any character."""
+    client = f"RouteClient({target!a}, run={stat.run!a})"
+    read = f".get({stat.trace_id!a}, incarnation={stat.incarnation}, missing='mask')"
+    return f"from routetrace.client import RouteClient\ntrace = {client}{read}\n"

@@ -1,0 +1,156 @@
+"""`/api/v1/runs/{run}`: the state of a run, and the list of its traces."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import time
+from collections.abc import Mapping
+
+from starlette.datastructures import QueryParams
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from routetrace.client import MissingReason, TraceState
+from routetrace.common.errors import InvalidArgument, quoted
+from routetrace.page.backends import Backends
+from routetrace.page.budgets import Shared
+from routetrace.page.errors import refusal
+from routetrace.page.mirrors import Mirrors
+from routetrace.page.overview import overview
+from routetrace.page.parameters import choice, whole
+from routetrace.page.sessions import Caller
+from routetrace.page.trace_table import ORDERS, Filter
+
+MAX_LIMIT = 500
+#: Seconds for which an overview is shared: less than between two polls of a page.
+_POLL_S = 1.5
+_LIMIT = 100
+_MAX_LABELS = 16
+_MIN_VERSION, _MAX_VERSION = -(2**63), 2**63 - 1
+
+
+class RunEndpoints:
+    """Endpoints of one run.
+
+    Args:
+        backends: the server.
+        mirrors: traces of runs.
+    """
+
+    def __init__(self, backends: Backends, mirrors: Mirrors) -> None:
+        self._backends = backends
+        self._mirrors = mirrors
+        self._shared = Shared()
+
+    async def overview(self, request: Request, caller: Caller) -> Response:
+        """Answer with the state of a run, which callers within a poll share."""
+        run = request.path_params["run"]
+        mirror = await self._mirrors.of(caller, run)
+
+        async def ask() -> bytes:
+            minutes = mirror.minutes
+            info, agents, history = await asyncio.gather(
+                self._backends.info(caller, run),
+                self._backends.agents(caller, run),
+                self._backends.history(caller, run, minutes.last_step),
+            )
+            minutes.add(history)
+            body = json.dumps(overview(mirror, minutes, agents, info), separators=(",", ":"))
+            mirror.overview = time.monotonic(), body.encode()
+            return mirror.overview[1]
+
+        at, body = mirror.overview
+        if time.monotonic() - at > _POLL_S:
+            body = await self._shared.call((caller.digest, run), ask)
+        return Response(body, media_type="application/json")
+
+    async def traces(self, request: Request, caller: Caller) -> Response:
+        """Answer with a page of traces: of a new view, or of one that an earlier answer named."""
+        params = request.query_params
+        run = request.path_params["run"]
+        offset = whole(params, "offset", default=0)
+        limit = min(whole(params, "limit", 1, default=_LIMIT), MAX_LIMIT)
+        mirror = await self._mirrors.of(caller, run)
+        name = params.get("view", "")
+        if name:
+            view = mirror.view_of(name)
+            if view is None:
+                return refusal(409, "The list has changed too much; it begins anew.", "view_gone")
+        else:
+            order = choice(params, "sort", ORDERS, "updated")
+            descending = choice(params, "order", ("asc", "desc"), "desc") == "desc"
+            name, view = mirror.view(_filter(params), order, descending=descending)
+        table = mirror.table
+        rows = view.rows[offset : offset + limit].tolist()
+        return JSONResponse(
+            {
+                "view": name,
+                "total": len(table),
+                "matching": len(view.rows),
+                "newer": table.newer(view.version),
+                "offset": offset,
+                "whole": mirror.whole,
+                "stale_since": mirror.stale_since,
+                "engines": table.engines() if params.get("engines") else None,
+                "traces": table.shown(rows),
+            }
+        )
+
+
+def _filter(params: QueryParams) -> Filter:
+    labels = params.getlist("label")
+    if len(labels) > _MAX_LABELS:
+        raise InvalidArgument(
+            field="label", value=len(labels), expected=f"at most {_MAX_LABELS} of them"
+        )
+    state, reason = params.get("state"), params.get("reason")
+    return Filter(
+        state=TraceState(choice(params, "state", tuple(TraceState))) if state else None,
+        reason=MissingReason(choice(params, "reason", tuple(MissingReason))) if reason else None,
+        engine=params.get("engine", ""),
+        versions=_versions(params),
+        below=_below(params),
+        labels=tuple(map(_label, labels)),
+        text=params.get("q", ""),
+    )
+
+
+def _versions(params: Mapping[str, str]) -> tuple[int, int] | None:
+    text = params.get("version", "")
+    if not text:
+        return None
+    first, dots, last = text.partition("..")
+    try:
+        least = int(first) if first else _MIN_VERSION
+        most = (int(last) if last else _MAX_VERSION) if dots else least
+    except ValueError:
+        least, most = 1, 0
+    if not _MIN_VERSION <= least <= most <= _MAX_VERSION:
+        raise InvalidArgument(
+            field="version", value=quoted(text), expected="a weight version, or a..b with a <= b"
+        )
+    return least, most
+
+
+def _below(params: Mapping[str, str]) -> float | None:
+    text = params.get("below", "")
+    if not text:
+        return None
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if not 0 <= number <= 1:
+        raise InvalidArgument(
+            field="below", value=quoted(text), expected="a coverage from 0 to 1, such as 0.99"
+        )
+    return number
+
+
+def _label(text: str) -> tuple[str, str]:
+    name, equals, value = text.partition("=")
+    if not (name and equals):
+        raise InvalidArgument(field="label", value=quoted(text), expected="name=value")
+    return name, value

@@ -1,0 +1,117 @@
+"""`/api/v1/runs/{run}/trace`: facts, rectangles, tiles and rows of one trace."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from typing import Any, cast
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from routetrace.client import TraceStat
+from routetrace.client.options import Policy
+from routetrace.common.errors import InvalidArgument
+from routetrace.page.backends import Backends
+from routetrace.page.facts import facts_of
+from routetrace.page.parameters import choice, whole
+from routetrace.page.sessions import Caller
+from routetrace.page.traces import Traces, stamp_of
+
+#: Most tokens of one call for rows.
+MAX_ROWS = 64
+_BYTES = "application/octet-stream"
+
+
+class TraceEndpoints:
+    """Endpoints of one trace. Each asks the server first, so that it sees a token taken back.
+
+    Args:
+        target: the server, as clients name it.
+        backends: the server.
+        traces: reads of it.
+    """
+
+    def __init__(self, target: str, backends: Backends, traces: Traces) -> None:
+        self._target = target
+        self._backends = backends
+        self._traces = traces
+
+    async def facts(self, request: Request, caller: Caller) -> Response:
+        """Answer with the facts about a trace."""
+        answer = JSONResponse(facts_of(await self._stat(request, caller), self._target))
+        tag = _quoted(bytes(answer.body))
+        if _has(request, tag):
+            return _unchanged(tag)
+        answer.headers["ETag"] = tag
+        return answer
+
+    async def segments(self, request: Request, caller: Caller) -> Response:
+        """Answer with the rectangles of a trace."""
+        policy = _policy(request.query_params)
+        stat = await self._stat(request, caller)
+        tag = _tag(stat, policy)
+        if _has(request, tag):
+            return _unchanged(tag)
+        body = await self._traces.segments(caller, stat, policy)
+        return Response(body, media_type="application/json", headers={"ETag": tag})
+
+    async def tile(self, request: Request, caller: Caller) -> Response:
+        """Answer with the bytes [layers, 256] of a tile."""
+        params = request.query_params
+        policy = _policy(params)
+        choice(params, "what", ("changed",))
+        z, x = whole(params, "z"), whole(params, "x")
+        stat = await self._stat(request, caller)
+        tag = _tag(stat, policy, z, x)
+        if _has(request, tag):
+            return _unchanged(tag)
+        levels = await self._traces.levels(caller, stat, policy)
+        return Response(levels.tile(z, x), media_type=_BYTES, headers={"ETag": tag})
+
+    async def rows(self, request: Request, caller: Caller) -> Response:
+        """Answer with the ids and the validity of up to 64 tokens."""
+        params = request.query_params
+        policy = _policy(params)
+        choice(params, "side", ("rollout",), "rollout")
+        start, stop = whole(params, "start"), whole(params, "stop")
+        if not start < stop <= start + MAX_ROWS:
+            raise InvalidArgument(
+                field="stop", value=stop, expected=f"{start + 1} to {start + MAX_ROWS}"
+            )
+        stat = await self._stat(request, caller)
+        body = await self._traces.rows(caller, stat, policy, start, stop)
+        return Response(body, media_type=_BYTES)
+
+    async def _stat(self, request: Request, caller: Caller) -> TraceStat:
+        params = request.query_params
+        trace_id = params.get("id", "")
+        if not trace_id:
+            raise InvalidArgument(field="id", value="not given", expected="the id of a trace")
+        incarnation = whole(params, "incarnation", 1) if params.get("incarnation") else None
+        run = request.path_params["run"]
+        return await self._backends.stat(caller, run, trace_id, incarnation)
+
+
+def _policy(params: Mapping[str, str]) -> Policy:
+    return cast("Policy", choice(params, "policy", ("as_sampled", "latest"), "as_sampled"))
+
+
+def _tag(stat: TraceStat, *more: Any) -> str:
+    """Return the ETag of an answer that follows from the state of a trace."""
+    return _quoted(repr((stat.trace_id, stat.run, *stamp_of(stat), *more)).encode())
+
+
+def _quoted(content: bytes) -> str:
+    return f'"{hashlib.sha256(content).hexdigest()[:16]}"'
+
+
+def _has(request: Request, tag: str) -> bool:
+    """Whether the browser has the answer."""
+    # An intermediary that compresses may have weakened it.
+    tags = request.headers.get("if-none-match", "").split(",")
+    return tag in (one.strip().removeprefix("W/") for one in tags)
+
+
+def _unchanged(tag: str) -> Response:
+    return Response(status_code=304, headers={"ETag": tag})
