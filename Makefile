@@ -18,6 +18,7 @@ pins    = $(if $(filter undefined,$(origin PINS)),-c constraints/$(1).txt)
 	test-transformers test-trainers test-vllm test-vllm-scheduler test-sglang test-sglang-older \
 	test-sglang-scheduler \
 	test-faults test-neighbours test-docker test-kubernetes test-scale test-alerts test-loaded \
+	test-page bench-page \
 	rivals-exact bench-servers bench-vllm test-gpu bench-gpu experts-report previous-fixtures docs proto clean
 
 demo: $(VENV)/.demo
@@ -149,6 +150,17 @@ test-alerts:
 	scripts/promtool_env.sh $(PROMTOOL)
 	$(PROMTOOL) check config docker/prometheus/prometheus.yaml
 	$(PROMTOOL) test rules tests/alerts/alerts.test.yaml
+
+# The web page in a real Chromium: Debian's package `chromium`, or CHROMIUM=PATH.
+# `make test-page BROWSED='-k keys'` runs a part.
+CHROMIUM ?= $(shell command -v chromium || command -v chromium-browser || command -v google-chrome)
+BROWSED  ?=
+test-page: $(VENV)/.browser
+	CHROMIUM='$(CHROMIUM)' $(PY) -m pytest tests/page_browser $(BROWSED)
+
+# Frames per second of the page's grid, over 100,000 tokens and 94 layers.
+bench-page: $(VENV)/.browser
+	CHROMIUM='$(CHROMIUM)' PYTHONPATH=tests $(PY) -m page_browser.frames
 
 # The manifests of docker/kubernetes, against the schemas of two versions of Kubernetes.
 test-kubernetes: $(VENV)/.dev
@@ -326,6 +338,13 @@ $(VENV)/.dev: pyproject.toml constraints/dev.txt | $(VENV)/.made
 	TORCH='$(TORCH)' scripts/torch_env.sh $(PY)
 	@echo 'Installing what the tests need: 200 MB beside what the demo needs, two minutes'
 	$(LOUD) $(call pins,dev) -e '.[dev]'
+	touch $@
+
+$(VENV)/.browser: $(VENV)/.dev
+	@[ -x '$(CHROMIUM)' ] || { \
+		echo 'Chromium is not there: expected chromium in PATH; apt-get install chromium, or' \
+			'make CHROMIUM=PATH'; exit 2; }
+	$(PIP) $(call pins,dev) playwright
 	touch $@
 
 $(VENV)/.figures: pyproject.toml constraints/dev.txt | $(VENV)/.made

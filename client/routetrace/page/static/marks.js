@@ -1,0 +1,60 @@
+// Marks in text: swatches, reasons, states. Each is built once; `set` gives it another value.
+
+import { rampStops, reasonColour } from "./colours.js";
+import { harmless, reason } from "./reasons.js";
+import { attr, h, put, s, style } from "./ui.js";
+
+/** A swatch of a colour; `set` gives it another one. */
+export function swatch(className = "") {
+  const element = h("i", { class: `swatch ${className}`.trim(), "aria-hidden": "true" });
+  return { element, set: (colour) => style(element, "--swatch", colour) };
+}
+
+/** The bar of the ramp of shares. */
+export function rampBar() {
+  const element = h("span", { class: "ramp", "aria-hidden": "true" });
+  return {
+    element,
+    set() {
+      style(element, "background-image", `linear-gradient(90deg, ${rampStops().join(", ")})`);
+    },
+  };
+}
+
+/** A reason by swatch and name; `set` gives it another one. */
+export function reasonMark() {
+  const mark = swatch();
+  const name = h("span");
+  const element = h("span", { class: "state" }, mark.element, name);
+  return {
+    element,
+    set(which) {
+      mark.set(reasonColour(which));
+      mark.element.classList.toggle("hatched", harmless(which));
+      put(name, reason(which).title);
+    },
+  };
+}
+
+const SHAPES = {
+  complete: () => s("circle", { cx: 5, cy: 5, r: 4, fill: "currentColor" }),
+  running: () => s("circle", { cx: 5, cy: 5, r: 3.25, fill: "none", stroke: "currentColor",
+    "stroke-width": 1.75 }),
+  incomplete: () => s("path", { d: "M5 .2 9.800 5 5 9.800 .2 5Z", fill: "currentColor" }),
+};
+
+/** The state of a trace by shape, colour and word; `set` gives it another one. */
+export function stateMark() {
+  const shape = s("svg", { viewBox: "0 0 10 10", width: 10, height: 10, "aria-hidden": "true" });
+  const word = h("span");
+  const element = h("span", { class: "state" }, shape, word);
+  return {
+    element,
+    set(state) {
+      if (word.textContent === state) return;
+      word.textContent = state;
+      attr(element, "data-state", state);
+      shape.replaceChildren(...(SHAPES[state] ? [SHAPES[state]()] : []));
+    },
+  };
+}

@@ -1,0 +1,117 @@
+// The panel and the box beside the pointer that say what is known of one cell.
+
+import { reasonMark } from "./marks.js";
+import { reason } from "./reasons.js";
+import { fmt, plain } from "./text.js";
+import { attr, h, put, rows, tip } from "./ui.js";
+
+const COMPUTED = ["a forward pass of its own", "an earlier request (prefix cache)"];
+
+/** [name, text or undefined] of each fact of a cell. */
+const KNOWN = [
+  ["Weights", (cell) => (cell.version === null ? "unknown" : cell.version)],
+  ["Engine", (cell, trace) => sourceOf(cell, trace)?.engine],
+  ["Shard", (cell, trace) => sourceOf(cell, trace)?.shard || undefined],
+  ["Computed by", (cell) => (cell.prefix ? "another trace with the same prefix"
+    : COMPUTED[cell.cached])],
+  ["Attempt", (cell) => cell.attempt !== undefined && cell.attempt + 1],
+  ["Part", (cell, trace) => (cell.position < trace.prompt_len ? "prompt" : "answer")],
+];
+const sourceOf = (cell, trace) => trace.sources?.find((one) => one.index === cell.source);
+
+const titleOf = (cell) => `Position ${fmt.int(cell.position)}, layer ${cell.layer}`;
+
+/** Words for a reader of screens. */
+export function wordsOf(cell) {
+  if (cell.reason) return `${titleOf(cell)}: ${reason(cell.reason).title}`;
+  if (!cell.row?.valid) return titleOf(cell);
+  return `${titleOf(cell)}: experts ${[...cell.row.ids].join(", ")}`;
+}
+
+/** The panel; `set(cell | null, trace, trouble)` fills it. link(id): the address of a trace. */
+export function cellPanel(link) {
+  const hint = h("p", { class: "muted" },
+    h("span", { class: "for-fingers" }, "Tap a cell to see its experts. Dragging sideways moves."),
+    h("span", { class: "for-keys" }, "Point at a cell, or enter the grid with ",
+      h("kbd", null, "Tab"), " and move with the arrow keys. Once the grid is entered, the wheel ",
+      "zooms; dragging moves."));
+  const title = h("h2", null, "Cell");
+  const mark = reasonMark();
+  const words = h("p");
+  const remedy = h("p", { class: "muted" });
+  const lost = h("div", { class: "lost" }, mark.element, words, remedy);
+  const heading = h("p", { class: "muted" });
+  const ids = h("ol", { class: "ids" });
+  const known = h("dl", { class: "kv" });
+  const other = h("bdi");
+  const origin = h("a", { class: "id" }, other);
+  const lent = h("p", null, "Its row is that of the same token in ", origin, ".");
+  const element = h("aside", { "aria-label": "Cell" },
+    title, hint, lost, heading, ids, known, lent);
+  return {
+    element,
+    set(cell, trace, trouble) {
+      put(title, cell ? titleOf(cell) : "Cell");
+      hint.hidden = Boolean(cell);
+      lost.hidden = !cell?.reason;
+      known.hidden = !cell?.present;
+      heading.hidden = !cell?.present;
+      lent.hidden = cell?.prefix === undefined;
+      const row = cell?.present && cell.row?.valid ? [...cell.row.ids] : [];
+      ids.hidden = row.length === 0;
+      rows(ids, row, (_, i) => i, () => h("li"), (item, id) => put(item, id));
+      if (!cell) return;
+      if (cell.reason) {
+        const about = reason(cell.reason);
+        mark.set(cell.reason);
+        put(words, about.words);
+        put(remedy, about.remedy);
+      }
+      if (!cell.present) return;
+      put(heading, row.length ? "Experts, in the router's order"
+        : trouble ? trouble.message : "Asking for its rows …");
+      if (cell.prefix !== undefined) {
+        put(other, plain(cell.prefix));
+        attr(origin, "href", link(cell.prefix));
+      }
+      const facts = KNOWN.map(([name, of]) => [name, of(cell, trace)])
+        .filter(([, text]) => text !== undefined && text !== false);
+      rows(known, facts, ([name]) => name, ([name]) => h("div", null, h("dt", null, name),
+        h("dd", null, h("bdi"))), (pair, [, text]) => put(pair.lastChild.firstChild, plain(text)));
+    },
+  };
+}
+
+/** The box beside the pointer, which follows the cell under it. */
+export function cellTip() {
+  const title = h("div");
+  const mark = reasonMark();
+  const ids = h("div", { class: "mono" });
+  const weights = h("div", { class: "muted" });
+  let at = null;
+  return {
+    set(cell, event) {
+      if (event) at = { x: event.clientX, y: event.clientY };
+      if (!cell || !at) {
+        at = null;
+        tip.hide();
+        return;
+      }
+      put(title, titleOf(cell));
+      if (cell.reason) {
+        mark.set(cell.reason);
+        tip.show(at.x, at.y, title, mark.element);
+        return;
+      }
+      put(ids, cell.row?.valid ? wrapped(cell.row.ids) : "…");
+      put(weights, `weights ${cell.version ?? "unknown"}`);
+      tip.show(at.x, at.y, title, ids, cell.version !== undefined && weights);
+    },
+    hide() {
+      at = null;
+      tip.hide();
+    },
+  };
+}
+
+const wrapped = (ids) => (ids.length > 16 ? `${ids.slice(0, 16).join(" ")} …` : ids.join(" "));
