@@ -155,8 +155,11 @@ def test_server_flags_are_taken(server_environment):
 def test_server_is_reached_where_it_listens(server_environment):
     _, port = compose_config().host_port
     _, metrics_port = split_address(compose_config().metrics_listen)
-    assert stage_of("server").value("EXPOSE") == f"{port} {metrics_port}"
-    assert SERVICES["server"]["ports"] == [f"127.0.0.1:{port}:{port}"]
+    _, page_port = split_address(compose_config().page_listen)
+    assert stage_of("server").value("EXPOSE") == f"{page_port} {port} {metrics_port}"
+    assert SERVICES["server"]["ports"] == [
+        f"127.0.0.1:{number}:{number}" for number in (page_port, port)
+    ]
     for service in ("inference", "trainer"):
         assert SERVICES[service]["environment"]["ROUTETRACE_TARGET"] == f"server:{port}"
     assert SERVICES["server"]["healthcheck"]["test"] == ["CMD", *health_command()]
@@ -444,7 +447,7 @@ def test_extras_exist():
     runs = [run for stage in STAGES.values() for run in stage.values("RUN")]
     named = {names for run in runs for names in re.findall(r"routetrace\[([\w,]+)\]", run)}
     extras = {extra for names in named for extra in names.split(",")}
-    assert extras == {"server", "scale", "cli", "agent"}
+    assert extras == {"server", "scale", "cli", "page", "agent"}
     assert extras <= PROJECT["optional-dependencies"].keys()
 
 

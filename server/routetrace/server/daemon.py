@@ -32,6 +32,7 @@ from routetrace.server.ops.telemetry import Telemetry
 from routetrace.server.process import announce, pauses, probe
 from routetrace.server.process.link import Link
 from routetrace.server.process.ownership import open_object_store
+from routetrace.server.process.page import PageProcess
 from routetrace.server.process.partitions import check_partitions
 from routetrace.server.process.readiness import Readiness, watch_store
 from routetrace.server.process.workers import Seat, supervise
@@ -179,6 +180,8 @@ async def _serve_from(
         core.parts.add_to(parts, trusted=True)
         parts.add_insecure_port(f"unix:{seat.parts_socket}")
     endpoint = _open_endpoint(core, config, health)
+    page = PageProcess(config, address)
+    page.add_to(server)
     try:
         if parts:
             await parts.start()
@@ -186,7 +189,8 @@ async def _serve_from(
         log.info("listening on %s", address)
         addresses = [address, endpoint.address] if endpoint else [address]
         running = _run(core, readiness, addresses, alone=link is None)
-        await _run_until(stop, server, core, readiness, running)
+        async with page.running():
+            await _run_until(stop, server, core, readiness, running)
     finally:
         if parts and others:
             await parts.stop(0)

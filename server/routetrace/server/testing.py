@@ -135,6 +135,7 @@ def run_server(
         TimeoutError: if the server is not ready in time.
     """
     settings.setdefault("listen", f"127.0.0.1:{port}")
+    settings.setdefault("page_listen", "")
     if data_dir is None:
         settings.setdefault("store", "memory")
     else:

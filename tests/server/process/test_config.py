@@ -53,6 +53,8 @@ def test_every_setting_can_come_from_everywhere(
         "tokens_file": "tokens.toml",
         "reflection": "true",
         "metrics_listen": "[::]:9090",
+        "page_listen": "[::1]:7410",
+        "page_hosts": '["traces.example"]',
         "workers": "1",
         "run_workers": '{"a": 0}',
         "spread_runs": "[]",
@@ -98,6 +100,7 @@ def test_every_setting_can_come_from_everywhere(
         "run_workers": "{a = 0}",
         "forbid_prefix_rows": '["a", "grpo-*"]',
         "spread_runs": "[]",
+        "page_hosts": '["traces.example"]',
     }
     lines = [f"{name} = {tables.get(name) or repr(value)}\n" for name, value in values.items()]
     file.write_text("".join(lines))

@@ -36,6 +36,7 @@ def worker_config(config: ServerConfig, number: int) -> ServerConfig:
         update={
             "listen": listen(config.listen),
             "metrics_listen": listen(config.metrics_listen),
+            "page_listen": config.page_listen if number == 0 else "",
             "advertise": config.advertised,
             "data_dir": partition_dir(config.data_dir, number),
             "object_cache": ByteSize(-(-config.object_cache // config.workers)),

@@ -81,6 +81,16 @@ class ServerConfig(BaseSettings):
     metrics_listen: str = Field(
         "", description="host:port for Prometheus metrics over plain HTTP; empty: no metrics"
     )
+    page_listen: str = Field(
+        "127.0.0.1:7410",
+        description="host:port of the web page, a process of its own; empty: no page; other "
+        "addresses than those of loopback have the rules of listen, and its certificate",
+    )
+    page_hosts: list[str] = Field(
+        default_factory=list,
+        description="JSON list of further names of this machine, host or host:port, by which "
+        "browsers reach the page",
+    )
     workers: int = Field(
         1,
         ge=1,
@@ -284,7 +294,7 @@ class ServerConfig(BaseSettings):
         forbidden = any(fnmatchcase(run, pattern) for pattern in self.forbid_prefix_rows)
         return forbidden or self.spreads(run)
 
-    @field_validator("listen", "metrics_listen", "advertise")
+    @field_validator("listen", "metrics_listen", "page_listen", "advertise")
     @classmethod
     def _check_listen(cls, value: str, info: ValidationInfo) -> str:
         if value or info.field_name == "listen":
@@ -308,11 +318,14 @@ class ServerConfig(BaseSettings):
                 raise ValueError("ack_mode: expected fsync with store object")
         self._check_workers()
         lacking = [name for name in ("tls_cert", "tokens_file") if getattr(self, name) is None]
-        if lacking and not self.insecure and not is_loopback(self.host_port[0]):
-            raise ValueError(
-                f"listen is {self.listen!r}, which other machines can reach: expected "
-                f"{' and '.join(lacking)}, a loopback address, or insecure to be set"
-            )
+        for name in ("listen", "page_listen"):
+            address = getattr(self, name)
+            local = not address or is_loopback(split_address(address)[0])
+            if lacking and not self.insecure and not local:
+                raise ValueError(
+                    f"{name} is {address!r}, which other machines can reach: expected "
+                    f"{' and '.join(lacking)}, a loopback address, or insecure to be set"
+                )
         return self
 
     def _check_workers(self) -> None:
