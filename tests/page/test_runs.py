@@ -169,6 +169,7 @@ def test_the_overview(served: tuple[ServerProcess, Feeder, str], browser: Browse
     server, feeder, _ = served
     beat = pb.Heartbeat(offered_rows=5000, acknowledged_rows=3000, in_flight_rows=500, lag_ms=8000)
     beat.dropped_rows["queue_full"] = 1500
+    beat.dropped_rows["rewound"] = 70  # drafts: no loss
     feeder.stream._out.put(pb.IngestRequest(heartbeat=pb.Heartbeat()))
     feeder.stream._out.put(pb.IngestRequest(heartbeat=beat))
     with RouteClient(server.target, run="run") as client:
@@ -192,7 +193,7 @@ def test_the_overview(served: tuple[ServerProcess, Feeder, str], browser: Browse
     first, second = found["engines"]
     assert second["state"] == "live"
     assert first["lag"] == agents["e0"].lag_seconds == 8
-    assert first["dropped"] == {"queue_full": 1500}
+    assert first["dropped"] == {"queue_full": 1500, "rewound": 70}
     assert (first["dropped_recently"], first["in_flight"]) == (1500, 500)
     assert first["weight_version_lag"] == agents["e0"].weight_version_lag
     assert second["weight_version"] == agents["e1"].weight_version == 1

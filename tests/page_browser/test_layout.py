@@ -10,7 +10,9 @@ from .watched import link
 
 WIDTHS = (380, 768, 1440, 3840)
 VIEWS = (
-    "#/",
+    "#/?run=r",
+    "#/traces?run=r",
+    "#/traces?run=r&q=nobody&label=a%3Db",
     link("holes"),
     link(ODD_IDS[-1]),
     link("twice", "&incarnation=1"),
@@ -79,6 +81,8 @@ def test_each_view_fits(page: Page, address: str, width: int, scheme: str) -> No
         expect(page.locator("main h1")).to_be_visible()
         if "id=" in view:
             expect(page.locator("canvas.plot")).to_be_visible()
+        elif "traces" in view:
+            expect(page.locator(".list .row:not(.coming), main .message").first).to_be_visible()
         where = f"{view[:40]} at {width} px"
         assert page.evaluate("document.documentElement.scrollWidth - innerWidth") <= 0, where
         for look in (_FAINT, _SMALL, _COVERED, _UNNAMED):

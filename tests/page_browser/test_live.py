@@ -96,16 +96,19 @@ def test_what_is_not_there(page: Page, address: str, watched: Watched) -> None:
     page.goto(f"{address}/{link('nobody', '&run=none')}")
     expect(page.get_by_role("heading", level=1)).to_have_text("Run none has no traces")
     page.get_by_role("button", name="second run").click()
-    expect(page.get_by_role("searchbox", name="Id of a trace")).to_be_focused()
+    expect(page.locator(".title")).to_contain_text("1 trace of second run")
     assert "run=second%20run" in page.url
 
 
 def test_runs_are_chosen(page: Page, address: str) -> None:
     page.goto(f"{address}/#/")
     page.get_by_role("combobox", name="Run").select_option("second run")
-    expect(page.locator(".snippet")).to_contain_text("--run 'second run'")
-    page.get_by_role("searchbox", name="Id of a trace").fill("elsewhere")
-    page.keyboard.press("Enter")
+    expect(page.locator(".title")).to_contain_text("1 trace of second run")
+    page.keyboard.press("/")
+    page.get_by_role("combobox", name="Run").select_option("r")
+    expect(page.get_by_role("link", name="holes", exact=True)).to_be_visible()
+    page.get_by_role("combobox", name="Run").select_option("second run")
+    page.get_by_role("link", name="elsewhere").click()
     expect(page.locator("h1 bdi")).to_have_text("elsewhere")
     expect(page.get_by_role("combobox", name="Run")).to_have_value("second run")
 

@@ -25,7 +25,7 @@ class AgentHistory(Values):
     rows: tuple[int, ...]
     """Rows of it that were stored."""
     dropped_rows: tuple[int, ...]
-    """Rows that it reported as dropped."""
+    """Rows that it reported as dropped, but for drafts that its engine took back (rewound)."""
 
 
 @dataclass(frozen=True)

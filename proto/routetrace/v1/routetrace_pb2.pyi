@@ -2249,7 +2249,7 @@ class AgentHistory(google.protobuf.message.Message):
 
     @property
     def dropped_rows(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """Rows that it reported as dropped."""
+        """Rows that it reported as dropped, but for drafts that its engine took back (rewound)."""
 
     def __init__(
         self,

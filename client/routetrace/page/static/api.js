@@ -5,12 +5,12 @@ const AWAY = new Set(["away", "unavailable", "deadline_exceeded"]);
 
 /**
  * A call that failed. `kind`: "away", "signed_out", or the server's own word; `missing`: which kind
- * of thing is not there, a "trace" or a "run"; `retryAfter`: seconds.
+ * of thing is not there, a "trace" or a "run"; `field`: what is wrong; `retryAfter`: seconds.
  */
 export class Trouble extends Error {
-  constructor(kind, message, { status = 0, retryAfter = 0, missing = "" } = {}) {
+  constructor(kind, message, { status = 0, retryAfter = 0, missing = "", field = "" } = {}) {
     super(message);
-    Object.assign(this, { kind, status, retryAfter, missing });
+    Object.assign(this, { kind, status, retryAfter, missing, field });
   }
 
   /** Whether the page, or the server behind it, does not answer. */
@@ -38,7 +38,9 @@ export const connection = new (class extends EventTarget {
 export const session = new EventTarget();
 
 const address = (path, asked) => {
-  const given = Object.entries(asked).filter(([, value]) => value !== undefined && value !== null);
+  const given = Object.entries(asked).flatMap(([name, value]) =>
+    [value].flat().map((one) => [name, one])).filter(([, value]) => value !== undefined &&
+    value !== null);
   const query = given.map(([name, value]) => `${name}=${encodeURIComponent(value)}`).join("&");
   return `${BASE}${path}${query && `?${query}`}`;
 };
@@ -71,7 +73,7 @@ async function trouble(answer) {
   const words = error.message ?? `The server answered with status ${status}.`;
   const retryAfter = Number(answer.headers.get("retry-after")) || (status === 503 ? 5 : 0);
   const found = new Trouble(error.kind ?? "unknown", words, {
-    status, retryAfter, missing: error.missing,
+    status, retryAfter, missing: error.missing, field: error.field,
   });
   // The page answers here, but perhaps the server behind it does not.
   connection.report(!found.isAway);

@@ -3,19 +3,30 @@
 import { json, poll, send, session as signedOut, Trouble } from "./api.js";
 import { restoreTheme } from "./colours.js";
 import { frame } from "./frame.js";
+import { overview } from "./overview.js";
 import { signIn } from "./signin.js";
 import { trace } from "./trace.js";
+import { traces } from "./traces.js";
 import { plain } from "./text.js";
 import { ghost, h, message, say, swap } from "./ui.js";
 
 /**
- * Views by the name in the address. `key` follows `g`; `title` is that of the tab. open(context)
- * returns { element, title, keys, stop(), find?(), focus?(), accepts?(query), waits? }, of a
- * context { query, run, session, go(view, query, quiet), link(view, query) }. `waits`: the view
- * asks for nothing itself; "runs": it is built again once there are other runs.
+ * Views by the name in the address; the first one is the start. `key` follows `g`; `title` is that
+ * of the tab; a view without them is reached from the view `within`, whose tab it has.
+ *
+ * open(context) returns { element, title, keys, stop(), find?(), focus?(), accepts?(query),
+ * waits? }, of a context { query, run, session, go(view, query, quiet), link(view, query) }.
+ * `waits`: what the view does not ask for itself; "session": which runs there are; "runs": it is
+ * built again, too, once there are others.
  */
-const VIEWS = [{ name: "trace", title: "Trace", key: "t", open: trace }];
-const FIND = "trace"; // the view where a trace is found
+const VIEWS = [
+  { name: "overview", title: "Overview", key: "o", open: overview },
+  { name: "traces", title: "Traces", key: "t", open: traces },
+  { name: "trace", within: "traces", open: trace },
+];
+const TABS = VIEWS.filter((one) => !one.within);
+const FIND = "traces"; // the view where a trace is found
+const LISTS = ["label"]; // what an address may have several of
 const LEADER = 900; // ms in which the second key of two follows
 const OFFER = ["INPUT", "SELECT", "TEXTAREA"]; // elements whose keys are their own
 
@@ -24,13 +35,14 @@ let who = null; // the answer of /session
 let view = null;
 let place = null; // { name, query }
 let leader = 0;
+let finding = false; // whether the view that is on its way begins with its field
 let unwatch = () => {};
 
 restoreTheme();
 const page = frame({
-  tabs: VIEWS,
+  tabs: TABS,
   keys: () => [...globalKeys(), ...(view?.keys ?? [])],
-  pickRun: (run) => go(VIEWS[0].name, { run }),
+  pickRun: (run) => go(TABS.find((one) => one.name === place.name)?.name ?? FIND, { run }),
   async signOut() {
     try {
       await send("DELETE", "session");
@@ -42,8 +54,8 @@ const page = frame({
 });
 
 const address = (name, query) => {
-  const given = Object.entries(query).filter(([, value]) => value !== undefined &&
-    value !== null && value !== "");
+  const given = Object.entries(query).flatMap(([key, value]) =>
+    [value].flat().map((one) => [key, one ?? ""])).filter(([, value]) => value !== "");
   const text = given.map(([key, value]) => `${key}=${encodeURIComponent(value)}`).join("&");
   return `#/${name}${text && `?${text}`}`;
 };
@@ -58,12 +70,16 @@ function go(name, query, quiet = false) {
 
 function parsed() {
   const [name, text = ""] = location.hash.replace(/^#\/?/, "").split(/\?(.*)/s);
-  const known = VIEWS.find((one) => one.name === name) ?? VIEWS[0];
-  const query = {};
+  const query = Object.create(null);
   for (const part of text.split("&").filter(Boolean)) {
     const [key, value = ""] = part.split(/=(.*)/s);
-    query[key] = decoded(value);
+    if (LISTS.includes(key)) (query[key] ??= []).push(decoded(value));
+    else query[key] = decoded(value);
   }
+  const wanted = VIEWS.find((one) => one.name === name) ?? VIEWS[0];
+  // A view of one thing needs its id.
+  const known = wanted.within && !query.id
+    ? VIEWS.find((one) => one.name === wanted.within) : wanted;
   return { known, query };
 }
 
@@ -82,9 +98,11 @@ function route() {
   if (place && place.name === known.name && place.run === run && view.accepts?.(query)) return;
   place = { name: known.name, run };
   page.setSession(who, run);
-  page.setTab(known.name, (name) => address(name, { run }));
+  page.setTab(known.within ?? known.name, (name) => address(name, { run }));
   open(known.open({ query, run, session: who, go, link: address }));
   scrollTo(0, 0);
+  if (finding) view.find?.();
+  finding = false;
 }
 
 function open(next) {
@@ -156,7 +174,7 @@ signedOut.addEventListener("signedout", () => {
 
 function globalKeys() {
   return [
-    ...(who && VIEWS.length > 0 ? VIEWS.map(({ name, title, key }) => ({
+    ...(who ? TABS.map(({ name, title, key }) => ({
       keys: [`g ${key}`], words: title, run: () => go(name, { run: place.run }),
     })) : []),
     ...(who ? [{ keys: ["/"], words: "Find a trace", run: find }] : []),
@@ -167,8 +185,12 @@ function globalKeys() {
 }
 
 function find() {
-  if (!view.find) go(FIND, { run: place.run });
-  view.find?.();
+  if (view.find) {
+    view.find();
+    return;
+  }
+  finding = true;
+  go(FIND, { run: place.run });
 }
 
 // Its target is no address of a view.

@@ -35,7 +35,7 @@ const RAMPS = {
 };
 const TOKENS = {
   back: "--card", ink: "--ink", muted: "--muted", line: "--line", edge: "--strong-line",
-  accent: "--accent", sunken: "--sunken",
+  accent: "--accent", bad: "--bad", sunken: "--sunken",
 };
 
 const system = matchMedia("(prefers-color-scheme: dark)");

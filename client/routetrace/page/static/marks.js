@@ -36,16 +36,26 @@ export function reasonMark() {
   };
 }
 
-const SHAPES = {
+/** Shapes of states, for a `shapeBox`. */
+export const SHAPES = {
   complete: () => s("circle", { cx: 5, cy: 5, r: 4, fill: "currentColor" }),
   running: () => s("circle", { cx: 5, cy: 5, r: 3.25, fill: "none", stroke: "currentColor",
     "stroke-width": 1.75 }),
   incomplete: () => s("path", { d: "M5 .2 9.800 5 5 9.800 .2 5Z", fill: "currentColor" }),
+  late: () => s("path", { d: "M5 .8 9.800 9.200H.2Z", fill: "currentColor" }),
+  gone: () => s("path", { d: "M1.500 1.500 8.500 8.500M8.500 1.500 1.500 8.500", fill: "none",
+    stroke: "currentColor", "stroke-width": 1.75 }),
 };
 
-/** The state of a trace by shape, colour and word; `set` gives it another one. */
+SHAPES.live = SHAPES.complete;
+SHAPES.dropping = SHAPES.incomplete;
+
+export const shapeBox = () =>
+  s("svg", { viewBox: "0 0 10 10", width: 10, height: 10, "aria-hidden": "true" });
+
+/** The state of a trace or an engine by shape, colour and word; `set` gives it another one. */
 export function stateMark() {
-  const shape = s("svg", { viewBox: "0 0 10 10", width: 10, height: 10, "aria-hidden": "true" });
+  const shape = shapeBox();
   const word = h("span");
   const element = h("span", { class: "state" }, shape, word);
   return {

@@ -58,6 +58,9 @@ const REASONS = {
 const HARMLESS = new Set(["aborted", "other_version", "not_yet"]);
 const ORDER = Object.keys(REASONS);
 
+/** Names of all reasons, the worst first. */
+export const REASON_NAMES = ORDER;
+
 /** Name, words and remedy of a reason; a reason of a newer server stands for itself. */
 export function reason(name) {
   const [title, words, remedy] = REASONS[name] ?? [

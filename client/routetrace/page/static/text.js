@@ -8,6 +8,25 @@ const NBSP = "\u00a0";
 export const fmt = {
   int: (n) => integer.format(n),
 
+  /** Three digits and a prefix: 407 k. */
+  si(n) {
+    const size = Math.abs(n) < 1000 ? 0 : Math.min(4, Math.floor(Math.log10(Math.abs(n)) / 3));
+    const short = n / 1000 ** size;
+    const digits = size === 0 ? (Number.isInteger(n) || n >= 100 ? 0 : 1)
+      : Math.max(0, 2 - Math.floor(Math.log10(Math.abs(short))));
+    return short.toFixed(digits) + (size ? NBSP + " kMGT"[size] : "");
+  },
+
+  /** How long ago a time in Unix seconds was; clocks that differ make nothing of the future. */
+  ago(at) {
+    const seconds = Date.now() / 1000 - at;
+    if (seconds < 2) return "now";
+    for (const [unit, size] of [["d", 86400], ["h", 3600], ["min", 60]]) {
+      if (seconds >= 2 * size) return `${Math.floor(seconds / size)}${NBSP}${unit} ago`;
+    }
+    return `${Math.floor(seconds)}${NBSP}s ago`;
+  },
+
   bytes(n) {
     let unit = 0;
     while (n >= 1024 && unit < 4) {
@@ -59,7 +78,3 @@ function spelled(character) {
 
 /** An id or a label as text: characters that cannot be seen, or turn a line around, spelled out. */
 export const plain = (text) => String(text).replace(UNSEEN, spelled);
-
-/** Text as one word of a POSIX shell. */
-export const shell = (text) =>
-  /^[\w@%+=:,./-]+$/.test(text) ? text : `'${text.replaceAll("'", `'"'"'`)}'`;

@@ -1,8 +1,8 @@
 // The view of one trace: asks for it again and again, and shows what is there or why nothing is.
 
 import { json, poll, repeated, Trouble } from "./api.js";
+import { emptyRun } from "./empty.js";
 import { incarnationsOf } from "./incarnations.js";
-import { emptyRun, start } from "./start.js";
 import { plain } from "./text.js";
 import { traceParts } from "./trace_parts.js";
 import { ghost, h, message, swap } from "./ui.js";
@@ -11,12 +11,8 @@ const ASKED_AGAIN = 10; // seconds until a trace that is not there is asked for 
 const SHARE = 10; // a running trace is read again after this many times as long as a read takes
 const QUIET = 400; // ms after which the address follows the cursor
 
-/** Open the view of `query.id`, or the field that asks for an id. */
-export function trace(context) {
-  return context.query.id ? opened(context) : start(context);
-}
-
-function opened({ query, run, session, go, link }) {
+/** Open the view of `query.id`. */
+export function trace({ query, run, session, go, link }) {
   const path = `runs/${encodeURIComponent(run)}`;
   const element = h("div", { class: "view" }, ghost(3), ghost(8));
   let parts = null;

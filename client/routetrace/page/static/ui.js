@@ -43,11 +43,12 @@ export function style(element, name, value) {
   if (element.style.getPropertyValue(name) !== value) element.style.setProperty(name, value);
 }
 
-/** Put children in the place of those that are there; the same nodes in the same order stay. */
+/** Put children in the place of those that are there; the same nodes and texts stay. */
 export function swap(element, ...children) {
   const next = some(children);
   const now = element.childNodes;
-  if (now.length === next.length && next.every((child, i) => now[i] === child)) return;
+  const same = (child, i) => now[i] === child || (now[i].nodeType === 3 && now[i].data === child);
+  if (now.length === next.length && next.every(same)) return;
   element.replaceChildren(...next);
 }
 
@@ -59,21 +60,25 @@ export function swap(element, ...children) {
  */
 export function rows(parent, items, key, make, update) {
   const kept = parent.rowsByKey ?? (parent.rowsByKey = new Map());
-  const seen = new Set();
+  const focused = parent.contains(document.activeElement) ? document.activeElement : null;
+  const seen = new Set(items.map(key));
+  for (const [name, child] of kept) {
+    if (seen.has(name)) continue;
+    child.remove();
+    kept.delete(name);
+  }
   let at = parent.firstElementChild;
   items.forEach((item, index) => {
     const name = key(item, index);
-    seen.add(name);
     let child = kept.get(name);
     if (!child) kept.set(name, (child = make(item)));
     update(child, item, index);
     if (child === at) at = at.nextElementSibling;
     else parent.insertBefore(child, at);
   });
-  for (const [name, child] of kept) {
-    if (seen.has(name)) continue;
-    child.remove();
-    kept.delete(name);
+  // A browser takes the focus from what is moved.
+  if (focused?.isConnected && document.activeElement !== focused) {
+    focused.focus({ preventScroll: true });
   }
 }
 

@@ -222,7 +222,7 @@ class IngestServicer:
                     self._intake.take(session, request, replies.expect(request), parsed)
                 elif isinstance(request, pb.Heartbeat):
                     self._agents.heartbeat(session, request)
-                    self._history.heard(key, sum(request.dropped_rows.values()))
+                    self._history.heard(key, _lost(request))
                 else:
                     raise InvalidArgument(
                         field="message",
@@ -379,3 +379,8 @@ def _name_of(request: object) -> str:
     """Return the name of a message for errors."""
     names = {pb.Hello: "hello", pb.Heartbeat: "heartbeat", Chunk: "chunk"}
     return names.get(type(request), "None")
+
+
+def _lost(report: pb.Heartbeat) -> int:
+    """Return the rows that an agent dropped, but for drafts that its engine took back."""
+    return sum(rows for reason, rows in report.dropped_rows.items() if reason != "rewound")

@@ -1,0 +1,247 @@
+"""The overview says what is wrong, and its figures are those of the client."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from urllib.parse import urlsplit
+
+import pytest
+from playwright.sync_api import Page, expect
+
+from routetrace.client import RouteClient, TraceState
+from routetrace.server.testing import ServerProcess, run_server
+from routetrace.v1 import routetrace_pb2 as pb
+from support.agents.feeder import Feeder
+from support.pages import running_page
+
+from .conftest import LAYOUT, ROWS
+from .watched import Watched, pixels
+
+#: Colour of dropped rows in the light theme, as a canvas gives it.
+BAD = (184, 58, 0)
+HOST = "<img src=x>\u202eh"
+
+
+@dataclass
+class Run:
+    """A server with a run of three engines, and its feeders by engine."""
+
+    server: ServerProcess
+    feeders: dict[str, Feeder]
+
+    def beat(self, engine: str, **report: int) -> None:
+        """Send a heartbeat; a number of dropped rows is named after its reason."""
+        dropped = {name: report.pop(name) for name in ("queue_full", "rewound") if name in report}
+        beat = pb.Heartbeat(**report)
+        beat.dropped_rows.update(dropped)
+        self.feeders[engine].stream._out.put(pb.IngestRequest(heartbeat=beat))
+
+    def add(self, engine: str, name: str, tokens: int, lost: int = 0, reason: str = "stop") -> None:
+        """Add a trace whose last `lost` rows are not reported."""
+        feeder = self.feeders[engine]
+        handle = feeder.begin(name, prompt_len=5)
+        rows = tokens - 1 - lost
+        feeder.step(ROWS[:rows], [[handle, 0, rows]])
+        if reason:
+            feeder.finish(handle, tokens, reason=reason)
+        feeder.flush()
+
+
+@pytest.fixture(scope="module")
+def run() -> Iterator[Run]:
+    with run_server(agent_timeout_seconds=3600) as server:
+        about = {"host": HOST, "routetrace": "0.8.0"}
+        run = Run(server, {
+            name: Feeder(server.target, LAYOUT, run="r", engine_id=name, attributes=about)
+            for name in ("calm", "drops", "slow")
+        })  # fmt: skip
+        for number in range(20):
+            run.feeders["calm"].set_weight_version(3)
+            run.add("calm", f"whole{number}", 50 + number)
+        run.add("drops", "hole", 90, lost=30)
+        run.add("drops", "hole too", 90, lost=2)
+        run.add("slow", "aborted", 90, lost=60, reason="abort")
+        run.add("slow", "running", 90, reason="")
+        run.beat("drops")
+        run.beat("drops", queue_full=1500, rewound=9, in_flight_rows=70)
+        run.beat("slow", lag_ms=12_000, in_flight_rows=4000, queued_bytes=3 << 20)
+        run.beat("calm", rewound=40)
+        yield run
+        for feeder in run.feeders.values():
+            feeder.close()
+
+
+@pytest.fixture
+def opened(context, run: Run) -> Iterator[Watched]:
+    """The overview, once its figures are those of the heartbeats."""
+    with running_page(run.server.target) as address:
+        watched = Watched(context.new_page(), {urlsplit(address).netloc})
+        watched.page.goto(address)
+        expect(notice(watched.page, "drops")).to_be_visible()
+        expect(notice(watched.page, "slow")).to_be_visible()
+        yield watched
+        watched.check()
+
+
+def notice(page: Page, subject: str):
+    return page.locator(".notices li").filter(has=page.locator("strong", has_text=subject))
+
+
+def figure(page: Page, name: str):
+    return page.locator(".figures > div").filter(has=page.locator(f"dt:text-is('{name}')"))
+
+
+def test_figures_are_those_of_the_client(opened: Watched, run: Run) -> None:
+    page = opened.page
+    with RouteClient(run.server.target, run="r") as client:
+        stats = list(client.find())
+        agents = {agent.engine_id: agent for agent in client.agents()}
+        info = client.server_info()
+    ended = [stat for stat in stats if stat.state is not TraceState.RUNNING]
+    cells = sum(stat.num_rows for stat in ended) * len(LAYOUT.layer_ids)
+    missing = sum(sum(stat.missing_cells.values()) for stat in ended)
+    share = f"{100 * (1 - missing / cells):.2f}\u00a0%"
+    expect(figure(page, "Coverage").locator(".value")).to_have_text(share)
+    expect(figure(page, "Traces").locator(".value")).to_have_text(str(len(stats)))
+    for state in TraceState:
+        number = sum(stat.state is state for stat in stats)
+        link = figure(page, "Traces").get_by_role(
+            "link", name=f"{number} {state.value}", exact=True
+        )
+        expect(link).to_be_visible()
+    assert 0 < info.used_bytes / info.capacity_bytes < 0.01
+    expect(figure(page, "Store").locator(".value")).to_have_text("< 1\u00a0%")
+    expect(figure(page, "Store")).to_contain_text("of 64\u00a0GiB; in memory")
+    for name, agent in agents.items():
+        cells_of = page.locator("tbody tr").filter(has=page.locator("a", has_text=name))
+        texts = cells_of.locator("td").all_inner_texts()
+        version = "\u2013" if agent.weight_version is None else str(agent.weight_version)
+        assert texts[7].split(",")[0] == version
+        assert texts[8] == agent.attributes["routetrace"]
+        assert texts[9] == "<img src=x>\\u202eh"
+    assert page.locator("main img").count() == 0
+
+
+def test_what_is_wrong_comes_first_with_its_evidence(opened: Watched, run: Run) -> None:
+    page = opened.page
+    subjects = page.locator(".notices strong").all_inner_texts()
+    assert subjects == ["drops", "slow", "3 traces are incomplete"]
+    expect(notice(page, "drops")).to_contain_text("has dropped 1,500 rows in the last minute")
+    expect(notice(page, "drops")).to_contain_text("queue full")
+    expect(notice(page, "drops")).to_contain_text("raise queue_bytes")
+    expect(notice(page, "slow")).to_contain_text("is 12\u00a0s late: 4,000 rows wait there, 3.0")
+    expect(notice(page, "incomplete")).to_contain_text("not captured")
+    states = page.locator("tbody .state").all_inner_texts()
+    assert states == ["dropping", "late", "live"], "rows that an engine took back are no loss"
+    notice(page, "drops").get_by_role("link", name="The incomplete ones").click()
+    expect(page.locator(".list .row .name")).to_have_text(["hole too", "hole"])
+    page.go_back()
+    notice(page, "incomplete").get_by_role("link", name="Those of not captured").click()
+    expect(page.locator(".list .row .name")).to_have_text(["hole too", "hole"])
+    page.go_back()
+    page.locator("tbody").get_by_role("link", name="slow").click()
+    expect(page.locator(".list .row .name")).to_have_text(["running", "aborted"])
+    assert page.evaluate("location.hash") == "#/traces?engine=slow&run=r"
+
+
+def test_missing_cells_and_the_words_of_their_reasons(opened: Watched) -> None:
+    page = opened.page
+    reasons = page.locator(".reasons li")
+    expect(reasons).to_have_count(2)
+    expect(reasons.first).to_contain_text("Aborted240, 65\u00a0%")
+    expect(reasons.last).to_contain_text("Not captured128, 35\u00a0%")
+    expect(reasons.last).to_contain_text("Check that capture is attached")
+
+
+def test_dropped_rows_are_seen_and_the_cursor_reads_values(opened: Watched) -> None:
+    page = opened.page
+    expect(page.locator("figcaption")).to_contain_text("1,500 rows dropped, the first at ")
+    found, columns = pixels(page, BAD, "canvas.series")
+    assert found >= 3, "1,500 rows of one step, beside all that were stored"
+    canvas = page.locator("canvas.series")
+    canvas.focus()
+    page.keyboard.press("End")
+    expect(page.locator("figcaption")).to_have_text(
+        re.compile(r"^\d\d:\d\d:\d\d: \S+ rows/s stored, none dropped$")
+    )
+    for _ in range(60):
+        if "rows/s dropped" in page.locator("figcaption").inner_text():
+            break
+        page.keyboard.press("ArrowLeft")
+    expect(page.locator("figcaption")).to_contain_text("750 rows/s dropped")
+    expect(page.locator("#live")).to_contain_text("750 rows/s dropped")
+    page.keyboard.press("Escape")
+    expect(page.locator("figcaption")).to_contain_text("1,500 rows dropped, the first at ")
+
+
+def test_focus_and_selection_survive_a_poll(opened: Watched, run: Run) -> None:
+    page = opened.page
+    link = page.locator("tbody").get_by_role("link", name="calm")
+    link.focus()
+    page.evaluate(
+        "() => { const words = document.querySelector('.notices p');"
+        " getSelection().selectAllChildren(words);"
+        " window.kept = document.activeElement; }"
+    )
+    chosen = page.evaluate("getSelection().toString()")
+    before = figure(page, "Traces").locator(".value").inner_text()
+    run.beat("calm", lag_ms=60_000)  # moves its row
+    run.add("calm", "one more", 20)
+    expect(figure(page, "Traces").locator(".value")).to_have_text(str(int(before) + 1))
+    expect(notice(page, "calm")).to_be_visible()
+    assert page.locator("tbody a").all_inner_texts() == ["drops", "calm", "slow"]
+    assert page.evaluate("window.kept === document.activeElement")
+    assert page.evaluate("getSelection().toString()") == chosen
+    run.beat("calm")
+
+
+def test_many_engines_with_one_trouble_are_one_sentence(context) -> None:
+    with run_server() as server:
+        names = [f"e{n}" for n in range(5)]
+        feeders = {n: Feeder(server.target, LAYOUT, run="r", engine_id=n) for n in names}
+        run = Run(server, feeders)
+        for number, name in enumerate(names):
+            run.add(name, f"of {name}", 20)
+            run.beat(name, lag_ms=9000 + 1000 * number)
+        with running_page(server.target) as address:
+            tab = Watched(context.new_page(), {urlsplit(address).netloc})
+            tab.page.goto(address)
+            told = notice(tab.page, "5 engines are late")
+            expect(told).to_contain_text(": e4 is 13\u00a0s late")
+            assert tab.page.locator(".notices li").count() == 1
+            told.get_by_role("button", name="See the engines").click()
+            expect(tab.page.get_by_role("region", name="Engines").last).to_be_focused()
+            expect(tab.page.locator("tbody .state")).to_have_text(["late"] * 5)
+            told.get_by_role("link", name="Traces of e4").click()
+            expect(tab.page.locator(".list .row .name")).to_have_text(["of e4"])
+            tab.check()
+
+
+def test_the_server_goes_away(context) -> None:
+    with run_server() as server:
+        run = Run(server, {"e": Feeder(server.target, LAYOUT, run="r", engine_id="e")})
+        run.add("e", "one", 20)
+        with running_page(server.target) as address:
+            tab = Watched(context.new_page(), {urlsplit(address).netloc})
+            tab.allowed.append("status of 503")
+            tab.page.goto(address)
+            expect(notice(tab.page, "All is well.")).to_be_visible()
+            expect(figure(tab.page, "Coverage").locator(".value")).to_have_text("100\u00a0%")
+            server.kill()
+            away = re.compile("^not live since")
+            expect(tab.page.locator(".live")).to_have_text(away, timeout=90_000)
+            expect(figure(tab.page, "Traces").locator(".value")).to_have_text("1")
+            expect(tab.page.locator(".alarm")).to_contain_text("Not up to date")
+            tab.check()
+
+
+def test_an_empty_run_names_those_that_are_not(context, run: Run) -> None:
+    with running_page(run.server.target) as address:
+        tab = Watched(context.new_page(), {urlsplit(address).netloc})
+        tab.page.goto(f"{address}#/overview?run=none")
+        expect(tab.page.get_by_role("heading", level=1)).to_have_text("Run none has no traces")
+        tab.page.get_by_role("button", name="r", exact=True).click()
+        expect(notice(tab.page, "drops")).to_be_visible()
+        tab.check()
