@@ -49,6 +49,7 @@ CALLS: dict[str, tuple[tuple[str, ...], int, set[str]]] = {
         1,
         {"trace_id", "findings", "incarnations", "running", "cells", "bytes"},
     ),
+    "diff": (("whole", "hole"), 0, {"a", "b", "cells", "differing", "by_layer", "worst"}),
     "runs": ((), 0, {"run"}),
     "agents": ((), 0, {"engine_id", "shard", "connected"}),
     "limits": ((), 0, {"owner", "name", "limit", "used", "held", "share"}),

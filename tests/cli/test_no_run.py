@@ -27,6 +27,7 @@ CALLS: dict[str, tuple[tuple[str, ...], ...]] = {
     "list": ((), ("--label", "a=b")),
     "tail": (("a",),),
     "verify": (("--all",), ("a",)),
+    "diff": (("a", "b"),),
     "agents": ((), ("--watch", "9")),
     "limits": ((),),
     "experts": (("--all",), ("--label", "a=b"), ("a",)),

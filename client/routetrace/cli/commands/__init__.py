@@ -9,6 +9,7 @@ import typer
 from routetrace.cli.arguments import Group
 from routetrace.cli.bench import command as bench
 from routetrace.cli.commands.agents import agents, forget_engine
+from routetrace.cli.commands.diff import diff
 from routetrace.cli.commands.doctor import doctor
 from routetrace.cli.commands.get import get
 from routetrace.cli.commands.limits import limits
@@ -47,6 +48,7 @@ _COMMANDS: dict[str, Callable[..., None]] = {
     "list": list_traces,
     "tail": tail,
     "verify": verify,
+    "diff": diff,
     "runs": runs,
     "agents": agents,
     "limits": limits,
