@@ -1,4 +1,4 @@
-"""What every request must be, and what every answer has."""
+"""Checks of every request, and headers of every answer."""
 
 from __future__ import annotations
 

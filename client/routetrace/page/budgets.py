@@ -133,6 +133,6 @@ async def _run(make: Callable[[], Awaitable[_T]]) -> _T:
 
 
 def _seen(task: asyncio.Task[Any]) -> None:
-    """Mark the error of a task as seen: nobody may be left to wait for it."""
+    """Retrieve the error of a task, which may have no waiting caller left."""
     if not task.cancelled():
         task.exception()

@@ -77,7 +77,7 @@ class PageConfig(Values):
 
     @property
     def needs_tokens(self) -> bool:
-        """Whether nobody may read without a token, as other machines can reach the page."""
+        """Whether every reader needs a token, as other machines can reach the page."""
         return not (self.insecure or is_local(self.listen))
 
     def exposed(self, lacking: str) -> InvalidArgument:

@@ -24,7 +24,7 @@ from routetrace.page.minutes import Minutes
 from routetrace.page.sessions import Caller
 from routetrace.page.trace_table import Filter, TraceTable
 
-#: Seconds after which a mirror that nobody asks for ends, and maximum number of mirrors.
+#: Seconds after which an unused mirror ends, and maximum number of mirrors.
 _UNUSED_S = 60.0
 _MAX_MIRRORS = 16
 #: Seconds that an answer waits for all traces of a new mirror, if some are there, and if none is.

@@ -508,7 +508,8 @@ class RouteClient:
         seconds. A part comes at least every 10 seconds, without traces if nothing has changed.
 
         Args:
-            timeout: seconds until the first part; the client's timeout if None.
+            timeout: seconds for further attempts before the first part, where one fails; the
+                client's timeout if None.
 
         Returns:
             A generator without an end; closing it ends the call.
