@@ -20,6 +20,9 @@ from routetrace.capture_agent import AgentConfig, AgentStats, CloseReport
 from routetrace.client import (
     AgentHistory,
     AgentStat,
+    Agreement,
+    AgreementChange,
+    AgreementHistory,
     ClientConfig,
     FetchStats,
     FinishReason,
@@ -38,6 +41,7 @@ from routetrace.client import (
     Security,
     Segment,
     ServerInfo,
+    StepAgreement,
     Trace,
     TraceChanges,
     TraceStat,
@@ -45,15 +49,18 @@ from routetrace.client import (
     TraceSummary,
     VersionSpan,
 )
+from routetrace.client.agreement import Choices, LogprobSums
 from routetrace.codec.records import DIGEST
 
 LAYOUT = ModelLayout((1, 3), 4, 8, 2)
 #: Dataclasses with a result of JSON; the others hold arrays of rows, or say how to read them.
 DATA = {
-    AgentConfig, AgentHistory, AgentStat, AgentStats, ClientConfig, CloseReport, FetchStats, Limit,
+    AgentConfig, AgentHistory, AgentStat, AgentStats, Agreement, AgreementChange, AgreementHistory,
+    ClientConfig, CloseReport, FetchStats, Limit,
     MissingRange, ModelLayout, PrefixSpan, Progress, ProvenanceSpan, Rank, ReadFacts, ReadOptions,
     RunHistory, Sample,
-    Security, Segment, ServerInfo, Trace, TraceChanges, TraceStat, TraceSummary, VersionSpan,
+    Security, Segment, ServerInfo, StepAgreement, Trace, TraceChanges, TraceStat, TraceSummary,
+    VersionSpan,
 }  # fmt: skip
 ROWS = {"FetchPlan", "MicroBatch", "Rows", "SampleRows"}
 
@@ -113,7 +120,32 @@ _summaries = st.builds(
 )  # fmt: skip
 _numbers = st.lists(_number, max_size=3).map(tuple)
 _agent_history = st.builds(AgentHistory, _text, _text, _numbers, _numbers)
+_share = st.floats(0, 1)
+_choices = st.builds(Choices, *[_number] * 4)
+_agreement = st.builds(
+    Agreement,
+    by_layer=st.dictionaries(_number, _choices, max_size=2),
+    by_version=st.dictionaries(_number, _choices, max_size=2),
+    tokens=_number,
+    logprobs=st.builds(LogprobSums, _number, _share, _share, _share, _share, _number, _number),
+)
+_step = st.builds(
+    StepAgreement,
+    step=_number,
+    reported_at=_time,
+    reporters=st.tuples(_text),
+    weight_version=st.none() | _number,
+    agreement=_agreement,
+    diagnosis=_text,
+    trace_ids=st.tuples(_text),
+)
 VALUES = {
+    Agreement: _agreement,
+    StepAgreement: _step,
+    AgreementHistory: st.builds(AgreementHistory, st.tuples(_step)),
+    AgreementChange: st.builds(
+        AgreementChange, _number, st.none() | _number, _share, _share, st.just((1, 3)), _text
+    ),
     AgentHistory: _agent_history,
     RunHistory: st.builds(
         RunHistory,

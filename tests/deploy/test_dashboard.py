@@ -14,7 +14,7 @@ import pytest
 import trustme
 import yaml
 
-from routetrace.client import RouteClient
+from routetrace.client import Agreement, RouteClient
 from routetrace.server.common.addresses import split_address
 from routetrace.server.common.metrics import Metrics
 from routetrace.server.testing import run_server
@@ -74,6 +74,7 @@ def shown(tmp_path_factory) -> Iterator[dict[str, set[str]]]:
                 feeder.stream._out.put(pb.IngestRequest(heartbeat=beat))
                 with RouteClient(server.target) as client:
                     client.get("t")
+                    client.report_agreement(1, Agreement())
                 wait_for(lambda: Scraped(server.metrics_target).value("routetrace_counted_traces"))
             url = f"http://{server.metrics_target}/metrics"
             with urllib.request.urlopen(url, timeout=20) as answer:

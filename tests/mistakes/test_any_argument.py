@@ -168,6 +168,15 @@ _TABLE = {
     "client.RouteClient.server_info": _client("server_info", timeout=1.0),
     "client.RouteClient.agents": _client("agents", timeout=1.0),
     "client.RouteClient.history": _client("history", after=0, timeout=1.0),
+    "client.RouteClient.report_agreement": _client(
+        "report_agreement", step=1, agreement=rt.Agreement(), weight_version=1,
+        reporter="rank0", diagnosis="shifted", trace_ids=["done"], timeout=1.0,
+    ),
+    "client.RouteClient.agreement_history": _client(
+        "agreement_history", start=0, stop=9, timeout=1.0
+    ),
+    "client.AgreementHistory.change": _plain(rt.AgreementHistory(()).change),
+    "client.Agreement.metrics": _plain(rt.Agreement().metrics, prefix="a/", weight_version=1),
     "client.RouteClient.watch": Call(
         lambda w: lambda **options: next(w.client.watch(**options)), lambda w: {"timeout": 1.0}
     ),

@@ -125,6 +125,9 @@ def test_the_sdist_has_all_that_tests_read():
 CLIENT_NAMES = [
     "AgentHistory",
     "AgentStat",
+    "Agreement",
+    "AgreementChange",
+    "AgreementHistory",
     "AsyncPrefetch",
     "AsyncRouteClient",
     "ClientConfig",
@@ -163,6 +166,7 @@ CLIENT_NAMES = [
     "Security",
     "Segment",
     "ServerInfo",
+    "StepAgreement",
     "Trace",
     "TraceChanges",
     "TraceStat",

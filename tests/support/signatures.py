@@ -22,6 +22,11 @@ CALLS = {
     "client.RouteClient.server_info": "* timeout",
     "client.RouteClient.agents": "* timeout",
     "client.RouteClient.history": "* after timeout",
+    "client.RouteClient.report_agreement": "step agreement * weight_version reporter diagnosis"
+    " trace_ids timeout",
+    "client.RouteClient.agreement_history": "* start stop timeout",
+    "client.AgreementHistory.change": "",
+    "client.Agreement.metrics": "prefix * weight_version",
     "client.RouteClient.get_blocks": "engine_id block_ids num_tokens * token_start layer_ids"
     " missing timeout",
     "client.RouteClient.bind": "engine_id request_id block_ids num_tokens * num_computed_tokens"

@@ -13,9 +13,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from routetrace.client import FetchPlan, MicroBatch, Rank, Sample
+from routetrace.client import FetchPlan, MicroBatch, Rank, RouteClient, Sample
 from routetrace.common.errors import InvalidArgument
 from routetrace.common.layout import ModelLayout
+from routetrace.server.testing import run_server
 from routetrace.trainers.agreement import Agreement, AgreementLog, compare, compare_logprobs
 from support.ranks.planned import drawn
 from support.ranks.rank_rows import facts_of, random_choices, rows_of, trace_of
@@ -285,3 +286,23 @@ def test_the_log_adds_up_between_its_calls() -> None:
     assert log.total == Agreement()
     with pytest.raises(InvalidArgument, match="every"):
         AgreementLog(print, every=0)
+
+
+def test_the_log_reports_what_it_logs(caplog: pytest.LogCaptureFixture) -> None:
+    logged: list[dict[str, float]] = []
+    ids = random_choices((5, 4), 6, 3, 0)
+    other = compare(trace_of(LAYOUT, ids), (ids + 1) % 6)
+    with run_server() as server, RouteClient(server.target) as client:
+        log = AgreementLog(
+            lambda metrics, _: logged.append(metrics), every=2, client=client, reporter="rank3"
+        )
+        for step in range(5):
+            log.add(other)
+            log.end_step(step, weight_version=step)
+        steps = client.agreement_history().steps
+        assert [(s.step, s.weight_version) for s in steps] == [(1, 1), (3, 3)]
+        assert all(s.reporters == ("rank3",) and s.agreement == other + other for s in steps)
+    # The server is gone: the training goes on.
+    log.end_step(5)
+    assert len(logged) == 3
+    assert "agreement of step 5 is not reported" in caplog.text

@@ -3,6 +3,12 @@
 from routetrace.client._shells.aio import AsyncRouteClient
 from routetrace.client._shells.prefetch import AsyncPrefetch, Prefetch
 from routetrace.client._shells.sync import RouteClient
+from routetrace.client.agreement import Agreement
+from routetrace.client.agreement_history import (
+    AgreementChange,
+    AgreementHistory,
+    StepAgreement,
+)
 from routetrace.client.config import ClientConfig
 from routetrace.client.history import AgentHistory, RunHistory
 from routetrace.client.micro_batch import MicroBatch, Sample, Segment
@@ -51,6 +57,9 @@ __version__ = _version()
 __all__ = [
     "AgentHistory",
     "AgentStat",
+    "Agreement",
+    "AgreementChange",
+    "AgreementHistory",
     "AsyncPrefetch",
     "AsyncRouteClient",
     "ClientConfig",
@@ -89,6 +98,7 @@ __all__ = [
     "Security",
     "Segment",
     "ServerInfo",
+    "StepAgreement",
     "Trace",
     "TraceChanges",
     "TraceStat",

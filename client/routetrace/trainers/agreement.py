@@ -12,152 +12,37 @@ An `Agreement` holds sums, so that `+` combines micro-batches, layers and ranks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+import logging
+from collections.abc import Callable, Sequence
 from math import log
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from routetrace.client import _arguments as check
+from routetrace.client._shells.sync import RouteClient
+from routetrace.client.agreement import Agreement, Choices, LogprobSums
 from routetrace.client.rows import Rows
 from routetrace.client.trace import Trace
-from routetrace.common.errors import InvalidArgument
-from routetrace.common.values import Values
+from routetrace.common.errors import InvalidArgument, RouteTraceError
+
+__all__ = [
+    "Agreement",
+    "AgreementLog",
+    "Choices",
+    "LogprobSums",
+    "compare",
+    "compare_logprobs",
+]
+
+_log = logging.getLogger(__name__)
+
+#: Seconds for a report to the server: a training step waits for it.
+_REPORT_SECONDS = 2.0
 
 Ids = npt.NDArray[np.integer[Any]]
 Valid = npt.NDArray[np.bool_]
-
-
-class Choices(NamedTuple):
-    """Choices of routers in some cells (token, layer)."""
-
-    cells: int = 0
-    """Compared cells."""
-    differing: int = 0
-    """Cells where the two sets of experts differ."""
-    matched: int = 0
-    """Experts chosen by both sides."""
-    chosen: int = 0
-    """Experts chosen by each side."""
-
-
-class LogprobSums(NamedTuple):
-    """Sums over tokens, with d = rollout log-probability - trainer log-probability."""
-
-    tokens: int = 0
-    k1: float = 0.0
-    """d."""
-    k3: float = 0.0
-    """exp(-d) - 1 + d."""
-    absolute: float = 0.0
-    """|d|."""
-    ratio: float = 0.0
-    """exp(|d|)."""
-    over_2x: int = 0
-    """|d| > log 2."""
-    over_5x: int = 0
-    """|d| > log 5."""
-
-
-@dataclass(frozen=True)
-class Agreement(Values):
-    """Sums that measure the agreement of rows with a trainer's own choices.
-
-    Pipeline stages add up too, but a token that differs on two stages counts twice.
-    """
-
-    by_layer: Mapping[int, Choices] = field(default_factory=dict)
-    """By absolute layer id."""
-    by_version: Mapping[int, Choices] = field(default_factory=dict)
-    """By the weight version that computed the row, where known."""
-    tokens: int = 0
-    """Tokens with a row at some layer."""
-    differing_tokens: int = 0
-    """Tokens where the sets differ at some layer."""
-    planned_cells: int = 0
-    """Cells planned to have a row."""
-    present_cells: int = 0
-    """Planned cells with a row."""
-    placed_tokens: int = 0
-    """Tokens other than padding."""
-    fallback_tokens: int = 0
-    """Tokens routed live at some layer: last tokens of samples, and missing rows."""
-    logprobs: LogprobSums = field(default_factory=LogprobSums)
-
-    def __add__(self, other: Agreement) -> Agreement:
-        return Agreement(
-            **{f.name: _sum(getattr(self, f.name), getattr(other, f.name)) for f in fields(self)}
-        )
-
-    def __radd__(self, other: int) -> Agreement:
-        """Support `sum(agreements)`."""
-        return self if other == 0 else NotImplemented
-
-    @property
-    def choices(self) -> Choices:
-        """Sum over all layers."""
-        total = Choices()
-        for choices in self.by_layer.values():
-            total = _sum(total, choices)
-        return total
-
-    @property
-    def disagreement(self) -> float | None:
-        """Share of cells where the sets differ; None if none were compared."""
-        cells, differing, _, _ = self.choices
-        return differing / cells if cells else None
-
-    def metrics(
-        self, prefix: str = "routing/", *, weight_version: int | None = None
-    ) -> dict[str, float]:
-        """Return the metrics under stable names; docs/trainers.md defines them.
-
-        Unknown values are left out: shares of no cells, coverage of ids without a plan.
-
-        Args:
-            prefix: prefix of every name.
-            weight_version: version of the trainer, from which the age of rows counts; None for the
-                newest version of the rows.
-        """
-        cells, differing, matched, chosen = self.choices
-        shares: dict[str, tuple[float, float]] = {
-            "disagreement": (differing, cells),
-            "token_disagreement": (self.differing_tokens, self.tokens),
-            "overlap": (matched, chosen),
-        }
-        for layer, choices in self.by_layer.items():
-            shares[f"overlap/layer_{layer}"] = (choices.matched, choices.chosen)
-        if self.by_version:
-            newest = max(self.by_version) if weight_version is None else weight_version
-            ages = {newest - version: choices for version, choices in self.by_version.items()}
-            shares["age"] = (
-                sum(age * choices.cells for age, choices in ages.items()),
-                sum(choices.cells for choices in ages.values()),
-            )
-            for age, choices in sorted(ages.items()):
-                shares[f"disagreement/age_{age}"] = (choices.differing, choices.cells)
-        shares["coverage"] = (self.present_cells, self.planned_cells)
-        shares["fallback"] = (self.fallback_tokens, self.placed_tokens)
-        of = self.logprobs
-        shares["logp/kl_k1"] = (of.k1, of.tokens)
-        shares["logp/kl_k3"] = (of.k3, of.tokens)
-        shares["logp/abs_diff"] = (of.absolute, of.tokens)
-        shares["logp/mult_prob_error"] = (of.ratio, of.tokens)
-        shares["logp/over_2x"] = (of.over_2x, of.tokens)
-        shares["logp/over_5x"] = (of.over_5x, of.tokens)
-        return {prefix + name: part / of for name, (part, of) in shares.items() if of}
-
-
-def _sum(a: Any, b: Any) -> Any:
-    """Return the sum of two numbers, tuples of numbers, or mappings of tuples."""
-    if isinstance(a, tuple):
-        return type(a)(*(x + y for x, y in zip(a, b, strict=True)))
-    if isinstance(a, Mapping):
-        both = {key: _sum(a[key], b[key]) for key in a.keys() & b.keys()}
-        return dict(sorted({**a, **b, **both}.items()))
-    return a + b
 
 
 def compare(rows: Rows | Trace, trainer_ids: Any) -> Agreement:
@@ -297,6 +182,9 @@ class AgreementLog:
             Lightning logger's `log_metrics`.
         every: number of steps per log call; each covers all additions since the last.
         prefix: prefix of every name.
+        client: reports each logged sum to its server, too; a report that fails, after 2 s at most,
+            is a warning in the log. None: no report.
+        reporter: name of this rank, if each one reports; see `RouteClient.report_agreement`.
 
     Raises:
         InvalidArgument: if `every` is less than 1.
@@ -308,12 +196,16 @@ class AgreementLog:
         *,
         every: int = 1,
         prefix: str = "routing/",
+        client: RouteClient | None = None,
+        reporter: str = "trainer",
     ) -> None:
         self.total = Agreement()
         """Sum since the last log call."""
         self._log = log
         self._every = check.whole("every", every, 1)
         self._prefix = prefix
+        self._client = client
+        self._reporter = reporter
         self._steps = 0
 
     def add(self, agreement: Agreement) -> None:
@@ -326,6 +218,22 @@ class AgreementLog:
         if self._steps % self._every == 0:
             total, self.total = self.total, Agreement()
             self._log(total.metrics(self._prefix, weight_version=weight_version), step)
+            if self._client is not None:
+                self._report(self._client, step, total, weight_version)
+
+    def _report(
+        self, client: RouteClient, step: int, total: Agreement, weight_version: int | None
+    ) -> None:
+        try:
+            client.report_agreement(
+                step,
+                total,
+                weight_version=weight_version,
+                reporter=self._reporter,
+                timeout=_REPORT_SECONDS,
+            )
+        except RouteTraceError as error:
+            _log.warning("routetrace: agreement of step %s is not reported: %s", step, error)
 
 
 def layer_major(rows: Rows | Trace) -> tuple[Ids, Valid]:

@@ -105,6 +105,7 @@ class Record(google.protobuf.message.Message):
     DELETE_FIELD_NUMBER: builtins.int
     RENEW_FIELD_NUMBER: builtins.int
     FORGET_FIELD_NUMBER: builtins.int
+    AGREEMENT_FIELD_NUMBER: builtins.int
     time: builtins.float
     """Unix time in seconds."""
     @property
@@ -131,6 +132,10 @@ class Record(google.protobuf.message.Message):
     def forget(self) -> global___Forget:
         """An engine is forgotten."""
 
+    @property
+    def agreement(self) -> global___Agreement:
+        """A trainer reports its agreement."""
+
     def __init__(
         self,
         *,
@@ -141,10 +146,11 @@ class Record(google.protobuf.message.Message):
         delete: global___Delete | None = ...,
         renew: global___Renew | None = ...,
         forget: global___Forget | None = ...,
+        agreement: global___Agreement | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["bind", b"bind", "change", b"change", "chunk", b"chunk", "delete", b"delete", "forget", b"forget", "open", b"open", "renew", b"renew"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["bind", b"bind", "change", b"change", "chunk", b"chunk", "delete", b"delete", "forget", b"forget", "open", b"open", "renew", b"renew", "time", b"time"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["change", b"change"]) -> typing.Literal["open", "chunk", "bind", "delete", "renew", "forget"] | None: ...
+    def HasField(self, field_name: typing.Literal["agreement", b"agreement", "bind", b"bind", "change", b"change", "chunk", b"chunk", "delete", b"delete", "forget", b"forget", "open", b"open", "renew", b"renew"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["agreement", b"agreement", "bind", b"bind", "change", b"change", "chunk", b"chunk", "delete", b"delete", "forget", b"forget", "open", b"open", "renew", b"renew", "time", b"time"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["change", b"change"]) -> typing.Literal["open", "chunk", "bind", "delete", "renew", "forget", "agreement"] | None: ...
 
 global___Record = Record
 
@@ -385,6 +391,36 @@ class Forget(google.protobuf.message.Message):
 global___Forget = Forget
 
 @typing.final
+class Agreement(google.protobuf.message.Message):
+    """A trainer's agreement in one training step; also in snapshots."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    RUN_FIELD_NUMBER: builtins.int
+    STEP_FIELD_NUMBER: builtins.int
+    REPORTER_FIELD_NUMBER: builtins.int
+    REPORT_FIELD_NUMBER: builtins.int
+    run: builtins.str
+    """Namespace."""
+    step: builtins.int
+    """Training step."""
+    reporter: builtins.str
+    """Part of the trainer."""
+    report: builtins.bytes
+    """routetrace.v1.AgreementReport."""
+    def __init__(
+        self,
+        *,
+        run: builtins.str = ...,
+        step: builtins.int = ...,
+        reporter: builtins.str = ...,
+        report: builtins.bytes = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["report", b"report", "reporter", b"reporter", "run", b"run", "step", b"step"]) -> None: ...
+
+global___Agreement = Agreement
+
+@typing.final
 class Renew(google.protobuf.message.Message):
     """Leases of traces change."""
 
@@ -430,6 +466,7 @@ class Piece(google.protobuf.message.Message):
     DELETED_FIELD_NUMBER: builtins.int
     EPOCHS_FIELD_NUMBER: builtins.int
     FRAMES_FIELD_NUMBER: builtins.int
+    AGREEMENTS_FIELD_NUMBER: builtins.int
     @property
     def head(self) -> global___Head:
         """In the first piece."""
@@ -462,6 +499,10 @@ class Piece(google.protobuf.message.Message):
     def frames(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___Frames]:
         """Stored chunks."""
 
+    @property
+    def agreements(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___Agreement]:
+        """Reports of trainers, by run and step, each in the order in which they were last reported."""
+
     def __init__(
         self,
         *,
@@ -473,9 +514,10 @@ class Piece(google.protobuf.message.Message):
         deleted: collections.abc.Iterable[global___Deleted] | None = ...,
         epochs: collections.abc.Iterable[global___Epoch] | None = ...,
         frames: collections.abc.Iterable[global___Frames] | None = ...,
+        agreements: collections.abc.Iterable[global___Agreement] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["head", b"head"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["boots", b"boots", "deleted", b"deleted", "epochs", b"epochs", "frames", b"frames", "head", b"head", "layouts", b"layouts", "traces", b"traces", "writers", b"writers"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["agreements", b"agreements", "boots", b"boots", "deleted", b"deleted", "epochs", b"epochs", "frames", b"frames", "head", b"head", "layouts", b"layouts", "traces", b"traces", "writers", b"writers"]) -> None: ...
 
 global___Piece = Piece
 

@@ -2264,6 +2264,311 @@ class AgentHistory(google.protobuf.message.Message):
 global___AgentHistory = AgentHistory
 
 @typing.final
+class ReportAgreementRequest(google.protobuf.message.Message):
+    """Reports the agreement of one training step. It replaces the report of the same reporter for the
+    same step.
+    """
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    RUN_FIELD_NUMBER: builtins.int
+    REPORT_FIELD_NUMBER: builtins.int
+    run: builtins.str
+    """Namespace."""
+    @property
+    def report(self) -> global___AgreementReport:
+        """The report, at most 64 KiB."""
+
+    def __init__(
+        self,
+        *,
+        run: builtins.str = ...,
+        report: global___AgreementReport | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["report", b"report"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["report", b"report", "run", b"run"]) -> None: ...
+
+global___ReportAgreementRequest = ReportAgreementRequest
+
+@typing.final
+class ReportAgreementResponse(google.protobuf.message.Message):
+    """The report is stored."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+
+global___ReportAgreementResponse = ReportAgreementResponse
+
+@typing.final
+class ListAgreementRequest(google.protobuf.message.Message):
+    """Requests the reports of a run."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    RUN_FIELD_NUMBER: builtins.int
+    START_FIELD_NUMBER: builtins.int
+    STOP_FIELD_NUMBER: builtins.int
+    PAGE_TOKEN_FIELD_NUMBER: builtins.int
+    run: builtins.str
+    """Namespace."""
+    start: builtins.int
+    """First training step."""
+    stop: builtins.int
+    """One past the last training step; 0: no limit."""
+    page_token: builtins.str
+    """next_page_token of the previous message."""
+    def __init__(
+        self,
+        *,
+        run: builtins.str = ...,
+        start: builtins.int = ...,
+        stop: builtins.int = ...,
+        page_token: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["page_token", b"page_token", "run", b"run", "start", b"start", "stop", b"stop"]) -> None: ...
+
+global___ListAgreementRequest = ListAgreementRequest
+
+@typing.final
+class ListAgreementResponse(google.protobuf.message.Message):
+    """Page of reports, by step. The server keeps the 2,000 steps of a run that were reported last, and
+    at most 8 MiB of reports.
+    """
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    REPORTS_FIELD_NUMBER: builtins.int
+    NEXT_PAGE_TOKEN_FIELD_NUMBER: builtins.int
+    CRC32_FIELD_NUMBER: builtins.int
+    next_page_token: builtins.str
+    """Set if more steps follow."""
+    crc32: builtins.int
+    """CRC-32 of all bytes of this message except this field."""
+    @property
+    def reports(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___AgreementReport]:
+        """The reports."""
+
+    def __init__(
+        self,
+        *,
+        reports: collections.abc.Iterable[global___AgreementReport] | None = ...,
+        next_page_token: builtins.str = ...,
+        crc32: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["crc32", b"crc32", "next_page_token", b"next_page_token", "reports", b"reports"]) -> None: ...
+
+global___ListAgreementResponse = ListAgreementResponse
+
+@typing.final
+class AgreementReport(google.protobuf.message.Message):
+    """Sums that measure the agreement of rows with the choices of a trainer's own routers."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    STEP_FIELD_NUMBER: builtins.int
+    REPORTER_FIELD_NUMBER: builtins.int
+    WEIGHT_VERSION_FIELD_NUMBER: builtins.int
+    REPORTED_MS_FIELD_NUMBER: builtins.int
+    BY_LAYER_FIELD_NUMBER: builtins.int
+    BY_VERSION_FIELD_NUMBER: builtins.int
+    TOKENS_FIELD_NUMBER: builtins.int
+    DIFFERING_TOKENS_FIELD_NUMBER: builtins.int
+    PLANNED_CELLS_FIELD_NUMBER: builtins.int
+    PRESENT_CELLS_FIELD_NUMBER: builtins.int
+    PLACED_TOKENS_FIELD_NUMBER: builtins.int
+    FALLBACK_TOKENS_FIELD_NUMBER: builtins.int
+    LOGPROBS_FIELD_NUMBER: builtins.int
+    DIAGNOSIS_FIELD_NUMBER: builtins.int
+    TRACE_IDS_FIELD_NUMBER: builtins.int
+    step: builtins.int
+    """Training step."""
+    reporter: builtins.str
+    """Part of the trainer that these sums are of: its name, or that of a rank."""
+    weight_version: builtins.int
+    """Weight version of the trainer; not set if unknown."""
+    reported_ms: builtins.int
+    """Unix milliseconds of its arrival. Servers set it."""
+    tokens: builtins.int
+    """Tokens with a row at some layer."""
+    differing_tokens: builtins.int
+    """Tokens where the sets of experts differ at some layer."""
+    planned_cells: builtins.int
+    """Cells planned to have a row."""
+    present_cells: builtins.int
+    """Planned cells with a row."""
+    placed_tokens: builtins.int
+    """Tokens other than padding."""
+    fallback_tokens: builtins.int
+    """Tokens routed live at some layer."""
+    diagnosis: builtins.str
+    """Likely cause in words; "": none."""
+    @property
+    def by_layer(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___LayerAgreement]:
+        """Sums by layer, strictly ascending."""
+
+    @property
+    def by_version(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___VersionAgreement]:
+        """Sums by the weight version that computed the rows, strictly ascending; at most 256."""
+
+    @property
+    def logprobs(self) -> global___LogprobSums:
+        """Sums over log-probabilities; not set without any."""
+
+    @property
+    def trace_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """Traces to look at, worst first; at most 10."""
+
+    def __init__(
+        self,
+        *,
+        step: builtins.int = ...,
+        reporter: builtins.str = ...,
+        weight_version: builtins.int | None = ...,
+        reported_ms: builtins.int = ...,
+        by_layer: collections.abc.Iterable[global___LayerAgreement] | None = ...,
+        by_version: collections.abc.Iterable[global___VersionAgreement] | None = ...,
+        tokens: builtins.int = ...,
+        differing_tokens: builtins.int = ...,
+        planned_cells: builtins.int = ...,
+        present_cells: builtins.int = ...,
+        placed_tokens: builtins.int = ...,
+        fallback_tokens: builtins.int = ...,
+        logprobs: global___LogprobSums | None = ...,
+        diagnosis: builtins.str = ...,
+        trace_ids: collections.abc.Iterable[builtins.str] | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["_weight_version", b"_weight_version", "logprobs", b"logprobs", "weight_version", b"weight_version"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_weight_version", b"_weight_version", "by_layer", b"by_layer", "by_version", b"by_version", "diagnosis", b"diagnosis", "differing_tokens", b"differing_tokens", "fallback_tokens", b"fallback_tokens", "logprobs", b"logprobs", "placed_tokens", b"placed_tokens", "planned_cells", b"planned_cells", "present_cells", b"present_cells", "reported_ms", b"reported_ms", "reporter", b"reporter", "step", b"step", "tokens", b"tokens", "trace_ids", b"trace_ids", "weight_version", b"weight_version"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_weight_version", b"_weight_version"]) -> typing.Literal["weight_version"] | None: ...
+
+global___AgreementReport = AgreementReport
+
+@typing.final
+class LayerAgreement(google.protobuf.message.Message):
+    """Sums of one layer."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    LAYER_ID_FIELD_NUMBER: builtins.int
+    CHOICES_FIELD_NUMBER: builtins.int
+    layer_id: builtins.int
+    """Absolute decoder layer id."""
+    @property
+    def choices(self) -> global___Choices:
+        """Sums."""
+
+    def __init__(
+        self,
+        *,
+        layer_id: builtins.int = ...,
+        choices: global___Choices | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["choices", b"choices"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["choices", b"choices", "layer_id", b"layer_id"]) -> None: ...
+
+global___LayerAgreement = LayerAgreement
+
+@typing.final
+class VersionAgreement(google.protobuf.message.Message):
+    """Sums of the rows of one weight version."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    WEIGHT_VERSION_FIELD_NUMBER: builtins.int
+    CHOICES_FIELD_NUMBER: builtins.int
+    weight_version: builtins.int
+    """The version."""
+    @property
+    def choices(self) -> global___Choices:
+        """Sums."""
+
+    def __init__(
+        self,
+        *,
+        weight_version: builtins.int = ...,
+        choices: global___Choices | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["choices", b"choices"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["choices", b"choices", "weight_version", b"weight_version"]) -> None: ...
+
+global___VersionAgreement = VersionAgreement
+
+@typing.final
+class Choices(google.protobuf.message.Message):
+    """Choices of routers in some cells (token, layer)."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    CELLS_FIELD_NUMBER: builtins.int
+    DIFFERING_FIELD_NUMBER: builtins.int
+    MATCHED_FIELD_NUMBER: builtins.int
+    CHOSEN_FIELD_NUMBER: builtins.int
+    cells: builtins.int
+    """Compared cells."""
+    differing: builtins.int
+    """Cells where the two sets of experts differ."""
+    matched: builtins.int
+    """Experts chosen by both sides."""
+    chosen: builtins.int
+    """Experts chosen by each side."""
+    def __init__(
+        self,
+        *,
+        cells: builtins.int = ...,
+        differing: builtins.int = ...,
+        matched: builtins.int = ...,
+        chosen: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["cells", b"cells", "chosen", b"chosen", "differing", b"differing", "matched", b"matched"]) -> None: ...
+
+global___Choices = Choices
+
+@typing.final
+class LogprobSums(google.protobuf.message.Message):
+    """Sums over tokens, with d = rollout log-probability - trainer log-probability."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    TOKENS_FIELD_NUMBER: builtins.int
+    K1_FIELD_NUMBER: builtins.int
+    K3_FIELD_NUMBER: builtins.int
+    ABSOLUTE_FIELD_NUMBER: builtins.int
+    RATIO_FIELD_NUMBER: builtins.int
+    OVER_2X_FIELD_NUMBER: builtins.int
+    OVER_5X_FIELD_NUMBER: builtins.int
+    tokens: builtins.int
+    """Tokens."""
+    k1: builtins.float
+    """d."""
+    k3: builtins.float
+    """exp(-d) - 1 + d."""
+    absolute: builtins.float
+    """|d|."""
+    ratio: builtins.float
+    """exp(|d|)."""
+    over_2x: builtins.int
+    """|d| > log 2."""
+    over_5x: builtins.int
+    """|d| > log 5."""
+    def __init__(
+        self,
+        *,
+        tokens: builtins.int = ...,
+        k1: builtins.float = ...,
+        k3: builtins.float = ...,
+        absolute: builtins.float = ...,
+        ratio: builtins.float = ...,
+        over_2x: builtins.int = ...,
+        over_5x: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["absolute", b"absolute", "k1", b"k1", "k3", b"k3", "over_2x", b"over_2x", "over_5x", b"over_5x", "ratio", b"ratio", "tokens", b"tokens"]) -> None: ...
+
+global___LogprobSums = LogprobSums
+
+@typing.final
 class ListAgentsRequest(google.protobuf.message.Message):
     """Requests the agents of a run."""
 

@@ -175,6 +175,16 @@ class TraceServiceStub(object):
                 request_serializer=routetrace_dot_v1_dot_routetrace__pb2.GetHistoryRequest.SerializeToString,
                 response_deserializer=routetrace_dot_v1_dot_routetrace__pb2.GetHistoryResponse.FromString,
                 )
+        self.ReportAgreement = channel.unary_unary(
+                '/routetrace.v1.TraceService/ReportAgreement',
+                request_serializer=routetrace_dot_v1_dot_routetrace__pb2.ReportAgreementRequest.SerializeToString,
+                response_deserializer=routetrace_dot_v1_dot_routetrace__pb2.ReportAgreementResponse.FromString,
+                )
+        self.ListAgreement = channel.unary_unary(
+                '/routetrace.v1.TraceService/ListAgreement',
+                request_serializer=routetrace_dot_v1_dot_routetrace__pb2.ListAgreementRequest.SerializeToString,
+                response_deserializer=routetrace_dot_v1_dot_routetrace__pb2.ListAgreementResponse.FromString,
+                )
         self.ForgetEngine = channel.unary_unary(
                 '/routetrace.v1.TraceService/ForgetEngine',
                 request_serializer=routetrace_dot_v1_dot_routetrace__pb2.ForgetEngineRequest.SerializeToString,
@@ -271,6 +281,20 @@ class TraceServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ReportAgreement(self, request, context):
+        """Reports how far a trainer's own routers agree with the rows that it replays, in one training step.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListAgreement(self, request, context):
+        """Lists these reports of a run, by training step.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def ForgetEngine(self, request, context):
         """Forgets the disconnected agents of one engine, and the rows that its slots name. Traces stay.
         """
@@ -340,6 +364,16 @@ def add_TraceServiceServicer_to_server(servicer, server):
                     servicer.GetHistory,
                     request_deserializer=routetrace_dot_v1_dot_routetrace__pb2.GetHistoryRequest.FromString,
                     response_serializer=routetrace_dot_v1_dot_routetrace__pb2.GetHistoryResponse.SerializeToString,
+            ),
+            'ReportAgreement': grpc.unary_unary_rpc_method_handler(
+                    servicer.ReportAgreement,
+                    request_deserializer=routetrace_dot_v1_dot_routetrace__pb2.ReportAgreementRequest.FromString,
+                    response_serializer=routetrace_dot_v1_dot_routetrace__pb2.ReportAgreementResponse.SerializeToString,
+            ),
+            'ListAgreement': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListAgreement,
+                    request_deserializer=routetrace_dot_v1_dot_routetrace__pb2.ListAgreementRequest.FromString,
+                    response_serializer=routetrace_dot_v1_dot_routetrace__pb2.ListAgreementResponse.SerializeToString,
             ),
             'ForgetEngine': grpc.unary_unary_rpc_method_handler(
                     servicer.ForgetEngine,
@@ -558,6 +592,40 @@ class TraceService(object):
         return grpc.experimental.unary_unary(request, target, '/routetrace.v1.TraceService/GetHistory',
             routetrace_dot_v1_dot_routetrace__pb2.GetHistoryRequest.SerializeToString,
             routetrace_dot_v1_dot_routetrace__pb2.GetHistoryResponse.FromString,
+            options, channel_credentials,
+            insecure, call_credentials, compression, wait_for_ready, timeout, metadata)
+
+    @staticmethod
+    def ReportAgreement(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(request, target, '/routetrace.v1.TraceService/ReportAgreement',
+            routetrace_dot_v1_dot_routetrace__pb2.ReportAgreementRequest.SerializeToString,
+            routetrace_dot_v1_dot_routetrace__pb2.ReportAgreementResponse.FromString,
+            options, channel_credentials,
+            insecure, call_credentials, compression, wait_for_ready, timeout, metadata)
+
+    @staticmethod
+    def ListAgreement(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(request, target, '/routetrace.v1.TraceService/ListAgreement',
+            routetrace_dot_v1_dot_routetrace__pb2.ListAgreementRequest.SerializeToString,
+            routetrace_dot_v1_dot_routetrace__pb2.ListAgreementResponse.FromString,
             options, channel_credentials,
             insecure, call_credentials, compression, wait_for_ready, timeout, metadata)
 

@@ -161,6 +161,18 @@ class TraceServiceStub:
     ]
     """Returns the rows, bytes, reads and drops of the last ten minutes of a run, in steps."""
 
+    ReportAgreement: grpc.UnaryUnaryMultiCallable[
+        routetrace.v1.routetrace_pb2.ReportAgreementRequest,
+        routetrace.v1.routetrace_pb2.ReportAgreementResponse,
+    ]
+    """Reports how far a trainer's own routers agree with the rows that it replays, in one training step."""
+
+    ListAgreement: grpc.UnaryUnaryMultiCallable[
+        routetrace.v1.routetrace_pb2.ListAgreementRequest,
+        routetrace.v1.routetrace_pb2.ListAgreementResponse,
+    ]
+    """Lists these reports of a run, by training step."""
+
     ForgetEngine: grpc.UnaryUnaryMultiCallable[
         routetrace.v1.routetrace_pb2.ForgetEngineRequest,
         routetrace.v1.routetrace_pb2.ForgetEngineResponse,
@@ -243,6 +255,18 @@ class TraceServiceAsyncStub:
         routetrace.v1.routetrace_pb2.GetHistoryResponse,
     ]
     """Returns the rows, bytes, reads and drops of the last ten minutes of a run, in steps."""
+
+    ReportAgreement: grpc.aio.UnaryUnaryMultiCallable[
+        routetrace.v1.routetrace_pb2.ReportAgreementRequest,
+        routetrace.v1.routetrace_pb2.ReportAgreementResponse,
+    ]
+    """Reports how far a trainer's own routers agree with the rows that it replays, in one training step."""
+
+    ListAgreement: grpc.aio.UnaryUnaryMultiCallable[
+        routetrace.v1.routetrace_pb2.ListAgreementRequest,
+        routetrace.v1.routetrace_pb2.ListAgreementResponse,
+    ]
+    """Lists these reports of a run, by training step."""
 
     ForgetEngine: grpc.aio.UnaryUnaryMultiCallable[
         routetrace.v1.routetrace_pb2.ForgetEngineRequest,
@@ -350,6 +374,22 @@ class TraceServiceServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[routetrace.v1.routetrace_pb2.GetHistoryResponse, collections.abc.Awaitable[routetrace.v1.routetrace_pb2.GetHistoryResponse]]:
         """Returns the rows, bytes, reads and drops of the last ten minutes of a run, in steps."""
+
+    @abc.abstractmethod
+    def ReportAgreement(
+        self,
+        request: routetrace.v1.routetrace_pb2.ReportAgreementRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[routetrace.v1.routetrace_pb2.ReportAgreementResponse, collections.abc.Awaitable[routetrace.v1.routetrace_pb2.ReportAgreementResponse]]:
+        """Reports how far a trainer's own routers agree with the rows that it replays, in one training step."""
+
+    @abc.abstractmethod
+    def ListAgreement(
+        self,
+        request: routetrace.v1.routetrace_pb2.ListAgreementRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[routetrace.v1.routetrace_pb2.ListAgreementResponse, collections.abc.Awaitable[routetrace.v1.routetrace_pb2.ListAgreementResponse]]:
+        """Lists these reports of a run, by training step."""
 
     @abc.abstractmethod
     def ForgetEngine(

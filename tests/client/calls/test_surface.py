@@ -62,6 +62,8 @@ def test_public_names():
         "server_info",
         "agents",
         "history",
+        "report_agreement",
+        "agreement_history",
     ]
 
 

@@ -398,6 +398,10 @@ class RequestTarget(Target):
             "GetServerInfo": pb.GetServerInfoRequest(run="run"),
             "ListAgents": pb.ListAgentsRequest(run="run", page_size=1),
             "GetHistory": pb.GetHistoryRequest(run="run", after=3),
+            "ReportAgreement": pb.ReportAgreementRequest(
+                run="run", report=pb.AgreementReport(step=1, reporter="trainer", trace_ids=["r0"])
+            ),
+            "ListAgreement": pb.ListAgreementRequest(run="run", start=1),
             "ForgetEngine": pb.ForgetEngineRequest(run="run", engine_id="none"),
             "BindRequest": pb.BindRequestRequest(
                 run="run", engine_id="engine", request_id="b", block_ids=[0, 1], num_tokens=7

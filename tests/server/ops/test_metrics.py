@@ -14,7 +14,8 @@ import trustme
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from routetrace.capture_agent import AgentConfig, CaptureAgent
-from routetrace.client import RouteClient
+from routetrace.client import Agreement, RouteClient
+from routetrace.client.agreement import Choices
 from routetrace.common.errors import NotFound
 from routetrace.common.security import Security
 from routetrace.server.common.metrics import Metrics
@@ -80,6 +81,8 @@ def test_the_documentation_has_a_row_for_each_metric_and_no_other(tmp_path: Path
         feeder = Feeder(server.target, LAYOUT, security=security)
         feed(feeder, "t", 5)
         beat(feeder, BEAT)
+        with RouteClient(server.target, security=security) as client:
+            client.report_agreement(1, Agreement())
         wait_for(lambda: rows_by_state(Scraped(server.metrics_target)))
         wait_for(lambda: Scraped(server.metrics_target).value("routetrace_counted_traces"))
         scraped = Scraped(server.metrics_target)
@@ -145,6 +148,14 @@ def test_what_a_server_holds_and_has_done() -> None:
         assert value("routetrace_agent_queued_bytes", **agent) == BEAT.queued_bytes
         assert value("routetrace_agent_spilled_bytes", **agent) == BEAT.spilled_bytes
         assert value("routetrace_agent_lag_seconds", **agent) == 2.5
+        with RouteClient(server.target, run="b") as client:
+            for step, reporter, differing in ((9, "r0", 5), (8, "r0", 1), (8, "r1", 2)):
+                layers = {0: Choices(10, differing, 60, 80), 3: Choices(10, 1, 79, 80)}
+                client.report_agreement(step, Agreement(by_layer=layers), reporter=reporter)
+        value = Scraped(server.metrics_target).value
+        assert value("routetrace_agreement_step", run="b") == 8
+        assert value("routetrace_agreement_cells", run="b") == 2 * 20
+        assert value("routetrace_agreement_differing_cells", run="b") == 1 + 2 + 2
 
         waiting.cancel()
         stub.DeleteTrace(pb.DeleteTraceRequest(run="a", trace_id="t0"))

@@ -131,6 +131,7 @@ def _methods(channel: Any) -> dict[str, Any]:
             ("TraceService", "StatTrace", pb.StatTraceRequest, pb.StatTraceResponse),
             ("TraceService", "ListTraces", pb.ListTracesRequest, pb.ListTracesResponse),
             ("TraceService", "GetHistory", pb.GetHistoryRequest, pb.GetHistoryResponse),
+            ("TraceService", "ListAgreement", pb.ListAgreementRequest, pb.ListAgreementResponse),
             ("IngestService", "BindRequest", pb.BindRequestRequest, pb.BindRequestResponse),
         )
     }

@@ -21,6 +21,8 @@ from routetrace.client._core.config import Config
 from routetrace.client._core.steps import Plan
 from routetrace.client._shells.drive import Driver
 from routetrace.client._shells.prefetch import Prefetch, fetch_blocking
+from routetrace.client.agreement import Agreement
+from routetrace.client.agreement_history import AgreementHistory
 from routetrace.client.config import TIMEOUT, ClientConfig, settings_of
 from routetrace.client.history import RunHistory
 from routetrace.client.options import Missing, ReadKeywords, ReadOptions, merged
@@ -692,3 +694,63 @@ class RouteClient:
             RouteTraceError: see the class.
         """
         return self._driver.one(_run_calls.history(self._config, after=after, timeout=timeout))
+
+    def report_agreement(
+        self,
+        step: int,
+        agreement: Agreement,
+        *,
+        weight_version: int | None = None,
+        reporter: str = "trainer",
+        diagnosis: str = "",
+        trace_ids: Sequence[str] = (),
+        timeout: float | None = None,
+    ) -> None:
+        """Report the agreement of the trainer's own routers with replayed rows in a training step.
+
+        It replaces the report of the same reporter for the same step, so that a call may be
+        repeated. The server keeps the 2,000 steps of a run that were reported last, and at most
+        8 MiB of reports.
+
+        Args:
+            step: training step.
+            agreement: sums of the step, such as those of `replay`; their sum over micro-batches and
+                ranks, or those of a rank.
+            weight_version: weight version of the trainer, to which the ages of rows relate.
+            reporter: name of the rank, if each one reports its own sums.
+            diagnosis: likely cause in words, such as those of `diagnose`; at most 1,000 characters.
+            trace_ids: traces to look at, worst first; at most 10.
+            timeout: seconds; the client's timeout if None.
+
+        Raises:
+            InvalidArgument: if the reports of the step would take more than 512 KiB.
+            RouteTraceError: see the class.
+        """
+        self._driver.one(
+            _run_calls.report_agreement(
+                self._config,
+                step,
+                agreement,
+                weight_version=weight_version,
+                reporter=reporter,
+                diagnosis=diagnosis,
+                trace_ids=trace_ids,
+                timeout=timeout,
+            )
+        )
+
+    def agreement_history(
+        self, *, start: int = 0, stop: int | None = None, timeout: float | None = None
+    ) -> AgreementHistory:
+        """Return the agreement that trainers have reported, by training step.
+
+        Args:
+            start: first step.
+            stop: one past the last step; None: no limit.
+            timeout: seconds for each page of 256 KiB; the client's timeout if None.
+
+        Raises:
+            RouteTraceError: see the class.
+        """
+        plan = _run_calls.agreement_history(self._config, start=start, stop=stop, timeout=timeout)
+        return AgreementHistory.from_proto(self._driver.every(plan))

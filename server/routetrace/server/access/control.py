@@ -32,6 +32,8 @@ _SCOPES: dict[str, Scope] = {
     "/routetrace.v1.TraceService/GetServerInfo": "read",
     "/routetrace.v1.TraceService/ListAgents": "read",
     "/routetrace.v1.TraceService/GetHistory": "read",
+    "/routetrace.v1.TraceService/ReportAgreement": "read",
+    "/routetrace.v1.TraceService/ListAgreement": "read",
     "/routetrace.v1.TraceService/RenewLease": "read",
     "/routetrace.v1.TraceService/DeleteTrace": "admin",
     "/routetrace.v1.TraceService/RetireTraces": "admin",

@@ -6,6 +6,7 @@ from collections.abc import Callable, Generator
 from typing import Any
 
 from routetrace.codec.records import DIGEST, U32, unpack
+from routetrace.server.index.agreements import Report
 from routetrace.server.index.records.record import hash_of_bind, layout_from_stored
 from routetrace.server.index.slot_map import SlotMap
 from routetrace.server.index.state import State, engine_key
@@ -109,6 +110,13 @@ def _apply_forget(
     return keys
 
 
+def _apply_agreement(
+    state: State, change: stored.Agreement, _: float
+) -> Generator[None, None, None]:
+    yield
+    state.agreements.add(change.run, Report(change.step, change.reporter, change.report))
+
+
 #: Function that applies a change, by its name in the record.
 CONTROL: dict[str, Callable[[State, Any, float], Generator[None, None, Any]]] = {
     "open": _apply_open,
@@ -116,4 +124,5 @@ CONTROL: dict[str, Callable[[State, Any, float], Generator[None, None, Any]]] = 
     "delete": _apply_delete,
     "renew": _apply_renew,
     "forget": _apply_forget,
+    "agreement": _apply_agreement,
 }

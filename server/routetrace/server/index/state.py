@@ -19,6 +19,7 @@ from routetrace.codec.records import Provenance
 from routetrace.common.errors import Corrupt
 from routetrace.common.layout import ModelLayout
 from routetrace.server.common.slices import at_once
+from routetrace.server.index.agreements import Agreements
 from routetrace.server.index.owners import owner_of
 from routetrace.server.index.records.record import (
     key_to_stored,
@@ -70,6 +71,7 @@ class State:
         """Last applied record."""
         self.traces = TraceIndex()
         self.tombstones = Tombstones()
+        self.agreements = Agreements()
         self.expired = 0
         """Expired traces that are not counted yet; `Retention` resets it."""
         self.writers: dict[WriterKey, Writer] = {}
@@ -288,7 +290,7 @@ class State:
             writers.append(to_bytes(piece))
             yield
         tail = []
-        for piece in self.tombstones.dump():
+        for piece in chain(self.tombstones.dump(), self.agreements.dump()):
             tail.append(to_bytes(piece))
             yield
         last = stored.Piece()
@@ -322,6 +324,7 @@ class State:
         """Take over everything that another state holds."""
         self.number, self.traces, self.writers = new.number, new.traces, new.writers
         self.tombstones, self.expired = new.tombstones, new.expired
+        self.agreements = new.agreements
         self.epochs, self.frames = new.epochs, new.frames
         self.run_bytes, self.owner_bytes = new.run_bytes, new.owner_bytes
         self._layouts = new._layouts
@@ -338,6 +341,7 @@ class State:
             writer = load_writer(message, self.traces.traces)
             self.writers[writer.key] = writer
         self.tombstones.load(piece)
+        self.agreements.load(piece)
         for known in piece.epochs:
             key = WriterKey(known.writer.run, known.writer.engine_id, known.writer.shard)
             self.epochs[key] = known.epoch

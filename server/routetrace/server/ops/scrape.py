@@ -22,6 +22,7 @@ from routetrace.server.access.admission import Admission
 from routetrace.server.access.control import Access
 from routetrace.server.access.lifecycle import Lifecycle, Recovery
 from routetrace.server.index.agents import Agents
+from routetrace.server.index.agreements import Report
 from routetrace.server.index.state import State
 from routetrace.server.index.traces.sources import WriterKey
 from routetrace.server.ops.census import Census, RunCount
@@ -66,6 +67,7 @@ class _Counts:
     ingest_bytes: int
     memory_bytes: int
     state_records: int
+    agreements: Mapping[str, list[Report]]
     budgets: Mapping[str, tuple[int, Mapping[str, int]]]
     """Limit, and parts by owner, by the name of the budget."""
 
@@ -132,6 +134,7 @@ class Scrape(Collector):
                 yield from self._state(counts)
                 yield from _completeness(counts)
                 yield from _agents(counts)
+                yield from _agreement(counts)
 
     async def _look(self) -> _Counts:
         recovered = bool(self._recovery.seconds)
@@ -149,6 +152,7 @@ class Scrape(Collector):
             ingest_bytes=self._admission.ingest_bytes,
             memory_bytes=self._memory_bytes(),
             state_records=self._server_state.number,
+            agreements=self._server_state.agreements.newest() if recovered else {},
             budgets={b.name: (b.limit, dict(b.held)) for b in budgets},
         )
 
@@ -298,6 +302,27 @@ def _agents(counts: _Counts) -> Iterator[Metric]:
         _AGENT,
         ((tuple(key), report.lag_ms / 1000) for key, report in reports),
     )
+
+
+def _agreement(counts: _Counts) -> Iterator[Metric]:
+    """Yield the gauges of the training step of each run that was reported last."""
+    layers = {
+        run: [
+            layer.choices
+            for report in reports
+            for layer in pb.AgreementReport.FromString(report.message).by_layer
+        ]
+        for run, reports in counts.agreements.items()
+    }
+    for name, text, numbers in (
+        ("agreement_step", "Training step that was reported last.",
+         {run: reports[0].step for run, reports in counts.agreements.items()}),
+        ("agreement_cells", "Cells that trainers compared in it.",
+         {run: sum(choices.cells for choices in of) for run, of in layers.items()}),
+        ("agreement_differing_cells", "Cells where their routers chose other experts.",
+         {run: sum(choices.differing for choices in of) for run, of in layers.items()}),
+    ):  # fmt: skip
+        yield _gauge(name, text, ("run",), (((run,), n) for run, n in numbers.items()))
 
 
 def _gauge(

@@ -13,6 +13,7 @@ from routetrace.server.index.journal import Journal
 from routetrace.server.index.records.record import encode_renew
 from routetrace.server.index.traces.trace import Trace
 from routetrace.server.index.traces.trace_index import TraceIndex
+from routetrace.server.read import agreements
 from routetrace.server.read.checks import page_of
 from routetrace.server.read.finding import Finder
 from routetrace.server.retention.retention import Retention
@@ -71,6 +72,9 @@ class Catalog(Protocol):
 
     async def history(self, request: pb.GetHistoryRequest) -> pb.GetHistoryResponse:
         """Return the last minutes of a run."""
+
+    async def agreement(self, request: pb.ListAgreementRequest) -> pb.ListAgreementResponse:
+        """Return a page of the reports of trainers, by step."""
 
 
 def entry(
@@ -241,3 +245,7 @@ class OwnCatalog:
     async def history(self, request: pb.GetHistoryRequest) -> pb.GetHistoryResponse:
         """Return the last minutes; see `Catalog`."""
         return self._history.of(request.run, request.after)
+
+    async def agreement(self, request: pb.ListAgreementRequest) -> pb.ListAgreementResponse:
+        """Return a page of reports; see `Catalog`."""
+        return agreements.page(self._state.agreements, request)

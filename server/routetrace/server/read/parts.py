@@ -21,6 +21,7 @@ from routetrace.server.index.demand import Demand, Place
 from routetrace.server.index.history import History
 from routetrace.server.index.journal import Journal
 from routetrace.server.index.records.record import encode_renew
+from routetrace.server.read import agreements
 from routetrace.server.read.finding import Finder
 from routetrace.server.retention.retention import Retention
 from routetrace.server.rows.frames import Frames
@@ -83,6 +84,7 @@ class PartsServicer:
             "Renew": (self.renew, parts.RenewRequest),
             "Agents": (self.agents, pb.ListAgentsRequest),
             "History": (self.history, pb.GetHistoryRequest),
+            "Agreement": (self.agreement, pb.ListAgreementRequest),
             "Info": (self.info, pb.GetServerInfoRequest),
         }
 
@@ -228,6 +230,11 @@ class PartsServicer:
         """Return the last minutes of a run in this worker."""
         self._lifecycle.check_ready()
         return self._history.of(request.run, request.after)
+
+    async def agreement(self, request: pb.ListAgreementRequest) -> pb.ListAgreementResponse:
+        """Return the reports of trainers that this worker has."""
+        self._lifecycle.check_ready()
+        return agreements.page(self._journal.state.agreements, request)
 
     async def info(self, request: pb.GetServerInfoRequest) -> pb.GetServerInfoResponse:
         """Return this worker's part of a run, and the runs that it has."""

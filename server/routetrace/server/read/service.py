@@ -25,11 +25,11 @@ from routetrace.server.read.batch import MAX_READS, Batch
 from routetrace.server.read.blocks import trace_of_blocks
 from routetrace.server.read.catalog import Catalog, OwnCatalog
 from routetrace.server.read.checks import Checks, at_most, check_part, check_read
-from routetrace.server.read.engines import forget_engine
 from routetrace.server.read.finding import Finder
 from routetrace.server.read.following import Follower
 from routetrace.server.read.parts import PartsServicer
 from routetrace.server.read.peers import Peers
+from routetrace.server.read.run_calls import RunCalls
 from routetrace.server.read.spread_catalog import SpreadCatalog
 from routetrace.server.read.status import Status
 from routetrace.server.read.watching import Watch
@@ -46,7 +46,6 @@ from routetrace.server.spread.watching import Touched, Watching
 from routetrace.server.spread.workers import Workers
 from routetrace.server.store.interface import Store
 from routetrace.v1 import routetrace_pb2 as pb
-from routetrace.v1 import routetrace_pb2_grpc as pb_grpc
 
 #: Maximum traces of one call, and of one record: applying it holds the event loop.
 MAX_TRACE_IDS = 100_000
@@ -59,7 +58,7 @@ _LEAST_MESSAGE_BYTES = 256 << 10
 _POSITION_BYTES = 64
 
 
-class TraceServicer(pb_grpc.TraceServiceServicer):
+class TraceServicer(RunCalls):
     """routetrace.v1.TraceService."""
 
     def __init__(
@@ -361,35 +360,3 @@ class TraceServicer(pb_grpc.TraceServiceServicer):
         catalog = self._catalog(request.run)
         count = await catalog.renew(request.run, request.trace_ids, ttl, shortens)
         return pb.RenewLeaseResponse(num_renewed=count)
-
-    # ------------------------------------------------------------------ the server
-
-    @unary
-    async def ListAgents(  # noqa: N802, D102
-        self, request: pb.ListAgentsRequest, context: Context
-    ) -> pb.ListAgentsResponse:
-        self._checks.call(context, "read", request.run)
-        return await self._catalog(request.run).agents(request)
-
-    @unary
-    async def GetHistory(  # noqa: N802, D102
-        self, request: pb.GetHistoryRequest, context: Context
-    ) -> pb.GetHistoryResponse:
-        self._checks.call(context, "read", request.run)
-        return await self._catalog(request.run).history(request)
-
-    @unary
-    async def ForgetEngine(  # noqa: N802, D102
-        self, request: pb.ForgetEngineRequest, context: Context
-    ) -> pb.ForgetEngineResponse:
-        self._checks.call(context, "admin", request.run, request.engine_id)
-        self._access.check(context, "admin", request.run, request.engine_id)
-        check_id("engine_id", request.engine_id)
-        count = await forget_engine(self._agents, self._journal, request.run, request.engine_id)
-        return pb.ForgetEngineResponse(num_forgotten=count)
-
-    @unary
-    async def GetServerInfo(  # noqa: N802, D102
-        self, request: pb.GetServerInfoRequest, context: Context
-    ) -> pb.GetServerInfoResponse:
-        return await self._status.info(request, context)

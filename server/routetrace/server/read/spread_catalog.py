@@ -11,6 +11,7 @@ from routetrace.common.errors import InvalidArgument
 from routetrace.server.index.history import summed
 from routetrace.server.index.journal import Journal
 from routetrace.server.index.traces.trace import Trace
+from routetrace.server.read import agreements
 from routetrace.server.read.catalog import PAGE_BYTES, Watched, entry
 from routetrace.server.read.checks import DEFAULT_PAGE_SIZE, MAX_PAGE_SIZE, page_of
 from routetrace.server.read.parts import PartsServicer
@@ -168,6 +169,11 @@ class SpreadCatalog:
         """Return the last minutes in all workers."""
         answers = await self._gathering.ask("History", request, pb.GetHistoryResponse)
         return summed([await self._own.history(request), *answers.values()])
+
+    async def agreement(self, request: pb.ListAgreementRequest) -> pb.ListAgreementResponse:
+        """Return a page of the reports that all workers have."""
+        answers = await self._gathering.ask("Agreement", request, pb.ListAgreementResponse)
+        return agreements.merged([await self._own.agreement(request), *answers.values()])
 
     # ------------------------------------------------------------------ deletion and leases
 

@@ -140,6 +140,17 @@ def encode_forget(now: float, run: str, engine_id: str) -> bytes:
     return _encode(stored.Record(time=now, forget=forget))
 
 
+def encode_agreement(now: float, run: str, report: pb.AgreementReport) -> bytes:
+    """Return the record of a trainer's agreement in one step."""
+    agreement = stored.Agreement(
+        run=run,
+        step=report.step,
+        reporter=report.reporter,
+        report=report.SerializeToString(deterministic=True),
+    )
+    return _encode(stored.Record(time=now, agreement=agreement))
+
+
 def _encode(record: stored.Record) -> bytes:
     return HEAD + record.SerializeToString(deterministic=True)
 
