@@ -13,6 +13,8 @@ from urllib.parse import urlsplit
 import numpy as np
 import pytest
 
+from routetrace.client import Agreement, RouteClient
+from routetrace.client.agreement import Choices
 from routetrace.common.layout import ModelLayout
 from routetrace.server.testing import ServerProcess, run_server
 from support.agents.feeder import Feeder
@@ -85,6 +87,39 @@ def _feed_prefix(feeder: Feeder) -> None:
         feeder.flush()
 
 
+#: Reported training steps, two of them alone and some left out; the first with other weights; the
+#: first that is worse, and the layers that are.
+STEPS = (*range(100, 130), 140, *range(150, 160))
+UPDATE = 4
+WORSE, WORSE_LAYERS = 120, (2, 4)
+ODD_WORDS = "<img src=x onerror=alert(3)>\u202erows are shifted"
+
+
+def agreement_at(step: int) -> Agreement:
+    """Layer 5 has no cells in the last step."""
+    layers = {
+        layer: Choices(1000, 300 + step % 7 if step >= WORSE and layer in WORSE_LAYERS else 5, 0, 0)
+        for layer in LAYOUT.layer_ids
+    }
+    if step == STEPS[-1]:
+        layers[5] = Choices()
+    rows = {step // UPDATE - age: Choices(1000 - 100 * age, 10 * age, 0, 0) for age in range(3)}
+    return Agreement(by_layer=layers, by_version=rows, tokens=400, differing_tokens=step % 400)
+
+
+def report(client: RouteClient) -> None:
+    """Report all steps; the last one with odd words, and with odd ids."""
+    for step in STEPS:
+        last = step == STEPS[-1]
+        client.report_agreement(
+            step,
+            agreement_at(step),
+            weight_version=step // UPDATE,
+            diagnosis=ODD_WORDS if last else "",
+            trace_ids=ODD_IDS[:3] if last else (),
+        )
+
+
 @pytest.fixture(scope="session")
 def server() -> Iterator[ServerProcess]:
     """Run "r": large traces with and without holes, odd ids, an incarnation that was aborted."""
@@ -109,6 +144,8 @@ def server() -> Iterator[ServerProcess]:
         feeder.finish(handle, 200, reason="abort")
         _feed(feeder, "twice", 81)
         feeder.close()
+        with RouteClient(server.target, run="r") as client:
+            report(client)
         other = Feeder(server.target, LAYOUT, run="second run", engine_id=ODD_ENGINE)
         _feed(other, "elsewhere", 30)
         other.close()

@@ -115,10 +115,8 @@ class Agreement(Values):
     @property
     def choices(self) -> Choices:
         """Sum over all layers."""
-        total = Choices()
-        for choices in self.by_layer.values():
-            total = _sum(total, choices)
-        return total
+        layers = self.by_layer.values()
+        return Choices(*map(sum, zip(*layers, strict=True))) if layers else Choices()
 
     @property
     def disagreement(self) -> float | None:

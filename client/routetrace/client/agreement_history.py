@@ -102,9 +102,11 @@ class AgreementHistory(Values):
         shares = [_share([step]) for step in compared]
         for at in range(_BEFORE, len(shares) - 1):
             before = median(shares[max(0, at - _WINDOW) : at])
-            above = [share > _worse(before) for share in shares[at:]]
-            if above[0] and above[1] and sum(above) >= _LASTING * len(above):
-                return _change(compared, at, before)
+            limit = _worse(before)
+            if min(shares[at : at + 2]) > limit:
+                later = shares[at:]
+                if sum(share > limit for share in later) >= _LASTING * len(later):
+                    return _change(compared, at, before)
         return None
 
 

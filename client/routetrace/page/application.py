@@ -68,6 +68,7 @@ def application(config: PageConfig, hosts: Hosts, port: int, static: Path = DIRE
             Route(f"{_API}/session", sessions.sign_out, methods=["DELETE"]),
             Route(f"{_RUN}/overview", sessions.within(runs.overview)),
             Route(f"{_RUN}/traces", sessions.within(runs.traces)),
+            Route(f"{_RUN}/mismatch", sessions.within(runs.mismatch)),
             Route(_TRACE, sessions.within(trace.facts)),
             Route(f"{_TRACE}/segments", sessions.within(trace.segments)),
             Route(f"{_TRACE}/tile", sessions.within(trace.tile)),

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 
 from routetrace.client import (
     AgentStat,
+    AgreementHistory,
     AsyncRouteClient,
     RunHistory,
     ServerInfo,
@@ -160,6 +161,15 @@ class Backends:
                 return await client.history(after=after, timeout=_CALL_S)
 
         return await self._calls.call(("history", caller.digest, run, after), call)
+
+    async def agreement(self, caller: Caller, run: str, start: int) -> AgreementHistory:
+        """Return the agreement of trainer and rollout from a training step on.
+
+        Raises:
+            RouteTraceError: as `AsyncRouteClient.agreement_history`.
+        """
+        async with self._lend(caller, run) as client:
+            return await client.agreement_history(start=start, timeout=_CALL_S)
 
     @asynccontextmanager
     async def _lend(self, caller: Caller, run: str) -> AsyncIterator[AsyncRouteClient]:

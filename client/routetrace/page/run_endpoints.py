@@ -1,4 +1,4 @@
-"""`/api/v1/runs/{run}`: the state of a run, and the list of its traces."""
+"""`/api/v1/runs/{run}`: the state of a run, the list of its traces, and its agreement."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ from starlette.responses import JSONResponse, Response
 
 from routetrace.client import MissingReason, TraceState
 from routetrace.common.errors import InvalidArgument, quoted
+from routetrace.common.limits import MAX_STEP
+from routetrace.page import mismatch
 from routetrace.page.backends import Backends
 from routetrace.page.budgets import Shared
 from routetrace.page.errors import refusal
@@ -21,6 +23,7 @@ from routetrace.page.mirrors import Mirrors
 from routetrace.page.overview import overview
 from routetrace.page.parameters import choice, whole
 from routetrace.page.sessions import Caller
+from routetrace.page.tags import has, tag_of, unchanged
 from routetrace.page.trace_table import ORDERS, Filter
 
 MAX_LIMIT = 500
@@ -43,6 +46,7 @@ class RunEndpoints:
         self._backends = backends
         self._mirrors = mirrors
         self._shared = Shared()
+        self._agreements = mismatch.Kept()
 
     async def overview(self, request: Request, caller: Caller) -> Response:
         """Answer with the state of a run, which callers within a poll share."""
@@ -97,6 +101,28 @@ class RunEndpoints:
                 "traces": table.shown(rows),
             }
         )
+
+    async def mismatch(self, request: Request, caller: Caller) -> Response:
+        """Answer with the agreement of trainer and rollout by training step."""
+        params = request.query_params
+        run = request.path_params["run"]
+        start = whole(params, "from", default=0)
+        stop = whole(params, "to", 1, default=MAX_STEP)
+        most = min(whole(params, "most", 1, default=mismatch.DEFAULT_STEPS), mismatch.MAX_STEPS)
+        key = caller.digest, run
+        known = self._agreements.of(key)
+
+        async def ask() -> None:
+            first = known.start()
+            known.add(first, await self._backends.agreement(caller, run, first))
+
+        if time.monotonic() - known.asked_at > _POLL_S:
+            await self._shared.call(("agreement", *key), ask)
+        body = await known.answer(start, stop, most)
+        tag = tag_of(body)
+        if has(request, tag):
+            return unchanged(tag)
+        return Response(body, media_type="application/json", headers={"ETag": tag})
 
 
 def _filter(params: QueryParams) -> Filter:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping
 from typing import Any, cast
 
@@ -16,6 +15,7 @@ from routetrace.page.backends import Backends
 from routetrace.page.facts import facts_of
 from routetrace.page.parameters import choice, whole
 from routetrace.page.sessions import Caller
+from routetrace.page.tags import has, tag_of, unchanged
 from routetrace.page.traces import Traces, stamp_of
 
 #: Most tokens of one call for rows.
@@ -40,9 +40,9 @@ class TraceEndpoints:
     async def facts(self, request: Request, caller: Caller) -> Response:
         """Answer with the facts about a trace."""
         answer = JSONResponse(facts_of(await self._stat(request, caller), self._target))
-        tag = _quoted(bytes(answer.body))
-        if _has(request, tag):
-            return _unchanged(tag)
+        tag = tag_of(bytes(answer.body))
+        if has(request, tag):
+            return unchanged(tag)
         answer.headers["ETag"] = tag
         return answer
 
@@ -51,8 +51,8 @@ class TraceEndpoints:
         policy = _policy(request.query_params)
         stat = await self._stat(request, caller)
         tag = _tag(stat, policy)
-        if _has(request, tag):
-            return _unchanged(tag)
+        if has(request, tag):
+            return unchanged(tag)
         body = await self._traces.segments(caller, stat, policy)
         return Response(body, media_type="application/json", headers={"ETag": tag})
 
@@ -64,8 +64,8 @@ class TraceEndpoints:
         z, x = whole(params, "z"), whole(params, "x")
         stat = await self._stat(request, caller)
         tag = _tag(stat, policy, z, x)
-        if _has(request, tag):
-            return _unchanged(tag)
+        if has(request, tag):
+            return unchanged(tag)
         levels = await self._traces.levels(caller, stat, policy)
         return Response(levels.tile(z, x), media_type=_BYTES, headers={"ETag": tag})
 
@@ -99,19 +99,4 @@ def _policy(params: Mapping[str, str]) -> Policy:
 
 def _tag(stat: TraceStat, *more: Any) -> str:
     """Return the ETag of an answer that follows from the state of a trace."""
-    return _quoted(repr((stat.trace_id, stat.run, *stamp_of(stat), *more)).encode())
-
-
-def _quoted(content: bytes) -> str:
-    return f'"{hashlib.sha256(content).hexdigest()[:16]}"'
-
-
-def _has(request: Request, tag: str) -> bool:
-    """Whether the browser has the answer."""
-    # An intermediary that compresses may have weakened it.
-    tags = request.headers.get("if-none-match", "").split(",")
-    return tag in (one.strip().removeprefix("W/") for one in tags)
-
-
-def _unchanged(tag: str) -> Response:
-    return Response(status_code=304, headers={"ETag": tag})
+    return tag_of(repr((stat.trace_id, stat.run, *stamp_of(stat), *more)).encode())

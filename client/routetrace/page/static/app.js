@@ -3,6 +3,7 @@
 import { json, poll, send, session as signedOut, Trouble } from "./api.js";
 import { restoreTheme } from "./colours.js";
 import { frame } from "./frame.js";
+import { mismatch } from "./mismatch.js";
 import { overview } from "./overview.js";
 import { signIn } from "./signin.js";
 import { trace } from "./trace.js";
@@ -23,6 +24,7 @@ const VIEWS = [
   { name: "overview", title: "Overview", key: "o", open: overview },
   { name: "traces", title: "Traces", key: "t", open: traces },
   { name: "trace", within: "traces", open: trace },
+  { name: "mismatch", title: "Mismatch", key: "m", open: mismatch },
 ];
 const TABS = VIEWS.filter((one) => !one.within);
 const FIND = "traces"; // the view where a trace is found

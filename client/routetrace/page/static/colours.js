@@ -28,6 +28,10 @@ const RAMPS = {
     "#f3f4f6 #d3e3f3 #9dc3e6 #5b94cf #2a62a8 #123063",
     "#161c24 #17304d #1f5487 #3d84c6 #80b7ea #dceeff",
   ],
+  differing: [
+    "#eceff3 #f3d9c4 #e5a981 #cc6d42 #96371d #4f140c",
+    "#1d242e #46281d #853c20 #c2603a #eb9d73 #ffe2d2",
+  ],
   weights: [
     "#440154 #472d7b #3b528b #2c728e #21918c #28ae80 #5ec962 #addc30 #fde725",
     "#440154 #472d7b #3b528b #2c728e #21918c #28ae80 #5ec962 #addc30 #fde725",
@@ -129,11 +133,12 @@ export function palette(element) {
     sans: computed.getPropertyValue("--sans"),
     mono: computed.getPropertyValue("--mono"),
     table: lookup("changed"),
+    differing: lookup("differing"),
   };
 }
 
-/** Colours of the ramp of shares at a few places, as CSS. */
-export const rampStops = () => [0, 51, 102, 153, 204, 255].map((i) => css(ramp("changed")[i]));
+/** Colours of a ramp of shares at a few places, as CSS. */
+export const rampStops = (name) => [0, 51, 102, 153, 204, 255].map((i) => css(ramp(name)[i]));
 
 /** ABGR words for the bytes of a tile: 0..254 a share, 255 no cell, which stays clear. */
 function lookup(name) {

@@ -15,7 +15,7 @@ const CHANGED = "Share of a token's experts that the token before did not choose
  * reasons are buttons, with the number of their cells.
  */
 export function legend(pickReason) {
-  const bar = rampBar();
+  const bar = rampBar("changed");
   const scale = h("span", { class: "scale" },
     "0 %", bar.element, "100 %", h("span", null, CHANGED));
   const list = h("ul", { class: "swatches" });

@@ -10,13 +10,13 @@ export function swatch(className = "") {
   return { element, set: (colour) => style(element, "--swatch", colour) };
 }
 
-/** The bar of the ramp of shares. */
-export function rampBar() {
+/** The bar of a ramp of shares. */
+export function rampBar(name) {
   const element = h("span", { class: "ramp", "aria-hidden": "true" });
   return {
     element,
     set() {
-      style(element, "background-image", `linear-gradient(90deg, ${rampStops().join(", ")})`);
+      style(element, "background-image", `linear-gradient(90deg, ${rampStops(name).join(", ")})`);
     },
   };
 }

@@ -159,7 +159,8 @@ function figuresCard(href) {
   };
 }
 
-function figure(name) {
+/** A figure with its name and a remark. */
+export function figure(name) {
   const value = h("dd", { class: "value" });
   const remark = h("dd", { class: "small muted" });
   return {
