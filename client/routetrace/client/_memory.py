@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -12,6 +12,15 @@ from routetrace.common.errors import InvalidArgument, MissingDependency, quoted,
 
 if TYPE_CHECKING:
     import torch
+
+
+_T = TypeVar("_T")
+
+
+def read_only(view: npt.NDArray[_T]) -> npt.NDArray[_T]:  # type: ignore[type-var]
+    """Return a view that refuses writes."""
+    view.flags.writeable = False
+    return view
 
 
 def require_torch(field: str) -> None:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 import numpy.typing as npt
 
 from routetrace.client import _arguments as check
-from routetrace.client._memory import check_device, require_torch, to_tensor
+from routetrace.client._html import Part, html_of
+from routetrace.client._memory import check_device, read_only, require_torch, to_tensor
 from routetrace.client._ranges import clip_ranges, column_index
 from routetrace.client.alignment import compare_tokens
 from routetrace.client.stat import (
@@ -25,8 +26,6 @@ from routetrace.common.errors import Corrupt, Incomplete, InvalidArgument, typed
 
 if TYPE_CHECKING:
     import torch
-
-_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)
@@ -61,12 +60,12 @@ class Trace(ReadFacts):
 
         A read-only, transposed view of layer-major memory; meaningless where not `valid`.
         """
-        return _read_only(self._ids.transpose(1, 0, 2))
+        return read_only(self._ids.transpose(1, 0, 2))
 
     @property
     def valid(self) -> npt.NDArray[np.bool_]:
         """Validity of cells: bool [tokens, layers], a read-only, transposed view."""
-        return _read_only(self._valid.T)
+        return read_only(self._valid.T)
 
     def __len__(self) -> int:
         return self.token_stop - self.token_start
@@ -106,6 +105,11 @@ class Trace(ReadFacts):
             f"rows [{self.token_start}, {self.token_stop}){of}, {len(self.layer_ids)} layers, "
             f"top-{self.top_k} of {self.layout.num_experts}, coverage {self.coverage:.4g}>"
         )
+
+    def _repr_html_(self) -> str:
+        """Return facts, a strip of rows and layers, and missing ranges, for notebooks."""
+        part = Part(self.layer_ids, self.token_start, self.token_stop, self.coverage)
+        return html_of(self, part)
 
     def tokens(self, start: int, stop: int | None = None) -> Trace:
         """Return the rows of positions [start, stop); to the end if `stop` is None.
@@ -393,8 +397,3 @@ def incomplete(
         unknown_from=unknown_from,
         remedy=remedy,
     )
-
-
-def _read_only(view: npt.NDArray[_T]) -> npt.NDArray[_T]:  # type: ignore[type-var]
-    view.flags.writeable = False
-    return view
