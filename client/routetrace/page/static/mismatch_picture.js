@@ -123,7 +123,7 @@ function words(data, i, column) {
     of === null ? "no cell compared" : `${fmt.pct(of, 2)} of cells differ`}`;
 }
 
-/** Where everything is, in px. Each reported step has a slot; those that are left out stay empty. */
+/** Where everything is, in px. Steps that were not reported have empty slots. */
 function placed(data, width) {
   const steps = data.step.map(Number);
   const strides = steps.slice(1).map((step, i) => step - steps[i]);
