@@ -72,7 +72,7 @@ def full(seed: int) -> list[str]:
         "make test-mutations EVERY=3",
         "make test-transformers",
         "make test-docker DOCKER=--where-possible",
-        "make test-alerts test-kubernetes",
+        "make test-alerts test-kubernetes test-page",
         "make test-neighbours SHARE=ci",
         "make bench BENCH=--quick",
     ]

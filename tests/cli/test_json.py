@@ -50,6 +50,7 @@ CALLS: dict[str, tuple[tuple[str, ...], int, set[str]]] = {
         {"trace_id", "findings", "incarnations", "running", "cells", "bytes"},
     ),
     "diff": (("whole", "hole"), 0, {"a", "b", "cells", "differing", "by_layer", "worst"}),
+    "view": (("hole", "-o", "{tmp}/v{n}.html"), 0, {"trace_id", "path", "bytes", "rows_with_ids"}),
     "runs": ((), 0, {"run"}),
     "agents": ((), 0, {"engine_id", "shard", "connected"}),
     "limits": ((), 0, {"owner", "name", "limit", "used", "held", "share"}),

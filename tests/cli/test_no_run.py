@@ -28,6 +28,7 @@ CALLS: dict[str, tuple[tuple[str, ...], ...]] = {
     "tail": (("a",),),
     "verify": (("--all",), ("a",)),
     "diff": (("a", "b"),),
+    "view": (("a", "-o", "{tmp}/a.html"),),
     "agents": ((), ("--watch", "9")),
     "limits": ((),),
     "experts": (("--all",), ("--label", "a=b"), ("a",)),

@@ -175,6 +175,39 @@ def test_a_step_of_the_address_is_chosen_and_stays(
         expect(chosen).to_have_text("Step 10", timeout=30_000)
 
 
+def test_an_early_step_of_the_address_is_shown(page: Page, address: str, server) -> None:
+    """One that is not among the last 500."""
+    with RouteClient(server.target, run="long") as client:
+        for step in range(510):
+            client.report_agreement(step, Agreement(by_layer={1: Choices(10, 1, 0, 0)}))
+    page.goto(f"{address}/#/mismatch?run=long&step=4")
+    expect(page.locator("#mismatch-words")).to_have_text("Step 4", timeout=30_000)
+    expect(page.locator(".title")).to_have_text("Mismatch510 steps of long")
+
+
+def test_the_layer_stays_chosen_where_layers_come_and_go(page: Page, address: str, server) -> None:
+    def layers(*ids: int) -> Agreement:
+        return Agreement(by_layer={layer: Choices(1000, layer, 0, 0) for layer in ids})
+
+    with RouteClient(server.target, run="layers") as client:
+        client.report_agreement(1, layers(4, 6))
+        page.goto(f"{address}/#/mismatch?run=layers&step=1")
+        picture = page.locator("canvas.mismatch")
+        expect(picture).to_be_visible()
+        picture.focus()
+        page.keyboard.press("ArrowUp")
+        expect(page.locator("#live")).to_contain_text("layer 6: 0.60")
+        client.report_agreement(2, layers(1, 2, 4, 6))
+        expect(page.locator(".title")).to_contain_text("2 steps", timeout=30_000)
+        page.keyboard.press("ArrowRight")
+        expect(page.locator("#live")).to_have_text("Step 2, layer 6: 0.60\u00a0% of cells differ")
+        client.report_agreement(1, layers(4))
+        client.report_agreement(2, layers(4))
+        expect(page.locator(".figures")).to_contain_text("1.00", timeout=30_000)  # k cells
+        page.keyboard.press("ArrowLeft")
+        expect(page.locator("#live")).to_have_text("Step 1: 0.40\u00a0% of cells differ")
+
+
 def test_without_a_report_it_says_what_to_do(page: Page, address: str) -> None:
     page.goto(f"{address}/#/mismatch?run={quote('second run')}")
     expect(page.get_by_role("heading", level=1)).to_have_text("No trainer has reported its choices")

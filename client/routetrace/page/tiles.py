@@ -42,6 +42,10 @@ class Levels:
         """Bytes of all levels."""
         return sum(level.nbytes for level in self._levels)
 
+    def tiles(self, z: int) -> int:
+        """Return the number of tiles of a level."""
+        return -(-int(self._levels[z].shape[1]) // COLUMNS)
+
     def tile(self, z: int, x: int) -> bytes:
         """Return the bytes [layers, 256] of a tile; columns beyond the last token are absent.
 
@@ -51,7 +55,7 @@ class Levels:
         if not 0 <= z < len(self):
             raise InvalidArgument(field="z", value=z, expected=f"0 to {len(self) - 1}")
         level = self._levels[z]
-        tiles = -(-level.shape[1] // COLUMNS)
+        tiles = self.tiles(z)
         if not 0 <= x < tiles:
             raise InvalidArgument(
                 field="x", value=x, expected=f"0 to {tiles - 1} at z = {z}" if tiles else "no rows"

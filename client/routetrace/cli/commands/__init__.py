@@ -18,6 +18,7 @@ from routetrace.cli.commands.removal import delete, renew, retire
 from routetrace.cli.commands.stat import list_traces, runs, stat
 from routetrace.cli.commands.tail import tail
 from routetrace.cli.commands.verify import verify
+from routetrace.cli.commands.view import view
 from routetrace.cli.connection import connected, describing_connection
 from routetrace.cli.experts.command import experts
 from routetrace.cli.help import Command
@@ -49,6 +50,7 @@ _COMMANDS: dict[str, Callable[..., None]] = {
     "tail": tail,
     "verify": verify,
     "diff": diff,
+    "view": view,
     "runs": runs,
     "agents": agents,
     "limits": limits,

@@ -5,6 +5,7 @@ const BLOCK = 64; // positions of one request for rows
 const KEPT_TILES = 160;
 const KEPT_BLOCKS = 48;
 const AT_ONCE = 4;
+const ABSENT = { ids: [], valid: false, absent: true };
 const REST = 2000; // ms before a part that failed is asked for again
 
 export class Cells {
@@ -112,7 +113,10 @@ export class Cells {
     return kept ? kept.bytes[column * TILE + (position % TILE)] : null;
   }
 
-  /** { ids, valid } of a cell, ids in the router's order; null while its rows are not here. */
+  /**
+   * { ids, valid } of a cell, ids in the router's order; `absent` if the source does not have its
+   * rows; null while they are not here.
+   */
   row(position, column) {
     const block = Math.floor(position / BLOCK);
     const kept = this.#blocks.get(block);
@@ -124,6 +128,7 @@ export class Cells {
     }
     if (!kept) return null;
     keep(this.#blocks, block, kept, KEPT_BLOCKS);
+    if (kept.absent) return ABSENT;
     const cell = (position - block * BLOCK) * this.#layers + column;
     const { topK } = this.#source;
     if (cell >= kept.valid.length) return { ids: [], valid: false };

@@ -9,6 +9,7 @@ import { alarm } from "./trace_facts.js";
 import { copyButton, ghost, h, message, put, swap } from "./ui.js";
 
 const EVERY = 5; // seconds between two questions: steps take longer
+const [SHOWN, ALL] = [500, 2000]; // steps; all of which an address may name one
 const CALL = "client.report_agreement(step, agreement)";
 
 /** Open the view; `step` of the address is the chosen one, the last one without it. */
@@ -18,7 +19,7 @@ export function mismatch({ query, run, go, link }) {
   let data = null;
   let wanted = query.step ?? null; // null: the last one, also of later answers
   let failure = "";
-  const ask = repeated(`runs/${encodeURIComponent(run)}/mismatch`, {});
+  let [ask, most] = [asking(SHOWN), SHOWN];
   const stop = poll(EVERY, async (signal) => {
     try {
       const next = await ask(signal);
@@ -41,8 +42,15 @@ export function mismatch({ query, run, go, link }) {
     },
   };
 
+  function asking(steps) {
+    return repeated(`runs/${encodeURIComponent(run)}/mismatch`, { most: steps });
+  }
+
   function chosen() {
     const at = wanted === null ? -1 : data.step.findIndex((one) => String(one) === wanted);
+    if (at < 0 && wanted !== null && data.total > data.step.length && most === SHOWN) {
+      [ask, most] = [asking(ALL), ALL]; // it may be an earlier one
+    }
     return at < 0 ? data.step.length - 1 : at;
   }
 

@@ -8,6 +8,7 @@ const [LEFT, RIGHT] = [52, 12];
 const [LINE, GAP, LOWER] = [120, 20, 24]; // heights: of the line, below it, of the axis
 const UPPER = 10;
 const [LEAST_ROW, MOST_ROW, MOST_MAP] = [3, 14, 380];
+const FEW = 1.5; // usual distances of steps that make a gap
 const MOST_SLOTS = 4000; // beyond it steps stand side by side, without gaps
 const NAME = 56; // px from one step that is named to the next
 const FAR = 10; // steps of Shift and an arrow
@@ -96,6 +97,10 @@ export function picture(pick) {
     element: canvas,
     set(next, index) {
       if (next !== data) map = null;
+      if (layer !== null) {
+        const at = next.layer_ids.indexOf(data.layer_ids[layer]);
+        layer = at < 0 ? null : at;
+      }
       data = next;
       chosen = index;
       draw();
@@ -111,9 +116,12 @@ export function picture(pick) {
 /** Share of the cells of a step that differ; null without cells. */
 export const share = (data, i) => (data.cells[i] > 0 ? data.differing[i] / data.cells[i] : null);
 
-/** Whether a step is the first one with its weight version. */
-export const updated = (data, i) => i > 0 && data.weight_version[i] !== null &&
-  data.weight_version[i] !== data.weight_version[i - 1];
+/** Whether a step is the first one with its weight version, as far as versions are known. */
+function updated(data, i) {
+  const version = data.weight_version[i];
+  const before = data.weight_version.slice(0, i).findLast((one) => one !== null);
+  return version !== null && before !== undefined && version !== before;
+}
 
 function words(data, i, column) {
   const at = data.weight_version[i] === null ? "" : `, weights ${plain(data.weight_version[i])}`;
@@ -128,6 +136,7 @@ function placed(data, width) {
   const steps = data.step.map(Number);
   const strides = steps.slice(1).map((step, i) => step - steps[i]);
   const stride = Math.min(...strides, Infinity);
+  const usual = strides.toSorted((a, b) => a - b)[strides.length >> 1];
   const slots = Number.isFinite(stride) ? Math.round((steps.at(-1) - steps[0]) / stride) + 1 : 1;
   const sparse = slots > MOST_SLOTS;
   const slot = steps.map((step, i) =>
@@ -139,6 +148,7 @@ function placed(data, width) {
   const row = Math.max(LEAST_ROW, Math.min(MOST_ROW, MOST_MAP / layers));
   const upper = UPPER + LINE + GAP;
   return {
+    near: (i) => strides[i] <= FEW * usual, // whether no step is left out after it
     width, slot, count, row, upper, wide, named: slots === 1 ? 1 : round((NAME * apart) / wide),
     height: Math.ceil(upper + layers * row + LOWER),
   };
@@ -210,7 +220,7 @@ function paintLine(c, { place, shares, x, y, colours }) {
   c.lineWidth = 1.5;
   c.lineJoin = "round";
   const joined = (i) => i >= 0 && i + 1 < shares.length && shares[i] !== null &&
-    shares[i + 1] !== null && place.slot[i + 1] - place.slot[i] === 1;
+    shares[i + 1] !== null && place.near(i);
   c.beginPath();
   shares.forEach((v, i) => {
     if (v === null) return;

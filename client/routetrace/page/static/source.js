@@ -24,6 +24,7 @@ export function serverSource(path, facts, segments) {
     async rows(start, stop, signal) {
       const end = Math.min(stop, facts.num_rows);
       const answer = await bytes(`${path}/trace/rows`, { ...asked, start, stop: end }, signal);
+      if (answer.length === 0) return { absent: true };
       return split(answer, layers, topK, facts.num_experts > WIDE ? 2 : 1);
     },
   };

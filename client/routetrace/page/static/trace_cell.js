@@ -5,6 +5,7 @@ import { reason } from "./reasons.js";
 import { fmt, plain } from "./text.js";
 import { attr, h, put, rows, tip } from "./ui.js";
 
+const NOT_HERE = "Its experts are not in this file.";
 const COMPUTED = ["a forward pass of its own", "an earlier request (prefix cache)"];
 
 /** [name, text or undefined] of each fact of a cell. */
@@ -69,7 +70,7 @@ export function cellPanel(link) {
       }
       if (!cell.present) return;
       put(heading, row.length ? "Experts, in the router's order"
-        : trouble ? trouble.message : "Asking for its rows …");
+        : cell.row?.absent ? NOT_HERE : trouble ? trouble.message : "Asking for its rows …");
       if (cell.prefix !== undefined) {
         put(other, plain(cell.prefix));
         attr(origin, "href", link(cell.prefix));
@@ -103,7 +104,7 @@ export function cellTip() {
         tip.show(at.x, at.y, title, mark.element);
         return;
       }
-      put(ids, cell.row?.valid ? wrapped(cell.row.ids) : "…");
+      put(ids, cell.row?.valid ? wrapped(cell.row.ids) : cell.row?.absent ? NOT_HERE : "…");
       put(weights, `weights ${cell.version ?? "unknown"}`);
       tip.show(at.x, at.y, title, ids, cell.version !== undefined && weights);
     },

@@ -1,0 +1,5 @@
+"""A trace as one HTML file that opens without a server: the page's own view, with its data."""
+
+from routetrace.page.one_file.document import document
+
+__all__ = ["document"]

@@ -1,0 +1,81 @@
+// The answers that a file holds, in the place of those of the page's server.
+
+let held = null;
+
+/** A question that the file has no answer to. */
+export class Trouble extends Error {
+  kind = "not_found";
+  status = 404;
+  missing = "";
+}
+
+/** Unpack the data of the file; `about` is what it says of itself. */
+export async function unpack() {
+  const text = document.getElementById("data").content.textContent;
+  const stream = new Blob([decoded(text)]).stream().pipeThrough(new DecompressionStream("gzip"));
+  const all = new Uint8Array(await new Response(stream).arrayBuffer());
+  const size = new DataView(all.buffer).getUint32(0, true);
+  const about = JSON.parse(new TextDecoder().decode(all.subarray(4, 4 + size)));
+  held = { about, body: all.subarray(4 + size) };
+  return about;
+}
+
+/** Bytes of base64; older browsers have no method for it. */
+function decoded(text) {
+  if (Uint8Array.fromBase64) return Uint8Array.fromBase64(text);
+  const raw = atob(text);
+  const found = new Uint8Array(raw.length);
+  for (let i = 0; i < raw.length; i += 1) found[i] = raw.charCodeAt(i);
+  return found;
+}
+
+/** Facts or rectangles. */
+export async function json(path, asked = {}) {
+  const { facts, segments } = held.about;
+  if (path.endsWith("/segments")) return segments;
+  if (asked.incarnation && Number(asked.incarnation) !== facts.incarnation) {
+    throw new Trouble("This file holds one incarnation.");
+  }
+  return facts;
+}
+
+/** The bytes of a tile; those of rows, none if the file does not have them. */
+export async function bytes(path, asked) {
+  const { facts, tiles, columns } = held.about;
+  const layers = facts.layer_ids.length;
+  if (path.endsWith("/rows")) return rows(asked, layers, facts.top_k);
+  const before = tiles.slice(0, asked.z).reduce((sum, n) => sum + n, asked.x);
+  const size = layers * columns;
+  return held.body.subarray(before * size, (before + 1) * size);
+}
+
+function rows({ start, stop }, layers, topK) {
+  const { tiles, columns, ranges, width } = held.about;
+  let at = tiles.reduce((sum, n) => sum + n, 0) * layers * columns;
+  const [ids, marks] = [layers * topK * width, layers]; // bytes of a row
+  for (const [first, last] of ranges) {
+    const count = last - first;
+    if (first <= start && stop <= last) {
+      const found = new Uint8Array((stop - start) * (ids + marks));
+      const part = (from, size) =>
+        held.body.subarray(from + (start - first) * size, from + (stop - first) * size);
+      found.set(part(at, ids));
+      found.set(part(at + count * ids, marks), (stop - start) * ids);
+      return found;
+    }
+    at += count * (ids + marks);
+  }
+  return new Uint8Array();
+}
+
+/** A question that has one answer. */
+export const repeated = (path, asked) => () => json(path, asked);
+
+/** Do work once: nothing changes. */
+export function poll(seconds, work) {
+  const over = new AbortController();
+  work(over.signal).catch((error) => {
+    if (!(error instanceof Trouble)) throw error;
+  });
+  return () => over.abort();
+}

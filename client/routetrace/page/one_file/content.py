@@ -1,0 +1,145 @@
+"""The data of one file: facts, rectangles, tiles and rows of a trace, as bytes.
+
+A header, JSON after its length (uint32, little-endian), and what it describes in this order: for
+each zoom level its tiles of [layers, 256] bytes; for each range of rows the ids
+[n, layers, top_k], little-endian, then [n, layers] bytes of 0 or 1.
+"""
+
+from __future__ import annotations
+
+import base64
+import gzip
+import json
+import struct
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import fields
+from itertools import islice
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from routetrace.client import Trace, TraceStat
+from routetrace.client.stat import TraceFacts
+from routetrace.common.errors import InvalidArgument
+from routetrace.page.facts import facts_of
+from routetrace.page.segments import segments_of
+from routetrace.page.tiles import COLUMNS, Levels, changed
+
+#: Positions that a view asks for at a time, and those with ids around each end of a hole.
+_BLOCK = 64
+_AROUND = 128
+#: More than the trace takes compressed: base64, and rows that compress worse together.
+_GROWTH = 1.2
+
+_LENGTH = struct.Struct("<I")
+
+
+class Content(NamedTuple):
+    """Data of a file."""
+
+    text: str
+    """Base64 of gzip."""
+    ranges: list[tuple[int, int]]
+    """Positions whose ids it holds; half open."""
+
+
+def content_of(trace: Trace, target: str, most: int, beside: int) -> Content:
+    """Return the data of a trace: all ids if they fit, else those around its holes.
+
+    Args:
+        trace: all of its rows and layers, with missing ones masked.
+        target: the server, as clients name it.
+        most: maximum bytes of the file.
+        beside: bytes of the file without the data.
+
+    Raises:
+        InvalidArgument: if it takes more without any ids.
+    """
+    facts = facts_of(stat_of(trace), target) | {"expires": None}  # of the server's trace
+    header = {"facts": facts, "segments": segments_of(trace), "written": time.time()}
+    levels = changed(trace)
+    tiles = b"".join(_tiles(levels))
+    room = most - beside
+    if trace.stored_bytes * _GROWTH < room:
+        ranges = [(0, len(trace))] if len(trace) else []
+        text = _packed(header, levels, tiles, trace, ranges)
+        if len(text) <= room:
+            return Content(text, ranges)
+    without = len(_packed(header, levels, tiles, trace, []))
+    if without > room:
+        raise InvalidArgument(
+            field="--max-size",
+            value=f"{most} bytes",
+            expected=f"at least {without + beside}: scripts, facts, rectangles and tiles",
+        )
+    # Bytes that do not compress at all fit, too.
+    row = len(trace.layer_ids) * (trace.top_k * trace.topk_ids.dtype.itemsize + 1)
+    blocks = int((room - without) / 1.35) // (_BLOCK * row)
+    ranges = _ranges(sorted(islice(_blocks(trace), blocks)), len(trace))
+    return Content(_packed(header, levels, tiles, trace, ranges), ranges)
+
+
+def stat_of(trace: Trace) -> TraceStat:
+    """Return the facts of a trace that was read as a whole, which are of the moment of its rows."""
+    facts = {one.name: getattr(trace, one.name) for one in fields(TraceFacts)}
+    cells: Counter[str] = Counter()
+    for one in trace.missing:
+        cells[one.reason.value] += (one.stop - one.start) * len(one.layer_ids)
+    return TraceStat(**facts, missing=trace.missing, missing_cells=dict(cells))
+
+
+def _tiles(levels: Levels) -> Iterator[bytes]:
+    for z in range(len(levels)):
+        for x in range(levels.tiles(z)):
+            yield levels.tile(z, x)
+
+
+def _blocks(trace: Trace) -> Iterator[int]:
+    """Yield blocks around the ends of holes, each once; of a trace without holes its first ones."""
+    seen: set[int] = set()
+    ends = [end for m in trace.missing for end in (m.start, m.stop)] or [0]
+    for end in ends:
+        first, last = max(0, end - _AROUND), min(len(trace), end + _AROUND)
+        for block in range(first // _BLOCK, -(-last // _BLOCK)):
+            if block not in seen:
+                seen.add(block)
+                yield block
+
+
+def _ranges(blocks: list[int], rows: int) -> list[tuple[int, int]]:
+    """Return ascending blocks as ranges of positions."""
+    ranges: list[tuple[int, int]] = []
+    for block in blocks:
+        start, stop = block * _BLOCK, min(rows, (block + 1) * _BLOCK)
+        if ranges and ranges[-1][1] == start:
+            start = ranges.pop()[0]
+        ranges.append((start, stop))
+    return ranges
+
+
+def _packed(
+    header: dict[str, Any],
+    levels: Levels,
+    tiles: bytes,
+    trace: Trace,
+    ranges: list[tuple[int, int]],
+) -> str:
+    head = json.dumps(
+        header
+        | {
+            "tiles": [levels.tiles(z) for z in range(len(levels))],
+            "columns": COLUMNS,
+            "ranges": ranges,
+            "width": trace.topk_ids.dtype.itemsize,
+        },
+        separators=(",", ":"),
+    ).encode()
+    parts = [_LENGTH.pack(len(head)), head, tiles]
+    for start, stop in ranges:
+        part = trace.tokens(start, stop)
+        ids = part.topk_ids
+        parts.append(ids.astype(ids.dtype.newbyteorder("<"), copy=False).tobytes())
+        parts.append(part.valid.astype(np.uint8).tobytes())
+    return base64.b64encode(gzip.compress(b"".join(parts), 6, mtime=0)).decode()
