@@ -208,6 +208,23 @@ def test_the_layer_stays_chosen_where_layers_come_and_go(page: Page, address: st
         expect(page.locator("#live")).to_have_text("Step 1: 0.40\u00a0% of cells differ")
 
 
+def test_steps_without_a_compared_cell(page: Page, address: str, server) -> None:
+    """A trainer may compare log-probabilities alone."""
+    with RouteClient(server.target, run="no cells") as client:
+        for step in range(3):
+            client.report_agreement(step, Agreement())
+    page.goto(f"{address}/#/mismatch?run=no%20cells")
+    picture = page.locator("canvas.mismatch")
+    expect(picture).to_be_visible()
+    expect(page.locator(".notices li")).to_contain_text("No cell was compared.")
+    picture.focus()
+    page.keyboard.press("ArrowDown")
+    page.keyboard.press("ArrowLeft")
+    expect(page.locator("#live")).to_have_text("Step 1: no cell compared")
+    picture.hover(position={"x": 300, "y": 100})
+    expect(page.locator(".tip")).to_contain_text("no cell compared")
+
+
 def test_without_a_report_it_says_what_to_do(page: Page, address: str) -> None:
     page.goto(f"{address}/#/mismatch?run={quote('second run')}")
     expect(page.get_by_role("heading", level=1)).to_have_text("No trainer has reported its choices")

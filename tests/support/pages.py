@@ -93,14 +93,17 @@ class Browser:
             data = body if isinstance(body, bytes) else json.dumps(body).encode()
             sent["Content-Type"] = "application/json"
         sent |= headers or {}
-        self.connection.putrequest(method, path, skip_host=True, skip_accept_encoding=True)
-        for name, value in sent.items():
-            if value is not None:
-                self.connection.putheader(name, value)
         if data is not None:
-            self.connection.putheader("Content-Length", str(len(data)))
-        self.connection.endheaders(data)
-        response = self.connection.getresponse()
+            sent["Content-Length"] = str(len(data))
+        given = {name: value for name, value in sent.items() if value is not None}
+        try:
+            response = self._response(method, path, given, data)
+        except (http.client.RemoteDisconnected, ConnectionError):
+            # As a browser does: a page ends a connection that was idle for some seconds.
+            if method != "GET":
+                raise
+            self.connection.close()
+            response = self._response(method, path, given, data)
         answer = Answer(response.status, response.headers, response.read())
         for header in answer.headers.get_all("Set-Cookie") or ():
             for name, morsel in SimpleCookie(header).items():
@@ -108,6 +111,15 @@ class Browser:
                 if morsel["max-age"] == "0":
                     del self.cookies[name]
         return answer
+
+    def _response(
+        self, method: str, path: str, headers: dict[str, str], data: bytes | None
+    ) -> http.client.HTTPResponse:
+        self.connection.putrequest(method, path, skip_host=True, skip_accept_encoding=True)
+        for name, value in headers.items():
+            self.connection.putheader(name, value)
+        self.connection.endheaders(data)
+        return self.connection.getresponse()
 
     def sign_in(self, token: str, **more: Any) -> Answer:
         return self.call("/api/v1/session", "POST", body={"token": token, **more})

@@ -78,6 +78,7 @@ export function picture(pick) {
       ArrowUp: layer === null ? last.layer : layer - 1, ArrowDown: layer === null ? 0 : layer + 1,
     }[event.key];
     if (event.key === "Escape") layer = null;
+    else if (down !== undefined && last.layer < 0) return; // logarithms of probabilities alone
     else if (down !== undefined) layer = Math.max(0, Math.min(last.layer, down));
     else if (along === undefined) return;
     event.preventDefault();
@@ -165,6 +166,7 @@ function cells(data, place, table) {
   const canvas = document.createElement("canvas");
   canvas.width = place.count;
   canvas.height = data.layer_ids.length;
+  if (canvas.height === 0) return canvas;
   const c = canvas.getContext("2d");
   const image = c.createImageData(canvas.width, canvas.height);
   const pixels = new Uint32Array(image.data.buffer);
@@ -200,7 +202,7 @@ function paint(c, { data, place, colours, map, chosen, layer }) {
   }
   paintLine(c, { place, shares, x, y, colours });
   c.imageSmoothingEnabled = wide < 1;
-  c.drawImage(map, LEFT, upper, place.count * wide, map.height * row);
+  if (map.height > 0) c.drawImage(map, LEFT, upper, place.count * wide, map.height * row);
   paintNames(c, { data, place, x, colours });
   c.strokeStyle = c.fillStyle = colours.ink;
   c.fillRect(Math.round(x(chosen)), UPPER, 1, upper - UPPER);
