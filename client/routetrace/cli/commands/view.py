@@ -24,7 +24,7 @@ def view(
         str, typer.Option("--output", "-o", help="File that ends in .html (required).")
     ] = "",
     max_size: Annotated[
-        int, typer.Option(min=1, max=1024, help="Maximum size of the file in MiB.")
+        int, typer.Option(min=1, max=1024, metavar="MIB", help="Maximum size of the file in MiB.")
     ] = 32,
     force: Annotated[bool, typer.Option("--force", help="Replace a file that exists.")] = False,
     incarnation: Incarnation = None,
