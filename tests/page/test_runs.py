@@ -102,7 +102,7 @@ def test_every_trace_is_listed_as_the_client_lists_it(
         ({"version": "1..1"}, {f"t{n:02}" for n in range(10, 20)} | {"running"}),
         ({"version": f"..{2**59}", "engine": "e1"}, {"running"}),
         ({"label": ["task=math", "name=t07"]}, {"t07"}),
-        ({"label": "name=nobody"}, set()),
+        ({"label": "name=unknown"}, set()),
         ({"q": "t0"}, {f"t{n:02}" for n in range(10)}),
         ({"below": "0.5"}, {"t02", "t05", "t08"}),
         ({"below": "1", "q": "t1"}, {f"t1{n}" for n in range(10) if (10 + n) % 3}),
@@ -157,9 +157,9 @@ def test_a_view_stays_while_its_traces_change(
 
 
 def test_an_empty_run(browser: Browser):
-    answer = ask(browser, "nobody", "traces")
+    answer = ask(browser, "unknown", "traces")
     assert (answer.status, answer.json["total"], answer.json["whole"]) == (200, 0, True)
-    overview = ask(browser, "nobody", "overview").json
+    overview = ask(browser, "unknown", "overview").json
     assert overview["traces"]["total"] == 0
     assert overview["engines"] == []
     assert overview["coverage"] == 1
@@ -218,8 +218,8 @@ def test_each_token_sees_its_run_alone(guarded: Guarded):
                 refused = ask(browser, "ab".replace(run, ""), what)
                 assert refused.status == 403
         assert answers == {"a": ["one"], "b": ["two"]}
-        nobody = Browser(address)
-        assert ask(nobody, "a", "traces").status == 401
+        signed_out = Browser(address)
+        assert ask(signed_out, "a", "traces").status == 401
 
 
 def test_a_token_that_is_taken_back_signs_out(guarded: Guarded):

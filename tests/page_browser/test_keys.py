@@ -18,7 +18,7 @@ def test_the_list_is_complete(page: Page, open_trace) -> None:
     expect(page.get_by_role("dialog", name="Keys")).to_be_visible()
     listed = page.locator("dialog dt").all()
     assert [" ".join(one.locator("kbd").all_inner_texts()) for one in listed] == KEYS
-    page.keyboard.press("n")  # belongs to nobody while the list is open
+    page.keyboard.press("n")  # has no effect while the list is open
     page.keyboard.press("Escape")
     expect(page.get_by_role("dialog", name="Keys")).to_be_hidden()
     assert cell(page) == "Cell"

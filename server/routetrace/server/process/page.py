@@ -180,7 +180,7 @@ async def _log_lines(stream: asyncio.StreamReader) -> None:
 
 
 async def _ended(child: asyncio.subprocess.Process) -> None:
-    """Wait for the end of a page that was told to stop; kill it after `_END_S` seconds."""
+    """Wait for the end of a page that has its signal to stop; kill it after `_END_S` seconds."""
     try:
         await asyncio.wait_for(child.wait(), _END_S)
     except asyncio.TimeoutError:
