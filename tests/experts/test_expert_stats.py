@@ -10,8 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from routetrace.common.balance import balancedness
 from routetrace.common.errors import InvalidArgument
-from routetrace.experts.analysis.stats import ExpertStats, balancedness
+from routetrace.experts.analysis.stats import ExpertStats
 from support.models.expert_rows import drawn
 
 LAYERS, EXPERTS, TOP_K = 2, 6, 2

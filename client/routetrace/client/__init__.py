@@ -10,6 +10,7 @@ from routetrace.client.agreement_history import (
     StepAgreement,
 )
 from routetrace.client.config import ClientConfig
+from routetrace.client.expert_load import ExpertLoad
 from routetrace.client.history import AgentHistory, RunHistory
 from routetrace.client.micro_batch import MicroBatch, Sample, Segment
 from routetrace.client.options import ReadOptions
@@ -66,6 +67,7 @@ __all__ = [
     "Closed",
     "Corrupt",
     "DeadlineExceeded",
+    "ExpertLoad",
     "FetchPlan",
     "FetchStats",
     "FinishReason",

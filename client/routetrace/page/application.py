@@ -21,10 +21,12 @@ from routetrace.common.errors import RouteTraceError
 from routetrace.page.backends import Backends
 from routetrace.page.config import PageConfig
 from routetrace.page.errors import answer, busy, refusal
+from routetrace.page.expert_counts import ExpertCounts
 from routetrace.page.guard import Guard, Hosts
 from routetrace.page.mirrors import Mirrors
 from routetrace.page.run_endpoints import RunEndpoints
 from routetrace.page.session_endpoints import SessionEndpoints
+from routetrace.page.sessions import Caller
 from routetrace.page.static_files import DIRECTORY, StaticFiles
 from routetrace.page.trace_endpoints import TraceEndpoints
 from routetrace.page.traces import MAX_HEAVY, Traces
@@ -45,11 +47,17 @@ def application(config: PageConfig, hosts: Hosts, port: int, static: Path = DIRE
         port: port listened on.
         static: folder of the browser's files.
     """
+
+    def forget(caller: Caller) -> None:
+        traces.drop(caller)
+        counts.drop(caller)
+
     backends = Backends(config)
     traces = Traces(backends)
     mirrors = Mirrors(backends)
-    runs = RunEndpoints(backends, mirrors)
-    sessions = SessionEndpoints(config, port, backends, traces.drop)
+    counts = ExpertCounts(backends)
+    runs = RunEndpoints(backends, mirrors, counts)
+    sessions = SessionEndpoints(config, port, backends, forget)
     trace = TraceEndpoints(config.shown, backends, traces)
 
     @asynccontextmanager
@@ -58,6 +66,7 @@ def application(config: PageConfig, hosts: Hosts, port: int, static: Path = DIRE
         executor = ThreadPoolExecutor(MAX_HEAVY, "routetrace-page")
         asyncio.get_running_loop().set_default_executor(executor)
         yield
+        await counts.aclose()
         await mirrors.aclose()
         await backends.aclose()
 
@@ -68,6 +77,7 @@ def application(config: PageConfig, hosts: Hosts, port: int, static: Path = DIRE
             Route(f"{_API}/session", sessions.sign_out, methods=["DELETE"]),
             Route(f"{_RUN}/overview", sessions.within(runs.overview)),
             Route(f"{_RUN}/traces", sessions.within(runs.traces)),
+            Route(f"{_RUN}/experts", sessions.within(runs.experts)),
             Route(f"{_RUN}/mismatch", sessions.within(runs.mismatch)),
             Route(_TRACE, sessions.within(trace.facts)),
             Route(f"{_TRACE}/segments", sessions.within(trace.segments)),

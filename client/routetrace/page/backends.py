@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, replace
 
@@ -18,7 +18,7 @@ from routetrace.client import (
     TraceStat,
 )
 from routetrace.client.options import Policy
-from routetrace.common.errors import NotFound, PermissionDenied
+from routetrace.common.errors import NotFound, PermissionDenied, RouteTraceError
 from routetrace.page.budgets import Gate, Shared
 from routetrace.page.config import PageConfig
 from routetrace.page.errors import lost_trace
@@ -89,6 +89,26 @@ class Backends:
             return await self._calls.call(("stat", caller.digest, run, trace_id, incarnation), call)
         except NotFound as error:
             raise lost_trace(error, run, trace_id) from error
+
+    async def traces(
+        self, caller: Caller, run: str, trace_ids: Sequence[str]
+    ) -> AsyncGenerator[Trace | RouteTraceError, None]:
+        """Return the rows of traces, with missing ones masked, or the error of each: one read.
+
+        Raises:
+            Overloaded: if too many reads are under way.
+        """
+        async with self._reads.enter(), self._lend(caller, run) as client:
+            reads = client.get_many(
+                trace_ids,
+                concurrency=2,
+                errors="return",
+                missing="mask",
+                timeout=self._config.timeout,
+            )
+            async with aclosing(reads):
+                async for read in reads:
+                    yield read
 
     async def read(
         self,

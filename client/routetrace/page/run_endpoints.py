@@ -1,4 +1,4 @@
-"""`/api/v1/runs/{run}`: the state of a run, the list of its traces, and its agreement."""
+"""`/api/v1/runs/{run}`: the state of a run, the list of its traces, load and agreement."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import json
 import math
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 
 from starlette.datastructures import QueryParams
 from starlette.requests import Request
@@ -19,6 +20,7 @@ from routetrace.page import mismatch
 from routetrace.page.backends import Backends
 from routetrace.page.budgets import Shared
 from routetrace.page.errors import refusal
+from routetrace.page.expert_counts import MAX_TOKENS, ExpertCounts
 from routetrace.page.mirrors import Mirrors
 from routetrace.page.overview import overview
 from routetrace.page.parameters import choice, whole
@@ -40,11 +42,13 @@ class RunEndpoints:
     Args:
         backends: the server.
         mirrors: traces of runs.
+        counts: loads of experts.
     """
 
-    def __init__(self, backends: Backends, mirrors: Mirrors) -> None:
+    def __init__(self, backends: Backends, mirrors: Mirrors, counts: ExpertCounts) -> None:
         self._backends = backends
         self._mirrors = mirrors
+        self._counts = counts
         self._shared = Shared()
         self._agreements = mismatch.Kept()
 
@@ -101,6 +105,30 @@ class RunEndpoints:
                 "traces": table.shown(rows),
             }
         )
+
+    async def experts(self, request: Request, caller: Caller) -> Response:
+        """Answer with the load of experts in the newest traces, or how far its count has come."""
+        params = request.query_params
+        run = request.path_params["run"]
+        wanted = _filter(params)
+        if wanted.state is TraceState.RUNNING:
+            raise InvalidArgument(
+                field="state", value="running", expected="complete or incomplete, or no state"
+            )
+        most = min(whole(params, "most", 1, default=MAX_TOKENS), MAX_TOKENS)
+        after = _number(params, "after", "a Unix time", 0, math.inf)
+        mirror = await self._mirrors.of(caller, run)
+        await self._backends.info(caller, run)  # sees a token that was taken back
+        wanted = replace(wanted, ended=True)
+        count = self._counts.of(caller, run, mirror.table, wanted, most, after or 0)
+        if not count.task.done():
+            progress = {"counting": {"tokens": count.done, "of": count.tokens}}
+            return JSONResponse(progress, 202, {"Retry-After": "1"})
+        body = count.task.result()
+        tag = tag_of(body)
+        if has(request, tag):
+            return unchanged(tag)
+        return Response(body, media_type="application/json", headers={"ETag": tag})
 
     async def mismatch(self, request: Request, caller: Caller) -> Response:
         """Answer with the agreement of trainer and rollout by training step."""
@@ -161,17 +189,21 @@ def _versions(params: Mapping[str, str]) -> tuple[int, int] | None:
 
 
 def _below(params: Mapping[str, str]) -> float | None:
-    text = params.get("below", "")
+    return _number(params, "below", "a coverage from 0 to 1, such as 0.99", 0, 1)
+
+
+def _number(
+    params: Mapping[str, str], name: str, expected: str, least: float, most: float
+) -> float | None:
+    text = params.get(name, "")
     if not text:
         return None
     try:
         number = float(text)
     except ValueError:
         number = math.nan
-    if not 0 <= number <= 1:
-        raise InvalidArgument(
-            field="below", value=quoted(text), expected="a coverage from 0 to 1, such as 0.99"
-        )
+    if not least <= number <= most:
+        raise InvalidArgument(field=name, value=quoted(text), expected=expected)
     return number
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -42,6 +42,19 @@ class Filter:
     """All of these."""
     text: str = ""
     """Part of the id."""
+    ended: bool = False
+    """Its state is not running."""
+
+
+class Ended(NamedTuple):
+    """A trace that has ended."""
+
+    trace_id: str
+    num_rows: int
+    weights: tuple[int, ...]
+    """Least and greatest weight version; empty if none is known."""
+    updated: float
+    """Unix time."""
 
 
 class TraceTable:
@@ -150,6 +163,8 @@ class TraceTable:
         chosen = columns["there"].copy()
         if wanted.state is not None:
             chosen &= columns["state"] == _STATE_NUMBERS[wanted.state]
+        if wanted.ended:
+            chosen &= columns["state"] != _RUNNING
         if wanted.reason is not None:
             chosen &= columns["missing"][:, _REASON_NUMBERS[wanted.reason]] > 0
         if wanted.versions is not None:
@@ -162,6 +177,24 @@ class TraceTable:
         if wanted.engine or wanted.labels or wanted.text:
             rows = np.array([row for row in rows.tolist() if self._has(row, wanted)], np.intp)
         return self._ordered(rows, order, descending=descending)
+
+    def newest(self, wanted: Filter, most_tokens: int, most_traces: int) -> list[Ended]:
+        """Return the chosen traces that ended last, until they have so many rows or are so many.
+
+        Args:
+            wanted: chosen traces, all of which have ended.
+            most_tokens: rows of the traces before from which none is added.
+            most_traces: number of traces.
+        """
+        rows = self.find(wanted, "updated", descending=True)[:most_traces]
+        counts = self._used["rows"][rows]
+        rows = rows[np.cumsum(counts) - counts < most_tokens]
+        return [self._ended(row) for row in rows.tolist()]
+
+    def _ended(self, row: int) -> Ended:
+        column = self._used[row]
+        weights = (int(column["lowest"]), int(column["highest"])) if column["has_version"] else ()
+        return Ended(self._ids[row], int(column["rows"]), weights, float(column["updated"]))
 
     def _has(self, row: int, wanted: Filter) -> bool:
         return (

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from routetrace.common.balance import balancedness
 from routetrace.common.errors import InvalidArgument
 from routetrace.experts.analysis.placement import Placement, balanced, contiguous, round_robin
 from routetrace.experts.analysis.simulation import (
@@ -21,7 +22,7 @@ from routetrace.experts.analysis.simulation import (
     steps_of,
     warm_start,
 )
-from routetrace.experts.analysis.stats import ExpertStats, balancedness
+from routetrace.experts.analysis.stats import ExpertStats
 from routetrace.experts.forecast import ExpertForecast, ForecastFit
 from routetrace.experts.rows import side_by_side
 

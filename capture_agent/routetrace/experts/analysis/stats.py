@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from routetrace.common import balance
 from routetrace.common.errors import InvalidArgument
 from routetrace.common.limits import MAX_EXPERTS, MAX_LAYERS
 
@@ -93,12 +94,12 @@ class ExpertStats:
     @property
     def share(self) -> npt.NDArray[np.float64]:
         """Share of a layer's load that each expert has [L, E]; 0 without counts."""
-        return np.asarray(self.load / np.maximum(self.load.sum(1, keepdims=True), 1))
+        return balance.shares(self.load)
 
     @property
     def balancedness(self) -> npt.NDArray[np.float64]:
         """Mean load / largest load [L]: 1 is even, 1 / E all on one expert."""
-        return balancedness(self.load)
+        return balance.balancedness(self.load)
 
     @property
     def violation(self) -> npt.NDArray[np.float64]:
@@ -123,11 +124,7 @@ class ExpertStats:
     @property
     def entropy(self) -> npt.NDArray[np.float64]:
         """Entropy of the load / log2 E [L]: 1 is even, 0 one expert. 1 for a single expert."""
-        if self.num_experts == 1:
-            return np.ones(self.num_layers)
-        share = self.share
-        bits = -np.sum(share * np.log2(np.where(share > 0, share, 1)), 1)
-        return np.asarray(bits / np.log2(self.num_experts))
+        return balance.entropy(self.load)
 
     @property
     def dead(self) -> npt.NDArray[np.int64]:
@@ -186,14 +183,3 @@ class ExpertStats:
                 value=f"{valid.dtype} {valid.shape}",
                 expected=f"bool {rows.shape[:2]}",
             )
-
-
-def balancedness(load: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
-    """Return mean / largest [L] of loads [L, n], of experts or of ranks; 1.0 without counts.
-
-    A wait for the most loaded rank takes 1 / balancedness times that of equal loads.
-    """
-    most = load.max(1).astype(np.float64)
-    even = np.ones(len(load))
-    np.divide(load.mean(1), most, out=even, where=most > 0)
-    return even

@@ -25,6 +25,7 @@ from routetrace.common.errors import (
 from routetrace.v1 import routetrace_pb2 as pb
 
 T = TypeVar("T")
+Item = TypeVar("Item")
 
 #: Maximum reads of one stream: they share its time.
 MAX_READS = 32
@@ -69,9 +70,9 @@ def batch_size(most: int) -> int:
     return min(MAX_READS, max(1, most // 2))
 
 
-def begun_late(make: Callable[[str], Plan[T]], trace_id: str) -> Plan[T]:
+def begun_late(make: Callable[[Item], Plan[T]], item: Item) -> Plan[T]:
     """Return a plan that is made at its first step, so that its errors are those of its read."""
-    yield from make(trace_id)
+    yield from make(item)
 
 
 def checked(value: T | RouteTraceError) -> T:

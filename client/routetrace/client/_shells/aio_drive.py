@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 import grpc
 
-from routetrace.client._core.batch import batch_size, begun_late, checked, together
+from routetrace.client._core.batch import Item, batch_size, begun_late, checked, together
 from routetrace.client._core.config import Config
 from routetrace.client._core.messages import Received
 from routetrace.client._core.steps import END, Emit, Open, Plan, Receive, Sleep, Step, Unary
@@ -173,8 +173,8 @@ class AsyncDriver:
 
     async def many(
         self,
-        plan: Callable[[str], Plan[T]],
-        ids: Iterable[str],
+        plan: Callable[[Item], Plan[T]],
+        ids: Iterable[Item],
         prefetch: int,
         return_errors: bool,
         meter: Meter,
@@ -206,6 +206,22 @@ class AsyncDriver:
             for task in tasks:
                 task.cancel()
             await settled([*tasks])
+
+    async def use_each(
+        self,
+        use: Callable[[Any], None],
+        plan: Callable[[Item], Plan[Any]],
+        items: Iterable[Item],
+        prefetch: int,
+        meter: Meter,
+    ) -> None:
+        """Call a function with the value of each plan, as `many` yields them, in a thread."""
+        loop = asyncio.get_running_loop()
+        async with aclosing(self.many(plan, items, prefetch, False, meter)) as values:
+            async for value in values:
+                work = loop.run_in_executor(None, use, value)
+                await settled([work])
+                work.result()
 
     async def _fill(self, plan: Plan[T], futures: Sequence[asyncio.Future[T]]) -> None:
         """Set futures to the values of a plan, each as it comes."""

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import grpc
 
-from routetrace.client._core.batch import batch_size, begun_late, checked, together
+from routetrace.client._core.batch import Item, batch_size, begun_late, checked, together
 from routetrace.client._core.config import Config
 from routetrace.client._core.messages import Received
 from routetrace.client._core.steps import END, Emit, Open, Plan, Receive, Sleep, Step, Unary
@@ -223,8 +223,8 @@ class Driver:
 
     def many(
         self,
-        plan: Callable[[str], Plan[T]],
-        ids: Iterable[str],
+        plan: Callable[[Item], Plan[T]],
+        ids: Iterable[Item],
         prefetch: int,
         return_errors: bool,
         meter: Meter,
@@ -252,6 +252,19 @@ class Driver:
             finally:
                 self.end(scope)
                 scope.cancel()
+
+    def use_each(
+        self,
+        use: Callable[[Any], None],
+        plan: Callable[[Item], Plan[Any]],
+        items: Iterable[Item],
+        prefetch: int,
+        meter: Meter,
+    ) -> None:
+        """Call a function with the value of each plan, as `many` yields them."""
+        with closing(self.many(plan, items, prefetch, False, meter)) as values:
+            for value in values:
+                use(value)
 
     def _fill(
         self,

@@ -18,12 +18,14 @@ from routetrace.client._core import calls as _calls
 from routetrace.client._core import run_calls as _run_calls
 from routetrace.client._core.calls import Errors
 from routetrace.client._core.config import Config
+from routetrace.client._core.counting import LoadCount
 from routetrace.client._core.steps import Plan
 from routetrace.client._shells.drive import Driver
 from routetrace.client._shells.prefetch import Prefetch, fetch_blocking
 from routetrace.client.agreement import Agreement
 from routetrace.client.agreement_history import AgreementHistory
 from routetrace.client.config import TIMEOUT, ClientConfig, settings_of
+from routetrace.client.expert_load import ExpertLoad
 from routetrace.client.history import RunHistory
 from routetrace.client.options import Missing, ReadKeywords, ReadOptions, merged
 from routetrace.client.plan import FetchPlan
@@ -275,6 +277,43 @@ class RouteClient:
         plan("any").close()  # raises for wrong arguments now
         meter = Meter(progress, trace_ids)
         return self._driver.many(plan, trace_ids, concurrency, errors == "return", meter)
+
+    def expert_load(
+        self,
+        trace_ids: Iterable[str],
+        ranges: Iterable[tuple[int, int | None] | None] | None = None,
+        *,
+        layer_ids: Sequence[int] | None = None,
+        concurrency: int = 4,
+        progress: Callable[[Progress], None] | None = None,
+        options: ReadOptions | None = None,
+        **keywords: Unpack[ReadKeywords],
+    ) -> ExpertLoad:
+        """Count how often traces chose each expert, such as those of a planned micro-batch.
+
+        Rows are read, counted and dropped, trace by trace, as the server does not decompress any.
+
+        Args:
+            trace_ids: ids of the traces, at least one; an id may be there several times.
+            ranges: positions (start, stop) of each trace, with None as `stop` for its end, or None
+                for all its rows; None: all rows of all traces.
+            layer_ids: as in `get`.
+            concurrency: as in `get_many`.
+            progress: as in `get_many`.
+            options: as in `get`. With `missing="mask"` the cells that are there are counted.
+            **keywords: as in `get`.
+
+        Raises:
+            InvalidArgument: also if the traces are of several models.
+            Corrupt: also if an id is not below the number of experts.
+            RouteTraceError: as `get`, of the first trace that fails.
+        """
+        _arguments.whole("concurrency", concurrency, 1)
+        read_options = merged(self.expert_load, options, keywords, self._options)
+        count = LoadCount(self._config, trace_ids, ranges, read_options, layer_ids=layer_ids)
+        meter = Meter(progress, count.parts)
+        self._driver.use_each(count.add, count.plan, count.parts, concurrency, meter)
+        return count.result
 
     def fetch(
         self,

@@ -2,6 +2,7 @@
 
 import { json, poll, send, session as signedOut, Trouble } from "./api.js";
 import { restoreTheme } from "./colours.js";
+import { experts } from "./experts.js";
 import { frame } from "./frame.js";
 import { mismatch } from "./mismatch.js";
 import { overview } from "./overview.js";
@@ -24,6 +25,7 @@ const VIEWS = [
   { name: "overview", title: "Overview", key: "o", open: overview },
   { name: "traces", title: "Traces", key: "t", open: traces },
   { name: "trace", within: "traces", open: trace },
+  { name: "experts", title: "Experts", key: "e", open: experts },
   { name: "mismatch", title: "Mismatch", key: "m", open: mismatch },
 ];
 const TABS = VIEWS.filter((one) => !one.within);

@@ -32,6 +32,10 @@ const RAMPS = {
     "#eceff3 #f3d9c4 #e5a981 #cc6d42 #96371d #4f140c",
     "#1d242e #46281d #853c20 #c2603a #eb9d73 #ffe2d2",
   ],
+  diverging: [
+    "#153d72 #3f7fc0 #a9cae8 #eceff3 #f2bf94 #df7a21 #8a3b05",
+    "#b5d9fb #4d97dc #214a75 #1d242e #6b3d17 #db7a2a #ffd9b0",
+  ],
   weights: [
     "#440154 #472d7b #3b528b #2c728e #21918c #28ae80 #5ec962 #addc30 #fde725",
     "#440154 #472d7b #3b528b #2c728e #21918c #28ae80 #5ec962 #addc30 #fde725",
@@ -134,11 +138,14 @@ export function palette(element) {
     mono: computed.getPropertyValue("--mono"),
     table: lookup("changed"),
     differing: lookup("differing"),
+    diverging: lookup("diverging"),
   };
 }
 
+const STOPS = [0, 42, 85, 127, 170, 212, 255];
+
 /** Colours of a ramp of shares at a few places, as CSS. */
-export const rampStops = (name) => [0, 51, 102, 153, 204, 255].map((i) => css(ramp(name)[i]));
+export const rampStops = (name) => STOPS.map((i) => css(ramp(name)[i]));
 
 /** ABGR words for the bytes of a tile: 0..254 a share, 255 no cell, which stays clear. */
 function lookup(name) {

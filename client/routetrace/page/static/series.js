@@ -181,23 +181,21 @@ function paintTimes(c, at, x, width) {
   });
 }
 
-const [WIDE, HIGH] = [84, 20];
-
-/** A line the size of a word; `set(values)` draws it. */
-export function spark() {
+/** A line the size of a word; `set(values)` draws two or more. */
+export function spark(wide = 84, high = 20) {
   const area = s("path", { class: "spark-area" });
   const line = s("path", { class: "spark-line", fill: "none" });
-  const element = s("svg", { class: "spark", width: WIDE, height: HIGH,
-    viewBox: `0 0 ${WIDE} ${HIGH}`, "aria-hidden": "true" }, area, line);
+  const element = s("svg", { class: "spark", width: wide, height: high,
+    viewBox: `0 0 ${wide} ${high}`, "aria-hidden": "true" }, area, line);
   return {
     element,
     set(values) {
       const most = Math.max(...values) || 1;
       const points = values.map((v, i) =>
-        `${((i / (values.length - 1)) * WIDE).toFixed(1)} ${
-          (HIGH - 1 - (v / most) * (HIGH - 3)).toFixed(1)}`).join("L");
+        `${((i / (values.length - 1)) * wide).toFixed(1)} ${
+          (high - 1 - (v / most) * (high - 3)).toFixed(1)}`).join("L");
       attr(line, "d", `M${points}`);
-      attr(area, "d", `M0 ${HIGH}L${points}L${WIDE} ${HIGH}Z`);
+      attr(area, "d", `M0 ${high}L${points}L${wide} ${high}Z`);
     },
   };
 }

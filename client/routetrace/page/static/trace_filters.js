@@ -16,9 +16,9 @@ export const NO_FILTERS = Object.fromEntries(FILTERS.map((name) => [name, undefi
 
 /**
  * The bar of filters. change(changes, quiet) is told what was chosen, quietly while somebody
- * writes; open() is Enter in the field of the id.
+ * writes; open() is Enter in the field of the id; only the filters of `names` are there.
  */
-export function filterBar(change, open) {
+export function filterBar(change, open, names = [...FILTERS, "sort"]) {
   let timer;
   const find = h("input", {
     type: "search", id: "find", class: "mono", spellcheck: "false", autocomplete: "off",
@@ -61,8 +61,10 @@ export function filterBar(change, open) {
   }, "Clear the filters");
   const wrong = h("p", { class: "bad small", id: "wrong-filter", role: "alert", hidden: true });
   const element = h("div", { class: "filters", role: "search", "aria-label": "Filters" },
-    h("div", { class: "bar" }, find, state.element, reasons.element, engine.element,
-      version.element, below.element, label.element, order.element, chips, clear), wrong);
+    h("div", { class: "bar" }, Object.entries({ q: find, state: state.element,
+      reason: reasons.element, engine: engine.element, version: version.element,
+      below: below.element, label: label.element, sort: order.element })
+      .filter(([name]) => names.includes(name)).map(([, field]) => field), chips, clear), wrong);
   return {
     element,
     find,
