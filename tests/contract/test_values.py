@@ -24,6 +24,7 @@ from routetrace.client import (
     AgreementChange,
     AgreementHistory,
     ClientConfig,
+    ExpertLoad,
     FetchStats,
     FinishReason,
     Limit,
@@ -56,7 +57,7 @@ LAYOUT = ModelLayout((1, 3), 4, 8, 2)
 #: Dataclasses with a result of JSON; the others hold arrays of rows, or say how to read them.
 DATA = {
     AgentConfig, AgentHistory, AgentStat, AgentStats, Agreement, AgreementChange, AgreementHistory,
-    ClientConfig, CloseReport, FetchStats, Limit,
+    ClientConfig, CloseReport, ExpertLoad, FetchStats, Limit,
     MissingRange, ModelLayout, PrefixSpan, Progress, ProvenanceSpan, Rank, ReadFacts, ReadOptions,
     RunHistory, Sample,
     Security, Segment, ServerInfo, StepAgreement, Trace, TraceChanges, TraceStat, TraceSummary,
@@ -139,8 +140,19 @@ _step = st.builds(
     diagnosis=_text,
     trace_ids=st.tuples(_text),
 )
+_counts = st.lists(_number, min_size=2, max_size=2).map(lambda n: np.array(n, np.int64))
 VALUES = {
     Agreement: _agreement,
+    ExpertLoad: st.builds(
+        ExpertLoad,
+        layer_ids=st.just((1, 3)),
+        num_experts=st.just(2),
+        top_k=st.just(1),
+        traces=_number,
+        tokens=_number,
+        cells=_counts,
+        load=st.lists(_counts, min_size=2, max_size=2).map(np.stack),
+    ),
     StepAgreement: _step,
     AgreementHistory: st.builds(AgreementHistory, st.tuples(_step)),
     AgreementChange: st.builds(

@@ -140,6 +140,10 @@ _TABLE = {
         "get_many", trace_ids=["done"], concurrency=1, errors="raise", pin_memory=False,
         progress=None, options=None, **_PART, **READ,
     ),
+    "client.RouteClient.expert_load": _client(
+        "expert_load", trace_ids=["done"], ranges=[(0, 5)], layer_ids=[0], concurrency=1,
+        progress=None, options=None, **READ,
+    ),
     "client.RouteClient.fetch": _client(
         "fetch", plan=Made(lambda w: w.plan), out=None, pin_memory=False, concurrency=1,
         options=None, **READ,
@@ -211,6 +215,7 @@ _TABLE = {
     "client.Trace.verify_tokens": _trace("verify_tokens", token_ids=TOKENS),
     "client.Trace.validate": _trace("validate"),
     "client.Trace.equals": _trace("equals", other=Made(lambda w: w.trace)),
+    "client.ExpertLoad.of": _plain(rt.ExpertLoad.of, trace=Made(lambda w: w.trace)),
     "client.Rows.layers": Call(lambda w: w.rows.layers, lambda w: {"layer_ids": [2]}),
     "client.Rows.to_torch": Call(
         lambda w: w.rows.to_torch, lambda w: {"device": None, "dtype": None}

@@ -64,6 +64,7 @@ filters = st.builds(
         tuple
     ),
     text=st.sampled_from(("", "t1", "1", "none")),
+    ended=st.booleans(),
 )
 
 
@@ -89,6 +90,7 @@ def chosen(summary: TraceSummary, wanted: Filter) -> bool:
         )
         and all(summary.labels.get(name) == value for name, value in wanted.labels)
         and wanted.text in summary.trace_id
+        and not (wanted.ended and summary.state is TraceState.RUNNING)
     )
 
 
@@ -141,6 +143,28 @@ class Tables(RuleBasedStateMachine):
             for one, other in pairwise(found):
                 if key(self.known[one], order) == key(self.known[other], order):
                     assert self.known[one].updated_at >= self.known[other].updated_at
+
+    @precondition(lambda self: self.known)
+    @rule(tokens=st.integers(0, 200), traces=st.integers(1, 5))
+    def newest(self, tokens: int, traces: int) -> None:
+        wanted = Filter(ended=True)
+        found = self.table.newest(wanted, tokens, traces)
+        known = [one for one in self.known.values() if chosen(one, wanted)]
+        known.sort(key=lambda one: one.updated_at, reverse=True)
+        assert len({one.trace_id for one in found}) == len(found) <= traces
+        for one in found:
+            summary = self.known[one.trace_id]
+            low, high = summary.min_weight_version, summary.max_weight_version
+            assert one.num_rows == summary.num_rows
+            assert one.weights == (() if low is None else (low, high))
+            assert one.updated == summary.updated_at.timestamp()
+        # The first ones of some order by the last change, up to the one that reaches the tokens.
+        assert [one.updated for one in found] == [
+            one.updated_at.timestamp() for one in known[: len(found)]
+        ]
+        rows = [one.num_rows for one in found]
+        assert sum(rows[:-1]) < tokens or not found
+        assert sum(rows) >= tokens or len(found) == min(traces, len(known))
 
     @invariant()
     def totals(self) -> None:

@@ -18,6 +18,8 @@ VIEWS = (
     link("twice", "&incarnation=1"),
     link("elsewhere", "&run=second%20run"),
     link("large version"),
+    "#/experts?run=r",
+    "#/experts?run=second%20run&by=load",
     "#/mismatch?run=r",
     "#/mismatch?run=second%20run",
 )
@@ -83,6 +85,8 @@ def test_each_view_fits(page: Page, address: str, width: int, scheme: str) -> No
         expect(page.locator("main h1")).to_be_visible()
         if "id=" in view:
             expect(page.locator("canvas.plot")).to_be_visible()
+        elif "experts" in view:
+            expect(page.locator("canvas.load-map")).to_be_visible()
         elif "mismatch?run=r" in view:
             expect(page.locator("canvas.mismatch")).to_be_visible()
         elif "traces" in view:

@@ -200,7 +200,7 @@ def test_keys_are_listed(show) -> None:
     page.keyboard.press("?")
     listed = page.locator("dialog dt").all()
     assert [" ".join(one.locator("kbd").all_inner_texts()) for one in listed] == [
-        "g o", "g t", "g m", "/", "t", "?", "Esc", "j", "k", "Enter",
+        "g o", "g t", "g e", "g m", "/", "t", "?", "Esc", "j", "k", "Enter",
     ]  # fmt: skip
 
 

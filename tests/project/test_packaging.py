@@ -134,6 +134,7 @@ CLIENT_NAMES = [
     "Closed",
     "Corrupt",
     "DeadlineExceeded",
+    "ExpertLoad",
     "FetchPlan",
     "FetchStats",
     "FinishReason",

@@ -9,6 +9,7 @@ CALLS = {
     f" pin_memory {READ}",
     "client.RouteClient.get_many": "trace_ids * concurrency errors layer_ids token_start token_stop"
     f" pin_memory progress {READ}",
+    "client.RouteClient.expert_load": f"trace_ids ranges * layer_ids concurrency progress {READ}",
     "client.RouteClient.fetch": f"plan * out pin_memory concurrency {READ}",
     "client.RouteClient.prefetch": f"plans * max_bytes pin_memory concurrency progress {READ}",
     "client.RouteClient.follow": f"trace_id * layer_ids token_start token_stop incarnation {READ}",
@@ -45,6 +46,7 @@ CALLS = {
     "client.Trace.verify_tokens": "token_ids",
     "client.Trace.validate": "",
     "client.Trace.equals": "other",
+    "client.ExpertLoad.of": "trace",
     "client.RunHistory.commit_seconds": "share",
     "client.Rows.layers": "layer_ids",
     "client.Rows.to_torch": "device dtype",

@@ -118,7 +118,6 @@ class RunEndpoints:
         most = min(whole(params, "most", 1, default=MAX_TOKENS), MAX_TOKENS)
         after = _number(params, "after", "a Unix time", 0, math.inf)
         mirror = await self._mirrors.of(caller, run)
-        await self._backends.info(caller, run)  # sees a token that was taken back
         wanted = replace(wanted, ended=True)
         count = self._counts.of(caller, run, mirror.table, wanted, most, after or 0)
         if not count.task.done():

@@ -47,6 +47,7 @@ def test_public_names():
         "close",
         "get",
         "get_many",
+        "expert_load",
         "fetch",
         "prefetch",
         "follow",

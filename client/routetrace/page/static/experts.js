@@ -22,6 +22,7 @@ export function experts({ query, run, session, go, link }) {
   let after; // Unix time: an earlier count is too old
   let data = null;
   let failure = "";
+  let refused = false; // a filter: there is nothing to ask for until it is another one
   let ask = asking();
   const state = h("span", { class: "muted", role: "status" });
   const again = h("button", { type: "button", class: "chip", hidden: true, onclick: recount },
@@ -60,7 +61,8 @@ export function experts({ query, run, session, go, link }) {
 
   async function nameEngines() {
     try {
-      ({ engines } = await json(`runs/${encodeURIComponent(run)}/traces`, { limit: 1, engines: 1 }));
+      const path = `runs/${encodeURIComponent(run)}/traces`;
+      ({ engines } = await json(path, { limit: 1, engines: 1 }));
       bar.set(asked, engines);
     } catch (error) {
       if (!(error instanceof Trouble)) throw error; // the filter has fewer choices
@@ -80,6 +82,7 @@ export function experts({ query, run, session, go, link }) {
     asked = next;
     after = undefined;
     data = null;
+    refused = false;
     bar.set(asked, engines);
     ask = asking();
     turn().catch(() => {}); // the next one says it
@@ -98,6 +101,7 @@ export function experts({ query, run, session, go, link }) {
   }
 
   async function turn(signal) {
+    if (refused) return;
     const mine = ask;
     try {
       const next = await mine(signal);
@@ -151,8 +155,10 @@ export function experts({ query, run, session, go, link }) {
   }
 
   function failed(error) {
-    if (error.kind === "invalid_argument") bar.refuse(error);
-    else if (parts) trouble.set(`Not up to date: ${plain(error.message)}`);
+    if (error.kind === "invalid_argument") {
+      refused = true;
+      bar.refuse(error);
+    } else if (parts) trouble.set(`Not up to date: ${plain(error.message)}`);
     else if (failure !== error.message) {
       swap(place, h("div", { class: "narrow" },
         message(troubleOf(error, run), plain(error.message))));
