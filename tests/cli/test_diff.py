@@ -125,3 +125,16 @@ def test_a_trace_that_is_not_there(diff: Run, server: ServerProcess):
     assert "unknown" in diff("a", "unknown", code=1).stderr
     with RouteClient(server.target, run="diff") as client:
         assert {stat.trace_id for stat in client.find()} == {"a", "other", "late#2"}
+
+
+def test_a_report_of_a_trainer_is_a_side(diff: Run, server: ServerProcess):
+    with RouteClient(server.target, run="diff") as client:
+        client.report_routing("a", OF.trainer[0], reporter="my rank", step=3, incarnation=1)
+    same = found(diff("a#1", "other", "--json"))
+    told = found(diff("a#1", "a@report:my rank", "--json"))
+    assert told.pop("b") == "a@report:my rank"
+    assert told == {name: value for name, value in same.items() if name != "b"}
+    assert told["differing"] > 0
+    back = found(diff("a@report:my rank", "a#1", "--json"))
+    assert (back["cells"], back["differing"]) == (told["cells"], told["differing"])
+    assert "no run" in diff("a", "a@report:nobody", code=1).stderr

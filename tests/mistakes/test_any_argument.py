@@ -172,6 +172,11 @@ _TABLE = {
     "client.RouteClient.server_info": _client("server_info", timeout=1.0),
     "client.RouteClient.agents": _client("agents", timeout=1.0),
     "client.RouteClient.history": _client("history", after=0, timeout=1.0),
+    "client.RouteClient.report_routing": _client(
+        "report_routing", trace_id="done", topk_ids=ROWS, valid=None, layer_ids=None,
+        token_start=0, step=1, weight_version=1, reporter="trainer", incarnation=1, timeout=1.0,
+    ),
+    "client.RouteClient.reports": _client("reports", reporter="trainer"),
     "client.RouteClient.report_agreement": _client(
         "report_agreement", step=1, agreement=rt.Agreement(), weight_version=1,
         reporter="rank0", diagnosis="shifted", trace_ids=["done"], timeout=1.0,

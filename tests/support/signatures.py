@@ -23,6 +23,9 @@ CALLS = {
     "client.RouteClient.server_info": "* timeout",
     "client.RouteClient.agents": "* timeout",
     "client.RouteClient.history": "* after timeout",
+    "client.RouteClient.report_routing": "trace_id topk_ids * valid layer_ids token_start step"
+    " weight_version reporter incarnation timeout",
+    "client.RouteClient.reports": "reporter",
     "client.RouteClient.report_agreement": "step agreement * weight_version reporter diagnosis"
     " trace_ids timeout",
     "client.RouteClient.agreement_history": "* start stop timeout",

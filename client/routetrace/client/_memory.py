@@ -116,6 +116,11 @@ def no_cuda(field: str) -> MissingDependency:
     )
 
 
+def to_numpy(values: Any) -> npt.NDArray[Any]:
+    """Convert an array, or a tensor on any device, to numpy."""
+    return np.asarray(values.detach().cpu() if hasattr(values, "detach") else values)
+
+
 def to_tensor(array: npt.NDArray[Any], device: Any = None) -> torch.Tensor:
     """Return a bool or integer array as a tensor: of the same memory, or on a device.
 

@@ -17,6 +17,7 @@ from routetrace.common.errors import (
     RouteTraceError,
     Unauthenticated,
 )
+from routetrace.common.report_runs import is_report_run
 from routetrace.page.backends import Backends
 from routetrace.page.config import PageConfig
 from routetrace.page.errors import answer
@@ -87,7 +88,7 @@ class SessionEndpoints:
     async def show(self, _: Request, caller: Caller) -> Response:
         """Return who is signed in, and the runs that they may see."""
         info = await self._known(caller)
-        runs = list(info.runs)
+        runs = [run for run in info.runs if not is_report_run(run)]
         if self._config.runs:
             runs = [run for run in self._config.runs if await self._covers(caller, run)]
         return JSONResponse(

@@ -21,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from routetrace.client import _arguments as check
+from routetrace.client._memory import to_numpy
 from routetrace.client._shells.sync import RouteClient
 from routetrace.client.agreement import Agreement, Choices, LogprobSums
 from routetrace.client.rows import Rows
@@ -265,11 +266,6 @@ def trainer_choices(rows: Rows | Trace, trainer_ids: Any) -> Ids:
                 expected=f"logical ids in [0, {layout.num_experts}) where rows are valid",
             )
     return ids
-
-
-def to_numpy(values: Any) -> npt.NDArray[Any]:
-    """Convert an array, or a tensor on any device, to numpy."""
-    return np.asarray(values.detach().cpu() if hasattr(values, "detach") else values)
 
 
 def _floats(values: Any) -> npt.NDArray[np.float64]:

@@ -10,12 +10,13 @@ import numpy as np
 import numpy.typing as npt
 
 from routetrace.client import _arguments as check
+from routetrace.client._memory import to_numpy
 from routetrace.client._ranges import column_index
 from routetrace.client.trace import Trace
 from routetrace.codec.records import digest_key
 from routetrace.common.errors import InvalidArgument
 from routetrace.common.values import Values
-from routetrace.trainers.agreement import Choices, compare, layer_major, overlap, to_numpy
+from routetrace.trainers.agreement import Choices, compare, layer_major, overlap
 from routetrace.trainers.diagnosis import diagnose
 
 #: Maximum tokens that are named as the worst.

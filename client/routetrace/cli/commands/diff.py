@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
@@ -18,7 +19,9 @@ from routetrace.common.errors import InvalidArgument, counted
 from routetrace.trainers.comparison import MAX_WORST, Comparison, compare_ids, compare_traces
 
 _SIDE = re.compile(
-    r"(?P<id>.+?)(?:#(?P<number>[1-9]\d*))?(?:@(?P<policy>latest|as_sampled))?", re.S
+    r"(?P<id>.+?)(?:#(?P<number>[1-9]\d*))?"
+    r"(?:@(?:(?P<policy>latest|as_sampled)|report:(?P<reporter>.+)))?",
+    re.S,
 )
 
 # Layers of the table, those that differ most.
@@ -28,7 +31,8 @@ Side = Annotated[
     str,
     typer.Argument(
         metavar="SIDE",
-        help="ID; ID#2: of incarnation 2; ID@latest: with the rows of the last pass; or a .npz.",
+        help="ID; ID#2: of incarnation 2; ID@latest: with the rows of the last pass; "
+        "ID@report:NAME: of a trainer's report; or a .npz.",
     ),
 ]
 
@@ -39,6 +43,7 @@ class _Named(NamedTuple):
     trace_id: str
     incarnation: int | None
     policy: Policy
+    reporter: str | None
 
 
 def diff(
@@ -76,18 +81,21 @@ def diff(
 
 def _read(client: RouteClient, text: str) -> Trace:
     side = _named(text)
-    return client.get(
-        side.trace_id, incarnation=side.incarnation, policy=side.policy, missing="mask"
-    )
+    with nullcontext(client) if side.reporter is None else client.reports(side.reporter) as source:
+        return source.get(
+            side.trace_id, incarnation=side.incarnation, policy=side.policy, missing="mask"
+        )
 
 
 def _named(text: str) -> _Named:
     found = _SIDE.fullmatch(text)
     if not found:
-        raise InvalidArgument(field="SIDE", value=text, expected="ID, ID#2 or ID@latest")
+        raise InvalidArgument(
+            field="SIDE", value=text, expected="ID, ID#2, ID@latest or ID@report:NAME"
+        )
     number = found["number"]
     policy: Policy = "latest" if found["policy"] == "latest" else "as_sampled"
-    return _Named(found["id"], int(number) if number else None, policy)
+    return _Named(found["id"], int(number) if number else None, policy, found["reporter"])
 
 
 def _against_file(trace: Trace, path: Path, worst: int) -> Comparison:

@@ -19,6 +19,7 @@ from routetrace.client._core import run_calls as _run_calls
 from routetrace.client._core.calls import Errors
 from routetrace.client._core.config import Config
 from routetrace.client._core.counting import LoadCount
+from routetrace.client._core.reporting import WriterNames, report_of, sent
 from routetrace.client._core.steps import Plan
 from routetrace.client._shells.drive import Driver
 from routetrace.client._shells.prefetch import Prefetch, fetch_blocking
@@ -35,6 +36,7 @@ from routetrace.client.stat import AgentStat, ServerInfo, TraceStat, TraceState
 from routetrace.client.summary import TraceChanges
 from routetrace.client.trace import Trace
 from routetrace.common.errors import RouteTraceError
+from routetrace.common.report_runs import report_run
 from routetrace.common.security import Security
 
 if TYPE_CHECKING:
@@ -113,6 +115,7 @@ class RouteClient:
         self._options = _arguments.instance("options", options, ReadOptions)
         self._config = Config.of(settings)
         self._driver = Driver(self._config)
+        self._writers = WriterNames()
 
     def __repr__(self) -> str:
         config = self._config
@@ -733,6 +736,75 @@ class RouteClient:
             RouteTraceError: see the class.
         """
         return self._driver.one(_run_calls.history(self._config, after=after, timeout=timeout))
+
+    def report_routing(
+        self,
+        trace_id: str,
+        topk_ids: Any,
+        *,
+        valid: Any = None,
+        layer_ids: Sequence[int] | None = None,
+        token_start: int = 0,
+        step: int | None = None,
+        weight_version: int | None = None,
+        reporter: str = "trainer",
+        incarnation: int | None = None,
+        timeout: float | None = None,
+    ) -> None:
+        """Report the experts that a trainer's own routers chose for the tokens of a trace.
+
+        They are kept beside the trace, as long as it is: in a run of their own, which `reports`
+        reads. Report some traces, such as the worst of a step; all of them would double what is
+        stored. Of several reports of a trace by one reporter, the newest whole one counts, else the
+        newest.
+
+        Args:
+            trace_id: id of the trace, which has ended.
+            topk_ids: integers [tokens, layers, top_k], experts of each cell in any order; an array,
+                or a tensor on any device. The last token of the trace may be among the tokens.
+            valid: bool [tokens, layers], the cells that count; all if None. A token is reported if
+                all of its cells are valid.
+            layer_ids: absolute layer ids of `topk_ids`, ascending; all MoE layers if None.
+            token_start: position of the first token.
+            step: training step, kept as the label "step".
+            weight_version: weight version of the trainer.
+            reporter: name of the report: of a rank, if each one reports its own layers or tokens.
+            incarnation: as in `get`.
+            timeout: seconds; the client's timeout if None.
+
+        Raises:
+            InvalidArgument: if an argument is wrong, or the trace has not ended.
+            PermissionDenied: if the token does not cover "ingest" beside "read".
+            RouteTraceError: see the class.
+        """
+        stat = self.stat(trace_id, incarnation=incarnation, timeout=timeout)
+        report = report_of(
+            stat,
+            topk_ids,
+            valid=valid,
+            layer_ids=layer_ids,
+            token_start=token_start,
+            step=step,
+            weight_version=weight_version,
+        )
+        with self.reports(reporter) as other:
+            plan = sent(report, stat, other._config, reporter, self._writers, timeout)
+            other._driver.one(plan)
+
+    def reports(self, reporter: str = "trainer") -> RouteClient:
+        """Return a client of what a reporter has reported with `report_routing`.
+
+        Its traces have the ids of those that they are about. Close it, as this one.
+
+        Args:
+            reporter: name of the report.
+
+        Raises:
+            InvalidArgument: if it is no id, or too long together with the run.
+        """
+        run = report_run(self._config.run, reporter)
+        settings = replace(self._config.settings, run=run)
+        return RouteClient(config=settings, options=self._options)
 
     def report_agreement(
         self,

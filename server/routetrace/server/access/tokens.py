@@ -29,6 +29,7 @@ from typing import Any, Literal, get_args
 
 from routetrace.common import pem
 from routetrace.common.errors import Unauthenticated
+from routetrace.common.report_runs import reported_run
 from routetrace.server.settings.config import ConfigError
 from routetrace.server.settings.usage import new_parser
 
@@ -62,8 +63,8 @@ class Token:
     expires: float | None
 
     def covers(self, run: str) -> bool:
-        """Whether the token covers a run."""
-        return _matches(run, self.runs)
+        """Whether the token covers a run, or the one whose traces are reported in it."""
+        return _matches(run, self.runs) or _matches(reported_run(run), self.runs)
 
     def covers_engine(self, engine_id: str) -> bool:
         """Whether the token covers rows of an engine."""
