@@ -18,7 +18,7 @@ pins    = $(if $(filter undefined,$(origin PINS)),-c constraints/$(1).txt)
 	test-transformers test-trainers test-vllm test-vllm-scheduler test-sglang test-sglang-older \
 	test-sglang-scheduler \
 	test-faults test-neighbours test-docker test-kubernetes test-scale test-alerts test-loaded \
-	test-page bench-page \
+	test-page bench-page screenshots \
 	rivals-exact bench-servers bench-vllm test-gpu bench-gpu experts-report previous-fixtures docs proto clean
 
 demo: $(VENV)/.demo
@@ -161,6 +161,14 @@ test-page: $(VENV)/.browser
 # Frames per second of the page's grid, over 100,000 tokens and 94 layers.
 bench-page: $(VENV)/.browser
 	CHROMIUM='$(CHROMIUM)' PYTHONPATH=tests $(PY) -m page_browser.frames
+
+# The pictures of the page in docs/images, of a run of simulated engines with real agents and a real
+# server; a minute and a half. SHOTS='--view trace --out DIR' takes one, elsewhere; SHOTS='--seconds 600'
+# fills the chart of ten minutes, as those in the repository do.
+SHOTS ?=
+screenshots: $(VENV)/.browser
+	$(PIP) $(call pins,dev) pillow
+	CHROMIUM='$(CHROMIUM)' PYTHONPATH=tests:scripts OMP_NUM_THREADS=1 $(PY) -m screenshots $(SHOTS)
 
 # The manifests of docker/kubernetes, against the schemas of two versions of Kubernetes.
 test-kubernetes: $(VENV)/.dev

@@ -1,0 +1,1 @@
+"""Pictures of the web page, of a real run: `make screenshots`."""
