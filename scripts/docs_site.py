@@ -17,7 +17,11 @@ from mkdocs.structure.files import File, Files
 ROOT = Path(__file__).parents[1]
 
 _FENCES = re.compile(r"^ *(```+).*?^ *\1", re.M | re.S)
-_TARGETS = re.compile(r"\]\((?!\w+:|#)([^)\s#]+)[^)]*\)")
+_TARGETS = re.compile(
+    r"\]\((?!\w+:|#)([^)\s#]+)[^)]*\)"
+    # Pictures for each theme, which Markdown has no words for.
+    r"|<(?:img|source)\b[^>]*\ssrc(?:set)?=\"([^\"]+)\""
+)
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
@@ -50,8 +54,8 @@ def linked(page: str) -> Iterator[str]:
     """Yield the files of the repository that a page links to."""
     file = ROOT / page
     text = _FENCES.sub("", file.read_text("utf-8"))
-    for target in _TARGETS.findall(text):
-        path = (file.parent / target).resolve()
+    for target in _TARGETS.finditer(text):
+        path = (file.parent / (target[1] or target[2])).resolve()
         if path.is_file() and path.is_relative_to(ROOT):
             yield path.relative_to(ROOT).as_posix()
 

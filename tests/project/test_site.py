@@ -57,6 +57,9 @@ def test_every_page_is_on_the_site(site):
     home = (site / "index.html").read_text("utf-8")
     assert 'href="docs/troubleshooting.html"' in home
     assert (site / "docs" / "experts" / "real-qwen-load.png").is_file()
+    for theme in ("light", "dark"):
+        assert f'"docs/images/trace-{theme}.png"' in home
+        assert (site / "docs" / "images" / f"trace-{theme}.png").is_file()
 
 
 def test_pages_load_nothing_from_elsewhere(site):
