@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from routetrace.common.errors import InvalidArgument
 from routetrace.common.layout import ModelLayout
-from routetrace.page.tiles import ABSENT, COLUMNS, changed, count_levels
+from routetrace.page.tiles import ABSENT, COLUMNS, changed, count_levels, differing
 from support.ranks.rank_rows import trace_of
 from support.servers.client_server import rows_of
 
@@ -64,6 +64,57 @@ def test_tiles_equal_means(tokens: int, seed: int, holes: float, repeats: int) -
             levels.tile(z, tiles)
     with pytest.raises(InvalidArgument, match="z is"):
         levels.tile(len(levels), 0)
+
+
+def mean_byte(values: list[int], most: int) -> int:
+    if not values:
+        return ABSENT
+    return int(Fraction(sum(values), len(values) * most) * 254 + Fraction(1, 2))
+
+
+@given(
+    st.integers(1, 700),
+    st.integers(0, 2**32 - 1),
+    st.sampled_from((0.0, 0.1, 1.0)),
+    st.sampled_from(((0, 2, 3), (2,), (0, 3))),
+    st.floats(0, 1),
+    st.floats(0, 1),
+)
+def test_tiles_of_two_sides_equal_means(
+    tokens: int, seed: int, holes: float, layers: tuple[int, ...], first: float, last: float
+) -> None:
+    rng = np.random.default_rng(seed)
+    ids, theirs = rows_of(LAYOUT, tokens, seed % 1000), rows_of(LAYOUT, tokens, seed % 999 + 1)
+    same = rng.random(tokens) < 0.6
+    theirs[same] = ids[same][:, :, ::-1]  # the order within a cell does not count
+    valid, known = (rng.random((tokens, 3)) >= holes * part for part in (1, 0.5))
+    start, stop = sorted((int(first * tokens), int(last * tokens)))
+    columns = [LAYOUT.layer_ids.index(layer) for layer in layers]
+    other = trace_of(
+        LAYOUT.select(layers),
+        theirs[start:stop][:, columns],
+        known[start:stop][:, columns],
+        token_start=start,
+    )
+    levels = differing(trace_of(LAYOUT, ids, valid), other)
+    for z in range(len(levels)):
+        size = -(-tokens // 2**z)
+        whole = np.concatenate(
+            [
+                np.frombuffer(levels.tile(z, x), np.uint8).reshape(3, COLUMNS)
+                for x in range(levels.tiles(z))
+            ],
+            axis=1,
+        )[:, :size]
+        for column in range(size):
+            rows = [row for row in range(column << z, (column + 1) << z) if start <= row < stop]
+            for at, layer in enumerate(LAYOUT.layer_ids):
+                values = [
+                    3 - len({*ids[row, at].tolist()} & {*theirs[row, at].tolist()})
+                    for row in rows
+                    if layer in layers and valid[row, at] and known[row, at]
+                ]
+                assert whole[at, column] == mean_byte(values, 3)
 
 
 def test_all_that_changes_and_nothing() -> None:

@@ -303,7 +303,12 @@ def test_a_run_that_never_was(browser: Browser) -> None:
         ("rows", {"id": "hole", "start": 5, "stop": 5}, "stop"),
         ("rows", {"id": "hole", "stop": 5}, "start"),
         ("rows", {"id": "hole", "start": NUM_ROWS, "stop": NUM_ROWS + 1}, "start"),
-        ("rows", {"id": "hole", "start": 0, "stop": 5, "side": "trainer"}, "side"),
+        ("rows", {"id": "hole", "start": 0, "stop": 5, "against": "trainer"}, "against"),
+        ("tile", {"id": "hole", "what": "differing", "z": 0, "x": 0}, "against"),
+        ("diff", {"id": "hole"}, "against"),
+        ("diff", {"id": "hole", "against": "#0"}, "against"),
+        ("diff", {"id": "hole", "against": "report:" + "x" * 600}, "reporter"),
+        ("reports", {}, "id"),
         ("rows", {"id": "hole", "start": "\u0661", "stop": 5}, "start"),
     ],
 )
@@ -324,15 +329,18 @@ def test_wrong_runs_are_named(browser: Browser) -> None:
 
 VALUES = st.one_of(
     st.text(st.characters(codec="utf-8"), max_size=30),
-    st.sampled_from(["hole", "whole", ODD, "changed", "latest", "rollout", "0", "1", "64", "699"]),
+    st.sampled_from(
+        ["hole", "whole", ODD, "changed", "latest", "differing", "0", "1", "64", "699"]
+    ),
+    st.sampled_from(["#1", "#2", "report:trainer", "report:nobody"]),
     st.integers(-(2**70), 2**70).map(str),
 )
-PARAMETERS = (*("id", "incarnation", "policy"), *("what", "z", "x", "start", "stop", "side"))
+PARAMETERS = (*("id", "incarnation", "policy"), *("what", "z", "x", "start", "stop"), "against")
 
 
 @given(
     st.one_of(st.just("r"), VALUES.filter(bool)),
-    st.sampled_from(["", "segments", "tile", "rows"]),
+    st.sampled_from(["", "segments", "tile", "rows", "diff", "reports"]),
     st.dictionaries(st.sampled_from(PARAMETERS), VALUES),
 )
 @settings(suppress_health_check=[*HealthCheck], max_examples=300)

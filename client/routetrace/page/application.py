@@ -80,6 +80,8 @@ def application(config: PageConfig, hosts: Hosts, port: int, static: Path = DIRE
             Route(f"{_RUN}/experts", sessions.within(runs.experts)),
             Route(f"{_RUN}/mismatch", sessions.within(runs.mismatch)),
             Route(_TRACE, sessions.within(trace.facts)),
+            Route(f"{_TRACE}/diff", sessions.within(trace.diff)),
+            Route(f"{_TRACE}/reports", sessions.within(trace.reports)),
             Route(f"{_TRACE}/segments", sessions.within(trace.segments)),
             Route(f"{_TRACE}/tile", sessions.within(trace.tile)),
             Route(f"{_TRACE}/rows", sessions.within(trace.rows)),

@@ -19,6 +19,7 @@ from routetrace.client import (
 )
 from routetrace.client.options import Policy
 from routetrace.common.errors import NotFound, PermissionDenied, RouteTraceError
+from routetrace.common.report_runs import reported_run
 from routetrace.page.budgets import Gate, Shared
 from routetrace.page.config import PageConfig
 from routetrace.page.errors import lost_trace
@@ -194,7 +195,7 @@ class Backends:
     @asynccontextmanager
     async def _lend(self, caller: Caller, run: str) -> AsyncIterator[AsyncRouteClient]:
         """Lend the client of a token and a run for one call."""
-        if self._config.runs and run not in self._config.runs:
+        if self._config.runs and reported_run(run) not in self._config.runs:
             raise PermissionDenied(
                 f"This page does not show run {run!r}; it shows: {', '.join(self._config.runs)}.",
                 field="run",

@@ -6,6 +6,7 @@ At level z a column is the mean of 2^z tokens over the cells that have a value, 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,7 @@ ABSENT = 255
 _MOST = 254
 
 _Bytes = npt.NDArray[np.uint8]
+_Counts = tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]
 
 
 class Levels:
@@ -80,19 +82,58 @@ def changed(trace: Trace) -> Levels:
     A cell has a value if it and that of the token before are there; those of position 0 have none.
     """
     ids, valid = trace.topk_ids.transpose(1, 0, 2), trace.valid.T
-    layers, tokens = valid.shape
+
+    def of(layer: int) -> _Counts:
+        tokens = valid.shape[1]
+        counts, known = np.zeros(tokens, np.int64), np.zeros(tokens, np.int64)
+        known[1:] = valid[layer, 1:] & valid[layer, :-1]
+        rows = ids[layer : layer + 1]
+        counts[1:] = trace.top_k - overlap(rows[:, 1:], rows[:, :-1])[0] if tokens > 1 else 0
+        return counts, known
+
+    return _levels(valid.shape, trace.top_k, of)
+
+
+def differing(trace: Trace, other: Trace) -> Levels:
+    """Return the levels of the share of experts that another side did not choose for the cell.
+
+    A cell has a value if both sides have it.
+
+    Args:
+        trace: a whole trace.
+        other: rows of the same tokens, of the same top-k: some of the positions and layers.
+    """
+    ids, valid = trace.topk_ids.transpose(1, 0, 2), trace.valid.T
+    theirs, known_there = other.topk_ids.transpose(1, 0, 2), other.valid.T
+    start, stop = max(0, other.token_start), min(len(trace), other.token_stop)
+    columns = {layer: column for column, layer in enumerate(other.layer_ids)}
+
+    def of(layer: int) -> _Counts:
+        counts, known = np.zeros(len(trace), np.int64), np.zeros(len(trace), np.int64)
+        column = columns.get(trace.layer_ids[layer])
+        if column is not None and start < stop:
+            here = slice(start, stop)
+            there = slice(start - other.token_start, stop - other.token_start)
+            same = overlap(ids[layer : layer + 1, here], theirs[column : column + 1, there])[0]
+            known[here] = valid[layer, here] & known_there[column, there]
+            counts[here] = trace.top_k - same
+        return counts, known
+
+    return _levels(valid.shape, trace.top_k, of)
+
+
+def _levels(shape: tuple[int, ...], most: int, of: Callable[[int], _Counts]) -> Levels:
+    """Return the levels of values 0 .. `most` of [layers, tokens]; of(layer): values, and where."""
+    layers, tokens = shape
     sizes = [tokens]
     while len(sizes) < count_levels(tokens):
         sizes.append(-(-sizes[-1] // 2))
     levels = [np.empty((layers, size), np.uint8) for size in sizes]
     for layer in range(layers):  # one at a time: temporary arrays of all would take a gigabyte
-        counts, known = np.zeros(tokens, np.int64), np.zeros(tokens, np.int64)
-        known[1:] = valid[layer, 1:] & valid[layer, :-1]
-        rows = ids[layer : layer + 1]
-        counts[1:] = trace.top_k - overlap(rows[:, 1:], rows[:, :-1])[0] if tokens > 1 else 0
-        counts *= known
+        counts, known = of(layer)
+        counts = counts * known
         for level in levels:
-            level[layer] = quantised(counts, known, trace.top_k)
+            level[layer] = quantised(counts, known, most)
             counts, known = _halved(counts), _halved(known)
     return Levels(levels)
 

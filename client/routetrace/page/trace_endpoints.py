@@ -15,6 +15,7 @@ from routetrace.page.backends import Backends
 from routetrace.page.facts import facts_of
 from routetrace.page.parameters import choice, whole
 from routetrace.page.sessions import Caller
+from routetrace.page.sides import Side, reports_of, side_of
 from routetrace.page.tags import has, tag_of, unchanged
 from routetrace.page.traces import Traces, stamp_of
 
@@ -60,28 +61,53 @@ class TraceEndpoints:
         """Answer with the bytes [layers, 256] of a tile."""
         params = request.query_params
         policy = _policy(params)
-        choice(params, "what", ("changed",))
+        what = choice(params, "what", ("changed", "differing"))
         z, x = whole(params, "z"), whole(params, "x")
         stat = await self._stat(request, caller)
-        tag = _tag(stat, policy, z, x)
+        other = await self._other(request, caller, stat) if what == "differing" else None
+        tag = _tag(stat, policy, z, x, *_stamps(other))
         if has(request, tag):
             return unchanged(tag)
-        levels = await self._traces.levels(caller, stat, policy)
+        if other is None:
+            levels = await self._traces.levels(caller, stat, policy)
+        else:
+            levels = (await self._traces.compared(caller, stat, policy, other)).levels
         return Response(levels.tile(z, x), media_type=_BYTES, headers={"ETag": tag})
 
     async def rows(self, request: Request, caller: Caller) -> Response:
         """Answer with the ids and the validity of up to 64 tokens."""
         params = request.query_params
         policy = _policy(params)
-        choice(params, "side", ("rollout",), "rollout")
         start, stop = whole(params, "start"), whole(params, "stop")
         if not start < stop <= start + MAX_ROWS:
             raise InvalidArgument(
                 field="stop", value=stop, expected=f"{start + 1} to {start + MAX_ROWS}"
             )
         stat = await self._stat(request, caller)
+        if params.get("against"):
+            stat, policy = await self._other(request, caller, stat)
         body = await self._traces.rows(caller, stat, policy, start, stop)
         return Response(body, media_type=_BYTES)
+
+    async def reports(self, request: Request, caller: Caller) -> Response:
+        """Answer with the reports of trainers about a trace."""
+        stat = await self._stat(request, caller)
+        return JSONResponse({"reports": await reports_of(self._backends, caller, stat)})
+
+    async def diff(self, request: Request, caller: Caller) -> Response:
+        """Answer with where another side of a trace differs."""
+        policy = _policy(request.query_params)
+        stat = await self._stat(request, caller)
+        other = await self._other(request, caller, stat)
+        tag = _tag(stat, policy, *_stamps(other))
+        if has(request, tag):
+            return unchanged(tag)
+        found = await self._traces.compared(caller, stat, policy, other)
+        return Response(found.body, media_type="application/json", headers={"ETag": tag})
+
+    async def _other(self, request: Request, caller: Caller, stat: TraceStat) -> Side:
+        text = request.query_params.get("against", "")
+        return await side_of(self._backends, caller, stat, _policy(request.query_params), text)
 
     async def _stat(self, request: Request, caller: Caller) -> TraceStat:
         params = request.query_params
@@ -95,6 +121,10 @@ class TraceEndpoints:
 
 def _policy(params: Mapping[str, str]) -> Policy:
     return cast("Policy", choice(params, "policy", ("as_sampled", "latest"), "as_sampled"))
+
+
+def _stamps(other: Side | None) -> tuple[Any, ...]:
+    return () if other is None else (other.stat.run, other.policy, *stamp_of(other.stat))
 
 
 def _tag(stat: TraceStat, *more: Any) -> str:

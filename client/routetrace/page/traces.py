@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
+from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
@@ -19,6 +20,7 @@ from routetrace.page.budgets import Cache, Gate, Shared
 from routetrace.page.errors import busy
 from routetrace.page.segments import segments_of
 from routetrace.page.sessions import Caller
+from routetrace.page.sides import Compared, Side, compared
 from routetrace.page.tiles import Levels, changed
 
 _T = TypeVar("_T")
@@ -32,6 +34,8 @@ _MAX_WAIT_S = 20.0
 #: Bytes of a cell beside its ids: validity, and two for all levels; most bytes of rectangles.
 _CELL_BYTES = 3
 _SEGMENTS_BYTES = 2 << 20
+#: Comparisons that are kept of a read.
+_MAX_COMPARED = 4
 #: Seconds after which rows of a trace that is not complete are read again, changed or not: rows of
 #: other traces that stand in for its prefix come and go without a change of its own.
 _FRESH_S = 60.0
@@ -46,11 +50,14 @@ class ReadTrace:
         self.read_at = time.monotonic()
         self.segments: bytes | None = None
         self.changed: Levels | None = None
+        self.compared: dict[Hashable, Compared] = {}
+        """With other sides, by what they were."""
 
     @property
     def nbytes(self) -> int:
         """Bytes of rows, validity, rectangles and levels."""
         worked_out = len(self.segments or b"") + (self.changed.nbytes if self.changed else 0)
+        worked_out += sum(one.nbytes for one in self.compared.values())
         return self.trace.topk_ids.nbytes + self.trace.valid.nbytes + worked_out
 
     def is_current(self, stat: TraceStat) -> bool:
@@ -104,6 +111,28 @@ class Traces:
             read.changed = await self._worked_out(read, "changed", lambda: changed(read.trace))
             self._kept.settle()
         return read.changed
+
+    async def compared(
+        self, caller: Caller, stat: TraceStat, policy: Policy, other: Side
+    ) -> Compared:
+        """Return where another side of a trace differs.
+
+        Raises:
+            InvalidArgument: if the sides have nothing in common.
+            RouteTraceError: as a read.
+        """
+        read = await self._read(caller, stat, policy)
+        theirs = await self._read(caller, *other)
+        key = (other.stat.run, other.policy, *theirs.stamp)
+        found = read.compared.get(key)
+        if found is None:
+            work = partial(compared, read.trace, theirs.trace)
+            found = await self._worked_out(read, f"compared {key}", work)
+            while len(read.compared) >= _MAX_COMPARED:
+                del read.compared[next(iter(read.compared))]
+            read.compared[key] = found
+            self._kept.settle()
+        return found
 
     async def rows(
         self, caller: Caller, stat: TraceStat, policy: Policy, start: int, stop: int

@@ -28,6 +28,11 @@ def reported_run(run: str) -> str:
     return run.partition(_MARK)[0]
 
 
+def reporter_of(run: str, of: str) -> str:
+    """Return the reporter whose reports of the run `of` are in a run; "" if none are."""
+    return run.removeprefix(f"{of}{_MARK}") if run.startswith(f"{of}{_MARK}") else ""
+
+
 def is_report_run(run: str) -> bool:
     """Return whether a run holds reports."""
     return _MARK in run

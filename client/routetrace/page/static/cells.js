@@ -115,19 +115,20 @@ export class Cells {
 
   /**
    * { ids, valid } of a cell, ids in the router's order; `absent` if the source does not have its
-   * rows; null while they are not here.
+   * rows; null while they are not here. `side`: "rows", or "other" of what it is compared with.
    */
-  row(position, column) {
+  row(position, column, side = "rows") {
     const block = Math.floor(position / BLOCK);
-    const kept = this.#blocks.get(block);
+    const key = `${side}/${block}`;
+    const kept = this.#blocks.get(key);
     if (!kept || kept.stale) {
-      this.#wanted.set(`rows/${block}`, async (signal) => {
-        const rows = await this.#source.rows(block * BLOCK, (block + 1) * BLOCK, signal);
-        keep(this.#blocks, block, rows, KEPT_BLOCKS);
+      this.#wanted.set(key, async (signal) => {
+        const rows = await this.#source[side](block * BLOCK, (block + 1) * BLOCK, signal);
+        keep(this.#blocks, key, rows, KEPT_BLOCKS);
       });
     }
     if (!kept) return null;
-    keep(this.#blocks, block, kept, KEPT_BLOCKS);
+    keep(this.#blocks, key, kept, KEPT_BLOCKS);
     if (kept.absent) return ABSENT;
     const cell = (position - block * BLOCK) * this.#layers + column;
     const { topK } = this.#source;

@@ -136,9 +136,10 @@ export function palette(element) {
     ...tokens,
     sans: computed.getPropertyValue("--sans"),
     mono: computed.getPropertyValue("--mono"),
-    table: lookup("changed"),
     differing: lookup("differing"),
     diverging: lookup("diverging"),
+    // Of values in tiles; 3 % of what differs has to be seen.
+    values: { changed: lookup("changed"), differing: lookup("differing", Math.sqrt) },
   };
 }
 
@@ -148,11 +149,11 @@ const STOPS = [0, 42, 85, 127, 170, 212, 255];
 export const rampStops = (name) => STOPS.map((i) => css(ramp(name)[i]));
 
 /** ABGR words for the bytes of a tile: 0..254 a share, 255 no cell, which stays clear. */
-function lookup(name) {
+function lookup(name, scale = (share) => share) {
   const colours = ramp(name);
   const words = new Uint32Array(256);
   for (let i = 0; i < 255; i += 1) {
-    const [r, g, b] = colours[Math.round((255 * i) / 254)];
+    const [r, g, b] = colours[Math.round(255 * scale(i / 254))];
     words[i] = ((255 << 24) | (b << 16) | (g << 8) | r) >>> 0;
   }
   return words;

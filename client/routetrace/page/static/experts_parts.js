@@ -1,6 +1,6 @@
 // What is said of the load of experts beside its picture: figures, and the hottest over time.
 
-import { figure } from "./overview.js";
+import { figure } from "./marks.js";
 import { spark } from "./series.js";
 import { fmt, plain } from "./text.js";
 import { attr, h, put, rows } from "./ui.js";

@@ -7,7 +7,8 @@
 //                 missing: { t0, t1, l0, l1, reason }, joined? },
 //     values: names of the values that it has tiles of,
 //     tile(what, z, x, signal): bytes of layers x 256 means over 2^z tokens, 255 where no cell is,
-//     rows(start, stop, signal): { ids: [n x layers x topK], valid: [n x layers] } }
+//     rows(start, stop, signal): { ids: [n x layers x topK], valid: [n x layers] },
+//     other(start, stop, signal): the same of the side that it is compared with, or null }
 // Facts are rectangles and exact at every zoom, values are tiles, ids come where one looks at them.
 
 import { LEFT, STRIP, paintAxes, paintStrip, paintWindow, upperOf } from "./axes.js";
@@ -152,6 +153,7 @@ export class Grid {
       const stands = prefix.t0.findIndex((t0, k) => t0 <= position && position < prefix.t1[k]);
       if (stands >= 0 && about.cached !== 0) about.prefix = prefix.trace_id[stands];
       about.row = this.#cells.row(position, column);
+      if (source.other) about.other = this.#cells.row(position, column, "other");
     }
     return about;
   }
@@ -246,7 +248,7 @@ export class Grid {
       return colourOf(this.colouring, data, keyAt(data[this.colouring], position, column));
     }
     const byte = this.#cells.byteAt(this.colouring, position, column);
-    return byte === null || byte === 255 ? colours.sunken : colours.table[byte];
+    return byte === null || byte === 255 ? colours.sunken : colours.values[this.colouring][byte];
   }
 
   #drawStrip({ pixel, colours, data, viewport }) {

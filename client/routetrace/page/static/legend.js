@@ -8,16 +8,20 @@ import { fmt, plain } from "./text.js";
 import { h, put, rows } from "./ui.js";
 
 const MOST = 24; // weights or sources that are listed one by one
-const CHANGED = "Share of a token's experts that the token before did not choose";
+const SHARES = {
+  changed: "Share of a token's experts that the token before did not choose",
+  differing: "Share of a cell's experts that the trainer did not choose",
+};
 
 /**
  * The legend; `set(colouring, data, trace)` fills it. pickReason(reason) goes to its next hole:
  * reasons are buttons, with the number of their cells.
  */
 export function legend(pickReason) {
-  const bar = rampBar("changed");
+  const bars = Object.keys(SHARES).map(rampBar);
+  const words = h("span");
   const scale = h("span", { class: "scale" },
-    "0 %", bar.element, "100 %", h("span", null, CHANGED));
+    "0 %", bars.map((bar) => bar.element), "100 %", words);
   const list = h("ul", { class: "swatches" });
   const holes = h("ul", { class: "swatches", "aria-label": "Missing, by reason" });
   const note = h("span");
@@ -25,8 +29,12 @@ export function legend(pickReason) {
   return {
     element,
     set(colouring, data, trace) {
-      scale.hidden = colouring !== "changed";
-      bar.set();
+      scale.hidden = !(colouring in SHARES);
+      put(words, SHARES[colouring] ?? "");
+      Object.keys(SHARES).forEach((name, i) => {
+        bars[i].element.hidden = name !== colouring;
+        bars[i].set();
+      });
       const items = itemsOf(colouring, data, trace);
       if (trace.prompt_len > 0 && trace.prompt_len < trace.num_rows) {
         items.push(["prompt", "var(--muted)", "dashed", "End of the prompt"]);

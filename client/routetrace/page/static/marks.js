@@ -21,6 +21,21 @@ export function rampBar(name) {
   };
 }
 
+/** A figure with its name and a remark. */
+export function figure(name) {
+  const value = h("dd", { class: "value" });
+  const remark = h("dd", { class: "small muted" });
+  return {
+    element: h("div", null, h("dt", null, name), value, remark),
+    set(text, more, tone = "") {
+      put(value, text);
+      attr(value, "class", `value ${tone}`.trim());
+      put(remark, more);
+      remark.hidden = !more;
+    },
+  };
+}
+
 /** A reason by swatch and name; `set` gives it another one. */
 export function reasonMark() {
   const mark = swatch();

@@ -1,10 +1,9 @@
 // What is said of disagreement beside its picture: the verdict, and the chosen step.
 
 import { onTheme } from "./colours.js";
-import { rampBar } from "./marks.js";
+import { figure, rampBar } from "./marks.js";
 import { share } from "./mismatch_picture.js";
 import { noticeList } from "./notices.js";
-import { figure } from "./overview.js";
 import { fmt, plain } from "./text.js";
 import { attr, h, put, rows, style } from "./ui.js";
 

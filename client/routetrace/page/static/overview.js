@@ -4,7 +4,7 @@ import { json, poll, Trouble } from "./api.js";
 import { reasonColour, onTheme } from "./colours.js";
 import { nothingYet, troubleOf } from "./empty.js";
 import { enginesCard } from "./engines.js";
-import { reasonMark } from "./marks.js";
+import { figure, reasonMark } from "./marks.js";
 import { missingOf, noticeList, noticesOf } from "./notices.js";
 import { harmless, reason } from "./reasons.js";
 import { throughput } from "./series.js";
@@ -155,21 +155,6 @@ function figuresCard(href) {
       ].filter(Boolean).join("; "), share > 0.85 ? "warn" : "");
       style(meter.firstChild, "width", `${(100 * share).toFixed(1)}%`);
       attr(meter, "class", share > 0.85 ? "meter full" : "meter");
-    },
-  };
-}
-
-/** A figure with its name and a remark. */
-export function figure(name) {
-  const value = h("dd", { class: "value" });
-  const remark = h("dd", { class: "small muted" });
-  return {
-    element: h("div", null, h("dt", null, name), value, remark),
-    set(text, more, tone = "") {
-      put(value, text);
-      attr(value, "class", `value ${tone}`.trim());
-      put(remark, more);
-      remark.hidden = !more;
     },
   };
 }

@@ -116,7 +116,8 @@ export function paintAttempts(c, data, colours, place) {
 
 /** Paint tiles of the level that fits; a coarser one stands in for one on its way. */
 export function paintTiles(g, cells, what, { levels, numRows, layerIds }) {
-  const { c, viewport: v, colours } = g;
+  const { c, viewport: v } = g;
+  const table = g.colours.values[what];
   const most = levels - 1;
   const layers = layerIds.length;
   const z = Math.max(0, Math.min(most, Math.floor(Math.log2(1 / v.scale))));
@@ -125,15 +126,15 @@ export function paintTiles(g, cells, what, { levels, numRows, layerIds }) {
   const last = Math.floor(Math.min(numRows - 1, v.stop) / wide);
   c.imageSmoothingEnabled = false;
   // Neighbours first, so that what is seen is asked for before them.
-  if (first > 0) cells.tile(what, z, first - 1, colours.table);
-  if ((last + 1) * wide < numRows) cells.tile(what, z, last + 1, colours.table);
+  if (first > 0) cells.tile(what, z, first - 1, table);
+  if ((last + 1) * wide < numRows) cells.tile(what, z, last + 1, table);
   for (let x = last; x >= first; x -= 1) {
-    let image = cells.tile(what, z, x, colours.table);
+    let image = cells.tile(what, z, x, table);
     let at = 0;
     let part = TILE;
     for (let up = z + 1; !image && up <= most; up += 1) {
       const parent = Math.floor((x * wide) / (TILE << up));
-      image = cells.tile(what, up, parent, colours.table, false);
+      image = cells.tile(what, up, parent, table, false);
       at = (x * wide - parent * (TILE << up)) / (1 << up);
       part = wide / (1 << up);
     }

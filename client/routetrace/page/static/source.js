@@ -4,13 +4,23 @@ import { bytes } from "./api.js";
 
 const WIDE = 256; // experts from which on an id takes two bytes
 
-/** A source of the grid for the answers `facts` and `segments`; `path` is that of the run. */
-export function serverSource(path, facts, segments) {
+/**
+ * A source of the grid for the answers `facts` and `segments`; `path` is that of the run, `against`
+ * the side that it is compared with, or null.
+ */
+export function serverSource(path, facts, segments, against = null) {
   const layers = facts.layer_ids.length;
   const topK = facts.top_k;
   const asked = { id: facts.trace_id, incarnation: facts.incarnation };
+  const rows = (side) => async (start, stop, signal) => {
+    const end = Math.min(stop, facts.num_rows);
+    const which = { ...asked, ...side, start, stop: end };
+    const answer = await bytes(`${path}/trace/rows`, which, signal);
+    if (answer.length === 0) return { absent: true };
+    return split(answer, layers, topK, facts.num_experts > WIDE ? 2 : 1);
+  };
   return {
-    key: facts.incarnation,
+    key: `${facts.incarnation} ${against}`,
     tokens: Math.max(facts.num_tokens, facts.num_rows + 1),
     numRows: facts.num_rows,
     promptLen: facts.prompt_len,
@@ -19,14 +29,11 @@ export function serverSource(path, facts, segments) {
     numExperts: facts.num_experts,
     levels: facts.levels,
     segments,
-    values: facts.num_rows > 1 ? ["changed"] : [],
-    tile: (what, z, x, signal) => bytes(`${path}/trace/tile`, { ...asked, what, z, x }, signal),
-    async rows(start, stop, signal) {
-      const end = Math.min(stop, facts.num_rows);
-      const answer = await bytes(`${path}/trace/rows`, { ...asked, start, stop: end }, signal);
-      if (answer.length === 0) return { absent: true };
-      return split(answer, layers, topK, facts.num_experts > WIDE ? 2 : 1);
-    },
+    values: facts.num_rows > 1 ? ["changed", ...(against ? ["differing"] : [])] : [],
+    tile: (what, z, x, signal) => bytes(`${path}/trace/tile`,
+      { ...asked, what, z, x, ...(what === "differing" ? { against } : {}) }, signal),
+    rows: rows({}),
+    other: against && rows({ against }),
   };
 }
 

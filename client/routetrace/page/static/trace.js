@@ -4,6 +4,7 @@ import { json, poll, repeated, Trouble } from "./api.js";
 import { emptyRun } from "./empty.js";
 import { incarnationsOf } from "./incarnations.js";
 import { plain } from "./text.js";
+import { sideOf } from "./trace_mismatch.js";
 import { traceParts } from "./trace_parts.js";
 import { ghost, h, message, swap } from "./ui.js";
 
@@ -19,6 +20,8 @@ export function trace({ query, run, session, go, link }) {
   let shown = null; // facts
   let incarnations = [];
   let known = 1; // number of incarnations that were asked for
+  let reports = []; // of trainers
+  let compared = { side: null, content: null, found: null }; // what was asked for last
   let failure = "";
   let end = null;
   let addressTimer;
@@ -32,14 +35,16 @@ export function trace({ query, run, session, go, link }) {
     stop() {
       end?.();
       clearTimeout(addressTimer);
+      compared = null;
       parts?.stop();
     },
     /** Take another incarnation or position of the same trace in place. */
     accepts(next) {
       if (next.id !== query.id) return false;
-      const { incarnation, at } = query;
-      Object.assign(query, { incarnation: next.incarnation, at: next.at });
+      const { incarnation, at, against } = query;
+      Object.assign(query, { incarnation: next.incarnation, at: next.at, against: next.against });
       if (next.incarnation !== incarnation) follow();
+      else if (next.against !== against && parts) compare();
       else if (next.at !== at) goToAddress();
       return true;
     },
@@ -53,6 +58,8 @@ export function trace({ query, run, session, go, link }) {
     const question = repeated(`${path}/trace`, { id: query.id, incarnation: query.incarnation });
     let seen = null;
     let rest = 0;
+    let askReports = 0;
+    [reports, compared] = [[], { side: null, content: null, found: null }];
     end = poll(2, async (signal) => {
       try {
         const facts = (await question(signal)) ?? shown;
@@ -66,6 +73,12 @@ export function trace({ query, run, session, go, link }) {
           rest = performance.now() + SHARE * (performance.now() - began);
         }
         show(facts, segments);
+        if (facts.num_tokens !== null && performance.now() >= askReports) {
+          askReports = performance.now() + 1000 * ASKED_AGAIN;
+          const asked = { id: query.id, incarnation: facts.incarnation };
+          ({ reports } = await json(`${path}/trace/reports`, asked, signal));
+        }
+        compare();
       } catch (error) {
         if (error instanceof Trouble) failed(error);
         throw error;
@@ -81,6 +94,7 @@ export function trace({ query, run, session, go, link }) {
       id: query.id,
       path,
       pickIncarnation: (number) => go("trace", { id: query.id, incarnation: number, run }),
+      pickSide: (side) => go("trace", { ...query, against: side, run }),
       moved: keepAddress,
       link: (id) => link("trace", { id, run }),
     });
@@ -89,6 +103,30 @@ export function trace({ query, run, session, go, link }) {
     parts.warn(null);
     if (first) goToAddress();
     if (known !== facts.num_incarnations) askIncarnations(facts);
+  }
+
+  /** Compare with the report that the address names, or the first one, once for each state. */
+  async function compare() {
+    const named = reports.some((one) => sideOf(one.reporter) === query.against);
+    const side = named ? query.against : reports.length > 0 ? sideOf(reports[0].reporter) : null;
+    const report = reports.find((one) => sideOf(one.reporter) === side);
+    const content = `${contentOf(shown)} ${report?.reported_at}`;
+    if (side === compared.side && content === compared.content) {
+      parts.compare(reports, side, compared.found);
+      return;
+    }
+    const asked = (compared = { side, content, found: null });
+    parts.compare(reports, side, null);
+    if (side === null) return;
+    try {
+      asked.found = await json(`${path}/trace/diff`,
+        { id: query.id, incarnation: shown.incarnation, against: side });
+    } catch (error) {
+      if (!(error instanceof Trouble)) throw error;
+      asked.found = error;
+      if (error.isAway || error.kind === "overloaded") asked.content = null; // asked for again
+    }
+    if (asked === compared) parts.compare(reports, side, asked.found);
   }
 
   async function askIncarnations(facts) {

@@ -43,12 +43,15 @@ export function cellPanel(link) {
   const lost = h("div", { class: "lost" }, mark.element, words, remedy);
   const heading = h("p", { class: "muted" });
   const ids = h("ol", { class: "ids" });
+  const theirs = h("div", { class: "theirs" }, h("p", { class: "muted" }, "The trainer chose"));
+  const others = h("ol", { class: "ids" });
+  theirs.append(others);
   const known = h("dl", { class: "kv" });
   const other = h("bdi");
   const origin = h("a", { class: "id" }, other);
   const lent = h("p", null, "Its row is that of the same token in ", origin, ".");
   const element = h("aside", { "aria-label": "Cell" },
-    title, hint, lost, heading, ids, known, lent);
+    title, hint, lost, heading, ids, theirs, known, lent);
   return {
     element,
     set(cell, trace, trouble) {
@@ -60,7 +63,10 @@ export function cellPanel(link) {
       lent.hidden = cell?.prefix === undefined;
       const row = cell?.present && cell.row?.valid ? [...cell.row.ids] : [];
       ids.hidden = row.length === 0;
-      rows(ids, row, (_, i) => i, () => h("li"), (item, id) => put(item, id));
+      const other = row.length > 0 && cell.other?.valid ? [...cell.other.ids] : [];
+      showIds(ids, row, other.length > 0 ? other : row);
+      theirs.hidden = other.length === 0;
+      showIds(others, other, row);
       if (!cell) return;
       if (cell.reason) {
         const about = reason(cell.reason);
@@ -81,6 +87,16 @@ export function cellPanel(link) {
         h("dd", null, h("bdi"))), (pair, [, text]) => put(pair.lastChild.firstChild, plain(text)));
     },
   };
+}
+
+/** Show ids; those that the other side does not have are marked. */
+function showIds(list, ids, others) {
+  rows(list, ids, (_, i) => i, () => h("li"), (item, id) => {
+    const odd = !others.includes(id);
+    attr(item, "class", odd ? "odd" : null);
+    attr(item, "title", odd ? "Not among the other side's" : null);
+    put(item, id);
+  });
 }
 
 /** The box beside the pointer, which follows the cell under it. */

@@ -10,24 +10,28 @@ import { serverSource } from "./source.js";
 import { fmt, plain } from "./text.js";
 import { cellPanel, cellTip, wordsOf } from "./trace_cell.js";
 import { alarm, factsCard } from "./trace_facts.js";
+import { mismatchCard } from "./trace_mismatch.js";
 import { missingCard } from "./trace_missing.js";
 import { traceTools } from "./trace_tools.js";
 import { copyButton, h, put, say, segmented } from "./ui.js";
 
 const LABEL = "Cells of the trace, positions along and layers down. Arrow keys move, plus and " +
   "minus zoom, n goes to the next hole.";
-const MODES = { state: "State", weights: "Weights", source: "Source", changed: "Change" };
+const MODES = { state: "State", weights: "Weights", source: "Source", changed: "Change",
+  differing: "Mismatch" };
 const PAN = 160; // px
 
 /**
- * Build the parts for the trace `id` of the run at `path`. pickIncarnation(number) and
- * moved(position) are called for what people do; link(id) is the address of another trace.
+ * Build the parts for the trace `id` of the run at `path`. pickIncarnation(number), pickSide(side)
+ * and moved(position) are called for what people do; link(id) is the address of another trace.
  */
-export function traceParts({ id, path, pickIncarnation, moved, link }) {
+export function traceParts({ id, path, pickIncarnation, pickSide, moved, link }) {
   let trace = null;
   let trouble = null;
   let cell = null;
   let speaking = false;
+  let segments = null;
+  let against = null; // the side that rows are compared with
 
   const mark = stateMark();
   const incarnations = segmented("Incarnation", pickIncarnation);
@@ -56,6 +60,12 @@ export function traceParts({ id, path, pickIncarnation, moved, link }) {
   });
   const missing = missingCard((i) => {
     walk.goTo(i);
+    grid.canvas.scrollIntoView({ block: "nearest" });
+    grid.canvas.focus({ preventScroll: true });
+  });
+  const mismatch = mismatchCard(pickSide, (at) => {
+    colour("differing");
+    goTo(at);
     grid.canvas.scrollIntoView({ block: "nearest" });
     grid.canvas.focus({ preventScroll: true });
   });
@@ -116,6 +126,11 @@ export function traceParts({ id, path, pickIncarnation, moved, link }) {
     return [...there, ...grid.source.values].map((name) => [name, MODES[name]]);
   }
 
+  function draw() {
+    grid.setSource(serverSource(path, trace, segments, against));
+    colour(modes().some(([name]) => name === grid.colouring) ? grid.colouring : "state");
+  }
+
   function nextColour() {
     const all = modes().map(([name]) => name);
     const next = all[(all.indexOf(grid.colouring) + 1) % all.length];
@@ -134,7 +149,7 @@ export function traceParts({ id, path, pickIncarnation, moved, link }) {
   }
 
   return {
-    elements: [head, warning.element, facts.element, card, missing.element],
+    elements: [head, warning.element, facts.element, card, mismatch.element, missing.element],
     keys: [
       { keys: ["n"], words: "Next hole", run: () => walk.jump(1) },
       { keys: ["p"], words: "Previous hole", run: () => walk.jump(-1) },
@@ -160,19 +175,27 @@ export function traceParts({ id, path, pickIncarnation, moved, link }) {
       return warning.set(h("b", null, lead), plain(error.message));
     },
     /** Show facts, their rectangles unless they are as before, and which incarnations there are. */
-    set(now, segments, all) {
+    set(now, found, all) {
       const before = trace;
       trace = now;
       mark.set(now.state);
       incarnations.set(optionsOf(all, now), String(now.incarnation));
       facts.set(now);
-      if (!segments) return;
+      if (!found) return;
+      segments = found;
       if (before?.incarnation !== now.incarnation) walk.reset();
-      grid.setSource(serverSource(path, now, segments));
-      colour(modes().some(([name]) => name === grid.colouring) ? grid.colouring : "state");
+      draw();
       tools.setHoles(grid.data.holes.t0.length);
       missing.set(grid.data, now.layer_ids);
       if (!before) say(`${plain(id)}: ${now.state}, coverage ${fmt.pct(now.coverage, 2)}`);
+    },
+    /** Show reports about the trace, the chosen side, and where it differs as far as is known. */
+    compare(reports, side, found) {
+      mismatch.set(reports, side, found);
+      const next = found && !(found instanceof Error) && found.cells > 0 ? side : null;
+      if (next === against) return;
+      against = next;
+      draw();
     },
   };
 }
