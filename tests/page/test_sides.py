@@ -81,7 +81,7 @@ def test_the_comparison_is_that_of_the_client(browser: Browser, server: ServerPr
     found = answer.json
     for name in (
         "start", "stop", "cells", "differing", "tokens", "differing_tokens", "overlap", "missing",
-        "other_tokens_from", "diagnosis",
+        "other_tokens_from", "diagnosis", "cause",
     ):  # fmt: skip
         assert found[name] == getattr(of, name), name
     assert found["missing"] == 20 * LAYERS

@@ -103,7 +103,7 @@ def test_a_cause_is_named_and_odd_names_are_text(page: Page, card: Locator, serv
     choice.select_option(f"report:{ODD}")
     diagnosis = compared(server, ODD).diagnosis
     assert "shifted by" in diagnosis
-    expect(card.locator("p.bad")).to_have_text(diagnosis)
+    expect(card.locator("p.bad")).to_have_text(f"{diagnosis}.")
     # A browser leaves parentheses as they are.
     assert f"against={quote('report:' + ODD, safe='()')}" in page.evaluate("location.hash")
     assert page.locator("main img").count() == 0

@@ -125,6 +125,7 @@ def _json(found: Comparison) -> dict[str, Any]:
         "missing": found.missing,
         "other_tokens_from": found.other_tokens_from,
         "diagnosis": found.diagnosis,
+        "cause": found.cause,
         "by_layer": [
             {"layer": layer, "cells": of.cells, "differing": of.differing}
             for layer, of in found.by_layer.items()

@@ -12,11 +12,13 @@ import numpy.typing as npt
 from routetrace.client import _arguments as check
 from routetrace.client._memory import to_numpy
 from routetrace.client._ranges import column_index
+from routetrace.client.agreement import Agreement, Choices
 from routetrace.client.trace import Trace
 from routetrace.codec.records import digest_key
 from routetrace.common.errors import InvalidArgument
 from routetrace.common.values import Values
-from routetrace.trainers.agreement import Choices, compare, layer_major, overlap
+from routetrace.trainers.agreement import compare, layer_major, overlap
+from routetrace.trainers.causes import likely_cause, share_of, worse_since
 from routetrace.trainers.diagnosis import diagnose
 
 #: Maximum tokens that are named as the worst.
@@ -70,7 +72,11 @@ class Comparison(Values):
     worst: tuple[WorstToken, ...] = ()
     """Tokens that differ most, worst first."""
     diagnosis: str | None = None
-    """Likely cause in words; None if rows fit as they are, or too few are there to judge."""
+    """Other tokens or layers that rows fit better, in words; None if rows fit as they are, or too
+    few are there to judge."""
+    cause: str | None = None
+    """Likely cause in words where rows fit, from the course over the layers; None if it names none.
+    """
 
     @property
     def disagreement(self) -> float | None:
@@ -177,6 +183,7 @@ def _compared(
     agreement = compare(shown, theirs.transpose(1, 0, 2))
     cells, differing, matched, chosen = agreement.choices
     found = overlap(ours, theirs)
+    diagnosis = diagnose(shown, theirs.transpose(1, 0, 2))
     return Comparison(
         start=start,
         stop=stop,
@@ -191,8 +198,28 @@ def _compared(
         by_layer=agreement.by_layer,
         by_version=agreement.by_version,
         worst=_worst(shown, found, both, worst),
-        diagnosis=diagnose(shown, theirs.transpose(1, 0, 2)),
+        diagnosis=diagnosis,
+        cause=None if diagnosis else _cause(shown, theirs.transpose(1, 0, 2), agreement),
     )
+
+
+def _cause(part: Trace, theirs: npt.NDArray[Any], agreement: Agreement) -> str | None:
+    """Return the likely cause; if newer weights are far worse, that of their rows alone."""
+    since = worse_since(agreement.by_version)
+    if since is None:
+        return likely_cause(agreement.by_layer)
+    later = np.zeros(len(part), np.bool_)
+    for start, stop, version in part.weight_versions:
+        later[start - part.token_start : stop - part.token_start] = version >= since
+    found = compare(replace(part, _valid=part._valid & later), theirs)
+    worse = found.choices
+    before = Choices(*(a - b for a, b in zip(agreement.choices, worse, strict=True)))
+    words = (
+        f"{share_of(worse):.0%} of cells differ since weight version {since}, and "
+        f"{share_of(before):.0%} before"
+    )
+    cause = likely_cause(found.by_layer)
+    return f"{words}; since then {cause}" if cause else words
 
 
 def _worst(

@@ -121,7 +121,7 @@ def _against_file(trace: Trace, path: Path, worst: int) -> Comparison:
 
 
 def _show(found: Comparison) -> None:
-    print(plain(found.diagnosis or _verdict(found)))
+    print(plain(found.diagnosis or found.cause or _verdict(found)))
     tokens = found.differing_tokens / found.tokens if found.tokens else None
     print()
     write_table(

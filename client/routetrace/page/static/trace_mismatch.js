@@ -39,7 +39,7 @@ export function mismatchCard(pick, goTo) {
       put(about, aboutOf(reports.find((one) => sideOf(one.reporter) === side)));
       const shown = found && !(found instanceof Error) ? found : null;
       put(words, shown ? verdict(shown) : found ? plain(found.message) : "Comparing all cells …");
-      attr(words, "class", shown?.diagnosis || found instanceof Error ? "bad" : null);
+      attr(words, "class", shown?.diagnosis || shown?.cause || found instanceof Error ? "bad" : null);
       figures.hidden = !shown?.cells;
       heading.hidden = list.hidden = !shown?.worst.length;
       if (!shown?.cells) return;
@@ -81,7 +81,8 @@ function verdict(found) {
     fmt.int(found.other_tokens_from)} on the tokens are not the same, as their digests say: ` +
     "nothing is compared there.";
   if (found.cells === 0) return `No cell is there on both sides.${rest}`;
-  if (found.diagnosis) return `${plain(found.diagnosis)}${rest}`;
+  const cause = found.diagnosis ?? found.cause;
+  if (cause) return `${plain(cause)}.${rest}`;
   if (found.differing === 0) return `The same in all ${fmt.int(found.cells)} cells.${rest}`;
   return `Rows fit as they are; what differs has no pattern that names a cause.${rest}`;
 }
