@@ -76,6 +76,7 @@ def take(chromium: str, folder: Path, names: list[str], seconds: int) -> None:
     ):
         rollouts.wait(_PATIENCE * seconds)
         reports.report(client, reports.read(client))
+        reports.report_long(client)
         pictures = {
             f"{name}-{theme}.png": camera.take(name, theme)
             for name in dict.fromkeys(names)

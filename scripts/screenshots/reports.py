@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import random
 
+import numpy as np
+
 from routetrace.client import Agreement, RouteClient, TraceState
 from routetrace.client.agreement import Choices
 
-from .rollouts import LAYERS, LAYOUT, SEED, TOP_K, UPDATE, WEIGHTS
+from .rollouts import LAYERS, LAYOUT, LONG, LONG_UPDATES, SEED, TOP_K, UPDATE, WEIGHTS
 
 #: The last steps; three were not reported.
 STEPS = [step for step in range(1_458, 1_558) if step not in (1_487, 1_488, 1_489)]
 #: The first step after an update that left out the routers of some layers.
 WORSE = UPDATE * (WEIGHTS - 1)
 WORSE_LAYERS = range(12, 20)
+#: Layer of the long trace whose experts an update corrupted.
+CORRUPT = 9
 _TOKENS = 24_000
 _WORDS = "routers of layers 12 to 19 choose as with weights 383: the update left them out"
 #: Share of the rows by the age of their weights.
@@ -41,6 +45,24 @@ def report(client: RouteClient, names: list[str]) -> None:
             diagnosis=_WORDS if step == STEPS[-1] else "",
             trace_ids=known[-3:] if step >= WORSE else (),
         )
+
+
+def report_long(client: RouteClient) -> None:
+    """Report choices for the long trace: from an update on, experts of a layer are others."""
+    trace = client.get(LONG, missing="mask")
+    ids, valid = trace.topk_ids.copy(), trace.valid
+    rng = np.random.default_rng(SEED)
+    position = np.arange(len(ids))[:, None]
+    layer = np.arange(LAYERS)[None, :]
+    differs = rng.random(valid.shape) < 0.004 + 0.03 * layer / LAYERS
+    differs |= (position >= LONG_UPDATES[1]) & (layer > CORRUPT) & (rng.random(valid.shape) < 0.9)
+    other = np.roll(ids, 1, axis=0)  # what another token chose
+    differs &= np.roll(valid, 1, axis=0)
+    ids[differs] = other[differs]
+    client.report_routing(
+        LONG, ids, valid=np.repeat(valid.all(axis=1)[:, None], LAYERS, axis=1), step=STEPS[-1],
+        weight_version=STEPS[-1] // UPDATE,
+    )  # fmt: skip
 
 
 def _step_of(name: str) -> int:

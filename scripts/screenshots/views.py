@@ -17,7 +17,7 @@ from .rollouts import LONG, NUM_ENGINES, RUN, TOP_K
 
 WIDTH, HEIGHT = 1440, 900
 #: Bytes of a picture, and of all together, at most: who clones the repository fetches them.
-MOST_BYTES, MOST_BYTES_IN_ALL = 150_000, 600_000
+MOST_BYTES, MOST_BYTES_IN_ALL = 150_000, 800_000
 #: Colours of a picture that are kept as they are.
 _KEPT = 96
 LIGHT, DARK = "light", "dark"
@@ -62,6 +62,21 @@ def _mismatch(page: Page) -> None:
     expect(page.locator(".notices li").first).to_contain_text(str(WORSE))
 
 
+def _report(page: Page) -> None:
+    """Colour the trace by mismatch; wait for the tiles."""
+    expect(page.locator("section.mismatch .figures")).to_be_visible()
+    page.get_by_role("button", name="Mismatch", exact=True).click()
+    expect(page.locator("section.mismatch p.bad")).to_contain_text(
+        "such as the weights of its experts"
+    )
+    page.wait_for_load_state("networkidle")
+
+
+def _experts(page: Page) -> None:
+    expect(page.locator("canvas.load-map")).to_be_visible()
+    expect(page.locator(".hot tbody tr")).to_have_count(12)
+
+
 @dataclass(frozen=True)
 class View:
     """A view of the page: its address, its themes, and what is done and waited for there."""
@@ -75,6 +90,8 @@ VIEWS: Mapping[str, View] = {
     "overview": View(f"overview?run={RUN}", _overview, (LIGHT, DARK)),
     "traces": View(f"traces?sort=coverage&order=asc&run={RUN}", _traces),
     "trace": View(f"trace?id={quote(LONG, safe='')}&run={RUN}&at=3025", _trace, (LIGHT, DARK)),
+    "report": View(f"trace?id={quote(LONG, safe='')}&run={RUN}", _report),
+    "experts": View(f"experts?run={RUN}", _experts),
     "mismatch": View(f"mismatch?run={RUN}", _mismatch),
 }
 

@@ -249,3 +249,23 @@ def test_the_update_that_made_it_worse():
     assert worse_since({7: of(10), 8: of(300), 9: of(280)}) == 8
     assert worse_since({7: of(300), 8: of(10)}) is None  # it got better
     assert worse_since({7: of(1, 20), 8: of(300)}) is None  # too few cells
+
+
+def test_the_documented_words_are_the_real_ones(models: Models):
+    page = (Path(__file__).parents[2] / "docs" / "trainers.md").read_text("utf-8")
+    table = page.partition("| fault | words |\n")[2].partition("\n\n")[0]
+    documented = re.findall(r"^\| .* \| `(.*)` \|$", table, re.M)
+    assert len(documented) == 3
+    spread = torch.randn(LAYERS, 32, generator=torch.Generator().manual_seed(3)) * BIAS_SCALE
+    bias = spread + BIAS_OFFSET
+    real = [
+        compared(models.engine(lambda model: models.corrupt_experts(model, range(2, LAYERS))),
+                 models.trainer),
+        compared(models.engine(models.old_gates), models.trainer),
+        compared(choices(models.new, models.tokens, bias.bfloat16()),
+                 choices(models.new, models.tokens, bias)),
+    ]  # fmt: skip
+    for said, found in zip(documented, real, strict=True):
+        same = (re.sub(r"\d+%", "N%", text) for text in (said, words_of(found)))
+        first, second = (re.sub(r"(\d+ \(N%\)(, )?)+", "LAYERS", text) for text in same)
+        assert first == second

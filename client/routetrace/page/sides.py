@@ -93,7 +93,8 @@ async def reports_of(backends: Backends, caller: Caller, stat: TraceStat) -> lis
             {
                 "reporter": reporter_of(run, stat.run),
                 "step": report.labels.get("step"),
-                "weight_version": exact(report.max_weight_version),
+                # 0 is that of a report without one.
+                "weight_version": exact(report.max_weight_version) or None,
                 "reported_at": report.updated_at.timestamp(),
             }
         )

@@ -170,19 +170,30 @@ def _counts(
         shown = f"{cells.dtype} {list(cells.shape)}"
         raise InvalidArgument(field="valid", value=shown, expected=f"bool {list(shape)}")
     counts: npt.NDArray[np.bool_] = np.asarray(cells.all(axis=1))
-    known = ids[counts]
-    wide = known.astype(np.int64)
-    outside = ((wide < 0) | (wide >= layout.num_experts)).any(axis=(1, 2))
-    bad = np.flatnonzero(outside | invalid_rows(known.astype(layout.dtype), layout.num_experts))
-    if len(bad):
-        row = int(bad[0])
+    known = ids if counts.all() else ids[counts]
+    row = _first_bad(known, layout)
+    if row is not None:
+        at = int(np.flatnonzero(counts)[row])
+        each = (_first_bad(known[row : row + 1, [column]], layout) for column in range(shape[1]))
+        column = next(column for column, bad in enumerate(each) if bad is not None)
         raise InvalidArgument(
             field="topk_ids",
-            value=f"{known[row].tolist()} at index {int(np.flatnonzero(counts)[row])}",
-            expected=f"{layout.top_k} different ids in [0, {layout.num_experts}) for each layer, "
-            "or False in valid",
+            value=f"{known[row, column].tolist()} at index {at}, layer {layout.layer_ids[column]}",
+            expected=f"{layout.top_k} different ids in [0, {layout.num_experts})",
+            remedy="pass valid= with False for cells that no router chose",
         )
     return counts
+
+
+def _first_bad(ids: npt.NDArray[np.integer[Any]], layout: ModelLayout) -> int | None:
+    """Return the first token that no router could choose as given; None if there is none."""
+    if not ids.size:
+        return None
+    if int(ids.min()) < 0 or int(ids.max()) >= layout.num_experts:
+        bad = ((ids < 0) | (ids >= layout.num_experts)).any(axis=(1, 2))
+    else:
+        bad = invalid_rows(np.ascontiguousarray(ids.astype(layout.dtype)), layout.num_experts)
+    return int(bad.argmax()) if bad.any() else None
 
 
 class WriterNames:

@@ -132,7 +132,8 @@ function paint(c, { at, stored, dropped, width, colours, chosen }) {
     c.fillStyle = colours.line;
     c.fillRect(LEFT, Math.round(y(v)), width - LEFT - RIGHT, 1);
     c.fillStyle = colours.muted;
-    c.fillText(fmt.si(v).replace(/\.0+(?=\D|$)/, ""), LEFT - 8, y(v));
+    const text = fmt.si(v).replace(/(\.\d*?)0+(?=\D|$)/, "$1").replace(/\.(?=\D|$)/, "");
+    c.fillText(text, LEFT - 8, y(v));
   }
   paintTimes(c, at, x, width);
   const line = new Path2D();

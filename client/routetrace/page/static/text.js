@@ -54,8 +54,8 @@ export const fmt = {
       const whole = Math.round(seconds);
       return `${Math.floor(whole / 60)}${NBSP}min ${whole % 60}${NBSP}s`;
     }
-    if (seconds < 86400) return `${(seconds / 3600).toFixed(1)}${NBSP}h`;
-    return `${(seconds / 86400).toFixed(1)}${NBSP}d`;
+    const [n, unit] = seconds < 86400 ? [seconds / 3600, "h"] : [seconds / 86400, "d"];
+    return `${n.toFixed(n < 9.95 ? 1 : 0)}${NBSP}${unit}`;
   },
 
   /** A time of today; the date, too, on other days. */

@@ -39,7 +39,8 @@ export function mismatchCard(pick, goTo) {
       put(about, aboutOf(reports.find((one) => sideOf(one.reporter) === side)));
       const shown = found && !(found instanceof Error) ? found : null;
       put(words, shown ? verdict(shown) : found ? plain(found.message) : "Comparing all cells …");
-      attr(words, "class", shown?.diagnosis || shown?.cause || found instanceof Error ? "bad" : null);
+      const bad = shown?.diagnosis || shown?.cause || found instanceof Error;
+      attr(words, "class", bad ? "bad" : null);
       figures.hidden = !shown?.cells;
       heading.hidden = list.hidden = !shown?.worst.length;
       if (!shown?.cells) return;
