@@ -21,6 +21,8 @@ MOST_BYTES, MOST_BYTES_IN_ALL = 150_000, 800_000
 #: Colours of a picture that are kept as they are.
 _KEPT = 96
 LIGHT, DARK = "light", "dark"
+#: Milliseconds that the page may count experts for.
+_COUNT_MS = 120_000
 _FLAGS = ("--no-sandbox", "--disable-gpu", "--disable-background-networking")
 _DRAWN = """() => new Promise((done) =>
   requestAnimationFrame(() => requestAnimationFrame(() => done(true))))"""
@@ -64,7 +66,7 @@ def _mismatch(page: Page) -> None:
 
 def _report(page: Page) -> None:
     """Colour the trace by mismatch; wait for the tiles."""
-    expect(page.locator("section.mismatch .figures")).to_be_visible()
+    expect(page.locator("section.mismatch .figures")).to_be_visible(timeout=_COUNT_MS)
     page.get_by_role("button", name="Mismatch", exact=True).click()
     expect(page.locator("section.mismatch p.bad")).to_contain_text(
         "such as the weights of its experts"
@@ -73,7 +75,7 @@ def _report(page: Page) -> None:
 
 
 def _experts(page: Page) -> None:
-    expect(page.locator("canvas.load-map")).to_be_visible()
+    expect(page.locator("canvas.load-map")).to_be_visible(timeout=_COUNT_MS)
     expect(page.locator(".hot tbody tr")).to_have_count(12)
 
 

@@ -22,6 +22,7 @@ from routetrace.client import (
     Security,
     Trace,
 )
+from routetrace.client._core import reporting
 from routetrace.client._core.reporting import WriterNames
 from routetrace.common.layout import ModelLayout
 from routetrace.common.report_runs import is_report_run, report_run, reported_run
@@ -271,6 +272,28 @@ def test_reports_at_once_do_not_disturb_each_other(server: ServerProcess):
 
     asyncio.run(at_once())
     check(reported(server, "wide", "tasks"), GOOD, np.ones(40, np.bool_), WIDE.layer_ids)
+
+
+def test_a_report_of_many_chunks_is_whole(server: ServerProcess, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(reporting, "_CHUNK_BYTES", 1)
+    monkeypatch.setattr(reporting, "_FRAME_ROWS", 7)
+    ids = choices(LAYOUT, NUM_ROWS, 9)
+    with RouteClient(server.target, run="r") as client:
+        client.report_routing("narrow", ids, reporter="chunks")
+    check(reported(server, "narrow", "chunks"), ids, np.ones(NUM_ROWS, np.bool_), LAYOUT.layer_ids)
+
+
+def test_reports_of_two_clients_are_not_mixed(server: ServerProcess):
+    """Each is whole; none is a part of the other."""
+    halves = np.ones((40, 2), np.bool_)
+    halves[20:] = False
+    with RouteClient(server.target, run="r") as one, RouteClient(server.target, run="r") as two:
+        one.report_routing("wide", choices(WIDE, 40, 1), valid=halves, reporter="clients")
+        two.report_routing("wide", choices(WIDE, 40, 2), valid=~halves, reporter="clients")
+    check(
+        reported(server, "wide", "clients"), choices(WIDE, 40, 2), np.arange(40) >= 20,
+        WIDE.layer_ids,
+    )  # fmt: skip
 
 
 def test_names_of_writers_are_used_again():

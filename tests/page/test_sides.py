@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import Any
+from urllib.parse import urlencode
 
 import numpy as np
 import pytest
@@ -41,7 +42,7 @@ def server() -> Iterator[ServerProcess]:
                 feeder.step(IDS[start:stop], [[handle, start, stop - start]])
             feeder.finish(handle, ROWS + 1, token_ids=TOKENS)
         again = feeder.begin("again", trace_id="t", prompt_len=9, prompt_token_ids=TOKENS[:9])
-        feeder.step(IDS[:50], [[again, 0, 50]])
+        feeder.step(IDS, [[again, 0, ROWS]])
         feeder.finish(again, ROWS + 1, token_ids=np.where(TOKENS < 300, TOKENS, 7))
         feeder.close()
         with RouteClient(server.target, run="r") as client:
@@ -135,8 +136,11 @@ def test_incarnations_and_policies_are_sides(browser: Browser):
     shown = column_of(
         ask(browser, "tile", incarnation=1, against="#2", what="differing", z=0, x=0).body, LAYERS
     )
-    assert (shown[:, :50] == 0).all()
-    assert (shown[:, 50:] == 255).all()
+    expected = np.zeros((LAYERS, 256), np.uint8)
+    expected[:, slice(*HOLE)] = 255
+    assert np.array_equal(shown, expected)
+    beyond = ask(browser, "tile", incarnation=1, against="#2", what="differing", z=0, x=1).body
+    assert set(beyond) == {255}
     found = ask(browser, "diff", incarnation=1, against="latest").json
     assert found["differing"] == 0
     assert ask(browser, "diff", incarnation=1, against="#9").status == 404
@@ -153,10 +157,18 @@ def test_nothing_is_shown_beyond_tokens_that_differ(browser: Browser):
 
 def test_a_later_report_is_seen_at_once(browser: Browser, server: ServerProcess):
     with RouteClient(server.target, run="r") as client:
-        seen = []
+        seen: list[int] = []
+        tags: list[str] = []
         for share in (0.0, 1.0):
             client.report_routing("other", theirs(5, share), reporter="late")
             seen.append(ask(browser, "diff", "other", against="report:late").json["differing"])
+            tile = {"id": "other", "what": "differing", "z": 0, "x": 0, "against": "report:late"}
+            path = f"/api/v1/runs/r/trace/tile?{urlencode(tile)}"
+            headers = {"if-none-match": tags[-1]} if tags else {}
+            answer = browser.call(path, headers=headers)
+            assert answer.status == 200
+            tags.append(answer.headers["etag"])
+            assert browser.call(path, headers={"if-none-match": tags[-1]}).status == 304
     assert seen[0] == 0
     assert seen[1] > 500
 

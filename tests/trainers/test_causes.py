@@ -206,6 +206,23 @@ def test_a_fault_since_an_update_is_named_with_it(
 # ------------------------------------------------------------------ rules
 
 
+def test_rows_whose_first_layer_fits_are_of_these_tokens():
+    """However many later layers have nothing in common: no other tokens give the same choices."""
+    layout = ModelLayout(tuple(range(24)), 24, 64, 4)
+    rng = np.random.default_rng(5)
+    ours, theirs = (
+        rng.random((300, 24, 64)).argsort(axis=2)[..., :4].astype(np.uint8) for _ in range(2)
+    )
+    theirs[:, 0] = ours[:, 0]
+    found = compare_ids(trace_of(layout, ours), theirs)
+    assert found.diagnosis is None
+    assert "from layer 1 on" in (found.cause or "")
+    theirs[100:200, 0] = ours[200:300, 0]  # in a part, the first layer is another token's, too
+    assert "rows match nothing: for" in (
+        compare_ids(trace_of(layout, ours), theirs).diagnosis or ""
+    )
+
+
 def of(differing: int, cells: int = 1000) -> Choices:
     return Choices(cells, differing, 4 * cells - 2 * differing, 4 * cells)
 
@@ -247,7 +264,8 @@ def test_the_update_that_made_it_worse():
     assert worse_since({7: of(900)}) is None
     assert worse_since({7: of(10), 8: of(20), 9: of(30)}) is None
     assert worse_since({7: of(10), 8: of(300), 9: of(280)}) == 8
-    assert worse_since({7: of(300), 8: of(10)}) is None  # it got better
+    assert worse_since({7: of(10), 8: of(150), 9: of(900)}) == 9  # the larger step
+    assert worse_since({7: of(900), 8: of(10), 9: of(150)}) is None  # it got better
     assert worse_since({7: of(1, 20), 8: of(300)}) is None  # too few cells
 
 

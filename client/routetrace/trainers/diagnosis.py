@@ -178,7 +178,7 @@ class _Judge:
         least = _UNRELATED if whole < _UNRELATED else min(_UNRELATED, whole / 3)
         lost = (count >= _FEWEST) & (fit < least) & (unrelated < _ALIKE)
         found = lost[self._window] & ~np.isnan(self._given)
-        if not found.any() or self._fits_at_first(found):
+        if not found.any():
             return None
         return self._of_another_sample(found) or (
             f"rows match nothing: {self._where(found)} they share "
@@ -186,15 +186,6 @@ class _Judge:
             f"{_percent(chance[found])} with what it chose for other tokens: rows of another "
             "sample, of another model, or of other layers and tokens at once"
         )
-
-    def _fits_at_first(self, found: npt.NDArray[np.bool_]) -> bool:
-        """Whether rows fit at the first layer: they are of these tokens, and later layers differ.
-
-        Nothing but the tokens decides what the first router sees.
-        """
-        ours, valid, theirs = (side[0][found] for side in self._view)
-        shares = overlap(ours[None], theirs[None])[0] / ours.shape[1]
-        return bool(valid.any() and shares[valid].mean() >= _FITS)
 
     def _of_another_sample(self, found: npt.NDArray[np.bool_]) -> str | None:
         sample = int(np.bincount(self._tokens.sample[found]).argmax())

@@ -283,11 +283,10 @@ def _stored(stream: Open, count: int) -> Part[None]:
 
 def _chunks(report: Report, stat: TraceStat) -> Iterator[pb.IngestRequest]:
     """Yield the chunks of one request: its begin, rows by frames, and its end."""
+    # Without the length of the prompt, in which rows of another report with the same digests would
+    # fill holes.
     begin = pb.RequestBegin(
-        trace_id=stat.trace_id,
-        prompt_len=stat.prompt_len or 0,
-        labels=report.labels,
-        ttl_seconds=report.ttl_seconds,
+        trace_id=stat.trace_id, labels=report.labels, ttl_seconds=report.ttl_seconds
     )
     digests = stat.token_digests
     ops = [_op(OpKind.BEGIN)]
