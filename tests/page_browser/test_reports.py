@@ -32,9 +32,10 @@ def choices(count: int, seed: int) -> np.ndarray:
 
 
 IDS = choices(TOKENS, 1)
-#: The trainer's own: one layer of every tenth token differs.
+#: The trainer's own: one layer of every tenth token differs, another one each time.
 THEIRS = IDS.copy()
-THEIRS[::10, 2] = choices(TOKENS, 2)[::10, 2]
+for _at in range(0, TOKENS, 10):
+    THEIRS[_at, _at // 10 % 4] = choices(1, _at)[0, 0]
 LATE = THEIRS.copy()
 LATE[slice(*SHIFTED)] = IDS[SHIFTED[0] - 1 : SHIFTED[1] - 1]
 
@@ -121,18 +122,20 @@ def test_cells_that_differ_are_coloured(page: Page, card: Locator) -> None:
     at = int(card.locator(".worst button").first.inner_text().split()[1].replace(",", ""))
     assert at % 10 == 0
     expect(page.locator("aside")).to_contain_text("The trainer chose")
-    for _ in range(2):
+    column = at // 10 % 4
+    for _ in range(column):
         page.keyboard.press("ArrowDown")
-    expect(page.locator("aside h2")).to_have_text(f"Position {at:,}, layer 4")
+    where = f"layer {LAYOUT.layer_ids[column]}"
+    expect(page.locator("aside h2")).to_have_text(f"Position {at:,}, {where}")
     lists = page.locator("aside .ids")
     for one, ids, others in ((lists.nth(0), IDS, THEIRS), (lists.nth(1), THEIRS, IDS)):
-        expect(one.locator("li")).to_have_text([str(n) for n in ids[at, 2]])
-        odd = [str(n) for n in ids[at, 2] if n not in others[at, 2]]
+        expect(one.locator("li")).to_have_text([str(n) for n in ids[at, column]])
+        odd = [str(n) for n in ids[at, column] if n not in others[at, column]]
         expect(one.locator(".odd")).to_have_text(odd)
         assert odd
     page.keyboard.press("ArrowRight")
-    expect(page.locator("aside h2")).to_have_text(f"Position {at + 1:,}, layer 4")
-    expect(lists.nth(1).locator("li")).to_have_text([str(n) for n in THEIRS[at + 1, 2]])
+    expect(page.locator("aside h2")).to_have_text(f"Position {at + 1:,}, {where}")
+    expect(lists.nth(1).locator("li")).to_have_text([str(n) for n in THEIRS[at + 1, column]])
     expect(page.locator("aside .odd")).to_have_count(0)
 
 

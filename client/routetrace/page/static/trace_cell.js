@@ -63,10 +63,10 @@ export function cellPanel(link) {
       lent.hidden = cell?.prefix === undefined;
       const row = cell?.present && cell.row?.valid ? [...cell.row.ids] : [];
       ids.hidden = row.length === 0;
-      const other = row.length > 0 && cell.other?.valid ? [...cell.other.ids] : [];
-      showIds(ids, row, other.length > 0 ? other : row);
-      theirs.hidden = other.length === 0;
-      showIds(others, other, row);
+      const chosen = row.length > 0 && cell.other?.valid ? [...cell.other.ids] : [];
+      showIds(ids, row, chosen.length > 0 ? chosen : row);
+      theirs.hidden = chosen.length === 0;
+      showIds(others, chosen, row);
       if (!cell) return;
       if (cell.reason) {
         const about = reason(cell.reason);
