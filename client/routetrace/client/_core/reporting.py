@@ -180,7 +180,7 @@ def _counts(
             field="topk_ids",
             value=f"{known[row, column].tolist()} at index {at}, layer {layout.layer_ids[column]}",
             expected=f"{layout.top_k} different ids in [0, {layout.num_experts})",
-            remedy="pass valid= with False for cells that no router chose",
+            remedy="mark cells that no router chose as not valid",
         )
     return counts
 
