@@ -179,6 +179,18 @@ def test_a_count_is_made_again(page: Page, picture: Locator) -> None:
     expect(picture).to_be_visible()
 
 
+def test_a_clock_that_is_ahead_does_not_count_for_ever(page: Page, address: str) -> None:
+    page.add_init_script("const now = Date.now; Date.now = () => now() + 3_600_000;")
+    opened(page, f"{address}/#/experts?run=second%20run")
+    again = page.get_by_role("button", name="Count again")
+    with page.expect_response(lambda answer: "after=" in answer.url and answer.status == 200):
+        again.click()
+    expect(again).to_be_visible()
+    with page.expect_response(lambda answer: "after=" in answer.url) as told:
+        pass
+    assert told.value.status == 304
+
+
 def test_odd_names_are_text_and_another_run_has_its_own(page: Page, address: str) -> None:
     opened(page, f"{address}/#/experts?run=second%20run")
     expect(page.locator(".title")).to_contain_text("29 tokens of the newest 1 trace,")

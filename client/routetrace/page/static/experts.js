@@ -19,7 +19,7 @@ const SHOWN = ["engine", "version", "label"]; // filters that help here
 export function experts({ query, run, session, go, link }) {
   let asked = chosenOf(query);
   let by = query.by === "load" ? "load" : "id";
-  let after; // Unix time: an earlier count is too old
+  let after; // Unix time, of the page's process: an earlier count is too old
   let data = null;
   let failure = "";
   let refused = false; // a filter: there is nothing to ask for until it is another one
@@ -89,7 +89,7 @@ export function experts({ query, run, session, go, link }) {
   }
 
   function recount() {
-    after = Date.now() / 1000;
+    after = data.counted_at + 0.001;
     ask = asking();
     turn().catch(() => {});
   }
