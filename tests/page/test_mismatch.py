@@ -13,6 +13,7 @@ from routetrace.client import Agreement, RouteClient, Security
 from routetrace.client.agreement import Choices
 from routetrace.page import mismatch, run_endpoints
 from routetrace.server.testing import ServerProcess, run_server
+from routetrace.trainers.causes import likely_cause
 from support.pages import Answer, Browser, running_page
 
 LAYERS = (3, 5, 8)
@@ -84,6 +85,8 @@ def check(found: dict[str, Any], client: RouteClient, most: int = 500) -> None:
     else:
         assert found["since"]["words"] == change.words
         assert found["since"]["step"] == change.step
+        worse = [step.agreement for step in history.steps if step.step >= change.step]
+        assert found["since"]["cause"] == likely_cause(sum(worse[1:], worse[0]).by_layer)
         assert found["since"]["weight_version"] == str(change.weight_version)
 
 
@@ -145,3 +148,17 @@ def test_a_token_sees_its_own_runs_alone(guarded: Guarded, guarded_page: str, at
     other.sign_in("rt_a", run="a")
     assert ask(other, "b").status == 403
     assert ask(other, "a").json["step"] == []
+
+
+def test_the_cause_since_a_change_is_named(own_server: ServerProcess, at_once: None):
+    """Experts of layer 5 are corrupted from step 30 on: layers after it differ."""
+    with RouteClient(own_server.target) as client, running_page(own_server.target) as address:
+        for step in range(60):
+            layers = {
+                layer: Choices(1000, 800 if step >= 30 and layer > 5 else 10 + layer, 7000, 8000)
+                for layer in (3, 5, 8, 9)
+            }
+            client.report_agreement(step, Agreement(by_layer=layers), weight_version=step // 10)
+        since = ask(Browser(address)).json["since"]
+    assert (since["step"], since["weight_version"]) == (30, "3")
+    assert since["cause"].startswith("1% of cells differ up to layer 5, and 80% from layer 8 on")

@@ -53,6 +53,9 @@ def test_the_verdict_is_that_of_the_client(page: Page, picture: Locator, server)
     assert change is not None
     assert change.step == WORSE
     expect(page.locator(".notices li").first).to_contain_text(change.words)
+    # Layers 2 and 4 are worse, 5, which sees what they compute, is not.
+    expect(page.locator(".notices li").first).to_contain_text("Likely: some layers differ more")
+    expect(page.locator(".notices li").first).to_contain_text("they compute: 4 (30%): their own")
     expect(page.locator(".title")).to_contain_text(f"{len(STEPS)} steps of r")
     page.get_by_role("button", name="First worse step").click()
     expect(page.locator("#mismatch-words")).to_have_text(

@@ -13,6 +13,7 @@ from typing import Any
 from routetrace.client import AgreementHistory, StepAgreement
 from routetrace.client.agreement import Choices
 from routetrace.page.segments import exact
+from routetrace.trainers.causes import likely_cause
 
 #: Most steps of one answer, and those of one that names no number.
 MAX_STEPS = 2000
@@ -27,6 +28,9 @@ _ALL_S = 60.0
 
 #: Answers that are kept of a run.
 _MAX_ANSWERS = 4
+
+#: Steps since a change whose course over the layers is judged, the last ones.
+_JUDGED = 50
 
 _DIGITS = 6
 
@@ -126,8 +130,15 @@ def mismatch(steps: Sequence[StepAgreement], most: int) -> dict[str, Any]:
             "after": change.after,
             "layer_ids": list(change.layer_ids),
             "words": change.words,
+            "cause": _cause(steps, change.step),
         },
     }
+
+
+def _cause(steps: Sequence[StepAgreement], since: int) -> str | None:
+    """Return the likely cause of what the last steps since a change have in common."""
+    worse = [step.agreement for step in steps if step.step >= since][-_JUDGED:]
+    return likely_cause(sum(worse[1:], worse[0]).by_layer) if worse else None
 
 
 def _json(steps: Sequence[StepAgreement], most: int) -> bytes:

@@ -119,6 +119,7 @@ export function experts({ query, run, session, go, link }) {
   }
 
   function wait({ tokens, of }) {
+    if (of === 0) return; // done before it is seen
     again.hidden = true;
     put(state, `Counting ${fmt.plural(of, "token")}: ${fmt.int(tokens)}`);
     if (data === null && !parts) swap(place, ghost(3), ghost(8));

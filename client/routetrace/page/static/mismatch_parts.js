@@ -19,13 +19,14 @@ export function verdict(href) {
       const found = [];
       const { since } = data;
       if (since) {
+        const cause = since.cause ? `Likely: ${plain(since.cause)}. ` : "";
         found.push({
           key: "since", tone: "bad", subject: "", rest: since.words, links: [],
-          advice: since.weight_version === null
+          advice: cause + (since.weight_version === null
             ? "No update came with it: look at what the trainer changed, and whether rows are " +
               "replayed for the samples that they are of."
             : "Check that this update brought all router weights and biases, and all experts, to " +
-              "the engines, in the same precision as the trainer's.",
+              "the engines, in the same precision as the trainer's."),
         });
       } else {
         found.push({ key: "steady", tone: "good", subject: "", rest: steady(data), advice: "",
