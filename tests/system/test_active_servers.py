@@ -22,16 +22,17 @@ RUNS = ("a", "c")
 
 
 @pytest.mark.slow
-def test_each_server_leads_to_the_owner_and_takes_over_all(tmp_path: Path, monkeypatch):
+def test_each_server_leads_to_the_owner(tmp_path: Path, monkeypatch):
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "any")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "any")
     assert [place(run, 2) for run in RUNS] == [0, 1]
     with ExitStack() as stack:
         s3 = stack.enter_context(FakeS3())
         bucket = open_bucket("s3://bucket/runs", s3.endpoint)
-        # The second one gets its share after several leases, and is to have none here.
+        # A server that comes later gets its share after several leases: not while this test lasts.
         first, second = (
-            ObjectServer(tmp_path, s3.endpoint, workers=2, object_lease_seconds=5) for _ in range(2)
+            ObjectServer(tmp_path, s3.endpoint, workers=2, object_lease_seconds=600)
+            for _ in range(2)
         )
         named = first.target.replace("127.0.0.1", "localhost")
         first.settings["advertise"] = named
@@ -54,6 +55,31 @@ def test_each_server_leads_to_the_owner_and_takes_over_all(tmp_path: Path, monke
         assert [e.compare(c) for e, c in zip(engines, clients, strict=True)] == [10, 10]
         assert owned_by(bucket, 2, named) == [0, 1]
         assert clients[0].server_info().runs == RUNS
+        for engine in engines:
+            engine.end()
+
+
+@pytest.mark.slow
+def test_a_server_takes_over_all_of_one_that_is_killed(tmp_path: Path, monkeypatch):
+    """Whichever of them owned what before."""
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "any")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "any")
+    with ExitStack() as stack:
+        s3 = stack.enter_context(FakeS3())
+        bucket = open_bucket("s3://bucket/runs", s3.endpoint)
+        first, second = (
+            ObjectServer(tmp_path, s3.endpoint, workers=2, object_lease_seconds=5) for _ in range(2)
+        )
+        for server in (first, second):
+            stack.enter_context(server)
+            wait_for(lambda s=server: s.serves, BOUND_S)
+        target = f"{second.target},{first.target}"
+        engines = [Engine(target, run) for run in RUNS]
+        clients = [stack.enter_context(RouteClient(target, run=r, timeout=BOUND_S)) for r in RUNS]
+        for engine, client in zip(engines, clients, strict=True):
+            engine.generate(10)
+            assert engine.agent.flush(BOUND_S)
+            assert engine.compare(client) == 10
         first.kill()
         for engine, client in zip(engines, clients, strict=True):
             engine.generate(10)

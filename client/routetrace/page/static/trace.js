@@ -107,6 +107,7 @@ export function trace({ query, run, session, go, link }) {
 
   /** Compare with the report that the address names, or the first one, once for each state. */
   async function compare() {
+    if (compared === null) return; // the view has ended
     const named = reports.some((one) => sideOf(one.reporter) === query.against);
     const side = named ? query.against : reports.length > 0 ? sideOf(reports[0].reporter) : null;
     const report = reports.find((one) => sideOf(one.reporter) === side);
