@@ -95,7 +95,7 @@ class Rollouts:
 
     def __init__(self, target: str, seconds: int) -> None:
         self.num_steps = seconds * STEPS_A_SECOND
-        # What happens at which step. Drops are told for a minute.
+        # Steps of the weight updates and of the overrun; the page shows drops for a minute.
         self._updates = {self.num_steps * i // VERSIONS for i in range(1, VERSIONS)}
         self._overruns = self.num_steps - 8 * STEPS_A_SECOND
         self._begins_long = self.num_steps // 3

@@ -137,4 +137,4 @@ def test_a_report_of_a_trainer_is_a_side(diff: Run, server: ServerProcess):
     assert told["differing"] > 0
     back = found(diff("a@report:my rank", "a#1", "--json"))
     assert (back["cells"], back["differing"]) == (told["cells"], told["differing"])
-    assert "no run" in diff("a", "a@report:nobody", code=1).stderr
+    assert "no run" in diff("a", "a@report:unknown", code=1).stderr

@@ -144,7 +144,7 @@ def test_incarnations_and_policies_are_sides(browser: Browser):
     found = ask(browser, "diff", incarnation=1, against="latest").json
     assert found["differing"] == 0
     assert ask(browser, "diff", incarnation=1, against="#9").status == 404
-    assert ask(browser, "diff", incarnation=1, against="report:nobody").status == 404
+    assert ask(browser, "diff", incarnation=1, against="report:unknown").status == 404
 
 
 def test_nothing_is_shown_beyond_tokens_that_differ(browser: Browser):

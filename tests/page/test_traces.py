@@ -332,7 +332,7 @@ VALUES = st.one_of(
     st.sampled_from(
         ["hole", "whole", ODD, "changed", "latest", "differing", "0", "1", "64", "699"]
     ),
-    st.sampled_from(["#1", "#2", "report:trainer", "report:nobody"]),
+    st.sampled_from(["#1", "#2", "report:trainer", "report:unknown"]),
     st.integers(-(2**70), 2**70).map(str),
 )
 PARAMETERS = (*("id", "incarnation", "policy"), *("what", "z", "x", "start", "stop"), "against")

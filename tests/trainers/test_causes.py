@@ -86,7 +86,7 @@ class Models:
         self.trainer = choices(self.new, self.tokens)
 
     def engine(self, change: Callable[[Any], None]) -> np.ndarray:
-        """What an engine in bfloat16 chooses with the new weights, once they are changed."""
+        """Return the choices of an engine in bfloat16 with changed new weights."""
         model = copy.deepcopy(self.new)
         with torch.no_grad():
             change(model)
@@ -114,7 +114,7 @@ def compared(ours: np.ndarray, theirs: np.ndarray) -> Comparison:
 
 
 def words_of(found: Comparison) -> str:
-    """What a person reads."""
+    """Return the verdict in words; "" if there is none."""
     return found.diagnosis or found.cause or ""
 
 
