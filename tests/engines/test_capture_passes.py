@@ -137,19 +137,12 @@ def test_a_pass_gets_two_kernels_for_all_its_layers(num_layers: int) -> None:
 def test_a_step_has_two_kernels_on_the_stream_of_the_engine() -> None:
     """The fill before the pass, of its rows alone, and the copy after it."""
     capturer = RoutingCapturer(LAYOUT, 4096, "cpu")
-    narrow = capturer._free[0]._narrow.__func__
-    for slot in capturer._free:
-        slot._narrow = lambda _views: None  # type: ignore[method-assign]
     with counted() as operators:
         capturer.begin(8)
         capturer.snapshot(8)
-    assert operators.kernels == ["aten.fill_.Scalar", "aten.add.out"]
+    assert operators.kernels == ["aten.fill_.Scalar", "aten.clamp.Tensor_out"]
     (fill,) = [args for func, args, *_ in operators.calls if str(func) == "aten.fill_.Scalar"]
     assert fill[0].shape == (3, 8, 4)
-    slot = capturer._free[0]
-    with counted() as operators:
-        narrow(slot, slot._first(8))
-    assert len(operators.kernels) <= 4
 
 
 def test_a_compiled_pass_has_one_write() -> None:

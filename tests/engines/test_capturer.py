@@ -20,6 +20,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from routetrace.capture_agent.engines import capturer as capturer_module
+from routetrace.capture_agent.engines import cells as capture_cells
 from routetrace.capture_agent.engines.capturer import RoutingCapturer
 from routetrace.common.errors import InvalidArgument
 from routetrace.common.layout import ModelLayout
@@ -43,7 +44,7 @@ def random_ids(
 
 @st.composite
 def layouts(draw: st.DrawFn) -> ModelLayout:
-    num_experts = draw(st.sampled_from([2, 8, 128, 256, 257, 300, 40000]))
+    num_experts = draw(st.sampled_from([2, 8, 128, 255, 256, 257, 300, 40000, 65520]))
     top_k = draw(st.integers(1 if num_experts != 256 else 2, 4).map(lambda k: min(k, num_experts)))
     layers = draw(st.lists(st.integers(0, 9), min_size=1, max_size=4, unique=True).map(sorted))
     return ModelLayout(tuple(layers), 10, num_experts, top_k)
@@ -285,7 +286,7 @@ def test_a_pass_whose_snapshot_failed_does_not_hold_its_room(
 ) -> None:
     capturer = RoutingCapturer(PAIR, 4, "cpu")
     with monkeypatch.context() as broken:
-        broken.setattr(capturer_module.Slot, "_narrow", lambda *_: 1 / 0)
+        broken.setattr(capture_cells.Gather, "__call__", lambda *_: 1 / 0)
         for step in range(3):
             with pytest.raises(ZeroDivisionError):
                 one_pass(capturer, step)
@@ -401,12 +402,18 @@ def test_columns_that_fired_are_those_that_were_written_to_the_end() -> None:
     assert capturer.fired(1) == []
 
 
-@pytest.mark.parametrize("experts", [256, 65536])
-def test_one_expert_of_as_many_as_the_id_type_holds_is_refused(experts: int) -> None:
-    with pytest.raises(InvalidArgument, match="num_experts"):
-        RoutingCapturer(ModelLayout((0,), 1, experts, 1), 4, "cpu")
-    RoutingCapturer(ModelLayout((0,), 1, experts, 2), 4, "cpu")
-    RoutingCapturer(ModelLayout((0,), 1, experts - 1, 1), 4, "cpu")
+def test_one_expert_of_as_many_as_the_id_type_holds_is_refused() -> None:
+    with pytest.raises(InvalidArgument, match="num_experts is 256"):
+        RoutingCapturer(ModelLayout((0,), 1, 256, 1), 4, "cpu")
+    RoutingCapturer(ModelLayout((0,), 1, 256, 2), 4, "cpu")
+    RoutingCapturer(ModelLayout((0,), 1, 255, 1), 4, "cpu")
+
+
+@pytest.mark.parametrize("top_k", [1, 2])
+def test_more_experts_than_a_cell_tells_apart_are_refused(top_k: int) -> None:
+    with pytest.raises(InvalidArgument, match="num_experts is 65521; expected at most 65520"):
+        RoutingCapturer(ModelLayout((0,), 1, 65521, top_k), 4, "cpu")
+    RoutingCapturer(ModelLayout((0,), 1, 65520, top_k), 4, "cpu")
 
 
 @pytest.mark.parametrize(

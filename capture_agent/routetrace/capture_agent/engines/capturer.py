@@ -5,8 +5,8 @@ The routers write into one device buffer with a constant address, through the to
 Python) work alike. Layers do not write one by one: the ids of each are kept by reference, and the
 last layer writes all of them at once.
 
-After the pass one kernel copies its rows to a slot, on the stream of the forward pass; the next
-pass writes after it. A second stream narrows the rows and copies them to pinned host memory. Two
+After the pass one kernel copies its rows to a slot, as narrow as they travel, on the stream of the
+forward pass; the next pass writes after it. A second stream copies them to pinned host memory. Two
 slots alternate, so that the next step never meets a copy in flight.
 
 No row of an earlier pass is taken for one of this pass: before each pass its rows are poisoned, and
@@ -92,8 +92,7 @@ class PendingRows:
         return self._rows
 
     def _arrived(self, slot: Slot) -> Rows:
-        rows: Rows = slot.receive(self._num_tokens).view(self._capturer.layout.dtype)
-        return rows
+        return slot.receive(self._num_tokens)
 
     def _release(self, slot: Slot) -> None:
         self._slot = None
@@ -116,8 +115,9 @@ class RoutingCapturer:
         device: of the model.
 
     Raises:
-        InvalidArgument: if top_k is 1 and every value of the id type is an expert, so that no
-            value is left for invalid cells; or if max_num_tokens is not positive.
+        InvalidArgument: if there are more than 65,520 experts; if top_k is 1 and every value of the
+            id type is an expert, so that no value is left for invalid cells; or if max_num_tokens
+            is not positive.
     """
 
     def __init__(
@@ -129,6 +129,12 @@ class RoutingCapturer:
                 value=layout.num_experts,
                 expected=f"at most {np.iinfo(layout.dtype).max} with top_k = 1: "
                 "one id must be left to mark cells that were not captured",
+            )
+        if layout.num_experts > capture_cells.MOST_EXPERTS:
+            raise InvalidArgument(
+                field="num_experts",
+                value=layout.num_experts,
+                expected=f"at most {capture_cells.MOST_EXPERTS}",
             )
         if max_num_tokens < 1:
             raise InvalidArgument(

@@ -7,7 +7,7 @@ kernel, as a copy would, and counts the writes, also where a graph is replayed:
     never written   POISON
     written once    _ONCE + id, for any id of 32 bits
     written twice   the lower half of the first content is the upper half of the second one, and
-                    POISON is neither -1 nor an id (unless there are more than 65520 experts)
+                    POISON is neither -1 nor an id (of at most MOST_EXPERTS)
 
 An id of -1 is the skip sentinel of routers for rows of padding: such a cell was written, but names
 no expert.
@@ -16,7 +16,10 @@ no expert.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from routetrace.common.errors import InvalidArgument
@@ -24,10 +27,14 @@ from routetrace.common.layout import ModelLayout
 
 _SHIFT = 1 << 16
 POISON = _SHIFT - 16
+#: Most experts that a layout may have.
+MOST_EXPERTS = POISON
 _ONCE = -16 * _SHIFT
-_LOWEST = -(1 << 31)
 # Two writes never leave an id closer to zero than this.
 _FAR = 1 << 19
+
+# Most experts whose ids leave a value of uint8 to mark cells.
+_UINT8 = 255
 
 # Dtypes that torch can hold and convert, but not compute with.
 _NOT_ADDED = (torch.uint16, torch.uint32, torch.uint64)
@@ -91,31 +98,39 @@ _LIBRARY.impl("capture", write, "CompositeExplicitAutograd")  # type: ignore[no-
 torch.library.register_fake("routetrace::capture", lambda *_: None, lib=_LIBRARY)
 
 
-def lift(cells: torch.Tensor, out: torch.Tensor) -> None:
-    """Copy cells so that those written once hold _LOWEST + id. One kernel.
+class Gather:
+    """Copy of the cells of a pass, as ids in few bytes. One kernel."""
 
-    All others are then greater than any of these, so that `narrow` needs one comparison.
+    def __init__(self, num_experts: int, device: torch.device) -> None:
+        #: Of ids, and of `num_experts`, which marks cells without one; int16 has the bits of
+        #: uint16, for which torch has few operators.
+        self.dtype = torch.uint8 if num_experts <= _UINT8 else torch.int16
+        bounds = (_ONCE - 1, _ONCE + num_experts)
+        self._least, self._most = (
+            torch.tensor(bound, dtype=torch.int32, device=device) for bound in bounds
+        )
+
+    def __call__(self, cells: torch.Tensor, out: torch.Tensor) -> None:
+        """Copy cells [L, n, K] to `out` [n, L, K].
+
+        A cell that was not written once with the id of an expert becomes `num_experts`, or the
+        largest value of the type.
+        """
+        # The cells are cut to the bounds, and then to their lower bits.
+        torch.clamp(cells, self._least, self._most, out=out.transpose(0, 1))
+
+
+def mark_invalid(rows: npt.NDArray[Any], layout: ModelLayout) -> npt.NDArray[np.unsignedinteger]:
+    """Return gathered rows [n, L, K] in the id type, with invalid cells marked, maybe in place.
+
+    All K ids of a token and layer are invalid if one is; a layer is invalid as a whole if its first
+    row is, since any second write covers that row, and may be shorter than the first.
     """
-    torch.add(cells, _LOWEST - _ONCE, out=out)
-
-
-def narrow(
-    lifted: torch.Tensor, layout: ModelLayout, marker: torch.Tensor, out: torch.Tensor
-) -> None:
-    """Turn lifted cells [L, n, K] into rows [n, L, K] of the id type, invalid cells marked.
-
-    Args:
-        lifted: output of `lift`, contiguous along K.
-        layout: number of experts.
-        marker: value of invalid cells, a scalar of the dtype of `out`.
-        out: uint8, or int16 for the bits of uint16.
-    """
-    bad = lifted.amax(dim=-1, keepdim=True) >= _LOWEST + layout.num_experts
-    # Every write of a layer covers the first row; a later one may be shorter than an earlier one.
-    bad = bad | bad[:, :1]
-    # The low bits unchanged: a cast to int16 may saturate above 32767.
-    low = lifted.view(out.dtype)[..., :: 4 // out.element_size()]
-    torch.where(bad, marker, low, out=out.transpose(0, 1))
+    if rows.size and rows.max() >= layout.num_experts:
+        bad = (rows >= layout.num_experts).any(axis=2)
+        bad |= bad[:1]
+        rows[bad] = 0 if layout.top_k > 1 else layout.num_experts
+    return rows.astype(layout.dtype, copy=False)
 
 
 def faults(cells: torch.Tensor, num_experts: int) -> dict[int, str]:
