@@ -50,11 +50,9 @@ class Layers:
         """The step as an engine runs it, and where each layer leaves its ids."""
         if self.x.device.type != "cuda":
             return lambda: self(read), self.ids
-        side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            self(read)
-        torch.cuda.current_stream().wait_stream(side)
+        # Not on another stream: a kernel there can make all later ones of the process slower,
+        # with capture and without.
+        self(read)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             self(read)

@@ -1,7 +1,7 @@
 """A decode step of vLLM with CUDA graphs: without capture, with it, and with vLLM's own return.
 
-One engine for each in a process of its own on the same device; they take turns, round by round.
-Its agents and the server have processes of their own.
+One engine for each on the same device; they take turns, round by round. As under `vllm serve`, the
+scheduler and the worker have a process that does nothing else. So have the agents and the server.
 """
 
 # vLLM is not installed where types are checked.
@@ -82,7 +82,11 @@ def judge(table: Table, size: int, found: dict[str, list[float]]) -> None:
 def _environment(dry: bool, caches: Path) -> dict[str, str]:
     if dry:
         return {**ENVIRONMENT, "VLLM_USE_V2_MODEL_RUNNER": "0"}
-    return {**ENVIRONMENT, "VLLM_CACHE_ROOT": str(caches)}
+    return {
+        **ENVIRONMENT,
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
+        "VLLM_CACHE_ROOT": str(caches),
+    }
 
 
 def serve(way: str, model: str, target: str, tokens: int, most: int, dry: bool, more: Any) -> None:

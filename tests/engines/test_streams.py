@@ -262,7 +262,7 @@ def _no_wait(patch: pytest.MonkeyPatch, _cuda: FakeCuda) -> None:
 
 
 def _no_order(patch: pytest.MonkeyPatch, _cuda: FakeCuda) -> None:
-    patch.setattr(FakeStream, "wait_stream", lambda _self, _other: None)
+    patch.setattr(FakeStream, "wait_event", lambda _self, _event: None)
 
 
 def _early_events(patch: pytest.MonkeyPatch, cuda: FakeCuda) -> None:

@@ -44,7 +44,7 @@ def main() -> None:
         setup = Setup(args.checkpoint, attachment, run.native, args.directory, more)
         engine = Engine(setup)
         if args.device == "cuda":
-            total.faults += not_as_asked(run, engine.llm.llm_engine.vllm_config)
+            total.faults += not_as_asked(run, engine.llm.llm_engine.vllm_config, args.engine)
         handles = _NAMESPACE if run.way == "connector" else None
         comparison = Comparison(client, None, layers, run.native, handles)
         try:

@@ -65,8 +65,14 @@ RUNS = (
 )
 
 
-def not_as_asked(run: Run, config: Any) -> list[str]:
-    """Return the features that an engine on CUDA left off, from its vllm_config."""
+def not_as_asked(run: Run, config: Any, asked: Mapping[str, Any]) -> list[str]:
+    """Return the features that an engine on CUDA left off, from its vllm_config.
+
+    Args:
+        run: of the engine.
+        config: of the engine.
+        asked: its arguments beside those of the run.
+    """
     faults = []
     if not config.scheduler_config.async_scheduling:
         faults.append("scheduling is not asynchronous")
@@ -78,6 +84,9 @@ def not_as_asked(run: Run, config: Any) -> list[str]:
         on = getattr(mode, "name", str(mode)) != "NONE"
         if on != run.graphs:
             faults.append(f"{name} is {mode}")
+    wanted = asked.get("compilation_config", {}).get("cudagraph_mode")
+    if wanted not in (None, compilation.cudagraph_mode.name):
+        faults.append(f"cudagraph_mode is {compilation.cudagraph_mode.name}, expected {wanted}")
     return faults
 
 

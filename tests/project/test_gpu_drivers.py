@@ -157,10 +157,14 @@ def test_what_is_not_switched_on_is_a_fault(run: Any) -> None:
         cache_config=SimpleNamespace(enable_prefix_caching=True),
         compilation_config=SimpleNamespace(cudagraph_mode=mode, mode=mode),
     )
-    assert not_as_asked(run, config) == []
+    assert not_as_asked(run, config, {}) == []
+    asked = {"compilation_config": {"cudagraph_mode": mode.name}}
+    assert not_as_asked(run, config, asked) == []
+    asked["compilation_config"]["cudagraph_mode"] = "PIECEWISE"
+    assert len(not_as_asked(run, config, asked)) == 1
     config.scheduler_config.async_scheduling = config.cache_config.enable_prefix_caching = False
     mode.name = "NONE" if run.graphs else "FULL"
-    assert len(not_as_asked(run, config)) == 4
+    assert len(not_as_asked(run, config, {})) == 4
 
 
 def test_a_million_cells_are_compared_under_graphs() -> None:
