@@ -158,6 +158,8 @@ class Table:
 
 
 def _short(value: float) -> str:
+    if 0.9 <= abs(value) < 1.1:  # most goals of ratios lie there
+        return f"{value:.3f}"
     return f"{value:.3g}" if abs(value) < 1000 else f"{value:,.0f}"
 
 

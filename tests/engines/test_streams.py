@@ -146,6 +146,17 @@ def test_neither_the_host_nor_the_next_pass_waits_for_a_copy(
     assert not cuda.on_their_way()
 
 
+def test_kernels_run_on_the_stream_of_the_passes_alone() -> None:
+    """One on another stream makes all kernels of a replayed graph begin later: docs/adr/026."""
+    cuda = FakeCuda()
+    with cuda.running():
+        capturer = RoutingCapturer(LAYOUT, TOKENS, "cuda")
+        pending = [one_pass(capturer, step) for step in range(5)]
+        for step, rows in enumerate(pending):
+            assert_step(rows.rows(), step)
+    assert cuda.kernel_streams == {cuda.main}
+
+
 def test_compiled_graphs_take_the_buffer_for_static(device: Any) -> None:
     """Or CUDA graphs that torch.compile records would write to a copy of it."""
     with device.running():

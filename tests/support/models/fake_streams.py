@@ -135,6 +135,8 @@ class FakeCuda:
         self.main = self.current = FakeStream(self)
         self.waits = 0
         """How often the host waited for work that was not over."""
+        self.kernel_streams: set[FakeStream] = set()
+        """Streams that kernels ran on."""
         self._copies: list[_Copy] = []
         self._uses: dict[int, list[_Use]] = {}  # by storage, of the device's memory
         self._alive: list[StorageWeakRef] = []  # so that no storage takes another's name
@@ -343,6 +345,7 @@ class _Kernels(TorchDispatchMode):
         if not uses:
             return func(*args, **kwargs)
         work = cuda.current.work()
+        cuda.kernel_streams.add(cuda.current)
         for tensor, writes in uses:
             cuda.use(tensor, writes, work)
         made = func(*args, **kwargs)

@@ -127,7 +127,7 @@ def mark_invalid(rows: npt.NDArray[Any], layout: ModelLayout) -> npt.NDArray[np.
     row is, since any second write covers that row, and may be shorter than the first.
     """
     if rows.size and rows.max() >= layout.num_experts:
-        bad = (rows >= layout.num_experts).any(axis=2)
+        bad = np.asarray((rows >= layout.num_experts).any(axis=2))
         bad |= bad[:1]
         rows[bad] = 0 if layout.top_k > 1 else layout.num_experts
     return rows.astype(layout.dtype, copy=False)
