@@ -115,7 +115,7 @@ class RoutingCapturer:
         device: of the model.
 
     Raises:
-        InvalidArgument: if there are more than 65,520 experts; if top_k is 1 and every value of the
+        InvalidArgument: if there are more than 65,519 experts; if top_k is 1 and every value of the
             id type is an expert, so that no value is left for invalid cells; or if max_num_tokens
             is not positive.
     """

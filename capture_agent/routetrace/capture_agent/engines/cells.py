@@ -7,7 +7,8 @@ kernel, as a copy would, and counts the writes, also where a graph is replayed:
     never written   POISON
     written once    _ONCE + id, for any id of 32 bits
     written twice   the lower half of the first content is the upper half of the second one, and
-                    POISON is neither -1 nor an id (of at most MOST_EXPERTS)
+                    POISON is neither -1, nor an id, nor the number of experts, which some
+                    routers choose for padding
 
 An id of -1 is the skip sentinel of routers for rows of padding: such a cell was written, but names
 no expert.
@@ -28,7 +29,7 @@ from routetrace.common.layout import ModelLayout
 _SHIFT = 1 << 16
 POISON = _SHIFT - 16
 #: Most experts that a layout may have.
-MOST_EXPERTS = POISON
+MOST_EXPERTS = POISON - 1
 _ONCE = -16 * _SHIFT
 # Two writes never leave an id closer to zero than this.
 _FAR = 1 << 19
