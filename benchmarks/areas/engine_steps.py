@@ -105,7 +105,7 @@ class Passes(RoutingCapturer):
         self.device = torch.device("cuda")  # so that rows are taken a step later
         self._buffer = self._buffer[:, :, :1].clone()  # a fill costs little but its call
         for slot in self._free:
-            slot.send = lambda *_: None  # type: ignore[method-assign] # kernels: 6, or one graph
+            slot.send = lambda *_: None  # type: ignore[method-assign] # a kernel and a copy
             slot.receive = lambda num_rows: rows[:num_rows]  # type: ignore[method-assign]
 
 
