@@ -206,10 +206,13 @@ def test_a_server_that_does_not_answer_the_hello_is_called_again(
     monkeypatch.setattr(stream, "WELCOME_S", 0.3)
     held = threading.Event()
     hellos: list[str] = []
+    unanswered = 1 if silent == "one of two" else 2
 
     def admit(hello, _):
         hellos.append(hello.engine_id)
-        if silent == "one of two" or len(hellos) < 3:
+        if len(hellos) == unanswered:  # the next call may take as long as a busy machine needs
+            monkeypatch.setattr(stream, "WELCOME_S", 60)
+        if silent == "one of two" or len(hellos) <= unanswered:
             held.wait(60)
 
     server.admit = admit
@@ -225,7 +228,8 @@ def test_a_server_that_does_not_answer_the_hello_is_called_again(
         held.set()
         model = (other if silent == "one of two" else server).model
         assert set(model.request("a").attempts[0].rows) == set(range(10))
-        assert len(hellos) == (1 if silent == "one of two" else 3)
+        # More, if the last of these came so late that the next call had begun.
+        assert len(hellos) >= (1 if silent == "one of two" else 3)
         assert caplog.text.count("no answer from") == 1
     server.stop()
 
