@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from typing import Any
 from urllib.parse import quote, urlencode
@@ -9,8 +10,9 @@ from urllib.parse import quote, urlencode
 import pytest
 
 from page.conftest import Guarded
-from routetrace.client import RouteClient, TraceState
-from routetrace.page import mirrors
+from routetrace.client import AgentStat, RouteClient, TraceState
+from routetrace.page import mirrors, overview
+from routetrace.page.minutes import EngineMinutes, Minutes
 from routetrace.server.testing import ServerProcess, free_ports, run_server
 from routetrace.v1 import routetrace_pb2 as pb
 from support.agents.feeder import Feeder
@@ -205,6 +207,22 @@ def test_the_overview(served: tuple[ServerProcess, Feeder, str], browser: Browse
     assert len(first["series"]) == 60
     assert 0 < found["latency"]["commit_p50"] <= found["latency"]["commit_p99"]
     assert found["store"]["used"] > 0
+
+
+@pytest.mark.parametrize("dropping", [False, True])
+def test_shards_that_are_gone_are_named_beside_those_that_are_there(dropping: bool):
+    agents = []
+    for shard, connected in (("pp-2", True), ("pp-1", False), ("pp-0", True)):
+        info = pb.AgentInfo(engine_id="e", shard=shard, connected=connected)
+        agents.append(AgentStat.from_proto(info))
+    minutes = Minutes()
+    if dropping:
+        minutes.engines["e"] = EngineMinutes()
+        minutes.engines["e"].dropped.append(5)
+    (engine,) = overview.engines(agents, minutes, time.time())
+    assert engine["shards"] == ["pp-0", "pp-2"]
+    assert engine["shards_gone"] == ["pp-1"]
+    assert engine["state"] == ("dropping" if dropping else "gone")
 
 
 def test_each_token_sees_its_run_alone(guarded: Guarded):

@@ -219,6 +219,24 @@ def test_many_engines_with_one_trouble_are_one_sentence(context) -> None:
             tab.check()
 
 
+def test_a_shard_that_is_gone_is_named(context) -> None:
+    with run_server(agent_timeout_seconds=3600) as server:
+        shards = [Feeder(server.target, LAYOUT, run="r", engine_id="e", shard=s) for s in "ab"]
+        for feeder in shards:
+            feeder.begin("one", prompt_len=5)
+            feeder.flush()
+        with running_page(server.target) as address:
+            tab = Watched(context.new_page(), {urlsplit(address).netloc})
+            tab.page.goto(address)
+            engine = tab.page.locator("tbody tr").filter(has_text="e").locator("td").first
+            expect(engine).to_have_text("e a b")
+            shards[1].close()
+            expect(engine).to_have_text("e a b gone")
+            expect(engine.locator(".lost-rows")).to_have_text("b gone")
+            shards[0].close()
+            tab.check()
+
+
 def test_the_server_goes_away(context) -> None:
     with run_server() as server:
         run = Run(server, {"e": Feeder(server.target, LAYOUT, run="r", engine_id="e")})

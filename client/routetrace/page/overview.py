@@ -81,11 +81,13 @@ def _engine(
     if sum(last(series.dropped, _RECENT_STEPS)):
         state = "dropping"
     seen = [agent.seen_at.timestamp() for agent in agents if agent.seen_at]
+    gone = sorted(agent.shard for agent in agents if not agent.connected)
     versions = [a.weight_version for a in agents if a.weight_version is not None]
     newest = agents[-1].attributes
     return {
         "engine": engine_id,
-        "shards": [agent.shard for agent in agents],
+        "shards": sorted(agent.shard for agent in agents if agent.connected),
+        "shards_gone": gone,
         "state": state,
         "lag": lag,
         "rows_per_second": minutes.rate(series.rows),

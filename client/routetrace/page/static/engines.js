@@ -39,24 +39,28 @@ export function enginesCard() {
 function make() {
   const link = h("a", null, h("bdi"));
   const shards = h("span", { class: "muted small" });
+  const gone = h("span", { class: "lost-rows small" });
   const state = stateMark();
   const line = spark();
   const rate = h("span", { class: "small" });
   const row = h("tr", null,
-    h("td", null, link, " ", shards), h("td", null, state.element), h("td", { class: "right" }),
+    h("td", null, link, " ", shards, " ", gone), h("td", null, state.element),
+    h("td", { class: "right" }),
     h("td", null, h("span", { class: "rate" }, line.element, rate)), h("td", { class: "right" }),
     h("td", { class: "right" }), h("td", { class: "right" }), h("td", { class: "right" }),
     h("td", { class: "muted" }), h("td", { class: "muted" }), h("td", { class: "right muted" }));
-  row.parts = { link, shards, state, line, rate };
+  row.parts = { link, shards, gone, state, line, rate };
   return row;
 }
 
 function fill(row, one, href) {
-  const { link, shards, state, line, rate } = row.parts;
+  const { link, shards, gone, state, line, rate } = row.parts;
   const [, , lag, , flight, queued, dropped, weights, agent, host, seen] = row.children;
   attr(link, "href", href({ engine: one.engine }));
   put(link.firstChild, plain(one.engine));
-  put(shards, one.shards.filter(Boolean).map(plain).join(" "));
+  put(shards, names(one.shards));
+  const missing = names(one.shards_gone);
+  put(gone, missing && `${missing} gone`);
   state.set(one.state);
   attr(row, "data-engine", one.state);
   attr(lag, "class", one.lag > LATE ? "right lost-rows" : "right");
@@ -81,6 +85,8 @@ function fill(row, one, href) {
   put(seen, one.last_seen === null ? "–" : one.last_seen < 2 ? "now"
     : `${fmt.duration(one.last_seen)} ago`);
 }
+
+const names = (shards) => shards.filter(Boolean).map(plain).join(" ");
 
 const bytes = (memory, disk) => [memory > 0 || disk === 0 ? fmt.bytes(memory) : "",
   disk > 0 ? `${fmt.bytes(disk)} on disk` : ""].filter(Boolean).join(", ");
