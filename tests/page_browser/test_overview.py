@@ -231,8 +231,9 @@ def test_a_shard_that_is_gone_is_named(context) -> None:
             engine = tab.page.locator("tbody tr").filter(has_text="e").locator("td").first
             expect(engine).to_have_text("e a b")
             shards[1].close()
-            expect(engine).to_have_text("e a b gone")
-            expect(engine.locator(".lost-rows")).to_have_text("b gone")
+            expect(engine).to_have_text("e a without b")
+            expect(engine.locator(".lost-rows")).to_have_text("without b")
+            expect(notice(tab.page, "e")).to_contain_text("e: its shard b is gone, last heard of")
             shards[0].close()
             tab.check()
 

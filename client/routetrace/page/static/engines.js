@@ -60,7 +60,7 @@ function fill(row, one, href) {
   put(link.firstChild, plain(one.engine));
   put(shards, names(one.shards));
   const missing = names(one.shards_gone);
-  put(gone, missing && `${missing} gone`);
+  put(gone, missing && `without ${missing}`);
   state.set(one.state);
   attr(row, "data-engine", one.state);
   attr(lag, "class", one.lag > LATE ? "right lost-rows" : "right");

@@ -102,11 +102,19 @@ function dropping(one, before = "") {
   const all = lostRows(one.dropped);
   const more = all > one.dropped_recently ? `, ${fmt.int(all)} in all` : "";
   const lag = one.lag > LATE ? ` It is ${fmt.duration(one.lag)} late.` : "";
+  const lost = lostShards(one);
   return {
     tone: "bad", advice: remedy,
     rest: `${before} has dropped ${fmt.plural(one.dropped_recently, "row")} in the last minute${
-      more}: ${words}.${lag}`,
+      more}: ${words}.${lag}${lost && ` Its ${lost} gone.`}`,
   };
+}
+
+/** Shards that are gone while others of their engine are there: "shard b is". */
+function lostShards({ shards, shards_gone: lost }) {
+  if (shards.length === 0 || lost.length === 0) return "";
+  return `${lost.length > 1 ? "shards" : "shard"} ${lost.map(plain).join(" ")} ${
+    lost.length > 1 ? "are" : "is"}`;
 }
 
 function late(one, before = "") {
@@ -123,8 +131,11 @@ function late(one, before = "") {
 function gone(one, before = "") {
   const seen = one.last_seen === null ? "before the server's start"
     : `${fmt.duration(one.last_seen)} ago`;
+  const lost = lostShards(one);
   return {
-    tone: "warn", rest: `${before} is gone: last heard of ${seen}.`,
+    tone: "warn",
+    rest: lost ? `${before}: its ${lost} gone, last heard of ${seen}.`
+      : `${before} is gone: last heard of ${seen}.`,
     advice: "If it should run, look at its log. Unless it comes back, its open traces end as " +
       "incomplete.",
   };
