@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from routetrace.client import InvalidArgument, RouteClient, Trace
+from routetrace.client import InvalidArgument, RouteClient, Trace, TraceDescription
 from routetrace.page import one_file
 from routetrace.page.one_file import joining
 from routetrace.page.segments import segments_of
@@ -57,8 +57,12 @@ def cli(server, monkeypatch):
 
 
 def read(server: ServerProcess, trace_id: str) -> Trace:
+    return described(server, trace_id)[0]
+
+
+def described(server: ServerProcess, trace_id: str) -> tuple[Trace, TraceDescription]:
     with RouteClient(server.target, run="view") as client:
-        return client.get(trace_id, missing="mask")
+        return client.get(trace_id, missing="mask"), client.describe(trace_id)
 
 
 class Page(HTMLParser):
@@ -121,14 +125,14 @@ def data_of(page: Page) -> Data:
 def test_the_file_holds_the_trace(cli, server, tmp_path: Path, trace_id: str):
     path = tmp_path / "t.html"
     cli("view", trace_id, "-o", path)
-    trace = read(server, trace_id)
+    trace, description = described(server, trace_id)
     data = data_of(Page(path.read_text("utf-8")))
     facts = data.header["facts"]
     assert (facts["trace_id"], facts["num_rows"]) == (trace_id, len(trace))
     assert facts["coverage"] == pytest.approx(trace.coverage)
     assert sum(facts["missing_cells"].values()) == int((~trace.valid).sum())
     assert facts["labels"] == trace.labels
-    assert data.header["segments"] == segments_of(trace)
+    assert data.header["segments"] == segments_of(trace, description.origins)
     levels = changed(trace)
     assert len(data.tiles) == len(levels) == facts["levels"]
     for z, tiles in enumerate(data.tiles):
@@ -140,9 +144,9 @@ def test_the_file_holds_the_trace(cli, server, tmp_path: Path, trace_id: str):
 
 
 def test_rows_around_holes_are_there_where_all_do_not_fit(server):
-    trace = read(server, "narrow")
-    whole, _ = one_file.document(trace, "h:1", 32 << 20)
-    _, content = one_file.document(trace, "h:1", len(whole.encode()) - 1)
+    trace, description = described(server, "narrow")
+    whole, _ = one_file.document(trace, description, "h:1", 32 << 20)
+    _, content = one_file.document(trace, description, "h:1", len(whole.encode()) - 1)
     assert content.ranges
     assert sum(stop - start for start, stop in content.ranges) < len(trace)
     for at in (HOLE[0] - 128, HOLE[0] - 1, HOLE[1], HOLE[1] + 127):
@@ -151,17 +155,17 @@ def test_rows_around_holes_are_there_where_all_do_not_fit(server):
 
 
 def test_no_file_is_larger_than_asked_for(server):
-    trace = read(server, "wide")
-    size = len(one_file.document(trace, "h:1", 32 << 20)[0].encode())
+    trace, description = described(server, "wide")
+    size = len(one_file.document(trace, description, "h:1", 32 << 20)[0].encode())
     with pytest.raises(InvalidArgument) as caught:
-        one_file.document(trace, "h:1", 100_000)
+        one_file.document(trace, description, "h:1", 100_000)
     assert caught.value.field == "--max-size"
     least = int(re.findall(r"\d+", caught.value.expected)[0])
     with pytest.raises(InvalidArgument):
-        one_file.document(trace, "h:1", least - 100)
+        one_file.document(trace, description, "h:1", least - 100)
     held = []
     for most in (least + 100, *range(least + 1000, size, (size - least) // 9), size + 100):
-        text, content = one_file.document(trace, "h:1", most)
+        text, content = one_file.document(trace, description, "h:1", most)
         assert len(text.encode()) <= most
         held.append(sum(stop - start for start, stop in content.ranges))
     assert held == sorted(held)

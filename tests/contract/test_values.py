@@ -27,6 +27,7 @@ from routetrace.client import (
     ExpertLoad,
     FetchStats,
     FinishReason,
+    Incarnation,
     Limit,
     MissingRange,
     MissingReason,
@@ -37,6 +38,7 @@ from routetrace.client import (
     Rank,
     ReadFacts,
     ReadOptions,
+    RowOrigin,
     RunHistory,
     Sample,
     Security,
@@ -45,6 +47,7 @@ from routetrace.client import (
     StepAgreement,
     Trace,
     TraceChanges,
+    TraceDescription,
     TraceStat,
     TraceState,
     TraceSummary,
@@ -57,10 +60,11 @@ LAYOUT = ModelLayout((1, 3), 4, 8, 2)
 #: Dataclasses with a result of JSON; the others hold arrays of rows, or say how to read them.
 DATA = {
     AgentConfig, AgentHistory, AgentStat, AgentStats, Agreement, AgreementChange, AgreementHistory,
-    ClientConfig, CloseReport, ExpertLoad, FetchStats, Limit,
+    ClientConfig, CloseReport, ExpertLoad, FetchStats, Incarnation, Limit,
     MissingRange, ModelLayout, PrefixSpan, Progress, ProvenanceSpan, Rank, ReadFacts, ReadOptions,
-    RunHistory, Sample,
-    Security, Segment, ServerInfo, StepAgreement, Trace, TraceChanges, TraceStat, TraceSummary,
+    RowOrigin, RunHistory, Sample,
+    Security, Segment, ServerInfo, StepAgreement, Trace, TraceChanges, TraceDescription,
+    TraceStat, TraceSummary,
     VersionSpan,
 }  # fmt: skip
 ROWS = {"FetchPlan", "MicroBatch", "Rows", "SampleRows"}
@@ -141,6 +145,33 @@ _step = st.builds(
     trace_ids=st.tuples(_text),
 )
 _counts = st.lists(_number, min_size=2, max_size=2).map(lambda n: np.array(n, np.int64))
+_stats = st.builds(
+    TraceStat,
+    **_facts,
+    missing=st.none() | st.lists(_missing, max_size=2).map(tuple),
+    missing_cells=st.dictionaries(st.sampled_from([*MissingReason]), _number, max_size=2),
+)
+_incarnations = st.builds(
+    Incarnation,
+    _number,
+    st.sampled_from([*TraceState]),
+    st.none() | st.sampled_from([*FinishReason]),
+    st.none() | _number,
+    _number,
+    st.none() | _time,
+)
+_row_origins = st.builds(
+    RowOrigin,
+    _number,
+    _number,
+    st.just((1, 3)),
+    _text,
+    _text,
+    st.none() | _number,
+    _number,
+    _text,
+    _text,
+)
 VALUES = {
     Agreement: _agreement,
     ExpertLoad: st.builds(
@@ -174,11 +205,21 @@ VALUES = {
     TraceChanges: st.builds(
         TraceChanges, st.tuples(_summaries), st.tuples(_text), whole=st.booleans()
     ),
-    TraceStat: st.builds(
-        TraceStat,
-        **_facts,
-        missing=st.none() | st.lists(_missing, max_size=2).map(tuple),
-        missing_cells=st.dictionaries(st.sampled_from([*MissingReason]), _number, max_size=2),
+    TraceStat: _stats,
+    Incarnation: _incarnations,
+    TraceDescription: st.builds(
+        TraceDescription,
+        stat=_stats,
+        incarnations=st.tuples(_incarnations),
+        origins=st.tuples(_row_origins),
+        more_origins=st.booleans(),
+        begun_at=st.none() | _time,
+        sampled_at=st.none() | _time,
+        acknowledged_at=st.none() | _time,
+        readable_at=st.none() | _time,
+        first_read_at=st.none() | _time,
+        last_read_at=st.none() | _time,
+        num_reads=_number,
     ),
     ReadFacts: st.builds(ReadFacts, **_read),
     Trace: st.builds(Trace, **_read, **_rows),

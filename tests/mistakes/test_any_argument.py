@@ -156,6 +156,9 @@ _TABLE = {
         "follow", trace_id="done", incarnation=1, options=None, **_PART, **READ
     ),
     "client.RouteClient.stat": _client("stat", trace_id="done", incarnation=1, timeout=1.0),
+    "client.RouteClient.describe": _client(
+        "describe", trace_id="done", incarnation=1, policy="latest", timeout=1.0
+    ),
     "client.RouteClient.find": _client(
         "find", labels={"a": "b"}, states=["running"], limit=1, retirable_through=-9, timeout=1.0
     ),

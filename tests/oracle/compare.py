@@ -239,6 +239,11 @@ class Comparer:
             if number is None and len(trace):
                 tally += self._part(one, trace)
                 tally += self._planned(one, trace)
+                if self._settled and (one.weight_version, one.prefix_rows) == (
+                    None,
+                    "same_version",
+                ):
+                    self._described(one, trace, named[0][0] if named else None)
         return tally
 
     def _answers(self, reads: Sequence[_Read]) -> Iterator[Trace | NotFound]:
@@ -305,6 +310,41 @@ class Comparer:
         ):
             raise Wrong(f"{read}: as {rank} has it, differs")
         return Tally(cells=valid.size, missing=int((~valid).sum()), reads=1)
+
+    def _described(self, read: _Read, trace: Trace, expected: Expected | None) -> None:
+        """Compares the origins of all rows of a trace that was right."""
+        described = self._client.describe(
+            read.trace_id, incarnation=trace.incarnation, policy=read.policy
+        )
+        there = np.zeros(trace.valid.shape, np.bool_)
+        versions = np.zeros(trace.valid.shape, np.int64)
+        told: list[set[str]] = [set() for _ in range(len(trace))]
+        columns = {layer: i for i, layer in enumerate(trace.layer_ids)}
+        for one in described.origins:
+            here = slice(one.start, one.stop), [columns[layer] for layer in one.layer_ids]
+            if there[here].any():
+                raise Wrong(f"{read}: {one} is not the only origin of its cells")
+            if one.engine_id not in trace.engine_ids:
+                raise Wrong(f"{read}: {one}; engines are {trace.engine_ids}")
+            there[here], versions[here] = True, one.weight_version
+            for names in told[one.start : one.stop]:
+                names.add(one.source)
+        if (there != trace.valid).any():
+            position, column = np.argwhere(there != trace.valid)[0].tolist()
+            has = "an" if there[position, column] else "no"
+            raise Wrong(
+                f"{read}: position {position}, layer {trace.layer_ids[column]} has {has} origin"
+            )
+        sources: list[set[str]] = [set() for _ in range(len(trace))]
+        for start, stop, source in trace.provenance:
+            for names in sources[start:stop]:
+                names.add(source)
+        if told != sources:
+            raise Wrong(f"{read}: sources {told} differ from the provenance {sources}")
+        if expected is not None and not expected.uncertain:
+            known = expected.known[: len(trace)] & there
+            if (versions != expected.versions[: len(trace)])[known].any():
+                raise Wrong(f"{read}: weight versions of the origins differ")
 
     def _one(self, read: _Read, trace: Trace, admitted: list[tuple[Expected, Expected]]) -> Tally:
         """Compares one answer with those that it may be: it must be one of them as a whole."""

@@ -273,6 +273,9 @@ class _Context:
     def __init__(self, requests: AsyncIterator[Any] | None = None) -> None:
         self._requests = requests
 
+    def invocation_metadata(self) -> tuple[_Metadatum, ...]:
+        return ()
+
     async def read(self) -> Any:
         assert self._requests is not None
         return await anext(self._requests, grpc.aio.EOF)

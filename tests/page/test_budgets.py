@@ -145,7 +145,7 @@ def test_a_trace_is_read_once(server) -> None:
     with ScriptedServer() as scripted:
         source = truth(300)
         scripted.serve(source)
-        scripted.script["StatTrace"] = lambda request, _: pb.StatTraceResponse(info=source.info)
+        scripted.tell(lambda _: source.info)
         with running_page(scripted.target) as address:
             browser = Browser(address)
             for end, params in (
@@ -165,10 +165,8 @@ def test_what_was_read_for_one_token_is_not_kept_for_another() -> None:
     with ScriptedServer() as scripted:
         source = truth(300)
         scripted.serve(source)
-        scripted.script |= {
-            "StatTrace": lambda request, _: pb.StatTraceResponse(info=source.info),
-            "GetServerInfo": lambda request, _: pb.GetServerInfoResponse(),
-        }
+        scripted.tell(lambda _: source.info)
+        scripted.script["GetServerInfo"] = lambda request, _: pb.GetServerInfoResponse()
         with running_page(scripted.target) as address:
             browsers = Browser(address), Browser(address)
             for number, browser in enumerate(browsers):
@@ -185,7 +183,7 @@ def test_a_trace_that_is_too_large_is_refused_before_it_is_read(
         source = truth(300)
         source.info.num_rows = 2**31 - 2
         scripted.serve(source)
-        scripted.script["StatTrace"] = lambda request, _: pb.StatTraceResponse(info=source.info)
+        scripted.tell(lambda _: source.info)
         with running_page(scripted.target) as address:
             answer = Browser(address).trace("default", "segments", id="req")
             assert answer.status == 400
@@ -205,7 +203,7 @@ def test_what_a_trace_takes_is_known_before_it_is_read() -> None:
     size = 0
     with ScriptedServer() as scripted:
         scripted.serve(source)
-        scripted.script["StatTrace"] = lambda request, _: pb.StatTraceResponse(info=source.info)
+        scripted.tell(lambda _: source.info)
 
         async def read(most: int) -> int:
             nonlocal size
@@ -231,10 +229,10 @@ def test_reads_under_way_share_the_memory() -> None:
     going, end = threading.Event(), threading.Event()
     with ScriptedServer() as scripted:
 
-        def stat(request: Any, _: Any) -> pb.StatTraceResponse:
+        def info(request: Any) -> pb.TraceInfo:
             info = truth(300, trace_id=request.trace_id).info
             info.num_rows = 15_000_000 if request.trace_id != "small" else 300  # of 5 x (3 + 1) B
-            return pb.StatTraceResponse(info=info)
+            return info
 
         def get(request: Any, context: Any) -> Any:
             if request.trace_id == "first":
@@ -242,7 +240,8 @@ def test_reads_under_way_share_the_memory() -> None:
                 assert end.wait(60)
             return iter(truth(300, trace_id=request.trace_id).responses(request))
 
-        scripted.script |= {"StatTrace": stat, "GetTrace": get}
+        scripted.tell(info)
+        scripted.script["GetTrace"] = get
         with running_page(scripted.target) as address, ThreadPoolExecutor() as pool:
             first = pool.submit(Browser(address).trace, "default", "segments", id="first")
             assert going.wait(60)
@@ -262,15 +261,13 @@ def test_reads_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     end = threading.Event()
     with ScriptedServer() as scripted:
 
-        def stat(request: Any, _: Any) -> pb.StatTraceResponse:
-            return pb.StatTraceResponse(info=truth(300, trace_id=request.trace_id).info)
-
         def get(request: Any, context: Any) -> Any:
             started.append(request.trace_id)
             assert end.wait(60)
             return iter(truth(300, trace_id=request.trace_id).responses(request))
 
-        scripted.script |= {"StatTrace": stat, "GetTrace": get}
+        scripted.tell(lambda request: truth(300, trace_id=request.trace_id).info)
+        scripted.script["GetTrace"] = get
         with running_page(scripted.target) as address, ThreadPoolExecutor() as pool:
             reads = [
                 pool.submit(Browser(address).trace, "default", "segments", id=f"t{n}")
@@ -354,10 +351,10 @@ def test_a_request_that_is_worked_on_goes_on(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(serving, "_LOOK_S", 0.05)
     with ScriptedServer() as scripted, running_page(scripted.target) as address:
 
-        def stat(request: Any, context: Any) -> pb.StatTraceResponse:
+        def info(_: Any) -> pb.TraceInfo:
             for _ in range(2):  # twice as long as an idle connection is kept
                 assert is_ended(connect(address))
-            return pb.StatTraceResponse(info=truth(30).info)
+            return truth(30).info
 
-        scripted.script["StatTrace"] = stat
+        scripted.tell(info)
         assert Browser(address).trace("default", id="req").status == 200

@@ -11,7 +11,6 @@ from routetrace.common.errors import NotFound, Overloaded, RouteTraceError
 from routetrace.page import backends, trace_endpoints
 from routetrace.page.errors import TooManySignIns, answer, lost_trace
 from routetrace.server.testing import free_ports
-from routetrace.v1 import routetrace_pb2 as pb
 from support.pages import Browser, running_page
 from support.servers.client_server import ScriptedServer, fail, truth
 
@@ -99,7 +98,7 @@ def test_a_failure_without_a_type_tells_nothing(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(trace_endpoints, "facts_of", broken)
     with ScriptedServer() as scripted:
         info = truth(3).info
-        scripted.script["StatTrace"] = lambda request, _: pb.StatTraceResponse(info=info)
+        scripted.tell(lambda _: info)
         with running_page(scripted.target) as address:
             reply = Browser(address).trace("default", id="req")
     assert (reply.status, reply.error["kind"]) == (500, "internal")
@@ -110,10 +109,10 @@ def test_a_failure_without_a_type_tells_nothing(monkeypatch: pytest.MonkeyPatch)
 def test_an_error_of_the_server_keeps_its_fields() -> None:
     with ScriptedServer() as scripted:
 
-        def stat(request: object, context: object) -> None:
+        def describe(request: object, context: object) -> None:
             fail(context, errors.InvalidArgument(field="run", value="'x'", expected="a name"))
 
-        scripted.script["StatTrace"] = stat
+        scripted.script["DescribeTrace"] = describe
         with running_page(scripted.target) as address:
             reply = Browser(address).trace("default", id="req")
     assert reply.status == 400

@@ -11,7 +11,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from routetrace.client import MissingRange, MissingReason, PrefixSpan, ProvenanceSpan, Trace
+from routetrace.client import (
+    MissingRange,
+    MissingReason,
+    PrefixSpan,
+    ProvenanceSpan,
+    RowOrigin,
+    Trace,
+)
 from routetrace.page.segments import LOUDNESS, exact, segments_of
 from support.ranks.rank_rows import trace_of
 from support.servers.client_server import LAYOUT, rows_of
@@ -88,12 +95,66 @@ def test_rectangles_repaint_the_trace(
     assert (painted == 1).all()
 
 
+@given(traces(), st.data())
+def test_rectangles_name_the_origin_of_each_cell(
+    made: tuple[Trace, np.ndarray, list[Any], list[str]], data: st.DataObject
+) -> None:
+    """Cells without one have the facts of their position; a cell that is missing has none."""
+    trace, reasons, versions, origins = made
+    at = trace.token_start
+    some = st.sampled_from(
+        [
+            None,
+            ("e0", "pp0", 1, 3, "forward", ""),
+            ("e0", "pp1", 1, 4, "forward", ""),
+            ("e0", "pp0", 2, 4, "cached", ""),
+            ("e1", "", None, 2**60, "prefix", "other"),
+        ]
+    )
+    given = np.empty((len(trace), LAYERS), object)
+    told: list[RowOrigin] = []
+    for _ in range(data.draw(st.integers(0, 5)) if len(trace) else 0):
+        a, b = sorted(
+            (data.draw(st.integers(0, len(trace))), data.draw(st.integers(0, len(trace))))
+        )
+        columns = data.draw(st.lists(st.integers(0, LAYERS - 1), unique=True, min_size=1))
+        one = data.draw(some)
+        places = [(row, column) for row in range(a, b) for column in columns]
+        if one is None or not places or any(given[place] for place in places):
+            continue
+        for place in places:
+            given[place] = one
+        layer_ids = tuple(LAYOUT.layer_ids[c] for c in sorted(columns))
+        told.append(RowOrigin(at + a, at + b, layer_ids, *one))
+    found = json.loads(json.dumps(segments_of(trace, told)))
+    present, painted = found["present"], np.zeros((len(trace), LAYERS), int)
+    assert ("source" in present) == bool(told)
+    for row, layer, index in cells(present, at):
+        painted[row, layer] += 1
+        one = given[row, layer]
+        if one is None:
+            assert present["version"][index] == exact(versions[row])
+            assert present["cached"][index] == (origins[row] != "forward")
+            if told:
+                assert (present["source"][index], present["attempt"][index]) == (None, 0)
+            continue
+        engine, shard, attempt, version, source, _ = one
+        assert present["version"][index] == exact(version)
+        assert present["cached"][index] == (source != "forward")
+        assert found["sources"][present["source"][index]] == {"engine": engine, "shard": shard}
+        assert present["attempt"][index] == (attempt or 1) - 1
+    for row, layer, _ in cells(found["missing"], at):
+        painted[row, layer] += 1
+        assert reasons[row, layer] >= 0
+    assert (painted == 1).all()
+
+
 @given(traces(), st.integers(LAYERS, 30))
 def test_joined_rectangles_never_hide_a_hole(
     made: tuple[Trace, np.ndarray, list[Any], list[str]], limit: int
 ) -> None:
     trace, reasons, versions, _ = made
-    found = segments_of(trace, limit)
+    found = segments_of(trace, limit=limit)
     assert len(found["present"]["t0"]) + len(found["missing"]["t0"]) <= limit
     width = 1 << found["joined"]
     painted = np.zeros((len(trace), LAYERS), int)

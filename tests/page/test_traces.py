@@ -12,9 +12,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from routetrace.client import RouteClient
+from routetrace.page.facts import stamp_of
 from routetrace.page.segments import segments_of
 from routetrace.page.tiles import changed
-from routetrace.page.traces import stamp_of
 from support.agents.feeder import Feeder
 from support.agents.simulated import drive
 from support.pages import Browser
@@ -30,12 +30,21 @@ def test_facts(browser: Browser, server) -> None:
     assert (answer.status, answer.headers["Content-Type"]) == (200, "application/json")
     facts = answer.json
     with RouteClient(server.target, run="r") as client:
-        stat = client.stat("hole")
+        stat, description = client.stat("hole"), client.describe("hole")
+    begun, ended = description.begun_at.timestamp(), description.acknowledged_at.timestamp()
     assert facts == {
         "trace_id": "hole",
         "run": "r",
         "incarnation": 1,
         "num_incarnations": 1,
+        "incarnations": [
+            {
+                "number": 1,
+                "state": "incomplete",
+                "finish_reason": "stop",
+                "num_tokens": NUM_ROWS + 1,
+            }
+        ],
         "state": "incomplete",
         "finish_reason": "stop",
         "num_tokens": NUM_ROWS + 1,
@@ -54,9 +63,12 @@ def test_facts(browser: Browser, server) -> None:
         "stored_bytes": stat.stored_bytes,
         "labels": {"task": "math"},
         "expires": stat.expires_at.timestamp(),
+        "created": stat.created_at.timestamp(),
+        "updated": stat.updated_at.timestamp(),
         "timeline": [
-            {"name": "created", "at": stat.created_at.timestamp()},
-            {"name": "updated", "at": stat.updated_at.timestamp()},
+            {"name": "begun", "at": begun},
+            {"name": "acknowledged", "at": ended},
+            {"name": "readable", "at": ended},
         ],
         "python": "from routetrace.client import RouteClient\n"
         f"trace = RouteClient('{server.target}', run='r')"
@@ -97,7 +109,10 @@ def test_segments(browser: Browser, server) -> None:
             "l1": [LAYERS, LAYERS],
             "version": [7, 8],
             "cached": [0, 0],
+            "source": [0, 0],
+            "attempt": [0, 0],
         },
+        "sources": [{"engine": "e0", "shard": ""}],
         "missing": {
             "t0": [HOLE[0]],
             "t1": [HOLE[1]],
@@ -192,8 +207,12 @@ def test_every_cell_of_simulated_engines(browser: Browser, server, seed: int) ->
             valid = np.zeros((len(trace), len(trace.layer_ids)), bool)
             reasons = np.full(valid.shape, "", object)
             present, missing = found["present"], found["missing"]
-            for t0, t1, l0, l1, version, reused in zip(*present.values(), strict=True):
+            for t0, t1, l0, l1, version, reused, source, attempt in zip(
+                *present.values(), strict=True
+            ):
                 valid[t0:t1, l0:l1] = True
+                assert found["sources"][source]["engine"] in trace.engine_ids
+                assert attempt < trace.num_attempts
                 for span in trace.weight_versions:
                     if span.start < t1 and t0 < span.stop:
                         assert span.weight_version == version
@@ -236,7 +255,8 @@ def test_policies(browser: Browser, server) -> None:
     """The rows of a preempted request's first pass, and of its second."""
     with RouteClient(server.target, run="r") as client:
         for policy in ("as_sampled", "latest"):
-            expected = segments_of(client.get("whole", policy=policy, missing="mask"))
+            trace = client.get("whole", policy=policy, missing="mask")
+            expected = segments_of(trace, client.describe("whole", policy=policy).origins)
             answer = browser.trace("r", "segments", id="whole", policy=policy)
             assert answer.json == json.loads(json.dumps(expected))
     assert browser.trace("r", "segments", id="whole", policy="best").error["field"] == "policy"

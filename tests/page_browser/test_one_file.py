@@ -34,10 +34,11 @@ def opened(tab: Watched, server: ServerProcess, tmp_path: Path) -> Open:
     def open_file(trace_id: str, *, whole: bool = True) -> Trace:
         with RouteClient(server.target, run="r") as client:
             trace = client.get(trace_id, missing="mask")
+            description = client.describe(trace_id)
         path = tmp_path / "trace.html"
-        text, _ = document(trace, server.target, 32 << 20)
+        text, _ = document(trace, description, server.target, 32 << 20)
         if not whole:
-            text, _ = document(trace, server.target, len(text.encode()) - 1)
+            text, _ = document(trace, description, server.target, len(text.encode()) - 1)
         path.write_text(text, "utf-8")
         tab.page.goto(path.as_uri())
         expect(tab.page.locator("canvas.plot")).to_be_visible()

@@ -315,7 +315,8 @@ class CaptureAgent:
                 num_tokens = number("num_tokens", num_tokens)
                 why = int(_REASONS[choice("reason", reason, _REASONS)])
                 tokens = tokens_of("token_ids", token_ids, num_tokens)
-                self._event("finish", num_tokens, why, tokens, handle=handle)
+                now_ms = time.time_ns() // 1_000_000
+                self._event("finish", num_tokens, why, tokens, now_ms, handle=handle)
                 self._handles.free(handle)
                 self._feed.interrupt()
                 if not self._handles:  # the background sends what it has

@@ -10,6 +10,7 @@ from routetrace.client.agreement_history import (
     StepAgreement,
 )
 from routetrace.client.config import ClientConfig
+from routetrace.client.description import Incarnation, RowOrigin, TraceDescription
 from routetrace.client.expert_load import ExpertLoad
 from routetrace.client.history import AgentHistory, RunHistory
 from routetrace.client.micro_batch import MicroBatch, Sample, Segment
@@ -71,6 +72,7 @@ __all__ = [
     "FetchPlan",
     "FetchStats",
     "FinishReason",
+    "Incarnation",
     "Incomplete",
     "InvalidArgument",
     "Limit",
@@ -93,6 +95,7 @@ __all__ = [
     "ReadOptions",
     "RouteClient",
     "RouteTraceError",
+    "RowOrigin",
     "Rows",
     "RunHistory",
     "Sample",
@@ -103,6 +106,7 @@ __all__ = [
     "StepAgreement",
     "Trace",
     "TraceChanges",
+    "TraceDescription",
     "TraceStat",
     "TraceState",
     "TraceSummary",

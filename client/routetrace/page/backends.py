@@ -11,15 +11,18 @@ from routetrace.client import (
     AgentStat,
     AgreementHistory,
     AsyncRouteClient,
+    ClientConfig,
     RunHistory,
     ServerInfo,
     Trace,
     TraceChanges,
+    TraceDescription,
     TraceStat,
 )
 from routetrace.client.options import Policy
 from routetrace.common.errors import NotFound, PermissionDenied, RouteTraceError
 from routetrace.common.report_runs import reported_run
+from routetrace.common.viewer import USER_AGENT
 from routetrace.page.budgets import Gate, Shared
 from routetrace.page.config import PageConfig
 from routetrace.page.errors import lost_trace
@@ -29,6 +32,9 @@ from routetrace.page.sessions import Caller
 _CALL_S = 5.0
 #: Clients that are kept; each has a connection of its own.
 _MAX_CLIENTS = 64
+
+#: The server does not count the page's reads among those of a trace.
+_OPTIONS = {"grpc.primary_user_agent": USER_AGENT}
 
 _MAX_READS = 4
 _MAX_WAITING_READS = 32
@@ -88,6 +94,33 @@ class Backends:
 
         try:
             return await self._calls.call(("stat", caller.digest, run, trace_id, incarnation), call)
+        except NotFound as error:
+            raise lost_trace(error, run, trace_id) from error
+
+    async def describe(
+        self,
+        caller: Caller,
+        run: str,
+        trace_id: str,
+        incarnation: int | None,
+        policy: Policy = "as_sampled",
+    ) -> TraceDescription:
+        """Return how a trace came to be, as of now.
+
+        Raises:
+            NotFound: in words for the page.
+            RouteTraceError: as `AsyncRouteClient.describe`.
+        """
+
+        async def call() -> TraceDescription:
+            async with self._lend(caller, run) as client:
+                return await client.describe(
+                    trace_id, incarnation=incarnation, policy=policy, timeout=_CALL_S
+                )
+
+        key = ("describe", caller.digest, run, trace_id, incarnation, policy)
+        try:
+            return await self._calls.call(key, call)
         except NotFound as error:
             raise lost_trace(error, run, trace_id) from error
 
@@ -206,8 +239,10 @@ class Backends:
         lent = self._clients.get(key)
         if lent is None:
             security = replace(self._config.security, token=caller.token)
-            client = AsyncRouteClient(self._config.target, run=run, security=security)
-            lent = self._clients[key] = _Lent(client)
+            settings = ClientConfig(
+                target=self._config.target, run=run, security=security, grpc_options=_OPTIONS
+            )
+            lent = self._clients[key] = _Lent(AsyncRouteClient(config=settings))
         self._clients.move_to_end(key)
         lent.calls += 1
         try:

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 from typing import Any
 
-from routetrace.client import TraceStat
+from routetrace.client import RowOrigin, TraceDescription, TraceStat
+from routetrace.client.stat import TraceFacts
 from routetrace.page.segments import exact
 from routetrace.page.tiles import count_levels
 
 
-def facts_of(stat: TraceStat, target: str) -> dict[str, Any]:
-    """Return the facts about a trace that the server tells today.
-
-    Sources of rows, further moments of the timeline and reads are not among them.
+def facts_of(description: TraceDescription, target: str) -> dict[str, Any]:
+    """Return the facts about a trace, its incarnations and its course.
 
     Args:
-        stat: the facts.
+        description: the description of one of its incarnations.
         target: the server, as this page's clients name it.
     """
+    stat = description.stat
     layout = stat.layout
     versions = stat.min_weight_version, stat.max_weight_version
     return {
@@ -25,6 +25,15 @@ def facts_of(stat: TraceStat, target: str) -> dict[str, Any]:
         "run": stat.run,
         "incarnation": stat.incarnation,
         "num_incarnations": stat.num_incarnations,
+        "incarnations": [
+            {
+                "number": one.number,
+                "state": one.state.value,
+                "finish_reason": one.finish_reason.value if one.finish_reason else None,
+                "num_tokens": one.num_tokens,
+            }
+            for one in description.incarnations
+        ],
         "state": stat.state.value,
         "finish_reason": stat.finish_reason.value if stat.finish_reason else None,
         "num_tokens": stat.num_tokens,
@@ -43,12 +52,25 @@ def facts_of(stat: TraceStat, target: str) -> dict[str, Any]:
         "stored_bytes": stat.stored_bytes,
         "labels": stat.labels,
         "expires": stat.expires_at.timestamp(),
-        "timeline": [
-            {"name": "created", "at": stat.created_at.timestamp()},
-            {"name": "updated", "at": stat.updated_at.timestamp()},
-        ],
+        "created": stat.created_at.timestamp(),
+        "updated": stat.updated_at.timestamp(),
+        "timeline": _timeline(description),
         "python": _python(stat, target),
     }
+
+
+def _timeline(description: TraceDescription) -> list[dict[str, Any]]:
+    """Return the known moments, in the order in which they follow from each other."""
+    several = description.num_reads > 1
+    moments = (
+        ("begun", description.begun_at),
+        ("sampled", description.sampled_at),
+        ("acknowledged", description.acknowledged_at),
+        ("readable", description.readable_at),
+        ("first read" if several else "read", description.first_read_at),
+        ("last read", description.last_read_at if several else None),
+    )
+    return [{"name": name, "at": at.timestamp()} for name, at in moments if at is not None]
 
 
 def _python(stat: TraceStat, target: str) -> str:
@@ -56,3 +78,21 @@ def _python(stat: TraceStat, target: str) -> str:
     client = f"RouteClient({target!a}, run={stat.run!a})"
     read = f".get({stat.trace_id!a}, incarnation={stat.incarnation}, missing='mask')"
     return f"from routetrace.client import RouteClient\ntrace = {client}{read}\n"
+
+
+def stamp_of(facts: TraceFacts) -> tuple[Any, ...]:
+    """Return what differs between two states of a trace."""
+    return (
+        facts.incarnation,
+        facts.state,
+        facts.num_rows,
+        facts.num_tokens,
+        facts.stored_bytes,
+        facts.updated_at,
+        facts.layout,
+    )
+
+
+def origins_of(description: TraceDescription, facts: TraceFacts) -> tuple[RowOrigin, ...]:
+    """Return the origins of rows that were read; none if the trace has changed in between."""
+    return description.origins if stamp_of(description.stat) == stamp_of(facts) else ()

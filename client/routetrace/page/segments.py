@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from routetrace.client import Trace
+from routetrace.client import RowOrigin, Trace
 from routetrace.client._ranges import column_index
 from routetrace.common.missing import MissingReason
 
@@ -49,29 +50,48 @@ class Rectangles(NamedTuple):
     kind: npt.NDArray[np.int64]
 
 
+class _Kind(NamedTuple):
+    """Facts about cells that are there; the newest version is the greatest, none the smallest."""
+
+    known: bool
+    """Whether the version is known."""
+    version: int
+    origin: int
+    """One of _ORIGINS."""
+    source: int = -1
+    """Index of the agent; -1: not known."""
+    attempt: int = -1
+    """Attempt of the engine request, from 0; -1: not known."""
+
+
 class _Kinds(NamedTuple):
     """Cells of a trace as numbers; the higher one is shown where cells are joined."""
 
     cells: _Cells
     """[layers, tokens]: below `len(present)` those that are there, above the missing."""
-    present: list[tuple[int | None, int]]
-    """Version (None: unknown) and origin, by number."""
+    present: list[_Kind]
+    """By number."""
 
 
-def segments_of(trace: Trace, limit: int = MAX_RECTANGLES) -> dict[str, Any]:
+def segments_of(
+    trace: Trace, origins: Sequence[RowOrigin] = (), limit: int = MAX_RECTANGLES
+) -> dict[str, Any]:
     """Return the rectangles of a trace: t positions, l columns of `layer_ids`, half open.
 
     Every cell is in exactly one of them. If there are more than `limit`, 2^z neighbouring tokens
     are joined, and `joined` is z: a joined cell is missing if one of its cells is, with the loudest
     reason; else it has the newest version, and the strongest origin of its rows.
 
-    Where pipeline stages computed a position with different versions, it has the newest.
+    Where pipeline stages computed a position with different versions, cells without an origin have
+    the newest.
 
     Args:
         trace: a whole trace, or part of one.
+        origins: origins of its rows, as of the same moment.
         limit: most rectangles, at least the number of layers.
     """
-    cells, present = _kinds(trace)
+    sources = {one[3:5]: number for number, one in enumerate({o[3:5]: o for o in origins}.values())}
+    cells, present = _kinds(trace, origins, sources)
     joined, found = 0, _rectangles(cells, 1, limit)
     while found is None:
         if cells.shape[1] % 2:
@@ -87,13 +107,18 @@ def segments_of(trace: Trace, limit: int = MAX_RECTANGLES) -> dict[str, Any]:
         return {name: column[which].tolist() for name, column in columns.items()}
 
     facts = [present[kind] for kind in found.kind[there].tolist()]
+    details = {
+        "source": [fact.source if fact.source >= 0 else None for fact in facts],
+        "attempt": [max(0, fact.attempt) for fact in facts],
+    }
     reasons = (found.kind[~there] - len(present)).tolist()
     prefix = trace.prefix_sources
     return {
         "present": {
             **sides(there),
-            "version": [exact(version) for version, _ in facts],
-            "cached": [int(origin > 0) for _, origin in facts],
+            "version": [exact(fact.version) if fact.known else None for fact in facts],
+            "cached": [int(fact.origin > 0) for fact in facts],
+            **(details if sources else {}),
         },
         "missing": {**sides(~there), "reason": [LOUDNESS[number].value for number in reasons]},
         "prefix": {
@@ -101,6 +126,7 @@ def segments_of(trace: Trace, limit: int = MAX_RECTANGLES) -> dict[str, Any]:
             "t1": [span.stop for span in prefix],
             "trace_id": [span.trace_id for span in prefix],
         },
+        "sources": [{"engine": engine, "shard": shard} for engine, shard in sources],
         "joined": joined,
     }
 
@@ -110,32 +136,52 @@ def exact(number: int | None) -> int | str | None:
     return number if number is None or -_EXACT < number < _EXACT else str(number)
 
 
-def _kinds(trace: Trace) -> _Kinds:
+def _kinds(
+    trace: Trace, origins: Sequence[RowOrigin], sources: Mapping[tuple[str, str], int]
+) -> _Kinds:
     tokens, at = len(trace), trace.token_start
     versions, known = np.zeros(tokens, np.int64), np.zeros(tokens, np.bool_)
     for start, stop, version in sorted(trace.weight_versions, key=lambda span: span[2]):
         versions[start - at : stop - at], known[start - at : stop - at] = version, True
-    origins = np.zeros(tokens, np.int64)
+    strongest = np.zeros(tokens, np.int64)
     for start, stop, source in trace.provenance:
-        part = origins[start - at : stop - at]
+        part = strongest[start - at : stop - at]
         np.maximum(part, _ORIGINS.get(source, 0), out=part)
-    # By version, so that the newest has the highest number; none is below all.
-    pairs = np.stack([known, versions, origins], axis=1)
-    kinds, number = np.unique(pairs, axis=0, return_inverse=True)
-    present = [
-        (version if is_known else None, origin) for is_known, version, origin in kinds.tolist()
+    facts = np.stack([known, versions, strongest], axis=1)
+    different, number = np.unique(facts, axis=0, return_inverse=True)
+    by_position = [_Kind(bool(k), version, origin) for k, version, origin in different.tolist()]
+    by_origin = [
+        _Kind(
+            True,
+            one.weight_version,
+            _ORIGINS.get(one.source, 0),
+            sources[one.engine_id, one.shard],
+            (one.attempt or 1) - 1,
+        )
+        for one in origins
     ]
+    # By version, so that the newest has the highest number; none is below all.
+    present = sorted({*by_position, *by_origin})
+    rank = {kind: rank for rank, kind in enumerate(present)}
     dtype = np.min_scalar_type(len(present) + len(LOUDNESS))
     valid = trace.valid.T
-    cells = np.broadcast_to(number.reshape(-1).astype(dtype), valid.shape).copy()
-    cells[~valid] = len(present)
+    ranks = np.array([rank[kind] for kind in by_position], dtype)[number.reshape(-1)]
+    cells = np.broadcast_to(ranks, valid.shape).copy()
     column = {layer: index for index, layer in enumerate(trace.layer_ids)}
     columns: dict[tuple[int, ...], slice | list[int]] = {}
-    for missing in trace.missing:
-        layer_ids = missing.layer_ids
+
+    def columns_of(layer_ids: tuple[int, ...]) -> slice | list[int]:
         if layer_ids not in columns:  # ranges of few patterns, of up to thousands of layers each
-            columns[layer_ids] = column_index([column[layer] for layer in layer_ids])
-        where = columns[layer_ids], slice(missing.start - at, missing.stop - at)
+            columns[layer_ids] = column_index([column[i] for i in layer_ids if i in column])
+        return columns[layer_ids]
+
+    for one, kind in zip(origins, by_origin, strict=True):
+        start, stop = max(one.start - at, 0), min(one.stop - at, tokens)
+        if start < stop:
+            cells[columns_of(one.layer_ids), start:stop] = rank[kind]
+    cells[~valid] = len(present)
+    for missing in trace.missing:
+        where = columns_of(missing.layer_ids), slice(missing.start - at, missing.stop - at)
         loud = dtype.type(len(present) + _LOUD[missing.reason])
         cells[where] = np.where(valid[where], cells[where], np.maximum(cells[where], loud))
     return _Kinds(cells, present)

@@ -12,12 +12,12 @@ from routetrace.client import TraceStat
 from routetrace.client.options import Policy
 from routetrace.common.errors import InvalidArgument
 from routetrace.page.backends import Backends
-from routetrace.page.facts import facts_of
+from routetrace.page.facts import facts_of, stamp_of
 from routetrace.page.parameters import choice, whole
 from routetrace.page.sessions import Caller
 from routetrace.page.sides import Side, reports_of, side_of
 from routetrace.page.tags import has, tag_of, unchanged
-from routetrace.page.traces import Traces, stamp_of
+from routetrace.page.traces import Traces
 
 #: Most tokens of one call for rows.
 MAX_ROWS = 64
@@ -40,7 +40,9 @@ class TraceEndpoints:
 
     async def facts(self, request: Request, caller: Caller) -> Response:
         """Answer with the facts about a trace."""
-        answer = JSONResponse(facts_of(await self._stat(request, caller), self._target))
+        run, trace_id, incarnation = _which(request)
+        description = await self._backends.describe(caller, run, trace_id, incarnation)
+        answer = JSONResponse(facts_of(description, self._target))
         tag = tag_of(bytes(answer.body))
         if has(request, tag):
             return unchanged(tag)
@@ -110,13 +112,17 @@ class TraceEndpoints:
         return await side_of(self._backends, caller, stat, _policy(request.query_params), text)
 
     async def _stat(self, request: Request, caller: Caller) -> TraceStat:
-        params = request.query_params
-        trace_id = params.get("id", "")
-        if not trace_id:
-            raise InvalidArgument(field="id", value="not given", expected="the id of a trace")
-        incarnation = whole(params, "incarnation", 1) if params.get("incarnation") else None
-        run = request.path_params["run"]
-        return await self._backends.stat(caller, run, trace_id, incarnation)
+        return await self._backends.stat(caller, *_which(request))
+
+
+def _which(request: Request) -> tuple[str, str, int | None]:
+    """Return run, trace id and incarnation of a request."""
+    params = request.query_params
+    trace_id = params.get("id", "")
+    if not trace_id:
+        raise InvalidArgument(field="id", value="not given", expected="the id of a trace")
+    incarnation = whole(params, "incarnation", 1) if params.get("incarnation") else None
+    return request.path_params["run"], trace_id, incarnation
 
 
 def _policy(params: Mapping[str, str]) -> Policy:

@@ -5,19 +5,19 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
 
-from routetrace.client import Trace, TraceStat, TraceState
+from routetrace.client import RowOrigin, Trace, TraceStat, TraceState
 from routetrace.client.options import Policy
-from routetrace.client.stat import TraceFacts
 from routetrace.common.errors import InvalidArgument
 from routetrace.page.backends import Backends
 from routetrace.page.budgets import Cache, Gate, Shared
 from routetrace.page.errors import busy
+from routetrace.page.facts import origins_of, stamp_of
 from routetrace.page.segments import segments_of
 from routetrace.page.sessions import Caller
 from routetrace.page.sides import Compared, Side, compared
@@ -96,7 +96,11 @@ class Traces:
         """
         read = await self._read(caller, stat, policy)
         if read.segments is None:
-            read.segments = await self._worked_out(read, "segments", lambda: _json(read.trace))
+            described = await self._backends.describe(
+                caller, stat.run, stat.trace_id, stat.incarnation, policy
+            )
+            work = partial(_json, read.trace, origins_of(described, read.trace))
+            read.segments = await self._worked_out(read, "segments", work)
             self._kept.settle()
         return read.segments
 
@@ -207,21 +211,8 @@ class Traces:
         return await self._work.call((name, id(read)), run)
 
 
-def stamp_of(facts: TraceFacts) -> tuple[Any, ...]:
-    """Return what differs between two states of a trace."""
-    return (
-        facts.incarnation,
-        facts.state,
-        facts.num_rows,
-        facts.num_tokens,
-        facts.stored_bytes,
-        facts.updated_at,
-        facts.layout,
-    )
-
-
-def _json(trace: Trace) -> bytes:
-    return json.dumps(segments_of(trace), separators=(",", ":")).encode()
+def _json(trace: Trace, origins: Sequence[RowOrigin]) -> bytes:
+    return json.dumps(segments_of(trace, origins), separators=(",", ":")).encode()
 
 
 def _key(caller: Caller, stat: TraceStat, policy: Policy) -> tuple[Any, ...]:

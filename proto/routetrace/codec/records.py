@@ -43,8 +43,9 @@ class OpKind(IntEnum):
     RESUME = 6
     """`request` starts over as a new attempt; `position`, `count` and blocks as in BEGIN."""
     FINISH = 7
-    """`request` ended with `count` tokens; `arg` is a FinishReason. Drafts before position
-    count - 1 are confirmed; the slots at that position and after are unknown."""
+    """`request` ended with `count` tokens; `arg` is a FinishReason, `value` the Unix time in
+    milliseconds, 0 if it is not known. Drafts before position count - 1 are confirmed; the slots at
+    that position and after are unknown."""
     LOST = 8
     """Rows [position, position + count) of `request` are lost; `arg` is a MissingReason. The
     last `value` positions up to their end may be rejected drafts, as in ROWS. count = 0: none from

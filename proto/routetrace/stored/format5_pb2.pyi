@@ -672,6 +672,8 @@ class Source(google.protobuf.message.Message):
     DIGESTS_FIELD_NUMBER: builtins.int
     LABELS_FIELD_NUMBER: builtins.int
     BEGAN_FIELD_NUMBER: builtins.int
+    SAMPLED_FIELD_NUMBER: builtins.int
+    REPORTED_FIELD_NUMBER: builtins.int
     engine_id: builtins.str
     """Engine of the writer; its run is the trace's."""
     shard: builtins.str
@@ -718,6 +720,10 @@ class Source(google.protobuf.message.Message):
     """routetrace.codec.records.DIGEST: token digests, ascending."""
     began: builtins.float
     """Unix time of its begin; 0: from servers that did not keep it."""
+    sampled: builtins.float
+    """Unix time of its end by the clock of the engine; 0: not known."""
+    reported: builtins.float
+    """Unix time of the report of its end; 0: not known."""
     @property
     def attempts(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.bytes]:
         """Spans of each attempt: int64 position, length, reference, weight version, provenance."""
@@ -754,8 +760,10 @@ class Source(google.protobuf.message.Message):
         digests: builtins.bytes = ...,
         labels: collections.abc.Mapping[builtins.str, builtins.str] | None = ...,
         began: builtins.float = ...,
+        sampled: builtins.float = ...,
+        reported: builtins.float = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["attempts", b"attempts", "began", b"began", "blocks", b"blocks", "cached", b"cached", "digests", b"digests", "draft_step", b"draft_step", "drafts", b"drafts", "drafts_since", b"drafts_since", "ended", b"ended", "engine_id", b"engine_id", "epoch", b"epoch", "external", b"external", "finish_reason", b"finish_reason", "forgotten", b"forgotten", "labels", b"labels", "layout", b"layout", "lost", b"lost", "num_tokens", b"num_tokens", "occurrence", b"occurrence", "prompt_len", b"prompt_len", "request_id", b"request_id", "shard", b"shard", "tentative", b"tentative", "unplaced", b"unplaced", "written", b"written"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["attempts", b"attempts", "began", b"began", "blocks", b"blocks", "cached", b"cached", "digests", b"digests", "draft_step", b"draft_step", "drafts", b"drafts", "drafts_since", b"drafts_since", "ended", b"ended", "engine_id", b"engine_id", "epoch", b"epoch", "external", b"external", "finish_reason", b"finish_reason", "forgotten", b"forgotten", "labels", b"labels", "layout", b"layout", "lost", b"lost", "num_tokens", b"num_tokens", "occurrence", b"occurrence", "prompt_len", b"prompt_len", "reported", b"reported", "request_id", b"request_id", "sampled", b"sampled", "shard", b"shard", "tentative", b"tentative", "unplaced", b"unplaced", "written", b"written"]) -> None: ...
 
 global___Source = Source
 

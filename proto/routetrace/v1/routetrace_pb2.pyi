@@ -1606,6 +1606,251 @@ class StatTraceResponse(google.protobuf.message.Message):
 global___StatTraceResponse = StatTraceResponse
 
 @typing.final
+class DescribeTraceRequest(google.protobuf.message.Message):
+    """Requests the origin of a trace."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    RUN_FIELD_NUMBER: builtins.int
+    TRACE_ID_FIELD_NUMBER: builtins.int
+    INCARNATION_FIELD_NUMBER: builtins.int
+    POLICY_FIELD_NUMBER: builtins.int
+    run: builtins.str
+    """Namespace."""
+    trace_id: builtins.str
+    """The trace."""
+    incarnation: builtins.int
+    """As in GetTraceRequest."""
+    policy: global___ReadPolicy.ValueType
+    """As in GetTraceRequest."""
+    def __init__(
+        self,
+        *,
+        run: builtins.str = ...,
+        trace_id: builtins.str = ...,
+        incarnation: builtins.int = ...,
+        policy: global___ReadPolicy.ValueType = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["incarnation", b"incarnation", "policy", b"policy", "run", b"run", "trace_id", b"trace_id"]) -> None: ...
+
+global___DescribeTraceRequest = DescribeTraceRequest
+
+@typing.final
+class DescribeTraceResponse(google.protobuf.message.Message):
+    """Origin of a trace."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    INFO_FIELD_NUMBER: builtins.int
+    MISSING_FIELD_NUMBER: builtins.int
+    INCARNATIONS_FIELD_NUMBER: builtins.int
+    SOURCES_FIELD_NUMBER: builtins.int
+    ORIGINS_FIELD_NUMBER: builtins.int
+    MORE_ORIGINS_FIELD_NUMBER: builtins.int
+    TIMES_FIELD_NUMBER: builtins.int
+    CRC32_FIELD_NUMBER: builtins.int
+    more_origins: builtins.bool
+    """Whether there are more origins."""
+    crc32: builtins.int
+    """CRC-32 of all bytes of this message except this field."""
+    @property
+    def info(self) -> global___TraceInfo:
+        """The trace, without its token digests."""
+
+    @property
+    def missing(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___MissingRange]:
+        """Missing cells of the whole trace."""
+
+    @property
+    def incarnations(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___IncarnationInfo]:
+        """Its incarnations, in order of their numbers: at most the last 64."""
+
+    @property
+    def sources(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___RowSource]:
+        """Agents that reported its rows."""
+
+    @property
+    def origins(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___RowOrigin]:
+        """Origins of its rows, in order of positions; no cell is in two of them. At most 65,536."""
+
+    @property
+    def times(self) -> global___TraceTimes:
+        """Times of the incarnation."""
+
+    def __init__(
+        self,
+        *,
+        info: global___TraceInfo | None = ...,
+        missing: collections.abc.Iterable[global___MissingRange] | None = ...,
+        incarnations: collections.abc.Iterable[global___IncarnationInfo] | None = ...,
+        sources: collections.abc.Iterable[global___RowSource] | None = ...,
+        origins: collections.abc.Iterable[global___RowOrigin] | None = ...,
+        more_origins: builtins.bool = ...,
+        times: global___TraceTimes | None = ...,
+        crc32: builtins.int = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["info", b"info", "times", b"times"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["crc32", b"crc32", "incarnations", b"incarnations", "info", b"info", "missing", b"missing", "more_origins", b"more_origins", "origins", b"origins", "sources", b"sources", "times", b"times"]) -> None: ...
+
+global___DescribeTraceResponse = DescribeTraceResponse
+
+@typing.final
+class IncarnationInfo(google.protobuf.message.Message):
+    """Incarnation of a trace."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NUMBER_FIELD_NUMBER: builtins.int
+    STATE_FIELD_NUMBER: builtins.int
+    FINISH_REASON_FIELD_NUMBER: builtins.int
+    NUM_TOKENS_FIELD_NUMBER: builtins.int
+    NUM_ROWS_FIELD_NUMBER: builtins.int
+    BEGUN_MS_FIELD_NUMBER: builtins.int
+    number: builtins.int
+    """Its number."""
+    state: global___TraceState.ValueType
+    """Its state."""
+    finish_reason: builtins.str
+    """Finish reason of the engine; "" while running."""
+    num_tokens: builtins.int
+    """Its tokens; 0 while unknown."""
+    num_rows: builtins.int
+    """Its rows."""
+    begun_ms: builtins.int
+    """Unix milliseconds of the begin of the engine request with its last tokens; 0: not known."""
+    def __init__(
+        self,
+        *,
+        number: builtins.int = ...,
+        state: global___TraceState.ValueType = ...,
+        finish_reason: builtins.str = ...,
+        num_tokens: builtins.int = ...,
+        num_rows: builtins.int = ...,
+        begun_ms: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["begun_ms", b"begun_ms", "finish_reason", b"finish_reason", "num_rows", b"num_rows", "num_tokens", b"num_tokens", "number", b"number", "state", b"state"]) -> None: ...
+
+global___IncarnationInfo = IncarnationInfo
+
+@typing.final
+class RowSource(google.protobuf.message.Message):
+    """Agent that reported rows."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    ENGINE_ID_FIELD_NUMBER: builtins.int
+    SHARD_FIELD_NUMBER: builtins.int
+    LAYER_IDS_FIELD_NUMBER: builtins.int
+    engine_id: builtins.str
+    """Engine."""
+    shard: builtins.str
+    """Part of the engine that the agent sees; "" if it sees all of it."""
+    @property
+    def layer_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """Absolute layer ids of its rows, ascending."""
+
+    def __init__(
+        self,
+        *,
+        engine_id: builtins.str = ...,
+        shard: builtins.str = ...,
+        layer_ids: collections.abc.Iterable[builtins.int] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["engine_id", b"engine_id", "layer_ids", b"layer_ids", "shard", b"shard"]) -> None: ...
+
+global___RowSource = RowSource
+
+@typing.final
+class RowOrigin(google.protobuf.message.Message):
+    """Origin of the rows of consecutive positions."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    START_FIELD_NUMBER: builtins.int
+    STOP_FIELD_NUMBER: builtins.int
+    LAYER_IDS_FIELD_NUMBER: builtins.int
+    SOURCE_FIELD_NUMBER: builtins.int
+    ATTEMPT_FIELD_NUMBER: builtins.int
+    WEIGHT_VERSION_FIELD_NUMBER: builtins.int
+    PROVENANCE_FIELD_NUMBER: builtins.int
+    start: builtins.int
+    """First position."""
+    stop: builtins.int
+    """One past the last position."""
+    source: builtins.int
+    """Index in the sources."""
+    attempt: builtins.int
+    """As in GetTraceResponse.spans: the attempt of the engine request, from 0, or with provenance PREFIX
+    an index of prefix_trace_ids.
+    """
+    weight_version: builtins.int
+    """Weight version that computed them."""
+    provenance: builtins.int
+    """records.Provenance."""
+    @property
+    def layer_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """Layers; empty: all those of the source."""
+
+    def __init__(
+        self,
+        *,
+        start: builtins.int = ...,
+        stop: builtins.int = ...,
+        layer_ids: collections.abc.Iterable[builtins.int] | None = ...,
+        source: builtins.int = ...,
+        attempt: builtins.int = ...,
+        weight_version: builtins.int = ...,
+        provenance: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["attempt", b"attempt", "layer_ids", b"layer_ids", "provenance", b"provenance", "source", b"source", "start", b"start", "stop", b"stop", "weight_version", b"weight_version"]) -> None: ...
+
+global___RowOrigin = RowOrigin
+
+@typing.final
+class TraceTimes(google.protobuf.message.Message):
+    """Times of an incarnation in Unix milliseconds; 0: not known, or not yet."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    BEGUN_MS_FIELD_NUMBER: builtins.int
+    SAMPLED_MS_FIELD_NUMBER: builtins.int
+    ACKNOWLEDGED_MS_FIELD_NUMBER: builtins.int
+    READABLE_MS_FIELD_NUMBER: builtins.int
+    FIRST_READ_MS_FIELD_NUMBER: builtins.int
+    LAST_READ_MS_FIELD_NUMBER: builtins.int
+    NUM_READS_FIELD_NUMBER: builtins.int
+    begun_ms: builtins.int
+    """Begin of its first engine request, as the server heard of it."""
+    sampled_ms: builtins.int
+    """End of its last engine request, by the clock of the engine, but not after the report of it."""
+    acknowledged_ms: builtins.int
+    """Commit of the first report of that end."""
+    readable_ms: builtins.int
+    """Commit of the last report of an end that belongs to it: of all shards, and of the engine requests
+    that it goes on from.
+    """
+    first_read_ms: builtins.int
+    """First and last read of the trace since the start of the server."""
+    last_read_ms: builtins.int
+    """Last read."""
+    num_reads: builtins.int
+    """Number of its reads since then. Those of the web page do not count."""
+    def __init__(
+        self,
+        *,
+        begun_ms: builtins.int = ...,
+        sampled_ms: builtins.int = ...,
+        acknowledged_ms: builtins.int = ...,
+        readable_ms: builtins.int = ...,
+        first_read_ms: builtins.int = ...,
+        last_read_ms: builtins.int = ...,
+        num_reads: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["acknowledged_ms", b"acknowledged_ms", "begun_ms", b"begun_ms", "first_read_ms", b"first_read_ms", "last_read_ms", b"last_read_ms", "num_reads", b"num_reads", "readable_ms", b"readable_ms", "sampled_ms", b"sampled_ms"]) -> None: ...
+
+global___TraceTimes = TraceTimes
+
+@typing.final
 class ListTracesRequest(google.protobuf.message.Message):
     """Requests a list of traces."""
 

@@ -135,6 +135,11 @@ class TraceServiceStub(object):
                 request_serializer=routetrace_dot_v1_dot_routetrace__pb2.StatTraceRequest.SerializeToString,
                 response_deserializer=routetrace_dot_v1_dot_routetrace__pb2.StatTraceResponse.FromString,
                 )
+        self.DescribeTrace = channel.unary_unary(
+                '/routetrace.v1.TraceService/DescribeTrace',
+                request_serializer=routetrace_dot_v1_dot_routetrace__pb2.DescribeTraceRequest.SerializeToString,
+                response_deserializer=routetrace_dot_v1_dot_routetrace__pb2.DescribeTraceResponse.FromString,
+                )
         self.ListTraces = channel.unary_unary(
                 '/routetrace.v1.TraceService/ListTraces',
                 request_serializer=routetrace_dot_v1_dot_routetrace__pb2.ListTracesRequest.SerializeToString,
@@ -219,6 +224,13 @@ class TraceServiceServicer(object):
 
     def StatTrace(self, request, context):
         """Describes one trace and its coverage, without rows.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def DescribeTrace(self, request, context):
+        """Describes how one trace came to be: incarnations, moments, and the agent behind each of its rows.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -324,6 +336,11 @@ def add_TraceServiceServicer_to_server(servicer, server):
                     servicer.StatTrace,
                     request_deserializer=routetrace_dot_v1_dot_routetrace__pb2.StatTraceRequest.FromString,
                     response_serializer=routetrace_dot_v1_dot_routetrace__pb2.StatTraceResponse.SerializeToString,
+            ),
+            'DescribeTrace': grpc.unary_unary_rpc_method_handler(
+                    servicer.DescribeTrace,
+                    request_deserializer=routetrace_dot_v1_dot_routetrace__pb2.DescribeTraceRequest.FromString,
+                    response_serializer=routetrace_dot_v1_dot_routetrace__pb2.DescribeTraceResponse.SerializeToString,
             ),
             'ListTraces': grpc.unary_unary_rpc_method_handler(
                     servicer.ListTraces,
@@ -456,6 +473,23 @@ class TraceService(object):
         return grpc.experimental.unary_unary(request, target, '/routetrace.v1.TraceService/StatTrace',
             routetrace_dot_v1_dot_routetrace__pb2.StatTraceRequest.SerializeToString,
             routetrace_dot_v1_dot_routetrace__pb2.StatTraceResponse.FromString,
+            options, channel_credentials,
+            insecure, call_credentials, compression, wait_for_ready, timeout, metadata)
+
+    @staticmethod
+    def DescribeTrace(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(request, target, '/routetrace.v1.TraceService/DescribeTrace',
+            routetrace_dot_v1_dot_routetrace__pb2.DescribeTraceRequest.SerializeToString,
+            routetrace_dot_v1_dot_routetrace__pb2.DescribeTraceResponse.FromString,
             options, channel_credentials,
             insecure, call_credentials, compression, wait_for_ready, timeout, metadata)
 

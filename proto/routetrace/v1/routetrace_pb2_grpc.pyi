@@ -111,6 +111,12 @@ class TraceServiceStub:
     ]
     """Describes one trace and its coverage, without rows."""
 
+    DescribeTrace: grpc.UnaryUnaryMultiCallable[
+        routetrace.v1.routetrace_pb2.DescribeTraceRequest,
+        routetrace.v1.routetrace_pb2.DescribeTraceResponse,
+    ]
+    """Describes how one trace came to be: incarnations, moments, and the agent behind each of its rows."""
+
     ListTraces: grpc.UnaryUnaryMultiCallable[
         routetrace.v1.routetrace_pb2.ListTracesRequest,
         routetrace.v1.routetrace_pb2.ListTracesResponse,
@@ -205,6 +211,12 @@ class TraceServiceAsyncStub:
         routetrace.v1.routetrace_pb2.StatTraceResponse,
     ]
     """Describes one trace and its coverage, without rows."""
+
+    DescribeTrace: grpc.aio.UnaryUnaryMultiCallable[
+        routetrace.v1.routetrace_pb2.DescribeTraceRequest,
+        routetrace.v1.routetrace_pb2.DescribeTraceResponse,
+    ]
+    """Describes how one trace came to be: incarnations, moments, and the agent behind each of its rows."""
 
     ListTraces: grpc.aio.UnaryUnaryMultiCallable[
         routetrace.v1.routetrace_pb2.ListTracesRequest,
@@ -308,6 +320,14 @@ class TraceServiceServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[routetrace.v1.routetrace_pb2.StatTraceResponse, collections.abc.Awaitable[routetrace.v1.routetrace_pb2.StatTraceResponse]]:
         """Describes one trace and its coverage, without rows."""
+
+    @abc.abstractmethod
+    def DescribeTrace(
+        self,
+        request: routetrace.v1.routetrace_pb2.DescribeTraceRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[routetrace.v1.routetrace_pb2.DescribeTraceResponse, collections.abc.Awaitable[routetrace.v1.routetrace_pb2.DescribeTraceResponse]]:
+        """Describes how one trace came to be: incarnations, moments, and the agent behind each of its rows."""
 
     @abc.abstractmethod
     def ListTraces(

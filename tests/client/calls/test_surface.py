@@ -53,6 +53,7 @@ def test_public_names():
         "follow",
         "get_blocks",
         "stat",
+        "describe",
         "find",
         "watch",
         "bind",

@@ -390,6 +390,7 @@ class RequestTarget(Target):
                 run="run", engine_id="engine", block_ids=[0, 1], num_tokens=7
             ),
             "StatTrace": pb.StatTraceRequest(run="run", trace_id="r0"),
+            "DescribeTrace": pb.DescribeTraceRequest(run="run", trace_id="r0"),
             "ListTraces": pb.ListTracesRequest(run="run", labels={"sample": "r1"}),
             "WatchTraces": pb.WatchTracesRequest(run="run"),
             "DeleteTrace": pb.DeleteTraceRequest(run="run", trace_id="none"),

@@ -227,10 +227,14 @@ class Feeder:
         if num_computed_tokens > num_external_tokens:
             self.chunk.op(OpKind.INHERIT, self.names[handle])
 
-    def finish(self, handle, num_tokens, *, reason="stop", token_ids=None) -> None:
+    def finish(self, handle, num_tokens, *, reason="stop", token_ids=None, unix_ms=0) -> None:
         self.digest(handle, token_ids)
         self.chunk.op(
-            OpKind.FINISH, self.names[handle], count=num_tokens, arg=FinishReason[reason.upper()]
+            OpKind.FINISH,
+            self.names[handle],
+            count=num_tokens,
+            arg=FinishReason[reason.upper()],
+            value=unix_ms,
         )
 
     def set_weight_version(self, version) -> None:

@@ -284,6 +284,13 @@ class ScriptedServer:
             self._changed.notify_all()
         self.script["GetTrace"] = self._get_trace
 
+    def tell(self, info: Callable[[Any], pb.TraceInfo]) -> None:
+        """Answers StatTrace and DescribeTrace with the info of a request."""
+        self.script |= {
+            "StatTrace": lambda request, _: pb.StatTraceResponse(info=info(request)),
+            "DescribeTrace": lambda request, _: pb.DescribeTraceResponse(info=info(request)),
+        }
+
     def _get_trace(
         self, request: pb.GetTraceRequest, context: grpc.ServicerContext
     ) -> Iterator[Any]:

@@ -427,7 +427,9 @@ class Framer:
         if not request.kept:
             self._emitter.lose(request, num_computed_tokens, 0, pb.MISSING_REASON_QUEUE_FULL)
 
-    def finish(self, handle: int, num_tokens: int, reason: int, tokens: bytes | None) -> None:
+    def finish(
+        self, handle: int, num_tokens: int, reason: int, tokens: bytes | None, unix_ms: int
+    ) -> None:
         """End a request of `num_tokens` tokens; `tokens`, if given, is uint32."""
         lane = handle & LANE_MASK
         request = self._requests[lane]
@@ -442,7 +444,8 @@ class Framer:
         if request.recording is Recording.UNNAMED:
             self._drop(Word.UNREPORTED, 1)
         else:
-            self._out.op(OpKind.FINISH, request.request_id, count=num_tokens, arg=reason)
+            name = request.request_id
+            self._out.op(OpKind.FINISH, name, count=num_tokens, arg=reason, value=unix_ms)
         if request.phase is not Phase.PREEMPTED:
             self._release(handle, request)
         self._enter_phase(request, Phase.FINISHED)

@@ -38,7 +38,8 @@ def view(
     path = _path(output, force=force)
     with connection.client() as client:
         trace = client.get(trace_id, incarnation=incarnation, missing="mask")
-    text, content = document(trace, connection.target, max_size * _MIB)
+        description = client.describe(trace_id, incarnation=trace.incarnation)
+    text, content = document(trace, description, connection.target, max_size * _MIB)
     with atomically(path) as part:
         part.write_text(text, "utf-8")
     rows = sum(stop - start for start, stop in content.ranges)

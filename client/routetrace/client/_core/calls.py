@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal
@@ -25,6 +24,7 @@ from routetrace.client._core.reads import (
 )
 from routetrace.client._core.steps import Emit, Plan
 from routetrace.client._memory import check_pin
+from routetrace.client.description import TraceDescription, stat_from_proto
 from routetrace.client.options import Missing, ReadOptions
 from routetrace.client.plan import FetchPlan
 from routetrace.client.stat import (
@@ -36,7 +36,7 @@ from routetrace.client.trace import Trace
 from routetrace.codec.records import digest_key, token_digests
 from routetrace.common.errors import InvalidArgument, NotFound
 from routetrace.common.limits import MAX_BLOCK_TOKENS, MAX_STEP
-from routetrace.common.missing import missing_from_proto, reason_of
+from routetrace.common.missing import reason_of
 from routetrace.v1 import routetrace_pb2 as pb
 
 Errors = Literal["raise", "return"]
@@ -174,14 +174,24 @@ def stat(
     )
 
     def convert(response: pb.StatTraceResponse) -> TraceStat:
-        facts = facts_from_proto(response.info)
-        missing = missing_from_proto(response.missing, facts["layout"].layer_ids)
-        cells: Counter[str] = Counter()
-        for m in missing:
-            cells[m.reason] += (m.stop - m.start) * len(m.layer_ids)
-        return TraceStat(**facts, missing=missing, missing_cells=dict(cells))
+        return stat_from_proto(response.info, response.missing)
 
     return named(trace_id, unary("StatTrace", request, config.limit(timeout), convert))
+
+
+def describe(
+    config: Config, trace_id: str, *, incarnation: int | None, policy: str, timeout: float | None
+) -> Plan[TraceDescription]:
+    """See RouteClient.describe."""
+    request = pb.DescribeTraceRequest(
+        run=config.run,
+        trace_id=check.identifier("trace_id", trace_id),
+        incarnation=_incarnation(incarnation),
+        policy=_POLICIES[check.choice("policy", policy, [*_POLICIES])],
+    )
+    limit = config.limit(timeout)
+    call = unary("DescribeTrace", request, limit, TraceDescription.from_proto)
+    return named(trace_id, call)
 
 
 def find(

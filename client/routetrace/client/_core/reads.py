@@ -68,7 +68,7 @@ def called(method: str, request: Any, timeout: float, idempotent: bool = True) -
 def _converted(convert: Callable[[Any], T], response: Any) -> T:
     try:
         return convert(response)
-    except (KeyError, ValueError, AttributeError) as error:
+    except (LookupError, ValueError, AttributeError) as error:
         raise Corrupt(f"invalid response of the server: {error}") from error
 
 

@@ -23,9 +23,10 @@ from routetrace.client._shells.prefetch import AsyncPrefetch, fetch_async
 from routetrace.client.agreement import Agreement
 from routetrace.client.agreement_history import AgreementHistory
 from routetrace.client.config import TIMEOUT, ClientConfig, settings_of
+from routetrace.client.description import TraceDescription
 from routetrace.client.expert_load import ExpertLoad
 from routetrace.client.history import RunHistory
-from routetrace.client.options import Missing, ReadKeywords, ReadOptions, merged
+from routetrace.client.options import Missing, Policy, ReadKeywords, ReadOptions, merged
 from routetrace.client.plan import FetchPlan
 from routetrace.client.progress import Meter, Progress
 from routetrace.client.rows import Rows
@@ -515,6 +516,30 @@ class AsyncRouteClient:
             RouteTraceError: see the class.
         """
         plan = _calls.stat(self._config, trace_id, incarnation=incarnation, timeout=timeout)
+        return await self._driver.one(plan)
+
+    async def describe(
+        self,
+        trace_id: str,
+        *,
+        incarnation: int | None = None,
+        policy: Policy = "as_sampled",
+        timeout: float | None = None,
+    ) -> TraceDescription:
+        """Return how a trace came to be: incarnations, times, and the agent behind each row.
+
+        Args:
+            trace_id: id of the trace.
+            incarnation: as in `get`.
+            policy: see `ReadOptions`.
+            timeout: seconds; the client's timeout if None.
+
+        Raises:
+            RouteTraceError: see the class.
+        """
+        plan = _calls.describe(
+            self._config, trace_id, incarnation=incarnation, policy=policy, timeout=timeout
+        )
         return await self._driver.one(plan)
 
     def find(

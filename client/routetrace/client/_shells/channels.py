@@ -129,6 +129,7 @@ def _methods(channel: Any) -> dict[str, Any]:
         )
         for service, name, request, response in (
             ("TraceService", "StatTrace", pb.StatTraceRequest, pb.StatTraceResponse),
+            ("TraceService", "DescribeTrace", pb.DescribeTraceRequest, pb.DescribeTraceResponse),
             ("TraceService", "ListTraces", pb.ListTracesRequest, pb.ListTracesResponse),
             ("TraceService", "GetHistory", pb.GetHistoryRequest, pb.GetHistoryResponse),
             ("TraceService", "ListAgreement", pb.ListAgreementRequest, pb.ListAgreementResponse),

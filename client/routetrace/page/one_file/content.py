@@ -14,16 +14,16 @@ import struct
 import time
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import fields
+from dataclasses import fields, replace
 from itertools import islice
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from routetrace.client import Trace, TraceStat
+from routetrace.client import Trace, TraceDescription, TraceStat
 from routetrace.client.stat import TraceFacts
 from routetrace.common.errors import InvalidArgument
-from routetrace.page.facts import facts_of
+from routetrace.page.facts import facts_of, origins_of
 from routetrace.page.segments import segments_of
 from routetrace.page.tiles import COLUMNS, Levels, changed
 
@@ -45,11 +45,14 @@ class Content(NamedTuple):
     """Positions whose ids it holds; half open."""
 
 
-def content_of(trace: Trace, target: str, most: int, beside: int) -> Content:
+def content_of(
+    trace: Trace, description: TraceDescription, target: str, most: int, beside: int
+) -> Content:
     """Return the data of a trace: all ids if they fit, else those around its holes.
 
     Args:
         trace: all of its rows and layers, with missing ones masked.
+        description: of the same incarnation.
         target: the server, as clients name it.
         most: maximum bytes of the file.
         beside: bytes of the file without the data.
@@ -57,8 +60,10 @@ def content_of(trace: Trace, target: str, most: int, beside: int) -> Content:
     Raises:
         InvalidArgument: if it takes more without any ids.
     """
-    facts = facts_of(stat_of(trace), target) | {"expires": None}  # of the server's trace
-    header = {"facts": facts, "segments": segments_of(trace), "written": time.time()}
+    read = replace(description, stat=stat_of(trace))
+    facts = facts_of(read, target) | {"expires": None}  # of the server's trace
+    segments = segments_of(trace, origins_of(description, trace))
+    header = {"facts": facts, "segments": segments, "written": time.time()}
     levels = changed(trace)
     tiles = b"".join(_tiles(levels))
     room = most - beside

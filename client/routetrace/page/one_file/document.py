@@ -7,7 +7,7 @@ import hashlib
 from html import escape
 from pathlib import Path
 
-from routetrace.client import Trace
+from routetrace.client import Trace, TraceDescription
 from routetrace.page.one_file.content import Content, content_of
 from routetrace.page.one_file.joining import joined
 
@@ -16,11 +16,14 @@ _PAGE = _OWN.parent / "static"
 _STYLES = ("frame.css", "trace.css")
 
 
-def document(trace: Trace, target: str, most: int) -> tuple[str, Content]:
+def document(
+    trace: Trace, description: TraceDescription, target: str, most: int
+) -> tuple[str, Content]:
     """Return the HTML of a trace, and the data in it.
 
     Args:
         trace: all of its rows and layers, with missing ones masked.
+        description: of the same incarnation.
         target: the server, as clients name it.
         most: maximum bytes of the file, about 150 kB of which are script and styles.
 
@@ -38,7 +41,7 @@ def document(trace: Trace, target: str, most: int) -> tuple[str, Content]:
         script=script,
         data="{data}",
     )
-    content = content_of(trace, target, most, len(frame.encode()))
+    content = content_of(trace, description, target, most, len(frame.encode()))
     before, after = frame.rsplit("{data}", 1)
     return before + content.text + after, content
 

@@ -256,6 +256,7 @@ class _Applier:
                     self._take(source, blocks, position, count)
                 elif kind == FINISH:
                     source.ended, source.num_tokens, source.finish_reason = True, count, arg
+                    source.sampled, source.reported = min(value / 1000, self.now), self.now
                     self._release(source, max(0, count - 1))
                     del self.writer.live[self.chunk.request_ids[request]]
                     self._rejoin(key)

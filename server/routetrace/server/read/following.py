@@ -8,6 +8,7 @@ from routetrace.server.access.admission import Admission
 from routetrace.server.common.rpc import Context
 from routetrace.server.read.checks import Checks
 from routetrace.server.read.finding import Finder
+from routetrace.server.read.read_log import ReadLog
 from routetrace.server.rows import answers
 from routetrace.server.rows.absence import no_incarnation
 from routetrace.server.rows.reader import Reader
@@ -27,11 +28,13 @@ class Follower:
         checks: Checks,
         finder: Finder,
         reader: Reader,
+        reads: ReadLog,
     ) -> None:
         self._admission = admission
         self._checks = checks
         self._finder = finder
         self._reader = reader
+        self._reads = reads
 
     async def messages(
         self, request: pb.GetTraceRequest, context: Context, owner: str
@@ -40,6 +43,7 @@ class Follower:
         prefix_rows = request.prefix_rows
         known = await self._finder.find_to_follow(request, context, owner)
         trace, incarnation = known.trace, known.incarnation
+        self._reads.note(trace, context)
         info = self._reader.describe(known)
         yield answers.message(Piece(info))
         sending = Sending(self._reader, trace.sources)

@@ -25,10 +25,12 @@ from routetrace.server.read.batch import MAX_READS, Batch
 from routetrace.server.read.blocks import trace_of_blocks
 from routetrace.server.read.catalog import Catalog, OwnCatalog
 from routetrace.server.read.checks import Checks, at_most, check_part, check_read
+from routetrace.server.read.describing import described
 from routetrace.server.read.finding import Finder
 from routetrace.server.read.following import Follower
 from routetrace.server.read.parts import PartsServicer
 from routetrace.server.read.peers import Peers
+from routetrace.server.read.read_log import ReadLog
 from routetrace.server.read.run_calls import RunCalls
 from routetrace.server.read.spread_catalog import SpreadCatalog
 from routetrace.server.read.status import Status
@@ -94,6 +96,7 @@ class TraceServicer(RunCalls):
         self._reader = reader
         self._retention = retention
         self._summaries = summaries
+        self._reads = ReadLog(journal.clock)
         self._finder = Finder(
             access=access,
             admission=admission,
@@ -158,6 +161,7 @@ class TraceServicer(RunCalls):
             checks=self._checks,
             finder=self._finder,
             reader=reader,
+            reads=self._reads,
         )
 
     def add_to(self, server: grpc.aio.Server) -> None:
@@ -212,7 +216,7 @@ class TraceServicer(RunCalls):
             check_part(read)
             read.run = request.run
             known = self._finder.met(read, context, places.get(read.trace_id))
-            return None if known is None else self._answer_of(known, read)
+            return None if known is None else self._answer_of(known, read, context)
 
         async def later(read: pb.GetTraceRequest) -> Answer:
             return await self._answer(read, context, owner)
@@ -254,12 +258,13 @@ class TraceServicer(RunCalls):
     async def _answer(self, request: pb.GetTraceRequest, context: Context, owner: str) -> Answer:
         """Wait for the requested trace; return the answer as of then."""
         known = await self._finder.find(request, context, owner, sends_on=True)
-        return self._answer_of(known, request)
+        return self._answer_of(known, request, context)
 
-    def _answer_of(self, known: Known, request: pb.GetTraceRequest) -> Answer:
+    def _answer_of(self, known: Known, request: pb.GetTraceRequest, context: Context) -> Answer:
         """Return the answer from the view of the requested trace."""
         selection = self._finder.select(known, request)
         self._history.read(request.run)
+        self._reads.note(known.trace, context)
         info = self._reader.describe(known, digests=not request.omit_token_digests)
         return Answer(self._reader, info, known, selection)
 
@@ -297,6 +302,25 @@ class TraceServicer(RunCalls):
         info = self._reader.describe(known)
         missing = self._reader.missing(info.state, known, selection, rows)
         return pb.StatTraceResponse(info=info, missing=missing)
+
+    @unary
+    async def DescribeTrace(  # noqa: N802, D102
+        self, request: pb.DescribeTraceRequest, context: Context
+    ) -> pb.DescribeTraceResponse:
+        owner = self._checks.call(context, "read", request.run)
+        read = pb.GetTraceRequest(
+            run=request.run,
+            trace_id=request.trace_id,
+            incarnation=request.incarnation,
+            policy=request.policy,
+        )
+        check_read(read)
+        with self._admission.read(owner):
+            await self._admission.pace.step(owner)
+            known = await self._finder.gathered(read, context)
+            selection = self._finder.select(known, read)
+            reads = self._reads.of(known.trace)
+            return await described(self._reader, known, selection, reads)
 
     @unary
     async def ListTraces(  # noqa: N802, D102

@@ -77,6 +77,10 @@ class Source:
     num_tokens: int = 0
     """Final token count; 0 while unknown."""
     finish_reason: int = 0
+    sampled: float = 0.0
+    """Unix time of its end by the clock of the engine, not after `reported`; 0: not known."""
+    reported: float = 0.0
+    """Unix time of the report of its end; 0: not known."""
     lost: list[Lost] = field(default_factory=list)
     forgotten: bool = False
     """Whether its trace was deleted: the request may still run, but its rows are not served."""
@@ -186,6 +190,8 @@ def dump_source(message: stored.Source, source: Source, layouts: dict[ModelLayou
         message.labels.update(source.labels)
     if source.began:
         message.began = source.began
+    if source.reported:
+        message.sampled, message.reported = source.sampled, source.reported
     if source.lost:
         lost = [(m.start, m.stop, m.reason) for m in source.lost]
         message.lost = np.array(lost, _LOST).tobytes()
@@ -221,6 +227,8 @@ def load_source(message: stored.Source, run: str, layouts: Sequence[ModelLayout]
         ended=message.ended,
         num_tokens=message.num_tokens,
         finish_reason=message.finish_reason,
+        sampled=message.sampled,
+        reported=message.reported,
         written=message.written,
         forgotten=message.forgotten,
         cached=message.cached,

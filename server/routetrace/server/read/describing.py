@@ -1,0 +1,131 @@
+"""How a trace came to be: its incarnations, its times, and the origins of its rows."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+
+from routetrace.server.common.slices import in_turns
+from routetrace.server.read.read_log import Reads
+from routetrace.server.rows.reader import MAX_RELATED, Reader, reason_name
+from routetrace.server.rows.served import Known
+from routetrace.server.rows.view import Selection
+from routetrace.v1 import routetrace_pb2 as pb
+
+#: Maximum incarnations and origins of an answer.
+MAX_INCARNATIONS = 64
+MAX_ORIGINS = 1 << 16
+
+
+async def described(
+    reader: Reader, known: Known, selection: Selection, reads: Reads | None
+) -> pb.DescribeTraceResponse:
+    """Return the description of a trace, as of the call; its incarnations may be some ms newer.
+
+    Args:
+        reader: describes traces.
+        known: view of the incarnation.
+        selection: all of its rows.
+        reads: reads of the trace.
+    """
+    rows = reader.rows(known, selection)
+    info = reader.describe(known, digests=False)
+    response = pb.DescribeTraceResponse(
+        info=info,
+        missing=reader.missing(info.state, known, selection, rows),
+        times=_times(known, reads),
+    )
+    origins = _Origins(response, known)
+    async for row in in_turns(rows.tolist()):
+        if not origins.add(row):
+            response.more_origins = True
+            break
+    incarnations = [one async for one in _incarnations(reader, known)]
+    response.incarnations.extend(reversed(incarnations))
+    return response
+
+
+class _Origins:
+    """Adds rows to the origins of a response, and their sources, as few as possible."""
+
+    def __init__(self, response: pb.DescribeTraceResponse, known: Known) -> None:
+        self._response = response
+        self._known = known
+        self._sources: dict[int, int] = {}
+        self._last: dict[tuple[object, ...], pb.RowOrigin] = {}
+
+    def add(self, row: tuple[int, int, int, int, int, int, int, tuple[int, ...]]) -> bool:
+        """Add a record of `Served`; return whether there was room for it."""
+        start, stop, _, version, source, attempt, provenance, layers = row
+        key = version, source, attempt, provenance, layers
+        last = self._last.get(key)
+        if last is not None and last.stop == start:
+            last.stop = stop
+            return True
+        if len(self._response.origins) == MAX_ORIGINS:
+            return False
+        self._last[key] = self._response.origins.add(
+            start=start,
+            stop=stop,
+            layer_ids=layers,
+            source=self._index(source),
+            attempt=attempt,
+            weight_version=version,
+            provenance=provenance,
+        )
+        return True
+
+    def _index(self, number: int) -> int:
+        if number not in self._sources:
+            self._sources[number] = len(self._sources)
+            source = self._known.sources[number]
+            self._response.sources.add(
+                engine_id=source.writer.engine_id,
+                shard=source.writer.shard,
+                layer_ids=[i for i in self._known.layout.layer_ids if i in source.layout.column],
+            )
+        return self._sources[number]
+
+
+async def _incarnations(reader: Reader, known: Known) -> AsyncIterator[pb.IncarnationInfo]:
+    """Yield the incarnations of a trace, the last one first."""
+    trace, related = known.trace, 0
+    async for number in in_turns(trace.join.standing[: -MAX_INCARNATIONS - 1 : -1]):
+        join = trace.join
+        if number not in join.numbers:  # dropped meanwhile
+            continue
+        incarnation = join.incarnation(number)
+        first, related = not related, related + 1 + incarnation.num_related
+        if related > MAX_RELATED and not first:
+            return
+        one = reader.known(trace, incarnation)
+        request = incarnation.request
+        yield pb.IncarnationInfo(
+            number=number,
+            state=reader.state_of(one),  # type: ignore[arg-type]
+            finish_reason=reason_name(max(s.finish_reason for s in request.sources)),
+            num_tokens=one.num_tokens,
+            num_rows=one.num_rows,
+            begun_ms=_ms(request.began),
+        )
+
+
+def _times(known: Known, reads: Reads | None) -> pb.TraceTimes:
+    incarnation = known.incarnation
+    own = incarnation.request.sources
+    parts = [part.request for part in incarnation.continued]
+    sources = [*own, *(source for request in parts for source in request.sources)]
+    times = pb.TraceTimes(begun_ms=_ms(min(source.began for source in sources)))
+    if known.num_tokens:
+        ended = [source for source in own if source.reported]
+        times.sampled_ms = _ms(max((source.sampled for source in ended), default=0.0))
+        times.acknowledged_ms = _ms(min((source.reported for source in ended), default=0.0))
+        if all(source.reported for source in sources):
+            times.readable_ms = _ms(max(source.reported for source in sources))
+    if reads is not None:
+        times.first_read_ms, times.last_read_ms = _ms(reads.first), _ms(reads.last)
+        times.num_reads = reads.times
+    return times
+
+
+def _ms(seconds: float) -> int:
+    return int(1000 * seconds)
