@@ -173,11 +173,11 @@ def test_what_is_left_is_sent_when_the_last_request_has_ended():
     background.at(0.0)
     first, second = background.begin(), background.begin()
     background.row(first, 0)
-    background.feed.event("finish", 1, 1, None, handle=first)
+    background.feed.event("finish", 1, 1, None, 0, handle=first)
     background.at(0.1)
     background.at(0.2)
     assert background.sent == [], "another one runs"
-    background.feed.event("finish", 1, 1, None, handle=second)
+    background.feed.event("finish", 1, 1, None, 0, handle=second)
     background.at(0.3)
     assert background.sent == [
         [OpKind.BEGIN, OpKind.BEGIN, OpKind.ROWS, OpKind.FINISH, OpKind.FINISH]

@@ -8,10 +8,12 @@ from datetime import datetime, timezone
 import numpy as np
 import pytest
 
+from routetrace.capture_agent import AgentConfig, CaptureAgent
 from routetrace.client import ClientConfig, NotFound, RouteClient, RowOrigin, TraceDescription
 from routetrace.common.errors import InvalidArgument
 from routetrace.common.layout import ModelLayout
 from routetrace.common.viewer import USER_AGENT
+from routetrace.server.common.slices import at_once
 from routetrace.server.core import Core
 from routetrace.server.index.apply import apply_record
 from routetrace.server.read import describing
@@ -87,12 +89,12 @@ def test_each_row_has_its_shard_attempt_and_weights(feeder, client):
         stage.step(rows_of(layout, 2), [(handle, 6, 2)])
         stage.preempt(handle, 7 if shard == "pp0" else 5)
         stage.resume(handle, 0)
-        stage.set_weight_version(9)
+        stage.set_weight_version(8 if shard == "pp0" else 9)
         stage.step(rows_of(layout, 9), [(handle, 0, 9)])
         stage.finish(handle, 10)
         stage.flush()
     pp0 = cells(0, 6, (1, 2), shard="pp0", version=7) | cells(6, 7, (1, 2), shard="pp0", version=8)
-    pp0 |= cells(7, 9, (1, 2), shard="pp0", version=9, attempt=2)
+    pp0 |= cells(7, 9, (1, 2), shard="pp0", version=8, attempt=2)
     pp1 = cells(0, 5, (4, 5), shard="pp1", version=7)
     pp1 |= cells(5, 9, (4, 5), shard="pp1", version=9, attempt=2)
     description = client.describe("r")
@@ -101,7 +103,7 @@ def test_each_row_has_its_shard_attempt_and_weights(feeder, client):
     assert [*description.origins] == sorted(description.origins, key=lambda one: one.start)
     last = client.describe("r", policy="latest")
     assert cells_of(last) == {
-        **cells(0, 9, (1, 2), shard="pp0", version=9, attempt=2),
+        **cells(0, 9, (1, 2), shard="pp0", version=8, attempt=2),
         **cells(0, 9, (4, 5), shard="pp1", version=9, attempt=2),
     }
 
@@ -115,7 +117,6 @@ def test_rows_of_the_prefix_cache_and_of_another_trace(feeder, client):
     first.finish(handle, 71)
     # The second one has 48 tokens in the prefix cache of the same engine.
     hit = first.begin("hit", prompt_len=64, num_computed_tokens=48, block_ids=[0, 1, 2, 6, 7])
-    first.set_weight_version(5)
     first.step(rows_of(LAYOUT, 20), [(hit, 48, 20)])
     first.finish(hit, 69)
     first.flush()
@@ -136,12 +137,54 @@ def test_rows_of_the_prefix_cache_and_of_another_trace(feeder, client):
     assert cells_of(client.describe("lender")) == cells(0, 70, engine="first", version=4)
     assert cells_of(client.describe("hit")) == {
         **cells(0, 48, engine="first", version=4, source="cached"),
-        **cells(48, 68, engine="first", version=5),
+        **cells(48, 68, engine="first", version=4),
     }
     lent = {"engine": "first", "version": 4, "attempt": None, "source": "prefix"}
     assert cells_of(client.describe("borrower")) == {
         **cells(0, 64, trace_id="lender", **lent),
         **cells(64, 67, engine="second", version=4),
+    }
+
+
+def test_rows_of_an_engine_that_was_handed_a_prompt(feeder, client):
+    """Both engines have one weight version, and the rows of one follow those of the other."""
+    tokens = [int(t) for t in np.random.default_rng(4).integers(0, 50_000, 70)]
+    prefill = feeder(engine_id="prefill")
+    handle = prefill.begin("p", trace_id="t", prompt_len=64, prompt_token_ids=tokens[:64])
+    prefill.step(rows_of(LAYOUT, 64), [(handle, 0, 64)])
+    prefill.finish(handle, 65, reason="handoff", token_ids=tokens[:65])
+    prefill.flush()
+    decode = feeder(engine_id="decode")
+    handle = decode.begin(
+        "d",
+        trace_id="t",
+        prompt_len=64,
+        num_computed_tokens=64,
+        num_external_tokens=64,
+        prompt_token_ids=tokens[:64],
+        ends=[65],
+    )
+    decode.step(rows_of(LAYOUT, 5), [(handle, 64, 5)])
+    decode.finish(handle, 70, token_ids=tokens)
+    decode.flush()
+    description = client.describe("t")
+    assert cells_of(description) == cells(0, 64, engine="prefill") | cells(64, 69, engine="decode")
+    assert description.stat.state == "complete"
+
+
+def test_layers_that_another_request_fills(feeder, client):
+    """One pipeline stage of the first request is missing; the second one had the same prompt."""
+    prompt = [int(t) for t in np.random.default_rng(5).integers(0, 50_000, 64)]
+    for name, layers, tokens in (("a", (1, 2), 66), ("b", LAYOUT.layer_ids, 68)):
+        layout = LAYOUT.select(layers)
+        agent = feeder(layout, engine_id=name)
+        handle = agent.begin(name, trace_id="t", prompt_len=64, prompt_token_ids=prompt)
+        agent.step(rows_of(layout, tokens - 1), [(handle, 0, tokens - 1)])
+        agent.finish(handle, tokens)
+        agent.flush()
+    assert cells_of(client.describe("t", incarnation=1)) == {
+        **cells(0, 65, (1, 2), engine="a"),
+        **cells(0, 64, (4, 5), engine="b"),
     }
 
 
@@ -224,6 +267,27 @@ def test_times_of_two_shards(feeder, client):
     assert at[2] < at[3]
 
 
+def test_a_real_agent_tells_the_end_by_its_clock(server, client):
+    """Not the moment at which it is reported: the agent sends nothing before flush()."""
+    config = AgentConfig(
+        target=server.target,
+        engine_id="e0",
+        layout=LAYOUT,
+        run=client._config.run,
+        flush_interval_seconds=30.0,
+    )
+    with CaptureAgent(config) as agent:
+        handle = agent.begin("r", prompt_len=1)
+        agent.step(rows_of(LAYOUT, 3), [(handle, 0, 3)])
+        times = [now()]
+        agent.finish(handle, 4)
+        times.append(now())
+        assert agent.flush(30)
+    description = client.describe("r")
+    assert times[0] - 0.01 <= description.sampled_at.timestamp() <= times[1] + 0.01
+    assert description.sampled_at <= description.acknowledged_at
+
+
 def test_a_clock_ahead_of_the_server_does_not_end_a_request_in_the_future(feeder, client):
     agent = feeder()
     for name, unix_ms in (("ahead", int(1000 * now()) + 3_600_000), ("old agent", 0)):
@@ -298,6 +362,31 @@ def test_times_and_origins_survive_a_restart(tmp_path):
     assert before.origins == (RowOrigin(0, 3, LAYOUT.layer_ids, "e0", "", 1, 0, "forward", ""),)
     assert None not in (before.begun_at, before.sampled_at, before.readable_at)
     assert after.to_dict() == before.to_dict()
+
+
+async def test_times_are_in_snapshots():
+    store = MemoryStore()
+    core = Core(store, ServerConfig())
+    await core.start()
+    recorder = Recorder()
+    handle = recorder.begin("t", prompt_len=1)
+    recorder.step(rows_of(recorder.layout, 3), [(handle, 0, 3)])
+    recorder.finish(handle, 4)
+    recorder.flush()
+    for record in recorder.records:
+        apply_record(core.state, core.state.number + 1, record)
+    trace = core.state.traces.traces["run", "t"]
+    trace.sources[0].sampled, trace.sources[0].reported = 17.25, 18.5
+    trace.expires = core.journal.clock.now() + 3600
+    core.state.changed(trace)
+    number, data = at_once(core.journal.snapshot())
+    store.compact((number, data), ())
+    await core.stop()
+    core = Core(store, ServerConfig())
+    await core.start()
+    [source] = core.state.traces.traces["run", "t"].sources
+    assert (source.sampled, source.reported) == (17.25, 18.5)
+    await core.stop()
 
 
 async def test_an_answer_has_a_limit_of_origins(monkeypatch):
