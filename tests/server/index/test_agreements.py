@@ -190,6 +190,7 @@ def test_reports_outlive_a_kill(tmp_path):
     with run_server(data_dir=tmp_path) as server:
         with RouteClient(server.target, run="r") as client:
             check(client)
+            assert client.server_info().runs == ("r",)
         with RouteClient(server.target, run="other") as client:
             assert client.agreement_history().steps == ()
 

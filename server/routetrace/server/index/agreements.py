@@ -51,6 +51,11 @@ class Agreements:
         self.nbytes = 0
         """Bytes of all reports."""
 
+    @property
+    def runs(self) -> list[str]:
+        """Runs with reports."""
+        return [*self._runs]
+
     def add(self, run: str, report: Report) -> None:
         """Add a report, in place of that of the same reporter for the same step."""
         held = self._runs.setdefault(run, _Run())

@@ -220,8 +220,9 @@ class State:
         return [w for w in found if newest and w.boot_id == newest.boot_id]
 
     def runs(self) -> set[str]:
-        """Return the runs that have traces or writers."""
-        return {*self.traces.of_run, *(key.run for key in self.writers)}
+        """Return the runs that have traces, writers, or reports of trainers."""
+        writers = (key.run for key in self.writers)
+        return {*self.traces.of_run, *writers, *self.agreements.runs}
 
     def marks(self) -> Iterator[Iterable[int]]:
         """Yield the chunks that live slots and traces point into, part by part.
