@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from datetime import datetime, timezone
+from dataclasses import replace
+from datetime import datetime, timedelta, timezone
 
 import pytest
 from hypothesis import given
@@ -94,3 +95,28 @@ def test_steps_without_cells_are_left_out():
     change = history(*steps).change()
     assert change is not None
     assert change.step == 4
+
+
+@given(st.integers(1, 9), st.integers(0, 9), st.integers(0, 9))
+def test_steps_of_before_a_resume_are_superseded(first, again, rest):
+    """Steps 1 to n, of which the last ones are bad; then the trainer resumes, and goes on well."""
+    n = first + again + rest
+    minutes = {number: number for number in range(1, n + 1)}
+    minutes |= {number: n + number for number in range(first + 1, first + again + 1)}
+    steps = [
+        replace(step(i, 10 if i <= first else 900), reported_at=AT + timedelta(minutes=minutes[i]))
+        for i in range(1, n + 1)
+    ]
+    known = history(*steps)
+    assert known.superseded == (tuple(steps[first + again :]) if again else ())
+    kept = history(*steps[: first + again]) if again else known
+    assert known.change() == kept.change()
+
+
+def test_parts_of_a_trainer_that_report_late_supersede_nothing():
+    times = (0, 20, 14)
+    steps = [
+        replace(step(i, 10), reported_at=AT + timedelta(seconds=t)) for i, t in enumerate(times)
+    ]
+    assert history(*steps).superseded == ()
+    assert history().superseded == ()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from datetime import datetime
+from datetime import datetime, timedelta
 from itertools import groupby
 from statistics import median
 
@@ -23,6 +23,9 @@ _MORE = 0.01
 _BEFORE = 3
 _WINDOW = 50
 _LASTING = 0.9
+
+#: Time by which parts of a trainer may report a step after a later one; a resume takes longer.
+_OUT_OF_ORDER = timedelta(seconds=10)
 
 
 @dataclass(frozen=True)
@@ -88,17 +91,30 @@ class AgreementHistory(Values):
         steps = groupby(reports, lambda report: report.step)
         return cls(tuple(StepAgreement.from_proto([*same]) for _, same in steps))
 
+    @property
+    def superseded(self) -> tuple[StepAgreement, ...]:
+        """Steps at the end that were reported before an earlier one was.
+
+        The trainer resumed from a checkpoint before them, and has not reported them again since.
+        """
+        if not self.steps:
+            return ()
+        since = max(step.reported_at for step in self.steps) - _OUT_OF_ORDER
+        count = next(i for i, step in enumerate(reversed(self.steps)) if step.reported_at >= since)
+        return self.steps[len(self.steps) - count :]
+
     def change(self) -> AgreementChange | None:
         """Return the first step from which on trainer and rollout disagree more, up to the end.
 
         The share of differing cells is more than twice the median of up to 50 steps before, and
         above it by more than 0.01, at that step and the next one and in 9 of 10 of all later steps.
-        Steps without a compared cell are left out.
+        Steps without a compared cell, and superseded ones, are left out.
 
         Returns:
             The change; None without one, and with fewer than 3 steps before it.
         """
-        compared = [step for step in self.steps if step.agreement.choices.cells]
+        current = self.steps[: len(self.steps) - len(self.superseded)]
+        compared = [step for step in current if step.agreement.choices.cells]
         shares = [_share([step]) for step in compared]
         for at in range(_BEFORE, len(shares) - 1):
             before = median(shares[max(0, at - _WINDOW) : at])

@@ -95,12 +95,14 @@ class Kept:
 
 def mismatch(steps: Sequence[StepAgreement], most: int) -> dict[str, Any]:
     """Return the last `most` of ascending steps as columns, and the change in all of them."""
-    change = AgreementHistory(tuple(steps)).change()
+    history = AgreementHistory(tuple(steps))
+    change, superseded = history.change(), len(history.superseded)
     shown = steps[-most:]
     layers = sorted({layer for step in shown for layer in step.agreement.by_layer})
     choices = [step.agreement.choices for step in shown]
     return {
         "total": len(steps),
+        "superseded": superseded,
         "step": [exact(step.step) for step in shown],
         "reported_at": [step.reported_at.timestamp() for step in shown],
         "weight_version": [_text(step.weight_version) for step in shown],
@@ -130,7 +132,7 @@ def mismatch(steps: Sequence[StepAgreement], most: int) -> dict[str, Any]:
             "after": change.after,
             "layer_ids": list(change.layer_ids),
             "words": change.words,
-            "cause": _cause(steps, change.step),
+            "cause": _cause(steps[: len(steps) - superseded], change.step),
         },
     }
 

@@ -51,7 +51,7 @@ export function mismatch({ query, run, go, link }) {
     if (at < 0 && wanted !== null && data.total > data.step.length && most === SHOWN) {
       [ask, most] = [asking(ALL), ALL]; // it may be an earlier one
     }
-    return at < 0 ? data.step.length - 1 : at;
+    return at < 0 ? Math.max(0, data.step.length - 1 - data.superseded) : at;
   }
 
   function pick(index) {
@@ -116,7 +116,8 @@ function viewParts(run, pick, href) {
       h("div", { class: "pair halves" }, layers.element, ages.element)],
     set(data, i) {
       const more = data.total > data.step.length ? `the last ${fmt.int(data.step.length)} of ` : "";
-      put(count, `${more}${fmt.plural(data.total, "step")} of ${plain(run)}`);
+      const old = data.superseded ? `; the last ${fmt.int(data.superseded)} from before it resumed` : "";
+      put(count, `${more}${fmt.plural(data.total, "step")} of ${plain(run)}${old}`);
       for (const part of [words, figures, bar, grid, layers, ages]) part.set(data, i);
     },
     warn(error) {
