@@ -116,7 +116,8 @@ function viewParts(run, pick, href) {
       h("div", { class: "pair halves" }, layers.element, ages.element)],
     set(data, i) {
       const more = data.total > data.step.length ? `the last ${fmt.int(data.step.length)} of ` : "";
-      const old = data.superseded ? `; the last ${fmt.int(data.superseded)} from before it resumed` : "";
+      const { superseded } = data;
+      const old = superseded ? `; the last ${fmt.int(superseded)} from before it resumed` : "";
       put(count, `${more}${fmt.plural(data.total, "step")} of ${plain(run)}${old}`);
       for (const part of [words, figures, bar, grid, layers, ages]) part.set(data, i);
     },
