@@ -335,6 +335,13 @@ def test_an_expired_trace_takes_its_rows_along():
         assert gaps(trace)[0][:2] == (0, 240)
 
 
+class NobodysCall:
+    """What a servicer uses of the context of a call."""
+
+    def invocation_metadata(self) -> tuple[()]:
+        return ()
+
+
 @pytest.mark.parametrize("together", [False, True])
 async def test_a_read_under_way_keeps_what_stands_in(together):
     core = Core(MemoryStore(), ServerConfig(store="memory"))
@@ -365,8 +372,11 @@ async def test_a_read_under_way_keeps_what_stands_in(together):
     if together:
         reads = [pb.GetTraceRequest(run="run", trace_id="second")] * 2
         traces = core._traces
-        at_once = lambda read: traces._answer_of(traces._finder.met(read, None), read)  # noqa: E731
-        later = partial(traces._answer, context=None, owner="")
+        context = NobodysCall()
+        at_once = lambda read: traces._answer_of(  # noqa: E731
+            traces._finder.met(read, None), read, context
+        )
+        later = partial(traces._answer, context=context, owner="")
         turn, step = (partial(call, "") for call in (core.admission.turn, core.admission.pace.step))
         batch = Batch(reads, at_once, later, core.reader.frames.pinned, turn, step)
         messages = batch.messages()

@@ -2,25 +2,33 @@
 
 from __future__ import annotations
 
+import random
+from collections import Counter
+from collections.abc import Iterable
+from unittest.mock import patch
+
 import numpy as np
 import pytest
 
 from routetrace.capture_agent import AgentConfig, CaptureAgent
 from routetrace.client import RouteClient, TraceSummary
+from routetrace.codec.records import OpKind
 from routetrace.common.layout import ModelLayout
 from routetrace.server.common.slices import at_once
 from routetrace.server.core import Core
 from routetrace.server.index.apply import apply_record
+from routetrace.server.rows import summaries as module
 from routetrace.server.rows.summaries import Summaries
 from routetrace.server.settings.config import ServerConfig
 from routetrace.server.store.memory import MemoryStore
 from routetrace.server.testing import run_server
 from routetrace.v1 import routetrace_pb2 as pb
-from support.agents.recorder import Recorder
+from support.agents.recorder import Recorder, records
 from support.servers.client_server import rows_of
 
 LAYOUT = ModelLayout((1, 2, 4), 6, 40, 3)
 PROMPT = [int(t) for t in np.random.default_rng(7).integers(0, 50_000, 128)]
+ODD = ["rows", "gap", "more", "longer", "end", "reason", "name", "resumed", "tokens", "lost"]
 LOADED = 120
 """Tokens of the prompt whose KV comes from elsewhere."""
 
@@ -89,6 +97,85 @@ def recorded(core: Core, *, ends: bool) -> None:
     recorder.flush()
     for record in recorder.records:
         apply_record(core.state, core.state.number + 1, record)
+
+
+async def compared(core: Core, records: Iterable[bytes]) -> Counter[bool]:
+    """Compare summaries with those that views give; return how many were worked out without."""
+    for record in records:
+        apply_record(core.state, core.state.number + 1, record)
+    summaries, kinds = Summaries(core.state, core.reader, core.agents), Counter[bool]()
+    for trace in core.state.traces.traces.values():
+        if not trace.sources:
+            continue
+        kinds[module._is_plain(trace)] += 1
+        found = summaries._worked_out(trace)
+        with patch.object(module, "_is_plain", lambda _: False):
+            assert found == summaries._worked_out(trace), trace.key
+    return kinds
+
+
+async def test_plain_traces_have_the_summaries_of_their_views():
+    """Of simulated engines: preempted, rewound, cached, aborted, with several incarnations."""
+    kinds = Counter[bool]()
+    for seed in range(30):
+        core = Core(MemoryStore(), ServerConfig())
+        await core.start()
+        kinds += await compared(core, records(seed))
+        await core.stop()
+    assert min(kinds[False], kinds[True]) > 40
+
+
+async def test_plain_traces_of_several_shards():
+    """Each shard may lack rows, layers, the end, or an attempt, or have other tokens."""
+    kinds = Counter[bool]()
+    layout = ModelLayout((0, 2, 3), 4, 16, 2)
+    for seed in range(60):
+        rng, made = random.Random(seed), []
+        for shard, layers in (("pp0", (0, 2)), ("pp1", rng.choice([(3,), (3,), (2, 3)]))):
+            recorder = Recorder(layout.select(layers), shard)
+            for number in range(6):
+                one = random.Random(f"{seed} {number}")  # the same of both shards
+                tokens, reason = (
+                    one.randint(1, 9),
+                    one.choice(["stop", "length", "abort", "handoff"]),
+                )
+                ids = [one.randrange(9) for _ in range(tokens)] if one.random() < 0.5 else None
+                odd = rng.choice([""] * 12 + ODD)
+                name = f"r{number}" + shard * (odd == "name")
+                labels = {shard: str(one.random())}
+                handle = recorder.begin(name, trace_id=f"r{number}", prompt_len=1, labels=labels)
+                tokens += odd == "longer"
+                places = [*range(tokens - 1 + (odd == "more"))]
+                if odd == "gap" and places:
+                    places = [*places[1:], tokens - 1]
+                for at in places[odd == "rows" :]:
+                    recorder.set_weight_version(one.randrange(2))
+                    recorder.step(rows_of(recorder.layout, 1), [(handle, at, 1)])
+                if odd == "resumed":
+                    recorder.preempt(handle, rng.randrange(tokens))
+                    recorder.resume(handle, 0)
+                    if places:
+                        rows = rows_of(recorder.layout, len(places))
+                        recorder.step(rows, [(handle, 0, len(places))])
+                if odd == "lost":
+                    lost = {"position": 0, "count": 1, "arg": pb.MISSING_REASON_QUEUE_FULL}
+                    recorder.chunk.op(OpKind.LOST, name, **lost)
+                if odd == "reason":
+                    reason = "abort"
+                if odd != "end":
+                    told = ids if ids is None or len(ids) == tokens else [*ids, 0]
+                    if odd == "tokens":
+                        told = [9] * tokens
+                    recorder.finish(handle, tokens, reason=reason, token_ids=told)
+                if rng.random() < 0.5:
+                    recorder.flush()
+            recorder.flush()
+            made += recorder.records
+        core = Core(MemoryStore(), ServerConfig())
+        await core.start()
+        kinds += await compared(core, made)
+        await core.stop()
+    assert min(kinds[False], kinds[True]) > 40
 
 
 @pytest.mark.parametrize("ends", [False, True])

@@ -22,15 +22,16 @@ WRITER = ("run", "engine", "")
 class Recorder(Feeder):
     """A feeder that writes records in place of sending chunks."""
 
-    def __init__(self) -> None:
-        self.layout = LAYOUT
+    def __init__(self, layout: ModelLayout = LAYOUT, shard: str = "") -> None:
+        self.layout = layout
+        self.writer = ("run", "engine", shard)
         self.names: list[str] = []
         self.version = 0
         self.step_number = 0
         self.sequence = 1
-        self.chunk = ChunkMaker(LAYOUT)
+        self.chunk = ChunkMaker(layout)
         opened = encode_open(
-            0, WRITER, epoch=1, boot_id="boot", layout=LAYOUT, block_size=4, num_blocks=14
+            0, self.writer, epoch=1, boot_id="boot", layout=layout, block_size=4, num_blocks=14
         )
         self.records = [opened]
 
@@ -39,10 +40,10 @@ class Recorder(Feeder):
             chunk = self.chunk.make(self.sequence)
             sums = Sums(chunk.header_crc32, chunk.payload_crc32)
             self.records.append(
-                encode_chunk(WRITER, 1, self.sequence, sums, len(self.records), chunk.header)
+                encode_chunk(self.writer, 1, self.sequence, sums, len(self.records), chunk.header)
             )
             self.sequence += 1
-            self.chunk = ChunkMaker(LAYOUT)
+            self.chunk = ChunkMaker(self.layout)
 
 
 def records(seed: int) -> list[bytes]:

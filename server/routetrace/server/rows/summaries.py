@@ -9,12 +9,16 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from itertools import islice
 
+import numpy as np
+
+from routetrace.codec.records import FinishReason
 from routetrace.server.index.agents import Agents
 from routetrace.server.index.state import State
 from routetrace.server.index.traces.joins import MAX_TRACE_LABELS
+from routetrace.server.index.traces.refs import ROW_BITS
 from routetrace.server.index.traces.sources import TraceKey
 from routetrace.server.index.traces.trace import Summary, Trace
-from routetrace.server.rows.reader import Reader
+from routetrace.server.rows.reader import Reader, reason_name
 from routetrace.server.rows.served import Known
 from routetrace.v1 import routetrace_pb2 as pb
 
@@ -72,8 +76,9 @@ class Summaries:
 
     def _worked_out(self, trace: Trace) -> Summary:
         if self._surely_runs(trace):
-            labels = {key: text for s in trace.sources for key, text in s.labels.items()}
-            return _running(trace, 1, labels)
+            return _running(trace, 1, _labels(trace))
+        if _is_plain(trace):
+            return self._plain(trace)
         known = self._reader.find(*trace.key, trace=trace)
         state = self._reader.state_of(known)
         standing = len(trace.join.standing)
@@ -98,6 +103,35 @@ class Summaries:
             unfilled,
             given,
         )
+
+    def _plain(self, trace: Trace) -> Summary:
+        """Return the summary of a complete trace of one request, in a tenth of the time of a view.
+
+        Nearly all traces are such.
+        """
+        sources = trace.sources
+        num_rows = sources[0].num_tokens - 1
+        cells = num_rows * sum(len(source.layout.layer_ids) for source in sources)
+        frames = {ref >> ROW_BITS for s in sources for ref in s.attempts[0].refs}
+        versions = [v for s in sources for v in s.attempts[0].weight_versions]
+        message = pb.TraceSummary(
+            trace_id=trace.key[1],
+            state=pb.TRACE_STATE_COMPLETE,
+            num_tokens=num_rows + 1,
+            num_rows=num_rows,
+            num_cells=cells,
+            engine_ids=sorted({source.writer.engine_id for source in sources}),
+            labels=_labels(trace) or None,
+            finish_reason=reason_name(max(source.finish_reason for source in sources)),
+            num_incarnations=1,
+            created_ms=int(trace.created * 1000),
+            updated_ms=int(trace.updated * 1000),
+            stored_bytes=sum(self._reader.frames.range_of(frame)[1] for frame in frames),
+            min_weight_version=min(versions, default=None),
+            max_weight_version=max(versions, default=None),
+        )
+        data = message.SerializeToString()
+        return Summary(trace.changes, pb.TRACE_STATE_COMPLETE, cells, (), data, final=True)
 
     def _message(
         self, known: Known, state: int, cells: int, missing: Sequence[pb.MissingCells]
@@ -124,6 +158,40 @@ class Summaries:
         return message.SerializeToString()
 
 
+def _is_plain(trace: Trace) -> bool:
+    """Whether a trace is of one request that has ended, with all rows of its first attempt.
+
+    Its shards, if there are several, have different layers. Not all such traces are found.
+    """
+    first, *others = trace.sources
+    layers: list[int] = []
+    for source in trace.sources:
+        if (
+            not source.num_tokens
+            or source.finish_reason == FinishReason.HANDOFF
+            or source.tentative
+            or not source.attempts[0].is_whole(source.num_tokens - 1)
+        ):
+            return False
+        layers += source.layout.layer_ids
+    shards = {source.writer for source in trace.sources}
+    if len(shards) < len(trace.sources) or sorted(layers) != [*first.layout.moe_layer_ids]:
+        return False
+    # Shards of one request have the same tokens.
+    return all(
+        other.name == first.name
+        and other.num_tokens == first.num_tokens
+        and np.array_equal(other.digests, first.digests)
+        for other in others
+    )
+
+
+def _labels(trace: Trace) -> dict[str, str]:
+    """Return the labels of a trace of one request."""
+    labels = {key: text for s in trace.sources for key, text in s.labels.items()}
+    return dict(islice(labels.items(), MAX_TRACE_LABELS))
+
+
 def _may_be_given(trace: Trace) -> bool:
     """Whether rows of other traces may stand in for some of a trace."""
     return any(n.reason == pb.MISSING_REASON_KV_UNKNOWN for s in trace.sources for n in s.lost)
@@ -143,7 +211,7 @@ def _running(trace: Trace, num_incarnations: int, labels: Mapping[str, str]) -> 
         state=pb.TRACE_STATE_RUNNING,
         num_rows=max(s.end for s in sources),
         engine_ids=sorted({s.writer.engine_id for s in sources if any(map(len, s.attempts))}),
-        labels=dict(islice(labels.items(), MAX_TRACE_LABELS)) or None,
+        labels=labels or None,
         min_weight_version=min(versions, default=None),
         max_weight_version=max(versions, default=None),
         num_incarnations=num_incarnations,

@@ -68,6 +68,15 @@ class SpanList:
         """One past the last position; 0 if empty."""
         return self._data[-5] + self._data[-4] if self._data else 0
 
+    def is_whole(self, stop: int) -> bool:
+        """Whether the spans are the positions [0, stop), all of them."""
+        at, data = 0, self._data
+        for i in range(0, len(data), self._FIELDS):
+            if data[i] != at:
+                return False
+            at += data[i + 1]
+        return at == stop
+
     @property
     def weight_versions(self) -> tuple[int, ...]:
         """Lowest and highest weight version; empty if there are no spans."""
