@@ -12,8 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from routetrace.client import RouteClient
-from routetrace.page.facts import stamp_of
-from routetrace.page.segments import segments_of
+from routetrace.page.segments import segments_of, stamp_of
 from routetrace.page.tiles import changed
 from support.agents.feeder import Feeder
 from support.agents.simulated import drive

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from routetrace.client import RowOrigin, TraceDescription, TraceStat
-from routetrace.client.stat import TraceFacts
+from routetrace.client import TraceDescription, TraceStat
 from routetrace.page.segments import exact
 from routetrace.page.tiles import count_levels
 
@@ -78,21 +77,3 @@ def _python(stat: TraceStat, target: str) -> str:
     client = f"RouteClient({target!a}, run={stat.run!a})"
     read = f".get({stat.trace_id!a}, incarnation={stat.incarnation}, missing='mask')"
     return f"from routetrace.client import RouteClient\ntrace = {client}{read}\n"
-
-
-def stamp_of(facts: TraceFacts) -> tuple[Any, ...]:
-    """Return what differs between two states of a trace."""
-    return (
-        facts.incarnation,
-        facts.state,
-        facts.num_rows,
-        facts.num_tokens,
-        facts.stored_bytes,
-        facts.updated_at,
-        facts.layout,
-    )
-
-
-def origins_of(description: TraceDescription, facts: TraceFacts) -> tuple[RowOrigin, ...]:
-    """Return the origins of rows that were read; none if the trace has changed in between."""
-    return description.origins if stamp_of(description.stat) == stamp_of(facts) else ()

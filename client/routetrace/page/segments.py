@@ -8,8 +8,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from routetrace.client import RowOrigin, Trace
+from routetrace.client import RowOrigin, Trace, TraceDescription
 from routetrace.client._ranges import column_index
+from routetrace.client.stat import TraceFacts
 from routetrace.common.missing import MissingReason
 
 #: Most rectangles of one answer, about 1 MB of JSON.
@@ -129,6 +130,24 @@ def segments_of(
         "sources": [{"engine": engine, "shard": shard} for engine, shard in sources],
         "joined": joined,
     }
+
+
+def stamp_of(facts: TraceFacts) -> tuple[Any, ...]:
+    """Return what differs between two states of a trace."""
+    return (
+        facts.incarnation,
+        facts.state,
+        facts.num_rows,
+        facts.num_tokens,
+        facts.stored_bytes,
+        facts.updated_at,
+        facts.layout,
+    )
+
+
+def origins_of(description: TraceDescription, facts: TraceFacts) -> tuple[RowOrigin, ...]:
+    """Return the origins of rows that were read; none if the trace has changed in between."""
+    return description.origins if stamp_of(description.stat) == stamp_of(facts) else ()
 
 
 def exact(number: int | None) -> int | str | None:

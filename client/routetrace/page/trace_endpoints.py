@@ -12,8 +12,9 @@ from routetrace.client import TraceStat
 from routetrace.client.options import Policy
 from routetrace.common.errors import InvalidArgument
 from routetrace.page.backends import Backends
-from routetrace.page.facts import facts_of, stamp_of
+from routetrace.page.facts import facts_of
 from routetrace.page.parameters import choice, whole
+from routetrace.page.segments import stamp_of
 from routetrace.page.sessions import Caller
 from routetrace.page.sides import Side, reports_of, side_of
 from routetrace.page.tags import has, tag_of, unchanged

@@ -17,8 +17,7 @@ from routetrace.common.errors import InvalidArgument
 from routetrace.page.backends import Backends
 from routetrace.page.budgets import Cache, Gate, Shared
 from routetrace.page.errors import busy
-from routetrace.page.facts import origins_of, stamp_of
-from routetrace.page.segments import segments_of
+from routetrace.page.segments import origins_of, segments_of, stamp_of
 from routetrace.page.sessions import Caller
 from routetrace.page.sides import Compared, Side, compared
 from routetrace.page.tiles import Levels, changed

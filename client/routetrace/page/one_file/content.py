@@ -23,8 +23,8 @@ import numpy as np
 from routetrace.client import Trace, TraceDescription, TraceStat
 from routetrace.client.stat import TraceFacts
 from routetrace.common.errors import InvalidArgument
-from routetrace.page.facts import facts_of, origins_of
-from routetrace.page.segments import segments_of
+from routetrace.page.facts import facts_of
+from routetrace.page.segments import origins_of, segments_of
 from routetrace.page.tiles import COLUMNS, Levels, changed
 
 #: Positions that a view asks for at a time, and those with ids around each end of a hole.
