@@ -43,6 +43,10 @@ def server() -> Iterator[ServerProcess]:
             feeder.finish(handle, ROWS + 1, token_ids=TOKENS)
         again = feeder.begin("again", trace_id="t", prompt_len=9, prompt_token_ids=TOKENS[:9])
         feeder.step(IDS, [[again, 0, ROWS]])
+        for request, rows in (("first", 100), ("second", ROWS)):
+            handle = feeder.begin(request, trace_id="short", prompt_len=9)
+            feeder.step(IDS[:rows], [[handle, 0, rows]])
+            feeder.finish(handle, rows + 1)
         feeder.finish(again, ROWS + 1, token_ids=np.where(TOKENS < 300, TOKENS, 7))
         feeder.close()
         with RouteClient(server.target, run="r") as client:
@@ -127,6 +131,14 @@ def test_rows_of_the_other_side(browser: Browser):
     assert answer.body[size:] == b"\x01" * (40 * LAYERS)  # also where the rollout has a hole
     own = ask(browser, "rows", incarnation=1, start=90, stop=130).body
     assert own != answer.body
+
+
+def test_a_shorter_side_has_no_rows_beyond_its_end(browser: Browser):
+    part = ask(browser, "rows", "short", start=90, stop=130, against="#1")
+    assert len(part.body) == 10 * LAYERS * (TOP_K + 1)
+    beyond = ask(browser, "rows", "short", start=100, stop=130, against="#1")
+    assert (beyond.status, beyond.body) == (200, b"")
+    assert ask(browser, "rows", "short", start=ROWS, stop=ROWS + 9).status == 400
 
 
 def test_incarnations_and_policies_are_sides(browser: Browser):

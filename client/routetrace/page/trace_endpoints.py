@@ -86,6 +86,8 @@ class TraceEndpoints:
         stat = await self._stat(request, caller)
         if params.get("against"):
             stat, policy = await self._other(request, caller, stat)
+            if start >= stat.num_rows:  # the other side is shorter
+                return Response(b"", media_type=_BYTES)
         body = await self._traces.rows(caller, stat, policy, start, stop)
         return Response(body, media_type=_BYTES)
 
