@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from urllib.parse import quote
 
 import numpy as np
@@ -10,6 +11,7 @@ import pytest
 from playwright.sync_api import Locator, Page, expect
 
 from routetrace.client import RouteClient
+from routetrace.page.one_file import document
 from routetrace.server.testing import ServerProcess, run_server
 from routetrace.trainers.comparison import compare_traces
 from support.agents.feeder import Feeder
@@ -230,3 +232,19 @@ def test_words_name_the_side(page: Page, address: str, server) -> None:
     expect(card.locator("p.bad")).to_have_text(
         f"{of.diagnosis.replace('the trainer', 'incarnation #1')}."
     )
+
+
+@pytest.mark.parametrize("name", ["both", "preempted"])
+def test_one_file_has_no_other_side(watched, server, tmp_path: Path, name: str) -> None:
+    """A file holds one side, and no view of experts."""
+    with RouteClient(server.target, run="r") as client:
+        text, _ = document(client.get(name, missing="mask"), server.target, 32 << 20)
+    path = tmp_path / "trace.html"
+    path.write_text(text, "utf-8")
+    page = watched.page
+    watched.allowed.append("file://")
+    page.goto(path.as_uri())
+    expect(page.locator("canvas.plot")).to_be_visible()
+    page.wait_for_timeout(500)  # an answer could bring the card
+    expect(page.locator("section.mismatch")).to_be_hidden()
+    expect(page.get_by_role("link", name="Load of experts")).to_have_count(0)

@@ -98,6 +98,7 @@ export function trace({ query, run, session, go, link }) {
       pickSide: (side) => go("trace", { ...query, against: side, run }),
       moved: keepAddress,
       link: (id) => link("trace", { id, run }),
+      expertsAt: HAS_SERVER && ((filters) => link("experts", { ...filters, run })),
     });
     swap(element, parts.elements);
     parts.set(facts, segments, incarnations);

@@ -23,9 +23,10 @@ const PAN = 160; // px
 
 /**
  * Build the parts for the trace `id` of the run at `path`. pickIncarnation(number), pickSide(side)
- * and moved(position) are called for what people do; link(id) is the address of another trace.
+ * and moved(position) are called for what people do; link(id) is the address of another trace,
+ * expertsAt(filters) that of experts, where there is one.
  */
-export function traceParts({ id, path, pickIncarnation, pickSide, moved, link }) {
+export function traceParts({ id, path, pickIncarnation, pickSide, moved, link, expertsAt }) {
   let trace = null;
   let trouble = null;
   let cell = null;
@@ -40,7 +41,7 @@ export function traceParts({ id, path, pickIncarnation, pickSide, moved, link })
   const head = h("div", { class: "title" },
     h("h1", { class: "mono" }, h("bdi", { class: "id" }, plain(id))), mark.element,
     h("span", { class: "push bar" }, incarnations.element, copy));
-  const facts = factsCard();
+  const facts = factsCard(expertsAt);
   const warning = alarm();
   const panel = cellPanel(link);
   const box = cellTip();
