@@ -11,6 +11,7 @@ import pytest
 
 from page.conftest import Guarded, column_of
 from routetrace.client import RouteClient, Security
+from routetrace.common.layout import ModelLayout
 from routetrace.server.testing import ServerProcess, run_server
 from routetrace.trainers.comparison import compare_traces
 from support.agents.feeder import Feeder
@@ -21,6 +22,10 @@ from support.servers.guarded import entry, feed
 ROWS, LAYERS, TOP_K = 600, len(LAYOUT.layer_ids), LAYOUT.top_k
 IDS = rows_of(LAYOUT, ROWS, 1)
 TOKENS = np.arange(ROWS + 1)
+#: Two of the layers.
+FEWER = ModelLayout(
+    LAYOUT.layer_ids[1:3], LAYOUT.num_hidden_layers, LAYOUT.num_experts, LAYOUT.top_k
+)
 HOLE = (100, 120)
 
 
@@ -43,8 +48,20 @@ def server() -> Iterator[ServerProcess]:
             feeder.finish(handle, ROWS + 1, token_ids=TOKENS)
         again = feeder.begin("again", trace_id="t", prompt_len=9, prompt_token_ids=TOKENS[:9])
         feeder.step(IDS, [[again, 0, ROWS]])
+        for request, rows in (("first", 100), ("second", ROWS)):
+            handle = feeder.begin(request, trace_id="short", prompt_len=9)
+            feeder.step(IDS[:rows], [[handle, 0, rows]])
+            feeder.finish(handle, rows + 1)
         feeder.finish(again, ROWS + 1, token_ids=np.where(TOKENS < 300, TOKENS, 7))
+        handle = feeder.begin("all", trace_id="fewer")
+        feeder.step(IDS[:100], [[handle, 0, 100]])
+        feeder.finish(handle, 101)
         feeder.close()
+        other = Feeder(server.target, FEWER, run="r", engine_id="fewer")
+        handle = other.begin("some", trace_id="fewer")
+        other.step(IDS[:100, 1:3], [[handle, 0, 100]])
+        other.finish(handle, 101)
+        other.close()
         with RouteClient(server.target, run="r") as client:
             known = {"incarnation": 1}
             client.report_routing("t", theirs(), step=1563, weight_version=2**60, **known)
@@ -127,6 +144,23 @@ def test_rows_of_the_other_side(browser: Browser):
     assert answer.body[size:] == b"\x01" * (40 * LAYERS)  # also where the rollout has a hole
     own = ask(browser, "rows", incarnation=1, start=90, stop=130).body
     assert own != answer.body
+
+
+def test_a_shorter_side_has_no_rows_beyond_its_end(browser: Browser):
+    part = ask(browser, "rows", "short", start=90, stop=130, against="#1")
+    assert len(part.body) == 10 * LAYERS * (TOP_K + 1)
+    beyond = ask(browser, "rows", "short", start=100, stop=130, against="#1")
+    assert (beyond.status, beyond.body) == (200, b"")
+    assert ask(browser, "rows", "short", start=ROWS, stop=ROWS + 9).status == 400
+
+
+def test_a_side_of_other_layers_has_no_rows(browser: Browser):
+    """Its cells are compared by their layers; rows would be read as those of all layers."""
+    found = ask(browser, "diff", "fewer", incarnation=1, against="#2").json
+    assert [one["layer"] for one in found["by_layer"]] == [*FEWER.layer_ids]
+    assert (found["cells"], found["differing"]) == (100 * len(FEWER.layer_ids), 0)
+    rows = ask(browser, "rows", "fewer", incarnation=1, start=0, stop=9, against="#2")
+    assert (rows.status, rows.body) == (200, b"")
 
 
 def test_incarnations_and_policies_are_sides(browser: Browser):

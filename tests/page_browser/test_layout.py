@@ -16,6 +16,7 @@ VIEWS = (
     link("holes"),
     link(ODD_IDS[-1]),
     link("twice", "&incarnation=1"),
+    link("twice", "&against=%231"),
     link("elsewhere", "&run=second%20run"),
     link("large version"),
     "#/experts?run=r",

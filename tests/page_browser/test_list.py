@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from contextlib import suppress
 from urllib.parse import urlsplit
 
 import pytest
-from playwright.sync_api import Locator, Page, expect
+from playwright.sync_api import Error, Locator, Page, Route, expect
 
 from routetrace.client import RouteClient
 from routetrace.server.testing import ServerProcess, run_server
@@ -332,3 +333,23 @@ def test_it_fits(show, width: int) -> None:
     if width == 380:
         assert page.locator(".list").evaluate("e => e.scrollWidth - e.clientWidth") <= 0
         assert page.locator(".row").first.evaluate("e => e.clientHeight") in (59, 60)
+
+
+def test_enter_before_the_first_answer_opens_the_trace(page: Page, address: str) -> None:
+    """The question for all traces is dropped for that of the id, which nothing may drop then."""
+    held: list[Route] = []
+
+    def hold(route: Route) -> None:
+        held.append(route)
+
+    page.route("**/api/v1/runs/r/traces?*", hold)
+    page.goto(f"{address}/#/traces?run=r")
+    field = page.get_by_role("searchbox", name="Part of the id")
+    field.fill("short")
+    field.press("Enter")
+    page.wait_for_timeout(500)
+    page.unroute("**/api/v1/runs/r/traces?*")
+    for route in held:
+        with suppress(Error):  # dropped by the page
+            route.continue_()
+    expect(page.locator("h1 bdi")).to_have_text("short")

@@ -105,6 +105,7 @@ def test_runs_are_chosen(page: Page, address: str) -> None:
     page.get_by_role("combobox", name="Run").select_option("second run")
     expect(page.locator(".title")).to_contain_text("1 trace of second run")
     page.keyboard.press("/")
+    expect(page.get_by_role("heading", level=1)).to_have_text("Traces")
     page.get_by_role("combobox", name="Run").select_option("r")
     expect(page.get_by_role("link", name="holes", exact=True)).to_be_visible()
     page.get_by_role("combobox", name="Run").select_option("second run")

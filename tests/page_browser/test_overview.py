@@ -17,7 +17,7 @@ from support.agents.feeder import Feeder
 from support.pages import running_page
 
 from .conftest import LAYOUT, ROWS
-from .watched import Watched, pixels
+from .watched import Watched, drawn, pixels
 
 #: Colour of dropped rows in the light theme, as a canvas gives it.
 BAD = (184, 58, 0)
@@ -33,7 +33,8 @@ class Run:
 
     def beat(self, engine: str, **report: int) -> None:
         """Send a heartbeat; a number of dropped rows is named after its reason."""
-        dropped = {name: report.pop(name) for name in ("queue_full", "rewound") if name in report}
+        reasons = ("queue_full", "invalid_ids", "rewound")
+        dropped = {name: report.pop(name) for name in reasons if name in report}
         beat = pb.Heartbeat(**report)
         beat.dropped_rows.update(dropped)
         self.feeders[engine].stream._out.put(pb.IngestRequest(heartbeat=beat))
@@ -197,6 +198,27 @@ def test_focus_and_selection_survive_a_poll(opened: Watched, run: Run) -> None:
     run.beat("calm")
 
 
+def test_the_chart_fills_its_card(opened: Watched) -> None:
+    """The card is as high as its neighbour, on one column as high as its own content."""
+    page = opened.page
+    body = page.get_by_role("region", name="Missing").locator(".body").first
+    body.evaluate("(body) => { body.style.minHeight = '420px'; }")
+    chart = page.locator("canvas.series")
+
+    def left() -> float:
+        card = page.get_by_role("region", name="Throughput").bounding_box()
+        words = page.locator("figcaption").bounding_box()
+        return card["y"] + card["height"] - words["y"] - words["height"]
+
+    assert chart.bounding_box()["height"] > 400
+    assert left() < 24
+    drawn(page)
+    assert chart.evaluate("(one) => one.height === Math.round(one.clientHeight * devicePixelRatio)")
+    page.set_viewport_size({"width": 380, "height": 800})
+    assert chart.bounding_box()["height"] == 216
+    assert left() < 24
+
+
 def test_many_engines_with_one_trouble_are_one_sentence(context) -> None:
     with run_server() as server:
         names = [f"e{n}" for n in range(5)]
@@ -235,6 +257,57 @@ def test_a_shard_that_is_gone_is_named(context) -> None:
             expect(engine.locator(".lost-rows")).to_have_text("without b")
             expect(notice(tab.page, "e")).to_contain_text("e: its shard b is gone, last heard of")
             shards[0].close()
+            tab.check()
+
+
+def test_a_loss_of_few_rows_is_a_warning_below_real_trouble(context) -> None:
+    """Of the same reason, many rows are a problem: the engine "most"."""
+    with run_server() as server:
+        names = ("few", "late", "most", "share")
+        run = Run(server, {
+            n: Feeder(server.target, LAYOUT, run="r", engine_id=n) for n in names
+        })  # fmt: skip
+        for name in names:
+            run.add(name, f"of {name}", 20_001 if name == "share" else 101)
+            run.beat(name)
+        run.beat("few", invalid_ids=3)
+        run.beat("late", lag_ms=9000)
+        run.beat("most", invalid_ids=300)
+        run.beat("share", invalid_ids=19)
+        with running_page(server.target) as address:
+            tab = Watched(context.new_page(), {urlsplit(address).netloc})
+            tab.page.goto(address)
+            rest = "3 rows in the last minute (2.9\u00a0% of its rows): invalid ids"
+            expect(notice(tab.page, "few")).to_contain_text(rest)
+            expect(notice(tab.page, "late")).to_be_visible()
+            tones = tab.page.locator(".notices li").evaluate_all(
+                "(all) => all.map((one) => [one.querySelector('strong').textContent,"
+                " one.dataset.tone])"
+            )
+            assert tones == [
+                ["most", "bad"], ["late", "bad"], ["few", "warn"], ["share", "warn"],
+            ]  # fmt: skip
+            tab.check()
+
+
+def test_an_end_that_was_never_reported_is_said(context) -> None:
+    with run_server(agent_timeout_seconds=0.5) as server:
+        run = Run(server, {"e": Feeder(server.target, LAYOUT, run="r", engine_id="e")})
+        run.add("e", "cut", 50, reason="")
+        run.feeders["e"].close()
+        with running_page(server.target) as address:
+            tab = Watched(context.new_page(), {urlsplit(address).netloc})
+            tab.page.goto(address)
+            told = notice(tab.page, "1 trace is incomplete")
+            expect(told).to_contain_text("the end was never reported. Look at the engine's log")
+            told.get_by_role("link", name="All incomplete traces").click()
+            expect(tab.page.locator(".row .because")).to_have_text("end not reported")
+            tab.page.get_by_role("link", name="cut", exact=True).click()
+            facts = tab.page.get_by_label("Facts")
+            expect(facts).to_contain_text("100\u00a0% of what was reported")
+            expect(facts).to_contain_text("49 reported, 5 of the prompt")
+            expect(facts.locator("p.bad")).to_contain_text("The end of this request was never")
+            expect(facts.locator("p.bad")).to_contain_text("Look at the engine's log")
             tab.check()
 
 

@@ -97,9 +97,9 @@ def test_figures_are_those_of_the_client(page: Page, card: Locator, server) -> N
 
 
 def test_a_cause_is_named_and_odd_names_are_text(page: Page, card: Locator, server) -> None:
-    choice = card.get_by_label("Reporter")
+    choice = card.get_by_label("Compare with")
     assert [one.inner_text() for one in choice.locator("option").all()] == sorted(
-        ["trainer", spelled(ODD)]
+        ["report of trainer", f"report of {spelled(ODD)}"]
     )
     choice.select_option(f"report:{ODD}")
     diagnosis = compared(server, ODD).diagnosis
@@ -115,7 +115,7 @@ def test_a_cause_is_named_and_odd_names_are_text(page: Page, card: Locator, serv
 
 def test_cells_that_differ_are_coloured(page: Page, card: Locator) -> None:
     page.get_by_role("button", name="Mismatch", exact=True).click()
-    expect(page.locator(".legend")).to_contain_text("that the trainer did not choose")
+    expect(page.locator(".legend")).to_contain_text("not chosen by the trainer")
     card.locator(".worst button").first.click()
     expect(page.locator("aside h2")).to_contain_text("Position")
     drawn(page)

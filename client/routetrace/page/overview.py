@@ -97,6 +97,7 @@ def _engine(
         "queued_bytes": sum(agent.queued_bytes for agent in agents),
         "spilled_bytes": sum(agent.spilled_bytes for agent in agents),
         "dropped": dict(dropped),
+        "rows_recently": sum(last(series.rows, _RECENT_STEPS)),
         "dropped_recently": sum(last(series.dropped, _RECENT_STEPS)),
         "weight_version": exact(min(versions)) if versions else None,
         "weight_version_lag": max(agent.weight_version_lag for agent in agents),

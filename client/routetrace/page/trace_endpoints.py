@@ -88,7 +88,11 @@ class TraceEndpoints:
             )
         stat = await self._stat(request, caller)
         if params.get("against"):
+            layers = stat.layout.layer_ids
             stat, policy = await self._other(request, caller, stat)
+            # The other side is shorter, or its rows would be taken for those of other layers.
+            if start >= stat.num_rows or stat.layout.layer_ids != layers:
+                return Response(b"", media_type=_BYTES)
         body = await self._traces.rows(caller, stat, policy, start, stop)
         return Response(body, media_type=_BYTES)
 

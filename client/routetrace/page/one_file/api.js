@@ -1,5 +1,6 @@
 // The answers that a file holds, in the place of those of the page's server.
 
+export const HAS_SERVER = false;
 let held = null;
 
 /** A question that the file has no answer to. */

@@ -1,5 +1,7 @@
 // Calls of the page's server, and whether it answers.
 
+/** Whether a server answers; a file that holds one trace has none. */
+export const HAS_SERVER = true;
 const BASE = "/api/v1/";
 const AWAY = new Set(["away", "unavailable", "deadline_exceeded"]);
 

@@ -33,6 +33,9 @@ export function optionsOf(incarnations, facts) {
     number: facts.incarnation, state: facts.state, finish_reason: facts.finish_reason,
   };
   return [...others, shown].sort((a, b) => a.number - b.number).map((one) => [
-    String(one.number), `#${one.number} ${plain(one.finish_reason ?? one.state)}`,
+    String(one.number), nameOf(one),
   ]);
 }
+
+/** Number of an incarnation and how it ended. */
+export const nameOf = (one) => `#${one.number} ${plain(one.finish_reason ?? one.state)}`;

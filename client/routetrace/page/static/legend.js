@@ -10,12 +10,12 @@ import { h, put, rows } from "./ui.js";
 const MOST = 24; // weights or sources that are listed one by one
 const SHARES = {
   changed: "Share of a token's experts that the token before did not choose",
-  differing: "Share of a cell's experts that the trainer did not choose",
+  differing: "Share of a cell's experts not chosen by ",
 };
 
 /**
- * The legend; `set(colouring, data, trace)` fills it. pickReason(reason) goes to its next hole:
- * reasons are buttons, with the number of their cells.
+ * The legend; `set(colouring, data, trace, who)` fills it, `who` being the other side.
+ * pickReason(reason) goes to its next hole: reasons are buttons, with the number of their cells.
  */
 export function legend(pickReason) {
   const bars = Object.keys(SHARES).map(rampBar);
@@ -28,9 +28,9 @@ export function legend(pickReason) {
   const element = h("div", { class: "legend" }, scale, list, holes, note);
   return {
     element,
-    set(colouring, data, trace) {
+    set(colouring, data, trace, who) {
       scale.hidden = !(colouring in SHARES);
-      put(words, SHARES[colouring] ?? "");
+      put(words, `${SHARES[colouring] ?? ""}${colouring === "differing" ? who : ""}`);
       Object.keys(SHARES).forEach((name, i) => {
         bars[i].element.hidden = name !== colouring;
         bars[i].set();

@@ -7,6 +7,7 @@ import { attr, h, put, rows } from "./ui.js";
 
 const FULL = 0.85; // share of a capacity from which it is told
 export const LATE = 5; // seconds of lag, as of the server
+const [FEW, LITTLE] = [10, 0.001]; // lost rows, or share of rows, below which little is lost
 const EACH = 3; // engines with the same trouble that are named one by one
 const NO_ANSWER = "Check that routetrace-server runs, and its log. What is shown stays until then.";
 
@@ -58,6 +59,8 @@ export function noticesOf(run) {
     ...incomplete(run),
     ...full(run.store),
   ];
+  const tones = Object.keys(SIGNS);
+  found.sort((a, b) => tones.indexOf(a.tone) - tones.indexOf(b.tone));
   if (!run.whole) {
     found.push({
       key: "partial", tone: "info", subject: `${fmt.plural(run.traces.total, "trace")} so far`,
@@ -100,13 +103,14 @@ const weight = (one) => one.dropped_recently || one.lag || one.last_seen || 0;
 function dropping(one, before = "") {
   const { words, remedy } = worstDrop(one.dropped);
   const all = lostRows(one.dropped);
+  const share = one.dropped_recently / (one.dropped_recently + one.rows_recently);
   const more = all > one.dropped_recently ? `, ${fmt.int(all)} in all` : "";
   const lag = one.lag > LATE ? ` It is ${fmt.duration(one.lag)} late.` : "";
   const lost = lostShards(one);
   return {
-    tone: "bad", advice: remedy,
-    rest: `${before} has dropped ${fmt.plural(one.dropped_recently, "row")} in the last minute${
-      more}: ${words}.${lag}${lost && ` Its ${lost} gone.`}`,
+    tone: one.dropped_recently < FEW || share < LITTLE ? "warn" : "bad", advice: remedy,
+    rest: `${before} has dropped ${fmt.plural(one.dropped_recently, "row")} in the last minute (${
+      fmt.pct(share)} of its rows)${more}: ${words}.${lag}${lost && ` Its ${lost} gone.`}`,
   };
 }
 
@@ -146,7 +150,7 @@ function incomplete({ traces, cells }) {
   const missing = missingOf(cells);
   const [name, count] = missing.find(([one]) => !harmless(one)) ?? missing[0] ?? [];
   const links = [["All incomplete traces", { state: "incomplete" }]];
-  let rest = ".";
+  let rest = ": the end was never reported.";
   if (name) {
     const total = missing.reduce((sum, [, n]) => sum + n, 0);
     rest = `; ${fmt.pct(count / total, 0)} of the missing cells: ${
@@ -156,7 +160,8 @@ function incomplete({ traces, cells }) {
   return [{
     key: "incomplete", tone: name && harmless(name) ? "info" : "warn",
     subject: fmt.plural(traces.incomplete, "trace is incomplete", "traces are incomplete"),
-    rest, advice: name ? `${reason(name).words} ${reason(name).remedy}` : "", links,
+    rest, links,
+    advice: name ? `${reason(name).words} ${reason(name).remedy}` : reason("agent_lost").remedy,
   }];
 }
 

@@ -80,7 +80,7 @@ function overviewParts(run, href) {
   const missing = missingCard(href);
   const elements = [title, trouble.element, notices.element, figures.element,
     h("div", { class: "pair" },
-      h("section", { class: "card", "aria-label": "Throughput" },
+      h("section", { class: "card chart", "aria-label": "Throughput" },
         h("header", null, h("h2", null, "Throughput, 10 minutes"), key()),
         h("div", { class: "body" }, chart.element)),
       missing.element),

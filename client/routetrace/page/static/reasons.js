@@ -72,6 +72,9 @@ export function reason(name) {
 /** Whether nothing went wrong. */
 export const harmless = (name) => HARMLESS.has(name);
 
+/** Whether a trace will get nothing more, and its end was never reported. */
+export const isCut = (trace) => trace.state === "incomplete" && trace.num_tokens === null;
+
 /** Sort reasons, the worst first. */
 export const worstFirst = (a, b) => rank(a) - rank(b);
 const rank = (name) => (ORDER.indexOf(name) + ORDER.length + 1) % (ORDER.length + 1);

@@ -4,7 +4,6 @@ import { onTheme, palette } from "./colours.js";
 import { fmt } from "./text.js";
 import { attr, h, put, s, say } from "./ui.js";
 
-const HEIGHT = 216;
 const [LEFT, RIGHT, UPPER, LOWER] = [52, 12, 10, 24];
 const LEAST = 3; // px of a step in which rows were dropped, however few they are
 const FAR = 15; // steps of Shift and an arrow
@@ -29,14 +28,14 @@ export function throughput() {
     if (!data || canvas.clientWidth === 0) return;
     colours ??= palette(canvas);
     const scale = devicePixelRatio;
-    const width = canvas.clientWidth;
-    const size = [Math.round(width * scale), Math.round(HEIGHT * scale)];
+    const { clientWidth: width, clientHeight: height } = canvas;
+    const size = [Math.round(width * scale), Math.round(height * scale)];
     if (canvas.width !== size[0]) canvas.width = size[0];
     if (canvas.height !== size[1]) canvas.height = size[1];
     const c = canvas.getContext("2d");
     c.setTransform(scale, 0, 0, scale, 0, 0);
-    c.clearRect(0, 0, width, HEIGHT);
-    paint(c, { ...data, width, colours, chosen });
+    c.clearRect(0, 0, width, height);
+    paint(c, { ...data, width, height, colours, chosen });
     put(words, chosen === null ? summary(data) : reading(data, chosen));
     attr(canvas, "aria-label",
       `Rows stored and dropped in the last 10 minutes. ${summary(data)}`);
@@ -119,11 +118,11 @@ function round(most) {
   return [step, Math.ceil(most / step) * step];
 }
 
-function paint(c, { at, stored, dropped, width, colours, chosen }) {
+function paint(c, { at, stored, dropped, width, height, colours, chosen }) {
   const [step, most] = round(Math.max(...stored, ...dropped));
   const last = at.length - 1;
   const x = (i) => LEFT + (i / last) * (width - LEFT - RIGHT);
-  const y = (v) => UPPER + (1 - v / most) * (HEIGHT - UPPER - LOWER);
+  const y = (v) => UPPER + (1 - v / most) * (height - UPPER - LOWER);
   const ground = y(0);
   c.font = `11px ${colours.sans}`;
   c.textBaseline = "middle";
@@ -135,7 +134,7 @@ function paint(c, { at, stored, dropped, width, colours, chosen }) {
     const text = fmt.si(v).replace(/(\.\d*?)0+(?=\D|$)/, "$1").replace(/\.(?=\D|$)/, "");
     c.fillText(text, LEFT - 8, y(v));
   }
-  paintTimes(c, at, x, width);
+  paintTimes(c, at, x, width, height);
   const line = new Path2D();
   stored.forEach((v, i) => line.lineTo(x(i), y(v)));
   const under = new Path2D(line);
@@ -168,7 +167,7 @@ function paint(c, { at, stored, dropped, width, colours, chosen }) {
 }
 
 /** Whole minutes along, as many as fit. */
-function paintTimes(c, at, x, width) {
+function paintTimes(c, at, x, width, height) {
   const minutes = [1, 2, 5].find((one) => (10 / one) * 56 <= width - LEFT - RIGHT) ?? 5;
   at.forEach((time, i) => {
     const then = Math.round(time);
@@ -178,7 +177,7 @@ function paintTimes(c, at, x, width) {
     const text = fmt.time(Math.floor(then / whole) * whole).slice(0, -3);
     const half = c.measureText(text).width / 2;
     c.textAlign = "center";
-    c.fillText(text, Math.min(width - half, x(i)), HEIGHT - 8);
+    c.fillText(text, Math.min(width - half, x(i)), height - 8);
   });
 }
 

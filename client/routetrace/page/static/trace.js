@@ -1,10 +1,10 @@
 // The view of one trace: asks for it again and again, and shows what is there or why nothing is.
 
-import { json, poll, repeated, Trouble } from "./api.js";
+import { HAS_SERVER, json, poll, repeated, Trouble } from "./api.js";
 import { emptyRun } from "./empty.js";
 import { incarnationsOf } from "./incarnations.js";
 import { plain } from "./text.js";
-import { sideOf } from "./trace_mismatch.js";
+import { sidesOf } from "./trace_mismatch.js";
 import { traceParts } from "./trace_parts.js";
 import { ghost, h, message, swap } from "./ui.js";
 
@@ -21,7 +21,7 @@ export function trace({ query, run, session, go, link }) {
   let incarnations = [];
   let known = 1; // number of incarnations that were asked for
   let reports = []; // of trainers
-  let compared = { side: null, content: null, found: null }; // what was asked for last
+  let compared = { content: null, found: null }; // what was asked for last
   let failure = "";
   let end = null;
   let addressTimer;
@@ -59,7 +59,7 @@ export function trace({ query, run, session, go, link }) {
     let seen = null;
     let rest = 0;
     let askReports = 0;
-    [reports, compared] = [[], { side: null, content: null, found: null }];
+    [reports, compared] = [[], { content: null, found: null }];
     end = poll(2, async (signal) => {
       try {
         const facts = (await question(signal)) ?? shown;
@@ -78,7 +78,8 @@ export function trace({ query, run, session, go, link }) {
           const asked = { id: query.id, incarnation: facts.incarnation };
           ({ reports } = await json(`${path}/trace/reports`, asked, signal));
         }
-        compare();
+        if (known !== facts.num_incarnations) await askIncarnations(facts);
+        if (!signal.aborted) compare();
       } catch (error) {
         if (error instanceof Trouble) failed(error);
         throw error;
@@ -97,37 +98,37 @@ export function trace({ query, run, session, go, link }) {
       pickSide: (side) => go("trace", { ...query, against: side, run }),
       moved: keepAddress,
       link: (id) => link("trace", { id, run }),
+      expertsAt: HAS_SERVER && ((filters) => link("experts", { ...filters, run })),
     });
     swap(element, parts.elements);
     parts.set(facts, segments, incarnations);
     parts.warn(null);
     if (first) goToAddress();
-    if (known !== facts.num_incarnations) askIncarnations(facts);
   }
 
-  /** Compare with the report that the address names, or the first one, once for each state. */
+  /** Compare with the side that the address names, or the first report, once for each state. */
   async function compare() {
     if (compared === null) return; // the view has ended
-    const named = reports.some((one) => sideOf(one.reporter) === query.against);
-    const side = named ? query.against : reports.length > 0 ? sideOf(reports[0].reporter) : null;
-    const report = reports.find((one) => sideOf(one.reporter) === side);
-    const content = `${contentOf(shown)} ${report?.reported_at}`;
-    if (side === compared.side && content === compared.content) {
-      parts.compare(reports, side, compared.found);
+    const sides = HAS_SERVER ? sidesOf(shown, reports, incarnations) : [];
+    const side = sides.find((one) => one.name === query.against) ??
+      sides.find((one) => one.report) ?? null;
+    const content = `${contentOf(shown)} ${side?.name} ${side?.report?.reported_at}`;
+    if (content === compared.content) {
+      parts.compare(sides, side, compared.found);
       return;
     }
-    const asked = (compared = { side, content, found: null });
-    parts.compare(reports, side, null);
+    const asked = (compared = { content, found: null });
+    parts.compare(sides, side, null);
     if (side === null) return;
     try {
       asked.found = await json(`${path}/trace/diff`,
-        { id: query.id, incarnation: shown.incarnation, against: side });
+        { id: query.id, incarnation: shown.incarnation, against: side.name });
     } catch (error) {
       if (!(error instanceof Trouble)) throw error;
       asked.found = error;
       if (error.isAway || error.kind === "overloaded") asked.content = null; // asked for again
     }
-    if (asked === compared) parts.compare(reports, side, asked.found);
+    if (asked === compared) parts.compare(sides, side, asked.found);
   }
 
   async function askIncarnations(facts) {

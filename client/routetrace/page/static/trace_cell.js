@@ -29,7 +29,10 @@ export function wordsOf(cell) {
   return `${titleOf(cell)}: experts ${[...cell.row.ids].join(", ")}`;
 }
 
-/** The panel; `set(cell | null, trace, trouble)` fills it. link(id): the address of a trace. */
+/**
+ * The panel; `set(cell | null, trace, trouble, who)` fills it, `who` being the other side.
+ * link(id): the address of a trace.
+ */
 export function cellPanel(link) {
   const hint = h("p", { class: "muted" },
     h("span", { class: "for-fingers" }, "Tap a cell to see its experts. Dragging sideways moves."),
@@ -43,9 +46,9 @@ export function cellPanel(link) {
   const lost = h("div", { class: "lost" }, mark.element, words, remedy);
   const heading = h("p", { class: "muted" });
   const ids = h("ol", { class: "ids" });
-  const theirs = h("div", { class: "theirs" }, h("p", { class: "muted" }, "The trainer chose"));
+  const chooser = h("p", { class: "muted" });
   const others = h("ol", { class: "ids" });
-  theirs.append(others);
+  const theirs = h("div", { class: "theirs" }, chooser, others);
   const known = h("dl", { class: "kv" });
   const other = h("bdi");
   const origin = h("a", { class: "id" }, other);
@@ -54,7 +57,7 @@ export function cellPanel(link) {
     title, hint, lost, heading, ids, theirs, known, lent);
   return {
     element,
-    set(cell, trace, trouble) {
+    set(cell, trace, trouble, who) {
       put(title, cell ? titleOf(cell) : "Cell");
       hint.hidden = Boolean(cell);
       lost.hidden = !cell?.reason;
@@ -67,6 +70,7 @@ export function cellPanel(link) {
       showIds(ids, row, chosen.length > 0 ? chosen : row);
       theirs.hidden = chosen.length === 0;
       showIds(others, chosen, row);
+      if (who) put(chooser, `${who[0].toUpperCase()}${who.slice(1)} chose`);
       if (!cell) return;
       if (cell.reason) {
         const about = reason(cell.reason);

@@ -1,15 +1,17 @@
 // The head of a trace: facts, labels, the course of the request.
 
+import { isCut, reason } from "./reasons.js";
 import { fmt, plain } from "./text.js";
 import { attr, h, put, rows, swap } from "./ui.js";
 
 /** Facts by name; each is [value, remark, tone] or null where the answer has none. */
 const FACTS = [
   ["Coverage", (t) => (t.state === "running" ? [fmt.pct(t.coverage, 2), "so far"]
+    : isCut(t) ? [fmt.pct(t.coverage, 2), "of what was reported", "bad"]
     : [fmt.pct(t.coverage, 2), "", t.coverage < 1 ? "bad" : "good"])],
   // The number of tokens of a request that runs is not known before its end.
-  ["Tokens", (t) => [fmt.int(Math.max(t.num_tokens, t.num_rows)),
-    `${t.state === "running" ? "so far, " : ""}${fmt.int(t.prompt_len)} of the prompt`]],
+  ["Tokens", (t) => [fmt.int(Math.max(t.num_tokens, t.num_rows)), `${t.state === "running"
+    ? "so far, " : isCut(t) ? "reported, " : ""}${fmt.int(t.prompt_len)} of the prompt`]],
   ["Layers", (t) => [fmt.int(t.layer_ids.length), `top-${t.top_k} of ${t.num_experts}`]],
   ["Weights", (t) => t.weights?.length && [[...new Set(t.weights.map(String))].join(" – "), ""]],
   ["Engine", (t) => t.engines.length === 1 && [namesOf(t.engines), ""]],
@@ -39,14 +41,17 @@ function inTime(at) {
   return left > 0 ? fmt.duration(left).replace(/ \d+\s*s$/, "") : "a moment";
 }
 
-/** The card of facts; `set(trace)` fills it. */
-export function factsCard() {
+/** The card of facts; `set(trace)` fills it. expertsAt(filters): an address, or nothing. */
+export function factsCard(expertsAt) {
   const list = h("dl", { class: "facts" });
   const labels = h("ul", { class: "labels", "aria-label": "Labels" });
+  const load = h("a", { class: "small", hidden: !expertsAt });
+  const cut = h("p", { class: "bad", hidden: true }, "The end of this request was never " +
+    `reported, so its number of tokens is not known. ${reason("agent_lost").remedy}`);
   const course = timeline();
   const element = h("section", { class: "card", "aria-label": "Facts" },
-    h("div", { class: "body" }, h("div", { class: "facts-and-labels" }, list, labels),
-      course.element));
+    h("div", { class: "body" }, h("div", { class: "facts-and-labels" }, list, labels, load),
+      cut, course.element));
   return {
     element,
     set(trace) {
@@ -57,17 +62,30 @@ export function factsCard() {
         put(more, remark);
         attr(text, "class", tone || null);
       });
-      const pairs = Object.entries(trace.labels ?? {});
+      const pairs = Object.entries(trace.labels ?? {}).sort();
       labels.hidden = pairs.length === 0;
       rows(labels, pairs, ([name]) => name, () => h("li", { class: "chip mono" }, h("bdi")),
         (item, [name, value]) => {
           put(item.firstChild, `${plain(name)}=${plain(value)}`);
           attr(item, "title", item.textContent);
         });
+      if (expertsAt) {
+        const like = likeIt(trace);
+        attr(load, "href", expertsAt(like));
+        const same = [like.engine && "engine", like.version && "weights"].filter(Boolean);
+        put(load, `Load of experts${same.length > 0 ? `: same ${same.join(" and ")}` : ""}`);
+      }
+      cut.hidden = !isCut(trace);
       course.set(trace.timeline ?? []);
     },
   };
 }
+
+/** Filters of traces by the engine and the weights of one. */
+const likeIt = ({ engines, weights }) => ({
+  engine: engines.length === 1 ? engines[0] : undefined,
+  version: weights ? [...new Set(weights)].join("..") : undefined,
+});
 
 const makeFact = ([name]) => h("div", null, h("dt", null, name),
   h("dd", null, h("bdi"), " ", h("span", { class: "remark" })));

@@ -1,6 +1,7 @@
 // A long list of traces, of which only the rows that are seen are in the document.
 
 import { reasonMark, stateMark } from "./marks.js";
+import { isCut } from "./reasons.js";
 import { fmt, plain } from "./text.js";
 import { attr, h, put, rows, style } from "./ui.js";
 
@@ -176,12 +177,12 @@ function fill(row, trace, href) {
   reason.element.hidden = !trace.reason;
   because.lastChild.hidden = Boolean(trace.reason);
   if (trace.reason) reason.set(trace.reason);
-  put(because.lastChild, trace.reason ? "" : "–");
+  put(because.lastChild, trace.reason ? "" : isCut(trace) ? "end not reported" : "–");
   put(tokens, gone ? "–" : fmt.int(trace.num_tokens ?? trace.num_rows));
   put(weights, trace.weights ? [...new Set(trace.weights.map(String))].join(" – ") : "–");
   put(engine.firstChild, namesOf(trace.engines ?? []));
   attr(engine, "title", trace.engines?.length > 1 ? trace.engines.map(plain).join(", ") : null);
-  const pairs = Object.entries(trace.labels ?? {}).map(([name, value]) =>
+  const pairs = Object.entries(trace.labels ?? {}).sort().map(([name, value]) =>
     `${plain(name)}=${plain(value)}`).join("  ");
   put(labels.firstChild, pairs);
   attr(labels, "title", pairs || null);

@@ -23,15 +23,17 @@ const PAN = 160; // px
 
 /**
  * Build the parts for the trace `id` of the run at `path`. pickIncarnation(number), pickSide(side)
- * and moved(position) are called for what people do; link(id) is the address of another trace.
+ * and moved(position) are called for what people do; link(id) is the address of another trace,
+ * expertsAt(filters) that of experts, where there is one.
  */
-export function traceParts({ id, path, pickIncarnation, pickSide, moved, link }) {
+export function traceParts({ id, path, pickIncarnation, pickSide, moved, link, expertsAt }) {
   let trace = null;
   let trouble = null;
   let cell = null;
   let speaking = false;
   let segments = null;
   let against = null; // the side that rows are compared with
+  let wanted = "state"; // colouring
 
   const mark = stateMark();
   const incarnations = segmented("Incarnation", pickIncarnation);
@@ -39,7 +41,7 @@ export function traceParts({ id, path, pickIncarnation, pickSide, moved, link })
   const head = h("div", { class: "title" },
     h("h1", { class: "mono" }, h("bdi", { class: "id" }, plain(id))), mark.element,
     h("span", { class: "push bar" }, incarnations.element, copy));
-  const facts = factsCard();
+  const facts = factsCard(expertsAt);
   const warning = alarm();
   const panel = cellPanel(link);
   const box = cellTip();
@@ -72,7 +74,7 @@ export function traceParts({ id, path, pickIncarnation, pickSide, moved, link })
   const card = h("section", { class: "card cells", "aria-label": "Cells" },
     h("header", null, tools.colours.element, note, tools.bar, colours.element),
     h("div", { class: "viewer" }, h("div", { class: "stage" }, grid.element), panel.element));
-  const unthemed = onTheme(() => grid.data && colours.set(grid.colouring, grid.data, trace));
+  const unthemed = onTheme(() => grid.data && explain());
 
   function onCell(about, event) {
     cell = about;
@@ -80,7 +82,7 @@ export function traceParts({ id, path, pickIncarnation, pickSide, moved, link })
       say(wordsOf(cell));
       speaking = cell.present && !cell.row;
     }
-    panel.set(cell, trace, trouble);
+    panel.set(cell, trace, trouble, against?.who);
     box.set(grid.over ? cell : null, event);
   }
 
@@ -114,10 +116,13 @@ export function traceParts({ id, path, pickIncarnation, pickSide, moved, link })
   }
 
   function colour(name) {
+    wanted = name;
     grid.setColouring(name);
     tools.colours.set(modes(), name);
-    colours.set(name, grid.data, trace);
+    explain();
   }
+
+  const explain = () => colours.set(grid.colouring, grid.data, trace, against?.who);
 
   /** [name, words] of each colouring for which the answer has data. */
   function modes() {
@@ -127,8 +132,10 @@ export function traceParts({ id, path, pickIncarnation, pickSide, moved, link })
   }
 
   function draw() {
-    grid.setSource(serverSource(path, trace, segments, against));
-    colour(modes().some(([name]) => name === grid.colouring) ? grid.colouring : "state");
+    grid.setSource(serverSource(path, trace, segments, against?.name));
+    const before = wanted; // also while the answer for another side is awaited
+    colour(modes().some(([name]) => name === before) ? before : "state");
+    wanted = before;
   }
 
   function nextColour() {
@@ -183,17 +190,20 @@ export function traceParts({ id, path, pickIncarnation, pickSide, moved, link })
       facts.set(now);
       if (!found) return;
       segments = found;
-      if (before?.incarnation !== now.incarnation) walk.reset();
+      if (before?.incarnation !== now.incarnation) {
+        walk.reset();
+        against = null;
+      }
       draw();
       tools.setHoles(grid.data.holes.t0.length);
       missing.set(grid.data, now.layer_ids);
       if (!before) say(`${plain(id)}: ${now.state}, coverage ${fmt.pct(now.coverage, 2)}`);
     },
-    /** Show reports about the trace, the chosen side, and where it differs as far as is known. */
-    compare(reports, side, found) {
-      mismatch.set(reports, side, found);
+    /** Show sides of the trace, the chosen one, and where it differs as far as is known. */
+    compare(sides, side, found) {
+      mismatch.set(sides, side, found);
       const next = found && !(found instanceof Error) && found.cells > 0 ? side : null;
-      if (next === against) return;
+      if (next?.name === against?.name) return;
       against = next;
       draw();
     },

@@ -105,6 +105,11 @@ export function traces({ query, run, session, go, link }) {
     return ready;
   }
 
+  /** Wait for the newest question: one that is dropped has no answer. */
+  async function settled() {
+    for (let awaited = null; awaited !== ready;) await (awaited = ready);
+  }
+
   async function first(kept, signal) {
     try {
       const [found, place] = await askFirst(kept, signal);
@@ -213,7 +218,7 @@ export function traces({ query, run, session, go, link }) {
 
   /** Every 2 s: what is seen as it is now, and how much is newer. */
   async function follow(over) {
-    await ready;
+    await settled();
     if (refused) return;
     const signal = AbortSignal.any([over, fresh.signal]);
     try {
@@ -235,7 +240,7 @@ export function traces({ query, run, session, go, link }) {
 
   /** Enter in the field: the trace with this id, or the only one, or the first of the list. */
   async function openFirst() {
-    await ready;
+    await settled();
     const rows = pages.get(0) ?? [];
     const one = rows.find((trace) => trace.trace_id === asked.q) ??
       (asked.q && answer?.matching === 1 ? rows[0] : null);
