@@ -61,7 +61,8 @@ def content_of(
         InvalidArgument: if it takes more without any ids.
     """
     read = replace(description, stat=stat_of(trace))
-    facts = facts_of(read, target) | {"expires": None}  # of the server's trace
+    # What the server has beside this incarnation is not in the file.
+    facts = facts_of(read, target) | {"expires": None, "incarnations": []}
     segments = segments_of(trace, origins_of(description, trace))
     header = {"facts": facts, "segments": segments, "written": time.time()}
     levels = changed(trace)

@@ -95,7 +95,9 @@ export function switchTheme() {
 const now = (pair) => pair[dark() ? 1 : 0];
 export const reasonColour = (name) => now(MISSING[name] ?? ["#6b7280", "#9ca3af"]);
 export const presentColour = (cached) => now(cached ? CACHED : PRESENT);
-export const sourceColour = (index) => now(SOURCES[index % SOURCES.length]);
+/** Colour of an agent by its index; one below 0 is not known. */
+export const sourceColour = (index) =>
+  (index < 0 ? reasonColour("") : now(SOURCES[index % SOURCES.length]));
 
 const rgb = (hex) => [1, 3, 5].map((i) => parseInt(hex.slice(i, i + 2), 16));
 const css = ([r, g, b]) => `rgb(${r} ${g} ${b})`;

@@ -149,6 +149,7 @@ export class Grid {
       for (const name of ["version", "source", "attempt", "cached"]) {
         if (data.present[name]) about[name] = data.present[name][i];
       }
+      about.agent = data.sources[about.source];
       const { prefix } = data;
       const stands = prefix.t0.findIndex((t0, k) => t0 <= position && position < prefix.t1[k]);
       if (stands >= 0 && about.cached !== 0) about.prefix = prefix.trace_id[stands];

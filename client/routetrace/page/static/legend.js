@@ -70,8 +70,11 @@ function itemsOf(colouring, data, trace) {
     return [all[0], all[Math.floor(count / 2)], all[count - 1]];
   }
   if (colouring === "source") {
-    const items = trace.sources.slice(0, MOST).map((one) =>
-      [`${one.index}`, sourceColour(one.index), "", sourceName(one)]);
+    const items = data.sources.slice(0, MOST).map((one, i) =>
+      [`${i}`, sourceColour(i), "", sourceName(one)]);
+    if (data.source.key.includes(UNKNOWN)) {
+      items.push(["unknown", sourceColour(UNKNOWN), "", "Unknown"]);
+    }
     if (data.attempt?.key.some((attempt) => attempt > 0)) {
       items.push(["attempt", sourceColour(0), "later", "Computed again after a preemption"]);
     }

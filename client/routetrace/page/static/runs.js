@@ -57,7 +57,7 @@ export function keyAt(runs, position, column) {
 /** Number of cells in a run. */
 export const cells = (runs, i) => (runs.t1[i] - runs.t0[i]) * (runs.l1[i] - runs.l0[i]);
 
-/** Key of runs whose weights are unknown. */
+/** Key of runs whose weights, or agent, are unknown. */
 export const UNKNOWN = -1;
 
 /** Sort numbers, or strings of integers above 2^53. */
@@ -83,11 +83,12 @@ export function prepared(segments) {
     paintOrder: rankOf(order),
     state: joined(present, (i) => (present.cached?.[i] ? 1 : 0)),
     weights: present.version && joined(present, (i) => rank.get(present.version[i])),
-    source: by("source"),
+    source: present.source && joined(present, (i) => present.source[i] ?? UNKNOWN),
     attempt: by("attempt"),
     rectangles: joined(present, (i) => i),
     prefix: segments.prefix ?? { t0: [], t1: [], trace_id: [] },
     present,
+    sources: segments.sources ?? [],
     joined: segments.joined ?? 0,
   };
 }

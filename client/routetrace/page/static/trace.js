@@ -2,7 +2,6 @@
 
 import { HAS_SERVER, json, poll, repeated, Trouble } from "./api.js";
 import { emptyRun } from "./empty.js";
-import { incarnationsOf } from "./incarnations.js";
 import { plain } from "./text.js";
 import { sidesOf } from "./trace_mismatch.js";
 import { traceParts } from "./trace_parts.js";
@@ -18,8 +17,6 @@ export function trace({ query, run, session, go, link }) {
   const element = h("div", { class: "view" }, ghost(3), ghost(8));
   let parts = null;
   let shown = null; // facts
-  let incarnations = [];
-  let known = 1; // number of incarnations that were asked for
   let reports = []; // of trainers
   let compared = { content: null, found: null }; // what was asked for last
   let failure = "";
@@ -78,7 +75,6 @@ export function trace({ query, run, session, go, link }) {
           const asked = { id: query.id, incarnation: facts.incarnation };
           ({ reports } = await json(`${path}/trace/reports`, asked, signal));
         }
-        if (known !== facts.num_incarnations) await askIncarnations(facts);
         if (!signal.aborted) compare();
       } catch (error) {
         if (error instanceof Trouble) failed(error);
@@ -101,7 +97,7 @@ export function trace({ query, run, session, go, link }) {
       expertsAt: HAS_SERVER && ((filters) => link("experts", { ...filters, run })),
     });
     swap(element, parts.elements);
-    parts.set(facts, segments, incarnations);
+    parts.set(facts, segments);
     parts.warn(null);
     if (first) goToAddress();
   }
@@ -109,7 +105,7 @@ export function trace({ query, run, session, go, link }) {
   /** Compare with the side that the address names, or the first report, once for each state. */
   async function compare() {
     if (compared === null) return; // the view has ended
-    const sides = HAS_SERVER ? sidesOf(shown, reports, incarnations) : [];
+    const sides = HAS_SERVER ? sidesOf(shown, reports) : [];
     const side = sides.find((one) => one.name === query.against) ??
       sides.find((one) => one.report) ?? null;
     const content = `${contentOf(shown)} ${side?.name} ${side?.report?.reported_at}`;
@@ -129,17 +125,6 @@ export function trace({ query, run, session, go, link }) {
       if (error.isAway || error.kind === "overloaded") asked.content = null; // asked for again
     }
     if (asked === compared) parts.compare(sides, side, asked.found);
-  }
-
-  async function askIncarnations(facts) {
-    known = facts.num_incarnations;
-    try {
-      incarnations = await incarnationsOf(path, facts);
-      parts.set(shown, null, incarnations);
-    } catch (error) {
-      if (!(error instanceof Trouble)) throw error;
-      known = 0; // asked again with the next facts
-    }
   }
 
   /** Say why there is nothing, or nothing newer, to see. */
@@ -172,7 +157,7 @@ export function trace({ query, run, session, go, link }) {
 }
 
 /** The part of a trace's facts of which the cells are a function. */
-const contentOf = ({ expires, labels, timeline, ...rest }) => JSON.stringify(rest);
+const contentOf = ({ expires, incarnations, labels, timeline, ...rest }) => JSON.stringify(rest);
 
 /** A card for a trace that cannot be shown. */
 function notShown(error, { id, run, open }) {

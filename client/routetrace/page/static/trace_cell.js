@@ -11,14 +11,13 @@ const COMPUTED = ["a forward pass of its own", "an earlier request (prefix cache
 /** [name, text or undefined] of each fact of a cell. */
 const KNOWN = [
   ["Weights", (cell) => (cell.version === null ? "unknown" : cell.version)],
-  ["Engine", (cell, trace) => sourceOf(cell, trace)?.engine],
-  ["Shard", (cell, trace) => sourceOf(cell, trace)?.shard || undefined],
+  ["Engine", (cell) => cell.agent?.engine],
+  ["Shard", (cell) => cell.agent?.shard || undefined],
   ["Computed by", (cell) => (cell.prefix ? "another trace with the same prefix"
     : COMPUTED[cell.cached])],
-  ["Attempt", (cell) => cell.attempt !== undefined && cell.attempt + 1],
+  ["Attempt", (cell) => cell.agent && !cell.prefix && cell.attempt + 1],
   ["Part", (cell, trace) => (cell.position < trace.prompt_len ? "prompt" : "answer")],
 ];
-const sourceOf = (cell, trace) => trace.sources?.find((one) => one.index === cell.source);
 
 const titleOf = (cell) => `Position ${fmt.int(cell.position)}, layer ${cell.layer}`;
 

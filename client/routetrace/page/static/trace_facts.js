@@ -19,18 +19,9 @@ const FACTS = [
   ["Attempts", (t) => t.num_attempts > 1 && [fmt.int(t.num_attempts), ""]],
   ["Finish", (t) => t.finish_reason && [plain(t.finish_reason), ""]],
   ["Stored", (t) => t.stored_bytes !== undefined && [fmt.bytes(t.stored_bytes), ""]],
-  ["Created", (t) => momentOf(t, "created")],
-  ["Updated", (t) => momentOf(t, "updated")],
+  ["Updated", (t) => [fmt.time(t.updated), ""]],
   ["Forgotten in", (t) => t.expires && [inTime(t.expires), ""]],
 ];
-
-const COURSE = 3; // moments from which on a line shows them
-
-function momentOf(trace, name) {
-  const steps = trace.timeline ?? [];
-  const step = steps.length < COURSE && steps.find((one) => one.name === name);
-  return step && [fmt.time(step.at), ""];
-}
 
 const namesOf = (names) => (names.length > 3
   ? `${names.slice(0, 2).map(plain).join(", ")} and ${names.length - 2} more`
@@ -76,7 +67,7 @@ export function factsCard(expertsAt) {
         put(load, `Load of experts${same.length > 0 ? `: same ${same.join(" and ")}` : ""}`);
       }
       cut.hidden = !isCut(trace);
-      course.set(trace.timeline ?? []);
+      course.set(trace.timeline);
     },
   };
 }
@@ -95,11 +86,11 @@ function timeline() {
   return {
     element,
     set(steps) {
-      element.hidden = steps.length < COURSE;
+      element.hidden = steps.length < 2;
       rows(element, steps, (step) => step.name, makeStep, (item, step, i) => {
         const [name, at, took] = item.children;
         put(name, plain(step.name));
-        put(at, step.by ? `${fmt.time(step.at)}, ${plain(step.by)}` : fmt.time(step.at));
+        put(at, fmt.time(step.at));
         const next = steps[i + 1];
         put(took, next ? fmt.duration(Math.max(0, next.at - step.at)) : "");
         took.hidden = !next;

@@ -11,13 +11,13 @@ const MOST = 10; // worst tokens that are listed
  * Sides that a trace can be compared with: reports of trainers, then incarnations that have ended,
  * then the last attempt. `name` is that of an address, `option` of a choice, `who` in sentences.
  */
-export function sidesOf(facts, reports, incarnations) {
+export function sidesOf(facts, reports) {
   const sides = reports.map((report) => ({
     name: `report:${report.reporter}`, option: `report of ${plain(report.reporter)}`,
     who: "the trainer", title: "Against the report of a trainer", about: aboutOf(report), report,
   }));
   if (facts.state === "running") return sides;
-  for (const one of incarnations) {
+  for (const one of facts.incarnations) {
     if (one.number === facts.incarnation || one.state === "running") continue;
     const who = `incarnation #${one.number}`;
     sides.push({ name: `#${one.number}`, option: nameOf(one), who, title: `Against ${who}`,

@@ -126,8 +126,7 @@ export function traceParts({ id, path, pickIncarnation, pickSide, moved, link, e
 
   /** [name, words] of each colouring for which the answer has data. */
   function modes() {
-    const there = ["state", "weights", "source"].filter((name) => grid.data[name] &&
-      (name !== "source" || trace.sources));
+    const there = ["state", "weights", "source"].filter((name) => grid.data[name]);
     return [...there, ...grid.source.values].map((name) => [name, MODES[name]]);
   }
 
@@ -181,12 +180,12 @@ export function traceParts({ id, path, pickIncarnation, pickSide, moved, link, e
       const lead = error.status === 404 ? "No longer there. " : "Not up to date. ";
       return warning.set(h("b", null, lead), plain(error.message));
     },
-    /** Show facts, their rectangles unless they are as before, and which incarnations there are. */
-    set(now, found, all) {
+    /** Show facts, and their rectangles unless they are as before. */
+    set(now, found) {
       const before = trace;
       trace = now;
       mark.set(now.state);
-      incarnations.set(optionsOf(all, now), String(now.incarnation));
+      incarnations.set(optionsOf(now), String(now.incarnation));
       facts.set(now);
       if (!found) return;
       segments = found;
