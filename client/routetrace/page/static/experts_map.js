@@ -1,9 +1,9 @@
 // Load of each expert at each layer on a canvas, with entropy and balancedness of the layers.
 
-import { onTheme, palette } from "./colours.js";
+import { drawing, within } from "./drawing.js";
 import { times } from "./experts_parts.js";
 import { fmt } from "./text.js";
-import { attr, h, say, style, tip } from "./ui.js";
+import { attr, say, style, tip } from "./ui.js";
 
 const [LEFT, RIGHT, UPPER, LOWER] = [40, 4, 24, 20];
 const [LEAST_ROW, MOST_ROW, MOST_MAP] = [4, 16, 480];
@@ -15,10 +15,11 @@ const SIDES = [["Entropy", "entropy", 3], ["Balancedness", "balancedness", 2]];
 
 /** The picture; `set(data, by)` draws an answer of /experts, with experts "id" or "load". */
 export function loadMap() {
-  const canvas = h("canvas", { class: "series load-map", tabindex: 0, role: "img" });
+  const plate = drawing({ class: "series load-map" }, draw, () => { map = null; });
+  const { canvas } = plate;
   let [data, by] = [null, "id"];
   let order = null; // experts of each layer, as they stand
-  let [map, colours, place] = [null, null, null];
+  let [map, place] = [null, null];
   let cell = null; // [layer column, expert column] that the keys are on
 
   function draw() {
@@ -26,18 +27,11 @@ export function loadMap() {
     const least = LEFT + RIGHT + data.num_experts * LEAST_COLUMN + SIDES.length * (SIDE + APART);
     style(canvas, "min-width", `${least}px`);
     if (canvas.clientWidth === 0) return;
-    colours ??= palette(canvas);
+    const { colours } = plate;
     place = placed(data, canvas.clientWidth);
     map ??= picture(data, order, colours.diverging);
-    const scale = devicePixelRatio;
-    const size = [place.width, place.height].map((n) => Math.round(n * scale));
     style(canvas, "height", `${place.height}px`);
-    if (canvas.width !== size[0]) canvas.width = size[0];
-    if (canvas.height !== size[1]) canvas.height = size[1];
-    const c = canvas.getContext("2d");
-    c.setTransform(scale, 0, 0, scale, 0, 0);
-    c.clearRect(0, 0, place.width, place.height);
-    paint(c, { data, place, colours, map, by, cell });
+    paint(plate.context(place.width, place.height), { data, place, colours, map, by, cell });
     attr(canvas, "aria-label", `Load of ${fmt.plural(data.num_experts, "expert")} at ${
       fmt.plural(data.layer_ids.length, "layer")}; 1 × is even. ${
       cell ? words(data, order, ...cell) : "The arrows go from cell to cell."}`);
@@ -59,28 +53,21 @@ export function loadMap() {
     tip.show(event.clientX, event.clientY,
       side ? layerWords(data, at[0]) : words(data, order, ...at));
   });
-  canvas.addEventListener("pointerleave", () => tip.hide());
-  canvas.addEventListener("keydown", (event) => {
-    if (!data || event.ctrlKey || event.metaKey || event.altKey) return;
-    const far = event.shiftKey ? FAR : 1;
+  plate.onKey((key, shift) => {
+    if (!data) return false;
+    const far = shift ? FAR : 1;
     const [layer, column] = cell ?? [0, -1];
     const next = {
       ArrowLeft: [layer, column - far], ArrowRight: [layer, column + far],
       ArrowUp: [layer - 1, column], ArrowDown: [layer + (cell ? 1 : 0), column],
       Home: [layer, 0], End: [layer, data.num_experts - 1],
-    }[event.key];
-    if (!next && event.key !== "Escape") return;
-    event.preventDefault();
-    cell = next ? next.map((n, i) =>
-      Math.max(0, Math.min([data.layer_ids.length, data.num_experts][i] - 1, n))) : null;
+    }[key];
+    if (!next && key !== "Escape") return false;
+    cell = next
+      ? next.map((n, i) => within([data.layer_ids.length, data.num_experts][i] - 1, n)) : null;
     draw();
     if (cell) say(words(data, order, ...cell));
-  });
-  const watcher = new ResizeObserver(draw);
-  watcher.observe(canvas);
-  const unwatch = onTheme(() => {
-    colours = map = null;
-    draw();
+    return true;
   });
   return {
     element: canvas,
@@ -92,11 +79,7 @@ export function loadMap() {
       order = data.layer_ids.map((_, layer) => ordered(data, layer, by));
       draw();
     },
-    stop() {
-      watcher.disconnect();
-      unwatch();
-      tip.hide();
-    },
+    stop: plate.stop,
   };
 }
 

@@ -1,8 +1,8 @@
 // Disagreement over training steps on a canvas: its share as a line, and by step and layer.
 
-import { onTheme, palette } from "./colours.js";
+import { drawing, within } from "./drawing.js";
 import { fmt, plain } from "./text.js";
-import { attr, h, say, tip } from "./ui.js";
+import { attr, say, tip } from "./ui.js";
 
 const [LEFT, RIGHT] = [52, 12];
 const [LINE, GAP, LOWER] = [120, 20, 24]; // heights: of the line, below it, of the axis
@@ -18,30 +18,22 @@ const FAR = 10; // steps of Shift and an arrow
  * pick(index) is told where another one is chosen.
  */
 export function picture(pick) {
-  const canvas = h("canvas", {
-    class: "series mismatch", tabindex: 0, role: "img", "aria-describedby": "mismatch-words",
-  });
+  const plate = drawing({ class: "series mismatch", "aria-describedby": "mismatch-words" }, draw,
+    () => { map = null; });
+  const { canvas } = plate;
   let data = null;
   let chosen = 0;
   let layer = null; // column of the cell that the keys are on
-  let colours = null;
   let place = null;
   let map = null; // the cells, drawn once for data and theme
 
   function draw() {
     if (!data || canvas.clientWidth === 0) return;
-    colours ??= palette(canvas);
+    const { colours } = plate;
     place = placed(data, canvas.clientWidth);
     map ??= cells(data, place, colours.differing);
-    const scale = devicePixelRatio;
-    const size = [place.width, place.height].map((n) => Math.round(n * scale));
     canvas.style.setProperty("height", `${place.height}px`);
-    if (canvas.width !== size[0]) canvas.width = size[0];
-    if (canvas.height !== size[1]) canvas.height = size[1];
-    const c = canvas.getContext("2d");
-    c.setTransform(scale, 0, 0, scale, 0, 0);
-    c.clearRect(0, 0, place.width, place.height);
-    paint(c, { data, place, colours, map, chosen, layer });
+    paint(plate.context(place.width, place.height), { data, place, colours, map, chosen, layer });
     attr(canvas, "aria-label", `Share of cells that differ in ${
       fmt.plural(data.step.length, "training step")}, and by layer. ${words(data, chosen, layer)}`);
   }
@@ -60,39 +52,29 @@ export function picture(pick) {
     const [index, column] = cellAt(event);
     tip.show(event.clientX, event.clientY, words(data, index, column));
   });
-  canvas.addEventListener("pointerleave", () => tip.hide());
   canvas.addEventListener("click", (event) => {
     if (!data) return;
     const [index, column] = cellAt(event);
     layer = column;
     pick(index);
   });
-  canvas.addEventListener("keydown", (event) => {
-    if (!data || event.ctrlKey || event.metaKey || event.altKey) return;
-    const by = event.shiftKey ? FAR : 1;
+  plate.onKey((key, shift) => {
+    if (!data) return false;
+    const by = shift ? FAR : 1;
     const last = { step: data.step.length - 1, layer: data.layer_ids.length - 1 };
     const along = {
       ArrowLeft: chosen - by, ArrowRight: chosen + by, Home: 0, End: last.step,
-    }[event.key];
+    }[key];
     const down = {
       ArrowUp: layer === null ? last.layer : layer - 1, ArrowDown: layer === null ? 0 : layer + 1,
-    }[event.key];
-    if (event.key === "Escape") layer = null;
-    else if (down !== undefined && last.layer < 0) return; // logarithms of probabilities alone
-    else if (down !== undefined) layer = Math.max(0, Math.min(last.layer, down));
-    else if (along === undefined) return;
-    event.preventDefault();
-    pick(along === undefined ? chosen : Math.max(0, Math.min(last.step, along)));
+    }[key];
+    if (key === "Escape") layer = null;
+    else if (down !== undefined && last.layer < 0) return false; // of probabilities alone
+    else if (down !== undefined) layer = within(last.layer, down);
+    else if (along === undefined) return false;
+    pick(along === undefined ? chosen : within(last.step, along));
     say(words(data, chosen, layer));
-  });
-  const watcher = new ResizeObserver(() => {
-    map = null;
-    draw();
-  });
-  watcher.observe(canvas);
-  const unwatch = onTheme(() => {
-    colours = map = null;
-    draw();
+    return true;
   });
   return {
     element: canvas,
@@ -106,11 +88,7 @@ export function picture(pick) {
       chosen = index;
       draw();
     },
-    stop() {
-      watcher.disconnect();
-      unwatch();
-      tip.hide();
-    },
+    stop: plate.stop,
   };
 }
 

@@ -1,6 +1,6 @@
 // Lines over time on a canvas, with a cursor that reads values, and lines the size of a word.
 
-import { onTheme, palette } from "./colours.js";
+import { drawing, within } from "./drawing.js";
 import { fmt } from "./text.js";
 import { attr, h, put, s, say } from "./ui.js";
 
@@ -15,34 +15,26 @@ const FAR = 15; // steps of Shift and an arrow
  * The words below the picture are those of the place of the cursor, or of the whole.
  */
 export function throughput() {
-  const canvas = h("canvas", {
-    class: "series", tabindex: 0, role: "img", "aria-describedby": "throughput-words",
-  });
+  const plate = drawing({ class: "series", "aria-describedby": "throughput-words" }, draw);
+  const { canvas } = plate;
   const words = h("figcaption", { id: "throughput-words", class: "small muted" });
   const element = h("figure", null, canvas, words);
   let data = null;
   let chosen = null; // step of the cursor
-  let colours = null;
 
   function draw() {
     if (!data || canvas.clientWidth === 0) return;
-    colours ??= palette(canvas);
-    const scale = devicePixelRatio;
     const { clientWidth: width, clientHeight: height } = canvas;
-    const size = [Math.round(width * scale), Math.round(height * scale)];
-    if (canvas.width !== size[0]) canvas.width = size[0];
-    if (canvas.height !== size[1]) canvas.height = size[1];
-    const c = canvas.getContext("2d");
-    c.setTransform(scale, 0, 0, scale, 0, 0);
-    c.clearRect(0, 0, width, height);
-    paint(c, { ...data, width, height, colours, chosen });
+    paint(plate.context(width, height), {
+      ...data, width, height, colours: plate.colours, chosen,
+    });
     put(words, chosen === null ? summary(data) : reading(data, chosen));
     attr(canvas, "aria-label",
       `Rows stored and dropped in the last 10 minutes. ${summary(data)}`);
   }
 
   function choose(step) {
-    if (step !== null) step = Math.max(0, Math.min(data.at.length - 1, step));
+    if (step !== null) step = within(data.at.length - 1, step);
     if (step === chosen) return;
     chosen = step;
     draw();
@@ -55,24 +47,18 @@ export function throughput() {
   });
   canvas.addEventListener("pointerleave", () => choose(null));
   canvas.addEventListener("blur", () => choose(null));
-  canvas.addEventListener("keydown", (event) => {
-    if (!data || event.ctrlKey || event.metaKey || event.altKey) return;
+  plate.onKey((key, shift) => {
+    if (!data) return false;
     const end = data.at.length - 1;
-    const by = event.shiftKey ? FAR : 1;
+    const by = shift ? FAR : 1;
     const next = {
       ArrowLeft: (chosen ?? end + 1) - by, ArrowRight: (chosen ?? -1) + by, Home: 0, End: end,
       Escape: null,
-    }[event.key];
-    if (next === undefined) return;
-    event.preventDefault();
+    }[key];
+    if (next === undefined) return false;
     choose(next);
     say(words.textContent);
-  });
-  const watcher = new ResizeObserver(draw);
-  watcher.observe(canvas);
-  const unwatch = onTheme(() => {
-    colours = null;
-    draw();
+    return true;
   });
   return {
     element,
@@ -85,10 +71,7 @@ export function throughput() {
       data = next;
       draw();
     },
-    stop() {
-      watcher.disconnect();
-      unwatch();
-    },
+    stop: plate.stop,
   };
 }
 
