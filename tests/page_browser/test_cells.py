@@ -112,7 +112,7 @@ def test_the_pointer_finds_cells(page: Page, open_trace) -> None:
 def test_each_colouring_is_drawn(page: Page, open_trace) -> None:
     open_trace("holes")
     group = page.get_by_role("group", name="Colour by")
-    assert group.get_by_role("button").all_inner_texts() == ["State", "Weights", "Change"]
+    assert group.get_by_role("button").all_inner_texts() == ["State", "Weights", "Source", "Change"]
     # Weights 413, the last of the four, is the lightest of viridis that is used.
     group.get_by_role("button", name="Weights").click()
     expect(page.locator(".swatches").first).to_contain_text("410")
