@@ -44,6 +44,7 @@ export function traceParts({ id, path, pickIncarnation, pickSide, moved, link, e
   const facts = factsCard(expertsAt);
   const warning = alarm();
   const panel = cellPanel(link);
+  panel.set(null); // its empty parts are not seen until the first cell is drawn
   const box = cellTip();
   const note = h("p", { class: "note", role: "status", hidden: true });
   const grid = new Grid({ label: LABEL, onCell, onTrouble, onMove, onDraw });
