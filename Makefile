@@ -13,12 +13,12 @@ TORCH  ?= torch==2.13.0
 # the newest that the wide ranges allow.
 pins    = $(if $(filter undefined,$(origin PINS)),-c constraints/$(1).txt)
 
-.PHONY: demo demo-scale test test-slow test-long test-fast check check-full \
+.PHONY: demo demo-scale test test-slow test-and-slow test-long test-fast check check-full \
 	check-newest lock lint bench test-exact test-docs test-two-commands test-mutations test-install \
 	test-transformers test-trainers test-vllm test-vllm-scheduler test-sglang test-sglang-older \
 	test-sglang-scheduler \
 	test-faults test-neighbours test-docker test-kubernetes test-scale test-alerts test-loaded \
-	test-page bench-page screenshots chromium \
+	test-page bench-page screenshots chromium vllm-env \
 	rivals-exact bench-servers bench-vllm test-gpu bench-gpu experts-report previous-fixtures docs proto clean
 
 demo: $(VENV)/.demo
@@ -40,6 +40,11 @@ test: $(VENV)/.dev
 # The tests that take 5 s or more each: servers that are killed under load, ranks, examples, snippets.
 test-slow: $(VENV)/.dev
 	$(PYTEST) -m slow
+
+# Both in one run, as the gate does: workers start once, and begin with the slow tests.
+test-and-slow: $(VENV)/.dev
+	@echo 'About 6,000 tests, slow ones included; 10 to 13 minutes on two cores with nothing else to do.'
+	$(PYTEST) -m 'not install and not long'
 
 # Those of them that another step of the gate stands for: exact cells, faults, one compiled model.
 test-long: $(VENV)/.dev
@@ -228,8 +233,7 @@ VLLM_VENV ?= .venv-vllm
 SCENARIO  ?=
 SHARE     ?=
 WAY       ?=
-test-vllm:
-	PYTHON=$(PYTHON) VLLM_VENV=$(VLLM_VENV) TORCH='$(TORCH)' scripts/vllm_env.sh $(VLLM)
+test-vllm: vllm-env
 	PYTHONPATH=tests OMP_NUM_THREADS=1 $(VLLM_VENV)/bin/python -m vllm_runs \
 		--installed $(VLLM_VENV) $(VLLM:%=--version %) $(SCENARIO:%=--scenario %) $(SHARE) \
 		$(WAY:%=--way %)
@@ -238,10 +242,13 @@ test-vllm:
 			$(VLLM_VENV)/bin/python -m vllm_runs.routers || exit 1; \
 	done
 
+# The environment alone.
+vllm-env:
+	PYTHON=$(PYTHON) VLLM_VENV=$(VLLM_VENV) TORCH='$(TORCH)' scripts/vllm_env.sh $(VLLM)
+
 # vLLM's own scheduler with a fake model: ROWS rows for each version, each compared.
 ROWS ?= 1000000
-test-vllm-scheduler:
-	PYTHON=$(PYTHON) VLLM_VENV=$(VLLM_VENV) TORCH='$(TORCH)' scripts/vllm_env.sh $(VLLM)
+test-vllm-scheduler: vllm-env
 	for version in $(VLLM); do \
 		PYTHONPATH=$(VLLM_VENV)/$$version:tests OMP_NUM_THREADS=1 \
 			$(VLLM_VENV)/bin/python -m vllm_runs.scheduler --rows $(ROWS) --seed $(SEED) || exit 1; \
