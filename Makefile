@@ -46,7 +46,7 @@ test-and-slow: $(VENV)/.dev
 	@echo 'About 6,000 tests, slow ones included; 10 to 13 minutes on two cores with nothing else to do.'
 	$(PYTEST) -m 'not install and not long'
 
-# Those of them that another step of the gate stands for: exact cells, faults, one compiled model.
+# Those that another step of the gate stands for: exact cells, orders, faults, a compiled model.
 test-long: $(VENV)/.dev
 	$(PYTEST) -m long
 
