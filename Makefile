@@ -13,12 +13,12 @@ TORCH  ?= torch==2.13.0
 # the newest that the wide ranges allow.
 pins    = $(if $(filter undefined,$(origin PINS)),-c constraints/$(1).txt)
 
-.PHONY: demo demo-scale test test-slow test-long test-fast check check-full check-newest lock lint \
-	bench test-exact test-docs test-two-commands test-mutations test-install \
+.PHONY: demo demo-scale test test-slow test-long test-fast check check-full \
+	check-newest lock lint bench test-exact test-docs test-two-commands test-mutations test-install \
 	test-transformers test-trainers test-vllm test-vllm-scheduler test-sglang test-sglang-older \
 	test-sglang-scheduler \
 	test-faults test-neighbours test-docker test-kubernetes test-scale test-alerts test-loaded \
-	test-page bench-page screenshots \
+	test-page bench-page screenshots chromium vllm-env \
 	rivals-exact bench-servers bench-vllm test-gpu bench-gpu experts-report previous-fixtures docs proto clean
 
 demo: $(VENV)/.demo
@@ -33,15 +33,17 @@ demo-scale: $(VENV)/.demo-scale
 # this small leave more waiting for each other.
 WORKERS ?= $(shell $(PYTHON) -c 'import os; print(min(2 * (os.cpu_count() or 1), 16))')
 PYTEST   = OMP_NUM_THREADS=1 $(PY) -m pytest -n $(WORKERS) --dist worksteal
+# SLOW=too: in one run with those of test-slow, as the gate has them; workers start once.
+SLOW ?=
 test: $(VENV)/.dev
 	@echo 'About 5,900 tests; 5 to 6 minutes on two cores that have nothing else to do.'
-	$(PYTEST) -m 'not install and not slow and not long'
+	$(PYTEST) -m 'not install and not long$(if $(SLOW),, and not slow)'
 
 # The tests that take 5 s or more each: servers that are killed under load, ranks, examples, snippets.
 test-slow: $(VENV)/.dev
 	$(PYTEST) -m slow
 
-# Those of them that another step of the gate stands for: exact cells, faults, one compiled model.
+# Those that another step of the gate stands for: exact cells, orders, faults, a compiled model.
 test-long: $(VENV)/.dev
 	$(PYTEST) -m long
 
@@ -151,16 +153,24 @@ test-alerts:
 	$(PROMTOOL) check config docker/prometheus/prometheus.yaml
 	$(PROMTOOL) test rules tests/alerts/alerts.test.yaml
 
-# The web page in a real Chromium: Debian's package `chromium`, or CHROMIUM=PATH.
-# `make test-page BROWSED='-k keys'` runs a part.
-CHROMIUM ?= $(shell command -v chromium || command -v chromium-browser || command -v google-chrome)
+# The web page in a real Chromium: one in PATH, CHROMIUM=PATH, or Debian's package `chromium`, which
+# root installs. BROWSING=--where-possible says so, and does not fail, where it cannot be installed.
+# PAGE=quick is a share with each view in it; `make test-page BROWSED='-k keys'` runs a part.
+CHROMIUM ?=
+BROWSING ?=
+PAGE     ?= full
 BROWSED  ?=
+BROWSE    = CHROMIUM='$(CHROMIUM)' scripts/chromium_env.sh $(BROWSING)
 test-page: $(VENV)/.browser
-	CHROMIUM='$(CHROMIUM)' $(PY) -m pytest tests/page_browser $(BROWSED)
+	$(BROWSE) $(PY) -m pytest tests/page_browser $(if $(filter quick,$(PAGE)),-m quick) $(BROWSED)
+
+# Installs Chromium alone, which takes about a minute.
+chromium:
+	$(BROWSE)
 
 # Frames per second of the page's grid, over 100,000 tokens and 94 layers.
 bench-page: $(VENV)/.browser
-	CHROMIUM='$(CHROMIUM)' PYTHONPATH=tests $(PY) -m page_browser.frames
+	PYTHONPATH=tests $(BROWSE) $(PY) -m page_browser.frames
 
 # The pictures of the page in docs/images, of a run of simulated engines with real agents and a real
 # server; a minute and a half. SHOTS='--view trace --out DIR' takes one, elsewhere; SHOTS='--seconds 600'
@@ -168,7 +178,7 @@ bench-page: $(VENV)/.browser
 SHOTS ?=
 screenshots: $(VENV)/.browser
 	$(PIP) $(call pins,dev) pillow
-	CHROMIUM='$(CHROMIUM)' PYTHONPATH=tests:scripts OMP_NUM_THREADS=1 $(PY) -m screenshots $(SHOTS)
+	PYTHONPATH=tests:scripts OMP_NUM_THREADS=1 $(BROWSE) $(PY) -m screenshots $(SHOTS)
 
 # The manifests of docker/kubernetes, against the schemas of two versions of Kubernetes.
 test-kubernetes: $(VENV)/.dev
@@ -220,8 +230,7 @@ VLLM_VENV ?= .venv-vllm
 SCENARIO  ?=
 SHARE     ?=
 WAY       ?=
-test-vllm:
-	PYTHON=$(PYTHON) VLLM_VENV=$(VLLM_VENV) TORCH='$(TORCH)' scripts/vllm_env.sh $(VLLM)
+test-vllm: vllm-env
 	PYTHONPATH=tests OMP_NUM_THREADS=1 $(VLLM_VENV)/bin/python -m vllm_runs \
 		--installed $(VLLM_VENV) $(VLLM:%=--version %) $(SCENARIO:%=--scenario %) $(SHARE) \
 		$(WAY:%=--way %)
@@ -230,10 +239,13 @@ test-vllm:
 			$(VLLM_VENV)/bin/python -m vllm_runs.routers || exit 1; \
 	done
 
+# The environment alone.
+vllm-env:
+	PYTHON=$(PYTHON) VLLM_VENV=$(VLLM_VENV) TORCH='$(TORCH)' scripts/vllm_env.sh $(VLLM)
+
 # vLLM's own scheduler with a fake model: ROWS rows for each version, each compared.
 ROWS ?= 1000000
-test-vllm-scheduler:
-	PYTHON=$(PYTHON) VLLM_VENV=$(VLLM_VENV) TORCH='$(TORCH)' scripts/vllm_env.sh $(VLLM)
+test-vllm-scheduler: vllm-env
 	for version in $(VLLM); do \
 		PYTHONPATH=$(VLLM_VENV)/$$version:tests OMP_NUM_THREADS=1 \
 			$(VLLM_VENV)/bin/python -m vllm_runs.scheduler --rows $(ROWS) --seed $(SEED) || exit 1; \
@@ -349,9 +361,6 @@ $(VENV)/.dev: pyproject.toml constraints/dev.txt | $(VENV)/.made
 	touch $@
 
 $(VENV)/.browser: $(VENV)/.dev
-	@[ -x '$(CHROMIUM)' ] || { \
-		echo 'Chromium is not there: expected chromium in PATH; apt-get install chromium, or' \
-			'make CHROMIUM=PATH'; exit 2; }
 	$(PIP) $(call pins,dev) playwright
 	touch $@
 

@@ -1,7 +1,10 @@
 """Fixtures and settings of all tests."""
 
+import os
 import signal
+from collections import defaultdict
 
+import pytest
 from hypothesis import HealthCheck, settings
 
 # A shell starts a command in the background with SIGINT ignored, and children would inherit that:
@@ -12,3 +15,34 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 # No test fails for being slow: machines are busy.
 settings.register_profile("routetrace", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("routetrace")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Begin with the slow tests, a share on each worker, so that none is left alone with one.
+
+    `--dist worksteal` gives each worker an equal part of the list, and moves only what others have
+    at the end of theirs. Tests of a module stay together, as they share its fixtures.
+    """
+    workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    modules: defaultdict[str, list[pytest.Item]] = defaultdict(list)
+    others: list[pytest.Item] = []
+    for item in items:
+        if item.get_closest_marker("slow"):
+            modules[item.nodeid.partition("::")[0]].append(item)
+        else:
+            others.append(item)
+    if workers < 2 or not modules or not others:
+        return
+    shares: list[list[pytest.Item]] = [[] for _ in range(workers)]
+    for module in sorted(modules.values(), key=len, reverse=True):
+        min(shares, key=len).extend(module)
+    left = len(items)
+    arranged: list[pytest.Item] = []
+    for worker, share in enumerate(shares):
+        size = left // (workers - worker)
+        left -= size
+        fill = max(0, size - len(share))
+        arranged += [*share, *others[:fill]]
+        del others[:fill]
+    items[:] = arranged + others

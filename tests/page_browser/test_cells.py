@@ -18,6 +18,7 @@ def test_a_whole_trace_has_no_hole(page: Page, open_trace) -> None:
     expect(page.get_by_role("button", name="Next hole (n)")).to_be_disabled()
 
 
+@pytest.mark.quick
 def test_a_hole_of_one_token_is_seen_at_fit(page: Page, open_trace) -> None:
     open_trace("one hole")
     assert is_whole(page)
@@ -29,6 +30,7 @@ def test_a_hole_of_one_token_is_seen_at_fit(page: Page, open_trace) -> None:
     assert "100 %" not in page.locator(".facts").inner_text()
 
 
+@pytest.mark.quick
 def test_n_and_p_find_each_hole(page: Page, open_trace) -> None:
     open_trace("holes")
     titles = [f"Position {start:,}, layer 1" for start, _ in HOLES]
@@ -74,6 +76,7 @@ def test_the_table_says_the_same(page: Page, open_trace) -> None:
     assert page.evaluate("document.activeElement.className") == "plot"
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(("position", "column"), [(0, 0), (63, 3), (64, 1), (99_998, 2)])
 def test_the_panel_has_the_ids_of_the_server(
     page: Page, open_trace, position: int, column: int

@@ -55,6 +55,7 @@ def words(load: ExpertLoad, layer: int, expert: int) -> str:
     return f"{which}{of:.{digits}f} \u00d7 the even share, {share} of the layer\u2019s choices"
 
 
+@pytest.mark.quick
 def test_figures_are_those_of_the_client(page: Page, picture: Locator, load: ExpertLoad) -> None:
     title = page.locator(".title")
     expect(title).to_contain_text(f"{load.tokens:,} tokens of the newest {load.traces} traces")
@@ -191,6 +192,7 @@ def test_a_clock_that_is_ahead_does_not_count_for_ever(page: Page, address: str)
     assert told.value.status == 304
 
 
+@pytest.mark.quick
 def test_odd_names_are_text_and_another_run_has_its_own(page: Page, address: str) -> None:
     opened(page, f"{address}/#/experts?run=second%20run")
     expect(page.locator(".title")).to_contain_text("29 tokens of the newest 1 trace,")

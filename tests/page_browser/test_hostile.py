@@ -18,6 +18,7 @@ def spelled(text: str) -> str:
     return re.sub("[\u202e\u200b\n]", lambda c: f"\\u{ord(c[0]):04x}", text)
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("trace_id", ODD_IDS, ids=range(len(ODD_IDS)))
 def test_an_odd_id_is_text(page: Page, address: str, open_trace, trace_id: str) -> None:
     open_trace(trace_id)
@@ -36,6 +37,7 @@ def test_an_odd_id_is_text(page: Page, address: str, open_trace, trace_id: str) 
     assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
 
 
+@pytest.mark.quick
 def test_the_field_opens_an_odd_id(page: Page, address: str) -> None:
     for trace_id in ODD_IDS:
         if "\n" in trace_id:
@@ -54,6 +56,7 @@ def test_a_stray_percent_is_text(page: Page, address: str, watched) -> None:
     assert page.get_by_role("textbox", name="Id of a trace").input_value() == "50%"
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("trace_id", ODD_IDS, ids=range(len(ODD_IDS)))
 def test_copied_python_names_the_trace(page: Page, open_trace, trace_id: str) -> None:
     open_trace(trace_id)

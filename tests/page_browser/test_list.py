@@ -140,6 +140,7 @@ def test_any_row_is_one_jump_away(show) -> None:
     assert rows.count() < 80
 
 
+@pytest.mark.quick
 def test_each_order_is_that_of_the_client(show, many: ServerProcess) -> None:
     with RouteClient(many.target, run="r") as client:
         stats = [stat for stat in client.find() if stat.trace_id.startswith("t0")]
@@ -216,6 +217,7 @@ def test_one_comes_back_to_the_place_that_was_left(show) -> None:
     assert page.locator(".list").evaluate("e => e.scrollTop") == 500 * 36
 
 
+@pytest.mark.quick
 def test_an_id_is_pasted_and_opened(show, tab: Watched) -> None:
     tab.allowed.append("status of 404")
     page = show("", MANY)
@@ -233,6 +235,7 @@ def test_an_id_is_pasted_and_opened(show, tab: Watched) -> None:
     told(page, MANY)
 
 
+@pytest.mark.quick
 def test_foreign_text_is_text(show, many: ServerProcess) -> None:
     page = show("engine=e0&sort=updated", 1004 - 4 + len(ODD_IDS) - 2)
     page.get_by_role("textbox", name="Add a label").fill("<b>k=\u202egnp")

@@ -47,6 +47,7 @@ def bars(page: Page, name: str) -> list[str]:
     return page.get_by_role("region", name=name).locator("li").all_inner_texts()
 
 
+@pytest.mark.quick
 def test_the_verdict_is_that_of_the_client(page: Page, picture: Locator, server) -> None:
     with RouteClient(server.target, run="r") as client:
         change = client.agreement_history().change()
@@ -63,6 +64,7 @@ def test_the_verdict_is_that_of_the_client(page: Page, picture: Locator, server)
     )
 
 
+@pytest.mark.quick
 def test_odd_words_and_ids_are_text(page: Page, picture: Locator, address: str) -> None:
     notice = page.locator(".notices li").nth(1)
     expect(notice).to_contain_text(f"Step {STEPS[-1]}: ")

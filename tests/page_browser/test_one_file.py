@@ -48,6 +48,7 @@ def opened(tab: Watched, server: ServerProcess, tmp_path: Path) -> Open:
     return open_file
 
 
+@pytest.mark.quick
 def test_facts_and_holes(tab: Watched, opened: Open) -> None:
     page = tab.page
     trace = opened("holes")
@@ -74,6 +75,7 @@ def test_a_hole_of_one_token_is_seen(tab: Watched, opened: Open) -> None:
     assert columns >= 1
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("trace_id", ["whole", "twice"])
 def test_the_cursor_reads_the_experts_of_the_trace(
     tab: Watched, opened: Open, trace_id: str
@@ -123,6 +125,7 @@ def test_changes_are_drawn_at_every_zoom(tab: Watched, opened: Open) -> None:
     assert len(seen) >= 3
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("trace_id", ODD_IDS, ids=range(len(ODD_IDS)))
 def test_an_odd_id_is_text(tab: Watched, opened: Open, trace_id: str) -> None:
     page = tab.page

@@ -94,6 +94,7 @@ def figure(page: Page, name: str):
     return page.locator(".figures > div").filter(has=page.locator(f"dt:text-is('{name}')"))
 
 
+@pytest.mark.quick
 def test_figures_are_those_of_the_client(opened: Watched, run: Run) -> None:
     page = opened.page
     with RouteClient(run.server.target, run="r") as client:
@@ -125,6 +126,7 @@ def test_figures_are_those_of_the_client(opened: Watched, run: Run) -> None:
     assert page.locator("main img").count() == 0
 
 
+@pytest.mark.quick
 def test_what_is_wrong_comes_first_with_its_evidence(opened: Watched, run: Run) -> None:
     page = opened.page
     subjects = page.locator(".notices strong").all_inner_texts()

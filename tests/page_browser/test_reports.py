@@ -96,6 +96,7 @@ def test_figures_are_those_of_the_client(page: Page, card: Locator, server) -> N
     ]
 
 
+@pytest.mark.quick
 def test_a_cause_is_named_and_odd_names_are_text(page: Page, card: Locator, server) -> None:
     choice = card.get_by_label("Compare with")
     assert [one.inner_text() for one in choice.locator("option").all()] == sorted(

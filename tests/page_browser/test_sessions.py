@@ -51,6 +51,7 @@ def sign_in(tab: Watched, token: str) -> None:
     tab.page.get_by_role("button", name="Sign in").click()
 
 
+@pytest.mark.quick
 def test_in_and_out(tab: Watched, guarded: str) -> None:
     page = tab.page
     page.goto(f"{guarded}/{link('one', '&run=a')}")

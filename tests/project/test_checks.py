@@ -7,6 +7,7 @@ import io
 import os
 import re
 import runpy
+import shutil
 import subprocess
 import sys
 import time
@@ -51,20 +52,34 @@ def test_the_gate_runs_all_steps_with_the_printed_seed(environ: dict[str, str]) 
     code, output, commands = check(environ, "gate", "--seed", "17")
     assert code == 0
     assert output.startswith("seed 17\n")
-    assert [line.split()[0] for line in commands][:3] == ["lint", "test", "test-slow"]
+    targets = [line.split()[0] for line in commands]
+    assert {*targets[:3]} == {"lint", "chromium", "vllm-env"}
+    assert commands[3] == "test SLOW=too"
     assert sum("SEED=17" in line for line in commands) == 2
     for command in commands:
         assert re.search(rf"^== make {re.escape(command)}: \d+ s$", output, re.M)
 
 
-@pytest.mark.parametrize(("broken", "never"), [("test", "test-slow"), ("demo", "test-faults")])
+@pytest.mark.parametrize(
+    ("broken", "never"),
+    [("lint", "test"), ("test", "demo"), ("demo", "test-faults")],
+)
 def test_the_gate_stops_at_a_failure_and_names_the_command(
     environ: dict[str, str], broken: str, never: str
 ) -> None:
     code, output, commands = check({**environ, "BROKEN": broken}, "gate")
     targets = [command.split()[0] for command in commands]
     assert (code, broken in targets, never in targets) == (1, True, False)
-    assert f"step failed with exit code 3; repeat it with: make {broken}\n" in output
+    [command] = [command for command in commands if command.split()[0] == broken]
+    assert f"step failed with exit code 3; repeat it with: make {command}\n" in output
+
+
+def test_processes_of_a_step_keep_what_they_compile(environ: dict[str, str]) -> None:
+    """Also where the machine says otherwise, as images for containers do."""
+    make = MAKE + 'echo "bytecode ${PYTHONDONTWRITEBYTECODE-is written}"\n'
+    (Path(environ["MAKE_LOG"]).parent / "make").write_text(make)
+    _, output, commands = check({**environ, "PYTHONDONTWRITEBYTECODE": "1"}, "gate")
+    assert output.count("bytecode is written\n") == len(commands)
 
 
 def test_the_reports_of_two_steps_never_mix(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -116,6 +131,78 @@ def test_targets_of_the_checks_exist(kind: str, environ: dict[str, str]) -> None
             name, _, setting = word.partition("=")
             kind = r"\s*\?=" if setting else ":"
             assert re.search(rf"^{re.escape(name)}{kind}", makefile, re.M), word
+
+
+# ---------------------------------------------------------------------------- Chromium
+
+BROWSER = "#!/bin/sh\n[ $# = 0 ] || [ $1 = --version ]\n"
+LEFT_OUT = "Chromium is not there and cannot be installed here: the tests of the page did not run\n"
+
+
+@pytest.fixture(name="bare")
+def _bare(tmp_path: Path) -> Path:
+    """The only folder of PATH, without a Chromium: root, and an apt-get that logs and fails."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    for name in ("bash", "env", "sh", "echo"):
+        found = shutil.which(name)
+        assert found
+        (folder / name).symlink_to(found)
+    _program(folder / "id", "#!/bin/sh\necho 0\n")
+    _program(folder / "apt-get", '#!/bin/sh\necho "$*" >>"${0%/*}/../apt"\nexit 100\n')
+    return folder
+
+
+def _program(path: Path, text: str) -> None:
+    path.write_text(text)
+    path.chmod(0o755)
+
+
+def chromium_env(bare: Path, *words: str, **more: str) -> tuple[int, str, str]:
+    """Exit code, output and errors of scripts/chromium_env.sh before a command."""
+    done = subprocess.run(
+        [shutil.which("bash") or "bash", ROOT / "scripts/chromium_env.sh", *words,
+         "sh", "-c", 'echo "found $CHROMIUM"'],
+        env={"PATH": str(bare), **more}, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    return done.returncode, done.stdout, done.stderr
+
+
+def test_without_chromium_only_the_gate_goes_on_and_says_so(bare: Path) -> None:
+    assert chromium_env(bare, "--where-possible") == (0, LEFT_OUT, "")
+    code, output, errors = chromium_env(bare)
+    assert (code, output) == (2, "")
+    assert "apt-get install chromium as root, or make CHROMIUM=PATH\n" in errors
+    assert (bare.parent / "apt").read_text("utf-8").count(" chromium\n") == 2
+
+
+def test_only_root_installs_chromium(bare: Path) -> None:
+    _program(bare / "id", "#!/bin/sh\necho 1000\n")
+    assert chromium_env(bare, "--where-possible") == (0, LEFT_OUT, "")
+    assert not (bare.parent / "apt").exists()
+
+
+def test_chromium_is_installed_by_its_name(bare: Path) -> None:
+    """And not again."""
+    _program(bare / "chromium-to-come", BROWSER)
+    _program(
+        bare / "apt-get",
+        '#!/bin/sh\necho "$*" >>"${0%/*}/../apt"\n'
+        'case "$*" in *"install -y --no-install-recommends chromium") '
+        f'{shutil.which("mv")} "${{0%/*}}/chromium-to-come" "${{0%/*}}/chromium" ;; esac\n',
+    )
+    for _ in range(2):
+        assert chromium_env(bare) == (0, f"found {bare}/chromium\n", "")
+    assert len((bare.parent / "apt").read_text("utf-8").splitlines()) == 2
+
+
+@pytest.mark.parametrize("words", [(), ("--where-possible",)])
+def test_a_chromium_that_does_not_run_is_an_error(bare: Path, words: tuple[str, ...]) -> None:
+    for named in (str(bare / "no-chromium"), ""):
+        _program(bare / "chromium", "#!/bin/sh\nexit 1\n")
+        code, output, errors = chromium_env(bare, *words, CHROMIUM=named)
+        assert (code, output) == (2, "")
+        assert f"{named or bare / 'chromium'} does not run" in errors
 
 
 # ---------------------------------------------------------------------------- pins

@@ -45,7 +45,7 @@ def test_resets_and_lost_replies_leave_each_chunk_stored_once():
     assert figures["resends"] == figures["counted_duplicates"] > 0
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_trace_whose_agent_was_killed_ends_with_that_reason():
     figures = lost_agent.once(SEED, "killed")
     assert figures["lost_after_killed_s"] < 3

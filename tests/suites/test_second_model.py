@@ -20,6 +20,7 @@ def test_an_order_that_was_once_wrong(name: str) -> None:
         assert report.counts["cells"]
 
 
+@pytest.mark.long
 def test_a_share_of_all_orders() -> None:
     counts, found = Counter[str](), Findings()
     for _, orders in exhaustive(8, 0.05, seed=1):
@@ -28,6 +29,7 @@ def test_a_share_of_all_orders() -> None:
     assert counts["orders"] > 4 * len(FAMILIES)
 
 
+@pytest.mark.long
 def test_orders_at_random() -> None:
     counts, found = Counter[str](), Findings()
     [(_, orders)] = drawn(1, 25, seed=1)
