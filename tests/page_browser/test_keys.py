@@ -88,7 +88,7 @@ def test_a_position_is_gone_to(page: Page, open_trace) -> None:
 def test_colourings_in_turn(page: Page, open_trace) -> None:
     open_trace("short")
     pressed = page.locator("[aria-label='Colour by'] [aria-pressed=true]")
-    for name in ("State", "Weights", "Change", "State"):
+    for name in ("State", "Weights", "Source", "Change", "State"):
         expect(pressed).to_have_text(name)
         page.keyboard.press("c")
 

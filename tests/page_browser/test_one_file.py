@@ -114,8 +114,8 @@ def test_changes_are_drawn_at_every_zoom(tab: Watched, opened: Open) -> None:
     opened("whole")
     plot = page.locator("canvas.plot")
     seen = {plot.screenshot()}
-    page.keyboard.press("c")
-    page.keyboard.press("c")
+    for _ in range(3):
+        page.keyboard.press("c")
     for _ in range(5):
         expect(page.locator("[aria-label='Colour by'] [aria-pressed=true]")).to_have_text("Change")
         expect(page.locator("main")).not_to_contain_text("Reading")

@@ -166,9 +166,8 @@ def test_the_picture_is_that_of_the_rows(page: Page, address: str) -> None:
 
 def test_colouring_by_key_and_without_a_report(page: Page, card: Locator, address: str) -> None:
     page.locator("canvas.plot").focus()
-    page.keyboard.press("c")
-    page.keyboard.press("c")
-    page.keyboard.press("c")
+    for _ in range(4):
+        page.keyboard.press("c")
     pressed = page.locator(".segmented [aria-pressed=true]", has_text="Mismatch")
     expect(pressed).to_be_visible()
     plain = opened(page, address, name="plain")

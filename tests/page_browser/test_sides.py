@@ -238,7 +238,8 @@ def test_words_name_the_side(page: Page, address: str, server) -> None:
 def test_one_file_has_no_other_side(watched, server, tmp_path: Path, name: str) -> None:
     """A file holds one side, and no view of experts."""
     with RouteClient(server.target, run="r") as client:
-        text, _ = document(client.get(name, missing="mask"), server.target, 32 << 20)
+        trace = client.get(name, missing="mask")
+        text, _ = document(trace, client.describe(name), server.target, 32 << 20)
     path = tmp_path / "trace.html"
     path.write_text(text, "utf-8")
     page = watched.page
