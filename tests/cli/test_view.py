@@ -21,8 +21,9 @@ from routetrace.client import InvalidArgument, RouteClient, Trace, TraceDescript
 from routetrace.page import one_file
 from routetrace.page.one_file import joining
 from routetrace.page.segments import segments_of
-from routetrace.page.tiles import changed
+from routetrace.page.tiles import changed, differing
 from routetrace.server.testing import ServerProcess, run_server
+from routetrace.trainers.comparison import compare_traces
 from support.agents.feeder import Feeder
 from support.commands import commands
 from support.servers.client_server import LAYOUT, WIDE, rows_of
@@ -47,7 +48,18 @@ def server() -> Iterator[ServerProcess]:
                 feeder.step(ids[:20], [[handle, 0, 20]])
                 feeder.finish(handle, 21)
                 feeder.finish(feeder.begin("empty", prompt_len=1), 1)
+                handle = feeder.begin("reported", prompt_len=5)
+                feeder.step(ids[:300], [[handle, 0, 300]])
+                feeder.preempt(handle, 300)
+                feeder.resume(handle, 0)
+                feeder.step(ids[1:301], [[handle, 0, 300]])
+                feeder.finish(handle, 301)
             feeder.close()
+        with RouteClient(server.target, run="view") as client:
+            # A report of some positions alone, one of which differs in a layer.
+            ids = rows_of(LAYOUT, ROWS)[50:200]
+            ids[30, 2] = (ids[30, 2] + 1) % LAYOUT.num_experts
+            client.report_routing("reported", ids, token_start=50, step=7)
         yield server
 
 
@@ -95,6 +107,8 @@ class Data:
     header: dict[str, Any]
     tiles: list[list[bytes]]
     rows: dict[tuple[int, int], tuple[np.ndarray, np.ndarray]]
+    other: Data | None = None
+    """Tiles and rows of the other side."""
 
 
 def data_of(page: Page) -> Data:
@@ -110,15 +124,19 @@ def data_of(page: Page) -> Data:
         return body[at - count : at]
 
     layers, top_k = len(header["facts"]["layer_ids"]), header["facts"]["top_k"]
-    tiles = [[take(layers * 256) for _ in range(count)] for count in header["tiles"]]
-    rows = {}
-    for start, stop in header["ranges"]:
-        n, width = stop - start, header["width"]
-        ids = np.frombuffer(take(n * layers * top_k * width), f"<u{width}")
-        valid = np.frombuffer(take(n * layers), np.uint8)
-        rows[start, stop] = ids.reshape(n, layers, top_k), valid.reshape(n, layers)
+    sides = []
+    for _ in range(1 + ("other" in header)):
+        tiles = [[take(layers * 256) for _ in range(count)] for count in header["tiles"]]
+        rows = {}
+        for start, stop in header["ranges"]:
+            n, width = stop - start, header["width"]
+            ids = np.frombuffer(take(n * layers * top_k * width), f"<u{width}")
+            valid = np.frombuffer(take(n * layers), np.uint8)
+            rows[start, stop] = ids.reshape(n, layers, top_k), valid.reshape(n, layers)
+        sides.append(Data(header, tiles, rows))
     assert at == len(body)
-    return Data(header, tiles, rows)
+    sides[0].other = sides[1] if sides[1:] else None
+    return sides[0]
 
 
 @pytest.mark.parametrize("trace_id", ["narrow", "wide", ODD, "empty"])
@@ -141,6 +159,43 @@ def test_the_file_holds_the_trace(cli, server, tmp_path: Path, trace_id: str):
     for ids, valid in data.rows.values():
         assert np.array_equal(valid.astype(bool), trace.valid)
         assert np.array_equal(ids[trace.valid], trace.topk_ids[trace.valid])
+
+
+@pytest.mark.parametrize("side", ["report:trainer", "latest"])
+def test_the_file_holds_another_side(cli, server, tmp_path: Path, side: str):
+    path = tmp_path / "t.html"
+    cli("view", "reported", "-o", path, "--against", side)
+    with RouteClient(server.target, run="view") as client, client.reports("trainer") as reports:
+        trace = client.get("reported")
+        if side == "latest":
+            other = client.get("reported", policy="latest")
+        else:
+            other = reports.get("reported", missing="mask")
+    data = data_of(Page(path.read_text("utf-8")))
+    found = data.header["other"]
+    assert found["name"] == side
+    assert (found["report"] or {}).get("step") == (None if side == "latest" else "7")
+    of = compare_traces(trace, other)
+    assert of.differing > 0
+    assert (found["diff"]["differing"], found["diff"]["cells"]) == (of.differing, of.cells)
+    levels = differing(trace, other)
+    for z, tiles in enumerate(data.other.tiles):
+        assert tiles == [levels.tile(z, x) for x in range(levels.tiles(z))]
+    [(ids, valid)] = data.other.rows.values()
+    there = np.zeros_like(valid, bool)
+    there[other.token_start : other.token_stop] = other.valid
+    assert np.array_equal(valid.astype(bool), there)
+    assert np.array_equal(ids[there], other.topk_ids[other.valid])
+    [(ids, valid)] = data.rows.values()
+    assert np.array_equal(ids, trace.topk_ids)
+
+
+def test_a_side_that_is_not_there_is_named(cli, tmp_path: Path):
+    words = ("view", "reported", "-o", tmp_path / "t.html", "--against")
+    assert "--against is 'trainer'; expected report:NAME" in cli(*words, "trainer", code=2).output
+    assert "view@report:trainer" in cli(*words, "report:nobody", code=1).output
+    assert "incarnation" in cli(*words, "#7", code=1).output
+    assert not (tmp_path / "t.html").exists()
 
 
 def test_rows_around_holes_are_there_where_all_do_not_fit(server):

@@ -11,7 +11,8 @@ import pytest
 from playwright.sync_api import Locator, Page, expect
 
 from routetrace.client import RouteClient
-from routetrace.page.one_file import document
+from routetrace.page.comparing import report_of
+from routetrace.page.one_file import Other, document
 from routetrace.server.testing import ServerProcess, run_server
 from routetrace.trainers.comparison import compare_traces
 from support.agents.feeder import Feeder
@@ -249,3 +250,41 @@ def test_one_file_has_no_other_side(watched, server, tmp_path: Path, name: str) 
     page.wait_for_timeout(500)  # an answer could bring the card
     expect(page.locator("section.mismatch")).to_be_hidden()
     expect(page.get_by_role("link", name="Load of experts")).to_have_count(0)
+
+
+@pytest.mark.parametrize(
+    ("name", "side", "title"),
+    [
+        ("both", "report:trainer", "Against the report of a trainer"),
+        ("twice", "#1", "Against incarnation #1"),
+        ("preempted", "latest", "Against the last attempt"),
+    ],
+)
+def test_one_file_with_another_side(
+    watched, server, tmp_path: Path, name: str, side: str, title: str
+) -> None:
+    with RouteClient(server.target, run="r") as client:
+        trace = client.get(name, missing="mask")
+        with client.reports("trainer") as reports:
+            source, more = (reports, {}) if side.startswith("report") else (client, {})
+            if side == "latest":
+                more = {"policy": "latest"}
+            if side == "#1":
+                more = {"incarnation": 1}
+            theirs = source.get(name, missing="mask", **more)
+            about = report_of(reports.stat(name), "trainer") if source is reports else None
+        other = Other(side, theirs, about)
+        text, _ = document(trace, client.describe(name), server.target, 32 << 20, other)
+    path = tmp_path / "trace.html"
+    path.write_text(text, "utf-8")
+    page = watched.page
+    watched.allowed.append("file://")
+    page.goto(path.as_uri())
+    card = page.locator("section.mismatch")
+    expect(card.locator("h2")).to_have_text(title)
+    check_figures(card, compare_traces(trace, theirs, worst=10))
+    expect(card.locator("select")).to_be_hidden()
+    page.get_by_role("button", name="Mismatch", exact=True).click()
+    for at in (ODD[0], ONE, AGAIN[0]):
+        if at < min(len(trace), theirs.token_stop):
+            check_cell(page, at, LAYER, trace.topk_ids[at, LAYER], theirs.topk_ids[at, LAYER])

@@ -16,10 +16,11 @@ from routetrace.client.options import Policy
 from routetrace.common.errors import InvalidArgument
 from routetrace.page.backends import Backends
 from routetrace.page.budgets import Cache, Gate, Shared
+from routetrace.page.comparing import Compared, compared
 from routetrace.page.errors import busy
 from routetrace.page.segments import origins_of, segments_of, stamp_of
 from routetrace.page.sessions import Caller
-from routetrace.page.sides import Compared, Side, compared
+from routetrace.page.sides import Side
 from routetrace.page.tiles import Levels, changed
 
 _T = TypeVar("_T")

@@ -11,8 +11,11 @@ from routetrace.cli.arguments import AsJson, Incarnation, OneId
 from routetrace.cli.connection import Connection
 from routetrace.cli.files import atomically
 from routetrace.cli.output import note, write_json
+from routetrace.client import RouteClient, Trace
+from routetrace.client.options import Policy
 from routetrace.common.errors import InvalidArgument
-from routetrace.page.one_file import document
+from routetrace.page.comparing import SideName, report_of
+from routetrace.page.one_file import Other, document
 
 _MIB = 1 << 20
 
@@ -28,18 +31,29 @@ def view(
     ] = 32,
     force: Annotated[bool, typer.Option("--force", help="Replace a file that exists.")] = False,
     incarnation: Incarnation = None,
+    against: Annotated[
+        str,
+        typer.Option(
+            metavar="SIDE",
+            help="Side to compare with: report:NAME, of a trainer; #N, an incarnation; or latest, "
+            "the rows of the last attempt.",
+        ),
+    ] = "",
     as_json: AsJson = False,
 ) -> None:
     """Write a trace to one HTML file, which shows it in a browser without a server.
 
     It is the view of the page: which cells are there, which are missing and why, their weights, and
-    the experts of all tokens if they fit into --max-size, else of those around holes.
+    the experts of all tokens if they fit into --max-size, else of those around holes. With
+    --against, also where another side differs.
     """
     path = _path(output, force=force)
+    side = SideName.of(against, "--against") if against else None
     with connection.client() as client:
         trace = client.get(trace_id, incarnation=incarnation, missing="mask")
         description = client.describe(trace_id, incarnation=trace.incarnation)
-    text, content = document(trace, description, connection.target, max_size * _MIB)
+        other = _other(client, trace, against, side) if side else None
+    text, content = document(trace, description, connection.target, max_size * _MIB, other)
     with atomically(path) as part:
         part.write_text(text, "utf-8")
     rows = sum(stop - start for start, stop in content.ranges)
@@ -50,6 +64,19 @@ def view(
         )
     elif rows < len(trace):
         note(f"with the experts of {rows:,} of {len(trace):,} tokens; all need a larger --max-size")
+
+
+def _other(client: RouteClient, trace: Trace, name: str, side: SideName) -> Other:
+    """Read another side of a trace."""
+    if side.reporter is None:
+        policy: Policy = "latest" if side.latest else "as_sampled"
+        number = side.number or trace.incarnation
+        read = client.get(trace.trace_id, incarnation=number, policy=policy, missing="mask")
+        return Other(name, read, None)
+    with client.reports(side.reporter) as reports:
+        stat = reports.stat(trace.trace_id)
+        read = reports.get(trace.trace_id, missing="mask")
+    return Other(name, read, report_of(stat, side.reporter))
 
 
 def _path(output: str, *, force: bool) -> Path:

@@ -1,6 +1,9 @@
 // The answers that a file holds, in the place of those of the page's server.
 
 export const HAS_SERVER = false;
+/** The side that the file holds. */
+export const offered = (sides) => sides.filter((one) => one.name === held.about.other?.name)
+  .map((one) => ({ ...one, held: true }));
 let held = null;
 
 /** A question that the file has no answer to. */
@@ -32,9 +35,10 @@ function decoded(text) {
 
 /** Facts or rectangles. */
 export async function json(path, asked = {}) {
-  const { facts, segments } = held.about;
+  const { facts, segments, other } = held.about;
   if (path.endsWith("/segments")) return segments;
-  if (path.endsWith("/reports")) return { reports: [] };
+  if (path.endsWith("/reports")) return { reports: other?.report ? [other.report] : [] };
+  if (path.endsWith("/diff")) return other.diff;
   if (asked.incarnation && Number(asked.incarnation) !== facts.incarnation) {
     throw new Trouble("This file holds one incarnation.");
   }
@@ -43,18 +47,22 @@ export async function json(path, asked = {}) {
 
 /** The bytes of a tile; those of rows, none if the file does not have them. */
 export async function bytes(path, asked) {
-  const { facts, tiles, columns } = held.about;
+  const { facts, tiles, columns, ranges, width, other } = held.about;
   const layers = facts.layer_ids.length;
-  if (path.endsWith("/rows")) return rows(asked, layers, facts.top_k);
-  const before = tiles.slice(0, asked.z).reduce((sum, n) => sum + n, asked.x);
   const size = layers * columns;
-  return held.body.subarray(before * size, (before + 1) * size);
+  const [ids, marks] = [layers * facts.top_k * width, layers]; // bytes of a row
+  const count = sum(ranges.map(([first, last]) => last - first));
+  const side = sum(tiles) * size + count * (ids + marks); // bytes of a side
+  const at = other && asked.against ? side : 0;
+  if (path.endsWith("/rows")) return rows(asked, at + sum(tiles) * size, ids, marks);
+  const before = at + (sum(tiles.slice(0, asked.z)) + asked.x) * size;
+  return held.body.subarray(before, before + size);
 }
 
-function rows({ start, stop }, layers, topK) {
-  const { tiles, columns, ranges, width } = held.about;
-  let at = tiles.reduce((sum, n) => sum + n, 0) * layers * columns;
-  const [ids, marks] = [layers * topK * width, layers]; // bytes of a row
+const sum = (numbers) => numbers.reduce((all, n) => all + n, 0);
+
+function rows({ start, stop }, at, ids, marks) {
+  const { ranges } = held.about;
   for (const [first, last] of ranges) {
     const count = last - first;
     if (first <= start && stop <= last) {

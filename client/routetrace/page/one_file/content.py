@@ -2,7 +2,8 @@
 
 A header, JSON after its length (uint32, little-endian), and what it describes in this order: for
 each zoom level its tiles of [layers, 256] bytes; for each range of rows the ids
-[n, layers, top_k], little-endian, then [n, layers] bytes of 0 or 1.
+[n, layers, top_k], little-endian, then [n, layers] bytes of 0 or 1. If another side is in the file,
+its tiles and its rows of all ranges follow in the same form.
 """
 
 from __future__ import annotations
@@ -13,16 +14,18 @@ import json
 import struct
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import fields, replace
 from itertools import islice
 from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from routetrace.client import Trace, TraceDescription, TraceStat
 from routetrace.client.stat import TraceFacts
 from routetrace.common.errors import InvalidArgument
+from routetrace.page.comparing import SideName, compared
 from routetrace.page.facts import facts_of
 from routetrace.page.segments import origins_of, segments_of
 from routetrace.page.tiles import COLUMNS, Levels, changed
@@ -45,8 +48,23 @@ class Content(NamedTuple):
     """Positions whose ids it holds; half open."""
 
 
+class Other(NamedTuple):
+    """Another side of a trace."""
+
+    name: str
+    """As `comparing.SideName` reads it."""
+    trace: Trace
+    report: dict[str, Any] | None
+    """Facts about a trainer's report; None if it is none."""
+
+
 def content_of(
-    trace: Trace, description: TraceDescription, target: str, most: int, beside: int
+    trace: Trace,
+    description: TraceDescription,
+    target: str,
+    most: int,
+    beside: int,
+    other: Other | None = None,
 ) -> Content:
     """Return the data of a trace: all ids if they fit, else those around its holes.
 
@@ -56,24 +74,33 @@ def content_of(
         target: the server, as clients name it.
         most: maximum bytes of the file.
         beside: bytes of the file without the data.
+        other: side that the rows are compared with.
 
     Raises:
         InvalidArgument: if it takes more without any ids.
     """
     read = replace(description, stat=stat_of(trace))
-    # What the server has beside this incarnation is not in the file.
-    facts = facts_of(read, target) | {"expires": None, "incarnations": []}
+    facts = facts_of(read, target) | {"expires": None}  # of the server's trace
+    number = SideName.of(other.name).number if other else None
+    facts["incarnations"] = [one for one in facts["incarnations"] if one["number"] == number]
     segments = segments_of(trace, origins_of(description, trace))
     header = {"facts": facts, "segments": segments, "written": time.time()}
     levels = changed(trace)
-    tiles = b"".join(_tiles(levels))
+    sides = [_Side(b"".join(_tiles(levels)), trace.topk_ids, trace.valid)]
+    if other:
+        found = compared(trace, other.trace)
+        header["other"] = {
+            "name": other.name, "report": other.report, "diff": json.loads(found.body),
+        }  # fmt: skip
+        sides.append(_Side(b"".join(_tiles(found.levels)), *_placed(other.trace, trace)))
+    header["tiles"] = [levels.tiles(z) for z in range(len(levels))]
     room = most - beside
-    if trace.stored_bytes * _GROWTH < room:
+    if sum(one.stored_bytes for one in (trace, *([other.trace] if other else []))) * _GROWTH < room:
         ranges = [(0, len(trace))] if len(trace) else []
-        text = _packed(header, levels, tiles, trace, ranges)
+        text = _packed(header, sides, ranges)
         if len(text) <= room:
             return Content(text, ranges)
-    without = len(_packed(header, levels, tiles, trace, []))
+    without = len(_packed(header, sides, []))
     if without > room:
         raise InvalidArgument(
             field="--max-size",
@@ -81,10 +108,10 @@ def content_of(
             expected=f"at least {without + beside}: scripts, facts, rectangles and tiles",
         )
     # Bytes that do not compress at all fit, too.
-    row = len(trace.layer_ids) * (trace.top_k * trace.topk_ids.dtype.itemsize + 1)
+    row = len(sides) * len(trace.layer_ids) * (trace.top_k * trace.topk_ids.dtype.itemsize + 1)
     blocks = int((room - without) / 1.35) // (_BLOCK * row)
     ranges = _ranges(sorted(islice(_blocks(trace), blocks)), len(trace))
-    return Content(_packed(header, levels, tiles, trace, ranges), ranges)
+    return Content(_packed(header, sides, ranges), ranges)
 
 
 def stat_of(trace: Trace) -> TraceStat:
@@ -94,6 +121,30 @@ def stat_of(trace: Trace) -> TraceStat:
     for one in trace.missing:
         cells[one.reason.value] += (one.stop - one.start) * len(one.layer_ids)
     return TraceStat(**facts, missing=trace.missing, missing_cells=dict(cells))
+
+
+class _Side(NamedTuple):
+    """Data of one side."""
+
+    tiles: bytes
+    ids: npt.NDArray[np.unsignedinteger[Any]]
+    """[tokens, layers, top_k] of the trace's positions and layers."""
+    valid: npt.NDArray[np.bool_]
+
+
+def _placed(
+    other: Trace, trace: Trace
+) -> tuple[npt.NDArray[np.unsignedinteger[Any]], npt.NDArray[np.bool_]]:
+    """Return the rows and validity of another side at the positions and layers of a trace."""
+    ids, valid = np.zeros_like(trace.topk_ids), np.zeros_like(trace.valid)
+    start, stop = max(0, other.token_start), min(len(trace), other.token_stop)
+    columns = {layer: column for column, layer in enumerate(other.layer_ids)}
+    there = slice(start - other.token_start, stop - other.token_start)
+    for column, layer in enumerate(trace.layer_ids):
+        if layer in columns and start < stop:
+            ids[start:stop, column] = other.topk_ids[there, columns[layer]]
+            valid[start:stop, column] = other.valid[there, columns[layer]]
+    return ids, valid
 
 
 def _tiles(levels: Levels) -> Iterator[bytes]:
@@ -125,27 +176,16 @@ def _ranges(blocks: list[int], rows: int) -> list[tuple[int, int]]:
     return ranges
 
 
-def _packed(
-    header: dict[str, Any],
-    levels: Levels,
-    tiles: bytes,
-    trace: Trace,
-    ranges: list[tuple[int, int]],
-) -> str:
+def _packed(header: dict[str, Any], sides: Sequence[_Side], ranges: list[tuple[int, int]]) -> str:
+    width = sides[0].ids.dtype.itemsize
     head = json.dumps(
-        header
-        | {
-            "tiles": [levels.tiles(z) for z in range(len(levels))],
-            "columns": COLUMNS,
-            "ranges": ranges,
-            "width": trace.topk_ids.dtype.itemsize,
-        },
-        separators=(",", ":"),
+        header | {"columns": COLUMNS, "ranges": ranges, "width": width}, separators=(",", ":")
     ).encode()
-    parts = [_LENGTH.pack(len(head)), head, tiles]
-    for start, stop in ranges:
-        part = trace.tokens(start, stop)
-        ids = part.topk_ids
-        parts.append(ids.astype(ids.dtype.newbyteorder("<"), copy=False).tobytes())
-        parts.append(part.valid.astype(np.uint8).tobytes())
+    parts = [_LENGTH.pack(len(head)), head]
+    for side in sides:
+        parts.append(side.tiles)
+        for start, stop in ranges:
+            ids = side.ids[start:stop]
+            parts.append(ids.astype(ids.dtype.newbyteorder("<"), copy=False).tobytes())
+            parts.append(side.valid[start:stop].astype(np.uint8).tobytes())
     return base64.b64encode(gzip.compress(b"".join(parts), 6, mtime=0)).decode()

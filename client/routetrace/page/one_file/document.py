@@ -8,7 +8,7 @@ from html import escape
 from pathlib import Path
 
 from routetrace.client import Trace, TraceDescription
-from routetrace.page.one_file.content import Content, content_of
+from routetrace.page.one_file.content import Content, Other, content_of
 from routetrace.page.one_file.joining import joined
 
 _OWN = Path(__file__).parent
@@ -17,7 +17,11 @@ _STYLES = ("frame.css", "trace.css")
 
 
 def document(
-    trace: Trace, description: TraceDescription, target: str, most: int
+    trace: Trace,
+    description: TraceDescription,
+    target: str,
+    most: int,
+    other: Other | None = None,
 ) -> tuple[str, Content]:
     """Return the HTML of a trace, and the data in it.
 
@@ -26,6 +30,7 @@ def document(
         description: of the same incarnation.
         target: the server, as clients name it.
         most: maximum bytes of the file, about 150 kB of which are script and styles.
+        other: side that the rows are compared with.
 
     Raises:
         InvalidArgument: if `most` is too low.
@@ -41,7 +46,7 @@ def document(
         script=script,
         data="{data}",
     )
-    content = content_of(trace, description, target, most, len(frame.encode()))
+    content = content_of(trace, description, target, most, len(frame.encode()), other)
     before, after = frame.rsplit("{data}", 1)
     return before + content.text + after, content
 

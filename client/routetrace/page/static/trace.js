@@ -1,6 +1,6 @@
 // The view of one trace: asks for it again and again, and shows what is there or why nothing is.
 
-import { HAS_SERVER, json, poll, repeated, Trouble } from "./api.js";
+import { HAS_SERVER, json, offered, poll, repeated, Trouble } from "./api.js";
 import { emptyRun } from "./empty.js";
 import { plain } from "./text.js";
 import { sidesOf } from "./trace_mismatch.js";
@@ -105,9 +105,9 @@ export function trace({ query, run, session, go, link }) {
   /** Compare with the side that the address names, or the first report, once for each state. */
   async function compare() {
     if (compared === null) return; // the view has ended
-    const sides = HAS_SERVER ? sidesOf(shown, reports) : [];
+    const sides = offered(sidesOf(shown, reports));
     const side = sides.find((one) => one.name === query.against) ??
-      sides.find((one) => one.report) ?? null;
+      sides.find((one) => one.report ?? one.held) ?? null;
     const content = `${contentOf(shown)} ${side?.name} ${side?.report?.reported_at}`;
     if (content === compared.content) {
       parts.compare(sides, side, compared.found);

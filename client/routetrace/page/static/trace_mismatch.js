@@ -55,7 +55,7 @@ export function mismatchCard(pick, goTo) {
       if (element.hidden) return;
       // The first report is compared with unless another side is chosen.
       const none = { name: "", option: side ? "nothing" : "compare with …" };
-      const options = sides[0].report ? sides : [none, ...sides];
+      const options = sides[0].report || sides[0].held ? sides : [none, ...sides];
       rows(choice, options, (one) => one.name, (one) => h("option", { value: one.name }),
         (option, one) => put(option, one.option));
       choice.value = side?.name ?? "";
