@@ -54,9 +54,13 @@ def server() -> Iterator[ServerProcess]:
         feeder.step(RECOMPUTED, [[handle, 0, BEFORE]])
         feeder.step(IDS[BEFORE:400], [[handle, BEFORE, 100]])
         feeder.finish(handle, 401)
+        handle = feeder.begin("told", prompt_len=40)
+        feeder.step(IDS[:FIRST], [[handle, 0, FIRST]])
+        feeder.finish(handle, FIRST + 1)
         feeder.close()
         with RouteClient(server.target, run="r") as client:
             client.report_routing("both", IDS[:SECOND], step=3)
+            client.report_routing("told", EARLIER, step=3)
         yield server
 
 
@@ -255,7 +259,7 @@ def test_one_file_has_no_other_side(watched, server, tmp_path: Path, name: str) 
 @pytest.mark.parametrize(
     ("name", "side", "title"),
     [
-        ("both", "report:trainer", "Against the report of a trainer"),
+        ("told", "report:trainer", "Against the report of a trainer"),
         ("twice", "#1", "Against incarnation #1"),
         ("preempted", "latest", "Against the last attempt"),
     ],
