@@ -168,9 +168,11 @@ test-page: $(VENV)/.browser
 chromium:
 	$(BROWSE)
 
-# Frames per second of the page's grid, over 100,000 tokens and 94 layers.
+# Frames per second of the page's grid, over 100,000 tokens and 94 layers; views over 100,000 traces,
+# and what open tabs cost the ingest.
 bench-page: $(VENV)/.browser
 	PYTHONPATH=tests $(BROWSE) $(PY) -m page_browser.frames
+	PYTHONPATH=tests $(BROWSE) $(PY) -m page_browser.loads
 
 # The pictures of the page in docs/images, of a run of simulated engines with real agents and a real
 # server; a minute and a half. SHOTS='--view trace --out DIR' takes one, elsewhere; SHOTS='--seconds 600'
