@@ -90,7 +90,7 @@ class TraceDescription(Values):
     """Origins of its rows, by position; no cell is in two of them, each present cell in one, unless
     `more_origins`."""
     more_origins: bool
-    """Whether there are more than the 65,536 of an answer."""
+    """Whether there are more than the 16,384 of an answer."""
     begun_at: datetime | None
     """Begin of its first engine request."""
     sampled_at: datetime | None

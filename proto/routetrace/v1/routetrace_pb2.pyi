@@ -1671,7 +1671,7 @@ class DescribeTraceResponse(google.protobuf.message.Message):
 
     @property
     def origins(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___RowOrigin]:
-        """Origins of its rows, in order of positions; no cell is in two of them. At most 65,536."""
+        """Origins of its rows, in order of positions; no cell is in two of them. At most 16,384."""
 
     @property
     def times(self) -> global___TraceTimes:

@@ -13,7 +13,7 @@ from routetrace.v1 import routetrace_pb2 as pb
 
 #: Maximum incarnations and origins of an answer.
 MAX_INCARNATIONS = 64
-MAX_ORIGINS = 1 << 16
+MAX_ORIGINS = 1 << 14
 
 
 async def described(
