@@ -9,6 +9,7 @@ import pytest
 from routetrace.client import RouteClient, TraceState
 from routetrace.server.core import Core
 from routetrace.server.index.apply import apply_record
+from routetrace.server.rows.summaries import Summaries
 from routetrace.server.settings.config import ServerConfig
 from routetrace.server.store.memory import MemoryStore
 from routetrace.server.testing import run_server
@@ -116,13 +117,13 @@ async def test_a_trace_is_looked_at_once_after_a_change(monkeypatch):
     core = Core(MemoryStore(), ServerConfig(metrics_listen="127.0.0.1:0"))
     await core.start()
     looked: list[str] = []
-    find = core.reader.find
+    worked_out = Summaries._worked_out
 
-    def counting(run, trace_id, *, trace):
-        looked.append(trace_id)
-        return find(run, trace_id, trace=trace)
+    def counting(summaries, trace):
+        looked.append(trace.key[1])
+        return worked_out(summaries, trace)
 
-    monkeypatch.setattr(core.reader, "find", counting)
+    monkeypatch.setattr(Summaries, "_worked_out", counting)
     number = random.Random(1).randrange(3, 9)
     add(core, number)
     for _ in range(3):
