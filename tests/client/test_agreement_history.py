@@ -19,7 +19,9 @@ CELLS = 1000
 def step(number: int, *differing: int, version: int | None = None) -> StepAgreement:
     """Step whose layers 0, 1, ... differ in so many of 1,000 cells each."""
     layers = {i: Choices(CELLS, n, 8 * CELLS - n, 8 * CELLS) for i, n in enumerate(differing)}
-    return StepAgreement(number, AT, ("trainer",), version, Agreement(by_layer=layers), "", ())
+    return StepAgreement(
+        number, AT, ("trainer",), (AT,), version, Agreement(by_layer=layers), "", ()
+    )
 
 
 def history(*steps: StepAgreement) -> AgreementHistory:
@@ -90,7 +92,7 @@ def test_a_step_alone_is_no_change():
 
 
 def test_steps_without_cells_are_left_out():
-    empty = StepAgreement(3, AT, (), 8, Agreement(), "", ())
+    empty = StepAgreement(3, AT, (), (), 8, Agreement(), "", ())
     steps = [step(i, 10) for i in range(3)] + [empty] + [step(4 + i, 90) for i in range(3)]
     change = history(*steps).change()
     assert change is not None
@@ -104,7 +106,7 @@ def test_steps_of_before_a_resume_are_superseded(first, again, rest):
     minutes = {number: number for number in range(1, n + 1)}
     minutes |= {number: n + number for number in range(first + 1, first + again + 1)}
     steps = [
-        replace(step(i, 10 if i <= first else 900), reported_at=AT + timedelta(minutes=minutes[i]))
+        reported(step(i, 10 if i <= first else 900), trainer=60 * minutes[i])
         for i in range(1, n + 1)
     ]
     known = history(*steps)
@@ -114,9 +116,25 @@ def test_steps_of_before_a_resume_are_superseded(first, again, rest):
 
 
 def test_parts_of_a_trainer_that_report_late_supersede_nothing():
-    times = (0, 20, 14)
-    steps = [
-        replace(step(i, 10), reported_at=AT + timedelta(seconds=t)) for i, t in enumerate(times)
-    ]
+    steps = [reported(step(i, 10), trainer=t) for i, t in enumerate((0, 20, 14))]
     assert history(*steps).superseded == ()
     assert history().superseded == ()
+
+
+def test_a_step_is_superseded_once_each_of_its_reporters_has_resumed():
+    """Rank 1 is late, and another part reports a single old step again."""
+    steps = [reported(step(i, 10), rank0=60 * i, rank1=60 * i + 55) for i in range(9)]
+    steps[2] = reported(steps[2], rank0=120, rank1=175, eval=10_000)
+    assert history(*steps).superseded == ()
+    steps[3] = reported(steps[3], rank0=2000, rank1=235)
+    assert history(*steps).superseded == ()
+    steps[3] = reported(steps[3], rank0=2000, rank1=2055)
+    assert history(*steps).superseded == tuple(steps[4:])
+    steps[5] = reported(steps[5], rank0=2120, rank1=355)
+    assert history(*steps).superseded == tuple(steps[6:])
+
+
+def reported(one: StepAgreement, **seconds: float) -> StepAgreement:
+    """The same step, reported by these parts at so many seconds."""
+    times = tuple(AT + timedelta(seconds=t) for t in seconds.values())
+    return replace(one, reporters=tuple(seconds), reported=times, reported_at=max(times))

@@ -139,6 +139,7 @@ _step = st.builds(
     step=_number,
     reported_at=_time,
     reporters=st.tuples(_text),
+    reported=st.tuples(_time),
     weight_version=st.none() | _number,
     agreement=_agreement,
     diagnosis=_text,

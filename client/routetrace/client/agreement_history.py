@@ -24,7 +24,7 @@ _BEFORE = 3
 _WINDOW = 50
 _LASTING = 0.9
 
-#: Time by which parts of a trainer may report a step after a later one; a resume takes longer.
+#: Maximum delay of a report behind one of a later step; a resume from a checkpoint takes longer.
 _OUT_OF_ORDER = timedelta(seconds=10)
 
 
@@ -37,6 +37,8 @@ class StepAgreement(Values):
     """Time of the last report, UTC."""
     reporters: tuple[str, ...]
     """Parts of the trainer that reported."""
+    reported: tuple[datetime, ...]
+    """Time of the report of each, UTC."""
     weight_version: int | None
     """Weight version of the trainer; None if unknown."""
     agreement: Agreement
@@ -54,6 +56,7 @@ class StepAgreement(Values):
             step=reports[0].step,
             reported_at=moment(max(each.reported_ms for each in reports)),
             reporters=tuple(each.reporter for each in reports),
+            reported=tuple(moment(each.reported_ms) for each in reports),
             weight_version=max(versions, default=None),
             agreement=sum(map(Agreement.from_proto, reports), Agreement()),
             diagnosis=next((each.diagnosis for each in reports if each.diagnosis), ""),
@@ -93,14 +96,18 @@ class AgreementHistory(Values):
 
     @property
     def superseded(self) -> tuple[StepAgreement, ...]:
-        """Steps at the end that were reported before an earlier one was.
+        """Last steps, of which each reporter has reported an earlier step since.
 
-        The trainer resumed from a checkpoint before them, and has not reported them again since.
+        The trainer resumed from a checkpoint before them, and has not reported them again.
         """
-        if not self.steps:
-            return ()
-        since = max(step.reported_at for step in self.steps) - _OUT_OF_ORDER
-        count = next(i for i, step in enumerate(reversed(self.steps)) if step.reported_at >= since)
+        latest: dict[str, datetime] = {}
+        count = 0
+        for step in self.steps:
+            pairs = [*zip(step.reporters, step.reported, strict=True)]
+            old = bool(pairs) and all(latest.get(who, at) > at + _OUT_OF_ORDER for who, at in pairs)
+            count = count + 1 if old else 0
+            for who, at in pairs:
+                latest[who] = max(at, latest.get(who, at))
         return self.steps[len(self.steps) - count :]
 
     def change(self) -> AgreementChange | None:

@@ -69,8 +69,10 @@ class Known:
         asked, steps = (start, stop, most), self.steps
         if asked in self.answers:
             return self.answers[asked]
-        some = [step for n, step in sorted(steps.items()) if start <= n < stop]
-        found = await asyncio.get_running_loop().run_in_executor(None, _json, some, most)
+        known = [step for _, step in sorted(steps.items())]
+        found = await asyncio.get_running_loop().run_in_executor(
+            None, _json, known, start, stop, most
+        )
         if self.steps is steps:  # none was added meanwhile
             if len(self.answers) >= _MAX_ANSWERS:
                 self.answers.clear()
@@ -93,16 +95,25 @@ class Kept:
         return known
 
 
-def mismatch(steps: Sequence[StepAgreement], most: int) -> dict[str, Any]:
-    """Return the last `most` of ascending steps as columns, and the change in all of them."""
-    history = AgreementHistory(tuple(steps))
-    change, superseded = history.change(), len(history.superseded)
+def mismatch(known: Sequence[StepAgreement], start: int, stop: int, most: int) -> dict[str, Any]:
+    """Return the last `most` steps of [start, stop) as columns, and the change in all known steps.
+
+    Args:
+        known: all steps, ascending.
+        start: first step.
+        stop: one past the last.
+        most: maximum number of them.
+    """
+    history = AgreementHistory(tuple(known))
+    change = history.change()
+    current = known[: len(known) - len(history.superseded)]
+    steps = [step for step in known if start <= step.step < stop]
     shown = steps[-most:]
     layers = sorted({layer for step in shown for layer in step.agreement.by_layer})
     choices = [step.agreement.choices for step in shown]
     return {
         "total": len(steps),
-        "superseded": superseded,
+        "superseded": sum(start <= step.step < stop for step in history.superseded),
         "step": [exact(step.step) for step in shown],
         "reported_at": [step.reported_at.timestamp() for step in shown],
         "weight_version": [_text(step.weight_version) for step in shown],
@@ -132,7 +143,7 @@ def mismatch(steps: Sequence[StepAgreement], most: int) -> dict[str, Any]:
             "after": change.after,
             "layer_ids": list(change.layer_ids),
             "words": change.words,
-            "cause": _cause(steps[: len(steps) - superseded], change.step),
+            "cause": _cause(current, change.step),
         },
     }
 
@@ -143,8 +154,8 @@ def _cause(steps: Sequence[StepAgreement], since: int) -> str | None:
     return likely_cause(sum(worse[1:], worse[0]).by_layer) if worse else None
 
 
-def _json(steps: Sequence[StepAgreement], most: int) -> bytes:
-    return json.dumps(mismatch(steps, most), separators=(",", ":")).encode()
+def _json(known: Sequence[StepAgreement], start: int, stop: int, most: int) -> bytes:
+    return json.dumps(mismatch(known, start, stop, most), separators=(",", ":")).encode()
 
 
 def _differing(step: StepAgreement, layer: int) -> float | None:

@@ -48,8 +48,9 @@ export function mismatch({ query, run, go, link }) {
 
   function chosen() {
     const at = wanted === null ? -1 : data.step.findIndex((one) => String(one) === wanted);
-    if (at < 0 && wanted !== null && data.total > data.step.length && most === SHOWN) {
-      [ask, most] = [asking(ALL), ALL]; // it may be an earlier one
+    const earlier = wanted !== null || data.superseded >= data.step.length;
+    if (at < 0 && earlier && data.total > data.step.length && most === SHOWN) {
+      [ask, most] = [asking(ALL), ALL];
     }
     return at < 0 ? Math.max(0, data.step.length - 1 - data.superseded) : at;
   }
@@ -117,7 +118,7 @@ function viewParts(run, pick, href) {
     set(data, i) {
       const more = data.total > data.step.length ? `the last ${fmt.int(data.step.length)} of ` : "";
       const { superseded } = data;
-      const old = superseded ? `; the last ${fmt.int(superseded)} from before it resumed` : "";
+      const old = superseded ? `; the last ${fmt.int(superseded)} predate a resume` : "";
       put(count, `${more}${fmt.plural(data.total, "step")} of ${plain(run)}${old}`);
       for (const part of [words, figures, bar, grid, layers, ages]) part.set(data, i);
     },
