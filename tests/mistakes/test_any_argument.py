@@ -157,7 +157,7 @@ _TABLE = {
     ),
     "client.RouteClient.stat": _client("stat", trace_id="done", incarnation=1, timeout=1.0),
     "client.RouteClient.describe": _client(
-        "describe", trace_id="done", incarnation=1, policy="latest", timeout=1.0
+        "describe", trace_id="done", incarnation=1, policy="latest", origins=True, timeout=1.0
     ),
     "client.RouteClient.find": _client(
         "find", labels={"a": "b"}, states=["running"], limit=1, retirable_through=-9, timeout=1.0

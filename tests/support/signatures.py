@@ -14,7 +14,7 @@ CALLS = {
     "client.RouteClient.prefetch": f"plans * max_bytes pin_memory concurrency progress {READ}",
     "client.RouteClient.follow": f"trace_id * layer_ids token_start token_stop incarnation {READ}",
     "client.RouteClient.stat": "trace_id * incarnation timeout",
-    "client.RouteClient.describe": "trace_id * incarnation policy timeout",
+    "client.RouteClient.describe": "trace_id * incarnation policy origins timeout",
     "client.RouteClient.find": "* labels states limit retirable_through timeout",
     "client.RouteClient.watch": "* timeout",
     "client.RouteClient.delete": "*trace_ids missing_ok timeout",

@@ -1,4 +1,4 @@
-"""TraceDescription: how a trace came to be."""
+"""TraceDescription: the origin of a trace."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Incarnation(Values):
     finish_reason: FinishReason | None
     """How that engine request ended; None while it runs, or if unknown."""
     num_tokens: int | None
-    """Its tokens; None while unknown."""
+    """Number of tokens; None while unknown."""
     num_rows: int
     """Positions 0 .. num_rows - 1 exist."""
     begun_at: datetime | None
@@ -59,7 +59,7 @@ class RowOrigin(NamedTuple):
     engine_id: str
     """Engine that computed them."""
     shard: str
-    """Part of the engine whose agent reported them; "" if it sees all of it."""
+    """Shard whose agent reported them; "" if it records the whole engine."""
     attempt: int | None
     """Attempt of the engine request, from 1; None for rows of another trace."""
     weight_version: int
@@ -76,7 +76,7 @@ class RowOrigin(NamedTuple):
 
 @dataclass(frozen=True)
 class TraceDescription(Values):
-    """How a trace came to be, as of the moment of the answer.
+    """Origin of a trace, as of the moment of the answer.
 
     Times are UTC, and None where they are not known: of requests that have not ended, or that ended
     before the server or the agent was upgraded.
@@ -87,25 +87,26 @@ class TraceDescription(Values):
     incarnations: tuple[Incarnation, ...]
     """The last 64 at most, by number."""
     origins: tuple[RowOrigin, ...]
-    """Origins of its rows, by position; no cell is in two of them, each present cell in one, unless
-    `more_origins`."""
+    """Origins of its rows, by position: no cell is in two of them, and each present cell in one,
+    unless `more_origins`, or origins were not asked for."""
     more_origins: bool
     """Whether there are more than the 16,384 of an answer."""
     begun_at: datetime | None
-    """Begin of its first engine request."""
+    """The server received the begin of the first engine request."""
     sampled_at: datetime | None
-    """End of its last engine request, by the clock of the engine; not after `acknowledged_at`
-    without several shards."""
+    """End of its last engine request by the engine's clock; with a single shard, at most
+    `acknowledged_at`."""
     acknowledged_at: datetime | None
-    """Commit of the first report of that end, by any shard."""
+    """Commit of the first end report, by any shard."""
     readable_at: datetime | None
-    """Commit of the last report: of all its shards, and of the requests that it goes on from."""
+    """Commit of the last end report of its shards and of the requests it continues."""
     first_read_at: datetime | None
-    """First read of the trace since the start of the server; the web page does not count."""
+    """First read of the trace that the answering worker knows: each keeps those that it answered
+    since its start, of the 100,000 traces read last. Reads of the web page do not count."""
     last_read_at: datetime | None
     """Last read."""
     num_reads: int
-    """Number of reads since then."""
+    """Number of reads since the first."""
 
     @classmethod
     def from_proto(cls, response: pb.DescribeTraceResponse) -> TraceDescription:
@@ -116,10 +117,15 @@ class TraceDescription(Values):
             InvalidArgument: if the layout contradicts itself.
         """
         times = response.times
+        whole = [tuple(source.layer_ids) for source in response.sources]
+        chosen = [tuple(choice.layer_ids) for choice in response.layer_choices]
         return cls(
             stat=stat_from_proto(response.info, response.missing),
             incarnations=tuple(map(Incarnation.from_proto, response.incarnations)),
-            origins=tuple(_origin(response, origin) for origin in response.origins),
+            origins=tuple(
+                _origin(response, one, chosen[one.choice - 1] if one.choice else whole[one.source])
+                for one in response.origins
+            ),
             more_origins=response.more_origins,
             begun_at=_known(times.begun_ms),
             sampled_at=_known(times.sampled_ms),
@@ -132,7 +138,11 @@ class TraceDescription(Values):
 
 
 def stat_from_proto(info: pb.TraceInfo, ranges: Any) -> TraceStat:
-    """Facts about a trace with its missing cells; raises as `facts_from_proto`."""
+    """Return the facts about a trace with its missing cells.
+
+    Raises:
+        InvalidArgument, KeyError, ValueError: as `facts_from_proto`.
+    """
     facts = facts_from_proto(info)
     missing = missing_from_proto(ranges, facts["layout"].layer_ids)
     cells: Counter[str] = Counter()
@@ -141,9 +151,10 @@ def stat_from_proto(info: pb.TraceInfo, ranges: Any) -> TraceStat:
     return TraceStat(**facts, missing=missing, missing_cells=dict(cells))
 
 
-def _origin(response: pb.DescribeTraceResponse, origin: pb.RowOrigin) -> RowOrigin:
+def _origin(
+    response: pb.DescribeTraceResponse, origin: pb.RowOrigin, layer_ids: tuple[int, ...]
+) -> RowOrigin:
     source = response.sources[origin.source]
-    layer_ids = tuple(origin.layer_ids or source.layer_ids)
     stands_in = origin.provenance == Provenance.PREFIX
     if not (layer_ids and origin.start < origin.stop <= response.info.num_rows):
         raise ValueError(f"origins at positions [{origin.start}, {origin.stop}) of {layer_ids}")

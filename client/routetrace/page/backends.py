@@ -104,8 +104,10 @@ class Backends:
         trace_id: str,
         incarnation: int | None,
         policy: Policy = "as_sampled",
+        *,
+        origins: bool = True,
     ) -> TraceDescription:
-        """Return how a trace came to be, as of now.
+        """Return the origin of a trace, as of now.
 
         Raises:
             NotFound: in words for the page.
@@ -115,10 +117,14 @@ class Backends:
         async def call() -> TraceDescription:
             async with self._lend(caller, run) as client:
                 return await client.describe(
-                    trace_id, incarnation=incarnation, policy=policy, timeout=_CALL_S
+                    trace_id,
+                    incarnation=incarnation,
+                    policy=policy,
+                    origins=origins,
+                    timeout=_CALL_S,
                 )
 
-        key = ("describe", caller.digest, run, trace_id, incarnation, policy)
+        key = ("describe", caller.digest, run, trace_id, incarnation, policy, origins)
         try:
             return await self._calls.call(key, call)
         except NotFound as error:

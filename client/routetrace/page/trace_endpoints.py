@@ -42,7 +42,9 @@ class TraceEndpoints:
     async def facts(self, request: Request, caller: Caller) -> Response:
         """Answer with the facts about a trace."""
         run, trace_id, incarnation = _which(request)
-        description = await self._backends.describe(caller, run, trace_id, incarnation)
+        description = await self._backends.describe(
+            caller, run, trace_id, incarnation, origins=False
+        )
         answer = JSONResponse(facts_of(description, self._target))
         tag = tag_of(bytes(answer.body))
         if has(request, tag):

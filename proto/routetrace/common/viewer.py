@@ -1,4 +1,5 @@
-"""Name by which the web page's calls are known."""
+"""User agent of the web page."""
 
-#: Begin of the user agent of clients that only show traces: their reads are no use of a trace.
+#: Prefix of the user agent of clients that only display traces; the server does not count their
+#: reads.
 USER_AGENT = "routetrace-page"

@@ -1615,6 +1615,7 @@ class DescribeTraceRequest(google.protobuf.message.Message):
     TRACE_ID_FIELD_NUMBER: builtins.int
     INCARNATION_FIELD_NUMBER: builtins.int
     POLICY_FIELD_NUMBER: builtins.int
+    OMIT_ORIGINS_FIELD_NUMBER: builtins.int
     run: builtins.str
     """Namespace."""
     trace_id: builtins.str
@@ -1623,6 +1624,8 @@ class DescribeTraceRequest(google.protobuf.message.Message):
     """As in GetTraceRequest."""
     policy: global___ReadPolicy.ValueType
     """As in GetTraceRequest."""
+    omit_origins: builtins.bool
+    """Whether sources and origins are not wanted."""
     def __init__(
         self,
         *,
@@ -1630,8 +1633,9 @@ class DescribeTraceRequest(google.protobuf.message.Message):
         trace_id: builtins.str = ...,
         incarnation: builtins.int = ...,
         policy: global___ReadPolicy.ValueType = ...,
+        omit_origins: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["incarnation", b"incarnation", "policy", b"policy", "run", b"run", "trace_id", b"trace_id"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["incarnation", b"incarnation", "omit_origins", b"omit_origins", "policy", b"policy", "run", b"run", "trace_id", b"trace_id"]) -> None: ...
 
 global___DescribeTraceRequest = DescribeTraceRequest
 
@@ -1648,6 +1652,7 @@ class DescribeTraceResponse(google.protobuf.message.Message):
     ORIGINS_FIELD_NUMBER: builtins.int
     MORE_ORIGINS_FIELD_NUMBER: builtins.int
     TIMES_FIELD_NUMBER: builtins.int
+    LAYER_CHOICES_FIELD_NUMBER: builtins.int
     CRC32_FIELD_NUMBER: builtins.int
     more_origins: builtins.bool
     """Whether there are more origins."""
@@ -1677,6 +1682,10 @@ class DescribeTraceResponse(google.protobuf.message.Message):
     def times(self) -> global___TraceTimes:
         """Times of the incarnation."""
 
+    @property
+    def layer_choices(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___LayerChoice]:
+        """Choices of layers that origins name."""
+
     def __init__(
         self,
         *,
@@ -1687,10 +1696,11 @@ class DescribeTraceResponse(google.protobuf.message.Message):
         origins: collections.abc.Iterable[global___RowOrigin] | None = ...,
         more_origins: builtins.bool = ...,
         times: global___TraceTimes | None = ...,
+        layer_choices: collections.abc.Iterable[global___LayerChoice] | None = ...,
         crc32: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["info", b"info", "times", b"times"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["crc32", b"crc32", "incarnations", b"incarnations", "info", b"info", "missing", b"missing", "more_origins", b"more_origins", "origins", b"origins", "sources", b"sources", "times", b"times"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["crc32", b"crc32", "incarnations", b"incarnations", "info", b"info", "layer_choices", b"layer_choices", "missing", b"missing", "more_origins", b"more_origins", "origins", b"origins", "sources", b"sources", "times", b"times"]) -> None: ...
 
 global___DescribeTraceResponse = DescribeTraceResponse
 
@@ -1744,7 +1754,7 @@ class RowSource(google.protobuf.message.Message):
     engine_id: builtins.str
     """Engine."""
     shard: builtins.str
-    """Part of the engine that the agent sees; "" if it sees all of it."""
+    """Shard that the agent records; "" if it records the whole engine."""
     @property
     def layer_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """Absolute layer ids of its rows, ascending."""
@@ -1768,7 +1778,7 @@ class RowOrigin(google.protobuf.message.Message):
 
     START_FIELD_NUMBER: builtins.int
     STOP_FIELD_NUMBER: builtins.int
-    LAYER_IDS_FIELD_NUMBER: builtins.int
+    CHOICE_FIELD_NUMBER: builtins.int
     SOURCE_FIELD_NUMBER: builtins.int
     ATTEMPT_FIELD_NUMBER: builtins.int
     WEIGHT_VERSION_FIELD_NUMBER: builtins.int
@@ -1777,32 +1787,30 @@ class RowOrigin(google.protobuf.message.Message):
     """First position."""
     stop: builtins.int
     """One past the last position."""
+    choice: builtins.int
+    """0: all layers of the source; n > 0: those of layer_choices[n - 1]."""
     source: builtins.int
     """Index in the sources."""
     attempt: builtins.int
-    """As in GetTraceResponse.spans: the attempt of the engine request, from 0, or with provenance PREFIX
+    """As in GetTraceResponse.spans: the attempt of the engine request, from 0; with provenance PREFIX,
     an index of prefix_trace_ids.
     """
     weight_version: builtins.int
     """Weight version that computed them."""
     provenance: builtins.int
     """records.Provenance."""
-    @property
-    def layer_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """Layers; empty: all those of the source."""
-
     def __init__(
         self,
         *,
         start: builtins.int = ...,
         stop: builtins.int = ...,
-        layer_ids: collections.abc.Iterable[builtins.int] | None = ...,
+        choice: builtins.int = ...,
         source: builtins.int = ...,
         attempt: builtins.int = ...,
         weight_version: builtins.int = ...,
         provenance: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["attempt", b"attempt", "layer_ids", b"layer_ids", "provenance", b"provenance", "source", b"source", "start", b"start", "stop", b"stop", "weight_version", b"weight_version"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["attempt", b"attempt", "choice", b"choice", "provenance", b"provenance", "source", b"source", "start", b"start", "stop", b"stop", "weight_version", b"weight_version"]) -> None: ...
 
 global___RowOrigin = RowOrigin
 
@@ -1820,21 +1828,21 @@ class TraceTimes(google.protobuf.message.Message):
     LAST_READ_MS_FIELD_NUMBER: builtins.int
     NUM_READS_FIELD_NUMBER: builtins.int
     begun_ms: builtins.int
-    """Begin of its first engine request, as the server heard of it."""
+    """Commit of the report that its first engine request began."""
     sampled_ms: builtins.int
-    """End of its last engine request, by the clock of the engine, but not after the report of it."""
+    """End of its last engine request by the engine's clock, at most the commit time of its report."""
     acknowledged_ms: builtins.int
     """Commit of the first report of that end."""
     readable_ms: builtins.int
-    """Commit of the last report of an end that belongs to it: of all shards, and of the engine requests
-    that it goes on from.
-    """
+    """Commit of the last end report of all its shards and of the requests that it continues."""
     first_read_ms: builtins.int
-    """First and last read of the trace since the start of the server."""
+    """First read of the trace since the start of the server, as far as the answering worker knows: each
+    keeps the reads that it answered, of the 100,000 traces read last.
+    """
     last_read_ms: builtins.int
     """Last read."""
     num_reads: builtins.int
-    """Number of its reads since then. Those of the web page do not count."""
+    """Number of reads since the first. Those of the web page do not count."""
     def __init__(
         self,
         *,

@@ -230,7 +230,7 @@ class TraceServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def DescribeTrace(self, request, context):
-        """Describes how one trace came to be: incarnations, moments, and the agent behind each of its rows.
+        """Describes the origin of one trace: incarnations, times, and the agent that reported each row.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -115,7 +115,7 @@ class TraceServiceStub:
         routetrace.v1.routetrace_pb2.DescribeTraceRequest,
         routetrace.v1.routetrace_pb2.DescribeTraceResponse,
     ]
-    """Describes how one trace came to be: incarnations, moments, and the agent behind each of its rows."""
+    """Describes the origin of one trace: incarnations, times, and the agent that reported each row."""
 
     ListTraces: grpc.UnaryUnaryMultiCallable[
         routetrace.v1.routetrace_pb2.ListTracesRequest,
@@ -216,7 +216,7 @@ class TraceServiceAsyncStub:
         routetrace.v1.routetrace_pb2.DescribeTraceRequest,
         routetrace.v1.routetrace_pb2.DescribeTraceResponse,
     ]
-    """Describes how one trace came to be: incarnations, moments, and the agent behind each of its rows."""
+    """Describes the origin of one trace: incarnations, times, and the agent that reported each row."""
 
     ListTraces: grpc.aio.UnaryUnaryMultiCallable[
         routetrace.v1.routetrace_pb2.ListTracesRequest,
@@ -327,7 +327,7 @@ class TraceServiceServicer(metaclass=abc.ABCMeta):
         request: routetrace.v1.routetrace_pb2.DescribeTraceRequest,
         context: _ServicerContext,
     ) -> typing.Union[routetrace.v1.routetrace_pb2.DescribeTraceResponse, collections.abc.Awaitable[routetrace.v1.routetrace_pb2.DescribeTraceResponse]]:
-        """Describes how one trace came to be: incarnations, moments, and the agent behind each of its rows."""
+        """Describes the origin of one trace: incarnations, times, and the agent that reported each row."""
 
     @abc.abstractmethod
     def ListTraces(

@@ -101,6 +101,8 @@ def test_each_row_has_its_shard_attempt_and_weights(feeder, client):
     assert cells_of(description) == pp0 | pp1
     assert not description.more_origins
     assert [*description.origins] == sorted(description.origins, key=lambda one: one.start)
+    facts = client.describe("r", origins=False)
+    assert facts.to_dict() == {**description.to_dict(), "origins": []}
     last = client.describe("r", policy="latest")
     assert cells_of(last) == {
         **cells(0, 9, (1, 2), shard="pp0", version=8, attempt=2),
@@ -433,6 +435,7 @@ def test_an_answer_that_contradicts_itself_is_refused():
         pb.RowOrigin(start=0, stop=4),
         pb.RowOrigin(start=3, stop=3),
         pb.RowOrigin(start=0, stop=3, source=1),
+        pb.RowOrigin(start=0, stop=3, choice=1),
         pb.RowOrigin(start=0, stop=3, provenance=3),
     ):
         bad = pb.DescribeTraceResponse(info=info, sources=[source], origins=[wrong])

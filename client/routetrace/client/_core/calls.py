@@ -180,7 +180,13 @@ def stat(
 
 
 def describe(
-    config: Config, trace_id: str, *, incarnation: int | None, policy: str, timeout: float | None
+    config: Config,
+    trace_id: str,
+    *,
+    incarnation: int | None,
+    policy: str,
+    origins: bool,
+    timeout: float | None,
 ) -> Plan[TraceDescription]:
     """See RouteClient.describe."""
     request = pb.DescribeTraceRequest(
@@ -188,6 +194,7 @@ def describe(
         trace_id=check.identifier("trace_id", trace_id),
         incarnation=_incarnation(incarnation),
         policy=_POLICIES[check.choice("policy", policy, [*_POLICIES])],
+        omit_origins=not check.flag("origins", origins),
     )
     limit = config.limit(timeout)
     call = unary("DescribeTrace", request, limit, TraceDescription.from_proto)

@@ -518,21 +518,28 @@ class RouteClient:
         *,
         incarnation: int | None = None,
         policy: Policy = "as_sampled",
+        origins: bool = True,
         timeout: float | None = None,
     ) -> TraceDescription:
-        """Return how a trace came to be: incarnations, times, and the agent behind each row.
+        """Return the origin of a trace: incarnations, times, and the agent of each row.
 
         Args:
             trace_id: id of the trace.
             incarnation: as in `get`.
             policy: see `ReadOptions`.
+            origins: whether the origins of rows are wanted.
             timeout: seconds; the client's timeout if None.
 
         Raises:
             RouteTraceError: see the class.
         """
         plan = _calls.describe(
-            self._config, trace_id, incarnation=incarnation, policy=policy, timeout=timeout
+            self._config,
+            trace_id,
+            incarnation=incarnation,
+            policy=policy,
+            origins=origins,
+            timeout=timeout,
         )
         return self._driver.one(plan)
 

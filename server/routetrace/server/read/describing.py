@@ -1,4 +1,4 @@
-"""How a trace came to be: its incarnations, its times, and the origins of its rows."""
+"""Origin of a trace: its incarnations, its times, and the agent that reported each row."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 from routetrace.server.common.slices import in_turns
 from routetrace.server.read.read_log import Reads
 from routetrace.server.rows.reader import MAX_RELATED, Reader, reason_name
-from routetrace.server.rows.served import Known
+from routetrace.server.rows.served import Known, Row
 from routetrace.server.rows.view import Selection
 from routetrace.v1 import routetrace_pb2 as pb
 
@@ -17,15 +17,18 @@ MAX_ORIGINS = 1 << 14
 
 
 async def described(
-    reader: Reader, known: Known, selection: Selection, reads: Reads | None
+    reader: Reader, known: Known, selection: Selection, reads: Reads | None, *, origins: bool = True
 ) -> pb.DescribeTraceResponse:
-    """Return the description of a trace, as of the call; its incarnations may be some ms newer.
+    """Return the description of a trace at the time of the call.
+
+    Incarnations may include changes of the next milliseconds.
 
     Args:
         reader: describes traces.
         known: view of the incarnation.
         selection: all of its rows.
         reads: reads of the trace.
+        origins: whether the origins of its rows are wanted.
     """
     rows = reader.rows(known, selection)
     info = reader.describe(known, digests=False)
@@ -34,11 +37,12 @@ async def described(
         missing=reader.missing(info.state, known, selection, rows),
         times=_times(known, reads),
     )
-    origins = _Origins(response, known)
-    async for row in in_turns(rows.tolist()):
-        if not origins.add(row):
-            response.more_origins = True
-            break
+    if origins:
+        adding = _Origins(response, known)
+        async for row in in_turns(rows.tolist()):
+            if not adding.add(row):
+                response.more_origins = True
+                break
     incarnations = [one async for one in _incarnations(reader, known)]
     response.incarnations.extend(reversed(incarnations))
     return response
@@ -51,9 +55,10 @@ class _Origins:
         self._response = response
         self._known = known
         self._sources: dict[int, int] = {}
+        self._choices: dict[tuple[int, ...], int] = {(): 0}
         self._last: dict[tuple[object, ...], pb.RowOrigin] = {}
 
-    def add(self, row: tuple[int, int, int, int, int, int, int, tuple[int, ...]]) -> bool:
+    def add(self, row: Row) -> bool:
         """Add a record of `Served`; return whether there was room for it."""
         start, stop, _, version, source, attempt, provenance, layers = row
         key = version, source, attempt, provenance, layers
@@ -66,13 +71,19 @@ class _Origins:
         self._last[key] = self._response.origins.add(
             start=start,
             stop=stop,
-            layer_ids=layers,
+            choice=self._choice(layers),
             source=self._index(source),
             attempt=attempt,
             weight_version=version,
             provenance=provenance,
         )
         return True
+
+    def _choice(self, layers: tuple[int, ...]) -> int:
+        if layers not in self._choices:
+            self._choices[layers] = len(self._choices)
+            self._response.layer_choices.add(layer_ids=layers)
+        return self._choices[layers]
 
     def _index(self, number: int) -> int:
         if number not in self._sources:
@@ -123,7 +134,7 @@ def _times(known: Known, reads: Reads | None) -> pb.TraceTimes:
             times.readable_ms = _ms(max(source.reported for source in sources))
     if reads is not None:
         times.first_read_ms, times.last_read_ms = _ms(reads.first), _ms(reads.last)
-        times.num_reads = reads.times
+        times.num_reads = reads.count
     return times
 
 

@@ -1,9 +1,9 @@
-"""Reads of traces since the start of the server."""
+"""Reads of traces that this worker answered since its start."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from typing import NamedTuple
+from dataclasses import dataclass
 
 from routetrace.common.viewer import USER_AGENT
 from routetrace.server.common.rpc import Context
@@ -15,12 +15,15 @@ from routetrace.server.index.traces.trace import Trace
 MAX_TRACES = 100_000
 
 
-class Reads(NamedTuple):
-    """Reads of a trace, in Unix time."""
+@dataclass(frozen=True)
+class Reads:
+    """Reads of a trace."""
 
     first: float
+    """Unix time."""
     last: float
-    times: int
+    """Unix time."""
+    count: int
 
 
 class ReadLog:
@@ -31,12 +34,12 @@ class ReadLog:
         self._reads: OrderedDict[TraceKey, Reads] = OrderedDict()
 
     def note(self, trace: Trace, context: Context) -> None:
-        """Note a read; one that only shows the trace to somebody does not count."""
-        if is_viewer(context):
+        """Count a read, unless the client only displays the trace."""
+        if _is_viewer(context):
             return
         now, before = self._clock.now(), self.of(trace)
-        reads = before._replace(last=now, times=before.times + 1) if before else Reads(now, now, 1)
-        self._reads[trace.key] = reads
+        first, count = (before.first, before.count) if before else (now, 0)
+        self._reads[trace.key] = Reads(first, now, count + 1)
         self._reads.move_to_end(trace.key)
         if len(self._reads) > MAX_TRACES:
             self._reads.popitem(last=False)
@@ -44,12 +47,12 @@ class ReadLog:
     def of(self, trace: Trace) -> Reads | None:
         """Return the reads of a trace; None if none is known."""
         reads = self._reads.get(trace.key)
-        # Earlier ones were of another trace with this id.
+        # Reads before its creation were of a deleted trace with the same id.
         return None if reads is None or reads.first < trace.created else reads
 
 
-def is_viewer(context: Context) -> bool:
-    """Whether the client of a call only shows traces."""
+def _is_viewer(context: Context) -> bool:
+    """Whether the client of a call only displays traces."""
     for key, value in context.invocation_metadata() or ():
         if key == "user-agent":
             return str(value).startswith(USER_AGENT)

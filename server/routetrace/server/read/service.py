@@ -320,7 +320,8 @@ class TraceServicer(RunCalls):
             known = await self._finder.gathered(read, context)
             selection = self._finder.select(known, read)
             reads = self._reads.of(known.trace)
-            return await described(self._reader, known, selection, reads)
+            wanted = not request.omit_origins
+            return await described(self._reader, known, selection, reads, origins=wanted)
 
     @unary
     async def ListTraces(  # noqa: N802, D102

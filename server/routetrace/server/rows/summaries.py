@@ -105,9 +105,9 @@ class Summaries:
         )
 
     def _plain(self, trace: Trace) -> Summary:
-        """Return the summary of a complete trace of one request, in a tenth of the time of a view.
+        """Return the summary of a complete trace of one request, in a fifth of the time of a view.
 
-        Nearly all traces are such.
+        Most traces qualify.
         """
         sources = trace.sources
         num_rows = sources[0].num_tokens - 1
@@ -161,7 +161,8 @@ class Summaries:
 def _is_plain(trace: Trace) -> bool:
     """Whether a trace is of one request that has ended, with all rows of its first attempt.
 
-    Its shards, if there are several, have different layers. Not all such traces are found.
+    Its shards, if there are several, have different layers. May be False for such a trace; its view
+    then gives the same summary.
     """
     first, *others = trace.sources
     layers: list[int] = []

@@ -69,7 +69,7 @@ class SpanList:
         return self._data[-5] + self._data[-4] if self._data else 0
 
     def is_whole(self, stop: int) -> bool:
-        """Whether the spans are the positions [0, stop), all of them."""
+        """Whether the spans cover exactly the positions [0, stop)."""
         at, data = 0, self._data
         for i in range(0, len(data), self._FIELDS):
             if data[i] != at:
