@@ -18,7 +18,7 @@ pins    = $(if $(filter undefined,$(origin PINS)),-c constraints/$(1).txt)
 	test-transformers test-trainers test-vllm test-vllm-scheduler test-sglang test-sglang-older \
 	test-sglang-scheduler \
 	test-faults test-neighbours test-docker test-kubernetes test-scale test-alerts test-loaded \
-	test-page bench-page screenshots chromium vllm-env \
+	test-page bench-page screenshots chromium browser vllm-env \
 	rivals-exact bench-servers bench-vllm test-gpu bench-gpu experts-report previous-fixtures docs proto clean
 
 demo: $(VENV)/.demo
@@ -154,8 +154,8 @@ test-alerts:
 	$(PROMTOOL) test rules tests/alerts/alerts.test.yaml
 
 # The web page in a real Chromium: one in PATH, CHROMIUM=PATH, or Debian's package `chromium`, which
-# root installs. BROWSING=--where-possible says so, and does not fail, where it cannot be installed.
-# PAGE=quick is a share with each view in it; `make test-page BROWSED='-k keys'` runs a part.
+# root installs. With BROWSING=--where-possible, a missing Chromium is reported and the target succeeds.
+# PAGE=quick runs a subset that opens each view; `make test-page BROWSED='-k keys'` runs a part.
 CHROMIUM ?=
 BROWSING ?=
 PAGE     ?= full
@@ -164,9 +164,10 @@ BROWSE    = CHROMIUM='$(CHROMIUM)' scripts/chromium_env.sh $(BROWSING)
 test-page: $(VENV)/.browser
 	$(BROWSE) $(PY) -m pytest tests/page_browser $(if $(filter quick,$(PAGE)),-m quick) $(BROWSED)
 
-# Installs Chromium alone, which takes about a minute.
+# Installs Chromium alone, which takes about a minute; what drives it.
 chromium:
 	$(BROWSE)
+browser: $(VENV)/.browser
 
 # Frames per second of the page's grid, over 100,000 tokens and 94 layers; views over 100,000 traces,
 # and what open tabs cost the ingest.

@@ -21,8 +21,8 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).parents[1]
 PRINTING = threading.Lock()
-#: Without compiled modules, each of the hundreds of processes compiles what it imports: half of the
-#: time of a worker until its first test.
+#: Without compiled modules, each of the hundreds of processes compiles what it imports; this takes
+#: half of a worker's start-up time.
 ENVIRONMENT = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}
 
 
@@ -43,11 +43,11 @@ def gate(seed: int) -> list[list[list[str]]]:
 
     Returns:
         Stages, one after another, of lanes that run side by side. Steps that keep all cores busy
-        are a lane of their own; what a later step would wait for is installed beside the first one.
+        are a lane of their own; the first stage also installs the environments of later ones.
     """
     return [
         [
-            ["make lint"],
+            ["make lint", "make browser"],
             ["make chromium BROWSING=--where-possible", "make vllm-env VLLM=0.30.0"],
         ],
         [["make test SLOW=too"]],

@@ -9,7 +9,7 @@ where_possible=
 
 installed() { command -v chromium || command -v chromium-browser || command -v google-chrome; }
 
-# A mirror that cannot be reached is given up after seconds.
+# Give up on an unreachable mirror after 10 s.
 get() {
   DEBIAN_FRONTEND=noninteractive apt-get -qq -o Acquire::Retries=0 -o Acquire::http::Timeout=10 \
     -o Acquire::https::Timeout=10 -o DPkg::Lock::Timeout=60 "$@" >/dev/null

@@ -175,6 +175,7 @@ def test_the_file_holds_another_side(cli, server, tmp_path: Path, side: str):
     found = data.header["other"]
     assert found["name"] == side
     assert (found["report"] or {}).get("step") == (None if side == "latest" else "7")
+    assert data.header["facts"]["incarnations"] == []
     of = compare_traces(trace, other)
     assert of.differing > 0
     assert (found["diff"]["differing"], found["diff"]["cells"]) == (of.differing, of.cells)

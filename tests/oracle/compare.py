@@ -312,7 +312,7 @@ class Comparer:
         return Tally(cells=valid.size, missing=int((~valid).sum()), reads=1)
 
     def _described(self, read: _Read, trace: Trace, expected: Expected | None) -> None:
-        """Compares the origins of all rows of a trace that was right."""
+        """Compares the origins of a trace whose rows were correct."""
         described = self._client.describe(
             read.trace_id, incarnation=trace.incarnation, policy=read.policy
         )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import quote
@@ -54,6 +56,18 @@ def server() -> Iterator[ServerProcess]:
         feeder.step(RECOMPUTED, [[handle, 0, BEFORE]])
         feeder.step(IDS[BEFORE:400], [[handle, BEFORE, 100]])
         feeder.finish(handle, 401)
+        tokens = [int(t) for t in np.random.default_rng(5).integers(0, 9000, 400)]
+        for request, text in enumerate((tokens, [*tokens[:192], *reversed(tokens[:208])])):
+            handle = feeder.begin(
+                f"diverging{request}", trace_id="diverging", prompt_len=64,
+                prompt_token_ids=text[:64],
+            )  # fmt: skip
+            feeder.step(IDS[:399], [[handle, 0, 399]])
+            feeder.finish(handle, 400, token_ids=text)
+            feeder.flush()
+        handle = feeder.begin("running", prompt_len=40)
+        feeder.step(IDS[:80], [[handle, 0, 80]])
+        feeder.flush()
         handle = feeder.begin("told", prompt_len=40)
         feeder.step(IDS[:FIRST], [[handle, 0, FIRST]])
         feeder.finish(handle, FIRST + 1)
@@ -251,9 +265,10 @@ def test_one_file_has_no_other_side(watched, server, tmp_path: Path, name: str) 
     watched.allowed.append("file://")
     page.goto(path.as_uri())
     expect(page.locator("canvas.plot")).to_be_visible()
-    page.wait_for_timeout(500)  # an answer could bring the card
+    drawn(page)
     expect(page.locator("section.mismatch")).to_be_hidden()
-    expect(page.get_by_role("link", name="Load of experts")).to_have_count(0)
+    expect(page.get_by_text("Load of experts")).to_be_hidden()
+    expect(page.get_by_role("group", name="Incarnation")).to_be_hidden()
 
 
 @pytest.mark.parametrize(
@@ -288,7 +303,45 @@ def test_one_file_with_another_side(
     expect(card.locator("h2")).to_have_text(title)
     check_figures(card, compare_traces(trace, theirs, worst=10))
     expect(card.locator("select")).to_be_hidden()
+    expect(page.get_by_role("group", name="Incarnation")).to_be_hidden()
     page.get_by_role("button", name="Mismatch", exact=True).click()
     for at in (ODD[0], ONE, AGAIN[0]):
         if at < min(len(trace), theirs.token_stop):
             check_cell(page, at, LAYER, trace.topk_ids[at, LAYER], theirs.topk_ids[at, LAYER])
+
+
+@pytest.mark.parametrize(
+    ("name", "side"),
+    [("running", "#1"), ("running", "latest"), ("told", "latest"), ("twice", "#2")],
+)
+def test_one_file_shows_each_side_that_it_holds(
+    watched, server, tmp_path: Path, name: str, side: str
+) -> None:
+    """Also one that the view of a server does not offer: of a trace that runs, or the same rows."""
+    path = tmp_path / "trace.html"
+    command = [sys.executable, "-m", "routetrace.cli", "view", name, "-o", str(path)]
+    options = ["--against", side, "--target", server.target, "--run", "r"]
+    subprocess.run([*command, *options], check=True, timeout=60)
+    page = watched.page
+    watched.allowed.append("file://")
+    page.goto(path.as_uri())
+    expect(page.locator("section.mismatch")).to_contain_text("The same in all")
+
+
+def test_experts_of_other_tokens_are_not_compared(page: Page, address: str, server) -> None:
+    """Beyond the position where digests prove that an incarnation has other tokens."""
+    card = opened(page, address, "diverging", "&against=%231")
+    with RouteClient(server.target, run="r") as client:
+        both = (client.get("diverging"), client.get("diverging", incarnation=1))
+        until = compare_traces(*both).other_tokens_from
+    assert until is not None
+    expect(card).to_contain_text(f"From position {until:,} on the tokens are not the same")
+    page.wait_for_load_state("networkidle")
+    others = page.locator("aside .theirs")
+    for at, compared_there in ((until - 1, True), (until, False), (until + 30, False)):
+        page.get_by_label("Go to a position").fill(str(at))
+        page.get_by_label("Go to a position").press("Enter")
+        expect(page.locator("aside h2")).to_contain_text(f"Position {at:,},")
+        expect(page.locator("aside .ids").first.locator("li").first).to_be_visible()
+        expect(others).to_be_visible(visible=compared_there)
+        expect(page.locator("aside .ids").first.locator(".odd")).to_have_count(0)

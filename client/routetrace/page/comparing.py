@@ -1,4 +1,4 @@
-"""Where another side of a trace differs: the sides that can be named, and the comparison."""
+"""Comparison of a trace with another side, and names of sides."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import json
 import re
 from typing import Any, NamedTuple
 
-from routetrace.client import Trace, TraceStat
+from routetrace.client import Trace
+from routetrace.client.stat import TraceFacts
 from routetrace.common.errors import InvalidArgument, quoted
 from routetrace.page.segments import exact
 from routetrace.page.tiles import Levels, differing
@@ -44,7 +45,7 @@ class SideName(NamedTuple):
 
 
 class Compared(NamedTuple):
-    """Where two sides differ."""
+    """Result of a comparison."""
 
     body: bytes
     """JSON."""
@@ -57,7 +58,7 @@ class Compared(NamedTuple):
         return len(self.body) + self.levels.nbytes
 
 
-def report_of(stat: TraceStat, reporter: str) -> dict[str, Any]:
+def report_of(stat: TraceFacts, reporter: str) -> dict[str, Any]:
     """Return the facts about a report as JSON."""
     return {
         "reporter": reporter,
@@ -69,7 +70,7 @@ def report_of(stat: TraceStat, reporter: str) -> dict[str, Any]:
 
 
 def compared(trace: Trace, other: Trace) -> Compared:
-    """Compare two sides, as far as digests do not disprove that their tokens are the same.
+    """Compare two sides up to the position where digests prove different tokens.
 
     Raises:
         InvalidArgument: if they have nothing in common.

@@ -59,7 +59,7 @@ def facts_of(description: TraceDescription, target: str) -> dict[str, Any]:
 
 
 def _timeline(description: TraceDescription) -> list[dict[str, Any]]:
-    """Return the known moments, in the order in which they follow from each other."""
+    """Return the known moments, sorted by time."""
     several = description.num_reads > 1
     moments = (
         ("begun", description.begun_at),
@@ -69,7 +69,8 @@ def _timeline(description: TraceDescription) -> list[dict[str, Any]]:
         ("first read" if several else "read", description.first_read_at),
         ("last read", description.last_read_at if several else None),
     )
-    return [{"name": name, "at": at.timestamp()} for name, at in moments if at is not None]
+    known = [{"name": name, "at": at.timestamp()} for name, at in moments if at is not None]
+    return sorted(known, key=lambda moment: moment["at"])
 
 
 def _python(stat: TraceStat, target: str) -> str:

@@ -35,8 +35,8 @@ def view(
         str,
         typer.Option(
             metavar="SIDE",
-            help="Side to compare with: report:NAME, of a trainer; #N, an incarnation; or latest, "
-            "the rows of the last attempt.",
+            help="Side to compare with: report:NAME (a trainer's report), #N (an incarnation) or "
+            "latest (the last attempt).",
         ),
     ] = "",
     as_json: AsJson = False,
@@ -52,7 +52,7 @@ def view(
     with connection.client() as client:
         trace = client.get(trace_id, incarnation=incarnation, missing="mask")
         description = client.describe(trace_id, incarnation=trace.incarnation)
-        other = _other(client, trace, against, side) if side else None
+        other = _other(client, trace, side) if side else None
     text, content = document(trace, description, connection.target, max_size * _MIB, other)
     with atomically(path) as part:
         part.write_text(text, "utf-8")
@@ -66,17 +66,16 @@ def view(
         note(f"with the experts of {rows:,} of {len(trace):,} tokens; all need a larger --max-size")
 
 
-def _other(client: RouteClient, trace: Trace, name: str, side: SideName) -> Other:
+def _other(client: RouteClient, trace: Trace, side: SideName) -> Other:
     """Read another side of a trace."""
     if side.reporter is None:
         policy: Policy = "latest" if side.latest else "as_sampled"
         number = side.number or trace.incarnation
         read = client.get(trace.trace_id, incarnation=number, policy=policy, missing="mask")
-        return Other(name, read, None)
+        return Other("latest" if side.latest else f"#{read.incarnation}", read)
     with client.reports(side.reporter) as reports:
-        stat = reports.stat(trace.trace_id)
         read = reports.get(trace.trace_id, missing="mask")
-    return Other(name, read, report_of(stat, side.reporter))
+    return Other(f"report:{side.reporter}", read, report_of(read, side.reporter))
 
 
 def _path(output: str, *, force: bool) -> Path:

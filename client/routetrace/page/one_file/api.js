@@ -1,9 +1,14 @@
 // The answers that a file holds, in the place of those of the page's server.
 
 export const HAS_SERVER = false;
-/** The side that the file holds. */
-export const offered = (sides) => sides.filter((one) => one.name === held.about.other?.name)
-  .map((one) => ({ ...one, held: true }));
+/** Return the side that the file holds, as sidesOf(facts, reports) names it. */
+export function offered(sidesOf, facts, reports) {
+  const { other } = held.about;
+  const ended = { state: "ended", incarnation: 0, num_attempts: 2,
+    incarnations: other ? [{ ...other.incarnation, state: "ended" }] : [] };
+  return sidesOf({ ...facts, ...ended }, reports).filter((one) => one.name === other?.name)
+    .map((one) => ({ ...one, held: true }));
+}
 let held = null;
 
 /** A question that the file has no answer to. */

@@ -25,7 +25,7 @@ import numpy.typing as npt
 from routetrace.client import Trace, TraceDescription, TraceStat
 from routetrace.client.stat import TraceFacts
 from routetrace.common.errors import InvalidArgument
-from routetrace.page.comparing import SideName, compared
+from routetrace.page.comparing import compared
 from routetrace.page.facts import facts_of
 from routetrace.page.segments import origins_of, segments_of
 from routetrace.page.tiles import COLUMNS, Levels, changed
@@ -54,8 +54,18 @@ class Other(NamedTuple):
     name: str
     """As `comparing.SideName` reads it."""
     trace: Trace
-    report: dict[str, Any] | None
+    report: dict[str, Any] | None = None
     """Facts about a trainer's report; None if it is none."""
+
+    @property
+    def incarnation(self) -> dict[str, Any]:
+        """Facts about it as an incarnation."""
+        reason = self.trace.finish_reason
+        return {
+            "number": self.trace.incarnation,
+            "state": self.trace.state.value,
+            "finish_reason": reason.value if reason else None,
+        }
 
 
 def content_of(
@@ -80,9 +90,8 @@ def content_of(
         InvalidArgument: if it takes more without any ids.
     """
     read = replace(description, stat=stat_of(trace))
-    facts = facts_of(read, target) | {"expires": None}  # of the server's trace
-    number = SideName.of(other.name).number if other else None
-    facts["incarnations"] = [one for one in facts["incarnations"] if one["number"] == number]
+    # What the server has beside this incarnation is not in the file.
+    facts = facts_of(read, target) | {"expires": None, "incarnations": []}
     segments = segments_of(trace, origins_of(description, trace))
     header = {"facts": facts, "segments": segments, "written": time.time()}
     levels = changed(trace)
@@ -90,8 +99,11 @@ def content_of(
     if other:
         found = compared(trace, other.trace)
         header["other"] = {
-            "name": other.name, "report": other.report, "diff": json.loads(found.body),
-        }  # fmt: skip
+            "name": other.name,
+            "report": other.report,
+            "incarnation": other.incarnation,
+            "diff": json.loads(found.body),
+        }
         sides.append(_Side(b"".join(_tiles(found.levels)), *_placed(other.trace, trace)))
     header["tiles"] = [levels.tiles(z) for z in range(len(levels))]
     room = most - beside

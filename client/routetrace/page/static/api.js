@@ -2,8 +2,8 @@
 
 /** Whether a server answers; a file that holds one trace has none. */
 export const HAS_SERVER = true;
-/** Sides of a trace that can be compared with: of a server, all of them. */
-export const offered = (sides) => sides;
+/** Return the sides offered for comparison; with a server, all of them. */
+export const offered = (sidesOf, facts, reports) => sidesOf(facts, reports);
 const BASE = "/api/v1/";
 const AWAY = new Set(["away", "unavailable", "deadline_exceeded"]);
 

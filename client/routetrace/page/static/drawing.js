@@ -1,9 +1,9 @@
-// A picture on a canvas, drawn anew when its size or the theme changes.
+// A canvas that is redrawn when its size or the theme changes.
 
 import { onTheme, palette } from "./colours.js";
 import { h, tip } from "./ui.js";
 
-/** A picture that draw() draws; forget() drops what it keeps for a size and a theme. */
+/** A canvas that draw() draws; forget() drops what it keeps for a size and a theme. */
 export function drawing(attributes, draw, forget = () => {}) {
   const canvas = h("canvas", { tabindex: 0, role: "img", ...attributes });
   let colours = null;
@@ -23,7 +23,7 @@ export function drawing(attributes, draw, forget = () => {}) {
     get colours() {
       return (colours ??= palette(canvas));
     },
-    /** A clean context of so many px. */
+    /** Return a cleared 2D context of width × height px. */
     context(width, height) {
       const scale = devicePixelRatio;
       const size = [width, height].map((n) => Math.round(n * scale));
@@ -34,7 +34,7 @@ export function drawing(attributes, draw, forget = () => {}) {
       c.clearRect(0, 0, width, height);
       return c;
     },
-    /** Let press(key, shift) take the keys that it returns true for. */
+    /** Call press(key, shift) for each key; it returns whether it handled the key. */
     onKey(press) {
       canvas.addEventListener("keydown", (event) => {
         if (event.ctrlKey || event.metaKey || event.altKey) return;

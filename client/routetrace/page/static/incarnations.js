@@ -2,7 +2,7 @@
 
 import { plain } from "./text.js";
 
-/** Options of a segmented control; of a trace with many, the last ones and that which is shown. */
+/** Options of a segmented control: the shown incarnation, and others, at most the last ones. */
 export function optionsOf(facts) {
   const others = facts.incarnations.filter((one) => one.number !== facts.incarnation);
   const shown = {

@@ -69,7 +69,7 @@ export function picture(pick) {
       ArrowUp: layer === null ? last.layer : layer - 1, ArrowDown: layer === null ? 0 : layer + 1,
     }[key];
     if (key === "Escape") layer = null;
-    else if (down !== undefined && last.layer < 0) return false; // of probabilities alone
+    else if (down !== undefined && last.layer < 0) return false; // no layers
     else if (down !== undefined) layer = within(last.layer, down);
     else if (along === undefined) return false;
     pick(along === undefined ? chosen : within(last.step, along));

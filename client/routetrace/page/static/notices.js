@@ -88,7 +88,9 @@ function ofEngines(engines, state, words) {
         ["The incomplete ones", { engine: one.engine, state: "incomplete" }]],
     }));
   }
-  const worst = found.reduce((a, b) => (weight(b) > weight(a) ? b : a));
+  const tones = Object.keys(SIGNS);
+  const rank = (one) => tones.indexOf(words(one).tone);
+  const [worst] = found.sort((a, b) => rank(a) - rank(b) || weight(b) - weight(a));
   return [{
     key: state, subject: `${fmt.int(found.length)} engines ${ALL[state]}`,
     ...words(worst, `: ${plain(worst.engine)}`),

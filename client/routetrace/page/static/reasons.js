@@ -72,7 +72,7 @@ export function reason(name) {
 /** Whether nothing went wrong. */
 export const harmless = (name) => HARMLESS.has(name);
 
-/** Whether a trace will get nothing more, and its end was never reported. */
+/** Whether a trace is incomplete because its end was never reported. */
 export const isCut = (trace) => trace.state === "incomplete" && trace.num_tokens === null;
 
 /** Sort reasons, the worst first. */

@@ -105,7 +105,7 @@ export function trace({ query, run, session, go, link }) {
   /** Compare with the side that the address names, or the first report, once for each state. */
   async function compare() {
     if (compared === null) return; // the view has ended
-    const sides = offered(sidesOf(shown, reports));
+    const sides = offered(sidesOf, shown, reports);
     const side = sides.find((one) => one.name === query.against) ??
       sides.find((one) => one.report ?? one.held) ?? null;
     const content = `${contentOf(shown)} ${side?.name} ${side?.report?.reported_at}`;

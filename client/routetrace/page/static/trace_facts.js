@@ -23,6 +23,11 @@ const FACTS = [
   ["Forgotten in", (t) => t.expires && [inTime(t.expires), ""]],
 ];
 
+const CUT = "The end of this request was never reported, so its number of tokens is not known. " +
+  reason("agent_lost").remedy;
+const HANDED_OVER = "This request was handed over to another engine, which has not reported that " +
+  "it went on. Look at the log of that engine, and whether its capture uses the same trace ids.";
+
 const namesOf = (names) => (names.length > 3
   ? `${names.slice(0, 2).map(plain).join(", ")} and ${names.length - 2} more`
   : names.map(plain).join(", "));
@@ -37,8 +42,7 @@ export function factsCard(expertsAt) {
   const list = h("dl", { class: "facts" });
   const labels = h("ul", { class: "labels", "aria-label": "Labels" });
   const load = h("a", { class: "small", hidden: !expertsAt });
-  const cut = h("p", { class: "bad", hidden: true }, "The end of this request was never " +
-    `reported, so its number of tokens is not known. ${reason("agent_lost").remedy}`);
+  const cut = h("p", { class: "bad", hidden: true });
   const course = timeline();
   const element = h("section", { class: "card", "aria-label": "Facts" },
     h("div", { class: "body" }, h("div", { class: "facts-and-labels" }, list, labels, load),
@@ -67,6 +71,7 @@ export function factsCard(expertsAt) {
         put(load, `Load of experts${same.length > 0 ? `: same ${same.join(" and ")}` : ""}`);
       }
       cut.hidden = !isCut(trace);
+      put(cut, trace.finish_reason === "handoff" ? HANDED_OVER : CUT);
       course.set(trace.timeline);
     },
   };
@@ -92,7 +97,7 @@ function timeline() {
         put(name, plain(step.name));
         put(at, fmt.time(step.at));
         const next = steps[i + 1];
-        put(took, next ? fmt.duration(Math.max(0, next.at - step.at)) : "");
+        put(took, next ? fmt.duration(next.at - step.at) : "");
         took.hidden = !next;
       });
     },

@@ -111,5 +111,5 @@ function verdict(found, who) {
   const cause = found.diagnosis ?? found.cause;
   if (cause) return `${plain(cause).replaceAll("the trainer", who)}.${rest}`;
   if (found.differing === 0) return `The same in all ${fmt.int(found.cells)} cells.${rest}`;
-  return `Rows fit as they are; what differs has no pattern that names a cause.${rest}`;
+  return `Rows match in order; the differences show no pattern with a known cause.${rest}`;
 }

@@ -33,6 +33,7 @@ export function traceParts({ id, path, pickIncarnation, pickSide, moved, link, e
   let speaking = false;
   let segments = null;
   let against = null; // the side that rows are compared with
+  let sameUntil = Infinity; // position from which on its tokens differ
   let wanted = "state"; // colouring
 
   const mark = stateMark();
@@ -79,6 +80,8 @@ export function traceParts({ id, path, pickIncarnation, pickSide, moved, link, e
 
   function onCell(about, event) {
     cell = about;
+    // Beyond, the other side has other tokens.
+    if (cell?.position >= sameUntil) delete cell.other;
     if (speaking && !grid.over && cell) {
       say(wordsOf(cell));
       speaking = cell.present && !cell.row;
@@ -202,6 +205,7 @@ export function traceParts({ id, path, pickIncarnation, pickSide, moved, link, e
     /** Show sides of the trace, the chosen one, and where it differs as far as is known. */
     compare(sides, side, found) {
       mismatch.set(sides, side, found);
+      sameUntil = found?.other_tokens_from ?? Infinity;
       const next = found && !(found instanceof Error) && found.cells > 0 ? side : null;
       if (next?.name === against?.name) return;
       against = next;

@@ -105,7 +105,7 @@ export function traces({ query, run, session, go, link }) {
     return ready;
   }
 
-  /** Wait for the newest question: one that is dropped has no answer. */
+  /** Wait for the newest request; an aborted one has no result. */
   async function settled() {
     for (let awaited = null; awaited !== ready;) await (awaited = ready);
   }
