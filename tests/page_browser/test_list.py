@@ -235,6 +235,17 @@ def test_an_id_is_pasted_and_opened(show, tab: Watched) -> None:
     told(page, MANY)
 
 
+def test_the_focus_stays_where_a_far_row_is_on_its_way(show) -> None:
+    page = show("q=t0&sort=id&order=asc", 1000)
+    first, last = (page.get_by_role("link", name=name, exact=True) for name in ("t0000", "t0999"))
+    first.focus()
+    for _ in range(2):
+        page.keyboard.press("End")
+        expect(last).to_be_focused()
+        page.keyboard.press("Home")
+        expect(first).to_be_focused()
+
+
 @pytest.mark.quick
 def test_foreign_text_is_text(show, many: ServerProcess) -> None:
     page = show("engine=e0&sort=updated", 1004 - 4 + len(ODD_IDS) - 2)
