@@ -146,6 +146,7 @@ class Camera:
         """
         with self.opened(VIEWS[name].address, theme) as page:
             VIEWS[name].ready(page)
+            page.evaluate("scrollTo(0, 0)")  # the header stays above what is scrolled
             page.evaluate(_DRAWN)
             taken = page.screenshot(full_page=True, animations="disabled", caret="hide")
         return compressed(taken)

@@ -87,7 +87,7 @@ def test_figures_are_those_of_the_client(page: Page, card: Locator, server) -> N
     assert values[0] == f"{100 * of.differing / of.cells:.2f}\u00a0%"
     assert values[1] == f"{100 * of.differing_tokens / of.tokens:.1f}\u00a0%"
     assert values[2] == f"{100 * of.overlap:.2f}\u00a0%"
-    expect(card).to_contain_text("what differs has no pattern that names a cause")
+    expect(card).to_contain_text("the differences show no pattern with a known cause")
     expect(card).to_contain_text(f"step 1563, trained with weights {2**60 + 1}")
     expect(card).to_contain_text(f"{40 * 4} are there on one side alone")
     worst = card.locator(".worst li").all_inner_texts()

@@ -169,7 +169,7 @@ def _verdict(found: Comparison) -> str:
         return "no cell is there on both sides"
     if not found.differing:
         return f"the same in {counted(found.cells, 'cell')}"
-    return "rows fit as they are; what differs has no pattern that names a cause"
+    return "rows match in order; the differences show no pattern with a known cause"
 
 
 def _share(choices: Any) -> float:
