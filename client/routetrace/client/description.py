@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, NamedTuple
 
 from routetrace.client.stat import FinishReason, TraceStat, TraceState, facts_from_proto, moment
 from routetrace.codec.records import Provenance
-from routetrace.common.missing import missing_from_proto
+from routetrace.common.missing import MissingRange, missing_from_proto
 from routetrace.common.values import Values
 from routetrace.v1 import routetrace_pb2 as pb
 
@@ -145,10 +146,15 @@ def stat_from_proto(info: pb.TraceInfo, ranges: Any) -> TraceStat:
     """
     facts = facts_from_proto(info)
     missing = missing_from_proto(ranges, facts["layout"].layer_ids)
+    return TraceStat(**facts, missing=missing, missing_cells=missing_cells(missing))
+
+
+def missing_cells(missing: Iterable[MissingRange]) -> dict[str, int]:
+    """Return the number of missing cells by reason."""
     cells: Counter[str] = Counter()
-    for m in missing:
-        cells[m.reason] += (m.stop - m.start) * len(m.layer_ids)
-    return TraceStat(**facts, missing=missing, missing_cells=dict(cells))
+    for one in missing:
+        cells[one.reason.value] += (one.stop - one.start) * len(one.layer_ids)
+    return dict(cells)
 
 
 def _origin(

@@ -13,7 +13,6 @@ import gzip
 import json
 import struct
 import time
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import fields, replace
 from itertools import islice
@@ -23,6 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from routetrace.client import Trace, TraceDescription, TraceStat
+from routetrace.client.description import missing_cells
 from routetrace.client.stat import TraceFacts
 from routetrace.common.errors import InvalidArgument
 from routetrace.page.comparing import compared
@@ -129,10 +129,7 @@ def content_of(
 def stat_of(trace: Trace) -> TraceStat:
     """Return the facts of a trace that was read as a whole, which are of the moment of its rows."""
     facts = {one.name: getattr(trace, one.name) for one in fields(TraceFacts)}
-    cells: Counter[str] = Counter()
-    for one in trace.missing:
-        cells[one.reason.value] += (one.stop - one.start) * len(one.layer_ids)
-    return TraceStat(**facts, missing=trace.missing, missing_cells=dict(cells))
+    return TraceStat(**facts, missing=trace.missing, missing_cells=missing_cells(trace.missing))
 
 
 class _Side(NamedTuple):

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-
 from routetrace.server.common.slices import in_turns
 from routetrace.server.read.read_log import Reads
-from routetrace.server.rows.reader import MAX_RELATED, Reader, reason_name
+from routetrace.server.rows.reader import Reader, reason_name
 from routetrace.server.rows.served import Known, Row
 from routetrace.server.rows.view import Selection
 from routetrace.v1 import routetrace_pb2 as pb
 
-#: Maximum incarnations and origins of an answer.
-MAX_INCARNATIONS = 64
+#: Maximum origins of an answer.
 MAX_ORIGINS = 1 << 14
 
 
@@ -43,7 +40,8 @@ async def described(
             if not adding.add(row):
                 response.more_origins = True
                 break
-    incarnations = [one async for one in _incarnations(reader, known)]
+    views = in_turns(reader.standing(known.trace))
+    incarnations = [_incarnation(reader, view) async for view in views]
     response.incarnations.extend(reversed(incarnations))
     return response
 
@@ -97,27 +95,16 @@ class _Origins:
         return self._sources[number]
 
 
-async def _incarnations(reader: Reader, known: Known) -> AsyncIterator[pb.IncarnationInfo]:
-    """Yield the incarnations of a trace, the last one first."""
-    trace, related = known.trace, 0
-    async for number in in_turns(trace.join.standing[: -MAX_INCARNATIONS - 1 : -1]):
-        join = trace.join
-        if number not in join.numbers:  # dropped meanwhile
-            continue
-        incarnation = join.incarnation(number)
-        first, related = not related, related + 1 + incarnation.num_related
-        if related > MAX_RELATED and not first:
-            return
-        one = reader.known(trace, incarnation)
-        request = incarnation.request
-        yield pb.IncarnationInfo(
-            number=number,
-            state=reader.state_of(one),  # type: ignore[arg-type]
-            finish_reason=reason_name(max(s.finish_reason for s in request.sources)),
-            num_tokens=one.num_tokens,
-            num_rows=one.num_rows,
-            begun_ms=_ms(request.began),
-        )
+def _incarnation(reader: Reader, known: Known) -> pb.IncarnationInfo:
+    request = known.incarnation.request
+    return pb.IncarnationInfo(
+        number=request.number,
+        state=reader.state_of(known),  # type: ignore[arg-type]
+        finish_reason=reason_name(max(s.finish_reason for s in request.sources)),
+        num_tokens=known.num_tokens,
+        num_rows=known.num_rows,
+        begun_ms=_ms(request.began),
+    )
 
 
 def _times(known: Known, reads: Reads | None) -> pb.TraceTimes:

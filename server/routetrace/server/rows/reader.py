@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import cache
-from itertools import islice
+from itertools import chain
 
 import numpy as np
 
@@ -91,19 +91,27 @@ class Reader:
             if number not in join.numbers:
                 raise no_incarnation(trace, number)
             return self.known(trace, join.incarnation(number), prefix_rows)
+        views = self.standing(trace, prefix_rows)
+        newest = next(views)  # the last request of a trace stands
+        return next((known for known in chain([newest], views) if known.complete), newest)
+
+    def standing(
+        self, trace: Trace, prefix_rows: int = pb.PREFIX_ROWS_SAME_VERSION
+    ) -> Iterator[Known]:
+        """Yield the views of a trace's incarnations, newest first, as they are at each step.
+
+        At most the last 64, and fewer if many requests begin alike.
+        """
         related = 0
-        newest = None
-        for standing in islice(reversed(join.standing), MAX_LOOKED_AT):
-            incarnation = join.incarnation(standing)
+        for index, number in enumerate(trace.join.standing[: -MAX_LOOKED_AT - 1 : -1]):
+            join = trace.join
+            if number not in join.numbers:  # dropped since the first step
+                continue
+            incarnation = join.incarnation(number)
             related += incarnation.num_related
-            if newest is not None and related > MAX_RELATED:
-                break
-            known = self.known(trace, incarnation, prefix_rows)
-            if known.complete:
-                return known
-            newest = known if newest is None else newest
-        assert newest is not None  # the last request of a trace stands
-        return newest
+            if index and related > MAX_RELATED:
+                return
+            yield self.known(trace, incarnation, prefix_rows)
 
     def not_found(self, run: str, trace_id: str, *, named: bool = False) -> NotFound:
         """Return the error for a missing trace, with its deletion if known.
