@@ -361,7 +361,8 @@ def test_enter_before_the_first_answer_opens_the_trace(page: Page, address: str)
     field = page.get_by_role("searchbox", name="Part of the id")
     field.fill("short")
     field.press("Enter")
-    page.wait_for_timeout(500)
+    while not any("q=short" in route.request.url for route in held):
+        page.wait_for_timeout(20)
     page.unroute("**/api/v1/runs/r/traces?*")
     for route in held:
         with suppress(Error):  # dropped by the page

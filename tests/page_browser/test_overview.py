@@ -292,6 +292,41 @@ def test_a_loss_of_few_rows_is_a_warning_below_real_trouble(context) -> None:
             tab.check()
 
 
+def test_a_group_of_engines_has_the_tone_of_the_worst(context) -> None:
+    """More rows are dropped by "many", but few of its own; of "half" they are half of them."""
+    with run_server() as server:
+        names = ("half", "many", "one", "two")
+        run = Run(server, {
+            n: Feeder(server.target, LAYOUT, run="r", engine_id=n) for n in names
+        })  # fmt: skip
+        for name in names:
+            run.add(name, f"of {name}", 20_001 if name == "many" else 16)
+            run.beat(name)
+        for name, lost in zip(names, (15, 19, 1, 2), strict=True):
+            run.beat(name, invalid_ids=lost)
+        with running_page(server.target) as address:
+            tab = Watched(context.new_page(), {urlsplit(address).netloc})
+            tab.page.goto(address)
+            told = notice(tab.page, "4 engines drop rows")
+            expect(told).to_contain_text(": half has dropped 15 rows")
+            expect(tab.page.locator(".notices li").first).to_have_attribute("data-tone", "bad")
+            tab.check()
+
+
+def test_a_prompt_that_no_engine_went_on_with_is_said(context) -> None:
+    with run_server(agent_timeout_seconds=0.5) as server:
+        run = Run(server, {"e": Feeder(server.target, LAYOUT, run="r", engine_id="e")})
+        run.add("e", "prompt", 50, reason="handoff")
+        run.feeders["e"].close()
+        with running_page(server.target) as address:
+            tab = Watched(context.new_page(), {urlsplit(address).netloc})
+            tab.page.goto(f"{address}#/trace?run=r&id=prompt")
+            facts = tab.page.get_by_label("Facts")
+            expect(facts.locator("p.bad")).to_contain_text("handed over to another engine")
+            expect(facts.locator("p.bad")).not_to_contain_text("crash")
+            tab.check()
+
+
 def test_an_end_that_was_never_reported_is_said(context) -> None:
     with run_server(agent_timeout_seconds=0.5) as server:
         run = Run(server, {"e": Feeder(server.target, LAYOUT, run="r", engine_id="e")})
