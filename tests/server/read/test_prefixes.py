@@ -336,7 +336,7 @@ def test_an_expired_trace_takes_its_rows_along():
 
 
 class NobodysCall:
-    """What a servicer uses of the context of a call."""
+    """Context of a call without metadata."""
 
     def invocation_metadata(self) -> tuple[()]:
         return ()
