@@ -194,7 +194,7 @@ def test_the_file_holds_another_side(cli, server, tmp_path: Path, side: str):
 def test_a_side_that_is_not_there_is_named(cli, tmp_path: Path):
     words = ("view", "reported", "-o", tmp_path / "t.html", "--against")
     assert "--against is 'trainer'; expected report:NAME" in cli(*words, "trainer", code=2).output
-    assert "view@report:trainer" in cli(*words, "report:nobody", code=1).output
+    assert "view@report:trainer" in cli(*words, "report:unknown", code=1).output
     assert "incarnation" in cli(*words, "#7", code=1).output
     assert not (tmp_path / "t.html").exists()
 

@@ -415,8 +415,8 @@ async def test_an_answer_has_a_limit_of_origins(monkeypatch):
 
 def test_wrong_arguments_and_traces_that_are_not_there(feeder, client):
     feeder().begin("t")
-    with pytest.raises(NotFound, match="'nobody'"):
-        client.describe("nobody")
+    with pytest.raises(NotFound, match="'unknown'"):
+        client.describe("unknown")
     with pytest.raises(InvalidArgument, match="policy"):
         client.describe("t", policy="newest")
     with pytest.raises(InvalidArgument, match="incarnation"):

@@ -335,7 +335,7 @@ def test_an_expired_trace_takes_its_rows_along():
         assert gaps(trace)[0][:2] == (0, 240)
 
 
-class NobodysCall:
+class AnonymousCall:
     """Context of a call without metadata."""
 
     def invocation_metadata(self) -> tuple[()]:
@@ -372,7 +372,7 @@ async def test_a_read_under_way_keeps_what_stands_in(together):
     if together:
         reads = [pb.GetTraceRequest(run="run", trace_id="second")] * 2
         traces = core._traces
-        context = NobodysCall()
+        context = AnonymousCall()
         at_once = lambda read: traces._answer_of(  # noqa: E731
             traces._finder.met(read, None), read, context
         )
