@@ -14,7 +14,7 @@ from support.agents.feeder import Feeder
 from support.pages import running_page
 
 from .conftest import LAYOUT, ROWS
-from .watched import Watched, link, open_trace
+from .watched import Watched, link, open_tab, open_trace
 
 
 def test_a_running_trace_grows_under_the_hands(page: Page, address: str, server) -> None:
@@ -115,12 +115,9 @@ def test_runs_are_chosen(page: Page, address: str) -> None:
 
 
 def test_an_empty_server_says_what_to_do(context) -> None:
-    with run_server() as server, running_page(server.target) as address:
-        tab = Watched(context.new_page(), {urlsplit(address).netloc})
-        tab.page.goto(address)
+    with run_server() as server, open_tab(context, server.target) as tab:
         expect(tab.page.get_by_role("heading", name="No traces yet")).to_be_visible()
         expect(tab.page.locator("pre")).to_contain_text(f'"target": "{server.target}"')
-        tab.check()
 
 
 BUSY = {"error": {"kind": "overloaded", "message": "Too much is being read. Trying again in 1 s."}}

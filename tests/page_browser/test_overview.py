@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from urllib.parse import urlsplit
 
 import pytest
 from playwright.sync_api import Page, expect
@@ -14,10 +13,9 @@ from routetrace.client import RouteClient, TraceState
 from routetrace.server.testing import ServerProcess, run_server
 from routetrace.v1 import routetrace_pb2 as pb
 from support.agents.feeder import Feeder
-from support.pages import running_page
 
 from .conftest import LAYOUT, ROWS
-from .watched import Watched, drawn, pixels
+from .watched import Watched, drawn, open_tab, pixels
 
 #: Colour of dropped rows in the light theme, as a canvas gives it.
 BAD = (184, 58, 0)
@@ -77,13 +75,10 @@ def run() -> Iterator[Run]:
 @pytest.fixture
 def opened(context, run: Run) -> Iterator[Watched]:
     """The overview, once its figures are those of the heartbeats."""
-    with running_page(run.server.target) as address:
-        watched = Watched(context.new_page(), {urlsplit(address).netloc})
-        watched.page.goto(address)
+    with open_tab(context, run.server.target) as watched:
         expect(notice(watched.page, "drops")).to_be_visible()
         expect(notice(watched.page, "slow")).to_be_visible()
         yield watched
-        watched.check()
 
 
 def notice(page: Page, subject: str):
@@ -229,9 +224,7 @@ def test_many_engines_with_one_trouble_are_one_sentence(context) -> None:
         for number, name in enumerate(names):
             run.add(name, f"of {name}", 20)
             run.beat(name, lag_ms=9000 + 1000 * number)
-        with running_page(server.target) as address:
-            tab = Watched(context.new_page(), {urlsplit(address).netloc})
-            tab.page.goto(address)
+        with open_tab(context, server.target) as tab:
             told = notice(tab.page, "5 engines are late")
             expect(told).to_contain_text(": e4 is 13\u00a0s late")
             assert tab.page.locator(".notices li").count() == 1
@@ -240,7 +233,6 @@ def test_many_engines_with_one_trouble_are_one_sentence(context) -> None:
             expect(tab.page.locator("tbody .state")).to_have_text(["late"] * 5)
             told.get_by_role("link", name="Traces of e4").click()
             expect(tab.page.locator(".list .row .name")).to_have_text(["of e4"])
-            tab.check()
 
 
 def test_a_shard_that_is_gone_is_named(context) -> None:
@@ -249,9 +241,7 @@ def test_a_shard_that_is_gone_is_named(context) -> None:
         for feeder in shards:
             feeder.begin("one", prompt_len=5)
             feeder.flush()
-        with running_page(server.target) as address:
-            tab = Watched(context.new_page(), {urlsplit(address).netloc})
-            tab.page.goto(address)
+        with open_tab(context, server.target) as tab:
             engine = tab.page.locator("tbody tr").filter(has_text="e").locator("td").first
             expect(engine).to_have_text("e a b")
             shards[1].close()
@@ -259,7 +249,6 @@ def test_a_shard_that_is_gone_is_named(context) -> None:
             expect(engine.locator(".lost-rows")).to_have_text("without b")
             expect(notice(tab.page, "e")).to_contain_text("e: its shard b is gone, last heard of")
             shards[0].close()
-            tab.check()
 
 
 def test_a_loss_of_few_rows_is_a_warning_below_real_trouble(context) -> None:
@@ -276,9 +265,7 @@ def test_a_loss_of_few_rows_is_a_warning_below_real_trouble(context) -> None:
         run.beat("late", lag_ms=9000)
         run.beat("most", invalid_ids=300)
         run.beat("share", invalid_ids=19)
-        with running_page(server.target) as address:
-            tab = Watched(context.new_page(), {urlsplit(address).netloc})
-            tab.page.goto(address)
+        with open_tab(context, server.target) as tab:
             rest = "3 rows in the last minute (2.9\u00a0% of its rows): invalid ids"
             expect(notice(tab.page, "few")).to_contain_text(rest)
             expect(notice(tab.page, "late")).to_be_visible()
@@ -289,7 +276,6 @@ def test_a_loss_of_few_rows_is_a_warning_below_real_trouble(context) -> None:
             assert tones == [
                 ["most", "bad"], ["late", "bad"], ["few", "warn"], ["share", "warn"],
             ]  # fmt: skip
-            tab.check()
 
 
 def test_a_group_of_engines_has_the_tone_of_the_worst(context) -> None:
@@ -304,13 +290,10 @@ def test_a_group_of_engines_has_the_tone_of_the_worst(context) -> None:
             run.beat(name)
         for name, lost in zip(names, (15, 19, 1, 2), strict=True):
             run.beat(name, invalid_ids=lost)
-        with running_page(server.target) as address:
-            tab = Watched(context.new_page(), {urlsplit(address).netloc})
-            tab.page.goto(address)
+        with open_tab(context, server.target) as tab:
             told = notice(tab.page, "4 engines drop rows")
             expect(told).to_contain_text(": half has dropped 15 rows")
             expect(tab.page.locator(".notices li").first).to_have_attribute("data-tone", "bad")
-            tab.check()
 
 
 def test_a_prompt_that_no_engine_went_on_with_is_said(context) -> None:
@@ -318,13 +301,10 @@ def test_a_prompt_that_no_engine_went_on_with_is_said(context) -> None:
         run = Run(server, {"e": Feeder(server.target, LAYOUT, run="r", engine_id="e")})
         run.add("e", "prompt", 50, reason="handoff")
         run.feeders["e"].close()
-        with running_page(server.target) as address:
-            tab = Watched(context.new_page(), {urlsplit(address).netloc})
-            tab.page.goto(f"{address}#/trace?run=r&id=prompt")
+        with open_tab(context, server.target, "#/trace?run=r&id=prompt") as tab:
             facts = tab.page.get_by_label("Facts")
             expect(facts.locator("p.bad")).to_contain_text("handed over to another engine")
             expect(facts.locator("p.bad")).not_to_contain_text("crash")
-            tab.check()
 
 
 def test_an_end_that_was_never_reported_is_said(context) -> None:
@@ -332,9 +312,7 @@ def test_an_end_that_was_never_reported_is_said(context) -> None:
         run = Run(server, {"e": Feeder(server.target, LAYOUT, run="r", engine_id="e")})
         run.add("e", "cut", 50, reason="")
         run.feeders["e"].close()
-        with running_page(server.target) as address:
-            tab = Watched(context.new_page(), {urlsplit(address).netloc})
-            tab.page.goto(address)
+        with open_tab(context, server.target) as tab:
             told = notice(tab.page, "1 trace is incomplete")
             expect(told).to_contain_text("the end was never reported. Look at the engine's log")
             told.get_by_role("link", name="All incomplete traces").click()
@@ -345,17 +323,13 @@ def test_an_end_that_was_never_reported_is_said(context) -> None:
             expect(facts).to_contain_text("49 reported, 5 of the prompt")
             expect(facts.locator("p.bad")).to_contain_text("The end of this request was never")
             expect(facts.locator("p.bad")).to_contain_text("Look at the engine's log")
-            tab.check()
 
 
 def test_the_server_goes_away(context) -> None:
     with run_server() as server:
         run = Run(server, {"e": Feeder(server.target, LAYOUT, run="r", engine_id="e")})
         run.add("e", "one", 20)
-        with running_page(server.target) as address:
-            tab = Watched(context.new_page(), {urlsplit(address).netloc})
-            tab.allowed.append("status of 503")
-            tab.page.goto(address)
+        with open_tab(context, server.target, allowed=["status of 503"]) as tab:
             expect(notice(tab.page, "All is well.")).to_be_visible()
             expect(figure(tab.page, "Coverage").locator(".value")).to_have_text("100\u00a0%")
             server.kill()
@@ -363,14 +337,10 @@ def test_the_server_goes_away(context) -> None:
             expect(tab.page.locator(".live")).to_have_text(away, timeout=90_000)
             expect(figure(tab.page, "Traces").locator(".value")).to_have_text("1")
             expect(tab.page.locator(".alarm")).to_contain_text("Not up to date")
-            tab.check()
 
 
 def test_an_empty_run_names_those_that_are_not(context, run: Run) -> None:
-    with running_page(run.server.target) as address:
-        tab = Watched(context.new_page(), {urlsplit(address).netloc})
-        tab.page.goto(f"{address}#/overview?run=none")
+    with open_tab(context, run.server.target, "#/overview?run=none") as tab:
         expect(tab.page.get_by_role("heading", level=1)).to_have_text("Run none has no traces")
         tab.page.get_by_role("button", name="r", exact=True).click()
         expect(notice(tab.page, "drops")).to_be_visible()
-        tab.check()

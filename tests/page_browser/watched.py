@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 from urllib.parse import quote, urlsplit
 
-from playwright.sync_api import Page, expect
+from playwright.sync_api import BrowserContext, Page, expect
+
+from support.pages import running_page
 
 #: Colour of the reason not_captured in the light theme, as a canvas gives it.
 NOT_CAPTURED = (232, 162, 31)
@@ -62,6 +66,26 @@ class Watched:
         self.page.evaluate(_DRAWN)
         wrong = [one for one in self.wrong if not any(part in one for part in self.allowed)]
         assert not wrong, wrong
+
+
+@contextmanager
+def open_tab(
+    context: BrowserContext, target: str, where: str = "", allowed: Iterable[str] = ()
+) -> Iterator[Watched]:
+    """Run a page for a server, open it in a tab, and check the tab at the end.
+
+    Args:
+        context: of the browser.
+        target: host:port of the server.
+        where: part of the page.
+        allowed: parts of messages that are no failure.
+    """
+    with running_page(target) as address:
+        tab = Watched(context.new_page(), {urlsplit(address).netloc})
+        tab.allowed += allowed
+        tab.page.goto(f"{address}{where}")
+        yield tab
+        tab.check()
 
 
 def link(trace_id: str, more: str = "") -> str:
