@@ -149,7 +149,7 @@ def test_corrupted_experts(models: Models, first: int):
     ours = models.engine(lambda model: models.corrupt_experts(model, range(first, LAYERS)))
     found = compared(ours, models.trainer)
     assert f"from layer {first + 1} on" in words_of(found)
-    assert f"what layer {first} computes after its router differs" in words_of(found)
+    assert f"layer {first} differs after its router" in words_of(found)
     assert "the weights of its experts" in words_of(found)
     assert found.diagnosis is None  # rows are of these tokens: the first layer says so
 

@@ -68,8 +68,8 @@ def likely_cause(by_layer: Mapping[int, Choices]) -> str | None:
     if at is not None:
         return (
             f"{_percent(shares[:at])} of cells differ up to layer {layers[at - 1]}, and "
-            f"{_percent(shares[at:])} from layer {layers[at]} on: what layer {layers[at - 1]} "
-            "computes after its router differs, such as the weights of its experts"
+            f"{_percent(shares[at:])} from layer {layers[at]} on: layer {layers[at - 1]} "
+            "differs after its router, such as in the weights of its experts"
         )
     peaks = [i for i in range(len(shares) - 1) if _is_peak(shares[i], shares[i + 1])]
     if peaks:

@@ -115,7 +115,7 @@ def bench(version: Version = False) -> None:
 @connected
 def load_command(
     connection: Connection,
-    quick: Annotated[bool, typer.Option("--quick", help="Run every feature for 10 s.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Run every feature, for 8 s.")] = False,
     seconds: Annotated[
         float | None,
         typer.Option(min=0, help="Duration; 0: until --tokens (default: 60; with --quick: 8)."),

@@ -31,7 +31,7 @@ Side = Annotated[
     str,
     typer.Argument(
         metavar="SIDE",
-        help="ID; ID#2: of incarnation 2; ID@latest: with the rows of the last pass; "
+        help="ID; ID#2: of incarnation 2; ID@latest: with the rows of the last attempt; "
         "ID@report:NAME: of a trainer's report; or a .npz.",
     ),
 ]

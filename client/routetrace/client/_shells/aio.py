@@ -585,9 +585,10 @@ class AsyncRouteClient:
         """Return summaries of the traces of the run, newest first, then of those that change.
 
         The first parts hold all traces; the last one of them, and all later parts, are `whole`.
-        From then on a trace is in one part a second at most, as it is then. A change of a trace
-        that no agent reports (its agent is lost, rows of other traces stand in) comes within some
-        seconds. A part comes at least every 10 seconds, without traces if nothing has changed.
+        After that, a trace is in one part a second at most, in its state at that time. A change of
+        a trace that no agent reports (its agent is lost, rows of other traces stand in) comes
+        within some seconds. A part comes at least every 10 seconds, without traces if nothing has
+        changed.
 
         Args:
             timeout: seconds for further attempts before the first part, where one fails; the
@@ -795,10 +796,10 @@ class AsyncRouteClient:
     ) -> None:
         """Report the experts that a trainer's own routers chose for the tokens of a trace.
 
-        They are kept beside the trace, as long as it is: in a run of their own, which `reports`
-        reads. Report some traces, such as the worst of a step; all of them would double what is
-        stored. Of several reports of a trace by one reporter, the newest whole one counts, else the
-        newest.
+        They are stored in a run of their own, which `reports` reads, for the time that is left of
+        the trace's lease; deleting the trace does not delete them. Report some traces, such as the
+        worst of a step; all of them would double what is stored. Of several reports of a trace by
+        one reporter, the newest whole one counts, else the newest.
 
         Args:
             trace_id: id of the trace, which has ended.
