@@ -69,7 +69,7 @@ def _report(page: Page) -> None:
     expect(page.locator("section.mismatch .figures")).to_be_visible(timeout=_COUNT_MS)
     page.get_by_role("button", name="Mismatch", exact=True).click()
     expect(page.locator("section.mismatch p.bad")).to_contain_text(
-        "such as the weights of its experts"
+        "such as in the weights of its experts"
     )
     page.wait_for_load_state("networkidle")
 

@@ -238,8 +238,8 @@ def test_a_course_without_a_pattern_has_no_cause():
 def test_layers_are_named_by_their_ids():
     jump = {3: of(10), 5: of(30), 8: of(700), 9: of(900)}
     assert likely_cause(jump) == (
-        "2% of cells differ up to layer 5, and 80% from layer 8 on: what layer 5 computes after "
-        "its router differs, such as the weights of its experts"
+        "2% of cells differ up to layer 5, and 80% from layer 8 on: layer 5 differs after its "
+        "router, such as in the weights of its experts"
     )
     peaks = {3: of(500), 5: of(20), 8: of(400), 9: of(0)}
     assert "next one, which sees all that they compute: 3 (50%), 8 (40%): their own" in (
