@@ -202,7 +202,8 @@ def test_a_side_that_is_not_there_is_named(cli, tmp_path: Path):
 def test_rows_around_holes_are_there_where_all_do_not_fit(server):
     trace, description = described(server, "narrow")
     whole, _ = one_file.document(trace, description, "h:1", 32 << 20)
-    _, content = one_file.document(trace, description, "h:1", len(whole.encode()) - 1)
+    # Another moment of writing may compress to some bytes less.
+    _, content = one_file.document(trace, description, "h:1", len(whole.encode()) - 100)
     assert content.ranges
     assert sum(stop - start for start, stop in content.ranges) < len(trace)
     for at in (HOLE[0] - 128, HOLE[0] - 1, HOLE[1], HOLE[1] + 127):

@@ -322,8 +322,8 @@ def test_the_figures_of_the_first_screen_are_measured():
     (cost,) = re.findall(said.replace("N", r"([\d.]+)").replace(" ", r"\s+"), page)
     assert [*cost] == parts
     said = (
-        "With an engine of 5,000 tokens a second, 0.8.0 takes # to #, vLLM's way with a fast JSON "
-        "library # to #, Ray with uint8 # to #"
+        "With an engine of 5,000 tokens a second, 0.8.0 takes # to # s, vLLM's way with a fast "
+        "JSON library # to #, Ray with uint8 # to #"
     )
     (shown_rates,) = re.findall(said.replace("#", r"(\d+[.]\d)").replace(" ", r"\s+"), page)
     rates = []
