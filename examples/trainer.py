@@ -1,5 +1,6 @@
 """A trainer rank: finds the traces of a node's samples, and replays them in its own forward pass.
 
+Reports how far its own routers agree, which the web page and the dashboard show.
 Takes the samples from the file that examples/node.py wrote and their routing from the server. Reads
 ROUTETRACE_TARGET and ROUTETRACE_RUN.
 """
@@ -25,6 +26,7 @@ from routetrace.client import (
     RouteClient,
     Sample,
 )
+from routetrace.trainers.agreement import AgreementLog
 from routetrace.trainers.replay import replay
 
 
@@ -51,7 +53,7 @@ def main() -> int:
         print(f"{len(samples)} samples, of which the server knows {len(found & samples.keys())}")
         print("sample   rows  coverage  routers that disagreed")
         coverage: list[float] = []
-        disagreement: list[float] = []
+        log = AgreementLog(_print, client=client)
         plans = [FetchPlan.make(layout, batch, rank) for batch in batches]
         options = ReadOptions(wait_for="end", timeout=args.wait, missing="mask")
         fetched = stack.enter_context(client.prefetch(plans, options=options))
@@ -60,11 +62,16 @@ def main() -> int:
                 # A policy gradient needs log-probabilities under the experts of the rollout.
                 model(torch.tensor([tokens]))
             coverage.append(rows.coverage)
-            disagreement.append(replayed.disagreement or 0.0)
-            print(f"{name:<8} {rows.stats.rows:4}  {coverage[-1]:8.1%}  {disagreement[-1]:22.1%}")
-    print(f"coverage {sum(coverage) / len(coverage):.1%}")
-    print(f"routers that disagreed {sum(disagreement) / len(disagreement):.1%}")
+            log.add(replayed.agreement)
+            differing = replayed.disagreement or 0.0
+            print(f"{name:<8} {rows.stats.rows:4}  {coverage[-1]:8.1%}  {differing:22.1%}")
+        print(f"coverage {sum(coverage) / len(coverage):.1%}")
+        log.end_step(0)
     return 0 if min(coverage) == 1 else 1
+
+
+def _print(metrics: dict[str, float], _: int) -> None:
+    print(f"routers that disagreed {metrics['routing/disagreement']:.1%}")
 
 
 if __name__ == "__main__":
