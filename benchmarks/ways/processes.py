@@ -17,6 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -205,7 +206,9 @@ class Direct(Way):
         try:
             if self._is_ours:
                 directory = self._stack.enter_context(tempfile.TemporaryDirectory())
-                server = self._stack.enter_context(run_server(data_dir=Path(directory)))
+                # 0.7.0 has no page, and so no such setting.
+                page: dict[str, Any] = {"page_listen": None} if name == "0.7.0" else {}
+                server = self._stack.enter_context(run_server(data_dir=Path(directory), **page))
                 self.pids["server"], target = server.pid, server.target
                 self.sides = ("engine", "agent", "trainer")
             self._engines = [

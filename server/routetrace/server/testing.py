@@ -128,7 +128,8 @@ def run_server(
         data_dir: directory of the disk store; None: a memory store.
         port: port on 127.0.0.1; 0 picks a free one.
         timeout: maximum seconds of the start.
-        settings: settings of `routetrace.server.settings.config.ServerConfig` by name.
+        settings: settings of `routetrace.server.settings.config.ServerConfig` by name; None leaves
+            one to its default.
 
     Raises:
         RuntimeError: if the server exits; the message has the end of its log.
@@ -145,6 +146,6 @@ def run_server(
         flag = name.replace("_", "-")
         if isinstance(value, bool):
             command.append(f"--{flag}" if value else f"--no-{flag}")
-        else:
+        elif value is not None:
             command.append(f"--{flag}={value}")
     return ServerProcess(command, timeout)
