@@ -143,7 +143,7 @@ def _strip(missing: Sequence[MissingRange], part: Part) -> str:
 
 def _span(start: int, stop: int, scale: float, end: int) -> tuple[float, float]:
     """Return where a rectangle begins and its size, within [0, end]."""
-    size = max(_LEAST, (stop - start) * scale)
+    size = min(end, max(_LEAST, (stop - start) * scale))
     return min(start * scale, end - size), size
 
 
