@@ -68,6 +68,8 @@ class Run:
     start: int
     numbers: np.ndarray
     slots: np.ndarray
+    held: np.ndarray
+    """Rows that were in these slots before."""
     before: np.ndarray
     """Rows that the request had from there on."""
     drafts: int
@@ -153,6 +155,8 @@ class Engine:
         self.pool = Pool(spec, self.counts)
         self.running: list[Request] = []
         self.flying: Step | None = None
+        self.untold: list[Step] = []
+        """Passes that wrote to slots, and whose rows were not told yet."""
         self.steps = 0
         self.ends: dict[str, deque[int]] = {}
         self.loaded: list[int] = []
@@ -480,13 +484,25 @@ class Engine:
         """
         attempt, cached = request.attempt, request.attempt.cached
         if cached:
-            slots = self.pool.slots[self.pool.slots_of(request.blocks, 0, cached)]
+            slots = self._told_slots()[self.pool.slots_of(request.blocks, 0, cached)]
             dealt = np.where(slots == NOBODY, NOBODY, self.store.ranks[slots])
             attempt.inherit(self.store.in_slots(slots), dealt, None if self.alone else ranks)
         if cached and not attempt.cached:
             known = int((attempt.rows[:cached] != NOBODY).sum())
             self.counts["cached_rows"] += known
             self.counts["unknown_rows"] += cached - known
+
+    def _told_slots(self) -> np.ndarray:
+        """Numbers of the rows in all slots, without those of passes that were not told yet.
+
+        A pass that computes tokens again may write to slots which others have yet to inherit, by
+        the rows that were told before it.
+        """
+        slots = self.pool.slots.copy()
+        for step in reversed(self.untold):
+            for run in reversed(step.runs):
+                slots[run.slots] = run.held
+        return slots
 
     def _keep(self, request: Request, stop: int) -> None:
         """A request gives up its blocks; what they hold from a position on was not kept."""
@@ -580,6 +596,7 @@ class Engine:
             before = request.attempt.rows[start:].copy()
             request.attempt.rows[start:] = NOBODY
             slots = self.pool.slots_of(request.blocks, start, stop)
+            held = self.pool.slots[slots]
             self.pool.slots[slots] = NOBODY
             self.pool.slots[slots[: kept - start]] = own[: kept - start]
             request.attempt.rows[start:kept] = own[: kept - start]
@@ -590,6 +607,7 @@ class Engine:
                 start,
                 own,
                 slots,
+                held,
                 before,
                 stop - known,
                 kept,
@@ -597,11 +615,13 @@ class Engine:
             )
             runs.append(run)
         self.steps += 1
-        return Step(self.steps, runs)
+        self.untold.append(Step(self.steps, runs))
+        return self.untold[-1]
 
     def _tell_rows(self, step: Step) -> None:
         """Tells what a pass chose, late or not, to those who computed it."""
         step.told = True
+        self.untold = [one for one in self.untold if one is not step]
         rows = self.store.rows(np.concatenate([run.numbers for run in step.runs]))
         for run in step.runs:
             request, record = run.request, run.request.record

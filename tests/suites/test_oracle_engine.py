@@ -240,6 +240,17 @@ def test_slots_that_are_loaded_while_a_pass_is_in_flight(seed):
     assert check_told(cluster, world)
 
 
+@pytest.mark.parametrize("seed", range(15))
+def test_a_pass_that_is_not_told_yet_changes_nothing_that_is_inherited(seed):
+    """It may compute tokens again, in a block whose rows another request inherits meanwhile."""
+    spec = EngineSpec("e", 4, 120, WHOLE, 16, 6, draft_tokens=3, asynchronous=True)
+    chances = Chances(branch=0.8, redo=0.1, abort=0, crash=0)
+    cluster, world = play(seed, 60, specs=[spec], chances=chances)
+    assert cluster.counts["draft_branches"]
+    assert cluster.counts["redone"]
+    assert check_told(cluster, world)
+
+
 def test_digests_are_where_the_contract_says():
     assert DIGEST_EVERY == records.DIGEST_EVERY
     for n in (1, 63, 64, 65, 300):
