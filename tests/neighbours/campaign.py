@@ -13,9 +13,10 @@ import numpy as np
 from faults.check import check, temporary
 from neighbours.attacking import attacker
 from neighbours.place import HONEST, VICTIM, Place
+from neighbours.processors import Part, used_since_now
 from neighbours.shares import SCENARIOS, Scenario, Share
 from neighbours.tenants import LAYOUT, Report, tenant
-from neighbours.watching import Child, Watch, cores
+from neighbours.watching import Child, Watch
 from routetrace.capture_agent import AgentConfig, CaptureAgent
 from routetrace.client import RouteClient
 from support.servers.client_server import rows_of
@@ -107,7 +108,7 @@ def run(names: list[str], share: Share) -> tuple[list[Row], int, list[str]]:
     broken: list[str] = []
     rows, ran = [], 0
     with temporary() as folder, Place(Path(folder), proxied=proxied, **settings) as place:
-        victim = Child(tenant, place.access(VICTIM), VICTIM, 1)
+        victim = Child(Part.VICTIM, tenant, place.access(VICTIM), VICTIM, 1)
         try:
             victim.wait_ready()
             with Watch(place.access(VICTIM)) as watch:
@@ -147,7 +148,7 @@ class _Campaign:
         time.sleep(self._share.calm_s)
         self._idle = self._figures(start, time.monotonic())
         self._longest_idle = self._watch.longest_ms(start, time.monotonic())
-        neighbour = Child(tenant, self._place.access(HONEST), HONEST, 2)
+        neighbour = Child(Part.NEIGHBOUR, tenant, self._place.access(HONEST), HONEST, 2)
         try:
             neighbour.wait_ready()
             neighbour.go()
@@ -166,12 +167,12 @@ class _Campaign:
         access = self._place.access(scenario.tenant)
         if scenario.source:
             sizes = {**sizes, "source": scenario.source}
-        child = Child(attacker, scenario.attack, access, 0, sizes)
+        child = Child(Part.NEIGHBOUR, attacker, scenario.attack, access, 0, sizes)
         try:
             child.wait_ready()
             before = self._watch.peak_mib(time.monotonic() - 0.5, time.monotonic())
             start = time.monotonic()
-            used = cores(self._pids(child), 0.1)
+            used = used_since_now(self._pids(child), 0.1)
             child.go()
             child.wait(self._share.attack_s)
             stop, processors = time.monotonic(), used()

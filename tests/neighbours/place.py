@@ -18,6 +18,7 @@ import grpc
 import trustme
 
 from faults.serving import Server, free_port
+from neighbours.processors import Part, starting
 from routetrace.common.security import Security
 
 VICTIM = "victim"
@@ -114,9 +115,10 @@ class Place:
         )
 
     def __enter__(self) -> Place:
-        self.server.start()
-        if self._proxied:
-            self._start_proxy()
+        with starting(Part.SERVER):
+            self.server.start()
+            if self._proxied:
+                self._start_proxy()
         return self
 
     def __exit__(self, *details: object) -> None:

@@ -16,6 +16,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from faults.check import check
 from neighbours.place import Access
+from neighbours.processors import Part, starting, yield_to_victim
 
 _SPAWN = multiprocessing.get_context("spawn")
 _READY_S = 240.0
@@ -25,15 +26,18 @@ class Child:
     """A process with a pipe; its function gets the pipe first, and ends after its second message.
 
     Args:
+        part: in the campaign.
         function: sends "ready" once it is prepared, and a result at its end. Messages between are
             lists of samples.
         args: further arguments of the function.
     """
 
-    def __init__(self, function: Callable[..., None], *args: Any) -> None:
+    def __init__(self, part: Part, function: Callable[..., None], *args: Any) -> None:
         self._pipe, theirs = _SPAWN.Pipe()
         self._process = _SPAWN.Process(target=function, args=(theirs, *args), daemon=True)
-        self._process.start()
+        with starting(part):
+            self._process.start()
+        self._part = part
         theirs.close()
         self._receiver = threading.Thread(target=self._receive)
         self._ready, self._over = threading.Event(), threading.Event()
@@ -56,6 +60,8 @@ class Child:
 
     def go(self) -> None:
         """Let it work."""
+        if self._part is Part.NEIGHBOUR:
+            yield_to_victim(self.pid)
         self._pipe.send("go")
 
     def stop(self) -> None:
@@ -97,32 +103,6 @@ class Child:
         return f"process {self._process.pid}"
 
 
-def cores(pids: dict[str, int], seconds: float) -> Callable[[], dict[str, float]]:
-    """Return a function that returns the cores that processes have used since now, by their name.
-
-    Args:
-        pids: processes by name.
-        seconds: shortest time that counts, for processes that end at once.
-    """
-    begun = time.monotonic()
-    before = {name: _used(pid) for name, pid in pids.items()}
-
-    def since() -> dict[str, float]:
-        took = max(seconds, time.monotonic() - begun)
-        return {name: max(0.0, _used(pid) - before[name]) / took for name, pid in pids.items()}
-
-    return since
-
-
-def _used(pid: int) -> float:
-    """Processor seconds of a process; 0 if it has ended."""
-    try:
-        times = psutil.Process(pid).cpu_times()
-    except psutil.NoSuchProcess:
-        return 0.0
-    return float(times.user + times.system)
-
-
 class Watch:
     """Samples of the server's memory, and of its answers to health probes, until closed.
 
@@ -141,8 +121,9 @@ class Watch:
             threading.Thread(target=self._sample_memory),
             threading.Thread(target=self._probe),
         ]
-        for thread in self._threads:
-            thread.start()
+        with starting(Part.VICTIM):
+            for thread in self._threads:
+                thread.start()
 
     def peak_mib(self, start: float, stop: float) -> float:
         """The most memory in a span of time."""

@@ -6,6 +6,7 @@ import pytest
 
 from neighbours.campaign import groups, run
 from neighbours.place import HAPROXY
+from neighbours.processors import Part, processors
 from neighbours.shares import SCENARIOS, Share
 
 SHARE = Share(calm_s=0.5, attack_s=1.0, small=True, alone=False)
@@ -36,3 +37,15 @@ def test_scenarios_with_other_settings_have_another_server() -> None:
         settings = [(SCENARIOS[name].settings, SCENARIOS[name].proxied) for name in names]
         assert all(each == settings[0] for each in settings)
     assert sum(map(len, groups(SCENARIOS, SHARE))) == len(SCENARIOS)
+
+
+@pytest.mark.parametrize("count", range(1, 10))
+def test_tenants_have_processors_of_their_own_where_there_are_enough(count: int) -> None:
+    parts = processors(set(range(10, 10 + count)))
+    assert all(parts.values())
+    assert set().union(*parts.values()) == set(range(10, 10 + count))
+    server, victim, neighbour = (parts[part] for part in Part)
+    assert len(server) == max(1, count // 2)
+    assert len(victim) == 1
+    assert bool(server & victim) == (count < 2)
+    assert bool(victim & neighbour) == (count < 3)
