@@ -60,6 +60,27 @@ def test_the_gate_runs_all_steps_with_the_printed_seed(environ: dict[str, str]) 
         assert re.search(rf"^== make {re.escape(command)}: \d+ s$", output, re.M)
 
 
+def test_checks_of_the_same_files_have_the_same_seed(
+    environ: dict[str, str], tmp_path: Path
+) -> None:
+    """A check that fails for its seed alone would otherwise pass, and fail elsewhere."""
+    git = ["git", "-c", "user.name=a", "-c", "user.email=a@b", "-C", str(tmp_path / "made")]
+
+    def seed_of(text: str) -> str:
+        (tmp_path / "made/scripts").mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / "scripts/check.py", tmp_path / "made/scripts")
+        (tmp_path / "made/text").write_text(text)
+        for words in (["init", "-q"], ["add", "."], ["commit", "-q", "--allow-empty", "-m", text]):
+            subprocess.run([*git, *words], check=True)
+        command = [sys.executable, str(tmp_path / "made/scripts/check.py"), "gate"]
+        done = subprocess.run(command, env=environ, stdout=subprocess.PIPE, text=True, check=True)
+        return done.stdout.splitlines()[0]
+
+    first, other, again = seed_of("one"), seed_of("two"), seed_of("one")
+    assert first.startswith("seed ")
+    assert (first == again, first == other) == (True, False)
+
+
 @pytest.mark.parametrize(
     ("broken", "never"),
     [("lint", "test"), ("test", "demo"), ("demo", "test-faults")],
