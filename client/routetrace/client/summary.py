@@ -27,7 +27,8 @@ class TraceSummary(Values):
     missing_cells: Mapping[str, int]
     """Missing cells by reason; none while it runs."""
     engine_ids: tuple[str, ...]
-    """Engines that contributed rows; those that reported any if it runs."""
+    """Engines that contributed rows, as `as_sampled` gives them; those that reported any if it
+    runs."""
     labels: Mapping[str, str]
     min_weight_version: int | None
     """Lowest version of its rows, of all that were reported if it runs; None if there are none."""

@@ -1010,7 +1010,7 @@ class TraceInfo(google.protobuf.message.Message):
     num_attempts: builtins.int
     """Attempts of the engine request with its last tokens (1 + preemptions)."""
     min_weight_version: builtins.int
-    """Lowest and highest weight version of the rows."""
+    """Lowest and highest weight version of the rows, as READ_POLICY_AS_SAMPLED gives them."""
     max_weight_version: builtins.int
     """Highest weight version of the rows."""
     created_ms: builtins.int
@@ -1040,7 +1040,7 @@ class TraceInfo(google.protobuf.message.Message):
 
     @property
     def engine_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
-        """Engines that contributed rows."""
+        """Engines that contributed rows, as READ_POLICY_AS_SAMPLED gives them."""
 
     @property
     def prefix_trace_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
@@ -2073,7 +2073,9 @@ class TraceSummary(google.protobuf.message.Message):
 
     @property
     def engine_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
-        """Engines that contributed rows; those that reported any if it runs."""
+        """Engines that contributed rows, as READ_POLICY_AS_SAMPLED gives them; those that reported any
+        if it runs.
+        """
 
     @property
     def labels(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.str]:
