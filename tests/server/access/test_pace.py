@@ -13,9 +13,11 @@ from routetrace.server.access.admission import Admission
 from routetrace.server.access.control import Access
 from routetrace.server.access.pace import ACTIVE_SECONDS, LONGEST_STEP_SECONDS, Pace
 from routetrace.server.access.tokens import new_token
+from routetrace.server.common import slices
 from routetrace.server.common.metrics import Metrics
-from routetrace.server.common.rpc import Unparsed
+from routetrace.server.common.rpc import Unparsed, Unusable
 from routetrace.server.settings.config import ServerConfig
+from routetrace.v1 import routetrace_pb2 as pb
 
 #: Seconds of the loop that a step of the heavy owner takes, by the test's clock.
 _COST = 0.01
@@ -116,18 +118,58 @@ async def test_long_messages_wait_unparsed_and_count_until_then():
     admission = Admission(ServerConfig(store="memory", max_ingest_bytes=1000), Metrics())
     await admission.pace.step("token other")
     admission.pace._account("token mine", admission.pace._now()).credit = -0.1
-    parsed: list[bytes] = []
-    messages = [Unparsed(bytes(200), parsed.append) for _ in range(3)]
-    first = [asyncio.create_task(admission.parsed("token mine", m)) for m in messages[:2]]
+    request = pb.GetBlocksRequest(run="r", block_ids=[1] * 195)
+    message = Unparsed(request.SerializeToString(), pb.GetBlocksRequest, 1000)
+    assert len(message.data) == 200 + 1
+    first = [asyncio.create_task(admission.parsed("token mine", message)) for _ in range(2)]
     await asyncio.sleep(0)
-    assert (parsed, admission.binding.held["token mine"]) == ([], 400)
-    third = [asyncio.create_task(admission.parsed("token mine", messages[2]))]
+    assert not any(task.done() for task in first)
+    assert admission.binding.held["token mine"] == 402
+    third = [asyncio.create_task(admission.parsed("token mine", message))]
     await asyncio.sleep(0)
-    assert admission.binding.held["token mine"] == 600
+    assert admission.binding.held["token mine"] == 603
     with pytest.raises(Overloaded, match="max_ingest_bytes"):
-        await admission.parsed("token mine", messages[2])
-    await asyncio.gather(*first, *third)
-    assert (len(parsed), admission.binding.used) == (3, 0)
+        await admission.parsed("token mine", message)
+    assert await asyncio.gather(*first, *third) == [request] * 3
+    assert admission.binding.used == 0
+
+
+async def test_long_messages_that_are_of_no_use_are_refused_and_charged():
+    admission = Admission(ServerConfig(store="memory"), Metrics())
+    await admission.pace.step("token other")
+    long = Unparsed(bytes(20_000_000), pb.GetBlocksRequest, 1000)
+    refused = await admission.parsed("token mine", long)
+    assert isinstance(refused, Unusable)
+    assert (refused.value, refused.expected) == ("20000000 bytes", "at most 1000 bytes")
+    account = admission.pace._accounts["token mine"]
+    assert account.credit < -0.03
+    broken = Unparsed(b"\x1a\x09", pb.GetBlocksRequest, 1000)
+    account.credit = 1.0
+    refused = await admission.parsed("token mine", broken)
+    assert isinstance(refused, Unusable)
+    assert "do not parse" in refused.value
+    assert admission.binding.used == 0
+
+
+async def test_what_is_charged_delays_the_next_steps_of_its_owner(busy):
+    await busy.step("light")
+    busy.pace.charge("heavy", 0.03)
+    step = asyncio.create_task(busy.step("heavy"))
+    await asyncio.sleep(0)
+    assert busy.pace.waiting == {"heavy": 1}
+    await busy.step("light")
+    assert busy.done == ["light", "light"]
+    await step
+    for _ in range(100):
+        busy.pace.charge("heavy", 1.0)
+    owed = -busy.pace._accounts["heavy"].credit
+    assert LONGEST_STEP_SECONDS < owed <= 0.1
+
+
+async def test_an_owner_alone_is_charged_no_more_than_a_step(busy):
+    for _ in range(100):
+        busy.pace.charge("heavy", 1.0)
+    assert busy.pace._accounts["heavy"].credit >= -LONGEST_STEP_SECONDS
 
 
 class Noting(Pace):
@@ -160,3 +202,33 @@ async def test_calls_with_a_token_begin_in_its_time(tmp_path):
         details = SimpleNamespace(method=f"/{method}", invocation_metadata=metadata)
         await gate.intercept_service(handler, details)
     assert pace.owners == ["token reader"]
+
+
+async def test_long_work_of_one_owner_goes_in_its_time(busy, monkeypatch):
+    monkeypatch.setattr(slices, "SLICE_SECONDS", -1.0)  # each item is a slice
+    await busy.step("light")
+    done: list[int] = []
+
+    async def work() -> None:
+        async for number in busy.pace.turns("heavy").over(range(100)):
+            done.append(number)
+            busy.time += _COST
+
+    task = asyncio.create_task(work())
+    for _ in range(50):
+        await busy.step("light")
+        await asyncio.sleep(0)
+    assert len(done) < 100
+    assert busy.done.count("light") == 51
+    await task
+    assert done == [*range(100)]
+
+
+async def test_each_owner_has_its_own_half_of_the_loop_for_long_work(busy):
+    turns = [busy.pace.turns(owner) for owner in ("light", "heavy", "light")]
+    assert turns[0] is turns[2]
+    assert turns[0] is not turns[1]
+    # One slice each: that of the second does not wait for that of the first.
+    assert turns[0]._reserve(0.5) == 0
+    assert turns[0]._reserve(0.5) > 0
+    assert turns[1]._reserve(0.5) == 0

@@ -13,7 +13,7 @@ from routetrace.client import ClientConfig, NotFound, RouteClient, RowOrigin, Tr
 from routetrace.common.errors import InvalidArgument
 from routetrace.common.layout import ModelLayout
 from routetrace.common.viewer import USER_AGENT
-from routetrace.server.common.slices import at_once
+from routetrace.server.common.slices import IN_TURNS, at_once
 from routetrace.server.core import Core
 from routetrace.server.index.apply import apply_record
 from routetrace.server.read import describing
@@ -407,7 +407,7 @@ async def test_an_answer_has_a_limit_of_origins(monkeypatch):
     whole = core.reader.select(known, 0, 0, ())
     for most, more in ((4, True), (6, False)):
         monkeypatch.setattr(describing, "MAX_ORIGINS", most)
-        response = await describing.described(core.reader, known, whole, None)
+        response = await describing.described(core.reader, known, whole, None, IN_TURNS)
         assert len(response.origins) == most
         assert response.more_origins is more
     await core.stop()

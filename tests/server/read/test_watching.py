@@ -15,6 +15,7 @@ from oracle.runs import LAYOUTS
 from oracle.sharded import ShardedWorld
 from routetrace.client import TraceState, TraceSummary
 from routetrace.common.errors import NotFound, Unavailable
+from routetrace.server.common.slices import IN_TURNS
 from routetrace.server.core import Core
 from routetrace.server.read import watching
 from routetrace.server.read.watching import Watch
@@ -64,7 +65,7 @@ class Watcher:
         self.anew += 1
         core = self._core = _core(self._world)
         catalog = core._traces._catalog(RUN)
-        watched = self._stack.enter_context(catalog.watched(RUN))
+        watched = self._stack.enter_context(catalog.watched(RUN, IN_TURNS))
         self._messages = Watch(watched, core._traces._summaries, lambda: None).messages()
 
     def close(self) -> None:
@@ -145,7 +146,7 @@ async def test_nothing_new_is_said_every_tenth_round(monkeypatch: pytest.MonkeyP
     core = Core(MemoryStore(), ServerConfig())
     await core.start()
     rounds: list[None] = []
-    with core._traces._catalog(RUN).watched(RUN) as watched:
+    with core._traces._catalog(RUN).watched(RUN, IN_TURNS) as watched:
         messages = Watch(watched, core._traces._summaries, lambda: rounds.append(None)).messages()
         assert (await anext(messages)).whole
         for number in range(1, 4):

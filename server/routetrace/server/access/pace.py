@@ -13,7 +13,10 @@ import math
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from time import monotonic
+
+from routetrace.server.common.slices import Turns
 
 #: Seconds without a step after which an owner does not count as active.
 ACTIVE_SECONDS = 1.0
@@ -32,6 +35,9 @@ _MOST_COMPARED = 16
 #: Seconds that an owner may use at once, after a pause.
 _BURST_SECONDS = 0.005
 
+#: Maximum seconds that an owner owes for what was charged while others were active.
+_LONGEST_DEBT_SECONDS = 0.1
+
 #: Maximum seconds that count for one step: on a busy machine the loop may be off the processor.
 LONGEST_STEP_SECONDS = 0.02
 
@@ -44,6 +50,8 @@ class _Account:
     """Time up to which the credit is reckoned."""
     seen: float
     """Time of the last step, or attempt."""
+    turns: Turns
+    """Slices of its long work."""
     credit: float = _BURST_SECONDS
     """Seconds that the owner may use; below zero, its steps wait."""
     used: float = 0.0
@@ -85,6 +93,19 @@ class Pace:
                 await self._turn(account)
         self._count(account)
 
+    def turns(self, owner: str) -> Turns:
+        """Return the slices of an owner's long work, each of which is a step."""
+        return self._account(owner, self._now()).turns
+
+    def charge(self, owner: str, seconds: float) -> None:
+        """Count time that an owner has used, beside its steps: its next steps wait for it."""
+        now = self._now()
+        account = self._account(owner, now)
+        self._refill(account, now)
+        most = LONGEST_STEP_SECONDS if len(self._accounts) == 1 else _LONGEST_DEBT_SECONDS
+        account.credit = max(min(-most, account.credit), account.credit - seconds)
+        account.used += seconds
+
     def _account(self, owner: str, now: float) -> _Account:
         """Return the account of an active owner, after those that are not active any more."""
         account = self._accounts.pop(owner, None)
@@ -94,7 +115,7 @@ class Pace:
                 break
             del self._accounts[first]
         if account is None:
-            account = _Account(now, now)
+            account = _Account(now, now, Turns(partial(self.step, owner)))
         account.seen = now
         self._accounts[owner] = account
         return account
@@ -164,8 +185,8 @@ class Pace:
             self._refill(account, now)
             account.stepping -= 1
             # One that was alone for long owes no more than a step.
-            credit = account.credit - took / len(stepped)
-            account.credit = max(-LONGEST_STEP_SECONDS, credit)
+            least = min(-LONGEST_STEP_SECONDS, account.credit)
+            account.credit = max(least, account.credit - took / len(stepped))
             account.used += took / len(stepped)
         for account in stepped:
             self._wake_later(account)

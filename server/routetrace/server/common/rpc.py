@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Callable
 from typing import Any, NamedTuple, Protocol, TypeVar, cast
 
 import grpc
-from google.protobuf.message import DecodeError
+from google.protobuf.message import DecodeError, Message
 
 from routetrace.common.errors import ERROR_METADATA_KEY, InvalidArgument, RouteTraceError
 from routetrace.server.common.limited import LimitedLog
@@ -35,38 +35,51 @@ class Unusable(NamedTuple):
 
 
 class Unparsed(NamedTuple):
-    """Message that takes the event loop some milliseconds to parse."""
+    """Message that takes the event loop some milliseconds to parse, or is too long."""
 
     data: bytes
-    parse: Callable[[bytes], Any]
+    kind: type[Message]
+    most: int
+
+    @property
+    def too_long(self) -> bool:
+        """Whether it is over the limit of its method."""
+        return len(self.data) > self.most
+
+    def unusable(self) -> Unusable:
+        """Return that it is over the limit, or does not parse."""
+        return _unusable(self.data, self.kind, self.most)
+
+
+def _unusable(data: bytes, kind: type[Message], most: int) -> Unusable:
+    name: str = kind.DESCRIPTOR.name
+    if len(data) > most:
+        return Unusable(name, f"{len(data)} bytes", f"at most {most} bytes")
+    return Unusable(name, f"{len(data)} bytes that do not parse", f"a {name}")
 
 
 class Parses(Protocol):
     """Servicer that parses long messages when their caller may use the loop."""
 
-    async def parsed(self, request: Unparsed, context: Context) -> Any:
+    async def parsed(self, request: Unparsed, context: Context) -> Message | Unusable:
         """Return the message."""
 
 
-def limited(parse: Callable[[bytes], Any], name: str, most: int) -> Callable[[bytes], Any]:
+def limited(kind: type[Message], most: int) -> Callable[[bytes], Message | Unusable | Unparsed]:
     """Return a parser that returns unusable messages as such, and leaves long ones unparsed.
 
     Args:
-        parse: parser of the message.
-        name: name of the message.
+        kind: class of the message.
         most: its maximum length in bytes.
     """
 
-    def usable(data: bytes) -> Any:
+    def parsed(data: bytes) -> Message | Unusable | Unparsed:
+        if len(data) > _AT_ONCE_BYTES:
+            return Unparsed(data, kind, most)
         try:
-            return parse(data)
+            return kind.FromString(data)
         except DecodeError:
-            return Unusable(name, f"{len(data)} bytes that do not parse", f"a {name}")
-
-    def parsed(data: bytes) -> Any:
-        if len(data) > most:
-            return Unusable(name, f"{len(data)} bytes", f"at most {most} bytes")
-        return usable(data) if len(data) <= _AT_ONCE_BYTES else Unparsed(data, usable)
+            return _unusable(data, kind, most)
 
     return parsed
 

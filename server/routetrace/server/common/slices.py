@@ -4,7 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Generator, Iterable, Iterator, Sequence
+from collections.abc import (
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Generator,
+    Iterable,
+    Iterator,
+    Sequence,
+)
 from typing import TypeVar
 
 import numpy as np
@@ -21,27 +29,6 @@ _NUMBERS = 1 << 14
 _T = TypeVar("_T")
 
 
-class _Turns:
-    """Times of slices of work that takes turns."""
-
-    def __init__(self) -> None:
-        self._free_at = 0.0  # by the monotonic clock
-
-    def reserve(self, share: float) -> float:
-        """Reserve the next slice; return the seconds until it begins."""
-        now = time.monotonic()
-        begin = max(now, self._free_at)
-        self._free_at = begin + SLICE_SECONDS / share
-        return begin - now
-
-    def give_back(self, seconds: float, share: float) -> None:
-        """Give the rest of a slice back."""
-        self._free_at -= seconds / share
-
-
-_turns = _Turns()
-
-
 async def in_slices(items: Iterable[_T]) -> AsyncIterator[_T]:
     """Yield items, with pauses in which the event loop runs other tasks.
 
@@ -55,31 +42,57 @@ async def in_slices(items: Iterable[_T]) -> AsyncIterator[_T]:
             begun = time.monotonic()
 
 
-async def in_turns(
-    items: Iterable[_T], share: float = 0.5, *, waits: bool = False
-) -> AsyncIterator[_T]:
-    """Yield items, as `in_slices`; all such work together takes at most half of the loop's time.
-
-    For work that callers can cause at will.
+class Turns:
+    """Slices of work that callers can cause at will; together they take a share of the loop.
 
     Args:
-        items: the items.
-        share: maximum share of the loop's time that this work takes alone.
-        waits: whether the first slice waits for its turn, as all others do; short work need not.
+        step: waited for before each slice.
     """
-    pause = _turns.reserve(share)
-    if waits:
-        await asyncio.sleep(pause)
-    begun = time.monotonic()
-    try:
-        for item in items:
-            yield item
-            if time.monotonic() - begun > SLICE_SECONDS:
-                await asyncio.sleep(_turns.reserve(share))
-                begun = time.monotonic()
-    finally:
-        left = SLICE_SECONDS - (time.monotonic() - begun)
-        _turns.give_back(max(0.0, left), share)
+
+    def __init__(self, step: Callable[[], Awaitable[None]] | None = None) -> None:
+        self._step = step
+        self._free_at = 0.0  # by the monotonic clock
+
+    async def over(
+        self, items: Iterable[_T], share: float = 0.5, *, waits: bool = False
+    ) -> AsyncIterator[_T]:
+        """Yield items, as `in_slices`.
+
+        Args:
+            items: the items.
+            share: maximum share of the loop's time that this work takes alone.
+            waits: whether the first slice waits for its turn, as all others do; short work need
+                not.
+        """
+        pause = self._reserve(share)
+        begun = await self._turn(pause if waits else None)
+        try:
+            for item in items:
+                yield item
+                if time.monotonic() - begun > SLICE_SECONDS:
+                    begun = await self._turn(self._reserve(share))
+        finally:
+            left = SLICE_SECONDS - (time.monotonic() - begun)
+            self._free_at -= max(0.0, left) / share
+
+    def _reserve(self, share: float) -> float:
+        """Reserve the next slice; return the seconds until it begins."""
+        now = time.monotonic()
+        begin = max(now, self._free_at)
+        self._free_at = begin + SLICE_SECONDS / share
+        return begin - now
+
+    async def _turn(self, pause: float | None) -> float:
+        """Wait for a slice; return when it begins."""
+        if pause is not None:
+            await asyncio.sleep(pause)
+        if self._step is not None:
+            await self._step()
+        return time.monotonic()
+
+
+#: Of work that has no owner.
+IN_TURNS = Turns()
 
 
 def at_once(steps: Generator[None, None, _T]) -> _T:
@@ -104,10 +117,12 @@ async def result_in_slices(steps: Generator[None, None, _T]) -> _T:
     return results[0]
 
 
-async def numbers_in_turns(numbers: Sequence[int], most: int) -> npt.NDArray[np.uint32]:
-    """Return the first numbers of a repeated field, at most `most` of them, as `in_turns`."""
+async def numbers_in_turns(
+    numbers: Sequence[int], most: int, turns: Turns
+) -> npt.NDArray[np.uint32]:
+    """Return the first numbers of a repeated field, at most `most` of them."""
     array = np.empty(min(len(numbers), most), U32)
-    async for at in in_turns(range(0, len(array), _NUMBERS)):
+    async for at in turns.over(range(0, len(array), _NUMBERS)):
         part = array[at : at + _NUMBERS]
         part[:] = numbers[at : at + len(part)]
     return array

@@ -126,7 +126,7 @@ class IngestServicer:
             ),
             "BindRequest": grpc.unary_unary_rpc_method_handler(
                 self.BindRequest,
-                limited(pb.BindRequestRequest.FromString, "BindRequestRequest", MAX_BIND_BYTES),
+                limited(pb.BindRequestRequest, MAX_BIND_BYTES),
                 sealed,
             ),
         }
@@ -314,7 +314,8 @@ class IngestServicer:
         size = 4 * len(request.block_ids) + len(request.token_digests)
         with self._admission.bind(owner, max(size, _LEAST_BIND_BYTES)):
             most = min(request.num_tokens, MAX_BLOCKS)
-            given = await numbers_in_turns(request.block_ids, most)
+            turns = self._admission.pace.turns(owner)
+            given = await numbers_in_turns(request.block_ids, most, turns)
             del request.block_ids[:]  # it may wait for long
             blocks = np.zeros(0, U32)
             for writer in await self._shards(request, context):

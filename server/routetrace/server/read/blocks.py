@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 
 from routetrace.common.errors import InvalidArgument, NotFound, Overloaded, quoted
-from routetrace.server.common.slices import in_slices, in_turns, numbers_in_turns
+from routetrace.server.common.slices import Turns, in_slices, numbers_in_turns
 from routetrace.server.index.chunk import blocks_of, num_needed
 from routetrace.server.index.journal import Journal
 from routetrace.server.index.traces.sources import Source
@@ -22,7 +22,7 @@ _RETRY_SECONDS = 1.0
 _MAX_AT_ONCE = 1 << 17
 
 
-async def trace_of_blocks(journal: Journal, request: pb.GetBlocksRequest) -> Trace:
+async def trace_of_blocks(journal: Journal, request: pb.GetBlocksRequest, turns: Turns) -> Trace:
     """Return the rows behind blocks, as a request that ended with them.
 
     Raises:
@@ -33,7 +33,7 @@ async def trace_of_blocks(journal: Journal, request: pb.GetBlocksRequest) -> Tra
     # Refused before the ids, which may be millions, are converted.
     writers = _writers_of(journal, request)
     most = max(num_needed(w.slots, len(request.block_ids), request.num_tokens) for w in writers)
-    given = await numbers_in_turns(request.block_ids, max(most, 1))
+    given = await numbers_in_turns(request.block_ids, max(most, 1), turns)
     for left in reversed(range(_ATTEMPTS)):
         writers = _writers_of(journal, request)
         now = journal.clock.now()
@@ -52,7 +52,7 @@ async def trace_of_blocks(journal: Journal, request: pb.GetBlocksRequest) -> Tra
             source.ended, source.num_tokens = True, request.num_tokens + 1
             pieces = journal.state.inherit(writer, source, blocks, request.num_tokens)
             if request.num_tokens > _MAX_AT_ONCE:
-                async for _ in in_turns(pieces):
+                async for _ in turns.over(pieces):
                     pass
             elif left:
                 async for _ in in_slices(pieces):

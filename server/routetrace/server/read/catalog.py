@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Callable, Hashable, Iterable, Iterato
 from contextlib import AbstractContextManager, contextmanager
 from typing import Protocol, TypeVar
 
-from routetrace.server.common.slices import in_turns
+from routetrace.server.common.slices import Turns
 from routetrace.server.index.agents import Agents
 from routetrace.server.index.history import History
 from routetrace.server.index.journal import Journal
@@ -47,20 +47,25 @@ class Watched(Protocol):
 class Catalog(Protocol):
     """Traces and agents of runs."""
 
-    def watched(self, run: str) -> AbstractContextManager[Watched]:
+    def watched(self, run: str, turns: Turns) -> AbstractContextManager[Watched]:
         """Watch the traces of a run."""
 
-    async def traces(self, request: pb.ListTracesRequest) -> pb.ListTracesResponse:
+    async def traces(self, request: pb.ListTracesRequest, turns: Turns) -> pb.ListTracesResponse:
         """Return a page of the traces of a run, newest first."""
 
     async def delete(self, run: str, trace_id: str, token: str) -> None:
         """Delete a trace; `token` is the name of the caller's."""
 
-    async def retire(self, run: str, through: int, token: str) -> int:
+    async def retire(self, run: str, through: int, token: str, turns: Turns) -> int:
         """Delete the traces that have ended with old weight versions; return their number."""
 
     async def renew(
-        self, run: str, trace_ids: Sequence[str], ttl: float, shortens: Callable[[], object]
+        self,
+        run: str,
+        trace_ids: Sequence[str],
+        ttl: float,
+        shortens: Callable[[], object],
+        turns: Turns,
     ) -> int:
         """Set the leases of traces; return their number.
 
@@ -107,8 +112,9 @@ def entry(
 class _OwnWatched:
     """Traces of a run that lies in this worker, while they are watched."""
 
-    def __init__(self, run: str, finder: Finder, traces: TraceIndex) -> None:
+    def __init__(self, run: str, finder: Finder, traces: TraceIndex, turns: Turns) -> None:
         self._run = run
+        self._turns = turns
         self._finder = finder
         self._traces = traces
         self._changed: dict[str, None] = {}
@@ -126,9 +132,9 @@ class _OwnWatched:
             if self._finder.exists(trace) and trace.sources:
                 yield trace
 
-    @staticmethod
-    def _in_turns(items: Iterable[_T]) -> AsyncIterator[_T]:
-        return in_turns(items, WATCH_SHARE, waits=True)  # watchers have their rounds together
+    def _in_turns(self, items: Iterable[_T]) -> AsyncIterator[_T]:
+        # Watchers have their rounds together.
+        return self._turns.over(items, WATCH_SHARE, waits=True)
 
     async def changed(self) -> list[str]:
         """Return what has changed; see `Watched`."""
@@ -166,9 +172,9 @@ class OwnCatalog:
         self._summaries = summaries
 
     @contextmanager
-    def watched(self, run: str) -> Iterator[Watched]:
+    def watched(self, run: str, turns: Turns) -> Iterator[Watched]:
         """Watch traces; see `Catalog`."""
-        watched = _OwnWatched(run, self._finder, self._state.traces)
+        watched = _OwnWatched(run, self._finder, self._state.traces, turns)
         listeners = self._journal.changes.listeners
         listeners.append(watched.note)
         try:
@@ -176,12 +182,12 @@ class OwnCatalog:
         finally:
             listeners.remove(watched.note)
 
-    async def traces(self, request: pb.ListTracesRequest) -> pb.ListTracesResponse:
+    async def traces(self, request: pb.ListTracesRequest, turns: Turns) -> pb.ListTracesResponse:
         """Return a page of traces; see `Catalog`."""
         start, most = page_of(request)
         response = pb.ListTracesResponse()
         last = size = 0
-        async for trace in in_turns(self._state.traces.newest_first(request.run, start)):
+        async for trace in turns.over(self._state.traces.newest_first(request.run, start)):
             if not self._finder.exists(trace):
                 continue
             info = entry(self._reader, self._summaries, trace, request)
@@ -199,12 +205,12 @@ class OwnCatalog:
         """Delete a trace; see `Catalog`."""
         await self._retention.forget(run, [trace_id], "deleted", token)
 
-    async def retire(self, run: str, through: int, token: str) -> int:
+    async def retire(self, run: str, through: int, token: str, turns: Turns) -> int:
         """Delete old traces; see `Catalog`."""
         judged = self._journal.applied
         retired = [
             trace.key[1]
-            async for trace in in_turns(self._state.traces.newest_first(run))
+            async for trace in turns.over(self._state.traces.newest_first(run))
             if self._finder.exists(trace) and self._reader.retirable(trace, through)
         ]
         if not retired:
@@ -212,10 +218,15 @@ class OwnCatalog:
         return await self._retention.forget(run, retired, "retired", token, judged=judged)
 
     async def renew(
-        self, run: str, trace_ids: Sequence[str], ttl: float, shortens: Callable[[], object]
+        self,
+        run: str,
+        trace_ids: Sequence[str],
+        ttl: float,
+        shortens: Callable[[], object],
+        turns: Turns,
     ) -> int:
         """Set leases; see `Catalog`."""
-        async for trace_id in in_turns(trace_ids):
+        async for trace_id in turns.over(trace_ids):
             trace = self._state.traces.traces.get((run, trace_id))
             if trace is not None and self._journal.clock.now() + ttl < trace.expires:
                 shortens()

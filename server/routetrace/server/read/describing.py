@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from routetrace.server.common.slices import in_turns
+from routetrace.server.common.slices import Turns
 from routetrace.server.read.read_log import Reads
 from routetrace.server.rows.reader import Reader, reason_name
 from routetrace.server.rows.served import Known, Row
@@ -14,7 +14,13 @@ MAX_ORIGINS = 1 << 14
 
 
 async def described(
-    reader: Reader, known: Known, selection: Selection, reads: Reads | None, *, origins: bool = True
+    reader: Reader,
+    known: Known,
+    selection: Selection,
+    reads: Reads | None,
+    turns: Turns,
+    *,
+    origins: bool = True,
 ) -> pb.DescribeTraceResponse:
     """Return the description of a trace at the time of the call.
 
@@ -25,6 +31,7 @@ async def described(
         known: view of the incarnation.
         selection: all of its rows.
         reads: reads of the trace.
+        turns: slices of the caller's work.
         origins: whether the origins of its rows are wanted.
     """
     rows = reader.rows(known, selection)
@@ -36,11 +43,11 @@ async def described(
     )
     if origins:
         adding = _Origins(response, known)
-        async for row in in_turns(rows.tolist()):
+        async for row in turns.over(rows.tolist()):
             if not adding.add(row):
                 response.more_origins = True
                 break
-    views = in_turns(reader.standing(known.trace))
+    views = turns.over(reader.standing(known.trace))
     incarnations = [_incarnation(reader, view) async for view in views]
     response.incarnations.extend(reversed(incarnations))
     return response

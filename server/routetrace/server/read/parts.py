@@ -14,7 +14,7 @@ from routetrace.common.errors import Corrupt, InvalidArgument, NotFound
 from routetrace.server.access.control import Access
 from routetrace.server.access.lifecycle import Lifecycle
 from routetrace.server.common.rpc import Context, unary
-from routetrace.server.common.slices import in_slices, in_turns
+from routetrace.server.common.slices import IN_TURNS, in_slices
 from routetrace.server.index.agents import Agents
 from routetrace.server.index.control import key_of
 from routetrace.server.index.demand import Demand, Place
@@ -181,7 +181,7 @@ class PartsServicer:
         self._lifecycle.check_ready()
         response = parts.ListResponse()
         newest_first = self._journal.state.traces.newest_first(request.run, request.before)
-        async for trace in in_turns(newest_first):
+        async for trace in IN_TURNS.over(newest_first):
             if len(response.listed) == request.most:
                 break
             response.listed.add(trace_id=trace.key[1], serial=trace.serial, created=trace.created)
@@ -191,7 +191,7 @@ class PartsServicer:
         """Return the parts of traces that may be retired."""
         self._lifecycle.check_ready()
         response = parts.RetirableResponse(judged=self._journal.applied)
-        async for trace in in_turns(self._journal.state.traces.newest_first(request.run)):
+        async for trace in IN_TURNS.over(self._journal.state.traces.newest_first(request.run)):
             if self._finder.exists(trace) and self._reader.retirable(trace, request.through):
                 response.trace_ids.append(trace.key[1])
         return response

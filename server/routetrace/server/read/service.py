@@ -16,7 +16,6 @@ from routetrace.server.access.control import Access
 from routetrace.server.access.lifecycle import Lifecycle
 from routetrace.server.access.partition import Partition
 from routetrace.server.common.rpc import Context, Unparsed, limited, streaming, unary
-from routetrace.server.common.slices import in_turns
 from routetrace.server.index.agents import Agents
 from routetrace.server.index.demand import Demand
 from routetrace.server.index.history import History
@@ -169,9 +168,9 @@ class TraceServicer(RunCalls):
         service = pb.DESCRIPTOR.services_by_name["TraceService"]
         handlers: dict[str, Any] = {}
         for method in service.methods:
-            handler, name = getattr(self, method.name), method.input_type.name
+            handler = getattr(self, method.name)
             most = _MESSAGE_BYTES.get(method.name, _LEAST_MESSAGE_BYTES)
-            parse = limited(getattr(pb, name).FromString, name, most)
+            parse = limited(getattr(pb, method.input_type.name), most)
             if method.server_streaming:
                 handlers[method.name] = grpc.unary_stream_rpc_method_handler(handler, parse)
             else:
@@ -246,7 +245,7 @@ class TraceServicer(RunCalls):
         self._retention.room.check_memory()
         size = 4 * len(request.block_ids) + _POSITION_BYTES * request.num_tokens
         with self._admission.read(owner), self._admission.bind(owner, size):
-            trace = await trace_of_blocks(self._journal, request)
+            trace = await trace_of_blocks(self._journal, request, self._admission.pace.turns(owner))
             incarnation = trace.join.incarnation(1)
             start = min(request.token_start, request.num_tokens)
             known = self._reader.known(trace, incarnation)
@@ -321,16 +320,18 @@ class TraceServicer(RunCalls):
             selection = self._finder.select(known, read)
             reads = self._reads.of(known.trace)
             wanted = not request.omit_origins
-            return await described(self._reader, known, selection, reads, origins=wanted)
+            turns = self._admission.pace.turns(owner)
+            return await described(self._reader, known, selection, reads, turns, origins=wanted)
 
     @unary
     async def ListTraces(  # noqa: N802, D102
         self, request: pb.ListTracesRequest, context: Context
     ) -> pb.ListTracesResponse:
-        self._checks.call(context, "read", request.run)
+        owner = self._checks.call(context, "read", request.run)
         at_most("labels", len(request.labels), MAX_LABELS)
         at_most("states", len(request.states), len(pb.TraceState.values()))
-        return await self._catalog(request.run).traces(request)
+        turns = self._admission.pace.turns(owner)
+        return await self._catalog(request.run).traces(request, turns)
 
     @streaming
     async def WatchTraces(  # type: ignore[override] # noqa: N802, D102
@@ -338,7 +339,8 @@ class TraceServicer(RunCalls):
     ) -> AsyncIterator[bytes]:
         check = partial(self._checks.call, context, "read", request.run)
         owner = check()
-        with self._admission.watch(owner), self._catalog(request.run).watched(request.run) as seen:
+        watched = self._catalog(request.run).watched(request.run, self._admission.pace.turns(owner))
+        with self._admission.watch(owner), watched as seen:
             async with aclosing(Watch(seen, self._summaries, check).messages()) as messages:
                 async for message in messages:
                     async with self._admission.turn(owner) as turn:
@@ -363,19 +365,21 @@ class TraceServicer(RunCalls):
     async def RetireTraces(  # noqa: N802, D102
         self, request: pb.RetireTracesRequest, context: Context
     ) -> pb.RetireTracesResponse:
-        self._checks.call(context, "admin", request.run)
+        owner = self._checks.call(context, "admin", request.run)
         through, token = request.through_weight_version, self._access.token_of(context)
-        count = await self._catalog(request.run).retire(request.run, through, token)
+        turns = self._admission.pace.turns(owner)
+        count = await self._catalog(request.run).retire(request.run, through, token, turns)
         return pb.RetireTracesResponse(num_retired=count)
 
     @unary
     async def RenewLease(  # noqa: N802, D102
         self, request: pb.RenewLeaseRequest, context: Context
     ) -> pb.RenewLeaseResponse:
-        self._checks.call(context, "read", request.run)
+        owner = self._checks.call(context, "read", request.run)
         at_most("trace_ids", len(request.trace_ids), MAX_TRACE_IDS)
         ttl = request.ttl_seconds or self._config.default_ttl_seconds
-        async for trace_id in in_turns(request.trace_ids):
+        turns = self._admission.pace.turns(owner)
+        async for trace_id in turns.over(request.trace_ids):
             check_id("trace_ids", trace_id)
 
         def shortens() -> None:
@@ -383,5 +387,5 @@ class TraceServicer(RunCalls):
             self._access.check(context, "admin", request.run)
 
         catalog = self._catalog(request.run)
-        count = await catalog.renew(request.run, request.trace_ids, ttl, shortens)
+        count = await catalog.renew(request.run, request.trace_ids, ttl, shortens, turns)
         return pb.RenewLeaseResponse(num_renewed=count)

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from routetrace.common.errors import InvalidArgument
+from routetrace.server.common.slices import Turns
 from routetrace.server.index.history import summed
 from routetrace.server.index.journal import Journal
 from routetrace.server.index.traces.trace import Trace
@@ -58,7 +59,7 @@ class SpreadCatalog:
     # ------------------------------------------------------------------ lists
 
     @contextmanager
-    def watched(self, run: str) -> Iterator[Watched]:
+    def watched(self, run: str, turns: Turns) -> Iterator[Watched]:
         """Watch traces; see `Catalog`."""
         yield SpreadWatched(run, self._every, self._gathering, self._own)
 
@@ -68,7 +69,11 @@ class SpreadCatalog:
             if trace is not None:
                 yield trace
 
-    async def traces(self, request: pb.ListTracesRequest) -> pb.ListTracesResponse:
+    async def traces(
+        self,
+        request: pb.ListTracesRequest,
+        turns: Turns,
+    ) -> pb.ListTracesResponse:
         """Return a page of traces, the newest first by the clocks of the workers.
 
         A page token holds a serial number for each worker, below which its next part is.
@@ -181,7 +186,7 @@ class SpreadCatalog:
         """Delete a trace in all workers."""
         await self._everywhere.forget(run, [trace_id], "deleted", token)
 
-    async def retire(self, run: str, through: int, token: str) -> int:
+    async def retire(self, run: str, through: int, token: str, turns: Turns) -> int:
         """Delete the traces of which no worker has a reason to keep them."""
         request = parts.RetirableRequest(run=run, through=through)
         answers = await self._gathering.ask("Retirable", request, parts.RetirableResponse)
@@ -204,7 +209,12 @@ class SpreadCatalog:
         )
 
     async def renew(
-        self, run: str, trace_ids: Sequence[str], ttl: float, shortens: Callable[[], object]
+        self,
+        run: str,
+        trace_ids: Sequence[str],
+        ttl: float,
+        shortens: Callable[[], object],
+        turns: Turns,
     ) -> int:
         """Set the leases of traces in all workers; return their number."""
         renewed: set[int] = set()

@@ -14,7 +14,7 @@ import numpy as np
 
 from routetrace.codec.records import U32
 from routetrace.common.layout import ModelLayout
-from routetrace.server.common.slices import in_slices, in_turns
+from routetrace.server.common.slices import IN_TURNS, in_slices
 from routetrace.server.index.agents import Agents
 from routetrace.server.index.records.record import layout_from_stored, layout_to_stored
 from routetrace.server.index.state import Frames, State
@@ -78,7 +78,7 @@ async def pack(
     response = parts.CollectResponse()
     layouts: dict[ModelLayout, int] = {}
     packed: set[int] = set()
-    async for index, trace_id in in_turns(enumerate(request.trace_ids)):
+    async for index, trace_id in IN_TURNS.over(enumerate(request.trace_ids)):
         key = request.run, trace_id
         trace = state.traces.traces.get(key)
         if trace is None or not trace.sources:

@@ -66,18 +66,18 @@ def read_request(data: bytes) -> Request:
 def _read_chunk(data: bytes) -> Chunk:
     """Parse a chunk with each field once, in ascending order, and nothing else."""
     at = _expect(data, 0, _CHUNK)
-    size, at = _varint(data, at)
+    size, at = varint(data, at)
     if at + size != len(data):
         raise ValueError("something behind the chunk")
-    sequence, at = _varint(data, _expect(data, at, _SEQUENCE))
+    sequence, at = varint(data, _expect(data, at, _SEQUENCE))
     at = _expect(data, at, _HEADER_CRC)
     (header_crc32,) = _FIXED32.unpack_from(data, at)
     at = _expect(data, at + 4, _PAYLOAD_CRC)
     (payload_crc32,) = _FIXED32.unpack_from(data, at)
-    size, begin = _varint(data, _expect(data, at + 4, _HEADER))
+    size, begin = varint(data, _expect(data, at + 4, _HEADER))
     at = _expect(data, begin + size, _PAYLOAD)
     header = data[begin : begin + size]
-    size, at = _varint(data, at)
+    size, at = varint(data, at)
     if at + size != len(data):
         raise ValueError("not all of the payload, or something behind it")
     return Chunk(sequence, header_crc32, payload_crc32, header, memoryview(data)[at:])
@@ -89,7 +89,7 @@ def _expect(data: bytes, at: int, tag: int) -> int:
     return at + 1
 
 
-def _varint(data: bytes, at: int) -> tuple[int, int]:
+def varint(data: bytes, at: int) -> tuple[int, int]:
     """Return the varint at an offset, and the offset after it."""
     value = shift = 0
     while (byte := data[at]) & 0x80:

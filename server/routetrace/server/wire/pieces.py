@@ -1,0 +1,103 @@
+"""Long messages in pieces, so that parsing one holds the event loop for a moment at a time.
+
+Serialized messages behind one another parse as one, whose repeated fields are joined. So a message
+is cut between its fields, and a packed field between its numbers, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from google.protobuf.descriptor import FieldDescriptor
+from google.protobuf.message import DecodeError, Message
+
+from routetrace.server.wire.messages import varint
+
+#: Maximum length of a piece, but for a longer field that is not packed; its maximum fields.
+PIECE_BYTES = 64 << 10
+_PIECE_FIELDS = 2048
+
+#: Maximum fields of a message.
+MAX_FIELDS = 1 << 17
+
+#: Longest number of a packed field.
+_VARINT_BYTES = 10
+
+_VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
+
+_VARINT_TYPES = frozenset(
+    getattr(FieldDescriptor, f"TYPE_{name}")
+    for name in ("INT32", "INT64", "UINT32", "UINT64", "SINT32", "SINT64", "BOOL", "ENUM")
+)
+
+
+def pieces(data: bytes, kind: type[Message], piece_bytes: int = PIECE_BYTES) -> Iterator[bytes]:
+    """Yield pieces of a serialized message: merged one after the other, they are the message.
+
+    Args:
+        data: the message.
+        kind: its class.
+        piece_bytes: maximum length of a piece, but for a longer field that is not packed.
+
+    Raises:
+        DecodeError: if the bytes hold no fields, or more than MAX_FIELDS; for example, a packed
+            field that is not packed.
+    """
+    packed = {field.number for field in kind.DESCRIPTOR.fields if field.type in _VARINT_TYPES}
+    start = at = fields = first = 0
+    while at < len(data):
+        if fields == MAX_FIELDS:
+            raise DecodeError(f"more than {MAX_FIELDS} fields: pack repeated numbers")
+        begin, tag, content, at = _field(data, at)
+        fields += 1
+        if tag & 7 == _BYTES and tag >> 3 in packed and at - content > piece_bytes:
+            yield data[start:begin]
+            yield from _numbers(data, tag, content, at, piece_bytes)
+            start, first = at, fields
+        elif at - start > piece_bytes or fields - first == _PIECE_FIELDS:
+            yield data[start:at]
+            start, first = at, fields
+    yield data[start:]
+
+
+def _field(data: bytes, begin: int) -> tuple[int, int, int, int]:
+    """Return the begin, the tag, the begin of the content and the end of a field."""
+    try:
+        tag, at = varint(data, begin)
+        kind = tag & 7
+        if kind == _BYTES:
+            size, content = varint(data, at)
+            end = content + size
+        elif kind == _VARINT:
+            content = end = at
+            while data[end] & 0x80:
+                end += 1
+            end += 1
+        else:
+            content, end = at, at + {_FIXED64: 8, _FIXED32: 4}[kind]
+    except (IndexError, KeyError, ValueError):
+        raise DecodeError("bytes that hold no fields") from None
+    if end > len(data):
+        raise DecodeError("a field that is cut off")
+    return begin, tag, content, end
+
+
+def _numbers(data: bytes, tag: int, begin: int, end: int, piece_bytes: int) -> Iterator[bytes]:
+    """Yield a packed field as several, cut between its varints."""
+    while begin < end:
+        cut = min(begin + piece_bytes, end)
+        while cut < end and data[cut - 1] & 0x80:
+            cut += 1
+            if cut - begin > piece_bytes + _VARINT_BYTES:
+                raise DecodeError("a number of more than ten bytes")
+        yield b"".join((_varint(tag), _varint(cut - begin), data[begin:cut]))
+        begin = cut
+
+
+def _varint(value: int) -> bytes:
+    encoded = bytearray()
+    while value > 0x7F:
+        encoded.append(value & 0x7F | 0x80)
+        value >>= 7
+    encoded.append(value)
+    return bytes(encoded)
