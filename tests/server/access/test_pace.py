@@ -11,7 +11,13 @@ import pytest
 from routetrace.common.errors import Overloaded
 from routetrace.server.access.admission import Admission
 from routetrace.server.access.control import Access
-from routetrace.server.access.pace import ACTIVE_SECONDS, LONGEST_STEP_SECONDS, Pace
+from routetrace.server.access.pace import (
+    ACTIVE_SECONDS,
+    CALL_SECONDS,
+    LONGEST_STEP_SECONDS,
+    SECONDS_PER_BYTE,
+    Pace,
+)
 from routetrace.server.access.tokens import new_token
 from routetrace.server.common import slices
 from routetrace.server.common.metrics import Metrics
@@ -173,11 +179,16 @@ async def test_an_owner_alone_is_charged_no_more_than_a_step(busy):
 
 
 class Noting(Pace):
-    """Notes the owners of steps."""
+    """Notes the owners of steps, and charges."""
 
     def __init__(self) -> None:
         super().__init__()
         self.owners: list[str] = []
+        self.charged: list[tuple[str, float]] = []
+
+    def charge(self, owner: str, seconds: float) -> None:
+        self.charged.append((owner, seconds))
+        super().charge(owner, seconds)
 
     async def step(self, owner: str) -> None:
         self.owners.append(owner)
@@ -202,10 +213,20 @@ async def test_calls_with_a_token_begin_in_its_time(tmp_path):
         details = SimpleNamespace(method=f"/{method}", invocation_metadata=metadata)
         await gate.intercept_service(handler, details)
     assert pace.owners == ["token reader"]
+    assert pace.charged == [("token reader", CALL_SECONDS)]
+
+
+async def test_messages_that_are_sent_are_charged():
+    admission = Admission(ServerConfig(store="memory"), Metrics())
+    admission.pace = Noting()
+    async with admission.turn("token mine") as turn:
+        await turn.sending()
+        assert turn.charged(b"12345678") == b"12345678"
+    assert admission.pace.charged == [("token mine", 8 * SECONDS_PER_BYTE)]
 
 
 async def test_long_work_of_one_owner_goes_in_its_time(busy, monkeypatch):
-    monkeypatch.setattr(slices, "SLICE_SECONDS", -1.0)  # each item is a slice
+    monkeypatch.setattr(slices, "TURN_SECONDS", -1.0)  # each item is a slice
     await busy.step("light")
     done: list[int] = []
 

@@ -19,7 +19,7 @@ from contextlib import AbstractContextManager, asynccontextmanager, suppress
 from google.protobuf.message import DecodeError, Message
 
 from routetrace.server.access.budget import Budget
-from routetrace.server.access.pace import Pace
+from routetrace.server.access.pace import SECONDS_PER_BYTE, Pace
 from routetrace.server.common.metrics import Metrics
 from routetrace.server.common.rpc import Unparsed, Unusable
 from routetrace.server.settings.config import ServerConfig
@@ -29,10 +29,6 @@ from routetrace.server.wire.pieces import pieces
 #: such reads per turn.
 _SLOW_SECONDS = 2.0
 _MAX_SLOW = 3
-
-#: Processor seconds that a byte of a long message takes before the server sees it: TLS, HTTP/2 and
-#: gRPC, measured with 8 MiB over loopback.
-_RECEIVE_SECONDS = 2e-9
 
 #: Reads that a watch counts as, but at most a quarter of all.
 _WATCH_READS = 64
@@ -108,7 +104,7 @@ class Admission:
         Raises:
             Overloaded: if the owner has its share of max_ingest_bytes.
         """
-        self.pace.charge(owner, len(request.data) * _RECEIVE_SECONDS)
+        self.pace.charge(owner, len(request.data) * SECONDS_PER_BYTE)
         if request.too_long:
             return request.unusable()
         with self.bind(owner, len(request.data)):
@@ -268,6 +264,11 @@ class Turn:
             loop.call_later(_SLOW_SECONDS, self._on_slow),
             loop.call_later(self._stalled_seconds, self._on_stalled),
         ]
+
+    def charged(self, message: bytes) -> bytes:
+        """Charge the owner for sending a message; return it."""
+        self._admission.pace.charge(self._owner, len(message) * SECONDS_PER_BYTE)
+        return message
 
     def _on_slow(self) -> None:
         self._slow = self._admission.pass_on(self._owner)

@@ -11,7 +11,7 @@ from typing import Any
 import grpc
 
 from routetrace.common.errors import PermissionDenied, RouteTraceError, Unauthenticated
-from routetrace.server.access.pace import Pace
+from routetrace.server.access.pace import CALL_SECONDS, Pace
 from routetrace.server.access.tls import Certificates, Handshakes
 from routetrace.server.access.tokens import Scope, Token, Tokens
 from routetrace.server.common.metrics import Metrics
@@ -209,6 +209,7 @@ class _Gate(grpc.aio.ServerInterceptor):
             return self._refusal(method, error)
         if owner:
             await self._pace.step(owner)
+            self._pace.charge(owner, CALL_SECONDS)
         handler = await continuation(handler_call_details)
         return handler and self._noted(handler)
 

@@ -79,7 +79,7 @@ class Batch:
                     message.head.last = not (self._asked or self._ready or self._num_waiting)
                     if message.head.parts:
                         await turn.sending()
-                        yield message.sealed()
+                        yield turn.charged(message.sealed())
                 for number in sent:
                     self._pins.pop(number).close()
         finally:

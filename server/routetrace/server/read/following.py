@@ -76,7 +76,7 @@ class Follower:
                     async with self._admission.turn(owner) as turn:
                         fetched, number = await sending.fetch(batch, selection)
                         await turn.sending()
-                        yield answers.message(Piece(info, fetched, number))
+                        yield turn.charged(answers.message(Piece(info, fetched, number)))
             if ended:
                 yield answers.message(Piece(end=sending.end(info, missing, selection)))
                 return

@@ -275,7 +275,7 @@ class TraceServicer(RunCalls):
                 async with self._admission.turn(owner) as turn:
                     piece = await answer.next()
                     await turn.sending()
-                    yield answers.message(piece)
+                    yield turn.charged(answers.message(piece))
 
     # ------------------------------------------------------------------ look-ups
 
@@ -345,7 +345,7 @@ class TraceServicer(RunCalls):
                 async for message in messages:
                     async with self._admission.turn(owner) as turn:
                         await turn.sending()
-                        yield sealed(message)
+                        yield turn.charged(sealed(message))
 
     # ------------------------------------------------------------------ deletion and leases
 
