@@ -253,3 +253,34 @@ async def test_each_owner_has_its_own_half_of_the_loop_for_long_work(busy):
     assert turns[0]._reserve(0.5) == 0
     assert turns[0]._reserve(0.5) > 0
     assert turns[1]._reserve(0.5) == 0
+
+
+class Clock:
+    """Stands for the modules `time` and `asyncio` of slices: a pause lasts as long as it says."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    async def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
+@pytest.mark.parametrize(("owners", "share"), [(["heavy"], 0.5), (["light", "heavy"], 0.2)])
+async def test_long_work_leaves_more_of_the_loop_while_others_are_active(
+    busy, monkeypatch, owners, share
+):
+    """A caller that waits for each answer leaves more of the loop the slower it becomes."""
+    clock = Clock()
+    monkeypatch.setattr(slices, "time", clock)
+    monkeypatch.setattr(slices, "asyncio", clock)
+    for owner in owners:
+        await busy.step(owner)
+    busy.pace.turns("heavy")._step = None  # credit is another limit
+    worked = 0.0
+    async for _ in busy.pace.turns("heavy").over(range(1000)):
+        worked += slices.TURN_SECONDS / 2 + 1e-6
+        clock.now += slices.TURN_SECONDS / 2 + 1e-6
+    assert worked / (clock.now - 100.0) == pytest.approx(share, rel=0.02)

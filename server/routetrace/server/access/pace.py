@@ -120,7 +120,9 @@ class Pace:
                 break
             del self._accounts[first]
         if account is None:
-            account = _Account(now, now, Turns(partial(self.step, owner)))
+            account = _Account(
+                now, now, Turns(partial(self.step, owner), lambda: len(self._accounts) == 1)
+            )
         account.seen = now
         self._accounts[owner] = account
         return account
