@@ -195,10 +195,14 @@ class Core:
         await self.retention.due()
 
     async def sweep(self) -> None:
-        """Delete expired traces, evict where a limit is near, and reclaim space.
-
-        The rest is counted where metrics are served: it takes the view of each trace that ended.
-        """
+        """Delete expired traces, evict where a limit is near, and reclaim space."""
         await self.retention.sweep()
+
+    async def count(self) -> None:
+        """Count traces now and then, until cancelled, if metrics are served.
+
+        It takes the view of each trace that ended. Sweeps do not wait for it: near a limit, they
+        are urgent.
+        """
         if self.config.metrics_listen:
-            await self.census.count()
+            await self.census.count_every(self.config.sweep_interval_seconds)

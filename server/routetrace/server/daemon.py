@@ -244,11 +244,15 @@ async def _run(core: Core, readiness: Readiness, addresses: Sequence[str], *, al
         readiness.serving = True
         readiness.report()
         announce.ready(core.config.ready_file, addresses)
-    watch = asyncio.create_task(watch_store(core.store, readiness))
+    beside = [
+        asyncio.create_task(watch_store(core.store, readiness)),
+        asyncio.create_task(core.count()),
+    ]
     try:
         await _sweep(core)
     finally:
-        watch.cancel()
+        for task in beside:
+            task.cancel()
 
 
 def _follow(link: Link, lifecycle: Lifecycle, readiness: Readiness) -> None:

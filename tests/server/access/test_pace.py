@@ -268,7 +268,7 @@ class Clock:
         self.now += seconds
 
 
-@pytest.mark.parametrize(("owners", "share"), [(["heavy"], 0.5), (["light", "heavy"], 0.2)])
+@pytest.mark.parametrize(("owners", "share"), [(["heavy"], 0.5), (["light", "heavy"], 0.15)])
 async def test_long_work_leaves_more_of_the_loop_while_others_are_active(
     busy, monkeypatch, owners, share
 ):

@@ -127,14 +127,14 @@ async def test_a_trace_is_looked_at_once_after_a_change(monkeypatch):
     number = random.Random(1).randrange(3, 9)
     add(core, number)
     for _ in range(3):
-        await core.sweep()
+        await core.census.count()
     assert sorted(looked) == [f"t{i}" for i in range(number)]
     assert core.census.runs["run"].traces == {pb.TRACE_STATE_COMPLETE: number}
     looked.clear()
     trace = core.state.traces.traces["run", "t1"]
     core.state.touch(trace, core.started)
     for _ in range(3):
-        await core.sweep()
+        await core.census.count()
     assert looked == ["t1"]
     await core.stop()
 
@@ -143,7 +143,7 @@ async def test_nothing_is_counted_where_no_metrics_are_served():
     core = Core(MemoryStore(), ServerConfig())
     await core.start()
     add(core, 1)
-    await core.sweep()
+    await core.count()
     assert not core.census.runs
     assert core.state.traces.traces["run", "t0"].summary is None
     await core.stop()

@@ -26,9 +26,9 @@ SLICE_SECONDS = 0.0015
 #: The same of work that callers can cause at will: others wait for it at each of their steps.
 TURN_SECONDS = 0.0005
 
-#: Part of its share that this work gets while other owners are active. Calls that wait for each
-#: answer leave time to it however slow they become: it must not take all that they leave.
-BESIDE_OTHERS = 0.4
+#: Maximum share of the loop for this work of one owner while others are active. Callers that wait
+#: for each answer leave more of the loop the slower they become: it must not take all of that.
+SHARE_BESIDE_OTHERS = 0.15
 
 #: Numbers that are converted at a time.
 _NUMBERS = 1 << 14
@@ -54,7 +54,7 @@ class Turns:
 
     Args:
         step: waited for before each slice.
-        alone: whether nobody else uses the loop; else the slices take `BESIDE_OTHERS` of the share.
+        alone: whether no other owner is active; else the share is `SHARE_BESIDE_OTHERS` at most.
     """
 
     def __init__(
@@ -86,16 +86,16 @@ class Turns:
                     begun = await self._turn(self._reserve(share))
         finally:
             left = TURN_SECONDS - (time.monotonic() - begun)
-            self._free_at -= max(0.0, left) / self._beside(share)
+            self._free_at -= max(0.0, left) / self._limited(share)
 
-    def _beside(self, share: float) -> float:
-        return share if self._alone() else share * BESIDE_OTHERS
+    def _limited(self, share: float) -> float:
+        return share if self._alone() else min(share, SHARE_BESIDE_OTHERS)
 
     def _reserve(self, share: float) -> float:
         """Reserve the next slice; return the seconds until it begins."""
         now = time.monotonic()
         begin = max(now, self._free_at)
-        self._free_at = begin + TURN_SECONDS / self._beside(share)
+        self._free_at = begin + TURN_SECONDS / self._limited(share)
         return begin - now
 
     async def _turn(self, pause: float | None) -> float:

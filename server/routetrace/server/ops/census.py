@@ -1,17 +1,25 @@
 """Census: completeness of all traces, for metrics.
 
-A round visits every trace, as a sweep does. It works a trace out anew only after a change.
+A round visits every trace. It works a trace out anew only after a change.
 """
 
 from __future__ import annotations
 
+import asyncio
+import logging
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from routetrace.server.common.slices import in_slices
+from routetrace.server.common.slices import Turns
 from routetrace.server.index.state import State
 from routetrace.server.rows.summaries import Summaries
+
+log = logging.getLogger(__name__)
+
+#: Maximum share of the event loop's time: the count is never urgent, and one tenant may change
+#: thousands of traces in a round.
+_SHARE = 0.1
 
 
 @dataclass
@@ -32,13 +40,23 @@ class Census:
     def __init__(self, state: State, summaries: Summaries) -> None:
         self._state = state
         self._summaries = summaries
+        self._turns = Turns()
         self.runs: Mapping[str, RunCount] = {}
         """By run, as of the last round."""
+
+    async def count_every(self, seconds: float) -> None:
+        """Count all traces after each pause, until cancelled."""
+        while True:
+            await asyncio.sleep(seconds)
+            try:
+                await self.count()
+            except Exception:
+                log.exception("traces could not be counted; retrying in %g s", seconds)
 
     async def count(self) -> None:
         """Count all traces."""
         runs: dict[str, RunCount] = {}
-        async for trace in in_slices(self._state.traces.oldest_first()):
+        async for trace in self._turns.over(self._state.traces.oldest_first(), _SHARE):
             if not trace.sources or self._state.traces.traces.get(trace.key) is not trace:
                 continue
             run = runs.setdefault(trace.key[0], RunCount())
