@@ -15,7 +15,7 @@ def mutations() -> list[Any]:
     """All of the suites, once each."""
     modules = [
         import_module(f"{suite}.mutations")
-        for suite in ("oracle", "second_model", "faults", "regressions")
+        for suite in ("oracle", "second_model", "faults", "regressions", "isolation")
     ]
     named = [value for module in modules for value in vars(module).values()]
     lists = [value for value in named if isinstance(value, (list, tuple))]
@@ -24,7 +24,7 @@ def mutations() -> list[Any]:
 
 
 def test_all_are_found() -> None:
-    assert len(mutations()) >= 85
+    assert len(mutations()) >= 135
 
 
 @pytest.mark.parametrize("mutation", mutations(), ids=lambda mutation: mutation.name)

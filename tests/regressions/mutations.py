@@ -8,37 +8,13 @@ These are faults that the models do not drive: of shortages of memory, restarts,
 
 from __future__ import annotations
 
-import argparse
-import os
-import re
-import shutil
-import subprocess
 import sys
-import time
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
-from pathlib import Path
-from tempfile import TemporaryDirectory
-from typing import NamedTuple
 
-from oracle.mutations import AGENT, ROOT, SERVER, SOURCES, Mutation
-
-_TIMEOUT_S = 300
-
-
-class Fault(NamedTuple):
-    """A fault, and the test that keeps it from coming back."""
-
-    mutation: Mutation
-    test: str
-
-
-def _fault(name: str, path: str, old: str, new: str, test: str) -> Fault:
-    return Fault(Mutation(name, path, old, new), test)
-
+from oracle.mutations import AGENT, SERVER
+from regressions.judging import fault, run
 
 FAULTS = (
-    _fault(
+    fault(
         "slots of a shortage are not reported at its end",
         f"{AGENT}/pipeline/framer.py",
         "        if not self._short:\n            self.clear_unknown()\n\n    @property\n",
@@ -46,63 +22,63 @@ FAULTS = (
         "agent/test_framer.py::"
         "test_changes_of_slots_in_a_shortage_are_reported_at_its_end_and_at_a_flush",
     ),
-    _fault(
+    fault(
         "slots of a shortage are not reported at a flush",
         f"{AGENT}/pipeline/intake.py",
         "        self.flush()\n        self._framer.clear_unknown()\n",
         "        self.flush()\n",
         "system/test_shortage.py::test_slots_written_in_a_shortage_have_no_former_rows",
     ),
-    _fault(
+    fault(
         "a request of a shortage costs the whole map later",
         f"{AGENT}/pipeline/framer.py",
         "        self._slots_unknown |= self._short\n",
         "        self._slots_unknown = True\n",
         "agent/test_framer.py::test_a_request_of_a_shortage_costs_its_own_blocks_alone_later",
     ),
-    _fault(
+    fault(
         "an unseen request is not in a snapshot",
         f"{SERVER}/index/writer.py",
         "        if source.forgotten:  # a request without a trace still holds blocks\n",
         "        if False:\n",
         "server/index/test_state.py::test_an_unseen_request_that_rewinds_leaves_no_row_behind",
     ),
-    _fault(
+    fault(
         "retirements take what changed since it was chosen",
         f"{SERVER}/index/control.py",
         "        if trace and 0 < change.judged < trace.last_record:\n",
         "        if False:\n",
         "server/retention/test_judged.py::test_what_changed_since_it_was_chosen_stays",
     ),
-    _fault(
+    fault(
         "an expired trace goes on in the one that begins again",
         f"{SERVER}/index/state.py",
         "        self.trace(key, now)  # an expired one must not become part of the new one\n",
         "",
         "server/index/test_deletion.py",
     ),
-    _fault(
+    fault(
         "a writer whose stream opens counts as silent",
         f"{SERVER}/index/agents.py",
         "        if key in self._opening:\n            return 0.0\n",
         "",
         "server/retention/test_retention.py::test_an_agent_that_connects_during_a_sweep_is_there",
     ),
-    _fault(
+    fault(
         "an agent whose engine is forgotten as it connects is refused for good",
         f"{SERVER}/ingest/fencing.py",
         "        if current is None and not session.closed:\n",
         "        if False:\n",
         "server/retention/test_retention.py::test_an_agent_whose_engine_is_forgotten_as_it_connects_comes_back",
     ),
-    _fault(
+    fault(
         "a bind waits for the epoch that it found first",
         f"{SERVER}/ingest/service.py",
         "        while True:\n            writers = self._state.engine_writers(run, engine_id)\n",
         "        writers = self._state.engine_writers(run, engine_id)\n        while True:\n",
         "server/ingest/test_server.py::test_a_bind_waits_for_the_newest_epoch_of_its_engine",
     ),
-    _fault(
+    fault(
         "a callback that raises leaves its waiters asleep",
         f"{SERVER}/index/journal.py",
         "            try:\n                before(result, error)\n            finally:\n"
@@ -111,7 +87,7 @@ FAULTS = (
         "            if not settled.done():\n                settled.set_result(None)\n",
         "server/index/test_state.py::test_a_callback_that_raises_keeps_nobody_waiting",
     ),
-    _fault(
+    fault(
         "a chunk that is refused twice keeps its epoch",
         f"{AGENT}/transport/stream.py",
         "            self._outbox.forget_requests(entry)\n"
@@ -119,28 +95,28 @@ FAULTS = (
         "            pass\n",
         "system/test_refused_chunks.py",
     ),
-    _fault(
+    fault(
         "an agent waits without limit for the answer to its first message",
         f"{AGENT}/transport/stream.py",
         "self._clock() >= self._welcome_by",
         "False",
         "agent/test_trouble.py::test_a_server_that_does_not_answer_the_hello_is_called_again",
     ),
-    _fault(
+    fault(
         "an error detail that does not parse ends the sender",
         f"{AGENT}/transport/connection.py",
         "with suppress(DecodeError):",
         "with suppress(KeyError):",
         "agent/test_ends.py::test_an_error_detail_that_does_not_parse_is_an_error_like_others",
     ),
-    _fault(
+    fault(
         "a flush waits for a background that was given up",
         f"{AGENT}/agent.py",
         "self._closed or self._abandoned or self._link.leftover",
         "self._closed or self._link.leftover",
         "agent/test_ends.py::test_a_flush_does_not_wait_for_a_background_that_was_given_up",
     ),
-    _fault(
+    fault(
         "close writes the backlog without the lock",
         f"{AGENT}/agent.py",
         "            with self._lock:  # a flush() under way in another thread drains as well\n"
@@ -148,84 +124,84 @@ FAULTS = (
         "            if self._feed.drain():\n                break\n",
         "agent/test_ends.py::test_close_writes_the_backlog_under_the_lock",
     ),
-    _fault(
+    fault(
         "closing a client leaves a pause between attempts asleep",
         "client/routetrace/client/_shells/aio_drive.py",
         "            pause.get_loop().call_soon_threadsafe(_resolve, pause)\n",
         "            pass\n",
         "client/calls/test_life.py::test_closing_ends_a_pause_between_attempts_of_a_task",
     ),
-    _fault(
+    fault(
         "a follower finds its request by its place",
         f"{SERVER}/read/following.py",
         "            last = trace.join.request_of(source)\n",
         "            last = trace.join.requests[incarnation.request.index]\n",
         "server/read/test_followers.py",
     ),
-    _fault(
+    fault(
         "numbers of requests shift when the oldest are dropped",
         f"{SERVER}/index/traces/trace.py",
         "        self.num_dropped += 1\n",
         "",
         "server/index/test_joins.py::test_requests_keep_their_numbers_when_the_oldest_are_dropped",
     ),
-    _fault(
+    fault(
         "a request is dropped at one shard alone",
         f"{SERVER}/index/traces/trace.py",
         "        dropped = [source for request in requests for source in request.sources]\n",
         "        dropped = [source for request in requests for source in request.sources[:1]]\n",
         "server/index/test_joins.py::test_requests_keep_their_numbers_when_the_oldest_are_dropped",
     ),
-    _fault(
+    fault(
         "the oldest of too many running requests keeps its slots",
         f"{SERVER}/index/apply.py",
         "            self.slots.forget_run(oldest.blocks, 0, FOREVER)\n",
         "",
         "server/index/test_state.py::test_the_oldest_of_too_many_running_requests_is_lost",
     ),
-    _fault(
+    fault(
         "an update of weights that failed keeps the version",
         f"{AGENT}/engines/sglang/weights.py",
         "            self._torn = True\n        else:\n            self._session.failed = True\n",
         "            pass\n        else:\n            self._session.failed = True\n",
         "engines/test_sglang.py::test_rows_under_weights_that_nobody_knows_do_not_count",
     ),
-    _fault(
+    fault(
         "a part of a session makes weights known after one that failed",
         f"{AGENT}/engines/sglang/weights.py",
         "            self._session.failed = True\n        _warn",
         "            pass\n        _warn",
         "engines/test_sglang_weights.py::test_a_known_version_is_that_of_whole_weights",
     ),
-    _fault(
+    fault(
         "digests leave adapters out",
         "proto/routetrace/codec/records.py",
         "for name in (ADAPTER_LABEL, KV_CACHE_DTYPE_LABEL))",
         "for name in (KV_CACHE_DTYPE_LABEL,))",
         "engines/test_vllm_halves.py::test_rows_of_another_adapter_do_not_stand_in",
     ),
-    _fault(
+    fault(
         "digests leave the dtype of the KV cache out",
         "proto/routetrace/codec/records.py",
         "for name in (ADAPTER_LABEL, KV_CACHE_DTYPE_LABEL))",
         "for name in (ADAPTER_LABEL,))",
         "engines/test_vllm_halves.py::test_rows_of_another_kv_dtype_do_not_stand_in",
     ),
-    _fault(
+    fault(
         "digests leave images out",
         f"{AGENT}/engines/vllm/inputs.py",
         "            placeholders[:] = _mark(feature.identifier, len(placeholders))\n",
         "            del placeholders\n",
         "engines/test_vllm_halves.py::test_images_that_differ_do_not_prove_the_same_tokens",
     ),
-    _fault(
+    fault(
         "digests distinguish images by 32 bits",
         f"{AGENT}/engines/vllm/inputs.py",
         'np.frombuffer(blake2b(identifier.encode()).digest(), "<u4")',
         "np.uint32(__import__('zlib').crc32(identifier.encode()))",
         "engines/test_vllm_halves.py::test_images_that_differ_do_not_prove_the_same_tokens",
     ),
-    _fault(
+    fault(
         "images that are only counted count as named",
         f"{AGENT}/engines/vllm/inputs.py",
         "        if features and not self.named:\n            return None\n",
@@ -234,63 +210,8 @@ FAULTS = (
     ),
 )
 
-MUTATIONS = tuple(fault.mutation for fault in FAULTS)
-
-
-def judge(fault: Fault) -> str:
-    """Return the last line that pytest prints for the fault's test in a broken copy."""
-    with TemporaryDirectory(prefix="mutation-") as directory:
-        for source in SOURCES:
-            shutil.copytree(
-                ROOT / source, Path(directory, source), ignore=shutil.ignore_patterns("__pycache__")
-            )
-        path = Path(directory, fault.mutation.path)
-        text = path.read_text()
-        if text.count(fault.mutation.old) != 1:
-            return "does not apply"
-        path.write_text(text.replace(fault.mutation.old, fault.mutation.new))
-        command = f"-m pytest -n0 -x -q --timeout 60 -p no:cacheprovider tests/{fault.test}"
-        env = {
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join(f"{directory}/{source}" for source in SOURCES),
-            "PYTHONDONTWRITEBYTECODE": "1",
-            "OMP_NUM_THREADS": "1",
-        }
-        try:
-            done = subprocess.run(
-                [sys.executable, *command.split()],
-                cwd=ROOT,
-                env=env,
-                capture_output=True,
-                text=True,
-                check=False,
-                timeout=_TIMEOUT_S,
-            )
-        except subprocess.TimeoutExpired:
-            return f"still running after {_TIMEOUT_S} s"
-    lines = [line for line in done.stdout.splitlines() if line.strip()]
-    return lines[-1] if lines else (done.stderr.splitlines() or ["no output"])[-1]
-
-
-def main() -> int:
-    """Print the table; return 1 if a fault was not seen."""
-    parser = argparse.ArgumentParser(prog="regressions.mutations", description=__doc__)
-    parser.add_argument("--none", action="store_true", help="do not break the copy")
-    parser.add_argument("--only", default="", help="faults whose names hold this")
-    args = parser.parse_args()
-    chosen = [fault for fault in FAULTS if args.only in fault.mutation.name]
-    if args.none:
-        chosen = [f._replace(mutation=replace(f.mutation, new=f.mutation.old)) for f in chosen]
-    started, wanted, missed = time.monotonic(), "passed" if args.none else "failed", 0
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        for fault, last in zip(chosen, pool.map(judge, chosen), strict=True):
-            # One that ends in errors, or in nothing, shows as little as one that passes.
-            seen = re.match(rf"=*\s*\d+ {wanted}", last) is not None
-            missed += not seen
-            print(f"{fault.mutation.name:<72}{'' if seen else 'MISSED: '}{last:.100}", flush=True)
-    print(f"{len(chosen) - missed} of {len(chosen)}, {time.monotonic() - started:.0f} s")
-    return 1 if missed or not chosen else 0
+MUTATIONS = tuple(each.mutation for each in FAULTS)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run(FAULTS, "regressions.mutations", __doc__))

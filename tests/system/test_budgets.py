@@ -29,7 +29,7 @@ from routetrace.server.ingest.service import MAX_BIND_BYTES
 from routetrace.server.testing import ServerProcess, run_server
 from routetrace.v1 import routetrace_pb2 as pb
 from routetrace.v1 import routetrace_pb2_grpc as pb_grpc
-from support.agents.feeder import ChunkMaker, Feeder, Stream, seal
+from support.agents.feeder import Feeder, Stream, seal
 from support.scrape import Scraped
 from support.waiting import wait_for, with_time
 
@@ -259,42 +259,6 @@ def test_a_forgotten_engine_stays_forgotten_and_its_traces_stay(tmp_path: Path) 
             assert np.array_equal(client.get("t").topk_ids, rows_of(5))
 
 
-def test_a_token_has_one_share_of_the_store_for_all_its_runs(tokens: Path) -> None:
-    layout = ModelLayout(tuple(range(48)), 48, 128, 8)
-    rng = np.random.default_rng(0)
-    rows = np.argsort(rng.random((256, 48, 128), np.float32), axis=2)[..., :8].astype(np.uint8)
-    settings = {"store": "memory", "store_capacity": 4 << 20, "sweep_interval_seconds": 0.05}
-    with (
-        run_server(tokens_file=tokens, **settings) as server,
-        RouteClient(server.target, run="victim", security=VICTIM, timeout=60) as client,
-    ):
-        feeder = Feeder(server.target, layout, run="victim", security=VICTIM)
-        for name in ("a", "b", "c"):
-            handle = feeder.begin(name, prompt_len=256)
-            feeder.step(rows, [(handle, 0, 256)])
-            feeder.finish(handle, 257)
-            feeder.flush()
-        for run in range(12):
-            maker = Stream(
-                server.target,
-                pb.Hello(run=f"attack-{run}", engine_id="e", layout=layout.to_proto()),
-                ATTACKER,
-            )
-            for sequence in range(1, 6):
-                chunk = ChunkMaker(layout)
-                chunk.begins.append(pb.RequestBegin(prompt_len=256))
-                chunk.op(OpKind.BEGIN, f"x{sequence}", value=sequence)
-                frame = chunk.frame(rows)
-                chunk.op(OpKind.ROWS, f"x{sequence}", count=256, frame=frame, step=1)
-                chunk.op(OpKind.FINISH, f"x{sequence}", count=257, arg=FinishReason.STOP)
-                maker.send(chunk.make(sequence))
-                if maker.receive().HasField("reject"):
-                    break
-            maker.close()
-        for name in ("a", "b", "c"):
-            assert np.array_equal(client.get(name).topk_ids, rows), "below its share"
-
-
 def test_many_begins_in_a_chunk_are_applied_in_turns_beside_a_neighbour(tokens: Path) -> None:
     count = 30_000
     with run_server(tokens_file=tokens) as server:
@@ -333,3 +297,20 @@ def test_streams_of_agents_have_shares(tokens: Path) -> None:
         Victim(server).works()
         for feeder in held:
             feeder.close()
+
+
+def test_reads_that_wait_have_shares(tokens: Path) -> None:
+    with run_server(tokens_file=tokens, max_reads=8) as server:
+        victim = Victim(server)
+        _, traces = stub_of(server)
+        request = pb.GetTraceRequest(run="attack-1", trace_id="none", wait_for=pb.WAIT_FOR_END)
+        calls = [
+            traces.GetTrace(request, timeout=300, metadata=ATTACKER.metadata()) for _ in range(12)
+        ]
+        wait_for(lambda: sum(call.done() for call in calls) == 7)
+        refused = [typed(call.exception()) for call in calls if call.done()]
+        assert {type(error) for error in refused} == {Overloaded}
+        assert all("max_reads" in str(e) and "token attacker holds 5" in str(e) for e in refused)
+        victim.works()
+        for call in calls:
+            call.cancel()

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import Counter
-from contextlib import nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -68,6 +69,33 @@ def test_a_store_takes_chunks_up_to_the_share_of_their_owner(capacity, others, s
     writer: Any = SimpleNamespace(key=SimpleNamespace(run="default"), token="")
     with pytest.raises(Overloaded, match="store_capacity") if over else nullcontext():
         room.check_chunk(writer)
+
+
+HOLDS: dict[str, Callable[[Admission], AbstractContextManager[None]]] = {
+    "a read": lambda admission: admission.read(OWNER),
+    "a watch": lambda admission: admission.watch(OWNER),
+    "a bind": lambda admission: admission.bind(OWNER, 100),
+    "a stream of an agent": lambda admission: admission.agents.hold(OWNER),
+}
+
+
+@pytest.mark.parametrize("kind", HOLDS)
+async def test_a_call_that_is_cancelled_gives_back_its_part(kind):
+    admission = limits()
+    held = asyncio.Event()
+
+    async def call() -> None:
+        with HOLDS[kind](admission):
+            held.set()
+            await asyncio.Event().wait()
+
+    task = asyncio.create_task(call())
+    await held.wait()
+    assert sum(budget.used for budget in admission.budgets) > 0
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert [budget.used for budget in admission.budgets] == [0, 0, 0, 0]
 
 
 def test_agents_over_the_limit_are_refused():

@@ -21,8 +21,9 @@ from routetrace.server.access.pace import (
 from routetrace.server.access.tokens import new_token
 from routetrace.server.common import slices
 from routetrace.server.common.metrics import Metrics
-from routetrace.server.common.rpc import Unparsed, Unusable
+from routetrace.server.common.rpc import Unparsed, Unusable, limited
 from routetrace.server.settings.config import ServerConfig
+from routetrace.server.wire.pieces import PIECE_BYTES
 from routetrace.v1 import routetrace_pb2 as pb
 
 #: Seconds of the loop that a step of the heavy owner takes, by the test's clock.
@@ -223,6 +224,19 @@ async def test_messages_that_are_sent_are_charged():
         await turn.sending()
         assert turn.charged(b"12345678") == b"12345678"
     assert admission.pace.charged == [("token mine", 8 * SECONDS_PER_BYTE)]
+
+
+async def test_long_messages_are_parsed_in_steps_of_their_owner():
+    admission = Admission(ServerConfig(store="memory"), Metrics())
+    admission.pace = pace = Noting()
+    request = pb.GetBlocksRequest(run="r", block_ids=[1 << 31] * 100_000)
+    data = request.SerializeToString()
+    unparsed = limited(pb.GetBlocksRequest, len(data))(data)
+    assert isinstance(unparsed, Unparsed)
+    assert await admission.parsed("token mine", unparsed) == request
+    assert pace.owners == ["token mine"] * len(pace.owners)
+    assert len(pace.owners) > len(data) // PIECE_BYTES
+    assert pace.charged == [("token mine", len(data) * SECONDS_PER_BYTE)]
 
 
 async def test_long_work_of_one_owner_goes_in_its_time(busy, monkeypatch):

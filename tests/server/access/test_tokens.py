@@ -19,14 +19,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from routetrace.client import AsyncRouteClient, RouteClient, Security
-from routetrace.common.errors import (
-    ERROR_METADATA_KEY,
-    PermissionDenied,
-    RouteTraceError,
-    Unauthenticated,
-    from_detail,
-)
+from routetrace.client import Agreement, AsyncRouteClient, RouteClient, Security
+from routetrace.common.errors import PermissionDenied, RouteTraceError, Unauthenticated
 from routetrace.server.access import tokens
 from routetrace.server.access.control import _SCOPES as SCOPES
 from routetrace.server.access.control import Access
@@ -37,7 +31,18 @@ from routetrace.v1 import routetrace_pb2 as pb
 from support.agents.feeder import Feeder
 from support.scrape import Scraped
 from support.servers.client_server import LAYOUT, rows_of
-from support.servers.guarded import DAY, GOOD, HUGE, UTC, call_raw, entry, feed, peak, replace
+from support.servers.guarded import (
+    DAY,
+    GOOD,
+    HUGE,
+    UTC,
+    call_raw,
+    entry,
+    error_of,
+    feed,
+    peak,
+    replace,
+)
 from support.waiting import wait_for
 
 METHODS = {
@@ -101,12 +106,6 @@ def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Guarded]:
         feed(server.target, guarded.security("root"), "mine", "r0")
         feed(server.target, guarded.security("root"), "theirs", "r0")
         yield guarded
-
-
-def error_of(failed: Any) -> RouteTraceError:
-    """The typed error that a failed call carries."""
-    details = [value for key, value in failed.trailing_metadata() if key == ERROR_METADATA_KEY]
-    return from_detail(pb.ErrorDetail.FromString(details[0]))
 
 
 @pytest.mark.parametrize(
@@ -178,16 +177,23 @@ def test_health_needs_no_token_and_reflection_any_and_the_unknown_admin(guarded:
 FOREIGN: dict[str, Callable[[RouteClient], Any]] = {
     "get": lambda c: c.get("r0"),
     "get_waiting": lambda c: c.get("r0", wait_for="end", timeout=5),
+    "get_many": lambda c: list(c.get_many(["r0"])),
     "follow": lambda c: list(c.follow("r0")),
     "get_blocks": lambda c: c.get_blocks("e0", [0], 1),
     "stat": lambda c: c.stat("r0"),
+    "describe": lambda c: c.describe("r0"),
     "find": lambda c: list(c.find()),
+    "watch": lambda c: next(c.watch()),
     "server_info": lambda c: c.server_info(),
     "agents": lambda c: list(c.agents()),
+    "history": lambda c: c.history(),
+    "agreement_history": lambda c: c.agreement_history(),
+    "report_agreement": lambda c: c.report_agreement(1, Agreement()),
     "renew": lambda c: c.renew(["r0"], ttl_seconds=1),
     "bind": lambda c: c.bind("e0", "r9", [0], 1),
     "delete": lambda c: c.delete("r0"),
     "retire": lambda c: c.retire_through(weight_version=99),
+    "forget_engine": lambda c: c.forget_engine("e0"),
 }
 
 

@@ -113,6 +113,17 @@ def test_an_agent_names_its_host_and_version(server):
         assert listed(client)["e"].attributes == named
 
 
+def test_drop_reasons_are_bounded(server):
+    feeder = Feeder(server.target, LAYOUT, run="reasons", engine_id="e")
+    dropped = {"queue_full": 2, **{f"made up {i}": 1 for i in range(1000)}}
+    beat = pb.Heartbeat(offered_rows=9, dropped_rows=dropped)
+    feeder.stream._out.put(pb.IngestRequest(heartbeat=beat))
+    with RouteClient(server.target, run="reasons") as client:
+        wait_for(lambda: listed(client)["e"].offered_rows)
+        assert listed(client)["e"].dropped_rows == {"queue_full": 2, "other": 1000}
+    feeder.close()
+
+
 def test_attributes_are_bounded(server):
     long = {f"{i:03}" + "k" * 500: "v" * 500 for i in range(2 * MAX_ATTRIBUTES)}
     hello = pb.Hello(run="long", engine_id="e", layout=LAYOUT.to_proto(), attributes=long)

@@ -71,7 +71,7 @@ async def test_open_watches_are_bounded_and_closed_ones_make_room(monkeypatch) -
 
 
 async def test_calls_without_their_message_make_room_for_those_with_it(monkeypatch) -> None:
-    async with served(monkeypatch, MAX_UNREAD=3) as (service, channel):
+    async with served(monkeypatch, MAX_UNREAD=3, _MESSAGE_SECONDS=3600) as (service, channel):
         method = channel.stream_stream(
             "/grpc.health.v1.Health/Check",
             health_pb2.HealthCheckRequest.SerializeToString,

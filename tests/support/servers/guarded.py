@@ -15,7 +15,9 @@ import pytest
 import trustme
 
 from routetrace.client import Security
+from routetrace.common.errors import ERROR_METADATA_KEY, RouteTraceError, from_detail
 from routetrace.server.testing import ServerProcess
+from routetrace.v1 import routetrace_pb2 as pb
 from support.agents.feeder import Feeder
 from support.servers.client_server import LAYOUT, rows_of
 
@@ -63,6 +65,7 @@ def entry(
     scopes: tuple[str, ...] = ("ingest", "read", "admin"),
     runs: tuple[str, ...] = ("*",),
     expires: datetime.datetime | None = None,
+    engines: tuple[str, ...] = (),
 ) -> str:
     """Entry of a token in a tokens file."""
     lines = [
@@ -72,6 +75,8 @@ def entry(
         f"scopes = {list(scopes)}",
         f"runs = {list(runs)}",
     ]
+    if engines:
+        lines.append(f"engines = {list(engines)}")
     if expires:
         lines.append(f"expires = {expires.isoformat()}")
     return "\n".join([*lines, ""])
@@ -100,6 +105,12 @@ def call_raw(target: str, security: Security, method: str, message: bytes) -> An
         with pytest.raises(grpc.RpcError) as caught:
             list(call)
         return caught.value
+
+
+def error_of(failed: Any) -> RouteTraceError:
+    """The typed error that a failed call carries."""
+    details = [value for key, value in failed.trailing_metadata() if key == ERROR_METADATA_KEY]
+    return from_detail(pb.ErrorDetail.FromString(details[0]))
 
 
 def peak(server: ServerProcess) -> int:

@@ -1,0 +1,1 @@
+"""Access control and the isolation of tenants, broken on purpose."""

@@ -1,0 +1,241 @@
+"""Faults of what owners share, and of what callers without a token may hold."""
+
+from __future__ import annotations
+
+from oracle.mutations import SERVER
+from regressions.judging import fault
+
+_ACCESS = f"{SERVER}/access"
+
+SHARES = (
+    # ------------------------------------------------------------------ budgets
+    fault(
+        "one owner takes all of any budget",
+        f"{_ACCESS}/budget.py",
+        "return amount <= free and self.held[owner] <= free",
+        "return amount <= free",
+        "server/access/test_admission.py::test_an_owner_holds_no_more_than_is_free",
+    ),
+    fault(
+        "one owner takes all reads",
+        f"{_ACCESS}/admission.py",
+        "        return self._reads.hold(owner)\n",
+        '        return self._reads.hold(f"{owner} {self._reads.used}")\n',
+        "system/test_budgets.py::test_reads_that_wait_have_shares",
+    ),
+    fault(
+        "one owner takes all writers",
+        f"{SERVER}/retention/room.py",
+        "Counter(owner_of(w.token, w.key.run) for w in self._state.writers.values())",
+        "Counter(str(w.key) for w in self._state.writers.values())",
+        "system/test_budgets.py::test_writers_and_slots_have_shares",
+    ),
+    fault(
+        "one owner takes all slots",
+        f"{SERVER}/retention/room.py",
+        "            held[owner_of(writer.token, writer.key.run)] += writer.slots.num_slots\n",
+        "            held[str(writer.key)] += writer.slots.num_slots\n",
+        "system/test_budgets.py::test_writers_and_slots_have_shares",
+    ),
+    fault(
+        "one owner takes all bytes of requests that are being bound",
+        f"{SERVER}/ingest/service.py",
+        "self._admission.bind(owner, max(size, _LEAST_BIND_BYTES))",
+        "self._admission.bind(trace_id, max(size, _LEAST_BIND_BYTES))",
+        "system/test_budgets.py::test_binds_are_bounded_and_their_waits_end",
+    ),
+    fault(
+        "one owner takes all streams of agents",
+        f"{SERVER}/ingest/service.py",
+        "self._admission.agents.hold(owner)",
+        "self._admission.agents.hold(first.engine_id)",
+        "system/test_budgets.py::test_streams_of_agents_have_shares",
+    ),
+    fault(
+        "a call that is cancelled keeps its part of a budget",
+        f"{_ACCESS}/budget.py",
+        "        try:\n            yield\n"
+        "        finally:\n            self.release(owner, amount)\n",
+        "        yield\n        self.release(owner, amount)\n",
+        "server/access/test_admission.py::test_a_call_that_is_cancelled_gives_back_its_part",
+    ),
+    fault(
+        "a read that is cancelled as it gets its turn keeps it",
+        f"{_ACCESS}/admission.py",
+        "                    self._end_turn(owner)  # cancelled just after it got a turn\n",
+        "                    pass\n",
+        "server/access/test_admission.py::test_turns_are_bounded_and_none_is_lost",
+    ),
+    fault(
+        "one owner takes all turns to send",
+        f"{_ACCESS}/admission.py",
+        "        queue = self._readers.pop(owner)\n",
+        "        owner = next(iter(self._readers))\n        queue = self._readers[owner]\n",
+        "server/access/test_admission.py::test_owners_take_turns",
+    ),
+    fault(
+        "a stalled read is never ended",
+        f"{_ACCESS}/admission.py",
+        "            loop.call_later(self._stalled_seconds, self._on_stalled),\n",
+        "",
+        "server/access/test_admission.py::test_a_read_whose_message_is_not_taken_ends",
+    ),
+    fault(
+        "reads of an owner that are slow take all turns",
+        f"{_ACCESS}/admission.py",
+        "        if not self._slow.fits(owner):\n            return False\n",
+        "",
+        "server/access/test_admission.py::test_slow_readers_pass_on_their_turns_up_to_a_bound",
+    ),
+    # ------------------------------------------------------------------ stored bytes
+    fault(
+        "the quota of a token counts for each of its runs",
+        f"{SERVER}/retention/room.py",
+        "        held = self._state.owner_bytes[owner]\n",
+        "        held = self._state.run_bytes[run]\n",
+        "system/test_quotas.py::test_a_token_has_one_quota_for_all_its_runs",
+    ),
+    fault(
+        "the quota of a token costs others their traces",
+        f"{SERVER}/retention/retention.py",
+        'partial(_of_owner, owner), held - int(LOW * quota), "quota")',
+        'lambda _: True, held - int(LOW * quota), "quota")',
+        "system/test_quotas.py::test_where_room_is_short_the_largest_owner_loses_its_oldest_traces",
+    ),
+    fault(
+        "a full store evicts the oldest traces of all owners",
+        f"{SERVER}/retention/retention.py",
+        'self._make_room(partial(_of_owner, owner), part, "capacity")',
+        'self._make_room(lambda _: True, part, "capacity")',
+        "system/test_quotas.py::test_where_room_is_short_the_largest_owner_loses_its_oldest_traces",
+    ),
+    fault(
+        "a full store takes chunks of an owner over its share",
+        f"{SERVER}/retention/room.py",
+        "len(self._state.owner_bytes) > 1 and held > share",
+        "False",
+        "server/access/test_admission.py::test_a_store_takes_chunks_up_to_the_share_of_their_owner",
+    ),
+    # ------------------------------------------------------------------ time of the event loop
+    fault(
+        "a step of an owner without credit goes on at once",
+        f"{_ACCESS}/pace.py",
+        "            if account.waiting or account.stepping or account.credit < 0:\n",
+        "            if False:\n",
+        "server/access/test_pace.py::"
+        "test_a_backlog_of_one_owner_does_not_delay_the_steps_of_another",
+    ),
+    fault(
+        "calls are not charged",
+        f"{_ACCESS}/control.py",
+        "            self._pace.charge(owner, CALL_SECONDS)\n",
+        "",
+        "server/access/test_pace.py::test_calls_with_a_token_begin_in_its_time",
+    ),
+    fault(
+        "messages of reads are not charged",
+        f"{_ACCESS}/admission.py",
+        "        self._admission.pace.charge(self._owner, len(message) * SECONDS_PER_BYTE)\n",
+        "",
+        "server/access/test_pace.py::test_messages_that_are_sent_are_charged",
+    ),
+    fault(
+        "long messages are not charged",
+        f"{_ACCESS}/admission.py",
+        "        self.pace.charge(owner, len(request.data) * SECONDS_PER_BYTE)\n",
+        "",
+        "server/access/test_pace.py::test_long_messages_that_are_of_no_use_are_refused_and_charged",
+    ),
+    fault(
+        "long messages are parsed in one step",
+        f"{_ACCESS}/admission.py",
+        "pieces(request.data, request.kind)",
+        "iter([request.data])",
+        "server/access/test_pace.py::test_long_messages_are_parsed_in_steps_of_their_owner",
+    ),
+    fault(
+        "long messages are parsed as they arrive",
+        f"{SERVER}/common/rpc.py",
+        "        if len(data) > _AT_ONCE_BYTES:\n            return Unparsed(data, kind, most)\n",
+        "",
+        "server/access/test_pace.py::test_long_messages_are_parsed_in_steps_of_their_owner",
+    ),
+    fault(
+        "slices of long work are not steps of their owner",
+        f"{SERVER}/common/slices.py",
+        "        if self._step is not None:\n            await self._step()\n",
+        "",
+        "server/access/test_pace.py::test_long_work_of_one_owner_goes_in_its_time",
+    ),
+    fault(
+        "long work takes its whole share beside others",
+        f"{SERVER}/common/slices.py",
+        "return share if self._alone() else share * BESIDE_OTHERS",
+        "return share",
+        "server/access/test_pace.py::"
+        "test_long_work_leaves_more_of_the_loop_while_others_are_active",
+    ),
+    # ------------------------------------------------------------------ lengths from outside
+    fault(
+        "numbers that are not packed are not bounded",
+        f"{SERVER}/wire/pieces.py",
+        "        if fields == MAX_FIELDS:\n",
+        "        if False:\n",
+        "server/ingest/test_pieces.py::test_numbers_that_are_not_packed_are_bounded",
+    ),
+    fault(
+        "messages over the limit of their method are parsed",
+        f"{SERVER}/common/rpc.py",
+        "        return len(self.data) > self.most\n",
+        "        return False\n",
+        "system/test_budgets.py::test_binds_are_bounded_and_their_waits_end",
+    ),
+    fault(
+        "block ids of a request are not bounded",
+        f"{SERVER}/index/chunk.py",
+        "    if needed > most:\n",
+        "    if False:\n",
+        "server/ingest/test_limits.py::test_blocks_that_an_engine_does_not_have_are_named",
+    ),
+    fault(
+        "drop reasons of an agent are not bounded",
+        f"{SERVER}/index/agents.py",
+        "        dropped.clear()\n"
+        "        dropped.update({**kept, OTHER_REASON: min(unknown, _MAX_ROWS)}"
+        " if unknown else kept)\n",
+        "        del unknown, kept\n",
+        "server/index/test_agents_listed.py::test_drop_reasons_are_bounded",
+    ),
+    fault(
+        "begins of a chunk are not bounded",
+        f"{SERVER}/index/chunk.py",
+        '(("request_ids", header.request_ids), ("begins", header.begins))',
+        '(("request_ids", header.request_ids),)',
+        "system/test_hostile.py::"
+        "test_a_poison_chunk_is_refused_once_and_for_all_and_the_next_one_is_taken",
+    ),
+    # ------------------------------------------------------------------ callers without a token
+    fault(
+        "calls that wait to be looked at are not bounded",
+        f"{SERVER}/daemon.py",
+        '        ("grpc.server.max_pending_requests_hard_limit", 8000),\n',
+        '        ("grpc.server.max_pending_requests_hard_limit", 1 << 30),\n',
+        "server/access/test_isolation.py::"
+        "test_calls_that_are_not_looked_at_yet_are_bounded_as_the_page_says",
+    ),
+    fault(
+        "health watches are not bounded",
+        f"{SERVER}/ops/health.py",
+        "self._watches[address] >= MAX_WATCHES - under_way",
+        "False",
+        "server/ops/test_health_bounds.py::test_open_watches_are_bounded_and_closed_ones_make_room",
+    ),
+    fault(
+        "health calls without their message are not bounded",
+        f"{SERVER}/ops/health.py",
+        "        if len(self._unread) >= MAX_UNREAD:\n",
+        "        if False:\n",
+        "server/ops/test_health_bounds.py::"
+        "test_calls_without_their_message_make_room_for_those_with_it",
+    ),
+)
