@@ -116,17 +116,24 @@ ACCESS = (
     fault(
         "a token that may read shortens a lease",
         f"{SERVER}/read/service.py",
-        '            self._access.check(context, "admin", request.run)\n',
-        "            pass\n",
+        'refuse = None if self._access.may(context, "admin", request.run) else check',
+        "refuse = None",
         _LEASES,
     ),
     fault(
         "a token that may read shortens a lease of a spread run",
         f"{SERVER}/read/spread_catalog.py",
-        "                if any(ttl < part.left for part in answer.glances):\n"
-        "                    shortens()\n",
-        "                pass\n",
+        "                    if any(ttl < part.left for part in answer.glances):\n"
+        "                        refuse()\n",
+        "                    pass\n",
         _LEASES,
+    ),
+    fault(
+        "a lease that is lengthened after the check is shortened",
+        f"{SERVER}/read/catalog.py",
+        "encode_renew(now, run, part, ttl, keep_longer=refuse is not None)",
+        "encode_renew(now, run, part, ttl)",
+        "server/retention/test_judged.py::test_a_lease_that_is_lengthened_after_the_check_stays",
     ),
     # ------------------------------------------------------------------ runs and engines
     fault(

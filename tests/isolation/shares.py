@@ -170,7 +170,7 @@ SHARES = (
     fault(
         "long work takes its whole share beside others",
         f"{SERVER}/common/slices.py",
-        "return share if self._alone() else share * BESIDE_OTHERS",
+        "return share if self._alone() else min(share, SHARE_BESIDE_OTHERS)",
         "return share",
         "server/access/test_pace.py::"
         "test_long_work_leaves_more_of_the_loop_while_others_are_active",

@@ -429,10 +429,13 @@ class Renew(google.protobuf.message.Message):
     RUN_FIELD_NUMBER: builtins.int
     TRACE_IDS_FIELD_NUMBER: builtins.int
     TTL_FIELD_NUMBER: builtins.int
+    KEEP_LONGER_FIELD_NUMBER: builtins.int
     run: builtins.str
     """Namespace."""
     ttl: builtins.float
     """Seconds from the record's time on."""
+    keep_longer: builtins.bool
+    """Whether leases that are longer stay as they are."""
     @property
     def trace_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """The traces."""
@@ -443,8 +446,9 @@ class Renew(google.protobuf.message.Message):
         run: builtins.str = ...,
         trace_ids: collections.abc.Iterable[builtins.str] | None = ...,
         ttl: builtins.float = ...,
+        keep_longer: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["run", b"run", "trace_ids", b"trace_ids", "ttl", b"ttl"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["keep_longer", b"keep_longer", "run", b"run", "trace_ids", b"trace_ids", "ttl", b"ttl"]) -> None: ...
 
 global___Renew = Renew
 

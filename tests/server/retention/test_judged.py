@@ -17,6 +17,7 @@ import pytest
 
 from routetrace.codec.records import FinishReason, OpKind
 from routetrace.common.layout import ModelLayout
+from routetrace.server.common.slices import IN_TURNS
 from routetrace.server.core import Core
 from routetrace.server.index import journal as journal_module
 from routetrace.server.index.apply import apply_record
@@ -131,6 +132,34 @@ def test_a_deletion_by_name_takes_what_there_is():
         apply_record(state, number, record)
     assert apply_record(state, 4, deletion) == 1
     assert KEY not in state.traces.traces
+
+
+@pytest.mark.parametrize(("keep_longer", "left"), [(False, 10), (True, TTL)])
+def test_a_renewal_leaves_longer_leases_alone_if_it_says_so(keep_longer: bool, left: float):
+    renewal = encode_renew(1, "run", ["session", "none"], 10, keep_longer=keep_longer)
+    records = [opened(), stored(turn(0, ends=True), 1), renewal]
+    state = replayed(records, 3)
+    trace = state.traces.traces[KEY]
+    assert (trace.ttl, trace.expires) == (left, 1 + left)
+    for cut in range(len(records)):
+        assert list(replayed(records, cut).dump()) == list(state.dump()), cut
+
+
+async def test_a_lease_that_is_lengthened_after_the_check_stays():
+    """Callers without scope admin may end no lease earlier, however long their check takes."""
+    core = Core(MemoryStore(), ServerConfig(default_ttl_seconds=TTL))
+    await core.start()
+    now = core.journal.clock.now()
+    await core.journal.append(opened())
+    await core.journal.append(stored(turn(0, ends=True), 1, now))
+    catalog, trace = core._traces._catalog("run"), core.state.traces.traces[KEY]
+    before = trace.expires
+    asked: list[int] = []
+    await catalog.renew("run", ["session"], 10, IN_TURNS, lambda: asked.append(1))
+    assert (asked, trace.expires) == ([1], before)
+    await catalog.renew("run", ["session"], 10, IN_TURNS, None)
+    assert trace.expires < before
+    await core.stop()
 
 
 async def test_the_rest_of_a_record_counts_as_a_later_change(monkeypatch):

@@ -128,8 +128,8 @@ class Access:
             return ""
         return self._find(self._tokens, context.invocation_metadata() or ()).name
 
-    def may_read(self, context: Context, run: str) -> bool:
-        """Whether the caller may read a run.
+    def may(self, context: Context, scope: Scope, run: str) -> bool:
+        """Whether the caller's token covers a scope and a run.
 
         Raises:
             Unauthenticated: if the token is not known, or no longer.
@@ -137,7 +137,7 @@ class Access:
         if self._tokens is None:
             return True
         token = self._find(self._tokens, context.invocation_metadata() or ())
-        return "read" in token.scopes and token.covers(run)
+        return scope in token.scopes and token.covers(run)
 
     def covered(self, context: Context, runs: Iterable[str]) -> list[str]:
         """Return the runs that the caller's token covers, sorted; all on a server without tokens.

@@ -92,8 +92,10 @@ def _apply_renew(state: State, change: stored.Renew, now: float) -> Generator[No
     traces = [state.trace((change.run, i), now) for i in change.trace_ids]
     found = [trace for trace in traces if trace]
     for trace in found:
-        trace.ttl = change.ttl
-        trace.expires = now + trace.ttl
+        ttl, expires = change.ttl, now + change.ttl
+        if change.keep_longer:
+            ttl, expires = max(ttl, trace.ttl), max(expires, trace.expires)
+        trace.ttl, trace.expires = ttl, expires
         trace.packed = None
         state.touched.add(trace.key)
     return len(found)

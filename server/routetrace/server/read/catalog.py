@@ -64,12 +64,13 @@ class Catalog(Protocol):
         run: str,
         trace_ids: Sequence[str],
         ttl: float,
-        shortens: Callable[[], object],
         turns: Turns,
+        refuse: Callable[[], object] | None,
     ) -> int:
         """Set the leases of traces; return their number.
 
-        `shortens` is called if one of them would end earlier than before, and may refuse that.
+        If the caller may end no lease earlier, `refuse` is called where one would: it raises an
+        error. A lease that another caller lengthens meanwhile stays as it is.
         """
 
     async def agents(self, request: pb.ListAgentsRequest) -> pb.ListAgentsResponse:
@@ -222,18 +223,20 @@ class OwnCatalog:
         run: str,
         trace_ids: Sequence[str],
         ttl: float,
-        shortens: Callable[[], object],
         turns: Turns,
+        refuse: Callable[[], object] | None,
     ) -> int:
         """Set leases; see `Catalog`."""
-        async for trace_id in turns.over(trace_ids):
-            trace = self._state.traces.traces.get((run, trace_id))
-            if trace is not None and self._journal.clock.now() + ttl < trace.expires:
-                shortens()
+        if refuse:
+            async for trace_id in turns.over(trace_ids):
+                trace = self._state.traces.traces.get((run, trace_id))
+                if trace is not None and self._journal.clock.now() + ttl < trace.expires:
+                    refuse()
         count = 0
         for at in range(0, len(trace_ids), _MAX_RENEWED):
             now, part = self._journal.clock.now(), trace_ids[at : at + _MAX_RENEWED]
-            count += await self._journal.append(encode_renew(now, run, part, ttl))
+            record = encode_renew(now, run, part, ttl, keep_longer=refuse is not None)
+            count += await self._journal.append(record)
         return count
 
     async def agents(self, request: pb.ListAgentsRequest) -> pb.ListAgentsResponse:

@@ -148,7 +148,7 @@ class Finder:
         """Return the error for a trace that is not there, or a run that is not known."""
         run, trace_id = request.run, request.trace_id
         if fate or has_run:
-            named = fate is not None and self._access.may_read(context, run)
+            named = fate is not None and self._access.may(context, "read", run)
             return no_trace(run, trace_id, fate, named=named)
         known = self._access.covered(context, self._state.runs())[:_MAX_NAMED_RUNS]
         names = ", ".join(n if n.isprintable() else repr(n) for n in known) or "none yet"

@@ -216,7 +216,8 @@ class PartsServicer:
         held = [i for i, t in enumerate(request.trace_ids) if (request.run, t) in known]
         some = [request.trace_ids[i] for i in held]
         now = self._journal.clock.now()
-        await self._journal.append(encode_renew(now, request.run, some, request.ttl))
+        record = encode_renew(now, request.run, some, request.ttl, keep_longer=request.keep_longer)
+        await self._journal.append(record)
         return parts.RenewResponse(indexes=held)
 
     async def agents(self, request: pb.ListAgentsRequest) -> pb.ListAgentsResponse:

@@ -213,19 +213,22 @@ class SpreadCatalog:
         run: str,
         trace_ids: Sequence[str],
         ttl: float,
-        shortens: Callable[[], object],
         turns: Turns,
+        refuse: Callable[[], object] | None,
     ) -> int:
         """Set the leases of traces in all workers; return their number."""
         renewed: set[int] = set()
         for at in range(0, len(trace_ids), _MAX_RENEWED):
             some = trace_ids[at : at + _MAX_RENEWED]
-            glance = parts.GlanceRequest(run=run, trace_ids=some)
-            answers = await self._gathering.ask("Glance", glance, parts.GlanceResponse)
-            for answer in (*answers.values(), await self._own.glance(glance)):
-                if any(ttl < part.left for part in answer.glances):
-                    shortens()
-            request = parts.RenewRequest(run=run, trace_ids=some, ttl=ttl)
+            if refuse:
+                glance = parts.GlanceRequest(run=run, trace_ids=some)
+                answers = await self._gathering.ask("Glance", glance, parts.GlanceResponse)
+                for answer in (*answers.values(), await self._own.glance(glance)):
+                    if any(ttl < part.left for part in answer.glances):
+                        refuse()
+            request = parts.RenewRequest(
+                run=run, trace_ids=some, ttl=ttl, keep_longer=refuse is not None
+            )
             done = await self._gathering.ask("Renew", request, parts.RenewResponse)
             for response in (*done.values(), await self._own.renew(request)):
                 renewed.update(at + index for index in response.indexes)

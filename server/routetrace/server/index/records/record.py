@@ -127,11 +127,20 @@ def encode_delete(
     return _encode(stored.Record(time=now, delete=delete))
 
 
-def encode_renew(now: float, run: str, trace_ids: Iterable[str], ttl: float) -> bytes:
-    """Return the record of leases that run `ttl` seconds from now on."""
-    return _encode(
-        stored.Record(time=now, renew=stored.Renew(run=run, trace_ids=trace_ids, ttl=ttl))
-    )
+def encode_renew(
+    now: float, run: str, trace_ids: Iterable[str], ttl: float, *, keep_longer: bool = False
+) -> bytes:
+    """Return the record of leases that run `ttl` seconds from now on.
+
+    Args:
+        now: time of the record.
+        run: namespace.
+        trace_ids: the traces.
+        ttl: seconds.
+        keep_longer: whether leases that are longer, when this is applied, stay as they are.
+    """
+    renew = stored.Renew(run=run, trace_ids=trace_ids, ttl=ttl, keep_longer=keep_longer)
+    return _encode(stored.Record(time=now, renew=renew))
 
 
 def encode_forget(now: float, run: str, engine_id: str) -> bytes:
