@@ -168,6 +168,13 @@ SHARES = (
         "server/access/test_pace.py::test_long_work_of_one_owner_goes_in_its_time",
     ),
     fault(
+        "reads of one tenant bring the server near its memory limit",
+        f"{_ACCESS}/admission.py",
+        "    return min(config.max_reads, most)\n",
+        "    return config.max_reads\n",
+        "server/access/test_admission.py::test_reads_take_at_most_a_quarter_of_the_memory_limit",
+    ),
+    fault(
         "long work takes its whole share beside others",
         f"{SERVER}/common/slices.py",
         "return share if self._alone() else min(share, SHARE_BESIDE_OTHERS)",

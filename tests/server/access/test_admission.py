@@ -6,7 +6,7 @@ import asyncio
 import random
 from collections import Counter
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -39,6 +39,26 @@ def test_reads_over_the_limit_are_refused_and_told_when_to_come_again():
         assert admission.waiting == 2
     with admission.read(OWNER):
         assert admission.reads == 1
+
+
+@pytest.mark.parametrize(
+    ("memory_limit", "most"),
+    [(0, 20_000), (1000, 64), (1 << 30, 13_107), (16 << 30, 20_000)],
+)
+def test_reads_take_at_most_a_quarter_of_the_memory_limit(memory_limit: int, most: int):
+    """docs/operations.md: at 20 KiB each."""
+    admission = limits(max_reads=20_000, memory_limit=memory_limit)
+    [reads] = [budget for budget in admission.budgets if budget.name == "max_reads"]
+    assert (reads.limit, admission.max_reads) == (most, most)
+
+
+def test_a_refusal_names_the_memory_limit_if_that_is_why():
+    admission = limits(memory_limit=1000)
+    with ExitStack() as held:
+        for _ in range(admission.budgets[0].share(OWNER)):
+            held.enter_context(admission.read(OWNER))
+        with pytest.raises(Overloaded, match="memory_limit allows no more"):
+            held.enter_context(admission.read(OWNER))
 
 
 @given(st.integers(0, 20), st.integers(0, 20), st.integers(0, 20))

@@ -226,7 +226,8 @@ async def test_messages_that_are_sent_are_charged():
     assert admission.pace.charged == [("token mine", 8 * SECONDS_PER_BYTE)]
 
 
-async def test_long_messages_are_parsed_in_steps_of_their_owner():
+async def test_long_messages_are_parsed_in_steps_of_their_owner(monkeypatch):
+    monkeypatch.setattr(slices, "TURN_SECONDS", -1.0)  # each piece is a slice
     admission = Admission(ServerConfig(store="memory"), Metrics())
     admission.pace = pace = Noting()
     request = pb.GetBlocksRequest(run="r", block_ids=[1 << 31] * 100_000)

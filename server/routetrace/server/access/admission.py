@@ -33,6 +33,22 @@ _MAX_SLOW = 3
 #: Reads that a watch counts as, but at most a quarter of all.
 _WATCH_READS = 64
 
+#: Memory of a read that waits, most of it gRPC's: 18 KB were measured. And the least number of
+#: reads that a server takes, whatever its memory limit.
+_READ_BYTES = 20 << 10
+_LEAST_READS = 64
+
+
+def _max_reads(config: ServerConfig) -> int:
+    """Return `max_reads`, or less where these reads would take over a quarter of the memory limit.
+
+    Near the limit, finished traces are evicted: reads of one tenant must not take those of another.
+    """
+    if not config.memory_limit:
+        return config.max_reads
+    most = max(_LEAST_READS, config.memory_limit // 4 // _READ_BYTES)
+    return min(config.max_reads, most)
+
 
 class Admission:
     """Limits of one server. All calls belong to one event loop."""
@@ -41,7 +57,11 @@ class Admission:
         self._config = config
         self._stalled = metrics.stalled_reads
         refused = metrics.overloaded
-        self._reads = Budget("max_reads", config.max_reads, refused)
+        self.max_reads = _max_reads(config)
+        """Maximum reads at a time."""
+        lowered = self.max_reads < config.max_reads
+        remedy = "memory_limit allows no more than this" if lowered else ""
+        self._reads = Budget("max_reads", self.max_reads, refused, remedy=remedy)
         self._turns = Budget("max_streaming_reads", config.max_streaming_reads)
         #: Reads that are sending a message without a turn.
         self._slow = Budget("max_slow_reads", _MAX_SLOW * config.max_streaming_reads)
@@ -99,7 +119,7 @@ class Admission:
         return self.binding.hold(owner, min(nbytes, max(1, self.binding.limit // 4)))
 
     async def parsed(self, owner: str, request: Unparsed) -> Message | Unusable:
-        """Parse a long message in pieces, each when its owner may use the loop.
+        """Parse a long message in pieces, in the slices of its owner's long work.
 
         Raises:
             Overloaded: if the owner has its share of max_ingest_bytes.
@@ -108,16 +128,13 @@ class Admission:
         if request.too_long:
             return request.unusable()
         with self.bind(owner, len(request.data)):
-            message, left = request.kind(), pieces(request.data, request.kind)
+            message, turns = request.kind(), self.pace.turns(owner)
             try:
-                while True:
-                    await self.pace.step(owner)
-                    if (piece := next(left, None)) is None:
-                        return message
+                async for piece in turns.over(pieces(request.data, request.kind), waits=True):
                     message.MergeFromString(piece)
-                    await asyncio.sleep(0)  # it took a turn of the loop
             except DecodeError:
                 return request.unusable()
+            return message
 
     @property
     def budgets(self) -> list[Budget]:

@@ -21,12 +21,16 @@ from routetrace.server.common.slices import Turns
 #: Seconds without a step after which an owner does not count as active.
 ACTIVE_SECONDS = 1.0
 
-#: Part of the loop's time that the steps of all active owners get together; the rest is for what
-#: is not measured: gRPC's own work for their calls, and agents.
-_STEPS_SHARE = 0.6
+#: Part of the loop's time that all active owners get together; the rest is for what is not counted:
+#: agents, and the server's own work.
+_STEPS_SHARE = 0.7
 
-#: Seconds over which the use of an owner is averaged: what it leaves of its share, others get.
+#: Seconds over which the use of an owner is averaged.
 _USE_SECONDS = 0.25
+
+#: How much of the loop is kept for an owner, in what it uses: the rest of its part, others get. An
+#: owner that waits for each answer uses less the slower it becomes; it must be able to use more.
+_KEPT = 2.0
 
 #: Maximum active owners for which that is reckoned, at each step: runs, of which there may be
 #: thousands, are owners on a server without tokens.
@@ -139,7 +143,7 @@ class Pace:
         if len(self._accounts) > _MOST_COMPARED:
             return equal
         others = sum(other.used for other in self._accounts.values() if other is not account)
-        return max(equal, _STEPS_SHARE - others / _USE_SECONDS)
+        return max(equal, _STEPS_SHARE - _KEPT * others / _USE_SECONDS)
 
     async def _turn(self, account: _Account) -> None:
         """Wait for the credit that earlier steps of the owner leave."""

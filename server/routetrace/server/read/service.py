@@ -222,7 +222,7 @@ class TraceServicer(RunCalls):
 
         with ExitStack() as counted:
             # Each counts; where few are allowed at all, a call takes at most a quarter of them.
-            most = max(1, self._config.max_reads // 4)
+            most = max(1, self._admission.max_reads // 4)
             for _ in range(min(len(request.reads), most)):
                 counted.enter_context(self._admission.read(owner))
             turn = partial(self._admission.turn, owner)

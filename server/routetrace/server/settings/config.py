@@ -193,7 +193,8 @@ class ServerConfig(BaseSettings):
         20_000,
         ge=1,
         description="maximum concurrent reads, waiting ones included; one token (or run) may hold "
-        "at most as many as remain free, and further ones are refused",
+        "at most as many as remain free, and further ones are refused; fewer where they would take "
+        "over a quarter of the memory limit, at 20 KiB each",
     )
     max_streaming_reads: int = Field(
         256,

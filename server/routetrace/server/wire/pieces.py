@@ -14,7 +14,7 @@ from google.protobuf.message import DecodeError, Message
 from routetrace.server.wire.messages import varint
 
 #: Maximum length of a piece, but for a longer field that is not packed; its maximum fields.
-PIECE_BYTES = 64 << 10
+PIECE_BYTES = 32 << 10
 _PIECE_FIELDS = 2048
 
 #: Maximum fields of a message.
