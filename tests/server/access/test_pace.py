@@ -270,6 +270,15 @@ async def test_each_owner_has_its_own_half_of_the_loop_for_long_work(busy):
     assert turns[1]._reserve(0.5) == 0
 
 
+async def test_calls_of_one_owner_share_its_slices_after_a_pause(busy):
+    """A watch holds them, and looks again after a second in which its owner was not active."""
+    before = busy.pace.turns("heavy")
+    busy.time += ACTIVE_SECONDS + 1
+    await busy.step("light")
+    assert "heavy" not in busy.pace._accounts
+    assert busy.pace.turns("heavy") is before
+
+
 class Clock:
     """Stands for the modules `time` and `asyncio` of slices: a pause lasts as long as it says."""
 

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from time import monotonic
+from weakref import WeakValueDictionary
 
 from routetrace.server.common.slices import Turns
 
@@ -81,6 +82,7 @@ class Pace:
     def __init__(self, now: Callable[[], float] = monotonic) -> None:
         self._now = now
         self._accounts: dict[str, _Account] = {}
+        self._turns: WeakValueDictionary[str, Turns] = WeakValueDictionary()
         self._stepped: list[_Account] = []
         self._began = 0.0
 
@@ -106,6 +108,14 @@ class Pace:
         """Return the slices of an owner's long work, each of which is a step."""
         return self._account(owner, self._now()).turns
 
+    def _turns_of(self, owner: str) -> Turns:
+        """Return the one Turns of an owner: calls may hold it for longer than its account lasts."""
+        turns = self._turns.get(owner)
+        if turns is None:
+            turns = Turns(partial(self.step, owner), lambda: len(self._accounts) == 1)
+            self._turns[owner] = turns
+        return turns
+
     def charge(self, owner: str, seconds: float) -> None:
         """Count time that an owner has used, beside its steps: its next steps wait for it."""
         now = self._now()
@@ -124,9 +134,7 @@ class Pace:
                 break
             del self._accounts[first]
         if account is None:
-            account = _Account(
-                now, now, Turns(partial(self.step, owner), lambda: len(self._accounts) == 1)
-            )
+            account = _Account(now, now, self._turns_of(owner))
         account.seen = now
         self._accounts[owner] = account
         return account
