@@ -6,6 +6,7 @@ import asyncio
 from contextlib import suppress
 from types import SimpleNamespace
 
+import grpc
 import pytest
 
 from routetrace.common.errors import Overloaded
@@ -13,8 +14,9 @@ from routetrace.server.access.admission import Admission
 from routetrace.server.access.control import Access
 from routetrace.server.access.pace import (
     ACTIVE_SECONDS,
+    ALONE_DEBT_SECONDS,
     CALL_SECONDS,
-    LONGEST_STEP_SECONDS,
+    LONG_STEP_SECONDS,
     SECONDS_PER_BYTE,
     Pace,
 )
@@ -35,7 +37,7 @@ class Busy:
 
     def __init__(self) -> None:
         self.time = 0.0
-        self.pace = Pace(lambda: self.time)
+        self.pace = Pace(lambda: self.time, lambda: self.time)
         self.done: list[str] = []
 
     async def step(self, owner: str) -> None:
@@ -90,7 +92,7 @@ async def test_an_owner_that_was_alone_for_long_owes_little_to_the_next_one(busy
         await busy.step("heavy")
         await asyncio.sleep(0)  # it is counted
     await busy.step("light")
-    assert busy.pace._accounts["heavy"].credit >= -LONGEST_STEP_SECONDS
+    assert busy.pace._accounts["heavy"].credit >= -ALONE_DEBT_SECONDS
 
 
 async def test_an_owner_that_is_not_active_any_more_does_not_count(busy):
@@ -170,13 +172,21 @@ async def test_what_is_charged_delays_the_next_steps_of_its_owner(busy):
     for _ in range(100):
         busy.pace.charge("heavy", 1.0)
     owed = -busy.pace._accounts["heavy"].credit
-    assert LONGEST_STEP_SECONDS < owed <= 0.1
+    assert ALONE_DEBT_SECONDS < owed <= 0.1
 
 
 async def test_an_owner_alone_is_charged_no_more_than_a_step(busy):
     for _ in range(100):
         busy.pace.charge("heavy", 1.0)
-    assert busy.pace._accounts["heavy"].credit >= -LONGEST_STEP_SECONDS
+    assert busy.pace._accounts["heavy"].credit >= -ALONE_DEBT_SECONDS
+
+
+async def test_a_step_that_holds_the_loop_for_long_counts_twice(busy):
+    for owner in ("light", "heavy"):
+        await busy.step(owner)
+        await asyncio.sleep(0)  # it is counted
+    used = {owner: account.used for owner, account in busy.pace._accounts.items()}
+    assert used["heavy"] == pytest.approx(2 * _COST - LONG_STEP_SECONDS)
 
 
 class Noting(Pace):
@@ -206,15 +216,35 @@ async def test_calls_with_a_token_begin_in_its_time(tmp_path):
     access = Access(ServerConfig(store="memory", tokens_file=tokens), Metrics())
     [gate] = access.interceptors(pace)
 
-    async def handler(_):
-        return None
+    async def unary(_, __):
+        return "answer"
 
-    for method in ("routetrace.v1.TraceService/GetTrace", "grpc.health.v1.Health/Check"):
-        metadata = (("authorization", f"Bearer {text}"),)
+    async def stream(_, __):
+        yield "answer"
+
+    async def handler(details):
+        if details.method.endswith("/GetTrace"):
+            return grpc.unary_stream_rpc_method_handler(stream)
+        return grpc.unary_unary_rpc_method_handler(unary)
+
+    metadata = (("authorization", f"Bearer {text}"),)
+
+    async def intercepted(method: str):
         details = SimpleNamespace(method=f"/{method}", invocation_metadata=metadata)
-        await gate.intercept_service(handler, details)
+        return await gate.intercept_service(handler, details)
+
+    # Once before the message is parsed, and once before the handler runs.
+    stat = await intercepted("routetrace.v1.TraceService/StatTrace")
     assert pace.owners == ["token reader"]
-    assert pace.charged == [("token reader", CALL_SECONDS)]
+    assert await stat.unary_unary(None, None) == "answer"
+    assert pace.owners == ["token reader"] * 2
+    read = await intercepted("routetrace.v1.TraceService/GetTrace")
+    assert [answer async for answer in read.unary_stream(None, None)] == ["answer"]
+    assert pace.owners == ["token reader"] * 4
+    health = await intercepted("grpc.health.v1.Health/Check")
+    assert await health.unary_unary(None, None) == "answer"
+    assert pace.owners == ["token reader"] * 4
+    assert pace.charged == [("token reader", CALL_SECONDS)] * 2
 
 
 async def test_messages_that_are_sent_are_charged():

@@ -211,7 +211,7 @@ class _Gate(grpc.aio.ServerInterceptor):
             await self._pace.step(owner)
             self._pace.charge(owner, CALL_SECONDS)
         handler = await continuation(handler_call_details)
-        return handler and self._noted(handler)
+        return handler and self._noted(handler, owner)
 
     def _refusal(self, method: str, error: RouteTraceError) -> Any:
         async def refuse(_: object, context: Context) -> None:
@@ -223,24 +223,29 @@ class _Gate(grpc.aio.ServerInterceptor):
         # without a deserializer, no message is parsed.
         return grpc.stream_stream_rpc_method_handler(refuse)
 
-    def _noted(self, handler: Any) -> Any:
-        """Return the handler, wrapped to note that its connection works."""
+    def _noted(self, handler: Any, owner: str) -> Any:
+        """Return the handler, wrapped to note that its connection works, and to count its time."""
         kind = f"{_word(handler.request_streaming)}_{_word(handler.response_streaming)}"
         behavior = getattr(handler, kind)
         make = getattr(grpc, f"{kind}_rpc_method_handler")
         noted = self._generator if inspect.isasyncgenfunction(behavior) else self._coroutine
-        return make(noted(behavior), handler.request_deserializer, handler.response_serializer)
+        counted = noted(behavior, owner)
+        return make(counted, handler.request_deserializer, handler.response_serializer)
 
-    def _coroutine(self, behavior: Callable[..., Awaitable[Any]]) -> Callable[..., Any]:
+    def _coroutine(self, behavior: Callable[..., Awaitable[Any]], owner: str) -> Callable[..., Any]:
         async def run(request: Any, context: Context) -> Any:
             self._access.called(context)
+            if owner:
+                await self._pace.step(owner)  # until its first wait; most calls have none
             return await behavior(request, context)
 
         return run
 
-    def _generator(self, behavior: Callable[..., Any]) -> Callable[..., Any]:
+    def _generator(self, behavior: Callable[..., Any], owner: str) -> Callable[..., Any]:
         async def run(request: Any, context: Context) -> AsyncIterator[Any]:
             self._access.called(context)
+            if owner:
+                await self._pace.step(owner)
             async with aclosing(behavior(request, context)) as responses:
                 async for response in responses:
                     yield response

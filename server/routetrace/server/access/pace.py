@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from time import monotonic
+from time import monotonic, thread_time
 from weakref import WeakValueDictionary
 
 from routetrace.server.common.slices import Turns
@@ -24,7 +24,7 @@ ACTIVE_SECONDS = 1.0
 
 #: Part of the loop's time that all active owners get together; the rest is for what is not counted:
 #: agents, and the server's own work.
-_STEPS_SHARE = 0.7
+_STEPS_SHARE = 0.8
 
 #: Seconds over which the use of an owner is averaged.
 _USE_SECONDS = 0.25
@@ -45,11 +45,13 @@ _BURST_SECONDS = 0.005
 CALL_SECONDS = 0.25e-3
 SECONDS_PER_BYTE = 2e-9
 
-#: Maximum seconds that an owner owes for what was charged while others were active.
-_LONGEST_DEBT_SECONDS = 0.1
+#: Processor seconds of a step beyond which it counts twice: it delays each step of the others.
+LONG_STEP_SECONDS = 0.002
 
-#: Maximum seconds that count for one step: on a busy machine the loop may be off the processor.
-LONGEST_STEP_SECONDS = 0.02
+#: Maximum seconds that an owner owes while others are active, and that one which was alone owes to
+#: the next.
+LONGEST_DEBT_SECONDS = 0.1
+ALONE_DEBT_SECONDS = 0.02
 
 
 @dataclass(slots=True)
@@ -77,10 +79,15 @@ class Pace:
 
     Args:
         now: clock in seconds.
+        spent: processor seconds of the loop's thread: on a busy machine it may be off the processor
+            in the middle of a step.
     """
 
-    def __init__(self, now: Callable[[], float] = monotonic) -> None:
+    def __init__(
+        self, now: Callable[[], float] = monotonic, spent: Callable[[], float] = thread_time
+    ) -> None:
         self._now = now
+        self._spent = spent
         self._accounts: dict[str, _Account] = {}
         self._turns: WeakValueDictionary[str, Turns] = WeakValueDictionary()
         self._stepped: list[_Account] = []
@@ -121,7 +128,10 @@ class Pace:
         now = self._now()
         account = self._account(owner, now)
         self._refill(account, now)
-        most = LONGEST_STEP_SECONDS if len(self._accounts) == 1 else _LONGEST_DEBT_SECONDS
+        self._owe(account, seconds)
+
+    def _owe(self, account: _Account, seconds: float) -> None:
+        most = ALONE_DEBT_SECONDS if len(self._accounts) == 1 else LONGEST_DEBT_SECONDS
         account.credit = max(min(-most, account.credit), account.credit - seconds)
         account.used += seconds
 
@@ -191,21 +201,18 @@ class Pace:
     def _count(self, account: _Account) -> None:
         """Count the time until the loop's next round as that of the steps in this one."""
         if not self._stepped:
-            self._began = self._now()
+            self._began = self._spent()
             asyncio.get_running_loop().call_soon(self._counted)
         account.stepping += 1
         self._stepped.append(account)
 
     def _counted(self) -> None:
-        now = self._now()
-        took = min(now - self._began, LONGEST_STEP_SECONDS * len(self._stepped))
+        now, took = self._now(), self._spent() - self._began
         stepped, self._stepped = self._stepped, []
+        part = took / len(stepped)
         for account in stepped:
             self._refill(account, now)
             account.stepping -= 1
-            # One that was alone for long owes no more than a step.
-            least = min(-LONGEST_STEP_SECONDS, account.credit)
-            account.credit = max(least, account.credit - took / len(stepped))
-            account.used += took / len(stepped)
+            self._owe(account, part + max(0.0, part - LONG_STEP_SECONDS))
         for account in stepped:
             self._wake_later(account)
