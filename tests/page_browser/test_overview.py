@@ -48,6 +48,16 @@ class Run:
         feeder.flush()
 
 
+def run_of(server: ServerProcess, tokens: dict[str, int]) -> Run:
+    """Return a run of engines with one trace each, by its tokens, and a first heartbeat."""
+    feeders = {n: Feeder(server.target, LAYOUT, run="r", engine_id=n) for n in tokens}
+    run = Run(server, feeders)
+    for name, count in tokens.items():
+        run.add(name, f"of {name}", count)
+        run.beat(name)
+    return run
+
+
 @pytest.fixture(scope="module")
 def run() -> Iterator[Run]:
     with run_server(agent_timeout_seconds=3600) as server:
@@ -218,12 +228,9 @@ def test_the_chart_fills_its_card(opened: Watched) -> None:
 
 def test_many_engines_with_one_trouble_are_one_sentence(context) -> None:
     with run_server() as server:
-        names = [f"e{n}" for n in range(5)]
-        feeders = {n: Feeder(server.target, LAYOUT, run="r", engine_id=n) for n in names}
-        run = Run(server, feeders)
-        for number, name in enumerate(names):
-            run.add(name, f"of {name}", 20)
-            run.beat(name, lag_ms=9000 + 1000 * number)
+        run = run_of(server, {f"e{n}": 20 for n in range(5)})
+        for number in range(5):
+            run.beat(f"e{number}", lag_ms=9000 + 1000 * number)
         with open_tab(context, server.target) as tab:
             told = notice(tab.page, "5 engines are late")
             expect(told).to_contain_text(": e4 is 13\u00a0s late")
@@ -254,13 +261,7 @@ def test_a_shard_that_is_gone_is_named(context) -> None:
 def test_a_loss_of_few_rows_is_a_warning_below_real_trouble(context) -> None:
     """Of the same reason, many rows are a problem: the engine "most"."""
     with run_server() as server:
-        names = ("few", "late", "most", "share")
-        run = Run(server, {
-            n: Feeder(server.target, LAYOUT, run="r", engine_id=n) for n in names
-        })  # fmt: skip
-        for name in names:
-            run.add(name, f"of {name}", 20_001 if name == "share" else 101)
-            run.beat(name)
+        run = run_of(server, {"few": 101, "late": 101, "most": 101, "share": 20_001})
         run.beat("few", invalid_ids=3)
         run.beat("late", lag_ms=9000)
         run.beat("most", invalid_ids=300)
@@ -281,14 +282,8 @@ def test_a_loss_of_few_rows_is_a_warning_below_real_trouble(context) -> None:
 def test_a_group_of_engines_has_the_tone_of_the_worst(context) -> None:
     """More rows are dropped by "many", but few of its own; of "half" they are half of them."""
     with run_server() as server:
-        names = ("half", "many", "one", "two")
-        run = Run(server, {
-            n: Feeder(server.target, LAYOUT, run="r", engine_id=n) for n in names
-        })  # fmt: skip
-        for name in names:
-            run.add(name, f"of {name}", 20_001 if name == "many" else 16)
-            run.beat(name)
-        for name, lost in zip(names, (15, 19, 1, 2), strict=True):
+        run = run_of(server, {"half": 16, "many": 20_001, "one": 16, "two": 16})
+        for name, lost in {"half": 15, "many": 19, "one": 1, "two": 2}.items():
             run.beat(name, invalid_ids=lost)
         with open_tab(context, server.target) as tab:
             told = notice(tab.page, "4 engines drop rows")

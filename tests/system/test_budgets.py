@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import grpc
 import numpy as np
@@ -92,6 +93,14 @@ def refusal(call: Iterator[object] | object) -> Exception:
     return typed(caught.value)
 
 
+def expect_refused(calls: list[Any], count: int, message: str) -> None:
+    """Wait until `count` of the calls are refused as Overloaded, with this message."""
+    wait_for(lambda: sum(call.done() for call in calls) == count, 60)
+    for error in [typed(call.exception()) for call in calls if call.done()]:
+        assert isinstance(error, Overloaded)
+        assert message in str(error)
+
+
 def attacker_of(server: ServerProcess, engine_id: str, **more: object) -> Feeder:
     return Feeder(
         server.target,
@@ -147,10 +156,9 @@ def test_binds_are_bounded_and_their_waits_end(tokens: Path) -> None:
             )
             for i in range(12)
         ]  # fmt: skip
-        wait_for(lambda: sum(call.done() for call in waiting) == 9, 60)
-        refused = [typed(call.exception()) for call in waiting if call.done()]
-        assert {type(error) for error in refused} == {Overloaded}
-        assert all("max_ingest_bytes" in str(e) and "token attacker" in str(e) for e in refused)
+        expect_refused(
+            waiting, 9, "max_ingest_bytes = 65536 is reached: token attacker holds 49152"
+        )
         victim.works()
         for call in waiting:
             call.cancel()
@@ -307,10 +315,7 @@ def test_reads_that_wait_have_shares(tokens: Path) -> None:
         calls = [
             traces.GetTrace(request, timeout=300, metadata=ATTACKER.metadata()) for _ in range(12)
         ]
-        wait_for(lambda: sum(call.done() for call in calls) == 7)
-        refused = [typed(call.exception()) for call in calls if call.done()]
-        assert {type(error) for error in refused} == {Overloaded}
-        assert all("max_reads" in str(e) and "token attacker holds 5" in str(e) for e in refused)
+        expect_refused(calls, 7, "max_reads = 8 is reached: token attacker holds 5")
         victim.works()
         for call in calls:
             call.cancel()
