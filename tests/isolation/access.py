@@ -131,7 +131,7 @@ ACCESS = (
     fault(
         "a lease that is lengthened after the check is shortened",
         f"{SERVER}/read/catalog.py",
-        "encode_renew(now, run, part, ttl, keep_longer=refuse is not None)",
+        "encode_renew(now, run, part, ttl, keep_longer=renewal.keep_longer)",
         "encode_renew(now, run, part, ttl)",
         "server/retention/test_judged.py::test_a_lease_that_is_lengthened_after_the_check_stays",
     ),

@@ -31,6 +31,7 @@ from routetrace.server.index.records.record import (
     encode_renew,
 )
 from routetrace.server.index.state import State
+from routetrace.server.read.catalog import Renewal
 from routetrace.server.settings.config import ServerConfig
 from routetrace.server.store.interface import Record
 from routetrace.server.store.memory import MemoryStore
@@ -155,9 +156,10 @@ async def test_a_lease_that_is_lengthened_after_the_check_stays():
     catalog, trace = core._traces._catalog("run"), core.state.traces.traces[KEY]
     before = trace.expires
     asked: list[int] = []
-    await catalog.renew("run", ["session"], 10, IN_TURNS, lambda: asked.append(1))
+    renewal = Renewal("run", ["session"], 10, refuse=lambda: asked.append(1))
+    await catalog.renew(renewal, IN_TURNS)
     assert (asked, trace.expires) == ([1], before)
-    await catalog.renew("run", ["session"], 10, IN_TURNS, None)
+    await catalog.renew(renewal._replace(refuse=None), IN_TURNS)
     assert trace.expires < before
     await core.stop()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Hashable, Iterable, Iterator, Sequence, Set
 from contextlib import AbstractContextManager, contextmanager
-from typing import Protocol, TypeVar
+from typing import NamedTuple, Protocol, TypeVar
 
 from routetrace.server.common.slices import Turns
 from routetrace.server.index.agents import Agents
@@ -44,6 +44,22 @@ class Watched(Protocol):
         """Yield traces as they are now; None for one that is gone."""
 
 
+class Renewal(NamedTuple):
+    """Leases of traces of a run, as a caller sets them."""
+
+    run: str
+    trace_ids: Sequence[str]
+    ttl: float
+    """Seconds from the renewal on."""
+    refuse: Callable[[], object] | None
+    """Raises the error of a lease that would end earlier; None if the caller may end leases."""
+
+    @property
+    def keep_longer(self) -> bool:
+        """Whether longer leases stay: another caller may lengthen one after the check."""
+        return self.refuse is not None
+
+
 class Catalog(Protocol):
     """Traces and agents of runs."""
 
@@ -59,19 +75,8 @@ class Catalog(Protocol):
     async def retire(self, run: str, through: int, token: str, turns: Turns) -> int:
         """Delete the traces that have ended with old weight versions; return their number."""
 
-    async def renew(
-        self,
-        run: str,
-        trace_ids: Sequence[str],
-        ttl: float,
-        turns: Turns,
-        refuse: Callable[[], object] | None,
-    ) -> int:
-        """Set the leases of traces; return their number.
-
-        If the caller may end no lease earlier, `refuse` is called where one would: it raises an
-        error. A lease that another caller lengthens meanwhile stays as it is.
-        """
+    async def renew(self, renewal: Renewal, turns: Turns) -> int:
+        """Set the leases of traces; return their number."""
 
     async def agents(self, request: pb.ListAgentsRequest) -> pb.ListAgentsResponse:
         """Return a page of the agents of a run."""
@@ -134,7 +139,7 @@ class _OwnWatched:
                 yield trace
 
     def _in_turns(self, items: Iterable[_T]) -> AsyncIterator[_T]:
-        # Watchers have their rounds together.
+        # All watchers have their rounds at the same time.
         return self._turns.over(items, WATCH_SHARE, waits=True)
 
     async def changed(self) -> list[str]:
@@ -218,15 +223,9 @@ class OwnCatalog:
             return 0
         return await self._retention.forget(run, retired, "retired", token, judged=judged)
 
-    async def renew(
-        self,
-        run: str,
-        trace_ids: Sequence[str],
-        ttl: float,
-        turns: Turns,
-        refuse: Callable[[], object] | None,
-    ) -> int:
+    async def renew(self, renewal: Renewal, turns: Turns) -> int:
         """Set leases; see `Catalog`."""
+        run, trace_ids, ttl, refuse = renewal
         if refuse:
             async for trace_id in turns.over(trace_ids):
                 trace = self._state.traces.traces.get((run, trace_id))
@@ -235,7 +234,7 @@ class OwnCatalog:
         count = 0
         for at in range(0, len(trace_ids), _MAX_RENEWED):
             now, part = self._journal.clock.now(), trace_ids[at : at + _MAX_RENEWED]
-            record = encode_renew(now, run, part, ttl, keep_longer=refuse is not None)
+            record = encode_renew(now, run, part, ttl, keep_longer=renewal.keep_longer)
             count += await self._journal.append(record)
         return count
 

@@ -22,7 +22,7 @@ from routetrace.server.index.history import History
 from routetrace.server.index.journal import Journal
 from routetrace.server.read.batch import MAX_READS, Batch
 from routetrace.server.read.blocks import trace_of_blocks
-from routetrace.server.read.catalog import Catalog, OwnCatalog
+from routetrace.server.read.catalog import Catalog, OwnCatalog, Renewal
 from routetrace.server.read.checks import Checks, at_most, check_part, check_read
 from routetrace.server.read.describing import described
 from routetrace.server.read.finding import Finder
@@ -385,6 +385,6 @@ class TraceServicer(RunCalls):
         # A lease that ends earlier deletes.
         check = partial(self._access.check, context, "admin", request.run)
         refuse = None if self._access.may(context, "admin", request.run) else check
-        catalog = self._catalog(request.run)
-        count = await catalog.renew(request.run, request.trace_ids, ttl, turns, refuse)
+        renewal = Renewal(request.run, request.trace_ids, ttl, refuse)
+        count = await self._catalog(request.run).renew(renewal, turns)
         return pb.RenewLeaseResponse(num_renewed=count)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,7 +13,7 @@ from routetrace.server.index.history import summed
 from routetrace.server.index.journal import Journal
 from routetrace.server.index.traces.trace import Trace
 from routetrace.server.read import agreements
-from routetrace.server.read.catalog import PAGE_BYTES, Watched, entry
+from routetrace.server.read.catalog import PAGE_BYTES, Renewal, Watched, entry
 from routetrace.server.read.checks import DEFAULT_PAGE_SIZE, MAX_PAGE_SIZE, page_of
 from routetrace.server.read.parts import PartsServicer
 from routetrace.server.read.spread_watched import SpreadWatched
@@ -69,11 +69,7 @@ class SpreadCatalog:
             if trace is not None:
                 yield trace
 
-    async def traces(
-        self,
-        request: pb.ListTracesRequest,
-        turns: Turns,
-    ) -> pb.ListTracesResponse:
+    async def traces(self, request: pb.ListTracesRequest, turns: Turns) -> pb.ListTracesResponse:
         """Return a page of traces, the newest first by the clocks of the workers.
 
         A page token holds a serial number for each worker, below which its next part is.
@@ -208,15 +204,9 @@ class SpreadCatalog:
             others=judged,
         )
 
-    async def renew(
-        self,
-        run: str,
-        trace_ids: Sequence[str],
-        ttl: float,
-        turns: Turns,
-        refuse: Callable[[], object] | None,
-    ) -> int:
+    async def renew(self, renewal: Renewal, turns: Turns) -> int:
         """Set the leases of traces in all workers; return their number."""
+        run, trace_ids, ttl, refuse = renewal
         renewed: set[int] = set()
         for at in range(0, len(trace_ids), _MAX_RENEWED):
             some = trace_ids[at : at + _MAX_RENEWED]
@@ -227,7 +217,7 @@ class SpreadCatalog:
                     if any(ttl < part.left for part in answer.glances):
                         refuse()
             request = parts.RenewRequest(
-                run=run, trace_ids=some, ttl=ttl, keep_longer=refuse is not None
+                run=run, trace_ids=some, ttl=ttl, keep_longer=renewal.keep_longer
             )
             done = await self._gathering.ask("Renew", request, parts.RenewResponse)
             for response in (*done.values(), await self._own.renew(request)):
