@@ -103,8 +103,8 @@ test-exact: $(VENV)/.dev
 
 # Breaks the code in many ways and shows that the oracle sees each one, and the second model each
 # that breaks a rule for rows; images of lost power show each that breaks the store's durability; the
-# tests that docs/bugs-found.md names show the faults that are brought back; tests of access control
-# and of shares show each promise of docs/security.md that is broken.
+# tests that docs/bugs-found.md names show the faults that are brought back; the tests
+# of access control and of shares show each promise of docs/security.md that is broken.
 # `make test-mutations EVERY=3` takes each third of the oracle's, others on other days.
 MUTATIONS ?= oracle second_model faults regressions isolation
 EVERY     ?= 1

@@ -39,9 +39,9 @@ class Result(NamedTuple):
 
 
 def seed_of_tree() -> int:
-    """Return a seed that the committed files determine: a check of the same files does the same.
+    """Return the seed of the committed files: checks of the same files run the same cases.
 
-    It is random outside of a git checkout.
+    It is random outside a git checkout.
     """
     # A clone in a container may belong to another user.
     command = ["git", "-c", "safe.directory=*", "rev-parse", "HEAD^{tree}"]
@@ -157,7 +157,9 @@ def main() -> int:
     """Return 1 if a step failed."""
     parser = argparse.ArgumentParser("scripts/check.py", description=__doc__)
     parser.add_argument("check", choices=("gate", "full"))
-    parser.add_argument("--seed", type=int, help="of random runs; default: from the HEAD commit")
+    parser.add_argument(
+        "--seed", type=int, help="seed of random runs (default: of the HEAD commit)"
+    )
     parser.add_argument("--jobs", type=int, default=1, help="steps of the full check at a time")
     args = parser.parse_args()
     seed = seed_of_tree() if args.seed is None else args.seed

@@ -1,1 +1,1 @@
-"""Access control and the isolation of tenants, broken on purpose."""
+"""Deliberate faults of access control and of the isolation of tenants."""

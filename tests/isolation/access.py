@@ -1,4 +1,4 @@
-"""Faults of tokens: their scopes, runs and engines, and tokens that are taken back."""
+"""Faults of tokens: their scopes, runs and engines, and their revocation."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from regressions.judging import fault
 
 _ACCESS = f"{SERVER}/access"
 _READ_ENDS = (
-    "server/access/test_isolation.py::test_a_read_that_waits_ends_when_its_token_is_taken_back"
+    "server/access/test_isolation.py::test_a_read_that_waits_ends_when_its_token_is_revoked"
 )
-_STREAM_ENDS = "server/access/test_tokens.py::test_a_stream_ends_when_its_token_is_taken_back"
+_STREAM_ENDS = "server/access/test_tokens.py::test_a_stream_ends_when_its_token_is_revoked"
 _FOREIGN = "server/access/test_tokens.py::test_a_token_of_one_run_does_nothing_to_another"
 _FEEDS = "server/access/test_isolation.py::test_a_token_feeds_its_engines_and_runs_alone"
 _SCOPES = "server/access/test_isolation.py::test_the_scope_of_each_method_is_that_of_the_page"
-_LEASES = "server/access/test_isolation.py::test_a_token_that_may_read_shortens_no_lease"
+_LEASES = "server/access/test_isolation.py::test_a_token_with_scope_read_shortens_no_lease"
 _PATTERNS = "server/access/test_isolation.py::test_names_and_patterns_of_runs"
 
 #: The line of a call about a run, or of a waiting read that is checked again.
@@ -21,11 +21,11 @@ _READ_CHECK = '        self._checks.call(context, "read", request.run)\n'
 _AGAIN = (
     "            await self._admission.pace.step(owner)\n"
     '            self._checks.call(context, "read", request.run)'
-    "  # a token may be taken back meanwhile\n"
+    "  # a token may be revoked meanwhile\n"
 )
 
 ACCESS = (
-    # ------------------------------------------------------------------ tokens that are taken back
+    # ------------------------------------------------------------------ revoked tokens
     fault(
         "a waiting read is not checked again",
         f"{SERVER}/read/finding.py",
@@ -44,7 +44,7 @@ ACCESS = (
         "a follower of a trace is not checked again",
         f"{SERVER}/read/following.py",
         '            self._checks.call(context, "read", request.run)'
-        "  # a token may be taken back meanwhile\n",
+        "  # a token may be revoked meanwhile\n",
         "",
         _STREAM_ENDS,
     ),
@@ -53,7 +53,7 @@ ACCESS = (
         f"{SERVER}/read/watching.py",
         "            self._check()\n",
         "",
-        "system/test_watch.py::test_it_ends_when_its_token_is_taken_back",
+        "system/test_watch.py::test_it_ends_when_its_token_is_revoked",
     ),
     fault(
         "a waiting bind is not checked again",
@@ -70,7 +70,7 @@ ACCESS = (
         _STREAM_ENDS,
     ),
     fault(
-        "tokens that are taken back stay known",
+        "revoked tokens stay valid",
         f"{_ACCESS}/tokens.py",
         "        if time.monotonic() >= self._look_at:\n            self._refresh()\n",
         "",
@@ -85,7 +85,7 @@ ACCESS = (
     ),
     # ------------------------------------------------------------------ scopes
     fault(
-        "a token that may read may also delete",
+        "a token with scope read may also delete",
         f"{_ACCESS}/tokens.py",
         "frozenset(scopes), tuple(runs)",
         'frozenset([*scopes, "admin"] if "read" in scopes else scopes), tuple(runs)',
@@ -106,7 +106,7 @@ ACCESS = (
         _SCOPES,
     ),
     fault(
-        "messages are parsed before the scope is known",
+        "messages are parsed before the scope is checked",
         f"{_ACCESS}/control.py",
         "        if scope not in token.scopes and not method.startswith(_OPEN_TO_ANY_TOKEN):\n"
         '            raise self._denied(token, "scopes", scope)\n',
@@ -114,14 +114,14 @@ ACCESS = (
         "server/access/test_tokens.py::test_without_its_scope_no_message_is_parsed",
     ),
     fault(
-        "a token that may read shortens a lease",
+        "a token with scope read shortens a lease",
         f"{SERVER}/read/service.py",
         'refuse = None if self._access.may(context, "admin", request.run) else check',
         "refuse = None",
         _LEASES,
     ),
     fault(
-        "a token that may read shortens a lease of a spread run",
+        "a token with scope read shortens a lease of a spread run",
         f"{SERVER}/read/spread_catalog.py",
         "                    if any(ttl < part.left for part in answer.glances):\n"
         "                        refuse()\n",
@@ -137,14 +137,14 @@ ACCESS = (
     ),
     # ------------------------------------------------------------------ runs and engines
     fault(
-        "any token is good for any run",
+        "any token covers any run",
         f"{_ACCESS}/control.py",
         '        if not token.covers(run):\n            raise self._denied(token, "runs", run)\n',
         "",
         _FOREIGN,
     ),
     fault(
-        "a pattern covers all runs that begin alike",
+        "a pattern covers all runs with the same prefix",
         f"{_ACCESS}/tokens.py",
         "any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)",
         'any(name.startswith(pattern.rstrip("*")) for pattern in patterns)',
@@ -158,7 +158,7 @@ ACCESS = (
         _PATTERNS,
     ),
     fault(
-        "an agent opens its stream under any run",
+        "any token opens a stream in any run",
         f"{SERVER}/ingest/service.py",
         'self._access.check(context, "ingest", first.run, first.engine_id)',
         "self._access.owner_of(context)",
@@ -186,14 +186,14 @@ ACCESS = (
         _FEEDS,
     ),
     fault(
-        "the history of a run is told to any token",
+        "the history of a run is open to any token",
         f"{SERVER}/read/run_calls.py",
         f"{_READ_CHECK}        return await self._catalog(request.run).history(request)\n",
         "        return await self._catalog(request.run).history(request)\n",
         _FOREIGN,
     ),
     fault(
-        "a token reports agreement in a run that it does not have",
+        "a token reports agreement in a run that it does not cover",
         f"{SERVER}/read/run_calls.py",
         f"{_READ_CHECK}        await report_agreement(",
         "        await report_agreement(",

@@ -1,4 +1,4 @@
-"""Breaks access control and the isolation of tenants, one promise at a time; its test must fail.
+"""Break access control and the isolation of tenants, one promise at a time; its test must fail.
 
 python -m isolation.mutations           in tests/
 python -m isolation.mutations --none    the same tests in a copy that is not broken: all must pass

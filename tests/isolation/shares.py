@@ -1,4 +1,4 @@
-"""Faults of what owners share, and of what callers without a token may hold."""
+"""Faults of limits that owners share, and of limits of callers without a token."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ SHARES = (
         "system/test_budgets.py::test_writers_and_slots_have_shares",
     ),
     fault(
-        "one owner takes all bytes of requests that are being bound",
+        "one owner takes all bytes of binds",
         f"{SERVER}/ingest/service.py",
         "self._admission.bind(owner, max(size, _LEAST_BIND_BYTES))",
         "self._admission.bind(trace_id, max(size, _LEAST_BIND_BYTES))",
@@ -52,12 +52,12 @@ SHARES = (
         "system/test_budgets.py::test_streams_of_agents_have_shares",
     ),
     fault(
-        "a call that is cancelled keeps its part of a budget",
+        "a cancelled call keeps its part of a budget",
         f"{_ACCESS}/budget.py",
         "        try:\n            yield\n"
         "        finally:\n            self.release(owner, amount)\n",
         "        yield\n        self.release(owner, amount)\n",
-        "server/access/test_admission.py::test_a_call_that_is_cancelled_gives_back_its_part",
+        "server/access/test_admission.py::test_a_cancelled_call_releases_its_part",
     ),
     fault(
         "a read that is cancelled as it gets its turn keeps it",
@@ -81,7 +81,7 @@ SHARES = (
         "server/access/test_admission.py::test_a_read_whose_message_is_not_taken_ends",
     ),
     fault(
-        "reads of an owner that are slow take all turns",
+        "slow reads of one owner take all turns",
         f"{_ACCESS}/admission.py",
         "        if not self._slow.fits(owner):\n            return False\n",
         "",
@@ -89,14 +89,14 @@ SHARES = (
     ),
     # ------------------------------------------------------------------ stored bytes
     fault(
-        "the quota of a token counts for each of its runs",
+        "the quota of a token is one for each of its runs",
         f"{SERVER}/retention/room.py",
         "        held = self._state.owner_bytes[owner]\n",
         "        held = self._state.run_bytes[run]\n",
         "system/test_quotas.py::test_a_token_has_one_quota_for_all_its_runs",
     ),
     fault(
-        "the quota of a token costs others their traces",
+        "the quota of a token evicts traces of others",
         f"{SERVER}/retention/retention.py",
         'partial(_of_owner, owner), held - int(LOW * quota), "quota")',
         'lambda _: True, held - int(LOW * quota), "quota")',
@@ -110,7 +110,7 @@ SHARES = (
         "system/test_quotas.py::test_where_room_is_short_the_largest_owner_loses_its_oldest_traces",
     ),
     fault(
-        "a full store takes chunks of an owner over its share",
+        "a full store accepts chunks of an owner over its share",
         f"{SERVER}/retention/room.py",
         "len(self._state.owner_bytes) > 1 and held > share",
         "False",
@@ -137,14 +137,14 @@ SHARES = (
         f"{_ACCESS}/admission.py",
         "        self._admission.pace.charge(self._owner, len(message) * SECONDS_PER_BYTE)\n",
         "",
-        "server/access/test_pace.py::test_messages_that_are_sent_are_charged",
+        "server/access/test_pace.py::test_sent_messages_are_charged",
     ),
     fault(
         "long messages are not charged",
         f"{_ACCESS}/admission.py",
         "        self.pace.charge(owner, len(request.data) * SECONDS_PER_BYTE)\n",
         "",
-        "server/access/test_pace.py::test_long_messages_that_are_of_no_use_are_refused_and_charged",
+        "server/access/test_pace.py::test_unusable_long_messages_are_refused_and_charged",
     ),
     fault(
         "long messages are parsed in one step",
@@ -154,7 +154,7 @@ SHARES = (
         "server/access/test_pace.py::test_long_messages_are_parsed_in_steps_of_their_owner",
     ),
     fault(
-        "long messages are parsed as they arrive",
+        "long messages are parsed on arrival",
         f"{SERVER}/common/rpc.py",
         "        if len(data) > _AT_ONCE_BYTES:\n            return Unparsed(data, kind, most)\n",
         "",
@@ -165,17 +165,17 @@ SHARES = (
         f"{SERVER}/common/slices.py",
         "        if self._step is not None:\n            await self._step()\n",
         "",
-        "server/access/test_pace.py::test_long_work_of_one_owner_goes_in_its_time",
+        "server/access/test_pace.py::test_slices_of_long_work_are_steps_of_their_owner",
     ),
     fault(
-        "reads of one tenant bring the server near its memory limit",
+        "reads of one owner bring the server near its memory limit",
         f"{_ACCESS}/admission.py",
         "    return min(config.max_reads, most)\n",
         "    return config.max_reads\n",
         "server/access/test_admission.py::test_reads_take_at_most_a_quarter_of_the_memory_limit",
     ),
     fault(
-        "long work takes its whole share beside others",
+        "long work has the same share beside other owners",
         f"{SERVER}/common/slices.py",
         "return share if self._alone() else min(share, SHARE_BESIDE_OTHERS)",
         "return share",
@@ -223,12 +223,11 @@ SHARES = (
     ),
     # ------------------------------------------------------------------ callers without a token
     fault(
-        "calls that wait to be looked at are not bounded",
+        "pending calls are not bounded",
         f"{SERVER}/daemon.py",
         '        ("grpc.server.max_pending_requests_hard_limit", 8000),\n',
         '        ("grpc.server.max_pending_requests_hard_limit", 1 << 30),\n',
-        "server/access/test_isolation.py::"
-        "test_calls_that_are_not_looked_at_yet_are_bounded_as_the_page_says",
+        "server/access/test_isolation.py::test_pending_calls_are_bounded_as_the_page_says",
     ),
     fault(
         "health watches are not bounded",

@@ -495,8 +495,8 @@ class Engine:
     def _told_slots(self) -> np.ndarray:
         """Numbers of the rows in all slots, without those of passes that were not told yet.
 
-        A pass that computes tokens again may write to slots which others have yet to inherit, by
-        the rows that were told before it.
+        Such a pass may compute tokens again, in slots from which other requests have yet to inherit
+        the rows that were told before.
         """
         slots = self.pool.slots.copy()
         for step in reversed(self.untold):

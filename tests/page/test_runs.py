@@ -240,7 +240,7 @@ def test_each_token_sees_its_run_alone(guarded: Guarded):
         assert ask(signed_out, "a", "traces").status == 401
 
 
-def test_a_token_that_is_taken_back_signs_out(guarded: Guarded):
+def test_a_revoked_token_signs_out(guarded: Guarded):
     before = guarded.tokens.read_text()
     with running_page(guarded.target) as address:
         browser = Browser(address)

@@ -1,4 +1,4 @@
-"""Sign-in, cookies, tokens that are taken back, and what each token may see."""
+"""Sign-in, cookies, revoked tokens, and what each token may see."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def test_a_token_sees_its_own_runs_alone(guarded_page: str) -> None:
         ("rows", {"start": 0, "stop": 4}),
     ],
 )
-def test_a_token_that_is_taken_back_ends_its_sessions(
+def test_a_revoked_token_ends_its_sessions(
     guarded_page: str, guarded: Guarded, end: str, params: dict[str, object]
 ) -> None:
     """At the next call, though the answer is kept."""

@@ -73,7 +73,7 @@ def test_in_and_out(tab: Watched, guarded: str) -> None:
     expect(page.get_by_role("heading", name="Sign in")).to_be_visible()
 
 
-def test_a_token_that_is_taken_back(tab: Watched, guarded: str, tokens: Path) -> None:
+def test_a_revoked_token(tab: Watched, guarded: str, tokens: Path) -> None:
     page = tab.page
     page.goto(f"{guarded}/{link('one', '&run=a')}")
     sign_in(tab, TOKEN)

@@ -63,7 +63,7 @@ def test_the_gate_runs_all_steps_with_the_printed_seed(environ: dict[str, str]) 
 def test_checks_of_the_same_files_have_the_same_seed(
     environ: dict[str, str], tmp_path: Path
 ) -> None:
-    """A check that fails for its seed alone would otherwise pass, and fail elsewhere."""
+    """Otherwise, a check that fails for its seed alone could pass here and fail elsewhere."""
     git = ["git", "-c", "user.name=a", "-c", "user.email=a@b", "-C", str(tmp_path / "made")]
 
     def seed_of(text: str) -> str:

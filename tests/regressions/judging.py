@@ -1,4 +1,4 @@
-"""Runs the test of each fault of a suite in a copy of the sources with that fault alone."""
+"""Run the test of each fault of a suite in a copy of the sources with that fault alone."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _TIMEOUT_S = 300
 
 
 class Fault(NamedTuple):
-    """A fault, and the test that keeps it from coming back."""
+    """Fault, and the test that detects it."""
 
     mutation: Mutation
     test: str
@@ -69,7 +69,7 @@ def judge(fault: Fault) -> str:
 
 
 def run(faults: Sequence[Fault], prog: str, description: str | None) -> int:
-    """Print the table of a suite's command; return 1 if a fault was not seen.
+    """Judge the faults that the command line chooses; print a table; return 1 if one was not seen.
 
     Args:
         faults: faults of the suite.
@@ -86,7 +86,7 @@ def run(faults: Sequence[Fault], prog: str, description: str | None) -> int:
     started, wanted, missed = time.monotonic(), "passed" if args.none else "failed", 0
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         for fault, last in zip(chosen, pool.map(judge, chosen), strict=True):
-            # One that ends in errors, or in nothing, shows as little as one that passes.
+            # A test that ends in errors, or without output, shows as little as one that passes.
             seen = re.match(rf"=*\s*\d+ {wanted}", last) is not None
             missed += not seen
             print(f"{fault.mutation.name:<72}{'' if seen else 'MISSED: '}{last:.100}", flush=True)

@@ -1,4 +1,4 @@
-"""Quotas and shares of stored bytes: a token's count over all its runs, and cost no other token."""
+"""Quotas and shares of stored bytes: one for all runs of a token, at no cost to other tokens."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ def tokens(tmp_path: Path) -> Path:
 
 
 def wide_rows() -> np.ndarray:
-    """Rows of some 90 kB when they are stored."""
+    """Return rows that take about 90 kB in the store."""
     rng = np.random.default_rng(0)
     return np.argsort(rng.random((256, 48, 128), np.float32), axis=2)[..., :8].astype(np.uint8)
 
 
 def wide_chunk(rows: np.ndarray, sequence: int, *, ends: bool = True) -> pb.Chunk:
-    """A chunk with a trace of its own."""
+    """Return a chunk with a trace of its own."""
     chunk, name = ChunkMaker(WIDE), f"x{sequence}"
     chunk.begins.append(pb.RequestBegin(prompt_len=256))
     chunk.op(OpKind.BEGIN, name, value=sequence)
@@ -86,45 +86,41 @@ def test_where_room_is_short_the_largest_owner_loses_its_oldest_traces(
     ):
         beside = open_stream(server, "victim", VICTIM)
         stream = open_stream(server, "attack-1", ATTACKER)
-        for maker, most in ((beside, 3), (stream, count)):
+        for each, most in ((beside, 3), (stream, count)):
             for sequence in range(1, most + 1):
 
-                def stored(maker: Stream = maker, sequence: int = sequence) -> bool:
-                    maker.send(wide_chunk(rows, sequence))
-                    return maker.receive().HasField("ack")
+                def stored(each: Stream = each, sequence: int = sequence) -> bool:
+                    each.send(wide_chunk(rows, sequence))
+                    return each.receive().HasField("ack")
 
                 wait_for(stored)
         names = [stat.trace_id for stat in attacker.find()]
         assert f"x{count}" in names
         assert "x1" not in names
         assert {stat.trace_id for stat in victim.find()} == {"x1", "x2", "x3"}
-        for maker in (stream, beside):
-            maker.close()
+        for each in (stream, beside):
+            each.close()
 
 
 def test_a_token_has_one_share_of_the_store_for_all_its_runs(tokens: Path) -> None:
-    layout, rows = WIDE, wide_rows()
+    rows = wide_rows()
     settings = {"store": "memory", "store_capacity": 4 << 20, "sweep_interval_seconds": 0.05}
     with (
         run_server(tokens_file=tokens, **settings) as server,
         RouteClient(server.target, run="victim", security=VICTIM, timeout=60) as client,
     ):
-        feeder = Feeder(server.target, layout, run="victim", security=VICTIM)
+        feeder = Feeder(server.target, WIDE, run="victim", security=VICTIM)
         for name in ("a", "b", "c"):
             handle = feeder.begin(name, prompt_len=256)
             feeder.step(rows, [(handle, 0, 256)])
             feeder.finish(handle, 257)
             feeder.flush()
         for run in range(12):
-            maker = Stream(
-                server.target,
-                pb.Hello(run=f"attack-{run}", engine_id="e", layout=layout.to_proto()),
-                ATTACKER,
-            )
+            stream = open_stream(server, f"attack-{run}", ATTACKER)
             for sequence in range(1, 6):
-                maker.send(wide_chunk(rows, sequence))
-                if maker.receive().HasField("reject"):
+                stream.send(wide_chunk(rows, sequence))
+                if stream.receive().HasField("reject"):
                     break
-            maker.close()
+            stream.close()
         for name in ("a", "b", "c"):
             assert np.array_equal(client.get(name).topk_ids, rows), "below its share"

@@ -158,7 +158,7 @@ def _ends(act: Callable[[ServerProcess, Path], object], tmp_path: Path) -> Route
         return mirror.join()
 
 
-def test_it_ends_when_its_token_is_taken_back(tmp_path: Path):
+def test_it_ends_when_its_token_is_revoked(tmp_path: Path):
     def revoke(_: ServerProcess, tokens: Path) -> None:
         part = tokens.with_suffix(".part")
         part.write_text(entry("rt_b", "b"))

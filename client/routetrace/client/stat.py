@@ -131,8 +131,8 @@ class TraceFacts(Values):
     finish_reason: FinishReason | None
     """How that engine request ended; None while it runs, or if unknown."""
     engine_ids: tuple[str, ...]
-    """Engines that contributed rows, as `as_sampled` gives them; other policies may give rows of
-    others."""
+    """Engines that contributed rows by the policy `as_sampled`; by other policies, rows may come
+    from other engines."""
     num_attempts: int
     """Attempts of that engine request: 1 + preemptions."""
     min_weight_version: int | None

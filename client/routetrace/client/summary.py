@@ -27,7 +27,7 @@ class TraceSummary(Values):
     missing_cells: Mapping[str, int]
     """Missing cells by reason; none while it runs."""
     engine_ids: tuple[str, ...]
-    """Engines that contributed rows, as `as_sampled` gives them; those that reported any if it
+    """Engines that contributed rows by the policy `as_sampled`; those that reported any if it
     runs."""
     labels: Mapping[str, str]
     min_weight_version: int | None

@@ -26,7 +26,7 @@ _BYTES = "application/octet-stream"
 
 
 class TraceEndpoints:
-    """Endpoints of one trace. Each asks the server first, so that it sees a token taken back.
+    """Endpoints of one trace. Each asks the server first, so that it sees a revoked token.
 
     Args:
         target: the server, as clients name it.

@@ -435,7 +435,7 @@ class Renew(google.protobuf.message.Message):
     ttl: builtins.float
     """Seconds from the record's time on."""
     keep_longer: builtins.bool
-    """Whether leases that are longer stay as they are."""
+    """Whether longer leases stay unchanged."""
     @property
     def trace_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """The traces."""

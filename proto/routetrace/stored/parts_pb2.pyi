@@ -310,7 +310,7 @@ class RenewRequest(google.protobuf.message.Message):
     ttl: builtins.float
     """Seconds."""
     keep_longer: builtins.bool
-    """Whether leases that are longer stay as they are."""
+    """Whether longer leases stay unchanged."""
     @property
     def trace_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """The traces."""

@@ -52,7 +52,7 @@ def test_reads_take_at_most_a_quarter_of_the_memory_limit(memory_limit: int, mos
     assert (reads.limit, admission.max_reads) == (most, most)
 
 
-def test_a_refusal_names_the_memory_limit_if_that_is_why():
+def test_a_refusal_names_the_memory_limit_if_it_lowers_the_number_of_reads():
     admission = limits(memory_limit=1000)
     with ExitStack() as held:
         for _ in range(admission.budgets[0].share(OWNER)):
@@ -100,7 +100,7 @@ HOLDS: dict[str, Callable[[Admission], AbstractContextManager[None]]] = {
 
 
 @pytest.mark.parametrize("kind", HOLDS)
-async def test_a_call_that_is_cancelled_gives_back_its_part(kind):
+async def test_a_cancelled_call_releases_its_part(kind):
     admission = limits()
     held = asyncio.Event()
 

@@ -1,4 +1,4 @@
-"""Isolation of tenants: scopes, runs and engines of tokens, and calls that wait without one."""
+"""Isolation of tenants: scopes, runs and engines of tokens, revoked tokens, and pending calls."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_names_and_patterns_of_runs(
 
 
 @pytest.mark.parametrize("spread", [False, True])
-def test_a_token_that_may_read_shortens_no_lease(tmp_path: Path, spread: bool) -> None:
+def test_a_token_with_scope_read_shortens_no_lease(tmp_path: Path, spread: bool) -> None:
     path = tmp_path / "tokens"
     path.write_text(entry("rt_all", "all") + entry("rt_reader", "reader", ("read",)))
     settings: dict[str, Any] = {}
@@ -85,7 +85,7 @@ def test_a_token_that_may_read_shortens_no_lease(tmp_path: Path, spread: bool) -
 
 
 def denied(call: Callable[[], object]) -> tuple[str | None, str | None]:
-    """Field and value of the PermissionDenied of a call."""
+    """Return the field and the value of the PermissionDenied of a call."""
     with pytest.raises((PermissionDenied, grpc.RpcError)) as caught:
         call()
     error = error_of(caught.value) if isinstance(caught.value, grpc.RpcError) else caught.value
@@ -99,33 +99,23 @@ def test_a_token_feeds_its_engines_and_runs_alone(tmp_path: Path) -> None:
         entry("rt_all", "all") + entry("rt_node", "node", runs=("mine",), engines=("node7-*",))
     )
     node = Security(token="rt_node")
-    with run_server(tokens_file=path) as server, ExitStack() as open_feeders:
+    with run_server(tokens_file=path) as server, ExitStack() as opened:
 
         def feeder(run: str, engine_id: str, security: Security = node) -> Feeder:
-            some = Feeder(
-                server.target, LAYOUT, run=run, engine_id=engine_id, block_size=4, num_blocks=8,
-                security=security,
-            )  # fmt: skip
-            return open_feeders.enter_context(closing(some))
+            made = Feeder(server.target, LAYOUT, run=run, engine_id=engine_id, security=security)
+            return opened.enter_context(closing(made))
 
         def client(token: str, run: str = "mine") -> RouteClient:
             security = Security(token=token)
             made = RouteClient(server.target, run=run, security=security, timeout=60)
-            return open_feeders.enter_context(made)
+            return opened.enter_context(made)
 
         feeder("mine", "node7-0")
         assert denied(lambda: feeder("mine", "node8-0")) == ("engines", "node8-0")
         assert denied(lambda: feeder("theirs", "node7-0")) == ("runs", "theirs")
         for run, engines in (("mine", ["node7-0"]), ("theirs", [])):
             assert [agent.engine_id for agent in client("rt_all", run).agents()] == engines
-        other = Feeder(
-            server.target,
-            LAYOUT,
-            run="mine",
-            engine_id="node8-0",
-            security=Security(token="rt_all"),
-        )
-        other.close()
+        feeder("mine", "node8-0", Security(token="rt_all"))
         mine = client("rt_node")
         foreign = ("engines", "node8-0")
         assert denied(lambda: mine.bind("node8-0", "r", [0], 4)) == foreign
@@ -145,20 +135,20 @@ def test_names_of_runs_are_those_of_the_token(tmp_path: Path) -> None:
             assert list(client.server_info().runs) == ["mine"]
 
 
-#: Reads of a trace that has not begun: method and request.
+#: Trace that never begins; reads that wait for it, as method and request.
+NONE = {"run": "default", "trace_id": "none"}
 WAITING: dict[str, tuple[str, Message]] = {
-    "get": ("GetTrace", pb.GetTraceRequest(wait_for=pb.WAIT_FOR_END)),
-    "follow": ("GetTrace", pb.GetTraceRequest(follow=True, wait_ms=300_000)),
-    "stat": ("StatTrace", pb.StatTraceRequest(wait=True)),
+    "get": ("GetTrace", pb.GetTraceRequest(**NONE, wait_for=pb.WAIT_FOR_END)),
+    "follow": ("GetTrace", pb.GetTraceRequest(**NONE, follow=True, wait_ms=300_000)),
+    "stat": ("StatTrace", pb.StatTraceRequest(**NONE, wait=True)),
 }
 
 
 @pytest.mark.parametrize("kind", WAITING)
-def test_a_read_that_waits_ends_when_its_token_is_taken_back(kind: str, tmp_path: Path) -> None:
+def test_a_read_that_waits_ends_when_its_token_is_revoked(kind: str, tmp_path: Path) -> None:
     path = tmp_path / "tokens"
     path.write_text(entry("rt_a", "a") + entry("rt_b", "b"))
     security, (method, request) = Security(token="rt_a"), WAITING[kind]
-    request.MergeFrom(type(request)(run="default", trace_id="none"))
     with (
         run_server(tokens_file=path, metrics_listen="127.0.0.1:0") as server,
         security.channel(server.target, []) as channel,
@@ -184,7 +174,7 @@ def test_a_read_that_waits_ends_when_its_token_is_taken_back(kind: str, tmp_path
         assert isinstance(error_of(call.result()), Unauthenticated)
 
 
-def test_calls_that_are_not_looked_at_yet_are_bounded_as_the_page_says() -> None:
+def test_pending_calls_are_bounded_as_the_page_says() -> None:
     options = dict(_server_options(ServerConfig(store="memory")))
 
     def stated(limit: str) -> list[int]:

@@ -129,7 +129,7 @@ async def test_long_messages_wait_unparsed_and_count_until_then():
     admission.pace._account("token mine", admission.pace._now()).credit = -0.1
     request = pb.GetBlocksRequest(run="r", block_ids=[1] * 195)
     message = Unparsed(request.SerializeToString(), pb.GetBlocksRequest, 1000)
-    assert len(message.data) == 200 + 1
+    assert len(message.data) == 201
     first = [asyncio.create_task(admission.parsed("token mine", message)) for _ in range(2)]
     await asyncio.sleep(0)
     assert not any(task.done() for task in first)
@@ -143,7 +143,7 @@ async def test_long_messages_wait_unparsed_and_count_until_then():
     assert admission.binding.used == 0
 
 
-async def test_long_messages_that_are_of_no_use_are_refused_and_charged():
+async def test_unusable_long_messages_are_refused_and_charged():
     admission = Admission(ServerConfig(store="memory"), Metrics())
     await admission.pace.step("token other")
     long = Unparsed(bytes(20_000_000), pb.GetBlocksRequest, 1000)
@@ -160,7 +160,7 @@ async def test_long_messages_that_are_of_no_use_are_refused_and_charged():
     assert admission.binding.used == 0
 
 
-async def test_what_is_charged_delays_the_next_steps_of_its_owner(busy):
+async def test_a_charge_delays_the_next_steps_of_its_owner(busy):
     await busy.step("light")
     busy.pace.charge("heavy", 0.03)
     step = asyncio.create_task(busy.step("heavy"))
@@ -175,7 +175,7 @@ async def test_what_is_charged_delays_the_next_steps_of_its_owner(busy):
     assert ALONE_DEBT_SECONDS < owed <= 0.1
 
 
-async def test_an_owner_alone_is_charged_no_more_than_a_step(busy):
+async def test_an_owner_alone_owes_no_more_than_a_bound(busy):
     for _ in range(100):
         busy.pace.charge("heavy", 1.0)
     assert busy.pace._accounts["heavy"].credit >= -ALONE_DEBT_SECONDS
@@ -247,7 +247,7 @@ async def test_calls_with_a_token_begin_in_its_time(tmp_path):
     assert pace.charged == [("token reader", CALL_SECONDS)] * 2
 
 
-async def test_messages_that_are_sent_are_charged():
+async def test_sent_messages_are_charged():
     admission = Admission(ServerConfig(store="memory"), Metrics())
     admission.pace = Noting()
     async with admission.turn("token mine") as turn:
@@ -270,7 +270,7 @@ async def test_long_messages_are_parsed_in_steps_of_their_owner(monkeypatch):
     assert pace.charged == [("token mine", len(data) * SECONDS_PER_BYTE)]
 
 
-async def test_long_work_of_one_owner_goes_in_its_time(busy, monkeypatch):
+async def test_slices_of_long_work_are_steps_of_their_owner(busy, monkeypatch):
     monkeypatch.setattr(slices, "TURN_SECONDS", -1.0)  # each item is a slice
     await busy.step("light")
     done: list[int] = []
@@ -301,7 +301,7 @@ async def test_each_owner_has_its_own_half_of_the_loop_for_long_work(busy):
 
 
 async def test_calls_of_one_owner_share_its_slices_after_a_pause(busy):
-    """A watch holds them, and looks again after a second in which its owner was not active."""
+    """A watch keeps the object between its rounds, beyond the account of its owner."""
     before = busy.pace.turns("heavy")
     busy.time += ACTIVE_SECONDS + 1
     await busy.step("light")
@@ -310,7 +310,7 @@ async def test_calls_of_one_owner_share_its_slices_after_a_pause(busy):
 
 
 class Clock:
-    """Stands for the modules `time` and `asyncio` of slices: a pause lasts as long as it says."""
+    """Fake of the modules `time` and `asyncio` for slices: a pause advances the clock."""
 
     def __init__(self) -> None:
         self.now = 100.0
@@ -326,7 +326,7 @@ class Clock:
 async def test_long_work_leaves_more_of_the_loop_while_others_are_active(
     busy, monkeypatch, owners, share
 ):
-    """A caller that waits for each answer leaves more of the loop the slower it becomes."""
+    """A caller that waits for each answer uses less of the loop the slower it becomes."""
     clock = Clock()
     monkeypatch.setattr(slices, "time", clock)
     monkeypatch.setattr(slices, "asyncio", clock)

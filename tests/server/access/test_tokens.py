@@ -305,7 +305,7 @@ def test_access_is_what_the_file_says(data: st.DataObject) -> None:
         assert counted == expected[reason]
 
 
-def test_a_stream_ends_when_its_token_is_taken_back(tmp_path: Path) -> None:
+def test_a_stream_ends_when_its_token_is_revoked(tmp_path: Path) -> None:
     path = tmp_path / "tokens"
     path.write_text(entry("rt_a", "a") + entry("rt_b", "b"))
     with run_server(tokens_file=path) as server:

@@ -1,4 +1,4 @@
-"""Long messages in pieces: merged, they are the message that protobuf parses from all bytes."""
+"""Pieces of long messages: merged, they are the message that protobuf parses from all bytes."""
 
 from __future__ import annotations
 
@@ -48,16 +48,16 @@ def test_many_fields_are_cut_between_them(ids, piece_bytes) -> None:
 
 
 @given(st.binary(max_size=60), st.integers(1, 20))
-def test_other_bytes_are_refused_or_parsed_as_protobuf_does(data, piece_bytes) -> None:
+def test_any_bytes_are_refused_or_parsed_as_by_protobuf(data, piece_bytes) -> None:
     try:
         found = merged(data, pb.GetBlocksRequest, piece_bytes)
     except DecodeError:
-        return  # groups alone are valid in protobuf and refused here: no client sends them
+        return  # only groups are valid in protobuf and refused here: no client sends them
     assert found == pb.GetBlocksRequest.FromString(data)
 
 
 @given(IDS, st.data(), st.integers(1, 20))
-def test_a_message_that_is_cut_off_is_no_other_message(ids, data, piece_bytes) -> None:
+def test_a_message_that_is_cut_off_is_parsed_as_by_protobuf(ids, data, piece_bytes) -> None:
     whole = pb.GetBlocksRequest(engine_id="e", block_ids=ids, num_tokens=7).SerializeToString()
     cut = whole[: data.draw(st.integers(0, len(whole)))]
     try:

@@ -136,7 +136,7 @@ def test_a_deletion_by_name_takes_what_there_is():
 
 
 @pytest.mark.parametrize(("keep_longer", "left"), [(False, 10), (True, TTL)])
-def test_a_renewal_leaves_longer_leases_alone_if_it_says_so(keep_longer: bool, left: float):
+def test_a_renewal_may_keep_longer_leases(keep_longer: bool, left: float):
     renewal = encode_renew(1, "run", ["session", "none"], 10, keep_longer=keep_longer)
     records = [opened(), stored(turn(0, ends=True), 1), renewal]
     state = replayed(records, 3)

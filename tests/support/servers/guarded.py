@@ -108,7 +108,7 @@ def call_raw(target: str, security: Security, method: str, message: bytes) -> An
 
 
 def error_of(failed: Any) -> RouteTraceError:
-    """The typed error that a failed call carries."""
+    """Return the typed error of a failed call."""
     details = [value for key, value in failed.trailing_metadata() if key == ERROR_METADATA_KEY]
     return from_detail(pb.ErrorDetail.FromString(details[0]))
 

@@ -33,16 +33,16 @@ _MAX_SLOW = 3
 #: Reads that a watch counts as, but at most a quarter of all.
 _WATCH_READS = 64
 
-#: Memory of a read that waits, most of it gRPC's: 18 KB were measured. And the least number of
-#: reads that a server takes, whatever its memory limit.
+#: Memory of a waiting read, most of it gRPC's (18 KB measured), and the number of reads that a
+#: server accepts whatever its memory limit.
 _READ_BYTES = 20 << 10
 _LEAST_READS = 64
 
 
 def _max_reads(config: ServerConfig) -> int:
-    """Return `max_reads`, or less where these reads would take over a quarter of the memory limit.
+    """Return `max_reads`, or fewer if these reads would take over a quarter of the memory limit.
 
-    Near the limit, finished traces are evicted: reads of one tenant must not take those of another.
+    Near the limit, finished traces are evicted; reads of one tenant must not evict those of others.
     """
     if not config.memory_limit:
         return config.max_reads
@@ -58,7 +58,7 @@ class Admission:
         self._stalled = metrics.stalled_reads
         refused = metrics.overloaded
         self.max_reads = _max_reads(config)
-        """Maximum reads at a time."""
+        """Maximum concurrent reads."""
         lowered = self.max_reads < config.max_reads
         remedy = "memory_limit allows no more than this" if lowered else ""
         self._reads = Budget("max_reads", self.max_reads, refused, remedy=remedy)
@@ -119,7 +119,7 @@ class Admission:
         return self.binding.hold(owner, min(nbytes, max(1, self.binding.limit // 4)))
 
     async def parsed(self, owner: str, request: Unparsed) -> Message | Unusable:
-        """Parse a long message in pieces, in the slices of its owner's long work.
+        """Parse a long message in pieces, as long work of its owner.
 
         Raises:
             Overloaded: if the owner has its share of max_ingest_bytes.

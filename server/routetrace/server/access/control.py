@@ -236,7 +236,7 @@ class _Gate(grpc.aio.ServerInterceptor):
         async def run(request: Any, context: Context) -> Any:
             self._access.called(context)
             if owner:
-                await self._pace.step(owner)  # until its first wait; most calls have none
+                await self._pace.step(owner)  # counts the time until its first wait, if any
             return await behavior(request, context)
 
         return run

@@ -35,7 +35,7 @@ class Unusable(NamedTuple):
 
 
 class Unparsed(NamedTuple):
-    """Message that takes the event loop some milliseconds to parse, or is too long."""
+    """Message that is too long, or takes milliseconds of the event loop to parse."""
 
     data: bytes
     kind: type[Message]
@@ -47,7 +47,7 @@ class Unparsed(NamedTuple):
         return len(self.data) > self.most
 
     def unusable(self) -> Unusable:
-        """Return that it is over the limit, or does not parse."""
+        """Return the message as unusable: too long, or one that does not parse."""
         return _unusable(self.data, self.kind, self.most)
 
 
@@ -70,7 +70,7 @@ def limited(kind: type[Message], most: int) -> Callable[[bytes], Message | Unusa
 
     Args:
         kind: class of the message.
-        most: its maximum length in bytes.
+        most: its maximum length in bytes, at least 64 KiB: shorter messages are parsed unchecked.
     """
 
     def parsed(data: bytes) -> Message | Unusable | Unparsed:

@@ -23,11 +23,11 @@ from routetrace.codec.records import U32
 #: Seconds that one slice runs before it yields to the event loop.
 SLICE_SECONDS = 0.0015
 
-#: The same of work that callers can cause at will: others wait for it at each of their steps.
+#: Seconds of a slice of work that callers can cause at will: each step of others may wait for one.
 TURN_SECONDS = 0.0005
 
 #: Maximum share of the loop for this work of one owner while others are active. Callers that wait
-#: for each answer leave more of the loop the slower they become: it must not take all of that.
+#: for each answer use less of the loop the slower they become; this work must not take their part.
 SHARE_BESIDE_OTHERS = 0.15
 
 #: Numbers that are converted at a time.
@@ -50,11 +50,12 @@ async def in_slices(items: Iterable[_T]) -> AsyncIterator[_T]:
 
 
 class Turns:
-    """Slices of work that callers can cause at will; together they take a share of the loop.
+    """Slices of work that callers can cause at will, which together take a share of the loop.
 
     Args:
-        step: waited for before each slice.
-        alone: whether no other owner is active; else the share is `SHARE_BESIDE_OTHERS` at most.
+        step: coroutine function to await before each slice.
+        alone: whether no other owner is active; if one is, the share is at most
+            `SHARE_BESIDE_OTHERS`.
     """
 
     def __init__(
@@ -75,7 +76,7 @@ class Turns:
             items: the items.
             share: maximum share of the loop's time that this work takes alone.
             waits: whether the first slice waits for its turn, as all others do; short work need
-                not.
+                not wait.
         """
         pause = self._reserve(share)
         begun = await self._turn(pause if waits else None)
@@ -107,7 +108,7 @@ class Turns:
         return time.monotonic()
 
 
-#: Of work that has no owner.
+#: Slices of work without an owner.
 IN_TURNS = Turns()
 
 

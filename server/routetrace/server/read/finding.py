@@ -219,7 +219,7 @@ class Finder:
             self._checks.ready()
             await self.changed(request, places, awaited, self.look_again())
             await self._admission.pace.step(owner)
-            self._checks.call(context, "read", request.run)  # a token may be taken back meanwhile
+            self._checks.call(context, "read", request.run)  # a token may be revoked meanwhile
 
     async def find_to_follow(
         self, request: pb.GetTraceRequest, context: Context, owner: str
@@ -237,7 +237,7 @@ class Finder:
             seconds = min(left, self.look_again())
             await self.changed(request, [request.run], pb.AWAITED_ENDS, seconds)
             await self._admission.pace.step(owner)
-            self._checks.call(context, "read", request.run)  # a token may be taken back meanwhile
+            self._checks.call(context, "read", request.run)  # a token may be revoked meanwhile
 
     async def changed(
         self, request: pb.GetTraceRequest, places: list[Place], awaited: int, seconds: float

@@ -51,7 +51,7 @@ class Follower:
         # A source stays itself, also where reports that come late divide its request.
         source = incarnation.request.sources[0]
         while True:
-            self._checks.call(context, "read", request.run)  # a token may be taken back meanwhile
+            self._checks.call(context, "read", request.run)  # a token may be revoked meanwhile
             trace = await self._finder.again(trace)
             seen = trace.changes
             last = trace.join.request_of(source)

@@ -211,7 +211,7 @@ class TraceServicer(RunCalls):
         at_most("reads", len(request.reads), MAX_READS)
 
         def at_once(read: pb.GetTraceRequest) -> Answer | None:
-            self._checks.call(context, "read", request.run)  # a token may be taken back meanwhile
+            self._checks.call(context, "read", request.run)  # a token may be revoked meanwhile
             check_part(read)
             read.run = request.run
             known = self._finder.met(read, context, places.get(read.trace_id))

@@ -193,8 +193,8 @@ class ServerConfig(BaseSettings):
         20_000,
         ge=1,
         description="maximum concurrent reads, waiting ones included; one token (or run) may hold "
-        "at most as many as remain free, and further ones are refused; fewer where they would take "
-        "over a quarter of the memory limit, at 20 KiB each",
+        "at most as many as remain free, and further ones are refused; fewer if they would take "
+        "over a quarter of memory_limit, at 20 KiB each",
     )
     max_streaming_reads: int = Field(
         256,

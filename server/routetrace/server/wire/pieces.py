@@ -1,7 +1,7 @@
-"""Long messages in pieces, so that parsing one holds the event loop for a moment at a time.
+"""Long messages in pieces, so that parsing one holds the event loop only briefly at a time.
 
-Serialized messages behind one another parse as one, whose repeated fields are joined. So a message
-is cut between its fields, and a packed field between its numbers, too.
+Concatenated serialized messages parse as one message, which joins their repeated fields. So a
+message is cut between its fields, and a packed field also between its numbers.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from google.protobuf.message import DecodeError, Message
 
 from routetrace.server.wire.messages import varint
 
-#: Maximum length of a piece, but for a longer field that is not packed; its maximum fields.
+#: Maximum length of a piece, except for a longer field that is not packed, and its maximum fields.
 PIECE_BYTES = 32 << 10
 _PIECE_FIELDS = 2048
 
 #: Maximum fields of a message.
 MAX_FIELDS = 1 << 17
 
-#: Longest number of a packed field.
+#: Maximum length of a number in a packed field.
 _VARINT_BYTES = 10
 
 _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
@@ -32,16 +32,16 @@ _VARINT_TYPES = frozenset(
 
 
 def pieces(data: bytes, kind: type[Message], piece_bytes: int = PIECE_BYTES) -> Iterator[bytes]:
-    """Yield pieces of a serialized message: merged one after the other, they are the message.
+    """Yield pieces of a serialized message; merged in order, they are the message.
 
     Args:
         data: the message.
         kind: its class.
-        piece_bytes: maximum length of a piece, but for a longer field that is not packed.
+        piece_bytes: maximum length of a piece, except for a longer field that is not packed.
 
     Raises:
-        DecodeError: if the bytes hold no fields, or more than MAX_FIELDS; for example, a packed
-            field that is not packed.
+        DecodeError: if the bytes hold no fields, or more than MAX_FIELDS, such as repeated numbers
+            that are not packed.
     """
     packed = {field.number for field in kind.DESCRIPTOR.fields if field.type in _VARINT_TYPES}
     start = at = fields = first = 0
@@ -83,7 +83,7 @@ def _field(data: bytes, begin: int) -> tuple[int, int, int, int]:
 
 
 def _numbers(data: bytes, tag: int, begin: int, end: int, piece_bytes: int) -> Iterator[bytes]:
-    """Yield a packed field as several, cut between its varints."""
+    """Yield a packed field as several fields, cut between its varints."""
     while begin < end:
         cut = min(begin + piece_bytes, end)
         while cut < end and data[cut - 1] & 0x80:

@@ -137,7 +137,7 @@ def encode_renew(
         run: namespace.
         trace_ids: the traces.
         ttl: seconds.
-        keep_longer: whether leases that are longer, when this is applied, stay as they are.
+        keep_longer: whether leases stay unchanged that are longer when the record is applied.
     """
     renew = stored.Renew(run=run, trace_ids=trace_ids, ttl=ttl, keep_longer=keep_longer)
     return _encode(stored.Record(time=now, renew=renew))
