@@ -7,6 +7,13 @@ from regressions.judging import fault
 
 _ACCESS = f"{SERVER}/access"
 
+#: The two parts of the beginning of a slice.
+_STEP = "        if self._step is not None:\n            await self._step()\n"
+_RESERVE = (
+    "        now, limit = time.monotonic(), self._limited(share)\n"
+    "        self._free_at = max(now, self._free_at) + TURN_SECONDS / limit\n"
+)
+
 SHARES = (
     # ------------------------------------------------------------------ budgets
     fault(
@@ -163,9 +170,25 @@ SHARES = (
     fault(
         "slices of long work are not steps of their owner",
         f"{SERVER}/common/slices.py",
-        "        if self._step is not None:\n            await self._step()\n",
+        _STEP,
         "",
         "server/access/test_pace.py::test_slices_of_long_work_are_steps_of_their_owner",
+    ),
+    fault(
+        "a cancelled call keeps the slice that it waits for",
+        f"{SERVER}/common/slices.py",
+        f"{_STEP}{_RESERVE}",
+        f"{_RESERVE}{_STEP}",
+        "server/access/test_pace.py::"
+        "test_a_call_that_is_cancelled_before_its_slice_reserves_nothing",
+    ),
+    fault(
+        "more of a slice is given back than it took",
+        f"{SERVER}/common/slices.py",
+        "            self._free_at -= max(0.0, left) / limit\n",
+        "            self._free_at -= max(0.0, left) / self._limited(share)\n",
+        "server/access/test_pace.py::"
+        "test_the_rest_of_a_slice_is_given_back_at_the_share_that_it_took",
     ),
     fault(
         "reads of one owner bring the server near its memory limit",

@@ -51,6 +51,22 @@ async def busy():
     return Busy()
 
 
+@pytest.fixture
+async def timed(busy, monkeypatch):
+    """Busy whose time is that of the loop and of slices, too: a pause only advances it."""
+    loop = asyncio.get_running_loop()
+    select = loop._selector.select
+
+    def advance(timeout: float | None):
+        busy.time += max(0.0, timeout or 0.0)
+        return select(0)
+
+    monkeypatch.setattr(loop, "time", lambda: busy.time)
+    monkeypatch.setattr(loop._selector, "select", advance)
+    monkeypatch.setattr(slices, "time", SimpleNamespace(monotonic=lambda: busy.time))
+    return busy
+
+
 async def test_a_backlog_of_one_owner_does_not_delay_the_steps_of_another(busy):
     await busy.step("light")
     backlog = [asyncio.create_task(busy.step("heavy")) for _ in range(100)]
@@ -294,10 +310,9 @@ async def test_each_owner_has_its_own_half_of_the_loop_for_long_work(busy):
     turns = [busy.pace.turns(owner) for owner in ("light", "heavy", "light")]
     assert turns[0] is turns[2]
     assert turns[0] is not turns[1]
-    # One slice each: that of the second does not wait for that of the first.
-    assert turns[0]._reserve(0.5) == 0
-    assert turns[0]._reserve(0.5) > 0
-    assert turns[1]._reserve(0.5) == 0
+    begun, _ = await turns[0]._begin(0.5)
+    assert turns[0]._free_at > begun
+    assert turns[1]._free_at < begun
 
 
 async def test_calls_of_one_owner_share_its_slices_after_a_pause(busy):
@@ -309,32 +324,83 @@ async def test_calls_of_one_owner_share_its_slices_after_a_pause(busy):
     assert busy.pace.turns("heavy") is before
 
 
-class Clock:
-    """Fake of the modules `time` and `asyncio` for slices: a pause advances the clock."""
-
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def monotonic(self) -> float:
-        return self.now
-
-    async def sleep(self, seconds: float) -> None:
-        self.now += seconds
-
-
 @pytest.mark.parametrize(("owners", "share"), [(["heavy"], 0.5), (["light", "heavy"], 0.15)])
-async def test_long_work_leaves_more_of_the_loop_while_others_are_active(
-    busy, monkeypatch, owners, share
-):
+async def test_long_work_leaves_more_of_the_loop_while_others_are_active(timed, owners, share):
     """A caller that waits for each answer uses less of the loop the slower it becomes."""
-    clock = Clock()
-    monkeypatch.setattr(slices, "time", clock)
-    monkeypatch.setattr(slices, "asyncio", clock)
     for owner in owners:
-        await busy.step(owner)
-    busy.pace.turns("heavy")._step = None  # credit is another limit
-    worked = 0.0
-    async for _ in busy.pace.turns("heavy").over(range(1000)):
+        await timed.step(owner)
+    timed.pace.turns("heavy")._step = None  # credit is another limit
+    begun, worked = timed.time, 0.0
+    async for _ in timed.pace.turns("heavy").over(range(1000)):
         worked += slices.TURN_SECONDS / 2 + 1e-6
-        clock.now += slices.TURN_SECONDS / 2 + 1e-6
-    assert worked / (clock.now - 100.0) == pytest.approx(share, rel=0.02)
+        timed.time += slices.TURN_SECONDS / 2 + 1e-6
+    assert worked / (timed.time - begun) == pytest.approx(share, rel=0.02)
+
+
+async def test_calls_that_are_cancelled_keep_no_slices(timed):
+    """Callers time out and come again; the next one waits no longer for that."""
+
+    async def work(turns: slices.Turns) -> None:
+        async for _ in turns.over(range(3), waits=True):
+            timed.time += slices.TURN_SECONDS
+
+    await timed.step("light")
+    turns = timed.pace.turns("heavy")
+    for _ in range(5):
+        tasks = [asyncio.create_task(work(turns)) for _ in range(100)]
+        await asyncio.sleep(0.01)
+        await timed.step("light")
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        # The rest of a slice that ran, and no more: none of the others did.
+        assert turns._free_at - timed.time <= slices.TURN_SECONDS / slices.SHARE_BESIDE_OTHERS
+    assert not turns._line
+
+
+@pytest.mark.parametrize("waits", [False, True])
+async def test_a_call_that_is_cancelled_before_its_slice_reserves_nothing(timed, waits):
+    asked = asyncio.Event()
+
+    async def step() -> None:
+        asked.set()
+        await asyncio.Event().wait()
+
+    turns = slices.Turns(step)
+
+    async def work() -> None:
+        async for _ in turns.over(range(1), waits=waits):
+            pass
+
+    task = asyncio.create_task(work())
+    await asked.wait()
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    assert turns._free_at == 0.0
+
+
+async def test_slices_of_one_owner_go_in_order_of_arrival(timed):
+    """One that leaves the line, first or not, passes its place on."""
+    turns, order, begun = slices.Turns(), [], asyncio.Event()
+
+    async def work(number: int) -> None:
+        async for _ in turns.over(range(1), waits=True):
+            order.append(number)
+            begun.set()
+            timed.time += slices.TURN_SECONDS
+
+    tasks = [asyncio.create_task(work(number)) for number in range(6)]
+    await begun.wait()
+    for number in (1, 3, 4):
+        tasks[number].cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    assert order == [0, 2, 5]
+
+
+async def test_the_rest_of_a_slice_is_given_back_at_the_share_that_it_took(timed):
+    """Another owner may become active, or end to be, in the middle of it."""
+    alone = True
+    turns = slices.Turns(alone=lambda: alone)
+    async for _ in turns.over(range(1)):
+        alone = False
+    assert turns._free_at == pytest.approx(timed.time)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import deque
 from collections.abc import (
     AsyncIterator,
     Awaitable,
@@ -65,7 +66,11 @@ class Turns:
     ) -> None:
         self._step = step
         self._alone = alone
-        self._free_at = 0.0  # by the monotonic clock
+        #: Time by the monotonic clock until which the slices so far take their share.
+        self._free_at = 0.0
+        #: Work that waits for a slice. Only the first one waits for `_free_at`, and nothing is
+        #: reserved before a slice begins: a call that is cancelled until then leaves nothing.
+        self._line: deque[asyncio.Future[None]] = deque()
 
     async def over(
         self, items: Iterable[_T], share: float = 0.5, *, waits: bool = False
@@ -78,34 +83,40 @@ class Turns:
             waits: whether the first slice waits for its turn, as all others do; short work need
                 not wait.
         """
-        pause = self._reserve(share)
-        begun = await self._turn(pause if waits else None)
+        begun, limit = await (self._turn(share) if waits else self._begin(share))
         try:
             for item in items:
                 yield item
                 if time.monotonic() - begun > TURN_SECONDS:
-                    begun = await self._turn(self._reserve(share))
+                    begun, limit = await self._turn(share)
         finally:
             left = TURN_SECONDS - (time.monotonic() - begun)
-            self._free_at -= max(0.0, left) / self._limited(share)
+            self._free_at -= max(0.0, left) / limit
 
     def _limited(self, share: float) -> float:
         return share if self._alone() else min(share, SHARE_BESIDE_OTHERS)
 
-    def _reserve(self, share: float) -> float:
-        """Reserve the next slice; return the seconds until it begins."""
-        now = time.monotonic()
-        begin = max(now, self._free_at)
-        self._free_at = begin + TURN_SECONDS / self._limited(share)
-        return begin - now
+    async def _turn(self, share: float) -> tuple[float, float]:
+        """Wait for a slice, in order of arrival; begin it."""
+        first: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._line.append(first)
+        try:
+            if self._line[0] is not first:
+                await first
+            await asyncio.sleep(max(0.0, self._free_at - time.monotonic()))
+            return await self._begin(share)
+        finally:
+            self._line.remove(first)
+            if self._line and not self._line[0].done():
+                self._line[0].set_result(None)
 
-    async def _turn(self, pause: float | None) -> float:
-        """Wait for a slice; return when it begins."""
-        if pause is not None:
-            await asyncio.sleep(pause)
+    async def _begin(self, share: float) -> tuple[float, float]:
+        """Begin a slice in a step of its owner; return its time, and the share that it takes."""
         if self._step is not None:
             await self._step()
-        return time.monotonic()
+        now, limit = time.monotonic(), self._limited(share)
+        self._free_at = max(now, self._free_at) + TURN_SECONDS / limit
+        return now, limit
 
 
 #: Slices of work without an owner.
