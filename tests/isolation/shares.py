@@ -6,6 +6,7 @@ from oracle.mutations import SERVER
 from regressions.judging import fault
 
 _ACCESS = f"{SERVER}/access"
+_PACE = "server/access/test_pace.py"
 
 #: The two parts of the beginning of a slice.
 _STEP = "        if self._step is not None:\n            await self._step()\n"
@@ -129,66 +130,63 @@ SHARES = (
         f"{_ACCESS}/pace.py",
         "            if account.waiting or account.stepping or account.credit < 0:\n",
         "            if False:\n",
-        "server/access/test_pace.py::"
-        "test_a_backlog_of_one_owner_does_not_delay_the_steps_of_another",
+        f"{_PACE}::test_a_backlog_of_one_owner_does_not_delay_the_steps_of_another",
     ),
     fault(
         "calls are not charged",
         f"{_ACCESS}/control.py",
         "            self._pace.charge(owner, CALL_SECONDS)\n",
         "",
-        "server/access/test_pace.py::test_calls_with_a_token_begin_in_its_time",
+        f"{_PACE}::test_calls_with_a_token_begin_in_its_time",
     ),
     fault(
         "messages of reads are not charged",
         f"{_ACCESS}/admission.py",
         "        self._admission.pace.charge(self._owner, len(message) * SECONDS_PER_BYTE)\n",
         "",
-        "server/access/test_pace.py::test_sent_messages_are_charged",
+        f"{_PACE}::test_sent_messages_are_charged",
     ),
     fault(
         "long messages are not charged",
         f"{_ACCESS}/admission.py",
         "        self.pace.charge(owner, len(request.data) * SECONDS_PER_BYTE)\n",
         "",
-        "server/access/test_pace.py::test_unusable_long_messages_are_refused_and_charged",
+        f"{_PACE}::test_unusable_long_messages_are_refused_and_charged",
     ),
     fault(
         "long messages are parsed in one step",
         f"{_ACCESS}/admission.py",
         "pieces(request.data, request.kind)",
         "iter([request.data])",
-        "server/access/test_pace.py::test_long_messages_are_parsed_in_steps_of_their_owner",
+        f"{_PACE}::test_long_messages_are_parsed_in_steps_of_their_owner",
     ),
     fault(
         "long messages are parsed on arrival",
         f"{SERVER}/common/rpc.py",
         "        if len(data) > _AT_ONCE_BYTES:\n            return Unparsed(data, kind, most)\n",
         "",
-        "server/access/test_pace.py::test_long_messages_are_parsed_in_steps_of_their_owner",
+        f"{_PACE}::test_long_messages_are_parsed_in_steps_of_their_owner",
     ),
     fault(
         "slices of long work are not steps of their owner",
         f"{SERVER}/common/slices.py",
         _STEP,
         "",
-        "server/access/test_pace.py::test_slices_of_long_work_are_steps_of_their_owner",
+        f"{_PACE}::test_slices_of_long_work_are_steps_of_their_owner",
     ),
     fault(
         "a cancelled call keeps the slice that it waits for",
         f"{SERVER}/common/slices.py",
         f"{_STEP}{_RESERVE}",
         f"{_RESERVE}{_STEP}",
-        "server/access/test_pace.py::"
-        "test_a_call_that_is_cancelled_before_its_slice_reserves_nothing",
+        f"{_PACE}::test_a_call_that_is_cancelled_before_its_slice_reserves_nothing",
     ),
     fault(
         "more of a slice is given back than it took",
         f"{SERVER}/common/slices.py",
         "            self._free_at -= max(0.0, left) / limit\n",
         "            self._free_at -= max(0.0, left) / self._limited(share)\n",
-        "server/access/test_pace.py::"
-        "test_the_rest_of_a_slice_is_given_back_at_the_share_that_it_took",
+        f"{_PACE}::test_the_rest_of_a_slice_is_given_back_at_the_share_that_it_took",
     ),
     fault(
         "reads of one owner bring the server near its memory limit",
@@ -202,8 +200,35 @@ SHARES = (
         f"{SERVER}/common/slices.py",
         "return share if self._alone() else min(share, SHARE_BESIDE_OTHERS)",
         "return share",
-        "server/access/test_pace.py::"
-        "test_long_work_leaves_more_of_the_loop_while_others_are_active",
+        f"{_PACE}::test_long_work_leaves_more_of_the_loop_while_others_are_active",
+    ),
+    fault(
+        "an owner gets no more than an equal part of the loop",
+        f"{_ACCESS}/pace.py",
+        "        return max(equal, _STEPS_SHARE - _RESERVED * others / _USE_SECONDS)\n",
+        "        return equal + 0.0 * others\n",
+        f"{_PACE}::test_an_owner_may_use_what_others_leave_however_many_they_are",
+    ),
+    fault(
+        "what an owner used counts for as long as it is active",
+        f"{_ACCESS}/pace.py",
+        "        self._used *= math.exp(-(now - self._used_at) / _USE_SECONDS)\n",
+        "",
+        f"{_PACE}::test_the_use_of_an_owner_that_stopped_does_not_reduce_that_of_others",
+    ),
+    fault(
+        "the wait of an owner is not reckoned again",
+        f"{_ACCESS}/pace.py",
+        "        if seconds > _LOOK_AGAIN_SECONDS:\n",
+        "        if False:\n",
+        f"{_PACE}::test_an_owner_waits_no_longer_than_others_use_the_loop",
+    ),
+    fault(
+        "an owner that waits keeps the accounts of idle ones",
+        f"{_ACCESS}/pace.py",
+        "            if now - first.seen < ACTIVE_SECONDS:\n",
+        "            if now - first.seen < ACTIVE_SECONDS or first.waiting:\n",
+        f"{_PACE}::test_an_owner_that_waits_keeps_no_idle_ones",
     ),
     # ------------------------------------------------------------------ lengths from outside
     fault(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import math
+import random
 from contextlib import suppress
 from types import SimpleNamespace
 
@@ -203,6 +205,84 @@ async def test_a_step_that_holds_the_loop_for_long_counts_twice(busy):
         await asyncio.sleep(0)  # it is counted
     used = {owner: account.used for owner, account in busy.pace._accounts.items()}
     assert used["heavy"] == pytest.approx(2 * _COST - LONG_STEP_SECONDS)
+
+
+@pytest.mark.parametrize("others", [1, 16, 1000])
+async def test_an_owner_may_use_what_others_leave_however_many_they_are(timed, others):
+    async def use_little() -> None:
+        while True:
+            for number in range(others):
+                timed.pace.charge(f"run {number}", 0.0008 / others)
+            await asyncio.sleep(0.1)
+
+    light = asyncio.create_task(use_little())
+    await asyncio.sleep(0)
+    while timed.time < 2.0:
+        await timed.step("heavy")
+    light.cancel()
+    # They use 0.008 of the loop, 0.016 of the 0.8 for all is reserved. Long steps count twice: half
+    # of the loop would let 49 through, a 17th 6, and a 1001st one.
+    assert timed.done.count("heavy") == pytest.approx(77, abs=3)
+
+
+async def test_the_use_of_an_owner_that_stopped_does_not_reduce_that_of_others(busy):
+    busy.pace.charge("light", 0.1)
+    rates = []
+    for _ in range(4):
+        account = busy.pace._account("heavy", busy.time)
+        busy.pace._refill(account, busy.time)
+        rates.append(busy.pace._rate(account))
+        busy.time += 0.24
+    assert rates[0] == 0.4  # equal parts
+    assert rates[1:] == pytest.approx([0.8 - 0.8 * 0.3829**n for n in (1, 2, 3)], abs=0.001)
+
+
+async def test_the_use_of_all_owners_is_the_sum_of_theirs(busy):
+    rng, used = random.Random(5), {}
+    for _ in range(5000):
+        owner, seconds = f"run {rng.randrange(10)}", rng.choice([0.0, 1e-6, 0.01, 1.0])
+        busy.pace.charge(owner, seconds)
+        used[owner] = used.get(owner, 0.0) + seconds
+        account = busy.pace._accounts[owner]
+        assert account.used == pytest.approx(used[owner])
+        assert busy.pace._used == pytest.approx(sum(used.values()))
+        passed = rng.choice([0.0, 0.001, 0.02])
+        busy.time += passed
+        used = {each: amount * math.exp(-4 * passed) for each, amount in used.items()}
+    busy.time += ACTIVE_SECONDS
+    busy.pace.charge("heavy", 0.01)
+    assert [*busy.pace._accounts] == ["heavy"]
+    assert busy.pace._used == 0.01
+
+
+async def test_an_owner_waits_no_longer_than_others_use_the_loop(timed):
+    """Its wait is reckoned again when they fall silent, though no other step comes then."""
+    timed.pace.charge("heavy", 0.0)
+    for number in range(100):
+        timed.pace.charge(f"run {number}", 0.01)
+    timed.pace.charge("heavy", 0.1)
+    await timed.pace.step("heavy")
+    # An equal part of the loop would pay the debt in 12 s.
+    assert 0.5 < timed.time <= ACTIVE_SECONDS + 0.25
+    assert timed.pace.waiting == {}
+
+
+async def test_an_owner_that_waits_keeps_no_idle_ones(busy):
+    await busy.step("light")
+    busy.pace._account("heavy", busy.time).credit = -100.0
+    step = asyncio.create_task(busy.step("heavy"))
+    await asyncio.sleep(0)
+    for number in range(100):
+        busy.pace.charge(f"run {number}", 0.0)
+    busy.time += ACTIVE_SECONDS + 1
+    await busy.step("light")
+    assert [*busy.pace._accounts] == ["heavy", "light"]
+    assert busy.pace.waiting == {"heavy": 1}
+    step.cancel()
+    await asyncio.gather(step, return_exceptions=True)
+    busy.time += ACTIVE_SECONDS + 1
+    await busy.step("light")
+    assert [*busy.pace._accounts] == ["light"]
 
 
 class Noting(Pace):

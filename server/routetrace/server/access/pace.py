@@ -29,13 +29,12 @@ _STEPS_SHARE = 0.8
 #: Seconds over which the use of an owner is averaged.
 _USE_SECONDS = 0.25
 
-#: How much of the loop is kept for an owner, in what it uses: the rest of its part, others get. An
-#: owner that waits for each answer uses less the slower it becomes; it must be able to use more.
-_KEPT = 2.0
+#: Multiple of its use that is reserved for each other owner; an owner may use the rest. One that
+#: waits for each answer uses less the slower it becomes; it must be able to use more.
+_RESERVED = 2.0
 
-#: Maximum active owners for which that is reckoned, at each step: runs, of which there may be
-#: thousands, are owners on a server without tokens.
-_MOST_COMPARED = 16
+#: Maximum seconds until the wait of an owner is reckoned again: others may use less by then.
+_LOOK_AGAIN_SECONDS = _USE_SECONDS
 
 #: Seconds that an owner may use at once, after a pause.
 _BURST_SECONDS = 0.005
@@ -48,8 +47,8 @@ SECONDS_PER_BYTE = 2e-9
 #: Processor seconds of a step beyond which it counts twice: it delays each step of the others.
 LONG_STEP_SECONDS = 0.002
 
-#: Maximum seconds that an owner owes while others are active, and that one which was alone owes to
-#: the next.
+#: Maximum seconds that an owner owes while others are active, and that one which was alone owes
+#: once another becomes active.
 LONGEST_DEBT_SECONDS = 0.1
 ALONE_DEBT_SECONDS = 0.02
 
@@ -58,6 +57,7 @@ ALONE_DEBT_SECONDS = 0.02
 class _Account:
     """Loop time of one owner."""
 
+    owner: str
     at: float
     """Time up to which the credit is reckoned."""
     seen: float
@@ -71,7 +71,9 @@ class _Account:
     stepping: int = 0
     """Steps in this round of the loop, which are not counted yet."""
     waiting: deque[asyncio.Future[None]] = field(default_factory=deque)
+    """Steps that wait; an owner that has any is active."""
     timer: asyncio.TimerHandle | None = None
+    """Timer of the first of them."""
 
 
 class Pace:
@@ -88,7 +90,11 @@ class Pace:
     ) -> None:
         self._now = now
         self._spent = spent
+        #: Accounts of active owners, the least recently seen one first.
         self._accounts: dict[str, _Account] = {}
+        #: Seconds that all of them used in about the last `_USE_SECONDS`, as of `_used_at`.
+        self._used = 0.0
+        self._used_at = 0.0
         self._turns: WeakValueDictionary[str, Turns] = WeakValueDictionary()
         self._stepped: list[_Account] = []
         self._began = 0.0
@@ -105,7 +111,7 @@ class Pace:
         """
         now = self._now()
         account = self._account(owner, now)
-        if len(self._accounts) > 1:
+        if not self._alone():
             self._refill(account, now)
             if account.waiting or account.stepping or account.credit < 0:
                 await self._turn(account)
@@ -119,9 +125,13 @@ class Pace:
         """Return the one Turns of an owner: calls may hold it for longer than its account lasts."""
         turns = self._turns.get(owner)
         if turns is None:
-            turns = Turns(partial(self.step, owner), lambda: len(self._accounts) == 1)
+            turns = Turns(partial(self.step, owner), self._alone)
             self._turns[owner] = turns
         return turns
+
+    def _alone(self) -> bool:
+        """Whether at most one owner is active."""
+        return len(self._accounts) < 2
 
     def charge(self, owner: str, seconds: float) -> None:
         """Count time that an owner has used, beside its steps: its next steps wait for it."""
@@ -131,37 +141,45 @@ class Pace:
         self._owe(account, seconds)
 
     def _owe(self, account: _Account, seconds: float) -> None:
-        most = ALONE_DEBT_SECONDS if len(self._accounts) == 1 else LONGEST_DEBT_SECONDS
+        most = ALONE_DEBT_SECONDS if self._alone() else LONGEST_DEBT_SECONDS
         account.credit = max(min(-most, account.credit), account.credit - seconds)
         account.used += seconds
+        self._used += seconds
 
     def _account(self, owner: str, now: float) -> _Account:
         """Return the account of an active owner, after those that are not active any more."""
         account = self._accounts.pop(owner, None)
-        while self._accounts:  # the least recently seen one is first
-            first, idle = next(iter(self._accounts.items()))
-            if now - idle.seen < ACTIVE_SECONDS or idle.waiting:
+        while self._accounts:
+            first = next(iter(self._accounts.values()))
+            if now - first.seen < ACTIVE_SECONDS:
                 break
-            del self._accounts[first]
+            del self._accounts[first.owner]
+            if first.waiting:
+                first.seen = now
+                self._accounts[first.owner] = first
         if account is None:
-            account = _Account(now, now, self._turns_of(owner))
+            account = _Account(owner, now, now, self._turns_of(owner))
+        if not self._accounts:  # nothing stays of the use of others, or of rounding
+            self._used, self._used_at = account.used, account.at
         account.seen = now
         self._accounts[owner] = account
         return account
 
     def _refill(self, account: _Account, now: float) -> None:
         seconds = now - account.at
-        account.at = now
         account.used *= math.exp(-seconds / _USE_SECONDS)
+        self._used *= math.exp(-(now - self._used_at) / _USE_SECONDS)
+        account.at = self._used_at = now
         account.credit = min(_BURST_SECONDS, account.credit + seconds * self._rate(account))
 
     def _rate(self, account: _Account) -> float:
-        """Return the seconds of credit that an owner gets in a second: at least an equal part."""
+        """Return the seconds of credit that an owner gets in a second: at least an equal part.
+
+        The account must be reckoned up to now.
+        """
         equal = _STEPS_SHARE / max(1, len(self._accounts))
-        if len(self._accounts) > _MOST_COMPARED:
-            return equal
-        others = sum(other.used for other in self._accounts.values() if other is not account)
-        return max(equal, _STEPS_SHARE - _KEPT * others / _USE_SECONDS)
+        others = max(0.0, self._used - account.used)
+        return max(equal, _STEPS_SHARE - _RESERVED * others / _USE_SECONDS)
 
     async def _turn(self, account: _Account) -> None:
         """Wait for the credit that earlier steps of the owner leave."""
@@ -173,6 +191,9 @@ class Pace:
         except BaseException:
             if waiter in account.waiting:
                 account.waiting.remove(waiter)
+                if account.timer is not None and not account.waiting:
+                    account.timer.cancel()
+                    account.timer = None
             else:
                 self._wake_later(account)  # cancelled just after it got its turn
             raise
@@ -181,16 +202,23 @@ class Pace:
         """Wake the next step of an owner once it has credit."""
         if account.timer is not None or account.stepping or not account.waiting:
             return
-        seconds = max(0.0, -account.credit / self._rate(account))
-        if len(self._accounts) == 1:
-            seconds = 0.0
-        loop = asyncio.get_running_loop()
-        account.timer = loop.call_later(seconds, self._wake, account)
+        self._refill(account, self._now())
+        seconds = 0.0 if self._alone() else max(0.0, -account.credit / self._rate(account))
+        then = self._wake
+        if seconds > _LOOK_AGAIN_SECONDS:
+            seconds, then = _LOOK_AGAIN_SECONDS, self._look_again
+        account.timer = asyncio.get_running_loop().call_later(seconds, then, account)
+
+    def _look_again(self, account: _Account) -> None:
+        """Reckon again when an owner has credit, without those that are not active any more."""
+        account.timer = None
+        self._account(account.owner, self._now())
+        self._wake_later(account)
 
     def _wake(self, account: _Account) -> None:
         account.timer = None
         now = self._now()
-        account.seen = now
+        self._account(account.owner, now)
         self._refill(account, now)
         while account.waiting:
             waiter = account.waiting.popleft()
