@@ -230,6 +230,13 @@ SHARES = (
         "            if now - first.seen < ACTIVE_SECONDS or first.waiting:\n",
         f"{_PACE}::test_an_owner_that_waits_keeps_no_idle_ones",
     ),
+    fault(
+        "messages of a lone run make it wait for itself",
+        f"{_ACCESS}/pace.py",
+        "        return len(self._accounts) - (UNKNOWN_OWNER in self._accounts) < 2\n",
+        "        return len(self._accounts) < 2\n",
+        f"{_PACE}::test_messages_of_a_lone_run_leave_it_alone",
+    ),
     # ------------------------------------------------------------------ lengths from outside
     fault(
         "numbers that are not packed are not bounded",

@@ -20,6 +20,7 @@ from routetrace.server.access.pace import (
     CALL_SECONDS,
     LONG_STEP_SECONDS,
     SECONDS_PER_BYTE,
+    UNKNOWN_OWNER,
     Pace,
 )
 from routetrace.server.access.tokens import new_token
@@ -283,6 +284,36 @@ async def test_an_owner_that_waits_keeps_no_idle_ones(busy):
     busy.time += ACTIVE_SECONDS + 1
     await busy.step("light")
     assert [*busy.pace._accounts] == ["light"]
+
+
+async def test_messages_of_a_lone_run_leave_it_alone(busy):
+    """On a server without tokens, nobody knows whose they are until they are parsed."""
+    config, metrics = ServerConfig(store="memory"), Metrics()
+    admission, access = Admission(config, metrics), Access(config, metrics)
+    admission.pace = pace = busy.pace
+    mine = access.check(None, "read", "mine")
+    turns = pace.turns(mine)
+    request = pb.GetBlocksRequest(run="mine", block_ids=[1] * 100_000)
+    message = limited(pb.GetBlocksRequest, 1 << 20)(request.SerializeToString())
+    assert isinstance(message, Unparsed)
+    assert await admission.parsed(access.owner_of(None), message) == request
+    assert [*pace._accounts] == [mine, UNKNOWN_OWNER]
+    for owner in (mine, UNKNOWN_OWNER):
+        assert pace.turns(owner)._limited(0.5) == 0.5
+        pace._accounts[owner].credit = -1.0
+        with pytest.raises(StopIteration):  # it does not wait
+            pace.step(owner).send(None)
+        await asyncio.sleep(0)  # it is counted
+    # Beside another run, they take their share as any owner does.
+    await busy.step(access.check(None, "read", "other"))
+    assert turns._limited(0.5) == slices.SHARE_BESIDE_OTHERS
+    assert pace.turns(UNKNOWN_OWNER)._limited(0.5) == slices.SHARE_BESIDE_OTHERS
+    steps = [asyncio.create_task(pace.step(owner)) for owner in (mine, UNKNOWN_OWNER)]
+    await asyncio.sleep(0)
+    assert pace.waiting == {mine: 1, UNKNOWN_OWNER: 1}
+    for step in steps:
+        step.cancel()
+    await asyncio.gather(*steps, return_exceptions=True)
 
 
 class Noting(Pace):

@@ -11,7 +11,7 @@ from typing import Any
 import grpc
 
 from routetrace.common.errors import PermissionDenied, RouteTraceError, Unauthenticated
-from routetrace.server.access.pace import CALL_SECONDS, Pace
+from routetrace.server.access.pace import CALL_SECONDS, UNKNOWN_OWNER, Pace
 from routetrace.server.access.tls import Certificates, Handshakes
 from routetrace.server.access.tokens import Scope, Token, Tokens
 from routetrace.server.common.metrics import Metrics
@@ -115,7 +115,7 @@ class Access:
             Unauthenticated: if the token is not known, or no longer.
         """
         if self._tokens is None:
-            return "callers"
+            return UNKNOWN_OWNER
         return f"token {self._find(self._tokens, context.invocation_metadata() or ()).name}"
 
     def token_of(self, context: Context) -> str:

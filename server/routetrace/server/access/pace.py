@@ -4,6 +4,10 @@ A call costs the loop up to some milliseconds a step: to begin, and to hand each
 gRPC, which encrypts and writes it at once. The loop runs what is ready in order of arrival, so
 hundreds of calls of one owner would delay each step of another's by a second. Here, an owner that
 has used its share waits instead, for as long as others are active; one alone never waits.
+
+On a server without tokens, the run of a call is not known until its message is parsed. Until then
+the work belongs to `UNKNOWN_OWNER`, which takes its share as any other, but leaves a run alone: it
+may be that run's own work.
 """
 
 from __future__ import annotations
@@ -18,6 +22,9 @@ from time import monotonic, thread_time
 from weakref import WeakValueDictionary
 
 from routetrace.server.common.slices import Turns
+
+#: Owner of calls whose run is not known yet, on a server without tokens.
+UNKNOWN_OWNER = "callers"
 
 #: Seconds without a step after which an owner does not count as active.
 ACTIVE_SECONDS = 1.0
@@ -130,8 +137,8 @@ class Pace:
         return turns
 
     def _alone(self) -> bool:
-        """Whether at most one owner is active."""
-        return len(self._accounts) < 2
+        """Whether at most one known owner is active."""
+        return len(self._accounts) - (UNKNOWN_OWNER in self._accounts) < 2
 
     def charge(self, owner: str, seconds: float) -> None:
         """Count time that an owner has used, beside its steps: its next steps wait for it."""
