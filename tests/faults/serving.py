@@ -27,11 +27,17 @@ class Server:
     Args:
         data_dir: keeps its chunks.
         python: runs it; may be several words, as `env LD_PRELOAD=... python`.
+        program: what it runs, and its first arguments.
         settings: of `ServerConfig`.
     """
 
     def __init__(
-        self, data_dir: Path | str, *, python: Sequence[str] = (), **settings: Any
+        self,
+        data_dir: Path | str,
+        *,
+        python: Sequence[str] = (),
+        program: Sequence[str] = ("-m", "routetrace.server.daemon"),
+        **settings: Any,
     ) -> None:
         self.port = free_port()
         self.metrics_port = free_port()
@@ -39,6 +45,7 @@ class Server:
         self.data_dir = Path(data_dir)
         self.starts = 0
         self.python = list(python) or [sys.executable]
+        self.program = list(program)
         self.settings: dict[str, Any] = {
             "listen": self.target,
             "metrics_listen": f"127.0.0.1:{self.metrics_port}",
@@ -52,7 +59,7 @@ class Server:
 
     def command(self) -> list[str]:
         """Return the command line."""
-        command = [*self.python, "-m", "routetrace.server.daemon"]
+        command = [*self.python, *self.program]
         for name, value in self.settings.items():
             flag = name.replace("_", "-")
             if isinstance(value, bool):

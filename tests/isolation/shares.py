@@ -276,6 +276,50 @@ SHARES = (
         "system/test_hostile.py::"
         "test_a_poison_chunk_is_refused_once_and_for_all_and_the_next_one_is_taken",
     ),
+    # ------------------------------------------------------------------ steps of the event loop
+    fault(
+        "a long message is read to its end in search of a number's",
+        f"{SERVER}/wire/pieces.py",
+        "                if end - at == _VARINT_BYTES:\n",
+        "                if False:\n",
+        "server/ingest/test_pieces.py::"
+        "test_a_number_without_an_end_is_not_read_to_the_end_of_the_message",
+    ),
+    fault(
+        "messages of agents other than chunks are not bounded",
+        f"{SERVER}/wire/messages.py",
+        "    if len(data) > MAX_OTHER_BYTES and not _is_chunk(data):\n",
+        "    if False:\n",
+        "server/ingest/test_wire.py::test_long_messages_are_chunks",
+    ),
+    fault(
+        "the header of a chunk is parsed at once",
+        f"{SERVER}/index/chunk.py",
+        "pieces(data, pb.ChunkHeader) if len(data) > PIECE_BYTES else (data,)",
+        "(data,)",
+        "server/ingest/test_limits.py::test_a_long_header_is_parsed_in_many_steps",
+    ),
+    fault(
+        "reads join a trace of many requests at once",
+        f"{SERVER}/read/finding.py",
+        "        if trace is not None and trace.has_many_sources:\n",
+        "        if False:\n",
+        "server/read/test_preparing.py::test_no_call_joins_a_long_trace_at_once",
+    ),
+    fault(
+        "lists join a trace of many requests at once",
+        f"{SERVER}/read/catalog.py",
+        "turns.over(prepared(newest_first, partial(prepare, self._reader)))",
+        "turns.over(newest_first)",
+        "server/read/test_preparing.py::test_no_call_joins_a_long_trace_at_once",
+    ),
+    fault(
+        "a join that a change has made void is kept",
+        f"{SERVER}/index/traces/trace.py",
+        "        if self._rejoins == rejoins:\n            self._join = join\n",
+        "        self._join = join\n",
+        "server/read/test_preparing.py::test_a_trace_may_change_between_any_two_steps",
+    ),
     # ------------------------------------------------------------------ callers without a token
     fault(
         "pending calls are not bounded",

@@ -21,11 +21,14 @@ from neighbours.shares import SCENARIOS, SHARES
 
 _HEAD = (
     f"{'attack':<18} {'idle/s':>7} {'honest/s':>8} {'attack/s':>8} {'share':>6} {'p99 x':>6} "
-    f"{'growth':>8} {'hold':>8} {'back':>6} {'engine':>7}  goals missed"
+    f"{'growth':>8} {'step':>8} {'hold':>8} {'back':>6} {'engine':>7}  goals missed"
 )
+#: Longest steps of the event loop that are shown of each attack.
+_SHOWN_STEPS = 3
 _GOALS = (
     ("share", lambda row: row.share >= 0.8),
     ("p99", lambda row: row.slower <= 5),
+    ("step", lambda row: row.longest_step_ms <= 5),
     ("recovery", lambda row: row.recovery_s <= 2),
 )
 
@@ -77,12 +80,17 @@ def _show(row: Row) -> None:
     print(
         f"{row.name:<18} {row.idle.rate:7.0f} {row.honest.rate:8.0f} {row.attacked.rate:8.0f} "
         f"{row.share:6.2f} {row.slower:6.1f} {row.peak_mib - row.before_mib:6.0f} M "
-        f"{row.longest_ms:5.0f} ms {row.recovery_s:4.1f} s {row.new_engine_s:5.1f} s  {missed}"
+        f"{row.longest_step_ms:5.1f} ms {row.longest_ms:5.0f} ms {row.recovery_s:4.1f} s "
+        f"{row.new_engine_s:5.1f} s  {missed}"
     )
     counts = ", ".join(f"{name} {count:,}" for name, count in sorted(row.outcomes.items()))
     idle = f"idle p99 {row.idle.p99_ms:.1f} ms, idle hold {row.longest_idle_ms:.0f} ms"
     cores = ", ".join(f"{name} {used:.2f}" for name, used in row.cores.items())
-    print(f"    {idle}; processors: {cores}; {counts}", flush=True)
+    print(f"    {idle}; processors: {cores}; {counts}")
+    longest = sorted(row.steps, key=lambda step: step.computed)[: -_SHOWN_STEPS - 1 : -1]
+    for step in longest:
+        print(f"    step of {1e3 * step.computed:.1f} ms in {1e3 * step.took:.1f} ms: {step.place}")
+    sys.stdout.flush()
 
 
 if __name__ == "__main__":

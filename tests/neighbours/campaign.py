@@ -15,6 +15,7 @@ from neighbours.attacking import attacker
 from neighbours.place import HONEST, VICTIM, Place
 from neighbours.processors import Part, used_since_now
 from neighbours.shares import SCENARIOS, Scenario, Share
+from neighbours.stepping import Step
 from neighbours.tenants import LAYOUT, Report, tenant
 from neighbours.watching import Child, Watch
 from routetrace.capture_agent import AgentConfig, CaptureAgent
@@ -68,6 +69,8 @@ class Row:
     longest_idle_ms: float
     longest_ms: float
     recovery_s: float
+    steps: list[Step]
+    """Long steps of the server's event loop beside the attack."""
     new_engine_s: float = np.inf
     outcomes: Counter[str] = field(default_factory=Counter)
     cores: dict[str, float] = field(default_factory=dict)
@@ -77,6 +80,11 @@ class Row:
     def share(self) -> float:
         """Reads beside the attack, by reads beside the honest load."""
         return self.attacked.rate / self.honest.rate
+
+    @property
+    def longest_step_ms(self) -> float:
+        """Processor time of the longest step of the server's event loop beside the attack."""
+        return max((step.computed for step in self.steps), default=0.0) * 1000
 
     @property
     def slower(self) -> float:
@@ -192,6 +200,7 @@ class _Campaign:
             self._longest_idle,
             self._watch.longest_ms(start, left),
             recovery,
+            [step for step in self._place.steps if start <= step.begun <= left],
         )
         check(not child.failed, "the attacker failed, and said why on standard error")
         row.outcomes.update(child.result or {"killed": 1})

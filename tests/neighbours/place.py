@@ -19,6 +19,7 @@ import trustme
 
 from faults.serving import Server, free_port
 from neighbours.processors import Part, starting
+from neighbours.stepping import Step, steps
 from routetrace.common.security import Security
 
 VICTIM = "victim"
@@ -100,9 +101,20 @@ class Place:
         self._certificate, self._key = cert, key
         self._proxied, self._proxy_port = proxied, 0
         self._proxy: subprocess.Popen[bytes] | None = None
+        self._steps_file = folder / "steps"
         self.server = Server(
-            folder / "data", tls_cert=cert, tls_key=key, tokens_file=tokens, **settings
+            folder / "data",
+            program=["-m", "neighbours.stepping", str(self._steps_file)],
+            tls_cert=cert,
+            tls_key=key,
+            tokens_file=tokens,
+            **settings,
         )
+
+    @property
+    def steps(self) -> list[Step]:
+        """Long steps of the server's event loop."""
+        return steps(self._steps_file)
 
     def access(self, tenant: str) -> Access:
         """Access of a tenant, of a caller without a token if it is empty."""

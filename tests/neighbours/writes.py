@@ -132,13 +132,18 @@ def fill(attack: Attack, mib: int = 80) -> None:
     stream.channel.close()
 
 
-def heartbeat(attack: Attack, reasons: int = 200_000) -> None:
-    """Report unknown reasons for drops."""
-    stream = attack.stream("beating")
-    report = pb.Heartbeat(dropped_rows={f"reason-{i:07d}": i + 1 for i in range(reasons)})
+def heartbeat(attack: Attack, reasons: int = 200_000, taken: int = 2500) -> None:
+    """Report unknown reasons for drops: too many, then as many as are taken."""
+    streams = [attack.stream("beating"), attack.stream("beating on")]
+    reports = [
+        pb.Heartbeat(dropped_rows={f"reason-{i:07d}": i + 1 for i in range(count)})
+        for count in (reasons, taken)
+    ]
     attack.prepared()
+    streams[0]._out.put(pb.IngestRequest(heartbeat=reports[0]))
     while not attack.over:
-        stream._out.put(pb.IngestRequest(heartbeat=report))
+        streams[1]._out.put(pb.IngestRequest(heartbeat=reports[1]))
         attack.count("heartbeats")
-        attack.pause(0.25)
-    stream.channel.close()
+        attack.pause(0.005)
+    for stream in streams:
+        stream.channel.close()

@@ -7,7 +7,9 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
+from routetrace.codec.records import OP, OpKind
 from routetrace.common.errors import InvalidArgument
+from routetrace.common.layout import ModelLayout
 from routetrace.common.limits import (
     MAX_ID_LENGTH,
     MAX_LABEL_LENGTH,
@@ -15,8 +17,17 @@ from routetrace.common.limits import (
     check_id,
     check_labels,
 )
-from routetrace.server.index.chunk import MAX_BLOCKS, blocks_of
+from routetrace.server.index.chunk import (
+    MAX_BLOCKS,
+    MAX_OPS,
+    MAX_REQUESTS,
+    blocks_of,
+    parse_header,
+    parse_in_steps,
+)
 from routetrace.server.index.slot_map import SlotMap
+from routetrace.server.wire.pieces import PIECE_BYTES
+from routetrace.v1 import routetrace_pb2 as pb
 
 SLOTS = SlotMap(4, 10)
 
@@ -58,6 +69,27 @@ def test_blocks_that_an_engine_does_not_have_are_named():
         blocks_of(SlotMap(0, 0), [0], 1)
     with pytest.raises(InvalidArgument, match=f"at most {MAX_BLOCKS}"):
         blocks_of(SlotMap(1, MAX_BLOCKS + 1), np.zeros(MAX_BLOCKS + 1, np.uint32), MAX_BLOCKS + 1)
+
+
+def test_a_long_header_is_parsed_in_many_steps():
+    """No step takes more than a piece of the message, or some entries."""
+    layout = ModelLayout((0,), 1, 8, 1)
+    ids = [f"request-{i:05}" for i in range(MAX_REQUESTS)]
+    header = pb.ChunkHeader(layout=layout.to_proto(), request_ids=ids)
+    header.begins.extend(pb.RequestBegin(trace_id=i) for i in ids)
+    ops = np.zeros(MAX_OPS, OP)
+    ops["kind"] = OpKind.RESET
+    header.ops = ops.tobytes()
+    header.block_ids = np.zeros(1 << 20, np.uint32).tobytes()
+    data = header.SerializeToString()
+    columns = 2 * MAX_REQUESTS + 2 * MAX_OPS
+    fields = len(data) - len(header.ops) - len(header.block_ids)
+    parsing = parse_in_steps(data, layout, SLOTS)
+    assert sum(1 for _ in parsing) > fields // PIECE_BYTES + columns // 256 + (1 << 20) // (1 << 13)
+    assert parse_header(data, layout, SLOTS).request_ids == ids
+    header.request_ids.append("more")
+    with pytest.raises(InvalidArgument, match=r"request_ids is 32769 in all; expected at most"):
+        parse_header(header.SerializeToString(), layout, SLOTS)
 
 
 def test_ids_have_a_length():

@@ -56,6 +56,23 @@ def test_any_bytes_are_refused_or_parsed_as_by_protobuf(data, piece_bytes) -> No
     assert found == pb.GetBlocksRequest.FromString(data)
 
 
+class Counted(bytes):
+    """Bytes that count how often one of them is read."""
+
+    reads = 0
+
+    def __getitem__(self, at):
+        self.reads += 1
+        return super().__getitem__(at)
+
+
+def test_a_number_without_an_end_is_not_read_to_the_end_of_the_message() -> None:
+    data = Counted(b"\x18" + b"\x80" * (1 << 20))
+    with pytest.raises(DecodeError):
+        [*pieces(data, pb.GetBlocksRequest)]
+    assert data.reads < 50
+
+
 @given(IDS, st.data(), st.integers(1, 20))
 def test_a_message_that_is_cut_off_is_parsed_as_by_protobuf(ids, data, piece_bytes) -> None:
     whole = pb.GetBlocksRequest(engine_id="e", block_ids=ids, num_tokens=7).SerializeToString()

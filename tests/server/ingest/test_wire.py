@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from routetrace.codec.frame import Codec, encode_frame
 from routetrace.codec.frame_check import PlainFrames
 from routetrace.codec.frame_header import read_header
-from routetrace.common.errors import RouteTraceError
+from routetrace.common.errors import InvalidArgument, RouteTraceError
 from routetrace.common.layout import ModelLayout
 from routetrace.server.wire.checksums import STEP, running
-from routetrace.server.wire.messages import Chunk, read_request
+from routetrace.server.wire.messages import MAX_OTHER_BYTES, Chunk, read_request
 from routetrace.v1 import routetrace_pb2 as pb
 
 u32 = st.integers(0, (1 << 32) - 1)
@@ -81,6 +81,19 @@ def test_a_chunk_is_read_as_protobuf_reads_it(chunk: pb.Chunk, data: st.DataObje
 def test_other_messages_are_read_too(request_: pb.IngestRequest) -> None:
     message = request_.SerializeToString()
     assert read(message) == told(message)
+
+
+def test_long_messages_are_chunks() -> None:
+    names = {f"reason {i}": i for i in range(10_000)}
+    beat = pb.IngestRequest(heartbeat=pb.Heartbeat(dropped_rows=names))
+    with pytest.raises(InvalidArgument, match=f"expected at most {MAX_OTHER_BYTES}, but for"):
+        read_request(beat.SerializeToString())
+    # A chunk in another encoding, as its fields come in another order.
+    parts = [pb.Chunk(payload=bytes(1 << 17)), pb.Chunk(sequence=5)]
+    data = b"".join(pb.IngestRequest(chunk=part).SerializeToString() for part in parts)
+    chunk = read_request(data)
+    assert isinstance(chunk, Chunk)
+    assert (chunk.sequence, len(chunk.payload)) == (5, 1 << 17)
 
 
 def test_a_payload_is_not_copied() -> None:

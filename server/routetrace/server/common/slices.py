@@ -35,6 +35,7 @@ SHARE_BESIDE_OTHERS = 0.15
 _NUMBERS = 1 << 14
 
 _T = TypeVar("_T")
+_Part = TypeVar("_Part", bytes, npt.NDArray[np.uint32])
 
 
 async def in_slices(items: Iterable[_T]) -> AsyncIterator[_T]:
@@ -143,6 +144,17 @@ async def result_in_slices(steps: Generator[None, None, _T]) -> _T:
     async for _ in in_slices(kept()):
         pass
     return results[0]
+
+
+def converted(
+    items: _Part, size: int, convert: Callable[[_Part], Iterable[_T]]
+) -> Generator[None, None, list[_T]]:
+    """Convert bytes or an array to a list, `size` of its items at a step."""
+    result: list[_T] = []
+    for at in range(0, len(items), size):
+        result += convert(items[at : at + size])
+        yield
+    return result
 
 
 async def numbers_in_turns(

@@ -5,10 +5,10 @@ A chunk that passes can be stored and applied. Routing is not decoded: only fram
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
-from typing import Any
+from functools import lru_cache, partial
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -31,11 +31,12 @@ from routetrace.common.checksum import crc32
 from routetrace.common.errors import Corrupt, InvalidArgument
 from routetrace.common.layout import ModelLayout
 from routetrace.common.limits import MAX_POSITION, check_id, check_labels
-from routetrace.server.common.slices import at_once
+from routetrace.server.common.slices import at_once, converted
 from routetrace.server.index.slot_map import SlotMap
 from routetrace.server.index.traces.refs import MAX_FRAMES, MAX_ROWS
 from routetrace.server.wire.checksums import Payload, running
 from routetrace.server.wire.messages import Chunk
+from routetrace.server.wire.pieces import PIECE_BYTES, pieces
 from routetrace.v1 import routetrace_pb2 as pb
 
 MAX_OPS = 1 << 17
@@ -43,6 +44,8 @@ MAX_OPS = 1 << 17
 MAX_REQUESTS = 1 << 15
 #: Entries and ops that are checked at a time.
 _CHECKED = 256
+#: Numbers that are converted at a time.
+_LISTED = 1 << 13
 #: Maximum requests of one boot of an engine.
 MAX_BEGUN = 1 << 62
 #: Maximum rows of one chunk, and bytes of their ids.
@@ -63,6 +66,8 @@ _FIELDS = OP.names or ()
 _FIRST_KIND, _LAST_KIND = int(min(OpKind)), int(max(OpKind))
 _FINISH_REASONS = {*FinishReason}
 _MISSING_REASONS = {*pb.MissingReason.values()}
+
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,37 +129,23 @@ def parse_in_steps(
     Raises:
         InvalidArgument: naming the first invalid field.
     """
-    try:
-        header = pb.ChunkHeader.FromString(data)
-    except DecodeError as error:
-        raise InvalidArgument(
-            field="header", value=f"{len(data)} bytes", expected="a serialized ChunkHeader"
-        ) from error
-    for field, entries in (("request_ids", header.request_ids), ("begins", header.begins)):
-        if len(entries) > MAX_REQUESTS:
-            raise InvalidArgument(
-                field=field, value=f"{len(entries)} entries", expected=f"at most {MAX_REQUESTS}"
-            )
+    header = yield from _parsed(data)
     if header.layout != _proto_of(layout):
         sent = ModelLayout.from_proto(header.layout)
         if sent != layout:
             raise InvalidArgument(field="layout", value=sent, expected=f"the Hello's, {layout}")
-    for index, request_id in enumerate(header.request_ids, 1):
-        check_id("request_ids", request_id)
-        if not index % _CHECKED:
-            yield
-    for index, begin in enumerate(header.begins, 1):
-        check_begin(begin)
-        if not index % _CHECKED:
-            yield
-    unpack(header.ops, OP, "ops")
+    request_ids = yield from _each(header.request_ids, partial(check_id, "request_ids"))
+    begins = yield from _each(header.begins, check_begin)
+    ops = unpack(header.ops, OP, "ops")
+    if len(ops) > MAX_OPS:
+        raise InvalidArgument(field="ops", value=len(ops), expected=f"at most {MAX_OPS} ops")
     block_ids = unpack(header.block_ids, U32, "block_ids")
     _check_block_ids(block_ids, slots.num_blocks)
     chunk = ParsedChunk(
-        request_ids=list(header.request_ids),
-        begins=list(header.begins),
-        ops=[*PACKED_OP.iter_unpack(header.ops)],
-        block_ids=block_ids.tolist(),
+        request_ids=request_ids,
+        begins=begins,
+        ops=(yield from converted(header.ops, _CHECKED * OP.itemsize, PACKED_OP.iter_unpack)),
+        block_ids=(yield from converted(block_ids, _LISTED, np.ndarray.tolist)),
         slots=unpack(header.slots, U64, "slots"),
         frame_lengths=unpack(header.frame_lengths, U32, "frame_lengths"),
         frame_rows=unpack(header.frame_rows, U32, "frame_rows"),
@@ -164,6 +155,32 @@ def parse_in_steps(
     yield
     yield from _check_ops(chunk, slots.num_blocks, slots.num_blocks * slots.block_size)
     return chunk
+
+
+def _parsed(data: bytes) -> Generator[None, None, pb.ChunkHeader]:
+    header = pb.ChunkHeader()
+    try:
+        for piece in pieces(data, pb.ChunkHeader) if len(data) > PIECE_BYTES else (data,):
+            header.MergeFromString(piece)
+            for field, entries in (("request_ids", header.request_ids), ("begins", header.begins)):
+                _at_most(field, len(entries), MAX_REQUESTS, "entries")
+            yield
+    except DecodeError as error:
+        raise InvalidArgument(
+            field="header", value=f"{len(data)} bytes", expected="a serialized ChunkHeader"
+        ) from error
+    return header
+
+
+def _each(entries: Sequence[_T], check: Callable[[_T], None]) -> Generator[None, None, list[_T]]:
+    """Return the entries of a field as a list, each of them checked."""
+    checked: list[_T] = []
+    for entry in entries:
+        check(entry)
+        checked.append(entry)
+        if not len(checked) % _CHECKED:
+            yield
+    return checked
 
 
 @lru_cache(maxsize=64)
@@ -197,8 +214,6 @@ def _check_ops(chunk: ParsedChunk, num_blocks: int, num_slots: int) -> Iterator[
 
     Most chunks have tens of ops, for which a loop is faster than numpy.
     """
-    if len(chunk.ops) > MAX_OPS:
-        raise InvalidArgument(field="ops", value=len(chunk.ops), expected=f"at most {MAX_OPS} ops")
     if len(chunk.slots):
         _all("slots", chunk.slots, chunk.slots < num_slots, f"slots below {num_slots}")
     frame_rows = chunk.frame_rows.tolist()

@@ -80,7 +80,7 @@ def _apply_delete(state: State, change: stored.Delete, now: float) -> Generator[
         if trace and 0 < change.judged < trace.last_record:
             pass
         elif change.until:
-            count += state.forget_begun(key, change.since, change.until, fate)
+            count += yield from state.forget_begun(key, change.since, change.until, fate)
         else:
             count += state.forget(key, fate)
         yield

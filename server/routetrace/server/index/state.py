@@ -186,7 +186,9 @@ class State:
         self.tombstones.add(key, sources, fate)
         return True
 
-    def forget_begun(self, key: TraceKey, since: float, until: float, fate: Fate) -> bool:
+    def forget_begun(
+        self, key: TraceKey, since: float, until: float, fate: Fate
+    ) -> Generator[None, None, bool]:
         """Delete the requests of a trace that began in a closed interval; False: there are none.
 
         A request is that of all its shards, and began when the first of them reported it.
@@ -194,6 +196,7 @@ class State:
         trace = self.traces.traces.get(key)
         if trace is None:
             return False
+        yield from trace.join_in_steps()
         begun = [r for r in trace.join.requests if since <= r.began <= until]
         if len(begun) == len(trace.join.requests):
             return self.forget(key, fate)

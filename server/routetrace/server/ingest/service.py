@@ -40,6 +40,7 @@ from routetrace.server.ingest.intake import IngestSession, Intake
 from routetrace.server.ingest.replies import Replies
 from routetrace.server.retention.retention import Retention
 from routetrace.server.retention.room import Room
+from routetrace.server.rows.preparing import prepare
 from routetrace.server.rows.reader import Reader
 from routetrace.server.settings.config import ServerConfig
 from routetrace.server.spread.gathering import Gathering
@@ -325,6 +326,10 @@ class IngestServicer:
             record = encode_bind(now, request, trace_id, blocks, num_computed_tokens)
             await self._journal.append(record)
         whole = await self._gathering.trace(request.run, trace_id)
+        trace = whole.trace if whole else self._state.traces.traces.get((request.run, trace_id))
+        if trace is not None:
+            async for _ in turns.over(prepare(self._reader, trace)):
+                pass
         known = self._reader.find(request.run, trace_id, trace=whole and whole.trace)
         return pb.BindRequestResponse(trace=self._reader.describe(known))
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 from routetrace.server.common.slices import Turns
 from routetrace.server.index.state import State
+from routetrace.server.rows.preparing import prepared
 from routetrace.server.rows.summaries import Summaries
 
 log = logging.getLogger(__name__)
@@ -56,8 +57,13 @@ class Census:
     async def count(self) -> None:
         """Count all traces."""
         runs: dict[str, RunCount] = {}
-        async for trace in self._turns.over(self._state.traces.oldest_first(), _SHARE):
-            if not trace.sources or self._state.traces.traces.get(trace.key) is not trace:
+        traces = prepared(self._state.traces.oldest_first(), self._summaries.prepare)
+        async for trace in self._turns.over(traces, _SHARE):
+            if (
+                trace is None
+                or not trace.sources
+                or self._state.traces.traces.get(trace.key) is not trace
+            ):
                 continue
             run = runs.setdefault(trace.key[0], RunCount())
             summary = self._summaries.of(trace)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Hashable, Iterable, Iterator, Sequence, Set
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import NamedTuple, Protocol, TypeVar
 
 from routetrace.server.common.slices import Turns
@@ -17,6 +18,7 @@ from routetrace.server.read import agreements
 from routetrace.server.read.checks import page_of
 from routetrace.server.read.finding import Finder
 from routetrace.server.retention.retention import Retention
+from routetrace.server.rows.preparing import prepare, prepare_end, prepared
 from routetrace.server.rows.reader import Reader
 from routetrace.server.rows.summaries import Summaries
 from routetrace.v1 import routetrace_pb2 as pb
@@ -118,11 +120,14 @@ def entry(
 class _OwnWatched:
     """Traces of a run that lies in this worker, while they are watched."""
 
-    def __init__(self, run: str, finder: Finder, traces: TraceIndex, turns: Turns) -> None:
+    def __init__(
+        self, run: str, finder: Finder, traces: TraceIndex, summaries: Summaries, turns: Turns
+    ) -> None:
         self._run = run
         self._turns = turns
         self._finder = finder
         self._traces = traces
+        self._summaries = summaries
         self._changed: dict[str, None] = {}
 
     def note(self, keys: Set[Hashable]) -> None:
@@ -134,8 +139,9 @@ class _OwnWatched:
 
     async def every(self) -> AsyncIterator[Trace]:
         """Yield all traces; see `Watched`."""
-        async for trace in self._in_turns(self._traces.newest_first(self._run)):
-            if self._finder.exists(trace) and trace.sources:
+        newest_first = self._traces.newest_first(self._run)
+        async for trace in self._in_turns(prepared(newest_first, self._summaries.prepare)):
+            if trace and self._finder.exists(trace) and trace.sources:
                 yield trace
 
     def _in_turns(self, items: Iterable[_T]) -> AsyncIterator[_T]:
@@ -149,9 +155,18 @@ class _OwnWatched:
 
     async def look(self, trace_ids: Iterable[str]) -> AsyncIterator[tuple[str, Trace | None]]:
         """Yield traces as they are now; see `Watched`."""
-        async for trace_id in self._in_turns(trace_ids):
-            trace = self._traces.traces.get((self._run, trace_id))
-            yield trace_id, trace if trace is not None and trace.sources else None
+        async for trace_id in self._in_turns(self._prepared(trace_ids)):
+            if trace_id is not None:
+                trace = self._traces.traces.get((self._run, trace_id))
+                yield trace_id, trace if trace is not None and trace.sources else None
+
+    def _prepared(self, trace_ids: Iterable[str]) -> Iterator[str | None]:
+        """Yield each id once its trace is prepared, and None at each step before that."""
+        for trace_id in trace_ids:
+            if trace := self._traces.traces.get((self._run, trace_id)):
+                for _ in self._summaries.prepare(trace):
+                    yield None
+            yield trace_id
 
 
 class OwnCatalog:
@@ -180,7 +195,7 @@ class OwnCatalog:
     @contextmanager
     def watched(self, run: str, turns: Turns) -> Iterator[Watched]:
         """Watch traces; see `Catalog`."""
-        watched = _OwnWatched(run, self._finder, self._state.traces, turns)
+        watched = _OwnWatched(run, self._finder, self._state.traces, self._summaries, turns)
         listeners = self._journal.changes.listeners
         listeners.append(watched.note)
         try:
@@ -193,8 +208,9 @@ class OwnCatalog:
         start, most = page_of(request)
         response = pb.ListTracesResponse()
         last = size = 0
-        async for trace in turns.over(self._state.traces.newest_first(request.run, start)):
-            if not self._finder.exists(trace):
+        newest_first = self._state.traces.newest_first(request.run, start)
+        async for trace in turns.over(prepared(newest_first, partial(prepare, self._reader))):
+            if trace is None or not self._finder.exists(trace):
                 continue
             info = entry(self._reader, self._summaries, trace, request)
             if info is None:
@@ -214,10 +230,13 @@ class OwnCatalog:
     async def retire(self, run: str, through: int, token: str, turns: Turns) -> int:
         """Delete old traces; see `Catalog`."""
         judged = self._journal.applied
+        newest_first = self._state.traces.newest_first(run)
         retired = [
             trace.key[1]
-            async for trace in turns.over(self._state.traces.newest_first(run))
-            if self._finder.exists(trace) and self._reader.retirable(trace, through)
+            async for trace in turns.over(
+                prepared(newest_first, partial(prepare_end, self._reader))
+            )
+            if trace and self._finder.exists(trace) and self._reader.retirable(trace, through)
         ]
         if not retired:
             return 0

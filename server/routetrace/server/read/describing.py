@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from routetrace.server.common.slices import Turns
 from routetrace.server.read.read_log import Reads
+from routetrace.server.rows.preparing import prepare_standing
 from routetrace.server.rows.reader import Reader, reason_name
 from routetrace.server.rows.served import Known, Row
 from routetrace.server.rows.view import Selection
@@ -47,6 +48,8 @@ async def described(
             if not adding.add(row):
                 response.more_origins = True
                 break
+    async for _ in turns.over(prepare_standing(known.trace)):
+        pass
     views = turns.over(reader.standing(known.trace))
     incarnations = [_incarnation(reader, view) async for view in views]
     response.incarnations.extend(reversed(incarnations))

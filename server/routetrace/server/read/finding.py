@@ -17,6 +17,7 @@ from routetrace.server.index.traces.tombstones import Fate
 from routetrace.server.index.traces.trace import Trace
 from routetrace.server.read.checks import Checks
 from routetrace.server.rows.absence import no_trace
+from routetrace.server.rows.preparing import prepare
 from routetrace.server.rows.reader import Reader
 from routetrace.server.rows.served import Known
 from routetrace.server.rows.view import Selection
@@ -80,13 +81,19 @@ class Finder:
         )
 
     async def gathered(
-        self, request: pb.GetTraceRequest, context: Context, *, sends_on: bool = False
+        self,
+        request: pb.GetTraceRequest,
+        context: Context,
+        owner: str,
+        *,
+        sends_on: bool = False,
     ) -> Known:
         """Return the requested trace as all workers have it.
 
         Args:
             request: the read.
             context: its call.
+            owner: of the call.
             sends_on: whether the caller can ask another worker that has all of it.
 
         Raises:
@@ -96,12 +103,22 @@ class Finder:
         """
         found = await self._gathering.trace(request.run, request.trace_id, sends_on=sends_on)
         if found is None:
+            trace = self._state.traces.traces.get((request.run, request.trace_id))
+            await self._prepare(trace, request, owner)
             return self.look_up(request, context)
         if found.trace is None:
             raise self._absent(request, context, found.fate, has_run=found.has_run)
+        await self._prepare(found.trace, request, owner)
         return self.look_up(request, context, found.trace)
 
-    async def again(self, trace: Trace) -> Trace:
+    async def _prepare(self, trace: Trace | None, read: pb.GetTraceRequest, owner: str) -> None:
+        """Work out what a read of a trace needs; in slices where that takes long."""
+        if trace is not None and trace.has_many_sources:
+            steps = prepare(self._reader, trace, read.incarnation, read.prefix_rows)
+            async for _ in self._admission.pace.turns(owner).over(steps):
+                pass
+
+    async def again(self, trace: Trace, request: pb.GetTraceRequest, owner: str) -> Trace:
         """Return a trace that was found, as it is now.
 
         Raises:
@@ -110,11 +127,13 @@ class Finder:
         """
         found = await self._gathering.trace(*trace.key)
         if found is None:
+            await self._prepare(trace, request, owner)
             if not self.exists(trace):
                 raise self._reader.not_found(*trace.key, named=True)
             return trace
         if found.trace is None:
             raise no_trace(*trace.key, found.fate, named=True)
+        await self._prepare(found.trace, request, owner)
         return found.trace
 
     def look_up(
@@ -162,6 +181,8 @@ class Finder:
     ) -> Known | None:
         """Return the requested trace if it meets `wait_for` now; None: it is to be waited for.
 
+        One of many requests may have to be joined first.
+
         Args:
             request: the read.
             context: its call.
@@ -171,6 +192,9 @@ class Finder:
             NotFound: as `look_up`, if it is not waited for.
             Moved: if another worker alone has it.
         """
+        trace = self._state.traces.traces.get((request.run, request.trace_id))
+        if trace is not None and not trace.is_joined:
+            return None
         elsewhere = self._partition.spreads(request.run) and not request.located
         if elsewhere and not (places and self._gathering.only_here(request.trace_id, places)):
             return None
@@ -204,7 +228,7 @@ class Finder:
             places: list[Place] = [request.run]
             awaited = pb.AWAITED_ENDS
             try:
-                known = await self.gathered(request, context, sends_on=sends_on)
+                known = await self.gathered(request, context, owner, sends_on=sends_on)
             except NotFound:
                 if request.wait_for == pb.WAIT_FOR_UNSPECIFIED:
                     raise
@@ -228,7 +252,7 @@ class Finder:
         until = monotonic() + request.wait_ms / 1000
         while True:
             try:
-                return await self.gathered(request, context)
+                return await self.gathered(request, context, owner)
             except NotFound:
                 left = until - monotonic()
                 if left <= 0:

@@ -52,7 +52,7 @@ class Follower:
         source = incarnation.request.sources[0]
         while True:
             self._checks.call(context, "read", request.run)  # a token may be revoked meanwhile
-            trace = await self._finder.again(trace)
+            trace = await self._finder.again(trace, request, owner)
             seen = trace.changes
             last = trace.join.request_of(source)
             if last is None:

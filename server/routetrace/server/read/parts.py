@@ -14,7 +14,7 @@ from routetrace.common.errors import Corrupt, InvalidArgument, NotFound
 from routetrace.server.access.control import Access
 from routetrace.server.access.lifecycle import Lifecycle
 from routetrace.server.common.rpc import Context, unary
-from routetrace.server.common.slices import IN_TURNS, in_slices
+from routetrace.server.common.slices import IN_TURNS, in_slices, result_in_slices
 from routetrace.server.index.agents import Agents
 from routetrace.server.index.control import key_of
 from routetrace.server.index.demand import Demand, Place
@@ -25,6 +25,7 @@ from routetrace.server.read import agreements
 from routetrace.server.read.finding import Finder
 from routetrace.server.retention.retention import Retention
 from routetrace.server.rows.frames import Frames
+from routetrace.server.rows.preparing import prepare_end, prepared
 from routetrace.server.rows.reader import Reader
 from routetrace.server.settings.config import ServerConfig
 from routetrace.server.spread import parts as packing
@@ -170,8 +171,13 @@ class PartsServicer:
         self._lifecycle.check_ready()
         response = parts.GlanceResponse()
         now = self._journal.clock.now()
+        traces = self._journal.state.traces.traces
         async for index, trace_id in in_slices(enumerate(request.trace_ids)):
-            if trace := self._journal.state.traces.traces.get((request.run, trace_id)):
+            trace = traces.get((request.run, trace_id))
+            if trace and trace.has_many_sources:
+                await result_in_slices(prepare_end(self._reader, trace))
+                trace = traces.get((request.run, trace_id))
+            if trace:
                 ended = self._reader.ended(trace)
                 response.glances.add(index=index, left=trace.expires - now, ended=ended)
         return response
@@ -191,8 +197,15 @@ class PartsServicer:
         """Return the parts of traces that may be retired."""
         self._lifecycle.check_ready()
         response = parts.RetirableResponse(judged=self._journal.applied)
-        async for trace in IN_TURNS.over(self._journal.state.traces.newest_first(request.run)):
-            if self._finder.exists(trace) and self._reader.retirable(trace, request.through):
+        newest_first = self._journal.state.traces.newest_first(request.run)
+        async for trace in IN_TURNS.over(
+            prepared(newest_first, partial(prepare_end, self._reader))
+        ):
+            if (
+                trace
+                and self._finder.exists(trace)
+                and self._reader.retirable(trace, request.through)
+            ):
                 response.trace_ids.append(trace.key[1])
         return response
 

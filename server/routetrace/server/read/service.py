@@ -316,7 +316,7 @@ class TraceServicer(RunCalls):
         check_read(read)
         with self._admission.read(owner):
             await self._admission.pace.step(owner)
-            known = await self._finder.gathered(read, context)
+            known = await self._finder.gathered(read, context, owner)
             selection = self._finder.select(known, read)
             reads = self._reads.of(known.trace)
             wanted = not request.omit_origins
@@ -353,9 +353,9 @@ class TraceServicer(RunCalls):
     async def DeleteTrace(  # noqa: N802, D102
         self, request: pb.DeleteTraceRequest, context: Context
     ) -> pb.DeleteTraceResponse:
-        self._checks.call(context, "admin", request.run)
+        owner = self._checks.call(context, "admin", request.run)
         await self._finder.gathered(
-            pb.GetTraceRequest(run=request.run, trace_id=request.trace_id), context
+            pb.GetTraceRequest(run=request.run, trace_id=request.trace_id), context, owner
         )
         token = self._access.token_of(context)
         await self._catalog(request.run).delete(request.run, request.trace_id, token)

@@ -8,7 +8,7 @@ from itertools import groupby
 from typing import Protocol
 
 from routetrace.common.errors import Unavailable
-from routetrace.server.common.slices import in_slices
+from routetrace.server.common.slices import in_slices, result_in_slices
 from routetrace.server.index.journal import Journal
 from routetrace.server.spread.gathering import MAX_COLLECTED, Gathering
 from routetrace.server.spread.parts import merged
@@ -162,7 +162,9 @@ class Everywhere:
         if not found.parts:
             return
         worker_of = {source: n for n, part in found.parts.items() for source in part.sources}
-        requests = merged((run, trace_id), found.parts.items()).join.requests
+        trace = merged((run, trace_id), found.parts.items())
+        await result_in_slices(trace.join_in_steps())
+        requests = trace.join.requests
         newest_first = [(worker_of[r.sources[0]], r.began) for r in reversed(requests)]
         for worker, some in groupby(newest_first, lambda request: request[0]):
             began = [when for _, when in some]

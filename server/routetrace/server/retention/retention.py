@@ -32,6 +32,7 @@ from routetrace.server.index.writer import Writer
 from routetrace.server.retention import freed
 from routetrace.server.retention.everywhere import Everywhere
 from routetrace.server.retention.room import HIGH, LOW, RETRY_SECONDS, Room
+from routetrace.server.rows.preparing import prepare_end
 from routetrace.server.rows.reader import Reader
 from routetrace.server.settings.config import ServerConfig
 from routetrace.server.spread.gathering import Gathering
@@ -305,6 +306,9 @@ class Retention:
         order = await asyncio.to_thread(np.argsort, updated, kind="stable")
         async for at in in_slices(order):
             found = self._state.traces.traces.get(keys[at])
+            if found and found.has_many_sources:
+                await result_in_slices(prepare_end(self._reader, found))
+                found = self._state.traces.traces.get(keys[at])
             # One that changed meanwhile has another place.
             if found and found.updated == updated[at] and self._reader.ended(found):
                 yield found

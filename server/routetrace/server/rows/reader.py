@@ -172,9 +172,13 @@ class Reader:
         missing = self.missing(state, known, whole, self.rows(known, whole))
         return any(m.reason != pb.MISSING_REASON_KV_UNKNOWN for m in missing)
 
+    def may_grow(self, trace: Trace) -> bool:
+        """Whether some incarnation of a trace may still grow; if not, `ended` needs no join."""
+        return self._is_recent(trace) or any(map(self._agents.running, trace.sources))
+
     def ended(self, trace: Trace) -> bool:
         """Whether no incarnation of a trace may still grow, apart from rows of other traces."""
-        if not self._is_recent(trace) and not any(map(self._agents.running, trace.sources)):
+        if not self.may_grow(trace):
             return True
         join = trace.join
         if len(join.standing) > MAX_LOOKED_AT:  # too many to look at each: it is soon not recent

@@ -18,6 +18,7 @@ from routetrace.server.index.traces.joins import MAX_TRACE_LABELS
 from routetrace.server.index.traces.refs import ROW_BITS
 from routetrace.server.index.traces.sources import TraceKey
 from routetrace.server.index.traces.trace import Summary, Trace
+from routetrace.server.rows.preparing import Steps, prepare
 from routetrace.server.rows.reader import Reader, reason_name
 from routetrace.server.rows.served import Known
 from routetrace.v1 import routetrace_pb2 as pb
@@ -37,6 +38,11 @@ class Summaries:
         if kept is None or not self._holds(kept, trace):
             kept = trace.summary = self._worked_out(trace)
         return kept
+
+    def prepare(self, trace: Trace) -> Steps:
+        """Work out step by step what the summary of a trace of many requests needs."""
+        if trace.has_many_sources and not (trace.summary and self._holds(trace.summary, trace)):
+            yield from prepare(self._reader, trace)
 
     def message(self, trace: Trace) -> pb.TraceSummary:
         """Return the summary of a trace as it is sent."""

@@ -10,6 +10,7 @@ import struct
 from dataclasses import dataclass
 from typing import TypeAlias
 
+from routetrace.common.errors import InvalidArgument
 from routetrace.server.wire.checksums import Payload
 from routetrace.v1 import routetrace_pb2 as pb
 
@@ -35,6 +36,9 @@ class Chunk:
         return len(self.header) + len(self.payload)
 
 
+#: Maximum length of other messages: agents send less than a hundredth of it.
+MAX_OTHER_BYTES = 64 << 10
+
 #: Message of an agent; None: an unknown one.
 Request: TypeAlias = pb.Hello | pb.Heartbeat | Chunk | None
 
@@ -44,11 +48,18 @@ def read_request(data: bytes) -> Request:
 
     Raises:
         DecodeError: if the bytes are no IngestRequest.
+        InvalidArgument: if it is longer than MAX_OTHER_BYTES and not a chunk.
     """
     try:
         return _read_chunk(data)
     except (IndexError, ValueError, struct.error):
         pass  # not a chunk, or in another encoding
+    if len(data) > MAX_OTHER_BYTES and not _is_chunk(data):
+        raise InvalidArgument(
+            field="IngestRequest",
+            value=f"{len(data)} bytes",
+            expected=f"at most {MAX_OTHER_BYTES}, but for a chunk",
+        )
     request = pb.IngestRequest.FromString(data)
     kind = request.WhichOneof("message")
     if kind == "hello":
@@ -61,6 +72,21 @@ def read_request(data: bytes) -> Request:
             chunk.sequence, chunk.header_crc32, chunk.payload_crc32, chunk.header, chunk.payload
         )
     return None
+
+
+def _is_chunk(data: bytes) -> bool:
+    """Whether all fields are of a chunk; a message with several counts as the last one."""
+    at = 0
+    try:
+        while at < len(data):
+            tag, at = varint(data, at)
+            size, at = varint(data, at)
+            if tag != _CHUNK:
+                return False
+            at += size
+    except (IndexError, ValueError):
+        return False
+    return True
 
 
 def _read_chunk(data: bytes) -> Chunk:

@@ -72,6 +72,8 @@ def _field(data: bytes, begin: int) -> tuple[int, int, int, int]:
             content = end = at
             while data[end] & 0x80:
                 end += 1
+                if end - at == _VARINT_BYTES:
+                    raise ValueError("a number of more than ten bytes")
             end += 1
         else:
             content, end = at, at + {_FIXED64: 8, _FIXED32: 4}[kind]

@@ -9,14 +9,14 @@ proof changes only the cells that it concerns.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from itertools import islice
 from typing import NamedTuple
 
 from routetrace.codec.records import FinishReason
-from routetrace.server.index.traces.prefix_tree import Digests, PrefixTree, Reported
+from routetrace.server.common.slices import at_once
+from routetrace.server.index.traces.prefix_tree import STEP, Digests, PrefixTree, Reported
 from routetrace.server.index.traces.sources import Source, WriterKey
 from routetrace.server.index.traces.spans import FOREVER
 
@@ -132,21 +132,24 @@ class Incarnation:
     def __init__(self, request: Request, proven: list[tuple[Request, int]]) -> None:
         self.request = request
         self._proven = proven
+        self._continued: list[Part] = []
+        self._alike: list[Part] = []
 
-    @cached_property
-    def _parts(self) -> tuple[list[Part], list[Part]]:
-        continued: list[Part] = []
-        alike: list[Part] = []
-        for other, proven in self._proven:
+    def divide(self) -> Generator[None, None, None]:
+        """Tell requests that it goes on from and those that begin alike, before anything else."""
+        continued, alike = self._continued, self._alike
+        for index, (other, proven) in enumerate(self._proven):
             part = Part(other, min(proven, other.num_rows))
             (continued if self.request.goes_on_from(other, proven) else alike).append(part)
+            if not index % STEP:
+                yield
         # Of equal prompts, requests that sampled come before those that handed over; of several of
         # these, the KV of the last one was used.
         continued.sort(
             key=lambda p: (p.request.prompt_len, p.request.handed_over, -p.request.number)
         )
         alike.sort(key=lambda p: p.request.number)
-        return continued, alike[:MAX_ALIKE]
+        del alike[MAX_ALIKE:]
 
     @property
     def num_related(self) -> int:
@@ -156,7 +159,7 @@ class Incarnation:
     @property
     def continued(self) -> list[Part]:
         """Requests that it goes on from, in the order in which their tokens were sampled."""
-        return self._parts[0]
+        return self._continued
 
     @property
     def as_sampled(self) -> list[Part]:
@@ -164,7 +167,7 @@ class Incarnation:
 
         Last come other requests that were given the same tokens: their rows fill holes.
         """
-        continued, alike = self._parts
+        continued, alike = self._continued, self._alike
         return [*self._last_of_prompt, *continued, Part(self.request, FOREVER), *alike]
 
     @property
@@ -194,8 +197,7 @@ class Incarnation:
     @property
     def latest(self) -> list[Part]:
         """Parts in the order of the policy `latest`."""
-        continued, alike = self._parts
-        return [Part(self.request, FOREVER), *reversed(continued), *alike]
+        return [Part(self.request, FOREVER), *reversed(self._continued), *self._alike]
 
     @property
     def num_tokens(self) -> int:
@@ -220,12 +222,24 @@ class Join:
     """
 
     def __init__(self, sources: Sequence[Source], num_dropped: int = 0) -> None:
-        self.requests = requests_of(sources, num_dropped)
+        at_once(self._make(sources, num_dropped))
+
+    @classmethod
+    def in_steps(
+        cls, sources: Sequence[Source], num_dropped: int = 0
+    ) -> Generator[None, None, Join]:
+        """Make a join step by step; it is void if a source changes meanwhile."""
+        join = cls.__new__(cls)
+        yield from join._make(sources, num_dropped)
+        return join
+
+    def _make(self, sources: Sequence[Source], num_dropped: int) -> Generator[None, None, None]:
+        self.requests = yield from _grouping(sources, num_dropped)
         self._num_dropped = num_dropped
         self._incarnations: dict[int, Incarnation] = {}
         self._tree: PrefixTree | None = None
         if len(self.requests) > 1:
-            self._prove()
+            yield from self._prove()
 
     @property
     def numbers(self) -> range:
@@ -234,10 +248,22 @@ class Join:
 
     def incarnation(self, number: int) -> Incarnation:
         """Return the incarnation that ends with a request."""
-        if number not in self._incarnations:
-            request = self.requests[self.numbers.index(number)]
-            self._incarnations[number] = Incarnation(request, [*self.proven(request)])
+        at_once(self.relate(number))
         return self._incarnations[number]
+
+    def relate(self, number: int) -> Generator[None, None, None]:
+        """Make the incarnation that ends with a request step by step."""
+        if number in self._incarnations:
+            return
+        request = self.requests[self.numbers.index(number)]
+        proven: list[tuple[Request, int]] = []
+        for found in self.proven(request):
+            proven.append(found)
+            if not len(proven) % STEP:
+                yield
+        incarnation = Incarnation(request, proven)
+        yield from incarnation.divide()
+        self._incarnations[number] = incarnation
 
     def request_of(self, source: Source) -> Request | None:
         """Return the request that a source reports; None if the trace has dropped it."""
@@ -267,24 +293,36 @@ class Join:
             return [self.requests[i] for i in self._tree.having((position, digest))]
         return [r for r in self.requests if r.own.get(position) == digest]
 
-    def _prove(self) -> None:
+    def _prove(self) -> Generator[None, None, None]:
         """Find requests that begin alike, and those that another one contains."""
-        self._tree = tree = PrefixTree(
-            [Reported(r.own, r.prompt_len, r.num_tokens, r.handed_over) for r in self.requests]
-        )
+        reported = []
+        for request in self.requests:
+            reported.append(
+                Reported(request.own, request.prompt_len, request.num_tokens, request.handed_over)
+            )
+            if not len(reported) % STEP:
+                yield
+        self._tree = tree = yield from PrefixTree.in_steps(reported)
         for index, request in enumerate(self.requests):
             request.tree = tree
             successor = tree.successor(index)
             if successor is not None:
                 request.successor = self.requests[successor]
+            if not index % STEP:
+                yield
 
 
 def requests_of(sources: Sequence[Source], num_dropped: int = 0) -> list[Request]:
     """Group sources by engine request; `num_dropped` requests came before them."""
+    return at_once(_grouping(sources, num_dropped))
+
+
+def _grouping(sources: Sequence[Source], num_dropped: int) -> Generator[None, None, list[Request]]:
     requests: list[Request] = []
     by_name: dict[tuple[str, str, str], list[Request]] = {}
     # By name and writer: number of leading requests that have a source of the writer.
     seen: dict[tuple[tuple[str, str, str], WriterKey], int] = {}
+    done = 0
     for index, source in enumerate(sources):
         name = source.name
         same = by_name.setdefault(name, [])
@@ -301,8 +339,14 @@ def requests_of(sources: Sequence[Source], num_dropped: int = 0) -> list[Request
         home.members.append((index, source))
         home.writers.add(source.writer)
         home.own = dict(sorted((home.own | digests).items())) if home.own else digests
-    for request in requests:
+        done += 1 + len(digests) // 4
+        if done >= STEP:
+            done = 0
+            yield
+    for index, request in enumerate(requests):
         request.settle()
+        if not index % STEP:
+            yield
     return requests
 
 

@@ -8,9 +8,12 @@ grows with the logarithm of its depth.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from itertools import pairwise
+import heapq
+from collections.abc import Collection, Generator, Iterator, Sequence
+from itertools import islice, pairwise
 from typing import NamedTuple
+
+from routetrace.server.common.slices import at_once
 
 Digests = dict[int, int]
 """Position -> digest of the tokens before it; ascending."""
@@ -19,6 +22,12 @@ Prefix = tuple[int, int]
 """(position, digest): the tokens of a sequence before a position."""
 
 _ROOT = 0
+
+#: Requests, or prefixes, of one step.
+STEP = 64
+
+#: Prefixes that are sorted at once.
+_SORTED = 1 << 10
 
 
 class Reported(NamedTuple):
@@ -40,24 +49,42 @@ class PrefixTree:
     """Prefixes of requests, which go by their index."""
 
     def __init__(self, requests: Sequence[Reported]) -> None:
-        self._requests = requests
-        shorter = _next_shorter([r.digests for r in requests if r.digests])
-        prefixes: list[Prefix] = [(-1, 0), *sorted(shorter)]  # shorter ones come first
-        self._prefixes = prefixes
-        self._number = {prefix: node for node, prefix in enumerate(prefixes)}
-        self._parent = [self._number[shorter.get(p) or prefixes[_ROOT]] for p in prefixes]
-        self._link()
-        self._leaf = [
-            self._number[next(reversed(r.digests.items()))] if r.digests else _ROOT
-            for r in requests
-        ]
-        self._given = [
-            self._at(leaf, r.prompt_len) for leaf, r in zip(self._leaf, requests, strict=True)
-        ]
-        self._arrange()
-        self._find_newest()
+        at_once(self._make(requests))
 
-    def _link(self) -> None:
+    @classmethod
+    def in_steps(cls, requests: Sequence[Reported]) -> Generator[None, None, PrefixTree]:
+        """Make a tree step by step."""
+        tree = cls.__new__(cls)
+        yield from tree._make(requests)
+        return tree
+
+    def _make(self, requests: Sequence[Reported]) -> Generator[None, None, None]:
+        self._requests = requests
+        shorter = yield from _next_shorter([r.digests for r in requests if r.digests])
+        prefixes: list[Prefix] = [(-1, 0)]
+        prefixes += yield from sorted_in_steps(shorter)  # shorter ones come first
+        self._prefixes = prefixes
+        self._number = {}
+        self._parent = []
+        for node, prefix in enumerate(prefixes):
+            self._number[prefix] = node
+            self._parent.append(self._number[shorter.get(prefix) or prefixes[_ROOT]])
+            if not node % STEP:
+                yield
+        yield from self._link()
+        self._leaf: list[int] = []
+        self._given: list[int] = []
+        for request in requests:
+            digests = request.digests
+            leaf = self._number[next(reversed(digests.items()))] if digests else _ROOT
+            self._leaf.append(leaf)
+            self._given.append(self._at(leaf, request.prompt_len))
+            if not len(self._leaf) % STEP:
+                yield
+        yield from self._arrange()
+        yield from self._find_newest()
+
+    def _link(self) -> Generator[None, None, None]:
         """Set depths, and for each node an ancestor to jump to, which makes a climb logarithmic."""
         parent = self._parent
         self._depth = depth = [0] * len(parent)
@@ -68,8 +95,10 @@ class PrefixTree:
             far = jump[up]
             even = depth[up] - depth[far] == depth[far] - depth[jump[far]]
             jump[node] = jump[far] if even else up
+            if not node % STEP:
+                yield
 
-    def _arrange(self) -> None:
+    def _arrange(self) -> Generator[None, None, None]:
         """Order the requests such that those with a prefix are a range."""
         count = [0] * len(self._parent)
         for leaf in self._leaf:
@@ -77,6 +106,8 @@ class PrefixTree:
         own = [*count]
         for node in range(len(count) - 1, 0, -1):
             count[self._parent[node]] += count[node]
+            if not node % STEP:
+                yield
         first, free = [0] * len(count), [0] * len(count)
         free[_ROOT] = own[_ROOT]
         for node in range(1, len(count)):
@@ -84,13 +115,17 @@ class PrefixTree:
             first[node] = free[up]
             free[up] += count[node]
             free[node] = first[node] + own[node]
+            if not node % STEP:
+                yield
         self._range = [(at, at + n) for at, n in zip(first, count, strict=True)]
         self._order = [0] * len(self._leaf)
         for index, leaf in enumerate(self._leaf):
             self._order[first[leaf]] = index
             first[leaf] += 1
+            if not index % STEP:
+                yield
 
-    def _find_newest(self) -> None:
+    def _find_newest(self) -> Generator[None, None, None]:
         """Set the newest request whose prompt has each prefix, and of which more is known.
 
         The second one was given more tokens than the prefix, or sampled after it.
@@ -101,14 +136,20 @@ class PrefixTree:
             self._newest[node] = index
             if not request.handed_over or request.prompt_len > self._prefixes[node][0]:
                 self._further[node] = index
+            if not index % STEP:
+                yield
         for node in range(size - 1, 0, -1):
             up, newest = self._parent[node], self._newest[node]
             self._newest[up] = max(self._newest[up], newest)
             self._further[up] = max(self._further[up], newest)
+            if not node % STEP:
+                yield
         # The longest prefix of each that is one of some prompt.
         self._prompted = prompted = [_ROOT] * size
         for node in range(1, size):
             prompted[node] = node if self._newest[node] >= 0 else prompted[self._parent[node]]
+            if not node % STEP:
+                yield
 
     def _at(self, node: int, position: int) -> int:
         """Return the longest prefix of a node that ends at or before a position."""
@@ -191,23 +232,51 @@ class PrefixTree:
         return None
 
 
-def _next_shorter(digests: Sequence[Digests]) -> dict[Prefix, Prefix | None]:
+def _next_shorter(
+    digests: Sequence[Digests],
+) -> Generator[None, None, dict[Prefix, Prefix | None]]:
     """Return the next shorter known prefix of each.
 
     Longest first: of several known ones, the longest is the next, and the others are shorter ones
     of that.
     """
     shorter: dict[Prefix, set[Prefix]] = {}
+    done = 0
     for each in digests:
-        prefixes = list(each.items())
-        shorter.setdefault(prefixes[0], set())
-        for one, longer in pairwise(prefixes):
-            shorter.setdefault(longer, set()).add(one)
+        one: Prefix | None = None
+        for prefix in each.items():
+            known = shorter.setdefault(prefix, set())
+            if one is not None:
+                known.add(one)
+            one = prefix
+            done += 1
+            if not done % STEP:
+                yield
     before: dict[Prefix, Prefix | None] = {}
-    for prefix in sorted(shorter, reverse=True):
-        known = sorted(shorter[prefix], reverse=True)
-        before[prefix] = known[0] if known else None
-        for longer, one in pairwise(known):
+    for prefix in reversed((yield from sorted_in_steps(shorter))):
+        ordered = sorted(shorter[prefix], reverse=True)
+        before[prefix] = ordered[0] if ordered else None
+        for longer, one in pairwise(ordered):
             if one[0] < longer[0]:
                 shorter[longer].add(one)
+        done += 1
+        if not done % STEP:
+            yield
     return before
+
+
+def sorted_in_steps(prefixes: Collection[Prefix]) -> Generator[None, None, list[Prefix]]:
+    """Return prefixes in ascending order."""
+    parts = []
+    left = iter(prefixes)
+    while part := sorted(islice(left, _SORTED)):
+        parts.append(part)
+        yield
+    if len(parts) <= 1:
+        return parts[0] if parts else []
+    ordered: list[Prefix] = []
+    for prefix in heapq.merge(*parts):
+        ordered.append(prefix)
+        if not len(ordered) % STEP:
+            yield
+    return ordered

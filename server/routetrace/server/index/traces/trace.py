@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -11,6 +11,9 @@ from routetrace.server.index.traces.joins import Join, Request, requests_of
 from routetrace.server.index.traces.refs import chunk_of
 from routetrace.server.index.traces.sources import Source, TraceKey, dump_source, load_source
 from routetrace.stored import format5_pb2 as stored
+
+#: Number of sources from which on a join takes so long that other tasks go on meanwhile.
+_MANY_SOURCES = 64
 
 
 class Summary(NamedTuple):
@@ -65,6 +68,7 @@ class Trace:
     held: tuple[object, ...] = ()
     """Chunks of other workers that its references name, which are known while it holds them."""
     _join: Join | None = None
+    _rejoins: int = 0
 
     @property
     def join(self) -> Join:
@@ -73,9 +77,36 @@ class Trace:
             self._join = Join(self.sources, self.num_dropped)
         return self._join
 
+    @property
+    def has_many_sources(self) -> bool:
+        """Whether its join takes so long that it is made in steps."""
+        return len(self.sources) >= _MANY_SOURCES
+
+    @property
+    def is_joined(self) -> bool:
+        """Whether `join` is at hand, or made in a moment."""
+        return self._join is not None or not self.has_many_sources
+
+    def has(self, join: Join) -> bool:
+        """Whether a join is that of the trace as it is now."""
+        return self._join is join
+
+    def join_in_steps(self) -> Generator[None, None, None]:
+        """Make the join of many sources step by step, unless it is at hand.
+
+        It is not made if the trace changes between two steps.
+        """
+        if self.is_joined:
+            return
+        rejoins = self._rejoins
+        join = yield from Join.in_steps([*self.sources], self.num_dropped)
+        if self._rejoins == rejoins:
+            self._join = join
+
     def rejoin(self) -> None:
         """Discard the join after a source began, ended or got digests."""
         self._join = self.packed = None
+        self._rejoins += 1
 
     def drop_oldest(self) -> None:
         """Drop the oldest request, of all shards; the others keep their numbers."""

@@ -1,0 +1,82 @@
+"""`python -m neighbours.stepping FILE ...`: the server, with a note of each long step of its loop.
+
+A step is one callback of the event loop, from which on no other call goes on. Arguments after the
+file are those of `routetrace-server`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import time
+from asyncio import events
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple, TextIO
+
+from routetrace.server import daemon
+
+#: Shortest step that is noted, in seconds.
+_NOTED_S = 0.001
+
+
+class Step(NamedTuple):
+    """A step of the loop; times in seconds.
+
+    Attributes:
+        begun: of `time.monotonic`.
+        took: until its end.
+        computed: processor time of the thread.
+        place: coroutine, and the line at which it waits afterwards.
+    """
+
+    begun: float
+    took: float
+    computed: float
+    place: str
+
+
+def steps(file: Path) -> list[Step]:
+    """Return the steps that a server has noted so far."""
+    lines = file.read_text().splitlines() if file.exists() else []
+    fields = [line.split(" ", 3) for line in lines]
+    return [Step(float(b), float(t), float(c), place) for b, t, c, place in fields]
+
+
+def _note_steps(file: TextIO) -> None:
+    run: Callable[[events.Handle], None] = events.Handle._run  # type: ignore[attr-defined]
+
+    def timed(handle: events.Handle) -> None:
+        begun, before = time.monotonic(), time.thread_time()
+        run(handle)
+        took = time.monotonic() - begun
+        if took >= _NOTED_S:
+            computed = time.thread_time() - before
+            file.write(f"{begun:.6f} {took:.6f} {computed:.6f} {_place(handle)}\n")
+
+    events.Handle._run = timed  # type: ignore[attr-defined]
+
+
+def _place(handle: Any) -> str:
+    """Return the name of a callback, or of a task's coroutine and of the one that it waits for."""
+    call = handle._callback  # None once it is cancelled
+    task = getattr(call, "__self__", None)
+    if not isinstance(task, asyncio.Task):
+        return _name(call)
+    outer: Any = task.get_coro()
+    inner, frame = outer, None
+    while inner is not None and getattr(inner, "cr_frame", None):
+        name, frame = _name(inner), inner.cr_frame
+        inner = inner.cr_await
+    return f"{_name(outer)} {name}:{frame.f_lineno}" if frame else _name(outer)
+
+
+def _name(code: Any) -> str:
+    return str(getattr(code, "__qualname__", type(code).__name__))
+
+
+if __name__ == "__main__":
+    with Path(sys.argv[1]).open("w", buffering=1) as file:
+        _note_steps(file)
+        code = daemon.main(sys.argv[2:])
+    sys.exit(code)
