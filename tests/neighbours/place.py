@@ -18,8 +18,8 @@ import grpc
 import trustme
 
 from faults.serving import Server, free_port
+from neighbours import stepping
 from neighbours.processors import Part, starting
-from neighbours.stepping import Step, steps
 from routetrace.common.security import Security
 
 VICTIM = "victim"
@@ -104,7 +104,7 @@ class Place:
         self._steps_file = folder / "steps"
         self.server = Server(
             folder / "data",
-            program=["-m", "neighbours.stepping", str(self._steps_file)],
+            program=[stepping.__file__, str(self._steps_file)],
             tls_cert=cert,
             tls_key=key,
             tokens_file=tokens,
@@ -112,9 +112,9 @@ class Place:
         )
 
     @property
-    def steps(self) -> list[Step]:
+    def steps(self) -> list[stepping.Step]:
         """Long steps of the server's event loop."""
-        return steps(self._steps_file)
+        return stepping.steps(self._steps_file)
 
     def access(self, tenant: str) -> Access:
         """Access of a tenant, of a caller without a token if it is empty."""

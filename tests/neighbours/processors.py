@@ -14,8 +14,8 @@ from enum import Enum, auto
 
 import psutil
 
-#: Priority of attackers and honest neighbours where they share the victim's processor: as good as
-#: nothing is left for them while the victim computes.
+#: Priority of attackers and honest neighbours where they share the victim's processor: almost no
+#: time is left for them while the victim computes.
 _YIELDING = 19
 
 

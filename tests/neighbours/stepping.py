@@ -1,4 +1,4 @@
-"""`python -m neighbours.stepping FILE ...`: the server, with a note of each long step of its loop.
+"""`python stepping.py FILE ...`: the server, with a note of each long step of its loop.
 
 A step is one callback of the event loop, from which on no other call goes on. Arguments after the
 file are those of `routetrace-server`.
@@ -19,6 +19,8 @@ from routetrace.server import daemon
 #: Shortest step that is noted, in seconds.
 _NOTED_S = 0.001
 
+_ASYNCIO = str(Path(asyncio.__file__).parent)
+
 
 class Step(NamedTuple):
     """A step of the loop; times in seconds.
@@ -38,12 +40,13 @@ class Step(NamedTuple):
 
 def steps(file: Path) -> list[Step]:
     """Return the steps that a server has noted so far."""
-    lines = file.read_text().splitlines() if file.exists() else []
-    fields = [line.split(" ", 3) for line in lines]
+    lines = file.read_text().splitlines(keepends=True) if file.exists() else []
+    fields = [line.rstrip().split(" ", 3) for line in lines if line.endswith("\n")]
     return [Step(float(b), float(t), float(c), place) for b, t, c, place in fields]
 
 
-def _note_steps(file: TextIO) -> None:
+def note_steps(file: TextIO) -> None:
+    """Note long steps of all event loops of this process."""
     run: Callable[[events.Handle], None] = events.Handle._run  # type: ignore[attr-defined]
 
     def timed(handle: events.Handle) -> None:
@@ -66,7 +69,8 @@ def _place(handle: Any) -> str:
     outer: Any = task.get_coro()
     inner, frame = outer, None
     while inner is not None and getattr(inner, "cr_frame", None):
-        name, frame = _name(inner), inner.cr_frame
+        if not inner.cr_code.co_filename.startswith(_ASYNCIO):
+            name, frame = _name(inner), inner.cr_frame
         inner = inner.cr_await
     return f"{_name(outer)} {name}:{frame.f_lineno}" if frame else _name(outer)
 
@@ -77,6 +81,6 @@ def _name(code: Any) -> str:
 
 if __name__ == "__main__":
     with Path(sys.argv[1]).open("w", buffering=1) as file:
-        _note_steps(file)
+        note_steps(file)
         code = daemon.main(sys.argv[2:])
     sys.exit(code)

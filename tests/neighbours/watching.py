@@ -26,7 +26,7 @@ class Child:
     """A process with a pipe; its function gets the pipe first, and ends after its second message.
 
     Args:
-        part: in the campaign.
+        part: part of the process in the campaign.
         function: sends "ready" once it is prepared, and a result at its end. Messages between are
             lists of samples.
         args: further arguments of the function.
@@ -126,11 +126,11 @@ class Watch:
                 thread.start()
 
     def peak_mib(self, start: float, stop: float) -> float:
-        """The most memory in a span of time."""
+        """Return the peak memory in a span of time."""
         return max((m for t, m in self.memory if start <= t <= stop), default=0.0) / (1 << 20)
 
     def longest_ms(self, start: float, stop: float) -> float:
-        """The longest probe that ran in a span of time."""
+        """Return the time of the longest probe that ran in a span of time."""
         found = [s for t, s in self.probes if t <= stop and t + s >= start]
         return max(found, default=0.0) * 1000
 

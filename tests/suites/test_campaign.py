@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
+import re
+import time
+from asyncio.events import Handle
+from pathlib import Path
+
 import pytest
 
 from neighbours.campaign import groups, run
 from neighbours.place import HAPROXY
 from neighbours.processors import Part, processors
 from neighbours.shares import SCENARIOS, Share
+from neighbours.stepping import note_steps, steps
 
 SHARE = Share(calm_s=0.5, attack_s=1.0, small=True, alone=False)
 
@@ -49,3 +56,28 @@ def test_tenants_have_processors_of_their_own_where_there_are_enough(count: int)
     assert len(victim) == 1
     assert bool(server & victim) == (count < 2)
     assert bool(victim & neighbour) == (count < 3)
+
+
+def test_long_steps_of_the_loop_are_noted_with_their_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "steps"
+    assert steps(file) == []
+
+    async def spin(milliseconds: float) -> None:
+        until = time.thread_time() + milliseconds / 1000
+        while time.thread_time() < until:
+            pass
+        await asyncio.sleep(0)
+
+    async def outer() -> None:
+        await asyncio.sleep(0)
+        await spin(20)
+
+    with file.open("w", buffering=1) as output:
+        monkeypatch.setattr(Handle, "_run", Handle._run)  # to be put back
+        note_steps(output)
+        asyncio.run(outer())
+    [long] = [step for step in steps(file) if step.computed >= 0.019]
+    assert long.took >= long.computed
+    assert re.search(r"outer\b.* .*spin:\d+$", long.place)

@@ -199,9 +199,9 @@ class Core:
         await self.retention.sweep()
 
     async def count(self) -> None:
-        """Count traces now and then, until cancelled, if metrics are served.
+        """Count traces every `sweep_interval_seconds` until cancelled, if metrics are served.
 
-        It takes the view of each trace that ended. Sweeps do not wait for it: near a limit, they
+        A count computes the view of each trace that ended. Sweeps do not wait for it: near a limit, they
         are urgent.
         """
         if self.config.metrics_listen:

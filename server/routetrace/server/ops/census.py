@@ -1,6 +1,6 @@
 """Census: completeness of all traces, for metrics.
 
-A round visits every trace. It works a trace out anew only after a change.
+A round visits every trace. It computes a trace again only after a change.
 """
 
 from __future__ import annotations

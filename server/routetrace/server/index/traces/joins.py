@@ -57,7 +57,7 @@ class Request:
     def settle(self) -> None:
         """Set what follows from its sources: each change that matters makes a new join."""
         self.sources = [source for _, source in self.members]
-        if len(self.sources) == 1:  # as of most requests; the rest takes three times as long
+        if len(self.sources) == 1:  # the usual case; the general path takes three times as long
             [source] = self.sources
             self.prompt_len = source.prompt_len
             self.num_tokens = source.num_tokens if source.ended else 0
