@@ -201,8 +201,8 @@ class Core:
     async def count(self) -> None:
         """Count traces every `sweep_interval_seconds` until cancelled, if metrics are served.
 
-        A count computes the view of each trace that ended. Sweeps do not wait for it: near a limit, they
-        are urgent.
+        A count computes the view of each trace that ended. Sweeps do not wait for it: near a limit,
+        they are urgent.
         """
         if self.config.metrics_listen:
             await self.census.count_every(self.config.sweep_interval_seconds)
