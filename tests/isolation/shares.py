@@ -314,6 +314,21 @@ SHARES = (
         "server/read/test_preparing.py::test_no_call_joins_a_long_trace_at_once",
     ),
     fault(
+        "the census joins a trace that changes all the time at once",
+        f"{SERVER}/ops/census.py",
+        "self._summaries.at_hand(trace) or trace.summary",
+        "self._summaries.of(trace)",
+        "server/read/test_preparing.py::test_the_census_counts_what_changes_all_the_time_as_it_was",
+    ),
+    fault(
+        "watches join a trace that changes all the time at once",
+        f"{SERVER}/read/catalog.py",
+        "if trace.sources and not self._summaries.at_hand(trace):",
+        "if False:",
+        "server/read/test_preparing.py::"
+        "test_a_watcher_hears_of_what_changes_all_the_time_once_it_is_calm",
+    ),
+    fault(
         "a join that a change has made void is kept",
         f"{SERVER}/index/traces/trace.py",
         "        if self._rejoins == rejoins:\n            self._join = join\n",

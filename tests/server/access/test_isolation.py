@@ -182,7 +182,7 @@ def test_pending_calls_are_bounded_as_the_page_says() -> None:
         return [int(number.replace(",", "")) for number in cell.split(" to ")]
 
     assert stated("open calls of a connection") == [options["grpc.max_concurrent_streams"]]
-    assert stated("calls of all connections that wait to be looked at") == [
+    assert stated("pending calls of all connections") == [
         options["grpc.server.max_pending_requests"],
         options["grpc.server.max_pending_requests_hard_limit"],
     ]

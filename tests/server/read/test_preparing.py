@@ -17,6 +17,8 @@ from routetrace.server.index.traces import trace as trace_module
 from routetrace.server.index.traces.joins import Join
 from routetrace.server.index.traces.prefix_tree import STEP, sorted_in_steps
 from routetrace.server.index.traces.trace import Trace
+from routetrace.server.read import watching
+from routetrace.server.read.watching import Watch
 from routetrace.server.rows.preparing import prepare, prepare_end, prepare_standing
 from routetrace.server.settings.config import ServerConfig
 from routetrace.server.store.memory import MemoryStore
@@ -212,6 +214,57 @@ def test_a_trace_that_changes_at_every_step_is_prepared_no_more_than_a_few_times
         steps += 1
     assert once < steps < 20 * once
     assert facts(chat.core, chat.core.reader.find("run", "chat")) == chat.found()
+
+
+class Changing:
+    """Slices, after each of which a trace has changed; without one if it is calm."""
+
+    def __init__(self, chat: Chat) -> None:
+        self._chat = chat
+        self.calm = False
+
+    async def over(self, items, share: float = 0.5, *, waits: bool = False):
+        for item in items:
+            if item is None and not self.calm:
+                self._chat.trace.rejoin()
+                self._chat.core.state.changed(self._chat.trace)
+            yield item
+
+
+async def test_the_census_counts_what_changes_all_the_time_as_it_was(in_steps_alone: None) -> None:
+    chat = Chat(100)
+    turns = chat.core.census._turns = Changing(chat)  # type: ignore[assignment]
+    await chat.core.census.count()
+    assert not chat.core.census.runs  # it was never prepared so far
+    turns.calm = True
+    await chat.core.census.count()
+    assert chat.core.census.runs["run"].traces == {pb.TRACE_STATE_COMPLETE: 1}
+    cells = chat.core.census.runs["run"].cells
+    turns.calm = False
+    chat.turn()
+    await chat.core.census.count()
+    assert chat.core.census.runs["run"].cells == cells
+
+
+async def test_a_watcher_hears_of_what_changes_all_the_time_once_it_is_calm(
+    in_steps_alone: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(watching, "ROUND_SECONDS", 0.0)
+    chat = Chat(100)
+    await chat.core.start()
+    turns = Changing(chat)
+    with chat.core._traces._catalog("run").watched("run", turns) as watched:
+        messages = Watch(watched, chat.core._traces._summaries, lambda: None).messages()
+        for _ in range(3):
+            message = await anext(messages)
+            assert message.whole
+            assert not message.traces
+        turns.calm = True
+        while not (message := await anext(messages)).traces:
+            pass
+        assert message.traces[0].trace_id == "chat"
+        await messages.aclose()
+    await chat.core.stop()
 
 
 def test_a_step_is_short_whatever_a_trace_holds(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -142,7 +142,10 @@ class _OwnWatched:
         newest_first = self._traces.newest_first(self._run)
         async for trace in self._in_turns(prepared(newest_first, self._summaries.prepare)):
             if trace and self._finder.exists(trace) and trace.sources:
-                yield trace
+                if self._summaries.at_hand(trace):
+                    yield trace
+                else:
+                    self._changed[trace.key[1]] = None
 
     def _in_turns(self, items: Iterable[_T]) -> AsyncIterator[_T]:
         # All watchers have their rounds at the same time.
@@ -161,11 +164,17 @@ class _OwnWatched:
                 yield trace_id, trace if trace is not None and trace.sources else None
 
     def _prepared(self, trace_ids: Iterable[str]) -> Iterator[str | None]:
-        """Yield each id once its trace is prepared, and None at each step before that."""
+        """Yield each id once its trace is prepared, and None at each step before that.
+
+        One that changes too often to be prepared is left to the next round.
+        """
         for trace_id in trace_ids:
             if trace := self._traces.traces.get((self._run, trace_id)):
                 for _ in self._summaries.prepare(trace):
                     yield None
+                if trace.sources and not self._summaries.at_hand(trace):
+                    self._changed[trace_id] = None
+                    continue
             yield trace_id
 
 

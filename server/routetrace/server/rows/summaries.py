@@ -44,6 +44,12 @@ class Summaries:
         if trace.has_many_sources and not (trace.summary and self._holds(trace.summary, trace)):
             yield from prepare(self._reader, trace)
 
+    def at_hand(self, trace: Trace) -> Summary | None:
+        """Return the summary of a trace; None if it has changed too often to be prepared."""
+        if trace.is_joined or (trace.summary and self._holds(trace.summary, trace)):
+            return self.of(trace)
+        return None
+
     def message(self, trace: Trace) -> pb.TraceSummary:
         """Return the summary of a trace as it is sent."""
         message = pb.TraceSummary.FromString(self.of(trace).message)
