@@ -287,7 +287,7 @@ async def test_an_owner_that_waits_keeps_no_idle_ones(busy):
 
 
 async def test_messages_of_a_lone_run_leave_it_alone(busy):
-    """On a server without tokens, nobody knows whose they are until they are parsed."""
+    """On a server without tokens, the owner of a long message is unknown until it is parsed."""
     config, metrics = ServerConfig(store="memory"), Metrics()
     admission, access = Admission(config, metrics), Access(config, metrics)
     admission.pace = pace = busy.pace
