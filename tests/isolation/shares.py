@@ -133,6 +133,13 @@ SHARES = (
         f"{_PACE}::test_a_backlog_of_one_owner_does_not_delay_the_steps_of_another",
     ),
     fault(
+        "a call that never waits goes on for ever in one step",
+        f"{_ACCESS}/pace.py",
+        "task in account.stepping and now - self._began_at < LONG_STEP_SECONDS",
+        "task in account.stepping",
+        f"{_PACE}::test_a_call_that_has_not_waited_goes_on_in_the_same_step",
+    ),
+    fault(
         "calls are not charged",
         f"{_ACCESS}/control.py",
         "            self._pace.charge(owner, CALL_SECONDS)\n",

@@ -18,6 +18,9 @@ from routetrace.server import daemon
 
 #: Shortest step that is noted, in seconds.
 _NOTED_S = 0.001
+#: Seconds after which the thread's processor time is read anew: a system call, while most steps are
+#: shorter than that.
+_READ_S = 0.0002
 
 _ASYNCIO = str(Path(asyncio.__file__).parent)
 
@@ -28,7 +31,7 @@ class Step(NamedTuple):
     Attributes:
         begun: of `time.monotonic`.
         took: until its end.
-        computed: processor time of the thread.
+        computed: processor time of the thread, up to `_READ_S` of the steps before it included.
         place: coroutine, and the line at which it waits afterwards.
     """
 
@@ -49,8 +52,13 @@ def note_steps(file: TextIO) -> None:
     """Note long steps of all event loops of this process."""
     run: Callable[[events.Handle], None] = events.Handle._run  # type: ignore[attr-defined]
 
+    read_at = before = 0.0
+
     def timed(handle: events.Handle) -> None:
-        begun, before = time.monotonic(), time.thread_time()
+        nonlocal read_at, before
+        begun = time.monotonic()
+        if begun - read_at >= _READ_S:
+            read_at, before = begun, time.thread_time()
         run(handle)
         took = time.monotonic() - begun
         if took >= _NOTED_S:

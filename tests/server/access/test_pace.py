@@ -226,6 +226,21 @@ async def test_an_owner_may_use_what_others_leave_however_many_they_are(timed, o
     assert timed.done.count("heavy") == pytest.approx(77, abs=3)
 
 
+async def test_a_call_that_has_not_waited_goes_on_in_the_same_step(busy):
+    busy.pace.charge("light", 0.001)
+    passed: list[bool] = []
+    asyncio.get_running_loop().call_soon(passed.append, True)
+    for _ in range(3):
+        await busy.pace.step("medium")
+        busy.time += LONG_STEP_SECONDS / 4
+    assert not passed
+    busy.time += LONG_STEP_SECONDS / 4
+    await busy.pace.step("medium")  # a long step is over
+    assert passed
+    account = busy.pace._accounts["medium"]
+    assert account.used == pytest.approx(LONG_STEP_SECONDS, rel=0.05)  # each second once
+
+
 async def test_the_use_of_an_owner_that_stopped_does_not_reduce_that_of_others(busy):
     busy.pace.charge("light", 0.1)
     rates = []

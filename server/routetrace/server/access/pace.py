@@ -19,6 +19,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from time import monotonic, thread_time
+from typing import Any
 from weakref import WeakValueDictionary
 
 from routetrace.server.common.slices import Turns
@@ -75,8 +76,8 @@ class _Account:
     """Seconds that the owner may use; below zero, its steps wait."""
     used: float = 0.0
     """Seconds used in about the last `_USE_SECONDS`."""
-    stepping: int = 0
-    """Steps in this round of the loop, which are not counted yet."""
+    stepping: set[asyncio.Task[Any] | None] = field(default_factory=set)
+    """Tasks that step in this round of the loop, and are not counted yet."""
     waiting: deque[asyncio.Future[None]] = field(default_factory=deque)
     """Steps that wait; an owner that has any is active."""
     timer: asyncio.TimerHandle | None = None
@@ -104,6 +105,8 @@ class Pace:
         self._used_at = 0.0
         self._turns: WeakValueDictionary[str, Turns] = WeakValueDictionary()
         self._stepped: list[_Account] = []
+        #: Time, and processor time, at which the steps of this round began.
+        self._began_at = 0.0
         self._began = 0.0
 
     @property
@@ -116,13 +119,15 @@ class Pace:
 
         The steps of one owner go on in order of arrival.
         """
-        now = self._now()
+        now, task = self._now(), asyncio.current_task()
         account = self._account(owner, now)
+        if task in account.stepping and now - self._began_at < LONG_STEP_SECONDS:
+            return  # it has not waited since its last step, so this is the same one
         if not self._alone():
             self._refill(account, now)
             if account.waiting or account.stepping or account.credit < 0:
                 await self._turn(account)
-        self._count(account)
+        self._count(account, task)
 
     def turns(self, owner: str) -> Turns:
         """Return the slices of an owner's long work, each of which is a step."""
@@ -233,12 +238,12 @@ class Pace:
                 waiter.set_result(None)
                 return
 
-    def _count(self, account: _Account) -> None:
+    def _count(self, account: _Account, task: asyncio.Task[Any] | None) -> None:
         """Count the time until the loop's next round as that of the steps in this one."""
         if not self._stepped:
-            self._began = self._spent()
+            self._began_at, self._began = self._now(), self._spent()
             asyncio.get_running_loop().call_soon(self._counted)
-        account.stepping += 1
+        account.stepping.add(task)
         self._stepped.append(account)
 
     def _counted(self) -> None:
@@ -247,7 +252,7 @@ class Pace:
         part = took / len(stepped)
         for account in stepped:
             self._refill(account, now)
-            account.stepping -= 1
+            account.stepping.clear()
             self._owe(account, part + max(0.0, part - LONG_STEP_SECONDS))
         for account in stepped:
             self._wake_later(account)

@@ -1,16 +1,22 @@
-"""HTTP endpoint for scrapes and probes, on threads of its own and in bounded numbers of them."""
+"""HTTP endpoint for scrapes and probes, on threads of its own and in bounded numbers of them.
+
+The threads share the interpreter with the event loop. So requests are bounded by the second, and a
+scrape, which takes milliseconds, serves all that wait; the next one begins after a pause.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import concurrent.futures
 import contextlib
+import math
 import socket
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from socketserver import TCPServer, ThreadingMixIn
-from typing import Any
+from typing import Any, NamedTuple
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
 import prometheus_client
@@ -23,6 +29,10 @@ _HTTP_SECONDS = 10.0
 #: arrived, and gets its thread in this time.
 _MAX_CONNECTIONS = 32
 _TURN_SECONDS = 1.0
+#: Connections that are accepted in a second, beside `_MAX_CONNECTIONS` after a pause.
+_CONNECTIONS_PER_SECOND = 200.0
+#: Part of a processor that scrapes take at most.
+_SCRAPES_SHARE = 0.1
 #: Seconds that the event loop has to answer a probe.
 _PROBE_SECONDS = 5.0
 
@@ -82,15 +92,99 @@ class Endpoint:
         self._server.server_close()
 
 
+class _Format(NamedTuple):
+    """Form of a scrape that a client asks for."""
+
+    open_metrics: bool
+    gzip: bool
+
+
+class _Scrape(NamedTuple):
+    """Response of /metrics.
+
+    Attributes:
+        number: of the scrape, in order of their beginnings.
+        status: of the response.
+        headers: of the response.
+        body: of the response.
+    """
+
+    number: int
+    status: str
+    headers: list[tuple[str, str]]
+    body: list[bytes]
+
+
+class _Scrapes:
+    """Responses of /metrics, in a bounded part of a processor's time.
+
+    Args:
+        registry: metrics.
+        now: clock in seconds.
+        sleep: waits for seconds.
+        spent: processor seconds of the calling thread.
+    """
+
+    def __init__(
+        self,
+        registry: prometheus_client.CollectorRegistry,
+        now: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+        spent: Callable[[], float] = time.thread_time,
+    ) -> None:
+        self._app: Any = prometheus_client.make_wsgi_app(registry)
+        self._now, self._sleep, self._spent = now, sleep, spent
+        self._lock = threading.Lock()
+        self._begun = 0
+        self._last: dict[_Format, _Scrape] = {}
+        self._next = 0.0  # time before which no scrape begins
+
+    def scrape(self, form: _Format) -> _Scrape:
+        """Return a scrape that began after this call did; others that wait get the same one."""
+        wanted = self._begun + 1
+        with self._lock:
+            last = self._last.get(form)
+            if last is None or last.number < wanted:
+                self._sleep(max(0.0, self._next - self._now()))
+                last = self._last[form] = self._make(form)
+            return last
+
+    def _make(self, form: _Format) -> _Scrape:
+        self._begun += 1
+        before = self._spent()
+        try:
+            return self._run(self._begun, form)
+        finally:
+            pause = (self._spent() - before) * (1 / _SCRAPES_SHARE - 1)
+            self._next = self._now() + pause
+
+    def _run(self, number: int, form: _Format) -> _Scrape:
+        head: list[Any] = []
+        environ = {
+            "REQUEST_METHOD": "GET",
+            "PATH_INFO": "/metrics",
+            "QUERY_STRING": "",
+            "HTTP_ACCEPT": "application/openmetrics-text; version=1.0.0" * form.open_metrics,
+            "HTTP_ACCEPT_ENCODING": "gzip" * form.gzip,
+        }
+        body = list(self._app(environ, lambda *args: head.extend(args)))
+        return _Scrape(number, head[0], head[1], body)
+
+
 def _app(registry: prometheus_client.CollectorRegistry, probes: Mapping[str, Probe]) -> Any:
     """Return the WSGI application."""
-    metrics = prometheus_client.make_wsgi_app(registry)
+    scrapes = _Scrapes(registry)
 
     def app(environ: dict[str, Any], start_response: Any) -> Iterable[bytes]:
         probe = probes.get(environ["PATH_INFO"])
         if probe is None:
-            answer: Iterable[bytes] = metrics(environ, start_response)
-            return answer
+            form = _Format(
+                "application/openmetrics-text" in environ.get("HTTP_ACCEPT", ""),
+                "gzip" in environ.get("HTTP_ACCEPT_ENCODING", ""),
+            )
+            scrape = scrapes.scrape(form)
+            start_response(scrape.status, scrape.headers)
+            return scrape.body
         passed = probe()
         body = b"ok\n" if passed else b"not ready\n"
         status = "200 OK" if passed else "503 Service Unavailable"
@@ -101,18 +195,49 @@ def _app(registry: prometheus_client.CollectorRegistry, probes: Mapping[str, Pro
     return app
 
 
+class _Rate:
+    """Events of one thread, in a bounded number of them in a second.
+
+    Args:
+        per_second: events in a second.
+        burst: further ones at once, after a pause.
+        now: clock in seconds.
+        sleep: waits for seconds.
+    """
+
+    def __init__(
+        self,
+        per_second: float,
+        burst: int,
+        now: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self._seconds = 1 / per_second
+        self._burst_seconds = burst / per_second
+        self._now, self._sleep = now, sleep
+        self._due = -math.inf
+
+    def wait(self) -> None:
+        """Block until the next event may happen."""
+        now = self._now()
+        self._due = max(self._due, now - self._burst_seconds) + self._seconds
+        self._sleep(max(0.0, self._due - now))
+
+
 class _HttpServer(ThreadingMixIn, WSGIServer):
     daemon_threads = True
     request_queue_size = 128
 
     def __init__(self, address: tuple[Any, ...]) -> None:
         self.address_family = address[0]
+        self._rate = _Rate(_CONNECTIONS_PER_SECOND, _MAX_CONNECTIONS)
         self._open = threading.BoundedSemaphore(_MAX_CONNECTIONS)
         #: Connections whose request has not arrived; the oldest first.
         self._unread: OrderedDict[socket.socket, None] = OrderedDict()
         super().__init__(address[4][:2], _Handler)
 
     def process_request(self, request: Any, client_address: Any) -> None:
+        self._rate.wait()  # further connections stay in the queue of the socket
         if not self._open.acquire(blocking=False):
             # A request that arrives at once is served, however many others never end.
             with contextlib.suppress(KeyError, OSError):
@@ -123,9 +248,13 @@ class _HttpServer(ThreadingMixIn, WSGIServer):
         self._unread[request] = None
         super().process_request(request, client_address)
 
-    def arrived(self, request: socket.socket) -> None:
-        """Note that the request of a connection has arrived."""
-        self._unread.pop(request, None)
+    def arrived(self, request: socket.socket) -> bool:
+        """Note that the request of a connection has arrived; return whether it is to be served."""
+        try:
+            del self._unread[request]
+        except KeyError:  # ended, or served before
+            return False
+        return True
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
         try:
@@ -147,9 +276,8 @@ class _Handler(WSGIRequestHandler):
 
     def parse_request(self) -> bool:
         """Parse the request line and the headers."""
-        found = super().parse_request()
-        self.server.arrived(self.connection)
-        return found
+        # The end of a connection, which the parser takes for that of the headers, is no request.
+        return super().parse_request() and self.server.arrived(self.connection)
 
     def log_message(self, format: str, *args: Any) -> None:  # noqa: A002
         """Log nothing."""

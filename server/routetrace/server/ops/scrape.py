@@ -102,6 +102,7 @@ class Scrape(Collector):
         self._room = room
         self._stored = store
         self._loop = asyncio.get_running_loop()
+        self._version = installed_version()
 
     def collect(self) -> Iterator[Metric]:
         """Yield all families; those of the state only if the event loop answers in time."""
@@ -110,7 +111,7 @@ class Scrape(Collector):
             "build_info",
             "Always 1; labels name version, store and ack mode.",
             ("version", "store", "ack_mode"),
-            [((installed_version(), config.store, config.ack_mode), 1)],
+            [((self._version, config.store, config.ack_mode), 1)],
         )
         yield _gauge("memory_limit_bytes", "Memory limit; 0: none.", value=config.memory_limit)
         expiry = self._access.certificate_expiry()
