@@ -7,6 +7,7 @@ from regressions.judging import fault
 
 _ACCESS = f"{SERVER}/access"
 _PACE = "server/access/test_pace.py"
+_ENDPOINT = "server/ops/test_endpoint.py"
 
 #: The two parts of the beginning of a slice.
 _STEP = "        if self._step is not None:\n            await self._step()\n"
@@ -138,6 +139,13 @@ SHARES = (
         "task in account.stepping and now - self._began_at < LONG_STEP_SECONDS",
         "task in account.stepping",
         f"{_PACE}::test_a_call_that_has_not_waited_goes_on_in_the_same_step",
+    ),
+    fault(
+        "all calls of an owner go on in the step of the first",
+        f"{_ACCESS}/pace.py",
+        "task in account.stepping and now",
+        "account.stepping and now",
+        f"{_PACE}::test_one_of_a_backlog_of_short_steps_goes_on_in_a_round",
     ),
     fault(
         "calls are not charged",
@@ -364,5 +372,34 @@ SHARES = (
         "        if False:\n",
         "server/ops/test_health_bounds.py::"
         "test_calls_without_their_message_make_room_for_those_with_it",
+    ),
+    # ------------------------------------------------------------------ the metrics port
+    fault(
+        "scrapes have no pause between them",
+        f"{SERVER}/ops/endpoint.py",
+        "                self._sleep(max(0.0, self._next - self._now()))\n",
+        "",
+        f"{_ENDPOINT}::test_scrapes_take_a_bounded_part_of_a_processor",
+    ),
+    fault(
+        "a scrape of before a request serves it",
+        f"{SERVER}/ops/endpoint.py",
+        "self._last is None or self._last.number < wanted",
+        "self._last is None",
+        f"{_ENDPOINT}::test_one_scrape_that_began_after_them_serves_all_requests_that_wait",
+    ),
+    fault(
+        "connections of the metrics port have no rate",
+        f"{SERVER}/ops/endpoint.py",
+        "        self._rate.wait()  # further connections stay in the queue of the socket\n",
+        "",
+        f"{_ENDPOINT}::test_each_connection_waits_for_its_turn",
+    ),
+    fault(
+        "a half request that is ended is served",
+        f"{SERVER}/ops/endpoint.py",
+        "super().parse_request() and self.server.arrived(self.connection)",
+        "super().parse_request()",
+        f"{_ENDPOINT}::test_a_half_request_that_is_ended_is_not_served",
     ),
 )

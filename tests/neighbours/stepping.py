@@ -18,8 +18,8 @@ from routetrace.server import daemon
 
 #: Shortest step that is noted, in seconds.
 _NOTED_S = 0.001
-#: Seconds after which the thread's processor time is read anew: a system call, while most steps are
-#: shorter than that.
+#: Seconds after which the thread's processor time is read anew: a system call, which takes as long
+#: as a short step.
 _READ_S = 0.0002
 
 _ASYNCIO = str(Path(asyncio.__file__).parent)
@@ -31,7 +31,7 @@ class Step(NamedTuple):
     Attributes:
         begun: of `time.monotonic`.
         took: until its end.
-        computed: processor time of the thread, up to `_READ_S` of the steps before it included.
+        computed: processor time of the thread; up to `_READ_S` of the steps before may be in it.
         place: coroutine, and the line at which it waits afterwards.
     """
 
@@ -62,7 +62,7 @@ def note_steps(file: TextIO) -> None:
         run(handle)
         took = time.monotonic() - begun
         if took >= _NOTED_S:
-            computed = time.thread_time() - before
+            computed = min(took, time.thread_time() - before)
             file.write(f"{begun:.6f} {took:.6f} {computed:.6f} {_place(handle)}\n")
 
     events.Handle._run = timed  # type: ignore[attr-defined]

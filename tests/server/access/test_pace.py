@@ -237,8 +237,17 @@ async def test_a_call_that_has_not_waited_goes_on_in_the_same_step(busy):
     busy.time += LONG_STEP_SECONDS / 4
     await busy.pace.step("medium")  # a long step is over
     assert passed
-    account = busy.pace._accounts["medium"]
-    assert account.used == pytest.approx(LONG_STEP_SECONDS, rel=0.05)  # each second once
+
+
+async def test_one_of_a_backlog_of_short_steps_goes_on_in_a_round(busy):
+    busy.pace.charge("light", 0.001)
+    backlog = [asyncio.create_task(busy.step("medium")) for _ in range(100)]
+    for round_number in range(1, 21):
+        await asyncio.sleep(0)
+        assert busy.done.count("medium") <= round_number
+    for task in backlog:
+        task.cancel()
+    await asyncio.gather(*backlog, return_exceptions=True)
 
 
 async def test_the_use_of_an_owner_that_stopped_does_not_reduce_that_of_others(busy):

@@ -6,6 +6,7 @@ import contextlib
 import gzip
 import socket
 import threading
+import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -16,11 +17,13 @@ from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from routetrace.server.ops import endpoint
-from routetrace.server.ops.endpoint import Endpoint, _Format, _Rate, _Scrapes
+from routetrace.server.ops.endpoint import Endpoint, _Format, _Rate, _Response, _Scrapes
 from support.waiting import wait_for
 
 TEXT = _Format(open_metrics=False, gzip=False)
-SCRAPE_SECONDS = 0.25
+GZIP = _Format(open_metrics=False, gzip=True)
+OPEN = _Format(open_metrics=True, gzip=False)
+SCRAPE_SECONDS = 0.2
 
 
 class Clock:
@@ -41,8 +44,10 @@ class Clock:
 class Counting(Collector):
     """A gauge with the number of its scrapes, each of which is work."""
 
-    def __init__(self, clock: Clock) -> None:
+    def __init__(self, clock: Clock, seconds: float = SCRAPE_SECONDS) -> None:
         self.scrapes = 0
+        self.seconds = seconds
+        self.error: Exception | None = None
         self.go_on = threading.Event()
         self.go_on.set()
         self._clock = clock
@@ -52,8 +57,10 @@ class Counting(Collector):
 
     def collect(self) -> Iterator[GaugeMetricFamily]:
         self.scrapes += 1
-        self._clock.work(SCRAPE_SECONDS)
+        self._clock.work(self.seconds)
         assert self.go_on.wait(60)
+        if self.error is not None:
+            raise self.error
         yield GaugeMetricFamily("scrapes", "Scrapes so far.", self.scrapes)
 
 
@@ -82,6 +89,11 @@ def made(counting: Counting, clock: Clock) -> _Scrapes:
     return _Scrapes(registry_of(counting), lambda: clock.now, clock.sleep, lambda: clock.spent)
 
 
+def text_of(response: _Response, form: _Format) -> str:
+    body = b"".join(response.body)
+    return (gzip.decompress(body) if form.gzip else body).decode()
+
+
 @contextlib.contextmanager
 def serving(counting: Counting) -> Iterator[tuple[str, int]]:
     served = Endpoint(registry_of(counting), "127.0.0.1:0", {})
@@ -96,13 +108,22 @@ def test_scrapes_take_a_bounded_part_of_a_processor() -> None:
     clock = Clock()
     scrapes, begun = made(Counting(clock), clock), clock.now
     for number in range(1, 21):
-        assert f"scrapes {number}.0" in scrapes.scrape(TEXT).body[0].decode()
+        assert f"scrapes {number}.0" in scrapes.response(TEXT).body[0].decode()
     spent, took = clock.spent - SCRAPE_SECONDS, clock.now - begun - SCRAPE_SECONDS
     assert spent / took == pytest.approx(0.1)  # without the last one, whose pause comes after it
     clock.sleep(100)
     before = clock.now
-    scrapes.scrape(TEXT)
+    scrapes.response(TEXT)
     assert clock.now == before + SCRAPE_SECONDS  # one that is asked for seldom is made at once
+
+
+def test_a_long_scrape_does_not_keep_the_next_one_for_long() -> None:
+    clock = Clock()
+    scrapes = made(Counting(clock, seconds=1.0), clock)
+    scrapes.response(TEXT)
+    before = clock.now
+    scrapes.response(TEXT)
+    assert clock.now - before == pytest.approx(2.0 + 1.0)
 
 
 def test_one_scrape_that_began_after_them_serves_all_requests_that_wait() -> None:
@@ -112,14 +133,46 @@ def test_one_scrape_that_began_after_them_serves_all_requests_that_wait() -> Non
     lock = scrapes._lock = CountingLock()  # type: ignore[assignment]
     counting.go_on.clear()
     with ThreadPoolExecutor(9) as pool:
-        first = pool.submit(scrapes.scrape, TEXT)
+        first = pool.submit(scrapes.response, TEXT)
         wait_for(lambda: counting.scrapes == 1, 60)
-        others = [pool.submit(scrapes.scrape, TEXT) for _ in range(8)]
+        others = [
+            (form, pool.submit(scrapes.response, form)) for form in [TEXT, GZIP, OPEN, TEXT] * 2
+        ]
         wait_for(lambda: lock.came == 9, 60)
         counting.go_on.set()
-        assert first.result(60).number == 1
-        assert {future.result(60).number for future in others} == {2}
+        assert "scrapes 1.0" in text_of(first.result(60), TEXT)
+        for form, future in others:
+            response = future.result(60)
+            assert "scrapes 2.0" in text_of(response, form)
+            kind = "application/openmetrics-text" if form.open_metrics else "text/plain"
+            assert dict(response.headers)["Content-Type"].startswith(kind)
     assert counting.scrapes == 2
+
+
+def test_a_scrape_that_fails_is_followed_by_the_next_one_after_a_pause() -> None:
+    clock = Clock()
+    counting = Counting(clock)
+    scrapes = made(counting, clock)
+    counting.error = ValueError("no metrics")
+    for _ in range(2):
+        with pytest.raises(ValueError, match="no metrics"):
+            scrapes.response(TEXT)
+    counting.error = None
+    begun = clock.now
+    assert "scrapes 3.0" in text_of(scrapes.response(TEXT), TEXT)
+    assert clock.now - begun == pytest.approx(10 * SCRAPE_SECONDS)
+
+
+def test_requests_other_than_get_are_refused_without_a_scrape() -> None:
+    counting = Counting(Clock())
+    with serving(counting) as (host, port):
+        for method in ("HEAD", "POST"):
+            request = urllib.request.Request(f"http://{host}:{port}/metrics", method=method)
+            with pytest.raises(urllib.error.HTTPError) as failed:
+                urllib.request.urlopen(request, timeout=60)
+            assert failed.value.code == 405
+            assert failed.value.headers["Allow"] == "GET"
+    assert counting.scrapes == 0
 
 
 def test_each_format_is_served_as_it_was_asked_for() -> None:
@@ -175,7 +228,8 @@ def test_each_connection_waits_for_its_turn(monkeypatch: pytest.MonkeyPatch) -> 
                 assert len(turns) == number
 
 
-def test_a_half_request_that_is_ended_is_not_served() -> None:
+def test_a_half_request_that_is_ended_is_not_served(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(endpoint, "_TURN_SECONDS", 60.0)
     counting = Counting(Clock())
     with serving(counting) as address, contextlib.ExitStack() as stack:
 
@@ -186,6 +240,7 @@ def test_a_half_request_that_is_ended_is_not_served() -> None:
 
         halves = [half() for _ in range(endpoint._MAX_CONNECTIONS + 1)]
         assert halves[0].recv(1) == b""
-        with urllib.request.urlopen(f"http://{address[0]}:{address[1]}/metrics") as response:
+        url = f"http://{address[0]}:{address[1]}/metrics"
+        with urllib.request.urlopen(url, timeout=60) as response:
             assert b"scrapes 1.0" in response.read()
         assert counting.scrapes == 1

@@ -117,12 +117,13 @@ class Pace:
     async def step(self, owner: str) -> None:
         """Wait until the owner may use the loop; count its time until the caller's next wait.
 
-        The steps of one owner go on in order of arrival.
+        The steps of one owner go on in order of arrival. Those of a task that does not wait between
+        them are one, for as long as the loop's round takes no longer than `LONG_STEP_SECONDS`.
         """
         now, task = self._now(), asyncio.current_task()
         account = self._account(owner, now)
         if task in account.stepping and now - self._began_at < LONG_STEP_SECONDS:
-            return  # it has not waited since its last step, so this is the same one
+            return
         if not self._alone():
             self._refill(account, now)
             if account.waiting or account.stepping or account.credit < 0:

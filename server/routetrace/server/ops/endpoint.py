@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
 import prometheus_client
+from prometheus_client import Metric
 
 from routetrace.server.common.addresses import split_address
 
@@ -31,8 +32,10 @@ _MAX_CONNECTIONS = 32
 _TURN_SECONDS = 1.0
 #: Connections that are accepted in a second, beside `_MAX_CONNECTIONS` after a pause.
 _CONNECTIONS_PER_SECOND = 200.0
-#: Part of a processor that scrapes take at most.
+#: Part of a processor that scrapes take at most, unless the pause after one would be longer than
+#: this: Prometheus waits for 10 s.
 _SCRAPES_SHARE = 0.1
+_LONGEST_PAUSE_SECONDS = 2.0
 #: Seconds that the event loop has to answer a probe.
 _PROBE_SECONDS = 5.0
 
@@ -99,20 +102,54 @@ class _Format(NamedTuple):
     gzip: bool
 
 
-class _Scrape(NamedTuple):
-    """Response of /metrics.
+class _Response(NamedTuple):
+    """Response of /metrics in one format."""
+
+    status: str
+    headers: tuple[tuple[str, str], ...]
+    body: list[bytes]
+
+
+class _Scrape:
+    """Families of one scrape, and the responses with them.
+
+    Args:
+        number: of the scrape: those that begin later have higher ones.
+        registry: metrics.
 
     Attributes:
-        number: of the scrape, in order of their beginnings.
-        status: of the response.
-        headers: of the response.
-        body: of the response.
+        number: as above.
     """
 
-    number: int
-    status: str
-    headers: list[tuple[str, str]]
-    body: list[bytes]
+    def __init__(self, number: int, registry: prometheus_client.CollectorRegistry) -> None:
+        self.number = number
+        self._families = list(registry.collect())
+        # It renders what `collect` returns.
+        self._app: Any = prometheus_client.make_wsgi_app(self)
+        self._responses: dict[_Format, _Response] = {}
+
+    def collect(self) -> list[Metric]:
+        """Return the families."""
+        return self._families
+
+    def response(self, form: _Format) -> _Response:
+        """Return the response in a format."""
+        if form not in self._responses:
+            self._responses[form] = self._render(form)
+        return self._responses[form]
+
+    def _render(self, form: _Format) -> _Response:
+        head: list[Any] = []
+        accept = "application/openmetrics-text; version=1.0.0" if form.open_metrics else ""
+        environ = {
+            "REQUEST_METHOD": "GET",
+            "PATH_INFO": "/metrics",
+            "QUERY_STRING": "",
+            "HTTP_ACCEPT": accept,
+            "HTTP_ACCEPT_ENCODING": "gzip" if form.gzip else "",
+        }
+        body = list(self._app(environ, lambda *args: head.extend(args)))
+        return _Response(head[0], tuple(head[1]), body)
 
 
 class _Scrapes:
@@ -132,43 +169,30 @@ class _Scrapes:
         sleep: Callable[[float], None] = time.sleep,
         spent: Callable[[], float] = time.thread_time,
     ) -> None:
-        self._app: Any = prometheus_client.make_wsgi_app(registry)
+        self._registry = registry
         self._now, self._sleep, self._spent = now, sleep, spent
         self._lock = threading.Lock()
         self._begun = 0
-        self._last: dict[_Format, _Scrape] = {}
+        self._last: _Scrape | None = None
         self._next = 0.0  # time before which no scrape begins
 
-    def scrape(self, form: _Format) -> _Scrape:
+    def response(self, form: _Format) -> _Response:
         """Return a scrape that began after this call did; others that wait get the same one."""
         wanted = self._begun + 1
         with self._lock:
-            last = self._last.get(form)
-            if last is None or last.number < wanted:
+            new = self._last is None or self._last.number < wanted
+            if new:
                 self._sleep(max(0.0, self._next - self._now()))
-                last = self._last[form] = self._make(form)
-            return last
-
-    def _make(self, form: _Format) -> _Scrape:
-        self._begun += 1
-        before = self._spent()
-        try:
-            return self._run(self._begun, form)
-        finally:
-            pause = (self._spent() - before) * (1 / _SCRAPES_SHARE - 1)
-            self._next = self._now() + pause
-
-    def _run(self, number: int, form: _Format) -> _Scrape:
-        head: list[Any] = []
-        environ = {
-            "REQUEST_METHOD": "GET",
-            "PATH_INFO": "/metrics",
-            "QUERY_STRING": "",
-            "HTTP_ACCEPT": "application/openmetrics-text; version=1.0.0" * form.open_metrics,
-            "HTTP_ACCEPT_ENCODING": "gzip" * form.gzip,
-        }
-        body = list(self._app(environ, lambda *args: head.extend(args)))
-        return _Scrape(number, head[0], head[1], body)
+                self._begun += 1
+            before = self._spent()
+            try:
+                if new or self._last is None:
+                    self._last = _Scrape(self._begun, self._registry)
+                return self._last.response(form)
+            finally:
+                pause = (self._spent() - before) * (1 / _SCRAPES_SHARE - 1)
+                now = self._now()
+                self._next = min(max(now, self._next) + pause, now + _LONGEST_PAUSE_SECONDS)
 
 
 def _app(registry: prometheus_client.CollectorRegistry, probes: Mapping[str, Probe]) -> Any:
@@ -176,15 +200,18 @@ def _app(registry: prometheus_client.CollectorRegistry, probes: Mapping[str, Pro
     scrapes = _Scrapes(registry)
 
     def app(environ: dict[str, Any], start_response: Any) -> Iterable[bytes]:
+        if environ["REQUEST_METHOD"] != "GET":
+            start_response("405 Method Not Allowed", [("Allow", "GET"), ("Content-Length", "0")])
+            return []
         probe = probes.get(environ["PATH_INFO"])
         if probe is None:
             form = _Format(
                 "application/openmetrics-text" in environ.get("HTTP_ACCEPT", ""),
                 "gzip" in environ.get("HTTP_ACCEPT_ENCODING", ""),
             )
-            scrape = scrapes.scrape(form)
-            start_response(scrape.status, scrape.headers)
-            return scrape.body
+            response = scrapes.response(form)
+            start_response(response.status, list(response.headers))
+            return response.body
         passed = probe()
         body = b"ok\n" if passed else b"not ready\n"
         status = "200 OK" if passed else "503 Service Unavailable"
@@ -246,13 +273,18 @@ class _HttpServer(ThreadingMixIn, WSGIServer):
                 self.shutdown_request(request)
                 return
         self._unread[request] = None
-        super().process_request(request, client_address)
+        try:
+            super().process_request(request, client_address)
+        except BaseException:  # no thread could be started
+            self.arrived(request)
+            self._open.release()
+            raise
 
     def arrived(self, request: socket.socket) -> bool:
         """Note that the request of a connection has arrived; return whether it is to be served."""
         try:
             del self._unread[request]
-        except KeyError:  # ended, or served before
+        except KeyError:  # ended in favour of another one
             return False
         return True
 
@@ -276,7 +308,7 @@ class _Handler(WSGIRequestHandler):
 
     def parse_request(self) -> bool:
         """Parse the request line and the headers."""
-        # The end of a connection, which the parser takes for that of the headers, is no request.
+        # The parser takes the end of a connection, also by this server, for that of the headers.
         return super().parse_request() and self.server.arrived(self.connection)
 
     def log_message(self, format: str, *args: Any) -> None:  # noqa: A002

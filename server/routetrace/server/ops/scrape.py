@@ -31,8 +31,9 @@ from routetrace.server.settings.config import ServerConfig
 from routetrace.server.store.interface import Store
 from routetrace.v1 import routetrace_pb2 as pb
 
-#: Seconds that a scrape waits for the event loop; less than the timeout of Prometheus.
-_LOOP_SECONDS = 5.0
+#: Seconds that a scrape waits for the event loop: two of them with the pause between take less than
+#: the timeout of Prometheus, 10 s.
+_LOOP_SECONDS = 3.0
 
 _AGENT = ("run", "engine_id", "shard")
 
