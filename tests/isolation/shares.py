@@ -288,8 +288,7 @@ SHARES = (
         f"{SERVER}/index/chunk.py",
         '(("request_ids", header.request_ids), ("begins", header.begins))',
         '(("request_ids", header.request_ids),)',
-        "system/test_hostile.py::"
-        "test_a_poison_chunk_is_refused_once_and_for_all_and_the_next_one_is_taken",
+        "server/ingest/test_limits.py::test_a_chunk_has_a_bounded_number_of_requests",
     ),
     # ------------------------------------------------------------------ steps of the event loop
     fault(

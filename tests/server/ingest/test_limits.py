@@ -87,8 +87,17 @@ def test_a_long_header_is_parsed_in_many_steps():
     parsing = parse_in_steps(data, layout, SLOTS)
     assert sum(1 for _ in parsing) > fields // PIECE_BYTES + columns // 256 + (1 << 20) // (1 << 13)
     assert parse_header(data, layout, SLOTS).request_ids == ids
-    header.request_ids.append("more")
-    with pytest.raises(InvalidArgument, match=r"request_ids is 32769 in all; expected at most"):
+
+
+@pytest.mark.parametrize("field", ["request_ids", "begins"])
+def test_a_chunk_has_a_bounded_number_of_requests(field):
+    layout = ModelLayout((0,), 1, 8, 1)
+    header = pb.ChunkHeader(layout=layout.to_proto())
+    entries = {"request_ids": ["request"], "begins": [pb.RequestBegin()]}[field]
+    getattr(header, field).extend(entries * MAX_REQUESTS)
+    assert len(getattr(parse_header(header.SerializeToString(), layout, SLOTS), field)) == 1 << 15
+    getattr(header, field).extend(entries)
+    with pytest.raises(InvalidArgument, match=rf"^{field} is 32769 in all; expected at most 32768"):
         parse_header(header.SerializeToString(), layout, SLOTS)
 
 
