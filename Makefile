@@ -43,9 +43,11 @@ test: $(VENV)/.dev
 test-slow: $(VENV)/.dev
 	$(PYTEST) -m slow
 
-# Those that another step of the gate stands for: exact cells, orders, faults, a compiled model.
+# Those that another step of the gate stands for: exact cells, orders, faults, a compiled model. Then
+# all properties with new examples; in the other targets these follow from the committed files.
 test-long: $(VENV)/.dev
 	$(PYTEST) -m long
+	$(PYTEST) -m hypothesis --hypothesis-profile=new
 
 # For the inner loop, below a minute: rooms that start few processes. ROOMS='server cli' names others.
 ROOMS ?= contract client agent

@@ -12,9 +12,19 @@ from hypothesis import HealthCheck, settings
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# No test fails for being slow: machines are busy.
-settings.register_profile("routetrace", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile("routetrace")
+# No test fails for being slow: machines are busy. The examples of a property follow from its source,
+# so that every run of a commit has the same; `--hypothesis-profile=new` draws others, and prints what
+# repeats one that fails.
+settings.register_profile(
+    "committed",
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow],
+    derandomize=True,
+)
+settings.register_profile(
+    "new", settings.get_profile("committed"), derandomize=False, database=None, print_blob=True
+)
+settings.load_profile("committed")
 
 
 @pytest.hookimpl(trylast=True)

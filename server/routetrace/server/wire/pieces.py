@@ -14,6 +14,7 @@ from google.protobuf.message import DecodeError, Message
 from routetrace.server.wire.messages import varint
 
 #: Maximum length of a piece, except for a longer field that is not packed, and its maximum fields.
+#: A piece of a packed field is longer by at most its tag, its length and the end of a number.
 PIECE_BYTES = 32 << 10
 _PIECE_FIELDS = 2048
 
@@ -49,13 +50,12 @@ def pieces(data: bytes, kind: type[Message], piece_bytes: int = PIECE_BYTES) -> 
         if fields == MAX_FIELDS:
             raise DecodeError(f"more than {MAX_FIELDS} fields: pack repeated numbers")
         begin, tag, content, at = _field(data, at)
-        fields += 1
-        if tag & 7 == _BYTES and tag >> 3 in packed and at - content > piece_bytes:
+        if begin > start and (at - start > piece_bytes or fields - first == _PIECE_FIELDS):
             yield data[start:begin]
+            start, first = begin, fields
+        fields += 1
+        if at - begin > piece_bytes and tag & 7 == _BYTES and tag >> 3 in packed:
             yield from _numbers(data, tag, content, at, piece_bytes)
-            start, first = at, fields
-        elif at - start > piece_bytes or fields - first == _PIECE_FIELDS:
-            yield data[start:at]
             start, first = at, fields
     yield data[start:]
 
