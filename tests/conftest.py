@@ -12,9 +12,9 @@ from hypothesis import HealthCheck, settings
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# No test fails for being slow: machines are busy. The examples of a property follow from its source,
-# so that every run of a commit has the same; `--hypothesis-profile=new` draws others, and prints what
-# repeats one that fails.
+# No test fails for being slow: machines are busy. The examples of a property follow from its
+# source, so that every run of a commit has the same; `--hypothesis-profile=new` draws others, and
+# prints how to repeat one that fails.
 settings.register_profile(
     "committed",
     deadline=None,
