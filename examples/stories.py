@@ -132,7 +132,7 @@ def operate(client: RouteClient) -> tuple[int, int, int]:
     for stat in found:
         print(stat.trace_id, stat.missing)
     deleted = client.delete("own", "unknown", missing_ok=True)
-    return len(found), deleted, client.retire_through(41)
+    return len(found), deleted, client.retire_through(41).traces
 
 
 def main() -> None:

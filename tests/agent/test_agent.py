@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from routetrace.capture_agent import CaptureAgent
-from routetrace.codec.records import FinishReason, TokenDigest
+from routetrace.codec.records import UNKNOWN_VERSION, FinishReason, TokenDigest
 from routetrace.common.errors import (
     InvalidArgument,
 )
@@ -159,7 +159,7 @@ def test_a_top_1_that_has_no_id_to_spare_loses_its_bad_rows_alone(server, num_ex
         assert set(whole.attempts[0].rows) == set(range(11))
         assert not whole.lost
         assert set(server.model.slots) == {*range(1, 14)} - {9}
-        assert server.model.slots[1] == (rows[6].astype(layout.dtype).tobytes(), 0)
+        assert server.model.slots[1] == (rows[6].astype(layout.dtype).tobytes(), UNKNOWN_VERSION)
         assert_kept(agent.stats(), invalid_ids=6)
 
 

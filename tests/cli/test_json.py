@@ -215,7 +215,9 @@ def test_delete_and_dry_runs(server, cli):
     done = going("delete", "a", "--missing-ok")
     assert objects(done.stdout) == [{"trace_id": "a", "deleted": False}]
     assert objects(going("renew", "a", code=1).stdout) == [{"num_requested": 1, "num_renewed": 0}]
-    assert objects(going("retire", "--through", "3").stdout) == [{"through": 3, "num_deleted": 0}]
+    assert objects(going("retire", "--through", "3").stdout) == [
+        {"through": 3, "num_deleted": 0, "num_unknown": 0}
+    ]
 
 
 def test_tail_prints_each_part_and_rows_as_before(cli):

@@ -126,7 +126,7 @@ def test_what_was_reported_is_read(client: Any, server: ServerProcess, data: Any
     check(found, whole, counts, part.layer_ids)
     assert found.num_tokens == count + 1
     assert found.labels == {"adapter": "lora-1"} | ({} if step is None else {"step": str(step)})
-    assert {span.weight_version for span in found.weight_versions} == {version or 0}
+    assert {span.weight_version for span in found.weight_versions} == {version}
     assert np.array_equal(found.token_digests, client.stat(name).token_digests)
     assert found.incarnation == 1
 

@@ -38,6 +38,7 @@ from routetrace.client import (
     Rank,
     ReadFacts,
     ReadOptions,
+    Retired,
     RowOrigin,
     RunHistory,
     Sample,
@@ -62,7 +63,7 @@ DATA = {
     AgentConfig, AgentHistory, AgentStat, AgentStats, Agreement, AgreementChange, AgreementHistory,
     ClientConfig, CloseReport, ExpertLoad, FetchStats, Incarnation, Limit,
     MissingRange, ModelLayout, PrefixSpan, Progress, ProvenanceSpan, Rank, ReadFacts, ReadOptions,
-    RowOrigin, RunHistory, Sample,
+    Retired, RowOrigin, RunHistory, Sample,
     Security, Segment, ServerInfo, StepAgreement, Trace, TraceChanges, TraceDescription,
     TraceStat, TraceSummary,
     VersionSpan,
@@ -225,6 +226,7 @@ VALUES = {
     ReadFacts: st.builds(ReadFacts, **_read),
     Trace: st.builds(Trace, **_read, **_rows),
     Limit: st.builds(Limit, _text, *[_number] * 4),
+    Retired: st.builds(Retired, _number, _number),
     ServerInfo: st.builds(
         ServerInfo,
         **{

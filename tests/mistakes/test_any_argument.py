@@ -59,6 +59,7 @@ class World:
         self.target = target
         self.client = rt.RouteClient(target, timeout=2)
         self.agent = self.new_agent("e0", block_size=4, num_blocks=64)
+        self.agent.set_weight_version(0)  # an unknown one would be retired with any
         handle = self.agent.begin("done", prompt_token_ids=TOKENS[:4], block_ids=[0, 1, 2])
         self.agent.step(ROWS, [[handle, 0, 9]])
         self.agent.finish(handle, 10, token_ids=TOKENS)

@@ -155,7 +155,7 @@ CASES = [
     Case(31, "wait-for-is-bool", lambda w: w.client.get("done", wait_for=True), IA,
          re.compile(r"wait_for is True( \(bool\))?; expected 'rows', 'end' or None")),
     Case(32, "other-version", lambda w: w.client.get("done", weight_version=99), INCOMPLETE,
-         "rows [0, 9) of trace 'done' were computed by version 0, not 99"),
+         "rows [0, 9) of trace 'done' were computed by an unknown version, not 99"),
     Case(33, "unknown-incarnation", lambda w: w.client.get("done", incarnation=7), NOT_FOUND,
          "trace 'done' has no incarnation 7; it has 1"),
     Case(34, "not-ended", lambda w: w.client.get("running"), INCOMPLETE,

@@ -25,7 +25,7 @@ from support.servers.client_server import LAYOUT, rows_of
 
 LAYERS = len(LAYOUT.layer_ids)
 REASONS = [*MissingReason]
-ORIGINS = ("forward", "cached", "prefix")
+ORIGINS = ("forward", "slot", "prefix")
 
 
 @st.composite
@@ -107,7 +107,7 @@ def test_rectangles_name_the_origin_of_each_cell(
             None,
             ("e0", "pp0", 1, 3, "forward", ""),
             ("e0", "pp1", 1, 4, "forward", ""),
-            ("e0", "pp0", 2, 4, "cached", ""),
+            ("e0", "pp0", 2, 4, "slot", ""),
             ("e1", "", None, 2**60, "prefix", "other"),
         ]
     )

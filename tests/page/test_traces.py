@@ -216,7 +216,7 @@ def test_every_cell_of_simulated_engines(browser: Browser, server, seed: int) ->
                     if span.start < t1 and t0 < span.stop:
                         assert span.weight_version == version
                 origins = {p.source for p in trace.provenance if p.start < t1 and t0 < p.stop}
-                assert origins <= ({"cached", "prefix"} if reused else {"forward"})
+                assert origins <= ({"slot", "prefix"} if reused else {"forward"})
                 cached += reused
             for t0, t1, l0, l1, reason in zip(*missing.values(), strict=True):
                 reasons[t0:t1, l0:l1] = reason

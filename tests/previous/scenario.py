@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from previous.serving import BEGINNING, Serving
-from routetrace.codec.records import OpKind, token_digests
+from routetrace.codec.records import UNKNOWN_VERSION, OpKind, token_digests
 from routetrace.common.errors import ERROR_METADATA_KEY
 from routetrace.common.layout import ModelLayout
 from routetrace.simulation.small_engine import SmallEngine
@@ -279,9 +279,12 @@ def _answer(reads: Reads, run: str, trace_id: str, policy: int) -> dict[str, Any
 
 
 def described(cells: dict[Any, Any], end: pb.ReadEnd, first: pb.TraceInfo) -> dict[str, Any]:
-    """Return the answer to a read as JSON holds it."""
+    """Return the answer to a read as JSON holds it.
+
+    A weight version that is unknown is 0, as 0.8 said it.
+    """
     rows = [
-        (position, layer, ids.tolist(), version, attempt)
+        (position, layer, ids.tolist(), 0 if version == UNKNOWN_VERSION else version, attempt)
         for (position, layer), (ids, version, attempt) in sorted(cells.items(), key=lambda c: c[0])
     ]
     info = end.info

@@ -123,6 +123,7 @@ def test_the_sdist_has_all_that_tests_read():
 # ---------------------------------------------------------------------------- names
 
 CLIENT_NAMES = [
+    "UNKNOWN_VERSION",
     "AgentHistory",
     "AgentStat",
     "Agreement",
@@ -159,6 +160,7 @@ CLIENT_NAMES = [
     "Rank",
     "ReadFacts",
     "ReadOptions",
+    "Retired",
     "RouteClient",
     "RouteTraceError",
     "RowOrigin",

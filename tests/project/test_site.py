@@ -211,4 +211,4 @@ def test_the_versions_of_vllm_are_those_of_its_targets():
 def test_formats_are_those_of_the_server():
     index = importlib.import_module("routetrace.server.index.records.format")
     version = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]["version"]
-    assert row(version)[1] == f"formats {index.PREVIOUS} and {index.FORMAT}"
+    assert row(version)[1] == f"format {index.FORMAT}"

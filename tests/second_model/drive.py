@@ -295,6 +295,8 @@ class Player:
                     engine, "boot", shard.name, layers, LAYOUT.num_experts, family.block_size
                 )
                 agents.append((agent, self.log.writer(writer)))
+            for agent, _ in agents:
+                agent.set_weight_version(0)
             self.engines[engine] = agents
 
     def play(self, event: Event) -> None:

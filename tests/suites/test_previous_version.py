@@ -13,6 +13,7 @@ from previous import wire
 from previous.scenario import AGAIN, answers, go_on
 from previous.serving import Serving
 from routetrace.client import RouteClient
+from routetrace.v1 import routetrace_pb2 as pb
 
 FIXTURES = Path(__file__).parents[1] / "fixtures" / "previous"
 
@@ -28,19 +29,31 @@ def data(tmp_path):
     return tmp_path
 
 
+def assert_same(found: dict[str, Any], recorded: dict[str, Any]) -> None:
+    """Compare answers with those of 0.8, whose rows of version 0 stood in for others.
+
+    Version 0 may be one that nobody gave, and proves nothing now.
+    """
+    found, recorded = dict(found), dict(recorded)
+    restored, before = found.pop("a/restored"), recorded.pop("a/restored")
+    assert restored["missing"] == [[0, 4, [], pb.MISSING_REASON_KV_UNKNOWN]]
+    assert restored["cells"] < before["cells"]
+    assert found == recorded
+
+
 def test_a_data_directory_of_the_previous_version_gives_the_same_answers(data):
     recorded = fixture("answers")
     with Serving(data, AGAIN) as serving:
         assert not serving.store.stats().damaged_records
-        assert answers(serving.target) == recorded["before"]
+        assert_same(answers(serving.target), recorded["before"])
         go_on(serving, recorded["writers"])
-        assert answers(serving.target) == recorded["after"]
+        assert_same(answers(serving.target), recorded["after"])
     with Serving(data, AGAIN) as serving:  # a log of both versions
-        assert answers(serving.target) == recorded["after"]
+        assert_same(answers(serving.target), recorded["after"])
         serving.sweep()
     with Serving(data, AGAIN) as serving:
         assert serving.core.recovery.records == 0, "all is in the snapshot"
-        assert answers(serving.target) == recorded["after"]
+        assert_same(answers(serving.target), recorded["after"])
 
 
 def test_the_fixture_has_an_answer_of_every_kind():
@@ -67,4 +80,6 @@ def test_messages_of_an_agent_and_a_client_of_the_previous_version_are_answered(
 def test_answers_of_a_server_of_the_previous_version_are_read():
     recorded = fixture("wire")
     with wire.Replayer(recorded["calls"]) as replayer, RouteClient(replayer.target) as client:
-        assert json.loads(json.dumps(wire.read(client))) == recorded["results"]
+        # Clients of 0.8 named the provenance SLOT "cached".
+        found = json.dumps(wire.read(client)).replace('"slot"', '"cached"')
+        assert json.loads(found) == recorded["results"]

@@ -68,7 +68,7 @@ CALLS = {
     "client.ModelLayout.from_config": "config",
     "capture_agent.CaptureAgent.__init__": "config * own_thread predecessor **fields",
     "capture_agent.CaptureAgent.begin": "request_id * trace_id prompt_len labels ttl_seconds"
-    " num_computed_tokens num_external_tokens block_ids prompt_token_ids",
+    " num_computed_tokens num_external_tokens block_ids prompt_token_ids transfer_id nonce",
     "capture_agent.CaptureAgent.step": "rows spans",
     "capture_agent.CaptureAgent.skip": "spans",
     "capture_agent.CaptureAgent.step_slots": "rows slots",
@@ -77,7 +77,7 @@ CALLS = {
     "capture_agent.CaptureAgent.preempt": "handle num_computed_tokens",
     "capture_agent.CaptureAgent.resume": "handle num_computed_tokens * block_ids"
     " num_external_tokens",
-    "capture_agent.CaptureAgent.finish": "handle num_tokens * reason token_ids",
+    "capture_agent.CaptureAgent.finish": "handle num_tokens * reason token_ids transfer_id",
     "capture_agent.CaptureAgent.mark_external": "block_ids",
     "capture_agent.CaptureAgent.reset_prefix_cache": "",
     "capture_agent.CaptureAgent.set_weight_version": "version",
@@ -87,5 +87,6 @@ CALLS = {
     "capture_agent.AgentConfig.from_env": "environ **overrides",
     "capture_agent.AgentConfig.__init__": "target engine_id layout run shard boot_id block_size"
     " num_blocks background attributes frame_rows codec linger_seconds flush_interval_seconds"
-    " security queue_bytes spill_dir spill_bytes ring_bytes close_timeout_seconds",
+    " security queue_bytes spill_dir spill_bytes ring_bytes close_timeout_seconds"
+    " model",
 }

@@ -217,7 +217,7 @@ def test_chunks_of_ops_that_say_the_most_are_applied_and_read_in_time(stream, se
         ops = ops_of(n, kind=OpKind.ROWS, position=3 * np.arange(n), count=1, row=np.arange(n))
         ops["kind"][1::2] = kind
         if kind == OpKind.FINISH:
-            ops["arg"][1::2], ops["count"][1::2] = 1, 5
+            ops["arg"][1::2], ops["count"][1::2], ops["row"][1::2] = 1, 5, 0
         elif kind == OpKind.DIGEST:
             maker.digests = [(i + 1, i) for i in range(n)]
         elif kind == OpKind.LOST:

@@ -40,15 +40,16 @@ from routetrace.capture_agent.step_path.checks import (
     slots_of,
     spans_of,
     tokens_of,
+    transfer_of,
     version_of,
     wrong,
 )
 from routetrace.capture_agent.step_path.feed import Feed
 from routetrace.capture_agent.step_path.handles import Handles
-from routetrace.codec.records import FinishReason
+from routetrace.codec.records import UNKNOWN_VERSION, FinishReason
 from routetrace.common.checks import MAX_SECONDS, choice, flag, instance, real, whole
 from routetrace.common.errors import Closed, InvalidArgument, quoted
-from routetrace.common.limits import check_id
+from routetrace.common.limits import MAX_NONCE, check_id
 from routetrace.common.security import Security
 from routetrace.common.target import targets_of
 from routetrace.v1 import routetrace_pb2 as pb
@@ -129,7 +130,7 @@ class CaptureAgent:
         self._abandoned = False  # the background is dead or stuck; the ring is not read
         self._final: AgentStats | None = None
         self._done = threading.Event()
-        self._weight_version = 0
+        self._weight_version = UNKNOWN_VERSION
         self._went_back = False  # that is logged once
         self._step = 0
         self._flushes = 0
@@ -164,6 +165,8 @@ class CaptureAgent:
         num_external_tokens: int = 0,
         block_ids: Iterable[int] = (),
         prompt_token_ids: npt.ArrayLike | None = None,
+        transfer_id: str | None = None,
+        nonce: int | None = None,
     ) -> int:
         """Begin a request.
 
@@ -181,6 +184,10 @@ class CaptureAgent:
             block_ids: its KV blocks, in order; none where block_size is 0.
             prompt_token_ids: the prompt, [prompt_len]; lets the server prove that rows of different
                 engines belong to the same tokens.
+            transfer_id: hand-over that its external KV comes by: the request that finished with the
+                same id computed that KV. Each hand-over has an id of its own.
+            nonce: names the request where its trace id is used again; the same at all shards, in 1
+                to 2**53 - 1. The engine's answer hands it to readers.
 
         Returns:
             A handle for the other calls.
@@ -207,6 +214,8 @@ class CaptureAgent:
                 prompt_len=prompt_len,
                 labels=labels_of({} if labels is None else labels),
                 ttl_seconds=0 if ttl_seconds is None else whole("ttl_seconds", ttl_seconds, 1),
+                transfer_id=transfer_of(transfer_id),
+                nonce=0 if nonce is None else whole("nonce", nonce, 1, MAX_NONCE - 1),
             )
             blocks = blocks_of(block_ids, self.config)
             computed = computed_of(num_computed_tokens, blocks, self.config)
@@ -299,6 +308,7 @@ class CaptureAgent:
         *,
         reason: str = "stop",
         token_ids: npt.ArrayLike | None = None,
+        transfer_id: str | None = None,
     ) -> None:
         """End a request.
 
@@ -308,6 +318,8 @@ class CaptureAgent:
             reason: "stop", "length", "abort", or "handoff": another engine continues the trace,
                 which has not ended.
             token_ids: all its tokens, [num_tokens]; see prompt_token_ids of begin().
+            transfer_id: hand-over by which another request takes its KV, with any reason; see
+                begin().
         """
         with self._lock:
             if self._active():
@@ -315,8 +327,9 @@ class CaptureAgent:
                 num_tokens = number("num_tokens", num_tokens)
                 why = int(_REASONS[choice("reason", reason, _REASONS)])
                 tokens = tokens_of("token_ids", token_ids, num_tokens)
+                transfer = transfer_of(transfer_id)
                 now_ms = time.time_ns() // 1_000_000
-                self._event("finish", num_tokens, why, tokens, now_ms, handle=handle)
+                self._event("finish", num_tokens, why, tokens, now_ms, transfer, handle=handle)
                 self._handles.free(handle)
                 self._feed.interrupt()
                 if not self._handles:  # the background sends what it has
@@ -340,15 +353,19 @@ class CaptureAgent:
             if self._active():
                 self._event("reset")
 
-    def set_weight_version(self, version: int) -> None:
-        """Set the weight version of the following steps, a signed 64-bit integer.
+    def set_weight_version(self, version: int | None) -> None:
+        """Set the weight version of the following steps; it is unknown until it is set.
 
         Versions ascend, except after a rollback: one that goes back is logged once.
+
+        Args:
+            version: number that the trainer gave, a signed 64-bit integer above -2**63; None: the
+                weights have changed, and no one gave their version.
         """
         with self._lock:
             if self._active():
                 version = version_of(version)
-                if version < self._weight_version and not self._went_back:
+                if UNKNOWN_VERSION < version < self._weight_version and not self._went_back:
                     self._went_back = True
                     _log.warning(
                         "routetrace: the weight version of engine %r goes back from %d to %d: if "

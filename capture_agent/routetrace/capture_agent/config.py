@@ -13,6 +13,7 @@ from routetrace.common.checks import choice, instance, real, unknown_keyword, wh
 from routetrace.common.errors import InvalidArgument, quoted, typed
 from routetrace.common.layout import ModelLayout
 from routetrace.common.limits import MAX_BLOCK_SIZE, MAX_SLOTS, check_id, is_text
+from routetrace.common.model_hash import model_number
 from routetrace.common.security import Security
 from routetrace.common.target import parse_target
 from routetrace.common.values import Values
@@ -95,6 +96,8 @@ class AgentConfig(Values):
     """Memory between the engine and the background; rows that do not fit are dropped."""
     close_timeout_seconds: float = 10.0
     """Time to send the rest, where close() has no timeout or the engine ends without it."""
+    model: str = ""
+    """Hash of the model that the engine runs, from `routetrace.common.model_hash`; "": unknown."""
 
     def __post_init__(self) -> None:
         for name in ("target", "run"):
@@ -109,6 +112,7 @@ class AgentConfig(Values):
         if self.shard and not self.boot_id:
             expected = f"an id, required with shard={self.shard!r}"
             _refuse("boot_id", "''", expected, "give the same id at all shards")
+        model_number("model", self.model)
         choice("background", self.background, get_args(Background))
         choice("codec", self.codec, get_args(FrameCodec))
         native.require()

@@ -131,9 +131,8 @@ def _cells(cells: Mapping[str, int]) -> str:
 
 def _weights(found: TraceStat) -> str:
     low, high = found.min_weight_version, found.max_weight_version
-    if low is None:
-        return ""
-    return f"{low}" if low == high else f"{low}..{high}"
+    known = "" if low is None else f"{low}" if low == high else f"{low}..{high}"
+    return f"{known}, unknown".removeprefix(", ") if found.unknown_weight_versions else known
 
 
 def _labels(found: TraceStat) -> str:

@@ -18,6 +18,7 @@ import numpy.typing as npt
 
 from routetrace.cli.facts import facts_json
 from routetrace.client import Trace
+from routetrace.client.stat import version_number
 from routetrace.common.errors import InvalidArgument
 
 # Rows of a Parquet row group; short traces share one.
@@ -106,16 +107,18 @@ def write_npz(trace: Trace, path: Path) -> None:
     """Write one trace to a .npz.
 
     Arrays: `topk_ids` [tokens, layers, top_k] uint8 or uint16, `valid` bool [tokens, layers],
-    `layer_ids` int32 [layers], `weight_versions` int64 [n, 3] (start, stop, version by position),
-    `token_digests` [n] (position, digest), and `facts`, a string of JSON.
+    `layer_ids` int32 [layers], `weight_versions` int64 [n, 3] (start, stop, version by position;
+    UNKNOWN_VERSION is -2**63), `token_digests` [n] (position, digest), and `facts`, a string of
+    JSON.
     """
+    versions = [(start, stop, version_number(v)) for start, stop, v in trace.weight_versions]
     with atomically(path) as part, part.open("wb") as file:
         np.savez_compressed(
             file,
             topk_ids=trace.topk_ids,
             valid=trace.valid,
             layer_ids=np.array(trace.layer_ids, np.int32),
-            weight_versions=np.array(trace.weight_versions, np.int64).reshape(-1, 3),
+            weight_versions=np.array(versions, np.int64).reshape(-1, 3),
             token_digests=trace.token_digests,
             facts=np.array(json.dumps(facts_json(trace))),
         )
@@ -262,7 +265,10 @@ def _versions(trace: Trace) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_
     versions = np.zeros(len(trace), np.int64)
     known = np.zeros(len(trace), bool)
     # Where pipeline stages differ, the newest version is reported.
-    for start, stop, version in sorted(trace.weight_versions, key=lambda run: run[2]):
-        rows = slice(start - trace.token_start, stop - trace.token_start)
-        versions[rows], known[rows] = version, True
+    for start, stop, version in sorted(
+        trace.weight_versions, key=lambda span: version_number(span[2])
+    ):
+        if version is not None:
+            rows = slice(start - trace.token_start, stop - trace.token_start)
+            versions[rows], known[rows] = version, True
     return versions, known

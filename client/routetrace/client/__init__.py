@@ -31,8 +31,9 @@ from routetrace.client.stat import (
     TraceState,
     VersionSpan,
 )
-from routetrace.client.summary import TraceChanges, TraceSummary
+from routetrace.client.summary import Retired, TraceChanges, TraceSummary
 from routetrace.client.trace import Trace
+from routetrace.codec.records import UNKNOWN_VERSION
 from routetrace.common.errors import (
     Closed,
     Corrupt,
@@ -57,6 +58,7 @@ from routetrace.common.version import installed_version as _version
 __version__ = _version()
 
 __all__ = [
+    "UNKNOWN_VERSION",
     "AgentHistory",
     "AgentStat",
     "Agreement",
@@ -93,6 +95,7 @@ __all__ = [
     "Rank",
     "ReadFacts",
     "ReadOptions",
+    "Retired",
     "RouteClient",
     "RouteTraceError",
     "RowOrigin",

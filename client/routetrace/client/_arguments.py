@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from routetrace.codec.records import UNKNOWN_VERSION
 from routetrace.common.checks import (
     UnknownKeyword,
     choice,
@@ -73,8 +74,8 @@ def wholes(field: str, values: Any, remedy: str = "") -> list[int]:
 
 
 def weight_version(value: Any, field: str = "weight_version") -> int:
-    """Return a weight version: an int64."""
-    return whole(field, value, -(2**63), 2**63 - 1)
+    """Return a weight version: an int64 above UNKNOWN_VERSION."""
+    return whole(field, value, UNKNOWN_VERSION + 1, 2**63 - 1)
 
 
 def tokens(

@@ -38,6 +38,7 @@ _COLOURS = {
     MissingReason.REJECTED: "#3fa0dc",
     MissingReason.INVALID_IDS: "#b3c430",
     MissingReason.NOT_CAPTURED: "#e8a21f",
+    MissingReason.AMBIGUOUS: "#35b8ae",
     MissingReason.KV_UNKNOWN: "#3f86ee",
     MissingReason.ABORTED: "#8a94a1",
     MissingReason.OTHER_VERSION: "#8a94a1",
@@ -103,6 +104,8 @@ def _facts(trace: ReadFacts, part: Part) -> str:
     least, most = trace.min_weight_version, trace.max_weight_version
     if least is not None:
         facts.append(f"weights {least}" + (f" to {most}" if most != least else ""))
+    if trace.unknown_weight_versions:
+        facts.append("some weights unknown" if least is not None else "weights unknown")
     if trace.engine_ids:
         more = len(trace.engine_ids) - 3
         names = ", ".join(name[:_MAX_LABEL] for name in trace.engine_ids[:3])

@@ -8,7 +8,14 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, NamedTuple
 
-from routetrace.client.stat import FinishReason, TraceStat, TraceState, facts_from_proto, moment
+from routetrace.client.stat import (
+    FinishReason,
+    TraceStat,
+    TraceState,
+    facts_from_proto,
+    moment,
+    version_from_wire,
+)
 from routetrace.codec.records import Provenance
 from routetrace.common.missing import MissingRange, missing_from_proto
 from routetrace.common.values import Values
@@ -30,6 +37,8 @@ class Incarnation(Values):
     """Positions 0 .. num_rows - 1 exist."""
     begun_at: datetime | None
     """Begin of that engine request, UTC; None if unknown."""
+    nonce: int | None = None
+    """Number that names it in handles; None if it has none."""
 
     @classmethod
     def from_proto(cls, message: pb.IncarnationInfo) -> Incarnation:
@@ -45,6 +54,7 @@ class Incarnation(Values):
             num_tokens=message.num_tokens or None,
             num_rows=message.num_rows,
             begun_at=_known(message.begun_ms),
+            nonce=message.nonce or None,
         )
 
 
@@ -63,10 +73,10 @@ class RowOrigin(NamedTuple):
     """Shard whose agent reported them; "" if it records the whole engine."""
     attempt: int | None
     """Attempt of the engine request, from 1; None for rows of another trace."""
-    weight_version: int
-    """Weight version that computed them."""
+    weight_version: int | None
+    """Weight version that computed them; None: unknown."""
     source: str
-    """As `ProvenanceSpan.source`: "forward", "cached" or "prefix"."""
+    """As `ProvenanceSpan.source`: "forward", "slot", "handoff" or "prefix"."""
     trace_id: str
     """Other trace whose rows stand in, with source "prefix"; else ""."""
 
@@ -171,7 +181,7 @@ def _origin(
         source.engine_id,
         source.shard,
         None if stands_in else origin.attempt + 1,
-        origin.weight_version,
+        version_from_wire(origin.weight_version),
         _name(origin.provenance),
         response.info.prefix_trace_ids[origin.attempt] if stands_in else "",
     )

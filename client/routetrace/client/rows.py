@@ -14,7 +14,7 @@ from routetrace.client._memory import to_tensor
 from routetrace.client._ranges import column_index
 from routetrace.client.plan import FetchPlan
 from routetrace.client.samples import SampleRows, all_layers
-from routetrace.client.stat import ReadFacts
+from routetrace.client.stat import ReadFacts, version_number
 from routetrace.client.trace import ids_to_torch
 from routetrace.common.errors import InvalidArgument
 from routetrace.common.missing import MissingRange
@@ -152,7 +152,7 @@ class Rows:
     def weight_versions(self) -> npt.NDArray[np.int64]:
         """The weight version that computed the row of each local token: [tokens].
 
-        Meaningless where there is no row.
+        UNKNOWN_VERSION where nobody gave it; meaningless where there is no row.
         """
         versions = np.zeros(self.plan.num_tokens, np.int64)
         for planned, read in zip(self.plan.reads, self.reads, strict=False):
@@ -160,7 +160,7 @@ class Rows:
                 for start, stop, version in read.weight_versions:
                     a, b = max(start, piece.start), min(stop, piece.stop)
                     if a < b:
-                        versions[piece.where(a, b)] = version
+                        versions[piece.where(a, b)] = version_number(version)
         return versions
 
     def to_torch(

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from routetrace.codec.records import DIGEST, unpack
+from routetrace.codec.records import DIGEST, UNKNOWN_VERSION, unpack
 from routetrace.common.layout import ModelLayout
 from routetrace.common.missing import MissingRange
 from routetrace.common.values import TextEnum, Values
@@ -66,7 +66,8 @@ class VersionSpan(NamedTuple):
     """First position."""
     stop: int
     """One past the last position."""
-    weight_version: int
+    weight_version: int | None
+    """None: unknown, as nobody gave it to the engine."""
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields as values of JSON."""
@@ -81,9 +82,9 @@ class ProvenanceSpan(NamedTuple):
     stop: int
     """One past the last position."""
     source: str
-    """"forward": computed by an engine request of this incarnation. "cached": by another one whose
-    KV blocks it reused. "prefix": by one of another trace with the same tokens, whose rows stand
-    in."""
+    """"forward": computed by an engine request of this incarnation. "slot": by another one whose
+    KV blocks it reused. "handoff": by the one that handed its KV over. "prefix": by one of another
+    trace with the same tokens, whose rows stand in."""
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields as values of JSON."""
@@ -136,9 +137,9 @@ class TraceFacts(Values):
     num_attempts: int
     """Attempts of that engine request: 1 + preemptions."""
     min_weight_version: int | None
-    """Lowest version of the rows that `as_sampled` gives; None if there are none."""
+    """Lowest known version of the rows that `as_sampled` gives; None if there is none."""
     max_weight_version: int | None
-    """Highest version of them; None if there are none."""
+    """Highest known version of them; None if there is none."""
     created_at: datetime
     """Time of the first report, UTC."""
     updated_at: datetime
@@ -151,6 +152,10 @@ class TraceFacts(Values):
     """[n] of records.DIGEST, ascending: position, digest of the token ids before it."""
     prefix_trace_ids: tuple[str, ...]
     """Other traces whose rows stand in where KV was restored from elsewhere."""
+    unknown_weight_versions: bool = False
+    """Whether the version of some of the rows that `as_sampled` gives is unknown."""
+    nonce: int | None = None
+    """Number that names the last engine request in handles; None if it has none."""
 
     def __repr__(self) -> str:
         return (
@@ -187,6 +192,16 @@ class ReadFacts(TraceFacts):
     """Origin of the rows, by position."""
     prefix_sources: tuple[PrefixSpan, ...] = ()
     """Traces of the rows that stand in, by position."""
+
+
+def version_from_wire(version: int) -> int | None:
+    """Return a weight version of the wire; None if it is unknown."""
+    return None if version == UNKNOWN_VERSION else version
+
+
+def version_number(version: int | None) -> int:
+    """Return a weight version as a number; an unknown one is older than all."""
+    return UNKNOWN_VERSION if version is None else version
 
 
 def moment(milliseconds: int) -> datetime:
@@ -232,6 +247,8 @@ def facts_from_proto(info: pb.TraceInfo) -> dict[str, Any]:
         "num_attempts": info.num_attempts,
         "min_weight_version": info.min_weight_version if versions else None,
         "max_weight_version": info.max_weight_version if versions else None,
+        "unknown_weight_versions": info.unknown_weight_versions,
+        "nonce": info.nonce or None,
         "created_at": moment(info.created_ms),
         "updated_at": moment(info.updated_ms),
         "expires_at": moment(info.expires_ms),
@@ -352,7 +369,7 @@ class AgentStat(Values):
     """Age of its oldest chunk that is not acknowledged; 0 if all are, or the agent is older than
     this field."""
     weight_version: int | None
-    """Weight version of its last rows; None before the first row."""
+    """Weight version of its last rows; None if it is unknown, or before the first row."""
     weight_version_lag: int
     """Versions by which it is behind the newest of the run's connected agents."""
 

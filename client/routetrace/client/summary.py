@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime
+from typing import NamedTuple
 
 from routetrace.client.stat import FinishReason, TraceState, moment
 from routetrace.common.missing import reason_of
@@ -31,9 +32,10 @@ class TraceSummary(Values):
     runs."""
     labels: Mapping[str, str]
     min_weight_version: int | None
-    """Lowest version of its rows, of all that were reported if it runs; None if there are none."""
+    """Lowest known version of its rows, of all that were reported if it runs; None if there is
+    none."""
     max_weight_version: int | None
-    """Highest version of them; None if there are none."""
+    """Highest known version of them; None if there is none."""
     finish_reason: FinishReason | None
     """How its last engine request ended; None while it runs, or if unknown."""
     num_incarnations: int
@@ -46,6 +48,8 @@ class TraceSummary(Values):
     """Time at which the trace is forgotten if nothing changes, UTC."""
     stored_bytes: int
     """Compressed bytes of the frames that hold its rows, all layers; 0 while it runs."""
+    unknown_weight_versions: bool = False
+    """Whether the version of some of its rows is unknown."""
 
     @property
     def coverage(self) -> float | None:
@@ -75,6 +79,7 @@ class TraceSummary(Values):
             labels=dict(summary.labels),
             min_weight_version=lowest,
             max_weight_version=highest,
+            unknown_weight_versions=summary.unknown_weight_versions,
             finish_reason=FinishReason.from_proto(summary.finish_reason),
             num_incarnations=summary.num_incarnations,
             created_at=moment(summary.created_ms),
@@ -82,6 +87,19 @@ class TraceSummary(Values):
             expires_at=moment(summary.expires_ms),
             stored_bytes=summary.stored_bytes,
         )
+
+
+class Retired(NamedTuple):
+    """Traces that `retire_through` deleted."""
+
+    traces: int
+    """Number of traces."""
+    unknown: int
+    """Those of them with rows of an unknown weight version, which is older than all others."""
+
+    def to_dict(self) -> dict[str, int]:
+        """Return the fields as values of JSON."""
+        return self._asdict()
 
 
 @dataclass(frozen=True)

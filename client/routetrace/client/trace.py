@@ -372,21 +372,20 @@ def incomplete(
     parts = [str(m) for m in read.missing[:4]]
     if len(read.missing) > len(parts):
         parts.append(f"{len(read.missing) - len(parts)} more ranges")
-    missing, remedy = "; ".join(parts), ""
+    missing, remedy, low = "; ".join(parts), "", read.min_weight_version
     if unknown_from is not None:
         end, remedy = "has no reported end", 'use missing="mask"'
         if read.state is TraceState.RUNNING:
             end, remedy = "has not ended", 'use wait_for="end" or missing="mask"'
         text = f"{name} {end}: rows from {unknown_from} on are unknown; {remedy}"
         text += f"; missing {missing}" if missing else ""
-    elif [m.reason for m in read.missing] == [
-        "other_version"
-    ] and read.min_weight_version == read.max_weight_version:
+    elif [m.reason for m in read.missing] == ["other_version"] and (
+        low == read.max_weight_version and not (low is not None and read.unknown_weight_versions)
+    ):
         [other] = read.missing
-        text = (
-            f"rows [{other.start}, {other.stop}) of {name} were computed by version "
-            f"{read.min_weight_version}, not {weight_version}"
-        )
+        found = "an unknown version" if low is None else f"version {low}"
+        rows = f"rows [{other.start}, {other.stop}) of {name}"
+        text = f"{rows} were computed by {found}, not {weight_version}"
     else:
         text = f"{name} is {read.state.value}; missing {missing}"
     return Incomplete(

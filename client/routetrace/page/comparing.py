@@ -63,8 +63,7 @@ def report_of(stat: TraceFacts, reporter: str) -> dict[str, Any]:
     return {
         "reporter": reporter,
         "step": stat.labels.get("step"),
-        # 0 is that of a report without one.
-        "weight_version": exact(stat.max_weight_version) or None,
+        "weight_version": exact(stat.max_weight_version),
         "reported_at": stat.updated_at.timestamp(),
     }
 

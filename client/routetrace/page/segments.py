@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from routetrace.client import RowOrigin, Trace, TraceDescription
 from routetrace.client._ranges import column_index
-from routetrace.client.stat import TraceFacts
+from routetrace.client.stat import TraceFacts, version_number
 from routetrace.common.missing import MissingReason
 
 #: Most rectangles of one answer, about 1 MB of JSON.
@@ -24,6 +24,7 @@ LOUDNESS = (
     MissingReason.NOT_YET,
     MissingReason.OTHER_VERSION,
     MissingReason.ABORTED,
+    MissingReason.AMBIGUOUS,
     MissingReason.KV_UNKNOWN,
     MissingReason.NOT_CAPTURED,
     MissingReason.INVALID_IDS,
@@ -34,7 +35,7 @@ LOUDNESS = (
 )
 _LOUD = {reason: number for number, reason in enumerate(LOUDNESS)}
 #: Origins of rows, the strongest last where pipeline stages differ.
-_ORIGINS = {"forward": 0, "cached": 1, "prefix": 2}
+_ORIGINS = {"forward": 0, "slot": 1, "handoff": 1, "prefix": 2}
 #: Integers that a JavaScript number holds exactly.
 _EXACT = 2**53
 
@@ -160,8 +161,11 @@ def _kinds(
 ) -> _Kinds:
     tokens, at = len(trace), trace.token_start
     versions, known = np.zeros(tokens, np.int64), np.zeros(tokens, np.bool_)
-    for start, stop, version in sorted(trace.weight_versions, key=lambda span: span[2]):
-        versions[start - at : stop - at], known[start - at : stop - at] = version, True
+    for start, stop, version in sorted(
+        trace.weight_versions, key=lambda span: version_number(span[2])
+    ):
+        if version is not None:
+            versions[start - at : stop - at], known[start - at : stop - at] = version, True
     strongest = np.zeros(tokens, np.int64)
     for start, stop, source in trace.provenance:
         part = strongest[start - at : stop - at]
@@ -171,8 +175,8 @@ def _kinds(
     by_position = [_Kind(bool(k), version, origin) for k, version, origin in different.tolist()]
     by_origin = [
         _Kind(
-            True,
-            one.weight_version,
+            one.weight_version is not None,
+            one.weight_version or 0,
             _ORIGINS.get(one.source, 0),
             sources[one.engine_id, one.shard],
             (one.attempt or 1) - 1,

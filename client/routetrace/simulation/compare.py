@@ -110,6 +110,9 @@ def _facts(found: Finding, truth: Truth, facts: ReadFacts) -> None:
     found.missing = dict(counts)
     versions = truth.versions(max((v[1] for v in facts.weight_versions), default=0))
     for start, stop, version in facts.weight_versions:
+        if version is None:
+            found.add_wrong(stop - start, f"{truth.name}: no weight version of [{start}, {stop})")
+            continue
         other = versions[start:stop] != version
         for first, last, _, later in truth.again:
             if later == version:

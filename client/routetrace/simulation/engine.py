@@ -90,6 +90,7 @@ class Engine:
             ("steps", "rows", "tokens", "sessions", "requests", "cached_tokens", "preemptions",
              "rejected_drafts", "weight_updates", "aborted"), 0,
         )  # fmt: skip
+        recorder.set_weight_version(self._version)
         self.recording = Stopwatch()
         """CPU time in calls of the capture agent: the cost of tracing on the engine's thread."""
 

@@ -196,7 +196,7 @@ class Run:
     def _delete_traces(self) -> None:
         if not self._load.keep:
             newest = int(self.tally.counts.get("weight_updates", 0))
-            self.tally.deleted = self._client.retire_through(newest)
+            self.tally.deleted = self._client.retire_through(newest).traces
 
     def _interrupt(self) -> None:
         if self.tally.interrupted:

@@ -90,6 +90,7 @@ class SmallEngine:
         self.running: list[SmallRequest] = []
         self.done: list[SmallRequest] = []
         self.version = 0
+        sink.set_weight_version(self.version)
         self.counts: dict[str, int] = dict.fromkeys(
             ("rows", "preemptions", "rewinds", "cached", "updates", "aborts"), 0
         )

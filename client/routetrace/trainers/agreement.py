@@ -25,7 +25,9 @@ from routetrace.client._memory import to_numpy
 from routetrace.client._shells.sync import RouteClient
 from routetrace.client.agreement import Agreement, Choices, LogprobSums
 from routetrace.client.rows import Rows
+from routetrace.client.stat import version_number
 from routetrace.client.trace import Trace
+from routetrace.codec.records import UNKNOWN_VERSION
 from routetrace.common.errors import InvalidArgument, RouteTraceError
 
 __all__ = [
@@ -85,7 +87,8 @@ def of_overlap(rows: Rows | Trace, matched: npt.NDArray[np.integer[Any]]) -> Agr
         placed = planned = np.ones(valid.shape[1], np.bool_)
         known = bool(rows.weight_versions)
         for start, stop, version in rows.weight_versions:
-            versions[start - rows.token_start : stop - rows.token_start] = version
+            part = slice(start - rows.token_start, stop - rows.token_start)
+            versions[part] = version_number(version)
         top_k = rows.top_k
     else:
         placed, planned = rows.plan.sample_of >= 0, rows.plan.planned
@@ -116,7 +119,8 @@ def tally(
         valid: bool, the cells that count.
         layer_ids: absolute layer ids of the first axis.
         top_k: ids per cell.
-        versions: weight versions of the rows [tokens]; None if unknown.
+        versions: weight versions of the rows [tokens], of which UNKNOWN_VERSION is not counted;
+            None if none is known.
     """
     differs = (matched < top_k) & valid
 
@@ -128,7 +132,7 @@ def tally(
     by_version = {}
     if versions is not None:
         present = valid.any(axis=0)
-        for version in np.unique(versions[present]).tolist():
+        for version in sorted({*versions[present].tolist()} - {UNKNOWN_VERSION}):
             by_version[version] = choices((slice(None), versions == version))
     return Agreement(
         by_layer={layer: choices(column) for column, layer in enumerate(layer_ids)},

@@ -13,6 +13,7 @@ from routetrace.client import _arguments as check
 from routetrace.client._memory import to_numpy
 from routetrace.client._ranges import column_index
 from routetrace.client.agreement import Agreement, Choices
+from routetrace.client.stat import version_number
 from routetrace.client.trace import Trace
 from routetrace.codec.records import digest_key
 from routetrace.common.errors import InvalidArgument
@@ -210,7 +211,8 @@ def _cause(part: Trace, theirs: npt.NDArray[Any], agreement: Agreement) -> str |
         return likely_cause(agreement.by_layer)
     later = np.zeros(len(part), np.bool_)
     for start, stop, version in part.weight_versions:
-        later[start - part.token_start : stop - part.token_start] = version >= since
+        newer = version_number(version) >= since
+        later[start - part.token_start : stop - part.token_start] = newer
     found = compare(replace(part, _valid=part._valid & later), theirs)
     worse = found.choices
     before = Choices(*(a - b for a, b in zip(agreement.choices, worse, strict=True)))
@@ -232,7 +234,7 @@ def _worst(
     share = common / np.maximum(layers * part.top_k, 1)
     order = np.lexsort((np.arange(len(share)), share))
     order = order[differing[order] > 0][:count]
-    versions: dict[int, int] = {}
+    versions: dict[int, int | None] = {}
     for position in order.tolist():
         for start, stop, version in part.weight_versions:
             if start <= position + part.token_start < stop:

@@ -44,7 +44,8 @@ class OpKind(IntEnum):
     """`request` starts over as a new attempt; `position`, `count` and blocks as in BEGIN."""
     FINISH = 7
     """`request` ended with `count` tokens; `arg` is a FinishReason, `value` the Unix time in
-    milliseconds, 0 if it is not known. Drafts before position count - 1 are confirmed; the slots at
+    milliseconds, 0 if it is not known, `row` the hand-over that it ended with, from 1 in
+    `transfer_ids`, 0 if there is none. Drafts before position count - 1 are confirmed; the slots at
     that position and after are unknown."""
     LOST = 8
     """Rows [position, position + count) of `request` are lost; `arg` is a MissingReason. The
@@ -75,6 +76,9 @@ class FinishReason(IntEnum):
 
 #: `request` of a ROWS op that belongs to slots alone.
 NO_REQUEST = 0xFFFFFFFF
+
+#: Weight version of rows whose version nobody gave. It cannot be given.
+UNKNOWN_VERSION = -(1 << 63)
 
 OP = np.dtype(
     [
@@ -128,11 +132,13 @@ class Provenance(IntEnum):
 
     FORWARD = 1
     """A forward pass of the request itself."""
-    CACHED = 2
+    SLOT = 2
     """The forward pass that computed the KV blocks that the request reused."""
     PREFIX = 3
     """A forward pass of another trace over the same tokens: the request's KV was restored from
     elsewhere. Only in answers."""
+    HANDOFF = 4
+    """A forward pass of the request that handed its KV over. Only in answers."""
 
 
 def unpack(data: bytes, dtype: np.dtype[Any], field: str) -> npt.NDArray[Any]:

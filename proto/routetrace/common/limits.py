@@ -6,8 +6,10 @@ from collections.abc import Mapping
 
 from routetrace.common.errors import InvalidArgument, kind_of, quoted, typed
 
-#: Maximum characters of an id: run, engine, shard, boot, request, trace.
+#: Maximum characters of an id: run, engine, shard, boot, request, trace, transfer.
 MAX_ID_LENGTH = 512
+#: Nonces of requests are below it, so that JSON carries them everywhere.
+MAX_NONCE = 1 << 53
 #: Maximum labels of a request, and characters of a label's name and text together.
 MAX_LABELS = 64
 MAX_LABEL_LENGTH = 1024

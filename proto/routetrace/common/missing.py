@@ -33,6 +33,8 @@ class MissingReason(TextEnum):
     """The request was aborted before it computed them."""
     OTHER_VERSION = "other_version"
     """Rows exist, but none of the requested weight version."""
+    AMBIGUOUS = "ambiguous"
+    """Several passes qualify equally, and nothing proves which of them made their KV."""
     UNKNOWN = "unknown"
     """A reason of a newer server, or none."""
 

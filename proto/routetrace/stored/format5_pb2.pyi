@@ -167,6 +167,8 @@ class Open(google.protobuf.message.Message):
     BLOCK_SIZE_FIELD_NUMBER: builtins.int
     NUM_BLOCKS_FIELD_NUMBER: builtins.int
     TOKEN_FIELD_NUMBER: builtins.int
+    MODEL_FIELD_NUMBER: builtins.int
+    SAYS_UNKNOWN_VERSIONS_FIELD_NUMBER: builtins.int
     epoch: builtins.int
     """Its new epoch."""
     boot_id: builtins.str
@@ -177,6 +179,10 @@ class Open(google.protobuf.message.Message):
     """Blocks in the pool; 0 without slots."""
     token: builtins.str
     """Name of the agent's token; "": none."""
+    model: builtins.int
+    """Hash of the model; 0: unknown."""
+    says_unknown_versions: builtins.bool
+    """Whether rows of an unknown weight version say so; else version 0 is unknown."""
     @property
     def writer(self) -> global___WriterKey:
         """The writer."""
@@ -195,9 +201,11 @@ class Open(google.protobuf.message.Message):
         block_size: builtins.int = ...,
         num_blocks: builtins.int = ...,
         token: builtins.str = ...,
+        model: builtins.int = ...,
+        says_unknown_versions: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["layout", b"layout", "writer", b"writer"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["block_size", b"block_size", "boot_id", b"boot_id", "epoch", b"epoch", "layout", b"layout", "num_blocks", b"num_blocks", "token", b"token", "writer", b"writer"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["block_size", b"block_size", "boot_id", b"boot_id", "epoch", b"epoch", "layout", b"layout", "model", b"model", "num_blocks", b"num_blocks", "says_unknown_versions", b"says_unknown_versions", "token", b"token", "writer", b"writer"]) -> None: ...
 
 global___Open = Open
 
@@ -533,17 +541,23 @@ class Head(google.protobuf.message.Message):
 
     NUMBER_FIELD_NUMBER: builtins.int
     SERIAL_FIELD_NUMBER: builtins.int
+    SAYS_UNKNOWN_VERSIONS_FIELD_NUMBER: builtins.int
     number: builtins.int
     """Last record that the snapshot covers."""
     serial: builtins.int
     """Serial number of the newest trace."""
+    says_unknown_versions: builtins.bool
+    """Whether rows of an unknown weight version have records.UNKNOWN_VERSION. Else, as in snapshots of
+    0.8, version 0 is unknown.
+    """
     def __init__(
         self,
         *,
         number: builtins.int = ...,
         serial: builtins.int = ...,
+        says_unknown_versions: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["number", b"number", "serial", b"serial"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["number", b"number", "says_unknown_versions", b"says_unknown_versions", "serial", b"serial"]) -> None: ...
 
 global___Head = Head
 
@@ -678,6 +692,10 @@ class Source(google.protobuf.message.Message):
     BEGAN_FIELD_NUMBER: builtins.int
     SAMPLED_FIELD_NUMBER: builtins.int
     REPORTED_FIELD_NUMBER: builtins.int
+    MODEL_FIELD_NUMBER: builtins.int
+    RECEIVED_BY_FIELD_NUMBER: builtins.int
+    HANDED_OVER_BY_FIELD_NUMBER: builtins.int
+    NONCE_FIELD_NUMBER: builtins.int
     engine_id: builtins.str
     """Engine of the writer; its run is the trace's."""
     shard: builtins.str
@@ -728,6 +746,14 @@ class Source(google.protobuf.message.Message):
     """Unix time of its end by the clock of the engine; 0: not known."""
     reported: builtins.float
     """Unix time of the report of its end; 0: not known."""
+    model: builtins.int
+    """Hash of the model of its rows; 0: unknown."""
+    received_by: builtins.str
+    """Hand-over that its external KV came by; "": not known."""
+    handed_over_by: builtins.str
+    """Hand-over that it ended with; "": none."""
+    nonce: builtins.int
+    """Names the request in handles; 0: none."""
     @property
     def attempts(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.bytes]:
         """Spans of each attempt: int64 position, length, reference, weight version, provenance."""
@@ -766,8 +792,12 @@ class Source(google.protobuf.message.Message):
         began: builtins.float = ...,
         sampled: builtins.float = ...,
         reported: builtins.float = ...,
+        model: builtins.int = ...,
+        received_by: builtins.str = ...,
+        handed_over_by: builtins.str = ...,
+        nonce: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["attempts", b"attempts", "began", b"began", "blocks", b"blocks", "cached", b"cached", "digests", b"digests", "draft_step", b"draft_step", "drafts", b"drafts", "drafts_since", b"drafts_since", "ended", b"ended", "engine_id", b"engine_id", "epoch", b"epoch", "external", b"external", "finish_reason", b"finish_reason", "forgotten", b"forgotten", "labels", b"labels", "layout", b"layout", "lost", b"lost", "num_tokens", b"num_tokens", "occurrence", b"occurrence", "prompt_len", b"prompt_len", "reported", b"reported", "request_id", b"request_id", "sampled", b"sampled", "shard", b"shard", "tentative", b"tentative", "unplaced", b"unplaced", "written", b"written"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["attempts", b"attempts", "began", b"began", "blocks", b"blocks", "cached", b"cached", "digests", b"digests", "draft_step", b"draft_step", "drafts", b"drafts", "drafts_since", b"drafts_since", "ended", b"ended", "engine_id", b"engine_id", "epoch", b"epoch", "external", b"external", "finish_reason", b"finish_reason", "forgotten", b"forgotten", "handed_over_by", b"handed_over_by", "labels", b"labels", "layout", b"layout", "lost", b"lost", "model", b"model", "nonce", b"nonce", "num_tokens", b"num_tokens", "occurrence", b"occurrence", "prompt_len", b"prompt_len", "received_by", b"received_by", "reported", b"reported", "request_id", b"request_id", "sampled", b"sampled", "shard", b"shard", "tentative", b"tentative", "unplaced", b"unplaced", "written", b"written"]) -> None: ...
 
 global___Source = Source
 
@@ -789,6 +819,8 @@ class Writer(google.protobuf.message.Message):
     RECENT_FIELD_NUMBER: builtins.int
     WEIGHT_VERSION_FIELD_NUMBER: builtins.int
     TOKEN_FIELD_NUMBER: builtins.int
+    MODEL_FIELD_NUMBER: builtins.int
+    SAYS_UNKNOWN_VERSIONS_FIELD_NUMBER: builtins.int
     epoch: builtins.int
     """Its epoch."""
     boot_id: builtins.str
@@ -805,6 +837,10 @@ class Writer(google.protobuf.message.Message):
     """Weight version of its last rows; not set before the first row."""
     token: builtins.str
     """Name of the token that opened its epoch; "": none."""
+    model: builtins.int
+    """Hash of its model; 0: unknown."""
+    says_unknown_versions: builtins.bool
+    """Whether rows of an unknown weight version say so; else version 0 is unknown."""
     @property
     def key(self) -> global___WriterKey:
         """The writer."""
@@ -836,9 +872,11 @@ class Writer(google.protobuf.message.Message):
         recent: builtins.bytes = ...,
         weight_version: builtins.int | None = ...,
         token: builtins.str = ...,
+        model: builtins.int = ...,
+        says_unknown_versions: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_weight_version", b"_weight_version", "key", b"key", "layout", b"layout", "slots", b"slots", "weight_version", b"weight_version"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_weight_version", b"_weight_version", "boot_id", b"boot_id", "epoch", b"epoch", "key", b"key", "layout", b"layout", "live", b"live", "opened", b"opened", "recent", b"recent", "sequence", b"sequence", "slots", b"slots", "step", b"step", "token", b"token", "weight_version", b"weight_version"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_weight_version", b"_weight_version", "boot_id", b"boot_id", "epoch", b"epoch", "key", b"key", "layout", b"layout", "live", b"live", "model", b"model", "opened", b"opened", "recent", b"recent", "says_unknown_versions", b"says_unknown_versions", "sequence", b"sequence", "slots", b"slots", "step", b"step", "token", b"token", "weight_version", b"weight_version"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_weight_version", b"_weight_version"]) -> typing.Literal["weight_version"] | None: ...
 
 global___Writer = Writer

@@ -377,19 +377,25 @@ class RetirableResponse(google.protobuf.message.Message):
 
     TRACE_IDS_FIELD_NUMBER: builtins.int
     JUDGED_FIELD_NUMBER: builtins.int
+    UNKNOWN_FIELD_NUMBER: builtins.int
     judged: builtins.int
     """Last record of the worker that was applied before."""
     @property
     def trace_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """Their traces."""
 
+    @property
+    def unknown(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """Those of the traces with rows of an unknown weight version, by index."""
+
     def __init__(
         self,
         *,
         trace_ids: collections.abc.Iterable[builtins.str] | None = ...,
         judged: builtins.int = ...,
+        unknown: collections.abc.Iterable[builtins.int] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["judged", b"judged", "trace_ids", b"trace_ids"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["judged", b"judged", "trace_ids", b"trace_ids", "unknown", b"unknown"]) -> None: ...
 
 global___RetirableResponse = RetirableResponse
 

@@ -283,6 +283,8 @@ class _MissingReasonEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._
     """The request was aborted before it computed them."""
     MISSING_REASON_OTHER_VERSION: _MissingReason.ValueType  # 10
     """Rows exist, but none of the requested weight version."""
+    MISSING_REASON_AMBIGUOUS: _MissingReason.ValueType  # 11
+    """Several passes qualify equally, and nothing proves which of them made their KV."""
 
 class MissingReason(_MissingReason, metaclass=_MissingReasonEnumTypeWrapper):
     """Reason why cells are missing."""
@@ -309,6 +311,8 @@ MISSING_REASON_ABORTED: MissingReason.ValueType  # 9
 """The request was aborted before it computed them."""
 MISSING_REASON_OTHER_VERSION: MissingReason.ValueType  # 10
 """Rows exist, but none of the requested weight version."""
+MISSING_REASON_AMBIGUOUS: MissingReason.ValueType  # 11
+"""Several passes qualify equally, and nothing proves which of them made their KV."""
 global___MissingReason = MissingReason
 
 @typing.final
@@ -517,6 +521,8 @@ class Hello(google.protobuf.message.Message):
     NUM_BLOCKS_FIELD_NUMBER: builtins.int
     ATTRIBUTES_FIELD_NUMBER: builtins.int
     BOOT_ID_FIELD_NUMBER: builtins.int
+    MODEL_FIELD_NUMBER: builtins.int
+    SAYS_UNKNOWN_VERSIONS_FIELD_NUMBER: builtins.int
     run: builtins.str
     """Namespace of one training job."""
     engine_id: builtins.str
@@ -532,6 +538,12 @@ class Hello(google.protobuf.message.Message):
     boot_id: builtins.str
     """Names one boot of the engine: the same for all its shards, another after a restart. Required
     where shard is set, since shards are joined by it.
+    """
+    model: builtins.int
+    """Hash of the model's configuration and quantization; 0: unknown."""
+    says_unknown_versions: builtins.bool
+    """Whether rows of an unknown weight version say so, with records.UNKNOWN_VERSION. If not set, as by
+    agents before 0.9, version 0 is unknown.
     """
     @property
     def layout(self) -> global___RoutingLayout:
@@ -553,9 +565,11 @@ class Hello(google.protobuf.message.Message):
         num_blocks: builtins.int = ...,
         attributes: collections.abc.Mapping[builtins.str, builtins.str] | None = ...,
         boot_id: builtins.str = ...,
+        model: builtins.int = ...,
+        says_unknown_versions: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["layout", b"layout"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["attributes", b"attributes", "block_size", b"block_size", "boot_id", b"boot_id", "engine_id", b"engine_id", "epoch", b"epoch", "layout", b"layout", "num_blocks", b"num_blocks", "run", b"run", "shard", b"shard"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["attributes", b"attributes", "block_size", b"block_size", "boot_id", b"boot_id", "engine_id", b"engine_id", "epoch", b"epoch", "layout", b"layout", "model", b"model", "num_blocks", b"num_blocks", "run", b"run", "says_unknown_versions", b"says_unknown_versions", "shard", b"shard"]) -> None: ...
 
 global___Hello = Hello
 
@@ -722,6 +736,7 @@ class ChunkHeader(google.protobuf.message.Message):
     FRAME_LENGTHS_FIELD_NUMBER: builtins.int
     FRAME_ROWS_FIELD_NUMBER: builtins.int
     TOKEN_DIGESTS_FIELD_NUMBER: builtins.int
+    TRANSFER_IDS_FIELD_NUMBER: builtins.int
     ops: builtins.bytes
     """Ops in their order: records.OP (56 bytes each)."""
     block_ids: builtins.bytes
@@ -746,6 +761,10 @@ class ChunkHeader(google.protobuf.message.Message):
     def begins(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___RequestBegin]:
         """Requests that begin in this chunk; BEGIN ops name them by `arg`."""
 
+    @property
+    def transfer_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """Hand-overs that FINISH ops name by `row`, from 1."""
+
     def __init__(
         self,
         *,
@@ -758,9 +777,10 @@ class ChunkHeader(google.protobuf.message.Message):
         frame_lengths: builtins.bytes = ...,
         frame_rows: builtins.bytes = ...,
         token_digests: builtins.bytes = ...,
+        transfer_ids: collections.abc.Iterable[builtins.str] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["layout", b"layout"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["begins", b"begins", "block_ids", b"block_ids", "frame_lengths", b"frame_lengths", "frame_rows", b"frame_rows", "layout", b"layout", "ops", b"ops", "request_ids", b"request_ids", "slots", b"slots", "token_digests", b"token_digests"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["begins", b"begins", "block_ids", b"block_ids", "frame_lengths", b"frame_lengths", "frame_rows", b"frame_rows", "layout", b"layout", "ops", b"ops", "request_ids", b"request_ids", "slots", b"slots", "token_digests", b"token_digests", "transfer_ids", b"transfer_ids"]) -> None: ...
 
 global___ChunkHeader = ChunkHeader
 
@@ -790,12 +810,20 @@ class RequestBegin(google.protobuf.message.Message):
     PROMPT_LEN_FIELD_NUMBER: builtins.int
     LABELS_FIELD_NUMBER: builtins.int
     TTL_SECONDS_FIELD_NUMBER: builtins.int
+    TRANSFER_ID_FIELD_NUMBER: builtins.int
+    NONCE_FIELD_NUMBER: builtins.int
     trace_id: builtins.str
     """Trace that the request belongs to; the request id itself if empty."""
     prompt_len: builtins.int
     """Prompt tokens."""
     ttl_seconds: builtins.int
     """Lease of the trace after its last change, in seconds; 0: the server's default."""
+    transfer_id: builtins.str
+    """Hand-over that its external KV came by: the request that finished with the same id computed it.
+    Empty: not known.
+    """
+    nonce: builtins.int
+    """Names the request in the handle that the engine returns; the same at all its shards. 0: none."""
     @property
     def labels(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.str]:
         """group, session, sample and any other label for lookups."""
@@ -807,8 +835,10 @@ class RequestBegin(google.protobuf.message.Message):
         prompt_len: builtins.int = ...,
         labels: collections.abc.Mapping[builtins.str, builtins.str] | None = ...,
         ttl_seconds: builtins.int = ...,
+        transfer_id: builtins.str = ...,
+        nonce: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["labels", b"labels", "prompt_len", b"prompt_len", "trace_id", b"trace_id", "ttl_seconds", b"ttl_seconds"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["labels", b"labels", "nonce", b"nonce", "prompt_len", b"prompt_len", "trace_id", b"trace_id", "transfer_id", b"transfer_id", "ttl_seconds", b"ttl_seconds"]) -> None: ...
 
 global___RequestBegin = RequestBegin
 
@@ -987,6 +1017,8 @@ class TraceInfo(google.protobuf.message.Message):
     PREFIX_TRACE_IDS_FIELD_NUMBER: builtins.int
     MISSING_CELLS_FIELD_NUMBER: builtins.int
     NO_WEIGHT_VERSIONS_FIELD_NUMBER: builtins.int
+    UNKNOWN_WEIGHT_VERSIONS_FIELD_NUMBER: builtins.int
+    NONCE_FIELD_NUMBER: builtins.int
     run: builtins.str
     """Namespace."""
     trace_id: builtins.str
@@ -1010,7 +1042,7 @@ class TraceInfo(google.protobuf.message.Message):
     num_attempts: builtins.int
     """Attempts of the engine request with its last tokens (1 + preemptions)."""
     min_weight_version: builtins.int
-    """Lowest and highest weight version of the rows, as READ_POLICY_AS_SAMPLED gives them."""
+    """Lowest and highest known weight version of the rows, as READ_POLICY_AS_SAMPLED gives them."""
     max_weight_version: builtins.int
     """Highest weight version of the rows."""
     created_ms: builtins.int
@@ -1027,7 +1059,13 @@ class TraceInfo(google.protobuf.message.Message):
     stored_bytes: builtins.int
     """Compressed bytes of the frames that hold its rows, all layers."""
     no_weight_versions: builtins.bool
-    """Whether no row is stored, so that min_weight_version and max_weight_version mean nothing."""
+    """Whether no row has a known weight version, so that min_weight_version and max_weight_version mean
+    nothing.
+    """
+    unknown_weight_versions: builtins.bool
+    """Whether the weight version of some rows is unknown."""
+    nonce: builtins.int
+    """Nonce of the engine request with its last tokens; 0: none."""
     @property
     def layout(self) -> global___RoutingLayout:
         """Columns of the model: layer_ids are all its MoE layers."""
@@ -1078,9 +1116,11 @@ class TraceInfo(google.protobuf.message.Message):
         prefix_trace_ids: collections.abc.Iterable[builtins.str] | None = ...,
         missing_cells: collections.abc.Iterable[global___MissingCells] | None = ...,
         no_weight_versions: builtins.bool = ...,
+        unknown_weight_versions: builtins.bool = ...,
+        nonce: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["layout", b"layout"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["created_ms", b"created_ms", "engine_ids", b"engine_ids", "expires_ms", b"expires_ms", "finish_reason", b"finish_reason", "incarnation", b"incarnation", "labels", b"labels", "layout", b"layout", "max_weight_version", b"max_weight_version", "min_weight_version", b"min_weight_version", "missing_cells", b"missing_cells", "no_weight_versions", b"no_weight_versions", "num_attempts", b"num_attempts", "num_incarnations", b"num_incarnations", "num_rows", b"num_rows", "num_tokens", b"num_tokens", "prefix_trace_ids", b"prefix_trace_ids", "prompt_len", b"prompt_len", "run", b"run", "state", b"state", "stored_bytes", b"stored_bytes", "token_digests", b"token_digests", "trace_id", b"trace_id", "updated_ms", b"updated_ms"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["created_ms", b"created_ms", "engine_ids", b"engine_ids", "expires_ms", b"expires_ms", "finish_reason", b"finish_reason", "incarnation", b"incarnation", "labels", b"labels", "layout", b"layout", "max_weight_version", b"max_weight_version", "min_weight_version", b"min_weight_version", "missing_cells", b"missing_cells", "no_weight_versions", b"no_weight_versions", "nonce", b"nonce", "num_attempts", b"num_attempts", "num_incarnations", b"num_incarnations", "num_rows", b"num_rows", "num_tokens", b"num_tokens", "prefix_trace_ids", b"prefix_trace_ids", "prompt_len", b"prompt_len", "run", b"run", "state", b"state", "stored_bytes", b"stored_bytes", "token_digests", b"token_digests", "trace_id", b"trace_id", "unknown_weight_versions", b"unknown_weight_versions", "updated_ms", b"updated_ms"]) -> None: ...
 
 global___TraceInfo = TraceInfo
 
@@ -1716,6 +1756,7 @@ class IncarnationInfo(google.protobuf.message.Message):
     NUM_TOKENS_FIELD_NUMBER: builtins.int
     NUM_ROWS_FIELD_NUMBER: builtins.int
     BEGUN_MS_FIELD_NUMBER: builtins.int
+    NONCE_FIELD_NUMBER: builtins.int
     number: builtins.int
     """Its number."""
     state: global___TraceState.ValueType
@@ -1728,6 +1769,8 @@ class IncarnationInfo(google.protobuf.message.Message):
     """Its rows."""
     begun_ms: builtins.int
     """Unix milliseconds of the begin of the engine request with its last tokens; 0: not known."""
+    nonce: builtins.int
+    """Nonce of that request; 0: none."""
     def __init__(
         self,
         *,
@@ -1737,8 +1780,9 @@ class IncarnationInfo(google.protobuf.message.Message):
         num_tokens: builtins.int = ...,
         num_rows: builtins.int = ...,
         begun_ms: builtins.int = ...,
+        nonce: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["begun_ms", b"begun_ms", "finish_reason", b"finish_reason", "num_rows", b"num_rows", "num_tokens", b"num_tokens", "number", b"number", "state", b"state"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["begun_ms", b"begun_ms", "finish_reason", b"finish_reason", "nonce", b"nonce", "num_rows", b"num_rows", "num_tokens", b"num_tokens", "number", b"number", "state", b"state"]) -> None: ...
 
 global___IncarnationInfo = IncarnationInfo
 
@@ -2039,6 +2083,7 @@ class TraceSummary(google.protobuf.message.Message):
     UPDATED_MS_FIELD_NUMBER: builtins.int
     EXPIRES_MS_FIELD_NUMBER: builtins.int
     STORED_BYTES_FIELD_NUMBER: builtins.int
+    UNKNOWN_WEIGHT_VERSIONS_FIELD_NUMBER: builtins.int
     trace_id: builtins.str
     """The trace's id."""
     state: global___TraceState.ValueType
@@ -2050,8 +2095,8 @@ class TraceSummary(google.protobuf.message.Message):
     num_cells: builtins.int
     """Cells of its rows (position, layer), present or not; 0 while it runs."""
     min_weight_version: builtins.int
-    """Lowest weight version of its rows; not set if there are none. While it runs: of all rows that
-    were reported.
+    """Lowest known weight version of its rows; not set if there is none. While it runs: of all rows
+    that were reported.
     """
     max_weight_version: builtins.int
     """Highest weight version of them."""
@@ -2067,6 +2112,8 @@ class TraceSummary(google.protobuf.message.Message):
     """Unix milliseconds of the expiry, as of this message."""
     stored_bytes: builtins.int
     """Compressed bytes of the frames that hold its rows, all layers; 0 while it runs."""
+    unknown_weight_versions: builtins.bool
+    """Whether the weight version of some rows is unknown."""
     @property
     def missing_cells(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___MissingCells]:
         """Missing cells by reason; none while it runs."""
@@ -2100,9 +2147,10 @@ class TraceSummary(google.protobuf.message.Message):
         updated_ms: builtins.int = ...,
         expires_ms: builtins.int = ...,
         stored_bytes: builtins.int = ...,
+        unknown_weight_versions: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_max_weight_version", b"_max_weight_version", "_min_weight_version", b"_min_weight_version", "max_weight_version", b"max_weight_version", "min_weight_version", b"min_weight_version"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_max_weight_version", b"_max_weight_version", "_min_weight_version", b"_min_weight_version", "created_ms", b"created_ms", "engine_ids", b"engine_ids", "expires_ms", b"expires_ms", "finish_reason", b"finish_reason", "labels", b"labels", "max_weight_version", b"max_weight_version", "min_weight_version", b"min_weight_version", "missing_cells", b"missing_cells", "num_cells", b"num_cells", "num_incarnations", b"num_incarnations", "num_rows", b"num_rows", "num_tokens", b"num_tokens", "state", b"state", "stored_bytes", b"stored_bytes", "trace_id", b"trace_id", "updated_ms", b"updated_ms"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_max_weight_version", b"_max_weight_version", "_min_weight_version", b"_min_weight_version", "created_ms", b"created_ms", "engine_ids", b"engine_ids", "expires_ms", b"expires_ms", "finish_reason", b"finish_reason", "labels", b"labels", "max_weight_version", b"max_weight_version", "min_weight_version", b"min_weight_version", "missing_cells", b"missing_cells", "num_cells", b"num_cells", "num_incarnations", b"num_incarnations", "num_rows", b"num_rows", "num_tokens", b"num_tokens", "state", b"state", "stored_bytes", b"stored_bytes", "trace_id", b"trace_id", "unknown_weight_versions", b"unknown_weight_versions", "updated_ms", b"updated_ms"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_max_weight_version", b"_max_weight_version"]) -> typing.Literal["max_weight_version"] | None: ...
     @typing.overload
@@ -2155,7 +2203,9 @@ class RetireTracesRequest(google.protobuf.message.Message):
     run: builtins.str
     """Namespace."""
     through_weight_version: builtins.int
-    """Traces that have ended with all rows of this version or older are deleted."""
+    """Traces that have ended with all rows of this version or older are deleted; an unknown version is
+    older than all others.
+    """
     def __init__(
         self,
         *,
@@ -2173,14 +2223,18 @@ class RetireTracesResponse(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     NUM_RETIRED_FIELD_NUMBER: builtins.int
+    NUM_UNKNOWN_FIELD_NUMBER: builtins.int
     num_retired: builtins.int
     """Deleted traces."""
+    num_unknown: builtins.int
+    """Those of them with rows of an unknown weight version."""
     def __init__(
         self,
         *,
         num_retired: builtins.int = ...,
+        num_unknown: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["num_retired", b"num_retired"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["num_retired", b"num_retired", "num_unknown", b"num_unknown"]) -> None: ...
 
 global___RetireTracesResponse = RetireTracesResponse
 
@@ -2925,7 +2979,7 @@ class AgentInfo(google.protobuf.message.Message):
     running_requests: builtins.int
     """Requests that have not ended."""
     weight_version: builtins.int
-    """Weight version of its last rows; not set before the first row of its epoch."""
+    """Weight version of its last rows; not set if unknown, or before the first row of its epoch."""
     weight_version_lag: builtins.int
     """Versions by which it is behind the newest of the run's connected agents."""
     @property

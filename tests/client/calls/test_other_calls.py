@@ -193,7 +193,7 @@ def test_forgetting(client, server):
     server.script["RetireTraces"] = lambda r, c: pb.RetireTracesResponse(num_retired=4)
     server.script["RenewLease"] = lambda r, c: pb.RenewLeaseResponse(num_renewed=2)
     assert client.delete("req") == 1
-    assert client.retire_through(-3) == 4
+    assert client.retire_through(-3) == (4, 0)
     assert client.renew(["a", "b"], ttl_seconds=60) == 2
     assert [r for _, r in server.requests] == [
         pb.DeleteTraceRequest(run="default", trace_id="req"),

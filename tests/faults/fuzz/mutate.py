@@ -107,6 +107,7 @@ _BITS = {
     FieldDescriptor.TYPE_UINT32: (32, False),
     FieldDescriptor.TYPE_FIXED32: (32, False),
     FieldDescriptor.TYPE_UINT64: (64, False),
+    FieldDescriptor.TYPE_FIXED64: (64, False),
     FieldDescriptor.TYPE_INT64: (64, True),
     FieldDescriptor.TYPE_ENUM: (31, False),
 }

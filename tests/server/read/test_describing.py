@@ -138,7 +138,7 @@ def test_rows_of_the_prefix_cache_and_of_another_trace(feeder, client):
     second.flush()
     assert cells_of(client.describe("lender")) == cells(0, 70, engine="first", version=4)
     assert cells_of(client.describe("hit")) == {
-        **cells(0, 48, engine="first", version=4, source="cached"),
+        **cells(0, 48, engine="first", version=4, source="slot"),
         **cells(48, 68, engine="first", version=4),
     }
     lent = {"engine": "first", "version": 4, "attempt": None, "source": "prefix"}

@@ -263,6 +263,7 @@ def test_rows_of_a_replica_and_of_a_stage(server):
         ]  # fmt: skip
         rows = rows_of(256, 3)
         for agent, stage in zip(agents, stages, strict=True):
+            agent.set_weight_version(0)
             handle = agent.begin("first", prompt_len=256, block_ids=range(17),
                                  prompt_token_ids=PROMPT)  # fmt: skip
             agent.step(rows[:, LAYOUT.columns(stage.layer_ids)], [(handle, 0, 256)])

@@ -14,6 +14,7 @@ from routetrace.codec.records import (
     OP,
     U32,
     U64,
+    UNKNOWN_VERSION,
     FinishReason,
     OpKind,
     token_digests,
@@ -38,6 +39,7 @@ class ChunkMaker:
         self.blocks: list[int] = []
         self.slots: list[int] = []
         self.digests: list[tuple[int, int]] = []
+        self.transfer_ids: list[str] = []
         self.frames: list[bytes] = []
         self.frame_rows: list[int] = []
 
@@ -70,6 +72,7 @@ class ChunkMaker:
             frame_lengths=np.array([len(f) for f in self.frames], U32).tobytes(),
             frame_rows=np.array(self.frame_rows, U32).tobytes(),
             token_digests=np.array(self.digests, DIGEST).tobytes(),
+            transfer_ids=self.transfer_ids,
         ).SerializeToString()
         return seal(sequence, header, b"".join(self.frames))
 
@@ -130,6 +133,8 @@ class Feeder:
         num_blocks: int = 0,
         security: Security | None = None,
         attributes: dict[str, str] | None = None,
+        model: int = 0,
+        says_unknown_versions: bool = True,
     ) -> None:
         self.layout = layout
         self.hello = pb.Hello(
@@ -142,6 +147,8 @@ class Feeder:
             block_size=block_size,
             num_blocks=num_blocks,
             attributes=attributes,
+            model=model,
+            says_unknown_versions=says_unknown_versions,
         )
         self.stream = Stream(target, self.hello, security)
         self.sequence = self.stream.welcome.next_sequence
@@ -154,10 +161,15 @@ class Feeder:
 
     def begin(self, request_id, *, trace_id="", prompt_len=0, labels=None, num_computed_tokens=0,
               num_external_tokens=0, block_ids=(), ttl_seconds=0, prompt_token_ids=None,
-              ends=()) -> int:  # fmt: skip
+              ends=(), transfer_id="", nonce=0) -> int:  # fmt: skip
         self.chunk.begins.append(
             pb.RequestBegin(
-                trace_id=trace_id, prompt_len=prompt_len, labels=labels, ttl_seconds=ttl_seconds
+                trace_id=trace_id,
+                prompt_len=prompt_len,
+                labels=labels,
+                ttl_seconds=ttl_seconds,
+                transfer_id=transfer_id,
+                nonce=nonce,
             )
         )
         self.chunk.op(
@@ -227,18 +239,22 @@ class Feeder:
         if num_computed_tokens > num_external_tokens:
             self.chunk.op(OpKind.INHERIT, self.names[handle])
 
-    def finish(self, handle, num_tokens, *, reason="stop", token_ids=None, unix_ms=0) -> None:
+    def finish(self, handle, num_tokens, *, reason="stop", token_ids=None, unix_ms=0,
+               transfer_id="") -> None:  # fmt: skip
         self.digest(handle, token_ids)
+        if transfer_id:
+            self.chunk.transfer_ids.append(transfer_id)
         self.chunk.op(
             OpKind.FINISH,
             self.names[handle],
             count=num_tokens,
             arg=FinishReason[reason.upper()],
+            row=len(self.chunk.transfer_ids) if transfer_id else 0,
             value=unix_ms,
         )
 
     def set_weight_version(self, version) -> None:
-        self.version = version
+        self.version = UNKNOWN_VERSION if version is None else version
 
     def flush(self) -> None:
         if not self.chunk.ops:

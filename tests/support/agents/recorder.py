@@ -22,7 +22,14 @@ WRITER = ("run", "engine", "")
 class Recorder(Feeder):
     """A feeder that writes records in place of sending chunks."""
 
-    def __init__(self, layout: ModelLayout = LAYOUT, shard: str = "") -> None:
+    def __init__(
+        self,
+        layout: ModelLayout = LAYOUT,
+        shard: str = "",
+        *,
+        model: int = 0,
+        says_unknown_versions: bool = True,
+    ) -> None:
         self.layout = layout
         self.writer = ("run", "engine", shard)
         self.names: list[str] = []
@@ -31,7 +38,15 @@ class Recorder(Feeder):
         self.sequence = 1
         self.chunk = ChunkMaker(layout)
         opened = encode_open(
-            0, self.writer, epoch=1, boot_id="boot", layout=layout, block_size=4, num_blocks=14
+            0,
+            self.writer,
+            epoch=1,
+            boot_id="boot",
+            layout=layout,
+            block_size=4,
+            num_blocks=14,
+            model=model,
+            says_unknown_versions=says_unknown_versions,
         )
         self.records = [opened]
 

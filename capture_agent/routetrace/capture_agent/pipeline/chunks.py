@@ -24,6 +24,9 @@ NO_BLOCKS: Blocks = np.empty(0, U32)
 
 _BLOCKS = int(OpKind.BLOCKS)
 
+#: Ops whose facts are in the chunk already, in which they must stay.
+_SETTLED = frozenset({OpKind.BEGIN, OpKind.FINISH})
+
 #: Codecs of frames, by their names in the configuration; None: by the size of each frame.
 CODECS: dict[str, Codec | None] = {"auto": None, "pack": Codec.PACK, "zstd": Codec.LAYER_ZSTD}
 
@@ -125,6 +128,7 @@ class ChunkBuilder:
         self._num_slots = 0
         self._digests: list[npt.NDArray[Any]] = []
         self._num_digests = 0
+        self._transfer_ids: list[str] = []
         self._frames: list[Ids] = []
         self._rows = 0
         #: Pending bytes, before compression.
@@ -170,13 +174,31 @@ class ChunkBuilder:
         value: int = 0,
     ) -> None:
         """Add an op without rows; EXTERNAL and RESET take no request."""
-        if kind != OpKind.BEGIN:  # its facts must stay in its chunk
+        if kind not in _SETTLED:
             self._room(4 * len(blocks))
         request = self._request(request_id) if request_id is not None else 0
         at, n = self._num_blocks, len(blocks)
         self._add(kind, 0, arg, request, position, count, 0, row, at, n, 0, 0, value)
         if n:
             self._put_blocks(blocks)
+
+    def finish(
+        self, request_id: str, num_tokens: int, reason: int, unix_ms: int, transfer_id: str
+    ) -> None:
+        """Add a FINISH op; arguments as of `CaptureAgent.finish`, `transfer_id` "" for none."""
+        name = len(transfer_id.encode())
+        self._room(name)  # it must stay in the chunk of its op
+        if transfer_id:
+            self._transfer_ids.append(transfer_id)
+            self.nbytes += name
+        self.op(
+            OpKind.FINISH,
+            request_id,
+            count=num_tokens,
+            arg=reason,
+            row=len(self._transfer_ids) if transfer_id else 0,
+            value=unix_ms,
+        )
 
     def blocks(self, request_ids: Sequence[str], blocks: Blocks) -> None:
         """Add BLOCKS ops: request i gets block i; one op for consecutive blocks of a request."""
@@ -263,6 +285,7 @@ class ChunkBuilder:
             frame_lengths=np.array([len(f) for f in frames], U32).tobytes(),
             frame_rows=np.array([len(f) for f in self._frames], U32).tobytes(),
             token_digests=b"".join(digests.tobytes() for digests in self._digests),
+            transfer_ids=self._transfer_ids,
         )
         chunk = Chunk(header.SerializeToString(), b"".join(frames), self._rows)
         self._clear()
@@ -280,6 +303,7 @@ class ChunkBuilder:
             new.request_ids.extend(old.request_ids)
             new.begins.extend(old.begins)
             new.token_digests = old.token_digests
+            new.transfer_ids.extend(old.transfer_ids)
             new.block_ids, new.slots = old.block_ids, old.slots
             ops = []
             for op in unpack(old.ops, OP, "ops").tolist():

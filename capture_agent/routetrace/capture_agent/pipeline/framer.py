@@ -428,7 +428,13 @@ class Framer:
             self._emitter.lose(request, num_computed_tokens, 0, pb.MISSING_REASON_QUEUE_FULL)
 
     def finish(
-        self, handle: int, num_tokens: int, reason: int, tokens: bytes | None, unix_ms: int
+        self,
+        handle: int,
+        num_tokens: int,
+        reason: int,
+        tokens: bytes | None,
+        unix_ms: int,
+        transfer_id: str = "",
     ) -> None:
         """End a request of `num_tokens` tokens; `tokens`, if given, is uint32."""
         lane = handle & LANE_MASK
@@ -444,8 +450,7 @@ class Framer:
         if request.recording is Recording.UNNAMED:
             self._drop(Word.UNREPORTED, 1)
         else:
-            name = request.request_id
-            self._out.op(OpKind.FINISH, name, count=num_tokens, arg=reason, value=unix_ms)
+            self._out.finish(request.request_id, num_tokens, reason, unix_ms, transfer_id)
         if request.phase is not Phase.PREEMPTED:
             self._release(handle, request)
         self._enter_phase(request, Phase.FINISHED)

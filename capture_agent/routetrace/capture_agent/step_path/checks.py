@@ -10,10 +10,10 @@ import numpy as np
 import numpy.typing as npt
 
 from routetrace.capture_agent.config import AgentConfig
-from routetrace.codec.records import U32
+from routetrace.codec.records import U32, UNKNOWN_VERSION
 from routetrace.common.checks import items, whole
 from routetrace.common.errors import InvalidArgument, kind_of, quoted, typed
-from routetrace.common.limits import MAX_POSITION, check_labels
+from routetrace.common.limits import MAX_POSITION, check_id, check_labels
 
 Rows = npt.NDArray[np.integer[Any]]
 Ints = npt.NDArray[np.int64]
@@ -29,9 +29,11 @@ def number(name: str, value: int, limit: int = MAX_POSITION) -> int:
     return whole(name, value, 0, limit - 1)
 
 
-def version_of(version: int) -> int:
-    """Return a weight version, a signed 64-bit integer."""
-    return whole("version", version, -(1 << 63), (1 << 63) - 1)
+def version_of(version: int | None) -> int:
+    """Return a weight version, a signed 64-bit integer; UNKNOWN_VERSION stands for None."""
+    if version is None:
+        return UNKNOWN_VERSION
+    return whole("version", version, UNKNOWN_VERSION + 1, (1 << 63) - 1)
 
 
 def rows_of(rows: Any, columns: tuple[int, int]) -> Rows:
@@ -206,3 +208,11 @@ def labels_of(labels: Mapping[str, str]) -> dict[str, str]:
     """Return labels within the server's limits."""
     check_labels("labels", labels)
     return dict(labels)
+
+
+def transfer_of(transfer_id: str | None) -> str:
+    """Return the id of a hand-over; "" stands for None."""
+    if transfer_id is None:
+        return ""
+    check_id("transfer_id", transfer_id)
+    return transfer_id

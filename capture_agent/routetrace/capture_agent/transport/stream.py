@@ -20,6 +20,7 @@ from routetrace.capture_agent.counters import Ended, Word
 from routetrace.capture_agent.pipeline.chunks import ChunkBuilder
 from routetrace.capture_agent.transport.outbox import Entry, Outbox
 from routetrace.common.errors import counted
+from routetrace.common.model_hash import model_number
 from routetrace.common.version import installed_version
 from routetrace.v1 import routetrace_pb2 as pb
 
@@ -150,6 +151,8 @@ class IngestStream:
                 **config.attributes,
             },
             boot_id=config.boot_id,
+            model=model_number("model", config.model),
+            says_unknown_versions=True,
         )
         return pb.IngestRequest(hello=hello).SerializeToString()
 

@@ -11,7 +11,7 @@ from routetrace.cli.arguments import AsJson, SomeIds
 from routetrace.cli.connection import Connection
 from routetrace.cli.errors import report_error
 from routetrace.cli.output import note, plain, size, write_json
-from routetrace.client import RouteClient, TraceStat
+from routetrace.client import Retired, RouteClient, TraceStat
 from routetrace.common.errors import (
     DeadlineExceeded,
     NotFound,
@@ -69,15 +69,18 @@ def retire(
     with connection.client() as client:
         found = client.find(retirable_through=through) if dry_run else ()
         listed = [_would_delete(one, as_json) for one in found]
-        count = len(listed) if dry_run else client.retire_through(through)
-        if not count:
+        retired = Retired(len(listed), 0) if dry_run else client.retire_through(through)
+        if not retired.traces:
             connection.known_run(client)
     if dry_run:
         _note_total(listed, f": no ended trace has only rows of weight versions up to {through}")
     elif as_json:
-        write_json({"through": through, "num_deleted": count})
+        write_json(
+            {"through": through, "num_deleted": retired.traces, "num_unknown": retired.unknown}
+        )
     else:
-        print(f"{counted(count, 'trace')} deleted")
+        unknown = f", {retired.unknown} of an unknown weight version" if retired.unknown else ""
+        print(f"{counted(retired.traces, 'trace')} deleted{unknown}")
 
 
 def _would_delete(found: TraceStat, as_json: bool) -> TraceStat:

@@ -183,7 +183,7 @@ def _wrong_with(trace: Trace) -> Iterator[tuple[str, str]]:
     at = trace.token_digests["position"]
     if at.size and (np.diff(at.astype(np.int64)).min(initial=1) < 1 or at[-1] > _max_tokens(trace)):
         yield "digests", f"positions {at[:4].tolist()} .. {at[-1]} of {_max_tokens(trace)} tokens"
-    versions = {version for _, _, version in trace.weight_versions}
+    versions = {version for _, _, version in trace.weight_versions if version is not None}
     low, high = trace.min_weight_version, trace.max_weight_version
     within = low is not None and high is not None and all(low <= v <= high for v in versions)
     if versions and not within:

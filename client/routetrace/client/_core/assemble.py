@@ -24,6 +24,7 @@ from routetrace.client.stat import (
     VersionSpan,
     facts_from_proto,
     layout_from_proto,
+    version_from_wire,
 )
 from routetrace.client.trace import Trace, incomplete
 from routetrace.codec.frame import copy_ids, decode_frames, read_header
@@ -451,7 +452,9 @@ class Assembler:
 
     @property
     def _versions(self) -> tuple[VersionSpan, ...]:
-        spans = merge_ranges((came.start, came.stop, came.version) for came in self._came)
+        spans = merge_ranges(
+            (came.start, came.stop, version_from_wire(came.version)) for came in self._came
+        )
         return tuple(map(VersionSpan._make, spans))
 
     @property

@@ -32,6 +32,7 @@ from routetrace.client.stat import (
     TraceState,
     facts_from_proto,
 )
+from routetrace.client.summary import Retired
 from routetrace.client.trace import Trace
 from routetrace.codec.records import digest_key, token_digests
 from routetrace.common.errors import InvalidArgument, NotFound
@@ -305,13 +306,18 @@ def _deleted(config: Config, names: list[str], missing_ok: bool, limit: float) -
     yield Emit(count)
 
 
-def retire_through(config: Config, weight_version: int, *, timeout: float | None) -> Plan[int]:
+def retire_through(config: Config, weight_version: int, *, timeout: float | None) -> Plan[Retired]:
     """See RouteClient.retire_through."""
     request = pb.RetireTracesRequest(
         run=config.run,
         through_weight_version=check.weight_version(weight_version),
     )
-    return unary("RetireTraces", request, config.limit(timeout), lambda r: int(r.num_retired))
+    return unary(
+        "RetireTraces",
+        request,
+        config.limit(timeout),
+        lambda r: Retired(r.num_retired, r.num_unknown),
+    )
 
 
 def renew(

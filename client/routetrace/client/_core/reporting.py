@@ -26,6 +26,7 @@ from routetrace.codec.records import (
     KV_CACHE_DTYPE_LABEL,
     OP,
     U32,
+    UNKNOWN_VERSION,
     FinishReason,
     OpKind,
 )
@@ -134,7 +135,9 @@ def report_of(
         counts=counts[:kept],
         start=start,
         labels=labels,
-        weight_version=0 if weight_version is None else check.weight_version(weight_version),
+        weight_version=UNKNOWN_VERSION
+        if weight_version is None
+        else check.weight_version(weight_version),
         ttl_seconds=max(1, round(stat.expires_at.timestamp() - time.time())),
     )
 
@@ -255,6 +258,7 @@ def sent(
                 shard=writer,
                 boot_id=uuid.uuid4().hex,
                 layout=report.layout.to_proto(),
+                says_unknown_versions=True,
             )
             requests = iter([pb.IngestRequest(hello=hello), *chunks])
             try:

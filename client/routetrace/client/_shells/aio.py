@@ -31,7 +31,7 @@ from routetrace.client.plan import FetchPlan
 from routetrace.client.progress import Meter, Progress
 from routetrace.client.rows import Rows
 from routetrace.client.stat import AgentStat, ServerInfo, TraceStat, TraceState
-from routetrace.client.summary import TraceChanges
+from routetrace.client.summary import Retired, TraceChanges
 from routetrace.client.trace import Trace
 from routetrace.common.errors import RouteTraceError
 from routetrace.common.report_runs import report_run
@@ -703,15 +703,17 @@ class AsyncRouteClient:
             _run_calls.forget_engine(self._config, engine_id, timeout=timeout)
         )
 
-    async def retire_through(self, weight_version: int, *, timeout: float | None = None) -> int:
+    async def retire_through(self, weight_version: int, *, timeout: float | None = None) -> Retired:
         """Delete the ended traces of the run that hold nothing newer than a weight version.
+
+        An unknown weight version is older than all others.
 
         Args:
             weight_version: newest version to delete.
             timeout: seconds; the client's timeout if None.
 
         Returns:
-            Number of deleted traces.
+            Number of deleted traces, and of those of them with rows of an unknown weight version.
 
         Raises:
             RouteTraceError: see the class.

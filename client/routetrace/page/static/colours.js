@@ -13,6 +13,7 @@ const MISSING = {
   invalid_ids: ["#4c5400", "#b3c430"],
   not_captured: ["#e8a21f", "#ffd27a"],
   kv_unknown: ["#1d4fc4", "#3f86ee"],
+  ambiguous: ["#12807a", "#35b8ae"],
   aborted: ["#7c8591", "#8a94a1"],
   other_version: ["#7c8591", "#8a94a1"],
   not_yet: ["#9aa2ad", "#66707d"],

@@ -39,6 +39,11 @@ const REASONS = {
     "Capture at the engine that computed it, and give agents the token ids, so that its rows " +
       "stand in.",
   ],
+  ambiguous: [
+    "Ambiguous",
+    "Several passes qualify equally, and nothing proves which of them made their KV.",
+    "Nothing to mend in what is stored; give each sample a trace id of its own.",
+  ],
   aborted: [
     "Aborted",
     "The request was aborted before it computed them.",

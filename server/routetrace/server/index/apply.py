@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from routetrace.codec.records import NO_REQUEST, Provenance
+from routetrace.codec.records import NO_REQUEST, UNKNOWN_VERSION, Provenance
 from routetrace.common.errors import Corrupt
 from routetrace.common.layout import ModelLayout
 from routetrace.server.common.slices import at_once
@@ -206,8 +206,10 @@ class _Applier:
             kind, _, arg, request, position, count, frame, row, at, num, step, version, value = op
             blocks = self.chunk.block_ids[at : at + num]
             if kind == ROWS:
+                if not version and not self.writer.says_unknown_versions:
+                    version = UNKNOWN_VERSION
                 self.writer.step = max(self.writer.step, step)
-                self.writer.weight_version = version
+                self.writer.weight_version = None if version == UNKNOWN_VERSION else version
                 ref = refs.pack(self.number, frame, row)
                 if request == NO_REQUEST:
                     for first in range(0, count, _SLOTS):
@@ -256,6 +258,7 @@ class _Applier:
                     self._take(source, blocks, position, count)
                 elif kind == FINISH:
                     source.ended, source.num_tokens, source.finish_reason = True, count, arg
+                    source.handed_over_by = self.chunk.transfer_ids[row - 1] if row else ""
                     source.sampled, source.reported = min(value / 1000, self.now), self.now
                     self._release(source, max(0, count - 1))
                     del self.writer.live[self.chunk.request_ids[request]]

@@ -30,7 +30,7 @@ from routetrace.codec.records import (
 from routetrace.common.checksum import crc32
 from routetrace.common.errors import Corrupt, InvalidArgument
 from routetrace.common.layout import ModelLayout
-from routetrace.common.limits import MAX_POSITION, check_id, check_labels
+from routetrace.common.limits import MAX_NONCE, MAX_POSITION, check_id, check_labels
 from routetrace.server.common.slices import at_once, converted
 from routetrace.server.index.slot_map import SlotMap
 from routetrace.server.index.traces.refs import MAX_FRAMES, MAX_ROWS
@@ -84,12 +84,18 @@ class ParsedChunk:
     frame_rows: npt.NDArray[np.uint32]
     token_digests: npt.NDArray[Any]
     """records.DIGEST."""
+    transfer_ids: list[str]
 
 
 def check_begin(begin: pb.RequestBegin) -> None:
-    """Raise InvalidArgument unless trace id and labels of a begin are valid."""
+    """Raise InvalidArgument unless ids and labels of a begin are valid."""
     check_id("begins.trace_id", begin.trace_id, required=False)
+    check_id("begins.transfer_id", begin.transfer_id, required=False)
     check_labels("begins.labels", begin.labels)
+    if begin.nonce >= MAX_NONCE:
+        raise InvalidArgument(
+            field="begins.nonce", value=begin.nonce, expected=f"less than {MAX_NONCE}"
+        )
 
 
 def check_sums(chunk: Chunk) -> list[int]:
@@ -136,6 +142,7 @@ def parse_in_steps(
             raise InvalidArgument(field="layout", value=sent, expected=f"the Hello's, {layout}")
     request_ids = yield from _each(header.request_ids, partial(check_id, "request_ids"))
     begins = yield from _each(header.begins, check_begin)
+    transfer_ids = yield from _each(header.transfer_ids, partial(check_id, "transfer_ids"))
     ops = unpack(header.ops, OP, "ops")
     if len(ops) > MAX_OPS:
         raise InvalidArgument(field="ops", value=len(ops), expected=f"at most {MAX_OPS} ops")
@@ -150,6 +157,7 @@ def parse_in_steps(
         frame_lengths=unpack(header.frame_lengths, U32, "frame_lengths"),
         frame_rows=unpack(header.frame_rows, U32, "frame_rows"),
         token_digests=unpack(header.token_digests, DIGEST, "token_digests"),
+        transfer_ids=transfer_ids,
     )
     _check_frames(chunk, layout.row_bytes)
     yield
@@ -162,7 +170,11 @@ def _parsed(data: bytes) -> Generator[None, None, pb.ChunkHeader]:
     try:
         for piece in pieces(data, pb.ChunkHeader) if len(data) > PIECE_BYTES else (data,):
             header.MergeFromString(piece)
-            for field, entries in (("request_ids", header.request_ids), ("begins", header.begins)):
+            for field, entries in (
+                ("request_ids", header.request_ids),
+                ("begins", header.begins),
+                ("transfer_ids", header.transfer_ids),
+            ):
                 _at_most(field, len(entries), MAX_REQUESTS, "entries")
             yield
     except DecodeError as error:
@@ -269,6 +281,8 @@ def _check_ops(chunk: ParsedChunk, num_blocks: int, num_slots: int) -> Iterator[
         elif kind == FINISH:
             if arg not in _FINISH_REASONS:
                 wrong, expected = "arg", "a FinishReason"
+            elif row > len(chunk.transfer_ids):
+                wrong, expected = "row", "0, or a transfer id of the chunk from 1"
         elif kind == LOST:
             if arg not in _MISSING_REASONS:
                 wrong, expected = "arg", "a MissingReason"

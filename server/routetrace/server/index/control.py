@@ -30,7 +30,17 @@ def _apply_open(state: State, change: stored.Open, _: float) -> Generator[None, 
         state.touched.update(trace_key for trace_key, _ in old.live.values())
     slots = SlotMap(change.block_size, change.num_blocks)
     layout = layout_from_stored(change.layout)
-    writer = Writer(key, change.epoch, change.boot_id, state.number, layout, slots, change.token)
+    writer = Writer(
+        key,
+        change.epoch,
+        change.boot_id,
+        state.number,
+        layout,
+        slots,
+        change.token,
+        model=change.model,
+        says_unknown_versions=change.says_unknown_versions,
+    )
     state.writers[key] = writer
     state.epochs[key] = writer.epoch
     state.touched.add(engine_key(key.run, key.engine_id))

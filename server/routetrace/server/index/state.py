@@ -26,7 +26,7 @@ from routetrace.server.index.records.record import (
     layout_from_stored,
     layout_to_stored,
 )
-from routetrace.server.index.records.snapshot import pieces, read_pieces, to_bytes
+from routetrace.server.index.records.snapshot import mark_unknown, pieces, read_pieces, to_bytes
 from routetrace.server.index.traces.refs import chunk_of
 from routetrace.server.index.traces.sources import Source, TraceKey, WriterKey
 from routetrace.server.index.traces.spans import Span
@@ -100,6 +100,9 @@ class State:
             begin.prompt_len,
             dict(begin.labels),
             now,
+            model=writer.model,
+            nonce=begin.nonce,
+            received_by=begin.transfer_id,
         )
         key = (writer.key.run, begin.trace_id or request_id)
         self.trace(key, now)  # an expired one must not become part of the new one
@@ -140,7 +143,7 @@ class State:
             for run in writer.slots.resolve(block_ids, start, end, last_step):
                 if run.position > at:
                     source.lose(at, run.position, pb.MISSING_REASON_KV_UNKNOWN)
-                spans.append(Span(*run, Provenance.CACHED))
+                spans.append(Span(*run, Provenance.SLOT))
                 at = run.position + run.length
             yield
         if at < stop:
@@ -285,7 +288,11 @@ class State:
                 self._layout_number(layout)
             yield
         layouts = dict(self._layouts)
-        head = stored.Piece(head=stored.Head(number=self.number, serial=self.traces.serial))
+        head = stored.Piece(
+            head=stored.Head(
+                number=self.number, serial=self.traces.serial, says_unknown_versions=True
+            )
+        )
         head.layouts.extend(map(layout_to_stored, layouts))
         writers = []
         for writer in self.writers.values():
@@ -313,10 +320,13 @@ class State:
         """
         new = State(self.default_ttl, self.keeps)
         layouts: list[ModelLayout] = []
-        headed = False
+        headed = says_unknown = False
         try:
             for piece in read_pieces(data):
-                headed = headed or piece.HasField("head")
+                if piece.HasField("head"):
+                    headed, says_unknown = True, piece.head.says_unknown_versions
+                if not says_unknown:
+                    mark_unknown(piece)
                 new._load_piece(piece, layouts)
         except (KeyError, IndexError, OverflowError, TypeError, ValueError, DecodeError) as error:
             raise Corrupt(f"the snapshot cannot be read: {error}") from error

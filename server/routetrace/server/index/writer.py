@@ -48,7 +48,11 @@ class Writer:
     step: int = 0
     """Last engine step with applied rows."""
     weight_version: int | None = None
-    """That of its last rows; None before the first row."""
+    """That of its last rows; None if it is unknown, or before the first row."""
+    model: int = 0
+    """Hash of its model; 0: unknown."""
+    says_unknown_versions: bool = True
+    """Whether rows of an unknown weight version say so; else version 0 is unknown."""
     torn: bool = False
     """Whether a replay has passed damaged records, which may be of this writer."""
     live: dict[str, tuple[TraceKey, Source]] = field(default_factory=dict)
@@ -66,6 +70,7 @@ def dump_writer(message: stored.Writer, writer: Writer) -> None:
     message.sequence, message.step = writer.sequence, writer.step
     if writer.weight_version is not None:
         message.weight_version = writer.weight_version
+    message.model, message.says_unknown_versions = writer.model, writer.says_unknown_versions
     message.recent = b"".join(_RECENT.pack(n, *sums) for n, sums in writer.recent.items())
     for request_id, ((_, trace_id), source) in writer.live.items():
         live = message.live.add(request_id=request_id, trace_id=trace_id)
@@ -92,6 +97,8 @@ def load_writer(message: stored.Writer, traces: Mapping[TraceKey, Trace]) -> Wri
         message.sequence,
         message.step,
         message.weight_version if message.HasField("weight_version") else None,
+        message.model,
+        message.says_unknown_versions,
     )
     for number, header, payload in _RECENT.iter_unpack(message.recent):
         writer.recent[number] = Sums(header, payload)

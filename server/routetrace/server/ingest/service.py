@@ -273,6 +273,8 @@ class IngestServicer:
                     block_size=hello.block_size if num_slots else 0,
                     num_blocks=hello.num_blocks if num_slots else 0,
                     token=token,
+                    model=hello.model,
+                    says_unknown_versions=hello.says_unknown_versions,
                 )
             )
             _log.info("%s opened epoch %d: %s", key, writer.epoch, _described(hello, layout))

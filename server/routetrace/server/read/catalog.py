@@ -19,7 +19,7 @@ from routetrace.server.read.checks import page_of
 from routetrace.server.read.finding import Finder
 from routetrace.server.retention.retention import Retention
 from routetrace.server.rows.preparing import prepare, prepare_end, prepared
-from routetrace.server.rows.reader import Reader
+from routetrace.server.rows.reader import Reader, has_unknown_version
 from routetrace.server.rows.summaries import Summaries
 from routetrace.v1 import routetrace_pb2 as pb
 
@@ -74,8 +74,10 @@ class Catalog(Protocol):
     async def delete(self, run: str, trace_id: str, token: str) -> None:
         """Delete a trace; `token` is the name of the caller's."""
 
-    async def retire(self, run: str, through: int, token: str, turns: Turns) -> int:
-        """Delete the traces that have ended with old weight versions; return their number."""
+    async def retire(
+        self, run: str, through: int, token: str, turns: Turns
+    ) -> pb.RetireTracesResponse:
+        """Delete the traces that have ended with old weight versions; return their numbers."""
 
     async def renew(self, renewal: Renewal, turns: Turns) -> int:
         """Set the leases of traces; return their number."""
@@ -236,20 +238,23 @@ class OwnCatalog:
         """Delete a trace; see `Catalog`."""
         await self._retention.forget(run, [trace_id], "deleted", token)
 
-    async def retire(self, run: str, through: int, token: str, turns: Turns) -> int:
+    async def retire(
+        self, run: str, through: int, token: str, turns: Turns
+    ) -> pb.RetireTracesResponse:
         """Delete old traces; see `Catalog`."""
         judged = self._journal.applied
         newest_first = self._state.traces.newest_first(run)
-        retired = [
-            trace.key[1]
-            async for trace in turns.over(
-                prepared(newest_first, partial(prepare_end, self._reader))
+        retired: list[str] = []
+        response = pb.RetireTracesResponse()
+        async for trace in turns.over(prepared(newest_first, partial(prepare_end, self._reader))):
+            if trace and self._finder.exists(trace) and self._reader.retirable(trace, through):
+                retired.append(trace.key[1])
+                response.num_unknown += has_unknown_version(trace)
+        if retired:
+            response.num_retired = await self._retention.forget(
+                run, retired, "retired", token, judged=judged
             )
-            if trace and self._finder.exists(trace) and self._reader.retirable(trace, through)
-        ]
-        if not retired:
-            return 0
-        return await self._retention.forget(run, retired, "retired", token, judged=judged)
+        return response
 
     async def renew(self, renewal: Renewal, turns: Turns) -> int:
         """Set leases; see `Catalog`."""

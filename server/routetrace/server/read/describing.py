@@ -114,6 +114,7 @@ def _incarnation(reader: Reader, known: Known) -> pb.IncarnationInfo:
         num_tokens=known.num_tokens,
         num_rows=known.num_rows,
         begun_ms=_ms(request.began),
+        nonce=request.nonce,
     )
 
 

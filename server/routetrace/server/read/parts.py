@@ -26,7 +26,7 @@ from routetrace.server.read.finding import Finder
 from routetrace.server.retention.retention import Retention
 from routetrace.server.rows.frames import Frames
 from routetrace.server.rows.preparing import prepare_end, prepared
-from routetrace.server.rows.reader import Reader
+from routetrace.server.rows.reader import Reader, has_unknown_version
 from routetrace.server.settings.config import ServerConfig
 from routetrace.server.spread import parts as packing
 from routetrace.server.spread.watching import Touched
@@ -206,6 +206,8 @@ class PartsServicer:
                 and self._finder.exists(trace)
                 and self._reader.retirable(trace, request.through)
             ):
+                if has_unknown_version(trace):
+                    response.unknown.append(len(response.trace_ids))
                 response.trace_ids.append(trace.key[1])
         return response
 

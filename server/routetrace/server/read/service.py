@@ -368,8 +368,7 @@ class TraceServicer(RunCalls):
         owner = self._checks.call(context, "admin", request.run)
         through, token = request.through_weight_version, self._access.token_of(context)
         turns = self._admission.pace.turns(owner)
-        count = await self._catalog(request.run).retire(request.run, through, token, turns)
-        return pb.RetireTracesResponse(num_retired=count)
+        return await self._catalog(request.run).retire(request.run, through, token, turns)
 
     @unary
     async def RenewLease(  # noqa: N802, D102

@@ -182,7 +182,9 @@ class SpreadCatalog:
         """Delete a trace in all workers."""
         await self._everywhere.forget(run, [trace_id], "deleted", token)
 
-    async def retire(self, run: str, through: int, token: str, turns: Turns) -> int:
+    async def retire(
+        self, run: str, through: int, token: str, turns: Turns
+    ) -> pb.RetireTracesResponse:
         """Delete the traces of which no worker has a reason to keep them."""
         request = parts.RetirableRequest(run=run, through=through)
         answers = await self._gathering.ask("Retirable", request, parts.RetirableResponse)
@@ -195,7 +197,8 @@ class SpreadCatalog:
             for trace_id in await self._having(worker, run, [i for i in retired if i not in own]):
                 kept.add(trace_id)
         judged = {worker: answer.judged for worker, answer in answers.items()}
-        return await self._everywhere.forget(
+        unknown = {a.trace_ids[index] for a in answers.values() for index in a.unknown}
+        count = await self._everywhere.forget(
             run,
             [trace_id for trace_id in retired if trace_id not in kept],
             "retired",
@@ -203,6 +206,7 @@ class SpreadCatalog:
             judged=judged.pop(self._gathering.own),
             others=judged,
         )
+        return pb.RetireTracesResponse(num_retired=count, num_unknown=len(unknown - kept))
 
     async def renew(self, renewal: Renewal, turns: Turns) -> int:
         """Set the leases of traces in all workers; return their number."""

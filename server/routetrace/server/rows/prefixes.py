@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import chain
 
-from routetrace.codec.records import Provenance
+from routetrace.codec.records import UNKNOWN_VERSION, Provenance
 from routetrace.common.layout import ModelLayout
 from routetrace.server.index.traces.joins import Incarnation, Request
 from routetrace.server.index.traces.prefix_index import PrefixIndex
@@ -111,7 +111,7 @@ def _holders(
 def first_version(request: Request) -> int | None:
     """Return the weight version of the first row that a request computed; None if unknown.
 
-    It is known once its shards have reported all positions before that row.
+    It is known once its shards have reported all positions before that row, if it was given.
     """
     for i in range(max(len(s.attempts) for s in request.sources)):
         computed = [
@@ -127,7 +127,8 @@ def first_version(request: Request) -> int | None:
                 not subtract((0, first.position), merge(reported))
                 for reported in _reported(request, i)
             )
-            return first.weight_version if known else None
+            version = first.weight_version
+            return version if known and version != UNKNOWN_VERSION else None
     return None
 
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import replace
 from functools import cache
 from itertools import chain
 
 import numpy as np
 
-from routetrace.codec.records import DIGEST, FinishReason
+from routetrace.codec.records import DIGEST, UNKNOWN_VERSION, FinishReason
 from routetrace.common.errors import InvalidArgument, NotFound
 from routetrace.server.common.metrics import Metrics
 from routetrace.server.index.agents import Agents
@@ -191,10 +191,10 @@ class Reader:
     def retirable(self, trace: Trace, through: int) -> bool:
         """Whether a trace has ended and none of its rows has a newer weight version."""
         newer = any(
-            span.weight_version > through
+            version > through
             for source in trace.sources
             for spans in source.attempts
-            for span in spans
+            for version in spans.weight_versions[-1:]
         )
         return not newer and self.ended(trace)
 
@@ -221,6 +221,10 @@ class Reader:
                 the rows of an ended trace.
         """
         layers, rows = known.layout.layer_ids, known.num_rows
+        if weight_version == UNKNOWN_VERSION:
+            raise InvalidArgument(
+                field="weight_version", value=weight_version, expected="a known one: above -2**63"
+            )
         if layer_ids:
             known.layout.columns(list(layer_ids))
             layers = tuple(sorted(set(layer_ids)))
@@ -268,7 +272,7 @@ class Reader:
         engines = {s.writer.engine_id for s in request.sources}
         sources = set(known.rows["source"].tolist())
         engines.update(known.sources[source].writer.engine_id for source in sources)
-        versions = known.rows["weight_version"].tolist()
+        unknown, lowest, highest = range_of({*known.rows["weight_version"].tolist()})
         frames = set((known.rows["ref"] >> refs.ROW_BITS).tolist())
         return pb.TraceInfo(
             run=trace.key[0],
@@ -283,9 +287,11 @@ class Reader:
             finish_reason=reason_name(max(s.finish_reason for s in request.sources)),
             engine_ids=sorted(engines),
             num_attempts=max(len(s.attempts) for s in request.sources),
-            min_weight_version=min(versions, default=0),
-            max_weight_version=max(versions, default=0),
-            no_weight_versions=not versions,
+            min_weight_version=lowest or 0,
+            max_weight_version=highest or 0,
+            no_weight_versions=lowest is None,
+            unknown_weight_versions=unknown,
+            nonce=request.nonce,
             created_ms=int(trace.created * 1000),
             updated_ms=int(trace.updated * 1000),
             stored_bytes=sum(self.frames.range_of(frame)[1] for frame in frames),
@@ -363,3 +369,18 @@ def _check_ranges(ranges: Sequence[tuple[int, int]], also: int) -> None:
 def reason_name(finish_reason: int) -> str:
     """Return the name of a FinishReason; "" for none."""
     return FinishReason(finish_reason).name.lower() if finish_reason else ""
+
+
+def range_of(versions: Set[int]) -> tuple[bool, int | None, int | None]:
+    """Return whether some of weight versions are unknown, and the lowest and highest known one."""
+    known = versions - {UNKNOWN_VERSION}
+    return len(known) < len(versions), min(known, default=None), max(known, default=None)
+
+
+def has_unknown_version(trace: Trace) -> bool:
+    """Return whether a trace has rows of an unknown weight version."""
+    return any(
+        UNKNOWN_VERSION in spans.weight_versions[:1]
+        for source in trace.sources
+        for spans in source.attempts
+    )

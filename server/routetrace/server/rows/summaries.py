@@ -19,7 +19,7 @@ from routetrace.server.index.traces.refs import ROW_BITS
 from routetrace.server.index.traces.sources import TraceKey
 from routetrace.server.index.traces.trace import Summary, Trace
 from routetrace.server.rows.preparing import Steps, prepare
-from routetrace.server.rows.reader import Reader, reason_name
+from routetrace.server.rows.reader import Reader, range_of, reason_name
 from routetrace.server.rows.served import Known
 from routetrace.v1 import routetrace_pb2 as pb
 
@@ -125,7 +125,8 @@ class Summaries:
         num_rows = sources[0].num_tokens - 1
         cells = num_rows * sum(len(source.layout.layer_ids) for source in sources)
         frames = {ref >> ROW_BITS for s in sources for ref in s.attempts[0].refs}
-        versions = [v for s in sources for v in s.attempts[0].weight_versions]
+        versions = {v for s in sources for v in s.attempts[0].weight_versions}
+        unknown, lowest, highest = range_of(versions)
         message = pb.TraceSummary(
             trace_id=trace.key[1],
             state=pb.TRACE_STATE_COMPLETE,
@@ -139,8 +140,9 @@ class Summaries:
             created_ms=int(trace.created * 1000),
             updated_ms=int(trace.updated * 1000),
             stored_bytes=sum(self._reader.frames.range_of(frame)[1] for frame in frames),
-            min_weight_version=min(versions, default=None),
-            max_weight_version=max(versions, default=None),
+            min_weight_version=lowest,
+            max_weight_version=highest,
+            unknown_weight_versions=unknown,
         )
         data = message.SerializeToString()
         return Summary(trace.changes, pb.TRACE_STATE_COMPLETE, cells, (), data, final=True)
@@ -163,6 +165,7 @@ class Summaries:
             created_ms=info.created_ms,
             updated_ms=info.updated_ms,
             stored_bytes=info.stored_bytes,
+            unknown_weight_versions=info.unknown_weight_versions,
         )
         if not info.no_weight_versions:
             message.min_weight_version = info.min_weight_version
@@ -218,15 +221,17 @@ def _all_ended(trace: Trace) -> bool:
 def _running(trace: Trace, num_incarnations: int, labels: Mapping[str, str]) -> Summary:
     """Return the summary of a trace that runs, from its reports as they are."""
     sources = trace.sources
-    versions = [v for s in sources for a in s.attempts for v in a.weight_versions]
+    versions = {v for s in sources for a in s.attempts for v in a.weight_versions}
+    unknown, lowest, highest = range_of(versions)
     message = pb.TraceSummary(
         trace_id=trace.key[1],
         state=pb.TRACE_STATE_RUNNING,
         num_rows=max(s.end for s in sources),
         engine_ids=sorted({s.writer.engine_id for s in sources if any(map(len, s.attempts))}),
         labels=labels or None,
-        min_weight_version=min(versions, default=None),
-        max_weight_version=max(versions, default=None),
+        min_weight_version=lowest,
+        max_weight_version=highest,
+        unknown_weight_versions=unknown,
         num_incarnations=num_incarnations,
         created_ms=int(trace.created * 1000),
         updated_ms=int(trace.updated * 1000),

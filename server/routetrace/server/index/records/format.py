@@ -1,18 +1,13 @@
-"""Format of stored data: a number in front of each record, and of each piece of a snapshot.
-
-This server writes one format, and reads the one before by `previous.py`, which holds all that is
-left of it. A new format moves there what it replaces.
-"""
+"""Format of stored data: a number in front of each record, and of each piece of a snapshot."""
 
 from __future__ import annotations
 
+from google.protobuf.message import DecodeError
+
 from routetrace.common.errors import Unavailable
 
-#: Format that is written; that of `routetrace.stored`.
+#: Format that is written and read; that of `routetrace.stored`.
 FORMAT = 5
-
-#: The one before. It has no number in front: its data begins with other bytes.
-PREVIOUS = 4
 
 _MARK = bytes(3)
 #: In front of all data of this format.
@@ -23,26 +18,22 @@ class UnsupportedFormat(Unavailable):
     """Stored data has a format that this server cannot read."""
 
 
-def is_current(data: bytes, what: str) -> bool:
-    """Return whether stored data has the present format: False if it has the previous one.
+def check_format(data: bytes, what: str) -> None:
+    """Check that stored data has the present format.
 
     Raises:
-        UnsupportedFormat: if it has a newer one.
+        UnsupportedFormat: if it has another one.
+        DecodeError: if it is empty.
     """
     if data[:4] == HEAD:
-        return True
-    if data[:3] == _MARK and len(data) > 3 and data[3] > FORMAT:
-        raise UnsupportedFormat(
-            f"{what} has format {data[3]}, this server reads formats {PREVIOUS} and {FORMAT}; "
-            "start the version of routetrace-server that wrote it, or a newer one"
-        )
-    return False
-
-
-def too_old(what: str, number: object) -> UnsupportedFormat:
-    """Return the error for data from before the previous format."""
-    return UnsupportedFormat(
-        f"{what} has format {number!r}, this server reads formats {PREVIOUS} and {FORMAT}; start "
-        f"a version of routetrace-server that writes format {PREVIOUS} with this data_dir first, "
-        "or use another data_dir"
+        return
+    if not data:
+        raise DecodeError(f"{what} is empty")
+    numbered = data[:3] == _MARK and len(data) > 3
+    found = f"format {data[3]}" if numbered else f"a format before {FORMAT}, without a number"
+    remedy = (
+        "start the version of routetrace-server that wrote it, or a newer one"
+        if numbered and data[3] > FORMAT
+        else "start routetrace-server 0.8 with this data_dir first, or use another data_dir"
     )
+    raise UnsupportedFormat(f"{what} has {found}, this server reads format {FORMAT}; {remedy}")

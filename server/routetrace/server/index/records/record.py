@@ -14,8 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from routetrace.common.layout import ModelLayout
-from routetrace.server.index.records import previous
-from routetrace.server.index.records.format import HEAD, is_current
+from routetrace.server.index.records.format import HEAD, check_format
 from routetrace.stored import format5_pb2 as stored
 from routetrace.v1 import routetrace_pb2 as pb
 
@@ -40,6 +39,8 @@ def encode_open(
     block_size: int,
     num_blocks: int,
     token: str = "",
+    model: int = 0,
+    says_unknown_versions: bool = False,
 ) -> bytes:
     """Return the record of a writer that opens an epoch; `token` is the agent's, if any."""
     opened = stored.Open(
@@ -50,6 +51,8 @@ def encode_open(
         block_size=block_size,
         num_blocks=num_blocks,
         token=token,
+        model=model,
+        says_unknown_versions=says_unknown_versions,
     )
     return _encode(stored.Record(time=now, open=opened))
 
@@ -165,15 +168,14 @@ def _encode(record: stored.Record) -> bytes:
 
 
 def decode_record(data: bytes) -> stored.Record:
-    """Return a record of this format or the previous one.
+    """Return a record.
 
     Raises:
         UnsupportedFormat: if it has another format.
         DecodeError: if it is damaged.
     """
-    if is_current(data, "a record"):
-        return stored.Record.FromString(data[len(HEAD) :])
-    return previous.read_record(data)
+    check_format(data, "a record")
+    return stored.Record.FromString(data[len(HEAD) :])
 
 
 def hash_of(facts: Any) -> str:

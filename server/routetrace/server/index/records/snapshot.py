@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from itertools import chain
 
-from routetrace.server.index.records import previous
-from routetrace.server.index.records.format import HEAD, is_current
+import numpy as np
+
+from routetrace.codec.records import UNKNOWN_VERSION
+from routetrace.server.index.records.format import HEAD, check_format
 from routetrace.stored import format5_pb2 as stored
 
 #: Bytes of a piece, about.
@@ -30,16 +31,34 @@ def pieces(parts: Iterable[bytes]) -> Iterator[bytes]:
         yield bytes(piece)
 
 
+def mark_unknown(piece: stored.Piece) -> None:
+    """Make weight version 0 in a piece an unknown one: 0.8 knew no other way to say it."""
+    sources = [source for trace in piece.traces for source in trace.sources]
+    for writer in piece.writers:
+        sources += [live.source for live in writer.live if live.HasField("source")]
+        writer.slots.runs = _marked(writer.slots.runs, 5, 3)
+        writer.slots.cells = _marked(writer.slots.cells, 3, 1)
+        if not writer.weight_version:
+            writer.ClearField("weight_version")
+    for source in sources:
+        source.attempts[:] = [_marked(spans, 5, 3) for spans in source.attempts]
+        source.drafts = _marked(source.drafts, 5, 3)
+
+
+def _marked(numbers: bytes, fields: int, version: int) -> bytes:
+    """Return records of int64 numbers whose version, one of their fields, is unknown if it is 0."""
+    records = np.frombuffer(numbers, "<i8").reshape(-1, fields).copy()
+    records[records[:, version] == 0, version] = UNKNOWN_VERSION
+    return records.tobytes()
+
+
 def read_pieces(data: Iterable[bytes]) -> Iterator[stored.Piece]:
-    """Yield the pieces of a snapshot of this format or the previous one.
+    """Yield the pieces of a snapshot.
 
     Raises:
         UnsupportedFormat: if it has another format.
         DecodeError: if it is damaged.
     """
-    rest = iter(data)
-    for first in rest:
-        if not is_current(first, "the snapshot"):
-            yield from previous.read_snapshot(chain([first], rest))
-            return
-        yield stored.Piece.FromString(first[len(HEAD) :])
+    for piece in data:
+        check_format(piece, "the snapshot")
+        yield stored.Piece.FromString(piece[len(HEAD) :])

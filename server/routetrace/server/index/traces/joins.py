@@ -78,6 +78,11 @@ class Request:
         return {key: text for s in self.sources for key, text in s.labels.items()}
 
     @property
+    def nonce(self) -> int:
+        """Name in handles; 0: none."""
+        return max(source.nonce for source in self.sources)
+
+    @property
     def began(self) -> float:
         """Unix time at which the first of its shards reported it."""
         return min(source.began for source in self.sources)

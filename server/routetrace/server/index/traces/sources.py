@@ -77,6 +77,14 @@ class Source:
     num_tokens: int = 0
     """Final token count; 0 while unknown."""
     finish_reason: int = 0
+    model: int = 0
+    """Hash of the model of its rows; 0: unknown."""
+    nonce: int = 0
+    """Names the request in handles; 0: none."""
+    received_by: str = ""
+    """Hand-over that its external KV came by; "": not known."""
+    handed_over_by: str = ""
+    """Hand-over that it ended with; "": none."""
     sampled: float = 0.0
     """Unix time of its end by the clock of the engine, not after `reported`; 0: not known."""
     reported: float = 0.0
@@ -206,6 +214,14 @@ def dump_source(message: stored.Source, source: Source, layouts: dict[ModelLayou
         message.external = True
     if source.forgotten:
         message.forgotten = True
+    if source.model:
+        message.model = source.model
+    if source.nonce:
+        message.nonce = source.nonce
+    if source.received_by:
+        message.received_by = source.received_by
+    if source.handed_over_by:
+        message.handed_over_by = source.handed_over_by
 
 
 def load_source(message: stored.Source, run: str, layouts: Sequence[ModelLayout]) -> Source:
@@ -231,6 +247,10 @@ def load_source(message: stored.Source, run: str, layouts: Sequence[ModelLayout]
         reported=message.reported,
         written=message.written,
         forgotten=message.forgotten,
+        model=message.model,
+        nonce=message.nonce,
+        received_by=message.received_by,
+        handed_over_by=message.handed_over_by,
         cached=message.cached,
         drafts=SpanList(message.drafts),
         drafts_since=message.drafts_since,

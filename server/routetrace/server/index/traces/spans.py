@@ -14,6 +14,9 @@ from routetrace.server.index.traces.refs import CHUNK_SHIFT, ROW_BITS
 FOREVER = 1 << 32
 """Past every position."""
 
+#: Spans up to which Python is faster than numpy.
+_FEW = 64
+
 Interval = tuple[int, int]
 
 
@@ -79,11 +82,11 @@ class SpanList:
 
     @property
     def weight_versions(self) -> tuple[int, ...]:
-        """Lowest and highest weight version; empty if there are no spans."""
-        if not self._data:
-            return ()
-        versions = np.frombuffer(self._data[3 :: self._FIELDS], np.int64)
-        return int(versions.min()), int(versions.max())
+        """Weight versions, each once, ascending: an unknown one first."""
+        versions = self._data[3 :: self._FIELDS]
+        if len(versions) < _FEW:
+            return tuple(sorted(set(versions)))
+        return tuple(np.unique(np.frombuffer(versions, np.int64)).tolist())
 
     def append(self, span: Span) -> None:
         """Add a span, replacing positions at and after its first."""

@@ -29,7 +29,6 @@ log = logging.getLogger(__name__)
 
 #: The name states the format: no flipped bit turns it into another format's.
 NAME = "store-3"
-_PREVIOUS = "store-2"
 #: Suffix of the directory of a copy that is not complete.
 PART = ".part"
 _OTHERS = re.compile(r"db|store-\d+")
@@ -88,10 +87,7 @@ def open_directory(data_dir: Path, capacity_bytes: int) -> Contents:
         Unavailable: if another version of the store made the directory, or it is half a copy.
         OSError: if the machine does not allow it (rights, disk).
     """
-    path, previous = data_dir / NAME, data_dir / _PREVIOUS
-    if previous.exists() and not path.exists():
-        previous.rename(path)  # from now on, servers of the previous version refuse it
-        sync_directory(data_dir)
+    path = data_dir / NAME
     for other in data_dir.iterdir():
         if other.name == NAME + PART:
             raise Unavailable(f"{other} is an unfinished copy: delete it, and copy again")
