@@ -23,7 +23,9 @@ from routetrace.capture_agent.engines.vllm.settings import (
     refuse_unsupported,
     settings_of,
 )
+from routetrace.capture_agent.engines.vllm.weights import FOLLOW
 from routetrace.common.errors import InvalidArgument
+from routetrace.common.model_hash import model_hash
 
 NUM_EXPERTS, TOP_K, TOKENS = 8, 2, 5
 
@@ -282,7 +284,7 @@ def test_engines_that_nobody_named_do_not_meet():
     assert error.value.field == "engine_id"
 
 
-@pytest.mark.parametrize("name", ["tagret", "layout", "block_size"])
+@pytest.mark.parametrize("name", ["tagret", "layout", "block_size", "model"])
 def test_a_setting_that_there_is_not_is_named(name):
     with pytest.raises(InvalidArgument, match=name):
         settings_of(config_of(additional_config={"routetrace": {name: 1}}))
@@ -745,6 +747,49 @@ def test_where_drafts_are_judged_late_the_batch_tells_its_positions(worker, monk
 def test_a_runner_that_has_no_positions_to_tell_is_refused(worker):
     with pytest.raises(InvalidArgument, match="--no-async-scheduling"):
         worker(**LATE_DRAFTS)
+
+
+def test_weights_are_watched_once_the_model_is_loaded(worker, monkeypatch):
+    loads = []
+
+    class Loading(Model):
+        def load_weights(self, weights):
+            loads.append(weights)
+
+    def load_model(self, inner=Worker.load_model):
+        inner(self)
+        self.model = Loading(list(self.model.layers))
+        self.model.load_weights("at start")
+
+    monkeypatch.setattr(Worker, "load_model", load_model)
+    one = worker()
+    one.initialize_from_config(cache())
+    weights = attach._last.side._weights
+    assert (weights.version, weights.untold) == (None, False)
+    one.routetrace_set_weight_version(5)
+    assert weights.version == 5
+    one.model.load_weights("an update")
+    assert (weights.version, weights.untold) == (None, True)
+    getattr(one, FOLLOW)("6")
+    assert weights.version == 6
+    getattr(one, FOLLOW)("default")
+    assert weights.version is None
+    one.routetrace_set_weight_version(7)
+    one.routetrace_set_weight_version(None)
+    assert weights.untold
+    assert loads == ["at start", "an update"]
+    with pytest.raises(InvalidArgument, match="version"):
+        one.routetrace_set_weight_version("7")
+
+
+def test_the_model_is_named_by_configuration_and_quantization(worker):
+    hashes = []
+    for changes in ({}, {"model_config__model": "/elsewhere"}, {"model_config__quantization": "q"}):
+        worker(**changes).initialize_from_config(cache())
+        hashes.append(attach._last.side._config.model)
+    assert hashes[0] == hashes[1] == model_hash(config_of().model_config.hf_config)
+    assert hashes[2] == model_hash(config_of().model_config.hf_config, "q")
+    assert attach.model_of(SimpleNamespace(hf_config=object())) == ""
 
 
 def test_control_before_there_is_a_cache_is_refused(worker):

@@ -34,6 +34,8 @@ from routetrace.server.testing import run_server
 LAYOUT = ModelLayout((0, 2), 3, 16, 2)
 BLOCK = 4
 
+WARNING = "the weights of engine"
+
 _numbers = count(1)
 
 
@@ -268,7 +270,9 @@ def test_a_preempted_request_comes_back_in_either_protocol(engine, client, proto
     again = {protocol: [a]}
     e.step((a, 4, 4), blocks={a.request_id: [1, 5]}, **again)
     a.all_token_ids.append(9)
-    assert e.finish(a) == {"run": "r", "trace_id": a.trace_id, "num_tokens": 9}
+    handle = e.finish(a)
+    assert handle.pop("nonce") > 0
+    assert handle == {"run": "r", "trace_id": a.trace_id, "num_tokens": 9}
     trace = client.get(a.trace_id, wait_for="end", timeout=60)
     assert trace.state is TraceState.COMPLETE
     assert np.array_equal(trace.topk_ids[:7], first)
@@ -512,6 +516,8 @@ def adapter(name, path="/adapters"):
 def test_rows_of_another_adapter_do_not_stand_in(engine, client, writer, reader, alike, one_trace):
     """KV of the same tokens from elsewhere: rows stand in if the adapter was the same."""
     one, other, a = engine(), engine(), fresh("a", 80, handoff="true" if one_trace else "false")
+    for each in (one, other):
+        each.side.set_weight_version(1)  # rows of weights that nobody told of never stand in
     a.lora_request = writer
     one.step((a, 0, 60), new=[a], blocks={a.request_id: list(range(1, 16))})
     one.step((a, 60, 20), blocks={a.request_id: list(range(16, 21))})
@@ -540,6 +546,8 @@ def test_rows_of_another_adapter_do_not_stand_in(engine, client, writer, reader,
 def test_rows_of_another_kv_dtype_do_not_stand_in(engine, client, reader):
     """The rounding of KV changes the routing of later tokens."""
     one, other, a = engine(kv_cache_dtype="fp8"), engine(kv_cache_dtype=reader), fresh("a", 80)
+    for each in (one, other):
+        each.side.set_weight_version(1)
     one.step((a, 0, 60), new=[a], blocks={a.request_id: list(range(1, 16))})
     one.step((a, 60, 20), blocks={a.request_id: list(range(16, 21))})
     a.all_token_ids.append(1)
@@ -643,6 +651,79 @@ def test_rows_in_flight_keep_the_weights_that_computed_them(engine, client):
     )
 
 
+def test_weights_that_nobody_told_of_have_no_version(engine, client, caplog):
+    e, a = engine(), fresh("a", 5)
+    weights = e.side._weights
+    e.step((a, 0, 5), new=[a], blocks={a.request_id: [1, 2]})
+    a.all_token_ids.append(1)
+    e.side.set_weight_version(3)
+    e.step((a, 5, 1))
+    with weights.replacing():
+        pass  # `model.load_weights`
+    for position in (6, 7):
+        a.all_token_ids.append(1)
+        e.step((a, position, 1))
+    weights.tell("4")
+    a.all_token_ids.append(1)
+    e.step((a, 8, 1), blocks={a.request_id: [3]})
+    e.side.set_weight_version(None)
+    a.all_token_ids.append(1)
+    e.step((a, 9, 1))
+    a.all_token_ids.append(1)
+    e.finish(a)
+    versions = client.get(a.trace_id, wait_for="end", timeout=60).weight_versions
+    assert versions == ((0, 5, None), (5, 6, 3), (6, 8, None), (8, 9, 4), (9, 10, None))
+    assert caplog.text.count(WARNING) == 1
+
+
+def test_an_engine_whose_weights_never_change_is_not_warned_of(engine, caplog):
+    e, a = engine(), fresh("a", 5)
+    e.step((a, 0, 5), new=[a], blocks={a.request_id: [1, 2]})
+    with e.side._weights.replacing():
+        pass
+    e.side.set_weight_version(3)  # told before the next pass
+    a.all_token_ids.append(1)
+    e.step((a, 5, 1))
+    assert WARNING not in caplog.text
+
+
+def test_what_torn_weights_compute_is_missing(engine, client):
+    e, a = engine(), fresh("a", 5)
+    e.side.set_weight_version(3)
+    e.step((a, 0, 5), new=[a], blocks={a.request_id: [1, 2]})
+    with e.side._weights.beginning():
+        pass
+    a.all_token_ids.append(1)
+    e.step((a, 5, 1))
+    with e.side._weights.ending():
+        pass
+    e.side.set_weight_version(4)
+    a.all_token_ids.append(1)
+    e.step((a, 6, 1))
+    a.all_token_ids.append(1)
+    e.finish(a)
+    trace = client.get(a.trace_id, wait_for="end", timeout=60, missing="mask")
+    assert trace.valid.all(axis=1).tolist() == [True] * 5 + [False, True]
+    assert {m.reason for m in trace.missing} == {"not_captured"}
+    assert trace.weight_versions == ((0, 5, 3), (6, 7, 4))
+
+
+def test_another_agent_is_told_the_weights(engine, client):
+    e, under, after = engine(), fresh("under", 5), fresh("after", 5)
+    e.side.set_weight_version(7)
+    e.step((under, 0, 5), new=[under], blocks={under.request_id: [1, 2]})
+    e.side.stats()
+    e.side._agent.step = None
+    under.all_token_ids.append(1)
+    e.step((under, 5, 1))
+    e.step((after, 0, 5), new=[after], blocks={after.request_id: [3, 4]})
+    after.all_token_ids.append(1)
+    e.finish(after)
+    trace = client.get(after.trace_id, wait_for="end", timeout=60)
+    assert trace.weight_versions == ((0, 5, 7),)
+    assert e.side.stats()["faults"] == 1
+
+
 def test_what_is_computed_in_a_pause_is_missing_and_unknown(engine, client):
     e, a = engine(), fresh("a", 4)
     e.step((a, 0, 4), new=[a], blocks={a.request_id: [1, 2, 3]})
@@ -738,7 +819,8 @@ def test_a_fault_of_ours_does_not_reach_who_flushes_or_sets_the_weights(engine, 
     e.side._agent.step = None
     if what == "flush":
         assert e.side.flush(60)
-    e.side.set_weight_version(7)
+    e.side.set_weight_version(7)  # does not wait for them
+    e.step()
     assert e.side.stats()["faults"] == 1
     courier._rest_s = rest_s
     e.step((after, 0, 5), new=[after], blocks={after.request_id: [3, 4]})
@@ -832,12 +914,12 @@ def test_a_step_that_is_launched_while_another_agent_takes_over_is_kept(
 
 
 EVENTS = [
-    plans.Begin(3, "r-0", "t", 5, {"group": "g"}, 60, 4, 2, b"\1\0\0\0", None),
+    plans.Begin(3, "r-0", "t", 5, {"group": "g"}, 60, 4, 2, b"\1\0\0\0", None, "P/r", 7),
     plans.Ignore(1, "r-1", 4, b""),
     plans.AddBlocks(b"\3\0\0\0", b"\7\0\0\0"),
     plans.Preempt(3, 4),
     plans.Resume(3, 4, b"\7\0\0\0", 2),
-    plans.Finish(3, 9, "stop", b"\1\0\0\0"),
+    plans.Finish(3, 9, "stop", b"\1\0\0\0", "E/r"),
     plans.External(b"\7\0\0\0", 2),
     plans.StartOver(),
 ]

@@ -105,8 +105,8 @@ class Answer:
     has_handle: bool = True
     """Whether the response has room for it."""
     labels: dict[str, str] = field(default_factory=dict)
-    versions: tuple[tuple[int, int, int], ...] | None = None
-    """(start, stop, weight version) of the rows; None: not looked at."""
+    versions: tuple[tuple[int, int, int | None], ...] | None = None
+    """(start, stop, weight version) of the rows, None where it is unknown; None: not looked at."""
     changed: tuple[int, ...] = ()
     """Weight versions under which `reference.change_weights` held."""
     loaded: int | None = None

@@ -73,15 +73,19 @@ def handover(pair: Pair) -> list[Answer]:
     sampled_alike = True
     for i, length in enumerate((100, 110, 70)):  # the connector fails at full blocks
         name, prompt = f"handover-{i}", pair.first.prompts.make(length)
-        (first,) = pair.first.run([Ask(name, prompt, max_tokens=1, words={"handoff": True})])
+        # The example connector names no hand-over.
+        words = {"transfer_id": f"{name}-kv"}
+        (first,) = pair.first.run(
+            [Ask(name, prompt, max_tokens=1, words={**words, "handoff": True})]
+        )
         # The decode engine samples the first token itself, or gets it as part of its prompt.
         given = i % 2 == 1
-        (answer,) = pair.second.run([Ask(name, first.tokens if given else prompt)])
+        (answer,) = pair.second.run([Ask(name, first.tokens if given else prompt, words=words)])
         sampled_alike &= answer.tokens[: length + 1] == first.tokens
         # Of the tokens after the last whole block, which both compute, those of the prefill engine.
         answer.loaded = (answer.prompt_len - 1) // BLOCK * BLOCK
         handed = length if given else length - 1
-        answer.versions = ((0, handed, 0), (handed, len(answer.tokens) - 1, 1))
+        answer.versions = ((0, handed, None), (handed, len(answer.tokens) - 1, 1))
         answer.changed = (1,)
         done.append(answer)
     expect(not sampled_alike, "both engines sampled the same tokens")

@@ -107,6 +107,7 @@ RUNS = (
                 scenarios.opt_out,
                 scenarios.pause,
                 scenarios.weights,
+                scenarios.told,
                 scenarios.reset,
                 scenarios.late,
             )

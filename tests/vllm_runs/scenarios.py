@@ -208,6 +208,29 @@ def weights(engine: Engine) -> list[Answer]:
     return [during, hit, after]
 
 
+def told(engine: Engine) -> list[Answer]:
+    """Versions that vLLM is given, and updates whose version nobody tells."""
+    core = engine.llm.llm_engine
+    updates: tuple[tuple[Callable[[], Any], int | None], ...] = (
+        (lambda: core.set_weight_version("21"), 21),
+        # Past the worker, as trainers do. On CPU vLLM packs weights, and cannot load others.
+        (lambda: engine.llm.apply_model(_load_nothing), None),
+        (lambda: core.set_weight_version("22"), 22),
+        (lambda: core.set_weight_version("default"), None),
+    )
+    done = []
+    for number, (update, version) in enumerate(updates):
+        update()
+        (answer,) = engine.run([Ask(f"told-{number}", engine.prompts.make(40))])
+        answer.versions = ((0, len(answer.tokens) - 1, version),)
+        done.append(answer)
+    return done
+
+
+def _load_nothing(model: Any) -> None:
+    model.load_weights(iter(()))
+
+
 def late(engine: Engine) -> list[Answer]:
     """The engine has nothing to do after the request, so that no step tells of its end."""
     done = engine.run([Ask("late", engine.prompts.make(33), max_tokens=7)])

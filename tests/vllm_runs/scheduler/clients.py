@@ -54,7 +54,7 @@ class Clients:
         if engine.case.faults and rng.random() < 0.004:
             engine.break_down()
         if rng.random() < 0.015:
-            engine.set_weight_version(engine.version + rng.choice((1, 1, 7, -2)))
+            engine.set_weight_version(max(engine.version, 0) + rng.choice((1, 1, 7, -2)))
         if engine.paused and rng.random() < 0.3:
             engine.pause(False)
         elif rng.random() < 0.002:

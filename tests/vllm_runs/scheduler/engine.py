@@ -31,6 +31,7 @@ from routetrace.capture_agent.engines.capturer import RoutingCapturer
 from routetrace.capture_agent.engines.vllm.attach import _schedules
 from routetrace.capture_agent.engines.vllm.settings import attention_group, settings_of
 from routetrace.capture_agent.engines.vllm.worker import WorkerSide
+from routetrace.client import UNKNOWN_VERSION
 from vllm_runs.scheduler.truth import (
     BLOCK,
     LAYOUT,
@@ -158,7 +159,7 @@ class Engine:
         self.lives: dict[str, Life] = {}
         """Requests that have not ended."""
         self.ended: list[Life] = []
-        self.version = 0
+        self.version = UNKNOWN_VERSION
         self.paused = False
         self.steps = 0
         self.faults: list[str] = []
@@ -412,6 +413,11 @@ class Engine:
                 "num_tokens": len(life.shown),
             }
             wanted = {"routetrace": handle} if life.kept else None
+            if answer is not None:
+                told = answer["routetrace"]
+                answer = {"routetrace": {k: v for k, v in told.items() if k != "nonce"}}
+                if not 0 < told.get("nonce", 0) < 1 << 53:
+                    self.faults.append(f"client was told {told}, without a nonce")
             if answer != wanted and not (life.hurt and answer is None):
                 self.faults.append(f"client was told {answer}, not {wanted}")
         self._end(life, reason)

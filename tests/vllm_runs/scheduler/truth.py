@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from routetrace.client import Trace, TraceState
+from routetrace.client import UNKNOWN_VERSION, Trace, TraceState
 from routetrace.common.layout import ModelLayout
 
 LAYOUT = ModelLayout((1, 2, 4), 6, 16, 2)
@@ -285,9 +285,9 @@ def _rows(tally: Tally, rows: Rows, truth: Expected, trace: Trace) -> Iterator[s
             if part.reason not in truth.reasons[p] and not there[p]:
                 yield f"{p} is missing as {part.reason}, not {truth.reasons[p]}"
                 break
-    versions = np.full(len(numbers), np.iinfo(np.int64).min)
+    versions = np.full(len(numbers), UNKNOWN_VERSION)
     for start, stop, version in trace.weight_versions:
-        versions[start:stop] = version
+        versions[start:stop] = UNKNOWN_VERSION if version is None else version
     other = right & valid.all(axis=1) & (versions != rows.versions[np.maximum(numbers, 0)])
     if other.any():
         p = int(other.argmax())

@@ -30,8 +30,16 @@ from routetrace.capture_agent.engines.vllm.settings import (
     judges_drafts_late,
     refuse_unsupported,
 )
+from routetrace.capture_agent.engines.vllm.transfers import Transfers
+from routetrace.capture_agent.engines.vllm.weights import (
+    FOLLOW,
+    Weights,
+    follow_engine_core,
+    watch,
+)
 from routetrace.capture_agent.engines.vllm.worker import WorkerSide
 from routetrace.common.errors import InvalidArgument
+from routetrace.common.model_hash import model_hash
 
 _log = logging.getLogger(__name__)
 
@@ -44,6 +52,7 @@ _last: Attachment | None = None
 
 def make_schedule(vllm_config: Any, settings: Settings, kv_cache_config: Any) -> Schedule:
     """Return the scheduler's half for one scheduler."""
+    follow_engine_core()
     group = attention_group(kv_cache_config, vllm_config.parallel_config)
     schedule = Schedule(
         settings.run,
@@ -51,6 +60,7 @@ def make_schedule(vllm_config: Any, settings: Settings, kv_cache_config: Any) ->
         group[0] if group else None,
         drafts=vllm_config.speculative_config is not None,
         inputs=Inputs.of(vllm_config),
+        transfers=Transfers.of(vllm_config),
     )
     _schedules[settings.boot_id, settings.engine_id] = schedule
     return schedule
@@ -97,10 +107,14 @@ class Attachment:
                 expected="one with the positions of its batch, or --no-async-scheduling: the "
                 "scheduler does not know them before drafts are judged",
             )
-        self._routers = Routers(runner.get_model(), self._config, torch.device(runner.device))
+        model = runner.get_model()
+        self._routers = Routers(model, self._config, torch.device(runner.device))
         self._capturer = self._routers.capturer
         _mark_compiled_code(self._config, self._capturer)
         self.side: WorkerSide | None = None
+        self._weights = Weights()
+        watch(worker, model, self._weights)
+        setattr(worker, FOLLOW, self._weights.tell)
         self._wrap("initialize_from_config", before=self._start)
         # vLLM has bound its own return of routed experts by then.
         self._wrap("compile_or_warm_up_model", before=self._routers.keep, after=self._check)
@@ -183,7 +197,7 @@ class Attachment:
 
     def _start(self, kv_cache_config: Any) -> None:
         self.side = WorkerSide(
-            self._capturer, self._agent_config(kv_cache_config), self._late_events
+            self._capturer, self._agent_config(kv_cache_config), self._late_events, self._weights
         )
 
     def _agent_config(self, kv_cache_config: Any) -> AgentConfig | None:
@@ -201,6 +215,7 @@ class Attachment:
             boot_id=settings.boot_id,
             block_size=group[1] if group else 0,
             num_blocks=kv_cache_config.num_blocks if group else 0,
+            model=model_of(self._config.model_config),
             attributes={"engine": "vllm", "model": str(self._config.model_config.model)},
             **{"target": "", **settings.agent},
         )
@@ -237,6 +252,15 @@ class Attachment:
     def _close(self) -> None:
         if self.side is not None:
             self.side.close()
+
+
+def model_of(model_config: Any) -> str:
+    """Return the hash of a model; "" if it cannot be known."""
+    try:
+        return model_hash(model_config.hf_config, getattr(model_config, "quantization", None))
+    except Exception:
+        _log.exception("routetrace: the model is not known")
+        return ""
 
 
 def _mark_compiled_code(vllm_config: Any, capturer: RoutingCapturer) -> None:

@@ -9,6 +9,8 @@
     routetrace.label.<name>
     routetrace.capture        false: the request is not captured
     routetrace.handoff        true: another engine continues this trace
+    routetrace.transfer_id    hand-over of KV, where the connector names none: with handoff the one
+                              by which its own goes, else the one by which it came
     routetrace.ttl_seconds    lease of the trace after its last change
 
 The default trace id is the user's request id: `X-Request-Id`, or the id given to
@@ -19,6 +21,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from routetrace.capture_agent.engines.request_options import (
@@ -27,6 +30,8 @@ from routetrace.capture_agent.engines.request_options import (
     parse_options,
     trace_id_option,
 )
+from routetrace.common.errors import InvalidArgument
+from routetrace.common.limits import check_id
 
 # vLLM turns a request id into "<id>-<8 hex digits>", and its n > 1 samples into "<i>_<that>".
 _RANDOM = re.compile(r"-[0-9a-f]{8}$")
@@ -37,9 +42,15 @@ _FIRST_PROMPT = re.compile(r"^(cmpl-.*)-0$")
 _COUNTER = re.compile(r"^\d+$")
 
 
-def options_of(
-    request_id: str, extra_args: Mapping[str, Any] | None, engine_id: str
-) -> RequestOptions:
+@dataclass(frozen=True)
+class Options(RequestOptions):
+    """Options of one request to vLLM."""
+
+    transfer_id: str | None = None
+    """Hand-over of its KV; None: as the connector names it."""
+
+
+def options_of(request_id: str, extra_args: Mapping[str, Any] | None, engine_id: str) -> Options:
     """Return the options of a request.
 
     Args:
@@ -62,7 +73,15 @@ def options_of(
     elif sample is not None:
         trace_id = f"{trace_id}/{sample}"
     labels = {} if sample is None else {"sample": str(sample)}
-    return parse_options(given, trace_id, labels, "docs/vllm.md")
+    transfer_id = given.pop("transfer_id", None)
+    if transfer_id is not None:
+        if not isinstance(transfer_id, str):
+            raise InvalidArgument(
+                field=f"{PREFIX}transfer_id", value=transfer_id, expected="a string"
+            )
+        check_id(f"{PREFIX}transfer_id", transfer_id)
+    options = parse_options(given, trace_id, labels, "docs/vllm.md")
+    return Options(**vars(options), transfer_id=transfer_id)
 
 
 def split_request_id(request_id: str) -> tuple[int | None, str | None]:

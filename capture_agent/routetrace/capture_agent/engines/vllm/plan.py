@@ -46,6 +46,10 @@ class Begin(_Message):
     """uint32, all its blocks."""
     prompt: bytes | None
     """uint32, for digests; None if token ids do not identify the model's input."""
+    transfer_id: str | None = None
+    """Hand-over that its external tokens came by; None: not known."""
+    nonce: int | None = None
+    """Names this request in handles; the same at all shards."""
 
 
 @dataclass(slots=True)
@@ -96,6 +100,8 @@ class Finish(_Message):
     reason: str
     tokens: bytes | None
     """uint32, prompt and output, for digests; None if unknown."""
+    transfer_id: str | None = None
+    """Hand-over by which another request takes its KV; None: none, or not known."""
 
 
 @dataclass(slots=True)

@@ -63,9 +63,15 @@ class Requests:
                 self._add_blocks(event, agent)
             case Begin():
                 self._begin(event, agent)
-            case Finish(lane, num_tokens, reason, tokens):
+            case Finish(lane, num_tokens, reason, tokens, transfer_id):
                 if (handle := self._handles[lane]) != NO_HANDLE:
-                    agent.finish(handle, num_tokens, reason=reason, token_ids=unpack_tokens(tokens))
+                    agent.finish(
+                        handle,
+                        num_tokens,
+                        reason=reason,
+                        token_ids=unpack_tokens(tokens),
+                        transfer_id=transfer_id,
+                    )
                 self._remove(lane)
             case Preempt(lane, num_computed_tokens):
                 if (handle := self._handles[lane]) != NO_HANDLE:
@@ -136,6 +142,8 @@ class Requests:
                 num_external_tokens=event.num_external_tokens,
                 block_ids=unpack_blocks(event.blocks),
                 prompt_token_ids=unpack_tokens(event.prompt),
+                transfer_id=event.transfer_id,
+                nonce=event.nonce,
             )
         except InvalidArgument as error:
             _log.error("routetrace: request %s is not captured: %s", event.request_id, error)

@@ -7,9 +7,12 @@ Both preemption protocols are detected: a resumed request is named in `resumed_r
 its blocks), or is scheduled as if it were new.
 """
 
+# Over 400 lines: one class, which follows one protocol of a scheduler.
+
 from __future__ import annotations
 
 import logging
+import secrets
 from array import array
 from collections import defaultdict, deque
 from collections.abc import Iterable, Mapping
@@ -20,9 +23,8 @@ from typing import Any
 
 import numpy as np
 
-from routetrace.capture_agent.engines.request_options import RequestOptions
 from routetrace.capture_agent.engines.vllm.inputs import Inputs
-from routetrace.capture_agent.engines.vllm.options import options_of
+from routetrace.capture_agent.engines.vllm.options import Options, options_of
 from routetrace.capture_agent.engines.vllm.plan import (
     AddBlocks,
     Begin,
@@ -37,7 +39,9 @@ from routetrace.capture_agent.engines.vllm.plan import (
     StepPlan,
     pack_blocks,
 )
+from routetrace.capture_agent.engines.vllm.transfers import Transfers, hands_over
 from routetrace.common.errors import InvalidArgument
+from routetrace.common.limits import MAX_NONCE
 
 _log = logging.getLogger(__name__)
 
@@ -52,8 +56,9 @@ _REASONS = {
 class _Request:
     request: Any  # None: unknown after `_start_over`
     lane: int
-    options: RequestOptions | None  # None: not captured
+    options: Options | None  # None: not captured
     prompt_len: int = 0  # as of its last input
+    nonce: int = 0
     preempted: bool = False
 
 
@@ -71,6 +76,7 @@ class Schedule:
             in a plan are upper bounds: a step is planned before the drafts of the last one are
             judged, as if all of them were accepted.
         inputs: of its requests, for digests.
+        transfers: of KV between engines.
     """
 
     def __init__(
@@ -81,12 +87,14 @@ class Schedule:
         *,
         drafts: bool,
         inputs: Inputs = Inputs(),  # noqa: B008 - frozen
+        transfers: Transfers = Transfers(),  # noqa: B008 - frozen
     ) -> None:
         self._run = run
         self._engine_id = engine_id
         self._group = group
         self._drafts = drafts
         self._inputs = inputs
+        self._transfers = transfers
         self._waiting: dict[str, tuple[Any, int]] = {}  # request, tokens in the local cache
         self._allocated: dict[str, Any] = {}  # blocks of waiting requests, since the last step
         self._requests: dict[str, _Request] = {}
@@ -245,8 +253,8 @@ class Schedule:
         """Note the end of a request.
 
         Returns:
-            The handle for its client: run, trace id and number of tokens; None if it was never
-            scheduled or not captured.
+            The handle for its client: run, trace id, number of tokens and nonce; None if it was
+            never scheduled or not captured.
         """
         self._waiting.pop(request.request_id, None)
         known = self._requests.pop(request.request_id, None)
@@ -257,18 +265,28 @@ class Schedule:
         self._take_input(known, request.num_computed_tokens)
         if self._end(known) < end:
             self._finished.append(Preempt(known.lane, self._end(known)))
-        options, tokens, reason = known.options, None, "abort"
+        options, tokens, reason, transfer_id = known.options, None, "abort", None
         if options is not None:
             with suppress(Exception):  # without tokens no other request can be joined to this one
                 tokens = self._inputs.tokens_of(request, request.all_token_ids)
             reason = _REASONS.get(request.status.name, reason)
+            if reason != "abort":  # else no connector keeps the KV
+                transfer_id = self._transfers.sent(request)
+                reason = "handoff" if hands_over(request) else reason
             reason = "handoff" if options.handoff else reason
+            if reason == "handoff":
+                transfer_id = options.transfer_id or transfer_id
         # Events keep their order, so that the lane is reused only after this one.
-        self._finished.append(Finish(known.lane, request.num_tokens, reason, tokens))
+        self._finished.append(Finish(known.lane, request.num_tokens, reason, tokens, transfer_id))
         self._free.append(known.lane)
         if options is None:
             return None
-        return {"run": self._run, "trace_id": options.trace_id, "num_tokens": request.num_tokens}
+        return {
+            "run": self._run,
+            "trace_id": options.trace_id,
+            "num_tokens": request.num_tokens,
+            "nonce": known.nonce,
+        }
 
     def finish_all(self, request_ids: Iterable[str]) -> None:
         """Note the ends of requests by id."""
@@ -295,7 +313,7 @@ class Schedule:
         request, num_local = self._waiting.pop(data.req_id)
         lane = self._free.pop() if self._free else len(self._requests)
         params = data.sampling_params
-        options: RequestOptions | None = None
+        options: Options | None = None
         try:
             extra_args = params.extra_args if params is not None else None
             options = options_of(data.req_id, extra_args, self._engine_id)
@@ -303,13 +321,20 @@ class Schedule:
             _log.error("routetrace: request %s is not captured: %s", data.req_id, error)
         kept = options if options is not None and options.capture else None
         computed = data.num_computed_tokens
-        known = _Request(request, lane, kept, request.num_prompt_tokens)
+        nonce = secrets.randbelow(MAX_NONCE - 1) + 1
+        known = _Request(request, lane, kept, request.num_prompt_tokens, nonce)
         self._requests[data.req_id] = known
         self._set_end(known, computed)
         blocks = self._blocks(data.block_ids)
         if kept is None:
             events.append(Ignore(lane, data.req_id, min(computed, num_local), blocks))
             return
+        external = max(0, computed - num_local)
+        transfer_id = None
+        if external:
+            # That of a request which hands over is for its own KV.
+            given = None if kept.handoff or hands_over(request) else kept.transfer_id
+            transfer_id = given or self._transfers.received(request)
         events.append(
             Begin(
                 lane,
@@ -319,9 +344,11 @@ class Schedule:
                 labels={**kept.labels, **self._inputs.labels_of(request)},
                 ttl_seconds=kept.ttl_seconds,
                 num_computed_tokens=computed,
-                num_external_tokens=max(0, computed - num_local),
+                num_external_tokens=external,
                 blocks=blocks,
                 prompt=self._inputs.tokens_of(request, request.prompt_token_ids),
+                transfer_id=transfer_id,
+                nonce=nonce,
             )
         )
 

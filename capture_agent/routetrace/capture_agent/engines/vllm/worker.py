@@ -27,6 +27,8 @@ from routetrace.capture_agent.engines.courier import Courier
 from routetrace.capture_agent.engines.vllm.plan import Event, StartOver, StepPlan
 from routetrace.capture_agent.engines.vllm.positions import first_positions, to_host
 from routetrace.capture_agent.engines.vllm.requests import NO_HANDLE, Ints, Requests
+from routetrace.capture_agent.engines.vllm.weights import Weights
+from routetrace.capture_agent.step_path.checks import version_of
 
 _log = logging.getLogger(__name__)
 
@@ -46,6 +48,7 @@ class _Step:
     rows: PendingRows | None  # None: no rows, or none that can be read
     positions: Ints | None  # of each row, where the plan could not know them
     paused: bool
+    version: int | None  # of the weights
 
 
 @dataclass(slots=True)
@@ -56,6 +59,7 @@ class _Pass:
     spans: Ints  # [m, 3]: handle, first position or its upper bound, number of rows
     positions: Ints | None  # of each row, where the plan could not know them
     paused: bool  # when the pass was launched
+    version: int | None  # of the weights that computed it
 
 
 class WorkerSide:
@@ -69,6 +73,7 @@ class WorkerSide:
         config: of the agent; None on ranks that do not send.
         late_events: takes ends of requests that no plan holds yet, where the scheduler lives in
             this process.
+        weights: of the worker.
     """
 
     def __init__(
@@ -76,15 +81,18 @@ class WorkerSide:
         capturer: RoutingCapturer,
         config: AgentConfig | None,
         late_events: Callable[[], list[Event]] | None = None,
+        weights: Weights | None = None,
     ) -> None:
         self.faults = 0
+        self._weights = weights or Weights()
+        self._warned = False  # of a version that nobody told
         self._capturer = capturer
         self._config = config
         self._late_events = late_events
         self._agent = CaptureAgent(config, own_thread=True) if config else None
         self._requests = Requests()
         self._paused = False
-        self._version = 0
+        self._version: int | None = None  # that the agent has; unknown at first
         self._pending: _Pass | None = None
         self._unread = False  # whether the pass under way cannot be read
         self._ended = config is None  # whether no step is taken any more
@@ -138,13 +146,17 @@ class WorkerSide:
     ) -> _Step:
         """Start the copies of a step, and note what later steps change."""
         unread, self._unread = self._unread, False
+        weights = self._weights
+        version, paused = weights.version, self._paused or weights.torn
         if not (num_tokens := plan.num_tokens):
-            return _Step(plan, (), None, None, self._paused)
+            return _Step(plan, (), None, None, paused, version)
+        if not self._warned and weights.untold and not weights.torn:
+            self._warn()
         # Before the snapshot, whose rows arrive after all that was enqueued before them. Without
         # one no event says that the copy has arrived: it is waited for.
         fed = None if positions is None else to_host(positions[:num_tokens], wait=unread)
         rows = None if unread else self._capturer.snapshot(num_tokens)
-        return _Step(plan, list(batch()), rows, fed, self._paused)
+        return _Step(plan, list(batch()), rows, fed, paused, version)
 
     def _take(self, step: _Step) -> None:
         """Deliver the rows of the last step; report the events of this one."""
@@ -159,7 +171,7 @@ class WorkerSide:
             if step.rows is None:
                 self._skip(spans, step.positions)
                 return
-            self._pending = _Pass(step.rows, spans, step.positions, step.paused)
+            self._pending = _Pass(step.rows, spans, step.positions, step.paused, step.version)
             if self._capturer.device.type == "cpu":
                 self._deliver()
         except Exception:
@@ -184,9 +196,24 @@ class WorkerSide:
             else:
                 rows, table = rows[np.repeat(kept, spans[:, 2])], spans[kept]
             if len(table):
+                if done.version != self._version:
+                    agent.set_weight_version(done.version)
+                    self._version = done.version
                 agent.step(rows, table)
 
         done.rows.hand_to(take)
+
+    def _warn(self) -> None:
+        """Say once that the weights have changed, and that nobody has told their version."""
+        self._warned = True
+        if self._config is not None and self._config.shard in ("", "pp0"):
+            _log.warning(
+                "routetrace: the weights of engine %r have changed, and nobody told their version "
+                "as a number: it is unknown, and their rows never stand in for others; after each "
+                "update call finish_weight_update(weight_version='7'), set_weight_version('7') or "
+                "collective_rpc('routetrace_set_weight_version', args=(7,)): docs/vllm.md",
+                self._config.engine_id,
+            )
 
     def _skip(self, spans: Ints, positions: Ints | None) -> None:
         """Report the rows of a pass as missing."""
@@ -228,21 +255,21 @@ class WorkerSide:
 
     # ------------------------------------------------------------------ control
 
-    def set_weight_version(self, version: int) -> None:
+    def set_weight_version(self, version: int | None) -> None:
         """Set the version of the weights that compute later steps.
 
+        Args:
+            version: number that the trainer gave; None: the weights have changed, and nobody told
+                their version.
+
         Raises:
-            InvalidArgument: if it is not a signed 64-bit number.
+            InvalidArgument: if it is not a signed 64-bit number above -2**63.
         """
-        with self._lock:
-            self._take_all()
-            try:
-                self._deliver()
-            except Exception:
-                self._fault([])
-            if self._agent is not None:
-                self._agent.set_weight_version(version)
-                self._version = version
+        version_of(version)
+        if version is None:
+            self._weights.change()
+        else:
+            self._weights.tell(version)
 
     def pause(self) -> None:
         """Drop the rows of later steps: they are missing as not captured."""
@@ -319,4 +346,4 @@ class WorkerSide:
                 self._ended = True
                 _log.exception("routetrace: capture has ended in this worker: no new agent")
             else:
-                self._agent.set_weight_version(self._version)
+                self._version = None
