@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from routetrace.capture_agent.engines.request_options import RequestOptions
+from routetrace.capture_agent.engines.sglang import capture as captures
 from routetrace.capture_agent.engines.sglang import plugin, seams, tap
 from routetrace.capture_agent.engines.sglang import probe as probes
 from routetrace.capture_agent.engines.sglang.options import options_of
@@ -17,7 +18,8 @@ from routetrace.capture_agent.engines.sglang.settings import refuse_unsupported,
 from routetrace.capture_agent.engines.sglang.timeline import Timeline
 from routetrace.common.errors import InvalidArgument
 from routetrace.common.layout import ModelLayout
-from support.sglang_capture import Agent, Request, capturing, req_of
+from routetrace.common.model_hash import model_hash
+from support.sglang_capture import Agent, Passes, Request, capturing, req_of
 
 # ---------------------------------------------------------------------- settings
 
@@ -43,6 +45,7 @@ def test_a_target_turns_it_on():
         ("{", "ROUTETRACE_SGLANG"),
         ('{"target": "h:1", "layout": 3}', "layout"),
         ('{"target": "h:1", "no_such": 3}', "no_such"),
+        ('{"target": "h:1", "model": "0123456789abcdef"}', "model"),
         ('{"linger_seconds": 3}', "ROUTETRACE_TARGET"),
         ('{"target": "h:1", "probe": 1}', "probe"),
     ],
@@ -108,6 +111,59 @@ def test_a_model_runner_without_a_capturer_is_refused(monkeypatch):
 
 
 # ---------------------------------------------------------------------- options
+
+
+def test_the_model_of_an_engine():
+    config = {"hidden_size": 8, "_name_or_path": "/node-1/step-7"}
+    model = plugin._model(SimpleNamespace(hf_config=config, quantization="fp8"))
+    assert model == model_hash({"hidden_size": 8}, "fp8")
+    assert model != model_hash(config)
+    assert plugin._model(SimpleNamespace(hf_config=config)) == model_hash(config)
+
+
+def test_a_configuration_without_a_hash_is_no_reason_to_stop(caplog):
+    assert plugin._model(SimpleNamespace(hf_config=None)) == ""
+    assert "no hash" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("given", "version", "keeps"),
+    [
+        ({"weight_version": "default"}, None, True),
+        ({"weight_version": "7"}, 7, True),
+        ({"enable_memory_saver": True}, None, False),
+        ({"enable_memory_saver": True, "enable_weights_cpu_backup": True}, None, True),
+    ],
+)
+def test_an_engine_tells_its_model_and_the_version_that_it_was_started_with(
+    monkeypatch, given, version, keeps
+):
+    parallel = SimpleNamespace(attn_tp_rank=0, attn_dp_size=1)
+    module = SimpleNamespace(get_parallel=lambda: parallel)
+    monkeypatch.setitem(sys.modules, "sglang.srt.runtime_context", module)
+    monkeypatch.setattr(tap, "Tap", lambda *_: Passes())
+    configs = []
+    monkeypatch.setattr(captures, "CaptureAgent", lambda config, **_: configs.append(config))
+    for name in ("_capture", "_tapped", "_attached", "_keeps_weights"):
+        monkeypatch.setattr(plugin, name, None)
+    facts = {"num_hidden_layers": 3, "num_experts": 16, "num_experts_per_tok": 2}
+    config = {"model_type": "qwen3_moe", "decoder_sparse_step": 1, "mlp_only_layers": [1], **facts}
+    args = {"model_path": "m", "kv_cache_dtype": "auto", **given}
+    runner = SimpleNamespace(
+        is_draft_worker=False,
+        server_args=SimpleNamespace(**args),
+        model_config=SimpleNamespace(hf_config=config, quantization="fp8", dtype="bfloat16"),
+        page_size=4,
+        max_token_pool_size=64,
+    )
+    settings = settings_of({"ROUTETRACE_SGLANG": '{"target": "h:1", "engine_id": "e"}'})
+    assert settings is not None
+    plugin._attach(runner, settings)
+    (told,) = configs
+    assert told.model == model_hash(config, "fp8")
+    assert plugin._capture.weights.version == version
+    assert plugin._keeps_weights is keeps
+    plugin._capture.close()
 
 
 def test_options():
@@ -525,7 +581,8 @@ def test_rows_under_weights_that_nobody_knows_do_not_count(
         "step",
     ]
     versions = [call[1] for call in told if call[0] == "set_weight_version"]
-    assert versions == ([0, 7, 8] if known else [0, 1])
+    assert versions == ([None, 7, None] if known else [None, None])
+    assert caplog.text.count("'e' changed, and their version is unknown") == 1
 
 
 def test_a_request_that_ends_has_the_handle_of_its_trace(scheduler, monkeypatch):
@@ -538,11 +595,40 @@ def test_a_request_that_ends_has_the_handle_of_its_trace(scheduler, monkeypatch)
     assert plugin._answered({}, None, reqs) is None
     for req in (named, left_out, reqs[3]):
         req.finished_reason, req.output_ids_through_stop = "stop", [5, 6, 7]
-    handle = {"run": "default", "trace_id": "t", "num_tokens": 7}
     info = plugin._answered({"other": [0] * 4}, None, reqs)
+    assert info is not None
+    handle = info["routetrace"][0][0]
+    assert 0 < handle["nonce"] < 1 << 53
+    assert handle == {"run": "default", "trace_id": "t", "num_tokens": 7, "nonce": handle["nonce"]}
     assert info == {"other": [0] * 4, "routetrace": [[handle], [], [], []]}
+    assert plugin._answered({}, None, [named]) == {"routetrace": [[handle]]}
     scheduler.capture.ended(named)
     assert plugin._answered({}, None, [named]) == {"routetrace": [[]]}
+
+
+def test_the_nonce_of_a_handle_is_that_of_the_begin(scheduler, monkeypatch):
+    """Also where a trace id is used again, and where the request is retracted in between."""
+    begun, begin = [], Agent.begin
+
+    def noted(self, request_id, **facts):
+        begun.append(facts["nonce"])
+        return begin(self, request_id, **facts)
+
+    monkeypatch.setattr(Agent, "begin", noted)
+    answered = []
+    for _ in range(3):
+        a = req_of("a", 4)
+        scheduler.launch((a, 0, 4), slots=[4, 5, 6, 7]).finalize()
+        a.output_ids = [9]
+        scheduler.capture.retracted(a)
+        scheduler.launch((a, 0, 5), slots=[8, 9, 10, 11, 12]).finalize()
+        a.finished_reason = "stop"
+        (handle,) = scheduler.capture.handles(a)
+        answered.append(handle["nonce"])
+        scheduler.capture.answered([a])
+    scheduler.capture.flush(0)
+    assert begun == answered
+    assert len(set(begun)) == 3
 
 
 def test_events_follow_the_passes_that_were_launched_before_them(scheduler):

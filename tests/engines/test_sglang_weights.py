@@ -1,4 +1,6 @@
-"""A known version of SGLang's weights is that of weights which are all of one generation.
+"""A known version of SGLang's weights is a number that a trainer gave to weights of one generation.
+
+Weights that are not torn are all of one generation, with or without a version.
 
 A simulated updater has weights in parts, each with the generation that it is of; calls on it fail
 at any part, raise, are refused, or cannot flush the cache, as those of SGLang do. Trainers end a
@@ -126,30 +128,35 @@ OPERATIONS = ("from_disk", "begin", "part", "part", "part", "part", "peers", "en
 
 @pytest.mark.parametrize("deferred", [False, True])
 @pytest.mark.parametrize("numbered", [False, True])
-def test_a_known_version_is_that_of_whole_weights(monkeypatch, numbered, deferred):
-    known = 0
+def test_weights_that_are_not_torn_are_whole_and_their_version_is_told(
+    monkeypatch, numbered, deferred
+):
+    whole = 0
     for seed in range(200):
         rng, weights = random.Random(seed), Weights()
         monkeypatch.setattr(plugin, "_capture", SimpleNamespace(weights=weights))
         updater = Updater(rng, numbered, deferred)
-        named: dict[int, int] = {}
         for _ in range(60):
             getattr(updater, rng.choice(OPERATIONS))()
-            if (version := weights.version) is None:
+            if weights.torn:
+                assert weights.version is None
                 continue
-            known += 1
+            whole += 1
             (generation,) = set(updater.parts)
             assert generation >= 0
-            assert named.setdefault(version, generation) == generation
-            assert not numbered or version == generation
-    assert known > 500
+            # The weights that SGLang starts with have no version either.
+            assert weights.version == (generation if numbered and generation else None)
+    assert whole > 500
 
 
-@pytest.mark.parametrize("numbered", [False, True])
-def test_whole_updates_make_the_version_known(monkeypatch, numbered):
+@pytest.mark.parametrize("version", [None, "4", "default"])
+def test_whole_updates_mend_torn_weights(monkeypatch, version):
     weights = Weights()
     monkeypatch.setattr(plugin, "_capture", SimpleNamespace(weights=weights))
-    version = "4" if numbered else None
+    told = 4 if version == "4" else None
+
+    def states():
+        return weights.torn, weights.version
 
     def update(success, whole):
         result = SimpleNamespace(success=success)
@@ -163,37 +170,115 @@ def test_whole_updates_make_the_version_known(monkeypatch, numbered):
         plugin._session_ended(SimpleNamespace(success=end), None, SimpleNamespace(abort=abort))
 
     update(False, whole=True)
-    assert weights.version is None
+    assert states() == (True, None)
     update(True, whole=False)  # a part proves nothing of the others
-    assert weights.version is None
+    assert states() == (True, None)
     update(True, whole=True)
-    assert weights.version == (4 if numbered else 2)
+    assert states() == (False, told)
     session(True, True, True)  # one update
-    assert weights.version == (4 if numbered else 3)
+    assert states() == (False, told)
     session(False, True, True)
-    assert weights.version is None
+    assert states() == (True, None)
     session(True)
-    known = weights.version
-    assert known == 4
+    assert states() == (False, told)
     session(True, abort=True)
-    assert weights.version is None
-    session()  # others wrote them
-    assert weights.version == known + 1
+    assert states() == (True, None)
+    session()  # others wrote them, and named no version
+    assert states() == (False, None)
     session(True, end=False)
-    assert weights.version is None
+    assert states() == (True, None)
     update(True, whole=True)
-    assert weights.version == (4 if numbered else known + 2)
+    assert states() == (False, told)
 
 
-@pytest.mark.parametrize("version", ["--1", "²", "1" * 5000, "9" * 19, "v3", "", " 5", 1.5, None])
-def test_a_version_that_is_no_number_is_counted(version):
+def test_the_last_number_that_a_part_of_a_session_was_given_is_that_of_its_end():
     weights = Weights()
+    weights.begin_session()
+    weights.report("6")
+    weights.report("7")
+    weights.report(None)
+    weights.end_session(success=True)
+    assert weights.version == 7
+
+
+NO_NUMBERS = ["--1", "²", "1" * 5000, "9" * 19, "v3", "", " 5", 1.5, None, str(-(1 << 63))]
+
+
+@pytest.mark.parametrize("version", NO_NUMBERS)
+def test_an_update_whose_version_is_no_number_makes_it_unknown(version):
+    """It is not counted: the next number may be that of other weights on another engine."""
+    weights = Weights(version="3")
+    assert weights.version == 3
     weights.report(version)
-    assert weights.version == 1
+    assert not weights.torn
+    assert weights.version is None
+    weights.report("4")
+    assert weights.version == 4
 
 
-@pytest.mark.parametrize("version", ["-9223372036854775808", "9223372036854775807", "0012", 7])
+@pytest.mark.parametrize("version", ["-9223372036854775807", "9223372036854775807", "0012", 7])
 def test_a_version_that_is_a_number_is_taken(version):
     weights = Weights()
     weights.report(version)
     assert weights.version == int(version)
+
+
+@pytest.mark.parametrize(("given", "known"), [("default", None), (None, None), ("12", 12)])
+def test_the_first_version_is_what_the_server_was_started_with(given, known, caplog):
+    weights = Weights("e", given)
+    weights.check_told()
+    assert weights.version == known
+    assert not caplog.records  # nothing has changed
+
+
+def test_one_warning_names_the_engine_whose_new_weights_have_no_version(caplog):
+    weights = Weights("rollout-3")
+    for _ in range(3):
+        weights.begin_session()
+        weights.report(None)
+        weights.check_told()
+        weights.end_session(success=True)
+        weights.check_told()
+    (record,) = caplog.records
+    assert "'rollout-3'" in record.getMessage()
+    assert "give `weight_version`, a 64-bit integer, in the update request" in record.getMessage()
+
+
+def test_a_version_that_comes_before_the_next_pass_needs_no_warning(caplog):
+    weights = Weights()
+    weights.report(None)
+    weights.rename("7")
+    weights.check_told()
+    assert not caplog.records
+
+
+@pytest.mark.parametrize(
+    ("tags", "keeps", "known"),
+    [
+        (None, False, None),
+        ([], False, None),
+        (["weights"], False, None),
+        (["kv_cache"], False, 3),
+        (None, True, 3),
+    ],
+)
+def test_weights_whose_memory_was_given_back_without_a_copy_have_no_version(
+    monkeypatch, tags, keeps, known
+):
+    weights = Weights(version=3)
+    monkeypatch.setattr(plugin, "_capture", SimpleNamespace(weights=weights))
+    monkeypatch.setattr(plugin, "_keeps_weights", keeps)
+    plugin._released(None, None, SimpleNamespace(tags=tags))
+    assert weights.version == known
+    assert not weights.torn
+    weights.report("4")
+    assert weights.version == 4
+
+
+def test_a_session_whose_parts_are_lost_has_no_version():
+    weights = Weights()
+    weights.begin_session()
+    weights.report("4")
+    weights.lose()
+    weights.end_session(success=True)
+    assert weights.version is None

@@ -153,7 +153,7 @@ def test_through_a_real_server() -> None:
                 rows = reforward(model, layout, expected)
                 np.testing.assert_array_equal(trace.topk_ids, rows, err_msg=request_id)
                 provenance |= {how for _, _, how in trace.provenance}
-    assert provenance == {"forward", "cached"}
+    assert provenance == {"forward", "slot"}
 
 
 @pytest.mark.parametrize(

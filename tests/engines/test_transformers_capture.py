@@ -7,6 +7,8 @@ nothing of how the sequence came to be, so that a row at a wrong position cannot
 
 from __future__ import annotations
 
+from enum import Enum
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,10 +21,15 @@ from transformers import (
 )
 
 from routetrace.capture_agent import AgentConfig, CaptureAgent
-from routetrace.capture_agent.engines.transformers import TransformersCapture, generate
+from routetrace.capture_agent.engines.transformers import (
+    TransformersCapture,
+    generate,
+    model_of,
+)
 from routetrace.client import RouteClient
 from routetrace.common.errors import InvalidArgument
 from routetrace.common.layout import ModelLayout
+from routetrace.common.model_hash import model_hash
 from routetrace.server.testing import run_server
 from support.models.routing_truth import RecordingAgent, Truth, assert_no_hooks, padded, reforward
 from support.models.tiny_models import EOS, FAMILIES, PAD, paging, tiny_model
@@ -125,6 +132,59 @@ def test_several_samples_per_prompt() -> None:
     assert agent.weight_version == 7
     assert len({tuple(agent.requests[i].tokens) for i in ids}) > len(IDS)
     assert_bit_for_bit(agent, truth, ids, padded(PROMPTS)[1].repeat_interleave(3, dim=0))
+
+
+def test_a_version_is_what_was_told_last_and_unknown_before() -> None:
+    model, layout = tiny_model("qwen3_moe")
+    input_ids, mask = padded(PROMPTS[:1])
+    given: dict[str, Any] = {"max_new_tokens": 3, "do_sample": False}
+    with run_server() as server:
+        config = AgentConfig(
+            target=server.target,
+            engine_id="e",
+            layout=layout,
+            background="thread",
+            model=model_of(model),
+        )
+        with CaptureAgent(config) as agent:
+            capture = TransformersCapture(model, agent, layout=layout)
+            capture.generate(input_ids, mask, request_ids=["a"], **given)
+            capture.generate(input_ids, mask, request_ids=["b"], weight_version=7, **given)
+            capture.generate(input_ids, mask, request_ids=["c"], **given)
+            agent.set_weight_version(None)  # new weights without a number
+            capture.generate(input_ids, mask, request_ids=["d"], **given)
+            assert agent.flush(20)
+        with RouteClient(server.target) as client:
+            spans = [client.get(i, wait_for="end", timeout=20).weight_versions for i in "abcd"]
+    versions = [{span.weight_version for span in each} for each in spans]
+    assert versions == [{None}, {7}, {7}, {None}]
+
+
+def test_the_model_of_an_agent_is_its_configuration_and_quantization() -> None:
+    model, _ = tiny_model("qwen3_moe")
+    same, _ = tiny_model("qwen3_moe")
+    same.config._name_or_path = "/node-1/step-7"
+    assert model_of(same) == model_of(model) == model_hash(model.config)
+    assert model_of(tiny_model("mixtral")[0]) != model_of(model)
+    for config in ({"quant_method": "fp8"}, SimpleNamespace(quant_method=Method.FP8)):
+        quantized = SimpleNamespace(config=Quantized(config))
+        assert model_of(quantized) == model_hash({"hidden_size": 8}, "fp8")
+
+
+class Method(Enum):
+    """As the library's `QuantizationMethod`."""
+
+    FP8 = "fp8"
+
+
+class Quantized:
+    """A configuration with a quantization, which is not among its facts."""
+
+    def __init__(self, quantization_config: object) -> None:
+        self.quantization_config = quantization_config
+
+    def to_dict(self) -> dict[str, int]:
+        return {"hidden_size": 8}
 
 
 @pytest.mark.parametrize(

@@ -288,7 +288,7 @@ class Run:
         scheduler.process_input_requests([io_struct.ContinueGenerationReqInput()])
 
     def _update_in_session(self, io_struct: Any, updater: Any) -> None:
-        """Change the weights between SGLang's begin and end of a session; no version is given."""
+        """Change the weights between SGLang's begin and end of a session, as version 1."""
         # SGLang's own serializer shares memory of CUDA devices alone.
         updater.tp_worker.deserialize_own_rank = lambda payload: torch.load(BytesIO(payload[0]))
         assert updater.begin_weight_update(io_struct.BeginWeightUpdateReqInput()).success
@@ -302,10 +302,14 @@ class Run:
             for part in (changed[::2], changed[1::2]):
                 torch.save(part, payload := BytesIO())
                 request = io_struct.UpdateWeightsFromTensorReqInput(
-                    serialized_named_tensors=[payload.getvalue()], flush_cache=False
+                    serialized_named_tensors=[payload.getvalue()],
+                    flush_cache=False,
+                    weight_version="1",
                 )
                 done = updater.update_weights_from_tensor(request)
                 assert done.success, done.message
+        else:
+            self._rename(io_struct, "1")
         assert updater.end_weight_update(io_struct.EndWeightUpdateReqInput()).success
 
     def _rename(self, io_struct: Any, version: str) -> None:
@@ -385,12 +389,19 @@ class Served:
         self.faults = [
             f"{rid}: handles {answer.handles}"
             for rid, answer in answers.items()
-            if answer.handles != _handles(rid, answer)
+            if not _are_handles(answer.handles, _handles(rid, answer))
         ]
 
 
+def _are_handles(found: list[dict[str, Any]], expected: list[dict[str, Any]]) -> bool:
+    """Whether handles are as expected, and each has a nonce."""
+    named = [dict(handle) for handle in found]
+    nonces = [handle.pop("nonce", None) for handle in named]
+    return named == expected and all(isinstance(n, int) and 0 < n < 1 << 53 for n in nonces)
+
+
 def _handles(rid: str, answer: Answer) -> list[dict[str, Any]]:
-    """Return the handles that an answer must have."""
+    """Return the handles that an answer must have, but for their nonces."""
     if seams.found(seams.ANSWERS) is None:  # 0.5.15
         return []
     return [{"run": "tiny", "trace_id": rid, "num_tokens": len(answer.tokens)}]
@@ -442,7 +453,7 @@ def play(scenario: Scenario, seed: int, num_rows: int) -> dict[str, Any]:
                     fate[name] += counted
                 if found and rid in run.kept:
                     at = run.kept[rid]
-                    if found != ((0, at, 0), (at, len(tokens) - 1, 1)):
+                    if found != ((0, at, None), (at, len(tokens) - 1, 1)):
                         faults.append(f"{rid}: weights {found}, but they changed at row {at}")
     counts.update(run.counts)
     if len(engines) != scenario.engines:
@@ -533,7 +544,7 @@ def _compare(
     missing: Counter[str],
     faults: list[str],
     fate: dict[str, Counter[str]],
-) -> tuple[tuple[int, int, int], ...] | None:
+) -> tuple[tuple[int, int, int | None], ...] | None:
     """Compare a trace; return its weight versions, or None if it cannot be compared."""
     try:
         options = ReadOptions(missing="mask", wait_for="end", timeout=30)

@@ -120,8 +120,9 @@ def compare(tally: Tally, rows: Rows, life: Life, trace: Trace) -> None:
     for missing in trace.missing:
         reasons[missing.start : missing.stop] = [missing.reason] * (missing.stop - missing.start)
     versions = np.full(num_rows, -1)
+    # Nobody gives a version to the weights that the model starts with, which it calls 0.
     for start, stop, version in trace.weight_versions:
-        versions[start:stop] = version
+        versions[start:stop] = {None: 0, 0: -1}.get(version, version)
     valid = trace.valid.all(axis=1)
     partly = trace.valid.any(axis=1) & ~valid
     if partly.any():

@@ -19,7 +19,12 @@ from routetrace.capture_agent.agent import CaptureAgent
 from routetrace.capture_agent.config import AgentConfig
 from routetrace.capture_agent.engines.courier import Courier
 from routetrace.capture_agent.engines.request_options import RequestOptions
-from routetrace.capture_agent.engines.sglang.disaggregation import Role, is_synthetic
+from routetrace.capture_agent.engines.sglang.disaggregation import (
+    Role,
+    is_synthetic,
+    note_arrival,
+    transfer_id,
+)
 from routetrace.capture_agent.engines.sglang.options import options_of
 from routetrace.capture_agent.engines.sglang.requests import Deliveries, Plan, Requests
 from routetrace.capture_agent.engines.sglang.speculation import (
@@ -52,6 +57,7 @@ class Capture:
         config: of the agent.
         labels: of all requests.
         role: of the engine.
+        weight_version: version that SGLang was started with.
     """
 
     def __init__(
@@ -60,6 +66,7 @@ class Capture:
         config: AgentConfig,
         labels: Mapping[str, str] | None = None,
         role: Role = Role.WHOLE,
+        weight_version: object = None,
     ) -> None:
         self.faults = 0
         self._config = config
@@ -72,7 +79,7 @@ class Capture:
         self._loaded: list[torch.Tensor] = []
         self._plans: dict[int, tuple[Plan, bool]] = {}  # by id of their rows
         self._latest: PassRows | None = None
-        self.weights = Weights()
+        self.weights = Weights(config.engine_id, weight_version)
         # Of the other one.
         self._agent: CaptureAgent | None = CaptureAgent(config, own_thread=True)
         self._deliveries = Deliveries(config.block_size, free, labels)
@@ -98,7 +105,10 @@ class Capture:
         if batch is None or self._ended or forward_batch.forward_mode.is_idle():
             return native
         try:
-            plan = self._requests.plan(batch.reqs, *_spans(batch), self.weights.version)
+            weights = self.weights
+            weights.check_told()
+            spans = _spans(batch)
+            plan = self._requests.plan(batch.reqs, *spans, weights.version, weights.torn)
             indexes = [_prefixes(batch, plan)] if any(s.num_computed for s in plan.starts) else []
             loaded, self._loaded = self._loaded, []
             if loaded:
@@ -154,7 +164,7 @@ class Capture:
             self._check(rows)
         if loaded:
             agent.mark_external(np.unique(indexes.pop() // self._config.block_size).tolist())
-        if plan.version is not None:
+        if not plan.torn:
             agent.set_weight_version(plan.version)
         prefixes = indexes[0] if indexes else np.empty(0, np.int64)
         self._deliveries.deliver(plan, rows, slots, prefixes, agent)
@@ -186,7 +196,9 @@ class Capture:
             self.ended(req)
 
     def handles(self, req: Any) -> list[dict[str, Any]]:
-        """Return the handle of the trace of a request that ends: run, trace id, number of tokens.
+        """Return the handle of the trace of a request that ends.
+
+        It has the run, the trace id, the number of tokens, and the nonce of the request's begin.
 
         Returns:
             A list of one; none if the request goes on, was in no pass, or is not captured.
@@ -195,14 +207,16 @@ class Capture:
             if req.finished_reason is None or self._ended:
                 return []
             self._enter(req)
-            options = self._requests.options(req)
-            if options is None:
+            live = self._requests.live(req)
+            if live is None or live.options is None:
                 return []
             num_tokens = len(req.origin_input_ids) + len(req.output_ids_through_stop)
+            trace_id, nonce = live.options.trace_id, live.nonce
         except Exception:  # the answer goes without it
             _log.exception("routetrace: no handle of the trace of a request")
             return []
-        return [{"run": self._config.run, "trace_id": options.trace_id, "num_tokens": num_tokens}]
+        handle = {"run": self._config.run, "trace_id": trace_id, "num_tokens": num_tokens}
+        return [{**handle, "nonce": nonce}]
 
     def ended(self, req: Any, reason: str = "") -> None:
         """Note that a request has ended; `reason` if SGLang has not set its own."""
@@ -223,6 +237,8 @@ class Capture:
         handed_over = why == "stop" and live.options is not None and live.options.handoff
         if handed_over or (self._role is Role.PREFILL and why != "abort"):
             why = "handoff"
+        if self._role is Role.PREFILL and why == "handoff":
+            live.sent_as = transfer_id(req)
         self._timeline.add(lambda: self._deliveries.report_end(live, tokens, why, self._in_use))
 
     def retracted(self, req: Any) -> None:
@@ -248,6 +264,15 @@ class Capture:
     def loaded(self, slots: torch.Tensor) -> None:
         """Note that KV from elsewhere is written to slots before the next pass."""
         self._note(lambda: self._loaded.append(slots.reshape(-1).to(torch.int64)))
+
+    def arrives(self, req: Any, num_cached: int) -> None:
+        """Note that KV of a prefill engine is written to new slots of a request.
+
+        Args:
+            req: the request.
+            num_cached: its leading tokens that this engine has in its own cache.
+        """
+        self._note(lambda: note_arrival(req, num_cached))
 
     def close(self) -> None:
         """Send the rest, and end."""

@@ -25,6 +25,7 @@ from routetrace.capture_agent.engines.sglang.settings import (
 )
 from routetrace.common.errors import InvalidArgument, RouteTraceError
 from routetrace.common.layout import ModelLayout
+from routetrace.common.model_hash import model_hash
 
 _log = logging.getLogger(__name__)
 
@@ -32,6 +33,8 @@ _log = logging.getLogger(__name__)
 _capture: Any = None
 _tapped: tuple[Any, Any] | None = None
 _attached = False
+# Whether the weights outlive the release of their memory.
+_keeps_weights = False
 
 
 def register() -> None:
@@ -74,6 +77,7 @@ def register() -> None:
             (seams.BEGUN, _session_begun),
             (seams.ENDED, _session_ended),
             (seams.RENAMED, _renamed),
+            (seams.RELEASED, _released),
         )
         if seams.found(name) is not None
     ]
@@ -97,7 +101,7 @@ def register() -> None:
 
 def _attach(runner: Any, settings: Settings) -> None:
     """Capture from a model runner, before its CUDA graphs are recorded."""
-    global _capture, _tapped, _attached  # noqa: PLW0603
+    global _capture, _tapped, _attached, _keeps_weights  # noqa: PLW0603
     if runner.is_draft_worker:
         return
     _attached = True
@@ -119,7 +123,8 @@ def _attach(runner: Any, settings: Settings) -> None:
         hook_verifications(algorithm, current)
     role = Role.of(runner.server_args)
     if role is Role.DECODE:
-        hook_transfers(current)
+        backend = getattr(runner.server_args, "disaggregation_transfer_backend", None)
+        hook_transfers(current, backend != "fake")
     layout = ModelLayout.from_config(runner.model_config.hf_config)
     tap = Tap(runner, layout, num_drafts)  # on every rank: DeepEP gathers ids from all
     _tapped = runner, tap
@@ -134,12 +139,26 @@ def _attach(runner: Any, settings: Settings) -> None:
         block_size=page,
         num_blocks=int(runner.max_token_pool_size) // page + 2,  # one is padding
         attributes={"engine": "sglang", "model": str(runner.server_args.model_path)},
+        model=_model(runner.model_config),
         **{"target": "", **settings.agent},
     )
     args = runner.server_args
     labels = kv_cache_labels(str(args.kv_cache_dtype), str(runner.model_config.dtype))
-    _capture = Capture(tap, config, labels, role)
+    # Without a memory saver SGLang gives nothing back.
+    _keeps_weights = not getattr(args, "enable_memory_saver", False) or bool(
+        getattr(args, "enable_weights_cpu_backup", False)
+    )
+    _capture = Capture(tap, config, labels, role, getattr(args, "weight_version", None))
     _log.info("routetrace: %d MoE layers are captured", len(layout.layer_ids))
+
+
+def _model(config: Any) -> str:
+    """Return the hash of the model of SGLang's `ModelConfig`; "" if there is none."""
+    try:
+        return model_hash(config.hf_config, getattr(config, "quantization", None))
+    except Exception:  # rows are captured without it
+        _log.warning("routetrace: the model has no hash", exc_info=True)
+        return ""
 
 
 def _rank(runner: Any, parallel: Any) -> str:
@@ -241,6 +260,13 @@ def _session_ended(result: Any, _: Any, request: Any = None, *__: Any, **___: An
 def _renamed(_: Any, __: Any, request: Any, *___: Any, **____: Any) -> None:
     if _capture is not None and request.new_version is not None:
         _capture.weights.rename(request.new_version)
+
+
+def _released(_: Any, __: Any, request: Any, *___: Any, **____: Any) -> None:
+    """Note that the memory of the weights was given back; no tags are all."""
+    tags = getattr(request, "tags", None) or ("weights",)
+    if _capture is not None and not _keeps_weights and "weights" in tags:
+        _capture.weights.lose()
 
 
 def _succeeded(result: Any) -> bool:

@@ -8,6 +8,7 @@ on another one; see `timeline` for the events between. They share nothing but pl
 from __future__ import annotations
 
 import logging
+import secrets
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
@@ -18,7 +19,9 @@ import numpy.typing as npt
 
 from routetrace.capture_agent.agent import CaptureAgent
 from routetrace.capture_agent.engines.request_options import RequestOptions
+from routetrace.capture_agent.engines.sglang.disaggregation import Arrival, arrival_of
 from routetrace.common.errors import InvalidArgument
+from routetrace.common.limits import MAX_NONCE
 
 _log = logging.getLogger(__name__)
 
@@ -46,6 +49,13 @@ class Live:
     prompt_len: int
     prompt: Sequence[int] | None
     """For digests; None if token ids do not identify the model's input."""
+    nonce: int
+    """Names the request where its trace id is used again. One agent reports all of an engine, and
+    the same process sends its answers, so that a random number will do."""
+    arrival: Arrival | None = None
+    """How its prompt's KV came from another engine, where that is known."""
+    sent_as: str | None = None
+    """Hand-over by which another engine takes its KV, once it has ended."""
     launched: bool = True
     """Whether it has been in a pass; otherwise another engine computed its KV."""
     retracted: bool = False
@@ -74,10 +84,12 @@ class Plan:
     counts: Ints
     """[m] numbers of their rows."""
     version: int | None
-    """Version of the weights; None where it is unknown: the pass is reported as skipped."""
+    """Version of the weights; None: unknown."""
     starts: list[Start]
     num_lanes: int
     """Size of a table by lane."""
+    torn: bool = False
+    """Whether the weights may be of several versions: the pass is reported as skipped."""
 
 
 class Requests:
@@ -97,7 +109,14 @@ class Requests:
         self._batch: list[Any] = []  # requests of the last pass, their lanes and rows
         self._lanes = self._positions = self._counts = np.empty(0, np.int64)
 
-    def plan(self, reqs: Sequence[Any], positions: Ints, counts: Ints, version: int | None) -> Plan:
+    def plan(
+        self,
+        reqs: Sequence[Any],
+        positions: Ints,
+        counts: Ints,
+        version: int | None,
+        torn: bool = False,
+    ) -> Plan:
         """Return the plan of a pass that is launched now.
 
         Args:
@@ -105,6 +124,7 @@ class Requests:
             positions: [m] of their first rows; not changed later.
             counts: [m] numbers of their rows; not changed later.
             version: of the weights; None: unknown.
+            torn: whether the weights may be of several versions.
         """
         starts: list[Start] = []
         if self._batch != reqs:  # the same objects in most passes, which is compared first
@@ -117,7 +137,7 @@ class Requests:
             self._batch = list(reqs)
             self._lanes = np.array([getattr(req, _MARK).lane for req in reqs], np.int64)
         self._positions, self._counts = positions, counts
-        return Plan(self._lanes, positions, counts, version, starts, self._num_lanes)
+        return Plan(self._lanes, positions, counts, version, starts, self._num_lanes, torn)
 
     def _note_ends(self) -> None:
         """Note the ends of the rows of the last pass."""
@@ -143,10 +163,10 @@ class Requests:
         self._note_ends()
         return live, min(int(self._ends[live.lane]), num_tokens - 1)
 
-    def options(self, req: Any) -> RequestOptions | None:
-        """Return the options of a request that has not ended; None if it is not captured."""
+    def live(self, req: Any) -> Live | None:
+        """Return a request that has begun and has not ended; None if it has not, or is over."""
         live: Live | None = getattr(req, _MARK, None)
-        return None if live is None else live.options
+        return live
 
     def enter(self, req: Any) -> None:
         """Note a request that ends, if it was in no pass: another engine computed its KV."""
@@ -172,7 +192,16 @@ class Requests:
     def _live(self, req: Any, options: RequestOptions | None, *, launched: bool = True) -> Live:
         prompt = req.origin_input_ids
         known = copy(prompt) if _is_text(req) else None
-        return Live(self._new_lane(), req.rid, options, len(prompt), known, launched)
+        return Live(
+            lane=self._new_lane(),
+            request_id=req.rid,
+            options=options,
+            prompt_len=len(prompt),
+            prompt=known,
+            nonce=1 + secrets.randbelow(MAX_NONCE - 1),
+            arrival=arrival_of(req),
+            launched=launched,
+        )
 
     def _options(self, req: Any) -> RequestOptions | None:
         try:
@@ -260,7 +289,7 @@ class Deliveries:
         if not every:
             agent.mark_external(np.unique(slots[~captured] // size).tolist())
             rows, spans = rows[captured], spans[handles != NO_HANDLE]
-        if len(spans) and plan.version is None:
+        if len(spans) and plan.torn:
             agent.skip(spans)
         elif len(spans):
             agent.step(rows, spans)
@@ -271,7 +300,12 @@ class Deliveries:
             if handle != NO_HANDLE:
                 agent.resume(handle, start.num_computed, block_ids=blocks)
             return
-        self._begin(live, start.num_computed, blocks, agent)
+        arrival = live.arrival
+        if arrival is None or start.num_computed != live.prompt_len:  # not as it was allocated
+            self._begin(live, start.num_computed, blocks, agent)
+            return
+        external = max(0, live.prompt_len - arrival.num_cached)
+        self._begin(live, start.num_computed, blocks, agent, external, arrival.transfer_id)
 
     def _begin(
         self,
@@ -280,6 +314,7 @@ class Deliveries:
         blocks: list[int],
         agent: CaptureAgent,
         num_external: int = 0,
+        transfer_id: str | None = None,
     ) -> None:
         prompt = live.prompt
         if prompt is not None:
@@ -297,6 +332,8 @@ class Deliveries:
                 num_external_tokens=num_external,
                 block_ids=blocks,
                 prompt_token_ids=None if prompt is None else tokens_of(prompt),
+                transfer_id=transfer_id,
+                nonce=live.nonce,
             )
         except InvalidArgument as error:
             _log.error("routetrace: request %s is not captured: %s", live.request_id, error)
@@ -323,13 +360,18 @@ class Deliveries:
         if not live.launched:
             computed = max(0, num_tokens - 1)
             blocks = [PADDING] * -(-computed // self._block_size)
-            self._begin(live, computed, blocks, agent, num_external=computed)
+            # All of its answer was sampled from the sender's KV, unless that did not arrive.
+            arrival = None if reason == "abort" else live.arrival
+            name = None if arrival is None else arrival.transfer_id
+            self._begin(live, computed, blocks, agent, computed, name)
         handle = int(self._handles[live.lane])
         self._handles[live.lane] = NO_HANDLE
         self._free.append(live.lane)
         if handle != NO_HANDLE:
             known = None if live.prompt is None else tokens_of(*parts)
-            agent.finish(handle, num_tokens, reason=reason, token_ids=known)
+            agent.finish(
+                handle, num_tokens, reason=reason, token_ids=known, transfer_id=live.sent_as
+            )
 
     def _fit(self, num_lanes: int) -> None:
         """Have room for so many lanes."""

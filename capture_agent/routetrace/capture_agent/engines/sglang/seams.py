@@ -27,6 +27,8 @@ RECORDED = UPDATER + ".record_weight_version_after_update"
 BEGUN, ENDED = UPDATER + ".begin_weight_update", UPDATER + ".end_weight_update"
 #: Called without an update: a trainer names the weights that it wrote itself.
 RENAMED = SCHEDULER + ".handle_update_weight_version"
+#: Gives memory back, that of the weights too.
+RELEASED = UPDATER + ".release_memory_occupation"
 SENDER = _SRT + "managers.scheduler_components.output_sender.SenderWrapper.send_output"
 LOADS = (
     _SRT + "managers.cache_controller.HiCacheController.load",

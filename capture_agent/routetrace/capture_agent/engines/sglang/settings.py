@@ -29,7 +29,7 @@ VARIABLE = "ROUTETRACE_SGLANG"
 NGRAM = "NGRAM"
 MODELS = ("EAGLE", "EAGLE3", "STANDALONE")
 
-_SET_BY_US = {"layout", "shard", "boot_id", "block_size", "num_blocks", "attributes"}
+_SET_BY_US = {"layout", "shard", "boot_id", "block_size", "num_blocks", "attributes", "model"}
 _SETTINGS = {f.name for f in fields(AgentConfig)} - _SET_BY_US | {"probe"}
 
 

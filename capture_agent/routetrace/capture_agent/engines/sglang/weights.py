@@ -35,20 +35,46 @@ class _Session:
 class Weights:
     """Version of the weights that compute the passes from now on.
 
-    It is unknown while a session is open, and after a failed call, when some weights may be new:
-    until all of them are replaced by a whole update or a session, or a trainer names them.
+    It is a number that a trainer gave, or unknown: updates are not counted, since a count of one
+    engine says nothing about the weights of another.
+
+    The weights are torn while a session is open, and after a failed call, when some of them may be
+    new: until all of them are replaced by a whole update or a session, or a trainer names them.
+
+    Args:
+        engine_id: for the warning.
+        version: version that SGLang was started with, as for `report`.
     """
 
-    def __init__(self) -> None:
-        self._newest = 0
+    def __init__(self, engine_id: str = "", version: object = None) -> None:
+        self._engine_id = engine_id
+        self._newest = _number(version)
         self._torn = False  # a call failed, and weights of it may still be there
         self._call: _Call | None = None
         self._session: _Session | None = None
+        self._changed = self._warned = False
+
+    @property
+    def torn(self) -> bool:
+        """Whether some weights may be of another update than the others."""
+        return self._torn or self._session is not None
 
     @property
     def version(self) -> int | None:
-        """The version; None while it is unknown."""
-        return None if self._torn or self._session is not None else self._newest
+        """The version; None while it is unknown, or the weights are torn."""
+        return None if self.torn else self._newest
+
+    def check_told(self) -> None:
+        """Warn, once, if a pass is computed by new weights whose version nobody gave."""
+        if self._warned or not self._changed or self._newest is not None or self.torn:
+            return
+        self._warned = True
+        _log.warning(
+            "routetrace: the weights of engine %r changed, and their version is unknown: rows of "
+            "them are served, but stand in for no others; give `weight_version`, a 64-bit "
+            "integer, in the update request",
+            self._engine_id,
+        )
 
     def begin_call(self) -> None:
         """Begin a call that replaces weights."""
@@ -58,8 +84,8 @@ class Weights:
         """Record that SGLang has loaded weights.
 
         Args:
-            version: version given to SGLang. If it is no 64-bit integer, the version is
-                incremented, once for each session.
+            version: version given to SGLang. If it spells no 64-bit integer, it is a label, and
+                the version is unknown; in a session the last number that a part was given stands.
         """
         number = _number(version)
         if self._call is not None:
@@ -99,6 +125,12 @@ class Weights:
         """
         self._replace(_number(version), whole=True)
 
+    def lose(self) -> None:
+        """Record that the memory of the weights was given back without a copy of them."""
+        if self._session is not None:
+            self._session.number = None
+        self._newest, self._changed = None, True
+
     def begin_session(self) -> None:
         """Begin a session of calls that replace the weights part by part."""
         self._session = _Session()
@@ -130,7 +162,7 @@ class Weights:
         if session is not None:
             session.number = session.number if number is None else number
             return
-        self._newest = self._newest + 1 if number is None else number
+        self._newest, self._changed = number, True
         self._torn = self._torn and not whole
 
 
@@ -143,8 +175,11 @@ def _warn(failed: str) -> None:
 
 
 def _number(version: object) -> int | None:
-    """Return the integer that a version spells; None if it is none of 64 bits."""
+    """Return the integer that a version spells; None if it is none of 64 bits.
+
+    The least one is none either: it stands for an unknown version on the wire.
+    """
     text = str(version)
-    if _NUMBER.fullmatch(text) and -(1 << 63) <= int(text) < 1 << 63:
+    if _NUMBER.fullmatch(text) and -(1 << 63) < int(text) < 1 << 63:
         return int(text)
     return None

@@ -60,7 +60,8 @@ class TransformersCapture:
 
     Args:
         model: the model.
-        agent: takes requests and rows. Its layout is the capture's.
+        agent: takes requests and rows. Its layout is the capture's. `model_of` returns the hash of
+            the model for its configuration.
         layout: the model's layout, by default from `model.config`. Its `layer_ids` may be a part of
             its `moe_layer_ids`; that part is captured.
 
@@ -115,7 +116,8 @@ class TransformersCapture:
                 without it; not so with images or other tensors of inputs, which token ids do not
                 identify.
             labels: one mapping for each sequence; active adapters of peft add `adapter`.
-            weight_version: of the weights that generate, if it has changed.
+            weight_version: number of the weights that generate, as their trainer counts them;
+                None: the one told last. Until one is told the version is unknown.
             generate_kwargs: for `model.generate`.
 
         Returns:
@@ -199,7 +201,8 @@ class TransformersCapture:
             request_ids: one for each of the len(inputs) * num_return_sequences sequences, the
                 sequences of a prompt side by side.
             labels: one mapping for each sequence; active adapters of peft add `adapter`.
-            weight_version: of the weights that generate, if it has changed.
+            weight_version: number of the weights that generate, as their trainer counts them;
+                None: the one told last. Until one is told the version is unknown.
             generation_config: as for `model.generate_batch`.
             continuous_batching_config: as for `model.generate_batch`.
             max_new_tokens: as for `model.generate_batch`.

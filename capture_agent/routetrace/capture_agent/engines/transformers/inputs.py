@@ -1,4 +1,4 @@
-"""Inputs of a model besides token ids and its own weights."""
+"""Inputs of a model besides token ids and its own weights, and which model it is."""
 
 from __future__ import annotations
 
@@ -9,9 +9,29 @@ import torch
 from transformers import GenerationConfig
 
 from routetrace.codec.records import ADAPTER_LABEL
+from routetrace.common.model_hash import model_hash
 
 # Tensors that carry no input of their own.
 _OF_TEXT = {"attention_mask", "position_ids", "cache_position"}
+
+
+def model_of(model: Any) -> str:
+    """Return the hash of a model of Transformers, for `AgentConfig.model`.
+
+    It is `model_hash` of the configuration, and of the method by which Transformers quantized the
+    weights, such as "fp8".
+
+    Args:
+        model: the model.
+    """
+    quantization = getattr(model.config, "quantization_config", None)
+    if isinstance(quantization, Mapping):
+        method = quantization.get("quant_method")
+    else:
+        method = getattr(quantization, "quant_method", None)
+    # A loaded configuration has a string here, one that a user made a member of an enumeration.
+    name = None if method is None else str(getattr(method, "value", method))
+    return model_hash(model.config, name)
 
 
 def only_tokens(generate_kwargs: Mapping[str, Any]) -> bool:
