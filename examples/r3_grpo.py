@@ -64,6 +64,7 @@ def main() -> None:
         capture = TransformersCapture(engine, agent)
         print("step  reward  routers that disagree  |log ratio| at first pass  clipped")
         for step in range(args.steps):
+            agent.set_weight_version(step)
             names = [f"step{step}-{i}" for i in range(len(prompts) * args.samples)]
             input_ids, prompt_mask = encode(prompts)
             with torch.no_grad():
@@ -122,7 +123,6 @@ def main() -> None:
                 f"  {(ratio != clipped).float().mean().item():7.1%}"
             )
             engine.load_state_dict(policy.state_dict())  # rounds to bfloat16
-            agent.set_weight_version(step + 1)
             client.retire_through(step)
     third = max(1, args.steps // 3)
     first, last = sum(rewards[:third]) / third, sum(rewards[-third:]) / third
