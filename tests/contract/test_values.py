@@ -226,7 +226,6 @@ VALUES = {
     ReadFacts: st.builds(ReadFacts, **_read),
     Trace: st.builds(Trace, **_read, **_rows),
     Limit: st.builds(Limit, _text, *[_number] * 4),
-    Retired: st.builds(Retired, _number, _number),
     ServerInfo: st.builds(
         ServerInfo,
         **{

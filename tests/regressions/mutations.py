@@ -171,7 +171,7 @@ FAULTS = (
         f"{AGENT}/engines/sglang/weights.py",
         "            self._session.failed = True\n        _warn",
         "            pass\n        _warn",
-        "engines/test_sglang_weights.py::test_a_known_version_is_that_of_whole_weights",
+        "engines/test_sglang_weights.py::test_weights_that_are_not_torn_are_whole_and_their_version_is_told",
     ),
     fault(
         "digests leave adapters out",
