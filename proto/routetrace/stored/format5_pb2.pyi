@@ -696,6 +696,8 @@ class Source(google.protobuf.message.Message):
     RECEIVED_BY_FIELD_NUMBER: builtins.int
     HANDED_OVER_BY_FIELD_NUMBER: builtins.int
     NONCE_FIELD_NUMBER: builtins.int
+    LOADED_START_FIELD_NUMBER: builtins.int
+    LOADED_STOP_FIELD_NUMBER: builtins.int
     engine_id: builtins.str
     """Engine of the writer; its run is the trace's."""
     shard: builtins.str
@@ -754,6 +756,10 @@ class Source(google.protobuf.message.Message):
     """Hand-over that it ended with; "": none."""
     nonce: builtins.int
     """Names the request in handles; 0: none."""
+    loaded_start: builtins.int
+    """First position of the external KV of its begin."""
+    loaded_stop: builtins.int
+    """One past the last of them; 0: from servers that did not keep it, or none."""
     @property
     def attempts(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.bytes]:
         """Spans of each attempt: int64 position, length, reference, weight version, provenance."""
@@ -796,8 +802,10 @@ class Source(google.protobuf.message.Message):
         received_by: builtins.str = ...,
         handed_over_by: builtins.str = ...,
         nonce: builtins.int = ...,
+        loaded_start: builtins.int = ...,
+        loaded_stop: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["attempts", b"attempts", "began", b"began", "blocks", b"blocks", "cached", b"cached", "digests", b"digests", "draft_step", b"draft_step", "drafts", b"drafts", "drafts_since", b"drafts_since", "ended", b"ended", "engine_id", b"engine_id", "epoch", b"epoch", "external", b"external", "finish_reason", b"finish_reason", "forgotten", b"forgotten", "handed_over_by", b"handed_over_by", "labels", b"labels", "layout", b"layout", "lost", b"lost", "model", b"model", "nonce", b"nonce", "num_tokens", b"num_tokens", "occurrence", b"occurrence", "prompt_len", b"prompt_len", "received_by", b"received_by", "reported", b"reported", "request_id", b"request_id", "sampled", b"sampled", "shard", b"shard", "tentative", b"tentative", "unplaced", b"unplaced", "written", b"written"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["attempts", b"attempts", "began", b"began", "blocks", b"blocks", "cached", b"cached", "digests", b"digests", "draft_step", b"draft_step", "drafts", b"drafts", "drafts_since", b"drafts_since", "ended", b"ended", "engine_id", b"engine_id", "epoch", b"epoch", "external", b"external", "finish_reason", b"finish_reason", "forgotten", b"forgotten", "handed_over_by", b"handed_over_by", "labels", b"labels", "layout", b"layout", "loaded_start", b"loaded_start", "loaded_stop", b"loaded_stop", "lost", b"lost", "model", b"model", "nonce", b"nonce", "num_tokens", b"num_tokens", "occurrence", b"occurrence", "prompt_len", b"prompt_len", "received_by", b"received_by", "reported", b"reported", "request_id", b"request_id", "sampled", b"sampled", "shard", b"shard", "tentative", b"tentative", "unplaced", b"unplaced", "written", b"written"]) -> None: ...
 
 global___Source = Source
 

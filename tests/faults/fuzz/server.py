@@ -220,7 +220,7 @@ def _check_trace(core: Core, trace: Any, told: dict[int, set[tuple[str, int]]]) 
             selection = reader.select(known, 0, 0, (), policy)
             rows = reader.rows(known, selection)
             segments = segments_of(rows)
-            assert segments == view(trace.sources, incarnation, selection), "what it was before"
+            assert segments == view(incarnation, selection), "what it was before"
             missing = reader.missing(info.state, known, selection, rows)
             _check_segments(core.state, trace, segments, told)
             for layer in selection.layers[:2]:

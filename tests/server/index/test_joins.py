@@ -25,10 +25,25 @@ LAYOUT = ModelLayout((0,), 1, 8, 2)
 class Told:
     """Reports of one engine request, beside its tokens."""
 
-    def __init__(self, number, tokens, prompt_len, *, end="stop", digests=True, holes=0, ends=()):
+    def __init__(
+        self,
+        number,
+        tokens,
+        prompt_len,
+        *,
+        end="stop",
+        digests=True,
+        holes=0,
+        ends=(),
+        takes="",
+        gives="",
+    ):
+        """Its first `holes` positions have no row: their KV came by the hand-over `takes`."""
         self.number, self.tokens, self.prompt_len, self.end = number, tokens, prompt_len, end
         self.positions: set[int] = set()
         self.source = Source(WriterKey("", f"e{number}", ""), 1, "r", "b/0", LAYOUT, prompt_len)
+        self.source.loaded = (0, holes)
+        self.source.received_by, self.source.handed_over_by = takes, gives
         if digests:
             self._tell(tokens[:prompt_len], ends)
         if end:
@@ -58,7 +73,7 @@ def served(requests: list[Told], incarnation: Incarnation, policy="as_sampled") 
     value = pb.ReadPolicy.Value(f"READ_POLICY_{policy.upper()}")
     selection = Selection(0, incarnation.num_rows, (0,), value)
     rows = [0] * incarnation.num_rows
-    for _, _, span, _ in view([r.source for r in requests], incarnation, selection):
+    for _, _, span, _ in view(incarnation, selection):
         for position in range(span.position, span.stop):
             assert not rows[position], "a cell twice"
             rows[position] = (span.ref + position - span.position) >> 16
@@ -103,29 +118,40 @@ def traces(draw) -> list[Told]:
 
 
 @given(traces())
-def test_a_row_is_served_only_for_the_tokens_that_it_was_computed_for(requests):
+def test_a_row_of_another_request_is_of_a_pass_that_sampled_what_was_given(requests):
     by_number = {r.number: r for r in requests}
     for whole in incarnations(requests):
         mine = requests[whole.request.number - 1]
-        for policy in ("as_sampled", "latest"):
-            for position, number in enumerate(served(requests, whole, policy)):
-                if number and number != mine.number:
-                    same = same_before(by_number[number], mine)
-                    assert position < same, "another token"
-                    assert position < mine.prompt_len, "in place of what the request sampled"
+        assert {*served(requests, whole, "latest")} <= {0, mine.number}
+        for position, number in enumerate(served(requests, whole)):
+            if number not in (0, mine.number):
+                other = by_number[number]
+                same = same_before(other, mine)
+                assert other.end != "handoff", "nobody named a hand-over"
+                assert other.prompt_len < same, "none of the tokens that it sampled"
+                assert position < min(same, mine.prompt_len - 1), "another token"
 
 
 @given(traces())
-def test_what_is_proven_is_joined(requests):
+def test_what_was_sampled_and_given_is_joined(requests):
+    """The one that sampled most of the prompt owns what it sampled."""
     for incarnation in incarnations(requests):
         mine = requests[incarnation.request.number - 1]
-        rows = served(requests, incarnation)
+        proofs: dict[int, list[Told]] = {}
         for other in requests:
-            # At the least what both told of themselves; more may follow from third ones.
+            # What both told of themselves.
             both = [q for q in other.positions & mine.positions if q <= mine.prompt_len]
             proven = max((q for q in both if q <= same_before(other, mine)), default=0)
-            for span in other.source.attempts[0]:
-                assert all(rows[span.position : min(span.stop, proven)])
+            if proven > other.prompt_len and other is not mine and other.end != "handoff":
+                proofs.setdefault(proven, []).append(other)
+        if not proofs or len(proofs[max(proofs)]) > 1:
+            continue
+        proven, [other] = max(proofs.items())
+        if not all(same_before(third, mine) < proven for third in requests if third is not other):
+            continue  # more may follow from third ones
+        rows = served(requests, incarnation)
+        stop = min(proven, len(other.tokens) - 1 if other.end else FOREVER, mine.prompt_len - 1)
+        assert {*rows[other.prompt_len - 1 : stop]} <= {other.number}
 
 
 @given(traces())
@@ -142,64 +168,95 @@ def numbers(*requests: Told) -> list[list[int]]:
     return [served(list(requests), i) for i in incarnations(list(requests), standing=True)]
 
 
-def test_a_handed_over_prefill_and_its_decode_are_one_sequence():
-    prompt = [1] * 100
-    prefill = Told(1, [*prompt, 7], 100, end="handoff")
-    decode = Told(2, [*prompt, 8, 8, 8], 100, holes=100)
-    assert numbers(prefill, decode) == [[1] * 100 + [2] * 2]
-    # In the other order of arrival too, and where the prefill engine does not say what it was for.
-    assert numbers(decode, prefill) == [[1] * 100 + [2] * 2]
-    silent = Told(1, [*prompt, 7], 100)
-    assert numbers(silent, decode) == [[1] * 100, [1] * 100 + [2] * 2]
-    # Of two that were handed over, the KV of the last one was used.
-    again = Told(3, [*prompt, 9], 100, end="handoff")
-    late = Told(4, [*prompt, 8, 8], 100, holes=100)
-    assert numbers(prefill, again, late) == [[3] * 100 + [4]]
+PROMPT = [1] * 100
 
 
-def test_the_last_prompt_row_is_of_the_engine_that_sampled_the_token_behind_it():
-    def decode(prompt_len, *sampled, holes):
-        return Told(2, [1] * prompt_len + [*sampled], prompt_len, holes=holes)
+def prefill(number, *, gives="", **facts):
+    return Told(number, [*PROMPT, 7], 100, end="handoff", gives=gives, **facts)
 
-    prefill = Told(1, [*[1] * 100, 7], 100, end="handoff")
-    # A decode engine computes the last prompt token again, and often more of its last block.
-    computed = decode(100, 8, 8, 8, holes=96)
-    for requests in ((prefill, computed), (computed, prefill)):
+
+def decode(number, *, takes="", **facts):
+    return Told(number, [*PROMPT, 8, 8, 8], 100, takes=takes, **{"holes": 99, **facts})
+
+
+def test_kv_that_was_handed_over_by_name_has_the_rows_of_the_request_behind_it():
+    told = prefill(1, gives="t"), decode(2, takes="t")
+    for requests in (told, told[::-1]):
         assert numbers(*requests) == [[1] * 99 + [2] * 3]
-    # One that was given the token has no such row, and equal tokens need proof.
-    assert numbers(prefill, decode(100, 7, 8, holes=100)) == [[1] * 100 + [2]]
-    assert numbers(prefill, decode(100, 7, 8, holes=96)) == [[1] * 99 + [2] * 2]
-    # A digest behind the prompt that both have is proof.
-    longer = Told(1, [*[1] * 127, 7], 127, end="handoff")
-    assert numbers(longer, decode(127, 7, 9, holes=96)) == [[1] * 127 + [2]]
-    assert numbers(longer, decode(127, 8, 9, holes=96)) == [[1] * 126 + [2] * 2]
-    # Whoever goes on from there finds the same row, whichever engine was heard first.
-    then = Told(3, [*computed.tokens, 9, 9], 103, ends=(103,))
-    for requests in ((prefill, computed, then), (computed, prefill, then)):
-        assert numbers(*requests)[-1][99:] == [2] * 3 + [3] * 2
+    # Which one reported first, and last, says nothing.
+    others = prefill(3, gives="u"), prefill(4)
+    for requests in ((*others, *told), (*told, *others), (others[0], *told, others[1])):
+        assert numbers(*requests) == [[1] * 99 + [2] * 3]
 
 
-def test_a_pass_that_only_repeats_the_last_prompt_token_does_not_count():
-    prefill = Told(1, [*[1] * 100, 7], 100, end="handoff")
-    given = Told(2, [*[1] * 100, 7, 8, 8], 100, holes=100)
-    # Preempted behind the prompt, and computed again from the start.
-    given.source.attempts.append(SpanList())
-    given.source.attempts[1].append(Span(0, 102, 2 << 16, 0, 1))
-    assert numbers(prefill, given) == [[1] * 100 + [2] * 2]
-    # Preempted before it: the second attempt sampled.
-    early = Told(2, [*[1] * 100, 8, 8, 8], 100, holes=100)
-    early.source.attempts[0].truncate(0)
-    early.source.attempts.append(given.source.attempts[1])
-    assert numbers(prefill, early) == [[1] * 99 + [2] * 3]
+def test_a_hand_over_without_a_name_of_its_own_proves_nothing():
+    missing = [[0] * 99 + [2] * 3]
+    assert numbers(prefill(1), decode(2)) == missing
+    assert numbers(prefill(1, gives="t"), decode(2)) == missing
+    assert numbers(prefill(1), decode(2, takes="t")) == missing
+    assert numbers(prefill(1, gives="t"), decode(2, takes="t"), prefill(3, gives="t")) == missing
+    assert numbers(decode(2, takes="t", gives="t")) == missing
 
 
-def test_a_row_that_was_inherited_sampled_nothing():
-    prefill = Told(1, [*[1] * 100, 7], 100, end="handoff")
-    decode = Told(2, [*[1] * 100, 7, 8], 100, holes=100)
-    spans = decode.source.attempts[0] = SpanList()
-    spans.append(Span(0, 100, 2 << 16, 0, 2))
-    spans.append(Span(100, 1, 2 << 16 | 100, 0, 1))
-    assert numbers(prefill, decode) == [[1] * 100 + [2]]
+def test_what_a_decode_engine_computed_itself_is_its_own():
+    """Its transfer failed, or the blocks of the prefill had expired."""
+    for holes in (0, 50):
+        rows = numbers(prefill(1, gives="t"), decode(2, takes="t", holes=holes))
+        assert rows == [[1] * holes + [2] * (102 - holes)]
+    # Rows that it lost were computed, too, so that KV from elsewhere is not behind them.
+    lost = decode(2, takes="t")
+    lost.source.lose(40, 60, pb.MISSING_REASON_QUEUE_FULL)
+    assert numbers(prefill(1, gives="t"), lost) == [[1] * 40 + [0] * 20 + [1] * 39 + [2] * 3]
+
+
+def test_tokens_that_differ_disprove_a_hand_over():
+    other = Told(1, [*[1] * 70, *[2] * 30, 7], 100, end="handoff", gives="t")
+    assert numbers(other, decode(2, takes="t"))[-1] == [1] * 64 + [0] * 35 + [2] * 3
+
+
+def test_kv_is_handed_over_several_times():
+    first = prefill(1, gives="t")
+    second = Told(2, [*PROMPT, 8, 8], 100, holes=99, takes="t", gives="u")
+    then = Told(3, [*second.tokens, 5, 5, 9], 104, holes=101, takes="u", ends=(102,), end="handoff")
+    then.source.handed_over_by = "v"
+    last = Told(4, [*second.tokens, 5, 5, 6, 6], 104, holes=103, takes="v", ends=(102,))
+    # The second one sampled two tokens of the last one's prompt, the second of which the third
+    # computed first.
+    assert numbers(first, second, then, last) == [[1] * 99 + [2] * 2 + [3] * 2 + [4] * 2]
+    assert numbers(first, then, last)[-1] == [0] * 101 + [3] * 2 + [4] * 2
+
+
+def test_the_kv_of_the_last_attempt_is_handed_over():
+    again = prefill(1, gives="t")
+    again.source.attempts.append(SpanList())
+    again.source.attempts[1].append(Span(0, 60, 9 << 16, 0, 1))
+    assert numbers(again, decode(2, takes="t")) == [[9] * 60 + [0] * 39 + [2] * 3]
+
+
+def test_an_owner_that_was_preempted_sampled_from_what_it_had_loaded():
+    late = decode(2, takes="t")
+    late.source.attempts.append(SpanList())
+    late.source.attempts[1].append(Span(0, 102, 9 << 16, 0, 1))
+    assert numbers(prefill(1, gives="t"), late) == [[1] * 99 + [2] * 3]
+    (whole,) = incarnations([prefill(1, gives="t"), late], standing=True)
+    assert served([prefill(1, gives="t"), late], whole, "latest") == [9] * 102
+
+
+def test_of_equal_candidates_the_one_behind_the_last_slot_is_continued():
+    one, two = (Told(n, [*PROMPT, 2, 2, 2], 100) for n in (1, 2))
+    then = Told(3, [*one.tokens, 5, 5], 103, holes=103)
+    assert numbers(one, two, then)[-1] == [0] * 103 + [3]
+    assert incarnations([one, two, then])[-1].ambiguous == [(99, 102)]
+    for author in (1, 2):
+        spans = then.source.attempts[0] = SpanList()
+        spans.append(Span(0, 102, author << 16, 0, 2))
+        spans.append(Span(102, 2, 3 << 16 | 102, 0, 1))
+        assert numbers(one, two, then)[-1] == [author] * 102 + [3] * 2
+    # A slot before what they sampled does not tell them apart.
+    spans = then.source.attempts[0] = SpanList()
+    spans.append(Span(0, 90, 1 << 16, 0, 2))
+    spans.append(Span(90, 14, 3 << 16 | 90, 0, 1))
+    assert numbers(one, two, then)[-1] == [1] * 90 + [3] * 9 + [0] * 3 + [3] * 2
 
 
 def test_a_continued_rollout_keeps_the_rows_that_sampled_its_tokens():
@@ -216,9 +273,9 @@ def test_a_retry_that_sampled_other_tokens_is_a_sequence_of_its_own():
     dead = Told(1, [1] * 100 + [2] * 50, 100, end="")
     retry = Told(2, [1] * 100 + [3] * 50, 100)
     assert numbers(dead, retry) == [[1] * 149, [2] * 149]
-    # Where it took KV from elsewhere, the prompt's rows are the same; the sampled ones are not.
+    # Where it took KV from elsewhere, that has the same tokens, and need not be of the same pass.
     loaded = Told(2, [1] * 100 + [3] * 50, 100, holes=90)
-    assert numbers(dead, loaded)[1] == [1] * 90 + [2] * 59
+    assert numbers(dead, loaded)[1] == [0] * 90 + [2] * 59
 
 
 def test_turns_of_a_session_and_forks_of_it():
@@ -230,6 +287,10 @@ def test_turns_of_a_session_and_forks_of_it():
     # On an engine that does not know where the first turn ended, proof reaches to position 64.
     far = Told(2, second.tokens, 140)
     assert numbers(first, far) == [[1] * 99, [2] * 159]
+    # Of two branches, the one is continued of which more is proven.
+    branch = Told(4, [*first.tokens[:80], *[6] * 30], 70)
+    for requests in ((first, branch, second), (branch, first, second)):
+        assert numbers(*requests)[-1] == [1] * 99 + [2] * 60
     # A fork before the last token is another sequence, and the first one stands.
     other = Told(3, [*first.tokens[:99], *[5] * 20], 99, ends=(99,))
     assert [len(rows) for rows in numbers(first, other)] == [99, 118]
@@ -287,7 +348,7 @@ def test_an_unfinished_request_ends_where_its_drafts_begin():
     source.tentative = 3
     incarnation = Join([source]).incarnation(1)
     assert incarnation.num_rows == 7
-    (segment,) = view([source], incarnation, Selection(0, FOREVER, (0,)))
+    (segment,) = view(incarnation, Selection(0, FOREVER, (0,)))
     assert segment.span.stop == 7
     source.remove(8, FOREVER)
     assert source.tentative == 1

@@ -59,7 +59,7 @@ class Engine:
 
     def ask(
         self, name: str, tokens: list[int], prompt_len: int, external: int = 0, *,
-        trace_id: str = "", version: int = 0, end: str = "stop", stop: int | None = None,
+        trace_id: str = "", version: int | None = 0, end: str = "stop", stop: int | None = None,
     ) -> None:  # fmt: skip
         """A request: KV of so many tokens comes from elsewhere, the others are computed."""
         agent = self.agent
@@ -187,6 +187,20 @@ def test_rows_of_other_weights_only_where_they_are_asked_for(server):
         assert client.get("fifth").prefix_sources == ((0, 240, "fourth"),)
         # What came later gives rows, too.
         assert client.get("second").prefix_sources == ((0, 240, "third"),)
+
+
+def test_rows_of_an_unknown_version_do_not_stand_in(server):
+    """That nobody gave a version to two passes does not make their weights equal."""
+    with engine(server, "untold") as e, client_of(server, "untold") as client:
+        e.ask("first", [*PROMPT, 1], 256, version=None)
+        e.ask("second", [*PROMPT, 4, 5], 256, 240, version=None)
+        assert client.get("second", missing="mask").prefix_sources == ()
+        assert client.get("second", prefix_rows="any_version").prefix_sources == (
+            (0, 240, "first"),
+        )
+        # A known one is not that of rows of which nobody knows it.
+        e.ask("third", [*PROMPT, 4, 5], 256, 240, version=0)
+        assert client.get("third", missing="mask").prefix_sources == ()
 
 
 def test_never_drafts_nor_what_was_not_computed(server):

@@ -103,7 +103,7 @@ def test_what_is_cut_is_what_a_look_up_gives(shards, ranges, layers, policy, ver
         rows = memory.served(memory.known(trace, incarnation), selection)
         assert (np.diff(rows["position"]) >= 0).all()
         segments = segments_of(rows)
-        expected = view(trace.sources, incarnation, selection)
+        expected = view(incarnation, selection)
         assert cells(trace, segments, layers) == cells(trace, expected, layers)
 
 
@@ -138,11 +138,11 @@ def test_each_cell_is_of_the_first_pass_that_has_it(shards, held, policy, versio
                             row = number, attempt, span.ref + i, span.weight_version
                             first.setdefault((span.position + i, layer), row)
     whole = Selection(0, NUM_TOKENS - 1, LAYERS, policy, version)
-    assert cells(trace, view(trace.sources, incarnation, whole), LAYERS) == first
+    assert cells(trace, view(incarnation, whole), LAYERS) == first
     for layer in LAYERS:
         alone = replace(whole, layers=(layer,))
         expected = {cell: row for cell, row in first.items() if cell[1] == layer}
-        assert cells(trace, view(trace.sources, incarnation, alone), (layer,)) == expected
+        assert cells(trace, view(incarnation, alone), (layer,)) == expected
 
 
 def test_what_is_remembered_is_never_older_than_its_trace():
@@ -165,7 +165,7 @@ def test_what_is_remembered_is_never_older_than_its_trace():
     trace.changes += 1
     for selection in asked:
         segments = segments_of(memory.served(memory.known(trace, incarnation), selection))
-        expected = view(trace.sources, incarnation, selection)
+        expected = view(incarnation, selection)
         assert cells(trace, segments, LAYERS) == cells(trace, expected, LAYERS)
     assert memory.known(trace, incarnation).complete
 

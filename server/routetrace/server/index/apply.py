@@ -235,6 +235,7 @@ class _Applier:
                 continue
             elif kind == BEGIN:
                 key, source = self._begin(request, self.chunk.begins[arg], value)
+                source.loaded = position - count, position
                 self._take(source, blocks, position, count)
             else:
                 key, source = self._source(request)

@@ -121,8 +121,7 @@ def _incarnation(reader: Reader, known: Known) -> pb.IncarnationInfo:
 def _times(known: Known, reads: Reads | None) -> pb.TraceTimes:
     incarnation = known.incarnation
     own = incarnation.request.sources
-    parts = [part.request for part in incarnation.continued]
-    sources = [*own, *(source for request in parts for source in request.sources)]
+    sources = [*own, *(source for request in incarnation.continued for source in request.sources)]
     times = pb.TraceTimes(begun_ms=_ms(min(source.began for source in sources)))
     if known.num_tokens:
         ended = [source for source in own if source.reported]

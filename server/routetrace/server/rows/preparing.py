@@ -11,7 +11,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from typing import TypeAlias
 
 from routetrace.server.index.traces.trace import Trace
-from routetrace.server.rows.reader import MAX_LOOKED_AT, MAX_RELATED, Reader
+from routetrace.server.rows.reader import MAX_LOOKED_AT, Reader
 from routetrace.v1 import routetrace_pb2 as pb
 
 Steps: TypeAlias = Generator[None, None, None]
@@ -29,15 +29,13 @@ def prepare(
     """Prepare `Reader.find`, with its arguments."""
 
     def relate() -> Steps:
-        related = 0
         join = trace.join
         for each in [number] if number in join.numbers else newest_first(join.standing):
             yield from join.relate(each)
             if not trace.has(join):
                 return
             incarnation = join.incarnation(each)
-            related += incarnation.num_related
-            if related > MAX_RELATED or reader.known(trace, incarnation, prefix_rows).complete:
+            if reader.known(trace, incarnation, prefix_rows).complete:
                 return
             yield
             if not trace.has(join):
@@ -50,13 +48,9 @@ def prepare_standing(trace: Trace) -> Steps:
     """Prepare `Reader.standing`."""
 
     def relate() -> Steps:
-        related = 0
         join = trace.join
         for each in newest_first(join.standing):
             yield from join.relate(each)
-            related += join.incarnation(each).num_related
-            if related > MAX_RELATED:
-                return
 
     return _tried(trace, relate)
 

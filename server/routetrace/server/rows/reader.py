@@ -30,9 +30,6 @@ from routetrace.v1 import routetrace_pb2 as pb
 #: Maximum incarnations that are searched for a complete one, newest first.
 MAX_LOOKED_AT = 64
 
-#: Maximum requests that begin alike, of all searched incarnations together.
-MAX_RELATED = 1 << 13
-
 #: Maximum ranges of positions in one read.
 MAX_RANGES = 1024
 
@@ -100,18 +97,12 @@ class Reader:
     ) -> Iterator[Known]:
         """Yield the views of a trace's incarnations, newest first, as they are at each step.
 
-        At most the last 64, and fewer if many requests begin alike.
+        At most the last 64.
         """
-        related = 0
-        for index, number in enumerate(trace.join.standing[: -MAX_LOOKED_AT - 1 : -1]):
+        for number in trace.join.standing[: -MAX_LOOKED_AT - 1 : -1]:
             join = trace.join
-            if number not in join.numbers:  # dropped since the first step
-                continue
-            incarnation = join.incarnation(number)
-            related += incarnation.num_related
-            if index and related > MAX_RELATED:
-                return
-            yield self.known(trace, incarnation, prefix_rows)
+            if number in join.numbers:  # else it was dropped since the first step
+                yield self.known(trace, join.incarnation(number), prefix_rows)
 
     def not_found(self, run: str, trace_id: str, *, named: bool = False) -> NotFound:
         """Return the error for a missing trace, with its deletion if known.
@@ -149,7 +140,7 @@ class Reader:
             # A shard whose agent is slower may not have reported the request yet.
             held = {layer for s in own for layer in s.layout.layer_ids}
             late = not held.issuperset(known.layout.layer_ids)
-            others = (s for part in known.incarnation.continued for s in part.request.sources)
+            others = (s for request in known.incarnation.continued for s in request.sources)
             running = running or (recent and late) or any(map(self._agents.running, others))
         elif known.incarnation.request.handed_over:
             running = recent

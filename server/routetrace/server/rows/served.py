@@ -105,7 +105,7 @@ class Known:
         self.sources = [*trace.sources]
         """Sources that rows index."""
         whole = Selection(0, self.num_rows, self.layout.layer_ids)
-        segments = view(self.sources, incarnation, whole)
+        segments = view(incarnation, whole)
         self.rows = served(segments)
         """All rows of the policy `as_sampled`."""
         self.complete = self.num_tokens > 0 and covers(self.sources, segments, whole)
@@ -196,7 +196,7 @@ class Memory:
 
         def look() -> Served:
             whole = Selection(0, known.num_rows, *key)
-            segments = view(known.sources, known.incarnation, whole)
+            segments = view(known.incarnation, whole)
             return served(known.with_given(segments, whole))
 
         if key != (known.layout.layer_ids, pb.READ_POLICY_AS_SAMPLED, None):

@@ -10,10 +10,18 @@ from itertools import chain, islice, pairwise
 from typing import NamedTuple
 
 from routetrace.codec.records import FinishReason, Provenance
-from routetrace.server.index.traces.joins import Incarnation, Part
+from routetrace.server.index.traces.joins import Incarnation, Owned, Part, parts_of
 from routetrace.server.index.traces.refs import ROW_BITS
 from routetrace.server.index.traces.sources import Lost, Source
-from routetrace.server.index.traces.spans import FOREVER, Interval, Span, SpanList, merge, subtract
+from routetrace.server.index.traces.spans import (
+    FOREVER,
+    Interval,
+    Span,
+    SpanList,
+    intersect,
+    merge,
+    subtract,
+)
 from routetrace.v1 import routetrace_pb2 as pb
 
 #: Holes of a view that are searched one by one in the rows of another request.
@@ -54,62 +62,71 @@ class Segment(NamedTuple):
         return self.layers or sources[self.source].layout.column
 
 
-def view(
-    sources: Sequence[Source], incarnation: Incarnation, selection: Selection
-) -> list[Segment]:
+def view(incarnation: Incarnation, selection: Selection) -> list[Segment]:
     """Return the served segments: ascending, no cell twice.
 
-    A cell is served from the first part that has it, and from the first attempt of that part; with
-    `latest`, from the last attempt.
+    A cell is served from the first part of its owner that has it.
 
     Args:
-        sources: sources of the trace.
         incarnation: incarnation to read.
         selection: selected cells.
     """
     latest = selection.policy == pb.READ_POLICY_LATEST
     layers = frozenset(selection.layers)
-    # N tokens have N - 1 rows: rows beyond are not of this request.
-    whole = selection.before(incarnation.num_rows)
+    segments: list[Segment] = []
+    for owned in incarnation.owned(latest=latest):
+        # N tokens have N - 1 rows: rows beyond are not of this request.
+        whole = selection.before(min(incarnation.num_rows, owned.stop), owned.start)
+        if whole:
+            parts = parts_of(owned, latest=latest)
+            segments += _rows_of(parts, whole, layers, selection.weight_version)
+    segments.sort(key=lambda s: s.span.position)
+    return _joined(segments)
+
+
+def _rows_of(
+    parts: Iterable[Part],
+    whole: list[Interval],
+    layers: frozenset[int],
+    weight_version: int | None,
+) -> Iterator[Segment]:
+    """Yield the rows of selected positions, each cell of the first part that has it."""
     claimed: dict[frozenset[int], list[Interval]] = {}
-    segments = []
     todo = whole
-    for part in incarnation.latest if latest else incarnation.as_sampled:
+    for part in parts:
         if not todo:
             break
-        for number, attempt, spans, confirmed in _passes(part, latest):
-            held = layers.intersection(sources[number].layout.layer_ids)
-            stop = min(incarnation.num_rows, part.stop, confirmed)
-            wanted = selection.before(stop, part.start)
-            # A request that was repeated often has many parts, most of which add nothing.
+        for number, attempt, spans, confirmed in _passes(part):
+            held = layers.intersection(part.request.sources[number].layout.layer_ids)
+            bounds = part.start, min(part.stop, confirmed)
+            wanted = intersect(whole, [bounds])
+            # A request that was repeated often has many attempts, most of which add nothing.
             if not held or not wanted or not _touches(spans, todo):
                 continue
             taken = {
                 group: merge(i for other, ii in claimed.items() if other & group for i in ii)
                 for group in _divided(held, claimed)
             }
+            index = part.request.members[number][0]
             new: list[Interval] = []
             for span in spans:
-                if selection.weight_version not in (None, span.weight_version):
+                if weight_version not in (None, span.weight_version):
                     continue
-                if part.sampled and span.provenance != Provenance.FORWARD:
-                    continue
+                row = span._replace(provenance=Provenance.HANDOFF) if part.given else span
                 for start, stop in wanted:
                     if span.stop <= start or span.position >= stop:
                         continue
                     some = max(start, span.position), min(stop, span.stop)
                     new.append(some)
                     if not claimed:  # most traces have one source
-                        segments.append(Segment(number, attempt, span.cut(*some)))
+                        yield Segment(index, attempt, row.cut(*some))
                         continue
                     free = {group: subtract(some, ii) for group, ii in taken.items()}
                     for a, b, given in by_layers(free):
-                        segments.append(Segment(number, attempt, span.cut(a, b), given))
+                        yield Segment(index, attempt, row.cut(a, b), given)
             for group, ii in taken.items():
                 claimed[group] = merge([*ii, *new])
             todo = _unclaimed(whole, layers, claimed)
-    segments.sort(key=lambda s: s.span.position)
-    return _joined(segments)
 
 
 def _touches(spans: SpanList, intervals: Sequence[Interval]) -> bool:
@@ -194,21 +211,16 @@ def _joined(segments: list[Segment]) -> list[Segment]:
     return joined
 
 
-def _passes(part: Part, latest: bool) -> Iterator[tuple[int, int, SpanList, int]]:
-    """Yield (source, attempt, spans, confirmed) of a request, first attempts first.
+def _passes(part: Part) -> Iterator[tuple[int, int, SpanList, int]]:
+    """Yield (index of the source in the request, attempt, spans, confirmed) of a part.
 
     The first attempt of all shards, then the second of all: a context-parallel rank may compute in
-    one attempt the rows that another rank computed before. For a `sampled` part, the attempts up to
-    the first one that reached the part: it sampled the next token, later ones were given it.
+    one attempt the rows that another rank computed before.
     """
-    request = part.request
-    rounds = range(max(len(s.attempts) for s in request.sources))
-    for i in reversed(rounds) if latest else rounds:
-        for index, source in request.members:
-            if i < len(source.attempts):
-                yield index, i, source.attempts[i], source.confirmed(i)
-        if part.sampled and request.reached(i, part.start):
-            break
+    for attempt in part.attempts:
+        for number, source in enumerate(part.request.sources):
+            if attempt < len(source.attempts):
+                yield number, attempt, source.attempts[attempt], source.confirmed(attempt)
 
 
 def covered(sources: Sequence[Source], segments: list[Segment], layer: int) -> list[Interval]:
@@ -245,13 +257,17 @@ def missing(
     ranges = []
     # Sources with rows or notes only: an id that is reused often has many others.
     held = _columns(sources, chain(segments, others))
-    held += [s.layout.column for part in _own(incarnation) for s in part.request.sources]
+    latest = selection.policy == pb.READ_POLICY_LATEST
+    owned = incarnation.owned(latest=latest)
+    held += [s.layout.column for one in owned for s in one.owner.sources]
+    unowned = () if latest else incarnation.ambiguous
     for group in layer_groups(held, selection.layers):
-        notes = [
+        notes = [Lost(a, b, pb.MISSING_REASON_AMBIGUOUS) for a, b in unowned]
+        notes += [
             Lost(a, b, pb.MISSING_REASON_OTHER_VERSION)
             for a, b in covered(sources, others, group[0])
         ]
-        notes = _resolve([*notes, *_notes(incarnation, group[0])])
+        notes = _resolve([*notes, *_notes(owned, group[0])])
         there = covered(sources, segments, group[0])
         asked = selection.before(selection.stop)
         gaps = (gap for wanted in asked for gap in subtract(wanted, there))
@@ -287,12 +303,13 @@ def unknown(
     """
     holes: dict[int, list[Interval]] = {}
     prompt = (0, min(incarnation.request.prompt_len, incarnation.num_rows))
-    own = [source for part in _own(incarnation) for source in part.request.sources]
+    owned = incarnation.owned()
+    own = [source for one in owned for source in one.owner.sources]
     if not any(note.reason == pb.MISSING_REASON_KV_UNKNOWN for s in own for note in s.lost):
         return holes
     held = [*(s.layout.column for s in own), *_columns(sources, segments)]
     for group in layer_groups(held, layers):
-        notes = _resolve([*_notes(incarnation, group[0])])
+        notes = _resolve([*_notes(owned, group[0])])
         gaps = subtract(prompt, covered(sources, segments, group[0]))
         found = [
             (a, b)
@@ -326,22 +343,19 @@ def _columns(sources: Sequence[Source], segments: Iterable[Segment]) -> list[Con
     return [segment.column(sources) for segment in each.values()]
 
 
-def _notes(incarnation: Incarnation, layer: int) -> Iterator[Lost]:
-    """Yield the reported lost positions of one layer of an incarnation, with reasons."""
-    for part in _own(incarnation):
-        for source in part.request.sources:
+def _notes(owned: Sequence[Owned], layer: int) -> Iterator[Lost]:
+    """Yield the lost positions of one layer that their owners reported, with reasons."""
+    for owner, start, stop in owned:
+        for source in owner.sources:
             if layer in source.layout.column:
                 for note in source.lost:
-                    if note.start < part.stop:
-                        yield Lost(note.start, min(note.stop, part.stop), note.reason)
-    for source in incarnation.request.sources:
-        if layer in source.layout.column and source.finish_reason == FinishReason.ABORT:
-            yield Lost(source.end, FOREVER, pb.MISSING_REASON_ABORTED)
-
-
-def _own(incarnation: Incarnation) -> list[Part]:
-    """Return the parts that sampled the incarnation's tokens; other parts only fill holes."""
-    return [*incarnation.continued, Part(incarnation.request, FOREVER)]
+                    if note.start < stop and note.stop > start:
+                        yield Lost(max(note.start, start), min(note.stop, stop), note.reason)
+        if stop != FOREVER:
+            continue
+        for source in owner.sources:
+            if layer in source.layout.column and source.finish_reason == FinishReason.ABORT:
+                yield Lost(source.end, FOREVER, pb.MISSING_REASON_ABORTED)
 
 
 def _resolve(notes: list[Lost]) -> list[Lost]:

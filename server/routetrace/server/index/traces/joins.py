@@ -1,10 +1,11 @@
-"""Joins of the engine requests of one trace.
+"""Lineage of the engine requests of one trace: which of them owns a position.
 
 One trace id names the requests of several shards, of a prefill and a decode engine, of retries,
 continued rollouts and the turns of a chat. Rows of different requests make up one token sequence
-only where digests prove that the tokens before them are the same. The result is computed from the
-reports of the sources and does not depend on their order; nothing is ever merged, so that a late
-proof changes only the cells that it concerns.
+where digests prove that one was given what the other sampled, or where KV was handed over by name
+(docs/rows.md, section 5). The result is computed from the reports of the sources and does not
+depend on their order; nothing is ever merged, so that a late proof changes only the cells that it
+concerns.
 """
 
 from __future__ import annotations
@@ -14,14 +15,12 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import NamedTuple
 
-from routetrace.codec.records import FinishReason
+from routetrace.codec.records import FinishReason, Provenance
 from routetrace.server.common.slices import at_once
 from routetrace.server.index.traces.prefix_tree import STEP, Digests, PrefixTree, Reported
 from routetrace.server.index.traces.sources import Source, WriterKey
-from routetrace.server.index.traces.spans import FOREVER
-
-#: Maximum requests whose rows fill holes of an incarnation because they begin alike, oldest first.
-MAX_ALIKE = 64
+from routetrace.server.index.traces.spans import FOREVER, Interval, merge, subtract
+from routetrace.v1 import routetrace_pb2 as pb
 
 #: Maximum labels of an incarnation; those of the earliest requests are ignored.
 MAX_TRACE_LABELS = 64
@@ -53,6 +52,8 @@ class Request:
     """Whether the request ended with `handoff`."""
     tree: PrefixTree | None = None
     """Prefixes of all requests of the trace; None if it is the only one."""
+    giver: Request | None = None
+    """Request that handed over the external KV of its begin, by name."""
 
     def settle(self) -> None:
         """Set what follows from its sources: each change that matters makes a new join."""
@@ -92,37 +93,62 @@ class Request:
         """Number of rows if it has ended, else past every position."""
         return self.num_tokens - 1 if self.num_tokens else FOREVER
 
-    def reached(self, attempt: int, position: int) -> bool:
-        """Whether an attempt has a row at or after a position."""
-        return any(
-            attempt < len(s.attempts) and s.attempts[attempt].end > position for s in self.sources
+    @property
+    def received_by(self) -> str:
+        """Hand-over that its external KV came by; "": not known."""
+        return _only({source.received_by for source in self.sources})
+
+    @property
+    def handed_over_by(self) -> str:
+        """Hand-over that it ended with; "": none."""
+        return _only({source.handed_over_by for source in self.sources if source.ended})
+
+    @property
+    def loaded(self) -> list[Interval]:
+        """Positions of its begin's external KV that stayed as they were loaded."""
+        lost = pb.MISSING_REASON_KV_UNKNOWN
+        changed = merge(
+            [
+                *((s.position, s.stop) for source in self.sources for s in source.attempts[0]),
+                *((n.start, n.stop) for s in self.sources for n in s.lost if n.reason != lost),
+            ]
         )
+        begun = merge(source.loaded for source in self.sources if source.loaded[1])
+        return [left for interval in begun for left in subtract(interval, changed)]
 
-    def shares_first_sampled(self, other: Request) -> bool:
-        """Whether digests prove that the other request has the same token after the prompt."""
-        return self.tree is not None and self.tree.common(self.index, other.index) > self.prompt_len
+    def disproved(self, other: Request) -> int:
+        """Return the position from which on digests disprove the same tokens; FOREVER if none."""
+        agreed = 0
+        for position in sorted(self.own.keys() & other.own.keys()):
+            if self.own[position] != other.own[position]:
+                return agreed
+            agreed = position
+        return FOREVER
 
-    def goes_on_from(self, other: Request, proven: int) -> bool:
-        """Whether it was given tokens that the other request sampled, or the KV of its prompt.
 
-        Its first `proven` tokens are proven to be those of the other request.
-        """
-        # Only a request later in this order can continue another.
-        if (other.prompt_len, not other.handed_over) >= (self.prompt_len, not self.handed_over):
-            return False
-        if other.handed_over and proven >= other.num_rows:
-            return True
-        return proven > other.prompt_len > 0
+def _only(names: set[str]) -> str:
+    """Return the name that all shards give; "" where they differ."""
+    return names.pop() if len(names) == 1 else ""
+
+
+class Owned(NamedTuple):
+    """Positions [start, stop) of an incarnation, and the request that owns them."""
+
+    owner: Request
+    start: int
+    stop: int
 
 
 class Part(NamedTuple):
-    """Rows [start, stop) that a request contributes to an incarnation."""
+    """Positions [start, stop) at which rows of a request count."""
 
     request: Request
+    start: int
     stop: int
-    start: int = 0
-    sampled: bool = False
-    """Whether only rows count that it computed in the attempt that sampled the next token."""
+    attempts: Sequence[int]
+    """Attempts that count, in this order."""
+    given: bool = False
+    """Whether the KV behind the rows was handed over."""
 
 
 class Incarnation:
@@ -130,79 +156,44 @@ class Incarnation:
 
     Args:
         request: last request.
-        proven: result of `Join.proven`. The join itself holds its incarnations, and indexed objects
-            must hold no cycles (`process.pauses`).
+        owners: its chain, in the order of its positions; `request` is the last.
+        ambiguous: positions that several requests may own, ascending and disjoint.
     """
 
-    def __init__(self, request: Request, proven: list[tuple[Request, int]]) -> None:
+    def __init__(
+        self,
+        request: Request,
+        owners: list[Owned],
+        ambiguous: list[Interval],
+    ) -> None:
         self.request = request
-        self._proven = proven
-        self._continued: list[Part] = []
-        self._alike: list[Part] = []
-
-    def divide(self) -> Generator[None, None, None]:
-        """Tell requests that it goes on from and those that begin alike, before anything else."""
-        continued, alike = self._continued, self._alike
-        for index, (other, proven) in enumerate(self._proven):
-            part = Part(other, min(proven, other.num_rows))
-            (continued if self.request.goes_on_from(other, proven) else alike).append(part)
-            if not index % STEP:
-                yield
-        # Of equal prompts, requests that sampled come before those that handed over; of several of
-        # these, the KV of the last one was used.
-        continued.sort(
-            key=lambda p: (p.request.prompt_len, p.request.handed_over, -p.request.number)
-        )
-        alike.sort(key=lambda p: p.request.number)
-        del alike[MAX_ALIKE:]
+        self._owners = owners
+        self.ambiguous = ambiguous
 
     @property
-    def num_related(self) -> int:
-        """Number of requests that begin alike, which bounds the time that its view takes."""
-        return len(self._proven)
-
-    @property
-    def continued(self) -> list[Part]:
+    def continued(self) -> list[Request]:
         """Requests that it goes on from, in the order in which their tokens were sampled."""
-        return self._continued
+        return [owner for owner, _, _ in self._owners[:-1]]
 
-    @property
-    def as_sampled(self) -> list[Part]:
-        """Whose row is served: of the first that has it.
-
-        Last come other requests that were given the same tokens: their rows fill holes.
-        """
-        continued, alike = self._continued, self._alike
-        return [*self._last_of_prompt, *continued, Part(self.request, FOREVER), *alike]
+    def owned(self, *, latest: bool = False) -> list[Owned]:
+        """Return which request owns which positions, ascending; ambiguous ones have no owner."""
+        if latest:
+            return [Owned(self.request, 0, FOREVER)]
+        if not self.ambiguous:
+            return self._owners
+        return [
+            Owned(owner, a, b)
+            for owner, start, stop in self._owners
+            for a, b in subtract((start, stop), self.ambiguous)
+        ]
 
     @property
     def labels(self) -> dict[str, str]:
         """Labels of its request, and of those that it goes on from; the last one's count."""
         labels = self.request.labels
-        for part in reversed(self.continued):
-            labels = {**labels, **part.request.labels, **labels}
+        for request in reversed(self.continued):
+            labels = {**labels, **request.labels, **labels}
         return dict(islice(labels.items(), MAX_TRACE_LABELS))
-
-    @property
-    def _last_of_prompt(self) -> list[Part]:
-        """Whose row comes first where the prompt ends, as it sampled the token that follows.
-
-        That of the request itself, if it has one, unless it was given a token that another one
-        sampled: an engine that was handed a prompt computes its last token again.
-        """
-        prompt_len = self.request.prompt_len
-        last = prompt_len - 1
-        continued = [part.request for part in self.continued if part.stop > last]
-        given = [r for r in continued if self.request.shares_first_sampled(r)]
-        if not continued:
-            return []
-        own = Part(self.request, prompt_len, last, sampled=True)
-        return [*(Part(r, prompt_len, last) for r in given), own]
-
-    @property
-    def latest(self) -> list[Part]:
-        """Parts in the order of the policy `latest`."""
-        return [Part(self.request, FOREVER), *reversed(self._continued), *self._alike]
 
     @property
     def num_tokens(self) -> int:
@@ -214,8 +205,43 @@ class Incarnation:
         """Positions 0 .. num_rows - 1 exist: N tokens have N - 1 rows."""
         if self.num_tokens:
             return self.num_tokens - 1
-        parts = [*self.continued, Part(self.request, self.request.num_rows)]
-        return max(min(part.stop, s.end) for part in parts for s in part.request.sources)
+        most = self.request.num_rows
+        ends = [min(most, s.end) for s in self.request.sources]
+        return max([*ends, *(stop for _, _, stop in self._owners[:-1])])
+
+
+def parts_of(owned: Owned, *, latest: bool = False) -> Iterator[Part]:
+    """Yield where the rows of owned positions come from: each from the first part that has it."""
+    owner, start, stop = owned
+    attempts = range(max(len(s.attempts) for s in owner.sources))
+    if latest:
+        yield Part(owner, start, stop, attempts[::-1])
+        yield from _handed_over(owner, [(start, stop)])
+        return
+    yield Part(owner, start, stop, attempts[:1])
+    yield from _handed_over(owner, [(start, stop)])
+    if attempts[1:]:
+        yield Part(owner, start, stop, attempts[1:])
+
+
+def _handed_over(owner: Request, wanted: list[Interval]) -> Iterator[Part]:
+    """Yield the parts behind hand-overs, along which KV may have come a long way."""
+    passed = {owner}
+    while (giver := owner.giver) and giver not in passed:
+        most = min(giver.num_rows, owner.disproved(giver))
+        wanted = [
+            (max(a, c), min(b, d, most))
+            for a, b in wanted
+            for c, d in owner.loaded
+            if max(a, c) < min(b, d, most)
+        ]
+        last = max(len(s.attempts) for s in giver.sources) - 1
+        for start, stop in wanted:
+            yield Part(giver, start, stop, (last,), given=True)
+        if last:
+            return
+        passed.add(giver)
+        owner = giver
 
 
 class Join:
@@ -261,14 +287,38 @@ class Join:
         if number in self._incarnations:
             return
         request = self.requests[self.numbers.index(number)]
-        proven: list[tuple[Request, int]] = []
-        for found in self.proven(request):
-            proven.append(found)
-            if not len(proven) % STEP:
+        owners: list[Owned] = []
+        ambiguous: list[Interval] = []
+        stop, owner = FOREVER, request
+        while True:
+            before, proven = self._continued(owner, ambiguous)
+            if before is None:
+                break
+            end = min(proven, before.num_rows, owner.prompt_len - 1)
+            owners.append(Owned(owner, end, stop))
+            stop, owner = end, before
+            if not len(owners) % STEP:
                 yield
-        incarnation = Incarnation(request, proven)
-        yield from incarnation.divide()
-        self._incarnations[number] = incarnation
+        owners.append(Owned(owner, 0, stop))
+        owners.reverse()
+        self._incarnations[number] = Incarnation(request, owners, merge(ambiguous))
+
+    def _continued(self, request: Request, ambiguous: list[Interval]) -> tuple[Request | None, int]:
+        """Return the request that one goes on from, and the length of the proof.
+
+        Positions that several requests may own are added to `ambiguous`.
+        """
+        if self._tree is None:
+            return None, 0
+        proven, found = self._tree.predecessors(request.index)
+        if len(found) == 1:
+            return self.requests[found[0]], proven
+        candidates = [self.requests[index] for index in found]
+        maker = _maker_of_last_slot(request, proven, candidates)
+        if candidates and maker is None:
+            first = min(candidate.prompt_len for candidate in candidates) - 1
+            ambiguous.append((first, proven - 1))
+        return maker, proven
 
     def request_of(self, source: Source) -> Request | None:
         """Return the request that a source reports; None if the trace has dropped it."""
@@ -282,16 +332,6 @@ class Join:
         """Numbers of the requests that no other request contains."""
         return [r.number for r in self.requests if r.successor is None]
 
-    def proven(self, request: Request) -> Iterator[tuple[Request, int]]:
-        """Yield other requests that share a prefix of a request's prompt, and its proven length.
-
-        Prefixes beyond the prompt do not count: only the request itself has rows of tokens that it
-        sampled.
-        """
-        if self._tree:
-            for other, position in self._tree.proven(request.index):
-                yield self.requests[other], position
-
     def having(self, position: int, digest: int) -> list[Request]:
         """Return the requests with a digest, in order."""
         if self._tree:
@@ -299,12 +339,15 @@ class Join:
         return [r for r in self.requests if r.own.get(position) == digest]
 
     def _prove(self) -> Generator[None, None, None]:
-        """Find requests that begin alike, and those that another one contains."""
+        """Find requests that others continue, contain, or took KV from."""
         reported = []
+        givers: dict[str, Request | None] = {}
         for request in self.requests:
             reported.append(
                 Reported(request.own, request.prompt_len, request.num_tokens, request.handed_over)
             )
+            if name := request.handed_over_by:
+                givers[name] = None if name in givers else request
             if not len(reported) % STEP:
                 yield
         self._tree = tree = yield from PrefixTree.in_steps(reported)
@@ -313,8 +356,36 @@ class Join:
             successor = tree.successor(index)
             if successor is not None:
                 request.successor = self.requests[successor]
+            giver = givers.get(request.received_by) if request.received_by else None
+            request.giver = giver if giver is not request else None
             if not index % STEP:
                 yield
+
+
+def _maker_of_last_slot(
+    request: Request, proven: int, candidates: Sequence[Request]
+) -> Request | None:
+    """Return the candidate that made the row of the last position below `proven` from a slot.
+
+    It must have sampled the token there: KV of their prompt does not tell candidates apart.
+    """
+    last: tuple[int, int] | None = None
+    for source in request.sources:
+        for span in source.attempts[0]:
+            if span.provenance == Provenance.SLOT and span.position < proven:
+                end = min(span.stop, proven) - 1
+                if last is None or end > last[0]:
+                    last = end, span.ref + end - span.position
+    if last is None:
+        return None
+    position, ref = last
+    for candidate in candidates:
+        for source in candidate.sources if position >= candidate.prompt_len else ():
+            for attempt in source.attempts:
+                for span in attempt.between(position, position + 1):
+                    if span.provenance == Provenance.FORWARD and span.ref == ref:
+                        return candidate
+    return None
 
 
 def requests_of(sources: Sequence[Source], num_dropped: int = 0) -> list[Request]:

@@ -9,7 +9,7 @@ grows with the logarithm of its depth.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Collection, Generator, Iterator, Sequence
+from collections.abc import Collection, Generator, Sequence
 from itertools import islice, pairwise
 from typing import NamedTuple
 
@@ -22,6 +22,9 @@ Prefix = tuple[int, int]
 """(position, digest): the tokens of a sequence before a position."""
 
 _ROOT = 0
+
+#: Longer than any prompt.
+FAR = 1 << 40
 
 #: Requests, or prefixes, of one step.
 STEP = 64
@@ -83,6 +86,7 @@ class PrefixTree:
                 yield
         yield from self._arrange()
         yield from self._find_newest()
+        yield from self._find_sampled()
 
     def _link(self) -> Generator[None, None, None]:
         """Set depths, and for each node an ancestor to jump to, which makes a climb logarithmic."""
@@ -151,6 +155,36 @@ class PrefixTree:
             if not node % STEP:
                 yield
 
+    def _find_sampled(self) -> Generator[None, None, None]:
+        """Set the longest part of each prefix that ends with tokens which some request sampled.
+
+        Such a request has the part, and a shorter prompt. The two shortest prompts of the requests
+        with a prefix say whether there is one, and whether there are several.
+        """
+        size = len(self._parent)
+        self._shortest = shortest = [(FAR, FAR)] * size
+        self._sampler = sampler = [-1] * size
+        for index, (node, request) in enumerate(zip(self._leaf, self._requests, strict=True)):
+            if request.prompt_len and not request.handed_over:
+                if request.prompt_len < shortest[node][0]:
+                    sampler[node] = index
+                shortest[node] = _least(shortest[node], (request.prompt_len, FAR))
+            if not index % STEP:
+                yield
+        for node in range(size - 1, 0, -1):
+            up = self._parent[node]
+            if shortest[node][0] < shortest[up][0]:
+                sampler[up] = sampler[node]
+            shortest[up] = _least(shortest[up], shortest[node])
+            if not node % STEP:
+                yield
+        self._sampled = sampled = [_ROOT] * size
+        for node in range(1, size):
+            mine = shortest[node][0] < self._prefixes[node][0]
+            sampled[node] = node if mine else sampled[self._parent[node]]
+            if not node % STEP:
+                yield
+
     def _at(self, node: int, position: int) -> int:
         """Return the longest prefix of a node that ends at or before a position."""
         prefixes, parent, jump = self._prefixes, self._parent, self._jump
@@ -178,33 +212,25 @@ class PrefixTree:
         node = self._number.get(prefix, _ROOT)
         return sorted(self._among(node)) if node != _ROOT else []
 
-    def common(self, one: int, other: int) -> int:
-        """Return the length of the longest prefix that two requests have; -1 for none."""
-        a, b = self._leaf[one], self._leaf[other]
-        depth, jump, parent = self._depth, self._jump, self._parent
-        if depth[a] < depth[b]:
-            a, b = b, a
-        while depth[a] > depth[b]:
-            a = jump[a] if depth[jump[a]] >= depth[b] else parent[a]
-        while a != b:
-            far = jump[a] != jump[b]
-            a, b = (jump[a], jump[b]) if far else (parent[a], parent[b])
-        return self._prefixes[a][0]
+    def predecessors(self, index: int) -> tuple[int, list[int]]:
+        """Return the longest prefix of a prompt that holds what others sampled, and these requests.
 
-    def proven(self, index: int) -> Iterator[tuple[int, int]]:
-        """Yield other requests that share a prefix of a request's prompt, and its length."""
-        node = self._given[index]
-        inner = (0, 0)
-        while node != _ROOT:
-            start, stop = self._range[node]
-            low, high = inner if inner[1] else (start, start)
-            position = self._prefixes[node][0]
-            for part in (self._order[start:low], self._order[high:stop]):
-                for other in part:
-                    if other != index:
-                        yield other, position
-            inner = start, stop
-            node = self._parent[node]
+        None of them ended with `handoff`.
+
+        Returns:
+            The length of the prefix, and the requests in order; none if there is no such prefix.
+        """
+        node = self._sampled[self._given[index]]
+        if node == _ROOT:
+            return 0, []
+        position = self._prefixes[node][0]
+        if self._shortest[node][1] >= position:
+            return position, [self._sampler[node]]
+        return position, sorted(i for i in self._among(node) if self._may_precede(i, position))
+
+    def _may_precede(self, index: int, position: int) -> bool:
+        request = self._requests[index]
+        return not request.handed_over and 0 < request.prompt_len < position
 
     def successor(self, index: int) -> int | None:
         """Return the newest request that fully contains a request, if any."""
@@ -230,6 +256,12 @@ class PrefixTree:
                 return found
             node = self._parent[node]
         return None
+
+
+def _least(one: tuple[int, int], other: tuple[int, int]) -> tuple[int, int]:
+    """Return the two least of four numbers; each pair ascends."""
+    (a, b), (c, d) = one, other
+    return (a, min(b, c)) if a <= c else (c, min(a, d))
 
 
 def _next_shorter(

@@ -73,6 +73,8 @@ class Source:
     """Whether `blocks` is complete: not if the begin was lost."""
     external: bool = False
     """Whether external KV was loaded for it."""
+    loaded: tuple[int, int] = (0, 0)
+    """Positions [start, stop) of the external KV of its begin."""
     ended: bool = False
     num_tokens: int = 0
     """Final token count; 0 while unknown."""
@@ -212,6 +214,7 @@ def dump_source(message: stored.Source, source: Source, layouts: dict[ModelLayou
         message.unplaced = True
     if source.external:
         message.external = True
+        message.loaded_start, message.loaded_stop = source.loaded
     if source.forgotten:
         message.forgotten = True
     if source.model:
@@ -240,6 +243,7 @@ def load_source(message: stored.Source, run: str, layouts: Sequence[ModelLayout]
         blocks=np.frombuffer(message.blocks, U32).tolist() if message.blocks else [],
         placed=not message.unplaced,
         external=message.external,
+        loaded=(message.loaded_start, message.loaded_stop),
         ended=message.ended,
         num_tokens=message.num_tokens,
         finish_reason=message.finish_reason,
