@@ -60,7 +60,8 @@ def main() -> int:
     tally = total.tally
     print(f"\n{time.monotonic() - started:.0f} s, last seed {seed - 1}")
     table = {"runs": total.runs, "traces": tally.traces, "reads": tally.reads}
-    table |= {"prefix_rows_read": tally.prefix_rows, **total.counts}
+    read = ("prefix_rows", "handed_rows", "lawful_rows", "ambiguous", "otherwise")
+    table |= {f"{name}_read": getattr(tally, name) for name in read} | total.counts
     for name, count in table.items():
         print(f"  {name.replace('_', ' '):<28}{count:>12,}")
     print(f"{tally.cells} cells compared, 0 wrong, {tally.missing} missing with reason")

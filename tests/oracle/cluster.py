@@ -11,7 +11,7 @@ from oracle.engine import VOCABULARY, Chances, Engine
 from oracle.marks import MARKS, marked
 from oracle.request import Request
 from oracle.truth import Bound, Expected, Policy, PrefixRows, Record, RowStore
-from oracle.world import EngineSpec, Shard, World
+from oracle.world import EngineSpec, Role, Shard, World
 from routetrace.common.layout import ModelLayout
 
 COUNTS = (
@@ -20,6 +20,8 @@ COUNTS = (
     *("rewinds", "rejected_rows", "reused_blocks", "cached_rows", "unknown_rows"),
     *("shared_in_part", "skipped_rows", "redone", "draft_branches", "marked"),
     *("external_loads", "external_rows", "weight_updates", "resets", "binds", "barriers"),
+    *("stalled", "relayed", "failed_transfers", "transfers_that_gave_nothing", "decoded_again"),
+    *("transfer_ids_used_twice", "siblings", "cut_short"),
 )
 
 _BRANCH = "filled"
@@ -27,8 +29,8 @@ _BRANCH = "filled"
 
 Job = Generator["Ask", Request, None]
 """What a user does: asks engines, one after the other."""
-Answer = Generator["Ask", Request, list[int]]
-"""The part of a job that ends with all tokens of an answer; none if it was given up."""
+Answer = Generator["Ask", Request, Request | None]
+"""The part of a job that ends with the last request of an answer; None if it was given up."""
 
 
 @dataclass
@@ -91,6 +93,8 @@ class Cluster:
         self._prompts: list[list[int]] = []
         """The last ones."""
         self._version = 0
+        self._transfers: dict[str, str] = {}
+        """The last transfer id of each trace."""
 
     # ------------------------------------------------------------------ what happens
 
@@ -255,6 +259,10 @@ class Cluster:
     def _single(self, trace_id: str, prompt: list[int]) -> Job:
         yield from self._answer(trace_id, prompt)
 
+    def _just(self, engine: Engine, request: Request) -> Job:
+        """A request whose outcome nobody waits for."""
+        yield Ask(engine, request)
+
     def _ask(
         self,
         engine: Engine,
@@ -271,9 +279,12 @@ class Cluster:
 
     def _again(self, trace_id: str, prompt: list[int]) -> Job:
         """The same prompt under the same id once more, though nothing was wrong."""
-        for _ in range(2):
+        self.counts["resubmitted"] += 1
+        if self.rng.random() < 0.5:
+            self._jobs.insert(0, self._single(trace_id, prompt))  # meanwhile, at any stage
+        else:
             yield from self._answer(trace_id, prompt)
-            self.counts["resubmitted"] += 1
+        yield from self._answer(trace_id, prompt)
 
     def _branch(self, engine: Engine) -> None:
         """Go on from blocks that accepted drafts have filled, in the pass that confirms them."""
@@ -299,14 +310,22 @@ class Cluster:
         tokens = [*parent.tokens, *self._tokens(1, 4)]
         yield from self._ask(engine, name, tokens, 12)
 
-    def _session(self, name: str, tokens: list[int], turns: int, one_trace: bool) -> Job:
+    def _session(
+        self,
+        name: str,
+        tokens: list[int],
+        turns: int,
+        one_trace: bool,
+        before: Request | None = None,
+    ) -> Job:
         """A conversation: each prompt is everything before and something new."""
         rng = self.rng
         for turn in range(turns):
             trace_id = name if one_trace else f"{name}/{turn}"
-            answer = yield from self._answer(trace_id, tokens)
-            if not answer:
+            said = yield from self._turn(trace_id, tokens, before)
+            if said is None:
                 return
+            before, answer = said, said.tokens
             if rng.random() < 0.1:
                 answer = answer[: rng.randint(1, len(answer))]  # the user edits
             if turn + 1 < turns and rng.random() < 0.2:
@@ -316,79 +335,164 @@ class Cluster:
                 other_tokens = [*answer, *self._tokens(0, 20)]
                 if len(other_tokens) + 4 < self._capacity:
                     rest = turns - turn - 1
-                    self._jobs.insert(0, self._session(other, other_tokens, rest, one_trace))
+                    job = self._session(other, other_tokens, rest, one_trace, before)
+                    self._jobs.insert(0, job)
             tokens = [*answer, *self._tokens(0, 40)]
             if len(tokens) + 4 >= self._capacity:
                 return
             self.counts["turns"] += turn + 1 < turns
 
-    def _answer(self, trace_id: str, prompt: list[int]) -> Answer:
-        """One answer, whatever happens to the engines."""
+    def _turn(self, trace_id: str, prompt: list[int], before: Request | None) -> Answer:
+        """One answer; or two that say the same, of which one goes on, as with greedy sampling."""
+        if self.rng.random() > 0.25:
+            return (yield from self._answer(trace_id, prompt, before))
+        self.counts["siblings"] += 1
+        says = self._tokens(1, min(12, self._capacity - len(prompt)))
+        answers = []
+        for _ in range(2):
+            answer = yield from self._answer(trace_id, prompt, before, says)
+            answers += [answer] if answer else []
+        return self.rng.choice(answers) if answers else None
+
+    def _answer(
+        self,
+        trace_id: str,
+        prompt: list[int],
+        before: Request | None = None,
+        says: Sequence[int] = (),
+    ) -> Answer:
+        """One answer, whatever happens to the engines.
+
+        Args:
+            trace_id: of all its requests.
+            prompt: of the first one.
+            before: the request that sampled tokens of it.
+            says: all of the answer; empty: what chance says.
+        """
         rng = self.rng
         start = len(prompt)
         most = min(rng.choice((1, 8, 24, 60)), self._capacity - start)
-        max_tokens = rng.randint(1, max(1, most))
+        stop = start + (len(says) or rng.randint(1, max(1, most)))
         request_id = self._request_id(trace_id)
         while True:
-            left = start + max_tokens - len(prompt)
-            request = yield from self._try(request_id, trace_id, prompt, left)
+            asked = Request(
+                request_id,
+                trace_id,
+                prompt,
+                stop - len(prompt),
+                says=[*says[len(prompt) - start :]],
+                continues=before,
+            )
+            request = yield from self._try(asked)
             if request.outcome in {"stop", "length"}:
-                return request.tokens
+                return request
             # It was aborted, or died. Gone on from where it was, begun again, or given up.
             choice = rng.random()
             if choice < 0.1:
-                return []
-            if choice < 0.6 and len(request.tokens) < start + max_tokens:
+                return None
+            # The engine may have had tokens that the caller did not get.
+            got = request.tokens[: max(start, len(request.tokens) - rng.choice((0, 0, 1, 2, 3)))]
+            if choice < 0.6 and len(got) < stop:
                 self.counts["continued"] += 1
-                prompt = request.tokens
+                self.counts["cut_short"] += len(got) < len(request.tokens)
+                before = request if len(got) > len(request.prompt) else request.continues
+                prompt = got
             else:
                 self.counts["retries"] += 1
             if rng.random() < 0.5:
                 request_id = self._request_id(trace_id)
 
-    def _try(
-        self, request_id: str, trace_id: str, prompt: list[int], max_tokens: int
-    ) -> Generator[Ask, Request, Request]:
+    def _try(self, asked: Request) -> Generator[Ask, Request, Request]:
         """One request to one engine, or to a pair of which one computes the prompt."""
         rng = self.rng
         if rng.random() < self.chances.mark:
             self.counts["marked"] += 1
-            prompt = marked(prompt, rng.randrange(len(MARKS)))
+            asked = replace(asked, prompt=marked(asked.prompt, rng.randrange(len(MARKS))))
         of_role: dict[str, list[Engine]] = {}
         for engine in self.engines:
             of_role.setdefault(engine.spec.role, []).append(engine)
         pairs = bool(of_role.get("prefill") and of_role.get("decode"))
         whole = of_role.get("both", []) if pairs else self.engines
         if pairs and (not whole or rng.random() < 0.5):
-            end = "handoff" if rng.random() < 0.8 else "length"
-            first = Request(request_id, trace_id, prompt, 1, end=end)
-            first = yield Ask(rng.choice(of_role["prefill"]), first)
-            if first.outcome != end or max_tokens < 2:
+            first = yield from self._prefill(of_role["prefill"], asked)
+            if first.outcome != first.end or asked.max_tokens < 2:
                 return first
-            how = rng.choice(("sampled again", "given", "in the prompt"))
-            engine = rng.choice(of_role["decode"])
-            remote = len(prompt)
-            if how == "sampled again":
-                request = Request(request_id, trace_id, prompt, max_tokens, remote=remote)
-            elif how == "given":
-                given = first.tokens[len(prompt) :]
-                request = Request(request_id, trace_id, prompt, max_tokens, given, remote)
-            else:
-                left = max_tokens - 1
-                request = Request(request_id, trace_id, first.tokens, left, remote=remote)
-            return (yield Ask(engine, request))
+            return (yield from self._decode(of_role["decode"], asked, first))
         # KV of some of the prompt comes from a store that other engines fill, too.
-        restored = rng.randint(1, len(prompt)) if rng.random() < 0.15 else 0
-        request = Request(request_id, trace_id, prompt, max_tokens, remote=restored)
-        return (yield Ask(rng.choice(whole), request))
+        restored = rng.randint(1, len(asked.prompt)) if rng.random() < 0.15 else 0
+        return (yield Ask(rng.choice(whole), replace(asked, remote=restored)))
+
+    def _prefill(self, engines: list[Engine], asked: Request) -> Generator[Ask, Request, Request]:
+        """The first token, by an engine that hands its KV over; or by one after the other."""
+        rng = self.rng
+        first = replace(asked, max_tokens=1, end="handoff" if rng.random() < 0.8 else "length")
+        if rng.random() < 0.2:
+            # It stalls, and is repeated; it may still come, at any time.
+            self.counts["stalled"] += 1
+            gives = self._transfer_id(asked.trace_id)
+            stalled = replace(first, request_id=self._name("stalled"), gives=gives)
+            self._jobs.insert(
+                rng.choice((0, len(self._jobs))), self._just(rng.choice(engines), stalled)
+            )
+        first = replace(first, gives=self._transfer_id(asked.trace_id))
+        first = yield Ask(rng.choice(engines), first)
+        if first.outcome == first.end and rng.random() < 0.15:
+            self.counts["relayed"] += 1
+            gives = self._transfer_id(asked.trace_id)
+            first = yield Ask(rng.choice(engines), replace(self._taking(first), gives=gives))
+        return first
+
+    def _decode(
+        self, engines: list[Engine], asked: Request, first: Request
+    ) -> Generator[Ask, Request, Request]:
+        """The rest of an answer, from the KV of the request that computed its prompt."""
+        rng, sampled = self.rng, first.tokens[len(asked.prompt) :]
+        how = rng.choice(("sampled again", "given", "in the prompt"))
+        while True:
+            request = replace(self._taking(first), max_tokens=asked.max_tokens, end="", gives=None)
+            if how == "given":
+                request = replace(request, given=sampled)
+            elif how == "in the prompt":
+                request = replace(
+                    request,
+                    prompt=first.tokens,
+                    max_tokens=asked.max_tokens - 1,
+                    says=asked.says[1:],
+                    continues=first,
+                )
+            if (trouble := rng.random()) < 0.1:
+                self.counts["transfers_that_gave_nothing"] += 1
+                request = replace(request, remote=0, source=None)
+            request = yield Ask(rng.choice(engines), replace(request, fails=trouble > 0.85))
+            if request.outcome in {"stop", "length"} or rng.random() < 0.6:
+                return request
+            self.counts["decoded_again"] += 1
+
+    def _taking(self, first: Request) -> Request:
+        """A request with the same prompt, that takes another one's KV of it."""
+        takes = None if self.rng.random() < 0.05 else first.gives
+        return replace(first, given=[], remote=len(first.prompt), source=first, takes=takes)
+
+    def _transfer_id(self, trace_id: str) -> str | None:
+        """That of a hand-over: mostly a new one; or none, or one that was used before."""
+        choice = self.rng.random()
+        if choice < 0.1:
+            return None
+        if choice < 0.2 and trace_id in self._transfers:
+            self.counts["transfer_ids_used_twice"] += 1
+            return self._transfers[trace_id]
+        self._transfers[trace_id] = self._name("transfer")
+        return self._transfers[trace_id]
 
 
 def random_specs(rng: random.Random, layout: ModelLayout) -> list[EngineSpec]:
     """A mix of engines, of one to five."""
     specs = [_random_spec(rng, layout, f"engine{i}") for i in range(rng.randint(1, 3))]
     if rng.random() < 0.4:
+        roles: list[Role] = ["prefill", "decode", *(["prefill"] if rng.random() < 0.5 else [])]
         specs += [
-            replace(_random_spec(rng, layout, role), role=role) for role in ("prefill", "decode")
+            replace(_random_spec(rng, layout, f"{role}{i}"), role=role)
+            for i, role in enumerate(roles)
         ]
     return specs
 
@@ -406,6 +510,7 @@ def _random_spec(rng: random.Random, layout: ModelLayout, name: str) -> EngineSp
         draft_tokens=rng.choice((0, 0, 1, 3)),
         asynchronous=rng.random() < 0.5,
         tells_tokens=rng.random() < 0.85,
+        tells_versions=rng.random() < 0.85,
         slot_only_twin=shards[0].size == 1 and rng.random() < 0.4,
         offload=rng.random() < 0.3,
     )

@@ -28,6 +28,7 @@ from routetrace.client import (
 from routetrace.client._core import calls as _calls
 from routetrace.client._core.batch import together
 from routetrace.client._core.steps import Plan
+from routetrace.codec.records import UNKNOWN_VERSION
 from routetrace.common.errors import NotFound, RouteTraceError
 
 Bools = npt.NDArray[np.bool_]
@@ -47,6 +48,14 @@ class Tally:
     """Those that were missing."""
     prefix_rows: int = 0
     """Rows of all reads that stood in for those of another trace."""
+    handed_rows: int = 0
+    """Rows of all reads that are behind a hand-over."""
+    lawful_rows: int = 0
+    """Rows of all reads that were looked up in the world's own book-keeping of passes."""
+    ambiguous: int = 0
+    """Cells that are missing because nobody knows whose they are."""
+    otherwise: int = 0
+    """Reads along a chain that is not the callers'."""
     reads: int = 0
     traces: int = 0
 
@@ -179,7 +188,8 @@ class Comparer:
         """Compares one trace, as everyone may read it."""
         tally = Tally(traces=1)
         whole = self._cluster.expected(trace_id, "as_sampled")
-        versions = sorted({int(v) for e in whole for v in np.unique(e.versions[e.known])})
+        found = {int(v) for e in whole for v in np.unique(e.versions[e.known])}
+        versions = sorted(found - {UNKNOWN_VERSION})
         asked = self._rng.sample(versions, min(len(versions), 2))
         policies: tuple[Policy, ...] = ("as_sampled", "latest")
         for read in (
@@ -326,7 +336,7 @@ class Comparer:
                 raise Wrong(f"{read}: {one} is not the only origin of its cells")
             if read.policy == "as_sampled" and one.engine_id not in trace.engine_ids:
                 raise Wrong(f"{read}: {one}; engines are {trace.engine_ids}")
-            there[here], versions[here] = True, one.weight_version
+            there[here], versions[here] = True, _number(one.weight_version)
             for names in told[one.start : one.stop]:
                 names.add(one.source)
         if (there != trace.valid).any():
@@ -353,8 +363,21 @@ class Comparer:
             problem = self._differs(trace, expected, whole)
             if not problem:
                 num_missing = int((~trace.valid).sum())
-                stood_in = sum(stop - start for start, stop, _ in trace.prefix_sources)
-                return Tally(trace.valid.size, num_missing, stood_in, reads=1)
+                named = [(b - a, name) for a, b, name in trace.provenance]
+                return Tally(
+                    trace.valid.size,
+                    num_missing,
+                    prefix_rows=sum(n for n, name in named if name == "prefix"),
+                    handed_rows=sum(n for n, name in named if name == "handoff"),
+                    lawful_rows=sum(bool(expected.makers(p)) for p in range(len(trace))),
+                    ambiguous=sum(
+                        (m.stop - m.start) * len(m.layer_ids)
+                        for m in trace.missing
+                        if m.reason == "ambiguous"
+                    ),
+                    otherwise=expected.otherwise,
+                    reads=1,
+                )
             problems.append(problem)
         raise Wrong(f"{read}: " + ("; or ".join(problems) or "nothing of the kind is expected"))
 
@@ -379,6 +402,8 @@ class Comparer:
         return (
             self._state_differs(trace, whole)
             or self._cells_differ(trace, expected)
+            or self._against_the_law(trace, expected)
+            or _provenance_differs(trace, expected)
             or _versions_differ(trace, expected)
             or _origins_differ(trace, expected)
             or _reasons_differ(trace, expected)
@@ -409,6 +434,23 @@ class Comparer:
             ):
                 continue
             return self._cell(trace, expected, position, column)
+        return ""
+
+    def _against_the_law(self, trace: Trace, expected: Expected) -> str:
+        """A row must be that of a pass behind the KV which its owner sampled from."""
+        stands_in = {p for a, b, name in trace.provenance if name == "prefix" for p in range(a, b)}
+        for position, valid in enumerate(trace.valid):
+            makers = expected.makers(position)
+            if not makers or position in stands_in or not valid.any():
+                continue
+            rows = self._cluster.store.rows(np.array(makers))
+            same = (rows == trace.topk_ids[position]).all(axis=2)[:, valid].all(axis=1)
+            if not same.any():
+                column = int(valid.argmax())
+                return (
+                    f"against the law: {self._cell(trace, expected, position, column)}; the passes "
+                    f"behind its KV chose {rows[:, column].tolist()}"
+                )
         return ""
 
     def _cell(self, trace: Trace, expected: Expected, position: int, column: int) -> str:
@@ -457,12 +499,32 @@ def _default(whole: Sequence[Expected]) -> set[int]:
     return {surely, *(number for number in possibly if number > least)}
 
 
+def _number(version: int | None) -> int:
+    """A weight version as the store of rows has it."""
+    return UNKNOWN_VERSION if version is None else version
+
+
+def _provenance_differs(trace: Trace, expected: Expected) -> str:
+    """Compares how rows are told to have come; those that stand in are looked at elsewhere."""
+    told: list[set[str]] = [set() for _ in range(len(trace))]
+    for start, stop, name in trace.provenance:
+        for names in told[start:stop]:
+            names.add(name)
+    for position, source in enumerate(expected.sources[: len(trace)]):
+        if source and told[position] != {source}:
+            return (
+                f"position {position} of {len(trace)} is told to be of "
+                f"{' and '.join(sorted(told[position]))}, expected {source}"
+            )
+    return ""
+
+
 def _versions_differ(trace: Trace, expected: Expected) -> str:
     """Compares the weight versions that are told of each position."""
     n = len(trace)
     told: dict[int, Bools] = {}
-    for start, stop, version in trace.weight_versions:
-        told.setdefault(version, np.zeros(n, np.bool_))[start:stop] = True
+    for start, stop, given in trace.weight_versions:
+        told.setdefault(_number(given), np.zeros(n, np.bool_))[start:stop] = True
     for version in {*told, *np.unique(expected.versions[expected.known]).tolist()}:
         here = told.get(version, np.zeros(n, np.bool_))
         match = expected.versions[:n] == version

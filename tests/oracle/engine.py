@@ -26,6 +26,7 @@ from oracle.truth import (
     digest_positions,
 )
 from oracle.world import EngineSpec, Shard, World
+from routetrace.codec.records import UNKNOWN_VERSION
 from routetrace.common.layout import ModelLayout
 
 VOCABULARY = 4
@@ -52,6 +53,8 @@ class Chances:
     """A shard is not told anything for the moment."""
     update: float = 0.01
     reset: float = 0.005
+    no_version: float = 0.1
+    """An update of the weights comes without their version."""
     crash: float = 0.002
     mark: float = 0.1
     """A request has other labels than its tokens had before."""
@@ -139,6 +142,9 @@ class Engine:
         """Whether no positions are dealt among ranks."""
         assert self.alone or not spec.slot_only_twin, "ranks count their steps differently"
         self.version = 0
+        """Of its weights."""
+        self.told_version: int | None = 0 if spec.tells_versions else None
+        """As its agents know it."""
         self.boots = 0
         self.waiting: list[Request] = []
         self.done: list[Request] = []
@@ -166,7 +172,8 @@ class Engine:
         if spec.slot_only_twin:
             twin = replace(spec, engine_id=f"{spec.engine_id}-slots")
             self.twins = [self._connect(twin, shard) for shard in spec.shards]
-        self._tell("set_weight_version", self.version)
+        if self.told_version is not None:
+            self._tell("set_weight_version", self.told_version)
 
     def _connect(self, spec: EngineSpec, shard: Shard) -> Line:
         sink = self.world.connect(spec, shard, self.boot_id)
@@ -263,7 +270,9 @@ class Engine:
                 self._finish(request, "abort")
         self.version = version
         self.counts["weight_updates"] += 1
-        self._tell("set_weight_version", version)
+        if self.spec.tells_versions:
+            self.told_version = None if self.rng.random() < self.chances.no_version else version
+            self._tell("set_weight_version", self.told_version)
         if reset:
             self.reset_prefix_cache()
 
@@ -408,7 +417,8 @@ class Engine:
         path = pool.path(tokens, len(tokens) - 1)
         num_local = next((i for i, n in enumerate(path) if n not in pool.cached), len(path))
         num_full = num_local
-        if self.spec.offload and not request.remote and rng.random() < 0.8:
+        host = self.spec.offload and not request.remote and (request.record or not request.takes)
+        if host and rng.random() < 0.8:
             while num_full < len(path) and path[num_full] in pool.offloaded:
                 num_full += 1
         computed = num_full * pool.block_size
@@ -436,19 +446,23 @@ class Engine:
             pool.take(block)
         new = [pool.allocate() for _ in range(total - num_local)]
         request.blocks = [*local, *new]
-        request.nodes = path[: computed // pool.block_size]
+        start = computed
+        if external and request.fails and self.alone:
+            self.counts["failed_transfers"] += 1
+            start = rng.choice((computed - external, rng.randrange(computed - external, computed)))
+        request.nodes = path[: start // pool.block_size]
         for node, block in zip(request.nodes, request.blocks, strict=False):
             pool.register(node, block)
-        request.computed = request.ahead_computed = computed
+        request.computed = request.ahead_computed = start
         request.running = True
         record = request.record
         assert record is not None
         size = request.most + 3 * (self.spec.draft_tokens + 2)
         record.attempts.append(Attempt(size, computed - external, computed))
         if external:
-            record.external = True
             self.counts["external_loads"] += 1
             self.counts["external_rows"] += external
+            self._load(request, computed - external, computed)
             loaded = request.blocks[num_local : -(-computed // pool.block_size)]
             self._twins_forget(loaded)
         if begins:
@@ -458,6 +472,18 @@ class Engine:
             blocks = list(request.blocks)
             self._about("resume", request, computed, block_ids=blocks, num_external_tokens=external)
         return True
+
+    def _load(self, request: Request, start: int, stop: int) -> None:
+        """KV from elsewhere comes into the blocks of a request."""
+        pool, source = self.pool, request.source
+        if request.remote:
+            kv = np.full(stop - start, NOBODY)
+            if source is not None and source.record is not None:
+                kv = source.record.attempts[-1].kv(start, stop)
+            pool.kv[pool.slots_of(request.blocks, start, stop)] = kv
+            return
+        for i in range(start // pool.block_size, len(request.nodes)):
+            pool.load(request.blocks[i], request.nodes[i])
 
     def _ends_inside(
         self, tokens: list[int], nth: int, chosen: Sequence[tuple[Request, int, list[int]]]
@@ -525,6 +551,8 @@ class Engine:
             self.columns,
             list(request.prompt),
         )
+        record.took = request.takes or ""
+        record.continued = request.continues and request.continues.record
         if spec.tells_tokens:
             ends = self.ends.get(request.trace_id, ())
             record.told_at = digest_positions(len(request.prompt))
@@ -544,6 +572,7 @@ class Engine:
                 num_external_tokens=external,
                 block_ids=list(request.blocks),
                 prompt_token_ids=list(request.prompt) if self.spec.tells_tokens else None,
+                transfer_id=request.takes,
             )
 
     def _load_in_place(self) -> None:
@@ -559,6 +588,8 @@ class Engine:
         self.counts["external_loads"] += 1
         self.counts["external_rows"] += len(blocks) * self.pool.block_size
         self.pool.forget(blocks)
+        for block in blocks:
+            self.pool.load(block, self.pool.node_of[block])
         for line in self.lines:
             line.tell("mark_external", blocks)
         self._twins_forget(blocks)
@@ -579,9 +610,11 @@ class Engine:
         rng = self.rng
         rng.shuffle(chosen)
         total = sum(count + len(drafts) for _, count, drafts in chosen)
-        numbers = self.store.draw(total, self.version)
+        known = self.told_version is not None
+        numbers = self.store.draw(total, self.version if known else UNKNOWN_VERSION)
         self.counts["rows"] += total
-        runs = []
+        runs: list[Run] = []
+        samples: list[Request] = []
         for request, count, drafts in chosen:
             start = request.ahead_computed
             known, stop = start + count, start + count + len(drafts)
@@ -590,13 +623,16 @@ class Engine:
             if known == len(request.ahead):
                 while kept < stop and rng.random() < self.chances.accept:
                     kept += 1
-                sampled = rng.randrange(VOCABULARY)
-                request.ahead = [*request.ahead, *drafts[: kept - known], sampled]
+                samples.append(request)
+                new = [*drafts[: kept - known], rng.randrange(VOCABULARY)]
+                says = request.says[len(request.ahead) - len(request.prompt) :][: len(new)]
+                request.ahead = [*request.ahead, *says, *new[len(says) :]]
             request.ahead_computed = kept
             before = request.attempt.rows[start:].copy()
             request.attempt.rows[start:] = NOBODY
             slots = self.pool.slots_of(request.blocks, start, stop)
             held = self.pool.slots[slots]
+            self.pool.kv[slots] = own
             self.pool.slots[slots] = NOBODY
             self.pool.slots[slots[: kept - start]] = own[: kept - start]
             request.attempt.rows[start:kept] = own[: kept - start]
@@ -614,6 +650,9 @@ class Engine:
                 request.ahead,
             )
             runs.append(run)
+        for run in runs:
+            slots = self.pool.slots_of(run.request.blocks, 0, run.kept)
+            run.attempt.read(self.pool.kv[slots], samples=run.request in samples)
         self.steps += 1
         self.untold.append(Step(self.steps, runs))
         return self.untold[-1]
@@ -628,6 +667,7 @@ class Engine:
             assert record is not None
             run.told = request.running and run.attempt is request.attempt
             if run.told:
+                run.attempt.start_again(run.start)
                 first = max(run.start + 1, record.prompt_len)
                 alone = run.drafts or self.alone
                 record.tentative = (min(first, run.stop) if alone else run.stop, run.stop)
@@ -785,8 +825,11 @@ class Engine:
                 sure = min(run.kept, max(run.start + 1, record.prompt_len))
                 positions = range(run.start, sure)
                 record.discarded += zip(positions, run.numbers.tolist(), strict=False)
+        slots = self.pool.slots_of(request.blocks, 0, request.computed)
+        request.attempt.read(self.pool.kv[slots], samples=False)
         self._keep(request, stop)
         request.attempt.rows[stop:] = NOBODY
+        request.attempt.unknown[stop:] = False
         record.tentative = (0, 0)
         request.computed = stop
         self._about("preempt", request, stop)
@@ -815,8 +858,17 @@ class Engine:
         record.tokens = list(tokens)
         record.reason = request.outcome = reason
         record.tentative = (0, 0)
+        gives = request.gives if reason == request.end else None
+        record.gave = gives or ""
         told = list(tokens) if self.spec.tells_tokens else None
-        self._about("finish", request, len(tokens), reason=reason, token_ids=told)
+        self._about(
+            "finish",
+            request,
+            len(tokens),
+            reason=reason,
+            token_ids=told,
+            transfer_id=gives,
+        )
         if told:
             record.told_at |= digest_positions(len(tokens))
             ends = self.ends.setdefault(request.trace_id, deque(maxlen=ENDS_PER_TRACE))

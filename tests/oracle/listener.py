@@ -198,8 +198,16 @@ class Listener:
         assert heard.num_tokens is None
         self._start(heard, num_computed_tokens, num_external_tokens, block_ids)
 
-    def finish(self, handle: int, num_tokens: int, *, reason: str, token_ids: Any = None) -> None:
-        self.log.append(("finish", handle, num_tokens, reason, token_ids))
+    def finish(
+        self,
+        handle: int,
+        num_tokens: int,
+        *,
+        reason: str,
+        token_ids: Any = None,
+        transfer_id: str | None = None,
+    ) -> None:
+        self.log.append(("finish", handle, num_tokens, reason, token_ids, transfer_id))
         heard = self.requests[handle]
         assert heard.num_tokens is None
         assert token_ids is None or len(token_ids) == num_tokens
@@ -222,7 +230,7 @@ class Listener:
         for heard in self.requests:
             heard.unnamed |= {*heard.drafts}
 
-    def set_weight_version(self, version: int) -> None:
+    def set_weight_version(self, version: int | None) -> None:
         self.log.append(("version", version))
 
     # ------------------------------------------------------------------ steps

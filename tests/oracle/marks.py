@@ -52,8 +52,6 @@ class Unmarked:
         )
         return handle
 
-    def finish(
-        self, handle: int, num_tokens: int, *, reason: str = "stop", token_ids: Any = None
-    ) -> None:
+    def finish(self, handle: int, num_tokens: int, *, token_ids: Any = None, **facts: Any) -> None:
         told = None if token_ids is None else unmarked(token_ids)
-        self._agent.finish(handle, num_tokens, reason=reason, token_ids=told)
+        self._agent.finish(handle, num_tokens, token_ids=told, **facts)

@@ -180,40 +180,11 @@ MUTATIONS = (
 """,
     ),
     Mutation(
-        "joined without a digest",
-        f"{SERVER}/index/traces/joins.py",
-        """            for other, position in self._tree.proven(request.index):
-                yield self.requests[other], position
-""",
-        """            for other in self.requests:
-                if other is not request:
-                    yield other, min(other.prompt_len, request.prompt_len)
-""",
-    ),
-    Mutation(
-        "joined beyond what was proven",
-        f"{SERVER}/index/traces/joins.py",
-        "            part = Part(other, min(proven, other.num_rows))\n",
-        "            part = Part(other, other.num_rows)\n",
-    ),
-    Mutation(
         "a stage joined to another request",
         f"{SERVER}/index/traces/sources.py",
         "        return self.writer.engine_id, self.request_id, self.occurrence\n",
         '        return self.writer.engine_id, "", ""\n',
         seed=1018,
-    ),
-    Mutation(
-        "latest served for as_sampled",
-        f"{SERVER}/rows/view.py",
-        "    latest = selection.policy == pb.READ_POLICY_LATEST\n",
-        "    latest = True\n",
-    ),
-    Mutation(
-        "weight version ignored",
-        f"{SERVER}/rows/view.py",
-        "                if selection.weight_version not in (None, span.weight_version):\n",
-        "                if False:\n",
     ),
     Mutation(
         "a sweep forgets the slots",
@@ -313,18 +284,6 @@ MUTATIONS = (
         "client/routetrace/client/plan.py",
         "first = self.at + (start - self.start) * self.stride",
         "first = self.at + min(start - self.start + (start > self.start), stop - start)",
-    ),
-    Mutation(
-        "the last prompt row of the engine that handed over",
-        f"{SERVER}/index/traces/joins.py",
-        "        return [*self._last_of_prompt, *continued,",
-        "        return [*continued,",
-    ),
-    Mutation(
-        "a last prompt row that was given its token all the same",
-        f"{SERVER}/index/traces/joins.py",
-        "        return [*(Part(r, prompt_len, last) for r in given), own]\n",
-        "        return [own]\n",
     ),
     Mutation(
         "rows of other weights stand in",

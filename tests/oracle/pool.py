@@ -20,13 +20,16 @@ class Pool:
         self.block_size = spec.block_size
         self.counts = counts
         self.slots = np.full(spec.num_blocks * spec.block_size, NOBODY)
-        """Number of the row that computed the KV entry in each slot."""
+        """Number of the row that computed the KV entry in each slot, as far as the slot knows."""
+        self.kv = np.full(spec.num_blocks * spec.block_size, NOBODY)
+        """The pass that did make the KV entry in each slot; NOBODY: the world does not know it."""
         self.refs = [0] * spec.num_blocks
         self.free: OrderedDict[int, None] = OrderedDict.fromkeys(range(spec.num_blocks))
         self.used = [False] * spec.num_blocks
         self.cached: dict[int, int] = {}
         self.node_of: dict[int, int] = {}
-        self.offloaded: OrderedDict[int, None] = OrderedDict()
+        self.offloaded: OrderedDict[int, np.ndarray] = OrderedDict()
+        """KV of evicted blocks in the memory of the CPU."""
         self._children: dict[tuple[int, tuple[int, ...]], int] = {}
 
     def node(self, parent: int, tokens: list[int]) -> int:
@@ -53,7 +56,7 @@ class Pool:
         node = self.node_of.pop(block, None)
         if node is not None:
             del self.cached[node]
-            self.offloaded[node] = None
+            self.offloaded[node] = self.kv.reshape(-1, self.block_size)[block].copy()
             self.offloaded.move_to_end(node)
             if len(self.offloaded) > OFFLOADED_BLOCKS:
                 self.offloaded.popitem(last=False)
@@ -74,6 +77,10 @@ class Pool:
         if node not in self.cached and block not in self.node_of:
             self.cached[node] = block
             self.node_of[block] = node
+
+    def load(self, block: int, node: int) -> None:
+        """KV is loaded into a block: that which the CPU has, else from who knows where."""
+        self.kv.reshape(-1, self.block_size)[block] = self.offloaded.get(node, NOBODY)
 
     def forget(self, blocks: list[int]) -> None:
         """Nobody knows what is in these blocks."""

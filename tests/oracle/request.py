@@ -25,25 +25,37 @@ class Request:
     """Tokens behind the prompt that another engine sampled."""
     remote: int = 0
     """Leading tokens whose KV another engine computed and hands over."""
+    source: Request | None = None
+    """The request whose KV that is; None: nobody knows."""
+    takes: str | None = None
+    """The transfer id that its begin gives."""
+    gives: str | None = None
+    """The transfer id that it ends with."""
+    fails: bool = False
+    """Whether some of that KV does not come, and is computed after all."""
+    says: list[int] = field(default_factory=list)
+    """What it samples; by chance behind that."""
+    continues: Request | None = None
+    """The request whose sampled tokens are in its prompt, the last of them."""
     end: str = ""
     """Reason of a normal end; "stop" or "length" by chance if empty."""
-    outcome: str = ""
+    outcome: str = field(init=False, default="")
     """"", a finish reason, or "crash"."""
-    tokens: list[int] = field(default_factory=list)
+    tokens: list[int] = field(init=False)
     """That the scheduler knows."""
-    computed: int = 0
+    computed: int = field(init=False, default=0)
     """Leading tokens that are computed, as far as the scheduler knows."""
-    ahead: list[int] = field(default_factory=list)
+    ahead: list[int] = field(init=False)
     """Tokens that the device knows: those of a step in flight too."""
-    ahead_computed: int = 0
-    record: Record | None = None
-    blocks: list[int] = field(default_factory=list)
-    nodes: list[int] = field(default_factory=list)
+    ahead_computed: int = field(init=False, default=0)
+    record: Record | None = field(init=False, default=None)
+    blocks: list[int] = field(init=False, default_factory=list)
+    nodes: list[int] = field(init=False, default_factory=list)
     """Prefix cache nodes of the leading full blocks."""
-    drafts: list[tuple[int, int, int]] = field(default_factory=list)
+    drafts: list[tuple[int, int, int]] = field(init=False, default_factory=list)
     """(position, row, rank) that were told, and that nothing confirmed."""
-    running: bool = False
-    last_twin_step: int = 0
+    running: bool = field(init=False, default=False)
+    last_twin_step: int = field(init=False, default=0)
 
     def __post_init__(self) -> None:
         self.tokens = [*self.prompt, *self.given]

@@ -1,7 +1,8 @@
-"""What a reader must get, worked out from what the engines did.
+"""What a reader must get, worked out from what the engines did; sections 5 and 6 of docs/rows.md.
 
 Plain on purpose: it compares tokens where the server compares digests, and goes through all
-requests of a trace where the server has an index.
+requests of a trace where the server has an index. Besides the row that the rules name for a cell it
+knows the passes that did make the KV there, whatever anybody was told: `Expected.behind`.
 """
 
 from __future__ import annotations
@@ -9,11 +10,12 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import dataclass, field
 from functools import cache
-from itertools import combinations
+from itertools import combinations, pairwise
 from typing import Literal
 
 import numpy as np
 
+from routetrace.codec.records import UNKNOWN_VERSION
 from routetrace.common.layout import ModelLayout
 
 Policy = Literal["as_sampled", "latest"]
@@ -28,8 +30,16 @@ ENDS_PER_TRACE = 4
 NOBODY = -1
 """In place of a row number: no forward pass, or nobody knows which."""
 
+NOT_WRITTEN = -2
+"""In place of a row number: no KV so far."""
+
+NOWHERE = range(0)
+
 ALL_REASONS = frozenset(
-    ("not_yet", "not_captured", "kv_unknown", "agent_lost", "aborted", "other_version")
+    (
+        *("not_yet", "not_captured", "kv_unknown", "agent_lost", "aborted", "ambiguous"),
+        "other_version",
+    )
 )
 
 
@@ -89,6 +99,14 @@ class RowStore:
         return self._ids[self._choices[number, column]], int(self.versions[number])
 
 
+class _Kv:
+    """Who made the KV at each position, and who did before."""
+
+    def __init__(self, size: int) -> None:
+        self.last = np.full(size, NOT_WRITTEN)
+        self.makers: list[set[int]] = [set() for _ in range(size)]
+
+
 class Attempt:
     """One pass over the positions of a request."""
 
@@ -100,11 +118,44 @@ class Attempt:
         self.unknown[known:computed] = True
         self.given = computed
         """Leading tokens that were computed before."""
+        self.external = range(known, computed)
+        """Positions whose KV is from elsewhere, as it began."""
         self.skipped = np.zeros(size, bool)
         """Positions that were computed, and not captured."""
         self.cached = known
         """Leading tokens whose rows some rank has yet to inherit."""
         self._inherited: set[int] = set()
+        # Of all its passes, and of those that sampled: the KV that they read.
+        self._read = [_Kv(size), _Kv(size)]
+
+    def read(self, kv: np.ndarray, *, samples: bool) -> None:
+        """A pass has read the KV of the first positions, which those passes made."""
+        for one in self._read[: 1 + samples]:
+            for position in np.flatnonzero(one.last[: len(kv)] != kv).tolist():
+                one.makers[position].add(int(kv[position]))
+            one.last[: len(kv)] = kv
+
+    def behind(self, position: int, *, every: bool = False) -> set[int]:
+        """The passes that made the KV at a position from which it sampled.
+
+        By the contract an attempt that ended before it sampled counts, too; with `every`, so do
+        passes before the first one that sampled.
+        """
+        read, sampled = self._read
+        one = read if every or not sampled.makers[0] else sampled
+        return one.makers[position] if position < len(one.makers) else set()
+
+    def kv(self, start: int, stop: int) -> np.ndarray:
+        """The passes that made the KV at positions [start, stop), as it was read last."""
+        kv = np.full(stop - start, NOBODY)
+        held = self._read[0].last[start:stop]
+        kv[: len(held)] = np.maximum(held, NOBODY)
+        return kv
+
+    def start_again(self, position: int) -> None:
+        """External KV from a position on did not come, and is computed."""
+        self.given = min(self.given, position)
+        self.unknown[position:] = False
 
     def inherit(self, numbers: np.ndarray, ranks: np.ndarray, those: set[int] | None) -> None:
         """Takes the rows in the slots of its cached tokens.
@@ -141,7 +192,12 @@ class Record:
     told_at: set[int] = field(default_factory=set)
     """Positions whose token digest the server knows."""
     attempts: list[Attempt] = field(default_factory=list)
-    external: bool = False
+    took: str = ""
+    """The transfer id that its begin gave."""
+    gave: str = ""
+    """The transfer id that it ended with."""
+    continued: Record | None = None
+    """The request whose sampled tokens its caller put into its prompt, last of them."""
     reason: str = ""
     """How it ended; "" while it runs, or if it never ended."""
     discarded: list[tuple[int, int]] = field(default_factory=list)
@@ -163,14 +219,17 @@ class Record:
     def handed_over(self) -> bool:
         return self.reason == "handoff"
 
-    @property
-    def order(self) -> tuple[int, bool]:
-        """Only what comes later in it can go on from a request."""
-        return self.prompt_len, not self.handed_over
-
     def limit(self, proven: int) -> int:
         """One past the last row that it has for a request with so many of its tokens."""
         return min(proven, self.num_tokens - 1) if self.reason else proven
+
+    def computed(self, position: int, number: int) -> bool:
+        """Whether a forward pass of its own made that row."""
+        return (position, number) in self.discarded or any(
+            position >= a.given and a.rows[position] == number
+            for a in self.attempts
+            if position < len(a.rows)
+        )
 
 
 def digest_positions(n: int) -> set[int]:
@@ -203,6 +262,13 @@ class Expected:
     num_rows is an upper bound."""
     prompt_len: int = 0
     engine_id: str = ""
+    sources: list[str] = field(default_factory=list)
+    """By position: the provenance of its row, "" where there is none; empty if nobody can say."""
+    behind: list[set[int]] = field(default_factory=list)
+    """By position: the passes behind the KV that its owner sampled from, by the book-keeping of the
+    world alone; see makers()."""
+    otherwise: bool = False
+    """Whether the rules name other requests as its chain than its callers did."""
     prefix: dict[int, dict[int, set[str]]] = field(default_factory=dict)
     """By position: rows of other traces that may stand in, by number, and whose they are."""
     certain: set[int] = field(default_factory=set)
@@ -230,6 +296,11 @@ class Expected:
         assert self._store is not None
         return self._store.cell(number, layer_column)
 
+    def makers(self, position: int) -> list[int]:
+        """Rows of which one must be served at a position, or none; [] if the world cannot say."""
+        behind = self.behind[position] if position < len(self.behind) else {NOBODY}
+        return [] if NOBODY in behind else sorted(behind)
+
     @property
     def there(self) -> np.ndarray:
         """[num_rows, L] bool: cells that must be there."""
@@ -256,21 +327,17 @@ def expected(
         policy: which of several rows is served.
         weight_version: only rows that it computed; None: of any.
     """
-    known_at = _closed(records)
+    lineage = Lineage(records, store.num_layers)
     uncertain = not all(r.settled for r in records)
     first_lost = next((i for i, r in enumerate(records) if not r.begin_settled), len(records))
     result = []
     for i, record in enumerate(records):
-        proven = {
-            other: _proven(known_at, other, record) for other in records if other is not record
-        }
-        absorbed = any(_absorbs(known_at, b, record) for b in records if b is not record)
         if uncertain:
-            answer = _servable(record, proven, store, weight_version)
+            answer = _servable(lineage, record, store, weight_version)
         else:
-            answer = _exact(record, known_at, proven, store, policy, weight_version)
+            answer = _exact(lineage, record, store, policy, weight_version)
         answer.number = i + 1 if i < first_lost else 0
-        answer.counted = not absorbed
+        answer.counted = not any(lineage.absorbs(b, record) for b in records if b is not record)
         answer.prompt_len, answer.engine_id = record.prompt_len, record.engine_id
         result.append(answer)
     return result
@@ -304,103 +371,177 @@ def _closed(records: list[Record]) -> dict[Record, set[int]]:
     return known_at
 
 
-def _proven(known_at: dict[Record, set[int]], a: Record, b: Record) -> int:
-    """Tokens of b's prompt that are known to be a's too."""
-    most = min(_same(a, b), b.prompt_len)
-    return max((q for q in known_at[a] & known_at[b] if q <= most), default=0)
+class Lineage:
+    """Which requests of a trace go on from which, as far as the rules know.
+
+    Args:
+        records: all its engine requests.
+        num_layers: columns of the cluster's layout.
+    """
+
+    def __init__(self, records: list[Record], num_layers: int) -> None:
+        self.records = records
+        self.num_layers = num_layers
+        self._known_at = _closed(records)
+
+    def proven(self, a: Record, b: Record) -> int:
+        """Tokens of b's prompt that are known to be a's too."""
+        most = min(_same(a, b), b.prompt_len)
+        return max((q for q in self._known_at[a] & self._known_at[b] if q <= most), default=0)
+
+    def sampled(self, b: Record) -> dict[Record, int]:
+        """Requests of which b was given tokens that they sampled, and how many tokens in all."""
+        others = (a for a in self.records if a is not b and a.prompt_len and not a.handed_over)
+        return {a: q for a in others if (q := self.proven(a, b)) > a.prompt_len}
+
+    def before(self, b: Record) -> tuple[Record | None, range]:
+        """The request that b continues, and positions of b that are ambiguous."""
+        sampled = self.sampled(b)
+        proven = max(sampled.values(), default=0)
+        last = [a for a, q in sampled.items() if q == proven]
+        if len(last) < 2:
+            return (last[0] if last else None), NOWHERE
+        first = b.attempts[0]
+        taken = np.flatnonzero(first.rows[: min(proven, first.external.start)] != NOBODY)
+        for position in taken[-1:].tolist():
+            for a in last:
+                if position >= a.prompt_len and a.computed(position, int(first.rows[position])):
+                    return a, NOWHERE
+        return None, range(min(a.prompt_len for a in last) - 1, proven - 1)
+
+    def chain(self, record: Record) -> list[Record]:
+        """The requests that a request goes on from, and itself."""
+        before, _ = self.before(record)
+        return [*(self.chain(before) if before else ()), record]
+
+    def owners(self, record: Record, policy: Policy) -> list[tuple[Record, range]]:
+        """Who owns which positions."""
+        owners, start = [], 0
+        for a, b in pairwise(self.chain(record) if policy == "as_sampled" else [record]):
+            stop = min(self.proven(a, b), a.num_tokens - 1, b.prompt_len - 1)
+            owners.append((a, range(start, stop)))
+            start = stop
+        return [*owners, (record, range(start, len(record.attempts[0].rows)))]
+
+    def sources(self, record: Record) -> list[Record]:
+        """The requests that ended with the hand-over which a request names."""
+        ended = (r for r in self.records if r.reason and r is not record)
+        return [r for r in ended if record.took and r.gave == record.took]
+
+    def rows(
+        self, record: Record, policy: Policy, seen: tuple[Record, ...] = ()
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """[n, L] row numbers at the positions of an owner, and [n, L] their provenance."""
+        parts = [self._of(record, attempt) for attempt in record.attempts]
+        if policy == "latest":
+            parts.reverse()
+        parts.insert(1 if policy == "as_sampled" else len(parts), self._handed(record, seen))
+        return _first(parts)
+
+    def _of(self, record: Record, attempt: Attempt) -> tuple[np.ndarray, np.ndarray]:
+        numbers = np.full((len(attempt.rows), self.num_layers), NOBODY)
+        numbers[:, record.columns] = attempt.rows[:, None]
+        names = np.full(numbers.shape, "forward", object)
+        names[: attempt.given] = "slot"
+        return numbers, names
+
+    def _handed(self, record: Record, seen: tuple[Record, ...]) -> tuple[np.ndarray, np.ndarray]:
+        """Rows behind the hand-over that a request names."""
+        first, sources = record.attempts[0], self.sources(record)
+        numbers = np.full((len(first.rows), self.num_layers), NOBODY)
+        names = np.full(numbers.shape, "handoff", object)
+        if len(sources) != 1 or sources[0] in seen:
+            return numbers, names
+        (source,) = sources
+        parts = [self._of(source, source.attempts[-1])]
+        if len(source.attempts) == 1:
+            parts.append(self._handed(source, (*seen, record)))
+        given, _ = _first(parts)
+        stop = min(first.external.stop, source.num_tokens - 1, self._disproven(record, source))
+        for position in range(first.external.start, stop):
+            lost = any(a.skipped[position] for a in record.attempts)
+            if first.rows[position] == NOBODY and not lost:
+                numbers[position] = given[position]
+        return numbers, names
+
+    def _disproven(self, a: Record, b: Record) -> int:
+        """The position from which digests disprove that one handed its KV to the other."""
+        both, same = self._known_at[a] & self._known_at[b], _same(a, b)
+        if all(q <= same for q in both):
+            return len(a.tokens) + len(b.tokens)
+        return max((q for q in both if q <= same), default=0)
+
+    def absorbs(self, b: Record, a: Record) -> bool:
+        """Whether a is no incarnation of its own, as all of it is a part of b."""
+        if not a.reason:
+            return False
+        proven = self.proven(a, b)
+        if a.handed_over:
+            ahead = b.prompt_len > a.prompt_len or not b.handed_over
+            return ahead and 0 < a.prompt_len <= proven
+        return proven >= a.num_tokens and max(b.num_tokens, b.prompt_len) > a.num_tokens
+
+    def told_otherwise(self, record: Record) -> bool:
+        """Whether a chain names a request that no caller continued."""
+        meant, one = set(), record.continued
+        while one is not None:
+            meant.add(one)
+            one = one.continued
+        return not meant.issuperset(self.chain(record)[:-1])
 
 
-def _continues(b: Record, a: Record, proven: int) -> bool:
-    """Whether b was given tokens that a sampled, or a's KV."""
-    if not (a.order < b.order and a.prompt_len > 0):
-        return False
-    return proven > a.prompt_len or (a.handed_over and proven >= a.num_tokens - 1)
-
-
-def _absorbs(known_at: dict[Record, set[int]], b: Record, a: Record) -> bool:
-    """Whether all of a is a part of b."""
-    proven = _proven(known_at, a, b)
-    if not (a.reason and _continues(b, a, proven)):
-        return False
-    return proven >= a.num_tokens or (a.handed_over and proven >= a.num_tokens - 1)
+def _first(parts: list[tuple[np.ndarray, np.ndarray]]) -> tuple[np.ndarray, np.ndarray]:
+    """Of each cell the first row that there is, and its name."""
+    size = max(len(numbers) for numbers, _ in parts)
+    found = np.full((size, parts[0][0].shape[1]), NOBODY)
+    names = np.full(found.shape, "", object)
+    for numbers, of in parts:
+        n = len(numbers)
+        free = (found[:n] == NOBODY) & (numbers != NOBODY)
+        found[:n][free], names[:n][free] = numbers[free], of[free]
+    return found, names
 
 
 # ---------------------------------------------------------------------------- what is served
 
 
 def _exact(
-    record: Record,
-    known_at: dict[Record, set[int]],
-    proven: dict[Record, int],
-    store: RowStore,
-    policy: Policy,
-    weight_version: int | None,
+    lineage: Lineage, record: Record, store: RowStore, policy: Policy, weight_version: int | None
 ) -> Expected:
     """An incarnation of which everything is known."""
-    arrival = {other: i for i, other in enumerate(proven)}
-    before = [a for a, q in proven.items() if _continues(record, a, q)]
-    before.sort(key=lambda a: (a.prompt_len, a.handed_over, -arrival[a]))
-    alike = [a for a, q in proven.items() if q and a not in before]
-    told = [(a, a.limit(proven[a])) for a in before]
-    own = (record, record.num_tokens - 1)
-    others = [(a, a.limit(proven[a])) for a in alike]
+    num_tokens, num_rows = record.num_tokens, record.num_tokens - 1
     if record.handed_over:
-        num_tokens = 0
-        num_rows = max(_end(a, stop) for a, stop in [*told, own])
-    else:
-        num_tokens = record.num_tokens
-        num_rows = num_tokens - 1
-    sampled = policy == "as_sampled"
-    parts = [*told, own, *others] if sampled else [own, *told[::-1], *others]
-    last: list[tuple[int, list[int]]] = []
-    if sampled and record.prompt_len <= num_rows:  # else it was aborted before
-        last = _last_of_prompt(known_at, record, told)
-
-    def fill(version: int | None) -> np.ndarray:
-        numbers = _fill(parts, num_rows, store, policy, version)
-        for number, columns in reversed(last):
-            if version in (None, store.versions[number]):
-                numbers[record.prompt_len - 1, columns] = number
-        return numbers
-
-    any_version = fill(None)
-    numbers = any_version if weight_version is None else fill(weight_version)
-    reasons = _reasons([*told, own], num_rows, store.num_layers)
+        owners = lineage.owners(record, "as_sampled")
+        num_tokens, num_rows = 0, max(_end(a, min(p.stop, num_rows)) for a, p in owners)
+    shape = (num_rows, store.num_layers)
+    numbers = np.full(shape, NOBODY)
+    reasons = np.full(shape, frozenset(), object)
+    names = np.full(shape, "", object)
+    behind: list[set[int]] = []
+    for owner, positions in lineage.owners(record, policy):
+        here = slice(positions.start, min(positions.stop, num_rows))
+        rows, of = lineage.rows(owner, policy)
+        numbers[here], names[here] = rows[here], of[here]
+        _, ambiguous = lineage.before(owner)
+        for position in range(num_rows)[here]:
+            behind.append(_behind(owner, position))
+            reasons[position] = _reasons(owner, position)
+            if position in ambiguous and policy == "as_sampled":
+                numbers[position], names[position] = NOBODY, ""
+                reasons[position] = frozenset({"ambiguous"})
+    there = numbers != NOBODY
     # Of its rows all columns are there, or none.
-    unfiltered = [
-        frozenset() if (any_version[p] != NOBODY).any() else reasons[p, 0] for p in range(num_rows)
-    ]
+    unfiltered = [frozenset() if there[p].any() else reasons[p, 0] for p in range(num_rows)]
+    known, versions = there, store.versions[numbers]
     if weight_version is not None:
-        reasons[any_version != NOBODY] = frozenset(("other_version",))
-    known = numbers != NOBODY
-    cells, versions = store.cells(numbers), store.versions[numbers]
+        reasons[there] = frozenset({"other_version"})
+        known = there & (versions == weight_version)
+    cells = store.cells(numbers)
     answer = Expected(0, True, num_tokens, num_rows, cells, known, versions, reasons)
-    answer._store, answer.unfiltered = store, unfiltered
+    answer._store, answer.unfiltered, answer.behind = store, unfiltered, behind
+    answer.sources = [str(max(names[p])) if known[p].any() else "" for p in range(num_rows)]
+    answer.otherwise = lineage.told_otherwise(record)
     return answer
-
-
-def _last_of_prompt(
-    known_at: dict[Record, set[int]], record: Record, told: list[tuple[Record, int]]
-) -> list[tuple[int, list[int]]]:
-    """(row number, columns) of those that come first at the last position of the prompt.
-
-    First those of requests whose next token it is proven to have been given, then its own: of the
-    attempt that came there first, if a forward pass computed it.
-    """
-    last = record.prompt_len - 1
-    before = [a for a, stop in told if stop > last]
-    first: list[tuple[int, list[int]]] = []
-    for a in before:
-        same = _same(a, record)
-        if any(record.prompt_len < q <= same for q in known_at[a] & known_at[record]):
-            rows = [int(attempt.rows[last]) for attempt in a.attempts]
-            first += [(number, a.columns) for number in rows if number != NOBODY][:1]
-    for attempt in record.attempts if before else ():
-        if (attempt.rows[last:] != NOBODY).any():
-            if attempt.given <= last and attempt.rows[last] != NOBODY:
-                first.append((int(attempt.rows[last]), record.columns))
-            break
-    return first
 
 
 def _end(record: Record, stop: int) -> int:
@@ -409,59 +550,45 @@ def _end(record: Record, stop: int) -> int:
     return max((int(h[-1]) + 1 for h in held if len(h)), default=0)
 
 
-def _fill(
-    parts: list[tuple[Record, int]],
-    num_rows: int,
-    store: RowStore,
-    policy: Policy,
-    weight_version: int | None,
-) -> np.ndarray:
-    """[num_rows, L] row numbers: of the first part, and its first attempt, that has one."""
-    numbers = np.full((num_rows, store.num_layers), NOBODY)
-    for record, limit in parts:
-        for attempt in record.attempts if policy == "as_sampled" else record.attempts[::-1]:
-            stop = min(limit, num_rows)
-            rows = attempt.rows[:stop]
-            there = rows != NOBODY
-            if weight_version is not None:
-                there &= store.versions[rows] == weight_version
-            for column in record.columns:
-                free = there & (numbers[:stop, column] == NOBODY)
-                numbers[:stop, column][free] = rows[free]
-    return numbers
+def _behind(record: Record, position: int, *, every: bool = False) -> set[int]:
+    """The passes behind the KV at a position that a request sampled from."""
+    if record.num_tokens == record.prompt_len and not every:
+        return set()  # there is no answer
+    return set().union(*(a.behind(position, every=every) for a in record.attempts))
 
 
-def _reasons(parts: list[tuple[Record, int]], num_rows: int, num_layers: int) -> np.ndarray:
-    """[num_rows, L] why a cell may be missing; the last part is the request itself."""
-    record, _ = parts[-1]
+def _reasons(record: Record, position: int) -> frozenset[str]:
+    """Why a row of an owner may be missing."""
     default = {"aborted" if record.reason == "abort" else "not_captured"}
-    if record.handed_over or (record.external and record.told_at):
+    if record.handed_over:
         default.add("not_yet")  # something may still come
-    reasons = np.full((num_rows, num_layers), frozenset(default), object)
-    for part, limit in parts:
-        # Where only another request says so, it depends on whether this one got there.
-        why = frozenset({"kv_unknown"} if part is record else {"kv_unknown", *default})
-        stop = min(limit, num_rows)
-        for attempt in part.attempts:
-            for column in part.columns:
-                reasons[:stop, column][attempt.unknown[:stop]] = why
-    for part, limit in parts:
-        skipped = [np.flatnonzero(a.skipped[: min(limit, num_rows)]) for a in part.attempts]
-        for position in {p for found in skipped for p in found.tolist()}:
-            for column in part.columns:
-                reasons[position, column] |= {"not_captured", *default}
-    return reasons
+    unknown = any(a.unknown[position] for a in record.attempts)
+    if any(a.skipped[position] for a in record.attempts):
+        return frozenset({"not_captured", *default, *({"kv_unknown"} if unknown else ())})
+    if not unknown and position in record.attempts[0].external:
+        default.add("kv_unknown")  # what did not come was given up before it was computed
+    return frozenset({"kv_unknown"} if unknown else default)
 
 
 def _servable(
-    record: Record, proven: dict[Record, int], store: RowStore, weight_version: int | None
+    lineage: Lineage, record: Record, store: RowStore, weight_version: int | None
 ) -> Expected:
     """An incarnation of which nobody knows how much of it reached the server."""
     servable: dict[tuple[int, int], set[int]] = defaultdict(set)
     heard_of = {-1}  # positions, of which rows may be unknown as well
-    size = max(len(a.rows) for r in (record, *proven) for a in r.attempts)
-    for part, stop in [(record, size), *proven.items()]:
-        # Digests that got lost make the proven part shorter, never longer.
+    size = len(record.attempts[0].rows)
+    # Digests that got lost make the proven part shorter, never longer.
+    parts = {record: size, **lineage.sampled(record)}
+    behind = [
+        set().union(*(_behind(part, p, every=True) for part, stop in parts.items() if p < stop))
+        for p in range(size)
+    ]
+    more = [*parts]
+    while more:
+        new = [r for r in lineage.sources(more.pop()) if r not in parts]
+        parts |= dict.fromkeys(new, size)
+        more += new
+    for part, stop in parts.items():
         found = list(part.discarded)
         for attempt in part.attempts:
             rows = attempt.rows.copy()
@@ -489,6 +616,7 @@ def _servable(
         versions=np.zeros(shape, np.int64),
         reasons=np.full(shape, ALL_REASONS, object),
         uncertain=True,
+        behind=behind,
         _store=store,
         _servable=servable,
     )
@@ -559,7 +687,10 @@ def _holes(answer: Expected, record: Record) -> dict[int, bool]:
 
 
 def _versions(record: Record, store: RowStore, *, every: bool) -> set[int]:
-    """The weight version of the first row that a request computed itself; of `every` one."""
+    """The weight version of the first row that a request computed itself; of `every` one.
+
+    One that nobody gave proves nothing.
+    """
     versions = set()
     for attempt in record.attempts:
         rows = attempt.rows[attempt.given :]
@@ -569,7 +700,7 @@ def _versions(record: Record, store: RowStore, *, every: bool) -> set[int]:
             break
     if every:
         versions.update(store.versions[[number for _, number in record.discarded]].tolist())
-    return versions
+    return versions - {UNKNOWN_VERSION}
 
 
 def _computed(record: Record) -> list[tuple[int, int]]:

@@ -27,6 +27,7 @@ class Sink(Protocol):
         num_external_tokens: int = 0,
         block_ids: Iterable[int] = (),
         prompt_token_ids: npt.ArrayLike | None = None,
+        transfer_id: str | None = None,
     ) -> int: ...
 
     def add_blocks(self, handle: int, block_ids: Iterable[int]) -> None: ...
@@ -51,13 +52,14 @@ class Sink(Protocol):
         *,
         reason: str = "stop",
         token_ids: npt.ArrayLike | None = None,
+        transfer_id: str | None = None,
     ) -> None: ...
 
     def mark_external(self, block_ids: Iterable[int]) -> None: ...
 
     def reset_prefix_cache(self) -> None: ...
 
-    def set_weight_version(self, version: int) -> None: ...
+    def set_weight_version(self, version: int | None) -> None: ...
 
     def step(self, rows: np.ndarray, runs: npt.ArrayLike) -> int: ...
 
@@ -94,6 +96,7 @@ class EngineSpec:
     asynchronous: bool = False
     """Whether the next step is scheduled before the outcome of this one is known."""
     tells_tokens: bool = True
+    tells_versions: bool = True
     role: Role = "both"
     slot_only_twin: bool = False
     """Whether a second agent, of `engine_id` + "-slots", is told slots alone."""

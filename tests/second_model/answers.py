@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import wraps
-from typing import Any, TypeVar
+from itertools import pairwise
+from typing import Any, NamedTuple, TypeVar
 
 from second_model.log import UNKNOWN, Log, Part, Policy, Row, Value
 
@@ -27,6 +28,18 @@ def _once(method: Method) -> Method:
         return self.known[key]
 
     return remembered  # type: ignore[return-value]
+
+
+class Found(NamedTuple):
+    """A row that a reader may get."""
+
+    row: Row
+    how: str
+    """Its provenance; "" where the contract does not name it."""
+
+
+Cell = frozenset["Found | None"]
+MISSING: Cell = frozenset((None,))
 
 
 #: The tokens before each position at which a digest of them is known.
@@ -64,6 +77,14 @@ class Request:
         return {k: v for part in self.parts for k, v in part.digests().items()}
 
 
+class Chain(NamedTuple):
+    """Requests that a reader's answer is made of, in the order in which they sampled."""
+
+    members: tuple[Request, ...]
+    ambiguous: range
+    """Positions of the first one that several requests sampled alike."""
+
+
 class Answers:
     """The answers after all calls of a log.
 
@@ -77,7 +98,6 @@ class Answers:
         self.prefix_rows = prefix_rows
         self.known: dict[Any, Any] = {}
         self._digests: dict[Request, Digests] = {}
-        self._before: dict[Request, list[tuple[Request, int]]] = {}
         groups: dict[tuple[str, str, str, int], list[Part]] = {}
         for part in log.parts:
             writer = part.writer
@@ -111,12 +131,6 @@ class Answers:
         return self._digests[request]
 
     @_once
-    def _shared(self, a: Request, b: Request) -> int:
-        """The greatest position before which digests prove the same tokens."""
-        mine, yours = self.digests(a), self.digests(b)
-        return max((p for p in mine if yours.get(p) == mine[p]), default=0)
-
-    @_once
     def proven(self, a: Request, b: Request) -> int:
         mine, yours = self.digests(a), self.digests(b)
         return max(
@@ -124,41 +138,92 @@ class Answers:
             default=0,
         )
 
+    def _others(self, request: Request) -> list[Request]:
+        return [r for r in self.trace(request.first.trace_id) if r is not request]
+
     @_once
-    def continues(self, b: Request, a: Request) -> bool:
-        """Whether b goes on where a ended."""
-        handed = a.reason == "handoff"
-        longer = b.prompt_len > a.prompt_len
-        if not (longer or (b.prompt_len == a.prompt_len and handed and b.reason != "handoff")):
-            return False
-        proven = self.proven(a, b)
-        return proven > a.prompt_len or (handed and proven >= a.num_tokens - 1)
+    def chains(self, last: Request) -> list[Chain]:
+        """The chain that ends with a request; several where the contract leaves the choice."""
+        proven = {
+            r: self.proven(r, last)
+            for r in self._others(last)
+            if 0 < r.prompt_len < self.proven(r, last) and r.reason != "handoff"
+        }
+        most = max(proven.values(), default=0)
+        before = [r for r, p in proven.items() if p == most]
+        alone = Chain((last,), range(0))
+        found = []
+        makers = self._makers(last, before, most) if len(before) > 1 else before or [None]
+        for one in makers:
+            if one is not None:
+                found += [c._replace(members=(*c.members, last)) for c in self.chains(one)]
+            elif before:
+                shortest = min(r.prompt_len for r in before)
+                found.append(alone._replace(ambiguous=range(shortest - 1, most - 1)))
+            else:
+                found.append(alone)
+        return found
 
-    def _continued(self, request: Request) -> list[tuple[Request, int]]:
-        """The requests that one continues, each with the length of the tokens that are proven."""
-        if request not in self._before:
-            others = self.trace(request.first.trace_id)
-            self._before[request] = [
-                (r, self.proven(r, request))
-                for r in others
-                if r is not request and self.continues(request, r)
-            ]
-        return self._before[request]
+    def _makers(self, last: Request, equals: list[Request], stop: int) -> Iterable[Request | None]:
+        """Which of several made the row of the last position that came from a slot."""
+        found: set[Request | None] = set()
+        for part in last.parts:
+            first = part.attempts[0]
+            position = min(first.cached - first.external, stop) - 1
+            mine = {
+                next((r for r in equals if row.part in r.parts and position >= r.prompt_len), None)
+                for row in self.log.cached(part, 0, position) - UNKNOWN
+                if row is not None
+            }
+            if None in self.log.cached(part, 0, position):
+                mine.add(None)
+            if None not in mine:
+                return mine  # one shard that tells is enough
+            found |= mine
+        return found
 
-    def absorbed(self, a: Request, others: Iterable[Request]) -> bool:
-        """Whether all of a lies in a request that continues it."""
-        return any(
-            b is not a
-            and self.continues(b, a)
-            and a.ended
-            and self.proven(a, b) >= a.num_tokens - (a.reason == "handoff")
-            for b in others
-        )
+    def owners(self, request: Request, position: int, policy: Policy) -> set[Request | None]:
+        """The requests that may own a position; None where it is ambiguous."""
+        found: set[Request | None] = set()
+        for members, ambiguous in self.chains(request):
+            if policy == "latest":
+                found.add(request)
+            elif position in ambiguous and position < self._stop(members):
+                found.add(None)
+            else:
+                owns = (a for a, b in pairwise(members) if position < self._stop((a, b)))
+                found.add(next(owns, request))
+        return found
 
-    def incarnations(self, trace_id: str) -> list[Request]:
-        """The requests of a trace that readers can choose among."""
-        requests = self.trace(trace_id)
-        return [r for r in requests if not self.absorbed(r, requests)]
+    def _stop(self, members: tuple[Request, ...]) -> int:
+        """One past the positions of the first request that it owns."""
+        if len(members) == 1:
+            return 1 << 60
+        a, b = members[:2]
+        return min(self.proven(a, b), a.num_tokens - 1, b.prompt_len - 1)
+
+    def absorbed(self, a: Request) -> set[bool]:
+        """Whether a request is no incarnation of its own."""
+        by = [b for b in self._others(a) if self._within(a, b)]
+        if not by:
+            return {False}
+        # The page lets two vanish in one another.
+        return {True} if any(not self._within(b, a) for b in by) else {True, False}
+
+    def _within(self, a: Request, b: Request) -> bool:
+        """Whether nothing of one request is left to be read beside another."""
+        proven, handed = self.proven(a, b), a.reason == "handoff"
+        if handed and 0 < a.prompt_len <= proven:
+            return True
+        more = (b.num_tokens or b.prompt_len) > a.num_tokens
+        return more and 0 < a.num_tokens - handed <= proven
+
+    def labels(self, request: Request) -> list[dict[str, str]]:
+        """Labels that an incarnation may have."""
+        return [
+            {k: v for r in chain.members for part in r.parts for k, v in part.labels.items()}
+            for chain in self.chains(request)
+        ]
 
     # ------------------------------------------------------------------ cells
 
@@ -170,138 +235,97 @@ class Answers:
         layer: int,
         policy: Policy = "as_sampled",
         version: int | None = None,
-    ) -> Value:
+    ) -> Cell:
         """What a reader of the incarnation that ends with `request` may get for a cell."""
         if request.num_tokens and position >= request.num_tokens - 1:
-            return UNKNOWN
-        result = self._joined(request, position, layer, policy, version)
-        if None not in result or not self.prefix_rows:
+            return MISSING
+        result: Cell = frozenset()
+        for owner in self.owners(request, position, policy):
+            result |= self._row(owner, position, layer, policy) if owner else MISSING
+        if None in result and self.prefix_rows:
+            stand_in = self._prefix(request, position, layer, policy)
+            only = self.reasons(request, position, policy) == {"kv_unknown"}
+            result = (result - MISSING if only and None not in stand_in else result) | stand_in
+        if version is None:
             return result
-        if None not in self._joined(request, position, layer, policy, None):
-            return result  # a row of another version is no hole
-        stand_in = self._prefix(request, position, layer, version)
-        if None not in stand_in and self.reasons(request, position) == {"kv_unknown"}:
-            return (result - UNKNOWN) | stand_in
-        return result | stand_in
-
-    def _joined(
-        self, request: Request, position: int, layer: int, policy: Policy, version: int | None
-    ) -> Value:
-        """The row that the requests of the trace have for a cell."""
-        candidates: list[Value] = []
-        others: set[Row | None] = set()
-        before = []
-        for other in self.trace(request.first.trace_id):
-            if other is request:
-                continue
-            if self.continues(request, other):
-                if position < self.proven(other, request):
-                    before.append(other)
-            elif position < self.proven(other, request):
-                # The contract names requests with the same prompt; a longer or shorter one that is
-                # proven to begin alike has rows of the same tokens, and may stand in.
-                others |= self._of(other, position, layer, policy, version)
-        itself = self._of(request, position, layer, policy, version)
-        # Those that sampled at the same place: the contract orders them by time alone.
-        before.sort(key=lambda r: r.prompt_len)
-        prior: list[Value] = []
-        for length in sorted({r.prompt_len for r in before}):
-            values = [
-                self._of(r, position, layer, policy, version)
-                for r in before
-                if r.prompt_len == length
-            ]
-            have = frozenset(row for value in values for row in value if row is not None)
-            sure = any(None not in value for value in values)
-            prior.append(have if sure else have | UNKNOWN)
-        if policy == "latest":
-            candidates = [itself, *reversed(prior)]
-        elif position == request.prompt_len - 1:
-            own = self._of(request, position, layer, policy, version, forward_only=True)
-            kept = [r for r in before if self._sampled_by(r, request)]
-            candidates = [*prior, itself] if kept else [own, *prior, itself]
-        else:
-            candidates = [*prior, itself]
-        result = self._first_of(candidates)
-        rest = frozenset(row for row in others if row is not None)
-        if None in result and rest:
-            # Whether one of them has it for certain is not needed: one that may, does not have to.
-            sure = any(
-                None not in self._of(r, position, layer, policy, version)
-                for r in self.trace(request.first.trace_id)
-                if r is not request
-                and not self.continues(request, r)
-                and self._same_prompt(r, request)
-            )
-            if not request.ended and "not_yet" in self.reasons(request, position):
-                sure = False  # not a hole: the request has not got there
-            result = (result - UNKNOWN) | rest | (frozenset() if sure else UNKNOWN)
-        return result
+        return frozenset(f if f and f.row.version == version else None for f in result)
 
     @staticmethod
-    def _first_of(values: Iterable[Value]) -> Value:
-        found: set[Row | None] = set()
-        for value in values:
-            found |= value - UNKNOWN
-            if None not in value:
-                return frozenset(found)
-        return frozenset(found | {None})
+    def _first_of(cells: Iterable[Cell]) -> Cell:
+        found: Cell = frozenset()
+        for cell in cells:
+            found |= cell - MISSING
+            if None not in cell:
+                return found
+        return found | MISSING
 
-    def _sampled_by(self, a: Request, b: Request) -> bool:
-        """Whether digests prove that the token behind b's prompt is the one that a sampled."""
-        return a.num_tokens > b.prompt_len and self._shared(a, b) > b.prompt_len
+    def _row(self, owner: Request, position: int, layer: int, policy: Policy) -> Cell:
+        """The row that the owner of a position has for a cell."""
+        numbers = range(max(len(p.attempts) for p in owner.parts))
+        first, *later = (self._attempt(owner, n, position, layer) for n in numbers)
+        handed = self._handed(owner, position, layer)
+        if policy == "latest":
+            return self._first_of([*reversed(later), first, handed])
+        return self._first_of([first, handed, *later])
 
-    def _same_prompt(self, a: Request, b: Request) -> bool:
-        n = b.prompt_len
-        mine, yours = self.digests(a).get(n), self.digests(b).get(n)
-        return a.prompt_len == n and n > 0 and mine is not None and mine == yours
+    def _attempt(self, request: Request, number: int, position: int, layer: int) -> Cell:
+        """The row that one attempt computed, or took from a slot."""
+        found, sure = MISSING, False
+        for part in request.parts:
+            if layer in part.writer.layer_ids and number < len(part.attempts):
+                own = _by("forward", self.log.own(part, number, position))
+                slot = _by("slot", self.log.cached(part, number, position))
+                value = self._first_of([own, slot])
+                found |= value
+                sure = sure or None not in value
+        return found - MISSING if sure else found
 
     @_once
-    def _of(
-        self,
-        request: Request,
-        position: int,
-        layer: int,
-        policy: Policy,
-        version: int | None,
-        *,
-        forward_only: bool = False,
-    ) -> Value:
-        """The row that one request has for a cell, by its attempts."""
-        values = []
-        reached = False
-        for number in range(max(len(p.attempts) for p in request.parts)):
-            if forward_only and reached:
-                break  # it was given the token behind the position
-            reached = any(self.log.reached(part, number, position) for part in request.parts)
-            found: set[Row | None] = set()
-            sure = False
-            for part in request.parts:
-                if layer in part.writer.layer_ids and number < len(part.attempts):
-                    value = self.log.own(part, number, position)
-                    if None in value and not forward_only:
-                        value = self._first_of([value, self.log.cached(part, number, position)])
-                    if version is not None:
-                        value = frozenset(
-                            row if row is not None and row.version == version else None
-                            for row in value
-                        )
-                    found |= value
-                    sure = sure or None not in value
-            values.append(frozenset(found - {None} if sure else found | {None}))
-        return self._first_of(values if policy == "as_sampled" else reversed(values))
+    def _handed(
+        self, request: Request, position: int, layer: int, seen: tuple[Request, ...] = ()
+    ) -> Cell:
+        """The row behind the hand-over that a begin named."""
+        transfer, first = request.first.transfer, [part.attempts[0] for part in request.parts]
+        if not transfer or not any(a.cached - a.external <= position < a.cached for a in first):
+            return MISSING
+        givers = [r for r in self._others(request) if transfer in {part.handed for part in r.parts}]
+        if len(givers) != 1 or givers[0] in seen:
+            return MISSING
+        [giver] = givers
+        failed = [self.log.failed(part, position) for part in request.parts]
+        if {True} in failed or position >= self._agree_until(request, giver):
+            return MISSING
+        number = max(len(part.attempts) for part in giver.parts) - 1
+        value = self._attempt(giver, number, position, layer)
+        if not number:
+            further = self._handed(giver, position, layer, (*seen, request))
+            value = self._first_of([value, further])
+        value = frozenset(f and f._replace(how="handoff") for f in value)
+        return value | MISSING if any(True in f for f in failed) else value
+
+    def _agree_until(self, a: Request, b: Request) -> int:
+        """From where on digests disprove that two requests share their tokens."""
+        mine, yours = self.digests(a), self.digests(b)
+        alike = 0
+        for position in sorted({*mine} & {*yours}):
+            if mine[position] != yours[position]:
+                return alike
+            alike = position
+        return 1 << 60
 
     # ------------------------------------------------------------------ prefixes
 
-    def _prefix(self, request: Request, position: int, layer: int, version: int | None) -> Value:
+    @_once
+    def _prefix(self, request: Request, position: int, layer: int, policy: Policy) -> Cell:
         """Rows of other traces that stand in for a cell."""
-        if position >= request.prompt_len or "kv_unknown" not in self.reasons(request, position):
-            return UNKNOWN
+        reasons = self.reasons(request, position, policy)
+        if position >= request.prompt_len or "kv_unknown" not in reasons:
+            return MISSING
         own = next(
             (row for part in request.parts for run in part.runs for row in run.rows if row), None
         )
-        if own is None or (version is not None and version != own.version):
-            return UNKNOWN
+        if own is None or own.version is None:
+            return MISSING
         digests = {p: t for p, t in self.digests(request).items() if p <= request.prompt_len}
         found: set[Row | None] = set()
         sure = False
@@ -319,11 +343,11 @@ class Answers:
                         found |= rows
                         clear = other.first.trace_id not in self.log.unclear
                         sure = sure or (bool(rows) and None not in value and clear)
-        return frozenset(found if sure else found | {None})
+        return _by("prefix", frozenset(found if sure else found | {None}))
 
     # ------------------------------------------------------------------ blocks
 
-    def bound(self, engine_id: str, blocks: list[int], position: int, layer: int) -> Value:
+    def bound(self, engine_id: str, blocks: list[int], position: int, layer: int) -> Cell:
         """What the slots behind blocks hold now, for GetBlocks and BindRequest."""
         found: set[Row | None] = set()
         boots = [w.boot_id for w in self.log.writers if w.engine_id == engine_id]
@@ -336,7 +360,7 @@ class Answers:
                 size = writer.block_size
                 slot = blocks[position // size] * size + position % size
                 found |= self.log.slot(writer, slot)
-        return frozenset(found) or UNKNOWN
+        return _by("", frozenset(found) or UNKNOWN)
 
     # ------------------------------------------------------------------ states and reasons
 
@@ -344,14 +368,18 @@ class Answers:
         """States that the trace may be in, for a reader of this incarnation."""
         requests = self.trace(request.first.trace_id)
         running = any(not r.ended for r in requests)
-        unclaimed = request.reason == "handoff" and request.ended
+        unclaimed = (
+            request.reason == "handoff"
+            and request.ended
+            and not any(self._within(request, r) for r in self._others(request))
+        )
         if unclaimed or not any(p.ended_at >= 0 for p in request.parts):
             return {"running", "incomplete"} if self.log.settled else {"running"}
         cells = [
             self.cell(request, p, layer) for p in range(request.num_tokens - 1) for layer in layers
         ]
         states = set()
-        if all(value != UNKNOWN for value in cells):
+        if all(value != MISSING for value in cells):
             states.add("complete")
         if any(None in value for value in cells):
             states.add("incomplete")
@@ -359,22 +387,30 @@ class Answers:
             states.add("running")
         return states
 
+    def why(
+        self, request: Request, position: int, layer: int, policy: Policy, version: int | None
+    ) -> set[str]:
+        """Reasons that a missing cell may have, for a reader of one version, or of all."""
+        rows = self.cell(request, position, layer, policy)
+        found = self.reasons(request, position, policy) if None in rows else set()
+        if version is not None and any(f and f.row.version != version for f in rows):
+            found = {*found, "other_version"}
+        return found
+
     @_once
-    def reasons(self, request: Request, position: int, version: int | None = None) -> set[str]:
-        """Reasons that a missing cell may have."""
+    def reasons(self, request: Request, position: int, policy: Policy = "as_sampled") -> set[str]:
+        """Reasons that a cell without a row may have."""
         found: set[str] = set()
-        for part in request.parts:
-            found |= self._reasons_of(part, position)
-        for one, stop in self._continued(request):
-            if position < stop:
-                for part in one.parts:
-                    found |= self._reasons_of(part, position)
-        if self.log.settled and not request.ended:
-            found |= {"agent_lost", "aborted", "not_captured"}
-        if len(request.parts) < self._shards(request):
-            found.add("not_yet")  # a shard that has not begun with it
-        if version is not None:
-            return found | {"other_version"}
+        for owner in self.owners(request, position, policy):
+            if owner is None:
+                found.add("ambiguous")
+                continue
+            for part in owner.parts:
+                found |= self._reasons_of(part, position)
+            if self.log.settled and not owner.ended:
+                found |= {"agent_lost", "aborted", "not_captured"}
+            if len(owner.parts) < self._shards(owner):
+                found.add("not_yet")  # a shard that has not begun with it
         return found
 
     def _shards(self, request: Request) -> int:
@@ -409,6 +445,10 @@ class Answers:
                 if position < attempt.cached:
                     found.add("kv_unknown")
         return found or {"not_captured", "kv_unknown"}
+
+
+def _by(how: str, value: Value) -> Cell:
+    return frozenset(row and Found(row, how) for row in value)
 
 
 def _learn(one: Digests, other: Digests) -> bool:

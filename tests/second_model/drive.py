@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations, count, permutations
 from typing import Any
@@ -12,12 +12,15 @@ from typing import Any
 import numpy as np
 
 from oracle.harness import InlineWorld
+from oracle.marks import MARKS, marked, unmarked
 from oracle.world import EngineSpec, Shard
+from routetrace.capture_agent import CaptureAgent
 from routetrace.client import RouteClient, Trace
 from routetrace.common.errors import NotFound, RouteTraceError
 from routetrace.common.layout import ModelLayout
-from second_model.answers import Answers, Request
-from second_model.log import UNKNOWN, Log, Part, Policy, Value, Writer
+from second_model.answers import MISSING, Answers, Cell, Request
+from second_model.lineage import LAW
+from second_model.log import Log, Part, Policy, Writer
 from second_model.orders import Call, Event, Family
 
 _SALTS = count(1)
@@ -36,6 +39,16 @@ def ids_of(serial: int) -> dict[int, tuple[int, ...]]:
         n = serial * len(LAYOUT.layer_ids) + index
         ids[layer] = tuple(k * _PRIME + n // _PRIME**k % _PRIME for k in range(3))
     return ids
+
+
+def serial_of(ids: tuple[int, ...]) -> int:
+    """The number of the row that has these ids at one layer."""
+    return sum((v - k * _PRIME) * _PRIME**k for k, v in enumerate(ids)) // len(LAYOUT.layer_ids)
+
+
+def labels_of(tokens: Sequence[int]) -> dict[str, str]:
+    """The labels that a prompt's first token stands for."""
+    return next(m for i, m in enumerate(MARKS) if marked(tokens[:1], i)[0] == tokens[0])
 
 
 @dataclass
@@ -108,9 +121,14 @@ def _judge_trace(answers: Answers, trace_id: str, ask: Ask, report: Report) -> N
     shown = {number for number, _ in reads}
     if default.incarnation not in shown:
         best.say("wrong", f"trace {trace_id}: incarnation {default.incarnation} of {shown}")
-    must = [r for r in answers.incarnations(trace_id) if not answers.hidden(r)]
-    if len(shown) < len(must):
-        best.say("lost", f"trace {trace_id}: incarnations {shown}, expected {len(must)}")
+    gone = [answers.absorbed(r) for r in requests if not answers.hidden(r)]
+    if not gone.count({False}) <= default.num_incarnations <= len(requests) - gone.count({True}):
+        must = [r.first.request_id for r in requests if answers.absorbed(r) == {False}]
+        best.say(
+            "wrong", f"trace {trace_id}: {default.num_incarnations} incarnations, expected {must}"
+        )
+    elif answers.absorbed(order[default.incarnation - 1]) == {True}:
+        best.say("wrong", f"trace {trace_id}: {default.incarnation} is no incarnation")
     report.counts.update(best.counts)
     report.findings += best.findings
 
@@ -169,6 +187,9 @@ def _judge_incarnation(
     states = answers.state(request, ask.layer_ids)
     if str(trace.state) not in states and trace.state.value not in states:
         report.say("state", f"{name} is {trace.state}, expected {sorted(states)}")
+    labels = answers.labels(request)
+    if trace.labels not in labels:
+        report.say("wrong", f"{name} has the labels {trace.labels}, expected {labels}")
     if request.ended and request.reason != "handoff" and trace.num_tokens != request.num_tokens:
         report.say("wrong", f"{name} has {trace.num_tokens} tokens, not {request.num_tokens}")
     policies: tuple[Policy, ...] = ("as_sampled", "latest")
@@ -186,7 +207,7 @@ def _judge_incarnation(
                 read,
                 what,
                 lambda p, layer, po=policy, v=version: answers.cell(request, p, layer, po, v),
-                lambda p, v=version: answers.reasons(request, p, v),
+                lambda p, layer, po=policy, v=version: answers.why(request, p, layer, po, v),
                 _length(request),
                 report,
             )
@@ -202,46 +223,49 @@ def _length(request: Request) -> int:
 def _judge_cells(
     read: Trace,
     what: str,
-    expected: Callable[[int, int], Value],
-    reasons: Callable[[int], set[str]] | None,
+    expected: Callable[[int, int], Cell],
+    reasons: Callable[[int, int], set[str]] | None,
     length: int,
     report: Report,
 ) -> None:
     valid, ids = read.valid, read.topk_ids
-    versions = {p: version for start, stop, version in _spans(read) for p in range(start, stop)}
-    missing = {
-        (p, layer): m.reason
-        for m in read.missing
-        for p in range(m.start, m.stop)
-        for layer in m.layer_ids
-    }
+    # By position alone: those of several layers.
+    versions, hows = _by_position(read.weight_versions), _by_position(read.provenance)
+    missing = reasons_of(read)
     for position in range(max(length, read.num_rows)):
         for column, layer in enumerate(read.layer_ids):
-            value = expected(position, layer)
+            cell = expected(position, layer)
             served = position < len(valid) and bool(valid[position, column])
             report.counts["cells"] += 1
             if served:
                 got = tuple(int(i) for i in ids[position, column])
-                rows = [r for r in value if r is not None and tuple(r.ids[layer]) == got]
+                rows = [f for f in cell if f is not None and tuple(f.row.ids[layer]) == got]
                 if not rows:
                     report.say(
                         "wrong",
                         f"{what} @{position} layer {layer}: served {_name(got)}, "
-                        f"expected {_names(value)}",
+                        f"expected {_names(cell)}",
                     )
-                elif versions and versions.get(position) not in {None, *(r.version for r in rows)}:
+                    continue
+                if not {f.row.version for f in rows} & versions[position]:
                     report.say(
                         "wrong",
                         f"{what} @{position}: version {versions[position]}, "
-                        f"expected {sorted({r.version for r in rows})}",
+                        f"expected {_names(frozenset(rows))}",
                     )
-            elif None not in value:
+                if not {f.how for f in rows} & {*hows[position], ""}:
+                    report.say(
+                        "provenance",
+                        f"{what} @{position}: {', '.join(hows[position])}, "
+                        f"expected {', '.join({f.how for f in rows})}",
+                    )
+            elif None not in cell:
                 why = missing.get((position, layer), "beyond the answer")
                 report.say(
-                    "lost", f"{what} @{position} layer {layer}: {why}, expected {_names(value)}"
+                    "lost", f"{what} @{position} layer {layer}: {why}, expected {_names(cell)}"
                 )
             elif reasons is not None and (position, layer) in missing:
-                allowed = reasons(position)
+                allowed = reasons(position, layer)
                 if missing[position, layer] not in allowed:
                     report.say(
                         "reason",
@@ -250,21 +274,34 @@ def _judge_cells(
                     )
 
 
-def _spans(read: Trace) -> Iterable[tuple[int, int, int]]:
-    spans = [tuple(s) for s in read.weight_versions]
-    return [s for s in spans if len(s) == 3]  # type: ignore[misc]
+def reasons_of(read: Trace) -> dict[tuple[int, int], str]:
+    """Why each cell is missing, by position and layer."""
+    return {
+        (p, layer): m.reason
+        for m in read.missing
+        for p in range(m.start, m.stop)
+        for layer in m.layer_ids
+    }
+
+
+def _by_position(spans: Iterable[tuple[int, int, Any]]) -> dict[int, set[Any]]:
+    found: dict[int, set[Any]] = defaultdict(set)
+    for start, stop, value in spans:
+        for position in range(start, stop):
+            found[position].add(value)
+    return found
 
 
 def _name(ids: tuple[int, ...]) -> str:
-    n = sum((v - k * _PRIME) * _PRIME**k for k, v in enumerate(ids))
-    return f"row {n // len(LAYOUT.layer_ids)}"
+    return f"row {serial_of(ids)}"
 
 
-def _names(value: Value) -> str:
-    if value == UNKNOWN:
+def _names(cell: Cell) -> str:
+    if cell == MISSING:
         return "unknown"
     return " or ".join(
-        "unknown" if r is None else f"{_name(tuple(next(iter(r.ids.values()))))} {r}" for r in value
+        f"{_name(tuple(next(iter(f.row.ids.values()))))} {f.row} {f.how}" if f else "unknown"
+        for f in cell
     )
 
 
@@ -283,14 +320,15 @@ class Player:
         self.handles: dict[tuple[str, int], int] = {}
         self.parts: dict[tuple[str, int], Part] = {}
         self.late_calls: list[Callable[[], None]] = []
-        self.engines: dict[str, list[tuple[Any, Writer]]] = {}
+        self.engines: dict[str, list[tuple[CaptureAgent, Writer]]] = {}
         shards = [(1,), (3,)] if family.sharded else [LAYOUT.layer_ids]
         for engine in ("e", "d") if family.decode_engine else ("e",):
             agents = []
             for index, layers in enumerate(shards):
                 shard = Shard(f"pp{index}" if family.sharded else "", layers)
                 spec = EngineSpec(prefix + engine, family.block_size, family.num_blocks, (shard,))
-                agent = world.connect(spec, shard, "boot")
+                world.connect(spec, shard, "boot")
+                agent = world.agents[spec.engine_id, shard.name]
                 writer = Writer(
                     engine, "boot", shard.name, layers, LAYOUT.num_experts, family.block_size
                 )
@@ -298,6 +336,8 @@ class Player:
             for agent, _ in agents:
                 agent.set_weight_version(0)
             self.engines[engine] = agents
+        if family.version is not None:
+            self._call(("version", family.version))
 
     def play(self, event: Event) -> None:
         for call in event:
@@ -359,19 +399,31 @@ class Player:
         part = self.parts.get((name, shard)) if isinstance(name, str) else None
         handle = self.handles.get((name, shard), -1)
         if kind == "begin":
-            _, name, trace, prompt, cached, external, blocks = args
+            _, name, trace, prompt, cached, external, blocks, *transfer = args
             prompt = self._tokens(prompt)
+            labels = {**labels_of(prompt), "last": name, f"also {name}": "yes"}
             self.handles[name, shard] = agent.begin(
                 name,
                 trace_id=self.prefix + trace,
                 prompt_len=len(prompt),
+                labels=labels,
                 num_computed_tokens=cached,
                 num_external_tokens=external,
                 block_ids=blocks,
-                prompt_token_ids=prompt,
+                prompt_token_ids=unmarked(prompt),
+                transfer_id=next(iter(transfer), None),
             )
             self.parts[name, shard] = log.begin(
-                writer, name, trace, len(prompt), cached, external, blocks, prompt
+                writer,
+                name,
+                trace,
+                len(prompt),
+                cached,
+                external,
+                blocks,
+                prompt,
+                *transfer,
+                labels=labels,
             )
         elif kind in ("step", "bad", "skip"):
             runs = [(self.handles[n, shard], start, count) for n, start, count in args[1]]
@@ -406,9 +458,15 @@ class Player:
                 agent.resume(handle, args[1], block_ids=args[2])
                 log.resume(part, args[1], args[2], 0)
             elif kind == "finish":
-                tokens = self._tokens(args[1])
-                agent.finish(handle, len(tokens), reason=args[2], token_ids=tokens)
-                log.finish(part, len(tokens), args[2], tokens)
+                tokens, transfer = self._tokens(args[1]), args[4:]
+                agent.finish(
+                    handle,
+                    len(tokens),
+                    reason=args[2],
+                    token_ids=unmarked(tokens),
+                    transfer_id=next(iter(transfer), None),
+                )
+                log.finish(part, len(tokens), args[2], tokens, *transfer)
 
     def flush(self) -> None:
         for agents in self.engines.values():
@@ -418,12 +476,50 @@ class Player:
     def judge(self, report: Report) -> None:
         """Reads all back."""
         self.flush()
-        versions = sorted(
-            {r.version for p in self.log.parts for run in p.runs for r in run.rows if r}
+        rows = [r for p in self.log.parts for run in p.runs for r in run.rows if r]
+        versions = {r.version for r in rows}
+        ask = Ask(
+            self.world.client, self.prefix, sorted(versions - {None}) if len(versions) > 1 else ()
         )
-        ask = Ask(self.world.client, self.prefix, versions if len(versions) > 1 else ())
         judge(self.log, dict.fromkeys(p.trace_id for p in self.log.parts), ask, report)
         self._judge_blocks(report)
+
+    def judge_by_hand(self, law: Mapping[str, tuple[str, ...]], report: Report) -> None:
+        """Compares readers, and this model, with what is known of an order."""
+        answers = Answers(self.log)
+        for reader, words in law.items():
+            name, _, latest = reader.partition(" ")
+            policy: Policy = "latest" if latest else "as_sampled"
+            trace_id, _, last = name.partition("#")
+            reads = (
+                self.world.client.get(
+                    self.prefix + trace_id, missing="mask", policy=policy, incarnation=number
+                )
+                for number in ([*range(1, len(self.log.parts) + 1)] if last else [None])
+            )
+            read = next(r for r in reads if last in ("", r.labels["last"]))
+            hows, missing = _by_position(read.provenance), reasons_of(read)
+            name = read.labels["last"]
+            [request] = [r for r in answers.trace(trace_id) if r.first.request_id == name]
+            for column, layer in enumerate(read.layer_ids):
+                got = tuple(
+                    f"{'|'.join(hows[p])[:1]}{serial_of(tuple(read.topk_ids[p, column].tolist()))}"
+                    if read.valid[p, column]
+                    else str(missing.get((p, layer)))
+                    for p in range(read.num_rows)
+                )
+                mine = tuple(
+                    "|".join(
+                        f"{f.how[0]}{serial_of(f.row.ids[layer])}"
+                        if f
+                        else "|".join(answers.reasons(request, p, policy))
+                        for f in answers.cell(request, p, layer, policy)
+                    )
+                    for p in range(len(words))
+                )
+                for who, what in (("served", got), ("by the model", mine)):
+                    if what != words:
+                        report.say("law", f"{reader} layer {layer} {who}: {what}, not {words}")
 
     def _judge_blocks(self, report: Report) -> None:
         f, answers = self.family, Answers(self.log)
@@ -436,7 +532,7 @@ class Player:
                 read,
                 f"blocks of {engine}",
                 lambda p, layer, e=engine: answers.bound(e, blocks, p, layer),
-                lambda _: {"kv_unknown"},
+                lambda *_: {"kv_unknown"},
                 f.num_blocks * f.block_size,
                 report,
             )
@@ -499,6 +595,7 @@ def play(
                 player.judge(report)
             player.sync()
         player.judge(report)
+        player.judge_by_hand(LAW.get((family, tuple(order)), {}), report)
         if rng.random() < 0.15:
             player.judge_bind(report)
         if rng.random() < 0.3:

@@ -25,7 +25,8 @@ class Row:
     position: int
     ids: Ids
     step: int
-    version: int
+    version: int | None
+    """None: nobody gave one."""
     draft: bool
     at: int
 
@@ -81,6 +82,9 @@ class Part:
     earlier_ends: tuple[int, ...]
     """Where the last four requests of the trace ended that gave this agent all their tokens."""
     begun_at: int
+    transfer: str
+    """The hand-over that its external KV comes by, if the begin named one."""
+    labels: Mapping[str, str]
     attempts: list[Attempt] = field(default_factory=list)
     runs: list[Run] = field(default_factory=list)
     rewinds: list[tuple[int, int, int]] = field(default_factory=list)
@@ -90,6 +94,8 @@ class Part:
     ended_at: int = -1
     num_tokens: int = 0
     reason: str = ""
+    handed: str = ""
+    """The hand-over that it ended with."""
     tokens: tuple[int, ...] | None = None
     released_at: int = -1
     """When it gave up its blocks; -1 while it holds some."""
@@ -131,7 +137,7 @@ class Writer:
     num_experts: int
     block_size: int
     step: int = 0
-    version: int = 0
+    version: int | None = None
     parts: list[Part] = field(default_factory=list)
     #: Of each slot: (at, row or None, whether it is certain), in order.
     effects: dict[int, list[tuple[int, Row | None, bool]]] = field(
@@ -172,6 +178,8 @@ class Log:
         external: int,
         blocks: Sequence[int],
         prompt: Iterable[int] | None,
+        transfer: str = "",
+        labels: Mapping[str, str] | None = None,
     ) -> Part:
         self.now += 1
         trace_id = trace_id or request_id
@@ -186,6 +194,8 @@ class Log:
             None if prompt is None else tuple(int(t) for t in prompt),
             tuple(ends),
             self.now,
+            transfer,
+            labels or {},
         )
         writer.parts.append(part)
         self.parts.append(part)
@@ -296,12 +306,18 @@ class Log:
         self._release(part, computed)
 
     def finish(
-        self, part: Part, num_tokens: int, reason: str, tokens: Iterable[int] | None
+        self,
+        part: Part,
+        num_tokens: int,
+        reason: str,
+        tokens: Iterable[int] | None,
+        transfer: str = "",
     ) -> None:
         self.now += 1
         if part.released_at < 0:
             self._release(part, num_tokens - 1)
         part.ended_at, part.num_tokens, part.reason = self.now, num_tokens, reason
+        part.handed = transfer
         part.tokens = None if tokens is None else tuple(int(t) for t in tokens)
 
     def _release(self, part: Part, kept: int) -> None:
@@ -324,7 +340,7 @@ class Log:
         self.now += 1
         writer.resets.append(self.now)
 
-    def set_version(self, writer: Writer, version: int) -> None:
+    def set_version(self, writer: Writer, version: int | None) -> None:
         writer.version = version
 
     def delete(self, trace_id: str) -> None:
@@ -438,17 +454,29 @@ class Log:
                 return self.confirmed(row, self.now)
         return UNKNOWN
 
-    def reached(self, part: Part, number: int, position: int) -> bool:
-        """Whether an attempt computed a position, or began behind it."""
-        return number < len(part.attempts) and (
-            position < part.attempts[number].cached
-            or any(run.attempt == number and position < run.stop for run in part.runs)
-        )
+    def failed(self, part: Part, position: int) -> frozenset[bool]:
+        """Whether KV from elsewhere was none: computed in the first attempt, or lost in any.
+
+        Both where rows that count for it were taken back.
+        """
+        found = {False}
+        for run in part.runs:
+            if not run.start <= position < run.stop:
+                continue
+            row = run.rows[position - run.start]
+            if row is None:
+                row = Row(part, run.attempt, position, {}, run.step, None, False, run.at)
+            elif run.attempt:
+                continue
+            found.add(True)
+            if self.alive(row, self.now):
+                return frozenset((True,))
+        return frozenset(found)
 
     def cached(self, part: Part, number: int, position: int) -> Value:
         """The row that an attempt inherited."""
         attempt = part.attempts[number]
-        if position >= attempt.cached - attempt.external:
+        if not 0 <= position < attempt.cached - attempt.external:
             return UNKNOWN
         if part.ended_at >= 0 and position >= part.num_tokens - 1:
             return UNKNOWN

@@ -34,12 +34,6 @@ MUTATIONS = (
         "        if size and known % size > size:",
     ),
     Mutation(
-        "any token behind the prompt counts as the one that was handed over",
-        f"{SERVER}/index/traces/joins.py",
-        "self.tree.common(self.index, other.index) > self.prompt_len",
-        "self.tree.common(self.index, other.index) >= self.prompt_len",
-    ),
-    Mutation(
         "no tombstone of a deleted trace is left",
         f"{SERVER}/index/state.py",
         "        self.tombstones.add(key, sources, fate)\n",
@@ -50,12 +44,6 @@ MUTATIONS = (
         f"{SERVER}/index/apply.py",
         "            elif kind == RESET:\n                self.slots.forget_all()\n",
         "            elif kind == RESET:\n",
-    ),
-    Mutation(
-        "no row of another request with the same prompt",
-        f"{SERVER}/index/traces/joins.py",
-        "        return [*self._last_of_prompt, *continued, Part(self.request, FOREVER), *alike]",
-        "        return [*self._last_of_prompt, *continued, Part(self.request, FOREVER)]",
     ),
     Mutation(
         "drafts that a preemption kept are not confirmed",
@@ -88,7 +76,6 @@ SHARED = (
     "drafts confirmed after their blocks were forgotten",
     "rows of a step in their own order, whoever inherits them",
     "what confirms a draft kept back from who hits it",
-    "the last prompt row of the engine that handed over",
     "late rows of a preempted request kept",
     "rows of other weights stand in",
     "rows stand in beyond what is proven",

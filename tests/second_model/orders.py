@@ -63,6 +63,16 @@ class Family(NamedTuple):
     same_prompt: bool = True
     prompts: tuple[int, ...] = ()
     """Lengths of prompts; (prompt_len,) if empty."""
+    transfers: tuple[str, ...] = ()
+    """Hand-overs that a request may end with, and one with external KV begin with."""
+    failures: bool = False
+    """Whether external KV may turn out not to have come: all is computed."""
+    twins: bool = False
+    """Whether all requests sample the same tokens."""
+    cuts: bool = False
+    """Whether a turn may go on from less than an aborted one sampled."""
+    version: int | None = 0
+    """The weight version at first; None: nobody gave one."""
     marks: int = 1
     """Labels that a prompt may have; see oracle/marks.py."""
 
@@ -72,7 +82,8 @@ class Req:
     """A request as its engine sees it."""
 
     name: str
-    number: int
+    seed: int
+    """What its samples depend on, beside their place."""
     engine: str
     trace: str
     prompt_len: int
@@ -88,7 +99,7 @@ class Req:
     held_blocks: tuple[int, ...] = ()
 
     def sampled(self, position: int) -> int:
-        return 1000 * (self.number + 1) + 2 * position
+        return 1000 * (self.seed + 1) + 2 * position
 
     def outcome(self, accepted: int) -> tuple[Tokens, int]:
         """Tokens and computed tokens once so many drafts were accepted."""
@@ -110,7 +121,9 @@ class Engine:
     #: Of each engine and slot: the tokens up to and at the one whose KV is there.
     kv: dict[tuple[str, int], Tokens] = field(default_factory=dict)
     steps: dict[str, int] = field(default_factory=dict)
-    version: int = 0
+    version: int | None = None
+    versions: int = 1
+    """The next weight version."""
     flushed: bool = True
     last: Event = ()
     deleted: tuple[str, ...] = ()
@@ -119,6 +132,7 @@ class Engine:
 
     def __post_init__(self) -> None:
         if not self.free:
+            self.version = self.family.version
             self.free = {e: list(range(self.family.num_blocks))[::-1] for e in ("e", "d")}
 
     def copy(self) -> Engine:
@@ -151,7 +165,7 @@ class Engine:
             if f.sharded and self.last[0][0] != "sync":
                 found.append((("sync",),))
         if f.versions and self.requests and self.last[0][0] != "version":
-            found.append((("version", self.version + 1),))
+            found += [(("version", v),) for v in (self.versions, None) if v != self.version]
         if f.resets and self.requests and self.last[0][0] != "reset":
             found.append((("reset", "e"),))
         if f.externals and self.last[:1] and self.last[0][0] not in ("external", "version"):
@@ -189,6 +203,8 @@ class Engine:
             for q in self.requests:
                 if q.status == "ended" and q.computed >= q.prompt_len:
                     prompts[(*q.tokens, 7 + number)] = None
+                    if f.cuts and len(q.tokens) > q.prompt_len + 1:
+                        prompts[(*q.tokens[:-1], 7 + number)] = None
         engines = ("e", "d") if f.decode_engine and number else ("e",)
         for engine, trace, prompt in product(engines, traces, prompts):
             yield from self._begin(engine, name, trace, prompt)
@@ -214,7 +230,8 @@ class Engine:
             new = self._take(engine, total, ())
             for cached in {len(prompt) - 1, len(prompt)} if engine == "d" else {len(prompt) - 1}:
                 if new is not None and cached:
-                    yield (("begin", engine, name, trace, prompt, cached, cached, new),)
+                    for named in ((), *((t,) for t in f.transfers)):
+                        yield (("begin", engine, name, trace, prompt, cached, cached, new, *named),)
 
     def _hits(self, engine: str, prompt: Tokens) -> Iterator[tuple[int, tuple[int, ...]]]:
         """(cached tokens, blocks that hold them), nothing cached included."""
@@ -265,6 +282,9 @@ class Engine:
                 found.append((r.name, r.computed, left))
                 if f.chunks and left > 1:
                     found.append((r.name, r.computed, 1))
+                if f.failures and r.name in self._external_names and not r.stepped:
+                    starts = {s for s in (0, r.prompt_len // 2) if s < r.computed}
+                    found += [(r.name, s, r.prompt_len - s) for s in sorted(starts)]
             else:
                 for accepted in range(r.open_drafts + 1):
                     _, computed = r.outcome(accepted)
@@ -329,11 +349,11 @@ class Engine:
         else:
             for accepted in range(r.open_drafts + 1):
                 tokens, computed = r.outcome(accepted)
-                for reason in f.ends:
+                for reason, named in product(f.ends, ((), *((t,) for t in f.transfers))):
                     if reason == "handoff" and r.engine == "d":
                         continue
-                    yield (("finish", r.name, tokens, reason, computed),)
-                    if accepted:  # the last accepted draft is a stop token
+                    yield (("finish", r.name, tokens, reason, computed, *named),)
+                    if accepted and not named:  # the last accepted draft is a stop token
                         yield (("finish", r.name, tokens[:-1], reason, computed - 1),)
             tokens, computed = r.outcome(0)
             for back in range(1, f.late + 1):  # its last steps were under way when it stopped
@@ -402,10 +422,11 @@ class Engine:
         cached: int,
         external: int,
         blocks: tuple[int, ...],
+        *_: str,
     ) -> None:
         size = self.family.block_size
-        number = len(self.requests)
-        r = Req(name, number, engine, trace, len(prompt), prompt, list(blocks), cached)
+        seed = 0 if self.family.twins else len(self.requests)
+        r = Req(name, seed, engine, trace, len(prompt), prompt, list(blocks), cached)
         self.requests.append(r)
         self._hold(engine, blocks)
         self._forget(engine, blocks, cached)
@@ -463,7 +484,7 @@ class Engine:
         others = {b for q in self.requests if q.engine == r.engine for b in q.blocks}
         self.free[r.engine] += [b for b in reversed(r.held_blocks) if b not in others]
 
-    def _on_finish(self, name: str, tokens: Tokens, _: str, computed: int) -> None:
+    def _on_finish(self, name: str, tokens: Tokens, _: str, computed: int, *__: str) -> None:
         self._end(name, tokens, computed, "ended")
 
     def _on_preempt(self, name: str, tokens: Tokens, computed: int) -> None:
@@ -494,8 +515,8 @@ class Engine:
             (e, slot): t for (e, slot), t in self.kv.items() if e != engine or slot // size in held
         }
 
-    def _on_version(self, version: int) -> None:
-        self.version = version
+    def _on_version(self, version: int | None) -> None:
+        self.version, self.versions = version, self.versions + (version is not None)
 
     def _on_delete(self, trace: str) -> None:
         self.deleted = (*self.deleted, trace)
@@ -563,6 +584,49 @@ FAMILIES = (
         own_trace=False,
         decode_engine=True,
         versions=True,
+        transfers=("x",),
+    ),
+    Family(
+        "hand-over that fails",
+        4,
+        8,
+        prompt_len=5,
+        ends=("stop", "handoff"),
+        same_trace=True,
+        own_trace=False,
+        decode_engine=True,
+        turns=False,
+        transfers=("x",),
+        failures=True,
+        skips=True,
+        preempts=True,
+    ),
+    Family(
+        "hand-over to two shards",
+        4,
+        8,
+        prompt_len=5,
+        ends=("stop", "handoff"),
+        same_trace=True,
+        own_trace=False,
+        decode_engine=True,
+        sharded=True,
+        turns=False,
+        transfers=("x",),
+        failures=True,
+    ),
+    Family(
+        "hand-over along hops",
+        4,
+        8,
+        requests=3,
+        ends=("stop", "handoff"),
+        same_trace=True,
+        own_trace=False,
+        decode_engine=True,
+        externals=True,
+        transfers=("x", "y"),
+        version=None,
     ),
     Family(
         "hand-over at a digest",
@@ -573,6 +637,20 @@ FAMILIES = (
         same_trace=True,
         own_trace=False,
         decode_engine=True,
+        transfers=("x",),
+    ),
+    Family(
+        "turns that are cut at a digest",
+        64,
+        6,
+        prompt_len=62,
+        requests=3,
+        drafts=(0, 2),
+        ends=("stop", "abort"),
+        same_trace=True,
+        own_trace=False,
+        decode_engine=True,
+        cuts=True,
     ),
     Family(
         "samples",
@@ -611,6 +689,16 @@ FAMILIES = (
     ),
     Family("restored KV", 4, 8, prompt_len=5, externals=True, versions=True, turns=False),
     Family(
+        "restored KV of no version",
+        4,
+        8,
+        prompt_len=5,
+        externals=True,
+        versions=True,
+        turns=False,
+        version=None,
+    ),
+    Family(
         "labels",
         4,
         8,
@@ -636,6 +724,29 @@ FAMILIES = (
     ),
     Family("resets", 4, 8, resets=True, flushes=True, externals=True),
     Family("turns", 4, 8, requests=3, same_trace=True, own_trace=False, same_prompt=False),
-    Family("retries", 4, 8, requests=3, same_trace=True, own_trace=False, ends=("stop", "abort")),
+    Family(
+        "retries",
+        4,
+        8,
+        requests=3,
+        same_trace=True,
+        own_trace=False,
+        ends=("stop", "abort"),
+        cuts=True,
+        versions=True,
+    ),
+    Family("equal siblings", 1, 24, requests=3, same_trace=True, own_trace=False, twins=True),
+    Family(
+        "equal siblings",
+        4,
+        10,
+        requests=4,
+        same_trace=True,
+        own_trace=False,
+        decode_engine=True,
+        twins=True,
+        transfers=("x",),
+        ends=("stop", "abort"),
+    ),
     Family("reuse", 1, 10, requests=3, drafts=(0, 1), ends=("stop", "abort")),
 )

@@ -17,7 +17,7 @@ import numpy as np
 
 from oracle import harness
 from oracle.world import EngineSpec, Shard
-from second_model.drive import Ask, Report, judge
+from second_model.drive import Ask, Report, judge, labels_of
 from second_model.log import Log, Part, Writer
 
 #: Of every recorded run, in order.
@@ -47,6 +47,8 @@ class RecordingAgent:
         num_external_tokens: int = 0,
         block_ids: Iterable[int] = (),
         prompt_token_ids: Any = None,
+        transfer_id: str | None = None,
+        labels: Mapping[str, str] | None = None,
         **facts: Any,
     ) -> int:
         blocks = list(block_ids)
@@ -58,6 +60,8 @@ class RecordingAgent:
             num_external_tokens=num_external_tokens,
             block_ids=blocks,
             prompt_token_ids=prompt_token_ids,
+            transfer_id=transfer_id,
+            labels=labels,
             **facts,
         )
         self._parts[handle] = self._log.begin(
@@ -69,6 +73,8 @@ class RecordingAgent:
             num_external_tokens,
             blocks,
             prompt_token_ids,
+            transfer_id or "",
+            {**(labels or {}), **({} if prompt_token_ids is None else labels_of(prompt_token_ids))},
         )
         return handle
 
@@ -100,10 +106,18 @@ class RecordingAgent:
         self._log.resume(self._parts[handle], num_computed_tokens, blocks, num_external_tokens)
 
     def finish(
-        self, handle: int, num_tokens: int, *, reason: str = "stop", token_ids: Any = None
+        self,
+        handle: int,
+        num_tokens: int,
+        *,
+        reason: str = "stop",
+        token_ids: Any = None,
+        transfer_id: str | None = None,
     ) -> None:
-        self._agent.finish(handle, num_tokens, reason=reason, token_ids=token_ids)
-        self._log.finish(self._parts[handle], num_tokens, reason, token_ids)
+        named = {} if transfer_id is None else {"transfer_id": transfer_id}
+        self._agent.finish(handle, num_tokens, reason=reason, token_ids=token_ids, **named)
+        part = self._parts[handle]
+        self._log.finish(part, num_tokens, reason, token_ids, transfer_id or "")
 
     def mark_external(self, block_ids: Iterable[int]) -> None:
         blocks = list(block_ids)
@@ -114,7 +128,7 @@ class RecordingAgent:
         self._agent.reset_prefix_cache()
         self._log.reset(self._writer)
 
-    def set_weight_version(self, version: int) -> None:
+    def set_weight_version(self, version: int | None) -> None:
         self._agent.set_weight_version(version)
         self._log.set_version(self._writer, version)
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from itertools import product
 
 from second_model.drive import LAYOUT, Report, Worlds, play
+from second_model.lineage import ORDERS
 from second_model.orders import FAMILIES, Event, Family, every, legal, random_order
 from second_model.scenarios import SCENARIOS
 
@@ -22,9 +23,10 @@ _ORDERS_A_WORLD = 100
 
 
 def known(seed: int) -> Iterator[tuple[str, Iterator[Task]]]:
-    """The orders that were wrong once, several times over."""
-    orders = ((family, order, seed + n) for family, order in SCENARIOS.values() for n in range(3))
-    yield "orders that were wrong once", orders
+    """The orders that were wrong once, and those whose answers are known; several times over."""
+    both = ("orders that were wrong once", SCENARIOS), ("orders with answers by hand", ORDERS)
+    for name, known in both:
+        yield name, ((f, order, seed + n) for f, order in known.values() for n in range(3))
 
 
 def exhaustive(
@@ -57,9 +59,7 @@ def drawn(
             rng = random.Random(f"{seed} {number} {family.name} {family.block_size}")
             drawn_from, events = family, family.depth
             if number % 2:
-                # More than three requests of one trace on two engines may be joined in several
-                # ways.
-                requests = 3 if family.decode_engine else 6
+                requests = 5 if family.decode_engine else 6
                 blocks = max(family.num_blocks, 16)
                 drawn_from = family._replace(requests=requests, num_blocks=blocks)
                 events = rng.randint(9, length)

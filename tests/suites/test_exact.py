@@ -60,6 +60,8 @@ ENGINES = st.builds(
     draft_tokens=st.integers(0, 3),
     asynchronous=st.booleans(),
     tells_tokens=st.booleans(),
+    tells_versions=st.booleans(),
+    role=st.sampled_from(["both", "prefill", "decode"]),
     offload=st.booleans(),
 )
 

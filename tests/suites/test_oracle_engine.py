@@ -16,6 +16,7 @@ from oracle.truth import (
     NOBODY,
     Attempt,
     Bound,
+    Policy,
     Record,
     RowStore,
     digest_positions,
@@ -27,6 +28,7 @@ from routetrace.common.layout import ModelLayout
 
 LAYOUT = ModelLayout((0, 2, 3), 4, 64, 2)
 WHOLE = (Shard("", LAYOUT.layer_ids),)
+POLICIES: tuple[Policy, ...] = ("as_sampled", "latest")
 
 
 class Listening:
@@ -251,6 +253,25 @@ def test_a_pass_that_is_not_told_yet_changes_nothing_that_is_inherited(seed):
     assert check_told(cluster, world)
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_the_rules_name_rows_of_passes_behind_the_kv_alone(seed):
+    rng = np.random.default_rng(seed)
+    specs = [
+        EngineSpec(role + str(i), 4, 60, WHOLE, 16, 4, role=role, offload=bool(rng.integers(2)))
+        for role in ("prefill", "decode", "both")
+        for i in range(2)
+    ]
+    cluster, _ = play(seed, 60, specs=specs)
+    compared = Counter[str]()
+    for trace_id in cluster.records:
+        for e in (e for policy in POLICIES for e in cluster.expected(trace_id, policy)):
+            for p in (p for p in range(e.num_rows) if e.known[p].any() and e.makers(p)):
+                rows = cluster.store.rows(np.array(e.makers(p)))
+                assert (rows == e.ids[p]).all(axis=(1, 2)).any()
+                compared[e.sources[p]] += 1
+    assert min(compared[name] for name in ("forward", "slot", "handoff")) > 50
+
+
 def test_digests_are_where_the_contract_says():
     assert DIGEST_EVERY == records.DIGEST_EVERY
     for n in (1, 63, 64, 65, 300):
@@ -261,7 +282,7 @@ def test_digests_are_where_the_contract_says():
 def test_every_trace_that_nobody_crashed_is_certain():
     cluster, _ = play(5, 40, chances=Chances(crash=0.0))
     for trace_id in cluster.traces():
-        for policy in ("as_sampled", "latest"):
+        for policy in POLICIES:
             whole = cluster.expected(trace_id, policy)
             assert [e.number for e in whole] == list(range(1, len(whole) + 1))
             assert any(e.counted for e in whole)
@@ -295,12 +316,17 @@ def request(
     *attempts: dict[int, int | None],
     reason: str = "stop",
     told: bool = True,
+    slots: int = 0,
+    external: int = 0,
     **facts: Any,
 ) -> Record:
-    """A request whose attempts are given as position -> row, or None where that is unknown."""
+    """A request whose attempts are given as position -> row, or None where that is unknown.
+
+    Each takes the first `slots` positions from slots, and the KV of `external` more from elsewhere.
+    """
     record = Record("e", "boot", "r", "t", prompt_len, [0, 1, 2], tokens, reason=reason, **facts)
     for given in attempts:
-        attempt = Attempt(len(tokens) + 8, 0, 0)
+        attempt = Attempt(len(tokens) + 8, slots, slots + external)
         for position, number in given.items():
             attempt.rows[position] = NOBODY if number is None else number
             attempt.unknown[position] = number is None
@@ -316,6 +342,16 @@ def request(
 def run(first: int, start: int, stop: int) -> dict[int, int | None]:
     """Rows first, first + 1, ... at the positions [start, stop)."""
     return dict(zip(range(start, stop), range(first, first + stop - start), strict=True))
+
+
+def origins(*requests: Record, policy: Any = "as_sampled") -> list[list[str]]:
+    """Of each incarnation, the provenance of the row at each position."""
+    return [e.sources for e in expected(list(requests), STORE, policy, None)]
+
+
+def reasons(*requests: Record) -> list[set[str]]:
+    """Of the last incarnation, why rows at each position may be missing."""
+    return [set(r) for r in expected(list(requests), STORE, "as_sampled", None)[-1].reasons[:, 0]]
 
 
 def served(
@@ -347,7 +383,7 @@ def test_attempts_by_policy_and_weight_version():
     one = request([1, 2, 3, 4], 2, run(0, 0, 2), run(100, 0, 3))
     assert served(one) == [[0, 1, 102]]
     assert served(one, policy="latest") == [[100, 101, 102]]
-    assert served(one, weight_version=1) == [[100, 101, 102]]
+    assert served(one, weight_version=1) == [[None, None, 102]]
     assert served(one, weight_version=0) == [[0, 1, None]]
     (e,) = expected([one], STORE, "as_sampled", 0)
     assert e.reasons[2, 0] == {"other_version"}
@@ -372,15 +408,58 @@ def test_requests_that_told_no_tokens_are_never_joined():
     assert counted(turn, following) == [True, True]
 
 
-def test_a_retry_is_an_incarnation_of_its_own_and_lends_its_prompt():
+def test_a_retry_is_an_incarnation_of_its_own_and_lends_nothing():
     first = request([1, 2, 3, 4], 3, run(0, 0, 3))
     retry = request([1, 2, 3, 5], 3, {0: None, 1: None} | run(100, 2, 3))
-    assert served(first, retry) == [[0, 1, 2], [0, 1, 100]]
+    assert served(first, retry) == [[0, 1, 2], [None, None, 100]]
+    assert reasons(first, retry)[0] == {"kv_unknown"}
     assert counted(first, retry) == [True, True]
-    other = request([2, 2, 3, 5], 3, {0: None, 1: None} | run(100, 2, 3))
-    assert served(first, other) == [[0, 1, 2], [None, None, 100]]
-    (_, e) = expected([first, other], STORE, "as_sampled", None)
-    assert e.reasons[0, 0] == {"kv_unknown"}
+
+
+def test_a_request_that_sampled_nothing_is_a_part_of_its_retry():
+    first = request([1, 2, 3], 3, run(0, 0, 2), reason="abort")
+    retry = request([1, 2, 3, 5], 3, run(100, 0, 3))
+    assert served(first, retry)[1] == [100, 101, 102]
+    assert counted(first, retry) == [False, True]
+    assert counted(first, request([1, 2, 3], 3, run(100, 0, 2), reason="abort")) == [True, True]
+
+
+def siblings(slots: int, inherited: dict[int, int | None]) -> list[Record]:
+    """A turn that was sampled twice, with the same tokens, and a request that goes on from one."""
+    first = request([1, 2, 3, 4], 2, run(0, 0, 3))
+    second = request([1, 2, 3, 4], 2, {0: 0} | run(100, 1, 3), slots=1)
+    last = request([1, 2, 3, 4, 5, 6], 5, inherited | run(200, slots, 5), slots=slots)
+    last.told_at.add(4)  # its agent knew where the turns before ended
+    return [first, second, last]
+
+
+def test_of_siblings_the_one_whose_row_was_taken_from_a_slot_goes_on():
+    last = siblings(3, {0: 0, 1: 100, 2: 101})
+    assert served(*last)[2] == [0, 100, 101, 200, 201]
+    assert origins(*last)[2] == ["slot", *["forward"] * 4]
+    assert served(*last, policy="latest")[2] == [0, 100, 101, 200, 201]
+    assert origins(*last, policy="latest")[2] == ["slot"] * 3 + ["forward"] * 2
+    assert served(*siblings(3, run(0, 0, 3)))[2] == [0, 1, 2, 200, 201]
+    assert counted(*last) == [False, False, True]
+
+
+def test_of_siblings_that_nothing_tells_apart_none_goes_on():
+    for third in (siblings(0, {}), siblings(1, {0: 50}), siblings(2, {0: 50, 1: 100})):
+        assert served(*third)[2][1:] == [None, None, *served(*third)[2][3:]]
+        assert reasons(*third)[1:3] == [{"ambiguous"}] * 2
+        assert None not in served(*third)[2][3:]
+        assert served(*third)[2][0] in (200, 50)
+        assert None not in served(*third, policy="latest")[2]
+
+
+def test_the_greatest_proven_prefix_goes_on_and_a_handover_does_not():
+    short = request([1, 2, 3], 2, run(0, 0, 2))
+    long = request([1, 2, 3, 4], 2, run(100, 0, 3), reason="handoff")
+    last = request([1, 2, 3, 4, 5, 6], 5, run(200, 0, 5))
+    last.told_at |= {3, 4}
+    assert served(short, long, last)[2] == [0, 1, 202, 203, 204]
+    long.reason = "abort"
+    assert served(short, long, last)[2] == [100, 101, 102, 203, 204]
 
 
 def test_branches_share_what_they_go_on_from():
@@ -391,20 +470,93 @@ def test_branches_share_what_they_go_on_from():
     assert counted(turn, left, right) == [False, True, True]
 
 
+def pair(sampled: int = 9, **facts: Any) -> list[Record]:
+    """A request that hands over the KV of three tokens, and one that takes that of two."""
+    prefill = request([1, 2, 3, 9], 3, run(0, 0, 3), reason="handoff", gave="x")
+    rows = dict.fromkeys(range(2)) | run(100, 2, 4)
+    return [prefill, request([1, 2, 3, sampled, 7], 3, rows, external=2, took="x", **facts)]
+
+
 def test_a_handoff_is_absorbed_and_has_no_end_of_its_own():
-    prefill = request([1, 2, 3, 9], 3, run(0, 0, 3), reason="handoff")
+    prefill, decode = pair(8)  # the decode engine sampled 8 itself, the prefill engine 9
     (alone,) = expected([prefill], STORE, "as_sampled", None)
     assert (alone.num_tokens, alone.num_rows, alone.counted) == (0, 3, True)
-    decode = request([1, 2, 3, 8, 7], 3, dict.fromkeys(range(2)) | run(100, 2, 4), external=True)
-    # The decode engine sampled 8 itself, where the prefill engine had sampled 9.
-    assert served(prefill, decode) == [[0, 1, 2], [0, 1, 100, 101]]
-    given = request([1, 2, 3, 9, 7], 3, dict.fromkeys(range(3)) | run(100, 3, 4), external=True)
-    assert served(prefill, given)[1] == [0, 1, 2, 100]
-    assert served(prefill, decode, policy="latest")[1] == [0, 1, 100, 101]
+    for policy in ("as_sampled", "latest"):
+        assert served(prefill, decode, policy=policy) == [[0, 1, 2], [0, 1, 100, 101]]
+    assert origins(prefill, decode)[1] == ["handoff", "handoff", "forward", "forward"]
     assert counted(prefill, decode) == [False, True]
+    assert counted(prefill, prefill_again := pair()[0]) == [True, True]
+    assert counted(prefill, prefill_again, decode) == [False, False, True]
     prefill.reason = "length"
     assert served(prefill, decode)[1] == [0, 1, 100, 101]
     assert counted(prefill, decode) == [True, True]
+
+
+def test_only_a_handover_with_an_id_of_its_own_proves_something():
+    prefill, decode = pair()
+    decode.took = ""
+    assert served(prefill, decode)[1] == [None, None, 100, 101]
+    assert reasons(prefill, decode)[0] == {"kv_unknown"}
+    prefill, decode = pair()
+    assert served(prefill, pair()[0], decode)[2] == [None, None, 100, 101]
+    assert served(decode, prefill)[0] == [0, 1, 100, 101]
+    (stalled, _), (prefill, decode) = pair(), pair()
+    stalled.gave, stalled.attempts[0].rows[:3] = "y", [50, 51, 52]
+    for order in ([stalled, prefill, decode], [decode, prefill, stalled]):
+        answers = served(*order)
+        assert [0, 1, 100, 101] in answers
+        assert [50, 51, 52] in answers
+
+
+def test_a_handover_that_digests_disprove():
+    tokens = [1, 2, 3] * 60
+    prefill = request([*tokens, 4], 180, run(0, 0, 180), reason="handoff", gave="x")
+    other = [*tokens[:100], 9, *tokens[101:], 4, 5]
+    rows = dict.fromkeys(range(179)) | run(300, 179, 181)
+    decode = request(other, 180, rows, external=179, took="x")
+    assert served(prefill, decode)[1] == [*range(64), *[None] * 115, 300, 301]
+    decode.told_at.discard(128), decode.told_at.discard(180)
+    assert served(prefill, decode)[1] == [*range(179), 300, 301]
+
+
+def test_a_position_that_was_computed_or_lost_is_not_handed_over():
+    prefill, decode = pair()
+    first = decode.attempts[0]
+    first.rows[1] = 50
+    first.start_again(1)
+    assert served(prefill, decode)[1] == [0, 50, 100, 101]
+    assert origins(prefill, decode)[1] == ["handoff", *["forward"] * 3]
+    first.rows[1], first.skipped[1] = NOBODY, True
+    assert served(prefill, decode)[1] == [0, None, 100, 101]
+    assert reasons(prefill, decode)[1] == {"not_captured"}
+
+
+def test_a_handover_comes_before_later_attempts():
+    prefill, decode = pair()
+    decode.attempts.append(request([1, 2, 3, 9, 7], 3, run(200, 0, 4)).attempts[0])
+    assert served(prefill, decode)[1] == [0, 1, 100, 101]
+    assert served(prefill, decode, policy="latest")[1] == [200, 201, 202, 203]
+    decode.took = "y"
+    assert served(prefill, decode)[1] == [200, 201, 100, 101]
+
+
+def test_what_is_handed_over_is_of_the_last_attempt_or_was_handed_over_itself():
+    prefill, decode = pair()
+    prefill.attempts.append(request([1, 2, 3, 9], 3, {1: 31, 2: 32}).attempts[0])
+    assert served(prefill, decode)[1] == [None, 31, 100, 101]
+    first, (second, decode) = pair()[0], pair()
+    second.took, first.gave = "y", "y"
+    second.attempts = [request([1, 2, 3, 9], 3, {0: None, 1: 51, 2: 52}, external=1).attempts[0]]
+    assert served(first, second, decode)[2] == [0, 51, 100, 101]
+    assert origins(first, second, decode)[2] == ["handoff", "handoff", "forward", "forward"]
+    second.attempts.append(request([1, 2, 3, 9], 3, {1: 61, 2: 62}).attempts[0])
+    assert served(first, second, decode)[2] == [None, 61, 100, 101]
+
+
+def test_handovers_in_a_circle_give_nothing():
+    one, other = pair()[1], pair()[1]
+    one.took, one.gave, other.took, other.gave = "x", "y", "y", "x"
+    assert served(one, other) == [[None, None, 100, 101]] * 2
 
 
 def test_histories_that_were_edited_share_what_digests_prove():
@@ -449,9 +601,9 @@ def test_what_died_may_be_served_up_to_its_drafts():
     assert e.num_tokens == 4
     ids = [[c[0].tolist() for c in e.candidates(p, 1)] for p in range(4)]
     rows = STORE.rows(np.arange(200))[:, 1].tolist()
-    assert ids == [[rows[0], rows[100]], [rows[1], rows[50], rows[101]], [rows[102]], []]
-    assert len(lost.candidates(3, 0)) == 1
-    assert lost.candidates(4, 0) == []
+    assert ids == [[rows[100]], [rows[101]], [rows[102]], []]
+    ids = [[c[0].tolist() for c in lost.candidates(p, 1)] for p in range(5)]
+    assert ids == [[rows[0]], [rows[1], rows[50]], [rows[2]], [rows[3]], []]
     died.begin_settled = False
     assert [x.number for x in expected([died, retry], STORE, "latest", None)] == [0, 0]
 

@@ -7,17 +7,25 @@ from itertools import islice
 
 import pytest
 
+from second_model.lineage import LAW, ORDERS
 from second_model.orders import FAMILIES, every, legal
 from second_model.runs import Findings, drawn, exhaustive, worlds
 from second_model.scenarios import SCENARIOS
 
+KNOWN = SCENARIOS | ORDERS
 
-@pytest.mark.parametrize("name", SCENARIOS)
-def test_an_order_that_was_once_wrong(name: str) -> None:
-    family, order = SCENARIOS[name]
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_an_order_of_which_the_answer_is_known(name: str) -> None:
+    family, order = KNOWN[name]
     for _, report in worlds((family, order, seed) for seed in range(4)):
         assert report.findings == []
         assert report.counts["cells"]
+
+
+def test_each_order_of_lineage_has_an_answer() -> None:
+    assert len(LAW) == len(ORDERS)
+    assert all(LAW[order] for order in ORDERS.values())
 
 
 @pytest.mark.long

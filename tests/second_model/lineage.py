@@ -1,0 +1,381 @@
+"""Small orders in which several passes compute the same tokens, and by hand which made the KV.
+
+What a reader must get is written as one word a position: the way on which the row came (f: own
+forward pass, s: slot, h: hand-over, p: prefix of another trace) and its number in the order of all
+steps, "f5..8" for several; or why there is none, "4*kv_unknown" for several. Readers are named by
+trace, incarnation and policy: "t", "t#B", "t latest".
+"""
+
+from __future__ import annotations
+
+from second_model.orders import Event, Family, Tokens
+
+_P = (1, 2, 3, 4, 5)
+_LONG = tuple(range(1, 63))
+_ENGINES = Family("lineage", 4, 12, requests=3, decode_engine=True)
+#: Of a request's name: its blocks on its engine, unless it hits others.
+_BLOCKS = {"A": (0, 1), "B": (2, 3), "C": (4, 5), "D": (8, 9, 10)}
+
+
+def _begin(
+    name: str,
+    engine: str = "e",
+    prompt: Tokens = _P,
+    *transfer: str,
+    cached: int = 0,
+    external: int = 0,
+    blocks: tuple[int, ...] = (),
+    trace: str = "t",
+) -> Event:
+    """A request whose KV is cached, or comes from elsewhere."""
+    blocks = blocks or _BLOCKS[name]
+    return (("begin", engine, name, trace, prompt, cached + external, external, blocks, *transfer),)
+
+
+def _step(name: str, engine: str, start: int, count: int = 1, kind: str = "step") -> Event:
+    return ((kind, engine, ((name, start, count),)),)
+
+
+def _finish(name: str, tokens: Tokens, reason: str, *transfer: str) -> Event:
+    return (("finish", name, tokens, reason, len(tokens) - 1, *transfer),)
+
+
+def _prefill(name: str, *transfer: str, engine: str = "e", prompt: Tokens = _P) -> list[Event]:
+    """Computes the prompt, samples a token and hands over."""
+    return [
+        _begin(name, engine, prompt),
+        _step(name, engine, 0, len(prompt)),
+        _finish(name, (*prompt, 11), "handoff", *transfer),
+    ]
+
+
+def _decode(name: str, *transfer: str, start: int = 4, kind: str = "step") -> list[Event]:
+    """Loads all but the last token's KV, and samples one token from where its rows start."""
+    return [
+        _begin(name, "d", _P, *transfer, external=4),
+        _step(name, "d", start, 5 - start, kind),
+        _finish(name, (*_P, 31), "stop"),
+    ]
+
+
+_SAMPLED_TWICE = [  # rows 0 to 5, and 6 and 7 behind the block that both share
+    _begin("A"),
+    _step("A", "e", 0, 5),
+    _step("A", "e", 5),
+    _finish("A", (*_P, 11, 12), "stop"),
+    _begin("B", cached=4, blocks=(0, 2)),
+    _step("B", "e", 4),
+    _step("B", "e", 5),
+]
+
+#: What it shows, the engine's shape, the order, and what each reader must get.
+_ORDERS: dict[str, tuple[Family, list[Event], dict[str, str]]] = {
+    "a stalled prefill, repeated elsewhere, that reports first": (
+        _ENGINES,
+        [
+            *_prefill("A"),
+            *_prefill("B", "x", engine="d"),
+            _begin("C", "e", _P, "x", external=4),
+            _step("C", "e", 4),
+            _finish("C", (*_P, 31), "stop"),
+        ],
+        {"t": "h5..8 f10"},
+    ),
+    "a stalled prefill, repeated elsewhere, that reports last": (
+        _ENGINES,
+        [
+            *_prefill("B", "x", engine="d"),
+            _begin("C", "e", _P, "x", external=4),
+            _step("C", "e", 4),
+            _finish("C", (*_P, 31), "stop"),
+            _begin("A"),
+            _step("A", "e", 0, 5),
+            _finish("A", (*_P, 11), "abort", "y"),
+        ],
+        {"t#C": "h0..3 f5", "t#A": "f6..10"},
+    ),
+    "a hand-over with an id": (
+        _ENGINES,
+        [*_prefill("A", "x"), *_decode("B", "x")],
+        {"t": "h0..3 f5"},
+    ),
+    "a hand-over that the decode engine reports first": (
+        _ENGINES,
+        [*_decode("B", "x"), *_prefill("A", "x")],
+        {"t": "h1..4 f0"},
+    ),
+    "a hand-over without an id": (
+        _ENGINES,
+        [*_prefill("A"), *_decode("B")],
+        {"t": "4*kv_unknown f5"},
+    ),
+    "a hand-over with an id that one side alone gives": (
+        _ENGINES,
+        [*_prefill("A"), *_decode("B", "x")],
+        {"t": "4*kv_unknown f5"},
+    ),
+    "a hand-over with an id that two requests ended with": (
+        _ENGINES,
+        [*_prefill("A", "x"), *_prefill("C", "x"), *_decode("B", "x")],
+        {"t": "4*kv_unknown f10"},
+    ),
+    "a hand-over of other tokens": (
+        _ENGINES,
+        [*_prefill("A", "x", prompt=(1, 2, 3, 4, 6)), *_decode("B", "x")],
+        {"t": "4*kv_unknown f5"},
+    ),
+    "a hand-over of fewer tokens": (
+        _ENGINES,
+        [*_prefill("A", "x", prompt=(1, 2)), *_decode("B", "x")],
+        {"t": "h0..1 2*kv_unknown f2"},
+    ),
+    "a hand-over of rows that were not captured": (
+        _ENGINES,
+        [
+            _begin("A"),
+            _step("A", "e", 0, 5, "skip"),
+            _finish("A", (*_P, 11), "handoff", "x"),
+            *_decode("B", "x"),
+        ],
+        {"t": "4*kv_unknown f0"},
+    ),
+    "a transfer that fails before the begin": (
+        _ENGINES,
+        [
+            *_prefill("A", "x"),
+            _begin("B", "d", _P, "x"),
+            _step("B", "d", 0, 5),
+            _finish("B", (*_P, 31), "stop"),
+        ],
+        {"t": "f5..9"},
+    ),
+    "a transfer that fails after the begin": (
+        _ENGINES,
+        [*_prefill("A", "x"), *_decode("B", "x", start=0)],
+        {"t": "f5..9"},
+    ),
+    "a transfer of which a part fails": (
+        _ENGINES,
+        [*_prefill("A", "x"), *_decode("B", "x", start=2)],
+        {"t": "h0..1 f5..7"},
+    ),
+    "a transfer that fails, and a pass that is not captured": (
+        _ENGINES,
+        [*_prefill("A", "x"), *_decode("B", "x", start=0, kind="skip")],
+        {"t": "5*not_captured"},
+    ),
+    "restored KV that was none, and a pass that is not captured": (
+        _ENGINES,
+        [
+            _begin("A", trace="tA"),
+            _step("A", "e", 0, 5),
+            _begin("B", external=4),
+            _step("B", "e", 0, 5, "skip"),
+            _step("B", "e", 5),
+            _finish("B", (*_P, 31, 32), "stop"),
+        ],
+        {"t": "5*not_captured f5"},
+    ),
+    "a hand-over by a request that was preempted": (
+        _ENGINES,
+        [
+            _begin("A"),
+            _step("A", "e", 0, 5),
+            (("preempt", "A", (*_P, 11), 5),),
+            (("resume", "A", 0, (6, 7)),),
+            _step("A", "e", 0, 6),
+            _finish("A", (*_P, 11, 12), "handoff", "x"),
+            *_decode("B", "x"),
+        ],
+        {"t": "h5..8 f11"},
+    ),
+    "an owner that was preempted after it loaded KV": (
+        _ENGINES,
+        [
+            *_prefill("A", "x"),
+            _begin("B", "d", _P, "x", external=4),
+            _step("B", "d", 4),
+            (("preempt", "B", (*_P, 31), 5),),
+            (("resume", "B", 0, (4, 5)),),
+            _step("B", "d", 0, 6),
+            _finish("B", (*_P, 31, 32), "stop"),
+        ],
+        {"t": "h0..3 f5 f11", "t latest": "f6..11"},
+    ),
+    "a hand-over along two hops": (
+        _ENGINES,
+        [
+            *_prefill("A", "x"),
+            _begin("B", "d", _P, "x", external=4),
+            _step("B", "d", 4),
+            _step("B", "d", 5),
+            _finish("B", (*_P, 31, 32), "handoff", "y"),
+            _begin("C", "e", (*_P, 31, 32), "y", external=6),
+            _step("C", "e", 6),
+            _finish("C", (*_P, 31, 32, 33), "stop"),
+        ],
+        {"t": "h0..3 h5 h6 f7"},
+    ),
+    "turns that are handed over": (
+        _ENGINES,
+        [
+            *_prefill("A", "x"),
+            _begin("B", "d", _P, "x", external=4),
+            _step("B", "d", 4),
+            _step("B", "d", 5),
+            _finish("B", (*_P, 31, 32), "stop"),
+            _begin("C", "e", (*_P, 31, 32, 8), cached=4, blocks=(0, 4)),
+            _step("C", "e", 4, 4),
+            _finish("C", (*_P, 31, 32, 8, 11), "handoff", "y"),
+            _begin("D", "d", (*_P, 31, 32, 8), "y", cached=4, external=3, blocks=(2, 4, 5)),
+            _step("D", "d", 7),
+            _finish("D", (*_P, 31, 32, 8, 33), "stop"),
+        ],
+        {"t": "h0..3 f5..6 h9 f11", "t latest": "4*kv_unknown h7..9 f11"},
+    ),
+    "hand-overs in a circle": (
+        _ENGINES,
+        [
+            _begin("A", "e", _P, "y", external=4),
+            _step("A", "e", 4),
+            _finish("A", (*_P, 11), "handoff", "x"),
+            _begin("B", "d", _P, "x", external=4),
+            _step("B", "d", 4),
+            _finish("B", (*_P, 31), "stop", "y"),
+        ],
+        {"t": "4*kv_unknown f1"},
+    ),
+    "a turn sampled twice, and continued from the second": (
+        _ENGINES,
+        [
+            *_SAMPLED_TWICE,
+            _finish("B", (*_P, 13, 14), "stop"),
+            _begin("C", prompt=(*_P, 13, 14, 8), cached=4, blocks=(0, 4)),
+            _step("C", "e", 4, 4),
+            _finish("C", (*_P, 13, 14, 8, 15), "stop"),
+        ],
+        {"t": "s0..3 f6..7 f10..11", "t latest": "s0..3 f8..11", "t#A": "f0..5"},
+    ),
+    "a turn sampled twice, and continued from the first": (
+        _ENGINES,
+        [
+            *_SAMPLED_TWICE,
+            _finish("B", (*_P, 13, 14), "stop"),
+            _begin("C", prompt=(*_P, 11, 12, 8), cached=6, blocks=(0, 1)),
+            _step("C", "e", 6, 2),
+            _finish("C", (*_P, 11, 12, 8, 15), "stop"),
+        ],
+        {"t": "f0..5 f8..9", "t latest": "s0..5 f8..9", "t#B": "s0..3 f6..7"},
+    ),
+    "equal siblings": (
+        _ENGINES,
+        [
+            *_SAMPLED_TWICE,
+            _finish("B", (*_P, 11, 12), "stop"),
+            _begin("C", prompt=(*_P, 11, 12, 8)),
+            _step("C", "e", 0, 8),
+            _finish("C", (*_P, 11, 12, 8, 15), "stop"),
+            _begin("D", prompt=(*_P, 11, 12, 8, 15, 9)),
+            _step("D", "e", 0, 10),
+            _finish("D", (*_P, 11, 12, 8, 15, 9, 16), "stop"),
+        ],
+        {
+            "t#C": "f8..11 2*ambiguous f14..15",
+            "t#C latest": "f8..15",
+            "t": "f8..11 2*ambiguous f14..15 f24..25",
+            "t latest": "f16..25",
+        },
+    ),
+    "equal siblings, and a slot of their prompt alone": (
+        _ENGINES,
+        [
+            *_SAMPLED_TWICE,
+            _finish("B", (*_P, 11, 12), "stop"),
+            _begin("C", prompt=(*_P, 11, 12, 8), cached=4, blocks=(0, 4)),
+            _step("C", "e", 4, 4),
+            _finish("C", (*_P, 11, 12, 8, 15), "stop"),
+        ],
+        {"t": "s0..3 2*ambiguous f10..11"},
+    ),
+    "equal siblings, and a slot that says which": (
+        _ENGINES,
+        [
+            *_SAMPLED_TWICE,
+            _finish("B", (*_P, 11, 12), "stop"),
+            _begin("C", prompt=(*_P, 11, 12, 8), cached=6, blocks=(0, 2)),
+            _step("C", "e", 6, 2),
+            _finish("C", (*_P, 11, 12, 8, 15), "stop"),
+        ],
+        {"t": "s0..3 f6..7 f8..9"},
+    ),
+    "an abort with more tokens than the caller got": (
+        _ENGINES._replace(block_size=64, num_blocks=8),
+        [
+            _begin("A", prompt=_LONG),
+            _step("A", "e", 0, 62),
+            *(_step("A", "e", p) for p in range(62, 66)),
+            _finish("A", (*_LONG, 201, 202, 203, 204, 205), "abort"),
+            _begin("B", "d", (*_LONG, 201, 202, 203, 8)),
+            _step("B", "d", 0, 66),
+            _finish("B", (*_LONG, 201, 202, 203, 8, 301), "stop"),
+        ],
+        {"t#B": "f0..63 f130..131", "t#B latest": "f66..131", "t#A": "f0..65"},
+    ),
+    "a retry under other weights": (
+        _ENGINES,
+        [
+            _begin("A"),
+            _step("A", "e", 0, 5),
+            _finish("A", (*_P, 11), "stop"),
+            (("version", 1),),
+            _begin("B", external=4),
+            _step("B", "e", 4),
+            _finish("B", (*_P, 13), "stop"),
+        ],
+        {"t#A": "f0..4", "t#B": "4*kv_unknown f5"},
+    ),
+    "KV of a prompt that another trace computed under the same weights": (
+        _ENGINES,
+        [
+            _begin("A", trace="tA"),
+            _step("A", "e", 0, 5),
+            _begin("B", external=4),
+            _step("B", "e", 4),
+            _finish("B", (*_P, 13), "stop"),
+        ],
+        {"t": "p0..3 f5"},
+    ),
+    "KV of a prompt that another trace computed under weights of which no one gave the version": (
+        _ENGINES._replace(version=None),
+        [
+            _begin("A", trace="tA"),
+            _step("A", "e", 0, 5),
+            _begin("B", external=4),
+            _step("B", "e", 4),
+            _finish("B", (*_P, 13), "stop"),
+        ],
+        {"t": "4*kv_unknown f5"},
+    ),
+}
+
+ORDERS = {name: (family, tuple(order)) for name, (family, order, _) in _ORDERS.items()}
+
+
+def _words(text: str) -> tuple[str, ...]:
+    """One word for each position."""
+    found: list[str] = []
+    for word in text.split():
+        if "*" in word:
+            times, reason = word.split("*")
+            found += [reason] * int(times)
+        else:
+            first, _, last = word[1:].partition("..")
+            found += [f"{word[0]}{n}" for n in range(int(first), int(last or first) + 1)]
+    return tuple(found)
+
+
+#: What each reader must get at the end of an order.
+LAW = {
+    (family, tuple(order)): {reader: _words(text) for reader, text in law.items()}
+    for family, order, law in _ORDERS.values()
+}
