@@ -20,7 +20,7 @@ from routetrace.common.checks import (
     whole,
 )
 from routetrace.common.errors import InvalidArgument, kind_of, quoted, typed
-from routetrace.common.limits import check_id, check_labels
+from routetrace.common.limits import MAX_NONCE, check_id, check_labels
 
 __all__ = [
     "UnknownKeyword",
@@ -76,6 +76,11 @@ def wholes(field: str, values: Any, remedy: str = "") -> list[int]:
 def weight_version(value: Any, field: str = "weight_version") -> int:
     """Return a weight version: an int64 above UNKNOWN_VERSION."""
     return whole(field, value, UNKNOWN_VERSION + 1, 2**63 - 1)
+
+
+def nonce(value: Any, field: str = "nonce") -> int:
+    """Return the nonce of a request."""
+    return whole(field, value, 1, MAX_NONCE - 1)
 
 
 def tokens(

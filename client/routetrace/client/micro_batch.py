@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -33,6 +33,8 @@ class Segment(Values):
     num_tokens: int | None = None
     """Tokens that the request must have, or more if the sample's token ids are proven to be its
     start; None: any number."""
+    nonce: int | None = None
+    """As in `RouteClient.get`."""
 
     def __post_init__(self) -> None:
         check.identifier("trace_id", self.trace_id)
@@ -45,6 +47,8 @@ class Segment(Values):
             check.whole("num_tokens", self.num_tokens, self.stop + 1)
         if self.incarnation is not None:
             check.whole("incarnation", self.incarnation, 1)
+        if self.nonce is not None:
+            check.nonce(self.nonce)
 
     @property
     def shift(self) -> int:
@@ -102,6 +106,7 @@ class Sample(Values):
         token_ids: npt.ArrayLike | None = None,
         padded_len: int | None = None,
         incarnation: int | None = None,
+        nonce: int | None = None,
     ) -> Sample:
         """One whole request: N tokens, N - 1 rows.
 
@@ -112,16 +117,21 @@ class Sample(Values):
                 where the agent knew its tokens, and a sample may be cut short.
             padded_len: see `Sample`.
             incarnation: as in `RouteClient.get`.
+            nonce: as in `RouteClient.get`.
 
         Raises:
             InvalidArgument: naming the wrong argument.
         """
-        return cls.turns(
+        sample = cls.turns(
             [(trace_id, _count(num_tokens, token_ids))],
             token_ids=token_ids,
             padded_len=padded_len,
             incarnation=incarnation,
         )
+        if nonce is None:
+            return sample
+        named = tuple(replace(segment, nonce=nonce) for segment in sample.segments)
+        return replace(sample, segments=named)
 
     @classmethod
     def turns(

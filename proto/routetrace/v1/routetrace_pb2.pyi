@@ -1239,6 +1239,7 @@ class GetTraceRequest(google.protobuf.message.Message):
     PREFIX_ROWS_FIELD_NUMBER: builtins.int
     NUM_TOKENS_FIELD_NUMBER: builtins.int
     LOCATED_FIELD_NUMBER: builtins.int
+    NONCE_FIELD_NUMBER: builtins.int
     run: builtins.str
     """Namespace."""
     trace_id: builtins.str
@@ -1269,6 +1270,10 @@ class GetTraceRequest(google.protobuf.message.Message):
     """Whether another worker of the server has just sent this read here, by MOVED with field
     "trace_id": no other worker has rows of the trace.
     """
+    nonce: builtins.int
+    """Engine request that the trace is read as of, by the nonce of its handle; then `incarnation` must
+    be 0. Until it has begun at the server, there is no such trace. 0: as `incarnation` says.
+    """
     @property
     def layer_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """Absolute layer ids; empty: all MoE layers."""
@@ -1298,9 +1303,10 @@ class GetTraceRequest(google.protobuf.message.Message):
         prefix_rows: global___PrefixRows.ValueType = ...,
         num_tokens: builtins.int = ...,
         located: builtins.bool = ...,
+        nonce: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_weight_version", b"_weight_version", "weight_version", b"weight_version"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_weight_version", b"_weight_version", "follow", b"follow", "incarnation", b"incarnation", "layer_ids", b"layer_ids", "located", b"located", "num_tokens", b"num_tokens", "omit_token_digests", b"omit_token_digests", "policy", b"policy", "prefix_rows", b"prefix_rows", "run", b"run", "token_ranges", b"token_ranges", "token_start", b"token_start", "token_stop", b"token_stop", "trace_id", b"trace_id", "wait_for", b"wait_for", "wait_ms", b"wait_ms", "weight_version", b"weight_version"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_weight_version", b"_weight_version", "follow", b"follow", "incarnation", b"incarnation", "layer_ids", b"layer_ids", "located", b"located", "nonce", b"nonce", "num_tokens", b"num_tokens", "omit_token_digests", b"omit_token_digests", "policy", b"policy", "prefix_rows", b"prefix_rows", "run", b"run", "token_ranges", b"token_ranges", "token_start", b"token_start", "token_stop", b"token_stop", "trace_id", b"trace_id", "wait_for", b"wait_for", "wait_ms", b"wait_ms", "weight_version", b"weight_version"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_weight_version", b"_weight_version"]) -> typing.Literal["weight_version"] | None: ...
 
 global___GetTraceRequest = GetTraceRequest

@@ -66,6 +66,8 @@ class Want:
     """The version that computed all rows; None: any did."""
     incarnation: int = 0
     """The one that is meant; 0: the server's choice, which of a running request may change."""
+    nonce: int = 0
+    """That of the engine request that is meant; 0: as `incarnation` says."""
     token_digests: bool = True
     """Whether the trace's token digests are of use."""
     num_tokens: int = 0
@@ -251,6 +253,13 @@ class Assembler:
         asked = self._want.incarnation
         if asked not in (0, info.incarnation):
             raise self._corrupt(f"incarnation {info.incarnation}, asked for {asked}")
+        if self._want.nonce and not info.nonce:
+            raise Unavailable(
+                f"{self._want.name}: the server does not know nonces of requests; upgrade it to "
+                "0.9, or read without nonce="
+            )
+        if self._want.nonce not in (0, info.nonce):
+            raise self._corrupt(f"a request with nonce {info.nonce}, asked for {self._want.nonce}")
         if self._want.num_rows is not None:  # reads by blocks know of no request
             info.num_rows, info.num_tokens = self._want.num_rows, self._want.num_rows + 1
             info.state = pb.TRACE_STATE_COMPLETE

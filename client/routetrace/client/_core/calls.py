@@ -71,12 +71,15 @@ def get(
     token_stop: int | None,
     incarnation: int | None,
     pin_memory: bool,
+    nonce: int | None = None,
     num_tokens: int | None = None,
     id_field: str = "trace_id",
 ) -> Plan[Trace]:
     """See RouteClient.get, which names its id `request_id`."""
     pin = check_pin(pin_memory)
-    want = _want(trace_id, options, layer_ids, token_start, token_stop, incarnation, id_field, pin)
+    want = _want(
+        trace_id, options, layer_ids, token_start, token_stop, incarnation, nonce, id_field, pin
+    )
     if num_tokens is not None:
         want = replace(want, num_tokens=check.whole("num_tokens", num_tokens, 1))
         if options.wait_for is None:
@@ -123,9 +126,10 @@ def follow(
     token_start: int,
     token_stop: int | None,
     incarnation: int | None,
+    nonce: int | None = None,
 ) -> Plan[Trace]:
     """See RouteClient.follow."""
-    want = _want(trace_id, options, layer_ids, token_start, token_stop, incarnation)
+    want = _want(trace_id, options, layer_ids, token_start, token_stop, incarnation, nonce)
     want = replace(want, follow=True)
     request = _get_request(config, want, options)
     limit = config.limit(options.timeout)
@@ -339,9 +343,14 @@ def _want(
     token_start: int,
     token_stop: int | None,
     incarnation: int | None,
+    nonce: int | None = None,
     id_field: str = "trace_id",
     pin_memory: bool = False,
 ) -> Want:
+    if nonce is not None and incarnation is not None:
+        raise InvalidArgument(
+            field="nonce", value=nonce, expected="None beside an incarnation, which it names itself"
+        )
     return Want(
         check.identifier(id_field, trace_id),
         check.layers(layer_ids),
@@ -350,6 +359,7 @@ def _want(
         mask=options.missing == "mask",
         weight_version=options.weight_version,
         incarnation=_incarnation(incarnation),
+        nonce=0 if nonce is None else check.nonce(nonce),
         pin_memory=pin_memory,
     )
 
@@ -366,6 +376,7 @@ def _get_request(config: Config, want: Want, options: ReadOptions) -> pb.GetTrac
         policy=_POLICIES[options.policy],
         prefix_rows=_PREFIX_ROWS[options.prefix_rows],
         incarnation=want.incarnation,
+        nonce=want.nonce,
         num_tokens=want.num_tokens,
         follow=want.follow,
         weight_version=want.weight_version,

@@ -118,6 +118,7 @@ class Fetch:
             mask=self._mask,
             weight_version=self._weight_version,
             incarnation=segment.incarnation or 0,
+            nonce=segment.nonce or 0,
             token_digests=comparable(self.plan.samples[planned.sample], segment),
             into=cells,
         )

@@ -152,6 +152,7 @@ class AsyncRouteClient:
         token_start: int = 0,
         token_stop: int | None = None,
         incarnation: int | None = None,
+        nonce: int | None = None,
         num_tokens: int | None = None,
         pin_memory: bool = False,
         options: ReadOptions | None = None,
@@ -167,6 +168,9 @@ class AsyncRouteClient:
                 Frames of up to 512 rows travel whole, whatever part of them is requested.
             incarnation: `TraceStat.incarnation` of the requested one, or the arrival number of
                 any engine request with this id; the newest complete one, else the newest, if None.
+            nonce: that of the requested engine request, from the handle in the engine's answer, in
+                place of `incarnation`. An id may be used again: with `wait_for` this waits for that
+                request, whatever requests of the id ended before.
             num_tokens: with `wait_for`, prompt and output tokens of the trace, as the engine's
                 answer counts them. Several requests under one id make up one trace (turns of a
                 session): until the next one has begun at the server, up to a second later, the
@@ -181,7 +185,7 @@ class AsyncRouteClient:
                 "raise"; lists the missing ranges and the reasons.
             DeadlineExceeded: also if `wait_for` waited in vain; `stat` has the facts about the
                 trace at that moment.
-            NotFound: also if there is no such incarnation.
+            NotFound: also if there is no such incarnation or request.
             RouteTraceError: see the class.
         """
         plan = _calls.get(
@@ -192,6 +196,7 @@ class AsyncRouteClient:
             token_start=token_start,
             token_stop=token_stop,
             incarnation=incarnation,
+            nonce=nonce,
             num_tokens=num_tokens,
             pin_memory=pin_memory,
             id_field="request_id",
@@ -419,6 +424,7 @@ class AsyncRouteClient:
         token_start: int = 0,
         token_stop: int | None = None,
         incarnation: int | None = None,
+        nonce: int | None = None,
         options: ReadOptions | None = None,
         **keywords: Unpack[ReadKeywords],
     ) -> AsyncGenerator[Trace, None]:
@@ -436,6 +442,7 @@ class AsyncRouteClient:
             token_stop: as in `get`.
             incarnation: as in `get`; if None, and another engine request continues the one that
                 is followed (a handoff), that one is followed from there on.
+            nonce: as in `get`; then no other engine request is followed.
             options: as in `get`. `missing` concerns the last part; `wait_for` waits for an unknown
                 trace to begin; `timeout`, if it is of this call, covers the whole stream.
             **keywords: as in `get`.
@@ -458,6 +465,7 @@ class AsyncRouteClient:
             token_start=token_start,
             token_stop=token_stop,
             incarnation=incarnation,
+            nonce=nonce,
         )
         return self._driver.run(plan)
 

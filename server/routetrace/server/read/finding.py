@@ -114,7 +114,7 @@ class Finder:
     async def _prepare(self, trace: Trace | None, read: pb.GetTraceRequest, owner: str) -> None:
         """Work out what a read of a trace needs; in slices where that takes long."""
         if trace is not None and trace.has_many_sources:
-            steps = prepare(self._reader, trace, read.incarnation, read.prefix_rows)
+            steps = prepare(self._reader, trace, read.incarnation, read.prefix_rows, read.nonce)
             async for _ in self._admission.pace.turns(owner).over(steps):
                 pass
 
@@ -152,7 +152,9 @@ class Finder:
         """
         number, policy = request.incarnation, request.prefix_rows
         try:
-            return self._reader.find(request.run, request.trace_id, number, policy, trace)
+            return self._reader.find(
+                request.run, request.trace_id, number, policy, trace, request.nonce
+            )
         except NotFound as error:
             if error.field != "trace_id":
                 raise

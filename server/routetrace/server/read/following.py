@@ -57,7 +57,7 @@ class Follower:
             last = trace.join.request_of(source)
             if last is None:
                 raise no_incarnation(trace, incarnation.request.number)
-            while last.successor and not request.incarnation:
+            while last.successor and not (request.incarnation or request.nonce):
                 last = last.successor  # it contains all rows sent so far
             source = last.sources[0]
             incarnation = trace.join.incarnation(last.number)

@@ -64,6 +64,18 @@ def no_incarnation(trace: Trace, number: int) -> NotFound:
     )
 
 
+def no_request(trace: Trace, nonce: int) -> NotFound:
+    """Return the error for a nonce that no request of a trace has, as far as the server knows."""
+    remedy = 'check the handle, or wait_for="end" if the request has not begun'
+    return NotFound(
+        f"trace {trace.key[1]!r} has no engine request with nonce {nonce}; {remedy}",
+        field="nonce",
+        value=nonce,
+        expected="that of one of its engine requests",
+        remedy=remedy,
+    )
+
+
 def _moment(seconds: float) -> str:
     """Return " at" and a Unix time; "" for one that is not known."""
     if not 0 < seconds < _YEAR_10000:

@@ -25,12 +25,14 @@ def prepare(
     trace: Trace,
     number: int = 0,
     prefix_rows: int = pb.PREFIX_ROWS_SAME_VERSION,
+    nonce: int = 0,
 ) -> Steps:
     """Prepare `Reader.find`, with its arguments."""
 
     def relate() -> Steps:
         join = trace.join
-        for each in [number] if number in join.numbers else newest_first(join.standing):
+        named = join.number_of(nonce) if nonce else number
+        for each in [named] if named in join.numbers else newest_first(join.standing):
             yield from join.relate(each)
             if not trace.has(join):
                 return

@@ -20,7 +20,7 @@ from routetrace.server.index.traces import refs
 from routetrace.server.index.traces.joins import Incarnation
 from routetrace.server.index.traces.spans import merge
 from routetrace.server.index.traces.trace import Trace
-from routetrace.server.rows.absence import no_incarnation, no_trace
+from routetrace.server.rows.absence import no_incarnation, no_request, no_trace
 from routetrace.server.rows.frames import Frames
 from routetrace.server.rows.served import Known, Memory, Served, segments_of
 from routetrace.server.rows.view import Segment, Selection, covers, missing
@@ -66,6 +66,7 @@ class Reader:
         number: int = 0,
         prefix_rows: int = pb.PREFIX_ROWS_SAME_VERSION,
         trace: Trace | None = None,
+        nonce: int = 0,
     ) -> Known:
         """Return the view of one of a trace's incarnations.
 
@@ -75,15 +76,20 @@ class Reader:
             number: number of the incarnation; 0: the newest complete one, else the newest.
             prefix_rows: PrefixRows policy for rows of other traces.
             trace: the trace as all workers have it; None: as this worker has it.
+            nonce: that of the last request of the incarnation, in place of its number; 0: none.
 
         Raises:
-            NotFound: if there is no such trace or incarnation.
+            NotFound: if there is no such trace, incarnation or request.
         """
         if trace is None:
             trace = self._state.traces.traces.get((run, trace_id))
         if trace is None or not trace.sources:
             raise self.not_found(run, trace_id)
         join = trace.join
+        if nonce:
+            number = join.number_of(nonce)
+            if not number:
+                raise no_request(trace, nonce)
         if number:
             if number not in join.numbers:
                 raise no_incarnation(trace, number)

@@ -277,6 +277,10 @@ class Join:
         """Numbers of the requests."""
         return range(self._num_dropped + 1, self._num_dropped + 1 + len(self.requests))
 
+    def number_of(self, nonce: int) -> int:
+        """Return the number of the last request with a nonce; 0 if there is none."""
+        return next((r.number for r in reversed(self.requests) if r.nonce == nonce), 0)
+
     def incarnation(self, number: int) -> Incarnation:
         """Return the incarnation that ends with a request."""
         at_once(self.relate(number))
