@@ -5,14 +5,15 @@ from __future__ import annotations
 READ = "options **keywords"
 CALLS = {
     "client.RouteClient.__init__": "target * run timeout security config options",
-    "client.RouteClient.get": "request_id * layer_ids token_start token_stop incarnation num_tokens"
-    f" pin_memory {READ}",
+    "client.RouteClient.get": "request_id * layer_ids token_start token_stop incarnation nonce"
+    f" num_tokens pin_memory {READ}",
     "client.RouteClient.get_many": "trace_ids * concurrency errors layer_ids token_start token_stop"
     f" pin_memory progress {READ}",
     "client.RouteClient.expert_load": f"trace_ids ranges * layer_ids concurrency progress {READ}",
     "client.RouteClient.fetch": f"plan * out pin_memory concurrency {READ}",
     "client.RouteClient.prefetch": f"plans * max_bytes pin_memory concurrency progress {READ}",
-    "client.RouteClient.follow": f"trace_id * layer_ids token_start token_stop incarnation {READ}",
+    "client.RouteClient.follow": "trace_id * layer_ids token_start token_stop incarnation nonce"
+    f" {READ}",
     "client.RouteClient.stat": "trace_id * incarnation timeout",
     "client.RouteClient.describe": "trace_id * incarnation policy origins timeout",
     "client.RouteClient.find": "* labels states limit retirable_through timeout",
@@ -57,10 +58,10 @@ CALLS = {
     "client.Rows.per_sample": "",
     "client.SampleRows.of": "trace num_tokens",
     "client.FetchPlan.make": "layout batch rank",
-    "client.Sample.of": "trace_id num_tokens * token_ids padded_len incarnation",
+    "client.Sample.of": "trace_id num_tokens * token_ids padded_len incarnation nonce",
     "client.Sample.turns": "traces * token_ids padded_len incarnation",
     "client.Sample.padding": "length",
-    "client.Segment.__init__": "trace_id start stop at incarnation num_tokens",
+    "client.Segment.__init__": "trace_id start stop at incarnation num_tokens nonce",
     "client.MicroBatch.packed": "samples * align total_len",
     "client.MicroBatch.padded": "samples seq_len * padding_side",
     "client.Rank.__init__": "layer_ids cp_size cp_rank cp_layout sp_size sp_rank flatten",

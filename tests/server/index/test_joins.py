@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from routetrace.codec.records import DIGEST_EVERY, FinishReason, token_digests
 from routetrace.common.layout import ModelLayout
 from routetrace.server.index.traces import trace_index
-from routetrace.server.index.traces.joins import Incarnation, Join
+from routetrace.server.index.traces.joins import Join
+from routetrace.server.index.traces.lineage import Incarnation
 from routetrace.server.index.traces.sources import Source, WriterKey
 from routetrace.server.index.traces.spans import FOREVER, Span, SpanList
 from routetrace.server.index.traces.trace import dump_trace, load_trace

@@ -8,7 +8,7 @@ from routetrace.client import RouteClient
 from routetrace.server.index.apply import apply_record
 from routetrace.server.index.records.snapshot import HEAD, to_bytes
 from routetrace.server.index.state import State
-from routetrace.server.index.traces.joins import MAX_TRACE_LABELS
+from routetrace.server.index.traces.lineage import MAX_TRACE_LABELS
 from routetrace.server.testing import run_server
 from routetrace.stored import format5_pb2 as stored
 from support.agents.feeder import Feeder

@@ -14,7 +14,7 @@ from itertools import chain
 
 from routetrace.codec.records import UNKNOWN_VERSION, Provenance
 from routetrace.common.layout import ModelLayout
-from routetrace.server.index.traces.joins import Incarnation, Request
+from routetrace.server.index.traces.lineage import Incarnation, Request
 from routetrace.server.index.traces.prefix_index import PrefixIndex
 from routetrace.server.index.traces.sources import Source
 from routetrace.server.index.traces.spans import Interval, Span, intersect, merge, subtract

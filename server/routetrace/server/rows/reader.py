@@ -17,7 +17,7 @@ from routetrace.server.index.agents import Agents
 from routetrace.server.index.journal import Clock
 from routetrace.server.index.state import State
 from routetrace.server.index.traces import refs
-from routetrace.server.index.traces.joins import Incarnation
+from routetrace.server.index.traces.lineage import Incarnation
 from routetrace.server.index.traces.spans import merge
 from routetrace.server.index.traces.trace import Trace
 from routetrace.server.rows.absence import no_incarnation, no_request, no_trace

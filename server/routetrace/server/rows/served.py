@@ -10,7 +10,7 @@ from typing import Any, TypeVar, cast
 import numpy as np
 
 from routetrace.server.index.state import State
-from routetrace.server.index.traces.joins import Incarnation
+from routetrace.server.index.traces.lineage import Incarnation
 from routetrace.server.index.traces.spans import Interval, Span
 from routetrace.server.index.traces.trace import Trace
 from routetrace.server.index.traces.trace_index import TraceIndex

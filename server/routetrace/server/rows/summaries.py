@@ -14,7 +14,7 @@ import numpy as np
 from routetrace.codec.records import FinishReason
 from routetrace.server.index.agents import Agents
 from routetrace.server.index.state import State
-from routetrace.server.index.traces.joins import MAX_TRACE_LABELS
+from routetrace.server.index.traces.lineage import MAX_TRACE_LABELS
 from routetrace.server.index.traces.refs import ROW_BITS
 from routetrace.server.index.traces.sources import TraceKey
 from routetrace.server.index.traces.trace import Summary, Trace

@@ -10,7 +10,7 @@ from itertools import chain, islice, pairwise
 from typing import NamedTuple
 
 from routetrace.codec.records import FinishReason, Provenance
-from routetrace.server.index.traces.joins import Incarnation, Owned, Part, parts_of
+from routetrace.server.index.traces.lineage import Incarnation, Owned, Part, parts_of
 from routetrace.server.index.traces.refs import ROW_BITS
 from routetrace.server.index.traces.sources import Lost, Source
 from routetrace.server.index.traces.spans import (

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from routetrace.common.layout import ModelLayout
-from routetrace.server.index.traces.joins import Join, Request, requests_of
+from routetrace.server.index.traces.joins import Join, requests_of
+from routetrace.server.index.traces.lineage import Request
 from routetrace.server.index.traces.refs import chunk_of
 from routetrace.server.index.traces.sources import Source, TraceKey, dump_source, load_source
 from routetrace.stored import format5_pb2 as stored

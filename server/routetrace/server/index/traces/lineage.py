@@ -1,0 +1,238 @@
+"""Lineage of one trace: which request owns a position, and whose passes made the KV behind it.
+
+See docs/rows.md, section 5.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import NamedTuple
+
+from routetrace.codec.records import FinishReason
+from routetrace.server.index.traces.prefix_tree import Digests, PrefixTree
+from routetrace.server.index.traces.sources import Source, WriterKey
+from routetrace.server.index.traces.spans import FOREVER, Interval, merge, subtract
+from routetrace.v1 import routetrace_pb2 as pb
+
+#: Maximum labels of an incarnation; those of the earliest requests are ignored.
+MAX_TRACE_LABELS = 64
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """Engine request as reported by all shards of its engine."""
+
+    number: int
+    """From 1, in order of arrival, dropped requests included."""
+    index: int
+    """Its place among the requests of the join."""
+    members: list[tuple[int, Source]] = field(default_factory=list)
+    """Sources with their index in the trace."""
+    writers: set[WriterKey] = field(default_factory=set)
+    """Writers of the sources."""
+    own: Digests = field(default_factory=dict)
+    """Digests that its shards reported."""
+    successor: Request | None = None
+    """Request that fully contains this one, if any."""
+    sources: list[Source] = field(default_factory=list)
+    """One source per shard that has reported the request."""
+    prompt_len: int = 0
+    """Length of the prompt; 0 while unknown."""
+    num_tokens: int = 0
+    """Final token count; 0 while unknown."""
+    handed_over: bool = False
+    """Whether the request ended with `handoff`."""
+    tree: PrefixTree | None = None
+    """Prefixes of all requests of the trace; None if it is the only one."""
+    giver: Request | None = None
+    """Request that handed over the external KV of its begin, by name."""
+
+    def settle(self) -> None:
+        """Set what follows from its sources: each change that matters makes a new join."""
+        self.sources = [source for _, source in self.members]
+        if len(self.sources) == 1:  # the usual case; the general path takes three times as long
+            [source] = self.sources
+            self.prompt_len = source.prompt_len
+            self.num_tokens = source.num_tokens if source.ended else 0
+            self.handed_over = source.finish_reason == FinishReason.HANDOFF
+            return
+        self.prompt_len = max(s.prompt_len for s in self.sources)
+        self.num_tokens = max((s.num_tokens for s in self.sources if s.ended), default=0)
+        self.handed_over = any(s.finish_reason == FinishReason.HANDOFF for s in self.sources)
+
+    @property
+    def digests(self) -> Digests:
+        """Digests, also those of other requests with the same tokens."""
+        return self.tree.digests(self.index) if self.tree else self.own
+
+    @property
+    def labels(self) -> dict[str, str]:
+        """Labels given at its begin, by all shards."""
+        return {key: text for s in self.sources for key, text in s.labels.items()}
+
+    @property
+    def nonce(self) -> int:
+        """Name in handles; 0: none."""
+        return max(source.nonce for source in self.sources)
+
+    @property
+    def began(self) -> float:
+        """Unix time at which the first of its shards reported it."""
+        return min(source.began for source in self.sources)
+
+    @property
+    def num_rows(self) -> int:
+        """Number of rows if it has ended, else past every position."""
+        return self.num_tokens - 1 if self.num_tokens else FOREVER
+
+    @property
+    def received_by(self) -> str:
+        """Hand-over that its external KV came by; "": not known."""
+        return _only({source.received_by for source in self.sources})
+
+    @property
+    def handed_over_by(self) -> str:
+        """Hand-over that it ended with; "": none."""
+        return _only({source.handed_over_by for source in self.sources if source.ended})
+
+    @property
+    def loaded(self) -> list[Interval]:
+        """Positions of its begin's external KV that stayed as they were loaded."""
+        lost = pb.MISSING_REASON_KV_UNKNOWN
+        changed = merge(
+            [
+                *((s.position, s.stop) for source in self.sources for s in source.attempts[0]),
+                *((n.start, n.stop) for s in self.sources for n in s.lost if n.reason != lost),
+            ]
+        )
+        begun = merge(source.loaded for source in self.sources if source.loaded[1])
+        return [left for interval in begun for left in subtract(interval, changed)]
+
+    def disproved(self, other: Request) -> int:
+        """Return the position from which on digests disprove the same tokens; FOREVER if none."""
+        agreed = 0
+        for position in sorted(self.own.keys() & other.own.keys()):
+            if self.own[position] != other.own[position]:
+                return agreed
+            agreed = position
+        return FOREVER
+
+
+def _only(names: set[str]) -> str:
+    """Return the name that all shards give; "" where they differ."""
+    return names.pop() if len(names) == 1 else ""
+
+
+class Owned(NamedTuple):
+    """Positions [start, stop) of an incarnation, and the request that owns them."""
+
+    owner: Request
+    start: int
+    stop: int
+
+
+class Part(NamedTuple):
+    """Positions [start, stop) at which rows of a request count."""
+
+    request: Request
+    start: int
+    stop: int
+    attempts: Sequence[int]
+    """Attempts that count, in this order."""
+    given: bool = False
+    """Whether the KV behind the rows was handed over."""
+
+
+class Incarnation:
+    """Token sequence that ends with one request.
+
+    Args:
+        request: last request.
+        owners: its chain, in the order of its positions; `request` is the last.
+        ambiguous: positions that several requests may own, ascending and disjoint.
+    """
+
+    def __init__(
+        self,
+        request: Request,
+        owners: list[Owned],
+        ambiguous: list[Interval],
+    ) -> None:
+        self.request = request
+        self._owners = owners
+        self.ambiguous = ambiguous
+
+    @property
+    def continued(self) -> list[Request]:
+        """Requests that it goes on from, in the order in which their tokens were sampled."""
+        return [owner for owner, _, _ in self._owners[:-1]]
+
+    def owned(self, *, latest: bool = False) -> list[Owned]:
+        """Return which request owns which positions, ascending; ambiguous ones have no owner."""
+        if latest:
+            return [Owned(self.request, 0, FOREVER)]
+        if not self.ambiguous:
+            return self._owners
+        return [
+            Owned(owner, a, b)
+            for owner, start, stop in self._owners
+            for a, b in subtract((start, stop), self.ambiguous)
+        ]
+
+    @property
+    def labels(self) -> dict[str, str]:
+        """Labels of its request, and of those that it goes on from; the last one's count."""
+        labels = self.request.labels
+        for request in reversed(self.continued):
+            labels = {**labels, **request.labels, **labels}
+        return dict(islice(labels.items(), MAX_TRACE_LABELS))
+
+    @property
+    def num_tokens(self) -> int:
+        """Final token count; 0 while unknown."""
+        return 0 if self.request.handed_over else self.request.num_tokens
+
+    @property
+    def num_rows(self) -> int:
+        """Positions 0 .. num_rows - 1 exist: N tokens have N - 1 rows."""
+        if self.num_tokens:
+            return self.num_tokens - 1
+        most = self.request.num_rows
+        ends = [min(most, s.end) for s in self.request.sources]
+        return max([*ends, *(stop for _, _, stop in self._owners[:-1])])
+
+
+def parts_of(owned: Owned, *, latest: bool = False) -> Iterator[Part]:
+    """Yield where the rows of owned positions come from: each from the first part that has it."""
+    owner, start, stop = owned
+    attempts = range(max(len(s.attempts) for s in owner.sources))
+    if latest:
+        yield Part(owner, start, stop, attempts[::-1])
+        yield from _handed_over(owner, [(start, stop)])
+        return
+    yield Part(owner, start, stop, attempts[:1])
+    yield from _handed_over(owner, [(start, stop)])
+    if attempts[1:]:
+        yield Part(owner, start, stop, attempts[1:])
+
+
+def _handed_over(owner: Request, wanted: list[Interval]) -> Iterator[Part]:
+    """Yield the parts behind hand-overs, along which KV may have come a long way."""
+    passed = {owner}
+    while (giver := owner.giver) and giver not in passed:
+        most = min(giver.num_rows, owner.disproved(giver))
+        wanted = [
+            (max(a, c), min(b, d, most))
+            for a, b in wanted
+            for c, d in owner.loaded
+            if max(a, c) < min(b, d, most)
+        ]
+        last = max(len(s.attempts) for s in giver.sources) - 1
+        for start, stop in wanted:
+            yield Part(giver, start, stop, (last,), given=True)
+        if last:
+            return
+        passed.add(giver)
+        owner = giver
