@@ -1,4 +1,4 @@
-"""The rule for a prompt that one engine computes and another one goes on from (docs/rows.md, 5).
+"""The rule for a prompt whose KV one engine hands over by name (docs/rows.md, 5).
 
 Written from the page alone, for tests that know which engine computed which positions.
 """
@@ -10,21 +10,16 @@ from typing import Literal
 Side = Literal["prefill", "decode"]
 
 
-def handed_over(
-    prompt_len: int, num_tokens: int, decode_from: int, *, continued: bool = False
-) -> list[Side]:
-    """Whose row a reader gets at each position.
+def handed_over(prompt_len: int, num_tokens: int, decode_from: int) -> list[Side]:
+    """Whose row a reader gets at each position: that of the pass behind the decode engine's KV.
 
     Args:
         prompt_len: tokens of the prompt that the prefill engine computed.
         num_tokens: of the whole trace.
         decode_from: first position that the decode engine computed itself; `prompt_len` if it does
             not compute the last token of the prompt again.
-        continued: whether digests prove that the token behind the prompt is the one that the
-            prefill engine sampled.
     """
-    sampled = prompt_len - 1
-    first = sampled if decode_from <= sampled and not continued else prompt_len
+    first = min(decode_from, prompt_len)
     return ["prefill" if p < first else "decode" for p in range(num_tokens - 1)]
 
 

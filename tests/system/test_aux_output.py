@@ -104,25 +104,16 @@ def test_a_whole_batch_is_published_before_anybody_reads_a_prefix(feeder, read):
     assert info.state == pb.TRACE_STATE_COMPLETE
 
 
-def test_late_digests_and_nothing_else_complete_a_trace(server, reads):
-    pair = Pair(server, "late digests")
+def test_a_hand_over_by_name_needs_no_digests(server, reads):
+    pair = Pair(server, "no digests")
     pair.fill()
-    prompt, pair.prompt = pair.prompt, None
+    pair.prompt = None
     handle = pair.begin()
     pair.decode.finish(handle, 110)
     pair.decode.flush()
-    _, _, info = reads.get("t", "late digests")
-    assert (info.state, info.num_incarnations) == (pb.TRACE_STATE_INCOMPLETE, 2)
-    # A chunk without a row, of a request that has ended on the prefill side long ago.
-    again = pair.decode.begin(
-        "again", trace_id="t", prompt_len=100, num_computed_tokens=100, num_external_tokens=100,
-        block_ids=range(7), prompt_token_ids=prompt,
-    )  # fmt: skip
-    pair.decode.finish(again, 101)
-    pair.decode.flush()
-    cells, _, info = reads.get("t", "late digests")
+    cells, _, info = reads.get("t", "no digests", incarnation=2)
     assert info.state == pb.TRACE_STATE_COMPLETE
-    assert_rows(cells, (0, pair.rows))
+    assert_rows(cells, (0, pair.rows[:99]), (99, pair.more))
     pair.close()
 
 

@@ -37,25 +37,24 @@ def rows_of(n: int, seed: int) -> np.ndarray:
 
 
 def test_the_rule():
-    assert version_spans(handed_over(100, 124, 96), 0, 1) == ((0, 99, 0), (99, 123, 1))
+    assert version_spans(handed_over(100, 124, 96), 0, 1) == ((0, 96, 0), (96, 123, 1))
     assert version_spans(handed_over(100, 124, 100), 0, 1) == ((0, 100, 0), (100, 123, 1))
     assert version_spans(handed_over(100, 124, 96), 1, 1) == ((0, 123, 1),)
 
 
 @pytest.mark.parametrize("decode_first", [False, True])
+@pytest.mark.parametrize("same_token", [False, True])
 @pytest.mark.parametrize(
-    ("prompt_len", "num_tokens", "decode_from", "same_token"),
+    ("prompt_len", "num_tokens", "decode_from"),
     [
-        (100, 124, 96, False),  # as vLLM: KV comes in whole blocks, the rest is computed again
-        (100, 124, 99, False),
-        (100, 124, 96, True),  # the same token by chance: no digest says so
-        (100, 124, 100, True),  # was given the token
-        (127, 150, 112, True),  # a digest at 128 says so
-        (127, 150, 112, False),
-        (16, 18, 15, False),
+        (100, 124, 96),  # as vLLM: KV comes in whole blocks, the rest is computed again
+        (100, 124, 99),
+        (100, 124, 100),  # was given the token
+        (127, 150, 112),  # a digest at 128 says whether the first token is the same
+        (16, 18, 15),
     ],
 )
-def test_the_last_prompt_row_is_of_the_engine_that_sampled(
+def test_rows_are_of_the_passes_behind_the_kv_of_the_decode_engine(
     server, prompt_len, num_tokens, decode_from, same_token, decode_first
 ):
     run = f"{prompt_len} {decode_from} {same_token} {decode_first}"
@@ -71,21 +70,21 @@ def test_the_last_prompt_row_is_of_the_engine_that_sampled(
         handle = prefill.begin("p", trace_id="t", prompt_len=prompt_len, block_ids=range(20),
                                prompt_token_ids=prompt)  # fmt: skip
         prefill.step(first, [(handle, 0, prompt_len)])
-        prefill.finish(handle, prompt_len + 1, reason="handoff", token_ids=[*prompt, sampled])
+        prefill.finish(handle, prompt_len + 1, reason="handoff", token_ids=[*prompt, sampled],
+                       transfer_id="kv")  # fmt: skip
         assert prefill.flush(30)
 
     def go_on() -> None:
         handle = decode.begin("d", trace_id="t", prompt_len=prompt_len, block_ids=range(20),
                               num_computed_tokens=decode_from, num_external_tokens=decode_from,
-                              prompt_token_ids=prompt)  # fmt: skip
+                              prompt_token_ids=prompt, transfer_id="kv")  # fmt: skip
         decode.step(second, [(handle, decode_from, len(second))])
         decode.finish(handle, num_tokens, token_ids=tokens)
         assert decode.flush(30)
 
     for tell in (go_on, fill) if decode_first else (fill, go_on):
         tell()
-    proven = same_token and prompt_len == 127
-    sides = handed_over(prompt_len, num_tokens, decode_from, continued=proven)
+    sides = handed_over(prompt_len, num_tokens, decode_from)
     rows = [
         first[p] if side == "prefill" else second[p - decode_from] for p, side in enumerate(sides)
     ]

@@ -154,7 +154,7 @@ def test_rows_of_an_engine_that_was_handed_a_prompt(feeder, client):
     prefill = feeder(engine_id="prefill")
     handle = prefill.begin("p", trace_id="t", prompt_len=64, prompt_token_ids=tokens[:64])
     prefill.step(rows_of(LAYOUT, 64), [(handle, 0, 64)])
-    prefill.finish(handle, 65, reason="handoff", token_ids=tokens[:65])
+    prefill.finish(handle, 65, reason="handoff", token_ids=tokens[:65], transfer_id="kv")
     prefill.flush()
     decode = feeder(engine_id="decode")
     handle = decode.begin(
@@ -165,16 +165,20 @@ def test_rows_of_an_engine_that_was_handed_a_prompt(feeder, client):
         num_external_tokens=64,
         prompt_token_ids=tokens[:64],
         ends=[65],
+        transfer_id="kv",
     )
     decode.step(rows_of(LAYOUT, 5), [(handle, 64, 5)])
     decode.finish(handle, 70, token_ids=tokens)
     decode.flush()
     description = client.describe("t")
-    assert cells_of(description) == cells(0, 64, engine="prefill") | cells(64, 69, engine="decode")
+    assert cells_of(description) == {
+        **cells(0, 64, engine="prefill", source="handoff"),
+        **cells(64, 69, engine="decode"),
+    }
     assert description.stat.state == "complete"
 
 
-def test_layers_that_another_request_fills(feeder, client):
+def test_another_request_with_the_same_tokens_fills_no_layers(feeder, client):
     """One pipeline stage of the first request is missing; the second one had the same prompt."""
     prompt = [int(t) for t in np.random.default_rng(5).integers(0, 50_000, 64)]
     for name, layers, tokens in (("a", (1, 2), 66), ("b", LAYOUT.layer_ids, 68)):
@@ -184,10 +188,7 @@ def test_layers_that_another_request_fills(feeder, client):
         agent.step(rows_of(layout, tokens - 1), [(handle, 0, tokens - 1)])
         agent.finish(handle, tokens)
         agent.flush()
-    assert cells_of(client.describe("t", incarnation=1)) == {
-        **cells(0, 65, (1, 2), engine="a"),
-        **cells(0, 64, (4, 5), engine="b"),
-    }
+    assert cells_of(client.describe("t", incarnation=1)) == cells(0, 65, (1, 2), engine="a")
 
 
 def test_incarnations_in_order_of_their_numbers(feeder, client):

@@ -46,7 +46,7 @@ class Pair:
             "p", trace_id="t", prompt_len=100, block_ids=range(7), prompt_token_ids=self.prompt
         )
         self.prefill.step(self.rows, [(handle, 0, 100)])
-        self.prefill.finish(handle, 101, reason=reason)
+        self.prefill.finish(handle, 101, reason=reason, transfer_id="kv")
         self.prefill.flush()
 
     def begin(self) -> int:
@@ -58,6 +58,7 @@ class Pair:
             num_external_tokens=99,
             block_ids=range(3, 10),
             prompt_token_ids=self.prompt,
+            transfer_id="kv",
         )
         self.decode.step(self.more, [(handle, 99, 10)])
         self.decode.flush()
