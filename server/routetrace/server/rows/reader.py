@@ -162,7 +162,10 @@ class Reader:
         them may be slower.
         """
         state = self.state_of(known)
-        loaded = any(s.external and len(s.digests) for s in known.incarnation.request.sources)
+        loaded = any(
+            s.external and (s.received_by or len(s.digests))
+            for s in known.incarnation.request.sources
+        )
         if state != pb.TRACE_STATE_INCOMPLETE or not (loaded and self._is_recent(known.trace)):
             return state != pb.TRACE_STATE_RUNNING
         whole = self.select(known, 0, 0, ())
