@@ -428,15 +428,19 @@ class Lineage:
         ended = (r for r in self.records if r.reason and r is not record)
         return [r for r in ended if record.took and r.gave == record.took]
 
-    def rows(
-        self, record: Record, policy: Policy, seen: tuple[Record, ...] = ()
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """[n, L] row numbers at the positions of an owner, and [n, L] their provenance."""
+    def rows(self, record: Record, policy: Policy, of: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """[n, L] row numbers at the positions of an owner, and [n, L] their provenance.
+
+        Args:
+            record: the owner.
+            policy: of the read.
+            of: by row number, whether its weight version is the one that is asked for.
+        """
         parts = [self._of(record, attempt) for attempt in record.attempts]
         if policy == "latest":
             parts.reverse()
-        parts.insert(1 if policy == "as_sampled" else len(parts), self._handed(record, seen))
-        return _first(parts)
+        parts.insert(1 if policy == "as_sampled" else len(parts), self._handed(record, ()))
+        return _first([(np.where(of[n], n, NOBODY), names) for n, names in parts])
 
     def _of(self, record: Record, attempt: Attempt) -> tuple[np.ndarray, np.ndarray]:
         numbers = np.full((len(attempt.rows), self.num_layers), NOBODY)
@@ -517,26 +521,26 @@ def _exact(
     numbers = np.full(shape, NOBODY)
     reasons = np.full(shape, frozenset(), object)
     names = np.full(shape, "", object)
+    there = np.zeros(shape, bool)
     behind: list[set[int]] = []
+    any_version = np.ones(len(store.versions), bool)
+    asked = any_version if weight_version is None else store.versions == weight_version
     for owner, positions in lineage.owners(record, policy):
         here = slice(positions.start, min(positions.stop, num_rows))
-        rows, of = lineage.rows(owner, policy)
+        there[here] = lineage.rows(owner, policy, any_version)[0][here] != NOBODY
+        rows, of = lineage.rows(owner, policy, asked)
         numbers[here], names[here] = rows[here], of[here]
         _, ambiguous = lineage.before(owner)
         for position in range(num_rows)[here]:
             behind.append(_behind(owner, position))
             reasons[position] = _reasons(owner, position)
             if position in ambiguous and policy == "as_sampled":
-                numbers[position], names[position] = NOBODY, ""
+                numbers[position], there[position] = NOBODY, False
                 reasons[position] = frozenset({"ambiguous"})
-    there = numbers != NOBODY
     # Of its rows all columns are there, or none.
     unfiltered = [frozenset() if there[p].any() else reasons[p, 0] for p in range(num_rows)]
-    known, versions = there, store.versions[numbers]
-    if weight_version is not None:
-        reasons[there] = frozenset({"other_version"})
-        known = there & (versions == weight_version)
-    cells = store.cells(numbers)
+    reasons[there] = frozenset({"other_version"})
+    known, cells, versions = numbers != NOBODY, store.cells(numbers), store.versions[numbers]
     answer = Expected(0, True, num_tokens, num_rows, cells, known, versions, reasons)
     answer._store, answer.unfiltered, answer.behind = store, unfiltered, behind
     answer.sources = [str(max(names[p])) if known[p].any() else "" for p in range(num_rows)]

@@ -119,6 +119,28 @@ _ORDERS: dict[str, tuple[Family, list[Event], dict[str, str]]] = {
         [*_prefill("A", "x"), *_prefill("C", "x"), *_decode("B", "x")],
         {"t": "4*kv_unknown f10"},
     ),
+    "a hand-over with an id that its taker ended with, too": (
+        _ENGINES,
+        [
+            *_prefill("A", "x"),
+            _begin("B", "d", _P, "x", external=4),
+            _step("B", "d", 4),
+            _finish("B", (*_P, 31), "stop", "x"),
+        ],
+        {"t": "h0..3 f5"},
+    ),
+    "a hand-over that digests of another turn disprove in part": (
+        _ENGINES,
+        [
+            *_prefill("A", "x", prompt=(1, 2)),
+            _begin("B", "d", (1, 2), external=2),
+            _finish("B", (1, 2, 12), "stop"),
+            _begin("C", "d", (1, 2, 12, 8), "x", external=3),
+            _step("C", "d", 3),
+            _finish("C", (1, 2, 12, 8, 13), "stop"),
+        ],
+        {"t#C": "3*kv_unknown f2", "t#C latest": "h0..1 kv_unknown f2"},
+    ),
     "a hand-over of other tokens": (
         _ENGINES,
         [*_prefill("A", "x", prompt=(1, 2, 3, 4, 6)), *_decode("B", "x")],
@@ -333,6 +355,32 @@ _ORDERS: dict[str, tuple[Family, list[Event], dict[str, str]]] = {
             _finish("B", (*_P, 13), "stop"),
         ],
         {"t#A": "f0..4", "t#B": "4*kv_unknown f5"},
+    ),
+    "turns of which the second has KV from elsewhere": (
+        _ENGINES,
+        [
+            _begin("A"),
+            _step("A", "e", 0, 5),
+            _finish("A", (*_P, 6), "stop"),
+            _begin("B", prompt=(*_P, 6, 7), external=5),
+            _step("B", "e", 5, 2),
+            _finish("B", (*_P, 6, 7, 8), "stop"),
+        ],
+        {"t": "f0..4 f5..6", "t latest": "5*kv_unknown f5..6"},
+    ),
+    "turns of which the second has KV from elsewhere that another trace computed": (
+        _ENGINES,
+        [
+            _begin("C", prompt=(*_P, 6, 7), trace="tC"),
+            _step("C", "e", 0, 7),
+            _begin("A"),
+            _step("A", "e", 0, 5),
+            _finish("A", (*_P, 6), "stop"),
+            _begin("B", prompt=(*_P, 6, 7), external=6),
+            _step("B", "e", 6),
+            _finish("B", (*_P, 6, 7, 8), "stop"),
+        ],
+        {"t": "f7..11 p5 f12", "t latest": "p0..5 f12"},
     ),
     "KV of a prompt that another trace computed under the same weights": (
         _ENGINES,

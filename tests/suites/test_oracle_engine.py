@@ -383,7 +383,7 @@ def test_attempts_by_policy_and_weight_version():
     one = request([1, 2, 3, 4], 2, run(0, 0, 2), run(100, 0, 3))
     assert served(one) == [[0, 1, 102]]
     assert served(one, policy="latest") == [[100, 101, 102]]
-    assert served(one, weight_version=1) == [[None, None, 102]]
+    assert served(one, weight_version=1) == [[100, 101, 102]]
     assert served(one, weight_version=0) == [[0, 1, None]]
     (e,) = expected([one], STORE, "as_sampled", 0)
     assert e.reasons[2, 0] == {"other_version"}
