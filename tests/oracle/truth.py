@@ -439,7 +439,14 @@ class Lineage:
         parts = [self._of(record, attempt) for attempt in record.attempts]
         if policy == "latest":
             parts.reverse()
-        parts.insert(1 if policy == "as_sampled" else len(parts), self._handed(record, ()))
+            parts.append(self._handed(record, ()))
+        else:
+            ends = [a.rows[max(0, record.prompt_len - 1) :] for a in record.attempts[:-1]]
+            sampled = [i for i, end in enumerate(ends) if (end != NOBODY).any()]
+            first = sampled[0] if sampled else len(ends)
+            parts = parts[first:]
+            if not first:
+                parts.insert(1, self._handed(record, ()))
         return _first([(np.where(of[n], n, NOBODY), names) for n, names in parts])
 
     def _of(self, record: Record, attempt: Attempt) -> tuple[np.ndarray, np.ndarray]:

@@ -262,11 +262,43 @@ class Answers:
     def _row(self, owner: Request, position: int, layer: int, policy: Policy) -> Cell:
         """The row that the owner of a position has for a cell."""
         numbers = range(max(len(p.attempts) for p in owner.parts))
-        first, *later = (self._attempt(owner, n, position, layer) for n in numbers)
+        rows = [self._attempt(owner, n, position, layer) for n in numbers]
         handed = self._handed(owner, position, layer)
         if policy == "latest":
-            return self._first_of([*reversed(later), first, handed])
-        return self._first_of([first, handed, *later])
+            return self._first_of([*reversed(rows), handed])
+        found: Cell = frozenset()
+        for number in self._that_sampled(owner):
+            given = [] if number else [handed]
+            found |= self._first_of([rows[number], *given, *rows[number + 1 :]])
+        return found
+
+    @_once
+    def _that_sampled(self, owner: Request) -> frozenset[int]:
+        """Which attempt may be the first that has a row at the end of the prompt or behind it."""
+        end, last = owner.prompt_len - 1, max(len(p.attempts) for p in owner.parts) - 1
+        found = set()
+        for number in range(last):
+            there = {False}
+            for part in owner.parts:
+                if number >= len(part.attempts):
+                    continue
+                if end < 0:
+                    there = {True}
+                if None not in (value := self.log.cached(part, number, end)):
+                    there = {True}
+                elif value - {None}:
+                    there.add(True)
+                for run in part.runs:
+                    for at, row in enumerate(run.rows, run.start):
+                        if run.attempt == number and at >= end and row is not None:
+                            there.add(True)
+                            if self.log.alive(row, self.log.now):
+                                there.discard(False)
+            if True in there:
+                found.add(number)
+            if False not in there:
+                return frozenset(found)
+        return frozenset({*found, last})
 
     def _attempt(self, request: Request, number: int, position: int, layer: int) -> Cell:
         """The row that one attempt computed, or took from a slot."""

@@ -149,7 +149,7 @@ class Reader:
             others = (s for request in known.incarnation.continued for s in request.sources)
             running = running or (recent and late) or any(map(self._agents.running, others))
         elif known.incarnation.request.handed_over:
-            running = recent
+            running = recent and known.incarnation.request.successor is None
         return pb.TRACE_STATE_RUNNING if running else pb.TRACE_STATE_INCOMPLETE
 
     def _is_recent(self, trace: Trace) -> bool:
@@ -339,8 +339,13 @@ class Reader:
 
 
 def _is_whole(known: Known, selection: Selection) -> bool:
-    """Whether the selection lies within a complete incarnation."""
-    return known.complete and selection.weight_version is None and selection.stop <= known.num_rows
+    """Whether the selection lies within a complete incarnation; rows of `latest` are others."""
+    return (
+        known.complete
+        and selection.policy != pb.READ_POLICY_LATEST
+        and selection.weight_version is None
+        and selection.stop <= known.num_rows
+    )
 
 
 def _check_ranges(ranges: Sequence[tuple[int, int]], also: int) -> None:

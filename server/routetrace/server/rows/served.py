@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterable, Sequence, Sized
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence, Sized
 from copy import copy
 from typing import Any, TypeVar, cast
 
@@ -11,11 +11,19 @@ import numpy as np
 
 from routetrace.server.index.state import State
 from routetrace.server.index.traces.lineage import Incarnation
-from routetrace.server.index.traces.spans import Interval, Span
+from routetrace.server.index.traces.spans import Interval, Span, subtract
 from routetrace.server.index.traces.trace import Trace
 from routetrace.server.index.traces.trace_index import TraceIndex
 from routetrace.server.rows.prefixes import Holes, StandIns, stand_ins
-from routetrace.server.rows.view import Segment, Selection, covers, unknown, view
+from routetrace.server.rows.view import (
+    Segment,
+    Selection,
+    by_layers,
+    covered,
+    covers,
+    unknown,
+    view,
+)
 from routetrace.v1 import routetrace_pb2 as pb
 
 #: Maximum cached records of all traces, and the overhead of an entry in records.
@@ -146,7 +154,24 @@ class Known:
             if selection.weight_version in (None, segment.span.weight_version)
             and any(i in segment.column(self.given.sources) for i in selection.layers)
         ]
+        if selection.policy == pb.READ_POLICY_LATEST:  # which may have rows of its own there
+            given = [part for one in given for part in self._without(one, segments, selection)]
         return sorted([*segments, *given], key=lambda s: s.span.position)
+
+    def _without(
+        self, segment: Segment, segments: list[Segment], selection: Selection
+    ) -> Iterator[Segment]:
+        """Yield the parts of a segment whose cells no other segment has."""
+        span = segment.span
+        free: dict[tuple[Interval, ...], set[int]] = {}
+        for layer in selection.layers:
+            if layer in segment.column(self.sources):
+                there = covered(self.sources, segments, layer)
+                left = tuple(subtract((span.position, span.stop), there))
+                free.setdefault(left, set()).add(layer)
+        groups = {frozenset(layers): [*left] for left, layers in free.items()}
+        for start, stop, layers in by_layers(groups):
+            yield segment._replace(span=span.cut(start, stop), layers=layers or segment.layers)
 
     def holds(self, traces: TraceIndex) -> bool:
         """Whether the rows of other traces are unchanged."""

@@ -121,13 +121,13 @@ class Join:
     def _prove(self) -> Generator[None, None, None]:
         """Find requests that others continue, contain, or took KV from."""
         reported = []
-        givers: dict[str, Request | None] = {}
+        ended: dict[str, list[Request]] = {}
         for request in self.requests:
             reported.append(
                 Reported(request.own, request.prompt_len, request.num_tokens, request.handed_over)
             )
             if name := request.handed_over_by:
-                givers[name] = None if name in givers else request
+                ended.setdefault(name, []).append(request)
             if not len(reported) % STEP:
                 yield
         self._tree = tree = yield from PrefixTree.in_steps(reported)
@@ -136,8 +136,9 @@ class Join:
             successor = tree.successor(index)
             if successor is not None:
                 request.successor = self.requests[successor]
-            giver = givers.get(request.received_by) if request.received_by else None
-            request.giver = giver if giver is not request else None
+            if name := request.received_by:
+                others = [other for other in ended.get(name, ()) if other is not request]
+                request.giver = others[0] if len(others) == 1 else None
             if not index % STEP:
                 yield
 

@@ -110,11 +110,23 @@ class Request:
         begun = merge(source.loaded for source in self.sources if source.loaded[1])
         return [left for interval in begun for left in subtract(interval, changed)]
 
+    @property
+    def first_that_sampled(self) -> int:
+        """The first attempt that reached the last token of the prompt; the last one if none did."""
+        last = max(len(s.attempts) for s in self.sources) - 1
+        for attempt in range(last):
+            for source in self.sources:
+                if attempt < len(source.attempts) and (
+                    source.attempts[attempt].end >= self.prompt_len
+                ):
+                    return attempt
+        return last
+
     def disproved(self, other: Request) -> int:
         """Return the position from which on digests disprove the same tokens; FOREVER if none."""
-        agreed = 0
-        for position in sorted(self.own.keys() & other.own.keys()):
-            if self.own[position] != other.own[position]:
+        agreed, mine, theirs = 0, self.digests, other.digests
+        for position in sorted(mine.keys() & theirs.keys()):
+            if mine[position] != theirs[position]:
                 return agreed
             agreed = position
         return FOREVER
@@ -208,14 +220,16 @@ def parts_of(owned: Owned, *, latest: bool = False) -> Iterator[Part]:
     """Yield where the rows of owned positions come from: each from the first part that has it."""
     owner, start, stop = owned
     attempts = range(max(len(s.attempts) for s in owner.sources))
+    sampled = owner.first_that_sampled
     if latest:
         yield Part(owner, start, stop, attempts[::-1])
         yield from _handed_over(owner, [(start, stop)])
         return
-    yield Part(owner, start, stop, attempts[:1])
-    yield from _handed_over(owner, [(start, stop)])
-    if attempts[1:]:
-        yield Part(owner, start, stop, attempts[1:])
+    yield Part(owner, start, stop, attempts[sampled : sampled + 1])
+    if not sampled:
+        yield from _handed_over(owner, [(start, stop)])
+    if attempts[sampled + 1 :]:
+        yield Part(owner, start, stop, attempts[sampled + 1 :])
 
 
 def _handed_over(owner: Request, wanted: list[Interval]) -> Iterator[Part]:
