@@ -155,8 +155,8 @@ FAULTS = (
     fault(
         "a hand-over whose id several requests ended with counts",
         f"{SERVER}/index/traces/joins.py",
-        "givers[name] = None if name in givers else request",
-        "givers[name] = request",
+        "request.giver = others[0] if len(others) == 1 else None",
+        "request.giver = others[-1] if others else None",
         "server/index/test_joins.py::test_a_hand_over_without_a_name_of_its_own_proves_nothing",
     ),
     fault(
@@ -169,7 +169,7 @@ FAULTS = (
     fault(
         "tokens that differ do not disprove a hand-over",
         f"{SERVER}/index/traces/lineage.py",
-        "            if self.own[position] != other.own[position]:\n",
+        "            if mine[position] != theirs[position]:\n",
         "            if False:\n",
         "server/index/test_joins.py::test_tokens_that_differ_disprove_a_hand_over",
     ),
@@ -183,9 +183,16 @@ FAULTS = (
     fault(
         "a later attempt comes before the KV that the first one loaded",
         f"{SERVER}/index/traces/lineage.py",
-        "    yield Part(owner, start, stop, attempts[:1])\n",
-        "    yield Part(owner, start, stop, attempts)\n",
+        "    yield Part(owner, start, stop, attempts[sampled : sampled + 1])\n",
+        "    yield Part(owner, start, stop, attempts[sampled:])\n",
         "server/index/test_joins.py::test_an_owner_that_was_preempted_sampled_from_what_it_had_loaded",
+    ),
+    fault(
+        "an attempt that sampled nothing counts",
+        f"{SERVER}/index/traces/lineage.py",
+        "    sampled = owner.first_that_sampled\n",
+        "    sampled = 0\n",
+        "server/index/test_joins.py::test_an_attempt_that_sampled_nothing_does_not_count",
     ),
     fault(
         "of equal candidates the first is continued",

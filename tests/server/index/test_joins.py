@@ -197,6 +197,8 @@ def test_a_hand_over_without_a_name_of_its_own_proves_nothing():
     assert numbers(prefill(1), decode(2, takes="t")) == missing
     assert numbers(prefill(1, gives="t"), decode(2, takes="t"), prefill(3, gives="t")) == missing
     assert numbers(decode(2, takes="t", gives="t")) == missing
+    # A request that ends with the name that it began with is no other one.
+    assert numbers(prefill(1, gives="t"), decode(2, takes="t", gives="t")) == [[1] * 99 + [2] * 3]
 
 
 def test_what_a_decode_engine_computed_itself_is_its_own():
@@ -241,6 +243,19 @@ def test_an_owner_that_was_preempted_sampled_from_what_it_had_loaded():
     assert numbers(prefill(1, gives="t"), late) == [[1] * 99 + [2] * 3]
     (whole,) = incarnations([prefill(1, gives="t"), late], standing=True)
     assert served([prefill(1, gives="t"), late], whole, "latest") == [9] * 102
+
+
+def test_an_attempt_that_sampled_nothing_does_not_count():
+    """It was preempted within its prompt; the answer was sampled from the passes of the next one."""
+    late = decode(2, takes="t")
+    late.source.attempts[0] = SpanList()
+    late.source.attempts[0].append(Span(0, 60, 9 << 16, 0, 1))
+    late.source.attempts.append(SpanList())
+    late.source.attempts[1].append(Span(20, 82, 2 << 16 | 20, 0, 1))
+    assert numbers(prefill(1, gives="t"), late) == [[0] * 20 + [2] * 82]
+    # It sampled the first token, from KV that was handed over.
+    late.source.attempts[0].append(Span(99, 1, 9 << 16 | 99, 0, 1))
+    assert numbers(prefill(1, gives="t"), late)[0][60:] == [1] * 39 + [9] + [2] * 2
 
 
 def test_of_equal_candidates_the_one_behind_the_last_slot_is_continued():
