@@ -246,7 +246,7 @@ def test_an_owner_that_was_preempted_sampled_from_what_it_had_loaded():
 
 
 def test_an_attempt_that_sampled_nothing_does_not_count():
-    """It was preempted within its prompt; the answer was sampled from the passes of the next one."""
+    """It was preempted within its prompt; the answer came from the passes of the next one."""
     late = decode(2, takes="t")
     late.source.attempts[0] = SpanList()
     late.source.attempts[0].append(Span(0, 60, 9 << 16, 0, 1))
