@@ -546,7 +546,7 @@ def _exact(
                 reasons[position] = frozenset({"ambiguous"})
     # Of its rows all columns are there, or none.
     unfiltered = [frozenset() if there[p].any() else reasons[p, 0] for p in range(num_rows)]
-    reasons[there] = frozenset({"other_version"})
+    reasons[there & (numbers == NOBODY)] = frozenset({"other_version"})
     known, cells, versions = numbers != NOBODY, store.cells(numbers), store.versions[numbers]
     answer = Expected(0, True, num_tokens, num_rows, cells, known, versions, reasons)
     answer._store, answer.unfiltered, answer.behind = store, unfiltered, behind

@@ -139,7 +139,7 @@ _ORDERS: dict[str, tuple[Family, list[Event], dict[str, str]]] = {
             _step("C", "d", 3),
             _finish("C", (1, 2, 12, 8, 13), "stop"),
         ],
-        {"t#C": "3*kv_unknown f2", "t#C latest": "h0..1 kv_unknown f2"},
+        {"t#C": "3*kv_unknown f2", "t#C latest": "h0..1 1*kv_unknown f2"},
     ),
     "a hand-over of other tokens": (
         _ENGINES,

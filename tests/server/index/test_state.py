@@ -502,7 +502,7 @@ def test_what_is_indexed_goes_without_the_garbage_collector():
             apply_record(state, number, record)
         for trace in state.traces.oldest_first():
             for number in trace.join.standing:
-                assert trace.join.incarnation(number).as_sampled
+                assert trace.join.incarnation(number).owned()
         del trace
         assert indexed() > before + 20
         for key in [trace.key for trace in state.traces.oldest_first()]:

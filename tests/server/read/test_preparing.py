@@ -86,7 +86,7 @@ class Chat:
 
 
 def facts(core: Core, known) -> tuple[object, ...]:
-    parts = [(p.request.number, p.stop, p.start) for p in known.incarnation.as_sampled]
+    parts = [(o.owner.number, o.stop, o.start) for o in known.incarnation.owned()]
     return known.incarnation.request.number, known.trace.join.standing, parts, known.rows.tolist()
 
 

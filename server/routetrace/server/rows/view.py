@@ -349,7 +349,7 @@ def _notes(owned: Sequence[Owned], layer: int) -> Iterator[Lost]:
     KV that came from elsewhere is the last of them: a pass that computed the position and was lost
     came after it.
     """
-    for owner, start, stop in owned:
+    for owner, start, stop, _ in owned:
         for source in owner.sources:
             if layer in source.layout.column:
                 for note in sorted(source.lost, key=_of_unknown_kv):

@@ -45,6 +45,8 @@ class Join:
         self._num_dropped = num_dropped
         self._incarnations: dict[int, Incarnation] = {}
         self._tree: PrefixTree | None = None
+        # By index, as requests that name each other must make no cycle (`process.pauses`).
+        self._givers: dict[int, int] = {}
         if len(self.requests) > 1:
             yield from self._prove()
 
@@ -75,11 +77,11 @@ class Join:
             if before is None:
                 break
             end = min(proven, before.num_rows, owner.prompt_len - 1)
-            owners.append(Owned(owner, end, stop))
+            owners.append(Owned(owner, end, stop, self._givers_of(owner)))
             stop, owner = end, before
             if not len(owners) % STEP:
                 yield
-        owners.append(Owned(owner, 0, stop))
+        owners.append(Owned(owner, 0, stop, self._givers_of(owner)))
         owners.reverse()
         self._incarnations[number] = Incarnation(request, owners, merge(ambiguous))
 
@@ -99,6 +101,13 @@ class Join:
             first = min(candidate.prompt_len for candidate in candidates) - 1
             ambiguous.append((first, proven - 1))
         return maker, proven
+
+    def _givers_of(self, request: Request) -> tuple[Request, ...]:
+        """Return the requests along which the KV of a request was handed over, the last first."""
+        passed = [request.index]
+        while (index := self._givers.get(passed[-1])) is not None and index not in passed:
+            passed.append(index)
+        return tuple(self.requests[index] for index in passed[1:])
 
     def request_of(self, source: Source) -> Request | None:
         """Return the request that a source reports; None if the trace has dropped it."""
@@ -138,7 +147,8 @@ class Join:
                 request.successor = self.requests[successor]
             if name := request.received_by:
                 others = [other for other in ended.get(name, ()) if other is not request]
-                request.giver = others[0] if len(others) == 1 else None
+                if len(others) == 1:
+                    self._givers[index] = others[0].index
             if not index % STEP:
                 yield
 

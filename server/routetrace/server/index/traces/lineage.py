@@ -13,7 +13,7 @@ from typing import NamedTuple
 from routetrace.codec.records import FinishReason
 from routetrace.server.index.traces.prefix_tree import Digests, PrefixTree
 from routetrace.server.index.traces.sources import Source, WriterKey
-from routetrace.server.index.traces.spans import FOREVER, Interval, merge, subtract
+from routetrace.server.index.traces.spans import FOREVER, Interval, intersect, merge, subtract
 from routetrace.v1 import routetrace_pb2 as pb
 
 #: Maximum labels of an incarnation; those of the earliest requests are ignored.
@@ -46,8 +46,6 @@ class Request:
     """Whether the request ended with `handoff`."""
     tree: PrefixTree | None = None
     """Prefixes of all requests of the trace; None if it is the only one."""
-    giver: Request | None = None
-    """Request that handed over the external KV of its begin, by name."""
 
     def settle(self) -> None:
         """Set what follows from its sources: each change that matters makes a new join."""
@@ -143,6 +141,8 @@ class Owned(NamedTuple):
     owner: Request
     start: int
     stop: int
+    givers: tuple[Request, ...] = ()
+    """Requests along which its external KV was handed over by name, the last one first."""
 
 
 class Part(NamedTuple):
@@ -179,18 +179,18 @@ class Incarnation:
     @property
     def continued(self) -> list[Request]:
         """Requests that it goes on from, in the order in which their tokens were sampled."""
-        return [owner for owner, _, _ in self._owners[:-1]]
+        return [owned.owner for owned in self._owners[:-1]]
 
     def owned(self, *, latest: bool = False) -> list[Owned]:
         """Return which request owns which positions, ascending; ambiguous ones have no owner."""
         if latest:
-            return [Owned(self.request, 0, FOREVER)]
+            return [self._owners[-1]._replace(start=0)]
         if not self.ambiguous:
             return self._owners
         return [
-            Owned(owner, a, b)
-            for owner, start, stop in self._owners
-            for a, b in subtract((start, stop), self.ambiguous)
+            owned._replace(start=a, stop=b)
+            for owned in self._owners
+            for a, b in subtract((owned.start, owned.stop), self.ambiguous)
         ]
 
     @property
@@ -213,40 +213,34 @@ class Incarnation:
             return self.num_tokens - 1
         most = self.request.num_rows
         ends = [min(most, s.end) for s in self.request.sources]
-        return max([*ends, *(stop for _, _, stop in self._owners[:-1])])
+        return max([*ends, *(owned.stop for owned in self._owners[:-1])])
 
 
 def parts_of(owned: Owned, *, latest: bool = False) -> Iterator[Part]:
     """Yield where the rows of owned positions come from: each from the first part that has it."""
-    owner, start, stop = owned
+    owner, start, stop, _ = owned
     attempts = range(max(len(s.attempts) for s in owner.sources))
     sampled = owner.first_that_sampled
     if latest:
         yield Part(owner, start, stop, attempts[::-1])
-        yield from _handed_over(owner, [(start, stop)])
+        yield from _handed_over(owned)
         return
     yield Part(owner, start, stop, attempts[sampled : sampled + 1])
     if not sampled:
-        yield from _handed_over(owner, [(start, stop)])
+        yield from _handed_over(owned)
     if attempts[sampled + 1 :]:
         yield Part(owner, start, stop, attempts[sampled + 1 :])
 
 
-def _handed_over(owner: Request, wanted: list[Interval]) -> Iterator[Part]:
+def _handed_over(owned: Owned) -> Iterator[Part]:
     """Yield the parts behind hand-overs, along which KV may have come a long way."""
-    passed = {owner}
-    while (giver := owner.giver) and giver not in passed:
-        most = min(giver.num_rows, owner.disproved(giver))
-        wanted = [
-            (max(a, c), min(b, d, most))
-            for a, b in wanted
-            for c, d in owner.loaded
-            if max(a, c) < min(b, d, most)
-        ]
+    taker, wanted = owned.owner, [(owned.start, owned.stop)]
+    for giver in owned.givers:
+        most = min(giver.num_rows, taker.disproved(giver))
+        wanted = [(a, min(b, most)) for a, b in intersect(wanted, taker.loaded) if a < most]
         last = max(len(s.attempts) for s in giver.sources) - 1
         for start, stop in wanted:
             yield Part(giver, start, stop, (last,), given=True)
         if last:
             return
-        passed.add(giver)
-        owner = giver
+        taker = giver
