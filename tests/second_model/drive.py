@@ -333,8 +333,6 @@ class Player:
                     engine, "boot", shard.name, layers, LAYOUT.num_experts, family.block_size
                 )
                 agents.append((agent, self.log.writer(writer)))
-            for agent, _ in agents:
-                agent.set_weight_version(0)
             self.engines[engine] = agents
         if family.version is not None:
             self._call(("version", family.version))

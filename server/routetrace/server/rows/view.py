@@ -24,6 +24,8 @@ from routetrace.server.index.traces.spans import (
 )
 from routetrace.v1 import routetrace_pb2 as pb
 
+_KV_UNKNOWN = pb.MISSING_REASON_KV_UNKNOWN
+
 #: Holes of a view that are searched one by one in the rows of another request.
 _MAX_TOUCHED = 8
 
@@ -346,13 +348,12 @@ def _columns(sources: Sequence[Source], segments: Iterable[Segment]) -> list[Con
 def _notes(owned: Sequence[Owned], layer: int) -> Iterator[Lost]:
     """Yield the lost positions of one layer that their owners reported, with reasons.
 
-    KV that came from elsewhere is the last of them: a pass that computed the position and was lost
-    came after it.
+    Unknown KV comes last: a pass that computed the position, and was lost, came after it.
     """
     for owner, start, stop, _ in owned:
         for source in owner.sources:
             if layer in source.layout.column:
-                for note in sorted(source.lost, key=_of_unknown_kv):
+                for note in sorted(source.lost, key=lambda note: note.reason == _KV_UNKNOWN):
                     if note.start < stop and note.stop > start:
                         yield Lost(max(note.start, start), min(note.stop, stop), note.reason)
         if stop != FOREVER:
@@ -360,10 +361,6 @@ def _notes(owned: Sequence[Owned], layer: int) -> Iterator[Lost]:
         for source in owner.sources:
             if layer in source.layout.column and source.finish_reason == FinishReason.ABORT:
                 yield Lost(source.end, FOREVER, pb.MISSING_REASON_ABORTED)
-
-
-def _of_unknown_kv(note: Lost) -> bool:
-    return note.reason == pb.MISSING_REASON_KV_UNKNOWN
 
 
 def _resolve(notes: list[Lost]) -> list[Lost]:

@@ -203,8 +203,9 @@ class Incarnation:
 
     @property
     def num_tokens(self) -> int:
-        """Final token count; 0 while unknown."""
-        return 0 if self.request.handed_over else self.request.num_tokens
+        """Final token count; 0 while unknown, as where no request goes on from a hand-over."""
+        goes_on = self.request.handed_over and self.request.successor is None
+        return 0 if goes_on else self.request.num_tokens
 
     @property
     def num_rows(self) -> int:
