@@ -202,21 +202,28 @@ class Answers:
         a, b = members[:2]
         return min(self.proven(a, b), a.num_tokens - 1, b.prompt_len - 1)
 
-    def absorbed(self, a: Request) -> set[bool]:
+    def absorbed(self, a: Request) -> bool:
         """Whether a request is no incarnation of its own."""
-        by = [b for b in self._others(a) if self._within(a, b)]
-        if not by:
-            return {False}
-        # The page lets two vanish in one another.
-        return {True} if any(not self._within(b, a) for b in by) else {True, False}
+        return any(self._goes_on(b, a) for b in self._others(a))
 
-    def _within(self, a: Request, b: Request) -> bool:
-        """Whether nothing of one request is left to be read beside another."""
-        proven, handed = self.proven(a, b), a.reason == "handoff"
-        if handed and 0 < a.prompt_len <= proven:
+    def _goes_on(self, b: Request, a: Request) -> bool:
+        """Whether a request goes on from another one."""
+        handed = a.reason == "handoff"
+        longer = b.prompt_len > a.prompt_len
+        if not longer and not (
+            b.prompt_len == a.prompt_len and handed and b.reason != "handoff"
+        ):
+            return False
+        proven = self.proven(a, b)
+        if 0 < a.prompt_len < a.num_tokens <= proven:
             return True
-        more = (b.num_tokens or b.prompt_len) > a.num_tokens
-        return more and 0 < a.num_tokens - handed <= proven
+        return handed and (0 < a.prompt_len <= proven or self._giver(b) is a)
+
+    def _giver(self, request: Request) -> Request | None:
+        """The one other request that ended with the hand-over that a begin named."""
+        name = request.first.transfer
+        found = [r for r in self._others(request) if name in {part.handed for part in r.parts}]
+        return found[0] if name and len(found) == 1 else None
 
     def labels(self, request: Request) -> list[dict[str, str]]:
         """Labels that an incarnation may have."""
@@ -242,7 +249,11 @@ class Answers:
         result: Cell = frozenset()
         for owner in self.owners(request, position, policy):
             result |= self._row(owner, position, layer, policy) if owner else MISSING
-        if None in result and self.prefix_rows:
+        if None in result and policy == "latest":  # it gets the stand-ins of the other policy
+            sampled = self.cell(request, position, layer)
+            given = frozenset(f for f in sampled if f and f.how == "prefix")
+            result = (result - MISSING if given == sampled else result) | given
+        elif None in result and self.prefix_rows:
             stand_in = self._prefix(request, position, layer, policy)
             only = self.reasons(request, position, policy) == {"kv_unknown"}
             result = (result - MISSING if only and None not in stand_in else result) | stand_in
@@ -317,13 +328,12 @@ class Answers:
         self, request: Request, position: int, layer: int, seen: tuple[Request, ...] = ()
     ) -> Cell:
         """The row behind the hand-over that a begin named."""
-        transfer, first = request.first.transfer, [part.attempts[0] for part in request.parts]
-        if not transfer or not any(a.cached - a.external <= position < a.cached for a in first):
+        first = [part.attempts[0] for part in request.parts]
+        if not any(a.cached - a.external <= position < a.cached for a in first):
             return MISSING
-        givers = [r for r in self._others(request) if transfer in {part.handed for part in r.parts}]
-        if len(givers) != 1 or givers[0] in seen:
+        giver = self._giver(request)
+        if giver is None or giver in seen:
             return MISSING
-        [giver] = givers
         failed = [self.log.failed(part, position) for part in request.parts]
         if {True} in failed or position >= self._agree_until(request, giver):
             return MISSING
@@ -403,7 +413,7 @@ class Answers:
         unclaimed = (
             request.reason == "handoff"
             and request.ended
-            and not any(self._within(request, r) for r in self._others(request))
+            and not self.absorbed(request)
         )
         if unclaimed or not any(p.ended_at >= 0 for p in request.parts):
             return {"running", "incomplete"} if self.log.settled else {"running"}

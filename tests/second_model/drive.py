@@ -122,12 +122,12 @@ def _judge_trace(answers: Answers, trace_id: str, ask: Ask, report: Report) -> N
     if default.incarnation not in shown:
         best.say("wrong", f"trace {trace_id}: incarnation {default.incarnation} of {shown}")
     gone = [answers.absorbed(r) for r in requests if not answers.hidden(r)]
-    if not gone.count({False}) <= default.num_incarnations <= len(requests) - gone.count({True}):
-        must = [r.first.request_id for r in requests if answers.absorbed(r) == {False}]
+    if not gone.count(False) <= default.num_incarnations <= len(requests) - gone.count(True):
+        must = [r.first.request_id for r in requests if not answers.absorbed(r)]
         best.say(
             "wrong", f"trace {trace_id}: {default.num_incarnations} incarnations, expected {must}"
         )
-    elif answers.absorbed(order[default.incarnation - 1]) == {True}:
+    elif answers.absorbed(order[default.incarnation - 1]):
         best.say("wrong", f"trace {trace_id}: {default.incarnation} is no incarnation")
     report.counts.update(best.counts)
     report.findings += best.findings

@@ -133,13 +133,14 @@ _ORDERS: dict[str, tuple[Family, list[Event], dict[str, str]]] = {
         _ENGINES,
         [
             *_prefill("A", "x", prompt=(1, 2)),
-            _begin("B", "d", (1, 2), external=2),
+            _begin("B", "d", (1, 2), external=1),
+            _step("B", "d", 1),
             _finish("B", (1, 2, 12), "stop"),
             _begin("C", "d", (1, 2, 12, 8), "x", external=3),
             _step("C", "d", 3),
             _finish("C", (1, 2, 12, 8, 13), "stop"),
         ],
-        {"t#C": "3*kv_unknown f2", "t#C latest": "h0..1 1*kv_unknown f2"},
+        {"t#C": "1*kv_unknown f2 1*kv_unknown f3", "t#C latest": "h0..1 1*kv_unknown f3"},
     ),
     "a hand-over of other tokens": (
         _ENGINES,
@@ -380,7 +381,7 @@ _ORDERS: dict[str, tuple[Family, list[Event], dict[str, str]]] = {
             _step("B", "e", 6),
             _finish("B", (*_P, 6, 7, 8), "stop"),
         ],
-        {"t": "f7..11 p5 f12", "t latest": "p0..5 f12"},
+        {"t": "f7..11 p5 f12", "t latest": "5*kv_unknown p5 f12"},
     ),
     "KV of a prompt that another trace computed under the same weights": (
         _ENGINES,

@@ -128,7 +128,7 @@ class Join:
         return [r for r in self.requests if r.own.get(position) == digest]
 
     def _prove(self) -> Generator[None, None, None]:
-        """Find requests that others continue, contain, or took KV from."""
+        """Find which requests go on from others, and which took KV from others."""
         reported = []
         ended: dict[str, list[Request]] = {}
         for request in self.requests:
@@ -140,6 +140,7 @@ class Join:
             if not len(reported) % STEP:
                 yield
         self._tree = tree = yield from PrefixTree.in_steps(reported)
+        taken: list[tuple[Request, Request]] = []
         for index, request in enumerate(self.requests):
             request.tree = tree
             successor = tree.successor(index)
@@ -148,9 +149,14 @@ class Join:
             if name := request.received_by:
                 others = [other for other in ended.get(name, ()) if other is not request]
                 if len(others) == 1:
-                    self._givers[index] = others[0].index
+                    [giver] = others
+                    self._givers[index] = giver.index
+                    if giver.handed_over and request.order > giver.order:
+                        taken.append((giver, request))
             if not index % STEP:
                 yield
+        for giver, taker in taken:
+            giver.successor = giver.successor or taker
 
 
 def _maker_of_last_slot(

@@ -35,7 +35,7 @@ class Request:
     own: Digests = field(default_factory=dict)
     """Digests that its shards reported."""
     successor: Request | None = None
-    """Request that fully contains this one, if any."""
+    """Request that goes on from this one, if any; it is later in `order`."""
     sources: list[Source] = field(default_factory=list)
     """One source per shard that has reported the request."""
     prompt_len: int = 0
@@ -79,6 +79,11 @@ class Request:
     def began(self) -> float:
         """Unix time at which the first of its shards reported it."""
         return min(source.began for source in self.sources)
+
+    @property
+    def order(self) -> tuple[int, bool]:
+        """Only a request that is later in this order goes on from another."""
+        return self.prompt_len, not self.handed_over
 
     @property
     def num_rows(self) -> int:

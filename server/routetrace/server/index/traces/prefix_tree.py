@@ -42,11 +42,6 @@ class Reported(NamedTuple):
     """Final token count; 0 while unknown."""
     handed_over: bool
 
-    @property
-    def order(self) -> tuple[int, bool]:
-        """Only a request later in this order can continue another."""
-        return self.prompt_len, not self.handed_over
-
 
 class PrefixTree:
     """Prefixes of requests, which go by their index."""
@@ -233,28 +228,19 @@ class PrefixTree:
         return not request.handed_over and 0 < request.prompt_len < position
 
     def successor(self, index: int) -> int | None:
-        """Return the newest request that fully contains a request, if any."""
+        """Return the newest request whose prompt holds a request, if any.
+
+        It holds all its tokens, and one that it sampled; of one that ended with `handoff`, its
+        prompt.
+        """
         request = self._requests[index]
-        whole = request.num_tokens - request.handed_over
-        if whole <= 0 or not (request.prompt_len or request.handed_over):
-            return None
         node = self._prompted[self._leaf[index]]
-        if self._prefixes[node][0] > request.prompt_len and self._prefixes[node][0] >= whole:
+        if 0 < request.prompt_len < request.num_tokens <= self._prefixes[node][0]:
             return self._newest[node]
-        # Only KV that was handed over is taken over without a sampled token.
-        while request.handed_over and self._prefixes[node][0] >= whole:
+        node = self._given[index]
+        if request.handed_over and 0 < request.prompt_len == self._prefixes[node][0]:
             found = self._further[node]
-            if self._prefixes[node][0] < request.prompt_len:  # it ended within its prompt
-                later = (
-                    i
-                    for i in self._among(node)
-                    if self._requests[i].order > request.order
-                    and self._requests[i].prompt_len >= self._prefixes[node][0]
-                )
-                found = max(later, default=-1)
-            if found >= 0:
-                return found
-            node = self._parent[node]
+            return found if found >= 0 else None
         return None
 
 
