@@ -186,6 +186,10 @@ class Cluster:
         records = self.records[trace_id]
         answers = truth.expected(records, self.store, policy, weight_version)
         if prefix_rows != "never" and self.world.stand_ins:
+            if policy == "latest":
+                sampled = self.expected(trace_id, "as_sampled", None, prefix_rows)
+                truth.take_prefix_rows(answers, sampled, self.store, weight_version)
+                return answers
             others = [r for name, of in self.records.items() if name != trace_id for r in of]
             truth.add_prefix_rows(answers, records, others, self.store, prefix_rows, weight_version)
         return answers

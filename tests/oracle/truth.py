@@ -428,14 +428,8 @@ class Lineage:
         ended = (r for r in self.records if r.reason and r is not record)
         return [r for r in ended if record.took and r.gave == record.took]
 
-    def rows(self, record: Record, policy: Policy, of: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """[n, L] row numbers at the positions of an owner, and [n, L] their provenance.
-
-        Args:
-            record: the owner.
-            policy: of the read.
-            of: by row number, whether its weight version is the one that is asked for.
-        """
+    def rows(self, record: Record, policy: Policy) -> tuple[np.ndarray, np.ndarray]:
+        """[n, L] row numbers at the positions of an owner, and [n, L] their provenance."""
         parts = [self._of(record, attempt) for attempt in record.attempts]
         if policy == "latest":
             parts.reverse()
@@ -447,7 +441,7 @@ class Lineage:
             parts = parts[first:]
             if not first:
                 parts.insert(1, self._handed(record, ()))
-        return _first([(np.where(of[n], n, NOBODY), names) for n, names in parts])
+        return _first(parts)
 
     def _of(self, record: Record, attempt: Attempt) -> tuple[np.ndarray, np.ndarray]:
         numbers = np.full((len(attempt.rows), self.num_layers), NOBODY)
@@ -483,14 +477,15 @@ class Lineage:
         return max((q for q in both if q <= same), default=0)
 
     def absorbs(self, b: Record, a: Record) -> bool:
-        """Whether a is no incarnation of its own, as all of it is a part of b."""
-        if not a.reason:
+        """Whether a is no incarnation of its own, as b goes on from it."""
+        longer = b.prompt_len > a.prompt_len
+        taken_over = a.handed_over and b.prompt_len == a.prompt_len and not b.handed_over
+        if not a.reason or not (longer or taken_over):
             return False
         proven = self.proven(a, b)
-        if a.handed_over:
-            ahead = b.prompt_len > a.prompt_len or not b.handed_over
-            return ahead and 0 < a.prompt_len <= proven
-        return proven >= a.num_tokens and max(b.num_tokens, b.prompt_len) > a.num_tokens
+        if 0 < a.prompt_len < a.num_tokens <= proven:
+            return True
+        return a.handed_over and (0 < a.prompt_len <= proven or self.sources(b) == [a])
 
     def told_otherwise(self, record: Record) -> bool:
         """Whether a chain names a request that no caller continued."""
@@ -521,32 +516,31 @@ def _exact(
 ) -> Expected:
     """An incarnation of which everything is known."""
     num_tokens, num_rows = record.num_tokens, record.num_tokens - 1
-    if record.handed_over:
+    if record.handed_over and not any(lineage.absorbs(b, record) for b in lineage.records):
         owners = lineage.owners(record, "as_sampled")
         num_tokens, num_rows = 0, max(_end(a, min(p.stop, num_rows)) for a, p in owners)
     shape = (num_rows, store.num_layers)
     numbers = np.full(shape, NOBODY)
     reasons = np.full(shape, frozenset(), object)
     names = np.full(shape, "", object)
-    there = np.zeros(shape, bool)
     behind: list[set[int]] = []
-    any_version = np.ones(len(store.versions), bool)
-    asked = any_version if weight_version is None else store.versions == weight_version
     for owner, positions in lineage.owners(record, policy):
         here = slice(positions.start, min(positions.stop, num_rows))
-        there[here] = lineage.rows(owner, policy, any_version)[0][here] != NOBODY
-        rows, of = lineage.rows(owner, policy, asked)
+        rows, of = lineage.rows(owner, policy)
         numbers[here], names[here] = rows[here], of[here]
         _, ambiguous = lineage.before(owner)
         for position in range(num_rows)[here]:
             behind.append(_behind(owner, position))
             reasons[position] = _reasons(owner, position)
             if position in ambiguous and policy == "as_sampled":
-                numbers[position], there[position] = NOBODY, False
+                numbers[position] = NOBODY
                 reasons[position] = frozenset({"ambiguous"})
     # Of its rows all columns are there, or none.
+    there = numbers != NOBODY
     unfiltered = [frozenset() if there[p].any() else reasons[p, 0] for p in range(num_rows)]
-    reasons[there & (numbers == NOBODY)] = frozenset({"other_version"})
+    if weight_version is not None:
+        other = there & (store.versions[numbers] != weight_version)
+        numbers[other], reasons[other] = NOBODY, frozenset({"other_version"})
     known, cells, versions = numbers != NOBODY, store.cells(numbers), store.versions[numbers]
     answer = Expected(0, True, num_tokens, num_rows, cells, known, versions, reasons)
     answer._store, answer.unfiltered, answer.behind = store, unfiltered, behind
@@ -614,7 +608,7 @@ def _servable(
             if weight_version in (None, store.versions[number]):
                 for column in part.columns:
                     servable[position, column].add(number)
-    num_tokens = 0 if record.handed_over else record.num_tokens
+    num_tokens = record.num_tokens
     num_rows = max(heard_of | {num_tokens - 2}) + 1
     shape = (num_rows, store.num_layers)
     return Expected(
@@ -683,6 +677,18 @@ def add_prefix_rows(
                     if settled and holes[position] and (position, number) not in other.discarded:
                         sure.add(position)
         answer.certain = sure if not answer.uncertain else set()
+        if weight_version is not None:
+            _only(answer, store, weight_version)
+
+
+def take_prefix_rows(
+    answers: list[Expected], sampled: list[Expected], store: RowStore, weight_version: int | None
+) -> None:
+    """Adds the rows that stand in under `as_sampled` to answers of `latest`, where it has none."""
+    for answer, one in zip(answers, sampled, strict=True):
+        free = {p for p in one.prefix if not answer.unfiltered or answer.unfiltered[p]}
+        answer.prefix = {p: {**rows} for p, rows in one.prefix.items() if p in free}
+        answer.certain = one.certain & free
         if weight_version is not None:
             _only(answer, store, weight_version)
 

@@ -160,6 +160,20 @@ FAULTS = (
         "server/index/test_joins.py::test_a_hand_over_without_a_name_of_its_own_proves_nothing",
     ),
     fault(
+        "two requests that handed over go on from each other",
+        f"{SERVER}/index/traces/joins.py",
+        "                    if giver.handed_over and request.order > giver.order:\n",
+        "                    if giver.handed_over:\n",
+        "server/index/test_joins.py::test_a_request_that_handed_over_is_an_incarnation_until_another_goes_on_from_it",
+    ),
+    fault(
+        "a request whose KV was taken over by name stays an incarnation",
+        f"{SERVER}/index/traces/joins.py",
+        "            giver.successor = giver.successor or taker\n",
+        "            pass\n",
+        "server/index/test_joins.py::test_a_request_that_handed_over_is_an_incarnation_until_another_goes_on_from_it",
+    ),
+    fault(
         "rows behind a hand-over come before what the owner computed or lost",
         f"{SERVER}/index/traces/lineage.py",
         "        return [left for interval in begun for left in subtract(interval, changed)]\n",

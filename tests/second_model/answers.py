@@ -210,9 +210,7 @@ class Answers:
         """Whether a request goes on from another one."""
         handed = a.reason == "handoff"
         longer = b.prompt_len > a.prompt_len
-        if not longer and not (
-            b.prompt_len == a.prompt_len and handed and b.reason != "handoff"
-        ):
+        if not longer and not (b.prompt_len == a.prompt_len and handed and b.reason != "handoff"):
             return False
         proven = self.proven(a, b)
         if 0 < a.prompt_len < a.num_tokens <= proven:
@@ -410,11 +408,7 @@ class Answers:
         """States that the trace may be in, for a reader of this incarnation."""
         requests = self.trace(request.first.trace_id)
         running = any(not r.ended for r in requests)
-        unclaimed = (
-            request.reason == "handoff"
-            and request.ended
-            and not self.absorbed(request)
-        )
+        unclaimed = request.reason == "handoff" and request.ended and not self.absorbed(request)
         if unclaimed or not any(p.ended_at >= 0 for p in request.parts):
             return {"running", "incomplete"} if self.log.settled else {"running"}
         cells = [

@@ -225,6 +225,19 @@ _ORDERS: dict[str, tuple[Family, list[Event], dict[str, str]]] = {
         ],
         {"t": "h0..3 f5 f11", "t latest": "f6..11"},
     ),
+    "a request that was computed again under other weights": (
+        _ENGINES,
+        [
+            _begin("A"),
+            _step("A", "e", 0, 5),
+            (("preempt", "A", (*_P, 11), 5),),
+            (("version", 1),),
+            (("resume", "A", 0, (6, 7)),),
+            _step("A", "e", 0, 6),
+            _finish("A", (*_P, 11, 12), "stop"),
+        ],
+        {"t": "f0..4 f10", "t latest": "f5..10"},
+    ),
     "a hand-over along two hops": (
         _ENGINES,
         [

@@ -236,6 +236,30 @@ def test_the_kv_of_the_last_attempt_is_handed_over():
     assert numbers(again, decode(2, takes="t")) == [[9] * 60 + [0] * 39 + [2] * 3]
 
 
+def test_a_request_that_handed_over_is_an_incarnation_until_another_goes_on_from_it():
+    def standing(*requests: Told) -> set[int]:
+        return {i.request.sources[0].writer.engine_id for i in incarnations([*requests], True)}
+
+    assert standing(prefill(1)) == standing(prefill(1), prefill(1)) == {"e1"}
+    assert standing(prefill(1), prefill(2)) == {"e1", "e2"}
+    assert standing(prefill(1), prefill(2), decode(3)) == {"e3"}
+    # It had sampled more; a retry computes all of it again.
+    moved = Told(1, [*PROMPT, 2, 2], 100, end="handoff", gives="t")
+    assert standing(moved, decode(2)) == {"e2"}
+    # Digests do not prove that the prompts begin alike: the name does.
+    longer = Told(2, [*PROMPT[:70], 3, 4], 71, holes=70, takes="t")
+    shorter = Told(1, [*PROMPT[:69], 8], 69, end="handoff", gives="t")
+    assert standing(shorter, longer) == {"e2"}
+    shorter.source.handed_over_by = ""
+    assert standing(shorter, longer) == {"e1", "e2"}
+    # Two that name each other, and one that names itself.
+    one, two = prefill(1, gives="t"), prefill(2, gives="u")
+    one.source.received_by, two.source.received_by = "u", "t"
+    assert standing(one, two) == {"e1", "e2"}
+    one.source.received_by = "t"
+    assert standing(one) == {"e1"}
+
+
 def test_an_owner_that_was_preempted_sampled_from_what_it_had_loaded():
     late = decode(2, takes="t")
     late.source.attempts.append(SpanList())

@@ -45,11 +45,17 @@ def spread(requests: list[Reported]) -> list[dict[int, int]]:
     return [dict(sorted(k.items())) for k in known]
 
 
-def goes_on(later: Reported, before: Reported, proven: int) -> bool:
-    if before.order >= later.order:
+def goes_on(later: Reported, before: Reported, shared: list[int]) -> bool:
+    """Whether a request goes on from another, given the positions whose digests they share."""
+    longer = later.prompt_len > before.prompt_len
+    taken_over = before.handed_over and later.prompt_len == before.prompt_len
+    if not longer and not (taken_over and not later.handed_over):
         return False
-    rows = before.num_tokens - 1 if before.num_tokens else 1 << 32
-    return (before.handed_over and proven >= rows) or proven > before.prompt_len > 0
+    given = [p for p in shared if p <= later.prompt_len]
+    if before.handed_over and before.prompt_len in given:
+        return True
+    whole = 0 < before.prompt_len < before.num_tokens
+    return whole and any(before.num_tokens <= p for p in given)
 
 
 @pytest.mark.parametrize("seed", range(300))
@@ -63,19 +69,15 @@ def test_every_answer_is_that_of_the_definition(seed: int) -> None:
         for j, theirs in enumerate(known):
             shared = [p for p in mine if theirs.get(p) == mine[p]]
             proven = max((p for p in shared if p <= request.prompt_len), default=0)
+            if i != j and goes_on(requests[j], request, shared):
+                successor = j
             before = requests[j]
             if i != j and proven > before.prompt_len > 0 and not before.handed_over:
                 given_to.setdefault(proven, []).append(j)
-        whole = request.num_tokens - request.handed_over
         for position, digest in mine.items():
             assert tree.having((position, digest)) == [
                 j for j, theirs in enumerate(known) if theirs.get(position) == digest
             ]
-            if 0 < whole <= position:
-                for j, (theirs, other) in enumerate(zip(known, requests, strict=True)):
-                    given = theirs.get(position) == digest and position <= other.prompt_len
-                    if given and goes_on(other, request, position):
-                        successor = j
         longest = max(given_to, default=0)
         assert tree.predecessors(i) == (longest, given_to.get(longest, []))
         assert tree.successor(i) == successor

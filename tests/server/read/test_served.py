@@ -28,7 +28,7 @@ from routetrace.server.rows import answers, served
 from routetrace.server.rows.frames import Fetched
 from routetrace.server.rows.reader import Reader
 from routetrace.server.rows.sending import Answer, Piece
-from routetrace.server.rows.served import SERVED, Memory, cut, segments_of
+from routetrace.server.rows.served import SERVED, Known, Memory, cut, segments_of
 from routetrace.server.rows.view import Segment, Selection, view
 from routetrace.server.settings.config import ServerConfig
 from routetrace.server.store.disk.store import DiskStore
@@ -103,7 +103,8 @@ def test_what_is_cut_is_what_a_look_up_gives(shards, ranges, layers, policy, ver
         rows = memory.served(memory.known(trace, incarnation), selection)
         assert (np.diff(rows["position"]) >= 0).all()
         segments = segments_of(rows)
-        expected = view(incarnation, selection)
+        whole = view(incarnation, selection)
+        expected = [s for s in whole if version in (None, s.span.weight_version)]
         assert cells(trace, segments, layers) == cells(trace, expected, layers)
 
 
@@ -121,9 +122,12 @@ stages = st.lists(
     st.sampled_from([None, 1, 2]),
 )
 def test_each_cell_is_of_the_first_pass_that_has_it(shards, held, policy, version):
-    """Sources divide the layers in any way; each layer read alone gives the same."""
+    """Sources divide the layers in any way; each layer read alone gives the same.
+
+    A weight version chooses among these rows: it never brings up those of another attempt.
+    """
     trace = trace_of(list(shards), held)
-    incarnation = trace.join.incarnation(1)
+    memory, known = Memory(State(1.0)), Known(trace, trace.join.incarnation(1))
     rounds = range(max(len(source.attempts) for source in trace.sources))
     if policy == pb.READ_POLICY_LATEST:
         rounds = reversed(rounds)
@@ -132,17 +136,17 @@ def test_each_cell_is_of_the_first_pass_that_has_it(shards, held, policy, versio
         for number, source in enumerate(trace.sources):
             for span in source.attempts[attempt] if attempt < len(source.attempts) else ():
                 for i in range(span.length):
-                    wanted = version in (None, span.weight_version)
-                    if wanted and span.position + i < NUM_TOKENS - 1:
+                    if span.position + i < NUM_TOKENS - 1:
                         for layer in source.layout.layer_ids:
                             row = number, attempt, span.ref + i, span.weight_version
                             first.setdefault((span.position + i, layer), row)
     whole = Selection(0, NUM_TOKENS - 1, LAYERS, policy, version)
-    assert cells(trace, view(incarnation, whole), LAYERS) == first
+    first = {cell: row for cell, row in first.items() if version in (None, row[3])}
+    assert cells(trace, segments_of(memory.served(known, whole)), LAYERS) == first
     for layer in LAYERS:
         alone = replace(whole, layers=(layer,))
         expected = {cell: row for cell, row in first.items() if cell[1] == layer}
-        assert cells(trace, view(incarnation, alone), (layer,)) == expected
+        assert cells(trace, segments_of(memory.served(known, alone)), (layer,)) == expected
 
 
 def test_what_is_remembered_is_never_older_than_its_trace():
@@ -165,7 +169,7 @@ def test_what_is_remembered_is_never_older_than_its_trace():
     trace.changes += 1
     for selection in asked:
         segments = segments_of(memory.served(memory.known(trace, incarnation), selection))
-        expected = view(incarnation, selection)
+        expected = segments_of(Memory(State(1.0)).served(Known(trace, incarnation), selection))
         assert cells(trace, segments, LAYERS) == cells(trace, expected, LAYERS)
     assert memory.known(trace, incarnation).complete
 

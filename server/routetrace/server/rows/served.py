@@ -151,8 +151,7 @@ class Known:
         given = [
             segment._replace(source=first + segment.source)
             for segment in self.given.segments
-            if selection.weight_version in (None, segment.span.weight_version)
-            and any(i in segment.column(self.given.sources) for i in selection.layers)
+            if any(i in segment.column(self.given.sources) for i in selection.layers)
         ]
         if selection.policy == pb.READ_POLICY_LATEST:  # which may have rows of its own there
             given = [part for one in given for part in self._without(one, segments, selection)]
@@ -216,13 +215,14 @@ class Memory:
 
     def served(self, known: Known, selection: Selection) -> Served:
         """Return the served rows of a view: ascending records, no cell twice."""
-        key = selection.layers, selection.policy, selection.weight_version
+        version = selection.weight_version
+        key = selection.layers, selection.policy, version
         rows = known.rows
 
         def look() -> Served:
             whole = Selection(0, known.num_rows, *key)
-            segments = view(known.incarnation, whole)
-            return served(known.with_given(segments, whole))
+            segments = known.with_given(view(known.incarnation, whole), whole)
+            return served([s for s in segments if version in (None, s.span.weight_version)])
 
         if key != (known.layout.layer_ids, pb.READ_POLICY_AS_SAMPLED, None):
             rows = self._recall(known.trace, (known, *key), look)

@@ -65,7 +65,7 @@ class Segment(NamedTuple):
 
 
 def view(incarnation: Incarnation, selection: Selection) -> list[Segment]:
-    """Return the served segments: ascending, no cell twice.
+    """Return the served segments of any weight version: ascending, no cell twice.
 
     A cell is served from the first part of its owner that has it.
 
@@ -80,8 +80,7 @@ def view(incarnation: Incarnation, selection: Selection) -> list[Segment]:
         # N tokens have N - 1 rows: rows beyond are not of this request.
         whole = selection.before(min(incarnation.num_rows, owned.stop), owned.start)
         if whole:
-            parts = parts_of(owned, latest=latest)
-            segments += _rows_of(parts, whole, layers, selection.weight_version)
+            segments += _rows_of(parts_of(owned, latest=latest), whole, layers)
     segments.sort(key=lambda s: s.span.position)
     return _joined(segments)
 
@@ -90,7 +89,6 @@ def _rows_of(
     parts: Iterable[Part],
     whole: list[Interval],
     layers: frozenset[int],
-    weight_version: int | None,
 ) -> Iterator[Segment]:
     """Yield the rows of selected positions, each cell of the first part that has it."""
     claimed: dict[frozenset[int], list[Interval]] = {}
@@ -112,8 +110,6 @@ def _rows_of(
             index = part.request.members[number][0]
             new: list[Interval] = []
             for span in spans:
-                if weight_version not in (None, span.weight_version):
-                    continue
                 row = span._replace(provenance=Provenance.HANDOFF) if part.given else span
                 for start, stop in wanted:
                     if span.stop <= start or span.position >= stop:
@@ -358,9 +354,12 @@ def _notes(owned: Sequence[Owned], layer: int) -> Iterator[Lost]:
                         yield Lost(max(note.start, start), min(note.stop, stop), note.reason)
         if stop != FOREVER:
             continue
+        counts = owner.first_that_sampled  # attempts before that one do not
         for source in owner.sources:
             if layer in source.layout.column and source.finish_reason == FinishReason.ABORT:
-                yield Lost(source.end, FOREVER, pb.MISSING_REASON_ABORTED)
+                attempts = [*enumerate(source.attempts)][counts:]
+                end = max((min(a.end, source.confirmed(i)) for i, a in attempts), default=0)
+                yield Lost(end, FOREVER, pb.MISSING_REASON_ABORTED)
 
 
 def _resolve(notes: list[Lost]) -> list[Lost]:

@@ -234,13 +234,13 @@ class PrefixTree:
         prompt.
         """
         request = self._requests[index]
-        node = self._prompted[self._leaf[index]]
-        if 0 < request.prompt_len < request.num_tokens <= self._prefixes[node][0]:
-            return self._newest[node]
         node = self._given[index]
         if request.handed_over and 0 < request.prompt_len == self._prefixes[node][0]:
             found = self._further[node]
             return found if found >= 0 else None
+        node = self._prompted[self._leaf[index]]
+        if 0 < request.prompt_len < request.num_tokens <= self._prefixes[node][0]:
+            return self._newest[node]
         return None
 
 
