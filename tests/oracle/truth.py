@@ -465,8 +465,9 @@ class Lineage:
         stop = min(first.external.stop, source.num_tokens - 1, self._disproven(record, source))
         for position in range(first.external.start, stop):
             lost = any(a.skipped[position] for a in record.attempts)
-            if first.rows[position] == NOBODY and not lost:
-                numbers[position] = given[position]
+            if first.rows[position] != NOBODY or lost:
+                break  # passes go up from here
+            numbers[position] = given[position]
         return numbers, names
 
     def _disproven(self, a: Record, b: Record) -> int:

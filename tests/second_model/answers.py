@@ -332,8 +332,8 @@ class Answers:
         giver = self._giver(request)
         if giver is None or giver in seen:
             return MISSING
-        failed = [self.log.failed(part, position) for part in request.parts]
-        if {True} in failed or position >= self._agree_until(request, giver):
+        failed = self.log.failed(request.parts, position)
+        if failed == {True} or position >= self._agree_until(request, giver):
             return MISSING
         number = max(len(part.attempts) for part in giver.parts) - 1
         value = self._attempt(giver, number, position, layer)
@@ -341,7 +341,7 @@ class Answers:
             further = self._handed(giver, position, layer, (*seen, request))
             value = self._first_of([value, further])
         value = frozenset(f and f._replace(how="handoff") for f in value)
-        return value | MISSING if any(True in f for f in failed) else value
+        return value | MISSING if True in failed else value
 
     def _agree_until(self, a: Request, b: Request) -> int:
         """From where on digests disprove that two requests share their tokens."""

@@ -454,24 +454,29 @@ class Log:
                 return self.confirmed(row, self.now)
         return UNKNOWN
 
-    def failed(self, part: Part, position: int) -> frozenset[bool]:
-        """Whether KV from elsewhere was none: computed in the first attempt, or lost in any.
+    def failed(self, parts: Iterable[Part], position: int) -> frozenset[bool]:
+        """Whether KV from elsewhere was none, or may have been: a pass may still compute it.
 
-        Both where rows that count for it were taken back.
+        Passes go up: one of the first attempt at or before the position, or one of any attempt that
+        was lost, shows it. Both where rows that count for it were taken back.
         """
-        found = {False}
-        for run in part.runs:
-            if not run.start <= position < run.stop:
-                continue
-            row = run.rows[position - run.start]
-            if row is None:
-                row = Row(part, run.attempt, position, {}, run.step, None, False, run.at)
-            elif run.attempt:
-                continue
-            found.add(True)
-            if self.alive(row, self.now):
-                return frozenset((True,))
-        return frozenset(found)
+        parts = [*parts]
+        over = all(part.ended_at >= 0 or len(part.attempts) > 1 for part in parts)
+        passes = above = False
+        for part in parts:
+            for run in part.runs:
+                for at, row in enumerate(run.rows, run.start):
+                    if row is not None and run.attempt:
+                        continue
+                    lost = Row(part, run.attempt, at, {}, run.step, None, False, run.at)
+                    alive = self.alive(row or lost, self.now)
+                    if at <= position and alive:
+                        return frozenset((True,))
+                    passes = passes or at <= position
+                    above = above or (at > position and alive)
+        if passes:
+            return frozenset((True, False))
+        return frozenset((not (above or over),))
 
     def cached(self, part: Part, number: int, position: int) -> Value:
         """The row that an attempt inherited."""

@@ -206,10 +206,21 @@ def test_what_a_decode_engine_computed_itself_is_its_own():
     for holes in (0, 50):
         rows = numbers(prefill(1, gives="t"), decode(2, takes="t", holes=holes))
         assert rows == [[1] * holes + [2] * (102 - holes)]
-    # Rows that it lost were computed, too, so that KV from elsewhere is not behind them.
+    # Rows that it lost were computed, too, and so was all behind them: passes go up.
     lost = decode(2, takes="t")
     lost.source.lose(40, 60, pb.MISSING_REASON_QUEUE_FULL)
-    assert numbers(prefill(1, gives="t"), lost) == [[1] * 40 + [0] * 20 + [1] * 39 + [2] * 3]
+    assert numbers(prefill(1, gives="t"), lost) == [[1] * 40 + [0] * 59 + [2] * 3]
+    # It has computed a part of the prompt, or nothing yet, and may compute all of it.
+    for computed in (48, 0):
+        late = decode(2, takes="t", end="")
+        late.source.attempts[0] = SpanList()
+        if computed:
+            late.source.attempts[0].append(Span(0, computed, 2 << 16, 0, 1))
+        late.source.loaded = (0, 99)
+        (early,) = incarnations([prefill(1, gives="t"), late], standing=True)
+        assert served([prefill(1, gives="t"), late], early) == [2] * computed
+    late.source.attempts[0].append(Span(99, 1, 2 << 16 | 99, 0, 1))
+    assert numbers(prefill(1, gives="t"), late) == [[1] * 99 + [2]]
 
 
 def test_tokens_that_differ_disprove_a_hand_over():
@@ -278,8 +289,9 @@ def test_an_attempt_that_sampled_nothing_does_not_count():
     late.source.attempts[1].append(Span(20, 82, 2 << 16 | 20, 0, 1))
     assert numbers(prefill(1, gives="t"), late) == [[0] * 20 + [2] * 82]
     # It sampled the first token, from KV that was handed over.
+    late.source.attempts[0] = SpanList()
     late.source.attempts[0].append(Span(99, 1, 9 << 16 | 99, 0, 1))
-    assert numbers(prefill(1, gives="t"), late)[0][60:] == [1] * 39 + [9] + [2] * 2
+    assert numbers(prefill(1, gives="t"), late) == [[1] * 99 + [9] + [2] * 2]
 
 
 def test_of_equal_candidates_the_one_behind_the_last_slot_is_continued():

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import NamedTuple
 
-from routetrace.codec.records import FinishReason
+from routetrace.codec.records import FinishReason, Provenance
 from routetrace.server.index.traces.prefix_tree import Digests, PrefixTree
 from routetrace.server.index.traces.sources import Source, WriterKey
 from routetrace.server.index.traces.spans import FOREVER, Interval, intersect, merge, subtract
@@ -102,16 +102,21 @@ class Request:
 
     @property
     def loaded(self) -> list[Interval]:
-        """Positions of its begin's external KV that stayed as they were loaded."""
-        lost = pb.MISSING_REASON_KV_UNKNOWN
-        changed = merge(
-            [
-                *((s.position, s.stop) for source in self.sources for s in source.attempts[0]),
-                *((n.start, n.stop) for s in self.sources for n in s.lost if n.reason != lost),
-            ]
-        )
+        """Positions of its begin's external KV that it kept, as far as that is known.
+
+        Passes go up: what lies below the first one stays as it was loaded.
+        """
         begun = merge(source.loaded for source in self.sources if source.loaded[1])
-        return [left for interval in begun for left in subtract(interval, changed)]
+        if not begun:
+            return []
+        slot, unknown = Provenance.SLOT, pb.MISSING_REASON_KV_UNKNOWN
+        passes = [
+            *(x.position for s in self.sources for x in s.attempts[0] if x.provenance != slot),
+            *(n.start for s in self.sources for n in s.lost if n.reason != unknown),
+        ]
+        over = all(s.ended or len(s.attempts) > 1 for s in self.sources)
+        first = min(passes, default=FOREVER if over else 0)
+        return [(a, min(b, first)) for a, b in begun if a < first]
 
     @property
     def first_that_sampled(self) -> int:
