@@ -178,7 +178,7 @@ class Cluster:
         trace_id: str,
         policy: Policy,
         weight_version: int | None = None,
-        prefix_rows: PrefixRows = "same_version",
+        prefix_rows: PrefixRows = "never",
     ) -> list[Expected]:
         """Every incarnation of a trace, absorbed ones too, in order of arrival."""
         if bound := self.bound.get(trace_id):

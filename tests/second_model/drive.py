@@ -91,7 +91,10 @@ class Ask:
         if key not in self._known:
             try:
                 self._known[key] = self.client.get(
-                    self.prefix + trace_id, missing="mask", **options
+                    self.prefix + trace_id,
+                    missing="mask",
+                    prefix_rows="same_version",
+                    **options,
                 )
             except NotFound:
                 self._known[key] = None
@@ -491,7 +494,11 @@ class Player:
             trace_id, _, last = name.partition("#")
             reads = (
                 self.world.client.get(
-                    self.prefix + trace_id, missing="mask", policy=policy, incarnation=number
+                    self.prefix + trace_id,
+                    missing="mask",
+                    policy=policy,
+                    prefix_rows="same_version",
+                    incarnation=number,
                 )
                 for number in ([*range(1, len(self.log.parts) + 1)] if last else [None])
             )

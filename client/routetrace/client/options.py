@@ -46,10 +46,11 @@ class ReadOptions(Values):
     """Choice among the rows of a token that was computed more than once. "as_sampled": rows of the
     pass that sampling used: the first one of a preempted request, the earlier request's where one
     continues another (continued rollout, prefill handoff). "latest": rows of the last pass."""
-    prefix_rows: PrefixRows = "same_version"
-    """Source of rows for a prompt whose KV was restored from elsewhere: other traces of the run
-    with the same tokens, proven by digests (`provenance` "prefix"). "same_version": rows of the
-    weight version that computed the request's own first row; "any_version"; "never"."""
+    prefix_rows: PrefixRows = "never"
+    """Rows of other traces that stand in for a prompt whose KV was restored from elsewhere, marked
+    as `provenance` "prefix". Digests prove that they are of the same tokens; nothing proves that
+    they are of the pass that made the KV. "same_version": rows of the weight version that computed
+    the request's own first row; "any_version"; "never"."""
     weight_version: int | None = None
     """Weight version of all rows, others are missing; None: any."""
 

@@ -204,7 +204,7 @@ class _PrefixRows:
 class _PrefixRowsEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_PrefixRows.ValueType], builtins.type):
     DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
     PREFIX_ROWS_UNSPECIFIED: _PrefixRows.ValueType  # 0
-    """As SAME_VERSION."""
+    """As NEVER."""
     PREFIX_ROWS_SAME_VERSION: _PrefixRows.ValueType  # 1
     """Rows of the weight version that computed the request's own first row."""
     PREFIX_ROWS_ANY_VERSION: _PrefixRows.ValueType  # 2
@@ -218,7 +218,7 @@ class PrefixRows(_PrefixRows, metaclass=_PrefixRowsEnumTypeWrapper):
     """
 
 PREFIX_ROWS_UNSPECIFIED: PrefixRows.ValueType  # 0
-"""As SAME_VERSION."""
+"""As NEVER."""
 PREFIX_ROWS_SAME_VERSION: PrefixRows.ValueType  # 1
 """Rows of the weight version that computed the request's own first row."""
 PREFIX_ROWS_ANY_VERSION: PrefixRows.ValueType  # 2

@@ -68,7 +68,7 @@ class Core:
         self.reader = Reader(
             store, self.state, self.agents, clock, self.metrics, config.forbids_prefix_rows
         )
-        summaries = Summaries(self.state, self.reader, self.agents)
+        summaries = Summaries(self.reader, self.agents)
         self.census = Census(self.state, summaries)
         self.started = clock.now()
         self.recovery = Recovery()

@@ -83,7 +83,7 @@ class TestFollow:
             incarnation=3,
             follow=True,
             weight_version=7,
-            prefix_rows=pb.PREFIX_ROWS_SAME_VERSION,
+            prefix_rows=pb.PREFIX_ROWS_NEVER,
         )
 
     @pytest.mark.parametrize("incarnation", [None, 2])

@@ -31,7 +31,7 @@ class TestGet:
             run="default",
             trace_id="req",
             policy=pb.READ_POLICY_AS_SAMPLED,
-            prefix_rows=pb.PREFIX_ROWS_SAME_VERSION,
+            prefix_rows=pb.PREFIX_ROWS_NEVER,
         )
 
     def test_what_is_asked_for_is_what_is_sent(self, connect, server):

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from routetrace.capture_agent import AgentConfig, CaptureAgent
-from routetrace.client import RouteClient, Trace
+from routetrace.client import ReadOptions, RouteClient, Trace
 from routetrace.codec.records import SPAN, token_digests
 from routetrace.common.errors import Incomplete
 from routetrace.common.layout import ModelLayout
@@ -93,7 +93,8 @@ def engine(server, run: str, engine_id: str = "e0", layout: ModelLayout = LAYOUT
 
 
 def client_of(server, run: str) -> RouteClient:
-    return RouteClient(server.target, run=run, timeout=20)
+    options = ReadOptions(prefix_rows="same_version")
+    return RouteClient(server.target, run=run, timeout=20, options=options)
 
 
 PROMPT = [int(t) for t in np.random.default_rng(7).integers(0, 50_000, 256)]
@@ -122,18 +123,17 @@ def test_the_same_prompt_twice_with_kv_from_elsewhere(server):
         assert trace.prefix_sources == ((0, 240, "first"),)
         assert trace.prefix_trace_ids == ("first",)
         assert trace.tokens(200, 250).prefix_sources == ((200, 240, "first"),)
+        # No other call knows rows that stand in.
         stat = client.stat("second")
-        assert (stat.state.value, stat.missing, stat.prefix_trace_ids) == (
-            "complete", (), ("first",),
-        )  # fmt: skip
-        assert {s.trace_id: s.state.value for s in client.find()}["second"] == "complete"
+        assert (stat.state.value, stat.prefix_trace_ids) == ("incomplete", ())
+        assert [(m.start, m.stop, m.reason) for m in stat.missing] == [(0, 240, "kv_unknown")]
+        assert {s.trace_id: s.state.value for s in client.find()}["second"] == "incomplete"
         part = client.get("second", token_start=100, token_stop=250, layer_ids=[2])
         np.testing.assert_array_equal(part.topk_ids, trace.topk_ids[100:250, 1:2])
         latest = client.get("second", policy="latest")
         np.testing.assert_array_equal(latest.topk_ids, trace.topk_ids)
         with pytest.raises(Incomplete, match="kv_unknown"):
             client.get("second", prefix_rows="never")
-        # What a reader does without is missing from its state as well.
         never = client.get("second", prefix_rows="never", missing="mask")
         assert gaps(never) == [(0, 240, "kv_unknown")]
         assert never.state.value != "complete"
@@ -298,7 +298,6 @@ def test_a_trace_that_is_deleted_takes_its_rows_along(server):
         client.delete("first")
         trace = client.get("second", missing="mask")
         assert (trace.state.value != "complete", gaps(trace)[0][:2]) == (True, (0, 240))
-        assert client.stat("second").prefix_trace_ids == ()
         # Computed again, under the same name: another trace.
         e.ask("first", [*PROMPT, 2], 256)
         assert_rows(client.get("second"), (0, e.rows["first"][:240]), (240, e.rows["second"]))
@@ -345,7 +344,7 @@ def test_an_expired_trace_takes_its_rows_along():
         e.ask("second", [*PROMPT, 4, 5], 256, 240)
         assert client.get("second", wait_for="end", timeout=20).complete
         client.renew(["first"], ttl_seconds=1)
-        wait_for(lambda: not client.stat("second").prefix_trace_ids)
+        wait_for(lambda: not client.get("second", missing="mask").prefix_trace_ids)
         trace = client.get("second", missing="mask")
         assert gaps(trace)[0][:2] == (0, 240)
 
@@ -380,12 +379,13 @@ async def test_a_read_under_way_keeps_what_stands_in(together):
     begin("first", [Span(64 * i, 64, refs.pack(1 + i, 0, 0), 0, 1) for i in range(4)])
     second = begin("second", [Span(240, 17, refs.pack(5, 0, 0), 0, 1)])
     second.lose(0, 240, pb.MISSING_REASON_KV_UNKNOWN)
-    known = core.reader.find("run", "second")
+    policy = pb.PREFIX_ROWS_SAME_VERSION
+    known = core.reader.find("run", "second", prefix_rows=policy)
     info = core.reader.describe(known)
     assert info.state == pb.TRACE_STATE_COMPLETE
     selection = core.reader.select(known, 0, 0, ())
     if together:
-        reads = [pb.GetTraceRequest(run="run", trace_id="second")] * 2
+        reads = [pb.GetTraceRequest(run="run", trace_id="second", prefix_rows=policy)] * 2
         traces = core._traces
         context = AnonymousCall()
         at_once = lambda read: traces._answer_of(  # noqa: E731
@@ -414,5 +414,5 @@ async def test_a_read_under_way_keeps_what_stands_in(together):
     # Nobody reads it any more, and it is of nobody: it goes.
     await core.retention._compact(at_once=True)
     assert [*state.frames] == [5]
-    known = core.reader.find("run", "second")
+    known = core.reader.find("run", "second", prefix_rows=policy)
     assert core.reader.describe(known).state != pb.TRACE_STATE_COMPLETE

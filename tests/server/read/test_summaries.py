@@ -14,7 +14,6 @@ from routetrace.capture_agent import AgentConfig, CaptureAgent
 from routetrace.client import RouteClient, TraceSummary
 from routetrace.codec.records import OpKind
 from routetrace.common.layout import ModelLayout
-from routetrace.server.common.slices import at_once
 from routetrace.server.core import Core
 from routetrace.server.index.apply import apply_record
 from routetrace.server.rows import summaries as module
@@ -103,7 +102,7 @@ async def compared(core: Core, records: Iterable[bytes]) -> Counter[bool]:
     """Compare summaries with those that views give; return how many were worked out without."""
     for record in records:
         apply_record(core.state, core.state.number + 1, record)
-    summaries, kinds = Summaries(core.state, core.reader, core.agents), Counter[bool]()
+    summaries, kinds = Summaries(core.reader, core.agents), Counter[bool]()
     for trace in core.state.traces.traces.values():
         if not trace.sources:
             continue
@@ -182,7 +181,7 @@ async def test_plain_traces_of_several_shards():
 async def test_an_agent_that_is_lost_and_comes_back(ends: bool):
     core = Core(MemoryStore(), ServerConfig())
     await core.start()
-    summaries = Summaries(core.state, core.reader, core.agents)
+    summaries = Summaries(core.reader, core.agents)
     recorded(core, ends=ends)
     trace = core.state.traces.traces["run", "t"]
 
@@ -196,30 +195,4 @@ async def test_an_agent_that_is_lost_and_comes_back(ends: bool):
     assert state() == incomplete
     core.agents.reachable()
     assert state() == (incomplete if ends else running)
-    await core.stop()
-
-
-async def test_one_that_lacks_rows_of_others_is_worked_out_again_after_a_restart():
-    """The state of a server that starts from a snapshot is another object than before."""
-    store = MemoryStore()
-    core = Core(store, ServerConfig())
-    await core.start()
-    recorded(core, ends=True)
-    trace = core.state.traces.traces["run", "t"]
-    trace.sources[0].lose(0, 1, pb.MISSING_REASON_KV_UNKNOWN)
-    trace.sources[0].remove(0, 1)
-    trace.expires = core.journal.clock.now() + 3600
-    core.state.changed(trace)
-    number, data = at_once(core.journal.snapshot())
-    store.compact((number, data), ())
-    await core.stop()
-
-    core = Core(store, ServerConfig())
-    summaries = Summaries(core.state, core.reader, core.agents)
-    await core.start()
-    trace = core.state.traces.traces["run", "t"]
-    first = summaries.of(trace)
-    assert summaries.of(trace) is first
-    core.state.traces.changes += 1
-    assert summaries.of(trace) is not first
     await core.stop()

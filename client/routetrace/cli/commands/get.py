@@ -66,7 +66,7 @@ def get(
     layers: Layers = None,
     tokens: Tokens = None,
     policy: PolicyOption = PolicyChoice.as_sampled,
-    prefix_rows: PrefixOption = PrefixChoice.same_version,
+    prefix_rows: PrefixOption = PrefixChoice.never,
     missing: Annotated[
         MissingChoice, typer.Option(help=choices("Incomplete traces", _MISSING))
     ] = MissingChoice.raise_,

@@ -35,7 +35,7 @@ def tail(
     layers: Layers = None,
     tokens: Tokens = None,
     policy: PolicyOption = PolicyChoice.as_sampled,
-    prefix_rows: PrefixOption = PrefixChoice.same_version,
+    prefix_rows: PrefixOption = PrefixChoice.never,
     incarnation: Incarnation = None,
     as_json: AsJson = False,
 ) -> None:

@@ -24,7 +24,7 @@ def prepare(
     reader: Reader,
     trace: Trace,
     number: int = 0,
-    prefix_rows: int = pb.PREFIX_ROWS_SAME_VERSION,
+    prefix_rows: int = pb.PREFIX_ROWS_NEVER,
     nonce: int = 0,
 ) -> Steps:
     """Prepare `Reader.find`, with its arguments."""

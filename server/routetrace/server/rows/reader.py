@@ -64,7 +64,7 @@ class Reader:
         run: str,
         trace_id: str,
         number: int = 0,
-        prefix_rows: int = pb.PREFIX_ROWS_SAME_VERSION,
+        prefix_rows: int = pb.PREFIX_ROWS_NEVER,
         trace: Trace | None = None,
         nonce: int = 0,
     ) -> Known:
@@ -99,7 +99,7 @@ class Reader:
         return next((known for known in chain([newest], views) if known.complete), newest)
 
     def standing(
-        self, trace: Trace, prefix_rows: int = pb.PREFIX_ROWS_SAME_VERSION
+        self, trace: Trace, prefix_rows: int = pb.PREFIX_ROWS_NEVER
     ) -> Iterator[Known]:
         """Yield the views of a trace's incarnations, newest first, as they are at each step.
 
@@ -124,7 +124,7 @@ class Reader:
         self,
         trace: Trace,
         incarnation: Incarnation,
-        prefix_rows: int = pb.PREFIX_ROWS_SAME_VERSION,
+        prefix_rows: int = pb.PREFIX_ROWS_NEVER,
     ) -> Known:
         """Return the view of an incarnation under a PrefixRows policy."""
         return self._memory.known(trace, incarnation, self.allowed(trace, prefix_rows))
@@ -133,7 +133,7 @@ class Reader:
         """Return the PrefixRows policy that the run allows a reader."""
         if trace.held or self._forbids_prefix_rows(trace.key[0]):
             return pb.PREFIX_ROWS_NEVER
-        return prefix_rows or pb.PREFIX_ROWS_SAME_VERSION
+        return prefix_rows or pb.PREFIX_ROWS_NEVER
 
     def state_of(self, known: Known) -> int:
         """Return the TraceState of an incarnation."""
@@ -184,7 +184,7 @@ class Reader:
         if len(join.standing) > MAX_LOOKED_AT:  # too many to look at each: it is soon not recent
             return False
         return all(
-            self.settled(self.known(trace, join.incarnation(n), pb.PREFIX_ROWS_NEVER))
+            self.settled(self.known(trace, join.incarnation(n)))
             for n in join.standing
         )
 

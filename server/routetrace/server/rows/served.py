@@ -196,7 +196,7 @@ class Memory:
         self,
         trace: Trace,
         incarnation: Incarnation,
-        prefix_rows: int = pb.PREFIX_ROWS_SAME_VERSION,
+        prefix_rows: int = pb.PREFIX_ROWS_NEVER,
     ) -> Known:
         """Return the view of an incarnation under a PrefixRows policy."""
         kept: Known | None = self._found_for(trace, incarnation)

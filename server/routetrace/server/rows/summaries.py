@@ -13,10 +13,8 @@ import numpy as np
 
 from routetrace.codec.records import FinishReason
 from routetrace.server.index.agents import Agents
-from routetrace.server.index.state import State
 from routetrace.server.index.traces.lineage import MAX_TRACE_LABELS
 from routetrace.server.index.traces.refs import ROW_BITS
-from routetrace.server.index.traces.sources import TraceKey
 from routetrace.server.index.traces.trace import Summary, Trace
 from routetrace.server.rows.preparing import Steps, prepare
 from routetrace.server.rows.reader import Reader, range_of, reason_name
@@ -27,8 +25,7 @@ from routetrace.v1 import routetrace_pb2 as pb
 class Summaries:
     """Summaries of traces, as they are at the moment of the call."""
 
-    def __init__(self, state: State, reader: Reader, agents: Agents) -> None:
-        self._state = state
+    def __init__(self, reader: Reader, agents: Agents) -> None:
         self._reader = reader
         self._agents = agents
 
@@ -66,12 +63,6 @@ class Summaries:
             return True
         if kept.state == pb.TRACE_STATE_RUNNING:
             return self._surely_runs(trace)
-        if kept.unfilled not in (None, self._state.traces.changes):
-            return False
-        for key, serial, changes in kept.given:
-            other = self._state.traces.traces.get(key)
-            if other is None or (other.serial, other.changes) != (serial, changes):
-                return False
         # The agent of a request without an end may come back.
         complete = kept.state == pb.TRACE_STATE_COMPLETE
         return complete or not any(map(self._agents.running, trace.sources))
@@ -96,13 +87,6 @@ class Summaries:
         standing = len(trace.join.standing)
         if state == pb.TRACE_STATE_RUNNING:
             return _running(trace, standing, known.incarnation.labels)
-        unfilled: int | None = None
-        given: tuple[tuple[TraceKey, int, int], ...] = ()
-        if _may_be_given(trace):
-            if standing == 1 and known.complete:
-                given = tuple((t.key, t.serial, changes) for t, changes in known.given.traces)
-            else:
-                unfilled = self._state.traces.changes
         missing = self._reader.missing_cells(state, known)
         cells = known.num_rows * len(known.layout.layer_ids)
         return Summary(
@@ -111,9 +95,7 @@ class Summaries:
             cells,
             tuple((m.reason, m.cells) for m in missing),
             self._message(known, state, cells, missing),
-            unfilled is None and not given and (known.complete or _all_ended(trace)),
-            unfilled,
-            given,
+            known.complete or _all_ended(trace),
         )
 
     def _plain(self, trace: Trace) -> Summary:
@@ -206,11 +188,6 @@ def _labels(trace: Trace) -> dict[str, str]:
     """Return the labels of a trace of one request."""
     labels = {key: text for s in trace.sources for key, text in s.labels.items()}
     return dict(islice(labels.items(), MAX_TRACE_LABELS))
-
-
-def _may_be_given(trace: Trace) -> bool:
-    """Whether rows of other traces may stand in for some of a trace."""
-    return any(n.reason == pb.MISSING_REASON_KV_UNKNOWN for s in trace.sources for n in s.lost)
 
 
 def _all_ended(trace: Trace) -> bool:

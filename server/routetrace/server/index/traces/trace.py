@@ -31,11 +31,7 @@ class Summary(NamedTuple):
     message: bytes
     """Serialized pb.TraceSummary without `expires_ms`, which changes without the trace."""
     final: bool = False
-    """Whether it stays until the trace changes, whatever happens to agents and other traces."""
-    unfilled: int | None = None
-    """`TraceIndex.changes` at that time, where rows of any other trace may stand in."""
-    given: tuple[tuple[TraceKey, int, int], ...] = ()
-    """Traces whose rows stand in: key, serial number and number of changes."""
+    """Whether it stays until the trace changes, whatever happens to agents."""
 
 
 @dataclass(slots=True, eq=False)
