@@ -97,6 +97,7 @@ class BaseWorld:
             engine_id=spec.engine_id,
             shard=shard.name,
             boot_id=boot_id,
+            model="0123456789abcdef",
             layout=self.layout.select(shard.layer_ids),
             block_size=spec.block_size,
             num_blocks=spec.num_blocks,

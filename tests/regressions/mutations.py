@@ -260,6 +260,13 @@ FAULTS = (
         "server/read/test_prefixes.py::test_rows_of_an_unknown_version_do_not_stand_in",
     ),
     fault(
+        "rows of another model, or of one that nobody named, stand in",
+        f"{SERVER}/rows/prefixes.py",
+        "            if not source.model or source.model != own.model:\n",
+        "            if False:\n",
+        "server/read/test_prefixes.py::test_never_of_another_run_or_another_model",
+    ),
+    fault(
         "a read with a handle takes the former request of its id",
         f"{SERVER}/rows/reader.py",
         "            if not number:\n                raise no_request(trace, nonce)\n",

@@ -48,9 +48,10 @@ class ReadOptions(Values):
     continues another (continued rollout, prefill handoff). "latest": rows of the last pass."""
     prefix_rows: PrefixRows = "never"
     """Rows of other traces that stand in for a prompt whose KV was restored from elsewhere, marked
-    as `provenance` "prefix". Digests prove that they are of the same tokens; nothing proves that
-    they are of the pass that made the KV. "same_version": rows of the weight version that computed
-    the request's own first row; "any_version"; "never"."""
+    as `provenance` "prefix". Digests prove that they are of the same tokens, and
+    `AgentConfig.model` that they are of the same model; nothing proves that they are of the pass
+    that made the KV. "same_version": rows of the weight version that computed the request's own
+    first row; "any_version"; "never"."""
     weight_version: int | None = None
     """Weight version of all rows, others are missing; None: any."""
 

@@ -31,6 +31,7 @@ from support.waiting import wait_for
 
 LAYOUT = ModelLayout((1, 2, 4), 6, 300, 3)
 BLOCK = 16
+MODEL = "0123456789abcdef"
 
 
 @pytest.fixture(scope="module")
@@ -83,9 +84,11 @@ class Engine:
 
 
 @contextmanager
-def engine(server, run: str, engine_id: str = "e0", layout: ModelLayout = LAYOUT) -> Iterator:
+def engine(
+    server, run: str, engine_id: str = "e0", layout: ModelLayout = LAYOUT, model: str = MODEL
+) -> Iterator:
     config = AgentConfig(
-        target=server.target, run=run, engine_id=engine_id, layout=layout,
+        target=server.target, run=run, engine_id=engine_id, layout=layout, model=model,
         block_size=BLOCK, num_blocks=400, background="thread", flush_interval_seconds=0.01,
     )  # fmt: skip
     with CaptureAgent(config) as agent:
@@ -243,15 +246,19 @@ def test_never_of_another_run_or_another_model(server):
         engine(server, "mine") as mine,
         engine(server, "theirs") as theirs,
         engine(server, "mine", "e1", other) as strange,
+        engine(server, "mine", "e2", model="f" * 16) as teacher,
+        engine(server, "mine", "e3", model="") as unnamed,
         client_of(server, "mine") as client,
     ):
-        theirs.ask("first", [*PROMPT, 1], 256)
-        strange.ask("first", [*PROMPT, 1], 256)
+        for number, one in enumerate((theirs, strange, teacher, unnamed)):
+            one.ask(f"first-{number}", [*PROMPT, 1], 256)
         mine.ask("second", [*PROMPT, 4, 5], 256, 240)
+        unnamed.ask("third", [*PROMPT, 4, 5], 256, 240)
         for policy in ("same_version", "any_version"):
-            trace = client.get("second", missing="mask", prefix_rows=policy)
-            assert trace.prefix_sources == ()
-            assert gaps(trace)[0][:2] == (0, 240)
+            for name in ("second", "third"):
+                trace = client.get(name, missing="mask", prefix_rows=policy)
+                assert trace.prefix_sources == ()
+                assert gaps(trace)[0][:2] == (0, 240)
 
 
 def test_a_run_may_forbid_them(server):
@@ -270,8 +277,8 @@ def test_rows_of_a_replica_and_of_a_stage(server):
     with engine(server, "replica") as e, client_of(server, "replica") as client:
         agents = [
             CaptureAgent(AgentConfig(target=server.target, run="replica", engine_id="e1",
-                                     shard=f"pp{i}", boot_id="b", layout=stage, block_size=BLOCK,
-                                     num_blocks=40, background="thread",
+                                     shard=f"pp{i}", boot_id="b", layout=stage, model=MODEL,
+                                     block_size=BLOCK, num_blocks=40, background="thread",
                                      flush_interval_seconds=0.01))
             for i, stage in enumerate(stages)
         ]  # fmt: skip

@@ -165,12 +165,14 @@ def _take(
     version: int | None,
 ) -> None:
     """Fill holes with rows of another trace's requests that share the tokens before a position."""
-    layout = reader.sources[0].layout
+    own = reader.sources[0]
     number = len(found.traces)
     for request in requests:
         stop = min(position, request.num_rows)
         for source, span in _computed(request, version):
-            if not _same_model(source.layout, layout):
+            if not source.model or source.model != own.model:
+                continue  # one that nobody named proves nothing
+            if not _same_layout(source.layout, own.layout):
                 continue
             groups: dict[tuple[Interval, ...], set[int]] = {}
             for layer in source.layout.layer_ids:
@@ -209,8 +211,8 @@ def _computed(request: Request, version: int | None) -> Iterator[tuple[Source, S
                         yield source, span.cut(0, confirmed)
 
 
-def _same_model(one: ModelLayout, other: ModelLayout) -> bool:
-    """Whether rows of two shards are of the same model."""
+def _same_layout(one: ModelLayout, other: ModelLayout) -> bool:
+    """Whether rows of two shards are of the same layers of a model."""
     return one is other or (
         (one.moe_layer_ids, one.num_hidden_layers, one.num_experts, one.top_k)
         == (other.moe_layer_ids, other.num_hidden_layers, other.num_experts, other.top_k)

@@ -98,9 +98,7 @@ class Reader:
         newest = next(views)  # the last request of a trace stands
         return next((known for known in chain([newest], views) if known.complete), newest)
 
-    def standing(
-        self, trace: Trace, prefix_rows: int = pb.PREFIX_ROWS_NEVER
-    ) -> Iterator[Known]:
+    def standing(self, trace: Trace, prefix_rows: int = pb.PREFIX_ROWS_NEVER) -> Iterator[Known]:
         """Yield the views of a trace's incarnations, newest first, as they are at each step.
 
         At most the last 64.
@@ -183,10 +181,7 @@ class Reader:
         join = trace.join
         if len(join.standing) > MAX_LOOKED_AT:  # too many to look at each: it is soon not recent
             return False
-        return all(
-            self.settled(self.known(trace, join.incarnation(n)))
-            for n in join.standing
-        )
+        return all(self.settled(self.known(trace, join.incarnation(n))) for n in join.standing)
 
     def retirable(self, trace: Trace, through: int) -> bool:
         """Whether a trace has ended and none of its rows has a newer weight version."""
