@@ -155,15 +155,15 @@ FAULTS = (
     fault(
         "a hand-over whose id several requests ended with counts",
         f"{SERVER}/index/traces/joins.py",
-        "                if len(others) == 1:\n",
-        "                if others:\n",
+        "            if len(others) == 1:\n",
+        "            if others:\n",
         "server/index/test_joins.py::test_a_hand_over_without_a_name_of_its_own_proves_nothing",
     ),
     fault(
         "two requests that handed over go on from each other",
         f"{SERVER}/index/traces/joins.py",
-        "                    if giver.handed_over and request.order > giver.order:\n",
-        "                    if giver.handed_over:\n",
+        "                if giver.handed_over and request.order > giver.order:\n",
+        "                if giver.handed_over:\n",
         "server/index/test_joins.py::test_a_request_that_handed_over_is_an_incarnation_until_another_goes_on_from_it",
     ),
     fault(
@@ -211,9 +211,9 @@ FAULTS = (
     fault(
         "of equal candidates the first is continued",
         f"{SERVER}/index/traces/joins.py",
-        "        if candidates and maker is None:\n",
-        "        maker = maker or (candidates[0] if candidates else None)\n"
-        "        if candidates and maker is None:\n",
+        "            before, proven, equals, _ = self.continued(owner)\n",
+        "            before, proven, equals, _ = self.continued(owner)\n"
+        "            before = before or (equals[0] if equals else None)\n",
         "server/index/test_joins.py::test_of_equal_candidates_the_one_behind_the_last_slot_is_continued",
     ),
     fault(

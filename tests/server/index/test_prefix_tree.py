@@ -69,6 +69,7 @@ def test_every_answer_is_that_of_the_definition(seed: int) -> None:
         for j, theirs in enumerate(known):
             shared = [p for p in mine if theirs.get(p) == mine[p]]
             proven = max((p for p in shared if p <= request.prompt_len), default=0)
+            assert tree.shared(j, i) == proven
             if i != j and goes_on(requests[j], request, shared):
                 successor = j
             before = requests[j]
@@ -92,3 +93,5 @@ def test_a_long_chain_of_turns_takes_a_tree_of_its_turns() -> None:
     assert [tree.successor(i) for i in range(count - 1)] == [count - 1] * (count - 1)
     assert tree.successor(count - 1) is None
     assert tree.predecessors(count - 1) == (count, [count - 2])
+    assert tree.shared(0, count - 1) == 2
+    assert tree.shared(count - 2, 9) == 10

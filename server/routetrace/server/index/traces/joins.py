@@ -11,6 +11,7 @@ concerns.
 from __future__ import annotations
 
 from collections.abc import Generator, Sequence
+from typing import NamedTuple
 
 from routetrace.codec.records import Provenance
 from routetrace.server.common.slices import at_once
@@ -18,6 +19,19 @@ from routetrace.server.index.traces.lineage import Incarnation, Owned, Request
 from routetrace.server.index.traces.prefix_tree import STEP, Digests, PrefixTree, Reported
 from routetrace.server.index.traces.sources import Source, WriterKey
 from routetrace.server.index.traces.spans import FOREVER, Interval, merge
+
+
+class Continued(NamedTuple):
+    """Which request another one continues, and why."""
+
+    before: Request | None
+    """The request; None: none, or several may be it."""
+    proven: int = 0
+    """Tokens that it shares with the other one's prompt."""
+    equals: tuple[Request, ...] = ()
+    """Requests that share as many, it among them."""
+    slot: int = -1
+    """Last position below `proven` that it took from a slot, if there are several; -1: none."""
 
 
 class Join:
@@ -47,6 +61,7 @@ class Join:
         self._tree: PrefixTree | None = None
         # By index, as requests that name each other must make no cycle (`process.pauses`).
         self._givers: dict[int, int] = {}
+        self._ended: dict[str, list[int]] = {}
         if len(self.requests) > 1:
             yield from self._prove()
 
@@ -73,8 +88,11 @@ class Join:
         ambiguous: list[Interval] = []
         stop, owner = FOREVER, request
         while True:
-            before, proven = self._continued(owner, ambiguous)
+            before, proven, equals, _ = self.continued(owner)
             if before is None:
+                if equals:
+                    first = min(candidate.prompt_len for candidate in equals) - 1
+                    ambiguous.append((first, proven - 1))
                 break
             end = min(proven, before.num_rows, owner.prompt_len - 1)
             owners.append(Owned(owner, end, stop, self._givers_of(owner)))
@@ -85,22 +103,25 @@ class Join:
         owners.reverse()
         self._incarnations[number] = Incarnation(request, owners, merge(ambiguous))
 
-    def _continued(self, request: Request, ambiguous: list[Interval]) -> tuple[Request | None, int]:
-        """Return the request that one goes on from, and the length of the proof.
-
-        Positions that several requests may own are added to `ambiguous`.
-        """
+    def continued(self, request: Request) -> Continued:
+        """Return the request that one goes on from."""
         if self._tree is None:
-            return None, 0
+            return Continued(None)
         proven, found = self._tree.predecessors(request.index)
-        if len(found) == 1:
-            return self.requests[found[0]], proven
-        candidates = [self.requests[index] for index in found]
-        maker = _maker_of_last_slot(request, proven, candidates)
-        if candidates and maker is None:
-            first = min(candidate.prompt_len for candidate in candidates) - 1
-            ambiguous.append((first, proven - 1))
-        return maker, proven
+        candidates = tuple(self.requests[index] for index in found)
+        if len(candidates) < 2:
+            return Continued(candidates[0] if candidates else None, proven, candidates)
+        maker, slot = _maker_of_last_slot(request, proven, candidates)
+        return Continued(maker, proven, candidates, slot)
+
+    def proven(self, request: Request, other: Request) -> int:
+        """Return the number of tokens that a request shares with the prompt of another one."""
+        return self._tree.shared(request.index, other.index) if self._tree else 0
+
+    def named(self, request: Request) -> list[Request]:
+        """Return the other requests that ended with the hand-over that one began with."""
+        ended = self._ended.get(request.received_by, ())
+        return [self.requests[index] for index in ended if index != request.index]
 
     def _givers_of(self, request: Request) -> tuple[Request, ...]:
         """Return the requests along which the KV of a request was handed over, the last first."""
@@ -130,13 +151,12 @@ class Join:
     def _prove(self) -> Generator[None, None, None]:
         """Find which requests go on from others, and which took KV from others."""
         reported = []
-        ended: dict[str, list[Request]] = {}
         for request in self.requests:
             reported.append(
                 Reported(request.own, request.prompt_len, request.num_tokens, request.handed_over)
             )
             if name := request.handed_over_by:
-                ended.setdefault(name, []).append(request)
+                self._ended.setdefault(name, []).append(request.index)
             if not len(reported) % STEP:
                 yield
         self._tree = tree = yield from PrefixTree.in_steps(reported)
@@ -146,13 +166,12 @@ class Join:
             successor = tree.successor(index)
             if successor is not None:
                 request.successor = self.requests[successor]
-            if name := request.received_by:
-                others = [other for other in ended.get(name, ()) if other is not request]
-                if len(others) == 1:
-                    [giver] = others
-                    self._givers[index] = giver.index
-                    if giver.handed_over and request.order > giver.order:
-                        taken.append((giver, request))
+            others = self.named(request)
+            if len(others) == 1:
+                [giver] = others
+                self._givers[index] = giver.index
+                if giver.handed_over and request.order > giver.order:
+                    taken.append((giver, request))
             if not index % STEP:
                 yield
         for giver, taker in taken:
@@ -161,10 +180,13 @@ class Join:
 
 def _maker_of_last_slot(
     request: Request, proven: int, candidates: Sequence[Request]
-) -> Request | None:
+) -> tuple[Request | None, int]:
     """Return the candidate that made the row of the last position below `proven` from a slot.
 
     It must have sampled the token there: KV of their prompt does not tell candidates apart.
+
+    Returns:
+        The candidate, None if there is none; the position, -1 if no slot was read.
     """
     last: tuple[int, int] | None = None
     for source in request.sources:
@@ -174,15 +196,15 @@ def _maker_of_last_slot(
                 if last is None or end > last[0]:
                     last = end, span.ref + end - span.position
     if last is None:
-        return None
+        return None, -1
     position, ref = last
     for candidate in candidates:
         for source in candidate.sources if position >= candidate.prompt_len else ():
             for attempt in source.attempts:
                 for span in attempt.between(position, position + 1):
                     if span.provenance == Provenance.FORWARD and span.ref == ref:
-                        return candidate
-    return None
+                        return candidate, position
+    return None, position
 
 
 def requests_of(sources: Sequence[Source], num_dropped: int = 0) -> list[Request]:

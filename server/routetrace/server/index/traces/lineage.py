@@ -101,12 +101,17 @@ class Request:
         return _only({source.handed_over_by for source in self.sources if source.ended})
 
     @property
+    def begun(self) -> list[Interval]:
+        """Positions of its begin's external KV."""
+        return merge(source.loaded for source in self.sources if source.loaded[1])
+
+    @property
     def loaded(self) -> list[Interval]:
         """Positions of its begin's external KV that it kept, as far as that is known.
 
         Passes go up: what lies below the first one stays as it was loaded.
         """
-        begun = merge(source.loaded for source in self.sources if source.loaded[1])
+        begun = self.begun
         if not begun:
             return []
         slot, unknown = Provenance.SLOT, pb.MISSING_REASON_KV_UNKNOWN

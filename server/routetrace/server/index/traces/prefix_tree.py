@@ -223,6 +223,17 @@ class PrefixTree:
             return position, [self._sampler[node]]
         return position, sorted(i for i in self._among(node) if self._may_precede(i, position))
 
+    def shared(self, index: int, other: int) -> int:
+        """Return the length of the longest prefix that a request shares with another's prompt."""
+        depth, jump, parent = self._depth, self._jump, self._parent
+        one, two = sorted((self._leaf[index], self._given[other]), key=lambda node: depth[node])
+        while depth[two] > depth[one]:
+            two = jump[two] if depth[jump[two]] >= depth[one] else parent[two]
+        while one != two:  # a jump is as long from each node of one depth
+            up = jump if jump[one] != jump[two] else parent
+            one, two = up[one], up[two]
+        return max(self._prefixes[one][0], 0)
+
     def _may_precede(self, index: int, position: int) -> bool:
         request = self._requests[index]
         return not request.handed_over and 0 < request.prompt_len < position
