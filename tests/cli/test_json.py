@@ -42,6 +42,11 @@ CALLS: dict[str, tuple[tuple[str, ...], int, set[str]]] = {
         {"trace_id", "path", "rows", "bytes", "state"},
     ),
     "stat": (("whole",), 0, {"trace_id", "state", "coverage", "missing"}),
+    "explain": (
+        ("hole", "--position", "12"),
+        0,
+        {"trace_id", "rule", "row", "missing", "owner", "chain", "evidence", "refused", "remedy"},
+    ),
     "list": ((), 0, {"trace_id", "state", "coverage", "missing_cells"}),
     "tail": (("whole",), 0, {"trace_id", "state", "token_start", "token_stop", "rows_per_second"}),
     "verify": (

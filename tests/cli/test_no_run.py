@@ -24,6 +24,7 @@ from support.servers.client_server import LAYOUT, rows_of
 CALLS: dict[str, tuple[tuple[str, ...], ...]] = {
     "get": (("a", "-o", "{tmp}/a.npz"), ("--label", "a=b", "-o", "{tmp}/a.npz")),
     "stat": (("a",),),
+    "explain": (("a", "--position", "0"),),
     "list": ((), ("--label", "a=b")),
     "tail": (("a",),),
     "verify": (("--all",), ("a",)),

@@ -160,6 +160,17 @@ _TABLE = {
     "client.RouteClient.describe": _client(
         "describe", trace_id="done", incarnation=1, policy="latest", origins=True, timeout=1.0
     ),
+    "client.RouteClient.explain": _client(
+        "explain",
+        trace_id="done",
+        position=0,
+        layer_id=0,
+        incarnation=1,
+        nonce=None,
+        policy="latest",
+        weight_version=None,
+        timeout=1.0,
+    ),
     "client.RouteClient.find": _client(
         "find", labels={"a": "b"}, states=["running"], limit=1, retirable_through=-9, timeout=1.0
     ),

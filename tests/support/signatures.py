@@ -16,6 +16,8 @@ CALLS = {
     f" {READ}",
     "client.RouteClient.stat": "trace_id * incarnation timeout",
     "client.RouteClient.describe": "trace_id * incarnation policy origins timeout",
+    "client.RouteClient.explain": "trace_id position * layer_id incarnation nonce policy"
+    " weight_version timeout",
     "client.RouteClient.find": "* labels states limit retirable_through timeout",
     "client.RouteClient.watch": "* timeout",
     "client.RouteClient.delete": "*trace_ids missing_ok timeout",

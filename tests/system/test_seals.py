@@ -105,6 +105,7 @@ def test_no_byte_of_a_read_can_change(server, method, request_, want):
 BEGIN = pb.RequestBegin(trace_id="bound")
 UNARY = [
     ("TraceService", "StatTrace", pb.StatTraceRequest(run="r", trace_id="holes")),
+    ("TraceService", "ExplainCell", pb.ExplainCellRequest(run="r", trace_id="holes", position=1)),
     ("TraceService", "ListTraces", pb.ListTracesRequest(run="r")),
     (
         "IngestService",

@@ -49,7 +49,8 @@ METAVARS = {
     "--core": "FACTOR",
     **dict.fromkeys(
         (
-            *("--incarnation", "--limit", "--batch", "--passes", "--ahead", "--ranks"),
+            *("--incarnation", "--position", "--layer"),
+            *("--limit", "--batch", "--passes", "--ahead", "--ranks"),
             *("--replicas", "--experts", "--top-k", "--seed", "--system", "--group", "--turns"),
             *("--max-tokens", "--agents", "--steps", "--prefill", "--kv-blocks", "--drafts"),
             *("--preemptions", "--readers", "--followers", "--tokens-per-second", "--nodes"),

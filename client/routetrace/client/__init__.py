@@ -12,6 +12,13 @@ from routetrace.client.agreement_history import (
 from routetrace.client.config import ClientConfig
 from routetrace.client.description import Incarnation, RowOrigin, TraceDescription
 from routetrace.client.expert_load import ExpertLoad
+from routetrace.client.explanation import (
+    CellRow,
+    ChainMember,
+    EngineRequest,
+    Explanation,
+    RefusedCandidate,
+)
 from routetrace.client.history import AgentHistory, RunHistory
 from routetrace.client.micro_batch import MicroBatch, Sample, Segment
 from routetrace.client.options import ReadOptions
@@ -66,11 +73,15 @@ __all__ = [
     "AgreementHistory",
     "AsyncPrefetch",
     "AsyncRouteClient",
+    "CellRow",
+    "ChainMember",
     "ClientConfig",
     "Closed",
     "Corrupt",
     "DeadlineExceeded",
+    "EngineRequest",
     "ExpertLoad",
+    "Explanation",
     "FetchPlan",
     "FetchStats",
     "FinishReason",
@@ -95,6 +106,7 @@ __all__ = [
     "Rank",
     "ReadFacts",
     "ReadOptions",
+    "RefusedCandidate",
     "Retired",
     "RouteClient",
     "RouteTraceError",

@@ -14,6 +14,7 @@ from routetrace.client._html import Part, html_of
 from routetrace.client._memory import check_device, read_only, require_torch, to_tensor
 from routetrace.client._ranges import clip_ranges, column_index
 from routetrace.client.alignment import compare_tokens
+from routetrace.client.explanation import pointer
 from routetrace.client.stat import (
     PrefixSpan,
     ProvenanceSpan,
@@ -389,7 +390,7 @@ def incomplete(
     else:
         text = f"{name} is {read.state.value}; missing {missing}"
     return Incomplete(
-        text,
+        text + pointer(read),
         trace_id=read.trace_id,
         state=read.state,
         missing=read.missing,

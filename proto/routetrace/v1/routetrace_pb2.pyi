@@ -1793,6 +1793,273 @@ class IncarnationInfo(google.protobuf.message.Message):
 global___IncarnationInfo = IncarnationInfo
 
 @typing.final
+class ExplainCellRequest(google.protobuf.message.Message):
+    """Requests the reasons for one cell."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    RUN_FIELD_NUMBER: builtins.int
+    TRACE_ID_FIELD_NUMBER: builtins.int
+    INCARNATION_FIELD_NUMBER: builtins.int
+    NONCE_FIELD_NUMBER: builtins.int
+    POLICY_FIELD_NUMBER: builtins.int
+    WEIGHT_VERSION_FIELD_NUMBER: builtins.int
+    POSITION_FIELD_NUMBER: builtins.int
+    LAYER_ID_FIELD_NUMBER: builtins.int
+    run: builtins.str
+    """Namespace."""
+    trace_id: builtins.str
+    """The trace."""
+    incarnation: builtins.int
+    """As in GetTraceRequest."""
+    nonce: builtins.int
+    """As in GetTraceRequest."""
+    policy: global___ReadPolicy.ValueType
+    """As in GetTraceRequest."""
+    weight_version: builtins.int
+    """As in GetTraceRequest."""
+    position: builtins.int
+    """Position of the token."""
+    layer_id: builtins.int
+    """Absolute layer id; not set: the first MoE layer."""
+    def __init__(
+        self,
+        *,
+        run: builtins.str = ...,
+        trace_id: builtins.str = ...,
+        incarnation: builtins.int = ...,
+        nonce: builtins.int = ...,
+        policy: global___ReadPolicy.ValueType = ...,
+        weight_version: builtins.int | None = ...,
+        position: builtins.int = ...,
+        layer_id: builtins.int | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["_layer_id", b"_layer_id", "_weight_version", b"_weight_version", "layer_id", b"layer_id", "weight_version", b"weight_version"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_layer_id", b"_layer_id", "_weight_version", b"_weight_version", "incarnation", b"incarnation", "layer_id", b"layer_id", "nonce", b"nonce", "policy", b"policy", "position", b"position", "run", b"run", "trace_id", b"trace_id", "weight_version", b"weight_version"]) -> None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_layer_id", b"_layer_id"]) -> typing.Literal["layer_id"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_weight_version", b"_weight_version"]) -> typing.Literal["weight_version"] | None: ...
+
+global___ExplainCellRequest = ExplainCellRequest
+
+@typing.final
+class ExplainCellResponse(google.protobuf.message.Message):
+    """Reasons for one cell. Texts are sentences, or parts of one, for people."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    INCARNATION_FIELD_NUMBER: builtins.int
+    LAYER_ID_FIELD_NUMBER: builtins.int
+    CHAIN_FIELD_NUMBER: builtins.int
+    NUM_MEMBERS_FIELD_NUMBER: builtins.int
+    OWNER_FIELD_NUMBER: builtins.int
+    OWNER_REASON_FIELD_NUMBER: builtins.int
+    RULE_FIELD_NUMBER: builtins.int
+    ROW_FIELD_NUMBER: builtins.int
+    MISSING_FIELD_NUMBER: builtins.int
+    EVIDENCE_FIELD_NUMBER: builtins.int
+    REFUSED_FIELD_NUMBER: builtins.int
+    NUM_REFUSED_FIELD_NUMBER: builtins.int
+    REMEDY_FIELD_NUMBER: builtins.int
+    CRC32_FIELD_NUMBER: builtins.int
+    incarnation: builtins.int
+    """Number of the incarnation."""
+    layer_id: builtins.int
+    """Layer of the cell."""
+    num_members: builtins.int
+    """Members of the whole chain, as above."""
+    owner_reason: builtins.str
+    """Why it is the owner, or why there is none."""
+    rule: builtins.str
+    """Rule that gave the row: "own_pass", "own_slot", "handoff" or "later_attempt"; "": there is no row."""
+    missing: global___MissingReason.ValueType
+    """Why there is no row."""
+    num_refused: builtins.int
+    """Number of all of them."""
+    remedy: builtins.str
+    """An action that helps where the row is missing; "": none."""
+    crc32: builtins.int
+    """CRC-32 of all bytes of this message except this field."""
+    @property
+    def chain(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___ChainMember]:
+        """Chain of the incarnation's last request, ascending: at most 64 of its members, the owner of the
+        position among them. One is there twice if ambiguous positions lie between those that it owns.
+        """
+
+    @property
+    def owner(self) -> global___EngineRequest:
+        """Request that owns the position; not set: several may own it."""
+
+    @property
+    def row(self) -> global___CellRow:
+        """The row; not set: there is none."""
+
+    @property
+    def evidence(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """Facts that the rule, or the reason, rests on."""
+
+    @property
+    def refused(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___RefusedCandidate]:
+        """Requests and attempts that do not own the position, or do not give its row, though they might: at
+        most 64.
+        """
+
+    def __init__(
+        self,
+        *,
+        incarnation: builtins.int = ...,
+        layer_id: builtins.int = ...,
+        chain: collections.abc.Iterable[global___ChainMember] | None = ...,
+        num_members: builtins.int = ...,
+        owner: global___EngineRequest | None = ...,
+        owner_reason: builtins.str = ...,
+        rule: builtins.str = ...,
+        row: global___CellRow | None = ...,
+        missing: global___MissingReason.ValueType = ...,
+        evidence: collections.abc.Iterable[builtins.str] | None = ...,
+        refused: collections.abc.Iterable[global___RefusedCandidate] | None = ...,
+        num_refused: builtins.int = ...,
+        remedy: builtins.str = ...,
+        crc32: builtins.int = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["owner", b"owner", "row", b"row"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["chain", b"chain", "crc32", b"crc32", "evidence", b"evidence", "incarnation", b"incarnation", "layer_id", b"layer_id", "missing", b"missing", "num_members", b"num_members", "num_refused", b"num_refused", "owner", b"owner", "owner_reason", b"owner_reason", "refused", b"refused", "remedy", b"remedy", "row", b"row", "rule", b"rule"]) -> None: ...
+
+global___ExplainCellResponse = ExplainCellResponse
+
+@typing.final
+class EngineRequest(google.protobuf.message.Message):
+    """Request of an engine."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NUMBER_FIELD_NUMBER: builtins.int
+    REQUEST_ID_FIELD_NUMBER: builtins.int
+    ENGINE_ID_FIELD_NUMBER: builtins.int
+    number: builtins.int
+    """Its number, in order of arrival from 1: that of the incarnation that ends with it."""
+    request_id: builtins.str
+    """Its name at the engine."""
+    engine_id: builtins.str
+    """Engine."""
+    def __init__(
+        self,
+        *,
+        number: builtins.int = ...,
+        request_id: builtins.str = ...,
+        engine_id: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["engine_id", b"engine_id", "number", b"number", "request_id", b"request_id"]) -> None: ...
+
+global___EngineRequest = EngineRequest
+
+@typing.final
+class ChainMember(google.protobuf.message.Message):
+    """Request in the chain of another one."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    REQUEST_FIELD_NUMBER: builtins.int
+    PROVEN_FIELD_NUMBER: builtins.int
+    START_FIELD_NUMBER: builtins.int
+    STOP_FIELD_NUMBER: builtins.int
+    proven: builtins.int
+    """Tokens that digests prove it shares with the prompt of the next member; 0 for the last one."""
+    start: builtins.int
+    """First position that it owns."""
+    stop: builtins.int
+    """One past the last position that it owns; 0: all from `start` on."""
+    @property
+    def request(self) -> global___EngineRequest:
+        """The request."""
+
+    def __init__(
+        self,
+        *,
+        request: global___EngineRequest | None = ...,
+        proven: builtins.int = ...,
+        start: builtins.int = ...,
+        stop: builtins.int = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["request", b"request"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["proven", b"proven", "request", b"request", "start", b"start", "stop", b"stop"]) -> None: ...
+
+global___ChainMember = ChainMember
+
+@typing.final
+class CellRow(google.protobuf.message.Message):
+    """Row of a cell."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    COMPUTED_BY_FIELD_NUMBER: builtins.int
+    SHARD_FIELD_NUMBER: builtins.int
+    ATTEMPT_FIELD_NUMBER: builtins.int
+    WEIGHT_VERSION_FIELD_NUMBER: builtins.int
+    REPORTED_BY_FIELD_NUMBER: builtins.int
+    TRANSFER_ID_FIELD_NUMBER: builtins.int
+    shard: builtins.str
+    """Shard whose agent reported it."""
+    attempt: builtins.int
+    """Attempt of the request that reported it, from 0."""
+    weight_version: builtins.int
+    """Weight version that computed it."""
+    transfer_id: builtins.str
+    """Name of the hand-over behind it; "": none."""
+    @property
+    def computed_by(self) -> global___EngineRequest:
+        """Request whose pass computed it; not set: it is not one of the trace."""
+
+    @property
+    def reported_by(self) -> global___EngineRequest:
+        """Request that reported it: the owner, or the one that handed its KV over."""
+
+    def __init__(
+        self,
+        *,
+        computed_by: global___EngineRequest | None = ...,
+        shard: builtins.str = ...,
+        attempt: builtins.int = ...,
+        weight_version: builtins.int = ...,
+        reported_by: global___EngineRequest | None = ...,
+        transfer_id: builtins.str = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["computed_by", b"computed_by", "reported_by", b"reported_by"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["attempt", b"attempt", "computed_by", b"computed_by", "reported_by", b"reported_by", "shard", b"shard", "transfer_id", b"transfer_id", "weight_version", b"weight_version"]) -> None: ...
+
+global___CellRow = CellRow
+
+@typing.final
+class RefusedCandidate(google.protobuf.message.Message):
+    """Request, or one of its attempts, that was not chosen."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    REQUEST_FIELD_NUMBER: builtins.int
+    ATTEMPT_FIELD_NUMBER: builtins.int
+    REASON_FIELD_NUMBER: builtins.int
+    attempt: builtins.int
+    """Its attempt, from 1; 0: the request as a whole."""
+    reason: builtins.str
+    """Why it was refused."""
+    @property
+    def request(self) -> global___EngineRequest:
+        """The request."""
+
+    def __init__(
+        self,
+        *,
+        request: global___EngineRequest | None = ...,
+        attempt: builtins.int = ...,
+        reason: builtins.str = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["request", b"request"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["attempt", b"attempt", "reason", b"reason", "request", b"request"]) -> None: ...
+
+global___RefusedCandidate = RefusedCandidate
+
+@typing.final
 class RowSource(google.protobuf.message.Message):
     """Agent that reported rows."""
 

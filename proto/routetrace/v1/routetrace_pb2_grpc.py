@@ -140,6 +140,11 @@ class TraceServiceStub(object):
                 request_serializer=routetrace_dot_v1_dot_routetrace__pb2.DescribeTraceRequest.SerializeToString,
                 response_deserializer=routetrace_dot_v1_dot_routetrace__pb2.DescribeTraceResponse.FromString,
                 )
+        self.ExplainCell = channel.unary_unary(
+                '/routetrace.v1.TraceService/ExplainCell',
+                request_serializer=routetrace_dot_v1_dot_routetrace__pb2.ExplainCellRequest.SerializeToString,
+                response_deserializer=routetrace_dot_v1_dot_routetrace__pb2.ExplainCellResponse.FromString,
+                )
         self.ListTraces = channel.unary_unary(
                 '/routetrace.v1.TraceService/ListTraces',
                 request_serializer=routetrace_dot_v1_dot_routetrace__pb2.ListTracesRequest.SerializeToString,
@@ -231,6 +236,13 @@ class TraceServiceServicer(object):
 
     def DescribeTrace(self, request, context):
         """Describes the origin of one trace: incarnations, times, and the agent that reported each row.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ExplainCell(self, request, context):
+        """Explains the row of one cell, or why there is none.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -341,6 +353,11 @@ def add_TraceServiceServicer_to_server(servicer, server):
                     servicer.DescribeTrace,
                     request_deserializer=routetrace_dot_v1_dot_routetrace__pb2.DescribeTraceRequest.FromString,
                     response_serializer=routetrace_dot_v1_dot_routetrace__pb2.DescribeTraceResponse.SerializeToString,
+            ),
+            'ExplainCell': grpc.unary_unary_rpc_method_handler(
+                    servicer.ExplainCell,
+                    request_deserializer=routetrace_dot_v1_dot_routetrace__pb2.ExplainCellRequest.FromString,
+                    response_serializer=routetrace_dot_v1_dot_routetrace__pb2.ExplainCellResponse.SerializeToString,
             ),
             'ListTraces': grpc.unary_unary_rpc_method_handler(
                     servicer.ListTraces,
@@ -490,6 +507,23 @@ class TraceService(object):
         return grpc.experimental.unary_unary(request, target, '/routetrace.v1.TraceService/DescribeTrace',
             routetrace_dot_v1_dot_routetrace__pb2.DescribeTraceRequest.SerializeToString,
             routetrace_dot_v1_dot_routetrace__pb2.DescribeTraceResponse.FromString,
+            options, channel_credentials,
+            insecure, call_credentials, compression, wait_for_ready, timeout, metadata)
+
+    @staticmethod
+    def ExplainCell(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(request, target, '/routetrace.v1.TraceService/ExplainCell',
+            routetrace_dot_v1_dot_routetrace__pb2.ExplainCellRequest.SerializeToString,
+            routetrace_dot_v1_dot_routetrace__pb2.ExplainCellResponse.FromString,
             options, channel_credentials,
             insecure, call_credentials, compression, wait_for_ready, timeout, metadata)
 

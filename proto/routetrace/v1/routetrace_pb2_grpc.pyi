@@ -117,6 +117,12 @@ class TraceServiceStub:
     ]
     """Describes the origin of one trace: incarnations, times, and the agent that reported each row."""
 
+    ExplainCell: grpc.UnaryUnaryMultiCallable[
+        routetrace.v1.routetrace_pb2.ExplainCellRequest,
+        routetrace.v1.routetrace_pb2.ExplainCellResponse,
+    ]
+    """Explains the row of one cell, or why there is none."""
+
     ListTraces: grpc.UnaryUnaryMultiCallable[
         routetrace.v1.routetrace_pb2.ListTracesRequest,
         routetrace.v1.routetrace_pb2.ListTracesResponse,
@@ -217,6 +223,12 @@ class TraceServiceAsyncStub:
         routetrace.v1.routetrace_pb2.DescribeTraceResponse,
     ]
     """Describes the origin of one trace: incarnations, times, and the agent that reported each row."""
+
+    ExplainCell: grpc.aio.UnaryUnaryMultiCallable[
+        routetrace.v1.routetrace_pb2.ExplainCellRequest,
+        routetrace.v1.routetrace_pb2.ExplainCellResponse,
+    ]
+    """Explains the row of one cell, or why there is none."""
 
     ListTraces: grpc.aio.UnaryUnaryMultiCallable[
         routetrace.v1.routetrace_pb2.ListTracesRequest,
@@ -328,6 +340,14 @@ class TraceServiceServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[routetrace.v1.routetrace_pb2.DescribeTraceResponse, collections.abc.Awaitable[routetrace.v1.routetrace_pb2.DescribeTraceResponse]]:
         """Describes the origin of one trace: incarnations, times, and the agent that reported each row."""
+
+    @abc.abstractmethod
+    def ExplainCell(
+        self,
+        request: routetrace.v1.routetrace_pb2.ExplainCellRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[routetrace.v1.routetrace_pb2.ExplainCellResponse, collections.abc.Awaitable[routetrace.v1.routetrace_pb2.ExplainCellResponse]]:
+        """Explains the row of one cell, or why there is none."""
 
     @abc.abstractmethod
     def ListTraces(

@@ -54,6 +54,7 @@ def test_public_names():
         "get_blocks",
         "stat",
         "describe",
+        "explain",
         "find",
         "watch",
         "bind",

@@ -391,6 +391,7 @@ class RequestTarget(Target):
             ),
             "StatTrace": pb.StatTraceRequest(run="run", trace_id="r0"),
             "DescribeTrace": pb.DescribeTraceRequest(run="run", trace_id="r0"),
+            "ExplainCell": pb.ExplainCellRequest(run="run", trace_id="r0", position=1),
             "ListTraces": pb.ListTracesRequest(run="run", labels={"sample": "r1"}),
             "WatchTraces": pb.WatchTracesRequest(run="run"),
             "DeleteTrace": pb.DeleteTraceRequest(run="run", trace_id="none"),

@@ -182,6 +182,7 @@ FOREIGN: dict[str, Callable[[RouteClient], Any]] = {
     "get_blocks": lambda c: c.get_blocks("e0", [0], 1),
     "stat": lambda c: c.stat("r0"),
     "describe": lambda c: c.describe("r0"),
+    "explain": lambda c: c.explain("r0", 0),
     "find": lambda c: list(c.find()),
     "watch": lambda c: next(c.watch()),
     "server_info": lambda c: c.server_info(),

@@ -11,6 +11,7 @@ from routetrace.cli.bench import command as bench
 from routetrace.cli.commands.agents import agents, forget_engine
 from routetrace.cli.commands.diff import diff
 from routetrace.cli.commands.doctor import doctor
+from routetrace.cli.commands.explain import explain
 from routetrace.cli.commands.get import get
 from routetrace.cli.commands.limits import limits
 from routetrace.cli.commands.page import page
@@ -46,6 +47,7 @@ def top() -> None:
 _COMMANDS: dict[str, Callable[..., None]] = {
     "get": get,
     "stat": stat,
+    "explain": explain,
     "list": list_traces,
     "tail": tail,
     "verify": verify,

@@ -1,5 +1,7 @@
 """One function per call of the clients: checks the arguments, returns the plan."""
 
+# Over 400 lines: a function for each call; most lines are signatures and messages.
+
 from __future__ import annotations
 
 import math
@@ -25,6 +27,7 @@ from routetrace.client._core.reads import (
 from routetrace.client._core.steps import Emit, Plan
 from routetrace.client._memory import check_pin
 from routetrace.client.description import TraceDescription, stat_from_proto
+from routetrace.client.explanation import Explanation
 from routetrace.client.options import Missing, ReadOptions
 from routetrace.client.plan import FetchPlan
 from routetrace.client.stat import (
@@ -204,6 +207,36 @@ def describe(
     limit = config.limit(timeout)
     call = unary("DescribeTrace", request, limit, TraceDescription.from_proto)
     return named(trace_id, call)
+
+
+def explain(
+    config: Config,
+    trace_id: str,
+    position: int,
+    *,
+    layer_id: int | None,
+    incarnation: int | None,
+    nonce: int | None,
+    policy: str,
+    weight_version: int | None,
+    timeout: float | None,
+) -> Plan[Explanation]:
+    """See RouteClient.explain."""
+    request = pb.ExplainCellRequest(
+        run=config.run,
+        trace_id=check.identifier("trace_id", trace_id),
+        incarnation=_incarnation(incarnation),
+        nonce=0 if nonce is None else check.nonce(nonce),
+        policy=_POLICIES[check.choice("policy", policy, [*_POLICIES])],
+        weight_version=None if weight_version is None else check.weight_version(weight_version),
+        position=check.whole("position", position),
+        layer_id=None if layer_id is None else check.whole("layer_id", layer_id),
+    )
+
+    def convert(response: pb.ExplainCellResponse) -> Explanation:
+        return Explanation.from_proto(trace_id, position, response)
+
+    return named(trace_id, unary("ExplainCell", request, config.limit(timeout), convert))
 
 
 def find(

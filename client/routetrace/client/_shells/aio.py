@@ -25,6 +25,7 @@ from routetrace.client.agreement_history import AgreementHistory
 from routetrace.client.config import TIMEOUT, ClientConfig, settings_of
 from routetrace.client.description import TraceDescription
 from routetrace.client.expert_load import ExpertLoad
+from routetrace.client.explanation import Explanation
 from routetrace.client.history import RunHistory
 from routetrace.client.options import Missing, Policy, ReadKeywords, ReadOptions, merged
 from routetrace.client.plan import FetchPlan
@@ -553,6 +554,46 @@ class AsyncRouteClient:
             incarnation=incarnation,
             policy=policy,
             origins=origins,
+            timeout=timeout,
+        )
+        return await self._driver.one(plan)
+
+    async def explain(
+        self,
+        trace_id: str,
+        position: int,
+        *,
+        layer_id: int | None = None,
+        incarnation: int | None = None,
+        nonce: int | None = None,
+        policy: Policy = "as_sampled",
+        weight_version: int | None = None,
+        timeout: float | None = None,
+    ) -> Explanation:
+        """Return where the row of one cell comes from, or why there is none.
+
+        Args:
+            trace_id: id of the trace.
+            position: position of the token.
+            layer_id: absolute layer id; the first MoE layer if None.
+            incarnation: as in `get`.
+            nonce: as in `get`.
+            policy: see `ReadOptions`.
+            weight_version: see `ReadOptions`.
+            timeout: seconds; the client's timeout if None.
+
+        Raises:
+            RouteTraceError: see the class.
+        """
+        plan = _calls.explain(
+            self._config,
+            trace_id,
+            position,
+            layer_id=layer_id,
+            incarnation=incarnation,
+            nonce=nonce,
+            policy=policy,
+            weight_version=weight_version,
             timeout=timeout,
         )
         return await self._driver.one(plan)

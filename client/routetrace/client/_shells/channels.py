@@ -130,6 +130,7 @@ def _methods(channel: Any) -> dict[str, Any]:
         for service, name, request, response in (
             ("TraceService", "StatTrace", pb.StatTraceRequest, pb.StatTraceResponse),
             ("TraceService", "DescribeTrace", pb.DescribeTraceRequest, pb.DescribeTraceResponse),
+            ("TraceService", "ExplainCell", pb.ExplainCellRequest, pb.ExplainCellResponse),
             ("TraceService", "ListTraces", pb.ListTracesRequest, pb.ListTracesResponse),
             ("TraceService", "GetHistory", pb.GetHistoryRequest, pb.GetHistoryResponse),
             ("TraceService", "ListAgreement", pb.ListAgreementRequest, pb.ListAgreementResponse),

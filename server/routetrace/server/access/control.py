@@ -28,6 +28,7 @@ _SCOPES: dict[str, Scope] = {
     "/routetrace.v1.TraceService/GetBlocks": "read",
     "/routetrace.v1.TraceService/StatTrace": "read",
     "/routetrace.v1.TraceService/DescribeTrace": "read",
+    "/routetrace.v1.TraceService/ExplainCell": "read",
     "/routetrace.v1.TraceService/ListTraces": "read",
     "/routetrace.v1.TraceService/WatchTraces": "read",
     "/routetrace.v1.TraceService/GetServerInfo": "read",

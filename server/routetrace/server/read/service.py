@@ -1,5 +1,7 @@
 """Trace service: reads, look-ups, deletion and leases of traces."""
 
+# Over 400 lines: one class, with a method for each call.
+
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
@@ -25,6 +27,7 @@ from routetrace.server.read.blocks import trace_of_blocks
 from routetrace.server.read.catalog import Catalog, OwnCatalog, Renewal
 from routetrace.server.read.checks import Checks, at_most, check_part, check_read
 from routetrace.server.read.describing import described
+from routetrace.server.read.explaining import cell_of, explained
 from routetrace.server.read.finding import Finder
 from routetrace.server.read.following import Follower
 from routetrace.server.read.parts import PartsServicer
@@ -322,6 +325,26 @@ class TraceServicer(RunCalls):
             wanted = not request.omit_origins
             turns = self._admission.pace.turns(owner)
             return await described(self._reader, known, selection, reads, turns, origins=wanted)
+
+    @unary
+    async def ExplainCell(  # noqa: N802, D102
+        self, request: pb.ExplainCellRequest, context: Context
+    ) -> pb.ExplainCellResponse:
+        owner = self._checks.call(context, "read", request.run)
+        read = pb.GetTraceRequest(
+            run=request.run,
+            trace_id=request.trace_id,
+            incarnation=request.incarnation,
+            nonce=request.nonce,
+            policy=request.policy,
+        )
+        check_read(read)
+        with self._admission.read(owner):
+            await self._admission.pace.step(owner)
+            known = await self._finder.gathered(read, context, owner)
+            cell = cell_of(self._reader, known, request)
+            turns = self._admission.pace.turns(owner)
+            return await explained(self._reader, known, cell, turns)
 
     @unary
     async def ListTraces(  # noqa: N802, D102
