@@ -24,6 +24,7 @@ from oracle.truth import (
     Record,
     RowStore,
     digest_positions,
+    end_positions,
 )
 from oracle.world import EngineSpec, Shard, World
 from routetrace.codec.records import UNKNOWN_VERSION
@@ -164,7 +165,7 @@ class Engine:
         self.untold: list[Step] = []
         """Passes that wrote to slots, and whose rows were not told yet."""
         self.steps = 0
-        self.ends: dict[str, deque[int]] = {}
+        self.ends: dict[str, deque[set[int]]] = {}
         self.loaded: list[int] = []
         """Blocks whose loading the slot-only agents are still to be told."""
         self.lines = [self._connect(spec, shard) for shard in spec.shards]
@@ -556,7 +557,7 @@ class Engine:
         if spec.tells_tokens:
             ends = self.ends.get(request.trace_id, ())
             record.told_at = digest_positions(len(request.prompt))
-            record.told_at |= {n for n in ends if n < len(request.prompt)}
+            record.told_at |= {n for n in set[int]().union(*ends) if n < len(request.prompt)}
         return record
 
     def _tell_begin(self, request: Request, computed: int, external: int) -> None:
@@ -870,9 +871,10 @@ class Engine:
             transfer_id=gives,
         )
         if told:
-            record.told_at |= digest_positions(len(tokens))
-            ends = self.ends.setdefault(request.trace_id, deque(maxlen=ENDS_PER_TRACE))
-            ends.append(len(tokens))
+            ends = end_positions(len(request.prompt), len(tokens), reason)
+            record.told_at |= digest_positions(len(tokens)) | ends
+            earlier = self.ends.setdefault(request.trace_id, deque(maxlen=ENDS_PER_TRACE))
+            earlier.append(ends)
         if self.twins and request.last_twin_step and request.computed:
             self._bind(request)
         if request.running:

@@ -309,6 +309,14 @@ FAULTS = (
         "engines/test_vllm_halves.py::test_rows_of_another_kv_dtype_do_not_stand_in",
     ),
     fault(
+        "an aborted request has a digest at its end alone",
+        f"{AGENT}/pipeline/framer.py",
+        "        if reason == FinishReason.ABORT:\n",
+        "        if False:\n",
+        "system/test_cut_rollouts.py::"
+        "test_rows_of_all_tokens_that_the_caller_got_are_of_the_passes_that_sampled_them",
+    ),
+    fault(
         "digests leave images out",
         f"{AGENT}/engines/vllm/inputs.py",
         "            placeholders[:] = _mark(feature.identifier, len(placeholders))\n",
