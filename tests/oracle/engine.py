@@ -17,6 +17,7 @@ import numpy as np
 from oracle.pool import Pool
 from oracle.request import Line, Request
 from oracle.truth import (
+    CUT,
     ENDS_PER_TRACE,
     NOBODY,
     Attempt,
@@ -874,7 +875,7 @@ class Engine:
             ends = end_positions(len(request.prompt), len(tokens), reason)
             record.told_at |= digest_positions(len(tokens)) | ends
             earlier = self.ends.setdefault(request.trace_id, deque(maxlen=ENDS_PER_TRACE))
-            earlier.append(ends)
+            earlier.append({n for n in ends if n >= len(tokens) - CUT})
         if self.twins and request.last_twin_step and request.computed:
             self._bind(request)
         if request.running:

@@ -24,8 +24,9 @@ Candidate = tuple[np.ndarray, int]
 """(ids [K], weight version) that may be served in a cell."""
 
 DIGEST_EVERY = 64
-TAIL = 64
-"""Last positions of an aborted request at each of which its tokens can be compared."""
+TAIL, CUT = 64, 8
+"""Last positions of an aborted request at each of which its tokens can be compared; those of them
+that its agent remembers for later prompts."""
 
 ENDS_PER_TRACE = 4
 """Earlier requests of a trace whose ends an agent remembers."""

@@ -190,7 +190,12 @@ class Log:
         self.now += 1
         trace_id = trace_id or request_id
         ended = [p for p in writer.parts if p.trace_id == trace_id and p.tokens]
-        ends = [n for p in sorted(ended, key=lambda p: p.ended_at)[-4:] for n in p.ends()]
+        ends = [
+            n
+            for p in sorted(ended, key=lambda p: p.ended_at)[-4:]
+            for n in p.ends()
+            if n >= p.num_tokens - 8
+        ]
         part = Part(
             writer,
             request_id,

@@ -34,7 +34,7 @@ from routetrace.capture_agent.pipeline.linger import LANE_MASK, Bytes, Ints, Lin
 from routetrace.capture_agent.pipeline.owners import BlockOwners
 from routetrace.capture_agent.pipeline.pressure import Pressure
 from routetrace.capture_agent.pipeline.request import NO_DIGESTS, Phase, Recording, Request
-from routetrace.capture_agent.pipeline.trace_ends import TraceEnds
+from routetrace.capture_agent.pipeline.trace_ends import MAX_CUT, TraceEnds
 from routetrace.capture_agent.pipeline.window import Slots, SlotWindow
 from routetrace.codec.records import U32, FinishReason, OpKind, digest_key, tail_of, token_digests
 from routetrace.common.layout import ModelLayout
@@ -446,7 +446,7 @@ class Framer:
         if reason == FinishReason.ABORT:
             ends = tail_of(int(self._linger.prompt_len[lane]), num_tokens)
         if tokens:
-            self._ends.add(request.trace_id, ends)
+            self._ends.add(request.trace_id, ends[-MAX_CUT - 1 :])
         if tokens and request.kept:
             self._digests(request, tokens, ends)
         self._name(request)

@@ -9,6 +9,10 @@ from itertools import chain
 #: trace ids of 30 characters, all of it is 2.7 MB at most.
 MAX_TRACES, MAX_ENDS = 4096, 4
 
+#: Maximum tokens that a caller did not get of an aborted request. With more, a try that was thrown
+#: away would count as continued where the answer of another one begins with the same tokens.
+MAX_CUT = 8
+
 
 class TraceEnds:
     """Where earlier requests of a trace ended: a later one may prove that it continues there.
