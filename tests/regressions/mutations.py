@@ -176,8 +176,15 @@ FAULTS = (
     fault(
         "rows behind a hand-over come before what the owner computed or lost",
         f"{SERVER}/index/traces/lineage.py",
-        "        return [left for interval in begun for left in subtract(interval, changed)]\n",
+        "        return [(a, min(b, first)) for a, b in begun if a < first]\n",
         "        return begun\n",
+        "server/index/test_joins.py::test_what_a_decode_engine_computed_itself_is_its_own",
+    ),
+    fault(
+        "KV that was handed over counts before a pass shows where the owner's own begin",
+        f"{SERVER}/index/traces/lineage.py",
+        "        first = min(passes, default=FOREVER if over else 0)\n",
+        "        first = min(passes, default=FOREVER)\n",
         "server/index/test_joins.py::test_what_a_decode_engine_computed_itself_is_its_own",
     ),
     fault(

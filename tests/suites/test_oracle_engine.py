@@ -398,7 +398,7 @@ def test_attempts_by_policy_and_weight_version():
     one = request([1, 2, 3, 4], 2, run(0, 0, 2), run(100, 0, 3))
     assert served(one) == [[0, 1, 102]]
     assert served(one, policy="latest") == [[100, 101, 102]]
-    assert served(one, weight_version=1) == [[100, 101, 102]]
+    assert served(one, weight_version=1) == [[None, None, 102]]
     assert served(one, weight_version=0) == [[0, 1, None]]
     (e,) = expected([one], STORE, "as_sampled", 0)
     assert e.reasons[2, 0] == {"other_version"}
@@ -431,11 +431,11 @@ def test_a_retry_is_an_incarnation_of_its_own_and_lends_nothing():
     assert counted(first, retry) == [True, True]
 
 
-def test_a_request_that_sampled_nothing_is_a_part_of_its_retry():
+def test_no_request_goes_on_from_one_that_sampled_nothing():
     first = request([1, 2, 3], 3, run(0, 0, 2), reason="abort")
     retry = request([1, 2, 3, 5], 3, run(100, 0, 3))
     assert served(first, retry)[1] == [100, 101, 102]
-    assert counted(first, retry) == [False, True]
+    assert counted(first, retry) == [True, True]
     assert counted(first, request([1, 2, 3], 3, run(100, 0, 2), reason="abort")) == [True, True]
 
 

@@ -223,8 +223,10 @@ def test_what_a_decode_engine_computed_itself_is_its_own():
         if computed:
             late.source.attempts[0].append(Span(0, computed, 2 << 16, 0, 1))
         late.source.loaded = (0, 99)
+        late.source.lose(0, 99, pb.MISSING_REASON_KV_UNKNOWN)
         (early,) = incarnations([prefill(1, gives="t"), late], standing=True)
-        assert served([prefill(1, gives="t"), late], early) == [2] * computed
+        rows = served([prefill(1, gives="t"), late], early)
+        assert rows == [2] * computed + [0] * (99 - computed)
     late.source.attempts[0].append(Span(99, 1, 2 << 16 | 99, 0, 1))
     assert numbers(prefill(1, gives="t"), late) == [[1] * 99 + [2]]
 
