@@ -371,7 +371,8 @@ class Engine:
     def _redo(self, request: Request) -> None:
         """Goes back some tokens: they are computed once more, into the same slots.
 
-        Not of requests in flight; and not where several are told different things.
+        Not of requests in flight; not where several are told different things; and not into blocks
+        that another request reads, which no engine writes.
         """
         record, attempt = request.record, request.attempt
         own = request.ahead_computed - attempt.given
@@ -379,6 +380,9 @@ class Engine:
             return
         assert record is not None
         start = request.ahead_computed - self.rng.randint(1, min(own, 4))
+        blocks = request.blocks[start // self.pool.block_size :]
+        if any(self.pool.refs[block] > 1 for block in blocks):
+            return
         old = attempt.rows[start:].tolist()
         record.discarded += [(p, n) for p, n in enumerate(old, start) if n != NOBODY]
         request.computed = request.ahead_computed = start
