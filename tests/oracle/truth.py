@@ -269,6 +269,7 @@ class Expected:
     """Whether nobody can say what reached the server: requests that run, or died with their agent.
     Then each cell may be missing, or be one of `candidates`; num_tokens may be told as 0, and
     num_rows is an upper bound."""
+    aborted: bool = False
     prompt_len: int = 0
     engine_id: str = ""
     sources: list[str] = field(default_factory=list)
@@ -348,6 +349,7 @@ def expected(
         answer.number = i + 1 if i < first_lost else 0
         answer.counted = not any(lineage.absorbs(b, record) for b in records if b is not record)
         answer.prompt_len, answer.engine_id = record.prompt_len, record.engine_id
+        answer.aborted = record.reason == "abort"
         result.append(answer)
     return result
 
