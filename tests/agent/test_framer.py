@@ -907,15 +907,42 @@ def test_digests_tell_the_tokens_at_grid_positions_and_at_ends():
         assert request.digests == {n: expected[n] for n in request.digests}
 
 
+def test_an_aborted_request_has_digests_to_its_last_token():
+    """Its caller may have got fewer tokens than the engine sampled, and goes on from those."""
+    framed = Framed()
+    tokens = np.arange(400) % 7
+
+    def told(name, trace_id, prompt_len, num_tokens, reason):
+        prompt = tokens[:prompt_len]
+        facts = {"trace_id": trace_id, "prompt_len": prompt_len, "prompt_token_ids": prompt}
+        framed.finish(framed.begin(name, **facts), num_tokens, reason, tokens[:num_tokens])
+        framed.seal()
+        digests = framed.model.requests[-1].digests
+        assert digests == {n: TokenDigest().update(tokens[:n]) for n in digests}
+        return set(digests)
+
+    assert told("a", "t", 70, 100, "abort") == {64, *range(70, 101)}
+    # The next prompt has the ends of the one before, as far as it reaches; so has a turn behind it.
+    assert told("b", "t", 98, 250, "abort") == {64, *range(92, 99), 128, 192, *range(186, 251)}
+    grid, ends = {64, 128, 192, 256, 320}, {*range(92, 101), *range(242, 251)}
+    assert told("c", "t", 300, 330, "stop") == grid | ends | {300, 330}
+    assert told("d", "t", 340, 350, "length") == grid | ends | {330, 340, 350}
+    # Any other end has one digest; an abort in the prompt, too.
+    for reason in ("stop", "length", "handoff"):
+        assert told(reason, reason, 70, 100, reason) == {64, 70, 100}
+    assert told("none", "u", 70, 70, "abort") == {64, 70}
+    assert told("then", "u", 80, 90, "stop") == {64, 70, 80, 90}
+
+
 def test_a_trace_remembers_its_last_ends_and_not_too_many_traces(monkeypatch):
     monkeypatch.setattr("routetrace.capture_agent.pipeline.trace_ends.MAX_TRACES", 3)
     ends = TraceEnds()
     for n in range(6):
-        ends.add("a", n)
+        ends.add("a", range(n, n + 1))
     assert ends.of("a") == (2, 3, 4, 5)
     for name in ("b", "c", "a", "d"):
-        ends.add(name, 9)
-    assert [ends.of(name) for name in "abcd"] == [(3, 4, 5, 9), (), (9,), (9,)]
+        ends.add(name, range(8, 10))
+    assert [ends.of(name) for name in "abcd"] == [(3, 4, 5, 8, 9), (), (8, 9), (8, 9)]
 
 
 def test_drafts_are_told_until_something_follows_them():

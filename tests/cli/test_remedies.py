@@ -73,6 +73,7 @@ def test_every_remedy_with_keywords_becomes_one_with_options():
     translated = {in_options(text) for text in found - NOT_OF_COMMANDS}
     assert translated == {
         "check --run, or --wait-for end if it has not begun",
+        "check the handle, or --wait-for end if the request has not begun",
         "use --wait-for end or --missing mask",
         "use --missing mask",
         "the server may be busy: raise --timeout",

@@ -131,6 +131,7 @@ class Engine:
         config = AgentConfig(
             target, engine_id, LAYOUT, run="r", background="thread", block_size=BLOCK,
             num_blocks=64, linger_seconds=0.01, flush_interval_seconds=0.01,
+            model="0123456789abcdef",
         )  # fmt: skip
         self.capturer = RoutingCapturer(LAYOUT, 64, "cpu")
         late = self.schedule.take_finished if linked else None
@@ -514,8 +515,12 @@ def adapter(name, path="/adapters"):
 )
 @pytest.mark.parametrize("one_trace", [False, True])
 def test_rows_of_another_adapter_do_not_stand_in(engine, client, writer, reader, alike, one_trace):
-    """KV of the same tokens from elsewhere: rows stand in if the adapter was the same."""
-    one, other, a = engine(), engine(), fresh("a", 80, handoff="true" if one_trace else "false")
+    """KV of the same tokens from elsewhere: rows stand in if the adapter was the same.
+
+    In one trace the KV was handed over by name, which digests of another adapter disprove.
+    """
+    name = {"transfer_id": f"t{next(_numbers)}", "handoff": "true"} if one_trace else {}
+    one, other, a = engine(), engine(), fresh("a", 80, **name)
     for each in (one, other):
         each.side.set_weight_version(1)  # rows of weights that nobody told of never stand in
     a.lora_request = writer
@@ -525,7 +530,8 @@ def test_rows_of_another_adapter_do_not_stand_in(engine, client, writer, reader,
     one.finish(a)
     assert one.side.flush(60)
     trace_id = a.trace_id if one_trace else a.trace_id + "b"
-    b = Request("b-internal", a.prompt_token_ids, {"routetrace.trace_id": trace_id})
+    given = {f"routetrace.{key}": value for key, value in name.items() if key == "transfer_id"}
+    b = Request("b-internal", a.prompt_token_ids, {"routetrace.trace_id": trace_id, **given})
     b.lora_request = reader
     other.step(
         (b, 72, 8), new=[b], blocks={b.request_id: list(range(1, 21))}, computed={b.request_id: 0}
@@ -533,13 +539,12 @@ def test_rows_of_another_adapter_do_not_stand_in(engine, client, writer, reader,
     b.all_token_ids.append(2)
     other.finish(b)
     assert other.side.flush(60)
-    trace = client.get(trace_id, missing="mask")
+    trace = client.get(trace_id, prefix_rows="same_version", missing="mask")
     assert trace.valid.all(axis=1).tolist() == [alike] * 72 + [True] * 8
-    # The rows of the engine that handed over come first, but for that of the last prompt token.
-    own = 79 if alike and one_trace else 72
-    np.testing.assert_array_equal(trace.topk_ids[own:], other.expected(b.request_id, own, 80))
+    np.testing.assert_array_equal(trace.topk_ids[72:], other.expected(b.request_id, 72, 80))
     if alike:
-        np.testing.assert_array_equal(trace.topk_ids[:own], one.expected(a.request_id, own))
+        np.testing.assert_array_equal(trace.topk_ids[:72], one.expected(a.request_id, 72))
+        assert trace.provenance[0] == (0, 72, "handoff" if one_trace else "prefix")
 
 
 @pytest.mark.parametrize("reader", ["auto", "fp8_e4m3", "fp8_e5m2"])
@@ -560,7 +565,7 @@ def test_rows_of_another_kv_dtype_do_not_stand_in(engine, client, reader):
     b.all_token_ids.append(2)
     other.finish(b)
     assert other.side.flush(60)
-    trace = client.get(a.trace_id + "b", missing="mask")
+    trace = client.get(a.trace_id + "b", prefix_rows="same_version", missing="mask")
     assert trace.valid.all(axis=1).tolist() == [reader == "fp8_e4m3"] * 72 + [True] * 8
     assert trace.labels.get("kv_cache_dtype", "auto") == reader
     assert trace.verify_tokens(np.array(b.all_token_ids)) == len(trace.token_digests) > 0

@@ -302,10 +302,20 @@ class Engine:
         life.drafts = [next(self.tokens) for _ in range(rng.randint(0, self.most_drafts))]
 
     def expected(self, life: Life) -> list[int]:
-        """Of each position the first row that was computed for the token that is there."""
+        """Of each position the first row that was computed for the token that is there.
+
+        Attempts before the first one that reached the end of the prompt sampled nothing.
+        """
         numbers = []
-        for p, token in enumerate(life.request.all_token_ids[:-1]):
-            found = [a[p][1] for a in life.attempts if a.get(p, (None,))[0] == token]
+        tokens, last = life.request.all_token_ids, life.request.num_prompt_tokens - 1
+        sampled = [
+            any(last <= p < len(tokens) and token == tokens[p] and number != NOBODY
+                for p, (token, number) in attempt.items())
+            for attempt in life.attempts
+        ]  # fmt: skip
+        attempts = life.attempts[sampled.index(True) if True in sampled else -1 :]
+        for p, token in enumerate(tokens[:-1]):
+            found = [a[p][1] for a in attempts if a.get(p, (None,))[0] == token]
             numbers.append(next((n for n in found if n != NOBODY), NOBODY))
         return numbers
 

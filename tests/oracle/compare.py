@@ -491,12 +491,14 @@ class Comparer:
 
 
 def _default(whole: Sequence[Expected]) -> set[int]:
-    """The number of the newest complete incarnation, else of the newest; those that may be it."""
+    """The number of the newest incarnation that is complete and was not aborted, else of the
+    newest; those that may be it."""
     counted = [e for e in whole if e.counted]
-    complete = [e.number for e in counted if e.num_tokens and e.there.all()]
+    ended = [e for e in counted if e.num_tokens and not e.aborted]
+    complete = [e.number for e in ended if e.there.all()]
     surely = max(complete or [e.number for e in counted])
     least = max(complete, default=0)
-    possibly = (e.number for e in counted if e.num_tokens and e.possible.all())
+    possibly = (e.number for e in ended if e.possible.all())
     return {surely, *(number for number in possibly if number > least)}
 
 

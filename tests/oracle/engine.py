@@ -17,6 +17,7 @@ import numpy as np
 from oracle.pool import Pool
 from oracle.request import Line, Request
 from oracle.truth import (
+    CUT,
     ENDS_PER_TRACE,
     NOBODY,
     Attempt,
@@ -24,6 +25,7 @@ from oracle.truth import (
     Record,
     RowStore,
     digest_positions,
+    end_positions,
 )
 from oracle.world import EngineSpec, Shard, World
 from routetrace.codec.records import UNKNOWN_VERSION
@@ -164,7 +166,7 @@ class Engine:
         self.untold: list[Step] = []
         """Passes that wrote to slots, and whose rows were not told yet."""
         self.steps = 0
-        self.ends: dict[str, deque[int]] = {}
+        self.ends: dict[str, deque[set[int]]] = {}
         self.loaded: list[int] = []
         """Blocks whose loading the slot-only agents are still to be told."""
         self.lines = [self._connect(spec, shard) for shard in spec.shards]
@@ -369,7 +371,8 @@ class Engine:
     def _redo(self, request: Request) -> None:
         """Goes back some tokens: they are computed once more, into the same slots.
 
-        Not of requests in flight; and not where several are told different things.
+        Not of requests in flight; not where several are told different things; and not into blocks
+        that another request reads, which no engine writes.
         """
         record, attempt = request.record, request.attempt
         own = request.ahead_computed - attempt.given
@@ -377,6 +380,9 @@ class Engine:
             return
         assert record is not None
         start = request.ahead_computed - self.rng.randint(1, min(own, 4))
+        blocks = request.blocks[start // self.pool.block_size :]
+        if any(self.pool.refs[block] > 1 for block in blocks):
+            return
         old = attempt.rows[start:].tolist()
         record.discarded += [(p, n) for p, n in enumerate(old, start) if n != NOBODY]
         request.computed = request.ahead_computed = start
@@ -556,7 +562,7 @@ class Engine:
         if spec.tells_tokens:
             ends = self.ends.get(request.trace_id, ())
             record.told_at = digest_positions(len(request.prompt))
-            record.told_at |= {n for n in ends if n < len(request.prompt)}
+            record.told_at |= {n for n in set[int]().union(*ends) if n < len(request.prompt)}
         return record
 
     def _tell_begin(self, request: Request, computed: int, external: int) -> None:
@@ -870,9 +876,10 @@ class Engine:
             transfer_id=gives,
         )
         if told:
-            record.told_at |= digest_positions(len(tokens))
-            ends = self.ends.setdefault(request.trace_id, deque(maxlen=ENDS_PER_TRACE))
-            ends.append(len(tokens))
+            ends = end_positions(len(request.prompt), len(tokens), reason)
+            record.told_at |= digest_positions(len(tokens)) | ends
+            earlier = self.ends.setdefault(request.trace_id, deque(maxlen=ENDS_PER_TRACE))
+            earlier.append({n for n in ends if n >= len(tokens) - CUT})
         if self.twins and request.last_twin_step and request.computed:
             self._bind(request)
         if request.running:

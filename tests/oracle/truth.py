@@ -24,8 +24,12 @@ Candidate = tuple[np.ndarray, int]
 """(ids [K], weight version) that may be served in a cell."""
 
 DIGEST_EVERY = 64
+TAIL, CUT = 64, 8
+"""Last positions of an aborted request at each of which its tokens can be compared; those of them
+that its agent remembers for later prompts."""
+
 ENDS_PER_TRACE = 4
-"""Ends of earlier requests of a trace that an agent remembers."""
+"""Earlier requests of a trace whose ends an agent remembers."""
 
 NOBODY = -1
 """In place of a row number: no forward pass, or nobody knows which."""
@@ -237,6 +241,11 @@ def digest_positions(n: int) -> set[int]:
     return {*range(DIGEST_EVERY, n, DIGEST_EVERY), n}
 
 
+def end_positions(prompt_len: int, n: int, reason: str) -> set[int]:
+    """Where a request of n tokens ended, as far as its caller may have been told."""
+    return {n, *(range(max(prompt_len + 1, n - TAIL), n) if reason == "abort" else ())}
+
+
 @dataclass
 class Expected:
     """One incarnation of a trace, cell by cell. L: columns of the cluster's layout."""
@@ -260,6 +269,7 @@ class Expected:
     """Whether nobody can say what reached the server: requests that run, or died with their agent.
     Then each cell may be missing, or be one of `candidates`; num_tokens may be told as 0, and
     num_rows is an upper bound."""
+    aborted: bool = False
     prompt_len: int = 0
     engine_id: str = ""
     sources: list[str] = field(default_factory=list)
@@ -339,6 +349,7 @@ def expected(
         answer.number = i + 1 if i < first_lost else 0
         answer.counted = not any(lineage.absorbs(b, record) for b in records if b is not record)
         answer.prompt_len, answer.engine_id = record.prompt_len, record.engine_id
+        answer.aborted = record.reason == "abort"
         result.append(answer)
     return result
 
@@ -488,6 +499,15 @@ class Lineage:
             return True
         return a.handed_over and (0 < a.prompt_len <= proven or self.sources(b) == [a])
 
+    def cut(self, b: Record) -> tuple[Record, range]:
+        """The aborted request that b's caller went on from with no more tokens than it got, and
+        positions that it must own, as tokens of both are known there; else b, and nowhere."""
+        a = b.continued
+        if a is None or a.reason != "abort" or not (a.told_at and b.told_at):
+            return b, NOWHERE
+        cut = max(a.prompt_len + 1, a.num_tokens - TAIL) <= b.prompt_len <= _same(a, b)
+        return (a, range(a.prompt_len - 1, b.prompt_len - 1)) if cut else (b, NOWHERE)
+
     def told_otherwise(self, record: Record) -> bool:
         """Whether a chain names a request that no caller continued."""
         meant, one = set(), record.continued
@@ -530,8 +550,9 @@ def _exact(
         rows, of = lineage.rows(owner, policy)
         numbers[here], names[here] = rows[here], of[here]
         _, ambiguous = lineage.before(owner)
+        aborted, sampled = lineage.cut(owner) if policy == "as_sampled" else (owner, NOWHERE)
         for position in range(num_rows)[here]:
-            behind.append(_behind(owner, position))
+            behind.append(_behind(aborted if position in sampled else owner, position))
             reasons[position] = _reasons(owner, position)
             if position in ambiguous and policy == "as_sampled":
                 numbers[position] = NOBODY

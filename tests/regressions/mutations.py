@@ -176,8 +176,15 @@ FAULTS = (
     fault(
         "rows behind a hand-over come before what the owner computed or lost",
         f"{SERVER}/index/traces/lineage.py",
-        "        return [left for interval in begun for left in subtract(interval, changed)]\n",
+        "        return [(a, min(b, first)) for a, b in begun if a < first]\n",
         "        return begun\n",
+        "server/index/test_joins.py::test_what_a_decode_engine_computed_itself_is_its_own",
+    ),
+    fault(
+        "KV that was handed over counts before a pass shows where the owner's own begin",
+        f"{SERVER}/index/traces/lineage.py",
+        "        first = min(passes, default=FOREVER if over else 0)\n",
+        "        first = min(passes, default=FOREVER)\n",
         "server/index/test_joins.py::test_what_a_decode_engine_computed_itself_is_its_own",
     ),
     fault(
@@ -307,6 +314,14 @@ FAULTS = (
         "for name in (ADAPTER_LABEL, KV_CACHE_DTYPE_LABEL))",
         "for name in (ADAPTER_LABEL,))",
         "engines/test_vllm_halves.py::test_rows_of_another_kv_dtype_do_not_stand_in",
+    ),
+    fault(
+        "an aborted request has a digest at its end alone",
+        f"{AGENT}/pipeline/framer.py",
+        "        if reason == FinishReason.ABORT:\n",
+        "        if False:\n",
+        "system/test_cut_rollouts.py::"
+        "test_rows_of_all_tokens_that_the_caller_got_are_of_the_passes_that_sampled_them",
     ),
     fault(
         "digests leave images out",

@@ -68,6 +68,13 @@ _SAMPLED_TWICE = [  # rows 0 to 5, and 6 and 7 behind the block that both share
     _step("B", "e", 5),
 ]
 
+_ABORTED = [  # rows 0 to 65
+    _begin("A", prompt=_LONG),
+    _step("A", "e", 0, 62),
+    *(_step("A", "e", p) for p in range(62, 66)),
+    _finish("A", (*_LONG, 201, 202, 203, 204, 205), "abort"),
+]
+
 #: What it shows, the engine's shape, the order, and what each reader must get.
 _ORDERS: dict[str, tuple[Family, list[Event], dict[str, str]]] = {
     "a stalled prefill, repeated elsewhere, that reports first": (
@@ -347,10 +354,27 @@ _ORDERS: dict[str, tuple[Family, list[Event], dict[str, str]]] = {
     "an abort with more tokens than the caller got": (
         _ENGINES._replace(block_size=64, num_blocks=8),
         [
-            _begin("A", prompt=_LONG),
-            _step("A", "e", 0, 62),
-            *(_step("A", "e", p) for p in range(62, 66)),
-            _finish("A", (*_LONG, 201, 202, 203, 204, 205), "abort"),
+            *_ABORTED,
+            _begin("B", "d", (*_LONG, 201, 202, 203, 204)),
+            _step("B", "d", 0, 66),
+            _finish("B", (*_LONG, 201, 202, 203, 204, 301), "stop"),
+        ],
+        {"t#B": "f0..64 f131", "t#B latest": "f66..131", "t#A": "f0..65"},
+    ),
+    "an abort with more tokens than the caller got, and its next turn": (
+        _ENGINES._replace(block_size=64, num_blocks=8),
+        [
+            *_ABORTED,
+            _begin("B", "e", (*_LONG, 201, 202, 203, 8)),
+            _step("B", "e", 0, 66),
+            _finish("B", (*_LONG, 201, 202, 203, 8, 301), "stop"),
+        ],
+        {"t#B": "f0..64 f131", "t#B latest": "f66..131", "t#A": "f0..65"},
+    ),
+    "an abort with more tokens than the caller got, and its next turn elsewhere": (
+        _ENGINES._replace(block_size=64, num_blocks=8),
+        [
+            *_ABORTED,
             _begin("B", "d", (*_LONG, 201, 202, 203, 8)),
             _step("B", "d", 0, 66),
             _finish("B", (*_LONG, 201, 202, 203, 8, 301), "stop"),

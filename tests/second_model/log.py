@@ -80,7 +80,8 @@ class Part:
     """Requests that this agent began before."""
     prompt: tuple[int, ...] | None
     earlier_ends: tuple[int, ...]
-    """Where the last four requests of the trace ended that gave this agent all their tokens."""
+    """Where the last four requests of the trace ended that gave this agent all their tokens; of an
+    aborted one, its tail."""
     begun_at: int
     transfer: str
     """The hand-over that its external KV comes by, if the begin named one."""
@@ -103,11 +104,16 @@ class Part:
     def digests(self) -> dict[int, tuple[int, ...]]:
         """The tokens before each position at which both sides of a comparison have a digest."""
         known: dict[int, tuple[int, ...]] = {}
-        for tokens, ends in ((self.prompt, self.earlier_ends), (self.tokens, ())):
+        for tokens, ends in ((self.prompt, self.earlier_ends), (self.tokens, self.ends())):
             if tokens is not None:
                 at = {*range(64, len(tokens), 64), len(tokens), *ends}
                 known.update({p: tokens[:p] for p in at if 0 < p <= len(tokens)})
         return known
+
+    def ends(self) -> tuple[int, ...]:
+        """Its last position, and where it was aborted all of its tail."""
+        tail = range(max(self.prompt_len + 1, self.num_tokens - 64), self.num_tokens)
+        return (*(tail if self.reason == "abort" else ()), self.num_tokens)
 
     def end(self) -> int:
         """One past the last position of the current attempt that was computed, or is cached."""
@@ -184,7 +190,12 @@ class Log:
         self.now += 1
         trace_id = trace_id or request_id
         ended = [p for p in writer.parts if p.trace_id == trace_id and p.tokens]
-        ends = [p.num_tokens for p in sorted(ended, key=lambda p: p.ended_at)[-4:]]
+        ends = [
+            n
+            for p in sorted(ended, key=lambda p: p.ended_at)[-4:]
+            for n in p.ends()
+            if n >= p.num_tokens - 8
+        ]
         part = Part(
             writer,
             request_id,

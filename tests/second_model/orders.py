@@ -205,6 +205,7 @@ class Engine:
                     prompts[(*q.tokens, 7 + number)] = None
                     if f.cuts and len(q.tokens) > q.prompt_len + 1:
                         prompts[(*q.tokens[:-1], 7 + number)] = None
+                        prompts[q.tokens[:-1]] = None
         engines = ("e", "d") if f.decode_engine and number else ("e",)
         for engine, trace, prompt in product(engines, traces, prompts):
             yield from self._begin(engine, name, trace, prompt)

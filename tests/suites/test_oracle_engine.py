@@ -20,6 +20,7 @@ from oracle.truth import (
     Record,
     RowStore,
     digest_positions,
+    end_positions,
     expected,
 )
 from oracle.world import EngineSpec, Shard
@@ -261,7 +262,20 @@ def test_the_rules_name_rows_of_passes_behind_the_kv_alone(seed):
         for role in ("prefill", "decode", "both")
         for i in range(2)
     ]
-    cluster, _ = play(seed, 60, specs=specs)
+    compared = lawful(play(seed, 60, specs=specs)[0])
+    assert min(compared[name] for name in ("forward", "slot", "handoff")) > 50
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_the_rules_name_rows_of_aborted_requests_up_to_where_their_callers_cut_them(seed):
+    specs = [EngineSpec(name, 4, 60, WHOLE, 16, 4) for name in ("e", "f")]
+    cluster, _ = play(seed, 60, specs=specs, chances=Chances(abort=0.08, mark=0))
+    assert cluster.counts["cut_short"]
+    assert lawful(cluster)["forward"] > 50
+
+
+def lawful(cluster: Cluster) -> Counter[str]:
+    """Compares rows that the rules name with the passes behind the KV; how many, by provenance."""
     compared = Counter[str]()
     for trace_id in cluster.records:
         for e in (e for policy in POLICIES for e in cluster.expected(trace_id, policy)):
@@ -269,7 +283,7 @@ def test_the_rules_name_rows_of_passes_behind_the_kv_alone(seed):
                 rows = cluster.store.rows(np.array(e.makers(p)))
                 assert (rows == e.ids[p]).all(axis=(1, 2)).any()
                 compared[e.sources[p]] += 1
-    assert min(compared[name] for name in ("forward", "slot", "handoff")) > 50
+    return compared
 
 
 def test_digests_are_where_the_contract_says():
@@ -334,7 +348,8 @@ def request(
     if told:
         record.told_at = digest_positions(prompt_len)
         if reason:
-            record.told_at |= digest_positions(len(tokens))
+            ends = end_positions(prompt_len, len(tokens), reason)
+            record.told_at |= digest_positions(len(tokens)) | ends
     record.begin_settled = record.settled = True
     return record
 
@@ -383,7 +398,7 @@ def test_attempts_by_policy_and_weight_version():
     one = request([1, 2, 3, 4], 2, run(0, 0, 2), run(100, 0, 3))
     assert served(one) == [[0, 1, 102]]
     assert served(one, policy="latest") == [[100, 101, 102]]
-    assert served(one, weight_version=1) == [[100, 101, 102]]
+    assert served(one, weight_version=1) == [[None, None, 102]]
     assert served(one, weight_version=0) == [[0, 1, None]]
     (e,) = expected([one], STORE, "as_sampled", 0)
     assert e.reasons[2, 0] == {"other_version"}
@@ -416,11 +431,11 @@ def test_a_retry_is_an_incarnation_of_its_own_and_lends_nothing():
     assert counted(first, retry) == [True, True]
 
 
-def test_a_request_that_sampled_nothing_is_a_part_of_its_retry():
+def test_no_request_goes_on_from_one_that_sampled_nothing():
     first = request([1, 2, 3], 3, run(0, 0, 2), reason="abort")
     retry = request([1, 2, 3, 5], 3, run(100, 0, 3))
     assert served(first, retry)[1] == [100, 101, 102]
-    assert counted(first, retry) == [False, True]
+    assert counted(first, retry) == [True, True]
     assert counted(first, request([1, 2, 3], 3, run(100, 0, 2), reason="abort")) == [True, True]
 
 
@@ -460,6 +475,24 @@ def test_the_greatest_proven_prefix_goes_on_and_a_handover_does_not():
     assert served(short, long, last)[2] == [0, 1, 202, 203, 204]
     long.reason = "abort"
     assert served(short, long, last)[2] == [100, 101, 102, 203, 204]
+
+
+def test_an_aborted_request_owns_all_that_its_caller_got():
+    """The engine had sampled one token more: tokens are known at each position of its tail."""
+    aborted = request([1, 2, 3, 4, 5], 2, run(0, 0, 4), reason="abort")
+    following = request([1, 2, 3, 4, 6, 7], 4, run(100, 0, 5))
+    assert served(aborted, following)[1] == [0, 1, 2, 103, 104]
+    turn = request([1, 2, 3, 4, 6, 7], 5, run(100, 0, 5))
+    assert served(aborted, turn)[1] == [100, 101, 102, 103, 104]
+    turn.told_at.add(4)  # its agent knew where the request before may have ended
+    assert served(aborted, turn)[1] == [0, 1, 2, 3, 104]
+    # The law says so whatever is known of the tokens.
+    aborted.told_at, following.continued = digest_positions(5), aborted
+    for one in (aborted, following):
+        one.attempts[0].read(one.attempts[0].rows[:5], samples=True)
+    assert served(aborted, following)[1] == [100, 101, 102, 103, 104]
+    _, e = expected([aborted, following], STORE, "as_sampled", None)
+    assert [e.makers(p) for p in range(5)] == [[100], [1], [2], [103], [104]]
 
 
 def test_branches_share_what_they_go_on_from():

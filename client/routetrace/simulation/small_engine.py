@@ -48,12 +48,22 @@ class SmallRequest:
     def truth(self, policy: str) -> dict[int, Entry]:
         """Return the entry by position that a read with this policy must give."""
         rows: dict[int, Entry] = {}
-        attempts = self.attempts if policy == "as_sampled" else self.attempts[::-1]
+        attempts = self.attempts[::-1]
+        if policy == "as_sampled":
+            attempts = self.attempts[self._first_that_sampled() :]
         for attempt in attempts:
             for position, row in attempt.items():
                 if rows.get(position) is None and position < len(self.tokens) - 1:
                     rows[position] = row
         return rows
+
+    def _first_that_sampled(self) -> int:
+        """The first attempt that reached the last token of the prompt; the last if none did."""
+        last = self.prompt_len - 1
+        for number, attempt in enumerate(self.attempts):
+            if any(p >= last and row is not None for p, row in attempt.items()):
+                return number
+        return max(0, len(self.attempts) - 1)
 
 
 class SmallEngine:

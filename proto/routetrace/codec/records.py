@@ -123,6 +123,9 @@ DIGEST = np.dtype([("position", "<u4"), ("value", "<u8")])
 #: that engines with different block sizes share positions.
 DIGEST_EVERY = 64
 
+#: Of a request that was aborted, also at so many positions before its end; see `tail_of`.
+DIGEST_TAIL = 64
+
 U32 = np.dtype("<u4")
 U64 = np.dtype("<u8")
 
@@ -173,6 +176,15 @@ def digest_key(labels: Mapping[str, str]) -> str:
     return "\0".join(values).rstrip("\0")
 
 
+def tail_of(prompt_len: int, num_tokens: int) -> range:
+    """Return the last positions of an aborted request, each of which has a token digest.
+
+    Its caller may have got fewer tokens than the engine sampled, and goes on from those.
+    """
+    first = max(prompt_len + 1, num_tokens - DIGEST_TAIL)
+    return range(min(first, num_tokens), num_tokens + 1)
+
+
 class TokenDigest:
     """Rolling blake2b-64 of token ids (as little-endian uint32), readable at any position.
 
@@ -211,7 +223,7 @@ def token_digests(
 
     Args:
         token_ids: [n] from position 0 on.
-        ends: further positions, where other requests ended; those beyond n are ignored.
+        ends: further positions, such as ends of other requests; those beyond n are ignored.
         key: of the request's labels; see `digest_key`.
 
     Returns:

@@ -1251,7 +1251,7 @@ class GetTraceRequest(google.protobuf.message.Message):
     policy: global___ReadPolicy.ValueType
     """Choice of attempts."""
     incarnation: builtins.int
-    """Incarnation; 0: the newest complete one, else the newest."""
+    """Incarnation; 0: the newest one that is complete and was not aborted, else the newest."""
     wait_for: global___WaitFor.ValueType
     """Time of the reply; ignored with `follow`."""
     follow: builtins.bool

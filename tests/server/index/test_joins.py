@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from routetrace.codec.records import DIGEST_EVERY, FinishReason, token_digests
+from routetrace.codec.records import DIGEST_EVERY, FinishReason, tail_of, token_digests
 from routetrace.common.layout import ModelLayout
 from routetrace.server.index.traces import trace_index
 from routetrace.server.index.traces.joins import Join
@@ -51,11 +51,17 @@ class Told:
             self.source.ended, self.source.num_tokens = True, len(tokens)
             self.source.finish_reason = FinishReason[end.upper()]
             if digests:
-                self._tell(tokens)
+                self._tell(tokens, self.ends)
         # Row p of request number i is i << 16 | p.
         if holes < len(tokens) - 1:
             span = Span(holes, len(tokens) - 1 - holes, number << 16 | holes, 0, 1)
             self.source.attempts[0].append(span)
+
+    @property
+    def ends(self) -> list[int]:
+        """Where its agent knows that it ended."""
+        tail = tail_of(self.prompt_len, len(self.tokens)) if self.end == "abort" else ()
+        return [*tail, len(self.tokens)] if self.end else []
 
     def _tell(self, tokens, ends=()):
         self.source.add_digests(token_digests(np.array(tokens, np.uint32), ends))
@@ -113,7 +119,7 @@ def traces(draw) -> list[Told]:
             holes=draw(st.integers(0, len(prompt))),
             ends=tuple(ends) if draw(st.booleans()) else (),
         )
-        ends += [len(tokens)] if request.end else []
+        ends += request.ends
         requests.append(request)
     return draw(st.permutations(requests))
 
@@ -217,8 +223,10 @@ def test_what_a_decode_engine_computed_itself_is_its_own():
         if computed:
             late.source.attempts[0].append(Span(0, computed, 2 << 16, 0, 1))
         late.source.loaded = (0, 99)
+        late.source.lose(0, 99, pb.MISSING_REASON_KV_UNKNOWN)
         (early,) = incarnations([prefill(1, gives="t"), late], standing=True)
-        assert served([prefill(1, gives="t"), late], early) == [2] * computed
+        rows = served([prefill(1, gives="t"), late], early)
+        assert rows == [2] * computed + [0] * (99 - computed)
     late.source.attempts[0].append(Span(99, 1, 2 << 16 | 99, 0, 1))
     assert numbers(prefill(1, gives="t"), late) == [[1] * 99 + [2]]
 
@@ -319,6 +327,23 @@ def test_a_continued_rollout_keeps_the_rows_that_sampled_its_tokens():
     assert numbers(first, then, third) == [[1] * 156 + [2] * 3 + [3]]
     (latest,) = incarnations([first, then], standing=True)
     assert served([first, then], latest, "latest") == [2] * 159
+
+
+def test_a_rollout_goes_on_from_the_tokens_that_its_caller_got():
+    """An engine samples on until it is told of an abort."""
+    first = Told(1, [1] * 100 + [2] * 60, 100, end="abort")
+    for more in (1, 2, 3):
+        got = first.tokens[:-more]
+        then = Told(2, [*got, 3, 3, 3], len(got))
+        assert numbers(first, then)[-1] == [1] * (len(got) - 1) + [2] * 3
+        # A turn behind the cut is proven where its agent knows of the request before.
+        turn = Told(2, [*got, *[4] * 9, 3], len(got) + 9, ends=tuple(first.ends))
+        assert numbers(first, turn)[-1] == [1] * len(got) + [2] * 9
+        far = Told(2, turn.tokens, turn.prompt_len)
+        assert numbers(first, far)[-1] == [1] * 128 + [2] * (len(got) - 119)
+    # One that ended by itself is given whole, or sampled again: no more is told of it.
+    whole = Told(1, first.tokens, 100)
+    assert numbers(whole, Told(2, [*got, 3, 3, 3], len(got)))[-1] == [1] * 128 + [2] * 31
 
 
 def test_a_retry_that_sampled_other_tokens_is_a_sequence_of_its_own():

@@ -261,6 +261,22 @@ def test_slots_and_a_bind_give_what_request_aware_agents_give(server, reads):
     feeder.close()
 
 
+def test_a_retry_comes_before_the_request_that_was_aborted(server, reads):
+    rows = rows_of(8)
+    feeder = Feeder(server.target, LAYOUT, run="retried", engine_id="e")
+    for at, reason in ((0, "abort"), (4, "stop")):
+        handle = feeder.begin("r")
+        feeder.step(rows[at : at + 4 - at // 4], [(handle, at // 4, 4 - at // 4)])
+        feeder.finish(handle, 5, reason=reason)
+        feeder.flush()
+        cells, end, info = reads.get("r", "retried")
+        assert (info.incarnation, info.finish_reason) == (1 + at // 4, reason)
+    # The retry lacks a row: those of the aborted one, complete, are not its own.
+    assert [(m.start, m.stop) for m in end.missing] == [(0, 1)]
+    np.testing.assert_array_equal(cells[1, 1][0], rows[4, 0])
+    feeder.close()
+
+
 def test_another_request_of_the_same_trace_is_another_incarnation(server, reads):
     rows = rows_of(8)
     for i, engine in enumerate(("a", "b")):

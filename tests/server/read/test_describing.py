@@ -110,7 +110,7 @@ def test_each_row_has_its_shard_attempt_and_weights(feeder, client):
     }
 
 
-def test_rows_of_the_prefix_cache_and_of_another_trace(feeder, client):
+def test_rows_of_the_prefix_cache_and_never_of_another_trace(feeder, client):
     prompt = [int(t) for t in np.random.default_rng(3).integers(0, 50_000, 64)]
     first = feeder(engine_id="first", block_size=16, num_blocks=32)
     first.set_weight_version(4)
@@ -141,11 +141,7 @@ def test_rows_of_the_prefix_cache_and_of_another_trace(feeder, client):
         **cells(0, 48, engine="first", version=4, source="slot"),
         **cells(48, 68, engine="first", version=4),
     }
-    lent = {"engine": "first", "version": 4, "attempt": None, "source": "prefix"}
-    assert cells_of(client.describe("borrower")) == {
-        **cells(0, 64, trace_id="lender", **lent),
-        **cells(64, 67, engine="second", version=4),
-    }
+    assert cells_of(client.describe("borrower")) == cells(64, 67, engine="second", version=4)
 
 
 def test_rows_of_an_engine_that_was_handed_a_prompt(feeder, client):

@@ -375,7 +375,7 @@ async def test_a_read_under_way_keeps_what_stands_in(together):
 
     def begin(name: str, spans: list[Span]) -> Source:
         source = Source(WriterKey("run", "e", ""), 1, name, "b/0", LAYOUT, 256)
-        source.ended, source.num_tokens = True, 258
+        source.ended, source.num_tokens, source.model = True, 258, 1
         trace = state.traces.begin(("run", name), source, ttl=99, now=core.started)
         source.add_digests(digests)
         for span in spans:

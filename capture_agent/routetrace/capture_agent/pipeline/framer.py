@@ -34,9 +34,9 @@ from routetrace.capture_agent.pipeline.linger import LANE_MASK, Bytes, Ints, Lin
 from routetrace.capture_agent.pipeline.owners import BlockOwners
 from routetrace.capture_agent.pipeline.pressure import Pressure
 from routetrace.capture_agent.pipeline.request import NO_DIGESTS, Phase, Recording, Request
-from routetrace.capture_agent.pipeline.trace_ends import TraceEnds
+from routetrace.capture_agent.pipeline.trace_ends import MAX_CUT, TraceEnds
 from routetrace.capture_agent.pipeline.window import Slots, SlotWindow
-from routetrace.codec.records import U32, OpKind, digest_key, token_digests
+from routetrace.codec.records import U32, FinishReason, OpKind, digest_key, tail_of, token_digests
 from routetrace.common.layout import ModelLayout
 from routetrace.v1 import routetrace_pb2 as pb
 
@@ -442,10 +442,13 @@ class Framer:
         self._inherit(lane)
         self._emitter.flush_request(request)
         self._flush_from(np.array(request.blocks, U32), max(0, num_tokens - 1))
+        ends = range(num_tokens, num_tokens + 1)
+        if reason == FinishReason.ABORT:
+            ends = tail_of(int(self._linger.prompt_len[lane]), num_tokens)
         if tokens:
-            self._ends.add(request.trace_id, num_tokens)
+            self._ends.add(request.trace_id, ends[-MAX_CUT - 1 :])
         if tokens and request.kept:
-            self._digests(request, tokens)
+            self._digests(request, tokens, ends)
         self._name(request)
         if request.recording is Recording.UNNAMED:
             self._drop(Word.UNREPORTED, 1)

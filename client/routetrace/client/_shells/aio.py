@@ -168,7 +168,8 @@ class AsyncRouteClient:
             token_stop: one past the last position; to the end if None.
                 Frames of up to 512 rows travel whole, whatever part of them is requested.
             incarnation: `TraceStat.incarnation` of the requested one, or the arrival number of
-                any engine request with this id; the newest complete one, else the newest, if None.
+                any engine request with this id. None: the newest one that is complete and was not
+                aborted, else the newest.
             nonce: that of the requested engine request, from the handle in the engine's answer, in
                 place of `incarnation`. An id may be used again: with `wait_for` this waits for that
                 request, whatever requests of the id ended before.

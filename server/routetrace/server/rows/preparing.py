@@ -37,7 +37,7 @@ def prepare(
             if not trace.has(join):
                 return
             incarnation = join.incarnation(each)
-            if reader.known(trace, incarnation, prefix_rows).complete:
+            if reader.known(trace, incarnation, prefix_rows).answers:
                 return
             yield
             if not trace.has(join):

@@ -73,7 +73,8 @@ class Reader:
         Args:
             run: namespace.
             trace_id: the trace.
-            number: number of the incarnation; 0: the newest complete one, else the newest.
+            number: number of the incarnation; 0: the newest one that is complete and was not
+                aborted, else the newest.
             prefix_rows: PrefixRows policy for rows of other traces.
             trace: the trace as all workers have it; None: as this worker has it.
             nonce: that of the last request of the incarnation, in place of its number; 0: none.
@@ -96,7 +97,7 @@ class Reader:
             return self.known(trace, join.incarnation(number), prefix_rows)
         views = self.standing(trace, prefix_rows)
         newest = next(views)  # the last request of a trace stands
-        return next((known for known in chain([newest], views) if known.complete), newest)
+        return next((known for known in chain([newest], views) if known.answers), newest)
 
     def standing(self, trace: Trace, prefix_rows: int = pb.PREFIX_ROWS_NEVER) -> Iterator[Known]:
         """Yield the views of a trace's incarnations, newest first, as they are at each step.

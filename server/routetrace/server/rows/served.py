@@ -133,6 +133,11 @@ class Known:
     def __len__(self) -> int:
         return len(self.rows)
 
+    @property
+    def answers(self) -> bool:
+        """Whether a read that names no incarnation may take it before newer ones."""
+        return self.complete and not self.incarnation.request.aborted
+
     def filled(self, given: StandIns, changes: int) -> Known:
         """Return a copy with rows of other traces, valid for this number of changes."""
         filled = copy(self)

@@ -61,6 +61,11 @@ class Request:
         self.handed_over = any(s.finish_reason == FinishReason.HANDOFF for s in self.sources)
 
     @property
+    def aborted(self) -> bool:
+        """Whether it ended with `abort`: another request may be the answer then."""
+        return any(source.finish_reason == FinishReason.ABORT for source in self.sources)
+
+    @property
     def digests(self) -> Digests:
         """Digests, also those of other requests with the same tokens."""
         return self.tree.digests(self.index) if self.tree else self.own
