@@ -155,8 +155,9 @@ FAULTS = (
     fault(
         "a hand-over whose id several requests ended with counts",
         f"{SERVER}/index/traces/joins.py",
-        "            if len(others) == 1:\n",
-        "            if others:\n",
+        "            if len(ended) <= 2 and len(others := self.named(request)) == 1:\n"
+        "                [giver] = others\n",
+        "            if others := self.named(request):\n                giver = others[0]\n",
         "server/index/test_joins.py::test_a_hand_over_without_a_name_of_its_own_proves_nothing",
     ),
     fault(

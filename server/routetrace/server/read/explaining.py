@@ -32,7 +32,8 @@ _MAX_LOOKED_AT = 1024
 _MAX_NAMED = 8
 
 _STAND_IN = (
-    'read with prefix_rows "same_version": rows of another trace with the same tokens stand in'
+    'read with prefix_rows "same_version": rows of another trace stand in, which has the same '
+    "tokens, but need not be of the same pass"
 )
 
 #: What each MissingReason rests on, and what helps; those that depend on the cell are in

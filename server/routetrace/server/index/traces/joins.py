@@ -166,8 +166,9 @@ class Join:
             successor = tree.successor(index)
             if successor is not None:
                 request.successor = self.requests[successor]
-            others = self.named(request)
-            if len(others) == 1:
+            ended = self._ended.get(request.received_by, ())
+            # More than two are several others: they may be very many.
+            if len(ended) <= 2 and len(others := self.named(request)) == 1:
                 [giver] = others
                 self._givers[index] = giver.index
                 if giver.handed_over and request.order > giver.order:
