@@ -23,8 +23,12 @@ from routetrace.client import (
     Agreement,
     AgreementChange,
     AgreementHistory,
+    CellRow,
+    ChainMember,
     ClientConfig,
+    EngineRequest,
     ExpertLoad,
+    Explanation,
     FetchStats,
     FinishReason,
     Incarnation,
@@ -38,6 +42,7 @@ from routetrace.client import (
     Rank,
     ReadFacts,
     ReadOptions,
+    RefusedCandidate,
     Retired,
     RowOrigin,
     RunHistory,
@@ -61,9 +66,10 @@ LAYOUT = ModelLayout((1, 3), 4, 8, 2)
 #: Dataclasses with a result of JSON; the others hold arrays of rows, or say how to read them.
 DATA = {
     AgentConfig, AgentHistory, AgentStat, AgentStats, Agreement, AgreementChange, AgreementHistory,
-    ClientConfig, CloseReport, ExpertLoad, FetchStats, Incarnation, Limit,
+    CellRow, ChainMember, ClientConfig, CloseReport, EngineRequest, ExpertLoad, Explanation,
+    FetchStats, Incarnation, Limit,
     MissingRange, ModelLayout, PrefixSpan, Progress, ProvenanceSpan, Rank, ReadFacts, ReadOptions,
-    Retired, RowOrigin, RunHistory, Sample,
+    RefusedCandidate, Retired, RowOrigin, RunHistory, Sample,
     Security, Segment, ServerInfo, StepAgreement, Trace, TraceChanges, TraceDescription,
     TraceStat, TraceSummary,
     VersionSpan,
@@ -174,7 +180,41 @@ _row_origins = st.builds(
     _text,
     _text,
 )
+_requests = st.builds(EngineRequest, _number, _text, _text)
+_cell_rows = st.builds(
+    CellRow,
+    _requests,
+    _text,
+    _number,
+    st.none() | _requests,
+    st.none() | _number,
+    st.none() | _text,
+)
+_chain = st.builds(ChainMember, _requests, _number, _number, st.none() | _number)
+_refused = st.builds(RefusedCandidate, _requests, st.none() | _number, _text)
 VALUES = {
+    EngineRequest: _requests,
+    CellRow: _cell_rows,
+    ChainMember: _chain,
+    RefusedCandidate: _refused,
+    Explanation: st.builds(
+        Explanation,
+        trace_id=_text,
+        incarnation=_number,
+        position=_number,
+        layer_id=_number,
+        rule=st.none() | _text,
+        row=st.none() | _cell_rows,
+        missing=st.none() | st.sampled_from([*MissingReason]),
+        remedy=_text,
+        owner=st.none() | _requests,
+        owner_reason=_text,
+        chain=st.lists(_chain, max_size=2).map(tuple),
+        num_members=_number,
+        evidence=st.tuples(_text),
+        refused=st.lists(_refused, max_size=2).map(tuple),
+        num_refused=_number,
+    ),
     Agreement: _agreement,
     ExpertLoad: st.builds(
         ExpertLoad,

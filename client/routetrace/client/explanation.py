@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from routetrace.client.stat import ReadFacts, version_from_wire
 from routetrace.common.errors import counted
@@ -21,7 +21,8 @@ _RULES = {
 }
 
 
-class EngineRequest(NamedTuple):
+@dataclass(frozen=True)
+class EngineRequest(Values):
     """Engine request of a trace."""
 
     number: int
@@ -39,7 +40,8 @@ class EngineRequest(NamedTuple):
         return cls(message.number, message.request_id, message.engine_id)
 
 
-class ChainMember(NamedTuple):
+@dataclass(frozen=True)
+class ChainMember(Values):
     """Engine request in the chain of another one."""
 
     request: EngineRequest
@@ -51,7 +53,8 @@ class ChainMember(NamedTuple):
     """One past the last position that it owns; None: all from `start` on."""
 
 
-class CellRow(NamedTuple):
+@dataclass(frozen=True)
+class CellRow(Values):
     """Row of a cell."""
 
     reported_by: EngineRequest
@@ -68,7 +71,8 @@ class CellRow(NamedTuple):
     """Name of the hand-over behind it; None without one."""
 
 
-class RefusedCandidate(NamedTuple):
+@dataclass(frozen=True)
+class RefusedCandidate(Values):
     """Engine request, or one of its attempts, that was not chosen."""
 
     request: EngineRequest
