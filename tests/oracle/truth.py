@@ -606,10 +606,11 @@ def _servable(
     size = len(record.attempts[0].rows)
     # Digests that got lost make the proven part shorter, never longer.
     parts = {record: size, **lineage.sampled(record)}
-    behind = [
-        set().union(*(_behind(part, p, every=True) for part, stop in parts.items() if p < stop))
-        for p in range(size)
-    ]
+    behind: list[set[int]] = [set() for _ in range(size)]
+    if record.num_tokens != record.prompt_len:  # else there is no answer
+        for part, stop in parts.items():
+            for p in range(min(stop, size)):
+                behind[p] |= _behind(part, p, every=True)
     more = [*parts]
     while more:
         new = [r for r in lineage.sources(more.pop()) if r not in parts]
