@@ -264,7 +264,7 @@ class Cluster:
         yield from self._answer(trace_id, prompt)
 
     def _just(self, engine: Engine, request: Request) -> Job:
-        """A request whose outcome nobody waits for."""
+        """Runs a request and ignores its outcome."""
         yield Ask(engine, request)
 
     def _ask(

@@ -53,7 +53,7 @@ class Tally:
     lawful_rows: int = 0
     """Rows of all reads that were looked up in the world's own book-keeping of passes."""
     ambiguous: int = 0
-    """Cells that are missing because nobody knows whose they are."""
+    """Missing cells whose owner is ambiguous."""
     otherwise: int = 0
     """Reads along a chain that is not the callers'."""
     reads: int = 0
@@ -508,7 +508,7 @@ def _number(version: int | None) -> int:
 
 
 def _provenance_differs(trace: Trace, expected: Expected) -> str:
-    """Compares how rows are told to have come; those that stand in are looked at elsewhere."""
+    """Compares the provenance of rows; other checks compare rows that stand in."""
     told: list[set[str]] = [set() for _ in range(len(trace))]
     for start, stop, name in trace.provenance:
         for names in told[start:stop]:
@@ -516,7 +516,7 @@ def _provenance_differs(trace: Trace, expected: Expected) -> str:
     for position, source in enumerate(expected.sources[: len(trace)]):
         if source and told[position] != {source}:
             return (
-                f"position {position} of {len(trace)} is told to be of "
+                f"position {position} of {len(trace)} has the provenance "
                 f"{' and '.join(sorted(told[position]))}, expected {source}"
             )
     return ""

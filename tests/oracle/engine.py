@@ -371,8 +371,8 @@ class Engine:
     def _redo(self, request: Request) -> None:
         """Goes back some tokens: they are computed once more, into the same slots.
 
-        Not of requests in flight; not where several are told different things; and not into blocks
-        that another request reads, which no engine writes.
+        It leaves out requests in flight, engines whose agents get different reports, and blocks
+        that another request reads: no engine writes those.
         """
         record, attempt = request.record, request.attempt
         own = request.ahead_computed - attempt.given

@@ -171,7 +171,7 @@ def _take(
         stop = min(position, request.num_rows)
         for source, span in _computed(request, version):
             if not source.model or source.model != own.model:
-                continue  # one that nobody named proves nothing
+                continue  # an unset model proves nothing
             if not _same_layout(source.layout, own.layout):
                 continue
             groups: dict[tuple[Interval, ...], set[int]] = {}
