@@ -525,7 +525,7 @@ def test_close_is_one_budget_and_says_what_was_not_sent(mode, trouble, tmp_path)
 
 
 ENGINE = """
-import multiprocessing, os, signal, sys, threading, time
+import faulthandler, multiprocessing, os, signal, sys, threading, time
 import numpy as np
 from routetrace.capture_agent import AgentConfig, CaptureAgent
 from routetrace.common.layout import ModelLayout
@@ -533,6 +533,7 @@ from routetrace.common.layout import ModelLayout
 LAYOUT = ModelLayout((0,), 1, 300, 3)
 ROWS = np.arange(3, dtype=np.uint16).reshape(1, 1, 3)
 target, mode, how = sys.argv[1:]
+faulthandler.enable(all_threads=True)
 
 def agent_of(name, **settings):
     run = f"{how}-{mode}"
@@ -621,18 +622,23 @@ def run_engine(
     """Run it to its end; what it printed, and when it ended."""
     script = tmp_path / "engine.py"
     script.write_text(ENGINE)
-    done = subprocess.run(
+    with subprocess.Popen(
         [sys.executable, script, server.target, mode, how],
-        capture_output=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         text=True,
-        timeout=60,
-        check=False,
         env={**os.environ, "SERVER_PID": str(getattr(server, "pid", 0))},
-    )
+        start_new_session=True,
+    ) as process:
+        try:
+            out, err = process.communicate(timeout=60)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGABRT)  # each process of it prints its stacks
+            pytest.fail(f"it did not end:\n{process.communicate()[1]}")
     ended = time.time()
-    assert done.returncode == 0, done.stderr
-    assert "Traceback" not in done.stderr
-    return done.stdout, ended
+    assert process.returncode == 0, err
+    assert "Traceback" not in err
+    return out, ended
 
 
 @pytest.fixture(scope="module")
