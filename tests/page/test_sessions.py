@@ -87,7 +87,7 @@ def test_a_token_sees_its_own_runs_alone(guarded_page: str) -> None:
     assert first.sign_in("rt_a").status == second.sign_in("rt_b").status == 204
     for end, params in (
         ("", {}), ("segments", {}), ("tile", {"what": "changed", "z": 0, "x": 0}),
-        ("rows", {"start": 0, "stop": 4}),
+        ("rows", {"start": 0, "stop": 4}), ("explain", {"position": 0}),
     ):  # fmt: skip
         assert first.trace("a", end, id="one", **params).status == 200
         # Kept for the first, and never shown to the second.
@@ -104,6 +104,7 @@ def test_a_token_sees_its_own_runs_alone(guarded_page: str) -> None:
         ("segments", {}),
         ("tile", {"what": "changed", "z": 0, "x": 0}),
         ("rows", {"start": 0, "stop": 4}),
+        ("explain", {"position": 0}),
     ],
 )
 def test_a_revoked_token_ends_its_sessions(

@@ -261,13 +261,30 @@ def test_policies(browser: Browser, server) -> None:
     assert browser.trace("r", "segments", id="whole", policy="best").error["field"] == "policy"
 
 
+@pytest.mark.parametrize(("position", "layer"), [(0, 1), (HOLE[0], 1), (NUM_ROWS - 1, 7)])
+def test_a_cell_is_explained_in_the_words_of_the_command(
+    browser: Browser, server, position: int, layer: int
+) -> None:
+    answer = browser.trace("r", "explain", id="hole", position=position, layer_id=layer)
+    assert answer.headers["Content-Type"] == "application/json"
+    said = [
+        f"{'' if i else name:8} {text}"
+        for name, texts in answer.json["words"]
+        for i, text in enumerate(texts)
+    ]
+    with RouteClient(server.target, run="r") as client:
+        lines = str(client.explain("hole", position, layer_id=layer)).splitlines()
+    assert said == [line for line in lines if not line.startswith(("cell ", "trace "))]
+    assert said[0].startswith("row ")
+
+
 # ---------------------------------------------------------------------------- not there
 
 
 def test_a_trace_that_never_was(browser: Browser) -> None:
     for end, params in (
         ("", {}), ("segments", {}), ("tile", {"what": "changed", "z": 0, "x": 0}),
-        ("rows", {"start": 0, "stop": 1}),
+        ("rows", {"start": 0, "stop": 1}), ("explain", {"position": 0}),
     ):  # fmt: skip
         answer = browser.trace("r", end, id="math-1", **params)
         assert answer.status == 404
@@ -328,6 +345,12 @@ def test_a_run_that_never_was(browser: Browser) -> None:
         ("diff", {"id": "hole", "against": "#0"}, "against"),
         ("diff", {"id": "hole", "against": "report:" + "x" * 600}, "reporter"),
         ("reports", {}, "id"),
+        ("explain", {"position": 0}, "id"),
+        ("explain", {"id": "hole"}, "position"),
+        ("explain", {"id": "hole", "position": NUM_ROWS}, "position"),
+        ("explain", {"id": "hole", "position": 0, "layer_id": "x"}, "layer_id"),
+        ("explain", {"id": "hole", "position": 0, "layer_id": 3}, "layer_id"),
+        ("explain", {"id": "hole", "position": 0, "policy": "best"}, "policy"),
         ("rows", {"id": "hole", "start": "\u0661", "stop": 5}, "start"),
     ],
 )
@@ -354,12 +377,15 @@ VALUES = st.one_of(
     st.sampled_from(["#1", "#2", "report:trainer", "report:unknown"]),
     st.integers(-(2**70), 2**70).map(str),
 )
-PARAMETERS = (*("id", "incarnation", "policy"), *("what", "z", "x", "start", "stop"), "against")
+PARAMETERS = (
+    *("id", "incarnation", "policy"), *("what", "z", "x", "start", "stop"), "against",
+    *("position", "layer_id"),
+)  # fmt: skip
 
 
 @given(
     st.one_of(st.just("r"), VALUES.filter(bool)),
-    st.sampled_from(["", "segments", "tile", "rows", "diff", "reports"]),
+    st.sampled_from(["", "segments", "tile", "rows", "diff", "reports", "explain"]),
     st.dictionaries(st.sampled_from(PARAMETERS), VALUES),
 )
 @settings(suppress_health_check=[*HealthCheck], max_examples=300)

@@ -7,8 +7,8 @@ from playwright.sync_api import Page, expect
 from .watched import cell, is_whole
 
 KEYS = [
-    "g o", "g t", "g e", "g m", "/", "t", "?", "Esc", "n", "p", "← → ↑ ↓", "+", "\u2212", "0", ":",
-    "c",
+    "g o", "g t", "g e", "g m", "/", "t", "?", "Esc", "n", "p", "← → ↑ ↓", "+", "\u2212", "0",
+    "Enter", ":", "c",
 ]  # fmt: skip
 
 

@@ -128,8 +128,8 @@ def test_a_chain_and_a_row_of_an_own_slot(server, client):
         (2, 0, 5, None),
     ]
     assert found.owner_reason == (
-        "request 2 continues it: digests prove that 6 tokens of it stand in that prompt, and 4 are "
-        "its own prompt"
+        "request 2 continues it: digests prove that its first 6 tokens stand in that prompt, and "
+        "its own prompt has 4"
     )
     later = client.explain("turns", 6)
     assert later.owner_reason == "it continues request 1, from position 5 on"
@@ -158,7 +158,7 @@ def test_a_slot_names_the_request_that_computed_it(server, client):
     assert found.rule == "own_slot"
     assert found.row is not None
     assert found.row.computed_by == EngineRequest(1, "maker", "maker")
-    assert found.evidence[1] == "the slot named the row of a forward pass of request 1"
+    assert found.evidence[1] == "a forward pass of request 1 computed the row in that slot"
     assert "computed by request 1" in str(found)
 
 
@@ -187,7 +187,7 @@ def test_a_named_hand_over(server, client):
     assert found.owner == EngineRequest(2, "given", "given-d")
     assert found.row.reported_by == EngineRequest(1, "given", "given-p")
     assert found.row.transfer_id == "x1"
-    said = "it gave the transfer id 'x1', and request 1 alone ended with that id"
+    said = "it began with the transfer_id 'x1', and request 1 alone ended with the same one"
     assert found.evidence[1] == said
     assert found.refused == ()
     # The engine that took the KV computed this one itself.
@@ -201,9 +201,15 @@ def test_a_named_hand_over(server, client):
 @pytest.mark.parametrize(
     ("name", "ended_with", "begun_with", "why", "refused"),
     [
-        ("unnamed", None, None, "the begin gave no transfer id", "gave no transfer id"),
-        ("mine", "x", None, "the begin gave no transfer id", "gave no transfer id"),
-        ("theirs", None, "y", "no other request of this trace ended with", "gave 'y', not its id"),
+        ("unnamed", None, None, "without a transfer_id", "began without a transfer_id"),
+        ("mine", "x", None, "without a transfer_id", "began without a transfer_id"),
+        (
+            "theirs",
+            None,
+            "y",
+            "no other request of this trace ended with",
+            "began with another one, 'y'",
+        ),
     ],
 )
 def test_an_unnamed_hand_over(server, client, name, ended_with, begun_with, why, refused):
@@ -215,7 +221,9 @@ def test_an_unnamed_hand_over(server, client, name, ended_with, begun_with, why,
     assert "transfer_id" in found.remedy
     assert "prefix_rows" in found.remedy
     reason = reason_of(found, 1)
-    assert reason.startswith("it ended with handoff, so only a named hand-over reaches it")
+    assert reason.startswith(
+        "it ended with handoff, so its rows count only behind a hand-over with an id"
+    )
     assert refused in reason
 
 
@@ -236,9 +244,9 @@ def test_a_transfer_id_of_several_requests(server, client):
             transfer_id="x",
         )
     found = client.explain("twice", 0)
-    assert "2 requests ended with its transfer id 'x': requests 1 and 2" in found.evidence[0]
+    assert "2 requests ended with its transfer_id 'x': requests 1 and 2" in found.evidence[0]
     assert found.remedy.startswith("give each hand-over a transfer_id of its own")
-    said = "it ended with the transfer id 'x', with which 2 requests ended"
+    said = "it is one of 2 requests that ended with the transfer_id 'x'"
     assert {reason_of(found, 1), reason_of(found, 2)} == {said}
 
 
@@ -257,14 +265,14 @@ def test_equal_requests_without_a_slot_that_decides(client, ambiguous):
     found = client.explain(ambiguous, 3)
     assert (found.missing, found.owner) == (MissingReason.AMBIGUOUS, None)
     assert found.owner_reason == (
-        "request 3 was given tokens that requests 1 and 2 sampled alike: each shares 6 tokens with "
-        "its prompt, and it took none of them from a slot in its first attempt"
+        "request 3 may continue any of requests 1 and 2: each shares 6 tokens with its prompt, and "
+        "in its first attempt it took none of them from a slot"
     )
     assert "prefix cache" in found.remedy
     assert "trace id of its own" in found.remedy
     assert reason_of(found, 1) == (
-        "it shares 6 tokens with the prompt of request 3, request 2 as many, and no slot decides "
-        "between them"
+        "it shares 6 tokens with the prompt of request 3, request 2 shares as many, and no slot "
+        "decides between them"
     )
     assert reason_of(found, 3) == "it has a row here, too, but may not be the owner"
     assert [(m.request.number, m.start, m.stop) for m in found.chain] == [(3, 0, 3), (3, 5, None)]
@@ -288,8 +296,12 @@ def test_a_slot_decides_between_equal_requests(server, client):
         )
     found = client.explain("decided", 3)
     assert found.owner == EngineRequest(2, "decided", "decided")
-    assert "of 2 requests that share as many, its own pass made the row" in found.owner_reason
-    assert reason_of(found, 1).endswith("from a slot at 4 is of the pass of request 2")
+    assert found.owner_reason.endswith(
+        ", and this one computed the row that request 3 took from a slot at position 4"
+    )
+    assert reason_of(found, 1).endswith(
+        "computed the row that request 3 took from a slot at position 4"
+    )
     assert reason_of(found, 3) == "it has a row here, too, but is not the owner"
 
 
@@ -304,8 +316,8 @@ def test_a_retry_and_a_sibling_are_refused(server, client):
     found = client.explain("tries", 4)
     assert [m.request.number for m in found.chain] == [3, 4]
     assert reason_of(found, 1) == (
-        "its tokens differ from those of request 4 from position 4 on, the last one at which "
-        "digests agree"
+        "its tokens differ from those of request 4 at or behind position 4, up to which digests "
+        "agree"
     )
     assert reason_of(found, 2) == "it sampled nothing"
     # Where the retry is the last request, the first try has nothing in its prompt.
@@ -331,12 +343,12 @@ def test_attempts_that_were_refused(server, client):
     assert found.rule == "own_pass"
     assert found.row is not None
     assert found.row.attempt == 2
-    assert found.evidence[0].startswith("attempt 2 sampled: it is the first one with a row at the")
-    assert reason_of(found, 1, attempt=1).startswith("it sampled nothing")
-    assert reason_of(found, 1, attempt=3) == "it came after attempt 2, which sampled"
+    assert found.evidence[0].startswith("attempt 2 sampled the answer: it is the first one with a")
+    assert reason_of(found, 1, attempt=1).startswith("attempt 2 counts")
+    assert reason_of(found, 1, attempt=3) == "it came after attempt 2, which sampled the answer"
     later = client.explain("again", 4)
     assert later.rule == "later_attempt"
-    assert later.evidence[0] == "attempt 2, which sampled, has no row here"
+    assert later.evidence[0] == "attempt 2, which sampled the answer, has no row here"
     latest = client.explain("again", 0, policy="latest")
     assert latest.row is not None
     assert latest.row.attempt == 3
@@ -352,7 +364,7 @@ def test_rows_of_another_version_and_rows_that_may_come(server, client):
         found = client.explain("versions", 0, weight_version=8)
         assert found.missing is MissingReason.OTHER_VERSION
         assert found.evidence == ("the row was computed by weight version 7",)
-        assert found.remedy == "read without a weight version, or with 7"
+        assert found.remedy == "read without weight_version, or with 7"
         assert found.refused == ()
         soon = client.explain("runs", 9)
         assert soon.missing is MissingReason.NOT_YET
@@ -466,11 +478,11 @@ def test_the_words_of_the_command(server, monkeypatch, ambiguous):
         ["row", "none: kv_unknown"],
     ]
     for text in (
-        "because  the begin loaded the KV from elsewhere, and the begin gave no transfer id",
-        "remedy   name the hand-over: give its transfer_id to finish of the one request",
+        "because  request 2 began with KV from elsewhere, and without a transfer_id",
+        "remedy   name the hand-over: give one transfer_id to finish of the request that hands",
         "owner    request 2 ('words' at engine 'words-d')",
         "chain    request 2 ('words' at engine 'words-d') owns the positions from 0 on",
-        "refused  request 1 ('words' at engine 'words-p'): it ended with handoff, so only",
+        "refused  request 1 ('words' at engine 'words-p'): it ended with handoff, so its",
     ):
         assert text in said
     said = cli("explain", ambiguous, "--position", "4", "--layer", "3").output

@@ -81,6 +81,7 @@ def application(config: PageConfig, hosts: Hosts, port: int, static: Path = DIRE
             Route(f"{_RUN}/mismatch", sessions.within(runs.mismatch)),
             Route(_TRACE, sessions.within(trace.facts)),
             Route(f"{_TRACE}/diff", sessions.within(trace.diff)),
+            Route(f"{_TRACE}/explain", sessions.within(trace.explain)),
             Route(f"{_TRACE}/reports", sessions.within(trace.reports)),
             Route(f"{_TRACE}/segments", sessions.within(trace.segments)),
             Route(f"{_TRACE}/tile", sessions.within(trace.tile)),

@@ -12,6 +12,7 @@ from routetrace.client import (
     AgreementHistory,
     AsyncRouteClient,
     ClientConfig,
+    Explanation,
     RunHistory,
     ServerInfo,
     Trace,
@@ -125,6 +126,40 @@ class Backends:
                 )
 
         key = ("describe", caller.digest, run, trace_id, incarnation, policy, origins)
+        try:
+            return await self._calls.call(key, call)
+        except NotFound as error:
+            raise lost_trace(error, run, trace_id) from error
+
+    async def explain(
+        self,
+        caller: Caller,
+        run: str,
+        trace_id: str,
+        incarnation: int | None,
+        policy: Policy,
+        position: int,
+        layer_id: int | None,
+    ) -> Explanation:
+        """Return where the row of one cell comes from, or why there is none, as of now.
+
+        Raises:
+            NotFound: in words for the page.
+            RouteTraceError: as `AsyncRouteClient.explain`.
+        """
+
+        async def call() -> Explanation:
+            async with self._lend(caller, run) as client:
+                return await client.explain(
+                    trace_id,
+                    position,
+                    layer_id=layer_id,
+                    incarnation=incarnation,
+                    policy=policy,
+                    timeout=_CALL_S,
+                )
+
+        key = ("explain", caller.digest, run, trace_id, incarnation, policy, position, layer_id)
         try:
             return await self._calls.call(key, call)
         except NotFound as error:

@@ -1,4 +1,4 @@
-"""`/api/v1/runs/{run}/trace`: facts, rectangles, tiles and rows of one trace."""
+"""`/api/v1/runs/{run}/trace`: facts, rectangles, tiles, rows and reasons of one trace."""
 
 from __future__ import annotations
 
@@ -97,6 +97,29 @@ class TraceEndpoints:
                 return Response(b"", media_type=_BYTES)
         body = await self._traces.rows(caller, stat, policy, start, stop)
         return Response(body, media_type=_BYTES)
+
+    async def explain(self, request: Request, caller: Caller) -> Response:
+        """Answer with the words for one cell: where its row comes from, or why there is none."""
+        params = request.query_params
+        run, trace_id, incarnation = _which(request)
+        layer_id = whole(params, "layer_id") if params.get("layer_id") else None
+        found = await self._backends.explain(
+            caller,
+            run,
+            trace_id,
+            incarnation,
+            _policy(params),
+            whole(params, "position"),
+            layer_id,
+        )
+        words: list[tuple[str, list[str]]] = []
+        for name, text in found.lines():
+            if name in ("cell", "trace"):  # which is what was asked for
+                continue
+            if name:
+                words.append((name, []))
+            words[-1][1].append(text)
+        return JSONResponse({"words": words})
 
     async def reports(self, request: Request, caller: Caller) -> Response:
         """Answer with the reports of trainers about a trace."""

@@ -46,9 +46,10 @@ export class Grid {
   /**
    * onCell(about | null, event | null): the cell at the pointer, else at the cursor, with what is
    * known of it; called again as more arrives. onTrouble(trouble | null): values or rows do not
-   * come. onMove(): the cursor was moved, by a press or a key. onDraw(ms): drawn.
+   * come. onMove(): the cursor was moved, by a press or a key. onPick(): its cell was pressed, or
+   * Enter. onDraw(ms): drawn.
    */
-  constructor({ label, onCell, onTrouble, onMove, onDraw }) {
+  constructor({ label, onCell, onTrouble, onMove, onPick, onDraw }) {
     this.strip = h("canvas", { class: "strip", "aria-hidden": "true" });
     this.canvas = h("canvas", {
       class: "plot", tabindex: 0, role: "application", "aria-label": label,
@@ -58,6 +59,7 @@ export class Grid {
     this.onCell = onCell;
     this.onTrouble = onTrouble;
     this.onMove = onMove;
+    this.onPick = onPick;
     this.onDraw = onDraw;
     this.viewport.onMove(() => this.redraw());
     const unthemed = onTheme(() => this.#repaint());

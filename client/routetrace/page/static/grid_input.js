@@ -35,6 +35,7 @@ export function steer(grid) {
     if (!cell) return;
     grid.choose(cell.position, cell.column);
     grid.onMove();
+    grid.onPick();
   });
   on(canvas, "pointercancel", release);
   on(canvas, "pointerleave", () => !press && grid.point(null, null));
@@ -65,6 +66,7 @@ export function steer(grid) {
   on(canvas, "keydown", (event) => {
     if (event.ctrlKey || event.metaKey || event.altKey || !grid.source) return;
     if (event.key === "Escape") canvas.blur();
+    if (event.key === "Enter" && v.cursor) grid.onPick();
     const cell = moved(grid, event.key, event.shiftKey);
     if (!cell) return;
     event.preventDefault();

@@ -34,15 +34,13 @@ const REASONS = {
   ],
   kv_unknown: [
     "KV unknown",
-    "Their KV came from a slot whose writer is unknown: another engine, host memory, or a remote " +
-      "cache.",
-    "Capture at the engine that computed it, and give agents the token ids, so that its rows " +
-      "stand in.",
+    "Their KV was loaded from elsewhere, or came from a slot whose writer is unknown.",
+    "Give both requests of a hand-over one transfer_id; routetrace explain says more.",
   ],
   ambiguous: [
     "Ambiguous",
     "Several passes qualify equally, and nothing proves which of them made their KV.",
-    "Nothing to mend in what is stored; give each sample a trace id of its own.",
+    "Give each sample a trace id of its own; routetrace explain says more.",
   ],
   aborted: [
     "Aborted",

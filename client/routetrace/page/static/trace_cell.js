@@ -1,5 +1,6 @@
 // The panel and the box beside the pointer that say what is known of one cell.
 
+import { HAS_SERVER } from "./api.js";
 import { reasonMark } from "./marks.js";
 import { reason } from "./reasons.js";
 import { fmt, plain } from "./text.js";
@@ -29,7 +30,8 @@ export function wordsOf(cell) {
 }
 
 /**
- * The panel; `set(cell | null, trace, trouble, who)` fills it, `who` being the other side.
+ * The panel; `set(cell | null, trace, trouble, who, why)` fills it, `who` being the other side,
+ * `why` an explanation { position, layer, words: [[name, sentences]] }.
  * link(id): the address of a trace.
  */
 export function cellPanel(link) {
@@ -37,7 +39,8 @@ export function cellPanel(link) {
     h("span", { class: "for-fingers" }, "Tap a cell to see its experts. Dragging sideways moves."),
     h("span", { class: "for-keys" }, "Point at a cell, or enter the grid with ",
       h("kbd", null, "Tab"), " and move with the arrow keys. Once the grid is entered, the wheel ",
-      "zooms; dragging moves."));
+      "zooms; dragging moves."),
+    HAS_SERVER && " A press, or Enter, explains a cell.");
   const title = h("h2", null, "Cell");
   const mark = reasonMark();
   const words = h("p");
@@ -52,17 +55,26 @@ export function cellPanel(link) {
   const other = h("bdi");
   const origin = h("a", { class: "id" }, other);
   const lent = h("p", null, "Its row is that of the same token in ", origin, ".");
+  const told = h("div", { class: "scroll why", tabindex: 0, role: "region",
+    "aria-label": "Explanation" });
+  let said = null; // the words of it
   const element = h("aside", { "aria-label": "Cell" },
-    title, hint, lost, heading, ids, theirs, known, lent);
+    title, hint, lost, heading, ids, theirs, known, lent, told);
   return {
     element,
-    set(cell, trace, trouble, who) {
+    set(cell, trace, trouble, who, why) {
       put(title, cell ? titleOf(cell) : "Cell");
       hint.hidden = Boolean(cell);
       lost.hidden = !cell?.reason;
       known.hidden = !cell?.present;
       heading.hidden = !cell?.present;
       lent.hidden = cell?.prefix === undefined;
+      told.hidden = !why || why.position !== cell?.position || why.layer !== cell.layer;
+      if (!told.hidden && why.words !== said) {
+        said = why.words;
+        told.replaceChildren(h("dl", null, said.map(([name, sentences]) => [h("dt", null, name),
+          sentences.map((one) => h("dd", null, h("bdi", null, plain(one))))])));
+      }
       const row = cell?.present && cell.row?.valid ? [...cell.row.ids] : [];
       ids.hidden = row.length === 0;
       const chosen = row.length > 0 && cell.other?.valid ? [...cell.other.ids] : [];

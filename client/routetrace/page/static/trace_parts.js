@@ -1,5 +1,6 @@
 // The parts of the view of a trace, and what moves them: colourings, holes, positions.
 
+import { HAS_SERVER, json, Trouble } from "./api.js";
 import { onTheme } from "./colours.js";
 import { Grid } from "./grid.js";
 import { holeWalk } from "./holes.js";
@@ -16,7 +17,8 @@ import { traceTools } from "./trace_tools.js";
 import { copyButton, h, put, say, segmented } from "./ui.js";
 
 const LABEL = "Cells of the trace, positions along and layers down. Arrow keys move, plus and " +
-  "minus zoom, n goes to the next hole.";
+  `minus zoom, n goes to the next hole${HAS_SERVER ? ", Enter explains the cell" : ""}.`;
+const ASKING = [["explanation", ["Asking the server …"]]];
 const MODES = { state: "State", weights: "Weights", source: "Source", changed: "Change",
   differing: "Mismatch" };
 const PAN = 160; // px
@@ -35,6 +37,7 @@ export function traceParts({ id, path, pickIncarnation, pickSide, moved, link, e
   let against = null; // the side that rows are compared with
   let sameUntil = Infinity; // position from which on its tokens differ
   let wanted = "state"; // colouring
+  let why = null; // the explanation that was asked for last
 
   const mark = stateMark();
   const incarnations = segmented("Incarnation", pickIncarnation);
@@ -48,7 +51,7 @@ export function traceParts({ id, path, pickIncarnation, pickSide, moved, link, e
   panel.set(null); // its empty parts are not seen until the first cell is drawn
   const box = cellTip();
   const note = h("p", { class: "note", role: "status", hidden: true });
-  const grid = new Grid({ label: LABEL, onCell, onTrouble, onMove, onDraw });
+  const grid = new Grid({ label: LABEL, onCell, onTrouble, onMove, onPick, onDraw });
   const { viewport } = grid;
   const walk = holeWalk(grid, moved);
   const colours = legend((reason) => walk.jump(1, reason));
@@ -64,6 +67,7 @@ export function traceParts({ id, path, pickIncarnation, pickSide, moved, link, e
   });
   const missing = missingCard((i) => {
     walk.goTo(i);
+    onPick();
     grid.canvas.scrollIntoView({ block: "nearest" });
     grid.canvas.focus({ preventScroll: true });
   });
@@ -86,7 +90,7 @@ export function traceParts({ id, path, pickIncarnation, pickSide, moved, link, e
       say(wordsOf(cell));
       speaking = cell.present && !cell.row;
     }
-    panel.set(cell, trace, trouble, against?.who);
+    panel.set(cell, trace, trouble, against?.who, why);
     box.set(grid.over ? cell : null, event);
   }
 
@@ -98,6 +102,31 @@ export function traceParts({ id, path, pickIncarnation, pickSide, moved, link, e
   function onMove() {
     speak();
     moved(viewport.cursor.position);
+  }
+
+  function onPick() {
+    const { position, column } = viewport.cursor;
+    explainCell({ position, layer: trace.layer_ids[column] });
+  }
+
+  /** Ask why a cell is as it is; the words of an earlier answer stay until then. */
+  async function explainCell({ position, layer, words = ASKING }) {
+    if (!HAS_SERVER) return;
+    const asked = (why = { position, layer, words });
+    grid.redraw();
+    try {
+      ({ words: asked.words } = await json(`${path}/trace/explain`,
+        { id, incarnation: trace.incarnation, position, layer_id: layer }));
+    } catch (error) {
+      if (!(error instanceof Trouble)) throw error;
+      asked.words = [["explanation", [error.message]]];
+    }
+    if (asked !== why) return;
+    grid.redraw();
+    if (words === ASKING) {
+      say(plain(asked.words.slice(0, 3).map(([name, all]) =>
+        `${name}: ${all.join("; ")}`).join(". ")));
+    }
   }
 
   function onDraw() {
@@ -169,6 +198,7 @@ export function traceParts({ id, path, pickIncarnation, pickSide, moved, link, e
       { keys: ["+", "="], words: "Zoom in", run: () => viewport.zoom(1.6) },
       { keys: ["-"], words: "Zoom out", shown: "−", run: () => viewport.zoom(1 / 1.6) },
       { keys: ["0"], words: "The whole trace", run: () => viewport.fit() },
+      { keys: ["Enter"], words: "In the grid: explain the cell" },
       { keys: [":"], words: "Go to a position", run: tools.focusPosition },
       { keys: ["c"], words: "Colour by the next", run: nextColour },
     ],
@@ -177,6 +207,7 @@ export function traceParts({ id, path, pickIncarnation, pickSide, moved, link, e
       grid.stop();
       unthemed();
       box.hide();
+      why = null;
     },
     /** Say why what is shown is not as it is now; null: it is. */
     warn(error) {
@@ -195,9 +226,10 @@ export function traceParts({ id, path, pickIncarnation, pickSide, moved, link, e
       segments = found;
       if (before?.incarnation !== now.incarnation) {
         walk.reset();
-        against = null;
+        against = why = null;
       }
       draw();
+      if (why) explainCell(why);
       tools.setHoles(grid.data.holes.t0.length);
       missing.set(grid.data, now.layer_ids);
       if (!before) say(`${plain(id)}: ${now.state}, coverage ${fmt.pct(now.coverage, 2)}`);

@@ -57,7 +57,7 @@ _REASONS = {
     ),
     pb.MISSING_REASON_AGENT_LOST: (
         "the agent was lost during the request",
-        "look for the end of the engine's process in its log; the row does not come back",
+        "look in the engine's log for why its process ended; the row does not come back",
     ),
     pb.MISSING_REASON_REJECTED: (
         "the server refused the chunk that held the row",
@@ -195,11 +195,11 @@ class _Cell:
             parts.append(f"it continues {_name(self._before)}, from position {stop} on")
         if self._next is not None:
             found, prompt = self._continued(self._next), self.owner.prompt_len
-            text = f"{_name(self._next)} continues it: digests prove that {found.proven} tokens of "
-            text += f"it stand in that prompt, and {prompt} are its own prompt"
+            text = f"{_name(self._next)} continues it: digests prove that its first {found.proven} "
+            text += f"tokens stand in that prompt, and its own prompt has {prompt}"
             if len(found.equals) > 1:
-                text += f"; of {len(found.equals)} requests that share as many, its own pass made "
-                text += f"the row that {_name(self._next)} took from a slot at {found.slot}"
+                text += f"; {len(found.equals)} requests share as many, and this one computed the "
+                text += f"row that {_name(self._next)} took from a slot at position {found.slot}"
             parts.append(text)
         if not parts:
             found = self._continued(self.owner)
@@ -211,11 +211,11 @@ class _Cell:
     def _ambiguous(self) -> str:
         first = self._members[0]
         found = self._continued(first)
-        text = f"{_name(first)} was given tokens that {_names(found.equals)} sampled alike: each "
-        text += f"shares {found.proven} tokens with its prompt, and "
+        text = f"{_name(first)} may continue any of {_names(found.equals)}: each shares "
+        text += f"{found.proven} tokens with its prompt, and "
         if found.slot < 0:
-            return f"{text}it took none of them from a slot in its first attempt"
-        return f"{text}the row that it took from a slot at {found.slot} is of none of their passes"
+            return f"{text}in its first attempt it took none of them from a slot"
+        return f"{text}none computed the row that it took from a slot at position {found.slot}"
 
     # ------------------------------------------------------------------ row
 
@@ -245,7 +245,9 @@ class _Cell:
         if given:
             answer.evidence.extend(self._hand_overs(reporter))
         elif later:
-            answer.evidence.append(f"attempt {sampled + 1}, which sampled, has no row here")
+            answer.evidence.append(
+                f"attempt {sampled + 1}, which sampled the answer, has no row here"
+            )
         elif self._latest:
             answer.evidence.append(f"attempt {row.attempt + 1} is the last one with a row here")
         elif len(source.attempts) > 1:
@@ -256,9 +258,9 @@ class _Cell:
             return
         answer.evidence.append(f"{text} took the position from a slot of its KV cache")
         answer.evidence.append(
-            f"the slot named the row of a forward pass of {_name(maker)}"
+            f"a forward pass of {_name(maker)} computed the row in that slot"
             if maker
-            else "no request of this trace that was looked at computed the row that the slot named"
+            else "no request of this trace that was looked at computed the row in that slot"
         )
 
     def _why_sampled(self, owner: Request) -> str:
@@ -268,8 +270,8 @@ class _Cell:
         ends = (s.attempts[sampled].end for s in owner.sources if sampled < len(s.attempts))
         if max(ends, default=0) > last:
             return (
-                f"attempt {sampled + 1} sampled: it is the first one with a row at the last "
-                f"position of the prompt, {last}, or behind it"
+                f"attempt {sampled + 1} sampled the answer: it is the first one with a row at "
+                f"position {last}, the last one of the prompt, or behind it"
             )
         return f"attempt {sampled + 1} is the last one, and none reached the end of the prompt"
 
@@ -280,14 +282,14 @@ class _Cell:
         for giver in self._owned.givers:
             [interval] = [i for i in taker.loaded if _in(self.position, [i])]
             yield (
-                f"the begin of {_name(taker)} loaded KV from elsewhere, and positions "
-                f"{_positions(interval)} of it stayed as they were loaded"
+                f"{_name(taker)} began with KV from elsewhere, and no pass of it computed the "
+                f"positions {_positions(interval)} again"
             )
             yield (
-                f"it gave the transfer id {taker.received_by!r}, and {_name(giver)} alone ended "
-                "with that id"
+                f"it began with the transfer_id {taker.received_by!r}, and {_name(giver)} alone "
+                "ended with the same one"
             )
-            yield f"no digests disprove that both have the same tokens up to {self.position}"
+            yield f"no digests show that their tokens differ up to position {self.position}"
             if giver is reporter:
                 return
             yield f"the last attempt of {_name(giver)} has no row of its own here"
@@ -315,14 +317,14 @@ class _Cell:
         evidence, remedy = _REASONS.get(answer.missing, ("", ""))
         if answer.missing == pb.MISSING_REASON_AMBIGUOUS:
             remedy = (
-                "keep the prefix cache, so that slots show which of the equal requests is "
-                "continued, or give each of them a trace id of its own"
+                "keep the engine's prefix cache on, so that slots show which of the equal "
+                "requests is continued, or give each of them a trace id of its own"
             )
         elif answer.missing == pb.MISSING_REASON_OTHER_VERSION and other is not None:
             version = other.span.weight_version
             known = version != UNKNOWN_VERSION
             evidence = f"the row was computed by {_version(version)}"
-            remedy = "read without a weight version" + (f", or with {version}" if known else "")
+            remedy = "read without weight_version" + (f", or with {version}" if known else "")
         elif answer.missing == pb.MISSING_REASON_KV_UNKNOWN and self.owner is not None:
             evidence, remedy = self._kv_unknown(self.owner)
         if evidence:
@@ -336,7 +338,7 @@ class _Cell:
             if any(source.external for source in owner.sources):
                 text = "the KV was loaded from elsewhere, or came from a slot of unknown writer"
             return text, _STAND_IN
-        text = "the begin loaded the KV from elsewhere, and "
+        text = f"{_name(owner)} began with KV from elsewhere, and "
         why, remedy = self._no_hand_over(owner)
         return f"{text}{why}", f"{remedy}, or {_STAND_IN}" if remedy else _STAND_IN
 
@@ -344,27 +346,27 @@ class _Cell:
         """Return why no named hand-over gives a row of external KV, and what helps."""
         sampled, name, named = owner.first_that_sampled, owner.received_by, self._join.named(owner)
         if sampled and not self._latest:
-            return f"attempt {sampled + 1} sampled, which did not take it", ""
+            return f"attempt {sampled + 1}, which sampled the answer, did not take it", ""
         if not _in(self.position, owner.loaded):
             return (
-                "nothing shows that it stayed as it was loaded: a pass began at or below the "
-                "position, or none has begun yet",
+                "a pass may have computed it again: one began at or below the position, or none "
+                "has begun yet",
                 "",
             )
         if not name:
             return (
-                "the begin gave no transfer id",
-                "name the hand-over: give its transfer_id to finish of the one request, and to "
-                "begin of the other",
+                "without a transfer_id",
+                "name the hand-over: give one transfer_id to finish of the request that hands its "
+                "KV over, and to begin of the request that takes it",
             )
         if not named:
             return (
-                f"no other request of this trace ended with its transfer id {name!r}",
-                "give that transfer_id to finish of the request that hands over, too",
+                f"no other request of this trace ended with its transfer_id {name!r}",
+                "give that transfer_id to finish of the request that hands its KV over, too",
             )
         if len(named) > 1:
             return (
-                f"{len(named)} requests ended with its transfer id {name!r}: {_names(named)}",
+                f"{len(named)} requests ended with its transfer_id {name!r}: {_names(named)}",
                 "give each hand-over a transfer_id of its own",
             )
         return f"the hand-over {name!r} gives no row: {self._giver_refused(owner, named[0])}", ""
@@ -375,7 +377,7 @@ class _Cell:
         if self.position >= differ:
             return f"the tokens of {_name(giver)} differ {_behind(differ)}"
         if self.position >= giver.num_rows:
-            return f"{_name(giver)} has {giver.num_rows} rows"
+            return f"{_name(giver)} has rows of its first {giver.num_rows} positions only"
         last = max(len(s.attempts) for s in giver.sources) - 1
         if self._spans(giver, last):
             return f"{_name(owner)} has a row of its own, or did not keep the KV"
@@ -419,8 +421,8 @@ class _Cell:
         if self._latest:
             return "a later attempt has a row, too"
         if attempt < sampled:
-            return f"it sampled nothing: attempt {sampled + 1} is the first that did, or the last"
-        return f"it came after attempt {sampled + 1}, which sampled"
+            return f"attempt {sampled + 1} counts: the first that sampled the answer, or the last"
+        return f"it came after attempt {sampled + 1}, which sampled the answer"
 
     def request_refused(self, request: Request) -> str:
         """Return why a request neither owns the position nor hands the row over."""
@@ -431,18 +433,18 @@ class _Cell:
             named = self._join.named(owner)
             if request in named and len(named) > 1:
                 return (
-                    f"it ended with the transfer id {owner.received_by!r}, with which "
-                    f"{len(named)} requests ended"
+                    f"it is one of {len(named)} requests that ended with the transfer_id "
+                    f"{owner.received_by!r}"
                 )
             if request in named:
                 return f"it handed its KV over, but {self._giver_refused(owner, request)}"
         if request.handed_over:
-            text = "it ended with handoff, so only a named hand-over reaches it"
+            text = "it ended with handoff, so its rows count only behind a hand-over with an id"
             if owner is None or not owner.begun:
                 return text
             if not owner.received_by:
-                return f"{text}: the begin of {_name(owner)} gave no transfer id"
-            return f"{text}: the begin of {_name(owner)} gave {owner.received_by!r}, not its id"
+                return f"{text}, and {_name(owner)} began without a transfer_id"
+            return f"{text}, and {_name(owner)} began with another one, {owner.received_by!r}"
         return self._not_continued(request, b)
 
     def _not_continued(self, request: Request, b: Request) -> str:
@@ -451,7 +453,7 @@ class _Cell:
         if not prompt:
             return "the length of its prompt is not known"
         if not (request.own and b.own):
-            return f"the tokens of it or of {_name(b)} are not known, as there are no digests"
+            return f"its tokens, or those of {_name(b)}, are not known, as no digests were given"
         proven, found = self._join.proven(request, b), self._continued(b)
         if proven <= prompt:
             if differ < b.prompt_len:
@@ -467,12 +469,12 @@ class _Cell:
             return f"it is not the one that {_name(b)} continues"
         text = f"it shares {proven} tokens with the prompt of {_name(b)}"
         if proven < found.proven:
-            return f"{text}, and {_name(best)} shares {found.proven}"
+            return f"{text}, and {_name(best)} shares more, {found.proven}"
         if found.before is None:
-            return f"{text}, {_name(best)} as many, and no slot decides between them"
+            return f"{text}, {_name(best)} shares as many, and no slot decides between them"
         return (
-            f"{text}, {_name(best)} as many, and the row that {_name(b)} took from a slot at "
-            f"{found.slot} is of the pass of {_name(best)}"
+            f"{text}, {_name(best)} shares as many, and computed the row that {_name(b)} took from "
+            f"a slot at position {found.slot}"
         )
 
     def _rival(self, request: Request) -> Request:
@@ -534,7 +536,7 @@ def _version(version: int) -> str:
 
 
 def _behind(position: int) -> str:
-    return f"from position {position} on, the last one at which digests agree"
+    return f"at or behind position {position}, up to which digests agree"
 
 
 def _positions(interval: Interval) -> str:
