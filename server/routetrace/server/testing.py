@@ -58,7 +58,7 @@ class ServerProcess:
         # Settings in the environment must not reach the test server.
         env = {k: v for k, v in os.environ.items() if not k.startswith("ROUTETRACE_")}
         with self.log.open("wb") as output:
-            self._process = type(self).popen(
+            self._process: subprocess.Popen[bytes] = type(self).popen(
                 [*command, "--ready-file", str(ready_file)],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
