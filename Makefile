@@ -13,7 +13,7 @@ TORCH  ?= torch==2.13.0
 # the newest that the wide ranges allow.
 pins    = $(if $(filter undefined,$(origin PINS)),-c constraints/$(1).txt)
 
-.PHONY: demo demo-scale test test-slow test-long test-fast check check-full \
+.PHONY: demo demo-scale test compiled test-slow test-long test-fast check check-full \
 	check-newest lock lint bench test-exact test-docs test-two-commands test-mutations test-install \
 	test-transformers test-trainers test-vllm test-vllm-scheduler test-sglang test-sglang-older \
 	test-sglang-scheduler \
@@ -38,6 +38,10 @@ SLOW ?=
 test: $(VENV)/.dev
 	@echo 'About 8,100 tests: 22 minutes of CPU, which took 13 minutes on two cores with nothing else to do.'
 	$(PYTEST) -m 'not install and not long$(if $(SLOW),, and not slow)'
+
+# Compiles what the tests import, once: the workers of `make test` would each do it at their start.
+compiled: $(VENV)/.dev
+	$(PY) -m pytest --collect-only -q | tail -n 1
 
 # The tests that take 5 s or more each: servers that are killed under load, ranks, examples, snippets.
 test-slow: $(VENV)/.dev

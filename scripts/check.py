@@ -57,13 +57,14 @@ def gate(seed: int) -> list[list[list[str]]]:
 
     Returns:
         Stages, one after another, of lanes that run side by side. Steps that keep all cores busy
-        are a lane of their own; the first stage also installs the environments of later ones.
+        are a lane of their own; the first stage installs the environments of later ones.
     """
     return [
         [
-            ["make lint", "make browser"],
+            ["make browser"],
             ["make chromium BROWSING=--where-possible", "make vllm-env VLLM=0.30.0"],
         ],
+        [["make lint"], ["make compiled"]],
         [["make test SLOW=too"]],
         [
             [

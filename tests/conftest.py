@@ -7,10 +7,15 @@ from collections import defaultdict
 import pytest
 from hypothesis import HealthCheck, settings
 
+from routetrace.server.testing import ServerProcess
+from support.servers import forked
+
 # A shell starts a command in the background with SIGINT ignored, and children would inherit that:
 # tests that press Ctrl-C would wait for nothing.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+ServerProcess.popen = forked.start
 
 # No test fails for being slow: machines are busy. The examples of a property follow from its
 # source, so that every run of a commit has the same; `--hypothesis-profile=new` draws others, and

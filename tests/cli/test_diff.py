@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -15,8 +14,8 @@ from routetrace.client import RouteClient
 from routetrace.server.testing import ServerProcess, run_server
 from support.agents.feeder import Feeder
 from support.ranks.disagreement import MODELS, routed, shifted
+from support.servers import forked
 
-PROGRAM = str(Path(sys.executable).with_name("routetrace"))
 OF = routed(MODELS["deepseek"], [200], 5)
 LAYOUT = OF.layout
 ROWS = len(OF.engine[0])
@@ -42,8 +41,8 @@ def server() -> Iterator[ServerProcess]:
 @pytest.fixture
 def diff(server: ServerProcess) -> Run:
     def run(*words: str, code: int = 0) -> subprocess.CompletedProcess[str]:
-        command = [PROGRAM, "diff", *words, "--target", server.target, "--run", "diff"]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+        where = ("--target", server.target, "--run", "diff")
+        done = forked.run("routetrace", "diff", *words, *where)
         assert done.returncode == code, done
         return done
 
@@ -103,8 +102,8 @@ def test_files(diff: Run, server: ServerProcess, tmp_path: Path):
     told = found(diff("a", str(path), "--json"))
     assert (told["start"], told["stop"], told["cells"]) == (10, 20, 20)
     saved = tmp_path / "a.npz"
-    command = [PROGRAM, "get", "a", "-o", str(saved), "--target", server.target, "--run", "diff"]
-    subprocess.run(command, check=True, capture_output=True, timeout=60)
+    where = ("--target", server.target, "--run", "diff")
+    forked.run("routetrace", "get", "a", "-o", str(saved), *where).check_returncode()
     assert found(diff("a", str(saved), "--json"))["differing"] == 0
 
 

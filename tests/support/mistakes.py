@@ -7,8 +7,6 @@ import http.server
 import os
 import re
 import socket
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -23,6 +21,7 @@ import routetrace.client
 from routetrace.capture_agent import AgentConfig, CaptureAgent
 from routetrace.common.layout import ModelLayout
 from routetrace.server.testing import free_ports, run_server
+from support.servers import forked
 from support.waiting import wait_for
 
 # Layer 0 is dense.
@@ -34,7 +33,6 @@ _LIMIT = 30.0
 #: Seconds of a call that is not given its own.
 _TIMEOUT = 4.0
 _BOX = re.compile("[│╭╮╰╯─]")
-_ENTRIES = {"routetrace": "routetrace.cli", "routetrace-server": "routetrace.server.command"}
 
 
 class Case(NamedTuple):
@@ -144,15 +142,8 @@ def check(case: Case, things: World) -> None:
 
 def command(*words: str) -> str:
     """Run a command; return its exit code and what it printed, as one line."""
-    call = f"import sys; from {_ENTRIES[words[0]]} import main; sys.exit(main())"
-    done = subprocess.run(
-        [sys.executable, "-c", call, *words[1:]],
-        env={k: v for k, v in os.environ.items() if not k.startswith("ROUTETRACE_")},
-        capture_output=True,
-        text=True,
-        timeout=_LIMIT,
-        check=False,
-    )
+    env = {k: v for k, v in os.environ.items() if not k.startswith("ROUTETRACE_")}
+    done = forked.run(*words, env=env, timeout=_LIMIT)
     text = " ".join(_BOX.sub(" ", done.stdout + done.stderr).split())
     return f"exit {done.returncode}: {text}"
 

@@ -13,10 +13,11 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, ClassVar
 
 _LOG_TAIL = 4000
 #: Below the ports that systems give to connections: none takes a port while its server is away, and
@@ -45,7 +46,10 @@ class ServerProcess:
         metrics_target: "host:port" of the metrics; empty without the setting `metrics_listen`.
         pid: process id.
         log: file with the output of the process.
+        popen: starts the process; a subclass of `subprocess.Popen`, or what acts like it.
     """
+
+    popen: ClassVar[Callable[..., Any]] = subprocess.Popen
 
     def __init__(self, command: list[str], timeout: float) -> None:
         self._dir = tempfile.TemporaryDirectory(prefix="routetrace-")
@@ -54,7 +58,7 @@ class ServerProcess:
         # Settings in the environment must not reach the test server.
         env = {k: v for k, v in os.environ.items() if not k.startswith("ROUTETRACE_")}
         with self.log.open("wb") as output:
-            self._process = subprocess.Popen(
+            self._process: subprocess.Popen[bytes] = type(self).popen(
                 [*command, "--ready-file", str(ready_file)],
                 stdin=subprocess.DEVNULL,
                 stdout=output,

@@ -17,6 +17,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from faults.serving import free_ports
 from routetrace.server.store.object.bucket import Bucket
+from routetrace.server.testing import ServerProcess
 
 
 class ObjectServer:
@@ -52,7 +53,7 @@ class ObjectServer:
             "log_format": "json",
             **settings,
         }
-        self.process: subprocess.Popen[bytes] | None = None
+        self.process: Any = None
 
     def start(self) -> None:
         flags = [f"--{k.replace('_', '-')}={v}" for k, v in self.settings.items()]
@@ -62,7 +63,7 @@ class ObjectServer:
             folders = ("proto", "server", "client", "capture_agent")
             env["PYTHONPATH"] = os.pathsep.join(str(self.checkout / folder) for folder in folders)
         with self._log.open("ab") as output:
-            self.process = subprocess.Popen(
+            self.process = ServerProcess.popen(
                 [sys.executable, "-m", "routetrace.server.daemon", *flags],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
