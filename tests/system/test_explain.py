@@ -404,7 +404,7 @@ def test_each_cell_is_explained_as_it_is_read(server, client, ambiguous, policy)
         agent.resume(handle, 1, block_ids=[0])
         agent.step(rows(3), [[handle, 1, 3]])
         agent.finish(handle, 6)
-    cells, rules = 0, set()
+    rules = set()
     for trace_id in [stat.trace_id for stat in client.find(states=["complete", "incomplete"])]:
         for number in {one.number for one in client.describe(trace_id, origins=False).incarnations}:
             read = client.get(trace_id, incarnation=number, policy=policy, missing="mask")
@@ -428,8 +428,7 @@ def test_each_cell_is_explained_as_it_is_read(server, client, ambiguous, policy)
                     )
                     assert (found.rule == "handoff") == given
                     assert bool(found.remedy) == (found.row is None)
-                    cells, rules = cells + 1, rules | {found.rule}
-    assert cells > 50
+                    rules.add(found.rule)
     assert {None, "own_pass", "handoff"} <= rules
 
 
