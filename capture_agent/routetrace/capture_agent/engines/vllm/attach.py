@@ -66,6 +66,11 @@ def make_schedule(vllm_config: Any, settings: Settings, kv_cache_config: Any) ->
     return schedule
 
 
+def schedule_of(settings: Settings) -> Schedule | None:
+    """Return the scheduler's half of an engine in this process; None if there is none."""
+    return _schedules.get((settings.boot_id, settings.engine_id))
+
+
 def attachment_of(vllm_config: Any) -> Attachment:
     """Return the attachment of the worker with this configuration.
 
@@ -221,7 +226,7 @@ class Attachment:
         )
 
     def _late_events(self) -> list[Event]:
-        schedule = _schedules.get((self._settings.boot_id, self._settings.engine_id))
+        schedule = schedule_of(self._settings)
         return schedule.take_finished() if schedule else []
 
     def _check(self) -> None:
