@@ -956,6 +956,7 @@ EVENTS = [
     plans.Resume(3, 4, b"\7\0\0\0", 2),
     plans.Finish(3, 9, "stop", b"\1\0\0\0", "E/r"),
     plans.External(b"\7\0\0\0", 2),
+    plans.Reset(True),
     plans.StartOver(),
 ]
 

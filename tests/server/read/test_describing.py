@@ -68,8 +68,8 @@ def cells_of(description: TraceDescription) -> Cells:
 
 
 def cells(start: int, stop: int, layers=LAYOUT.layer_ids, engine="e0", shard="", attempt=1,
-          version=0, source="forward", trace_id="") -> Cells:  # fmt: skip
-    origin = engine, shard, attempt, version, source, trace_id
+          version=0, source="forward") -> Cells:  # fmt: skip
+    origin = engine, shard, attempt, version, source
     return {(p, layer): origin for p in range(start, stop) for layer in layers}
 
 

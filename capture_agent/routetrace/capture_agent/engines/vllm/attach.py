@@ -62,6 +62,7 @@ def make_schedule(vllm_config: Any, settings: Settings, kv_cache_config: Any) ->
         inputs=Inputs.of(vllm_config),
         transfers=Transfers.of(vllm_config),
     )
+    schedule.reset(external=False)  # no pass has written to the KV cache yet
     _schedules[settings.boot_id, settings.engine_id] = schedule
     return schedule
 

@@ -114,7 +114,7 @@ class External(_Message):
 
 
 @dataclass(slots=True)
-class Reset(_Message):
+class Reset:
     """The prefix cache was emptied."""
 
     external: bool
@@ -162,7 +162,7 @@ class Columns:
 
 _VALUES: dict[type[_Message], attrgetter[Any]] = {
     kind: attrgetter(*kind.__slots__)
-    for kind in (Begin, Ignore, AddBlocks, Preempt, Resume, Finish, External, Reset, StepPlan)
+    for kind in (Begin, Ignore, AddBlocks, Preempt, Resume, Finish, External, StepPlan)
 }
 
 

@@ -89,8 +89,6 @@ class WorkerSide:
         self._config = config
         self._late_events = late_events
         self._agent = CaptureAgent(config, own_thread=True) if config else None
-        if self._agent is not None:
-            self._agent.reset_prefix_cache()  # no pass has written to the KV cache yet
         self._requests = Requests()
         self._paused = False
         self._version: int | None = None  # that the agent has; unknown at first
