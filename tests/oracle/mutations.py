@@ -306,8 +306,8 @@ MUTATIONS = (
     Mutation(
         "rows stand in beyond what is proven",
         f"{SERVER}/rows/prefixes.py",
-        "        _Candidate(trace, request, attempt, min(stop, request.num_rows))\n",
-        "        _Candidate(trace, request, attempt, request.num_rows)\n",
+        "yield _Candidate(other, request, attempt, min(stop, request.num_rows))\n",
+        "yield _Candidate(other, request, attempt, request.num_rows)\n",
     ),
     Mutation(
         "inherited rows stand in",
