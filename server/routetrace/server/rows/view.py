@@ -311,8 +311,8 @@ def unknown(
     ]
     if not owned:
         return holes
-    held = [s.layout.column for one in owned for s in one.owner.sources]
-    held += _columns(sources, segments)
+    own = (s.layout.column for one in owned for s in one.owner.sources)
+    held = [*own, *_columns(sources, segments)]
     for group in layer_groups(held, layers):
         there = covered(sources, segments, group[0])
         for one in owned:
