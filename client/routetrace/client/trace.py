@@ -1,5 +1,7 @@
 """Trace: the rows of one trace, with the validity of each cell."""
 
+# Over 400 lines: one public class, half of it docstrings.
+
 from __future__ import annotations
 
 from collections.abc import Sequence
