@@ -95,11 +95,13 @@ class PolicyChoice(str, Enum):
 
 
 class PrefixChoice(str, Enum):
-    """Source of rows for KV that was restored from elsewhere."""
+    """Rows that stand in for KV whose own rows are unknown."""
 
+    never = "never"
+    unique = "unique"
+    any = "any"
     same_version = "same_version"
     any_version = "any_version"
-    never = "never"
 
 
 _POLICIES = (
@@ -107,9 +109,10 @@ _POLICIES = (
     (PolicyChoice.latest.value, "of the last pass"),
 )
 _PREFIX_SOURCES = (
-    (PrefixChoice.same_version.value, "traces computed with the same weight version"),
-    (PrefixChoice.any_version.value, "traces of any weight version"),
     (PrefixChoice.never.value, "none; such rows are missing"),
+    (PrefixChoice.unique.value, "of the only pass that computed them"),
+    (PrefixChoice.any.value, "of the first such pass"),
+    ("same_version, any_version", "old names of any"),
 )
 
 Ids = Annotated[list[str] | None, typer.Argument(metavar="ID", help="Trace ids.")]
@@ -134,7 +137,7 @@ PrefixOption = Annotated[
     PrefixChoice,
     typer.Option(
         help=choices(
-            "Traces whose rows stand in for a prompt's KV that was restored from elsewhere",
+            "Rows of the same tokens and weights that stand in for a prompt's KV of unknown pass",
             _PREFIX_SOURCES,
         )
     ),
