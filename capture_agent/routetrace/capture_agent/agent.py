@@ -372,8 +372,9 @@ class CaptureAgent:
     def reset_external_kv(self) -> None:
         """Note that every store of KV outside of the engine's blocks was emptied.
 
-        Of stores that other engines fill, too, this agent does not see all passes: declare
-        `AgentConfig.external_kv_emptied` for them, or nothing.
+        Call reset_prefix_cache() first: a block that holds older KV can be written to a store after
+        this. Of stores that other engines fill, too, and of KV that they hand over, this agent does
+        not see all passes: declare `AgentConfig.external_kv_emptied` for them, or nothing.
         """
         with self._lock:
             if self._active():

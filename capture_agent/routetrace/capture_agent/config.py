@@ -99,9 +99,9 @@ class AgentConfig(Values):
     model: str = ""
     """Hash of the model that the engine runs, from `routetrace.common.model_hash`; "": unknown."""
     external_kv_emptied: bool = False
-    """Whether the deployment empties every store of KV outside of the engine's blocks at each
-    weight update, before a pass runs with the new weights. Rows can stand in for KV of such a
-    store."""
+    """Whether no store of KV outside of engines' blocks holds KV of older weights once a pass runs
+    with new ones, as the deployment empties them at each weight update. Rows can stand in for KV of
+    such a store."""
 
     def __post_init__(self) -> None:
         for name in ("target", "run"):

@@ -229,12 +229,14 @@ def test_kv_whose_version_is_not_known_gets_none(server):
             return client.get(name, missing="mask").prefix_sources
 
         assert sources_of("kept") == ()
-        e.agent.reset_external_kv()
-        assert sources_of("emptied") == ((0, 240, "computed"),)
-        # Blocks of this engine are another store.
-        assert sources_of("cached", cached=240) == sources_of("both", cached=100) == ()
+        e.agent.reset_external_kv()  # older KV of its blocks can be written to the store again
+        assert sources_of("kept in blocks") == sources_of("cached", cached=240) == ()
         e.agent.reset_prefix_cache()
-        assert sources_of("reset", cached=240) == ((0, 240, "computed"),)
+        assert sources_of("both", cached=100) == ()
+        e.agent.reset_prefix_cache()
+        e.agent.reset_external_kv()
+        for cached in (0, 240, 100):
+            assert sources_of(f"emptied-{cached}", cached=cached) == ((0, 240, "computed"),)
 
 
 def test_all_shards_give_the_version(server):
@@ -574,6 +576,7 @@ async def test_a_read_under_way_keeps_what_stands_in(together):
     def begin(name: str, spans: list[Span]) -> Source:
         source = Source(WriterKey("run", "e", ""), 1, name, "b/0", LAYOUT, 256)
         source.ended, source.num_tokens, source.model, source.kv_version = True, 258, 1, 0
+        source.loaded = 0, 240
         trace = state.traces.begin(("run", name), source, ttl=99, now=core.started)
         source.add_digests(digests)
         for span in spans:

@@ -35,16 +35,18 @@ class KvVersion:
 
     def load(self, version: int) -> None:
         """Note that KV came into blocks from outside, while `version` is the present one."""
-        known = self._is_outside(version)
-        self._blocks = _joined(self._blocks, version if known else UNKNOWN_VERSION)
+        self.add(version if self._is_outside(version) else UNKNOWN_VERSION)
 
     def empty_blocks(self, *, live: bool) -> None:
         """Note that no block holds KV that can be reused; `live`: but for running requests."""
         self._blocks = UNKNOWN_VERSION if live else None
 
     def empty_outside(self, *, live: bool) -> None:
-        """Note that no store outside of the blocks holds KV, but for running requests if `live`."""
-        self._outside = UNKNOWN_VERSION if live else None
+        """Note that stores outside of the blocks are empty; what blocks hold may be written there.
+
+        `live`: requests run, whose KV is written there later.
+        """
+        self._outside = UNKNOWN_VERSION if live else self._blocks
 
     def is_of(self, version: int, *, cached: bool, external: bool) -> bool:
         """Whether all KV that a request could reuse is of the present version.

@@ -302,7 +302,7 @@ def unknown(
     """
     holes: dict[Request, Holes] = {}
     owned = [
-        one._replace(stop=min(one.stop, one.owner.prompt_len, incarnation.num_rows))
+        one._replace(stop=min(one.stop, one.owner.num_reused, incarnation.num_rows))
         for one in incarnation.owned()
         if any(note.reason == _KV_UNKNOWN for s in one.owner.sources for note in s.lost)
         if one.owner.kv_version != UNKNOWN_VERSION and not one.owner.first_that_sampled

@@ -112,6 +112,11 @@ class Request:
         return versions.pop() if len(versions) == 1 else UNKNOWN_VERSION
 
     @property
+    def num_reused(self) -> int:
+        """Tokens of its prompt whose KV it reused at its begin."""
+        return min(self.prompt_len, *(source.loaded[1] for source in self.sources))
+
+    @property
     def begun(self) -> list[Interval]:
         """Positions of its begin's external KV."""
         return merge(source.loaded for source in self.sources if source.loaded[1])
