@@ -93,7 +93,6 @@ export function trace({ query, run, session, go, link }) {
       pickIncarnation: (number) => go("trace", { id: query.id, incarnation: number, run }),
       pickSide: (side) => go("trace", { ...query, against: side, run }),
       moved: keepAddress,
-      link: (id) => link("trace", { id, run }),
       expertsAt: HAS_SERVER && ((filters) => link("experts", { ...filters, run })),
     });
     swap(element, parts.elements);

@@ -25,10 +25,10 @@ const PAN = 160; // px
 
 /**
  * Build the parts for the trace `id` of the run at `path`. pickIncarnation(number), pickSide(side)
- * and moved(position) are called for what people do; link(id) is the address of another trace,
- * expertsAt(filters) that of experts, where there is one.
+ * and moved(position) are called for what people do; expertsAt(filters) is the address of experts,
+ * where there is one.
  */
-export function traceParts({ id, path, pickIncarnation, pickSide, moved, link, expertsAt }) {
+export function traceParts({ id, path, pickIncarnation, pickSide, moved, expertsAt }) {
   let trace = null;
   let trouble = null;
   let cell = null;
