@@ -455,9 +455,7 @@ class Engine:
         Some of it is in the cache once the pass has run in which `chosen` are.
         """
         pool, rng = self.pool, self.rng
-        if request.record is None and any(
-            r.request_id == request.request_id for r in self.begun
-        ):
+        if request.record is None and any(r.request_id == request.request_id for r in self.begun):
             return False  # its name is taken
         tokens = request.tokens
         path = pool.path(tokens, len(tokens) - 1)

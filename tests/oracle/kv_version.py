@@ -5,28 +5,10 @@ Section 6 of docs/rows.md, in the order in which an engine calls. It knows nothi
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 Version = int | None
 """None: of no version that anybody knows."""
-
-
-@dataclass
-class _Since:
-    """What an engine was told to have computed since a store was emptied."""
-
-    versions: set[Version] | None = None
-    """None: it never was emptied, or requests were live then."""
-
-    def emptied(self, live: bool) -> None:
-        self.versions = None if live else set()
-
-    def made(self, version: Version) -> None:
-        if self.versions is not None:
-            self.versions.add(version)
-
-    def all_of(self, version: Version) -> bool:
-        return self.versions is not None and self.versions <= {version}
 
 
 @dataclass
@@ -36,15 +18,17 @@ class KvVersion:
     declared: bool
     """Whether each store outside is emptied at every update."""
     version: Version = None
-    _inside: _Since = field(default_factory=_Since)
-    _outside: _Since = field(default_factory=_Since)
+    inside: set[Version] | None = None
+    """Of all KV in the engine's blocks that can be reused; None: nobody can say."""
+    outside: set[Version] | None = None
+    """Of all KV elsewhere."""
 
     def reset_prefix_cache(self, *, live: bool) -> None:
-        self._inside.emptied(live)
+        self.inside = None if live else set()
 
     def reset_external_kv(self, *, live: bool) -> None:
-        """KV in the engine's blocks may get there afterwards."""
-        self._outside.emptied(live or not self._inside.all_of(self.version))
+        """KV that is in the engine's blocks may get there afterwards."""
+        self.outside = None if live or self.inside is None else {*self.inside}
 
     def ran(self, *, captured: bool) -> None:
         """A pass was told; one that was not captured is of no version."""
@@ -58,14 +42,15 @@ class KvVersion:
         """That of a request that begins with so many cached tokens, and so many from outside."""
         if self.version is None:
             return None
-        if cached and not self._inside.all_of(self.version):
+        if cached and self.inside not in ({self.version}, set()):
             return None
         return self.version if self._outside_holds or not external else None
 
     @property
     def _outside_holds(self) -> bool:
-        return self.declared or self._outside.all_of(self.version)
+        return self.declared or self.outside in ({self.version}, set())
 
     def _made(self, version: Version) -> None:
-        for since in (self._inside, self._outside):
-            since.made(version)
+        for versions in (self.inside, self.outside):
+            if versions is not None:
+                versions.add(version)

@@ -6,7 +6,6 @@ from typing import Any, get_args
 
 import numpy as np
 import pytest
-from suites.test_oracle_engine import STORE, play, request, run
 
 from oracle.cluster import Stores
 from oracle.engine import Chances
@@ -14,6 +13,7 @@ from oracle.kv_version import KvVersion
 from oracle.stand_ins import add
 from oracle.truth import NOBODY, Expected, Record, expected
 from routetrace.codec.records import UNKNOWN_VERSION
+from suites.test_oracle_engine import STORE, play, request, run
 
 CHANCES = Chances(
     update=0.03, update_aborts=0.7, update_resets=0.6, reset=0.01, not_captured=0.003, abort=0.005
@@ -85,6 +85,8 @@ def test_the_kv_version_of_cached_tokens(calls: str, version: int | None):
         ("1|reset live|emptied", None),
         ("1|reset|emptied live", None),
         ("1|reset|step|2|emptied", None),
+        ("1|reset|step|emptied|2", None),
+        ("1|reset|none|step|emptied|1", None),
         ("1|reset|load|emptied", None),
     ],
 )
