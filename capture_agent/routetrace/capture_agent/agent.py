@@ -46,6 +46,7 @@ from routetrace.capture_agent.step_path.checks import (
 )
 from routetrace.capture_agent.step_path.feed import Feed
 from routetrace.capture_agent.step_path.handles import Handles
+from routetrace.capture_agent.step_path.kv_version import KvVersion
 from routetrace.codec.records import UNKNOWN_VERSION, FinishReason
 from routetrace.common.checks import MAX_SECONDS, choice, flag, instance, real, whole
 from routetrace.common.errors import Closed, InvalidArgument, quoted
@@ -131,6 +132,7 @@ class CaptureAgent:
         self._final: AgentStats | None = None
         self._done = threading.Event()
         self._weight_version = UNKNOWN_VERSION
+        self._kv = KvVersion(config.external_kv_emptied)
         self._went_back = False  # that is logged once
         self._step = 0
         self._flushes = 0
@@ -220,9 +222,14 @@ class CaptureAgent:
             blocks = blocks_of(block_ids, self.config)
             computed = computed_of(num_computed_tokens, blocks, self.config)
             external = external_of(num_external_tokens, computed)
+            kv, version = self._noted_kv(), self._weight_version
+            if kv.is_of(version, cached=computed > external, external=external > 0):
+                facts.kv_weight_version = version
             handle = self._handles.new(request_id)
             index, self._begun = self._begun, self._begun + 1
             event = request_id, facts.SerializeToString(), index, computed, external, blocks, prompt
+            if external:
+                kv.load(version)
             try:
                 self._event("begin", *event, handle=handle)
             except InvalidArgument:  # larger than the ring
@@ -299,6 +306,8 @@ class CaptureAgent:
                 blocks = blocks_of(block_ids, self.config)
                 computed = computed_of(num_computed_tokens, blocks, self.config)
                 external = external_of(num_external_tokens, computed)
+                if external:
+                    self._noted_kv().load(self._weight_version)
                 self._event("resume", computed, external, blocks, handle=handle)
 
     def finish(
@@ -345,18 +354,37 @@ class CaptureAgent:
         """
         with self._lock:
             if self._active():
-                self._event("external", blocks_of(block_ids, self.config))
+                blocks = blocks_of(block_ids, self.config)
+                if blocks:
+                    self._noted_kv().load(self._weight_version)
+                self._event("external", blocks)
 
     def reset_prefix_cache(self) -> None:
-        """Note that the engine cleared its prefix cache."""
+        """Note that the engine cleared its prefix cache.
+
+        If no request is live, all cached KV is of the weight versions of the steps that follow.
+        """
         with self._lock:
             if self._active():
+                self._noted_kv().empty_blocks(live=bool(self._handles))
                 self._event("reset")
+
+    def reset_external_kv(self) -> None:
+        """Note that every store of KV outside of the engine's blocks was emptied.
+
+        Of stores that other engines fill, too, this agent does not see all passes: declare
+        `AgentConfig.external_kv_emptied` for them, or nothing.
+        """
+        with self._lock:
+            if self._active():
+                self._noted_kv().empty_outside(live=bool(self._handles))
 
     def set_weight_version(self, version: int | None) -> None:
         """Set the weight version of the following steps; it is unknown until it is set.
 
-        Versions ascend, except after a rollback: one that goes back is logged once.
+        Call it before begin() of the requests that the new weights compute: begin() tells the
+        server of which version all KV is that the engine could reuse, if that is known. Versions
+        ascend, except after a rollback: one that goes back is logged once.
 
         Args:
             version: number that the trainer gave, a signed 64-bit integer above -2**63; None: the
@@ -376,6 +404,7 @@ class CaptureAgent:
                         version,
                         self._weight_version,
                     )
+                self._noted_kv()
                 self._weight_version = version
 
     # ------------------------------------------------------------------ rows
@@ -421,6 +450,7 @@ class CaptureAgent:
         rows = rows_of(rows, self._columns)
         columns = spans_of(spans, len(rows))
         if columns is None:
+            self._kv.add(self._weight_version)  # a pass of requests that are not captured
             return 0
         late = self._handles.late(columns[0])
         if not number:
@@ -452,6 +482,7 @@ class CaptureAgent:
             if not self._active():
                 return 0
             columns = spans_of(spans)
+            self._kv.add(UNKNOWN_VERSION)
             if columns is None:
                 return 0
             late = self._handles.late(columns[0])
@@ -481,12 +512,18 @@ class CaptureAgent:
             rows = rows_of(rows, self._columns)
             column = slots_of(slots, len(rows), self.config.num_slots)
             if len(rows) == 0:
+                self._kv.add(self._weight_version)
                 return 0
             self._step += 1
             self._words[_OFFERED] += len(rows)
             if not self._abandoned:
                 self._send_slots(column, rows)
             return self._step
+
+    def _noted_kv(self) -> KvVersion:
+        """Note the steps of the present weight version so far."""
+        self._kv.ran(self._step, self._weight_version)
+        return self._kv
 
     def _send_step(self, spans: Ints, rows: Rows) -> None:
         most = max(1, self._feed.room(spans.nbytes))

@@ -9,7 +9,7 @@ from typing import Any, Literal, NoReturn, get_args
 
 from routetrace.codec import native
 from routetrace.codec.frame import MAX_FRAME_ROWS
-from routetrace.common.checks import choice, instance, real, unknown_keyword, whole
+from routetrace.common.checks import choice, flag, instance, real, unknown_keyword, whole
 from routetrace.common.errors import InvalidArgument, quoted, typed
 from routetrace.common.layout import ModelLayout
 from routetrace.common.limits import MAX_BLOCK_SIZE, MAX_SLOTS, check_id, is_text
@@ -98,6 +98,10 @@ class AgentConfig(Values):
     """Time to send the rest, where close() has no timeout or the engine ends without it."""
     model: str = ""
     """Hash of the model that the engine runs, from `routetrace.common.model_hash`; "": unknown."""
+    external_kv_emptied: bool = False
+    """Whether the deployment empties every store of KV outside of the engine's blocks at each
+    weight update, before a pass runs with the new weights. Rows can stand in for KV of such a
+    store."""
 
     def __post_init__(self) -> None:
         for name in ("target", "run"):
@@ -113,6 +117,7 @@ class AgentConfig(Values):
             expected = f"an id, required with shard={self.shard!r}"
             _refuse("boot_id", "''", expected, "give the same id at all shards")
         model_number("model", self.model)
+        flag("external_kv_emptied", self.external_kv_emptied)
         choice("background", self.background, get_args(Background))
         choice("codec", self.codec, get_args(FrameCodec))
         native.require()

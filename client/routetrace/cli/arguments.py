@@ -95,11 +95,13 @@ class PolicyChoice(str, Enum):
 
 
 class PrefixChoice(str, Enum):
-    """Source of rows for KV that was restored from elsewhere."""
+    """Rows that stand in for KV whose own rows are unknown."""
 
+    never = "never"
+    unique = "unique"
+    any = "any"
     same_version = "same_version"
     any_version = "any_version"
-    never = "never"
 
 
 _POLICIES = (
@@ -107,9 +109,12 @@ _POLICIES = (
     (PolicyChoice.latest.value, "of the last pass"),
 )
 _PREFIX_SOURCES = (
-    (PrefixChoice.same_version.value, "traces computed with the same weight version"),
-    (PrefixChoice.any_version.value, "traces of any weight version"),
     (PrefixChoice.never.value, "none; such rows are missing"),
+    (PrefixChoice.unique.value, "of the only pass that computed them"),
+    (
+        PrefixChoice.any.value,
+        "of the first of these passes; same_version and any_version are old names",
+    ),
 )
 
 Ids = Annotated[list[str] | None, typer.Argument(metavar="ID", help="Trace ids.")]
@@ -134,7 +139,7 @@ PrefixOption = Annotated[
     PrefixChoice,
     typer.Option(
         help=choices(
-            "Traces whose rows stand in for a prompt's KV that was restored from elsewhere",
+            "Rows of the same tokens and weights that stand in for a prompt's KV of unknown pass",
             _PREFIX_SOURCES,
         )
     ),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from inspect import signature
@@ -13,7 +14,10 @@ from routetrace.common.values import Values
 Missing = Literal["raise", "mask"]
 WaitFor = Literal["rows", "end"]
 Policy = Literal["as_sampled", "latest"]
-PrefixRows = Literal["same_version", "any_version", "never"]
+PrefixRows = Literal["never", "unique", "any"]
+
+#: Names of 0.8 for "any"; they go with 0.10.
+_OLD_PREFIX_ROWS = ("same_version", "any_version")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,11 +51,11 @@ class ReadOptions(Values):
     pass that sampling used: the first one of a preempted request, the earlier request's where one
     continues another (continued rollout, prefill handoff). "latest": rows of the last pass."""
     prefix_rows: PrefixRows = "never"
-    """Rows of other traces that stand in for a prompt whose KV was restored from elsewhere, marked
-    as `provenance` "prefix". Digests prove that they are of the same tokens, and
-    `AgentConfig.model` that they are of the same model; nothing proves that they are of the pass
-    that made the KV. "same_version": rows of the weight version that computed the request's own
-    first row; "any_version"; "never"."""
+    """Rows of other requests that stand in for a prompt's KV of which only the weight version is
+    known, such as KV that an engine restored from elsewhere; they are marked as `provenance`
+    "prefix". They are of the same tokens, model and weight version; nothing proves that they are of
+    the pass that made the KV. "never"; "unique": where all such rows for a position are of one
+    pass; "any": the first one."""
     weight_version: int | None = None
     """Weight version of all rows, others are missing; None: any."""
 
@@ -62,7 +66,14 @@ class ReadOptions(Values):
         if self.timeout is not None:
             check.seconds("timeout", self.timeout)
         check.choice("policy", self.policy, ("as_sampled", "latest"))
-        check.choice("prefix_rows", self.prefix_rows, ("same_version", "any_version", "never"))
+        if self.prefix_rows in _OLD_PREFIX_ROWS:
+            warnings.warn(
+                f'prefix_rows="{self.prefix_rows}" is read as "any"; routetrace 0.10 refuses it',
+                DeprecationWarning,
+                stacklevel=3,
+            )
+            object.__setattr__(self, "prefix_rows", "any")
+        check.choice("prefix_rows", self.prefix_rows, ("never", "unique", "any"))
         if self.weight_version is not None:
             check.weight_version(self.weight_version)
 

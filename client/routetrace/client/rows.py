@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -83,6 +83,17 @@ class Rows:
         return float(self.valid.sum()) / cells if cells else 1.0
 
     @property
+    def proven(self) -> int:
+        """Local tokens with a row of the pass itself, as `Trace.proven`; `reads` tell the others.
+
+        `ReadFacts.provenance` and `prefix_sources` of each of `reads` go by positions of the trace.
+        """
+        own = self.valid.all(axis=0)
+        for where, _ in self._spans_of("prefix_sources"):
+            own[where] = False
+        return int(own.sum())
+
+    @property
     def missing(self) -> tuple[tuple[int, MissingRange], ...]:
         """(sample, missing cells), by positions of the trace."""
         return tuple(
@@ -155,13 +166,18 @@ class Rows:
         UNKNOWN_VERSION where nobody gave it; meaningless where there is no row.
         """
         versions = np.zeros(self.plan.num_tokens, np.int64)
+        for where, version in self._spans_of("weight_versions"):
+            versions[where] = version_number(version)
+        return versions
+
+    def _spans_of(self, name: str) -> Iterator[tuple[Any, Any]]:
+        """Yield (local tokens, value) of the spans (start, stop, value) of each read."""
         for planned, read in zip(self.plan.reads, self.reads, strict=False):
             for piece in planned.pieces:
-                for start, stop, version in read.weight_versions:
+                for start, stop, value in getattr(read, name):
                     a, b = max(start, piece.start), min(stop, piece.stop)
                     if a < b:
-                        versions[piece.where(a, b)] = version_number(version)
-        return versions
+                        yield piece.where(a, b), value
 
     def to_torch(
         self, device: Any = None, dtype: torch.dtype | None = None

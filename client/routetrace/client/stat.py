@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from routetrace.client._ranges import merge_ranges
 from routetrace.codec.records import DIGEST, UNKNOWN_VERSION, unpack
 from routetrace.common.layout import ModelLayout
 from routetrace.common.missing import MissingRange
@@ -83,8 +84,8 @@ class ProvenanceSpan(NamedTuple):
     """One past the last position."""
     source: str
     """"forward": computed by an engine request of this incarnation. "slot": by another one whose
-    KV blocks it reused. "handoff": by the one that handed its KV over. "prefix": by one of another
-    trace with the same tokens, whose rows stand in."""
+    KV blocks it reused. "handoff": by the one that handed its KV over. "prefix": by one with the
+    same tokens and weights, whose rows stand in: nothing proves that its pass made the KV."""
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields as values of JSON."""
@@ -151,7 +152,7 @@ class TraceFacts(Values):
     token_digests: npt.NDArray[Any]
     """[n] of records.DIGEST, ascending: position, digest of the token ids before it."""
     prefix_trace_ids: tuple[str, ...]
-    """Other traces whose rows stand in where KV was restored from elsewhere."""
+    """Traces whose rows stand in, perhaps this one with rows of another request."""
     unknown_weight_versions: bool = False
     """Whether the version of some of the rows that `as_sampled` gives is unknown."""
     nonce: int | None = None
@@ -178,6 +179,14 @@ class TraceStat(TraceFacts):
         """Share of the cells of its rows that are present."""
         cells = self.num_rows * len(self.layout.layer_ids)
         return 1 - sum(self.missing_cells.values()) / cells if cells else 1.0
+
+    @property
+    def proven(self) -> int | None:
+        """Rows with all cells, of the pass itself; None from calls that do not report `missing`."""
+        if self.missing is None:
+            return None
+        lost = merge_ranges((m.start, m.stop, None) for m in self.missing)
+        return self.num_rows - sum(stop - start for start, stop, _ in lost)
 
 
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)

@@ -99,6 +99,17 @@ class Trace(ReadFacts):
         """Valid cells / cells; 1.0 if there are none."""
         return float(self._valid.mean()) if self._valid.size else 1.0
 
+    @property
+    def proven(self) -> int:
+        """Rows of the pass itself: all cells here are valid, and no row stands in at the position.
+
+        A row that stands in counts for all layers that were read, not only for those of `layers`.
+        """
+        own = self._valid.all(axis=0)
+        for start, stop, _ in self.prefix_sources:
+            own[start - self.token_start : stop - self.token_start] = False
+        return int(own.sum())
+
     def __repr__(self) -> str:
         of = f" of {self.num_rows}" if self.num_rows != len(self) else ""
         return (

@@ -205,26 +205,34 @@ class _PrefixRowsEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._Enu
     DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
     PREFIX_ROWS_UNSPECIFIED: _PrefixRows.ValueType  # 0
     """As NEVER."""
+    PREFIX_ROWS_ANY: _PrefixRows.ValueType  # 1
+    """The first candidate."""
     PREFIX_ROWS_SAME_VERSION: _PrefixRows.ValueType  # 1
-    """Rows of the weight version that computed the request's own first row."""
+    """Name of 0.8 for 1."""
     PREFIX_ROWS_ANY_VERSION: _PrefixRows.ValueType  # 2
-    """Rows of any weight version."""
+    """Of clients of 0.8; read as ANY."""
     PREFIX_ROWS_NEVER: _PrefixRows.ValueType  # 3
     """None."""
+    PREFIX_ROWS_UNIQUE: _PrefixRows.ValueType  # 4
+    """The candidate, where all candidates for a position are of one pass."""
 
 class PrefixRows(_PrefixRows, metaclass=_PrefixRowsEnumTypeWrapper):
-    """Whether rows that another trace of the run computed for the same tokens stand in for prompt
-    positions whose KV was restored from elsewhere, so that their own rows are unknown.
+    """Whether rows that another request's forward pass computed for the same tokens, with the same weights,
+    stand in for prompt positions whose KV is known, by its weight version alone, and not by its pass.
     """
 
 PREFIX_ROWS_UNSPECIFIED: PrefixRows.ValueType  # 0
 """As NEVER."""
+PREFIX_ROWS_ANY: PrefixRows.ValueType  # 1
+"""The first candidate."""
 PREFIX_ROWS_SAME_VERSION: PrefixRows.ValueType  # 1
-"""Rows of the weight version that computed the request's own first row."""
+"""Name of 0.8 for 1."""
 PREFIX_ROWS_ANY_VERSION: PrefixRows.ValueType  # 2
-"""Rows of any weight version."""
+"""Of clients of 0.8; read as ANY."""
 PREFIX_ROWS_NEVER: PrefixRows.ValueType  # 3
 """None."""
+PREFIX_ROWS_UNIQUE: PrefixRows.ValueType  # 4
+"""The candidate, where all candidates for a position are of one pass."""
 global___PrefixRows = PrefixRows
 
 class _WaitFor:
@@ -812,6 +820,7 @@ class RequestBegin(google.protobuf.message.Message):
     TTL_SECONDS_FIELD_NUMBER: builtins.int
     TRANSFER_ID_FIELD_NUMBER: builtins.int
     NONCE_FIELD_NUMBER: builtins.int
+    KV_WEIGHT_VERSION_FIELD_NUMBER: builtins.int
     trace_id: builtins.str
     """Trace that the request belongs to; the request id itself if empty."""
     prompt_len: builtins.int
@@ -824,6 +833,10 @@ class RequestBegin(google.protobuf.message.Message):
     """
     nonce: builtins.int
     """Names the request in the handle that the engine returns; the same at all its shards. 0: none."""
+    kv_weight_version: builtins.int
+    """Weight version of all KV that the engine could reuse for the request at its begin. Not set: not
+    known.
+    """
     @property
     def labels(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.str]:
         """group, session, sample and any other label for lookups."""
@@ -837,8 +850,11 @@ class RequestBegin(google.protobuf.message.Message):
         ttl_seconds: builtins.int = ...,
         transfer_id: builtins.str = ...,
         nonce: builtins.int = ...,
+        kv_weight_version: builtins.int | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["labels", b"labels", "nonce", b"nonce", "prompt_len", b"prompt_len", "trace_id", b"trace_id", "transfer_id", b"transfer_id", "ttl_seconds", b"ttl_seconds"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_kv_weight_version", b"_kv_weight_version", "kv_weight_version", b"kv_weight_version"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_kv_weight_version", b"_kv_weight_version", "kv_weight_version", b"kv_weight_version", "labels", b"labels", "nonce", b"nonce", "prompt_len", b"prompt_len", "trace_id", b"trace_id", "transfer_id", b"transfer_id", "ttl_seconds", b"ttl_seconds"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_kv_weight_version", b"_kv_weight_version"]) -> typing.Literal["kv_weight_version"] | None: ...
 
 global___RequestBegin = RequestBegin
 
@@ -1082,7 +1098,7 @@ class TraceInfo(google.protobuf.message.Message):
 
     @property
     def prefix_trace_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
-        """Other traces of the run whose rows are substituted; spans with provenance PREFIX name them by
+        """Traces of the run whose rows stand in, perhaps this one; spans with provenance PREFIX name them by
         index.
         """
 
@@ -1263,7 +1279,7 @@ class GetTraceRequest(google.protobuf.message.Message):
     wait_ms: builtins.int
     """With `follow`: milliseconds to wait until the trace and the incarnation exist."""
     prefix_rows: global___PrefixRows.ValueType
-    """Substituted rows of other traces; the server may forbid them."""
+    """Rows that stand in; the server may forbid them."""
     num_tokens: builtins.int
     """With `wait_for`: an end at fewer tokens is that of an earlier request of the trace. 0: any end."""
     located: builtins.bool
@@ -2109,13 +2125,11 @@ class RowOrigin(google.protobuf.message.Message):
     source: builtins.int
     """Index in the sources."""
     attempt: builtins.int
-    """As in GetTraceResponse.spans: the attempt of the engine request, from 0; with provenance PREFIX,
-    an index of prefix_trace_ids.
-    """
+    """Attempt of the engine request, from 0."""
     weight_version: builtins.int
     """Weight version that computed them."""
     provenance: builtins.int
-    """records.Provenance."""
+    """records.Provenance; never PREFIX."""
     def __init__(
         self,
         *,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -76,7 +78,7 @@ def test_it_finds_what_there_is(happens, batch, digests, most):
             again.add(trace)
         positions = [1, 2, 3, 4, 5, 6]
         for run in ("run0", "run1", "run2"):
-            for version in (0, 1, 2, None):
+            for version, last in itertools.product((0, 1, 2), (1, 3, 5)):
                 expected = [
                     {
                         t.serial
@@ -84,18 +86,30 @@ def test_it_finds_what_there_is(happens, batch, digests, most):
                         if t.key[0] == run
                         and any(p in s.digests["position"].tolist() for s in t.sources)
                         and any(
-                            span.position < p and version in (None, span.weight_version)
+                            span.position < p
+                            and span.position <= last
+                            and span.weight_version == version
                             for s in t.sources
                             for span in s.attempts[0]
                         )
                     }
                     for p in positions
                 ]
-                found = index.holders(run, [p * 1000 for p in positions], version)
-                there = [{s for s in held if index.trace(s)} for held in found]
-                assert all(map(set.issuperset, there, expected))
-                loaded = again.prefixes.holders(run, [p * 1000 for p in positions], version)
-                assert [set(held) for held in loaded] == expected
+                found = held(index, run, positions, last, version)
+                assert all(map(set.issuperset, found, expected))
+                assert held(again.prefixes, run, positions, last, version) == expected
+
+
+def held(
+    index: PrefixIndex, run: str, positions: list[int], last: int, version: int
+) -> list[set[int]]:
+    """The traces that may hold rows of each prefix, at or below a position."""
+    digests = [position * 1000 for position in positions]
+    found = index.holders(run, digests, np.full(len(digests), last), version)
+    pairs = found[["prefix", "serial"]].tolist()
+    assert pairs == sorted(set(pairs))
+    assert all(index.trace(serial) for _, serial in pairs)
+    return [{serial for at, serial in pairs if at == i} for i in range(len(positions))]
 
 
 def test_what_is_gone_takes_no_room():
@@ -107,9 +121,9 @@ def test_what_is_gone_takes_no_room():
         values = np.array([(64 * p, i << 32 | p) for p in range(1, 33)], DIGEST)
         source.add_digests(values)
         traces.prefixes.learn(trace, source)
-    traces.prefixes.holders("run", [0], None)
+    held(traces.prefixes, "run", [0], 0, 0)
     assert len(traces.prefixes) == 32_000
-    assert traces.prefixes.nbytes == 24 * 32_000
+    assert traces.prefixes.nbytes == 28 * 32_000
     for i in range(900):
         traces.remove(("run", f"t{i}"))
     for _ in traces.prefixes.clean():
@@ -119,7 +133,7 @@ def test_what_is_gone_takes_no_room():
     trace = traces.traces["run", "t999"]
     for _ in range(100):
         traces.prefixes.learn(trace, trace.sources[0])
-        traces.prefixes.holders("run", [0], None)
+        held(traces.prefixes, "run", [0], 0, 0)
     assert len(traces.prefixes) < 3400
 
 

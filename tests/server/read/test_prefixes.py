@@ -1,4 +1,4 @@
-"""Rows that stand in where KV was restored from elsewhere: real agents, a real server, clients."""
+"""Rows that stand in for KV of a known version: real agents, a real server, clients."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 
+import grpc
 import numpy as np
 import pytest
 
@@ -27,6 +28,7 @@ from routetrace.server.store.interface import Record
 from routetrace.server.store.memory import MemoryStore
 from routetrace.server.testing import run_server
 from routetrace.v1 import routetrace_pb2 as pb
+from routetrace.v1 import routetrace_pb2_grpc as pb_grpc
 from support.waiting import wait_for
 
 LAYOUT = ModelLayout((1, 2, 4), 6, 300, 3)
@@ -59,10 +61,14 @@ class Engine:
         return list(range(self.used - n, self.used))
 
     def ask(
-        self, name: str, tokens: list[int], prompt_len: int, external: int = 0, *,
+        self, name: str, tokens: list[int], prompt_len: int, external: int = 0, *, cached: int = 0,
         trace_id: str = "", version: int | None = 0, end: str = "stop", stop: int | None = None,
+        transfer_id: str | None = None,
     ) -> None:  # fmt: skip
-        """A request: KV of so many tokens comes from elsewhere, the others are computed."""
+        """A request: KV of so many tokens comes from elsewhere, the others are computed.
+
+        `cached` of them are in blocks of this engine, of which no pass is known.
+        """
         agent = self.agent
         agent.set_weight_version(version)
         handle = agent.begin(
@@ -70,7 +76,7 @@ class Engine:
             trace_id=trace_id or name,
             prompt_len=prompt_len,
             num_computed_tokens=external,
-            num_external_tokens=external,
+            num_external_tokens=external - cached,
             block_ids=self.blocks(-(-len(tokens) // BLOCK)),
             prompt_token_ids=tokens[:prompt_len],
         )
@@ -79,24 +85,26 @@ class Engine:
         if len(rows):
             agent.step(rows, [(handle, external, len(rows))])
         if end:
-            agent.finish(handle, len(tokens), reason=end, token_ids=tokens)
+            agent.finish(handle, len(tokens), reason=end, token_ids=tokens, transfer_id=transfer_id)
         assert agent.flush(30)
 
 
 @contextmanager
 def engine(
-    server, run: str, engine_id: str = "e0", layout: ModelLayout = LAYOUT, model: str = MODEL
-) -> Iterator:
+    server, run: str, engine_id: str = "e0", layout: ModelLayout = LAYOUT, model: str = MODEL,
+    emptied: bool = True, **shard: str,
+) -> Iterator:  # fmt: skip
     config = AgentConfig(
-        target=server.target, run=run, engine_id=engine_id, layout=layout, model=model,
-        block_size=BLOCK, num_blocks=400, background="thread", flush_interval_seconds=0.01,
+        target=server.target, run=run, engine_id=engine_id, layout=layout, model=model, **shard,
+        external_kv_emptied=emptied, block_size=BLOCK, num_blocks=400, background="thread",
+        flush_interval_seconds=0.01,
     )  # fmt: skip
     with CaptureAgent(config) as agent:
         yield Engine(agent, layout)
 
 
 def client_of(server, run: str) -> RouteClient:
-    options = ReadOptions(prefix_rows="same_version")
+    options = ReadOptions(prefix_rows="any")
     return RouteClient(server.target, run=run, timeout=20, options=options)
 
 
@@ -172,24 +180,22 @@ def test_only_as_far_as_digests_prove(server):
         assert client.get("other", missing="mask").prefix_sources == ()
 
 
-def test_rows_of_other_weights_only_where_they_are_asked_for(server):
+def test_rows_of_other_weights_never(server):
     with engine(server, "weights") as e, client_of(server, "weights") as client:
         e.ask("first", [*PROMPT, 1], 256)
         e.ask("second", [*PROMPT, 4, 5], 256, 240, version=1)
         assert client.get("second", missing="mask").prefix_sources == ()
-        trace = client.get("second", prefix_rows="any_version")
-        assert trace.prefix_sources == ((0, 240, "first"),)
-        assert trace.weight_versions == ((0, 240, 0), (240, 257, 1))
-        assert trace.state.value == "complete"
-        only = client.get("second", prefix_rows="any_version", weight_version=1, missing="mask")
-        assert gaps(only) == [(0, 240, "other_version")]
         # Of the same weights come first those of the last trace before.
         for name in ("third", "fourth"):
             e.ask(name, [*PROMPT, 1], 256, version=1)
         e.ask("fifth", [*PROMPT, 4, 5], 256, 240, version=1)
         assert client.get("fifth").prefix_sources == ((0, 240, "fourth"),)
-        # What came later gives rows, too.
-        assert client.get("second").prefix_sources == ((0, 240, "third"),)
+        # Then those of the first trace after.
+        trace = client.get("second")
+        assert trace.prefix_sources == ((0, 240, "third"),)
+        assert trace.weight_versions == ((0, 257, 1),)
+        only = client.get("second", weight_version=0, missing="mask")
+        assert gaps(only) == [(0, 257, "other_version")]
 
 
 def test_rows_of_an_unknown_version_do_not_stand_in(server):
@@ -198,12 +204,46 @@ def test_rows_of_an_unknown_version_do_not_stand_in(server):
         e.ask("first", [*PROMPT, 1], 256, version=None)
         e.ask("second", [*PROMPT, 4, 5], 256, 240, version=None)
         assert client.get("second", missing="mask").prefix_sources == ()
-        assert client.get("second", prefix_rows="any_version").prefix_sources == (
-            (0, 240, "first"),
-        )
         # A known one is not that of rows of which nobody knows it.
         e.ask("third", [*PROMPT, 4, 5], 256, 240, version=0)
         assert client.get("third", missing="mask").prefix_sources == ()
+
+
+def test_kv_whose_version_is_not_known_gets_none(server):
+    """Rows of version 1 are not those of KV that was computed by version 0, and kept elsewhere."""
+    run = "host-memory"
+    with engine(server, run, emptied=False) as e, client_of(server, run) as client:
+        e.ask("first", [*PROMPT, 1], 256, version=0)
+        e.ask("computed", [*PROMPT, 1], 256, version=1)
+
+        def sources_of(name: str, **how: int) -> tuple:
+            e.ask(name, [*PROMPT, 4, 5], 256, 240, version=1, **how)
+            return client.get(name, missing="mask").prefix_sources
+
+        assert sources_of("kept") == ()
+        e.agent.reset_external_kv()
+        assert sources_of("emptied") == ((0, 240, "computed"),)
+        # Blocks of this engine are another store.
+        assert sources_of("cached", cached=240) == sources_of("both", cached=100) == ()
+        e.agent.reset_prefix_cache()
+        assert sources_of("reset", cached=240) == ((0, 240, "computed"),)
+
+
+def test_all_shards_give_the_version(server):
+    stages = [LAYOUT.select((1,)), LAYOUT.select((2, 4))]
+    run = "shards"
+    for number, same in enumerate((True, False)):
+        with (
+            engine(server, run, f"e{number}", stages[0], shard="pp0", boot_id="b") as one,
+            engine(server, run, f"e{number}", stages[1], shard="pp1", boot_id="b", emptied=same)
+            as two,
+            client_of(server, run) as client,
+        ):  # fmt: skip
+            for e in (one, two):
+                e.ask(f"first-{number}", [*PROMPT, 1], 256)
+                e.ask(f"second-{number}", [*PROMPT, 4, 5], 256, 240)
+            trace = client.get(f"second-{number}", missing="mask")
+            assert trace.prefix_sources == (((0, 240, "first-0"),) if same else ())
 
 
 def test_never_drafts_nor_what_was_not_computed(server):
@@ -254,7 +294,7 @@ def test_never_of_another_run_or_another_model(server):
             one.ask(f"first-{number}", [*PROMPT, 1], 256)
         mine.ask("second", [*PROMPT, 4, 5], 256, 240)
         unnamed.ask("third", [*PROMPT, 4, 5], 256, 240)
-        for policy in ("same_version", "any_version"):
+        for policy in ("unique", "any"):
             for name in ("second", "third"):
                 trace = client.get(name, missing="mask", prefix_rows=policy)
                 assert trace.prefix_sources == ()
@@ -265,7 +305,7 @@ def test_a_run_may_forbid_them(server):
     with engine(server, "secret-1") as e, client_of(server, "secret-1") as client:
         e.ask("first", [*PROMPT, 1], 256)
         e.ask("second", [*PROMPT, 4, 5], 256, 240)
-        for policy in ("same_version", "any_version", "never"):
+        for policy in ("unique", "any", "never"):
             trace = client.get("second", missing="mask", prefix_rows=policy)
             assert (trace.prefix_sources, gaps(trace)[0][:2]) == ((), (0, 240))
         assert client.stat("second").state.value != "complete"
@@ -279,7 +319,7 @@ def test_rows_of_a_replica_and_of_a_stage(server):
             CaptureAgent(AgentConfig(target=server.target, run="replica", engine_id="e1",
                                      shard=f"pp{i}", boot_id="b", layout=stage, model=MODEL,
                                      block_size=BLOCK, num_blocks=40, background="thread",
-                                     flush_interval_seconds=0.01))
+                                     external_kv_emptied=True, flush_interval_seconds=0.01))
             for i, stage in enumerate(stages)
         ]  # fmt: skip
         rows = rows_of(256, 3)
@@ -308,6 +348,149 @@ def test_a_trace_that_is_deleted_takes_its_rows_along(server):
         # Computed again, under the same name: another trace.
         e.ask("first", [*PROMPT, 2], 256)
         assert_rows(client.get("second"), (0, e.rows["first"][:240]), (240, e.rows["second"]))
+
+
+def test_another_request_of_the_trace_stands_in(server):
+    """A prefill engine that named no hand-over: of all requests that is the most likely one."""
+    with (
+        engine(server, "own") as e,
+        engine(server, "own", "e1") as prefill,
+        client_of(server, "own") as client,
+    ):
+        e.ask("other", [*PROMPT, 1], 256)
+        prefill.ask("prefill", [*PROMPT, 4], 256, trace_id="t", end="handoff", transfer_id="x")
+        e.ask("decode", [*PROMPT, 4, 5], 256, 240, trace_id="t")
+        trace = client.get("t", wait_for="end", timeout=20)
+        assert trace.provenance == ((0, 240, "prefix"), (240, 257, "forward"))
+        assert trace.prefix_sources == ((0, 240, "t"),)
+        assert_rows(trace, (0, prefill.rows["prefill"][:240]), (240, e.rows["decode"]))
+        # Two passes: neither is the only one.
+        assert client.get("t", missing="mask", prefix_rows="unique").prefix_sources == ()
+
+
+def test_each_turn_has_the_version_of_its_own_owner(server):
+    """Positions of the first turn are of its KV, those after of the KV of the second one."""
+    turn = [*PROMPT, *range(70_000, 70_064)]  # the first one sampled 64 tokens
+    longer = [*turn, *range(80_000, 80_064)]
+    with (
+        engine(server, "turns") as e,
+        engine(server, "turns", "e1", emptied=False) as other,
+        client_of(server, "turns") as client,
+    ):
+        for version in (1, 2):
+            e.ask(f"first-{version}", [*longer, 1], len(longer), version=version)
+        e.ask("one", turn, 256, 240, trace_id="t", version=1)
+        e.ask("two", [*longer, 5, 6], len(longer), 368, trace_id="t", version=2)
+        trace = client.get("t")
+        assert trace.prefix_sources == ((0, 240, "first-1"), (319, 368, "first-2"))
+        assert trace.weight_versions == ((0, 319, 1), (319, 385, 2))
+        # The KV of the second one is of no known version, that of the first one still is.
+        e.ask("three", turn, 256, 240, trace_id="s", version=1)
+        other.ask("four", [*longer, 5, 6], len(longer), 368, trace_id="s", version=2)
+        trace = client.get("s", missing="mask")
+        assert trace.prefix_sources == ((0, 240, "first-1"),)
+        assert gaps(trace) == [(319, 368, "kv_unknown")]
+
+
+def test_unique_is_lost_when_another_pass_comes(server):
+    with engine(server, "unique") as e, client_of(server, "unique") as client:
+        e.ask("first", [*PROMPT, 1], 256)
+        e.ask("second", [*PROMPT, 4, 5], 256, 240)
+        for policy in ("unique", "any"):
+            trace = client.get("second", prefix_rows=policy)
+            assert trace.prefix_sources == ((0, 240, "first"),)
+            assert (trace.proven, trace.coverage, len(trace)) == (17, 1.0, 257)
+        # One that shares a part of it, and computed the middle of that.
+        e.ask("third", [*PROMPT[:192], 1, 2], 192, 128)
+        trace = client.get("second", prefix_rows="unique", missing="mask")
+        assert trace.prefix_sources == ((0, 128, "first"), (192, 240, "first"))
+        assert gaps(trace) == [(128, 192, "kv_unknown")]
+        assert client.get("second").prefix_sources == ((0, 240, "first"),)
+        client.delete("third")
+        trace = client.get("second", prefix_rows="unique")
+        assert trace.prefix_sources == ((0, 240, "first"),)
+
+
+def test_two_attempts_are_two_passes(server):
+    with engine(server, "attempts") as e, client_of(server, "attempts") as client:
+        agent = e.agent
+        agent.set_weight_version(0)
+        blocks = e.blocks(17)
+        handle = agent.begin("first", prompt_len=256, block_ids=blocks, prompt_token_ids=PROMPT)
+        one, two = rows_of(100, 1), rows_of(256, 2)
+        agent.step(one, [(handle, 0, 100)])
+        agent.preempt(handle, 100)
+        agent.resume(handle, 0, block_ids=blocks)
+        agent.step(two, [(handle, 0, 256)])
+        agent.finish(handle, 257, token_ids=[*PROMPT, 1])
+        e.ask("second", [*PROMPT, 4, 5], 256, 240)
+        trace = client.get("second", prefix_rows="unique", missing="mask")
+        assert trace.prefix_sources == ((100, 240, "first"),)
+        assert_rows(client.get("second"), (0, one), (100, two[100:240]), (240, e.rows["second"]))
+
+
+@pytest.mark.parametrize("size", [4, 8, 9, 16, 24, 64, 256])
+def test_a_sample_of_a_group_whose_prompt_was_loaded(server, size):
+    """One sample computed the prompt, the others hit it and computed its last block.
+
+    The KV of one more was loaded by another engine (H6 of docs/bugs-found.md).
+    """
+    prompt, run = PROMPT[:128], f"group-{size}"
+    with (
+        engine(server, run) as e,
+        engine(server, run, "e1") as other,
+        client_of(server, run) as client,
+    ):
+        agent = e.agent
+        agent.set_weight_version(3)
+        shared = e.blocks(8)
+        rows = [rows_of(128 if not i else 16, i) for i in range(size)]
+        for i in range(size):
+            blocks = shared if not i else [*shared[:7], *e.blocks(1)]
+            handle = agent.begin(
+                f"s{i}", prompt_len=128, prompt_token_ids=prompt, block_ids=blocks,
+                num_computed_tokens=128 - len(rows[i]),
+            )  # fmt: skip
+            agent.step(rows[i], [(handle, 128 - len(rows[i]), len(rows[i]))])
+            agent.finish(handle, 129, token_ids=[*prompt, 5])
+        assert agent.flush(30)
+        other.ask("x", [*prompt, 6], 128, 127, version=3)
+        own = other.rows["x"]
+        never = client.get("x", prefix_rows="never", missing="mask")
+        assert (never.coverage, never.proven) == (1 / 128, 1)
+        unique = client.get("x", prefix_rows="unique", missing="mask")
+        assert (unique.coverage, unique.proven) == (113 / 128, 1)
+        assert_rows(unique, (0, rows[0][:112]), (127, own))
+        every = client.get("x")
+        assert (every.coverage, every.proven) == (1.0, 1)
+        assert_rows(every, (0, rows[0][:112]), (112, rows[-1][:15]), (127, own))
+        assert every.prefix_sources == ((0, 112, "s0"), (112, 127, f"s{size - 1}"))
+        if size == 256:  # of more than 256 there may be further passes
+            e.ask("more", [*prompt, 5], 128, 112, version=3)
+            unique = client.get("x", prefix_rows="unique", missing="mask")
+            assert unique.coverage == 113 / 128
+            e.ask("whole", [*prompt, 5], 128, version=3)
+            unique = client.get("x", prefix_rows="unique", missing="mask")
+            assert unique.coverage == 1 / 128
+            assert client.get("x").equals(every)
+
+
+def test_names_of_older_clients(server):
+    """A client of 0.8 asks for SAME_VERSION by number, and for ANY_VERSION by another."""
+    with engine(server, "old") as e, client_of(server, "old") as client:
+        e.ask("first", [*PROMPT, 1], 256)
+        e.ask("second", [*PROMPT, 4, 5], 256, 240)
+        for name in ("same_version", "any_version"):
+            with pytest.warns(DeprecationWarning, match="0.10") as seen:
+                trace = client.get("second", prefix_rows=name)
+            assert len(seen) == 1
+            assert trace.prefix_sources == ((0, 240, "first"),)
+        with grpc.insecure_channel(server.target) as channel:
+            read = pb_grpc.TraceServiceStub(channel).GetTrace
+            for number in (1, 2):
+                request = pb.GetTraceRequest(run="old", trace_id="second", prefix_rows=number)
+                [*answers] = read(request)
+                assert answers[-1].end.info.state == pb.TRACE_STATE_COMPLETE
 
 
 def test_rows_are_waited_for(server):
@@ -375,7 +558,7 @@ async def test_a_read_under_way_keeps_what_stands_in(together):
 
     def begin(name: str, spans: list[Span]) -> Source:
         source = Source(WriterKey("run", "e", ""), 1, name, "b/0", LAYOUT, 256)
-        source.ended, source.num_tokens, source.model = True, 258, 1
+        source.ended, source.num_tokens, source.model, source.kv_version = True, 258, 1, 0
         trace = state.traces.begin(("run", name), source, ttl=99, now=core.started)
         source.add_digests(digests)
         for span in spans:
@@ -386,7 +569,7 @@ async def test_a_read_under_way_keeps_what_stands_in(together):
     begin("first", [Span(64 * i, 64, refs.pack(1 + i, 0, 0), 0, 1) for i in range(4)])
     second = begin("second", [Span(240, 17, refs.pack(5, 0, 0), 0, 1)])
     second.lose(0, 240, pb.MISSING_REASON_KV_UNKNOWN)
-    policy = pb.PREFIX_ROWS_SAME_VERSION
+    policy = pb.PREFIX_ROWS_ANY
     known = core.reader.find("run", "second", prefix_rows=policy)
     info = core.reader.describe(known)
     assert info.state == pb.TRACE_STATE_COMPLETE

@@ -50,9 +50,9 @@ _POLICIES = {
     "latest": pb.READ_POLICY_LATEST,
 }
 _PREFIX_ROWS = {
-    "same_version": pb.PREFIX_ROWS_SAME_VERSION,
-    "any_version": pb.PREFIX_ROWS_ANY_VERSION,
     "never": pb.PREFIX_ROWS_NEVER,
+    "unique": pb.PREFIX_ROWS_UNIQUE,
+    "any": pb.PREFIX_ROWS_ANY,
 }
 _WAITS = {
     "rows": pb.WAIT_FOR_ROWS,

@@ -104,6 +104,8 @@ class State:
             nonce=begin.nonce,
             received_by=begin.transfer_id,
         )
+        if begin.HasField("kv_weight_version"):
+            source.kv_version = begin.kv_weight_version
         key = (writer.key.run, begin.trace_id or request_id)
         self.trace(key, now)  # an expired one must not become part of the new one
         source.forgotten = self.tombstones.hold(source)

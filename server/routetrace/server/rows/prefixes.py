@@ -1,48 +1,48 @@
-"""Stand-in rows: rows that another trace of the run computed for the same tokens.
+"""Rows that stand in (docs/rows.md, section 6): those that another request computed.
 
-External KV has no rows. Where digests prove that a forward pass of another trace computed rows of
-the same tokens, those are served instead, each marked with its trace. Nothing is stored: the result
-is recomputed when one of the traces changes, and the rows of a deleted trace are no longer served.
+A cell may be missing because nothing says which pass made its KV. Where it is known of which weight
+version that KV is, and digests prove that a forward pass of another request of the run computed the
+same tokens with that version, its row can be served instead, marked with its trace. Nothing is
+stored: the result is recomputed when one of the traces changes, and the rows of a deleted trace are
+no longer served.
 """
 
 from __future__ import annotations
 
-from bisect import bisect
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
+from itertools import groupby
+from typing import NamedTuple
 
-from routetrace.codec.records import UNKNOWN_VERSION, Provenance
+import numpy as np
+
+from routetrace.codec.records import Provenance
 from routetrace.common.layout import ModelLayout
-from routetrace.server.index.traces.lineage import Incarnation, Request
+from routetrace.server.index.traces.lineage import Request
 from routetrace.server.index.traces.prefix_index import PrefixIndex
 from routetrace.server.index.traces.sources import Source
 from routetrace.server.index.traces.spans import Interval, Span, intersect, merge, subtract
 from routetrace.server.index.traces.trace import Trace
-from routetrace.server.rows.view import Segment, by_layers
+from routetrace.server.rows.view import Holes, Segment, by_layers
 from routetrace.v1 import routetrace_pb2 as pb
 
-#: Maximum traces that are searched per digest; usually all of them have rows.
-MAX_LOOKED_AT = 8
+#: Maximum traces that are looked at per digest.
+MAX_LOOKED_AT = 256
 
-#: Digests that are looked up at a time, last ones first.
-_LOOKED_UP = 32
-
-Holes = dict[int, list[Interval]]
-"""Positions with unknown rows by layer, ascending and disjoint."""
+_Row = tuple[Source, Span]
 
 
 @dataclass(eq=False)
 class StandIns:
-    """Rows of other traces for an incarnation, at one moment."""
+    """Rows of other requests for an incarnation, at one moment."""
 
     segments: list[Segment] = field(default_factory=list)
     """By position; each `source` is an index of `sources`, each `attempt` one of `trace_ids`."""
     sources: list[Source] = field(default_factory=list)
     traces: list[tuple[Trace, int]] = field(default_factory=list)
     """Traces with rows, and their number of changes."""
-    whole: bool = True
-    """Whether all holes are filled."""
+    lasting: bool = False
+    """Whether changes of further traces cannot change it."""
 
     @property
     def trace_ids(self) -> list[str]:
@@ -50,170 +50,169 @@ class StandIns:
         return [trace.key[1] for trace, _ in self.traces]
 
 
-def stand_ins(
-    index: PrefixIndex, trace: Trace, incarnation: Incarnation, holes: Holes, policy: int
-) -> StandIns:
-    """Find rows for holes of an incarnation.
+class _Candidate(NamedTuple):
+    """Pass of a request that may have rows."""
 
-    The longest prefix comes first. Of several traces with the same prefix, those that appeared
-    before the reader's come first, latest first, since their KV can have been restored; then the
-    later ones, in order. So the result does not change as more traces arrive.
+    trace: Trace
+    request: Request
+    attempt: int
+    stop: int
+    """One past the last position at which its row is proven to be of the same tokens."""
+
+
+def stand_ins(
+    index: PrefixIndex, trace: Trace, holes: Mapping[Request, Holes], policy: int
+) -> StandIns:
+    """Find rows for the holes of an incarnation.
 
     Args:
         index: index of all traces.
         trace: trace of the incarnation.
-        incarnation: incarnation to read.
-        holes: holes of its prompt; filled ones are removed.
-        policy: PrefixRows policy.
+        holes: holes by the owner of their positions.
+        policy: PREFIX_ROWS_ANY or PREFIX_ROWS_UNIQUE.
     """
-    found = StandIns()
-    request = incarnation.request
-    version = None
-    if policy != pb.PREFIX_ROWS_ANY_VERSION:
-        version = first_version(request)
-        if version is None:
-            return found
-    lowest = min(intervals[0][0] for intervals in holes.values() if intervals)
-    proofs = [
-        (position, digest)
-        for position, digest in reversed(request.digests.items())
-        if lowest < position <= request.prompt_len
-    ]
-    seen: set[Request] = set()
-    for position, digest, serials in _holders(index, trace, proofs, version):
-        looked_at = 0
-        for other in _nearest(index, serials, trace):
-            if looked_at == MAX_LOOKED_AT or not any(holes.values()):
+    found, unique, left = StandIns(), policy == pb.PREFIX_ROWS_UNIQUE, False
+    for owner, some in holes.items():
+        proofs, holders, untold = _holders(index, trace, owner, some)
+        passes: Iterable[tuple[_Candidate, list[_Row]]] = (
+            (one, [*_rows_of(one, owner)])
+            for serial, proven in groupby(holders, key=lambda holder: holder[1])
+            if (other := index.trace(serial)) and other.key[0] == trace.key[0]
+            for one in _of_trace(other, [proofs[i] for i, _, _ in proven])
+            if other is not trace or one.request.number != owner.number
+        )
+        free = dict(some)
+        if unique:
+            passes = [*passes]
+            several = merge([*untold, *_of_several(free, [rows for _, rows in passes])])
+            for layers, intervals in free.items():
+                free[layers] = _without(intervals, several)
+        for one, rows in passes:
+            if not any(free.values()):
                 break
-            alike = other.join.having(position, digest)
-            new = [r for r in alike if r not in seen]
-            looked_at += bool(new)
-            seen.update(new)
-            _take(found, other, new, position, request, holes, version)
-        if not any(holes.values()):
-            break
-    found.whole = not any(holes.values())
+            _take(found, one.trace, rows, free)
+        left = left or any(free.values())
+    found.lasting = not (left or unique)
     found.segments.sort(key=lambda s: s.span.position)
     return found
 
 
 def _holders(
-    index: PrefixIndex, trace: Trace, proofs: list[tuple[int, int]], version: int | None
-) -> Iterator[tuple[int, int, list[int]]]:
-    """Yield each proof with the traces that may hold rows, looked up lazily."""
-    for i in range(0, len(proofs), _LOOKED_UP):
-        some = proofs[i : i + _LOOKED_UP]
-        holders = index.holders(trace.key[0], [digest for _, digest in some], version)
-        for (position, digest), serials in zip(some, holders, strict=True):
-            yield position, digest, serials
+    index: PrefixIndex, trace: Trace, owner: Request, holes: Holes
+) -> tuple[list[tuple[int, int]], list[tuple[int, int, int]], list[Interval]]:
+    """Find the traces that may have rows for holes of one owner.
 
-
-def first_version(request: Request) -> int | None:
-    """Return the weight version of the first row that a request computed; None if unknown.
-
-    It is known once its shards have reported all positions before that row, if it was given.
+    Returns:
+        Proofs, (position, digest) of the owner, the last one first; HOLDERs, whose prefix is the
+        index of a proof, by trace in the order of section 6; positions for which more than
+        MAX_LOOKED_AT traces may have rows.
     """
-    for i in range(max(len(s.attempts) for s in request.sources)):
-        computed = [
-            (span, source)
-            for source in request.sources
-            if i < len(source.attempts)
-            for span in source.attempts[i]
-            if span.provenance == Provenance.FORWARD
-        ]
-        if computed:
-            first, _ = min(computed, key=lambda c: c[0].position)
-            known = all(
-                not subtract((0, first.position), merge(reported))
-                for reported in _reported(request, i)
-            )
-            version = first.weight_version
-            return version if known and version != UNKNOWN_VERSION else None
-    return None
+    there = np.array(merge(one for intervals in holes.values() for one in intervals)).T
+    proofs = [
+        (position, digest)
+        for position, digest in reversed(owner.digests.items())
+        if there[0, 0] < position <= owner.prompt_len
+    ]
+    if not proofs:
+        return [], [], []
+    ends = np.array([position for position, _ in proofs])
+    last = np.minimum(ends, there[1, np.searchsorted(there[0], ends) - 1]) - 1
+    digests = [digest for _, digest in proofs]
+    holders = index.holders(trace.key[0], digests, last, owner.kv_version)
+    # Those before the reader's, and itself, the last one first, then those after it.
+    serial, own = holders["serial"], trace.serial
+    order = np.where(serial > own, serial, own - serial)
+    chosen = np.lexsort((order, holders["prefix"]))
+    holders, order = holders[chosen], order[chosen]
+    prefix = holders["prefix"]
+    far = np.arange(len(prefix)) - np.searchsorted(prefix, prefix) >= MAX_LOOKED_AT
+    untold = [(first, proofs[i][0]) for i, _, first in holders[far].tolist()]
+    holders, order = holders[~far], order[~far]
+    return proofs, holders[np.lexsort((holders["prefix"], order))].tolist(), untold
 
 
-def _reported(request: Request, attempt: int) -> Iterable[list[Interval]]:
-    """Return the positions that shards reported, as rows or as lost, by the layers they hold.
-
-    Context-parallel ranks hold the same layers, and each reports positions of its own.
-    """
-    by_layers: dict[tuple[int, ...], list[Interval]] = {}
-    for source in request.sources:
-        reported = by_layers.setdefault(source.layout.layer_ids, [])
-        if attempt < len(source.attempts):
-            reported += [(span.position, span.stop) for span in source.attempts[attempt]]
-        reported += [(note.start, note.stop) for note in source.lost]
-    return by_layers.values()
-
-
-def _nearest(index: PrefixIndex, serials: list[int], own: Trace) -> Iterator[Trace]:
-    """Yield other traces of the run: those before `own`, latest first, then those after it."""
-    middle = bisect(serials, own.serial)
-    for serial in chain(reversed(serials[:middle]), serials[middle:]):
-        trace = index.trace(serial)
-        if trace and trace is not own and trace.key[0] == own.key[0]:
-            yield trace
+def _of_trace(trace: Trace, proofs: Sequence[tuple[int, int]]) -> list[_Candidate]:
+    """Return the passes of a trace with some of these prefixes, by request, then by attempt."""
+    join = trace.join
+    stops: dict[Request, int] = {}
+    for position, digest in proofs:  # the longest prefix first
+        for request in join.having(position, digest):
+            stops.setdefault(request, position)
+        if len(stops) == len(join.requests):
+            break
+    return [
+        _Candidate(trace, request, attempt, min(stop, request.num_rows))
+        for request, stop in sorted(stops.items(), key=lambda one: one[0].number)
+        for attempt in range(max(len(s.attempts) for s in request.sources))
+    ]
 
 
-def _take(
-    found: StandIns,
-    other: Trace,
-    requests: list[Request],
-    position: int,
-    reader: Request,
-    holes: Holes,
-    version: int | None,
-) -> None:
-    """Fill holes with rows of another trace's requests that share the tokens before a position."""
-    own = reader.sources[0]
-    number = len(found.traces)
-    for request in requests:
-        stop = min(position, request.num_rows)
-        for source, span in _computed(request, version):
-            if not source.model or source.model != own.model:
-                continue  # an unset model proves nothing
-            if not _same_layout(source.layout, own.layout):
-                continue
-            groups: dict[tuple[Interval, ...], set[int]] = {}
-            for layer in source.layout.layer_ids:
-                groups.setdefault(tuple(holes.get(layer, ())), set()).add(layer)
-            some = [(span.position, min(span.stop, stop))]
-            free = {frozenset(held): intersect(some, [*hole]) for hole, held in groups.items()}
-            if not any(free.values()):
-                continue
-            if len(found.traces) == number:
-                found.traces.append((other, other.changes))
-            if not found.sources or found.sources[-1] is not source:
-                found.sources.append(source)
-            for start, end, layers in by_layers(free):
-                part = span.cut(start, end)._replace(provenance=Provenance.PREFIX)
-                found.segments.append(Segment(len(found.sources) - 1, number, part, layers))
-            for held, filled in free.items():
-                for layer in held & holes.keys():
-                    holes[layer] = [r for hole in holes[layer] for r in subtract(hole, filled)]
+def _rows_of(candidate: _Candidate, owner: Request) -> Iterator[_Row]:
+    """Yield the confirmed rows that a pass computed, where they may stand in for an owner's."""
+    version, own, attempt = owner.kv_version, owner.sources[0], candidate.attempt
+    for source in candidate.request.sources:
+        if attempt >= len(source.attempts) or not source.model or source.model != own.model:
+            continue  # an unset model proves nothing
+        if not _same_layout(source.layout, own.layout):
+            continue
+        stop = min(candidate.stop, source.confirmed(attempt))
+        for span in source.attempts[attempt].between(0, stop):
+            if span.provenance == Provenance.FORWARD and span.weight_version == version:
+                yield source, span
 
 
-def _computed(request: Request, version: int | None) -> Iterator[tuple[Source, Span]]:
-    """Yield the confirmed rows that forward passes of a request computed, first attempts first.
+def _of_several(holes: Holes, passes: Iterable[Sequence[_Row]]) -> list[Interval]:
+    """Return the positions for whose holes several passes have rows."""
+    once: list[Interval] = []
+    several: list[Interval] = []
+    for rows in passes:
+        filled = merge(
+            interval
+            for source, span in rows
+            for layers, intervals in holes.items()
+            if not layers.isdisjoint(source.layout.layer_ids)
+            for interval in intersect([(span.position, span.stop)], intervals)
+        )
+        several += intersect(once, filled)
+        once = merge([*once, *filled])
+    return several
 
-    Args:
-        request: request with the rows.
-        version: weight version; None: any.
-    """
-    for i in range(max(len(s.attempts) for s in request.sources)):
-        for source in request.sources:
-            if i < len(source.attempts):
-                confirmed = source.confirmed(i)
-                for span in source.attempts[i]:
-                    forward = span.provenance == Provenance.FORWARD
-                    wanted = forward and version in (None, span.weight_version)
-                    if wanted and span.position < confirmed:
-                        yield source, span.cut(0, confirmed)
+
+def _take(found: StandIns, trace: Trace, rows: Sequence[_Row], holes: Holes) -> None:
+    """Fill holes with rows of one pass; filled ones are removed."""
+    number = next((n for n, (one, _) in enumerate(found.traces) if one is trace), -1)
+    for source, span in rows:
+        column = frozenset(source.layout.layer_ids)
+        for layers in [layers for layers in holes if layers & column and not layers <= column]:
+            intervals = holes.pop(layers)
+            holes[layers & column], holes[layers - column] = intervals, intervals
+        held = {layers: holes[layers] for layers in holes if layers <= column}
+        some = [(span.position, span.stop)]
+        free = {layers: intersect(some, intervals) for layers, intervals in held.items()}
+        if not any(free.values()):
+            continue
+        if number < 0:
+            number = len(found.traces)
+            found.traces.append((trace, trace.changes))
+        if not found.sources or found.sources[-1] is not source:
+            found.sources.append(source)
+        if others := column.difference(*free):
+            free[others] = []
+        for start, end, layers in by_layers(free):
+            part = span.cut(start, end)._replace(provenance=Provenance.PREFIX)
+            found.segments.append(Segment(len(found.sources) - 1, number, part, layers))
+        for layers, intervals in held.items():
+            holes[layers] = _without(intervals, free[layers])
+
+
+def _without(intervals: list[Interval], others: list[Interval]) -> list[Interval]:
+    """Return the parts of intervals that others do not cover."""
+    return [rest for one in intervals for rest in subtract(one, others)]
 
 
 def _same_layout(one: ModelLayout, other: ModelLayout) -> bool:
     """Whether rows of two shards are of the same layers of a model."""
     return one is other or (
-        (one.moe_layer_ids, one.num_hidden_layers, one.num_experts, one.top_k)
-        == (other.moe_layer_ids, other.num_hidden_layers, other.num_experts, other.top_k)
+        (one.moe_layer_ids, one.num_experts, one.top_k)
+        == (other.moe_layer_ids, other.num_experts, other.top_k)
     )

@@ -132,6 +132,8 @@ class Reader:
         """Return the PrefixRows policy that the run allows a reader."""
         if trace.held or self._forbids_prefix_rows(trace.key[0]):
             return pb.PREFIX_ROWS_NEVER
+        if prefix_rows == pb.PREFIX_ROWS_ANY_VERSION:  # of a client of 0.8
+            return pb.PREFIX_ROWS_ANY
         return prefix_rows or pb.PREFIX_ROWS_NEVER
 
     def state_of(self, known: Known) -> int:

@@ -10,12 +10,13 @@ from typing import Any, TypeVar, cast
 import numpy as np
 
 from routetrace.server.index.state import State
-from routetrace.server.index.traces.lineage import Incarnation
+from routetrace.server.index.traces.lineage import Incarnation, Request
 from routetrace.server.index.traces.spans import Interval, Span, subtract
 from routetrace.server.index.traces.trace import Trace
 from routetrace.server.index.traces.trace_index import TraceIndex
-from routetrace.server.rows.prefixes import Holes, StandIns, stand_ins
+from routetrace.server.rows.prefixes import StandIns, stand_ins
 from routetrace.server.rows.view import (
+    Holes,
     Segment,
     Selection,
     by_layers,
@@ -118,12 +119,12 @@ class Known:
         """All rows of the policy `as_sampled`."""
         self.complete = self.num_tokens > 0 and covers(self.sources, segments, whole)
         """Whether no cell is missing."""
-        self.holes: Holes = {}
-        """Cells for which rows of other traces may stand in."""
+        self.holes: dict[Request, Holes] = {}
+        """Cells for which rows of other requests may stand in, by owner."""
         if not self.complete:
             self.holes = unknown(self.sources, incarnation, segments, self.layout.layer_ids)
         self.given = StandIns()
-        """Rows of other traces."""
+        """Rows that stand in."""
         self._changes = 0
         self.info: pb.TraceInfo | None = None
         """Cached TraceInfo, without the fields that depend on time."""
@@ -139,7 +140,7 @@ class Known:
         return self.complete and not self.incarnation.request.aborted
 
     def filled(self, given: StandIns, changes: int) -> Known:
-        """Return a copy with rows of other traces, valid for this number of changes."""
+        """Return a copy with rows that stand in, valid for this number of changes."""
         filled = copy(self)
         filled.sources = [*self.sources, *given.sources]
         filled.given, filled._changes = given, changes
@@ -151,7 +152,7 @@ class Known:
         return filled
 
     def with_given(self, segments: list[Segment], selection: Selection) -> list[Segment]:
-        """Add the segments of other traces for a selection; positions are not cut."""
+        """Add the segments that stand in for a selection; positions are not cut."""
         first = len(self.sources) - len(self.given.sources)
         given = [
             segment._replace(source=first + segment.source)
@@ -178,8 +179,8 @@ class Known:
             yield segment._replace(span=span.cut(start, stop), layers=layers or segment.layers)
 
     def holds(self, traces: TraceIndex) -> bool:
-        """Whether the rows of other traces are unchanged."""
-        return (self.given.whole or self._changes == traces.changes) and all(
+        """Whether the rows that stand in are unchanged."""
+        return (self.given.lasting or self._changes == traces.changes) and all(
             traces.traces.get(trace.key) is trace and trace.changes == changes
             for trace, changes in self.given.traces
         )
@@ -211,8 +212,7 @@ class Memory:
         traces = self._state.traces
 
         def fill() -> Known:
-            holes = dict(own.holes)
-            given = stand_ins(traces.prefixes, trace, incarnation, holes, prefix_rows)
+            given = stand_ins(traces.prefixes, trace, own.holes, prefix_rows)
             return own.filled(given, traces.changes)
 
         key = incarnation, prefix_rows

@@ -9,8 +9,8 @@ from heapq import heappop, heappush
 from itertools import chain, islice, pairwise
 from typing import NamedTuple
 
-from routetrace.codec.records import FinishReason, Provenance
-from routetrace.server.index.traces.lineage import Incarnation, Owned, Part, parts_of
+from routetrace.codec.records import UNKNOWN_VERSION, FinishReason, Provenance
+from routetrace.server.index.traces.lineage import Incarnation, Owned, Part, Request, parts_of
 from routetrace.server.index.traces.refs import ROW_BITS
 from routetrace.server.index.traces.sources import Lost, Source
 from routetrace.server.index.traces.spans import (
@@ -28,6 +28,10 @@ _KV_UNKNOWN = pb.MISSING_REASON_KV_UNKNOWN
 
 #: Holes of a view that are searched one by one in the rows of another request.
 _MAX_TOUCHED = 8
+
+
+Holes = dict[frozenset[int], list[Interval]]
+"""Positions with missing rows, ascending and disjoint, by layers that are disjoint, too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -287,36 +291,41 @@ def unknown(
     incarnation: Incarnation,
     segments: list[Segment],
     layers: Sequence[int],
-) -> dict[int, list[Interval]]:
-    """Return the cells of the prompt that are missing with the reason `kv_unknown`.
+) -> dict[Request, Holes]:
+    """Return the cells for which rows of other requests may stand in, by the owner.
+
+    They are missing with the reason `kv_unknown`, and their KV is of a known weight version.
 
     Args:
         sources: sources of the trace.
         incarnation: incarnation to read.
         segments: segments of its own requests.
         layers: layers to search.
-
-    Returns:
-        Positions by layer, ascending and disjoint; no entry for a layer without any.
     """
-    holes: dict[int, list[Interval]] = {}
-    prompt = (0, min(incarnation.request.prompt_len, incarnation.num_rows))
-    owned = incarnation.owned()
-    own = [source for one in owned for source in one.owner.sources]
-    if not any(note.reason == pb.MISSING_REASON_KV_UNKNOWN for s in own for note in s.lost):
+    holes: dict[Request, Holes] = {}
+    owned = [
+        one._replace(stop=min(one.stop, one.owner.prompt_len, incarnation.num_rows))
+        for one in incarnation.owned()
+        if any(note.reason == _KV_UNKNOWN for s in one.owner.sources for note in s.lost)
+        if one.owner.kv_version != UNKNOWN_VERSION and not one.owner.first_that_sampled
+    ]
+    if not owned:
         return holes
-    held = [*(s.layout.column for s in own), *_columns(sources, segments)]
+    held = [s.layout.column for one in owned for s in one.owner.sources]
+    held += _columns(sources, segments)
     for group in layer_groups(held, layers):
-        notes = _resolve([*_notes(owned, group[0])])
-        gaps = subtract(prompt, covered(sources, segments, group[0]))
-        found = [
-            (a, b)
-            for gap in gaps
-            for a, b, reason in _reasons(gap, notes, pb.MISSING_REASON_UNSPECIFIED)
-            if reason == pb.MISSING_REASON_KV_UNKNOWN
-        ]
-        if found:
-            holes.update(dict.fromkeys(group, found))
+        there = covered(sources, segments, group[0])
+        for one in owned:
+            notes = _resolve([*_notes([one], group[0])])
+            gaps = subtract((one.start, one.stop), there)
+            found = [
+                (a, b)
+                for gap in gaps
+                for a, b, reason in _reasons(gap, notes, pb.MISSING_REASON_UNSPECIFIED)
+                if reason == _KV_UNKNOWN
+            ]
+            if found:
+                holes.setdefault(one.owner, {}).setdefault(frozenset(group), []).extend(found)
     return holes
 
 

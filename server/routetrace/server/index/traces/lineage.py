@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import NamedTuple
 
-from routetrace.codec.records import FinishReason, Provenance
+from routetrace.codec.records import UNKNOWN_VERSION, FinishReason, Provenance
 from routetrace.server.index.traces.prefix_tree import Digests, PrefixTree
 from routetrace.server.index.traces.sources import Source, WriterKey
 from routetrace.server.index.traces.spans import FOREVER, Interval, intersect, merge, subtract
@@ -104,6 +104,12 @@ class Request:
     def handed_over_by(self) -> str:
         """Hand-over that it ended with; "": none."""
         return _only({source.handed_over_by for source in self.sources if source.ended})
+
+    @property
+    def kv_version(self) -> int:
+        """Weight version of all KV that it could reuse at its begin; UNKNOWN_VERSION: not known."""
+        versions = {source.kv_version for source in self.sources}
+        return versions.pop() if len(versions) == 1 else UNKNOWN_VERSION
 
     @property
     def begun(self) -> list[Interval]:

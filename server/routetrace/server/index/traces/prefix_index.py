@@ -1,9 +1,9 @@
 """Index of the traces that computed rows of a token prefix, by sorted token digests.
 
 It is derived from the traces and not part of snapshots. It holds only digests after rows that a
-forward pass of the trace computed, once per weight version: of thousands of requests that hit one
-cached prompt, it names those that computed it. Results are hints: the caller compares the digests
-of the trace.
+forward pass of the trace computed, once per known weight version, with the first position of such a
+row: of thousands of requests that hit one cached prompt, it names those that computed a part of it.
+Results are hints: the caller compares the digests of the trace.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from routetrace.codec.records import DIGEST, Provenance
+from routetrace.codec.records import DIGEST, UNKNOWN_VERSION, Provenance
 from routetrace.server.index.traces.sharded import Sharded
 from routetrace.server.index.traces.sources import Source
 from routetrace.server.index.traces.trace import Trace
@@ -46,12 +46,18 @@ _Column = npt.NDArray[Any]
 _FACT = np.dtype([("salt", "u8"), ("version", "i8"), ("serial", "i8"), ("first", "i8")])
 
 
+#: A trace that may hold rows of a prefix: index of the prefix, serial number of the trace, and
+#: the first position with a row.
+HOLDER = np.dtype([("prefix", "i8"), ("serial", "i8"), ("first", "i8")])
+
+
 class _Tier(NamedTuple):
     """Ascending entries."""
 
     keys: _Column
     versions: _Column
     serials: _Column
+    firsts: _Column
 
     def part(self, chosen: slice | _Column) -> _Tier:
         return _Tier(*(column[chosen] for column in self))
@@ -61,7 +67,7 @@ class _Tier(NamedTuple):
 
 
 class PrefixIndex:
-    """Traces by (run, position, digest, weight version): 24 bytes for each digest of a trace."""
+    """Traces by (run, position, digest, weight version): 28 bytes for each digest of a trace."""
 
     def __init__(self) -> None:
         self._traces: Sharded[int, Trace] = Sharded()
@@ -91,6 +97,8 @@ class PrefixIndex:
 
     def computed(self, trace: Trace, weight_version: int, position: int) -> None:
         """Note rows that a forward pass computed from a position on."""
+        if weight_version == UNKNOWN_VERSION:  # its rows stand in for none
+            return
         first = trace.computed.get(weight_version)
         known = first is not None or len(trace.computed) < _MAX_VERSIONS
         if known and (first is None or position < first):
@@ -152,7 +160,8 @@ class PrefixIndex:
         if held:
             digests = np.frombuffer(b"".join(held), DIGEST)
             fact = np.array(facts, _FACT).repeat(counts)
-            tier = _Tier(digests["value"] ^ fact["salt"], fact["version"], fact["serial"])
+            keys, firsts = digests["value"] ^ fact["salt"], fact["first"].astype(np.int32)
+            tier = _Tier(keys, fact["version"], fact["serial"], firsts)
             tier = tier.part(digests["position"] > fact["first"])
             if len(tier):
                 self._tiers.append(_merged([tier]))
@@ -177,29 +186,39 @@ class PrefixIndex:
     # ------------------------------------------------------------------ looking up
 
     def holders(
-        self, run: str, digests: Sequence[int], weight_version: int | None
-    ) -> list[list[int]]:
-        """Return serial numbers of traces that may hold rows of each prefix, removed ones too.
+        self, run: str, digests: Sequence[int], last: npt.NDArray[Any], weight_version: int
+    ) -> npt.NDArray[Any]:
+        """Return the traces that may hold rows of prefixes.
 
         Args:
             run: run of the traces.
             digests: digests of the prefixes.
-            weight_version: weight version of the rows; None: any.
+            last: last position of interest of each.
+            weight_version: weight version of the rows.
+
+        Returns:
+            [n] of HOLDER, by prefix and serial number, each pair once.
         """
         if self._fresh:
             self._take_in()
         keys = np.array(digests, np.uint64) ^ np.uint64(_salt(run))
-        found: list[set[int]] = [set() for _ in keys]
+        parts = [np.empty(0, HOLDER)]
         for tier in self._tiers:
-            first = np.searchsorted(tier.keys, keys, "left")
-            last = np.searchsorted(tier.keys, keys, "right")
-            for i in np.flatnonzero(first < last).tolist():
-                held = tier.part(slice(first[i], last[i]))
-                serials = held.serials
-                if weight_version is not None:
-                    serials = serials[held.versions == weight_version]
-                found[i].update(serials.tolist())
-        return [sorted(serials) for serials in found]
+            start = np.searchsorted(tier.keys, keys, "left")
+            count = np.searchsorted(tier.keys, keys, "right") - start
+            prefix = np.arange(len(keys)).repeat(count)
+            skipped = start - (np.cumsum(count) - count)
+            held = tier.part(np.arange(len(prefix)) + skipped[prefix])
+            wanted = (held.versions == weight_version) & (held.firsts <= last[prefix])
+            held, part = held.part(wanted), np.empty(np.count_nonzero(wanted), HOLDER)
+            part["prefix"] = prefix[wanted]
+            part["serial"], part["first"] = held.serials, held.firsts
+            parts.append(part)
+        found = np.concatenate(parts)
+        there = [n for n in np.unique(found["serial"]).tolist() if n in self._traces]
+        found = found[np.isin(found["serial"], there)]
+        found = found[np.lexsort((found["first"], found["serial"], found["prefix"]))]
+        return found[_differ(found["prefix"]) | _differ(found["serial"])]
 
     def trace(self, serial: int) -> Trace | None:
         """Return a trace unless it was removed."""
@@ -220,11 +239,15 @@ def _merged(tiers: Iterable[_Tier]) -> _Tier:
     tied = whole.part(several)
     for column, ordered in zip(whole, tied.part(np.lexsort(tied[::-1])), strict=True):
         column[several] = ordered
-    new = np.ones(len(whole), np.bool_)
-    new[1:] = False
-    for column in whole:
-        new[1:] |= column[1:] != column[:-1]
+    new = np.logical_or.reduce([_differ(column) for column in whole])
     return whole if new.all() else whole.part(new)
+
+
+def _differ(column: _Column) -> npt.NDArray[np.bool_]:
+    """Mark values that differ from the one before; the first one does."""
+    new = np.ones(column.size, np.bool_)
+    new[1:] = column[1:] != column[:-1]
+    return new
 
 
 @lru_cache(maxsize=1024)

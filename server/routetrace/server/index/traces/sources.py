@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from routetrace.codec.records import DIGEST, U32
+from routetrace.codec.records import DIGEST, U32, UNKNOWN_VERSION
 from routetrace.common.layout import ModelLayout
 from routetrace.server.index.traces.spans import FOREVER, SpanList
 from routetrace.stored import format5_pb2 as stored
@@ -83,6 +83,8 @@ class Source:
     """Hash of the model of its rows; 0: unknown."""
     nonce: int = 0
     """Names the request in handles; 0: none."""
+    kv_version: int = UNKNOWN_VERSION
+    """Weight version of all KV that the engine could reuse at its begin."""
     received_by: str = ""
     """Hand-over that its external KV came by; "": not known."""
     handed_over_by: str = ""
@@ -221,6 +223,8 @@ def dump_source(message: stored.Source, source: Source, layouts: dict[ModelLayou
         message.model = source.model
     if source.nonce:
         message.nonce = source.nonce
+    if source.kv_version != UNKNOWN_VERSION:
+        message.kv_weight_version = source.kv_version
     if source.received_by:
         message.received_by = source.received_by
     if source.handed_over_by:
@@ -261,6 +265,8 @@ def load_source(message: stored.Source, run: str, layouts: Sequence[ModelLayout]
         draft_step=message.draft_step,
         _digests=np.frombuffer(message.digests, DIGEST),
     )
+    if message.HasField("kv_weight_version"):
+        source.kv_version = message.kv_weight_version
     if message.lost:
         lost = np.frombuffer(message.lost, _LOST).reshape(-1, 3)
         source.lost = [Lost(*note) for note in lost.tolist()]
