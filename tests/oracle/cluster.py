@@ -33,8 +33,8 @@ _BRANCH = "filled"
 """Traces of requests that go on from what drafts filled are called so."""
 
 Stores = Literal["apart", "together", "own"]
-"""Of KV outside of the engines' blocks: one that many engines fill, each with its own weights; one that
-many fill, which is emptied when all of them get new weights at once; or one of each engine."""
+"""Of KV outside of the engines' blocks: one that many engines fill, each with its own weights; one
+that many fill, which is emptied when all of them get new weights at once; or one of each engine."""
 
 Job = Generator["Ask", Request, None]
 """What a user does: asks engines, one after the other."""

@@ -540,7 +540,7 @@ def _stand_ins(trace: Trace) -> set[int]:
 
 def _proven_differs(trace: Trace) -> str:
     """Compares the number of rows that are of the pass itself."""
-    proven = {p for p in range(len(trace)) if trace.valid[p].any()} - _stand_ins(trace)
+    proven = {p for p in range(len(trace)) if trace.valid[p].all()} - _stand_ins(trace)
     if trace.proven != len(proven):
         return f"{trace.proven} rows are proven, expected {len(proven)}"
     return ""

@@ -236,7 +236,7 @@ def _judge_cells(
 ) -> None:
     valid, ids = read.valid, read.topk_ids
     stand_ins = {p for a, b, how in read.provenance if how == "prefix" for p in range(a, b)}
-    proven = sum(bool(cells.any()) for p, cells in enumerate(valid) if p not in stand_ins)
+    proven = sum(bool(cells.all()) for p, cells in enumerate(valid) if p not in stand_ins)
     if read.proven != proven:
         report.say("wrong", f"{what}: {read.proven} rows are proven, expected {proven}")
     # By position alone: those of several layers.
