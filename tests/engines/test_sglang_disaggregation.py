@@ -271,7 +271,7 @@ def test_prompts_that_no_engine_computes_are_not_captured(decode):
     b = req_of("b", 4)
     b.bootstrap_host = "2.2.2.2"
     end(Length, b)
-    assert calls(decode) == [("mark_external", [3])]
+    assert calls(decode) == [("mark_external", [3]), ("step", [], [])]
 
 
 def test_kv_that_is_computed_again_under_new_weights_has_no_rows():

@@ -523,6 +523,7 @@ def test_rows_of_another_adapter_do_not_stand_in(engine, client, writer, reader,
     one, other, a = engine(), engine(), fresh("a", 80, **name)
     for each in (one, other):
         each.side.set_weight_version(1)  # rows of weights that nobody told of never stand in
+        each.schedule.reset(external=True)
     a.lora_request = writer
     one.step((a, 0, 60), new=[a], blocks={a.request_id: list(range(1, 16))})
     one.step((a, 60, 20), blocks={a.request_id: list(range(16, 21))})
@@ -539,7 +540,7 @@ def test_rows_of_another_adapter_do_not_stand_in(engine, client, writer, reader,
     b.all_token_ids.append(2)
     other.finish(b)
     assert other.side.flush(60)
-    trace = client.get(trace_id, prefix_rows="same_version", missing="mask")
+    trace = client.get(trace_id, prefix_rows="any", missing="mask")
     assert trace.valid.all(axis=1).tolist() == [alike] * 72 + [True] * 8
     np.testing.assert_array_equal(trace.topk_ids[72:], other.expected(b.request_id, 72, 80))
     if alike:
@@ -553,6 +554,7 @@ def test_rows_of_another_kv_dtype_do_not_stand_in(engine, client, reader):
     one, other, a = engine(kv_cache_dtype="fp8"), engine(kv_cache_dtype=reader), fresh("a", 80)
     for each in (one, other):
         each.side.set_weight_version(1)
+        each.schedule.reset(external=True)
     one.step((a, 0, 60), new=[a], blocks={a.request_id: list(range(1, 16))})
     one.step((a, 60, 20), blocks={a.request_id: list(range(16, 21))})
     a.all_token_ids.append(1)
@@ -565,10 +567,38 @@ def test_rows_of_another_kv_dtype_do_not_stand_in(engine, client, reader):
     b.all_token_ids.append(2)
     other.finish(b)
     assert other.side.flush(60)
-    trace = client.get(a.trace_id + "b", prefix_rows="same_version", missing="mask")
+    trace = client.get(a.trace_id + "b", prefix_rows="any", missing="mask")
     assert trace.valid.all(axis=1).tolist() == [reader == "fp8_e4m3"] * 72 + [True] * 8
     assert trace.labels.get("kv_cache_dtype", "auto") == reader
     assert trace.verify_tokens(np.array(b.all_token_ids)) == len(trace.token_digests) > 0
+
+
+@pytest.mark.parametrize("external", [True, False])
+def test_rows_stand_in_for_kv_of_a_store_that_was_emptied(engine, client, external):
+    """The version is told before the begin that it is of; so is a reset."""
+    one, other, a, b = engine(), engine(), fresh("a", 80), fresh("b")
+    for each in (one, other):  # other weights first
+        each.side.set_weight_version(1)
+        each.step((b, 0, 6), new=[b], blocks={b.request_id: [1, 2]})
+        each.finish(b)
+        each.side.set_weight_version(2)
+        each.schedule.reset(external=external)
+    one.step((a, 0, 60), new=[a], blocks={a.request_id: list(range(1, 16))})
+    one.step((a, 60, 20), blocks={a.request_id: list(range(16, 21))})
+    a.all_token_ids.append(1)
+    one.finish(a)
+    assert one.side.flush(60)
+    c = Request("c-internal", a.prompt_token_ids, {"routetrace.trace_id": a.trace_id + "c"})
+    other.step(
+        (c, 72, 8), new=[c], blocks={c.request_id: list(range(1, 21))}, computed={c.request_id: 0}
+    )
+    c.all_token_ids.append(2)
+    other.finish(c)
+    assert other.side.flush(60)
+    trace = client.get(a.trace_id + "c", prefix_rows="unique", missing="mask")
+    assert trace.valid.all(axis=1).tolist() == [external] * 72 + [True] * 8
+    if external:
+        np.testing.assert_array_equal(trace.topk_ids[:72], one.expected(a.request_id, 72))
 
 
 def test_tokens_of_an_adapter_can_be_verified(engine, client):
@@ -926,6 +956,7 @@ EVENTS = [
     plans.Resume(3, 4, b"\7\0\0\0", 2),
     plans.Finish(3, 9, "stop", b"\1\0\0\0", "E/r"),
     plans.External(b"\7\0\0\0", 2),
+    plans.Reset(True),
     plans.StartOver(),
 ]
 

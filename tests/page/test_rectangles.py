@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from routetrace.client import (
     MissingRange,
     MissingReason,
-    PrefixSpan,
     ProvenanceSpan,
     RowOrigin,
     Trace,
@@ -25,7 +24,7 @@ from support.servers.client_server import LAYOUT, rows_of
 
 LAYERS = len(LAYOUT.layer_ids)
 REASONS = [*MissingReason]
-ORIGINS = ("forward", "slot", "prefix")
+ORIGINS = ("forward", "slot", "handoff")
 
 
 @st.composite
@@ -105,10 +104,10 @@ def test_rectangles_name_the_origin_of_each_cell(
     some = st.sampled_from(
         [
             None,
-            ("e0", "pp0", 1, 3, "forward", ""),
-            ("e0", "pp1", 1, 4, "forward", ""),
-            ("e0", "pp0", 2, 4, "slot", ""),
-            ("e1", "", None, 2**60, "prefix", "other"),
+            ("e0", "pp0", 1, 3, "forward"),
+            ("e0", "pp1", 1, 4, "forward"),
+            ("e0", "pp0", 2, 4, "slot"),
+            ("e1", "", 1, 2**60, "handoff"),
         ]
     )
     given = np.empty((len(trace), LAYERS), object)
@@ -138,11 +137,11 @@ def test_rectangles_name_the_origin_of_each_cell(
             if told:
                 assert (present["source"][index], present["attempt"][index]) == (None, 0)
             continue
-        engine, shard, attempt, version, source, _ = one
+        engine, shard, attempt, version, source = one
         assert present["version"][index] == exact(version)
         assert present["cached"][index] == (source != "forward")
         assert found["sources"][present["source"][index]] == {"engine": engine, "shard": shard}
-        assert present["attempt"][index] == (attempt or 1) - 1
+        assert present["attempt"][index] == attempt - 1
     for row, layer, _ in cells(found["missing"], at):
         painted[row, layer] += 1
         assert reasons[row, layer] >= 0
@@ -194,12 +193,6 @@ def test_stages_of_two_versions_show_the_newest() -> None:
         (0, 6, 8),
         (6, 9, 7),
     ]
-
-
-def test_rows_of_other_traces_name_them() -> None:
-    trace = trace_of(LAYOUT, rows_of(LAYOUT, 9))
-    trace = replace(trace, prefix_sources=(PrefixSpan(0, 4, "other"),))
-    assert segments_of(trace)["prefix"] == {"t0": [0], "t1": [4], "trace_id": ["other"]}
 
 
 def test_reasons_are_all_ordered() -> None:

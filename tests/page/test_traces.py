@@ -58,7 +58,6 @@ def test_facts(browser: Browser, server) -> None:
         "levels": 3,
         "weights": [7, 8],
         "engines": ["e0"],
-        "prefix_trace_ids": [],
         "stored_bytes": stat.stored_bytes,
         "labels": {"task": "math"},
         "expires": stat.expires_at.timestamp(),
@@ -119,7 +118,6 @@ def test_segments(browser: Browser, server) -> None:
             "l1": [LAYERS],
             "reason": ["not_captured"],
         },
-        "prefix": {"t0": [], "t1": [], "trace_id": []},
         "joined": 0,
     }
 
@@ -216,7 +214,7 @@ def test_every_cell_of_simulated_engines(browser: Browser, server, seed: int) ->
                     if span.start < t1 and t0 < span.stop:
                         assert span.weight_version == version
                 origins = {p.source for p in trace.provenance if p.start < t1 and t0 < p.stop}
-                assert origins <= ({"slot", "prefix"} if reused else {"forward"})
+                assert origins <= ({"slot"} if reused else {"forward"})
                 cached += reused
             for t0, t1, l0, l1, reason in zip(*missing.values(), strict=True):
                 reasons[t0:t1, l0:l1] = reason

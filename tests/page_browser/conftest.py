@@ -71,22 +71,6 @@ def _feed(feeder: Feeder, name: str, tokens: int, holes=(), reason: str = "stop"
     feeder.flush()
 
 
-def _feed_prefix(feeder: Feeder) -> None:
-    """Two traces of one prompt; the second loaded its KV, so that rows of the first stand in."""
-    prompt = list(range(200))
-    for name, cached in (("lender", 0), ("borrower", 128)):
-        handle = feeder.begin(
-            name,
-            prompt_len=200,
-            prompt_token_ids=prompt,
-            num_computed_tokens=cached,
-            num_external_tokens=cached,
-        )
-        feeder.step(ROWS[cached:250], [[handle, cached, 250 - cached]])
-        feeder.finish(handle, 251)
-        feeder.flush()
-
-
 #: Reported training steps, two of them alone and some left out; the first with other weights; the
 #: first that is worse, and the layers that are.
 STEPS = (*range(100, 130), 140, *range(150, 160))
@@ -131,7 +115,6 @@ def server() -> Iterator[ServerProcess]:
         _feed(feeder, "short", 60, labels={"task": "math"})
         for name in ODD_IDS:
             _feed(feeder, name, 60, labels=ODD_LABELS)
-        _feed_prefix(feeder)
         feeder.finish(feeder.begin("no rows", prompt_len=1), 1)
         _feed(feeder, "whole blocks", 129)
         feeder.begin("just begun", prompt_len=7)

@@ -190,18 +190,6 @@ def test_a_hole_is_seen_among_other_colours(page: Page, open_trace, name: str) -
     assert middle[hole[0] - 1] == middle[hole[-1] + 1] == [255, 255, 255]
 
 
-def test_rows_of_another_trace_lead_to_it(page: Page, open_trace) -> None:
-    open_trace("borrower", "&at=70")
-    expect(page.locator("aside")).to_contain_text("another trace with the same prefix")
-    expect(page.locator("aside .ids li")).to_have_text([str(i) for i in ROWS[70, 0]])
-    expect(page.locator(".swatches").first).to_contain_text("From a prefix cache")
-    page.get_by_role("link", name="lender").click()
-    expect(page.locator("h1 bdi")).to_have_text("lender")
-    open_trace("borrower", "&at=140")
-    expect(page.locator("aside")).to_contain_text("a forward pass of its own")
-    assert page.get_by_role("link", name="lender").count() == 0
-
-
 @pytest.mark.parametrize("trace_id", ["no rows", "just begun"])
 def test_a_trace_without_rows(page: Page, open_trace, trace_id: str) -> None:
     open_trace(trace_id, "&at=3")

@@ -97,7 +97,7 @@ def test_each_read_is_what_it_is_alone(server, filled, seed):
     how: dict[str, object] = {
         "missing": rng.choice(("mask", "raise")),
         "policy": rng.choice(("as_sampled", "latest")),
-        "prefix_rows": rng.choice(("same_version", "any_version", "never")),
+        "prefix_rows": rng.choice(("unique", "any", "never")),
         "weight_version": rng.choice((None, None, 0, 1)),
         "layer_ids": rng.choice((None, (2,), (1, 4), (1, 3))),
         "token_start": rng.choice((0, 0, 3)),

@@ -213,7 +213,7 @@ def test_an_unnamed_hand_over(server, client, name, ended_with, begun_with, why,
     assert found.missing is MissingReason.KV_UNKNOWN
     assert why in found.evidence[0]
     assert "transfer_id" in found.remedy
-    assert "prefix_rows" in found.remedy
+    assert "external_kv_emptied" in found.remedy
     reason = reason_of(found, 1)
     assert reason.startswith("it ended with handoff, so only a named hand-over reaches it")
     assert refused in reason

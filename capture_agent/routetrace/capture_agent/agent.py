@@ -223,7 +223,7 @@ class CaptureAgent:
             computed = computed_of(num_computed_tokens, blocks, self.config)
             external = external_of(num_external_tokens, computed)
             kv, version = self._noted_kv(), self._weight_version
-            if kv.is_of(version, cached=computed > external, external=external > 0):
+            if computed and kv.is_of(version, cached=computed > external, external=external > 0):
                 facts.kv_weight_version = version
             handle = self._handles.new(request_id)
             index, self._begun = self._begun, self._begun + 1

@@ -111,10 +111,8 @@ _POLICIES = (
 _PREFIX_SOURCES = (
     (PrefixChoice.never.value, "none; such rows are missing"),
     (PrefixChoice.unique.value, "of the only pass that computed them"),
-    (
-        PrefixChoice.any.value,
-        "of the first of these passes; same_version and any_version are old names",
-    ),
+    (PrefixChoice.any.value, "of the first such pass"),
+    ("same_version, any_version", "old names of any"),
 )
 
 Ids = Annotated[list[str] | None, typer.Argument(metavar="ID", help="Trace ids.")]

@@ -71,14 +71,12 @@ class RowOrigin(NamedTuple):
     """Engine that computed them."""
     shard: str
     """Shard whose agent reported them; "" if it records the whole engine."""
-    attempt: int | None
-    """Attempt of the engine request, from 1; None for rows of another trace."""
+    attempt: int
+    """Attempt of the engine request, from 1."""
     weight_version: int | None
     """Weight version that computed them; None: unknown."""
     source: str
-    """As `ProvenanceSpan.source`: "forward", "slot", "handoff" or "prefix"."""
-    trace_id: str
-    """Other trace whose rows stand in, with source "prefix"; else ""."""
+    """As `ProvenanceSpan.source`: "forward", "slot" or "handoff"; no row stands in here."""
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields as values of JSON."""
@@ -171,7 +169,6 @@ def _origin(
     response: pb.DescribeTraceResponse, origin: pb.RowOrigin, layer_ids: tuple[int, ...]
 ) -> RowOrigin:
     source = response.sources[origin.source]
-    stands_in = origin.provenance == Provenance.PREFIX
     if not (layer_ids and origin.start < origin.stop <= response.info.num_rows):
         raise ValueError(f"origins at positions [{origin.start}, {origin.stop}) of {layer_ids}")
     return RowOrigin(
@@ -180,10 +177,9 @@ def _origin(
         layer_ids,
         source.engine_id,
         source.shard,
-        None if stands_in else origin.attempt + 1,
+        origin.attempt + 1,
         version_from_wire(origin.weight_version),
         _name(origin.provenance),
-        response.info.prefix_trace_ids[origin.attempt] if stands_in else "",
     )
 
 

@@ -47,7 +47,6 @@ def facts_of(description: TraceDescription, target: str) -> dict[str, Any]:
         "levels": count_levels(stat.num_rows),
         "weights": None if None in versions else [exact(version) for version in versions],
         "engines": list(stat.engine_ids),
-        "prefix_trace_ids": list(stat.prefix_trace_ids),
         "stored_bytes": stat.stored_bytes,
         "labels": stat.labels,
         "expires": stat.expires_at.timestamp(),

@@ -35,7 +35,7 @@ LOUDNESS = (
 )
 _LOUD = {reason: number for number, reason in enumerate(LOUDNESS)}
 #: Origins of rows, the strongest last where pipeline stages differ.
-_ORIGINS = {"forward": 0, "slot": 1, "handoff": 1, "prefix": 2}
+_ORIGINS = {"forward": 0, "slot": 1, "handoff": 1}
 #: Integers that a JavaScript number holds exactly.
 _EXACT = 2**53
 
@@ -114,7 +114,6 @@ def segments_of(
         "attempt": [max(0, fact.attempt) for fact in facts],
     }
     reasons = (found.kind[~there] - len(present)).tolist()
-    prefix = trace.prefix_sources
     return {
         "present": {
             **sides(there),
@@ -123,11 +122,6 @@ def segments_of(
             **(details if sources else {}),
         },
         "missing": {**sides(~there), "reason": [LOUDNESS[number].value for number in reasons]},
-        "prefix": {
-            "t0": [span.start for span in prefix],
-            "t1": [span.stop for span in prefix],
-            "trace_id": [span.trace_id for span in prefix],
-        },
         "sources": [{"engine": engine, "shard": shard} for engine, shard in sources],
         "joined": joined,
     }
@@ -179,7 +173,7 @@ def _kinds(
             one.weight_version or 0,
             _ORIGINS.get(one.source, 0),
             sources[one.engine_id, one.shard],
-            (one.attempt or 1) - 1,
+            one.attempt - 1,
         )
         for one in origins
     ]

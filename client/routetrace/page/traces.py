@@ -36,8 +36,8 @@ _CELL_BYTES = 3
 _SEGMENTS_BYTES = 2 << 20
 #: Comparisons that are kept of a read.
 _MAX_COMPARED = 4
-#: Seconds after which rows of a trace that is not complete are read again, changed or not: rows of
-#: other traces that stand in for its prefix come and go without a change of its own.
+#: Seconds after which rows of a trace that is not complete are read again, changed or not: its
+#: state follows the agents, too.
 _FRESH_S = 60.0
 
 

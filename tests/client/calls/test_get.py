@@ -44,7 +44,7 @@ class TestGet:
             token_start=4,
             token_stop=9,
             policy="latest",
-            prefix_rows="any_version",
+            prefix_rows="unique",
             weight_version=7,
             incarnation=3,
         )
@@ -59,7 +59,7 @@ class TestGet:
             token_stop=9,
             layer_ids=[2, 7],
             policy=pb.READ_POLICY_LATEST,
-            prefix_rows=pb.PREFIX_ROWS_ANY_VERSION,
+            prefix_rows=pb.PREFIX_ROWS_UNIQUE,
             weight_version=7,
             incarnation=3,
         )

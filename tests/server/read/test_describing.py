@@ -68,8 +68,8 @@ def cells_of(description: TraceDescription) -> Cells:
 
 
 def cells(start: int, stop: int, layers=LAYOUT.layer_ids, engine="e0", shard="", attempt=1,
-          version=0, source="forward", trace_id="") -> Cells:  # fmt: skip
-    origin = engine, shard, attempt, version, source, trace_id
+          version=0, source="forward") -> Cells:  # fmt: skip
+    origin = engine, shard, attempt, version, source
     return {(p, layer): origin for p in range(start, stop) for layer in layers}
 
 
@@ -358,7 +358,7 @@ def test_times_and_origins_survive_a_restart(tmp_path):
             before = client.describe("t")
     with run_server(data_dir=tmp_path) as server, RouteClient(server.target) as client:
         after = client.describe("t")
-    assert before.origins == (RowOrigin(0, 3, LAYOUT.layer_ids, "e0", "", 1, 0, "forward", ""),)
+    assert before.origins == (RowOrigin(0, 3, LAYOUT.layer_ids, "e0", "", 1, 0, "forward"),)
     assert None not in (before.begun_at, before.sampled_at, before.readable_at)
     assert after.to_dict() == before.to_dict()
 
@@ -433,7 +433,6 @@ def test_an_answer_that_contradicts_itself_is_refused():
         pb.RowOrigin(start=3, stop=3),
         pb.RowOrigin(start=0, stop=3, source=1),
         pb.RowOrigin(start=0, stop=3, choice=1),
-        pb.RowOrigin(start=0, stop=3, provenance=3),
     ):
         bad = pb.DescribeTraceResponse(info=info, sources=[source], origins=[wrong])
         with pytest.raises((LookupError, ValueError)):

@@ -150,9 +150,6 @@ export class Grid {
         if (data.present[name]) about[name] = data.present[name][i];
       }
       about.agent = data.sources[about.source];
-      const { prefix } = data;
-      const stands = prefix.t0.findIndex((t0, k) => t0 <= position && position < prefix.t1[k]);
-      if (stands >= 0 && about.cached !== 0) about.prefix = prefix.trace_id[stands];
       about.row = this.#cells.row(position, column);
       if (source.other) about.other = this.#cells.row(position, column, "other");
     }

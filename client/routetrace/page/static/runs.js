@@ -86,7 +86,6 @@ export function prepared(segments) {
     source: present.source && joined(present, (i) => present.source[i] ?? UNKNOWN),
     attempt: by("attempt"),
     rectangles: joined(present, (i) => i),
-    prefix: segments.prefix ?? { t0: [], t1: [], trace_id: [] },
     present,
     sources: segments.sources ?? [],
     joined: segments.joined ?? 0,

@@ -13,9 +13,8 @@ const KNOWN = [
   ["Weights", (cell) => (cell.version === null ? "unknown" : cell.version)],
   ["Engine", (cell) => cell.agent?.engine],
   ["Shard", (cell) => cell.agent?.shard || undefined],
-  ["Computed by", (cell) => (cell.prefix ? "another trace with the same prefix"
-    : COMPUTED[cell.cached])],
-  ["Attempt", (cell) => cell.agent && !cell.prefix && cell.attempt + 1],
+  ["Computed by", (cell) => COMPUTED[cell.cached]],
+  ["Attempt", (cell) => cell.agent && cell.attempt + 1],
   ["Part", (cell, trace) => (cell.position < trace.prompt_len ? "prompt" : "answer")],
 ];
 
@@ -28,11 +27,8 @@ export function wordsOf(cell) {
   return `${titleOf(cell)}: experts ${[...cell.row.ids].join(", ")}`;
 }
 
-/**
- * The panel; `set(cell | null, trace, trouble, who)` fills it, `who` being the other side.
- * link(id): the address of a trace.
- */
-export function cellPanel(link) {
+/** The panel; `set(cell | null, trace, trouble, who)` fills it, `who` being the other side. */
+export function cellPanel() {
   const hint = h("p", { class: "muted" },
     h("span", { class: "for-fingers" }, "Tap a cell to see its experts. Dragging sideways moves."),
     h("span", { class: "for-keys" }, "Point at a cell, or enter the grid with ",
@@ -49,11 +45,8 @@ export function cellPanel(link) {
   const others = h("ol", { class: "ids" });
   const theirs = h("div", { class: "theirs" }, chooser, others);
   const known = h("dl", { class: "kv" });
-  const other = h("bdi");
-  const origin = h("a", { class: "id" }, other);
-  const lent = h("p", null, "Its row is that of the same token in ", origin, ".");
   const element = h("aside", { "aria-label": "Cell" },
-    title, hint, lost, heading, ids, theirs, known, lent);
+    title, hint, lost, heading, ids, theirs, known);
   return {
     element,
     set(cell, trace, trouble, who) {
@@ -62,7 +55,6 @@ export function cellPanel(link) {
       lost.hidden = !cell?.reason;
       known.hidden = !cell?.present;
       heading.hidden = !cell?.present;
-      lent.hidden = cell?.prefix === undefined;
       const row = cell?.present && cell.row?.valid ? [...cell.row.ids] : [];
       ids.hidden = row.length === 0;
       const chosen = row.length > 0 && cell.other?.valid ? [...cell.other.ids] : [];
@@ -80,10 +72,6 @@ export function cellPanel(link) {
       if (!cell.present) return;
       put(heading, row.length ? "Experts, in the router's order"
         : cell.row?.absent ? NOT_HERE : trouble ? trouble.message : "Asking for its rows …");
-      if (cell.prefix !== undefined) {
-        put(other, plain(cell.prefix));
-        attr(origin, "href", link(cell.prefix));
-      }
       const facts = KNOWN.map(([name, of]) => [name, of(cell, trace)])
         .filter(([, text]) => text !== undefined && text !== false);
       rows(known, facts, ([name]) => name, ([name]) => h("div", null, h("dt", null, name),

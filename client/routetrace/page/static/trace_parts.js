@@ -44,7 +44,7 @@ export function traceParts({ id, path, pickIncarnation, pickSide, moved, link, e
     h("span", { class: "push bar" }, incarnations.element, copy));
   const facts = factsCard(expertsAt);
   const warning = alarm();
-  const panel = cellPanel(link);
+  const panel = cellPanel();
   panel.set(null); // its empty parts are not seen until the first cell is drawn
   const box = cellTip();
   const note = h("p", { class: "note", role: "status", hidden: true });

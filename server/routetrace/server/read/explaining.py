@@ -32,8 +32,14 @@ _MAX_LOOKED_AT = 1024
 _MAX_NAMED = 8
 
 _STAND_IN = (
-    'read with prefix_rows "same_version": rows of another trace stand in, which has the same '
-    "tokens, but need not be of the same pass"
+    'read with prefix_rows "unique" or "any": rows of another request stand in, which has the same '
+    "tokens and weights, but need not be of the same pass"
+)
+#: What rows need to stand in for KV of no known weight version.
+_NO_VERSION = (
+    "have rows of other requests stand in, for which the weight version of the KV must be known at "
+    "the begin: tell the agent the version and each reset_prefix_cache, and of KV from elsewhere "
+    "reset_external_kv, or declare external_kv_emptied"
 )
 
 #: What each MissingReason rests on, and what helps; those that depend on the cell are in
@@ -335,10 +341,16 @@ class _Cell:
             text = "the KV came from a slot whose writer is unknown"
             if any(source.external for source in owner.sources):
                 text = "the KV was loaded from elsewhere, or came from a slot of unknown writer"
-            return text, _STAND_IN
+            return text, self._stand_in(owner)
         text = "the begin loaded the KV from elsewhere, and "
         why, remedy = self._no_hand_over(owner)
-        return f"{text}{why}", f"{remedy}, or {_STAND_IN}" if remedy else _STAND_IN
+        return f"{text}{why}", ", or ".join(filter(None, (remedy, self._stand_in(owner))))
+
+    def _stand_in(self, owner: Request) -> str:
+        """Return how rows of other requests can stand in; "" if they cannot."""
+        if self.position >= owner.prompt_len or owner.first_that_sampled:
+            return ""
+        return _NO_VERSION if owner.kv_version == UNKNOWN_VERSION else _STAND_IN
 
     def _no_hand_over(self, owner: Request) -> tuple[str, str]:
         """Return why no named hand-over gives a row of external KV, and what helps."""

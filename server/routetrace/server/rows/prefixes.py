@@ -11,10 +11,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import groupby
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from routetrace.codec.records import Provenance
 from routetrace.common.layout import ModelLayout
@@ -73,24 +73,20 @@ def stand_ins(
     """
     found, unique, left = StandIns(), policy == pb.PREFIX_ROWS_UNIQUE, False
     for owner, some in holes.items():
-        proofs, holders, untold = _holders(index, trace, owner, some)
-        passes: Iterable[tuple[_Candidate, list[_Row]]] = (
-            (one, [*_rows_of(one, owner)])
-            for serial, proven in groupby(holders, key=lambda holder: holder[1])
-            if (other := index.trace(serial)) and other.key[0] == trace.key[0]
-            for one in _of_trace(other, [proofs[i] for i, _, _ in proven])
-            if other is not trace or one.request.number != owner.number
-        )
         free = dict(some)
+        proofs, holders, untold = _holders(index, trace, owner, free)
+        passes: Iterable[tuple[Trace, list[_Row]]] = (
+            (one.trace, [*_rows_of(one, owner)])
+            for held in holders
+            for one in _of_trace(index, trace, owner, held, proofs, free)
+        )
         if unique:
             passes = [*passes]
             several = merge([*untold, *_of_several(free, [rows for _, rows in passes])])
             for layers, intervals in free.items():
                 free[layers] = _without(intervals, several)
-        for one, rows in passes:
-            if not any(free.values()):
-                break
-            _take(found, one.trace, rows, free)
+        for other, rows in passes:
+            _take(found, other, rows, free)
         left = left or any(free.values())
     found.lasting = not (left or unique)
     found.segments.sort(key=lambda s: s.span.position)
@@ -99,12 +95,12 @@ def stand_ins(
 
 def _holders(
     index: PrefixIndex, trace: Trace, owner: Request, holes: Holes
-) -> tuple[list[tuple[int, int]], list[tuple[int, int, int]], list[Interval]]:
+) -> tuple[list[tuple[int, int]], list[npt.NDArray[Any]], list[Interval]]:
     """Find the traces that may have rows for holes of one owner.
 
     Returns:
-        Proofs, (position, digest) of the owner, the last one first; HOLDERs, whose prefix is the
-        index of a proof, by trace in the order of section 6; positions for which more than
+        (position, digest) of the owner's prefixes, the longest first; HOLDERs of each trace in the
+        order of section 6, whose `prefix` is an index of these; positions for which more than
         MAX_LOOKED_AT traces may have rows.
     """
     there = np.array(merge(one for intervals in holes.values() for one in intervals)).T
@@ -128,23 +124,46 @@ def _holders(
     far = np.arange(len(prefix)) - np.searchsorted(prefix, prefix) >= MAX_LOOKED_AT
     untold = [(first, proofs[i][0]) for i, _, first in holders[far].tolist()]
     holders, order = holders[~far], order[~far]
-    return proofs, holders[np.lexsort((holders["prefix"], order))].tolist(), untold
+    chosen = np.lexsort((holders["prefix"], order))
+    each = np.split(holders[chosen], np.flatnonzero(np.diff(order[chosen])) + 1)
+    return proofs, each if len(holders) else [], untold
 
 
-def _of_trace(trace: Trace, proofs: Sequence[tuple[int, int]]) -> list[_Candidate]:
-    """Return the passes of a trace with some of these prefixes, by request, then by attempt."""
-    join = trace.join
-    stops: dict[Request, int] = {}
-    for position, digest in proofs:  # the longest prefix first
+def _of_trace(
+    index: PrefixIndex,
+    trace: Trace,
+    owner: Request,
+    held: npt.NDArray[Any],
+    proofs: Sequence[tuple[int, int]],
+    free: Holes,
+) -> Iterator[_Candidate]:
+    """Yield the passes of one trace that may have rows, by request, then by attempt.
+
+    Args:
+        index: index of all traces.
+        trace: trace of the owner.
+        owner: owner of the holes.
+        held: HOLDERs of the trace, by prefix.
+        proofs: (position, digest) of the prefixes, the longest first.
+        free: holes that are left.
+    """
+    first = int(held["first"].min())
+    if not any(intervals and intervals[-1][1] > first for intervals in free.values()):
+        return
+    other = index.trace(int(held["serial"][0]))
+    if other is None or other.key[0] != trace.key[0]:
+        return
+    join, stops = other.join, dict[Request, int]()
+    for i in held["prefix"]:
+        position, digest = proofs[i]
         for request in join.having(position, digest):
             stops.setdefault(request, position)
         if len(stops) == len(join.requests):
             break
-    return [
-        _Candidate(trace, request, attempt, min(stop, request.num_rows))
-        for request, stop in sorted(stops.items(), key=lambda one: one[0].number)
-        for attempt in range(max(len(s.attempts) for s in request.sources))
-    ]
+    for request, stop in sorted(stops.items(), key=lambda one: one[0].number):
+        if other is not trace or request.number != owner.number:
+            for attempt in range(max(len(s.attempts) for s in request.sources)):
+                yield _Candidate(other, request, attempt, min(stop, request.num_rows))
 
 
 def _rows_of(candidate: _Candidate, owner: Request) -> Iterator[_Row]:

@@ -40,6 +40,8 @@ _log = logging.getLogger(__name__)
 #: Agents that one scheduler may lose to internal faults before it stops capturing.
 _MAX_FAULTS = 3
 
+_NO_SPANS = np.empty((0, 3), np.int64)
+
 #: Rows of requests that decode: one each.
 _ONE = np.ones(1 << 12, np.int64)
 
@@ -162,10 +164,9 @@ class Capture:
             plan, rows, slots = accepted_part(plan, rows, slots, outcome)
         if not self._checked:
             self._check(rows)
+        agent.set_weight_version(None if plan.torn else plan.version)
         if loaded:
             agent.mark_external(np.unique(indexes.pop() // self._config.block_size).tolist())
-        if not plan.torn:
-            agent.set_weight_version(plan.version)
         prefixes = indexes[0] if indexes else np.empty(0, np.int64)
         self._deliveries.deliver(plan, rows, slots, prefixes, agent)
 
@@ -254,12 +255,23 @@ class Capture:
         live, num_rows = noted
         self._timeline.add(lambda: self._deliveries.report_retraction(live, num_rows, self._in_use))
 
-    def flushed(self) -> None:
-        """Note that the prefix cache was cleared."""
-        self._note(lambda: self._timeline.add(self._reset))
+    def flushed(self, *, external: bool = False) -> None:
+        """Note that the prefix cache was cleared; `external`: all KV outside of it, too."""
+        whole = external and self._role is not Role.DECODE  # which gets KV of others
+        self._note(lambda: self._timeline.add(lambda: self._reset(whole)))
 
-    def _reset(self) -> None:
+    def _reset(self, external: bool) -> None:
         self._in_use.reset_prefix_cache()
+        if external:
+            self._in_use.reset_external_kv()
+
+    def store_attached(self) -> None:
+        """Note that the engine got a store of KV, of which nothing is known."""
+
+        def skip() -> None:  # a pass of unknown weights
+            self._in_use.skip(_NO_SPANS)
+
+        self._note(lambda: self._timeline.add(skip))
 
     def loaded(self, slots: torch.Tensor) -> None:
         """Note that KV from elsewhere is written to slots before the next pass."""

@@ -78,6 +78,7 @@ def register() -> None:
             (seams.ENDED, _session_ended),
             (seams.RENAMED, _renamed),
             (seams.RELEASED, _released),
+            (seams.STORE_ATTACHED, _store_attached),
         )
         if seams.found(name) is not None
     ]
@@ -149,6 +150,8 @@ def _attach(runner: Any, settings: Settings) -> None:
         getattr(args, "enable_weights_cpu_backup", False)
     )
     _capture = Capture(tap, config, labels, role, getattr(args, "weight_version", None))
+    # No pass has written to the KV cache yet.
+    _capture.flushed(external=not getattr(args, "hicache_storage_backend", None))
     _log.info("routetrace: %d MoE layers are captured", len(layout.layer_ids))
 
 
@@ -205,9 +208,16 @@ def _answers_sent(_: Any, __: Any, reqs: Any, *___: Any, **____: Any) -> None:
         _capture.answered(reqs)
 
 
-def _flushed(done: Any, *_: Any, **__: Any) -> None:
+def _flushed(done: Any, scheduler: Any, *_: Any, **__: Any) -> None:
     if _capture is not None and done:
-        _capture.flushed()
+        # A flush empties the host memory of HiCache, and nothing behind it.
+        controller = getattr(scheduler.tree_cache, "cache_controller", None)
+        _capture.flushed(external=not getattr(controller, "enable_storage", False))
+
+
+def _store_attached(*_: Any, **__: Any) -> None:
+    if _capture is not None:
+        _capture.store_attached()
 
 
 def _retracted(_: Any, req: Any, *__: Any, **___: Any) -> None:

@@ -289,10 +289,10 @@ class Deliveries:
         if not every:
             agent.mark_external(np.unique(slots[~captured] // size).tolist())
             rows, spans = rows[captured], spans[handles != NO_HANDLE]
-        if len(spans) and plan.torn:
+        if plan.torn:
             agent.skip(spans)
-        elif len(spans):
-            agent.step(rows, spans)
+        else:
+            agent.step(rows, spans)  # without rows, too: it has written KV
 
     def _report_start(self, start: Start, blocks: list[int], agent: CaptureAgent) -> None:
         live, handle = start.live, int(self._handles[start.live.lane])

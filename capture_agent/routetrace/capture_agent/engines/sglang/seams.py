@@ -29,6 +29,8 @@ BEGUN, ENDED = UPDATER + ".begin_weight_update", UPDATER + ".end_weight_update"
 RENAMED = SCHEDULER + ".handle_update_weight_version"
 #: Gives memory back, that of the weights too.
 RELEASED = UPDATER + ".release_memory_occupation"
+#: Attaches a store of HiCache to a running engine.
+STORE_ATTACHED = SCHEDULER + ".attach_hicache_storage_wrapped"
 SENDER = _SRT + "managers.scheduler_components.output_sender.SenderWrapper.send_output"
 LOADS = (
     _SRT + "managers.cache_controller.HiCacheController.load",

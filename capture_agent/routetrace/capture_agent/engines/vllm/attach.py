@@ -62,8 +62,14 @@ def make_schedule(vllm_config: Any, settings: Settings, kv_cache_config: Any) ->
         inputs=Inputs.of(vllm_config),
         transfers=Transfers.of(vllm_config),
     )
+    schedule.reset(external=False)  # no pass has written to the KV cache yet
     _schedules[settings.boot_id, settings.engine_id] = schedule
     return schedule
+
+
+def schedule_of(settings: Settings) -> Schedule | None:
+    """Return the scheduler's half of an engine in this process; None if there is none."""
+    return _schedules.get((settings.boot_id, settings.engine_id))
 
 
 def attachment_of(vllm_config: Any) -> Attachment:
@@ -221,7 +227,7 @@ class Attachment:
         )
 
     def _late_events(self) -> list[Event]:
-        schedule = _schedules.get((self._settings.boot_id, self._settings.engine_id))
+        schedule = schedule_of(self._settings)
         return schedule.take_finished() if schedule else []
 
     def _check(self) -> None:

@@ -114,11 +114,19 @@ class External(_Message):
 
 
 @dataclass(slots=True)
+class Reset:
+    """The prefix cache was emptied."""
+
+    external: bool
+    """Whether every store of KV outside of the engine's blocks was, too."""
+
+
+@dataclass(slots=True)
 class StartOver:
     """The scheduler's half failed: requests that have begun are not captured any more."""
 
 
-Event = Begin | Ignore | AddBlocks | Preempt | Resume | Finish | External | StartOver
+Event = Begin | Ignore | AddBlocks | Preempt | Resume | Finish | External | Reset | StartOver
 
 
 @dataclass(slots=True)

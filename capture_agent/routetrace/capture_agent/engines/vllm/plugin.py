@@ -16,6 +16,12 @@ _PLAN = "routetrace_plan"
 #: Method of vLLM's VllmConfig that refuses connectors.
 _CHECK = "_verify_kv_transfer_compat"
 
+#: Connectors to host memory, and their managers, of which a reset leaves nothing.
+_RESET = (
+    ("OffloadingConnector", "CPUOffloadingManager"),
+    ("SimpleCPUOffloadConnector", "NoneType"),
+)
+
 _WITHOUT_CONNECTOR = (
     "routetrace: the plugin needs no connector: replace --kv-transfer-config by "
     "--additional-config '{\"routetrace\": {...}}' with the same settings, or by "
@@ -124,6 +130,12 @@ def _follow_schedulers(scheduler_class: Any) -> None:
             self.routetrace = make_schedule(vllm_config, settings, kv_cache_config)
             _watch_lookups(self)
 
+        self.routetrace_resets = None
+        if settings is not None:
+            from routetrace.capture_agent.engines.vllm.attach import schedule_of
+
+            self.routetrace_resets = schedule_of(settings)
+
     @functools.wraps(schedule)
     def schedule_and_plan(self: Any, *args: Any, **kwargs: Any) -> Any:
         if self.routetrace is None:
@@ -136,6 +148,7 @@ def _follow_schedulers(scheduler_class: Any) -> None:
     scheduler_class.schedule = schedule_and_plan
     for name in ("update_from_output", "finish_requests"):
         _note_ends_after(scheduler_class, name)
+    _note_resets(scheduler_class)
 
 
 def _note_ends_after(scheduler_class: Any, name: str) -> None:
@@ -149,6 +162,42 @@ def _note_ends_after(scheduler_class: Any, name: str) -> None:
         return result
 
     setattr(scheduler_class, name, method)
+
+
+def _note_resets(scheduler_class: Any) -> None:
+    inner = getattr(scheduler_class, "reset_prefix_cache", None)
+    if inner is None:
+        return
+
+    @functools.wraps(inner)
+    def reset_prefix_cache(self: Any, *args: Any, **kwargs: Any) -> Any:
+        done = inner(self, *args, **kwargs)
+        if done and self.routetrace_resets is not None:
+            stores = _stores_of(self.connector)
+            told = any(args[1:2]) or kwargs.get("reset_connector", False)
+            external = not stores or (told and all(map(_is_emptied, stores)))
+            self.routetrace_resets.reset(external=external)
+        return done
+
+    scheduler_class.reset_prefix_cache = reset_prefix_cache
+
+
+def _stores_of(connector: Any) -> list[Any]:
+    """Return the connectors that may load KV from elsewhere."""
+    from routetrace.capture_agent.engines.vllm.settings import CONNECTOR
+
+    parts = getattr(connector, "_connectors", [connector])
+    return [one for one in parts if one is not None and type(one).__name__ != CONNECTOR]
+
+
+def _is_emptied(connector: Any) -> bool:
+    """Whether a reset of a connector empties all its KV, which no other engine fills.
+
+    vLLM takes a connector without a store that can be reset for one that was, and tiers behind
+    host memory keep their KV.
+    """
+    manager = getattr(getattr(connector, "connector_scheduler", None), "manager", None)
+    return (type(connector).__name__, type(manager).__name__) in _RESET
 
 
 def _watch_lookups(scheduler: Any) -> None:

@@ -21,6 +21,7 @@ from routetrace.capture_agent.engines.vllm.plan import (
     Finish,
     Ignore,
     Preempt,
+    Reset,
     Resume,
     StepPlan,
     pack_blocks,
@@ -83,6 +84,10 @@ class Requests:
                 _forget(agent, event.blocks, event.num_computed_tokens)
             case External():
                 _forget(agent, event.blocks, event.num_computed_tokens)
+            case Reset(external):
+                agent.reset_prefix_cache()
+                if external:
+                    agent.reset_external_kv()
             case _:
                 raise RuntimeError(f"no request is meant by {event}")
 

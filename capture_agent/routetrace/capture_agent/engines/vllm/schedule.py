@@ -34,6 +34,7 @@ from routetrace.capture_agent.engines.vllm.plan import (
     Finish,
     Ignore,
     Preempt,
+    Reset,
     Resume,
     StartOver,
     StepPlan,
@@ -300,8 +301,12 @@ class Schedule:
                 self._finished.append(Finish(known.lane, 0, "abort", None))
                 self._free.append(known.lane)
 
+    def reset(self, *, external: bool) -> None:
+        """Note that the prefix cache is empty; `external`: every store outside of it, too."""
+        self._finished.append(Reset(external))
+
     def take_finished(self) -> list[Event]:
-        """Take the ends that no plan holds yet; may be called from another thread."""
+        """Take the ends and resets that no plan holds yet; may be called from another thread."""
         events: list[Event] = []
         while self._finished:
             events.append(self._finished.popleft())

@@ -48,7 +48,7 @@ class _Step:
     rows: PendingRows | None  # None: no rows, or none that can be read
     positions: Ints | None  # of each row, where the plan could not know them
     paused: bool
-    version: int | None  # of the weights
+    version: int | None  # of the weights; None: unknown
 
 
 @dataclass(slots=True)
@@ -59,7 +59,6 @@ class _Pass:
     spans: Ints  # [m, 3]: handle, first position or its upper bound, number of rows
     positions: Ints | None  # of each row, where the plan could not know them
     paused: bool  # when the pass was launched
-    version: int | None  # of the weights that computed it
 
 
 class WorkerSide:
@@ -147,7 +146,8 @@ class WorkerSide:
         """Start the copies of a step, and note what later steps change."""
         unread, self._unread = self._unread, False
         weights = self._weights
-        version, paused = weights.version, self._paused or weights.torn
+        torn = weights.torn
+        version, paused = None if torn else weights.version, self._paused or torn
         if not (num_tokens := plan.num_tokens):
             return _Step(plan, (), None, None, paused, version)
         if not self._warned and weights.untold and not weights.torn:
@@ -164,6 +164,9 @@ class WorkerSide:
             return
         try:
             self._deliver()
+            if step.version != self._version:  # before the begins of the step
+                self._agent.set_weight_version(step.version)
+                self._version = step.version
             self._apply(step.plan.events)
             if self._agent is None or not step.plan.num_tokens:
                 return  # None: capture has ended with one of the events
@@ -171,7 +174,7 @@ class WorkerSide:
             if step.rows is None:
                 self._skip(spans, step.positions)
                 return
-            self._pending = _Pass(step.rows, spans, step.positions, step.paused, step.version)
+            self._pending = _Pass(step.rows, spans, step.positions, step.paused)
             if self._capturer.device.type == "cpu":
                 self._deliver()
         except Exception:
@@ -195,11 +198,7 @@ class WorkerSide:
                 table = spans
             else:
                 rows, table = rows[np.repeat(kept, spans[:, 2])], spans[kept]
-            if len(table):
-                if done.version != self._version:
-                    agent.set_weight_version(done.version)
-                    self._version = done.version
-                agent.step(rows, table)
+            agent.step(rows, table)  # without rows, too: it has written KV
 
         done.rows.hand_to(take)
 
