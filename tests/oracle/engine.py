@@ -292,10 +292,10 @@ class Engine:
         if self.spec.tells_versions:
             late = self.rng.random() < self.chances.no_version
             self._tell_version(None if late else version)
-        forgets = [self.reset_prefix_cache] * reset + [self.reset_external_kv] * empty
-        self.rng.shuffle(forgets)
-        for forget in forgets:
-            forget()
+        if reset:
+            self.reset_prefix_cache()
+        if empty:
+            self.reset_external_kv()
 
     def tell_late_version(self) -> None:
         """The version of weights that run already, if nobody told it."""
