@@ -321,10 +321,18 @@ class Comparer:
             and np.array_equal(got.topk_ids[:, plan.planned][valid], ids[valid])
         ):
             raise Wrong(f"{read}: as {rank} has it, differs")
+        stands_in = np.isin(plan.position_of, [*_stand_ins(trace)]) & plan.planned
+        proven = int((got.valid.all(axis=0) & ~stands_in).sum())
+        if got.proven != proven:
+            raise Wrong(f"{read}: as {rank} has it, {got.proven} are proven, expected {proven}")
         return Tally(cells=valid.size, missing=int((~valid).sum()), reads=1)
 
     def _described(self, read: _Read, trace: Trace, expected: Expected | None) -> None:
         """Compares the origins of a trace whose rows were correct."""
+        if read.policy == "as_sampled":
+            stat = self._client.stat(read.trace_id, incarnation=trace.incarnation)
+            if stat.proven != trace.proven:
+                raise Wrong(f"{read}: {trace.proven} rows are proven, and {stat.proven} by stat")
         described = self._client.describe(
             read.trace_id, incarnation=trace.incarnation, policy=read.policy
         )
