@@ -175,9 +175,8 @@ _row_origins = st.builds(
     st.just((1, 3)),
     _text,
     _text,
-    st.none() | _number,
     _number,
-    _text,
+    _number,
     _text,
 )
 _requests = st.builds(EngineRequest, _number, _text, _text)

@@ -796,3 +796,53 @@ def test_control_before_there_is_a_cache_is_refused(worker):
     one = worker()
     with pytest.raises(RuntimeError):
         one.routetrace_stats()
+
+
+def connector_of(name: str, manager: str | None = None, **fields):
+    """A connector of vLLM, by the names of its class and of its manager's."""
+    if manager is not None:
+        fields["connector_scheduler"] = SimpleNamespace(manager=type(manager, (), {})())
+    return type(name, (), fields)()
+
+
+OURS = connector_of("RouteTraceConnector")
+HOST = connector_of("OffloadingConnector", "CPUOffloadingManager")
+
+
+@pytest.mark.parametrize(
+    ("connector", "told", "external"),
+    [
+        (None, False, True),
+        (OURS, False, True),
+        (HOST, True, True),
+        (HOST, False, False),
+        (connector_of("SimpleCPUOffloadConnector"), True, True),
+        (connector_of("MultiConnector", _connectors=[OURS, HOST]), True, True),
+        # A reset leaves what is behind host memory, and vLLM calls that a success.
+        (connector_of("OffloadingConnector", "TieringOffloadingManager"), True, False),
+        (connector_of("NixlConnector"), True, False),
+        (connector_of("MultiConnector", _connectors=[HOST, connector_of("Other")]), True, False),
+    ],
+)
+@pytest.mark.parametrize("done", [True, False])
+@pytest.mark.parametrize("by_name", [True, False])
+def test_resets_are_told_with_the_stores_that_they_empty(connector, told, external, done, by_name):
+    resets = []
+
+    class Scheduler:
+        def __init__(self) -> None:
+            self.connector = connector
+            self.routetrace_resets = self
+
+        def reset(self, *, external: bool) -> None:
+            resets.append(external)
+
+        def reset_prefix_cache(self, reset_running_requests=False, reset_connector=False):
+            return done
+
+    plugin._note_resets(Scheduler)
+    if by_name:
+        assert Scheduler().reset_prefix_cache(reset_connector=told) is done
+    else:
+        assert Scheduler().reset_prefix_cache(False, told) is done
+    assert resets == ([external] if done else [])

@@ -88,7 +88,7 @@ class Rows:
 
         `ReadFacts.provenance` and `prefix_sources` of each of `reads` go by positions of the trace.
         """
-        own = self.valid.all(axis=0)
+        own: npt.NDArray[np.bool_] = np.all(self.valid, axis=0)
         for where, _ in self._spans_of("prefix_sources"):
             own[where] = False
         return int(own.sum())

@@ -1,5 +1,7 @@
 """Trace: the rows of one trace, with the validity of each cell."""
 
+# Over 400 lines: one public class, half of it docstrings.
+
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -105,7 +107,7 @@ class Trace(ReadFacts):
 
         A row that stands in counts for all layers that were read, not only for those of `layers`.
         """
-        own = self._valid.all(axis=0)
+        own: npt.NDArray[np.bool_] = np.all(self._valid, axis=0)
         for start, stop, _ in self.prefix_sources:
             own[start - self.token_start : stop - self.token_start] = False
         return int(own.sum())

@@ -49,8 +49,9 @@ def sources(state: State) -> dict[str, Source]:
 def test_what_an_agent_is_given_is_in_records_and_snapshots() -> None:
     recorder = Recorder(model=77)
     first = recorder.begin("first", transfer_id="a", nonce=2**53 - 1, num_computed_tokens=4,
-                           num_external_tokens=3, block_ids=(1, 2))  # fmt: skip
-    second, third = recorder.begin("second"), recorder.begin("third")
+                           num_external_tokens=3, block_ids=(1, 2),
+                           kv_weight_version=0)  # fmt: skip
+    second, third = recorder.begin("second", kv_weight_version=-7), recorder.begin("third")
     recorder.finish(second, 3, transfer_id="b")
     recorder.finish(third, 3, reason="handoff", transfer_id="c")
     recorder.finish(first, 3)
@@ -64,6 +65,8 @@ def test_what_an_agent_is_given_is_in_records_and_snapshots() -> None:
             "second": ("", "b", 0),
             "third": ("", "c", 0),
         }
+        versions = {name: source.kv_version for name, source in found.items()}
+        assert versions == {"first": 0, "second": -7, "third": UNKNOWN_VERSION}
         assert [writer.model for writer in loaded.writers.values()] == [77]
 
 

@@ -11,7 +11,15 @@ import numpy as np
 import pytest
 
 from routetrace.capture_agent import AgentConfig, CaptureAgent
-from routetrace.client import ReadOptions, RouteClient, Trace
+from routetrace.client import (
+    FetchPlan,
+    MicroBatch,
+    Rank,
+    ReadOptions,
+    RouteClient,
+    Sample,
+    Trace,
+)
 from routetrace.codec.records import SPAN, token_digests
 from routetrace.common.errors import Incomplete
 from routetrace.common.layout import ModelLayout
@@ -400,6 +408,13 @@ def test_unique_is_lost_when_another_pass_comes(server):
             trace = client.get("second", prefix_rows=policy)
             assert trace.prefix_sources == ((0, 240, "first"),)
             assert (trace.proven, trace.coverage, len(trace)) == (17, 1.0, 257)
+            assert trace.tokens(200, 250).proven == 10
+            batch = MicroBatch.packed([Sample.of("second", num_tokens=258)])
+            plan = FetchPlan.make(LAYOUT, batch, Rank((2, 4)))
+            rows = client.fetch(plan, prefix_rows=policy)
+            assert (rows.proven, rows.coverage) == (17, 1.0)
+            assert rows.reads[0].prefix_sources == ((0, 240, "first"),)
+        assert client.stat("second").proven == 17
         # One that shares a part of it, and computed the middle of that.
         e.ask("third", [*PROMPT[:192], 1, 2], 192, 128)
         trace = client.get("second", prefix_rows="unique", missing="mask")

@@ -161,7 +161,7 @@ class Feeder:
 
     def begin(self, request_id, *, trace_id="", prompt_len=0, labels=None, num_computed_tokens=0,
               num_external_tokens=0, block_ids=(), ttl_seconds=0, prompt_token_ids=None,
-              ends=(), transfer_id="", nonce=0) -> int:  # fmt: skip
+              ends=(), transfer_id="", nonce=0, kv_weight_version=None) -> int:  # fmt: skip
         self.chunk.begins.append(
             pb.RequestBegin(
                 trace_id=trace_id,
@@ -170,6 +170,7 @@ class Feeder:
                 ttl_seconds=ttl_seconds,
                 transfer_id=transfer_id,
                 nonce=nonce,
+                kv_weight_version=kv_weight_version,
             )
         )
         self.chunk.op(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable
-from typing import Annotated
+from typing import Annotated, cast
 
 import typer
 
@@ -25,6 +25,7 @@ from routetrace.cli.connection import Connection
 from routetrace.cli.facts import facts_json
 from routetrace.cli.output import write_json
 from routetrace.client import Trace
+from routetrace.client.options import PrefixRows
 from routetrace.common.errors import counted
 
 
@@ -54,7 +55,7 @@ def tail(
             token_stop=stop,
             missing="mask",
             policy=policy.value,
-            prefix_rows=prefix_rows.value,
+            prefix_rows=cast("PrefixRows", prefix_rows.value),
             incarnation=incarnation,
         )
         whole = _print_parts(parts, backlog, rows, as_json)

@@ -217,9 +217,9 @@ def _take(found: StandIns, trace: Trace, rows: Sequence[_Row], holes: Holes) -> 
             found.sources.append(source)
         if others := column.difference(*free):
             free[others] = []
-        for start, end, layers in by_layers(free):
+        for start, end, given in by_layers(free):
             part = span.cut(start, end)._replace(provenance=Provenance.PREFIX)
-            found.segments.append(Segment(len(found.sources) - 1, number, part, layers))
+            found.segments.append(Segment(len(found.sources) - 1, number, part, given))
         for layers, intervals in held.items():
             holes[layers] = _without(intervals, free[layers])
 

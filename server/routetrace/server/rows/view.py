@@ -31,7 +31,7 @@ _MAX_TOUCHED = 8
 
 
 Holes = dict[frozenset[int], list[Interval]]
-"""Positions with missing rows, ascending and disjoint, by layers that are disjoint, too."""
+"""Positions without rows, ascending and disjoint, by disjoint layers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -294,8 +294,6 @@ def unknown(
 ) -> dict[Request, Holes]:
     """Return the cells for which rows of other requests may stand in, by the owner.
 
-    They are missing with the reason `kv_unknown`, and their KV is of a known weight version.
-
     Args:
         sources: sources of the trace.
         incarnation: incarnation to read.
@@ -309,23 +307,17 @@ def unknown(
         if any(note.reason == _KV_UNKNOWN for s in one.owner.sources for note in s.lost)
         if one.owner.kv_version != UNKNOWN_VERSION and not one.owner.first_that_sampled
     ]
-    if not owned:
-        return holes
-    held = [s.layout.column for one in owned for s in one.owner.sources]
-    held += _columns(sources, segments)
-    for group in layer_groups(held, layers):
+    own = (s.layout.column for one in owned for s in one.owner.sources)
+    groups = layer_groups([*own, *_columns(sources, segments)], layers) if owned else ()
+    for group in groups:
         there = covered(sources, segments, group[0])
         for one in owned:
             notes = _resolve([*_notes([one], group[0])])
-            gaps = subtract((one.start, one.stop), there)
-            found = [
-                (a, b)
-                for gap in gaps
-                for a, b, reason in _reasons(gap, notes, pb.MISSING_REASON_UNSPECIFIED)
-                if reason == _KV_UNKNOWN
-            ]
-            if found:
-                holes.setdefault(one.owner, {}).setdefault(frozenset(group), []).extend(found)
+            for gap in subtract((one.start, one.stop), there):
+                for a, b, reason in _reasons(gap, notes, pb.MISSING_REASON_UNSPECIFIED):
+                    if reason == _KV_UNKNOWN:
+                        of_owner = holes.setdefault(one.owner, {})
+                        of_owner.setdefault(frozenset(group), []).append((a, b))
     return holes
 
 
