@@ -60,7 +60,7 @@ def main() -> int:
     tally = total.tally
     print(f"\n{time.monotonic() - started:.0f} s, last seed {seed - 1}")
     table = {"runs": total.runs, "traces": tally.traces, "reads": tally.reads}
-    read = ("prefix_rows", "handed_rows", "lawful_rows", "ambiguous", "otherwise")
+    read = ("prefix_rows", "weighed_rows", "handed_rows", "lawful_rows", "ambiguous", "otherwise")
     table |= {f"{name}_read": getattr(tally, name) for name in read} | total.counts
     for name, count in table.items():
         print(f"  {name.replace('_', ' '):<28}{count:>12,}")

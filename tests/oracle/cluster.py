@@ -5,13 +5,14 @@ from __future__ import annotations
 import random
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
-from oracle import truth
+from oracle import stand_ins, truth
 from oracle.engine import VOCABULARY, Chances, Engine
 from oracle.marks import MARKS, marked
 from oracle.request import Request
 from oracle.truth import Bound, Expected, Policy, PrefixRows, Record, RowStore
-from oracle.world import EngineSpec, Role, Shard, World
+from oracle.world import Empties, EngineSpec, Role, Shard, World
 from routetrace.common.layout import ModelLayout
 
 COUNTS = (
@@ -22,10 +23,18 @@ COUNTS = (
     *("external_loads", "external_rows", "weight_updates", "resets", "binds", "barriers"),
     *("stalled", "relayed", "failed_transfers", "transfers_that_gave_nothing", "decoded_again"),
     *("transfer_ids_used_twice", "siblings", "cut_short"),
+    *("emptied", "late_versions", "kv_versions", "loaded_samples"),
 )
+
+GROUPS = (*(2, 3, 4, 5) * 3, 8, 16, 64)
+"""How many samples of one prompt there may be."""
 
 _BRANCH = "filled"
 """Traces of requests that go on from what drafts filled are called so."""
+
+Stores = Literal["apart", "together", "own"]
+"""Of KV outside of the engines' blocks: one that many engines fill, each with its own weights; one
+that many fill, which is emptied when all of them get new weights at once; or one of each engine."""
 
 Job = Generator["Ask", Request, None]
 """What a user does: asks engines, one after the other."""
@@ -52,6 +61,7 @@ class Cluster:
         world: gives agents to the engines.
         specs: the engines; a mix that the seed draws if None.
         chances: what happens how often.
+        stores: what the engines' stores outside are; as the seed says if None.
     """
 
     def __init__(
@@ -61,8 +71,16 @@ class Cluster:
         world: World,
         specs: Sequence[EngineSpec] | None = None,
         chances: Chances | None = None,
+        stores: Stores | None = None,
     ) -> None:
         self.rng = rng = random.Random(f"cluster {seed}")
+        specs = list(specs or random_specs(rng, layout))
+        choice = rng.choice(("apart", "together", "own"))
+        self.stores = stores or choice
+        if stores is None and choice == "own" and any(s.role != "both" for s in specs):
+            self.stores = "together"
+        self.orderly = rng.random() < 0.5
+        """Whether one trace is at the server before the next one begins."""
         self.world = world
         self.chances = chances or Chances()
         self.counts: dict[str, int] = dict.fromkeys(COUNTS, 0)
@@ -81,8 +99,9 @@ class Cluster:
                 self.counts,
                 self._before_begin,
                 self._on_bind,
+                self._elsewhere,
             )
-            for i, spec in enumerate(specs or random_specs(rng, layout))
+            for i, spec in enumerate(map(self._with_store, specs))
         ]
         self._unsettled: set[Record] = set()
         """Records that the server may not know yet, or not all of them."""
@@ -93,6 +112,8 @@ class Cluster:
         self._prompts: list[list[int]] = []
         """The last ones."""
         self._version = 0
+        self._updates = 0
+        """Of all engines at once."""
         self._transfers: dict[str, str] = {}
         """The last transfer id of each trace."""
 
@@ -141,27 +162,71 @@ class Cluster:
         """Something happens to an engine between two steps."""
         rng, chances = self.rng, self.chances
         if rng.random() < chances.update:
-            # Not all engines get new weights at once.
-            self._version += rng.random() < 0.7
-            if self._version > engine.version:
-                engine.set_weight_version(
-                    self._version, reset=rng.random() < 0.3, abort=rng.random() < 0.3
-                )
+            if self.stores == "together":
+                self._update_all()
+            else:
+                # Not all engines get new weights at once.
+                self._version += rng.random() < 0.7
+                if self._version > engine.version:
+                    engine.set_weight_version(
+                        self._version,
+                        reset=rng.random() < chances.update_resets,
+                        empty=self.stores == "own" and rng.random() < chances.update_resets,
+                        abort=rng.random() < chances.update_aborts,
+                    )
+        if rng.random() < chances.late_version:
+            engine.tell_late_version()
         if rng.random() < chances.reset:
             engine.reset_prefix_cache()
+        if self.stores == "own" and rng.random() < chances.reset:
+            engine.reset_external_kv()
         if rng.random() < chances.crash:
             boot_id = engine.boot_id
             engine.crash()
             # What it had told since the last barrier may have died with it.
             self._unsettled = {r for r in self._unsettled if r.boot_id != boot_id}
 
+    def _with_store(self, spec: EngineSpec) -> EngineSpec:
+        """What its agents learn when stores are emptied: of those that other engines fill while
+        they have other weights, nothing."""
+        rng = self.rng
+        choices: dict[Stores, tuple[Empties, ...]] = {
+            "apart": ("untold",),
+            "together": ("declared", "told", "declared", "told", "untold"),
+            "own": ("told", "told", "untold"),
+        }
+        offload = spec.offload or (self.stores == "own" and rng.random() < 0.6)
+        return replace(spec, empties=rng.choice(choices[self.stores]), offload=offload)
+
+    def _update_all(self) -> None:
+        """All engines get new weights at once, and nothing is left of the old ones."""
+        self._version += 1
+        self._updates += 1
+        for engine in self.engines:
+            engine.set_weight_version(self._version, reset=True, empty=True, abort=True)
+        for engine in self.engines:
+            for request in engine.waiting:
+                self._expire(request)
+
+    def _expire(self, request: Request) -> None:
+        """KV that was to be handed over is gone with the old weights."""
+        source = request.source and request.source.record
+        if source and self.stores == "together" and source.updates < self._updates:
+            request.remote, request.source = 0, None
+
+    def _elsewhere(self) -> int:
+        """The weights of KV in a store that many engines fill."""
+        return self._version if self.stores == "together" else self.rng.randint(0, self._version)
+
     def _before_begin(self, engine: Engine, record: Record) -> None:
         """Requests of a trace arrive in the order in which they begin."""
         earlier = self.records.setdefault(record.trace_id, [])
-        if any(r in self._unsettled and r.boot_id != engine.boot_id for r in earlier):
+        new = not earlier and self.orderly and any(not r.begin_settled for r in self._unsettled)
+        if new or any(r in self._unsettled and r.boot_id != engine.boot_id for r in earlier):
             self.barrier()
         earlier.append(record)
-        record.serial = self.counts["requests"]
+        record.serial, record.updates = self.counts["requests"], self._updates
+        record.barriers = self.counts["barriers"]
         self._unsettled.add(record)
 
     def _on_bind(self, trace_id: str, bound: Bound) -> None:
@@ -188,10 +253,11 @@ class Cluster:
         if prefix_rows != "never" and self.world.stand_ins:
             if policy == "latest":
                 sampled = self.expected(trace_id, "as_sampled", None, prefix_rows)
-                truth.take_prefix_rows(answers, sampled, self.store, weight_version)
-                return answers
-            others = [r for name, of in self.records.items() if name != trace_id for r in of]
-            truth.add_prefix_rows(answers, records, others, self.store, prefix_rows, weight_version)
+                stand_ins.take(answers, sampled, self.store, weight_version)
+            else:
+                stand_ins.add(
+                    answers, trace_id, self.records, self.store, prefix_rows, weight_version
+                )
         return answers
 
     # ------------------------------------------------------------------ users
@@ -203,6 +269,7 @@ class Cluster:
         except StopIteration:
             return
         self._asked[ask.request] = job
+        self._expire(ask.request)
         ask.engine.submit(ask.request, next_one=ask.next_one)
 
     def _name(self, kind: str) -> str:
@@ -239,11 +306,12 @@ class Cluster:
         if kind == "single" or num_requests < 2:
             return self._single(self._name("trace"), self._prompt()), 1
         if kind == "group":
-            n, name, prompt = rng.randint(2, 5), self._name("group"), self._prompt()
+            n = min(rng.choice(GROUPS), num_requests)
+            name, prompt = self._name("group"), self._prompt()
             self.counts["samples"] += n
             one_trace = rng.random() < 0.3
             names = [name if one_trace else f"{name}/{i}" for i in range(n)]
-            samples = [self._single(trace_id, prompt) for trace_id in names]
+            samples = [self._sample(trace_id, prompt) for trace_id in names]
             self._jobs += samples[1:]
             return samples[0], n
         if kind == "again":
@@ -262,6 +330,18 @@ class Cluster:
 
     def _single(self, trace_id: str, prompt: list[int]) -> Job:
         yield from self._answer(trace_id, prompt)
+
+    def _sample(self, trace_id: str, prompt: list[int]) -> Job:
+        """One of a group: some load the KV of the prompt."""
+        whole = [engine for engine in self.engines if engine.spec.role == "both"]
+        if self.stores == "own" or not whole or self.rng.random() < 0.6:
+            yield from self._answer(trace_id, prompt)
+            return
+        self.counts["loaded_samples"] += 1
+        most = min(self.rng.randint(1, 8), self._capacity - len(prompt))
+        remote = self.rng.randint(1, len(prompt))
+        request = Request(self._name("request"), trace_id, prompt, most, remote=remote)
+        yield Ask(self.rng.choice(whole), request)
 
     def _just(self, engine: Engine, request: Request) -> Job:
         """Runs a request and ignores its outcome."""
@@ -423,7 +503,8 @@ class Cluster:
                 return first
             return (yield from self._decode(of_role["decode"], asked, first))
         # KV of some of the prompt comes from a store that other engines fill, too.
-        restored = rng.randint(1, len(asked.prompt)) if rng.random() < 0.15 else 0
+        shared = self.stores != "own" and rng.random() < 0.15
+        restored = rng.randint(1, len(asked.prompt)) if shared else 0
         return (yield Ask(rng.choice(whole), replace(asked, remote=restored)))
 
     def _prefill(self, engines: list[Engine], asked: Request) -> Generator[Ask, Request, Request]:

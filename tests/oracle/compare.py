@@ -47,7 +47,9 @@ class Tally:
     missing: int = 0
     """Those that were missing."""
     prefix_rows: int = 0
-    """Rows of all reads that stood in for those of another trace."""
+    """Rows of all reads that stood in for others."""
+    weighed_rows: int = 0
+    """Those of which the world knows the weights behind the KV that they stood in for."""
     handed_rows: int = 0
     """Rows of all reads that are behind a hand-over."""
     lawful_rows: int = 0
@@ -198,7 +200,7 @@ class Comparer:
         ):
             tally += self._incarnations(read, whole)
         if not all(e.known.all() for e in whole):
-            choices: tuple[PrefixRows, ...] = ("same_version", "any_version")
+            choices: tuple[PrefixRows, ...] = ("unique", "any")
             for prefix_rows in choices:
                 version = self._rng.choice((None, *asked))
                 policy = self._rng.choice(policies)
@@ -319,10 +321,18 @@ class Comparer:
             and np.array_equal(got.topk_ids[:, plan.planned][valid], ids[valid])
         ):
             raise Wrong(f"{read}: as {rank} has it, differs")
+        stands_in = np.isin(plan.position_of, [*_stand_ins(trace)]) & plan.planned
+        proven = int((got.valid.all(axis=0) & ~stands_in).sum())
+        if got.proven != proven:
+            raise Wrong(f"{read}: as {rank} has it, {got.proven} are proven, expected {proven}")
         return Tally(cells=valid.size, missing=int((~valid).sum()), reads=1)
 
     def _described(self, read: _Read, trace: Trace, expected: Expected | None) -> None:
         """Compares the origins of a trace whose rows were correct."""
+        if read.policy == "as_sampled":
+            stat = self._client.stat(read.trace_id, incarnation=trace.incarnation)
+            if stat.proven != trace.proven:
+                raise Wrong(f"{read}: {trace.proven} rows are proven, and {stat.proven} by stat")
         described = self._client.describe(
             read.trace_id, incarnation=trace.incarnation, policy=read.policy
         )
@@ -368,6 +378,9 @@ class Comparer:
                     trace.valid.size,
                     num_missing,
                     prefix_rows=sum(n for n, name in named if name == "prefix"),
+                    weighed_rows=sum(
+                        NOBODY not in expected.stood_for.get(p, {NOBODY}) for p in _stand_ins(trace)
+                    ),
                     handed_rows=sum(n for n, name in named if name == "handoff"),
                     lawful_rows=sum(bool(expected.makers(p)) for p in range(len(trace))),
                     ambiguous=sum(
@@ -403,6 +416,8 @@ class Comparer:
             self._state_differs(trace, whole)
             or self._cells_differ(trace, expected)
             or self._against_the_law(trace, expected)
+            or self._of_other_weights(trace, expected)
+            or _proven_differs(trace)
             or _provenance_differs(trace, expected)
             or _versions_differ(trace, expected)
             or _origins_differ(trace, expected)
@@ -438,7 +453,7 @@ class Comparer:
 
     def _against_the_law(self, trace: Trace, expected: Expected) -> str:
         """A row must be that of a pass behind the KV which its owner sampled from."""
-        stands_in = {p for a, b, name in trace.provenance if name == "prefix" for p in range(a, b)}
+        stands_in = _stand_ins(trace)
         for position, valid in enumerate(trace.valid):
             makers = expected.makers(position)
             if not makers or position in stands_in or not valid.any():
@@ -451,6 +466,25 @@ class Comparer:
                 return (
                     f"against the law: {self._cell(trace, expected, position, column)}; the passes "
                     f"behind its KV chose {rows[:, column].tolist()}"
+                )
+        return ""
+
+    def _of_other_weights(self, trace: Trace, expected: Expected) -> str:
+        """A row that stands in must be of the weights that did make the KV, by the world's word."""
+        for position in _stand_ins(trace):
+            weights = expected.stood_for.get(position, {NOBODY})
+            if NOBODY in weights or not weights:
+                continue
+            column = int(trace.valid[position].argmax())
+            served = {
+                int(self._cluster.store.weights[n])
+                for n in expected.prefix[position]
+                if np.array_equal(expected.row(n, column)[0], trace.topk_ids[position, column])
+            }
+            if not (served & weights if expected.uncertain else served <= weights == served):
+                return (
+                    f"against the law: {self._cell(trace, expected, position, column)} and stands "
+                    f"in for KV of weights {sorted(weights)}, but is of {sorted(served)}"
                 )
         return ""
 
@@ -507,6 +541,19 @@ def _number(version: int | None) -> int:
     return UNKNOWN_VERSION if version is None else version
 
 
+def _stand_ins(trace: Trace) -> set[int]:
+    """Positions with rows that stand in."""
+    return {p for a, b, name in trace.provenance if name == "prefix" for p in range(a, b)}
+
+
+def _proven_differs(trace: Trace) -> str:
+    """Compares the number of rows that are of the pass itself."""
+    proven = {p for p in range(len(trace)) if trace.valid[p].all()} - _stand_ins(trace)
+    if trace.proven != len(proven):
+        return f"{trace.proven} rows are proven, expected {len(proven)}"
+    return ""
+
+
 def _provenance_differs(trace: Trace, expected: Expected) -> str:
     """Compares the provenance of rows; other checks compare rows that stand in."""
     told: list[set[str]] = [set() for _ in range(len(trace))]
@@ -557,7 +604,7 @@ def _origins_differ(trace: Trace, expected: Expected) -> str:
     for start, stop, trace_id in trace.prefix_sources:
         for position in range(start, stop):
             marked.add(position)
-            numbers = [n for n, ids in expected.prefix.get(position, {}).items() if trace_id in ids]
+            numbers = [n for n, of in expected.prefix.get(position, {}).items() if of == trace_id]
             if not any(
                 trace.valid[position, column]
                 and np.array_equal(expected.row(n, column)[0], trace.topk_ids[position, column])
@@ -565,7 +612,7 @@ def _origins_differ(trace: Trace, expected: Expected) -> str:
                 for column in range(trace.valid.shape[1])
             ):
                 return f"position {position} is not of trace {trace_id!r}"
-    told = {p for a, b, name in trace.provenance if name == "prefix" for p in range(a, b)}
+    told = _stand_ins(trace)
     if told != marked:
         return f"positions {sorted(told ^ marked)} are of no trace, or of one that is not told"
     unmarked = [p for p in expected.prefix if p < len(trace) and trace.valid[p].all()]

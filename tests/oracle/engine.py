@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from oracle.kv_version import KvVersion
 from oracle.pool import Pool
 from oracle.request import Line, Request
 from oracle.truth import (
@@ -54,9 +55,14 @@ class Chances:
     lag: float = 0.3
     """A shard is not told anything for the moment."""
     update: float = 0.01
+    update_aborts: float = 0.3
+    update_resets: float = 0.3
+    """An update empties the prefix cache; and, apart from that, the memory of the CPU."""
     reset: float = 0.005
     no_version: float = 0.1
     """An update of the weights comes without their version."""
+    late_version: float = 0.02
+    """A version that did not come with its update comes now."""
     crash: float = 0.002
     mark: float = 0.1
     """A request has other labels than its tokens had before."""
@@ -115,6 +121,7 @@ class Engine:
         counts: of what happened; shared by all engines.
         before_begin: called with a record before it begins.
         on_bind: called with the trace id of a bound request, and what is true of it.
+        elsewhere: the weights of which KV is that comes from a store of many engines.
     """
 
     def __init__(
@@ -128,6 +135,7 @@ class Engine:
         counts: dict[str, int],
         before_begin: Callable[[Engine, Record], None],
         on_bind: Callable[[str, Bound], None],
+        elsewhere: Callable[[], int],
     ) -> None:
         self.spec = spec
         self.layout = layout
@@ -138,6 +146,7 @@ class Engine:
         self.counts = counts
         self.before_begin = before_begin
         self.on_bind = on_bind
+        self.elsewhere = elsewhere
         held = {layer for shard in spec.shards for layer in shard.layer_ids}
         self.columns = layout.columns(sorted(held))
         self.alone = all(shard.size == 1 for shard in spec.shards)
@@ -174,8 +183,9 @@ class Engine:
         if spec.slot_only_twin:
             twin = replace(spec, engine_id=f"{spec.engine_id}-slots")
             self.twins = [self._connect(twin, shard) for shard in spec.shards]
+        self.proves = KvVersion(spec.empties == "declared")
         if self.told_version is not None:
-            self._tell("set_weight_version", self.told_version)
+            self._tell_version(self.told_version)
 
     def _connect(self, spec: EngineSpec, shard: Shard) -> Line:
         sink = self.world.connect(spec, shard, self.boot_id)
@@ -201,6 +211,11 @@ class Engine:
     @property
     def idle(self) -> bool:
         return not (self.running or self.waiting or self.flying)
+
+    @property
+    def begun(self) -> list[Request]:
+        """Requests that have begun and not ended."""
+        return [*self.running, *(r for r in self.waiting if r.record)]
 
     def submit(self, request: Request, *, next_one: bool = False) -> None:
         self.waiting.insert(0 if next_one else len(self.waiting), request)
@@ -264,19 +279,34 @@ class Engine:
                 self._tell_rows(step)
             self._take_outcome(step)
 
-    def set_weight_version(self, version: int, *, reset: bool = False, abort: bool = False) -> None:
+    def set_weight_version(
+        self, version: int, *, reset: bool = False, empty: bool = False, abort: bool = False
+    ) -> None:
         """New weights, between two passes."""
         self.drain()
         if abort:
-            for request in [*self.running, *(r for r in self.waiting if r.record)]:
+            for request in self.begun:
                 self._finish(request, "abort")
         self.version = version
         self.counts["weight_updates"] += 1
         if self.spec.tells_versions:
-            self.told_version = None if self.rng.random() < self.chances.no_version else version
-            self._tell("set_weight_version", self.told_version)
+            late = self.rng.random() < self.chances.no_version
+            self._tell_version(None if late else version)
         if reset:
             self.reset_prefix_cache()
+        if empty:
+            self.reset_external_kv()
+
+    def tell_late_version(self) -> None:
+        """The version of weights that run already, if nobody told it."""
+        if self.spec.tells_versions and self.told_version is None:
+            self.drain()
+            self.counts["late_versions"] += 1
+            self._tell_version(self.version)
+
+    def _tell_version(self, version: int | None) -> None:
+        self.told_version = self.proves.version = version
+        self._tell("set_weight_version", version)
 
     def reset_prefix_cache(self) -> None:
         """Forgets the prefix cache; of what still runs, nobody knows the slots any more."""
@@ -285,13 +315,23 @@ class Engine:
             return  # as in _load_in_place
         self.counts["resets"] += 1
         self._tell("reset_prefix_cache")
+        self.proves.reset_prefix_cache(live=bool(self.begun))
         self.pool.reset()
         for request in self.running:
             request.nodes = []
 
+    def reset_external_kv(self) -> None:
+        """KV in the memory of the CPU is gone, and so is that in stores that others fill."""
+        self.drain()
+        self.counts["emptied"] += 1
+        self.pool.offloaded.clear()
+        if self.spec.empties == "told":
+            self._tell("reset_external_kv")
+            self.proves.reset_external_kv(live=bool(self.begun))
+
     def crash(self) -> None:
         """Dies, and boots again; the agents say nothing more."""
-        begun = [*self.running, *(r for r in self.waiting if r.record)]
+        begun = self.begun
         self.world.crash(self.spec.engine_id)
         if self.twins:
             self.world.crash(f"{self.spec.engine_id}-slots")
@@ -307,7 +347,7 @@ class Engine:
 
     def _schedule(self) -> Step | None:
         rng, spec, chances = self.rng, self.spec, self.chances
-        begun = [*self.running, *(r for r in self.waiting if r.record)]
+        begun = self.begun
         if begun and rng.random() < chances.abort:
             self._finish(rng.choice(begun), "abort")
         for run in self.flying.runs if self.flying else ():
@@ -415,9 +455,7 @@ class Engine:
         Some of it is in the cache once the pass has run in which `chosen` are.
         """
         pool, rng = self.pool, self.rng
-        if request.record is None and any(
-            r.record and r.request_id == request.request_id for r in (*self.running, *self.waiting)
-        ):
+        if request.record is None and any(r.request_id == request.request_id for r in self.begun):
             return False  # its name is taken
         tokens = request.tokens
         path = pool.path(tokens, len(tokens) - 1)
@@ -427,6 +465,7 @@ class Engine:
         if host and rng.random() < 0.8:
             while num_full < len(path) and path[num_full] in pool.offloaded:
                 num_full += 1
+        restored = [pool.offloaded[node] for node in path[num_local:num_full]]
         computed = num_full * pool.block_size
         # After a preemption it is loaded once more, or computed.
         if request.remote and (request.record is None or rng.random() < 0.5):
@@ -465,10 +504,14 @@ class Engine:
         assert record is not None
         size = request.most + 3 * (self.spec.draft_tokens + 2)
         record.attempts.append(Attempt(size, computed - external, computed))
+        if begins:
+            record.kv_version = self.proves.of(computed - external, external)
+            self.counts["kv_versions"] += computed > 0 and record.kv_version is not None
         if external:
+            self.proves.loaded()
             self.counts["external_loads"] += 1
             self.counts["external_rows"] += external
-            self._load(request, computed - external, computed)
+            self._load(request, computed - external, computed, restored)
             loaded = request.blocks[num_local : -(-computed // pool.block_size)]
             self._twins_forget(loaded)
         if begins:
@@ -479,17 +522,22 @@ class Engine:
             self._about("resume", request, computed, block_ids=blocks, num_external_tokens=external)
         return True
 
-    def _load(self, request: Request, start: int, stop: int) -> None:
+    def _load(
+        self, request: Request, start: int, stop: int, restored: Sequence[np.ndarray]
+    ) -> None:
         """KV from elsewhere comes into the blocks of a request."""
         pool, source = self.pool, request.source
         if request.remote:
-            kv = np.full(stop - start, NOBODY)
             if source is not None and source.record is not None:
                 kv = source.record.attempts[-1].kv(start, stop)
+            else:
+                # Passes of engines that report to nobody; they are in no answer.
+                weights = self.elsewhere()
+                kv = self.store.draw(stop - start, UNKNOWN_VERSION, weights)
             pool.kv[pool.slots_of(request.blocks, start, stop)] = kv
             return
-        for i in range(start // pool.block_size, len(request.nodes)):
-            pool.load(request.blocks[i], request.nodes[i])
+        for block, kv in zip(request.blocks[start // pool.block_size :], restored, strict=False):
+            pool.load(block, kv)
 
     def _ends_inside(
         self, tokens: list[int], nth: int, chosen: Sequence[tuple[Request, int, list[int]]]
@@ -556,6 +604,7 @@ class Engine:
             len(request.prompt),
             self.columns,
             list(request.prompt),
+            model=spec.model,
         )
         record.took = request.takes or ""
         record.continued = request.continues and request.continues.record
@@ -591,11 +640,12 @@ class Engine:
         if not cached:
             return
         blocks = self.rng.sample(cached, min(len(cached), self.rng.randint(1, 4)))
+        self.proves.loaded()
         self.counts["external_loads"] += 1
         self.counts["external_rows"] += len(blocks) * self.pool.block_size
         self.pool.forget(blocks)
         for block in blocks:
-            self.pool.load(block, self.pool.node_of[block])
+            self.pool.reload(block)
         for line in self.lines:
             line.tell("mark_external", blocks)
         self._twins_forget(blocks)
@@ -617,7 +667,8 @@ class Engine:
         rng.shuffle(chosen)
         total = sum(count + len(drafts) for _, count, drafts in chosen)
         known = self.told_version is not None
-        numbers = self.store.draw(total, self.version if known else UNKNOWN_VERSION)
+        told = self.version if known else UNKNOWN_VERSION
+        numbers = self.store.draw(total, told, self.version)
         self.counts["rows"] += total
         runs: list[Run] = []
         samples: list[Request] = []
@@ -684,6 +735,7 @@ class Engine:
         confirms = any(run.request.drafts for run in step.runs)
         captured = self.rng.random() >= self.chances.not_captured * (5 if confirms else 1)
         self._name(step, ranks, captured)
+        self.proves.ran(captured=captured)
         for line in self.lines:
             mine = None if ranks is None else ranks == line.shard.rank
             runs: list[tuple[Request, int, int]] = []

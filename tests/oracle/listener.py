@@ -230,6 +230,9 @@ class Listener:
         for heard in self.requests:
             heard.unnamed |= {*heard.drafts}
 
+    def reset_external_kv(self) -> None:
+        self.log.append("reset external")
+
     def set_weight_version(self, version: int | None) -> None:
         self.log.append(("version", version))
 

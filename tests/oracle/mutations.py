@@ -298,6 +298,48 @@ MUTATIONS = (
         "",
     ),
     Mutation(
+        "live requests when caches are emptied ignored",
+        f"{AGENT}/step_path/kv_version.py",
+        "        self._blocks = UNKNOWN_VERSION if live else None\n",
+        "        self._blocks = None\n",
+    ),
+    Mutation(
+        "live requests when stores are emptied ignored",
+        f"{AGENT}/step_path/kv_version.py",
+        "        self._outside = UNKNOWN_VERSION if live else None\n",
+        "        self._outside = None\n",
+    ),
+    Mutation(
+        "rows stand in for cached KV that may be of other weights",
+        f"{AGENT}/step_path/kv_version.py",
+        "            and (not cached or self._blocks in (None, version))\n",
+        "",
+    ),
+    Mutation(
+        "rows stand in for KV that another attempt than the one that sampled read",
+        f"{SERVER}/rows/view.py",
+        "if one.owner.kv_version != UNKNOWN_VERSION and not one.owner.first_that_sampled",
+        "if one.owner.kv_version != UNKNOWN_VERSION",
+    ),
+    Mutation(
+        "attempts of a request count as one pass",
+        f"{SERVER}/rows/prefixes.py",
+        "_of_several(free, [rows for _, rows in passes])",
+        "_of_several(free, {(*(id(s) for s, _ in rows),): rows for _, rows in passes}.values())",
+    ),
+    Mutation(
+        "the earliest trace's rows stand in first",
+        f"{SERVER}/rows/prefixes.py",
+        "order = np.where(serial > own, serial, own - serial)",
+        "order = serial.copy()",
+    ),
+    Mutation(
+        "no request's rows stand in for another one's of its trace",
+        f"{SERVER}/rows/prefixes.py",
+        "if other is not trace or request.number != owner.number:",
+        "if other is not trace:",
+    ),
+    Mutation(
         "one of several passes counts as the only one",
         f"{SERVER}/rows/prefixes.py",
         "        several += intersect(once, filled)\n",

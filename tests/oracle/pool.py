@@ -78,9 +78,15 @@ class Pool:
             self.cached[node] = block
             self.node_of[block] = node
 
-    def load(self, block: int, node: int) -> None:
-        """KV is loaded into a block: that which the CPU has, else from who knows where."""
-        self.kv.reshape(-1, self.block_size)[block] = self.offloaded.get(node, NOBODY)
+    def load(self, block: int, kv: np.ndarray) -> None:
+        """KV is loaded into a block."""
+        self.kv.reshape(-1, self.block_size)[block] = kv
+
+    def reload(self, block: int) -> None:
+        """A cached block is loaded once more: what the CPU has of it, unless somebody reads it."""
+        kv = self.offloaded.get(self.node_of[block])
+        if kv is not None and not self.refs[block]:
+            self.load(block, kv)
 
     def forget(self, blocks: list[int]) -> None:
         """Nobody knows what is in these blocks."""
@@ -90,7 +96,6 @@ class Pool:
         """Forgets the prefix cache."""
         self.cached.clear()
         self.node_of.clear()
-        self.offloaded.clear()
         self.slots.fill(NOBODY)
 
     def slots_of(self, blocks: list[int], start: int, stop: int) -> np.ndarray:

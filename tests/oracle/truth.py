@@ -1,4 +1,4 @@
-"""What a reader must get, worked out from what the engines did; sections 5 and 6 of docs/rows.md.
+"""What a reader must get, worked out from what the engines did; section 5 of docs/rows.md.
 
 Plain on purpose: it compares tokens where the server compares digests, and goes through all
 requests of a trace where the server has an index. Besides the row that the rules name for a cell it
@@ -15,11 +15,11 @@ from typing import Literal
 
 import numpy as np
 
-from routetrace.codec.records import UNKNOWN_VERSION
+from oracle.world import MODEL
 from routetrace.common.layout import ModelLayout
 
 Policy = Literal["as_sampled", "latest"]
-PrefixRows = Literal["same_version", "any_version", "never"]
+PrefixRows = Literal["unique", "any", "never"]
 Candidate = tuple[np.ndarray, int]
 """(ids [K], weight version) that may be served in a cell."""
 
@@ -63,6 +63,8 @@ class RowStore:
         self._rng = np.random.default_rng(seed)
         self._choices = np.zeros((1024, self.num_layers), np.uint16)
         self.versions = np.zeros(1024, np.int64)
+        self.weights = np.zeros(1024, np.int64)
+        """The weight version that computed each row, whatever anybody was told."""
         self.ranks = np.full(1024, NOBODY)
         """The context-parallel rank that each row was dealt to; NOBODY before the deal."""
         self.named = np.zeros(1024, bool)
@@ -70,18 +72,20 @@ class RowStore:
         it, it cannot be a rejected draft, and its request kept it."""
         self.size = 0
 
-    def draw(self, n: int, version: int) -> np.ndarray:
-        """Numbers [n] of new rows, computed by a weight version."""
+    def draw(self, n: int, version: int, weights: int = 0) -> np.ndarray:
+        """Numbers [n] of new rows, of the weight version that was told, and of the true one."""
         first, self.size = self.size, self.size + n
         while self.size > len(self.versions):
             self._choices = np.concatenate([self._choices, np.zeros_like(self._choices)])
             self.versions = np.concatenate([self.versions, np.zeros_like(self.versions)])
+            self.weights = np.concatenate([self.weights, np.zeros_like(self.weights)])
             self.ranks = np.concatenate([self.ranks, np.full_like(self.ranks, NOBODY)])
             self.named = np.concatenate([self.named, np.zeros_like(self.named)])
         self._choices[first : self.size] = self._rng.integers(
             len(self._ids), size=(n, self.num_layers), dtype=np.uint16
         )
         self.versions[first : self.size] = version
+        self.weights[first : self.size] = weights
         return np.arange(first, self.size)
 
     def in_slots(self, numbers: np.ndarray) -> np.ndarray:
@@ -193,6 +197,9 @@ class Record:
     """Of the layers that the engine's agents see."""
     tokens: list[int]
     """The prompt; once it has ended, all tokens."""
+    model: str = MODEL
+    kv_version: int | None = None
+    """That of KV that it could reuse when it began; None: nobody can say."""
     told_at: set[int] = field(default_factory=set)
     """Positions whose token digest the server knows."""
     attempts: list[Attempt] = field(default_factory=list)
@@ -210,6 +217,10 @@ class Record:
     """Positions of the last told step that may still be rejected, as far as anybody was told."""
     serial: int = 0
     """In the order in which requests begin."""
+    barriers: int = 0
+    """Barriers before it began."""
+    updates: int = 0
+    """Updates of all engines before it began."""
     begin_settled: bool = False
     """Whether the server has its begin for certain."""
     settled: bool = False
@@ -279,10 +290,16 @@ class Expected:
     world alone; see makers()."""
     otherwise: bool = False
     """Whether the rules name other requests as its chain than its callers did."""
-    prefix: dict[int, dict[int, set[str]]] = field(default_factory=dict)
-    """By position: rows of other traces that may stand in, by number, and whose they are."""
+    owners: list[tuple[Record, range]] = field(default_factory=list)
+    """Who owns which positions; all who may, if it is uncertain."""
+    ambiguous: dict[Record, range] = field(default_factory=dict)
+    """Positions of owners that several requests sampled alike."""
+    prefix: dict[int, dict[int, str]] = field(default_factory=dict)
+    """By position: rows that may stand in, by number, and the traces that they are of."""
     certain: set[int] = field(default_factory=set)
     """Positions at which one of them must."""
+    stood_for: dict[int, set[int]] = field(default_factory=dict)
+    """By position: the true weights of the KV that rows stand in for; with NOBODY, nobody knows."""
     unfiltered: list[frozenset[str]] = field(default_factory=list)
     """By position, why rows of any weights may be missing; empty if they are not, or if it is
     uncertain."""
@@ -357,18 +374,22 @@ def expected(
 # ---------------------------------------------------------------------------- who belongs together
 
 
-def _same(a: Record, b: Record) -> int:
+def same_tokens(a: Record, b: Record) -> int:
     """Leading tokens that two requests have in common."""
-    for i, (x, y) in enumerate(zip(a.tokens, b.tokens, strict=False)):
-        if x != y:
-            return i
-    return min(len(a.tokens), len(b.tokens))
+    low, high = 0, min(len(a.tokens), len(b.tokens))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if a.tokens[low:middle] == b.tokens[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low
 
 
-def _closed(records: list[Record]) -> dict[Record, set[int]]:
+def closed(records: list[Record]) -> dict[Record, set[int]]:
     """Positions at which the tokens of each request are known, by its own word or another's."""
     known_at = {r: set(r.told_at) for r in records}
-    pairs = [(a, b, _same(a, b)) for a, b in combinations(records, 2)]
+    pairs = [(a, b, same_tokens(a, b)) for a, b in combinations(records, 2)]
     changed = True
     while changed:
         changed = False
@@ -393,11 +414,11 @@ class Lineage:
     def __init__(self, records: list[Record], num_layers: int) -> None:
         self.records = records
         self.num_layers = num_layers
-        self._known_at = _closed(records)
+        self._known_at = closed(records)
 
     def proven(self, a: Record, b: Record) -> int:
         """Tokens of b's prompt that are known to be a's too."""
-        most = min(_same(a, b), b.prompt_len)
+        most = min(same_tokens(a, b), b.prompt_len)
         return max((q for q in self._known_at[a] & self._known_at[b] if q <= most), default=0)
 
     def sampled(self, b: Record) -> dict[Record, int]:
@@ -446,9 +467,7 @@ class Lineage:
             parts.reverse()
             parts.append(self._handed(record, ()))
         else:
-            ends = [a.rows[max(0, record.prompt_len - 1) :] for a in record.attempts[:-1]]
-            sampled = [i for i, end in enumerate(ends) if (end != NOBODY).any()]
-            first = sampled[0] if sampled else len(ends)
+            first = that_sampled(record)
             parts = parts[first:]
             if not first:
                 parts.insert(1, self._handed(record, ()))
@@ -483,7 +502,7 @@ class Lineage:
 
     def _disproven(self, a: Record, b: Record) -> int:
         """The position from which digests disprove that one handed its KV to the other."""
-        both, same = self._known_at[a] & self._known_at[b], _same(a, b)
+        both, same = self._known_at[a] & self._known_at[b], same_tokens(a, b)
         if all(q <= same for q in both):
             return len(a.tokens) + len(b.tokens)
         return max((q for q in both if q <= same), default=0)
@@ -505,7 +524,7 @@ class Lineage:
         a = b.continued
         if a is None or a.reason != "abort" or not (a.told_at and b.told_at):
             return b, NOWHERE
-        cut = max(a.prompt_len + 1, a.num_tokens - TAIL) <= b.prompt_len <= _same(a, b)
+        cut = max(a.prompt_len + 1, a.num_tokens - TAIL) <= b.prompt_len <= same_tokens(a, b)
         return (a, range(a.prompt_len - 1, b.prompt_len - 1)) if cut else (b, NOWHERE)
 
     def told_otherwise(self, record: Record) -> bool:
@@ -515,6 +534,13 @@ class Lineage:
             meant.add(one)
             one = one.continued
         return not meant.issuperset(self.chain(record)[:-1])
+
+
+def that_sampled(record: Record) -> int:
+    """The attempt that sampled: the first that has a row at the end of the prompt, or behind it."""
+    ends = [a.rows[max(0, record.prompt_len - 1) :] for a in record.attempts[:-1]]
+    sampled = [i for i, end in enumerate(ends) if (end != NOBODY).any()]
+    return sampled[0] if sampled else len(ends)
 
 
 def _first(parts: list[tuple[np.ndarray, np.ndarray]]) -> tuple[np.ndarray, np.ndarray]:
@@ -545,13 +571,19 @@ def _exact(
     reasons = np.full(shape, frozenset(), object)
     names = np.full(shape, "", object)
     behind: list[set[int]] = []
-    for owner, positions in lineage.owners(record, policy):
-        here = slice(positions.start, min(positions.stop, num_rows))
+    owners = [
+        (owner, positions[: max(0, num_rows - positions.start)])
+        for owner, positions in lineage.owners(record, policy)
+    ]
+    vague = {}
+    for owner, positions in owners:
+        here = slice(positions.start, positions.stop)
         rows, of = lineage.rows(owner, policy)
         numbers[here], names[here] = rows[here], of[here]
         _, ambiguous = lineage.before(owner)
+        vague[owner] = ambiguous
         aborted, sampled = lineage.cut(owner) if policy == "as_sampled" else (owner, NOWHERE)
-        for position in range(num_rows)[here]:
+        for position in positions:
             behind.append(_behind(aborted if position in sampled else owner, position))
             reasons[position] = _reasons(owner, position)
             if position in ambiguous and policy == "as_sampled":
@@ -567,6 +599,7 @@ def _exact(
     answer = Expected(0, True, num_tokens, num_rows, cells, known, versions, reasons)
     answer._store, answer.unfiltered, answer.behind = store, unfiltered, behind
     answer.sources = [str(max(names[p])) if known[p].any() else "" for p in range(num_rows)]
+    answer.owners, answer.ambiguous = owners, vague
     answer.otherwise = lineage.told_otherwise(record)
     return answer
 
@@ -606,10 +639,11 @@ def _servable(
     size = len(record.attempts[0].rows)
     # Digests that got lost make the proven part shorter, never longer.
     parts = {record: size, **lineage.sampled(record)}
+    owners = [(part, range(min(stop, size))) for part, stop in parts.items()]
     behind: list[set[int]] = [set() for _ in range(size)]
     if record.num_tokens != record.prompt_len:  # else there is no answer
-        for part, stop in parts.items():
-            for p in range(min(stop, size)):
+        for part, positions in owners:
+            for p in positions:
                 behind[p] |= _behind(part, p, every=True)
     more = [*parts]
     while more:
@@ -645,130 +679,10 @@ def _servable(
         reasons=np.full(shape, ALL_REASONS, object),
         uncertain=True,
         behind=behind,
+        owners=owners,
         _store=store,
         _servable=servable,
     )
-
-
-# ---------------------------------------------------------------------------- what stands in
-
-
-def add_prefix_rows(
-    answers: list[Expected],
-    records: list[Record],
-    others: list[Record],
-    store: RowStore,
-    prefix_rows: PrefixRows,
-    weight_version: int | None,
-) -> None:
-    """Adds the rows of other traces that stand in where nobody knows who computed the KV.
-
-    Args:
-        answers: what is expected of each request of a trace.
-        records: these requests.
-        others: requests of all other traces.
-        store: the rows.
-        prefix_rows: of which weights: those of the request's own first row, or any.
-        weight_version: that is asked for; None: any.
-    """
-    known_at = _closed(records)
-    of_trace: dict[str, list[Record]] = defaultdict(list)
-    for other in others:
-        of_trace[other.trace_id].append(other)
-    closed: dict[str, dict[Record, set[int]]] = {}
-    for answer, record in zip(answers, records, strict=True):
-        holes = _holes(answer, record)
-        if not holes:
-            continue
-        wanted = _versions(record, store, every=answer.uncertain)
-        sure: set[int] = set()
-        for other in others:
-            same = min(_same(record, other), record.prompt_len)
-            if not same:
-                continue
-            if other.trace_id not in closed:
-                closed[other.trace_id] = _closed(of_trace[other.trace_id])
-            both = known_at[record] & closed[other.trace_id][other]
-            proven = max((q for q in both if q <= same), default=0)
-            settled = all(r.settled for r in of_trace[other.trace_id])
-            for position, number in _computed(other):
-                if position >= other.limit(proven) or position not in holes:
-                    continue
-                if prefix_rows == "any_version" or int(store.versions[number]) in wanted:
-                    rows = answer.prefix.setdefault(position, {})
-                    rows.setdefault(number, set()).add(other.trace_id)
-                    if settled and holes[position] and (position, number) not in other.discarded:
-                        sure.add(position)
-        answer.certain = sure if not answer.uncertain else set()
-        if weight_version is not None:
-            _only(answer, store, weight_version)
-
-
-def take_prefix_rows(
-    answers: list[Expected], sampled: list[Expected], store: RowStore, weight_version: int | None
-) -> None:
-    """Adds the rows that stand in under `as_sampled` to answers of `latest`, where it has none."""
-    for answer, one in zip(answers, sampled, strict=True):
-        free = {p for p in one.prefix if not answer.unfiltered or answer.unfiltered[p]}
-        answer.prefix = {p: {**rows} for p, rows in one.prefix.items() if p in free}
-        answer.certain = one.certain & free
-        if weight_version is not None:
-            _only(answer, store, weight_version)
-
-
-def _holes(answer: Expected, record: Record) -> dict[int, bool]:
-    """Positions of the prompt at which rows may stand in; True: they must, if there are any."""
-    holes = {}
-    for position in range(min(record.prompt_len, answer.num_rows)):
-        reasons = answer.unfiltered[position] if answer.unfiltered else ALL_REASONS
-        if "kv_unknown" in reasons:
-            holes[position] = reasons == {"kv_unknown"}
-    return holes
-
-
-def _versions(record: Record, store: RowStore, *, every: bool) -> set[int]:
-    """The weight version of the first row that a request computed itself; of `every` one.
-
-    One that nobody gave proves nothing.
-    """
-    versions = set()
-    for attempt in record.attempts:
-        rows = attempt.rows[attempt.given :]
-        numbers = rows[rows != NOBODY]
-        versions.update(store.versions[numbers if every else numbers[:1]].tolist())
-        if versions and not every:
-            break
-    if every:
-        versions.update(store.versions[[number for _, number in record.discarded]].tolist())
-    return versions - {UNKNOWN_VERSION}
-
-
-def _computed(record: Record) -> list[tuple[int, int]]:
-    """(position, row) of what forward passes of a request computed and nobody rejected."""
-    found = [] if record.settled else list(record.discarded)
-    for attempt in record.attempts:
-        rows = attempt.rows.copy()
-        rows[: attempt.given] = NOBODY
-        if attempt is record.attempts[-1]:
-            rows[slice(*record.tentative)] = NOBODY
-        found += [(p, int(rows[p])) for p in np.flatnonzero(rows != NOBODY).tolist()]
-    return found
-
-
-def _only(answer: Expected, store: RowStore, weight_version: int) -> None:
-    """Leaves out rows of other weights; which ones were chosen before is not told."""
-    for position, rows in [*answer.prefix.items()]:
-        left = {n: traces for n, traces in rows.items() if store.versions[n] == weight_version}
-        if len(left) < len(rows):
-            other = frozenset({"other_version"})
-            if position not in answer.certain:
-                other |= answer.unfiltered[position]
-            answer.reasons[position][~answer.known[position]] = other
-            answer.certain.discard(position)
-        if left:
-            answer.prefix[position] = left
-        else:
-            del answer.prefix[position]
 
 
 @dataclass(eq=False)

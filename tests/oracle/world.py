@@ -10,6 +10,9 @@ import numpy as np
 import numpy.typing as npt
 
 Role = Literal["both", "prefill", "decode"]
+Empties = Literal["declared", "told", "untold"]
+
+MODEL = "0123456789abcdef"
 
 
 class Sink(Protocol):
@@ -59,6 +62,8 @@ class Sink(Protocol):
 
     def reset_prefix_cache(self) -> None: ...
 
+    def reset_external_kv(self) -> None: ...
+
     def set_weight_version(self, version: int | None) -> None: ...
 
     def step(self, rows: np.ndarray, runs: npt.ArrayLike) -> int: ...
@@ -102,6 +107,10 @@ class EngineSpec:
     """Whether a second agent, of `engine_id` + "-slots", is told slots alone."""
     offload: bool = False
     """Whether evicted blocks may be loaded again from the CPU."""
+    empties: Empties = "untold"
+    """How agents learn that KV outside of its blocks is gone, where all of it is."""
+    model: str = MODEL
+    """Hash of the model; "" if its agents do not know it."""
 
 
 class World(Protocol):

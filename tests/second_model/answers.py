@@ -6,13 +6,15 @@ missing) that is not in it is wrong; where None is not in it, a row must be serv
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import wraps
 from itertools import pairwise
 from typing import Any, NamedTuple, TypeVar
 
+from second_model import stand_ins
 from second_model.log import UNKNOWN, Log, Part, Policy, Row, Value
+from second_model.stand_ins import PrefixRows
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 
@@ -90,10 +92,10 @@ class Answers:
 
     Args:
         log: all calls.
-        prefix_rows: whether rows of other traces stand in (section 6).
+        prefix_rows: which rows stand in (section 6).
     """
 
-    def __init__(self, log: Log, *, prefix_rows: bool = True) -> None:
+    def __init__(self, log: Log, *, prefix_rows: PrefixRows = "never") -> None:
         self.log = log
         self.prefix_rows = prefix_rows
         self.known: dict[Any, Any] = {}
@@ -246,15 +248,14 @@ class Answers:
             return MISSING
         result: Cell = frozenset()
         for owner in self.owners(request, position, policy):
-            result |= self._row(owner, position, layer, policy) if owner else MISSING
+            row = self._row(owner, position, layer, policy) if owner else MISSING
+            if owner and None in row and policy == "as_sampled" and self.prefix_rows != "never":
+                row = self._stand_in(request, owner, position, layer, row)
+            result |= row
         if None in result and policy == "latest":  # it gets the stand-ins of the other policy
             sampled = self.cell(request, position, layer)
             given = frozenset(f for f in sampled if f and f.how == "prefix")
             result = (result - MISSING if given == sampled else result) | given
-        elif None in result and self.prefix_rows:
-            stand_in = self._prefix(request, position, layer, policy)
-            only = self.reasons(request, position, policy) == {"kv_unknown"}
-            result = (result - MISSING if only and None not in stand_in else result) | stand_in
         if version is None:
             return result
         return frozenset(f if f and f.row.version == version else None for f in result)
@@ -353,37 +354,44 @@ class Answers:
             alike = position
         return 1 << 60
 
-    # ------------------------------------------------------------------ prefixes
+    # ------------------------------------------------------------------ rows that stand in
+
+    def _stand_in(
+        self, request: Request, owner: Request, position: int, layer: int, row: Cell
+    ) -> Cell:
+        """What there may be in a cell whose owner may have no row."""
+        first = owner.first.attempts[0]
+        reasons, sampled = self._reasons_at(owner, position), self._that_sampled(owner)
+        if position >= min(owner.prompt_len, first.cached) or "kv_unknown" not in reasons:
+            return row
+        found: set[Row | None] = set()
+        for version in stand_ins.kv_versions(self.log, owner, self._shards(owner)):
+            if version is None:
+                found.add(None)
+                continue
+            of = self._candidates(owner, position, version)
+            if self.prefix_rows == "unique":
+                rows, sure = stand_ins.the_only_one(of, layer)
+            else:
+                rows, sure = stand_ins.the_first(self, request, of.get(layer, []))
+            found |= rows | (set() if sure else {None})
+        if 0 not in sampled:
+            return row
+        if reasons != {"kv_unknown"} or sampled != {0}:
+            found.add(None)
+        return (row - MISSING) | _by("prefix", frozenset(found))
 
     @_once
-    def _prefix(self, request: Request, position: int, layer: int, policy: Policy) -> Cell:
-        """Rows of other traces that stand in for a cell."""
-        reasons = self.reasons(request, position, policy)
-        if position >= request.prompt_len or "kv_unknown" not in reasons:
-            return MISSING
-        own = next(
-            (row for part in request.parts for run in part.runs for row in run.rows if row), None
-        )
-        if own is None or own.version is None:
-            return MISSING
-        digests = {p: t for p, t in self.digests(request).items() if p <= request.prompt_len}
-        found: set[Row | None] = set()
-        sure = False
-        for other in self.requests:
-            if other.first.trace_id == request.first.trace_id:
-                continue
-            theirs = self.digests(other)
-            if not any(p > position and theirs.get(p) == t for p, t in digests.items()):
-                continue
-            for part in other.parts:
-                if layer in part.writer.layer_ids:
-                    for number in range(len(part.attempts)):
-                        value = self.log.own(part, number, position)
-                        rows = {r for r in value if r is not None and r.version == own.version}
-                        found |= rows
-                        clear = other.first.trace_id not in self.log.unclear
-                        sure = sure or (bool(rows) and None not in value and clear)
-        return _by("prefix", frozenset(found if sure else found | {None}))
+    def _candidates(
+        self, owner: Request, position: int, version: int
+    ) -> Mapping[int, list[stand_ins.Candidate]]:
+        return stand_ins.candidates(self, owner, position, version)
+
+    @_once
+    def shared(self, a: Request, b: Request) -> list[int]:
+        """Positions at which digests of two requests are equal."""
+        mine, yours = self.digests(a), self.digests(b)
+        return [p for p in mine if yours.get(p) == mine[p]]
 
     # ------------------------------------------------------------------ blocks
 
@@ -438,15 +446,16 @@ class Answers:
         """Reasons that a cell without a row may have."""
         found: set[str] = set()
         for owner in self.owners(request, position, policy):
-            if owner is None:
-                found.add("ambiguous")
-                continue
-            for part in owner.parts:
-                found |= self._reasons_of(part, position)
-            if self.log.settled and not owner.ended:
-                found |= {"agent_lost", "aborted", "not_captured"}
-            if len(owner.parts) < self._shards(owner):
-                found.add("not_yet")  # a shard that has not begun with it
+            found |= {"ambiguous"} if owner is None else self._reasons_at(owner, position)
+        return found
+
+    def _reasons_at(self, owner: Request, position: int) -> set[str]:
+        """Reasons that a cell of its owner without a row may have."""
+        found = set[str]().union(*(self._reasons_of(part, position) for part in owner.parts))
+        if self.log.settled and not owner.ended:
+            found |= {"agent_lost", "aborted", "not_captured"}
+        if len(owner.parts) < self._shards(owner):
+            found.add("not_yet")  # a shard that has not begun with it
         return found
 
     def _shards(self, request: Request) -> int:

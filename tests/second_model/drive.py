@@ -13,7 +13,7 @@ import numpy as np
 
 from oracle.harness import InlineWorld
 from oracle.marks import MARKS, marked, unmarked
-from oracle.world import EngineSpec, Shard
+from oracle.world import MODEL, EngineSpec, Shard
 from routetrace.capture_agent import CaptureAgent
 from routetrace.client import RouteClient, Trace
 from routetrace.common.errors import NotFound, RouteTraceError
@@ -22,6 +22,7 @@ from second_model.answers import MISSING, Answers, Cell, Request
 from second_model.lineage import LAW
 from second_model.log import Log, Part, Policy, Writer
 from second_model.orders import Call, Event, Family
+from second_model.stand_ins import PrefixRows
 
 _SALTS = count(1)
 
@@ -65,7 +66,7 @@ class Report:
 
 def judge(log: Log, trace_ids: Iterable[str], ask: Ask, report: Report) -> None:
     """Compares every cell of some traces, by every policy, with what the log allows."""
-    answers = Answers(log)
+    answers = Answers(log, prefix_rows=ask.prefix_rows)
     for trace_id in trace_ids:
         _judge_trace(answers, trace_id, ask, report)
 
@@ -79,8 +80,10 @@ class Ask:
         prefix: str,
         versions: Sequence[int],
         layer_ids: Sequence[int] = LAYOUT.layer_ids,
+        prefix_rows: PrefixRows = "any",
     ) -> None:
         self.client = client
+        self.prefix_rows = prefix_rows
         self.layer_ids = layer_ids
         self.prefix = prefix
         self.versions = versions
@@ -93,7 +96,7 @@ class Ask:
                 self._known[key] = self.client.get(
                     self.prefix + trace_id,
                     missing="mask",
-                    prefix_rows="same_version",
+                    prefix_rows=self.prefix_rows,
                     **options,
                 )
             except NotFound:
@@ -232,6 +235,10 @@ def _judge_cells(
     report: Report,
 ) -> None:
     valid, ids = read.valid, read.topk_ids
+    stand_ins = {p for a, b, how in read.provenance if how == "prefix" for p in range(a, b)}
+    proven = sum(bool(cells.all()) for p, cells in enumerate(valid) if p not in stand_ins)
+    if read.proven != proven:
+        report.say("wrong", f"{what}: {read.proven} rows are proven, expected {proven}")
     # By position alone: those of several layers.
     versions, hows = _by_position(read.weight_versions), _by_position(read.provenance)
     missing = reasons_of(read)
@@ -314,8 +321,11 @@ def _names(cell: Cell) -> str:
 class Player:
     """Tells one order of events to agents of a world, and to a log."""
 
-    def __init__(self, world: InlineWorld, family: Family, prefix: str) -> None:
+    def __init__(
+        self, world: InlineWorld, family: Family, prefix: str, prefix_rows: PrefixRows
+    ) -> None:
         self.world, self.family, self.prefix = world, family, prefix
+        self.prefix_rows = prefix_rows
         #: Orders that share a server must not share tokens: rows of equal prefixes stand in.
         self.salt = next(_SALTS) % (1 << 18) << 14
         self.log = Log()
@@ -329,16 +339,25 @@ class Player:
             agents = []
             for index, layers in enumerate(shards):
                 shard = Shard(f"pp{index}" if family.sharded else "", layers)
-                spec = EngineSpec(prefix + engine, family.block_size, family.num_blocks, (shard,))
+                spec = EngineSpec(
+                    *(prefix + engine, family.block_size, family.num_blocks, (shard,)),
+                    empties="declared" if family.declares else "told",
+                    model=MODEL[::-1] if engine in family.strangers else MODEL,
+                )
                 world.connect(spec, shard, "boot")
                 agent = world.agents[spec.engine_id, shard.name]
                 writer = Writer(
-                    engine, "boot", shard.name, layers, LAYOUT.num_experts, family.block_size
+                    *(engine, "boot", shard.name, layers, LAYOUT.num_experts, family.block_size),
+                    model=spec.model,
+                    declares=family.declares,
                 )
                 agents.append((agent, self.log.writer(writer)))
             self.engines[engine] = agents
         if family.version is not None:
             self._call(("version", family.version))
+        if family.fresh:
+            self.play(tuple((kind, e) for e in self.engines for kind in ("reset", "emptied")))
+            self.sync()
 
     def play(self, event: Event) -> None:
         for call in event:
@@ -348,6 +367,7 @@ class Player:
         kind, args = call[0], call[1:]
         if kind == "flush":
             self.world.barrier_only()
+            self.log.flushed()
         elif kind == "sync":
             self.sync()
         elif kind == "delete":
@@ -441,6 +461,9 @@ class Player:
         elif kind == "reset":
             agent.reset_prefix_cache()
             log.reset(writer)
+        elif kind == "emptied":
+            agent.reset_external_kv()
+            log.emptied(writer)
         elif kind == "external":
             agent.mark_external(args[1])
             log.external(writer, args[1])
@@ -473,6 +496,7 @@ class Player:
         for agents in self.engines.values():
             for agent, _ in agents:
                 assert agent.flush(60)
+        self.log.flushed()
 
     def judge(self, report: Report) -> None:
         """Reads all back."""
@@ -480,24 +504,28 @@ class Player:
         rows = [r for p in self.log.parts for run in p.runs for r in run.rows if r]
         versions = {r.version for r in rows}
         ask = Ask(
-            self.world.client, self.prefix, sorted(versions - {None}) if len(versions) > 1 else ()
+            self.world.client,
+            self.prefix,
+            sorted(versions - {None}) if len(versions) > 1 else (),
+            prefix_rows=self.prefix_rows,
         )
         judge(self.log, dict.fromkeys(p.trace_id for p in self.log.parts), ask, report)
         self._judge_blocks(report)
 
     def judge_by_hand(self, law: Mapping[str, tuple[str, ...]], report: Report) -> None:
         """Compares readers, and this model, with what is known of an order."""
-        answers = Answers(self.log)
         for reader, words in law.items():
-            name, _, latest = reader.partition(" ")
-            policy: Policy = "latest" if latest else "as_sampled"
+            name, *options = reader.split()
+            policy: Policy = "latest" if "latest" in options else "as_sampled"
+            prefix_rows: PrefixRows = "any" if "any" in options else "unique"
+            answers = Answers(self.log, prefix_rows=prefix_rows)
             trace_id, _, last = name.partition("#")
             reads = (
                 self.world.client.get(
                     self.prefix + trace_id,
                     missing="mask",
                     policy=policy,
-                    prefix_rows="same_version",
+                    prefix_rows=prefix_rows,
                     incarnation=number,
                 )
                 for number in ([*range(1, len(self.log.parts) + 1)] if last else [None])
@@ -587,7 +615,7 @@ def play(
     rng: random.Random,
 ) -> None:
     """Tells an order and judges what readers get, at its end and sometimes in between."""
-    player = Player(world, family, prefix)
+    player = Player(world, family, prefix, rng.choice(("unique", "any")))
     before = len(report.findings)
     between = rng.randrange(4 * len(order)) if order else -1
     try:

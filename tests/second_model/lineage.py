@@ -1,9 +1,10 @@
 """Small orders in which several passes compute the same tokens, and by hand which made the KV.
 
 What a reader must get is written as one word a position: the way on which the row came (f: own
-forward pass, s: slot, h: hand-over, p: prefix of another trace) and its number in the order of all
+forward pass, s: slot, h: hand-over, p: a row that stands in) and its number in the order of all
 steps, "f5..8" for several; or why there is none, "4*kv_unknown" for several. Readers are named by
-trace, incarnation and policy: "t", "t#B", "t latest".
+trace, incarnation and policy: "t", "t#B", "t latest"; "t any" takes the first row that may stand
+in, others one that is unique.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from second_model.orders import Event, Family, Tokens
 _P = (1, 2, 3, 4, 5)
 _LONG = tuple(range(1, 63))
 _ENGINES = Family("lineage", 4, 12, requests=3, decode_engine=True)
+_DECLARED = _ENGINES._replace(name="stand-ins", requests=4, declares=True)
+_FRESH = _DECLARED._replace(declares=False, fresh=True)
 #: Of a request's name: its blocks on its engine, unless it hits others.
 _BLOCKS = {"A": (0, 1), "B": (2, 3), "C": (4, 5), "D": (8, 9, 10)}
 
@@ -56,6 +59,41 @@ def _decode(name: str, *transfer: str, start: int = 4, kind: str = "step") -> li
         _step(name, "d", start, 5 - start, kind),
         _finish(name, (*_P, 31), "stop"),
     ]
+
+
+def _computed(
+    name: str, *, engine: str = "e", prompt: Tokens = _P, kind: str = "step", trace: str = ""
+) -> list[Event]:
+    """Computes the whole prompt, in a trace of its own, and samples a token."""
+    return [
+        _begin(name, engine, prompt, trace=trace or f"t{name}"),
+        _step(name, engine, 0, len(prompt), kind),
+        _finish(name, (*prompt, 11), "stop"),
+    ]
+
+
+def _restored(name: str, *, trace: str = "t") -> list[Event]:
+    """Loads the KV of all but the last token, which it computes."""
+    return [
+        _begin(name, external=4, trace=trace),
+        _step(name, "e", 4),
+        _finish(name, (*_P, 31), "stop"),
+    ]
+
+
+def _cached(name: str, *, blocks: tuple[int, ...] = (4, 2)) -> list[Event]:
+    """Hits a block of four tokens."""
+    return [
+        _begin(name, cached=4, blocks=blocks),
+        _step(name, "e", 4),
+        _finish(name, (*_P, 31), "stop"),
+    ]
+
+
+def _live(*calls: str) -> list[Event]:
+    """An engine tells something while a request is live."""
+    began, *then = _computed("C")
+    return [began, *(((call, "e"),) for call in calls), *then]
 
 
 _SAMPLED_TWICE = [  # rows 0 to 5, and 6 and 7 behind the block that both share
@@ -407,7 +445,7 @@ _ORDERS: dict[str, tuple[Family, list[Event], dict[str, str]]] = {
         {"t": "f0..4 f5..6", "t latest": "5*kv_unknown f5..6"},
     ),
     "turns of which the second has KV from elsewhere that another trace computed": (
-        _ENGINES,
+        _DECLARED,
         [
             _begin("C", prompt=(*_P, 6, 7), trace="tC"),
             _step("C", "e", 0, 7),
@@ -421,7 +459,7 @@ _ORDERS: dict[str, tuple[Family, list[Event], dict[str, str]]] = {
         {"t": "f7..11 p5 f12", "t latest": "5*kv_unknown p5 f12"},
     ),
     "KV of a prompt that another trace computed under the same weights": (
-        _ENGINES,
+        _DECLARED,
         [
             _begin("A", trace="tA"),
             _step("A", "e", 0, 5),
@@ -429,10 +467,212 @@ _ORDERS: dict[str, tuple[Family, list[Event], dict[str, str]]] = {
             _step("B", "e", 4),
             _finish("B", (*_P, 13), "stop"),
         ],
+        {"t": "p0..3 f5", "t any": "p0..3 f5"},
+    ),
+    "KV from a store of which nobody says that it was emptied": (
+        _ENGINES,
+        [*_computed("A"), *_restored("B")],
+        {"t any": "4*kv_unknown f5"},
+    ),
+    "KV from a store that was emptied": (
+        _FRESH,
+        [*_computed("A"), *_restored("B")],
+        {"t": "p0..3 f5", "t any": "p0..3 f5"},
+    ),
+    "KV from a store that was emptied while a request was live": (
+        _ENGINES,
+        [*_live("reset", "emptied"), *_computed("A"), *_restored("B")],
+        {"t any": "4*kv_unknown f10"},
+    ),
+    "KV from a store that was emptied while nothing was live, and once more": (
+        _FRESH,
+        [*_live("emptied"), *_computed("A"), *_restored("B")],
+        {"t any": "4*kv_unknown f10"},
+    ),
+    "KV from a store that was emptied while the cache of its engine was not": (
+        _ENGINES,
+        [(("emptied", "e"),), (("reset", "e"),), *_computed("A"), *_restored("B")],
+        {"t any": "4*kv_unknown f5"},
+    ),
+    "KV from a store that is older than a pass of other weights": (
+        _FRESH,
+        [
+            *_computed("C"),
+            (("version", 1),),
+            *_computed("A", engine="e"),
+            *_restored("B"),
+        ],
+        {"t any": "4*kv_unknown f10"},
+    ),
+    "KV from a store to which blocks of other weights may have been written": (
+        _ENGINES,
+        [
+            (("reset", "e"),),
+            *_computed("C", engine="e"),
+            (("emptied", "e"),),
+            (("version", 1),),
+            *_computed("A", engine="d"),
+            *_restored("B"),
+        ],
+        {"t any": "4*kv_unknown f10"},
+    ),
+    "KV from a store that was emptied with the update": (
+        _FRESH,
+        [
+            *_computed("C", engine="e"),
+            (("version", 1),),
+            (("reset", "e"),),
+            (("emptied", "e"),),
+            *_computed("A", engine="d"),
+            *_restored("B"),
+        ],
+        {"t": "p5..8 f10", "t any": "p5..8 f10"},
+    ),
+    "KV from a store, and a pass that was not captured": (
+        _FRESH,
+        [*_computed("A", engine="d"), *_computed("C", engine="e", kind="skip"), *_restored("B")],
+        {"t any": "4*kv_unknown f5"},
+    ),
+    "KV of one version, and rows of another one": (
+        _DECLARED,
+        [*_computed("A"), (("version", 1),), *_restored("B")],
+        {"t any": "4*kv_unknown f5"},
+    ),
+    "KV of one version, and an update before the first rows": (
+        _DECLARED,
+        [
+            *_computed("A"),
+            _begin("B", external=4),
+            (("version", 1),),
+            _step("B", "e", 4),
+            _finish("B", (*_P, 31), "stop"),
+        ],
         {"t": "p0..3 f5"},
     ),
+    "KV of another model": (
+        _DECLARED._replace(strangers="d"),
+        [*_computed("A", engine="d"), *_restored("B")],
+        {"t any": "4*kv_unknown f5"},
+    ),
+    "a prompt that was computed twice": (
+        _DECLARED,
+        [*_computed("A"), *_computed("C"), *_restored("B")],
+        {"t": "4*kv_unknown f10", "t any": "p5..8 f10"},
+    ),
+    "a prompt that was computed twice, later": (
+        _DECLARED,
+        [*_restored("B"), *_computed("A"), *_computed("C")],
+        {"t": "4*kv_unknown f0", "t any": "p1..4 f0"},
+    ),
+    "a prompt that was computed before, and later": (
+        _DECLARED,
+        [*_computed("A"), *_restored("B"), *_computed("C")],
+        {"t": "4*kv_unknown f5", "t any": "p0..3 f5"},
+    ),
+    "a prompt that was computed in the same trace, and in another one": (
+        _DECLARED,
+        [*_restored("B"), *_computed("A"), *_computed("C", trace="t")],
+        {"t#B": "4*kv_unknown f0", "t#B any": "p6..9 f0"},
+    ),
+    "a prompt that was computed in the same trace alone": (
+        _DECLARED,
+        [*_restored("B"), *_computed("C", trace="t")],
+        {"t#B": "p1..4 f0"},
+    ),
+    "a prompt that two requests of another trace computed": (
+        _DECLARED,
+        [*_computed("A", trace="tA"), *_computed("C", trace="tA"), *_restored("B")],
+        {"t": "4*kv_unknown f10", "t any": "p0..3 f10"},
+    ),
+    "a prompt that two attempts computed": (
+        _DECLARED,
+        [
+            _begin("A", trace="tA"),
+            _step("A", "e", 0, 5),
+            (("preempt", "A", (*_P, 11), 5),),
+            (("resume", "A", 0, (6, 7)),),
+            _step("A", "e", 0, 6),
+            _finish("A", (*_P, 11, 12), "stop"),
+            *_restored("B"),
+        ],
+        {"t": "4*kv_unknown f11", "t any": "p0..3 f11"},
+    ),
+    "a prompt of which another request computed a part once more": (
+        _DECLARED,
+        [
+            *_computed("A"),
+            _begin("C", trace="tC", external=2),
+            _step("C", "e", 2, 3),
+            _finish("C", (*_P, 31), "stop"),
+            *_restored("B"),
+        ],
+        {"t": "p0..1 2*kv_unknown f8", "t any": "p0..1 p5..6 f8"},
+    ),
+    "an attempt that loaded KV and did not sample": (
+        _DECLARED,
+        [
+            *_computed("A"),
+            _begin("B", external=4),
+            (("preempt", "B", _P, 4),),
+            (("resume", "B", 4, (2, 6)),),
+            _step("B", "e", 4),
+            _finish("B", (*_P, 31), "stop"),
+        ],
+        {"t any": "4*kv_unknown f5"},
+    ),
+    "an attempt that loaded KV and sampled": (
+        _DECLARED,
+        [
+            *_computed("A"),
+            _begin("B", external=4),
+            _step("B", "e", 4),
+            (("preempt", "B", (*_P, 31), 5),),
+            (("resume", "B", 4, (2, 6)),),
+            _step("B", "e", 4, 2),
+            _finish("B", (*_P, 31, 32), "stop"),
+        ],
+        {"t": "p0..3 f5 f7"},
+    ),
+    "a cached block of which a row was invalid": (
+        _FRESH,
+        [
+            *_computed("C", prompt=_P[:4], kind="bad"),
+            *_computed("A", engine="d"),
+            *_cached("B"),
+        ],
+        {"t": "s0..2 p7 f9", "t any": "s0..2 p7 f9"},
+    ),
+    "a cached block of which a row was invalid, and an update": (
+        _FRESH,
+        [
+            *_computed("C", prompt=_P[:4], kind="bad"),
+            (("version", 1),),
+            *_computed("A", engine="d"),
+            *_cached("B"),
+        ],
+        {"t any": "s0..2 1*kv_unknown f9"},
+    ),
+    "a cached block that another request loaded": (
+        _ENGINES._replace(requests=4),
+        [
+            (("reset", "e"),),
+            *_computed("A", engine="d"),
+            *_restored("C", trace="tC"),
+            *_cached("B", blocks=(4, 2)),
+        ],
+        {"t any": "4*kv_unknown f6", "tC any": "4*kv_unknown f5"},
+    ),
+    "a cached block that another request loaded from a store that was emptied": (
+        _FRESH,
+        [
+            *_computed("A", engine="d"),
+            *_restored("C", trace="tC"),
+            *_cached("B", blocks=(4, 2)),
+        ],
+        {"t": "p0..3 f6", "tC": "p0..3 f5"},
+    ),
     "KV of a prompt that another trace computed under weights of which no one gave the version": (
-        _ENGINES._replace(version=None),
+        _DECLARED._replace(version=None),
         [
             _begin("A", trace="tA"),
             _step("A", "e", 0, 5),

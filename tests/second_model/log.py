@@ -63,6 +63,8 @@ class Attempt:
     cached: int
     external: int
     blocks: list[int]
+    version: int | None
+    """The engine's at that moment."""
     inherits_at: int = -1
     surely: bool = True
     """Whether the contract says that it inherits: by its first rows, not by an early end."""
@@ -144,6 +146,16 @@ class Writer:
     block_size: int
     step: int = 0
     version: int | None = None
+    model: str = ""
+    declares: bool = False
+    """Whether the deployment empties each store outside of the blocks at every update."""
+    #: (at, weight version, whether it came from outside) of all KV that came into its blocks; None:
+    #: of a version that nobody knows.
+    kv: list[tuple[int, int | None, bool]] = field(default_factory=list)
+    #: When it said that no KV is left outside of its blocks.
+    emptied: list[int] = field(default_factory=list)
+    #: By a call: (at, version known to be that) of `kv` since then, as far as somebody asked.
+    came: dict[int, list[tuple[int, int | None]]] = field(default_factory=dict)
     parts: list[Part] = field(default_factory=list)
     #: Of each slot: (at, row or None, whether it is certain), in order.
     effects: dict[int, list[tuple[int, Row | None, bool]]] = field(
@@ -167,6 +179,8 @@ class Log:
         self.unclear: set[str] = set()
         #: Whether the agents of requests that still run count as lost.
         self.settled = False
+        #: Calls up to which all had arrived at some moment.
+        self.flushes: list[int] = []
 
     def writer(self, writer: Writer) -> Writer:
         self.writers.append(writer)
@@ -219,7 +233,9 @@ class Log:
         self._attempt(part, cached, external, blocks)
 
     def _attempt(self, part: Part, cached: int, external: int, blocks: Sequence[int]) -> None:
-        attempt = Attempt(self.now, cached, external, list(blocks))
+        attempt = Attempt(self.now, cached, external, list(blocks), part.writer.version)
+        if external:
+            part.writer.kv.append((self.now, part.writer.version, True))
         part.attempts.append(attempt)
         size = part.writer.block_size
         for index, block in enumerate(attempt.blocks):
@@ -250,6 +266,7 @@ class Log:
         """A step, or a skip where there are no rows."""
         self.now += 1
         writer.step += 1
+        writer.kv.append((self.now, None if rows is None else writer.version, False))
         at, told = 0, []
         for part, start, count in runs:
             told.append((part, start, [None] * count if rows is None else rows[at : at + count]))
@@ -299,6 +316,7 @@ class Log:
     def step_slots(self, writer: Writer, slots: Iterable[int], rows: Sequence[Ids]) -> int:
         self.now += 1
         writer.step += 1
+        writer.kv.append((self.now, writer.version, False))
         for slot, ids in zip(slots, rows, strict=True):
             row = None
             if valid_ids(ids, writer.num_experts):
@@ -343,6 +361,7 @@ class Log:
 
     def external(self, writer: Writer, blocks: Iterable[int]) -> None:
         self.now += 1
+        writer.kv.append((self.now, writer.version, True))
         for block in blocks:
             for slot in self._slots_of(writer, block):
                 self._effect(writer, slot, None)
@@ -351,6 +370,14 @@ class Log:
         self.now += 1
         writer.resets.append(self.now)
 
+    def emptied(self, writer: Writer) -> None:
+        self.now += 1
+        writer.emptied.append(self.now)
+
+    def flushed(self) -> None:
+        """All calls so far have arrived."""
+        self.flushes.append(self.now)
+
     def set_version(self, writer: Writer, version: int | None) -> None:
         writer.version = version
 
@@ -358,6 +385,18 @@ class Log:
         """A reader deletes a trace; all calls before have arrived."""
         self.now += 1
         self.deletions.append((self.now, trace_id))
+
+    # ------------------------------------------------------------------ arrival
+
+    def sooner(self, part: Part, other: Part) -> bool:
+        """Whether one begin arrived before another one for certain."""
+        first = part.attempts[0]
+        sent = first.inherits_at if first.cached else first.at
+        if sent < 0:
+            return False
+        if part.writer is other.writer and sent < other.begun_at:
+            return True
+        return any(sent <= flush < other.begun_at for flush in self.flushes)
 
     # ------------------------------------------------------------------ slots
 

@@ -51,6 +51,14 @@ class Family(NamedTuple):
     externals: bool = False
     decode_engine: bool = False
     resets: bool = False
+    emptied: bool = False
+    """Whether engines say that no KV is left outside of their blocks."""
+    fresh: bool = False
+    """Whether they say at first that none is left anywhere."""
+    declares: bool = False
+    """Whether KV outside is declared to be gone at each update."""
+    strangers: str = ""
+    """Engines that have another model."""
     versions: bool = False
     flushes: bool = False
     deletes: bool = False
@@ -166,8 +174,10 @@ class Engine:
                 found.append((("sync",),))
         if f.versions and self.requests and self.last[0][0] != "version":
             found += [(("version", v),) for v in (self.versions, None) if v != self.version]
-        if f.resets and self.requests and self.last[0][0] != "reset":
-            found.append((("reset", "e"),))
+        if self.requests:
+            kinds = ["reset"] * f.resets + ["emptied"] * f.emptied
+            engines = "ed" if f.decode_engine and f.emptied else "e"
+            found += [((k, e),) for k in kinds for e in engines if self.last[0] != (k, e)]
         if f.externals and self.last[:1] and self.last[0][0] not in ("external", "version"):
             found += [
                 (("external", r.engine, (r.blocks[0],)),)
@@ -516,6 +526,9 @@ class Engine:
             (e, slot): t for (e, slot), t in self.kv.items() if e != engine or slot // size in held
         }
 
+    def _on_emptied(self, _: str) -> None:
+        pass
+
     def _on_version(self, version: int | None) -> None:
         self.version, self.versions = version, self.versions + (version is not None)
 
@@ -700,6 +713,75 @@ FAMILIES = (
         version=None,
     ),
     Family(
+        "restored KV, declared",
+        4,
+        12,
+        prompt_len=5,
+        requests=4,
+        same_trace=True,
+        decode_engine=True,
+        externals=True,
+        versions=True,
+        preempts=True,
+        flushes=True,
+        declares=True,
+    ),
+    Family(
+        "restored KV, told",
+        4,
+        12,
+        prompt_len=5,
+        requests=4,
+        decode_engine=True,
+        externals=True,
+        versions=True,
+        resets=True,
+        emptied=True,
+        fresh=True,
+        turns=False,
+    ),
+    Family(
+        "cached KV of nobody",
+        4,
+        8,
+        prompt_len=4,
+        requests=3,
+        prompts=(4, 5),
+        decode_engine=True,
+        versions=True,
+        resets=True,
+        fresh=True,
+        skips=True,
+        invalid=True,
+        chunks=True,
+    ),
+    Family(
+        "restored KV in two shards",
+        4,
+        12,
+        prompt_len=5,
+        requests=3,
+        externals=True,
+        versions=True,
+        resets=True,
+        emptied=True,
+        fresh=True,
+        sharded=True,
+        turns=False,
+    ),
+    Family(
+        "restored KV of two models",
+        4,
+        12,
+        prompt_len=5,
+        requests=3,
+        decode_engine=True,
+        externals=True,
+        declares=True,
+        turns=False,
+        strangers="d",
+    ),
+    Family(
         "labels",
         4,
         8,
@@ -708,6 +790,7 @@ FAMILIES = (
         same_trace=True,
         turns=False,
         marks=len(MARKS),
+        declares=True,
     ),
     Family("preemption", 1, 24, preempts=True, late=2, drafts=(0, 1), ends=("stop",), turns=False),
     Family("preemption", 4, 8, preempts=True, late=1, versions=True, requests=1, ends=("abort",)),

@@ -128,6 +128,10 @@ class RecordingAgent:
         self._agent.reset_prefix_cache()
         self._log.reset(self._writer)
 
+    def reset_external_kv(self) -> None:
+        self._agent.reset_external_kv()
+        self._log.emptied(self._writer)
+
     def set_weight_version(self, version: int | None) -> None:
         self._agent.set_weight_version(version)
         self._log.set_version(self._writer, version)
@@ -179,9 +183,15 @@ class RecordingWorld(harness.InlineWorld):
             tuple(shard.layer_ids),
             self.layout.num_experts,
             spec.block_size,
+            model=spec.model,
+            declares=spec.empties == "declared",
         )
         self._writers[spec.engine_id, shard.name] = self.log.writer(writer)
         return RecordingAgent(agent, self.log, writer)
+
+    def barrier(self) -> None:
+        super().barrier()
+        self.log.flushed()
 
     def crash(self, engine_id: str) -> None:
         for key in list(self._writers):
@@ -231,7 +241,8 @@ class RecordingWorld(harness.InlineWorld):
     def _judge(self) -> None:
         self.log.unclear = self._unclear
         report = Report()
-        ask = Ask(self.client, "", (), self.layout.layer_ids)
+        prefix_rows = self.rng.choice(("unique", "any"))
+        ask = Ask(self.client, "", (), self.layout.layer_ids, prefix_rows)
         traces = list(dict.fromkeys(p.trace_id for p in self.log.parts))
         self.rng.shuffle(traces)
         for trace_id in traces:
