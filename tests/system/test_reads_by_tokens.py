@@ -241,13 +241,13 @@ def test_tokens_of_no_incarnation_are_refused(place: Place) -> None:
     assert "incarnation 1" not in words
     words = refused(lambda: place.fetch(unknown))
     assert "they agree before position 40 and differ before 60, behind the prompt" in words
-    assert "none of its 4 other incarnations is proven to have them" in words
+    assert "the trace has 4 other incarnations, and none is proven to have them" in words
     words = refused(lambda: place.fetch(known[0], incarnation=2))
-    assert "it has 4 other incarnations: without incarnation= and nonce=" in words
+    assert "the trace has 4 other incarnations: without incarnation= and nonce=" in words
     # Another number of tokens, too.
     words = refused(lambda: place.fetch(np.append(known[4], 7)))
     assert "samples[0].num_tokens is 61; expected 60" in words
-    assert "none of its 4 other incarnations" in words
+    assert "the trace has 4 other incarnations, and none" in words
 
 
 def test_what_no_digest_tells_apart_is_refused(place: Place) -> None:

@@ -161,10 +161,10 @@ def _others(segment: Segment, facts: TraceFacts) -> str:
     others = facts.num_incarnations - 1
     if not others:
         return ""
-    words = counted(others, "other incarnation")
+    words = f"; the trace has {counted(others, 'other incarnation')}"
     if segment.incarnation or segment.nonce:
-        return f"; it has {words}: without incarnation= and nonce=, token_ids choose one"
-    return f"; none of its {words} is proven to have them"
+        return f"{words}: without incarnation= and nonce=, token_ids choose one"
+    return f"{words}, and none is proven to have them"
 
 
 def _explain(
