@@ -363,7 +363,8 @@ class RouteClient:
 
         Raises:
             InvalidArgument: also if a request is of another model than the plan, or its tokens are
-                not those of its sample: another number, or other token digests; says how.
+                not those of its sample: another number, or other token digests; says how. Where an
+                id is used again: if its token ids prove none of several incarnations.
             Incomplete: as `get`.
             RouteTraceError: see the class.
         """
