@@ -225,6 +225,8 @@ def test_a_turn_of_a_session_is_waited_for(place: Place) -> None:
     trace = place.get(session, wait_for="end", timeout=LONG)
     later.join()
     assert (trace.num_tokens, trace.incarnation) == (120, 2)
+    # The rows of the first turn did not travel for the whole.
+    assert place.client.describe(place.name).num_reads == 2
     # The tokens of the first turn are proven to be the beginning of the whole.
     assert place.get(session[:60]).num_tokens == 120
 
@@ -258,6 +260,7 @@ def test_what_no_digest_tells_apart_is_refused(place: Place) -> None:
         lambda: place.get(first[:50])
     )
     fetched = place.fetch(first[:50])  # the only one, as before
+    assert fetched.verified == (0,)
     np.testing.assert_array_equal(fetched.topk_ids.transpose(1, 0, 2)[:49], rows[:49])
     place.run(second)
     for read in (place.get, place.fetch):
@@ -271,10 +274,11 @@ def test_what_no_digest_tells_apart_is_refused(place: Place) -> None:
 def test_without_digests_nothing_is_proven(place: Place) -> None:
     first, second = answers(2)
     rows = place.run(first, tell=False)
-    # At once: no wait brings digests.
+    begun = time.monotonic()
     assert "incarnation 1 has no token digests" in refused(
         lambda: place.get(first, wait_for="end", timeout=LONG)
     )
+    assert time.monotonic() - begun < LONG / 2  # no wait brings digests
     assert place.fetch(first).verified == (0,)
     place.run(second, tell=False)
     assert "has no token digests" in refused(lambda: place.fetch(first))

@@ -59,15 +59,18 @@ def check_tokens(number: int, sample: Sample, segment: Segment, facts: TraceFact
         facts: facts of the request.
 
     Returns:
-        How many of the request's token digests confirmed the sample's token ids; 0 proves nothing.
+        How many of the request's token digests confirmed the sample's token ids; 0 if they prove
+        nothing of the answer.
 
     Raises:
         InvalidArgument: if the tokens differ, or are another number; says how.
     """
-    confirmed = 0
+    confirmed, proof = 0, Proof.NONE
     token_ids = tokens_of(sample, segment)
     if token_ids is not None:
-        confirmed, agreed, differs = compare_tokens(token_ids, facts)
+        compared = compare_tokens(token_ids, facts)
+        confirmed, agreed, differs = compared
+        proof = Proof.of(compared, len(token_ids), facts)
         if differs is not None:
             raise InvalidArgument(
                 field=f"samples[{number}].token_ids",
@@ -89,7 +92,7 @@ def check_tokens(number: int, sample: Sample, segment: Segment, facts: TraceFact
             f"{_others(segment, facts) if token_ids is not None else ''}. Of a "
             "sample that was cut short, give its token_ids, or the segment that it takes",
         )
-    return confirmed
+    return confirmed if proof in (Proof.BEGINS, Proof.WHOLE) else 0
 
 
 class Compared(NamedTuple):
