@@ -70,6 +70,7 @@ class Stored:
         self.ids = [rows_of(LAYOUT, len(t) - 1, i) for i, t in enumerate(self.tokens)]
         self.valid = [np.ones(len(t) - 1, bool) for t in self.tokens]
         self.versions = [np.zeros(len(t) - 1, int) for t in self.tokens]
+        self.prompts: list[int] = []
         config = AgentConfig(target=target, engine_id="e", layout=LAYOUT, background="thread")
         with CaptureAgent(config) as agent:
             for number, tokens in enumerate(self.tokens):
@@ -78,6 +79,7 @@ class Stored:
 
     def _run(self, agent: CaptureAgent, rng: random.Random, number: int, tokens) -> None:
         prompt = rng.randint(1, len(tokens) - 1)
+        self.prompts.append(prompt)
         handle = agent.begin(f"r{number}", prompt_len=prompt, prompt_token_ids=tokens[:prompt])
         at, last = 0, len(tokens) - 1
         while at < last:
@@ -92,6 +94,13 @@ class Stored:
             self.versions[number][at:stop] = version
             at = stop
         agent.finish(handle, len(tokens), token_ids=tokens)
+
+    def proves(self, number: int, count: int) -> bool:
+        """Whether a digest behind the prompt lies within the first tokens of a request."""
+        every_64th = any(
+            position % 64 == 0 for position in range(self.prompts[number] + 1, count + 1)
+        )
+        return every_64th or count == len(self.tokens[number])
 
     def sample(self, rng: random.Random, _: int) -> Sample:
         """A sample made of the requests."""
@@ -681,10 +690,15 @@ def test_tokens_prove_the_rows(stored, client):
     tokens = stored.tokens[1]
     assert fetch_sample(client, Sample.of("r1", token_ids=tokens)).verified[0] >= 2
     assert fetch_sample(client, Sample.of("r1", len(tokens))).verified == (0,)
-    # The start of a request is enough where it is proven to be that.
-    rows = fetch_sample(client, Sample.of("r1", token_ids=tokens[:-3]))
-    assert rows.verified[0] >= 1
-    assert rows.coverage == 1
+    # The start of a request is enough, and is proven by a digest behind the prompt.
+    proven = []
+    for number in (1, 2, 4, 5, 6):
+        tokens = stored.tokens[number][:-3]
+        rows = fetch_sample(client, Sample.of(f"r{number}", token_ids=tokens))
+        proven.append(rows.verified[0] > 0)
+        assert proven[-1] == stored.proves(number, len(tokens))
+        assert rows.coverage == 1
+    assert {*proven} == {False, True}
 
 
 def told(client, sample: Sample, layout: ModelLayout = LAYOUT) -> str:
@@ -754,7 +768,8 @@ def test_the_tokens_of_each_turn_are_checked(stored, client, number):
     edited = np.concatenate([tokens[: count - 1], [7] * 40])
     sample = Sample(len(edited), (turn,), token_ids=edited)
     if count > 64:
-        assert fetch_sample(client, sample).verified[0] >= 1
+        proven = fetch_sample(client, sample).verified[0] > 0
+        assert proven == stored.proves(number, count - 1)
     edited[10] += 1
     assert "another prompt" in told(client, sample) or "they agree" in told(client, sample)
 

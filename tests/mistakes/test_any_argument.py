@@ -134,8 +134,8 @@ _TABLE = {
         options=rt.ReadOptions(),
     ),
     "client.RouteClient.get": _client(
-        "get", request_id="done", incarnation=1, num_tokens=None, pin_memory=False, options=None,
-        **_PART, **READ,
+        "get", request_id="done", incarnation=1, num_tokens=None, token_ids=TOKENS,
+        pin_memory=False, options=None, **_PART, **READ,
     ),
     "client.RouteClient.get_many": _client(
         "get_many", trace_ids=["done"], concurrency=1, errors="raise", pin_memory=False,

@@ -13,6 +13,8 @@ import sys
 from oracle.mutations import AGENT, SERVER
 from regressions.judging import fault, run
 
+CLIENT = "client/routetrace/client/_core"
+
 FAULTS = (
     fault(
         "slots of a shortage are not reported at its end",
@@ -323,6 +325,20 @@ FAULTS = (
         "        if False:\n",
         "system/test_cut_rollouts.py::"
         "test_rows_of_all_tokens_that_the_caller_got_are_of_the_passes_that_sampled_them",
+    ),
+    fault(
+        "tokens prove each incarnation that they do not disprove",
+        f"{CLIENT}/proof.py",
+        "            if proof is Proof.WHOLE or",
+        "            if proof is not Proof.DIFFERS or",
+        "system/test_reads_by_tokens.py::test_each_answer_is_read_by_its_tokens",
+    ),
+    fault(
+        "a plan takes each incarnation that its tokens do not disprove",
+        f"{CLIENT}/fetch.py",
+        "search.see(facts) is Proof.WHOLE:",
+        "search.see(facts) is not Proof.DIFFERS:",
+        "system/test_reads_by_tokens.py::test_each_answer_is_read_by_its_tokens",
     ),
     fault(
         "digests leave images out",

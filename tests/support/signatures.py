@@ -6,7 +6,7 @@ READ = "options **keywords"
 CALLS = {
     "client.RouteClient.__init__": "target * run timeout security config options",
     "client.RouteClient.get": "request_id * layer_ids token_start token_stop incarnation nonce"
-    f" num_tokens pin_memory {READ}",
+    f" num_tokens token_ids pin_memory {READ}",
     "client.RouteClient.get_many": "trace_ids * concurrency errors layer_ids token_start token_stop"
     f" pin_memory progress {READ}",
     "client.RouteClient.expert_load": f"trace_ids ranges * layer_ids concurrency progress {READ}",

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from routetrace.capture_agent import CaptureAgent
-from routetrace.client import RouteClient, TraceState
+from routetrace.client import FetchPlan, MicroBatch, Rank, RouteClient, Sample, TraceState
 from routetrace.common.layout import ModelLayout
 from routetrace.server.testing import run_server
 
@@ -39,13 +39,14 @@ def rows(count: int, seed: int) -> np.ndarray:
     return order[:, :, :2].astype(np.uint8)
 
 
-@pytest.mark.parametrize("more", [0, 1, 2, 3])
-@pytest.mark.parametrize(("engine", "turn"), [("same", 0), ("other", 0), ("same", 30)])
-def test_rows_of_all_tokens_that_the_caller_got_are_of_the_passes_that_sampled_them(
-    place: tuple[RouteClient, dict], engine: str, turn: int, more: int
-) -> None:
-    """The caller goes on under new weights; `turn` tokens of its own are behind the cut."""
-    client, agents = place
+def cut_and_gone_on(
+    agents: dict, engine: str, turn: int, more: int
+) -> tuple[str, np.ndarray, np.ndarray, np.ndarray]:
+    """Abort a request, and go on at an engine, with `turn` tokens of the caller behind the cut.
+
+    Returns:
+        The trace id, the tokens of the second request, and the rows of both.
+    """
     trace_id = f"{engine} {turn} {more}"
     old, new = rows(GOT + more - 1, 1), rows(GOT + turn + SAMPLED - 1, 2)
     tokens = np.random.default_rng(3).integers(0, 1 << 16, GOT + turn + SAMPLED)
@@ -72,10 +73,36 @@ def test_rows_of_all_tokens_that_the_caller_got_are_of_the_passes_that_sampled_t
         then.step(new[position : position + 1], [(handle, position, 1)])
     then.finish(handle, len(tokens), token_ids=tokens)
     assert then.flush()
+    return trace_id, tokens, old, new
 
+
+@pytest.mark.parametrize("more", [0, 1, 2, 3])
+@pytest.mark.parametrize(("engine", "turn"), [("same", 0), ("other", 0), ("same", 30)])
+def test_rows_of_all_tokens_that_the_caller_got_are_of_the_passes_that_sampled_them(
+    place: tuple[RouteClient, dict], engine: str, turn: int, more: int
+) -> None:
+    """The caller goes on under new weights."""
+    client, agents = place
+    trace_id, _, old, new = cut_and_gone_on(agents, engine, turn, more)
     trace = client.get(trace_id)
     # The row of the last token that the caller got sampled what comes next, unless other text does.
     cut = GOT if turn and more else GOT - 1
     assert trace.state is TraceState.COMPLETE
     assert trace.weight_versions == ((0, cut, 1), (cut, len(new), 2))
     np.testing.assert_array_equal(trace.topk_ids, [*old[:cut], *new[cut:]])
+
+
+@pytest.mark.parametrize("more", [0, 1, 2, 3])
+def test_the_tokens_of_a_cut_answer_prove_its_rows_where_the_next_prompt_does_not(
+    place: tuple[RouteClient, dict], more: int
+) -> None:
+    client, agents = place
+    trace_id, tokens, old, new = cut_and_gone_on(agents, "other", 30, more)
+    trace = client.get(trace_id, token_ids=tokens[:GOT])
+    np.testing.assert_array_equal(trace.topk_ids[: GOT - 1], old[: GOT - 1])
+    sample = Sample.of(trace_id, token_ids=tokens[:GOT])
+    plan = FetchPlan.make(LAYOUT, MicroBatch.packed([sample]), Rank(LAYOUT.layer_ids))
+    fetched = client.fetch(plan).topk_ids.transpose(1, 0, 2)
+    np.testing.assert_array_equal(fetched[: GOT - 1], old[: GOT - 1])
+    trace = client.get(trace_id, token_ids=tokens)
+    np.testing.assert_array_equal(trace.topk_ids[GOT:], new[GOT:])

@@ -39,9 +39,10 @@ PROMPT = 96
 def client():
     with run_server() as server:
         feeder = Feeder(server.target, LAYOUT)
-        handle = feeder.begin("a", prompt_len=PROMPT, prompt_token_ids=TOKENS[:PROMPT])
-        feeder.step(rows_of(LAYOUT, 511), [(handle, 0, 511)])
-        feeder.finish(handle, 512, token_ids=TOKENS)
+        for name, tokens in (("a", TOKENS), ("again", TOKENS), ("again", edited(110))):
+            handle = feeder.begin(name, prompt_len=PROMPT, prompt_token_ids=TOKENS[:PROMPT])
+            feeder.step(rows_of(LAYOUT, 511), [(handle, 0, 511)])
+            feeder.finish(handle, 512, token_ids=tokens)
         feeder.close()
         with RouteClient(server.target) as client:
             yield client
@@ -51,9 +52,9 @@ def fetch(client: RouteClient, sample: Sample, layout: ModelLayout = LAYOUT) -> 
     client.fetch(FetchPlan.make(layout, MicroBatch.packed([sample]), Rank(layout.layer_ids)))
 
 
-def edited() -> np.ndarray:
+def edited(position: int = 100) -> np.ndarray:
     tokens = TOKENS.copy()
-    tokens[100] = 7
+    tokens[position] = 7
     return tokens
 
 
@@ -109,6 +110,9 @@ MISTAKES: dict[str, Callable[[RouteClient], None]] = {
     ),
     "tokenized again, a template rendered again": lambda c: fetch(
         c, Sample.of("a", token_ids=edited())
+    ),
+    "an id that was used again, and tokens of none of its answers": lambda c: fetch(
+        c, Sample.of("again", token_ids=edited())
     ),
     "another model, another numbering of layers": lambda c: fetch(
         c, Sample.of("a", 512), ModelLayout((3, 5, 6), 8, 40, 3)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from enum import IntEnum
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -10,7 +11,7 @@ import numpy.typing as npt
 from routetrace.client.micro_batch import Sample, Segment
 from routetrace.client.stat import TraceFacts
 from routetrace.codec.records import TokenDigest, digest_key
-from routetrace.common.errors import InvalidArgument
+from routetrace.common.errors import InvalidArgument, counted
 from routetrace.common.layout import ModelLayout
 
 # Tokens that a sample may have too many at its start, where they are looked for.
@@ -58,23 +59,25 @@ def check_tokens(number: int, sample: Sample, segment: Segment, facts: TraceFact
         facts: facts of the request.
 
     Returns:
-        How many of the request's token digests confirmed the sample's token ids; 0 proves nothing.
+        How many of the request's token digests confirmed the sample's token ids; 0 if they prove
+        nothing of the answer.
 
     Raises:
         InvalidArgument: if the tokens differ, or are another number; says how.
     """
-    confirmed = 0
-    if sample.token_ids is not None and comparable(sample, segment):
-        # Tokens behind those that the rows are of may be another request's.
-        stop = min(segment.num_tokens or segment.stop, sample.num_tokens)
-        token_ids = sample.token_ids[:stop]
-        confirmed, agreed, differs = compare_tokens(token_ids, facts)
+    confirmed, proof = 0, Proof.NONE
+    token_ids = tokens_of(sample, segment)
+    if token_ids is not None:
+        compared = compare_tokens(token_ids, facts)
+        confirmed, agreed, differs = compared
+        proof = Proof.of(compared, len(token_ids), facts)
         if differs is not None:
             raise InvalidArgument(
                 field=f"samples[{number}].token_ids",
                 value=f"{len(token_ids)} tokens",
                 expected=f"the {facts.num_tokens or 'first'} tokens of trace "
-                f"{facts.trace_id!r}: {_explain(confirmed, agreed, token_ids, facts)}",
+                f"{facts.trace_id!r}: {_explain(confirmed, agreed, token_ids, facts)}"
+                f"{_others(segment, facts)}",
             )
     count = segment.num_tokens
     # The start of a request is enough where it is proven to be that.
@@ -85,10 +88,11 @@ def check_tokens(number: int, sample: Sample, segment: Segment, facts: TraceFact
             field=f"samples[{number}].num_tokens",
             value=count,
             expected=f"{known}, the tokens of trace {facts.trace_id!r} (prompt "
-            f"{facts.prompt_len or 'unknown'}): its rows may be shifted against other tokens. Of a "
+            f"{facts.prompt_len or 'unknown'}): its rows may be shifted against other tokens"
+            f"{_others(segment, facts) if token_ids is not None else ''}. Of a "
             "sample that was cut short, give its token_ids, or the segment that it takes",
         )
-    return confirmed
+    return confirmed if proof in (Proof.BEGINS, Proof.WHOLE) else 0
 
 
 class Compared(NamedTuple):
@@ -116,9 +120,54 @@ def compare_tokens(token_ids: npt.NDArray[np.integer[Any]], facts: TraceFacts) -
     return Compared(confirmed, digest.position, None)
 
 
-def comparable(sample: Sample, segment: Segment) -> bool:
-    """Whether a request's digests say anything of a sample: they count tokens from its start."""
-    return sample.token_ids is not None and segment.shift == 0
+class Proof(IntEnum):
+    """How far digests prove that tokens are those of a request, or its first ones."""
+
+    DIFFERS = 0
+    """They are another request's."""
+    SHORT = 1
+    """The request has fewer tokens."""
+    NONE = 2
+    """No digest differs, and none behind its prompt agrees."""
+    BEGINS = 3
+    """A digest behind its prompt agrees, and none stands at the end of the tokens."""
+    WHOLE = 4
+    """The digest of all the tokens agrees."""
+
+    @classmethod
+    def of(cls, compared: Compared, count: int, facts: TraceFacts) -> Proof:
+        """Return how far `count` tokens are proven, which were compared with a request's."""
+        if compared.differs is not None:
+            return cls.DIFFERS
+        if facts.num_tokens is not None and facts.num_tokens < count:
+            return cls.SHORT
+        if compared.agreed == count:
+            return cls.WHOLE
+        # An unknown prompt may reach to the end of the tokens.
+        prompt_len = count if facts.prompt_len is None else facts.prompt_len
+        return cls.BEGINS if compared.agreed > prompt_len else cls.NONE
+
+
+def tokens_of(sample: Sample, segment: Segment) -> npt.NDArray[np.integer[Any]] | None:
+    """Return the tokens of a sample that a request's digests can prove; None: none.
+
+    Digests count tokens from the start of the request; those behind the tokens that the rows are of
+    may be another request's.
+    """
+    if sample.token_ids is None or segment.shift:
+        return None
+    return sample.token_ids[: min(segment.num_tokens or segment.stop, sample.num_tokens)]
+
+
+def _others(segment: Segment, facts: TraceFacts) -> str:
+    """Say how many other incarnations a trace has, and that they are no remedy."""
+    others = facts.num_incarnations - 1
+    if not others:
+        return ""
+    words = f"; the trace has {counted(others, 'other incarnation')}"
+    if segment.incarnation or segment.nonce:
+        return f"{words}: without incarnation= and nonce=, token_ids choose one"
+    return f"{words}, and none is proven to have them"
 
 
 def _explain(

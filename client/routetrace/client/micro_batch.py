@@ -114,7 +114,8 @@ class Sample(Values):
             trace_id: the trace's id.
             num_tokens: its tokens, prompt and output; how many `token_ids` are, if None.
             token_ids: [num_tokens] integers. With them the rows are proven to be of these tokens,
-                where the agent knew its tokens, and a sample may be cut short.
+                where the agent knew its tokens, and a sample may be cut short. Of several
+                incarnations they choose one.
             padded_len: see `Sample`.
             incarnation: as in `RouteClient.get`.
             nonce: as in `RouteClient.get`.

@@ -66,7 +66,8 @@ class Rows:
     """Facts about the trace of each of `plan.reads`."""
     verified: tuple[int, ...] = ()
     """For each of `plan.reads`, how many token digests confirmed its sample's token ids; 0 proves
-    nothing: no token ids were given, or the agent reported no digests."""
+    nothing: no token ids were given, the agent reported no digests, or none behind the prompt lies
+    within the sample."""
     stats: FetchStats = field(default_factory=FetchStats)
 
     def __repr__(self) -> str:

@@ -15,7 +15,7 @@ import grpc
 
 from routetrace.client._core.config import Config
 from routetrace.client._core.messages import Received
-from routetrace.client._core.steps import END, Emit, Open, Plan, Receive, Sleep
+from routetrace.client._core.steps import END, Emit, Open, Plan, Receive, Unary
 from routetrace.common.errors import (
     DeadlineExceeded,
     RouteTraceError,
@@ -49,8 +49,11 @@ def together(config: Config, plans: Iterable[Plan[T]]) -> Plan[T | RouteTraceErr
             yield from _emit_ended(config, waiting)
             live = [lane for lane in waiting if lane.step is not None]
             opening = [lane for lane in live if isinstance(lane.step, Open)]
+            calling = [lane for lane in live if isinstance(lane.step, Unary)]
             if len(live) == 1:
                 yield from _alone(live[0])
+            elif calling:
+                yield from _step_of(calling[0])
             elif opening:
                 # Those that are sent to one worker share its stream.
                 worker = opening[0].step.worker
@@ -130,12 +133,17 @@ def _emit_ended(config: Config, waiting: deque[_Lane[T]]) -> Plan[T | RouteTrace
 def _alone(lane: _Lane[T]) -> Plan[Any]:
     """Carry out the one plan that is left, with a call of its own."""
     while lane.step is not None:
-        try:
-            outcome = yield lane.step
-        except grpc.RpcError as failure:  # noqa: PERF203
-            lane.fail(failure)
-        else:
-            lane.send(outcome)
+        yield from _step_of(lane)
+
+
+def _step_of(lane: _Lane[T]) -> Plan[Any]:
+    """Carry out one step of a plan."""
+    try:
+        outcome = yield lane.step
+    except grpc.RpcError as failure:
+        lane.fail(failure)
+    else:
+        lane.send(outcome)
 
 
 def _stream(config: Config, lanes: Sequence[_Lane[T]], waiting: deque[_Lane[T]]) -> Plan[Any]:
@@ -159,7 +167,7 @@ def _stream(config: Config, lanes: Sequence[_Lane[T]], waiting: deque[_Lane[T]])
                 return
     except grpc.RpcError as failure:
         for lane in lanes:
-            if lane.step is not None and not isinstance(lane.step, Sleep):
+            if isinstance(lane.step, (Open, Receive)):
                 lane.fail(failure)
     else:
         for lane in lanes:

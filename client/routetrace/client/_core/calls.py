@@ -15,6 +15,7 @@ from routetrace.client import _arguments as check
 from routetrace.client._core.assemble import Want
 from routetrace.client._core.config import Config
 from routetrace.client._core.fetch import Fetch
+from routetrace.client._core.proof import Search, read_proven
 from routetrace.client._core.reads import (
     called,
     named,
@@ -76,6 +77,7 @@ def get(
     pin_memory: bool,
     nonce: int | None = None,
     num_tokens: int | None = None,
+    token_ids: npt.ArrayLike | None = None,
     id_field: str = "trace_id",
 ) -> Plan[Trace]:
     """See RouteClient.get, which names its id `request_id`."""
@@ -89,7 +91,27 @@ def get(
             raise InvalidArgument(
                 field="num_tokens", value=num_tokens, expected="None, or wait_for 'end' or 'rows'"
             )
-    return _reader(config, options)(want)
+    if token_ids is None:
+        return _reader(config, options)(want)
+    tokens = check.tokens("token_ids", token_ids)
+    if not tokens.size:
+        raise InvalidArgument(field="token_ids", value="empty", expected="prompt and output tokens")
+    limit = config.limit(options.timeout)
+    if options.wait_for is not None and num_tokens is None:
+        want = replace(want, num_tokens=tokens.size)
+
+    def read_for(want: Want, seconds: float, last: bool) -> Plan[Any]:
+        request = _get_request(config, want, options)
+        if options.wait_for is None:
+            return read("GetTrace", request, want, limit)
+        request.wait_for = _WAITS[options.wait_for]
+        if last:
+            return read_waiting(request, want, seconds, config.timeout)
+        return read("GetTrace", request, want, seconds)
+
+    wait = None if options.wait_for is None else limit
+    search = Search(config, trace_id, tokens)
+    return named(trace_id, read_proven(search, want, read_for, wait))
 
 
 def fetch(config: Config, options: ReadOptions, *, pin_memory: bool) -> Callable[..., Fetch]:
@@ -99,9 +121,7 @@ def fetch(config: Config, options: ReadOptions, *, pin_memory: bool) -> Callable
 
     def make(plan: FetchPlan, out: Any = None) -> Fetch:
         check.instance("plan", plan, FetchPlan, _GET if isinstance(plan, str) else "")
-        return Fetch(
-            config, plan, read, options.missing == "mask", options.weight_version, out, pin
-        )
+        return Fetch(config, plan, read, options, out, pin)
 
     return make
 

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-import grpc
 import numpy as np
 import numpy.typing as npt
 
@@ -15,13 +14,21 @@ from routetrace.client._core.assemble import Want
 from routetrace.client._core.batch import MAX_READS, together
 from routetrace.client._core.cells import PlacedCells
 from routetrace.client._core.config import Config
+from routetrace.client._core.proof import Search
+from routetrace.client._core.reads import value_of
 from routetrace.client._core.steps import Emit, Part
 from routetrace.client._core.steps import Plan as Steps
-from routetrace.client.alignment import check_layout, check_tokens, comparable
+from routetrace.client.alignment import Proof, check_layout, check_tokens, tokens_of
+from routetrace.client.options import ReadOptions
 from routetrace.client.plan import FetchPlan, PlannedRead
 from routetrace.client.rows import FetchStats, Rows
 from routetrace.client.stat import ReadFacts
-from routetrace.common.errors import InvalidArgument, RouteTraceError
+from routetrace.common.errors import (
+    DeadlineExceeded,
+    Incomplete,
+    InvalidArgument,
+    RouteTraceError,
+)
 
 Read = Callable[[Want], Steps[ReadFacts]]
 
@@ -48,8 +55,7 @@ class Fetch:
         config: configuration of the client.
         plan: rank plan.
         read: returns the read plan of a `Want`.
-        mask: whether cells may be missing.
-        weight_version: weight version of all rows; None: any.
+        options: options of its reads.
         out: [layers, tokens, top_k] to decode into: an array or a CPU tensor; None: a new array.
         pin_memory: whether a new one is page-locked.
 
@@ -62,19 +68,18 @@ class Fetch:
         config: Config,
         plan: FetchPlan,
         read: Read,
-        mask: bool,
-        weight_version: int | None,
+        options: ReadOptions,
         out: Any = None,
         pin_memory: bool = False,
     ) -> None:
         self.plan = plan
         self._config = config
         self._read = read
-        self._mask = mask
-        self._weight_version = weight_version
+        self._options = options
         self._out = None if out is None else _checked(out, plan)
         self._pin = pin_memory
         self._cells: list[PlacedCells] = []
+        self._verified = [0] * len(plan.reads)
 
     @property
     def nbytes(self) -> int:
@@ -115,24 +120,57 @@ class Fetch:
             self.plan.layer_ids,
             planned.pieces[0].start,
             planned.pieces[-1].stop,
-            mask=self._mask,
-            weight_version=self._weight_version,
+            mask=self._options.missing == "mask",
+            weight_version=self._options.weight_version,
             incarnation=segment.incarnation or 0,
             nonce=segment.nonce or 0,
-            token_digests=comparable(self.plan.samples[planned.sample], segment),
+            token_digests=tokens_of(self.plan.samples[planned.sample], segment) is not None,
             into=cells,
         )
-        return self._explained(planned, want)
+        return self._checked(number, want)
 
-    def _explained(self, planned: PlannedRead, want: Want) -> Steps[ReadFacts]:
+    def _checked(self, number: int, want: Want) -> Steps[ReadFacts]:
+        """Run a read plan, of the incarnation that the sample's tokens prove; check its tokens."""
+        planned = self.plan.reads[number]
+        sample, segment = self.plan.samples[planned.sample], planned.segment
+        facts = yield from self._facts_of(planned, want)
+        self._verified[number] = check_tokens(planned.sample, sample, segment, facts)
+        yield Emit(facts)
+
+    def _facts_of(self, planned: PlannedRead, want: Want) -> Part[ReadFacts]:
+        sample, segment = self.plan.samples[planned.sample], planned.segment
+        token_ids = tokens_of(sample, segment)
+        if token_ids is None or want.incarnation or want.nonce:
+            return (yield from self._explained(planned, want))
+        search = Search(self._config, want.trace_id, token_ids)
+        try:
+            facts = yield from self._explained(planned, want)
+        except (DeadlineExceeded, Incomplete, InvalidArgument):
+            other = yield from search.look(least=2)
+            if other is None:
+                raise
+        else:
+            if facts.num_incarnations == 1 or search.see(facts) is Proof.WHOLE:
+                return facts
+            other = yield from search.look()
+            if other is None and search.see(facts) in (Proof.BEGINS, Proof.NONE):
+                raise search.refusal(f"samples[{planned.sample}].token_ids")
+            if other in (None, facts.incarnation):
+                return facts
+        return (yield from self._explained(planned, replace(want, incarnation=other)))
+
+    def _explained(self, planned: PlannedRead, want: Want) -> Part[ReadFacts]:
         """Run a read plan; explain its InvalidArgument by the tokens and layers of the trace."""
         number, segment = planned.sample, planned.segment
         try:
-            yield from self._read(want)
+            return (yield from value_of(self._read(want)))
         except InvalidArgument as error:
             if error.field in _OF_THE_TRACE:
-                facts = yield from _facts(self._read(replace(want, **_FIRST_ROW)))
-                if facts:
+                try:
+                    facts = yield from value_of(self._read(replace(want, **_FIRST_ROW)))
+                except RouteTraceError:
+                    pass
+                else:
                     check_layout(want.name, facts.layout, self.plan.layout)
                     check_tokens(number, self.plan.samples[number], segment, facts)
             if error.field.startswith("layout."):  # it names plan and trace
@@ -150,15 +188,8 @@ class Fetch:
         Args:
             reads: result of each read.
             wait_seconds: seconds that the caller waited for them.
-
-        Raises:
-            InvalidArgument: if the tokens of a request are not those of its sample.
         """
         plan = self.plan
-        verified = tuple(
-            check_tokens(planned.sample, plan.samples[planned.sample], planned.segment, facts)
-            for planned, facts in zip(plan.reads, reads, strict=True)
-        )
         valid_cells = int(np.count_nonzero(self._valid))
         stats = FetchStats(
             bytes_fetched=sum(cells.bytes_fetched for cells in self._cells),
@@ -177,7 +208,7 @@ class Fetch:
             valid=self._valid,
             layer_ids=plan.layer_ids,
             reads=tuple(reads),
-            verified=verified,
+            verified=tuple(self._verified),
             stats=stats,
         )
 
@@ -255,22 +286,6 @@ class Budget:
         """Return the bytes of a fetch to the budget."""
         self._left += fetch.nbytes
         self._under_way -= 1
-
-
-def _facts(steps: Steps[ReadFacts]) -> Part[ReadFacts | None]:
-    """Run a read plan; return its result, or None if it fails."""
-    try:
-        step = steps.send(None)
-        while not isinstance(step, Emit):
-            try:
-                outcome = yield step
-            except grpc.RpcError as failure:  # noqa: PERF203
-                step = steps.throw(failure)
-            else:
-                step = steps.send(outcome)
-    except RouteTraceError:
-        return None
-    return step.value
 
 
 def _checked(out: Any, plan: FetchPlan) -> npt.NDArray[Any]:

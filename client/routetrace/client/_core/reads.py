@@ -40,6 +40,19 @@ def named(trace_id: str, plan: Plan[T]) -> Plan[T]:
         raise
 
 
+def value_of(plan: Plan[T]) -> Part[T]:
+    """Carry out a plan as a part of another one; return its first value."""
+    step = plan.send(None)
+    while not isinstance(step, Emit):
+        try:
+            outcome = yield step
+        except Exception as failure:  # noqa: PERF203
+            step = plan.throw(failure)
+        else:
+            step = plan.send(outcome)
+    return step.value
+
+
 def unary(
     method: str,
     request: Any,
@@ -50,7 +63,7 @@ def unary(
 ) -> Plan[T]:
     """Call a method; emit its converted response."""
     response = yield from called(method, request, timeout, idempotent)
-    yield Emit(_converted(convert, response))
+    yield Emit(converted(convert, response))
 
 
 def called(method: str, request: Any, timeout: float, idempotent: bool = True) -> Part[Any]:
@@ -65,7 +78,8 @@ def called(method: str, request: Any, timeout: float, idempotent: bool = True) -
         yield Sleep(pause, attempts.failure, attempts.left())
 
 
-def _converted(convert: Callable[[Any], T], response: Any) -> T:
+def converted(convert: Callable[[Any], T], response: Any) -> T:
+    """Return a converted response; Corrupt if it contradicts itself."""
     try:
         return convert(response)
     except (LookupError, ValueError, AttributeError) as error:
@@ -280,7 +294,7 @@ def watch(request: pb.WatchTracesRequest, timeout: float, convert: Callable[[Any
             call = yield Open("WatchTraces", request, None)
             while (message := (yield Receive(call))) is not END:
                 attempts.hand_out()
-                yield Emit(_converted(convert, message))
+                yield Emit(converted(convert, message))
             raise Unavailable("the server has ended the watch")
         except (grpc.RpcError, Unavailable) as failure:
             pause = attempts.pause(failure)
@@ -309,7 +323,7 @@ def pages(
     while True:
         page = yield from called(name, request, timeout)
         for item in items(page):
-            yield Emit(_converted(convert, item))
+            yield Emit(converted(convert, item))
             left -= 1
             if not left:
                 return

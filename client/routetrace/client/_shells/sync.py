@@ -149,6 +149,7 @@ class RouteClient:
         incarnation: int | None = None,
         nonce: int | None = None,
         num_tokens: int | None = None,
+        token_ids: npt.ArrayLike | None = None,
         pin_memory: bool = False,
         options: ReadOptions | None = None,
         **keywords: Unpack[ReadKeywords],
@@ -170,13 +171,20 @@ class RouteClient:
             num_tokens: with `wait_for`, prompt and output tokens of the trace, as the engine's
                 answer counts them. Several requests under one id make up one trace (turns of a
                 session): until the next one has begun at the server, up to a second later, the
-                trace is complete as of the last. An end at fewer tokens does not count.
+                trace is complete as of the last. An end at fewer tokens does not count. It says
+                nothing of which tokens they are.
+            token_ids: prompt and output tokens, from position 0 on. Where an id is used again and
+                no handle came, they prove which incarnation is meant: the digest at their end
+                agrees, or, of an answer that was cut, a digest behind the prompt. With `wait_for`
+                that incarnation is waited for. Of several with these tokens, the same one is taken
+                as among all. Beside `incarnation` or `nonce`, they are compared alone.
             pin_memory: use page-locked memory for the ids (needs torch with CUDA), so that
                 `Trace.to_torch` copies at full speed and does not block.
             options: see `ReadOptions`; those of the client if None.
             **keywords: fields of `ReadOptions` that replace those of `options`.
 
         Raises:
+            InvalidArgument: also if `token_ids` prove no incarnation; says where each one differs.
             Incomplete: if rows are missing, or may be because the end is unknown, and `missing` is
                 "raise"; lists the missing ranges and the reasons.
             DeadlineExceeded: also if `wait_for` waited in vain; `stat` has the facts about the
@@ -194,6 +202,7 @@ class RouteClient:
             incarnation=incarnation,
             nonce=nonce,
             num_tokens=num_tokens,
+            token_ids=token_ids,
             pin_memory=pin_memory,
             id_field="request_id",
         )
@@ -354,7 +363,8 @@ class RouteClient:
 
         Raises:
             InvalidArgument: also if a request is of another model than the plan, or its tokens are
-                not those of its sample: another number, or other token digests; says how.
+                not those of its sample: another number, or other token digests; says how. Where an
+                id is used again: if its token ids prove none of several incarnations.
             Incomplete: as `get`.
             RouteTraceError: see the class.
         """
