@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import Any
+from itertools import product
+from typing import Any, get_args
 
 import numpy as np
 import pytest
 
-from oracle.cluster import COUNTS, Cluster
+from oracle.cluster import COUNTS, Cluster, Stores
 from oracle.engine import Chances, Engine
 from oracle.listener import Heard, Listener
 from oracle.truth import (
@@ -216,8 +217,8 @@ def test_a_seed_replays_exactly():
 @pytest.mark.slow
 def test_everything_happens():
     total = Counter[str]()
-    for seed in range(12):
-        total.update(play(seed, chances=Chances(branch=0.5))[0].counts)
+    for seed, stores in product(range(8), get_args(Stores)):
+        total.update(play(seed, chances=Chances(branch=0.5), stores=stores)[0].counts)
     assert set(total) == set(COUNTS)
     assert not [name for name in COUNTS if total[name] <= 0]
 
