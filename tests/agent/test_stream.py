@@ -1,6 +1,11 @@
 """The agent's stream: its states, and exactly once over a server that breaks and forgets."""
 
+import gc
+import os
 import random
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from itertools import product
 
 import pytest
@@ -8,6 +13,7 @@ import pytest
 from routetrace.capture_agent.config import AgentConfig
 from routetrace.capture_agent.counters import COUNTER_BYTES, Word
 from routetrace.capture_agent.pipeline.chunks import ChunkBuilder
+from routetrace.capture_agent.transport.connection import Call, Transport
 from routetrace.capture_agent.transport.sender import Sender
 from routetrace.capture_agent.transport.stream import TRANSITIONS, WINDOW, StreamState
 from routetrace.codec.records import OP, OpKind, unpack
@@ -31,12 +37,14 @@ ALLOWED = {
 class Agent:
     """A sender that is not started, with a clock that the test sets."""
 
-    def __init__(self) -> None:
+    def __init__(self, transport: Transport | None = None) -> None:
         self.now = 0.0
         self.words = memoryview(bytearray(COUNTER_BYTES)).cast("Q")
         self.builder = ChunkBuilder(LAYOUT)
         config = AgentConfig("127.0.0.1:1", "e0", LAYOUT)
-        self.sender = Sender(config, self.words, self.builder, lambda: None, clock=lambda: self.now)
+        self.sender = Sender(
+            config, self.words, self.builder, lambda: None, transport, clock=lambda: self.now
+        )
 
     def put(self, name: str) -> None:
         """Put a chunk in which one request begins."""
@@ -202,3 +210,55 @@ def test_a_heartbeat_has_the_age_of_the_oldest_chunk_without_an_acknowledgement(
     for sequence, lag in ((1, 1000), (2, 0)):
         sender.receive(pb.IngestResponse(ack=pb.Ack(sequence=sequence)))
         assert lag_ms() == lag
+
+
+class SlowTransport:
+    """A transport whose calls end some time after they are cancelled, as on a busy machine."""
+
+    def __init__(self) -> None:
+        self.connected = threading.Event()
+        self.alive = 0
+        """Channels and calls."""
+
+    @contextmanager
+    def connect(self) -> Iterator[Callable[[Iterator[bytes]], Call]]:
+        self.alive += 1
+        yield lambda requests: SlowCall(self, requests)
+        self.alive -= 1
+
+
+class SlowCall:
+    def __init__(self, transport: SlowTransport, requests: Iterator[bytes]) -> None:
+        self._transport = transport
+        self._cancelled, self._over = threading.Event(), threading.Event()
+        next(requests)
+        transport.alive += 1
+        transport.connected.set()
+
+    def __iter__(self) -> Iterator[pb.IngestResponse]:
+        self._cancelled.wait()
+        threading.Timer(1.5, self._over.set).start()
+        self._over.wait()
+        return iter(())
+
+    def cancel(self) -> None:
+        self._cancelled.set()
+
+    def __del__(self) -> None:
+        self._transport.alive -= 1
+
+
+def test_a_fork_waits_until_no_call_is_left():
+    """gRPC's calls take a lock when they are collected: a child would wait for it for ever."""
+    transport = SlowTransport()
+    sender = Agent(transport).sender
+    sender.start()
+    assert transport.connected.wait(30)
+    gc.disable()  # calls are not left to the collector of cycles
+    try:
+        if (child := os.fork()) == 0:
+            os._exit(transport.alive)
+    finally:
+        gc.enable()
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    sender.close(0.0)

@@ -32,8 +32,9 @@ from routetrace.v1 import routetrace_pb2 as pb
 _BACKOFF_S = (0.05, 2.0)
 #: Seconds between two attempts where files have to change first: certificates, tokens.
 _REFUSED_S = 5.0
-#: Most seconds that a fork waits for the channel to be closed.
-_FORK_S = 1.0
+#: Most seconds that a fork waits for the channel to be closed. A child that has a call hangs when it
+#: collects it, if a thread of the parent held the call's lock.
+_FORK_S = 10.0
 
 _log = logging.getLogger(__name__)
 
@@ -242,6 +243,10 @@ class Sender:
                     self._complain(error.field, error.message)
             except Exception:  # no thread can be started at interpreter exit, for one
                 _log.exception("routetrace: the ingest stream failed")
+            with self._changed:
+                self._call = None  # the last reference: errors and frames had others until here
+                self._has_channel = False
+                self._changed.notify_all()
             if self._words[Word.CHUNKS] > acknowledged:
                 backoff = low
             delay = max(delay, backoff * random.uniform(0.8, 1.2))
@@ -280,7 +285,6 @@ class Sender:
                 raise
         finally:
             with self._changed:
-                self._has_channel = False
                 self._stop()
 
     def _current(self, attempt: int) -> bool:
