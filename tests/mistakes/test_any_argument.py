@@ -305,6 +305,7 @@ _TABLE = {
     ),
     "capture_agent.CaptureAgent.mark_external": _agent("mark_external", block_ids=[60]),
     "capture_agent.CaptureAgent.reset_prefix_cache": _agent("reset_prefix_cache"),
+    "capture_agent.CaptureAgent.reset_external_kv": _agent("reset_external_kv"),
     "capture_agent.CaptureAgent.set_weight_version": _agent("set_weight_version", version=0),
     "capture_agent.CaptureAgent.flush": _agent("flush", timeout=0.0),
     "capture_agent.CaptureAgent.stats": _agent("stats"),

@@ -239,7 +239,7 @@ def facts_of_text(text: str) -> set[str]:
         elif words[0] == "rpc":
             signature = " ".join(w for w in words[1:] if w not in "()")
             facts.add(f"{inside[-1]}: rpc {signature}")
-        else:
+        elif words[0] != "option":
             left, _, number = statement.partition("[")[0].rpartition("=")
             left = re.sub(r"\s+", " ", left).strip()
             left = re.sub(r"map\s*<\s*(\w+)\s*,\s*(\w+)\s*>", r"map<\1,\2>", left)

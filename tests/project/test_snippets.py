@@ -64,6 +64,11 @@ PAGES = sorted(
 LAYOUT = ModelLayout(tuple(range(12, 24)), 24, 32, 4)
 
 
+def tokens_of(number: int) -> list[int]:
+    """Prompt and output of a recorded trace."""
+    return list(range(number, number + 111))
+
+
 @contextmanager
 def recorded(run: str = "default") -> Iterator[dict[str, int]]:
     """A server with the traces that pages name: g0-s0 and g0-s1, and g0-s2 of newer weights."""
@@ -76,7 +81,7 @@ def recorded(run: str = "default") -> Iterator[dict[str, int]]:
                 name = f"g0-s{number}" if run == "default" else f"g17-s{number}"
                 handle = agent.begin(name, prompt_len=60, labels=labels)
                 agent.step(rows_of(LAYOUT, 110, number), [(handle, 0, 110)])
-                agent.finish(handle, 111)
+                agent.finish(handle, 111, token_ids=tokens_of(number))
             assert agent.flush(30)
         yield {"7411": int(server.target.rpartition(":")[2])}
 
@@ -105,6 +110,11 @@ def readme(reader: Reader) -> None:
     }
 
 
+def reading(reader: Reader) -> None:
+    """Token ids that the caller got."""
+    reader.names |= {"rollouts": {"g0-s0": tokens_of(0)}}
+
+
 def sglang(reader: Reader) -> None:
     """An answer of SGLang, and slime's sample."""
     handle = {"run": "default", "trace_id": "g0-s0", "num_tokens": 111}
@@ -119,7 +129,7 @@ BEFORE: dict[str, tuple[Callable[[], Any], Callable[[Reader], None] | None]] = {
     "docs/capacity.md": (lambda: recorded("grpo-17"), None),
     "docs/cli.md": (recorded, None),
     "docs/experts.md": (recorded, None),
-    "docs/reading.md": (recorded, None),
+    "docs/reading.md": (recorded, reading),
     "docs/sglang.md": (recorded, sglang),
 }
 

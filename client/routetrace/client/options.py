@@ -66,7 +66,7 @@ class ReadOptions(Values):
         if self.timeout is not None:
             check.seconds("timeout", self.timeout)
         check.choice("policy", self.policy, ("as_sampled", "latest"))
-        if self.prefix_rows in _OLD_PREFIX_ROWS:
+        if isinstance(self.prefix_rows, str) and self.prefix_rows in _OLD_PREFIX_ROWS:
             warnings.warn(
                 f'prefix_rows="{self.prefix_rows}" is read as "any"; routetrace 0.10 refuses it',
                 DeprecationWarning,

@@ -32,7 +32,7 @@ from routetrace.v1 import routetrace_pb2 as pb
 _BACKOFF_S = (0.05, 2.0)
 #: Seconds between two attempts where files have to change first: certificates, tokens.
 _REFUSED_S = 5.0
-#: Most seconds that a fork waits for the channel to be closed. A child that has a call hangs when it
+#: Most seconds that a fork waits for the channel to be closed. A child with a call hangs when it
 #: collects it, if a thread of the parent held the call's lock.
 _FORK_S = 10.0
 
