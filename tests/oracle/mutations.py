@@ -294,7 +294,7 @@ MUTATIONS = (
     Mutation(
         "rows stand in for KV that was loaded into blocks",
         f"{AGENT}/step_path/kv_version.py",
-        "        self._blocks = _joined(self._blocks, version if known else UNKNOWN_VERSION)\n",
+        "        self.add(version if self._is_outside(version) else UNKNOWN_VERSION)\n",
         "",
     ),
     Mutation(
@@ -306,8 +306,14 @@ MUTATIONS = (
     Mutation(
         "live requests when stores are emptied ignored",
         f"{AGENT}/step_path/kv_version.py",
+        "        self._outside = UNKNOWN_VERSION if live else self._blocks\n",
+        "        self._outside = self._blocks\n",
+    ),
+    Mutation(
+        "KV in blocks is not written to stores that were emptied",
+        f"{AGENT}/step_path/kv_version.py",
+        "        self._outside = UNKNOWN_VERSION if live else self._blocks\n",
         "        self._outside = UNKNOWN_VERSION if live else None\n",
-        "        self._outside = None\n",
     ),
     Mutation(
         "rows stand in for cached KV that may be of other weights",
