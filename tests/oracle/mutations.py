@@ -310,6 +310,12 @@ MUTATIONS = (
         "        self._outside = self._blocks\n",
     ),
     Mutation(
+        "KV in blocks is not written to stores that were emptied",
+        f"{AGENT}/step_path/kv_version.py",
+        "        self._outside = UNKNOWN_VERSION if live else self._blocks\n",
+        "        self._outside = UNKNOWN_VERSION if live else None\n",
+    ),
+    Mutation(
         "rows stand in for cached KV that may be of other weights",
         f"{AGENT}/step_path/kv_version.py",
         "            and (not cached or self._blocks in (None, version))\n",

@@ -79,6 +79,7 @@ SHARED = (
     "late rows of a preempted request kept",
     "live requests when caches are emptied ignored",
     "live requests when stores are emptied ignored",
+    "KV in blocks is not written to stores that were emptied",
     "rows stand in for KV that may be of other weights",
     "rows stand in for cached KV that may be of other weights",
     "rows stand in for KV that was loaded into blocks",
