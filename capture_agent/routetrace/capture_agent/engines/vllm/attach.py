@@ -60,10 +60,21 @@ def make_schedule(vllm_config: Any, settings: Settings, kv_cache_config: Any) ->
         group[0] if group else None,
         drafts=vllm_config.speculative_config is not None,
         inputs=Inputs.of(vllm_config),
-        transfers=Transfers.of(vllm_config),
     )
     _schedules[settings.boot_id, settings.engine_id] = schedule
     return schedule
+
+
+def name_hand_overs(vllm_config: Any, settings: Settings) -> None:
+    """Have an engine's schedule name hand-overs of KV as its connector does.
+
+    Args:
+        vllm_config: the engine's own. That of a child of a `MultiConnector` names no other child.
+        settings: from it.
+    """
+    schedule = _schedules.get((settings.boot_id, settings.engine_id))
+    if schedule is not None:
+        schedule.transfers = Transfers.of(vllm_config)
 
 
 def attachment_of(vllm_config: Any) -> Attachment:
