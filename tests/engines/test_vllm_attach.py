@@ -6,6 +6,7 @@ in vllm_runs.
 
 from __future__ import annotations
 
+import copy
 import sys
 from types import ModuleType, SimpleNamespace
 from typing import ClassVar
@@ -211,8 +212,8 @@ def config_of(**changes):
     return config
 
 
-def transfer(name, extra=None):
-    return SimpleNamespace(kv_connector=name, kv_connector_extra_config=extra or {})
+def transfer(name, extra=None, **more):
+    return SimpleNamespace(kv_connector=name, kv_connector_extra_config=extra or {}, **more)
 
 
 def rows_of(capturer, model):
@@ -363,6 +364,35 @@ def test_where_vllm_refuses_the_connector_the_plugin_is_named(connector, refusal
     with pytest.raises(ValueError, match=refusal) as error:
         VllmConfig()._verify_kv_transfer_compat()
     assert ("ROUTETRACE_VLLM=1" in str(error.value)) is explained
+
+
+def test_a_connector_among_others_names_their_hand_overs(vllm):
+    """vLLM shows a child of a `MultiConnector` the child's own configuration alone."""
+
+    class Scheduler:
+        def __init__(self, vllm_config, kv_cache_config):
+            own = copy.copy(vllm_config)
+            own.kv_transfer_config = transfer("RouteTraceConnector")
+            self.ours = attach.make_schedule(own, settings_of(own), kv_cache_config)
+
+        def schedule(self): ...
+
+        def update_from_output(self): ...
+
+        def finish_requests(self): ...
+
+    plugin._follow_schedulers(Scheduler)
+    children = [{"kv_connector": name} for name in ("RouteTraceConnector", "NixlConnector")]
+    config = config_of(
+        kv_transfer_config=transfer("MultiConnector", {"connectors": children}, engine_id="P")
+    )
+    scheduler = Scheduler(config, SimpleNamespace(kv_cache_groups=[]))
+    request = SimpleNamespace(
+        request_id="r-0123abcd",
+        kv_transfer_params={"do_remote_decode": True},
+        status=SimpleNamespace(name="FINISHED_LENGTH_CAPPED"),
+    )
+    assert scheduler.ours.transfers.sent(request) == "P/r-0123abcd"
 
 
 def test_slots_are_those_of_the_full_attention_group(vllm):

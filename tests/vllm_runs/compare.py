@@ -63,7 +63,8 @@ class Comparison:
             # Else a session may be read as of the turn before.
             whole = not (answer.absent or answer.broken or answer.cut)
             number = len(answer.tokens) if whole else None
-            trace = self._client.get(answer.trace_id, num_tokens=number, options=options)
+            which = _named(answer)
+            trace = self._client.get(answer.trace_id, num_tokens=number, options=options, **which)
         except NotFound:
             return [] if answer.absent or answer.optional else ["no such trace"]
         except RouteTraceError as error:
@@ -73,7 +74,11 @@ class Comparison:
         faults = self._facts(answer, trace)
         if trace.layer_ids != self._layers:
             return [*faults, f"layers {trace.layer_ids} instead of {self._layers}"]
-        latest = self._client.get(answer.trace_id, missing="mask", policy="latest")
+        latest = self._client.get(answer.trace_id, missing="mask", policy="latest", **which)
+        if which and answer.newest:
+            alone = self._client.get(answer.trace_id, missing="mask")
+            if not np.array_equal(_cells(alone), _cells(trace)):
+                faults.append("a read by the trace id alone has other rows than one by the handle")
         return faults + self._rows(answer, trace, latest, tally)
 
     def _facts(self, answer: Answer, trace: Trace) -> list[str]:
@@ -98,6 +103,8 @@ class Comparison:
             faults.append(f"labels {trace.labels} instead of {answer.labels}")
         if answer.versions is not None and trace.weight_versions != answer.versions:
             faults.append(f"weights {trace.weight_versions} instead of {answer.versions}")
+        if answer.sources is not None and trace.provenance != answer.sources:
+            faults.append(f"rows of {trace.provenance} instead of {answer.sources}")
         if self._handles is not None and answer.has_handle and not answer.cut:
             handle = {"run": self._handles, "trace_id": answer.trace_id, "num_tokens": number}
             told = dict(answer.handle or {})
@@ -171,6 +178,19 @@ class Comparison:
 
         tally.wrong += int(wrong.any(axis=1).sum())
         return faults
+
+
+def _named(answer: Answer) -> dict[str, int]:
+    """Return what names the request of an answer at the server: its handle, where there is one."""
+    handle = answer.handle or {}
+    if handle.get("trace_id") == answer.trace_id:
+        return {"nonce": handle["nonce"]}
+    return {} if answer.incarnation is None else {"incarnation": answer.incarnation}
+
+
+def _cells(trace: Trace) -> np.ndarray:
+    """Return the expert ids of a trace, -1 where they are missing."""
+    return np.where(trace.valid[..., None], trace.topk_ids.astype(np.int64), -1)
 
 
 def _add(total: dict[str, int], counts: Mapping[str, int]) -> None:

@@ -62,13 +62,13 @@ class Attachment:
         if not beside:
             return {"kv_transfer_config": ours}
         both = {"connectors": [ours, dict(beside)]}
-        return {
-            "kv_transfer_config": {
-                "kv_connector": "MultiConnector",
-                "kv_role": "kv_both",
-                "kv_connector_extra_config": both,
-            }
+        several = {
+            "kv_connector": "MultiConnector",
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": both,
+            "kv_load_failure_policy": beside.get("kv_load_failure_policy", "fail"),
         }
+        return {"kv_transfer_config": several}
 
 
 @dataclass
@@ -82,12 +82,15 @@ class Ask:
     """More arguments of SamplingParams."""
     words: dict[str, Any] = field(default_factory=dict)
     """Words to routetrace, without their "routetrace." ("group", "capture", ...)."""
+    transfer: dict[str, Any] = field(default_factory=dict)
+    """What a router tells the engine's connector."""
 
     @property
     def extra_args(self) -> dict[str, Any]:
         """As they stand in the request."""
         words = {"trace_id": self.trace_id, **self.words}
-        return {f"routetrace.{name}": value for name, value in words.items()}
+        transfer = {"kv_transfer_params": self.transfer} if self.transfer else {}
+        return {f"routetrace.{name}": value for name, value in words.items()} | transfer
 
 
 @dataclass
@@ -104,9 +107,17 @@ class Answer:
     """What the response said of the trace."""
     has_handle: bool = True
     """Whether the response has room for it."""
+    transfer: dict[str, Any] = field(default_factory=dict)
+    """What another connector said for the router."""
+    incarnation: int | None = None
+    """Number of the request, from 1, if others of the engine have its trace id."""
+    newest: bool = True
+    """Whether no later one has it."""
     labels: dict[str, str] = field(default_factory=dict)
     versions: tuple[tuple[int, int, int | None], ...] | None = None
     """(start, stop, weight version) of the rows, None where it is unknown; None: not looked at."""
+    sources: tuple[tuple[int, int, str], ...] | None = None
+    """(start, stop, provenance) of the rows; None: not looked at."""
     changed: tuple[int, ...] = ()
     """Weight versions under which `reference.change_weights` held."""
     loaded: int | None = None
@@ -264,7 +275,8 @@ class Engine:
 def answers(ask: Ask, output: Any) -> list[Answer]:
     """The answers in a RequestOutput, one per completion."""
     prompt = list(output.prompt_token_ids)
-    handle = (output.kv_transfer_params or {}).get("routetrace")
+    transfer = dict(output.kv_transfer_params or {})
+    handle = transfer.pop("routetrace", None)
     several = ask.sampling.get("n", 1) > 1
     return [
         Answer(
@@ -273,6 +285,7 @@ def answers(ask: Ask, output: Any) -> list[Answer]:
             prompt_len=len(prompt),
             native=completion.routed_experts,
             handle=handle,
+            transfer=transfer,
             labels=labels_of(ask),
         )
         for completion in output.outputs

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from vllm_runs import embedded, pairs, patches, scenarios, serving
+from vllm_runs import embedded, handovers, pairs, patches, scenarios, serving
 from vllm_runs.engine import Engine, Setup, Way
 from vllm_runs.models import DRAFT
 from vllm_runs.scenarios import named
@@ -104,6 +104,8 @@ RUNS = (
                 scenarios.stop,
                 scenarios.several,
                 scenarios.abort,
+                scenarios.retry,
+                scenarios.epochs,
                 scenarios.opt_out,
                 scenarios.pause,
                 scenarios.weights,
@@ -253,6 +255,23 @@ RUNS = (
         native=False,  # has no rows of what came from elsewhere
         beside=True,
         share=(1, 2),
+    ),
+    Run(
+        "nixl",
+        named(
+            (
+                handovers.handed_over,
+                handovers.two_prefills,
+                handovers.retried,
+                handovers.computed_itself,
+                handovers.handed_back,
+            )
+        ),
+        build=handovers.Trio,
+        env={**_PROCESSES, **_CALLS},
+        native=False,  # has no rows of what came from elsewhere
+        beside=True,
+        share=(2,),
     ),
     Run(
         "offloading",

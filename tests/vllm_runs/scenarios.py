@@ -101,6 +101,63 @@ def abort(engine: Engine) -> list[Answer]:
     return gone + engine.drain()
 
 
+def retry(engine: Engine) -> list[Answer]:
+    """Aborted in the middle of its answer, and repeated under its id, with other weights.
+
+    The first repetition hits what the aborted one computed; the second one computes all again.
+    """
+    update_weights(engine, 31)
+    ask = Ask("retry", engine.prompts.make(100), max_tokens=60)
+    engine.add(ask)
+    for _ in range(8):
+        engine.step()
+    gone = engine.abort("retry")
+    gone.versions = ((0, len(gone.tokens) - 1, 31),)
+    update_weights(engine, 32)
+    (hit,) = engine.run([replace(ask, words={"sample": 1})])
+    engine.llm.reset_prefix_cache()
+    (whole,) = engine.run([replace(ask, words={"sample": 2})])
+    cached, end = len(ask.prompt) // BLOCK * BLOCK, len(hit.tokens) - 1
+    hit.versions = ((0, cached, 31), (cached, end, 32))
+    hit.sources = ((0, cached, "slot"), (cached, end, "forward"))
+    whole.versions, whole.sources = ((0, end, 32),), ((0, end, "forward"),)
+    gone.changed = hit.changed = (31,)
+    return _repeated(engine, [gone, hit, whole])
+
+
+def epochs(engine: Engine) -> list[Answer]:
+    """An id and its prompt come again in each epoch, and the answers are of one length.
+
+    Their handles tell them apart, at once: the newest is read first.
+    """
+    engine.rpc("routetrace_set_weight_version", 41)
+    ask = Ask("epochs", engine.prompts.make(40))
+    done: list[Answer] = []
+    for number in range(3):
+        if number:
+            engine.llm.reset_prefix_cache()
+            update_weights(engine, 41 + number)
+        (answer,) = engine.run([replace(ask, words={"label.epoch": number})])
+        answer.versions = ((0, len(answer.tokens) - 1, 41 + number),)
+        answer.changed = (42,)
+        done.append(answer)
+    expect(len({tuple(a.tokens) for a in done}) == 3, "two epochs sampled the same tokens")
+    expect(len({len(a.tokens) for a in done}) == 1, "the answers are of several lengths")
+    return _repeated(engine, done)
+
+
+def _repeated(engine: Engine, done: list[Answer]) -> list[Answer]:
+    """Return answers under one trace id, in the order of their begin, the newest first.
+
+    Where there are no handles nothing tells them apart before all of them are told.
+    """
+    for number, answer in enumerate(done, 1):
+        answer.incarnation, answer.newest = number, number == len(done)
+    if done[-1].handle is None:
+        engine.rpc("routetrace_flush", 10.0)
+    return done[::-1]
+
+
 def preemption(engine: Engine) -> list[Answer]:
     """More requests than the KV cache holds."""
     before = engine.count("num_preemptions")

@@ -60,7 +60,6 @@ def make_schedule(vllm_config: Any, settings: Settings, kv_cache_config: Any) ->
         group[0] if group else None,
         drafts=vllm_config.speculative_config is not None,
         inputs=Inputs.of(vllm_config),
-        transfers=Transfers.of(vllm_config),
     )
     schedule.reset(external=False)  # no pass has written to the KV cache yet
     _schedules[settings.boot_id, settings.engine_id] = schedule
@@ -70,6 +69,18 @@ def make_schedule(vllm_config: Any, settings: Settings, kv_cache_config: Any) ->
 def schedule_of(settings: Settings) -> Schedule | None:
     """Return the scheduler's half of an engine in this process; None if there is none."""
     return _schedules.get((settings.boot_id, settings.engine_id))
+
+
+def name_hand_overs(vllm_config: Any, settings: Settings) -> None:
+    """Have an engine's schedule name hand-overs of KV as its connector does.
+
+    Args:
+        vllm_config: the engine's own. That of a child of a `MultiConnector` names no other child.
+        settings: from it.
+    """
+    schedule = schedule_of(settings)
+    if schedule is not None:
+        schedule.transfers = Transfers.of(vllm_config)
 
 
 def attachment_of(vllm_config: Any) -> Attachment:

@@ -123,18 +123,20 @@ def _follow_schedulers(scheduler_class: Any) -> None:
 
         make(self, vllm_config, kv_cache_config, *args, **kwargs)
         settings = settings_of(vllm_config)
-        self.routetrace = None
-        if settings is not None and settings.way == "plugin":
-            from routetrace.capture_agent.engines.vllm.attach import make_schedule
+        self.routetrace = self.routetrace_resets = None
+        if settings is None:
+            return
+        from routetrace.capture_agent.engines.vllm.attach import (
+            make_schedule,
+            name_hand_overs,
+            schedule_of,
+        )
 
+        if settings.way == "plugin":
             self.routetrace = make_schedule(vllm_config, settings, kv_cache_config)
             _watch_lookups(self)
-
-        self.routetrace_resets = None
-        if settings is not None:
-            from routetrace.capture_agent.engines.vllm.attach import schedule_of
-
-            self.routetrace_resets = schedule_of(settings)
+        name_hand_overs(vllm_config, settings)
+        self.routetrace_resets = schedule_of(settings)
 
     @functools.wraps(schedule)
     def schedule_and_plan(self: Any, *args: Any, **kwargs: Any) -> Any:

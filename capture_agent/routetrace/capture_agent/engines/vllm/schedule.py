@@ -77,7 +77,7 @@ class Schedule:
             in a plan are upper bounds: a step is planned before the drafts of the last one are
             judged, as if all of them were accepted.
         inputs: of its requests, for digests.
-        transfers: of KV between engines.
+        transfers: of KV between engines; may be set before the first step.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class Schedule:
         self._group = group
         self._drafts = drafts
         self._inputs = inputs
-        self._transfers = transfers
+        self.transfers = transfers
         self._waiting: dict[str, tuple[Any, int]] = {}  # request, tokens in the local cache
         self._allocated: dict[str, Any] = {}  # blocks of waiting requests, since the last step
         self._requests: dict[str, _Request] = {}
@@ -272,7 +272,7 @@ class Schedule:
                 tokens = self._inputs.tokens_of(request, request.all_token_ids)
             reason = _REASONS.get(request.status.name, reason)
             if reason != "abort":  # else no connector keeps the KV
-                transfer_id = self._transfers.sent(request)
+                transfer_id = self.transfers.sent(request)
                 reason = "handoff" if hands_over(request) else reason
             reason = "handoff" if options.handoff else reason
             if reason == "handoff":
@@ -339,7 +339,7 @@ class Schedule:
         if external:
             # That of a request which hands over is for its own KV.
             given = None if kept.handoff or hands_over(request) else kept.transfer_id
-            transfer_id = given or self._transfers.received(request)
+            transfer_id = given or self.transfers.received(request)
         events.append(
             Begin(
                 lane,
