@@ -31,6 +31,7 @@ from routetrace.capture_agent.step_path.checks import (
     Rows,
     blocks_for,
     blocks_of,
+    check_pairs,
     computed_of,
     external_of,
     handles_of,
@@ -72,9 +73,10 @@ class CaptureAgent:
     last token is never forwarded.
 
     Calls follow the order of the engine's steps: decisions of a step's schedule (begin, blocks,
-    resume, preempt, mark_external) after the rows of the steps before it and before its own rows.
-    Outcomes of a step (rewind, finish) may follow one step late, since asynchronous engines learn
-    them late; rows of a request that has ended or was preempted by then are late, and dropped.
+    resume, preempt, mark_external, copy_blocks) after the rows of the steps before it and before
+    its own rows. Outcomes of a step (rewind, finish) may follow one step late, since asynchronous
+    engines learn them late; rows of a request that has ended or was preempted by then are late, and
+    dropped.
 
     An engine of several shards has one agent per shard, and reports every request to each. To
     step() each passes its own layers and positions; a token and its drafts belong to one rank.
@@ -345,13 +347,37 @@ class CaptureAgent:
         """
         with self._lock:
             if self._active():
-                self._event("external", blocks_of(block_ids, self.config))
+                self._event("external", blocks_of(block_ids, self.config, host=True))
 
-    def reset_prefix_cache(self) -> None:
-        """Note that the engine cleared its prefix cache."""
+    def copy_blocks(self, sources: Iterable[int], targets: Iterable[int]) -> None:
+        """Note that KV was copied, block by block: the copies have the rows of their sources.
+
+        For writes to the engine's host tier, and loads from there. Call it as mark_external(),
+        after the step of every pass that runs before the copy; for a load also before begin() or
+        resume() of the requests that use the blocks, to which these are no external KV.
+
+        Args:
+            sources: blocks of the engine or of its host tier (num_blocks and above).
+            targets: as many blocks, each named once. A block may be a source, too: all sources are
+                read before a target is written.
+
+        Raises:
+            InvalidArgument: naming the wrong argument; nothing was recorded.
+        """
         with self._lock:
             if self._active():
-                self._event("reset")
+                read = blocks_of(sources, self.config, host=True, name="sources")
+                written = blocks_of(targets, self.config, host=True, name="targets")
+                check_pairs(read, written)
+                if read:
+                    self._event("copy", read, written)
+
+    def reset_prefix_cache(self) -> None:
+        """Note that the engine cleared its prefix cache; host blocks keep their rows."""
+        with self._lock:
+            if self._active():
+                config = self.config
+                self._event("reset", config.num_blocks if config.num_host_blocks else 0)
 
     def set_weight_version(self, version: int | None) -> None:
         """Set the weight version of the following steps; it is unknown until it is set.

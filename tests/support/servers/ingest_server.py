@@ -212,6 +212,15 @@ class Model:
         self._erase(set(blocks))
         self._forget_blocks(blocks)
 
+    def copy(self, sources: list[int], targets: list[int]) -> None:
+        size = self.block_size
+        held = [[self.slots.get(b * size + i) for i in range(size)] for b in sources]
+        self.external(targets)
+        for block, rows in zip(targets, held, strict=True):
+            for i, row in enumerate(rows):
+                if row is not None:
+                    self.slots[block * size + i] = row
+
     def _erase(self, blocks: set[int]) -> None:
         """Drafts in blocks are not there any more, confirmed or not."""
         for request in self.live.values():
@@ -225,9 +234,10 @@ class Model:
             for slot in range(block * self.block_size, (block + 1) * self.block_size):
                 self.slots.pop(slot, None)
 
-    def reset(self) -> None:
+    def reset(self, count: int = 0) -> None:
         self._erase({block for request in self.live.values() for block in request.blocks})
-        self.slots.clear()
+        first = count * self.block_size  # of the slots that stay
+        self.slots = {s: row for s, row in self.slots.items() if count and s >= first}
 
     def apply(self, header: pb.ChunkHeader, frames: list[np.ndarray]) -> None:
         """Apply a chunk; `frames` are [n, L, K]."""
@@ -242,7 +252,7 @@ class Model:
             arg, version = int(op["arg"]), int(op["weight_version"])
             row, value = int(op["row"]), int(op["value"])
             name = ""
-            of_nobody = {OpKind.EXTERNAL, OpKind.RESET, OpKind.FORGET}
+            of_nobody = {OpKind.EXTERNAL, OpKind.RESET, OpKind.FORGET, OpKind.COPY}
             if kind not in of_nobody and request != NO_REQUEST:
                 name = header.request_ids[request]
             in_slots = kind in {OpKind.ROWS, OpKind.FORGET}
@@ -284,8 +294,10 @@ class Model:
                 self.live[name].digests.update(digests[row : row + count])
             elif kind == OpKind.EXTERNAL:
                 self.external(some)
+            elif kind == OpKind.COPY:
+                self.copy(some[: len(some) // 2], some[len(some) // 2 :])
             elif kind == OpKind.RESET:
-                self.reset()
+                self.reset(count)
         assert begun == list(range(len(header.begins)))
         assert all((rows == 1).all() for rows in used), "a row in no op, or in two"
 
