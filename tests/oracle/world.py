@@ -57,6 +57,8 @@ class Sink(Protocol):
 
     def mark_external(self, block_ids: Iterable[int]) -> None: ...
 
+    def copy_blocks(self, sources: Iterable[int], targets: Iterable[int]) -> None: ...
+
     def reset_prefix_cache(self) -> None: ...
 
     def set_weight_version(self, version: int | None) -> None: ...
@@ -102,6 +104,8 @@ class EngineSpec:
     """Whether a second agent, of `engine_id` + "-slots", is told slots alone."""
     offload: bool = False
     """Whether evicted blocks may be loaded again from the CPU."""
+    host_blocks: int = 0
+    """Blocks of a host tier, of whose copies the agents are told; 0 beside a slot-only twin."""
 
 
 class World(Protocol):
