@@ -278,8 +278,10 @@ def test_blocks_are_any_iterable(idle_agent, make):
 def test_a_host_block_is_given_to_no_request(idle_agent):
     with pytest.raises(InvalidArgument) as caught:
         idle_agent.add_blocks(idle_agent.running, [1, 9])
-    message = "block_ids[1] is 9; expected a number in [0, 7]; copy host blocks with copy_blocks"
-    assert str(caught.value) == message
+    assert str(caught.value) == (
+        "block_ids[1] is 9; expected a block of the engine, below 8; report copies of host blocks "
+        "with copy_blocks"
+    )
     idle_agent.mark_external([9])
     idle_agent.copy_blocks([1, 2], iter([9, 2]))
 

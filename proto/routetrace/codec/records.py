@@ -69,6 +69,10 @@ class OpKind(IntEnum):
     is named twice counts."""
 
 
+#: Kinds of op that name no request.
+OF_NO_REQUEST = frozenset(map(int, (OpKind.EXTERNAL, OpKind.RESET, OpKind.FORGET, OpKind.COPY)))
+
+
 class FinishReason(IntEnum):
     """How a request ended."""
 

@@ -312,7 +312,9 @@ def test_a_host_block_that_is_used_again_names_what_it_holds_now(engine):
         handle = agent.begin(name, prompt_len=4, block_ids=blocks)
         rows = engine.step((handle, 0, 4))
         agent.finish(handle, 5)
-        agent.copy_blocks(blocks, host(blocks))
+        assert agent.flush(30)
+        agent.copy_blocks(blocks, host(blocks))  # in a chunk of its own
+        assert agent.flush(30)
     agent.copy_blocks(host(blocks), engine.blocks(30, 4))
     assert engine.hit(engine.blocks(30, 4), 4) == rows
     agent.mark_external(host(blocks))

@@ -16,7 +16,16 @@ import grpc
 import numpy as np
 
 from routetrace.codec.frame import decode_frame
-from routetrace.codec.records import DIGEST, NO_REQUEST, OP, U32, U64, OpKind, unpack
+from routetrace.codec.records import (
+    DIGEST,
+    NO_REQUEST,
+    OF_NO_REQUEST,
+    OP,
+    U32,
+    U64,
+    OpKind,
+    unpack,
+)
 from routetrace.common.errors import ERROR_METADATA_KEY, RouteTraceError
 from routetrace.common.layout import ModelLayout
 from routetrace.v1 import routetrace_pb2 as pb
@@ -252,8 +261,7 @@ class Model:
             arg, version = int(op["arg"]), int(op["weight_version"])
             row, value = int(op["row"]), int(op["value"])
             name = ""
-            of_nobody = {OpKind.EXTERNAL, OpKind.RESET, OpKind.FORGET, OpKind.COPY}
-            if kind not in of_nobody and request != NO_REQUEST:
+            if kind not in OF_NO_REQUEST and request != NO_REQUEST:
                 name = header.request_ids[request]
             in_slots = kind in {OpKind.ROWS, OpKind.FORGET}
             assert in_slots or at + op["num_blocks"] <= len(blocks)

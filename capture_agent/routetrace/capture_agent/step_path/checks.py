@@ -127,12 +127,14 @@ def blocks_of(
         blocks = array("I", ids)
     except (TypeError, OverflowError):
         blocks = None
-    high = (config.all_blocks if host else config.num_blocks) - 1
-    if blocks is None or bool in map(type, ids) or max(blocks, default=-1) > high:
-        # Each on its own, to name the first that is wrong.
-        remedy = "" if host or not config.num_host_blocks else "copy host blocks with copy_blocks"
-        each = [whole(f"{name}[{i}]", b, 0, high, remedy=remedy) for i, b in enumerate(ids)]
-        blocks = array("I", each)
+    limit = config.all_blocks if host else config.num_blocks
+    if blocks is None or bool in map(type, ids) or max(blocks, default=-1) >= limit:
+        high = config.all_blocks - 1  # each on its own, to name the first that is wrong
+        blocks = array("I", [whole(f"{name}[{i}]", b, 0, high) for i, b in enumerate(ids)])
+        for i, block in enumerate(blocks):
+            if block >= limit:
+                remedy = "report copies of host blocks with copy_blocks"
+                raise wrong(f"{name}[{i}]", block, f"a block of the engine, below {limit}", remedy)
     return blocks.tobytes()
 
 

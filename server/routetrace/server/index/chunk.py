@@ -19,6 +19,7 @@ from routetrace.codec.frame_check import PlainFrames
 from routetrace.codec.records import (
     DIGEST,
     NO_REQUEST,
+    OF_NO_REQUEST,
     OP,
     PACKED_OP,
     U32,
@@ -61,7 +62,6 @@ FINISH, LOST, DIGESTS = int(OpKind.FINISH), int(OpKind.LOST), int(OpKind.DIGEST)
 EXTERNAL, RESET = int(OpKind.EXTERNAL), int(OpKind.RESET)
 INHERIT, FORGET, COPY = int(OpKind.INHERIT), int(OpKind.FORGET), int(OpKind.COPY)
 _WITH_BLOCKS = {BEGIN, RESUME, BLOCKS, EXTERNAL, COPY}
-_WITHOUT_REQUEST = {EXTERNAL, RESET, FORGET, COPY}
 _FIELDS = OP.names or ()
 _FIRST_KIND, _LAST_KIND = int(min(OpKind)), int(max(OpKind))
 _FINISH_REASONS = {*FinishReason}
@@ -265,7 +265,7 @@ def _check_ops(chunk: ParsedChunk, num_blocks: int, num_slots: int) -> Iterator[
             slots += count
             if at + count > len(chunk.slots):
                 wrong, expected = "blocks_at", "a range of slots"
-        elif request >= num_requests and kind not in _WITHOUT_REQUEST:
+        elif request >= num_requests and kind not in OF_NO_REQUEST:
             wrong, expected = "request", f"an index below {num_requests}"
         elif kind in (BEGIN, RESUME):
             if count > position:
