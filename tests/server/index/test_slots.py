@@ -306,7 +306,7 @@ def test_kv_that_comes_back_from_the_host_tier_names_the_pass_that_made_it(engin
     assert engine.in_blocks(host(blocks), 8) == rows
 
 
-def test_a_host_block_that_is_used_again_names_what_it_holds_now(engine):
+def test_a_host_block_that_is_used_again_names_what_it_holds_now(engine, caplog):
     agent, blocks = engine.agent, engine.blocks(0, 4)
     for name in ("a", "b"):
         handle = agent.begin(name, prompt_len=4, block_ids=blocks)
@@ -320,6 +320,7 @@ def test_a_host_block_that_is_used_again_names_what_it_holds_now(engine):
     agent.mark_external(host(blocks))
     assert engine.in_blocks(host(blocks), 4) == [None] * 4
     assert engine.in_blocks(engine.blocks(30, 4), 4) == rows
+    assert not caplog.records
 
 
 def test_all_sources_are_read_before_a_target_is_written(engine):
