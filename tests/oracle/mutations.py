@@ -62,12 +62,14 @@ MUTATIONS = (
         "        runs, nths = self._run[held], self._nth[held]\n"
         "        old = self._run[[*pairs]]\n"
         "        runs = np.where(old > 0, old, runs)\n",
+        seed=1015,
     ),
     Mutation(
         "a copy names rows that its source names later",
         f"{AGENT}/pipeline/framer.py",
         "        self.flush_writers(blocks)\n        self._owners.copy(",
         "        self._owners.copy(",
+        seed=1015,
     ),
     Mutation(
         "first write wins in the slot map",
