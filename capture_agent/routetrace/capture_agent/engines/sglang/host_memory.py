@@ -65,7 +65,7 @@ class HostMemory:
         shares = getattr(pool, "shared_allocation_domain", None) is not None
         if self._controller is not None or shares or controller.page_size != self._size:
             return 0
-        return -(-int(pool.size) // self._size)
+        return -(-int(getattr(pool, "size", 0)) // self._size)
 
     def _noting(self, alloc: Callable[..., Any]) -> Callable[..., Any]:
         def noted(*args: Any, **named: Any) -> Any:
@@ -108,7 +108,9 @@ class HostMemory:
         """
         at = 0
         for move in moves:
-            device, host, whole = [], [], move.host is not None
+            device: list[int] = []
+            host: list[int] = []
+            whole = move.host is not None
             if move.device is not None:
                 part = slots[at : at + len(move.device)]
                 at += len(part)

@@ -66,12 +66,13 @@ def register() -> None:
         hooks.append((abort, lambda _, __, output, req=None: _aborted(output, req), after))
     else:
         hooks.append((seams.SENDER, lambda _, __, output, req=None: _aborted(output, req), after))
-    for names, hook in (
-        (seams.LOADS, _loaded),
-        (seams.WRITES, _written),
-        ((seams.HOST_MADE,), _host_made),
+    for seam, hook in (
+        *((name, _loaded) for name in seams.LOADS),
+        *((name, _written) for name in seams.WRITES),
+        (seams.HOST_MADE, _host_made),
     ):
-        hooks += [(name, hook, after) for name in names if seams.found(name) is not None]
+        if seams.found(seam) is not None:
+            hooks.append((seam, hook, after))
     for source, whole in (("disk", True), ("ipc", True), ("distributed", False), ("tensor", False)):
         update = partial(_update, whole=whole)
         hooks.append((f"{seams.UPDATER}.update_weights_from_{source}", update, around))
