@@ -168,6 +168,14 @@ def test_without_a_capture_copies_are_nobodys(monkeypatch):
     Controller(Pool()).write(slots_of(1))
 
 
+def test_copies_after_the_end_of_capture_are_not_kept(scheduler):
+    controller = Controller(Pool())
+    compute(scheduler, [1])
+    scheduler.capture.close()
+    controller.load(controller.write(slots_of(1)), slots_of(9))
+    assert not scheduler.capture._host.take()
+
+
 def test_what_failed_is_no_copy(scheduler):
     controller = Controller(Pool())
     plugin._written(None, controller, slots_of(1))

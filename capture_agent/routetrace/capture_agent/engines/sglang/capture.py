@@ -281,7 +281,7 @@ class Capture:
             _log.warning("routetrace: rows of KV from host memory are missing: %s", error)
             return
         if pages:
-            self._host.follow(controller)
+            self._host.follow(controller, self._note)
             self._config = config
             self._agent = CaptureAgent(config, own_thread=True, predecessor=self._agent)
 

@@ -48,12 +48,25 @@ class HostMemory:
         self._controller: Any = None
         self._moves: list[Move] = []
 
-    def follow(self, controller: Any) -> None:
-        """Follow the pages of SGLang's `HiCacheController`, which `num_pages` has."""
+    def follow(self, controller: Any, note: Callable[[Callable[[], None]], None]) -> None:
+        """Follow the pages of SGLang's `HiCacheController`, which `num_pages` has.
+
+        Args:
+            controller: the controller.
+            note: makes a call, unless capture has ended.
+        """
         self.num_host_blocks = self.num_pages(controller)
         self._controller = controller
         pool = _pool(controller)
-        pool.alloc = self._noting(pool.alloc)
+        alloc = pool.alloc
+
+        def noted(*args: Any, **named: Any) -> Any:
+            slots = alloc(*args, **named)
+            if slots is not None and len(slots):
+                note(lambda: self._moves.append(Move("fill", host=_private(slots))))
+            return slots
+
+        pool.alloc = noted
 
     def num_pages(self, controller: Any) -> int:
         """Return the number of its pages; 0 if they cannot be followed.
@@ -66,15 +79,6 @@ class HostMemory:
         if self._controller is not None or shares or controller.page_size != self._size:
             return 0
         return -(-int(getattr(pool, "size", 0)) // self._size)
-
-    def _noting(self, alloc: Callable[..., Any]) -> Callable[..., Any]:
-        def noted(*args: Any, **named: Any) -> Any:
-            slots = alloc(*args, **named)
-            if slots is not None and len(slots):
-                self._moves.append(Move("fill", host=_private(slots)))
-            return slots
-
-        return noted
 
     def loaded(self, device: torch.Tensor, host: Any = None, controller: Any = None) -> None:
         """Note that KV comes into slots of the device: from host slots, or from elsewhere."""
