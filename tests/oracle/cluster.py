@@ -518,8 +518,10 @@ def _random_spec(rng: random.Random, layout: ModelLayout, name: str) -> EngineSp
         slot_only_twin=shards[0].size == 1 and rng.random() < 0.4,
     )
     memory = rng.random()
-    host = 0.3 <= memory < 0.55 and not spec.slot_only_twin
-    return replace(spec, offload=memory < 0.3, host_blocks=spec.num_blocks // 3 if host else 0)
+    if not 0.3 <= memory < 0.55 or spec.slot_only_twin:
+        return replace(spec, offload=memory < 0.3)
+    few = spec.num_blocks * 2 // 5  # so that blocks are evicted, and come back
+    return replace(spec, num_blocks=few, host_blocks=few // 2)
 
 
 def _random_shards(rng: random.Random, layout: ModelLayout) -> tuple[Shard, ...]:
