@@ -42,7 +42,13 @@ def ended(agent):
 def idle_agent():
     """An agent whose server is not there, with a request under way."""
     config = AgentConfig(
-        "127.0.0.1:1", "e", LAYOUT, background="thread", block_size=4, num_blocks=8
+        "127.0.0.1:1",
+        "e",
+        LAYOUT,
+        background="thread",
+        block_size=4,
+        num_blocks=8,
+        num_host_blocks=4,
     )
     agent = CaptureAgent(config)
     agent.running = agent.begin("running")
@@ -168,6 +174,17 @@ def test_begin_refuses(idle_agent, field, arguments):
         ("block_ids", lambda a, h: a.mark_external(b"abcd")),
         ("block_ids", lambda a, h: a.mark_external([True])),
         ("block_ids", lambda a, h: a.mark_external(1 << n for n in range(9))),
+        ("block_ids", lambda a, h: a.mark_external([12])),
+        ("block_ids", lambda a, h: a.add_blocks([h], [8])),
+        ("block_ids", lambda a, h: a.resume(h, 0, block_ids=[8])),
+        ("slots", lambda a, h: a.step_slots(make_rows(1), [32])),
+        ("sources", lambda a, h: a.copy_blocks([12], [8])),
+        ("sources", lambda a, h: a.copy_blocks(1, [8])),
+        ("targets", lambda a, h: a.copy_blocks([1], [12])),
+        ("targets", lambda a, h: a.copy_blocks([1], [-1])),
+        ("targets", lambda a, h: a.copy_blocks([1, 2], [8])),
+        ("targets", lambda a, h: a.copy_blocks([1], [8, 9])),
+        ("targets", lambda a, h: a.copy_blocks([1, 2], [8, 8])),
         ("block_ids", lambda a, h: a.add_blocks(h, "1")),
         ("block_ids", lambda a, h: a.add_blocks([h], [[1], [2, 3]])),
         ("block_ids", lambda a, h: a.add_blocks([h], TENSOR)),
@@ -256,6 +273,17 @@ def test_blocks_are_any_iterable(idle_agent, make):
     idle_agent.add_blocks(handle, make([1, 2]))
     idle_agent.add_blocks([handle, handle], make([3, 4]))
     idle_agent.finish(handle, 1)
+
+
+def test_a_host_block_is_given_to_no_request(idle_agent):
+    with pytest.raises(InvalidArgument) as caught:
+        idle_agent.add_blocks(idle_agent.running, [1, 9])
+    assert str(caught.value) == (
+        "block_ids[1] is 9; expected a block of the engine, below 8; report copies of host blocks "
+        "with copy_blocks"
+    )
+    idle_agent.mark_external([9])
+    idle_agent.copy_blocks([1, 2], iter([9, 2]))
 
 
 def test_a_wrong_handle_is_one_message(idle_agent):
@@ -356,6 +384,8 @@ def test_a_prefill_engine_hands_over(server):
         ("num_blocks", {"block_size": 16}),
         ("block_size", {"block_size": (1 << 16) + 1, "num_blocks": 1}),
         ("num_blocks", {"block_size": 1 << 16, "num_blocks": (1 << 9) + 1}),
+        ("num_host_blocks", {"num_host_blocks": 1}),
+        ("num_host_blocks", {"block_size": 1 << 16, "num_blocks": 1, "num_host_blocks": 1 << 9}),
         ("queue_bytes", {"queue_bytes": "1MiB"}),
         ("queue_bytes", {"queue_bytes": True}),
         ("linger_seconds", {"linger_seconds": "1"}),

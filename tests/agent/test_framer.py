@@ -28,6 +28,8 @@ from support.servers.ingest_server import NO_DRAFTS, Model, read_chunk
 
 LAYOUT = ModelLayout((1, 2), 4, 300, 2)
 BLOCK = 4
+#: Blocks of the host tier.
+HOST = 8
 #: Hypothesis' own generators can shrink, but are ten times slower.
 SEEDS = st.integers(0, 1 << 32).map(random.Random)
 PRESSURES = tuple(Pressure)
@@ -40,12 +42,13 @@ class Framed:
     def __init__(
         self, *, num_blocks: int = 16, frame_rows: int = 8, linger: float = 5, layout=LAYOUT
     ) -> None:
+        self.num_blocks = num_blocks
         self.layout = layout
         self.block_size = BLOCK if num_blocks else 0
         self.builder = ChunkBuilder(layout)
         self.dropped: Counter[Word] = Counter()
         self.intake = Intake(
-            layout, self.block_size, num_blocks, frame_rows, self.builder, self._drop
+            layout, self.block_size, num_blocks + HOST, frame_rows, self.builder, self._drop
         )
         self.model = Model(self.block_size)
         self.naive = Model(self.block_size)
@@ -62,6 +65,8 @@ class Framed:
         self.preempted: set[int] = set()
         self.starting: dict[int, None] = {}  # are yet to inherit, in order
         self.gone: dict[int, dict[int, int | None]] = {}  # the blocks that requests held last
+        self.held: dict[int, dict[int, int]] = {}  # the same, whoever got them since
+        self.copied: dict[int, set[int]] = {}  # those of them that were copied since
         self.free = list(range(32))
         self.going_on: list = []  # the last step, and the spans of one that goes on from it
         self.again = 0  # steps that were told so
@@ -126,10 +131,14 @@ class Framed:
 
     def _leave(self, handle):
         if handle not in self.preempted:
+            self.copied[handle] = set()
             self.gone[handle] = dict(enumerate(self.naive.live[self.names[handle]].blocks))
+            self.held[handle] = dict(self.gone[handle])
 
     def _late(self, handle, position, count):
         """The pass has written there, unless somebody else got the block since."""
+        if {p // BLOCK for p in range(position, position + count)} & self.copied[handle]:
+            self.naive.reset()
         for p in range(position, position + count):
             block = self.gone[handle].get(p // BLOCK)
             if block is not None:
@@ -177,9 +186,18 @@ class Framed:
         self.intake.event("external", np.array(block_ids, U32).tobytes())
         self.naive.external(block_ids)
 
+    def copy(self, sources, targets):
+        for handle, held in self.gone.items():
+            blocks = self.held[handle]
+            self.copied[handle] |= {nth for nth, block in blocks.items() if block in sources}
+            held.update({nth: None for nth, block in held.items() if block in targets})
+        ids = [np.array(blocks, U32).tobytes() for blocks in (sources, targets)]
+        self.intake.event("copy", *ids)
+        self.naive.copy(sources, targets)
+
     def reset_prefix_cache(self):
-        self.intake.event("reset")
-        self.naive.reset()
+        self.intake.event("reset", self.num_blocks)
+        self.naive.reset(self.num_blocks)
 
     def set_weight_version(self, version):
         self.version = version
@@ -427,7 +445,7 @@ class Reckless:
     def act(self) -> None:
         actions = [self.begin, self.step, self.step, self.step, self.step, self.rewind]
         actions += [self.finish, self.preempt, self.resume, self.weights, self.forget, self.grow]
-        actions += [self.share]
+        actions += [self.share, self.move]
         self.rng.choice(actions)()
 
     def _free(self) -> list[int]:
@@ -617,6 +635,17 @@ class Reckless:
     def weights(self) -> None:
         self.sink.set_weight_version(self.rng.randint(-3, 3))
 
+    def move(self) -> None:
+        """KV goes to the host tier, or comes back into blocks that nobody has."""
+        rng, host = self.rng, range(16, 16 + HOST)
+        if rng.random() < 0.5:
+            # Any slots, those of drafts and of blocks under way too.
+            sources = rng.sample(range(16), rng.randint(1, 3))
+            self.sink.copy(sources, rng.sample(host, len(sources)))
+        elif targets := self._grant(rng.randint(1, 3)):
+            self.sink.copy(rng.sample(host, len(targets)), targets)
+            self.done.append(targets)
+
     def forget(self) -> None:
         if self.rng.random() < 0.2:
             self.sink.reset_prefix_cache()
@@ -742,7 +771,7 @@ def test_nothing_is_told_of_slots_while_memory_is_short():
     assert framed.dropped[Word.QUEUE_FULL] == 400
 
 
-@pytest.mark.parametrize("change", ["step_slots", "external", "reset", "begin", "forget"])
+@pytest.mark.parametrize("change", ["step_slots", "external", "copy", "reset", "begin", "forget"])
 @pytest.mark.parametrize("end", ["memory", "flush", "close"])
 def test_changes_of_slots_in_a_shortage_are_reported_at_its_end_and_at_a_flush(change, end):
     framed = Framed()
@@ -755,6 +784,8 @@ def test_changes_of_slots_in_a_shortage_are_reported_at_its_end_and_at_a_flush(c
         framed.step_slots(valid_rows(1), [1])
     elif change == "external":
         framed.external([0])
+    elif change == "copy":
+        framed.copy([0], [1])
     elif change == "reset":
         framed.reset_prefix_cache()
     elif change == "begin":

@@ -304,6 +304,9 @@ _TABLE = {
         "finish", handle=_HANDLE, num_tokens=10, reason="abort", token_ids=TOKENS
     ),
     "capture_agent.CaptureAgent.mark_external": _agent("mark_external", block_ids=[60]),
+    "capture_agent.CaptureAgent.copy_blocks": _agent(
+        "copy_blocks", sources=[60, 61], targets=[61, 60]
+    ),
     "capture_agent.CaptureAgent.reset_prefix_cache": _agent("reset_prefix_cache"),
     "capture_agent.CaptureAgent.reset_external_kv": _agent("reset_external_kv"),
     "capture_agent.CaptureAgent.set_weight_version": _agent("set_weight_version", version=0),

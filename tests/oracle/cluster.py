@@ -22,7 +22,7 @@ COUNTS = (
     *("shared_in_part", "skipped_rows", "redone", "draft_branches", "marked"),
     *("external_loads", "external_rows", "weight_updates", "resets", "binds", "barriers"),
     *("stalled", "relayed", "failed_transfers", "transfers_that_gave_nothing", "decoded_again"),
-    *("transfer_ids_used_twice", "siblings", "cut_short"),
+    *("transfer_ids_used_twice", "siblings", "cut_short", "host_writes", "host_loads"),
     *("emptied", "late_versions", "kv_versions", "loaded_samples"),
 )
 
@@ -585,7 +585,7 @@ def random_specs(rng: random.Random, layout: ModelLayout) -> list[EngineSpec]:
 def _random_spec(rng: random.Random, layout: ModelLayout, name: str) -> EngineSpec:
     block_size = rng.choice((4, 8, 16))
     shards = _random_shards(rng, layout)
-    return EngineSpec(
+    spec = EngineSpec(
         engine_id=name,
         block_size=block_size,
         num_blocks=rng.randint(400, 700) // block_size,
@@ -597,8 +597,12 @@ def _random_spec(rng: random.Random, layout: ModelLayout, name: str) -> EngineSp
         tells_tokens=rng.random() < 0.85,
         tells_versions=rng.random() < 0.85,
         slot_only_twin=shards[0].size == 1 and rng.random() < 0.4,
-        offload=rng.random() < 0.3,
     )
+    memory = rng.random()
+    if not 0.3 <= memory < 0.55 or spec.slot_only_twin:
+        return replace(spec, offload=memory < 0.3)
+    few = spec.num_blocks * 2 // 5  # so that blocks are evicted, and come back
+    return replace(spec, num_blocks=few, host_blocks=few // 2)
 
 
 def _random_shards(rng: random.Random, layout: ModelLayout) -> tuple[Shard, ...]:

@@ -44,6 +44,8 @@ class Chances:
     skip: float = 0.1
     """A running request is not scheduled."""
     external_in_place: float = 0.01
+    host_write: float = 0.3
+    """Cached blocks are copied to the host tier."""
     not_captured: float = 0.02
     """The routing of a pass is not captured."""
     redo: float = 0.05
@@ -152,6 +154,7 @@ class Engine:
         self.alone = all(shard.size == 1 for shard in spec.shards)
         """Whether no positions are dealt among ranks."""
         assert self.alone or not spec.slot_only_twin, "ranks count their steps differently"
+        assert not (spec.host_blocks and spec.slot_only_twin), "a twin names other rows"
         self.version = 0
         """Of its weights."""
         self.told_version: int | None = 0 if spec.tells_versions else None
@@ -183,7 +186,7 @@ class Engine:
         if spec.slot_only_twin:
             twin = replace(spec, engine_id=f"{spec.engine_id}-slots")
             self.twins = [self._connect(twin, shard) for shard in spec.shards]
-        self.proves = KvVersion(spec.empties == "declared")
+        self.proves = KvVersion(spec.empties == "declared", spec.host_blocks > 0)
         if self.told_version is not None:
             self._tell_version(self.told_version)
 
@@ -206,7 +209,18 @@ class Engine:
         of = [
             (r.blocks, self.pool.slots_of(r.blocks, 0, len(r.blocks) * size)) for r in self.running
         ]
-        return [(list(b), self.store.in_slots(self.pool.slots[slots])) for b, slots in of if b]
+        hosts = sorted(self.pool.host.values())
+        of.append((hosts, self.pool.slots_of(hosts, 0, len(hosts) * size)))
+        named = self.named_slots()
+        return [(list(b), named[slots]) for b, slots in of if b]
+
+    def named_slots(self) -> np.ndarray:
+        """Numbers of the rows that all slots name."""
+        return self._named(self.pool.slots)
+
+    def _named(self, numbers: np.ndarray) -> np.ndarray:
+        """Numbers of the rows in all slots, without those that the slots do not name."""
+        return self.store.in_slots(numbers, self.pool.copied)
 
     @property
     def idle(self) -> bool:
@@ -324,9 +338,10 @@ class Engine:
         """KV in the memory of the CPU is gone, and so is that in stores that others fill."""
         self.drain()
         self.counts["emptied"] += 1
-        self.pool.offloaded.clear()
+        hosts = self.pool.empty_outside()
         if self.spec.empties == "told":
             self._tell("reset_external_kv")
+            self.pool.forget(hosts)
             self.proves.reset_external_kv(live=bool(self.begun))
 
     def crash(self) -> None:
@@ -357,6 +372,8 @@ class Engine:
                 self._finish(run.request, "abort")
         if spec.offload and self.pool.node_of and rng.random() < chances.external_in_place:
             self._load_in_place()
+        if self._may_copy() and self.pool.node_of and rng.random() < chances.host_write:
+            self._write_to_host()
         while self.waiting and len(self.running) < spec.max_running and rng.random() < 0.8:
             if not self._admit(self.waiting[0]):
                 break
@@ -461,20 +478,27 @@ class Engine:
         path = pool.path(tokens, len(tokens) - 1)
         num_local = next((i for i, n in enumerate(path) if n not in pool.cached), len(path))
         num_full = num_local
-        host = self.spec.offload and not request.remote and (request.record or not request.takes)
+        host = (self.spec.offload or self.spec.host_blocks) and not request.remote
+        host = host and (request.record or not request.takes)
+        tier = pool.offloaded
+        if self.spec.host_blocks:
+            tier, host = pool.host, host and self._may_copy()
         if host and rng.random() < 0.8:
-            while num_full < len(path) and path[num_full] in pool.offloaded:
+            while num_full < len(path) and path[num_full] in tier:
                 num_full += 1
-        restored = [pool.offloaded[node] for node in path[num_local:num_full]]
+        found = path[num_local:num_full]
+        copied = found if self.spec.host_blocks else []
+        restored = [] if copied else [pool.offloaded[node] for node in found]
         computed = num_full * pool.block_size
         # After a preemption it is loaded once more, or computed.
         if request.remote and (request.record is None or rng.random() < 0.5):
             # Of prompts that were handed over whole, some engines compute the last token again.
             at_most = min(request.remote, len(tokens) - 1)
             computed = max(computed, at_most - (rng.random() < 0.2))
-        external = computed - num_local * pool.block_size
+        external = computed - (num_local + len(copied)) * pool.block_size
         local = [pool.cached[n] for n in path[:num_local]]
-        if not external and (donor := self._ends_inside(tokens, num_local, chosen)):
+        inside = None if copied else self._ends_inside(tokens, num_local, chosen)
+        if not external and (donor := inside):
             computed = len(donor.prompt)
             local.append(donor.blocks[num_local])
             num_local += 1
@@ -489,7 +513,12 @@ class Engine:
             self.before_begin(self, request.record)
         for block in local:
             pool.take(block)
+        if copied:
+            self._tell_flying()
         new = [pool.allocate() for _ in range(total - num_local)]
+        if copied:
+            self.counts["host_loads"] += len(copied)
+            self._copy([pool.host[node] for node in copied], new[: len(copied)])
         request.blocks = [*local, *new]
         start = computed
         if external and request.fails and self.alone:
@@ -564,9 +593,11 @@ class Engine:
         """
         attempt, cached = request.attempt, request.attempt.cached
         if cached:
-            slots = self._told_slots()[self.pool.slots_of(request.blocks, 0, cached)]
+            places = self.pool.slots_of(request.blocks, 0, cached)
+            told = self._told_slots()
+            slots, named = told[places], self._named(told)[places]
             dealt = np.where(slots == NOBODY, NOBODY, self.store.ranks[slots])
-            attempt.inherit(self.store.in_slots(slots), dealt, None if self.alone else ranks)
+            attempt.inherit(named, dealt, None if self.alone else ranks)
         if cached and not attempt.cached:
             known = int((attempt.rows[:cached] != NOBODY).sum())
             self.counts["cached_rows"] += known
@@ -591,8 +622,10 @@ class Engine:
             self.store.named[number] = position < stop
         request.drafts = []
         size = len(request.blocks) * self.pool.block_size
-        numbers = self.pool.slots[self.pool.slots_of(request.blocks, min(stop, size), size)]
+        given_up = self.pool.slots_of(request.blocks, min(stop, size), size)
+        numbers = self.pool.slots[given_up]
         self.store.named[numbers[numbers != NOBODY]] = False
+        self.pool.copied[given_up] = False
 
     def _record(self, request: Request) -> Record:
         spec = self.spec
@@ -632,8 +665,7 @@ class Engine:
 
     def _load_in_place(self) -> None:
         """Some cached blocks are loaded from elsewhere once more."""
-        if self.flying and not self.flying.told:
-            self._tell_rows(self.flying)
+        self._tell_flying()
         # A rank that has no rows of a request yet inherits later than others: the contract leaves
         # open which of its cached rows are known then.
         cached = [b for b in sorted(self.pool.node_of) if self.alone or not self.pool.refs[b]]
@@ -649,6 +681,37 @@ class Engine:
         for line in self.lines:
             line.tell("mark_external", blocks)
         self._twins_forget(blocks)
+
+    def _tell_flying(self) -> None:
+        """Tells the rows of the pass in flight, as slots do not say whose KV comes into them."""
+        if self.flying and not self.flying.told:
+            self._tell_rows(self.flying)
+
+    def _may_copy(self) -> bool:
+        """Whether KV may be copied now, which tells the pass in flight.
+
+        Requests that compute tokens again are not told before it is known whether they go on: what
+        they have sampled is of the pass before.
+        """
+        runs = self.flying.runs if self.flying and not self.flying.told else []
+        again = any(run.request.running and (run.before != NOBODY).any() for run in runs)
+        return self.spec.host_blocks > 0 and not again
+
+    def _write_to_host(self) -> None:
+        """Some cached blocks are copied to the host tier, a few of them once more."""
+        self._tell_flying()
+        pool, rng = self.pool, self.rng
+        nodes = [n for n in sorted(pool.cached) if n not in pool.host or rng.random() < 0.1]
+        nodes = rng.sample(nodes, min(len(nodes), rng.randint(1, 4), self.spec.host_blocks))
+        self.counts["host_writes"] += len(nodes)
+        if nodes:
+            self._copy([pool.cached[n] for n in nodes], [pool.host_block(n) for n in nodes])
+
+    def _copy(self, sources: list[int], targets: list[int]) -> None:
+        """KV is copied, behind the pass in flight."""
+        self.pool.copy(sources, targets, self._named(self._told_slots()))
+        for line in self.lines:
+            line.tell("copy_blocks", sources, targets)
 
     def _twins_forget(self, blocks: list[int]) -> None:
         """Slots are loaded once the pass in flight is done: it may write to those of a request that
@@ -691,6 +754,7 @@ class Engine:
             held = self.pool.slots[slots]
             self.pool.kv[slots] = own
             self.pool.slots[slots] = NOBODY
+            self.pool.copied[slots] = False
             self.pool.slots[slots[: kept - start]] = own[: kept - start]
             request.attempt.rows[start:kept] = own[: kept - start]
             self.counts["rejected_rows"] += stop - kept

@@ -102,6 +102,7 @@ class BaseWorld:
             layout=self.layout.select(shard.layer_ids),
             block_size=spec.block_size,
             num_blocks=spec.num_blocks,
+            num_host_blocks=spec.host_blocks,
             frame_rows=rng.choice((1, 3, 16, 64, 256)),
             ring_bytes=4 << 20,
             **self.settings(),

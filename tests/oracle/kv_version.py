@@ -17,6 +17,8 @@ class KvVersion:
 
     declared: bool
     """Whether each store outside is emptied at every update."""
+    hosts: bool = False
+    """Whether KV comes from a store outside without being external: by copies."""
     version: Version = None
     inside: set[Version] | None = None
     """Of all KV in the engine's blocks that can be reused; None: nobody can say."""
@@ -44,7 +46,8 @@ class KvVersion:
             return None
         if cached and self.inside not in ({self.version}, set()):
             return None
-        return self.version if self._outside_holds or not external else None
+        outside = external or (cached and self.hosts)
+        return self.version if self._outside_holds or not outside else None
 
     @property
     def _outside_holds(self) -> bool:

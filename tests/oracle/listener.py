@@ -63,7 +63,9 @@ class Listener:
         self.steps = 0
         self._calls = 0
         self._given: dict[int, int] = {}
-        """When a block was newly given to a request, by the count of calls."""
+        """When a block was newly given to a request, or copied into, by the count of calls."""
+        self._copied: dict[int, int] = {}
+        """When a block was copied elsewhere."""
 
     # ------------------------------------------------------------------ slots
 
@@ -80,12 +82,13 @@ class Listener:
     def _forget(self, blocks: list[int]) -> None:
         size = self.spec.block_size
         for block in blocks:
-            assert 0 <= block < self.spec.num_blocks
+            assert 0 <= block < self.spec.num_blocks + self.spec.host_blocks
             for slot in range(block * size, (block + 1) * size):
                 self.slots.pop(slot, None)
 
     def _give(self, blocks: list[int]) -> None:
         """Blocks are newly given to a request."""
+        assert all(block < self.spec.num_blocks for block in blocks)
         held = {b for h in self.requests if h.takes_rows for b in h.blocks}
         assert not held & {*blocks}, "two requests hold a new block"
         self._calls += 1
@@ -224,9 +227,24 @@ class Listener:
             size = self.spec.block_size
             heard.unnamed |= {p for p in heard.drafts if heard.blocks[p // size] in block_ids}
 
+    def copy_blocks(self, sources: list[int], targets: list[int]) -> None:
+        self.log.append(("copy", list(sources), list(targets)))
+        assert len(sources) == len(targets) == len({*targets})
+        held = {b for h in self.requests if h.takes_rows for b in h.blocks}
+        assert not held & {*targets}, "a block of a request is written over"
+        size = self.spec.block_size
+        rows = [[self.slots.get(block * size + i) for i in range(size)] for block in sources]
+        self._forget(targets)
+        for block, named in zip(targets, rows, strict=True):
+            self.slots |= {block * size + i: row for i, row in enumerate(named) if row is not None}
+        self._calls += 1
+        self._given.update(dict.fromkeys(targets, self._calls))
+        self._copied.update(dict.fromkeys(sources, self._calls))
+
     def reset_prefix_cache(self) -> None:
         self.log.append("reset")
-        self.slots.clear()
+        first = self.spec.num_blocks * self.spec.block_size
+        self.slots = {slot: row for slot, row in self.slots.items() if slot >= first}
         for heard in self.requests:
             heard.unnamed |= {*heard.drafts}
 
@@ -292,6 +310,10 @@ class Listener:
 
     def _take_late(self, heard: Heard, given: dict[int, bytes | None]) -> None:
         """The request gave up its blocks: nobody knows what the pass left in them."""
+        blocks = {heard.blocks[p // self.spec.block_size] for p in given}
+        assert all(self._copied.get(block, 0) < heard.released for block in blocks), (
+            "a copy of what a pass in flight may have written"
+        )
         for position in given:
             block = heard.blocks[position // self.spec.block_size]
             if self._given.get(block, 0) < heard.released:

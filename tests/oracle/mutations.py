@@ -56,6 +56,22 @@ MUTATIONS = (
         "sorted(self.chunk.ops, key=lambda op: -op[10] if op[3] == NO_REQUEST else 0), 1)",
     ),
     Mutation(
+        "a host block keeps the rows of what it held before",
+        f"{SERVER}/index/slot_map.py",
+        "        runs, nths = self._run[held], self._nth[held]\n",
+        "        runs, nths = self._run[held], self._nth[held]\n"
+        "        old = self._run[[*pairs]]\n"
+        "        runs = np.where(old > 0, old, runs)\n",
+        seed=1015,
+    ),
+    Mutation(
+        "a copy names rows that its source names later",
+        f"{AGENT}/pipeline/framer.py",
+        "        self.flush_writers(blocks)\n        self._owners.copy(",
+        "        self._owners.copy(",
+        seed=1015,
+    ),
+    Mutation(
         "first write wins in the slot map",
         f"{SERVER}/index/slot_map.py",
         '        self._cells["ref"][cells] = refs\n',

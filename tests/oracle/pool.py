@@ -19,10 +19,16 @@ class Pool:
     def __init__(self, spec: EngineSpec, counts: dict[str, int]) -> None:
         self.block_size = spec.block_size
         self.counts = counts
-        self.slots = np.full(spec.num_blocks * spec.block_size, NOBODY)
+        blocks = range(spec.num_blocks + spec.host_blocks)
+        self.slots = np.full(len(blocks) * spec.block_size, NOBODY)
         """Number of the row that computed the KV entry in each slot, as far as the slot knows."""
-        self.kv = np.full(spec.num_blocks * spec.block_size, NOBODY)
+        self.copied = np.zeros(len(self.slots), bool)
+        """Whether that is the row of a copy, which has a name of its own."""
+        self.kv = np.full(len(self.slots), NOBODY)
         """The pass that did make the KV entry in each slot; NOBODY: the world does not know it."""
+        self.host: OrderedDict[int, int] = OrderedDict()
+        """Blocks of the host tier by their nodes, last written last."""
+        self.host_free = list(blocks[spec.num_blocks :])
         self.refs = [0] * spec.num_blocks
         self.free: OrderedDict[int, None] = OrderedDict.fromkeys(range(spec.num_blocks))
         self.used = [False] * spec.num_blocks
@@ -88,15 +94,38 @@ class Pool:
         if kv is not None and not self.refs[block]:
             self.load(block, kv)
 
+    def host_block(self, node: int) -> int:
+        """A block of the host tier for a node: its own, a free one, or that of another node."""
+        block = self.host.pop(node, None)
+        if block is None:
+            block = self.host_free.pop() if self.host_free else self.host.popitem(last=False)[1]
+        self.host[node] = block
+        return block
+
+    def empty_outside(self) -> list[int]:
+        """Nothing is left outside of the engine's blocks; returns the blocks of the host tier."""
+        self.offloaded.clear()
+        self.host_free += self.host.values()
+        self.host.clear()
+        return [*self.host_free]
+
+    def copy(self, sources: list[int], targets: list[int], named: np.ndarray) -> None:
+        """KV is copied; `named` are the numbers of the rows that all slots name."""
+        size = self.block_size
+        self.kv.reshape(-1, size)[targets] = self.kv.reshape(-1, size)[sources]
+        self.slots.reshape(-1, size)[targets] = named.reshape(-1, size)[sources]
+        self.copied.reshape(-1, size)[targets] = True
+
     def forget(self, blocks: list[int]) -> None:
         """Nobody knows what is in these blocks."""
         self.slots.reshape(-1, self.block_size)[blocks] = NOBODY
+        self.copied.reshape(-1, self.block_size)[blocks] = False
 
     def reset(self) -> None:
-        """Forgets the prefix cache."""
+        """Forgets the prefix cache, but not the host tier."""
         self.cached.clear()
         self.node_of.clear()
-        self.slots.fill(NOBODY)
+        self.forget([*range(len(self.refs))])
 
     def slots_of(self, blocks: list[int], start: int, stop: int) -> np.ndarray:
         """Slots of the positions [start, stop) of a request."""

@@ -88,9 +88,12 @@ class RowStore:
         self.weights[first : self.size] = weights
         return np.arange(first, self.size)
 
-    def in_slots(self, numbers: np.ndarray) -> np.ndarray:
-        """Numbers of the rows in slots, without those that the slots do not name."""
-        known = (numbers != NOBODY) & self.named[numbers]
+    def in_slots(self, numbers: np.ndarray, copied: np.ndarray) -> np.ndarray:
+        """Numbers of the rows in slots, without those that the slots do not name.
+
+        What was copied from a slot that named it is named, whatever became of that slot.
+        """
+        known = (numbers != NOBODY) & (self.named[numbers] | copied)
         return np.where(known, numbers, NOBODY)
 
     def rows(self, numbers: np.ndarray) -> np.ndarray:

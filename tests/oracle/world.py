@@ -60,6 +60,8 @@ class Sink(Protocol):
 
     def mark_external(self, block_ids: Iterable[int]) -> None: ...
 
+    def copy_blocks(self, sources: Iterable[int], targets: Iterable[int]) -> None: ...
+
     def reset_prefix_cache(self) -> None: ...
 
     def reset_external_kv(self) -> None: ...
@@ -111,6 +113,8 @@ class EngineSpec:
     """How agents learn that KV outside of its blocks is gone, where all of it is."""
     model: str = MODEL
     """Hash of the model; "" if its agents do not know it."""
+    host_blocks: int = 0
+    """Blocks of a host tier, of whose copies the agents are told; 0 beside a slot-only twin."""
 
 
 class World(Protocol):

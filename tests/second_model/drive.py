@@ -343,11 +343,15 @@ class Player:
                     *(prefix + engine, family.block_size, family.num_blocks, (shard,)),
                     empties="declared" if family.declares else "told",
                     model=MODEL[::-1] if engine in family.strangers else MODEL,
+                    host_blocks=family.host_blocks,
                 )
                 world.connect(spec, shard, "boot")
                 agent = world.agents[spec.engine_id, shard.name]
                 writer = Writer(
-                    *(engine, "boot", shard.name, layers, LAYOUT.num_experts, family.block_size),
+                    *(engine, "boot", shard.name, layers, LAYOUT.num_experts),
+                    family.block_size,
+                    family.num_blocks,
+                    family.host_blocks,
                     model=spec.model,
                     declares=family.declares,
                 )
@@ -464,6 +468,9 @@ class Player:
         elif kind == "emptied":
             agent.reset_external_kv()
             log.emptied(writer)
+        elif kind == "copy":
+            agent.copy_blocks(args[1], args[2])
+            log.copy(writer, args[1], args[2])
         elif kind == "external":
             agent.mark_external(args[1])
             log.external(writer, args[1])
@@ -556,17 +563,17 @@ class Player:
 
     def _judge_blocks(self, report: Report) -> None:
         f, answers = self.family, Answers(self.log)
-        blocks = list(range(f.num_blocks))
+        blocks = list(range(f.num_blocks + f.host_blocks))
         for engine in self.engines:
             read = self.world.client.get_blocks(
-                self.prefix + engine, blocks, f.num_blocks * f.block_size, missing="mask"
+                self.prefix + engine, blocks, len(blocks) * f.block_size, missing="mask"
             )
             _judge_cells(
                 read,
                 f"blocks of {engine}",
                 lambda p, layer, e=engine: answers.bound(e, blocks, p, layer),
                 lambda *_: {"kv_unknown"},
-                f.num_blocks * f.block_size,
+                len(blocks) * f.block_size,
                 report,
             )
 

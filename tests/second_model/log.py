@@ -144,6 +144,9 @@ class Writer:
     layer_ids: tuple[int, ...]
     num_experts: int
     block_size: int
+    num_blocks: int = 0
+    """Without those of the host tier."""
+    num_host_blocks: int = 0
     step: int = 0
     version: int | None = None
     model: str = ""
@@ -157,14 +160,19 @@ class Writer:
     #: By a call: (at, version known to be that) of `kv` since then, as far as somebody asked.
     came: dict[int, list[tuple[int, int | None]]] = field(default_factory=dict)
     parts: list[Part] = field(default_factory=list)
-    #: Of each slot: (at, row or None, whether it is certain), in order.
-    effects: dict[int, list[tuple[int, Row | None, bool]]] = field(
+    #: Of each slot: (at, row or None or the slot that it was copied from, whether it is certain),
+    #: in order.
+    effects: dict[int, list[tuple[int, Row | int | None, bool]]] = field(
         default_factory=lambda: defaultdict(list)
     )
-    #: When all slots became unknown.
+    #: When all slots of the engine's blocks became unknown.
     resets: list[int] = field(default_factory=list)
-    #: When a block was given to a request last.
+    #: When all slots did.
+    losses: list[int] = field(default_factory=list)
+    #: When a block was given to a request, or written by a copy, last.
     given: dict[int, int] = field(default_factory=dict)
+    #: When a block was copied last.
+    copied: dict[int, int] = field(default_factory=dict)
 
 
 class Log:
@@ -292,6 +300,8 @@ class Log:
         if part.released_at >= 0:  # late
             for position in range(start, start + len(ids)):
                 block = self._block(part, attempt, position)
+                if block is not None and writer.copied.get(block, 0) > part.released_at:
+                    writer.losses.append(self.now)
                 if block is not None and writer.given.get(block, 0) <= part.released_at:
                     self._effect(writer, self._slot(part, attempt, position), None)
             return
@@ -366,6 +376,14 @@ class Log:
             for slot in self._slots_of(writer, block):
                 self._effect(writer, slot, None)
 
+    def copy(self, writer: Writer, sources: Iterable[int], targets: Iterable[int]) -> None:
+        self.now += 1
+        for source, target in zip(sources, targets, strict=True):
+            writer.copied[source] = writer.given[target] = self.now
+            pairs = zip(self._slots_of(writer, source), self._slots_of(writer, target), strict=True)
+            for one, other in pairs:
+                writer.effects[other].append((self.now, one, True))
+
     def reset(self, writer: Writer) -> None:
         self.now += 1
         writer.resets.append(self.now)
@@ -430,17 +448,26 @@ class Log:
             if found:
                 # Requests that hit one prefix write the same KV to one slot in one step: the row of
                 # either is right.
-                if when != written or row is None:
+                if when != written or not isinstance(row, Row):
                     break
                 found |= self.confirmed(row, at)
                 continue
-            if any(when < reset <= at for reset in writer.resets):
+            host = slot >= writer.num_blocks * writer.block_size
+            if any(
+                when < reset <= at
+                for reset in (*writer.losses, *(writer.emptied if host else writer.resets))
+            ):
                 return UNKNOWN
+            if when in writer.losses:  # of the step whose late rows lost all slots, or of before
+                also_unknown = True
             if not sure:
                 also_unknown = True
                 continue
             if row is None:
                 return UNKNOWN
+            if isinstance(row, int):  # what the other slot named before, whatever became of it
+                found |= self.slot(writer, row, when - 1)
+                break
             if row.part is not None and self.deleted(row.part, row.at):
                 also_unknown = True  # computed for a trace that was deleted before
             found |= self.confirmed(row, at)

@@ -42,7 +42,7 @@ MUTATIONS = (
     Mutation(
         "a reset leaves slots as they are",
         f"{SERVER}/index/apply.py",
-        "            elif kind == RESET:\n                self.slots.forget_all()\n",
+        "            elif kind == RESET:\n                self.slots.forget_all(count)\n",
         "            elif kind == RESET:\n",
     ),
     Mutation(
@@ -67,6 +67,8 @@ MUTATIONS = (
 
 #: Of the oracle's mutations, those of rules for rows that came after 0.7.0.
 SHARED = (
+    "a host block keeps the rows of what it held before",
+    "a copy names rows that its source names later",
     "rows that are taken back kept in their slots",
     "drafts in slots before they are confirmed",
     "confirmed drafts in no slot",

@@ -83,6 +83,8 @@ class Family(NamedTuple):
     """The weight version at first; None: nobody gave one."""
     marks: int = 1
     """Labels that a prompt may have; see oracle/marks.py."""
+    host_blocks: int = 0
+    """Blocks of a host tier, to which the first block of a request may be copied, and back."""
 
 
 @dataclass
@@ -137,6 +139,8 @@ class Engine:
     deleted: tuple[str, ...] = ()
     last_step: dict[str, int] = field(default_factory=dict)
     """Of each request: the step of its last rows, while a late rewind may name it."""
+    loaded: tuple[tuple[str, int], ...] = ()
+    """Engines and blocks that were copied back from a host tier."""
 
     def __post_init__(self) -> None:
         if not self.free:
@@ -184,6 +188,8 @@ class Engine:
                 for r in self.requests
                 if r.status == "ended" and r.blocks and r.blocks[0] in self.free[r.engine]
             ]
+        if f.host_blocks and self.requests and self.last[0][0] != "copy":
+            found += self._copies("e")
         if f.deletes:
             found += [
                 (("flush",), ("delete", t))
@@ -191,6 +197,16 @@ class Engine:
                 if t not in self.deleted
             ]
         return found
+
+    def _copies(self, engine: str) -> Iterator[Event]:
+        f = self.family
+        host = range(f.num_blocks, f.num_blocks + f.host_blocks)
+        firsts = {(*r.blocks, *r.held_blocks)[0] for r in self.requests if r.stepped}
+        for target in host:
+            for source in sorted(firsts):
+                yield (("copy", engine, (source,), (target,)),)
+            if (engine, target * f.block_size) in self.kv and self.free[engine]:
+                yield (("copy", engine, (target,), (self.free[engine][-1],)),)
 
     def _begins(self) -> Iterator[Event]:
         f, number = self.family, len(self.requests)
@@ -248,15 +264,18 @@ class Engine:
         """(cached tokens, blocks that hold them), nothing cached included."""
         size = self.family.block_size
         yield 0, ()
-        for q in self.requests:
-            if q.engine != engine:
-                continue
-            blocks = q.blocks if q.status == "running" else list(q.held_blocks)
+        held = [
+            (q, q.blocks if q.status == "running" else list(q.held_blocks))
+            for q in self.requests
+            if q.engine == engine
+        ]
+        for q, blocks in (*held, *((None, [b]) for e, b in self.loaded if e == engine)):
             hit = 0
             while hit < min(len(prompt) - 1, len(blocks) * size):
                 slot = blocks[hit // size] * size + hit % size
                 soon = (
-                    q.status == "running"
+                    q is not None
+                    and q.status == "running"
                     and q.tokens[: hit + 1] == prompt[: hit + 1]
                     and hit >= q.computed
                     and q.computed < q.prompt_len
@@ -519,9 +538,23 @@ class Engine:
             for slot in range(block * size, (block + 1) * size):
                 self.kv.setdefault((engine, slot), ())
 
+    def _on_copy(self, engine: str, sources: tuple[int, ...], targets: tuple[int, ...]) -> None:
+        size = self.family.block_size
+        for source, target in zip(sources, targets, strict=True):
+            for i in range(size):
+                self.kv.pop((engine, target * size + i), None)
+                if (tokens := self.kv.get((engine, source * size + i))) is not None:
+                    self.kv[engine, target * size + i] = tokens
+            if target < self.family.num_blocks:
+                self.loaded = (*self.loaded, (engine, target))
+                for q in self.requests:  # as in _hold
+                    if q.status != "running" and target in q.held_blocks:
+                        q.late = self.family.late
+
     def _on_reset(self, engine: str) -> None:
         held = {b for q in self.requests if q.engine == engine for b in q.blocks}
-        size = self.family.block_size
+        size, f = self.family.block_size, self.family
+        held |= {*range(f.num_blocks, f.num_blocks + f.host_blocks)}
         self.kv = {
             (e, slot): t for (e, slot), t in self.kv.items() if e != engine or slot // size in held
         }
@@ -833,4 +866,16 @@ FAMILIES = (
         ends=("stop", "abort"),
     ),
     Family("reuse", 1, 10, requests=3, drafts=(0, 1), ends=("stop", "abort")),
+    Family("host tier", 4, 8, prompt_len=5, host_blocks=1, versions=True, turns=False),
+    Family("host tier", 1, 24, host_blocks=2, resets=True, flushes=True, turns=False),
+    Family(
+        "host tier and late rows",
+        *(4, 8),
+        prompt_len=3,
+        host_blocks=1,
+        drafts=(0, 2),
+        late=2,
+        ends=("stop", "abort"),
+        turns=False,
+    ),
 )

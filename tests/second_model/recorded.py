@@ -124,6 +124,11 @@ class RecordingAgent:
         self._agent.mark_external(blocks)
         self._log.external(self._writer, blocks)
 
+    def copy_blocks(self, sources: Iterable[int], targets: Iterable[int]) -> None:
+        read, written = list(sources), list(targets)
+        self._agent.copy_blocks(read, written)
+        self._log.copy(self._writer, read, written)
+
     def reset_prefix_cache(self) -> None:
         self._agent.reset_prefix_cache()
         self._log.reset(self._writer)
@@ -183,6 +188,8 @@ class RecordingWorld(harness.InlineWorld):
             tuple(shard.layer_ids),
             self.layout.num_experts,
             spec.block_size,
+            spec.num_blocks,
+            spec.host_blocks,
             model=spec.model,
             declares=spec.empties == "declared",
         )

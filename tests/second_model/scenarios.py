@@ -187,6 +187,43 @@ SCENARIOS: dict[str, tuple[Family, tuple[Event, ...]]] = {
             (("step", "e", (("B", 4, 1),)),),
         ),
     ),
+    "KV that comes back from a host tier under other weights": (
+        _BLOCKS_OF_4._replace(host_blocks=1),
+        (
+            (("begin", "e", "A", "t", (1, 2, 3, 4, 5), 0, 0, (0, 1)),),
+            (("step", "e", (("A", 0, 5),)),),
+            (("copy", "e", (0,), (8,)),),
+            (("version", 1),),
+            (("finish", "A", (1, 2, 3, 4, 5, 1010), "stop", 5),),
+            (("reset", "e"),),
+            (("copy", "e", (8,), (2,)),),
+            (("begin", "e", "B", "tB", (1, 2, 3, 4, 5), 4, 0, (2, 3)),),
+            (("step", "e", (("B", 4, 1),)),),
+        ),
+    ),
+    "a copy of drafts that are confirmed later": (
+        _BLOCKS_OF_4._replace(host_blocks=1),
+        (
+            (("begin", "e", "A", "t", (1, 2), 0, 0, (0, 1)),),
+            (("step", "e", (("A", 0, 2),)),),
+            (("step", "e", (("A", 2, 2),)),),
+            (("copy", "e", (0,), (8,)),),
+            (("step", "e", (("A", 4, 1),)),),
+        ),
+    ),
+    "a late row into a block that was copied since": (
+        _BLOCKS_OF_4._replace(host_blocks=1),
+        (
+            (("begin", "e", "A", "t", (1, 2, 3), 0, 0, (0, 1)),),
+            (("step", "e", (("A", 0, 3),)),),
+            (("begin", "e", "B", "tB", (1, 2, 9), 0, 0, (2, 3)),),
+            (("step", "e", (("B", 0, 3),)),),
+            (("finish", "A", (1, 2, 3, 1006), "abort", 3),),
+            (("copy", "e", (0,), (8,)),),
+            (("flush",),),
+            (("step", "e", (("A", 3, 1),)),),
+        ),
+    ),
     "KV of which only a part is proven to be of the same tokens": (
         _BLOCKS_OF_4._replace(num_blocks=40),
         (

@@ -38,7 +38,7 @@ def kv_version(part: Part) -> int | None:
     found = Weights()
     if first.cached > first.external:
         found |= _inside(writer, first.at)
-    if first.external:
+    if first.external or (writer.num_host_blocks and first.cached):
         found |= _outside(writer, first.at, first.version)
     return first.version if found <= {first.version} else None
 

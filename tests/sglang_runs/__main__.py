@@ -111,7 +111,7 @@ SCENARIOS = (
     Scenario("new weights in parts", updates="session"),
     Scenario("weights of peers", updates="peers"),
     Scenario("failed update", updates="failed", may_lack=("not_captured", "kv_unknown")),
-    Scenario("host memory", {**_HOST, **_SMALL}, native=True, again=True, may_lack=("kv_unknown",)),
+    Scenario("host memory", {**_HOST, **_SMALL}, native=True, again=True),
     Scenario(
         "storage",
         {**_HOST, **_SMALL, **_STORAGE},

@@ -63,6 +63,7 @@ ENGINES = st.builds(
     tells_versions=st.booleans(),
     role=st.sampled_from(["both", "prefill", "decode"]),
     offload=st.booleans(),
+    host_blocks=st.sampled_from([0, 0, 7]),
 )
 
 

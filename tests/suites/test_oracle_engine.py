@@ -159,7 +159,7 @@ def check_slots(cluster: Cluster, engine: Engine, lines: dict[str, Listener]) ->
     """
     untold = [run for run in engine.flying.runs if not run.told] if engine.flying else []
     written = {slot for run in untold for slot in run.slots.tolist()}
-    numbers = cluster.store.in_slots(engine.pool.slots).tolist()
+    numbers = engine.named_slots().tolist()
     for layers in {shard.layer_ids for shard in engine.spec.shards}:
         ranks = [lines[s.name] for s in engine.spec.shards if s.layer_ids == layers]
         columns = LAYOUT.columns(list(layers))
@@ -242,6 +242,24 @@ def test_slots_that_are_loaded_while_a_pass_is_in_flight(seed):
     cluster, world = play(seed, 60, specs=[spec], chances=Chances(crash=0, reset=0))
     assert cluster.counts["binds"] > 20
     assert check_told(cluster, world)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_host_tier_over_updates_of_the_weights(seed):
+    """Blocks come back from it, the same ones in other places, and its blocks are used again."""
+    ranks = tuple(Shard(f"cp{rank}", LAYOUT.layer_ids, rank, 2) for rank in range(2))
+    spec = EngineSpec(
+        *("e", 4, 60, ranks if seed > 5 else WHOLE, 16, 6),
+        draft_tokens=seed % 3,
+        asynchronous=seed % 2 > 0,
+        host_blocks=25,
+    )
+    chances = Chances(crash=0, update=0.05, reset=0.03, redo=0)
+    cluster, world = play(seed, 60, specs=[spec], chances=chances)
+    assert cluster.counts["host_loads"] > 5
+    assert cluster.counts["host_writes"] > 60
+    assert check_told(cluster, world)
+    assert lawful(cluster)["slot"] > 50
 
 
 @pytest.mark.parametrize("seed", range(15))

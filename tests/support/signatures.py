@@ -82,6 +82,7 @@ CALLS = {
     " num_external_tokens",
     "capture_agent.CaptureAgent.finish": "handle num_tokens * reason token_ids transfer_id",
     "capture_agent.CaptureAgent.mark_external": "block_ids",
+    "capture_agent.CaptureAgent.copy_blocks": "sources targets",
     "capture_agent.CaptureAgent.reset_prefix_cache": "",
     "capture_agent.CaptureAgent.reset_external_kv": "",
     "capture_agent.CaptureAgent.set_weight_version": "version",
@@ -92,5 +93,5 @@ CALLS = {
     "capture_agent.AgentConfig.__init__": "target engine_id layout run shard boot_id block_size"
     " num_blocks background attributes frame_rows codec linger_seconds flush_interval_seconds"
     " security queue_bytes spill_dir spill_bytes ring_bytes close_timeout_seconds"
-    " model external_kv_emptied",
+    " model external_kv_emptied num_host_blocks",
 }

@@ -31,6 +31,7 @@ from routetrace.capture_agent.step_path.checks import (
     Rows,
     blocks_for,
     blocks_of,
+    check_pairs,
     computed_of,
     external_of,
     handles_of,
@@ -73,9 +74,10 @@ class CaptureAgent:
     last token is never forwarded.
 
     Calls follow the order of the engine's steps: decisions of a step's schedule (begin, blocks,
-    resume, preempt, mark_external) after the rows of the steps before it and before its own rows.
-    Outcomes of a step (rewind, finish) may follow one step late, since asynchronous engines learn
-    them late; rows of a request that has ended or was preempted by then are late, and dropped.
+    resume, preempt, mark_external, copy_blocks) after the rows of the steps before it and before
+    its own rows. Outcomes of a step (rewind, finish) may follow one step late, since asynchronous
+    engines learn them late; rows of a request that has ended or was preempted by then are late, and
+    dropped.
 
     An engine of several shards has one agent per shard, and reports every request to each. To
     step() each passes its own layers and positions; a token and its drafts belong to one rank.
@@ -223,7 +225,9 @@ class CaptureAgent:
             computed = computed_of(num_computed_tokens, blocks, self.config)
             external = external_of(num_external_tokens, computed)
             kv, version = self._noted_kv(), self._weight_version
-            if computed and kv.is_of(version, cached=computed > external, external=external > 0):
+            cached = computed > external
+            outside = external > 0 or (cached and self.config.num_host_blocks > 0)
+            if computed and kv.is_of(version, cached=cached, external=outside):
                 facts.kv_weight_version = version
             handle = self._handles.new(request_id)
             index, self._begun = self._begun, self._begun + 1
@@ -354,23 +358,48 @@ class CaptureAgent:
         """
         with self._lock:
             if self._active():
-                blocks = blocks_of(block_ids, self.config)
+                blocks = blocks_of(block_ids, self.config, host=True)
                 if blocks:
                     self._noted_kv().load(self._weight_version)
                 self._event("external", blocks)
 
-    def reset_prefix_cache(self) -> None:
-        """Note that the engine cleared its prefix cache.
+    def copy_blocks(self, sources: Iterable[int], targets: Iterable[int]) -> None:
+        """Note that KV was copied, block by block: the copies have the rows of their sources.
 
-        If no request is live, all cached KV is of the weight versions of the steps that follow.
+        For writes to the engine's host tier, and loads from there. Call it as mark_external(),
+        after the step of every pass that runs before the copy; for a load also before begin() or
+        resume() of the requests that use the blocks, to which these are no external KV.
+
+        Args:
+            sources: blocks of the engine or of its host tier (num_blocks and above).
+            targets: as many blocks, each named once. A block may be a source, too: all sources are
+                read before a target is written.
+
+        Raises:
+            InvalidArgument: naming the wrong argument; nothing was recorded.
         """
         with self._lock:
             if self._active():
+                read = blocks_of(sources, self.config, host=True, name="sources")
+                written = blocks_of(targets, self.config, host=True, name="targets")
+                check_pairs(read, written)
+                if read:
+                    self._event("copy", read, written)
+
+    def reset_prefix_cache(self) -> None:
+        """Note that the engine cleared its prefix cache; host blocks keep their rows.
+
+        If no request is live, all KV in the engine's blocks is of the weight versions of the steps
+        that follow.
+        """
+        with self._lock:
+            if self._active():
+                config = self.config
                 self._noted_kv().empty_blocks(live=bool(self._handles))
-                self._event("reset")
+                self._event("reset", config.num_blocks if config.num_host_blocks else 0)
 
     def reset_external_kv(self) -> None:
-        """Note that every store of KV outside of the engine's blocks was emptied.
+        """Note that every store of KV outside of the engine's blocks was emptied, its host tier too.
 
         Call reset_prefix_cache() first: a block that holds older KV can be written to a store after
         this. Of stores that other engines fill, too, and of KV that they hand over, this agent does
@@ -378,7 +407,11 @@ class CaptureAgent:
         """
         with self._lock:
             if self._active():
+                config = self.config
                 self._noted_kv().empty_outside(live=bool(self._handles))
+                if config.num_host_blocks:
+                    host = range(config.num_blocks, config.num_blocks + config.num_host_blocks)
+                    self._event("external", blocks_of(host, config, host=True))
 
     def set_weight_version(self, version: int | None) -> None:
         """Set the weight version of the following steps; it is unknown until it is set.

@@ -102,6 +102,9 @@ class AgentConfig(Values):
     """Whether no store of KV outside of engines' blocks holds KV of older weights once a pass runs
     with new ones, as the deployment empties them at each weight update. Rows can stand in for KV of
     such a store."""
+    num_host_blocks: int = 0
+    """Blocks of the engine's own host tier, in which it keeps copies of KV (`copy_blocks`): numbers
+    num_blocks and up. Beside num_blocks they count for its limit."""
 
     def __post_init__(self) -> None:
         for name in ("target", "run"):
@@ -124,6 +127,7 @@ class AgentConfig(Values):
         for name, low, high in (
             ("block_size", 0, MAX_BLOCK_SIZE),
             ("num_blocks", 0, (1 << 32) - 1),
+            ("num_host_blocks", 0, (1 << 32) - 1),
             ("frame_rows", 1, MAX_FRAME_ROWS),
             ("queue_bytes", _MIB, 1 << 50),
             ("spill_bytes", _MIB, 1 << 50),
@@ -143,12 +147,13 @@ class AgentConfig(Values):
                 self.num_blocks,
                 f"0 exactly if block_size is 0; block_size is {self.block_size}",
             )
-        if self.num_slots > MAX_SLOTS:
-            _refuse(
-                "num_blocks",
-                self.num_blocks,
-                f"at most {MAX_SLOTS // self.block_size} blocks of {self.block_size} tokens",
-            )
+        if self.num_host_blocks and not self.block_size:
+            _refuse("num_host_blocks", self.num_host_blocks, "0, as block_size is 0")
+        for name, others in (("num_blocks", 0), ("num_host_blocks", self.num_blocks)):
+            count = getattr(self, name)
+            if self.block_size * (others + count) > MAX_SLOTS:
+                most = MAX_SLOTS // self.block_size - others
+                _refuse(name, count, f"at most {most} blocks of {self.block_size} tokens")
         # At least four rows must fit, since one record takes at most half of the ring.
         if self.ring_bytes < 16 * self.layout.row_bytes:
             _refuse("ring_bytes", self.ring_bytes, f"16 rows of {self.layout.row_bytes} bytes")
@@ -174,8 +179,13 @@ class AgentConfig(Values):
 
     @property
     def num_slots(self) -> int:
-        """Slots of the engine; 0 if they are not reported."""
+        """Slots of the engine's blocks; 0 if they are not reported."""
         return self.block_size * self.num_blocks
+
+    @property
+    def all_blocks(self) -> int:
+        """Blocks of the engine and of its host tier."""
+        return self.num_blocks + self.num_host_blocks
 
 
 def config_of(

@@ -102,7 +102,7 @@ class Worker:
         self._intake = Intake(
             config.layout,
             config.block_size,
-            config.num_blocks,
+            config.all_blocks,
             config.frame_rows,
             self._builder,
             self._drop,

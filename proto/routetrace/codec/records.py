@@ -56,12 +56,21 @@ class OpKind(IntEnum):
     EXTERNAL = 10
     """KV of the named blocks was loaded from elsewhere: unknown until written."""
     RESET = 11
-    """The engine cleared its prefix cache: every slot is unknown until written."""
+    """The engine cleared its prefix cache: the slots of its first `count` blocks are unknown until
+    written; 0: all slots are."""
     INHERIT = 12
     """`request` takes the rows that the slots of its cached tokens name now: those before position
     - count of its BEGIN or RESUME."""
     FORGET = 13
     """`count` slots, from `blocks_at` on in the column of slots, are unknown until written."""
+    COPY = 14
+    """KV was copied from the first half of the named blocks to the second half, block by block:
+    each slot of a target names what that of its source did before; the last source of a target that
+    is named twice counts."""
+
+
+#: Kinds of op that name no request.
+OF_NO_REQUEST = frozenset(map(int, (OpKind.EXTERNAL, OpKind.RESET, OpKind.FORGET, OpKind.COPY)))
 
 
 class FinishReason(IntEnum):

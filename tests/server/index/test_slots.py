@@ -36,6 +36,7 @@ class Engine:
                 layout=LAYOUT,
                 block_size=block_size,
                 num_blocks=64,
+                num_host_blocks=32,
                 background="thread",
                 linger_seconds=3600,
                 flush_interval_seconds=0.01,
@@ -270,3 +271,152 @@ def test_drafts_are_not_confirmed_over_what_was_loaded_since(engine, how, flushe
     after = engine.step((a, 5, 1))
     agent.finish(a, 7)
     assert engine.in_blocks(blocks, 6) == [None] * 5 + after
+
+
+HOST = 64
+"""The first host block."""
+
+
+def host(blocks: list[int]) -> list[int]:
+    return [HOST + i for i in range(len(blocks))]
+
+
+@pytest.mark.parametrize("flushed", [False, True])
+def test_kv_that_comes_back_from_the_host_tier_names_the_pass_that_made_it(engine, flushed):
+    """Also where its blocks were given to others, the cache was cleared and the weights are new."""
+    agent, blocks = engine.agent, engine.blocks(0, 8)
+    agent.set_weight_version(1)
+    a = agent.begin("a", prompt_len=8, block_ids=blocks)
+    rows = engine.step((a, 0, 8))
+    agent.finish(a, 9)
+    agent.copy_blocks(blocks, host(blocks))
+    if flushed:
+        assert agent.flush(30)
+    agent.set_weight_version(2)
+    agent.reset_prefix_cache()
+    other = agent.begin("other", prompt_len=8, block_ids=blocks)
+    engine.step((other, 0, 8))
+    agent.finish(other, 9)
+    loaded = engine.blocks(30, 8)
+    agent.copy_blocks(host(blocks), loaded)
+    assert engine.hit(loaded, 8) == rows
+    trace = engine.client.get("hit", missing="mask")
+    assert [tuple(span) for span in trace.provenance] == [(0, 8, "slot"), (8, 9, "forward")]
+    assert [tuple(span)[:3] for span in trace.weight_versions] == [(0, 8, 1), (8, 9, 2)]
+    assert engine.in_blocks(host(blocks), 8) == rows
+
+
+def test_a_host_block_that_is_used_again_names_what_it_holds_now(engine, caplog):
+    agent, blocks = engine.agent, engine.blocks(0, 4)
+    for name in ("a", "b"):
+        handle = agent.begin(name, prompt_len=4, block_ids=blocks)
+        rows = engine.step((handle, 0, 4))
+        agent.finish(handle, 5)
+        assert agent.flush(30)
+        agent.copy_blocks(blocks, host(blocks))  # in a chunk of its own
+        assert agent.flush(30)
+    agent.copy_blocks(host(blocks), engine.blocks(30, 4))
+    assert engine.hit(engine.blocks(30, 4), 4) == rows
+    agent.mark_external(host(blocks))
+    assert engine.in_blocks(host(blocks), 4) == [None] * 4
+    assert engine.in_blocks(engine.blocks(30, 4), 4) == rows
+    assert not caplog.records
+
+
+def test_all_sources_are_read_before_a_target_is_written(engine):
+    agent, blocks = engine.agent, engine.blocks(0, 8)
+    a = agent.begin("a", prompt_len=8, block_ids=blocks)
+    rows = engine.step((a, 0, 7))
+    agent.finish(a, 8)
+    half = len(blocks) // 2
+    agent.copy_blocks(blocks, [*blocks[half:], *blocks[:half]])
+    assert engine.in_blocks(blocks, 8) == [*rows[4:], None, *rows[:4]]
+
+
+@pytest.mark.parametrize("flushed", [False, True])
+def test_a_copy_of_an_unconfirmed_draft_stays_unknown(engine, flushed):
+    agent, blocks = engine.agent, engine.blocks(0, 8)
+    a = agent.begin("a", prompt_len=2, block_ids=blocks)
+    rows = engine.step((a, 0, 2))
+    rows += engine.step((a, 2, 3))
+    if flushed:
+        assert agent.flush(30)
+    agent.copy_blocks(blocks, host(blocks))
+    rows += engine.step((a, 5, 1))
+    assert engine.in_blocks(blocks, 6) == rows
+    assert engine.in_blocks(host(blocks), 6) == [*rows[:3], None, None, None]
+
+
+@pytest.mark.parametrize("flushed", [False, True])
+def test_rows_that_are_rejected_after_a_copy_stay_in_it(engine, flushed):
+    agent, blocks = engine.agent, engine.blocks(0, 8)
+    a = agent.begin("a", prompt_len=8, block_ids=blocks)
+    rows = engine.step((a, 0, 8))
+    if flushed:
+        assert agent.flush(30)
+    agent.copy_blocks(blocks, host(blocks))
+    again = engine.step((a, 5, 3))
+    assert engine.in_blocks(blocks, 8) == [*rows[:5], *again]
+    assert engine.in_blocks(host(blocks), 8) == rows
+
+
+@pytest.mark.parametrize("flushed", [False, True])
+def test_drafts_are_not_confirmed_over_what_was_copied_into_their_block(engine, flushed):
+    agent, blocks = engine.agent, engine.blocks(0, 8)
+    other = agent.begin("other", prompt_len=8, block_ids=engine.blocks(20, 8))
+    before = engine.step((other, 0, 8))
+    a = agent.begin("a", prompt_len=2, block_ids=blocks)
+    engine.step((a, 0, 2))
+    engine.step((a, 2, 3))
+    if flushed:
+        assert agent.flush(30)
+    agent.copy_blocks(engine.blocks(20, 8), blocks)
+    after = engine.step((a, 5, 1))
+    agent.finish(a, 7)
+    assert engine.in_blocks(blocks, 6) == before[:5] + after
+
+
+def test_a_request_inherits_what_was_copied_after_its_begin(engine):
+    agent, blocks = engine.agent, engine.blocks(0, 4)
+    a = agent.begin("a", prompt_len=4, block_ids=blocks)
+    rows = engine.step((a, 0, 4))
+    agent.finish(a, 5)
+    loaded = engine.blocks(30, 4)
+    b = agent.begin("b", prompt_len=5, num_computed_tokens=4, block_ids=[*loaded, 60])
+    agent.copy_blocks(blocks, loaded)
+    own = engine.step((b, 4, 1))
+    agent.finish(b, 6)
+    assert engine.rows("b") == [*rows, *own]
+
+
+@pytest.mark.parametrize("ends", ["finish", "preempt"])
+@pytest.mark.parametrize("late", ["step", "skip"])
+def test_a_late_row_whose_block_was_copied_forgets_all_slots(engine, late, ends):
+    """The copy may be of what the late pass wrote; others were copied from it since."""
+    agent, blocks = engine.agent, engine.blocks(0, 8)
+    a = agent.begin("a", prompt_len=8, block_ids=blocks)
+    rows = engine.step((a, 0, 8))
+    agent.finish(a, 9) if ends == "finish" else agent.preempt(a, 8)
+    agent.copy_blocks(blocks, host(blocks))
+    agent.copy_blocks(host(blocks), engine.blocks(30, 8))
+    assert engine.in_blocks(engine.blocks(30, 8), 8) == rows
+    b = agent.begin("b", prompt_len=9, num_computed_tokens=8, block_ids=[*engine.blocks(30, 8), 60])
+    if late == "step":
+        engine.step((a, 5, 1), (b, 8, 1))
+    else:
+        agent.skip([(a, 5, 1), (b, 8, 1)])
+    for places in (blocks, host(blocks), engine.blocks(30, 8)):
+        assert engine.in_blocks(places, 8) == [None] * 8
+    assert engine.rows("b")[:8] == [None] * 8
+
+
+def test_a_late_row_leaves_what_was_copied_into_its_block_since(engine):
+    agent, blocks = engine.agent, engine.blocks(0, 8)
+    other = agent.begin("other", prompt_len=8, block_ids=engine.blocks(20, 8))
+    rows = engine.step((other, 0, 8))
+    a = agent.begin("a", prompt_len=8, block_ids=blocks)
+    engine.step((a, 0, 8))
+    agent.finish(a, 9)
+    agent.copy_blocks(engine.blocks(20, 8), blocks)
+    engine.step((a, 5, 1))
+    assert engine.in_blocks(blocks, 8) == rows

@@ -134,7 +134,9 @@ writes = st.lists(
     st.tuples(
         st.lists(st.integers(0, 31), min_size=1, max_size=9),
         st.integers(0, 2),
-        st.sampled_from(["write", "write run", "write run", "forget run", "blocks", "all"]),
+        st.sampled_from(
+            ["write", "write run", "write run", "forget run", "blocks", "copy", "first", "all"]
+        ),
     ),
     max_size=12,
 )
@@ -161,6 +163,7 @@ def test_the_slot_map_of_an_engine_that_runs_for_long(seed):
     rng = random.Random(seed)
     slots, naive = SlotMap(4, 8), {}
     kinds = ["write run"] * 12 + ["write", "forget run", "forget run", "blocks", "all"]
+    kinds += ["copy"] * 4 + ["first"]
     for step in range(1, 1200):
         some = [rng.randrange(32) for _ in range(rng.randint(1, 9))]
         _change(slots, naive, step, some, rng.randrange(3), rng.choice(kinds))
@@ -190,6 +193,21 @@ def _change(slots, naive, step, some, version, kind):
         blocks = {s // 4 for s in some}
         slots.forget_blocks(sorted(blocks))
         for slot in [s for s in naive if s // 4 in blocks]:
+            del naive[slot]
+    elif kind == "copy":
+        # Some of them sources and targets, some targets of two.
+        sources, targets = [s // 4 for s in some], [s % 8 for s in some]
+        held = [[naive.get(block * 4 + i) for i in range(4)] for block in sources]
+        slots.copy(sources, targets)
+        for block, entries in zip(targets, held, strict=True):
+            for i, entry in enumerate(entries):
+                naive.pop(block * 4 + i, None)
+                if entry:
+                    naive[block * 4 + i] = entry
+    elif kind == "first":
+        count = 1 + some[0] % 8
+        slots.forget_all(count)
+        for slot in [s for s in naive if s < 4 * count]:
             del naive[slot]
     elif len(some) > 8:
         slots.forget_all()

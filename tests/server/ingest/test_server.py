@@ -503,6 +503,11 @@ def bad_chunks():
             "block_ids[0]",
             "99",
         ),
+        "a source without a target": (
+            make(lambda m, s: (m.op(OpKind.COPY, blocks=[0, 1, 2]), m.make(s))[1]),
+            "ops.num_blocks[2]",
+            "3",
+        ),
         "no begin": (make(lambda m, s: (m.begins.clear(), m.make(s))[1]), "ops.arg[0]", "0"),
         "begin index": (
             make(lambda m, s: (m.ops[0].__setitem__("value", 2**63), m.make(s))[1]),

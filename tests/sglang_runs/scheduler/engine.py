@@ -50,14 +50,12 @@ class FakeModel:
         self._launch = engine.scheduler.run_batch
         engine.scheduler.run_batch = self._run_batch
         controller = getattr(engine.scheduler.tree_cache, "cache_controller", None)
-        self._loaded: set[int] = set()
         if controller is not None:
             load = controller.load
 
             def noted(*args: Any, **kwargs: Any) -> Any:
                 slots = load(*args, **kwargs)
                 if slots is not None:
-                    self._loaded.update(slots.tolist())
                     self.counts["loaded"] += len(slots)
                 return slots
 
@@ -102,11 +100,7 @@ class FakeModel:
                 reused = tags[cached, 0, 0].long().tolist()
                 attempt.numbers.update(enumerate(reused))
                 hidden = self.rows.hidden
-                attempt.unknown = {
-                    position
-                    for position, slot in enumerate(cached.tolist())
-                    if slot in self._loaded or reused[position] in hidden
-                }
+                attempt.unknown = {p for p, number in enumerate(reused) if number in hidden}
                 self.counts["cached"] += first
             if new and len(life.attempts) > 1:
                 self.counts["resumed"] += 1
@@ -130,7 +124,6 @@ class FakeModel:
         if at != n:
             raise AssertionError(f"{at} tokens of {n}")
         tags[slots, 0, 0] = torch.from_numpy(numbers).to(tags.dtype)
-        self._loaded.difference_update(slots.tolist())
         self.counts["passes"] += 1
         self.counts["most running"] = max(self.counts["most running"], len(batch.reqs))
         ids = torch.from_numpy(self.rows.ids[numbers].astype(np.int32))

@@ -57,7 +57,7 @@ class Attempt:
     sampled: dict[int, int] = field(default_factory=dict)
     """Position -> token that its row sampled."""
     unknown: set[int] = field(default_factory=set)
-    """Positions whose KV was loaded from elsewhere, or computed by a request without capture."""
+    """Positions whose KV was computed by a request without capture."""
     end: int = 0
 
 

@@ -16,7 +16,16 @@ import grpc
 import numpy as np
 
 from routetrace.codec.frame import decode_frame
-from routetrace.codec.records import DIGEST, NO_REQUEST, OP, U32, U64, OpKind, unpack
+from routetrace.codec.records import (
+    DIGEST,
+    NO_REQUEST,
+    OF_NO_REQUEST,
+    OP,
+    U32,
+    U64,
+    OpKind,
+    unpack,
+)
 from routetrace.common.errors import ERROR_METADATA_KEY, RouteTraceError
 from routetrace.common.layout import ModelLayout
 from routetrace.v1 import routetrace_pb2 as pb
@@ -212,6 +221,15 @@ class Model:
         self._erase(set(blocks))
         self._forget_blocks(blocks)
 
+    def copy(self, sources: list[int], targets: list[int]) -> None:
+        size = self.block_size
+        held = [[self.slots.get(b * size + i) for i in range(size)] for b in sources]
+        self.external(targets)
+        for block, rows in zip(targets, held, strict=True):
+            for i, row in enumerate(rows):
+                if row is not None:
+                    self.slots[block * size + i] = row
+
     def _erase(self, blocks: set[int]) -> None:
         """Drafts in blocks are not there any more, confirmed or not."""
         for request in self.live.values():
@@ -225,9 +243,10 @@ class Model:
             for slot in range(block * self.block_size, (block + 1) * self.block_size):
                 self.slots.pop(slot, None)
 
-    def reset(self) -> None:
+    def reset(self, count: int = 0) -> None:
         self._erase({block for request in self.live.values() for block in request.blocks})
-        self.slots.clear()
+        first = count * self.block_size  # of the slots that stay
+        self.slots = {s: row for s, row in self.slots.items() if count and s >= first}
 
     def apply(self, header: pb.ChunkHeader, frames: list[np.ndarray]) -> None:
         """Apply a chunk; `frames` are [n, L, K]."""
@@ -242,8 +261,7 @@ class Model:
             arg, version = int(op["arg"]), int(op["weight_version"])
             row, value = int(op["row"]), int(op["value"])
             name = ""
-            of_nobody = {OpKind.EXTERNAL, OpKind.RESET, OpKind.FORGET}
-            if kind not in of_nobody and request != NO_REQUEST:
+            if kind not in OF_NO_REQUEST and request != NO_REQUEST:
                 name = header.request_ids[request]
             in_slots = kind in {OpKind.ROWS, OpKind.FORGET}
             assert in_slots or at + op["num_blocks"] <= len(blocks)
@@ -284,8 +302,10 @@ class Model:
                 self.live[name].digests.update(digests[row : row + count])
             elif kind == OpKind.EXTERNAL:
                 self.external(some)
+            elif kind == OpKind.COPY:
+                self.copy(some[: len(some) // 2], some[len(some) // 2 :])
             elif kind == OpKind.RESET:
-                self.reset()
+                self.reset(count)
         assert begun == list(range(len(header.begins)))
         assert all((rows == 1).all() for rows in used), "a row in no op, or in two"
 

@@ -94,6 +94,7 @@ class Framer:
             "resume": self.resume,
             "finish": self.finish,
             "external": self.external,
+            "copy": self.copy,
             "reset": self.reset,
             "lost": self.lost,
             "late": self.late,
@@ -468,14 +469,25 @@ class Framer:
         self.flush()
         self._out.op(OpKind.EXTERNAL, blocks=np.frombuffer(blocks, U32))
 
-    def reset(self) -> None:
-        """Forget all slots, as the engine forgot its prefix cache."""
+    def copy(self, sources: bytes, targets: bytes) -> None:
+        """Note that KV was copied from blocks to as many others (uint32)."""
+        if self._short:
+            self._slots_unknown = True
+            return
+        self.clear_unknown()
+        blocks = np.frombuffer(sources + targets, U32)
+        self.flush_writers(blocks)
+        self._owners.copy(*np.split(blocks, 2))
+        self._out.op(OpKind.COPY, blocks=blocks)
+
+    def reset(self, count: int = 0) -> None:
+        """Forget the slots of the first `count` blocks, 0: of all, as their cache was cleared."""
         if self._short:
             self._slots_unknown = True
             return
         self.flush()
-        self._slots_unknown = False
-        self._out.op(OpKind.RESET)
+        every, self._slots_unknown = self._slots_unknown, False
+        self._out.op(OpKind.RESET, count=0 if every else count)
 
     def lost(self, spans: list[tuple[int, int, int, int, int]], blocks: bytes) -> None:
         """Report rows that never arrived: (handle, start, stop, reason, step of the last).

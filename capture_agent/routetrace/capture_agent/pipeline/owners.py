@@ -36,6 +36,8 @@ class BlockOwners:
         # Number of allocations, and of those up to the last one of each block.
         self._allocations = 0
         self._allocated = np.zeros(num_blocks, np.int64)
+        # The same of the last copy from each block.
+        self._copied = np.zeros(num_blocks, np.int64)
         self._released: OrderedDict[int, _Released] = OrderedDict()  # by handle
         self._num_released = 0  # blocks in it, and requests
         # Several times the blocks of requests that share none; needed for one or two steps only.
@@ -66,6 +68,11 @@ class BlockOwners:
         self._allocations += 1
         self._allocated[blocks] = self._allocations
 
+    def copy(self, sources: Blocks, targets: Blocks) -> None:
+        """Note that blocks were copied to others, which so have new contents."""
+        self.allocate(targets)
+        self._copied[sources] = self._allocations
+
     def release(self, handle: int, blocks: Blocks) -> None:
         """Note the blocks that a request gives up."""
         if not self._block_size:
@@ -81,11 +88,16 @@ class BlockOwners:
             self._num_released -= len(released.blocks) + 1
 
     def slots_of(self, handle: int, start: int, stop: int) -> Slots | None:
-        """Slots of late positions, but for blocks allocated since; None if unknown."""
+        """Slots of late positions, but for blocks allocated since.
+
+        None if they are unknown, or if a copy may hold what the late pass wrote.
+        """
         size, released = self._block_size, self._released.get(handle)
         if released is None:
             return None
         positions = np.arange(start, min(stop, len(released.blocks) * size))
         blocks = released.blocks[positions // size]
+        if (self._copied[blocks] > released.since).any():
+            return None
         slots: Slots = blocks * np.uint64(size) + (positions % size).astype(np.uint64)
         return slots[self._allocated[blocks] <= released.since]

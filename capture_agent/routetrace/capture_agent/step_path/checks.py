@@ -115,19 +115,26 @@ def slots_of(slots: npt.ArrayLike, num_rows: int, num_slots: int) -> npt.NDArray
     return unsigned
 
 
-def blocks_of(block_ids: Iterable[int], config: AgentConfig) -> bytes:
-    """Return block ids below num_blocks, as uint32."""
-    ids = items("block_ids", block_ids, "a sequence of int")
+def blocks_of(
+    block_ids: Iterable[int], config: AgentConfig, *, host: bool = False, name: str = "block_ids"
+) -> bytes:
+    """Return ids of the engine's blocks, with `host` of host blocks too, as uint32."""
+    ids = items(name, block_ids, "a sequence of int")
     if ids and not config.num_blocks:
-        raise _no_slots("block_ids", quoted(ids))
+        raise _no_slots(name, quoted(ids))
     blocks: array[int] | None
     try:
         blocks = array("I", ids)
     except (TypeError, OverflowError):
         blocks = None
-    if blocks is None or bool in map(type, ids) or max(blocks, default=-1) >= config.num_blocks:
-        high = config.num_blocks - 1  # each on its own, to name the first that is wrong
-        blocks = array("I", [whole(f"block_ids[{i}]", b, 0, high) for i, b in enumerate(ids)])
+    limit = config.all_blocks if host else config.num_blocks
+    if blocks is None or bool in map(type, ids) or max(blocks, default=-1) >= limit:
+        high = config.all_blocks - 1  # each on its own, to name the first that is wrong
+        blocks = array("I", [whole(f"{name}[{i}]", b, 0, high) for i, b in enumerate(ids)])
+        for i, block in enumerate(blocks):
+            if block >= limit:
+                remedy = "report copies of host blocks with copy_blocks"
+                raise wrong(f"{name}[{i}]", block, f"a block of the engine, below {limit}", remedy)
     return blocks.tobytes()
 
 
@@ -158,6 +165,17 @@ def blocks_for(block_ids: Iterable[int], count: int, config: AgentConfig) -> Int
         bad = blocks[(blocks < 0) | (blocks >= config.num_blocks)]
         raise wrong("block_ids", int(bad[0]), f"ids in [0, {config.num_blocks})")
     return blocks
+
+
+def check_pairs(sources: bytes, targets: bytes) -> None:
+    """Check block ids (uint32) of a copy: as many targets as sources, each named once."""
+    written = array("I", targets)
+    if len(targets) != len(sources):
+        expected = f"{len(sources) // 4} block ids, as many as sources"
+        raise wrong("targets", f"{len(written)} block ids", expected)
+    if len(set(written)) < len(written):
+        twice = next(block for i, block in enumerate(written) if block in written[:i])
+        raise wrong("targets", f"{twice} twice", "each block once")
 
 
 def _no_slots(name: str, shown: str) -> InvalidArgument:

@@ -8,7 +8,15 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from routetrace.capture_agent.pipeline.chunks import Chunk, ChunkBuilder
-from routetrace.codec.records import DIGEST, NO_REQUEST, PACKED_OP, U32, OpKind, unpack
+from routetrace.codec.records import (
+    DIGEST,
+    NO_REQUEST,
+    OF_NO_REQUEST,
+    PACKED_OP,
+    U32,
+    OpKind,
+    unpack,
+)
 from routetrace.common.layout import ModelLayout
 from routetrace.v1 import routetrace_pb2 as pb
 
@@ -17,7 +25,6 @@ _REQUEST_BYTES = 1024
 
 # As numbers: hashing a member of an enum takes longer than the rest of an op.
 _ROWS, _BLOCKS = int(OpKind.ROWS), int(OpKind.BLOCKS)
-_WITHOUT_REQUEST = {int(OpKind.EXTERNAL), int(OpKind.RESET), int(OpKind.FORGET)}
 
 
 @dataclass
@@ -52,7 +59,7 @@ class Ledger:
         block_ids = unpack(header.block_ids, U32, "block_ids").tobytes()
         digests = unpack(header.token_digests, DIGEST, "token_digests")
         for kind, _, arg, index, position, count, _, row, at, num, _, _, value in ops:
-            if index == NO_REQUEST or kind in _WITHOUT_REQUEST:
+            if index == NO_REQUEST or kind in OF_NO_REQUEST:
                 continue
             request = self._requests.get(request_ids[index])
             # Nearly all ops are one of these two.

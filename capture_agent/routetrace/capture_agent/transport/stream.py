@@ -144,7 +144,7 @@ class IngestStream:
             epoch=self._epoch,
             layout=config.layout.to_proto(),
             block_size=config.block_size,
-            num_blocks=config.num_blocks,
+            num_blocks=config.all_blocks,
             attributes={
                 "host": socket.gethostname(),
                 "routetrace": installed_version(),

@@ -19,6 +19,7 @@ from routetrace.server.common.slices import at_once
 from routetrace.server.index.chunk import (
     BEGIN,
     BLOCKS,
+    COPY,
     DIGESTS,
     EXTERNAL,
     FINISH,
@@ -224,10 +225,10 @@ class _Applier:
                     self.state.traces.prefixes.computed(trace, version, position)
             elif kind == EXTERNAL:
                 self.slots.erase(blocks)
-                continue
+            elif kind == COPY:
+                self.slots.copy(blocks[: num // 2], blocks[num // 2 :])
             elif kind == RESET:
-                self.slots.forget_all()
-                continue
+                self.slots.forget_all(count)
             elif kind == FORGET:
                 for first in range(0, count, _SLOTS):
                     self.slots.forget(self._slots(at + first, min(_SLOTS, count - first)))

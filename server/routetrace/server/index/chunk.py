@@ -19,6 +19,7 @@ from routetrace.codec.frame_check import PlainFrames
 from routetrace.codec.records import (
     DIGEST,
     NO_REQUEST,
+    OF_NO_REQUEST,
     OP,
     PACKED_OP,
     U32,
@@ -59,9 +60,8 @@ BEGIN, BLOCKS, ROWS = int(OpKind.BEGIN), int(OpKind.BLOCKS), int(OpKind.ROWS)
 REWIND, PREEMPT, RESUME = int(OpKind.REWIND), int(OpKind.PREEMPT), int(OpKind.RESUME)
 FINISH, LOST, DIGESTS = int(OpKind.FINISH), int(OpKind.LOST), int(OpKind.DIGEST)
 EXTERNAL, RESET = int(OpKind.EXTERNAL), int(OpKind.RESET)
-INHERIT, FORGET = int(OpKind.INHERIT), int(OpKind.FORGET)
-_WITH_BLOCKS = {BEGIN, RESUME, BLOCKS, EXTERNAL}
-_WITHOUT_REQUEST = {EXTERNAL, RESET, FORGET}
+INHERIT, FORGET, COPY = int(OpKind.INHERIT), int(OpKind.FORGET), int(OpKind.COPY)
+_WITH_BLOCKS = {BEGIN, RESUME, BLOCKS, EXTERNAL, COPY}
 _FIELDS = OP.names or ()
 _FIRST_KIND, _LAST_KIND = int(min(OpKind)), int(max(OpKind))
 _FINISH_REASONS = {*FinishReason}
@@ -239,11 +239,11 @@ def _check_ops(chunk: ParsedChunk, num_blocks: int, num_slots: int) -> Iterator[
             wrong, expected = "kind", f"{int(_FIRST_KIND)} to {int(_LAST_KIND)}"
         elif position + count > MAX_POSITION:
             wrong, expected = "position", f"position + count of at most {MAX_POSITION}"
-        elif num and (kind not in _WITH_BLOCKS or num > num_blocks):
+        elif num and (kind not in _WITH_BLOCKS or num > num_blocks * (1 + (kind == COPY))):
             wrong = "num_blocks"
             expected = f"at most num_blocks = {num_blocks}, and 0 for ops without blocks"
-        elif num and at + num > len(chunk.block_ids):
-            wrong, expected = "num_blocks", "a range of block_ids"
+        elif num and (at + num > len(chunk.block_ids) or (kind == COPY and num % 2)):
+            wrong, expected = "num_blocks", "a range of block_ids; of COPY in pairs"
         elif kind == ROWS:
             rows += count
             if frame >= num_frames:
@@ -265,7 +265,7 @@ def _check_ops(chunk: ParsedChunk, num_blocks: int, num_slots: int) -> Iterator[
             slots += count
             if at + count > len(chunk.slots):
                 wrong, expected = "blocks_at", "a range of slots"
-        elif request >= num_requests and kind not in _WITHOUT_REQUEST:
+        elif request >= num_requests and kind not in OF_NO_REQUEST:
             wrong, expected = "request", f"an index below {num_requests}"
         elif kind in (BEGIN, RESUME):
             if count > position:

@@ -191,10 +191,29 @@ class SlotMap:
         return start + high > 0 and start + low < int(run["length"])
 
     def erase(self, block_ids: Sequence[int]) -> None:
-        """Forget blocks that were filled with external KV."""
+        """Forget blocks that were filled otherwise: drafts in them are not named later."""
         self.forget_blocks(block_ids)
         self.erasures += 1
         self._erased[block_ids] = self.erasures
+
+    def copy(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """Let the slots of targets name the rows that those of their sources name.
+
+        All sources are read first. Of a target that is named twice, the last source counts.
+        """
+        pairs = dict(zip(targets, sources, strict=True))
+        held = np.fromiter(pairs.values(), np.int64, len(pairs))
+        runs, nths = self._run[held], self._nth[held]
+        mixed = {
+            target: self._cells[self._mixed[source]].copy()
+            for target, source in (pairs.items() if self._mixed else ())
+            if source in self._mixed
+        }
+        written = [*pairs]
+        self.erase(written)
+        self._run[written], self._nth[written] = runs, nths
+        for block, cells in mixed.items():
+            self._slot_by_slot(block)[:] = cells
 
     def kept(
         self, block_ids: Sequence[int], start: int, stop: int, since: int
@@ -222,12 +241,17 @@ class SlotMap:
                 if (row := self._mixed.pop(block, None)) is not None:
                     self._free.append(row)
 
-    def forget_all(self) -> None:
-        """Forget all slots."""
+    def forget_all(self, count: int = 0) -> None:
+        """Forget all slots, or those of the first `count` blocks; the others hold no drafts."""
         self.changes += 1
         # Unlike zeros_like, zeros takes no memory before it is written.
-        self._run = np.zeros(self.num_blocks, np.int32)
-        self._mixed, self._cells, self._free = {}, self._cells[:0], []
+        runs = np.zeros(self.num_blocks, np.int32)
+        if count:
+            runs[count:] = self._run[count:]
+            self._give_back([block for block in self._mixed if block < count])
+        else:
+            self._mixed, self._cells, self._free = {}, self._cells[:0], []
+        self._run = runs
         self.erasures += 1
         self._all_erased = self.erasures
         self._erased = np.zeros(self.num_blocks, np.int64)

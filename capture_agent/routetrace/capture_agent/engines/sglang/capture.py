@@ -10,6 +10,7 @@ import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,7 @@ from routetrace.capture_agent.engines.sglang.disaggregation import (
     note_arrival,
     transfer_id,
 )
+from routetrace.capture_agent.engines.sglang.host_memory import HostMemory, Move, device_slots
 from routetrace.capture_agent.engines.sglang.options import options_of
 from routetrace.capture_agent.engines.sglang.requests import Deliveries, Plan, Requests
 from routetrace.capture_agent.engines.sglang.speculation import (
@@ -34,6 +36,7 @@ from routetrace.capture_agent.engines.sglang.speculation import (
 from routetrace.capture_agent.engines.sglang.tap import PassRows, Tap
 from routetrace.capture_agent.engines.sglang.timeline import Timeline
 from routetrace.capture_agent.engines.sglang.weights import Weights
+from routetrace.common.errors import InvalidArgument
 
 _log = logging.getLogger(__name__)
 
@@ -44,6 +47,7 @@ _NO_SPANS = np.empty((0, 3), np.int64)
 
 #: Rows of requests that decode: one each.
 _ONE = np.ones(1 << 12, np.int64)
+_NONE = np.empty(0, np.int64)
 
 _REASONS = {"FINISH_LENGTH": "length", "FINISH_ABORT": "abort"}
 
@@ -78,8 +82,8 @@ class Capture:
         free: list[int] = []
         self._requests = Requests(_options, free)
         self._batch: Any = None
-        self._loaded: list[torch.Tensor] = []
-        self._plans: dict[int, tuple[Plan, bool]] = {}  # by id of their rows
+        self._host = HostMemory(config.block_size, config.num_blocks)
+        self._plans: dict[int, tuple[Plan, list[Move]]] = {}  # by id of their rows
         self._latest: PassRows | None = None
         self.weights = Weights(config.engine_id, weight_version)
         # Of the other one.
@@ -112,11 +116,10 @@ class Capture:
             spans = _spans(batch)
             plan = self._requests.plan(batch.reqs, *spans, weights.version, weights.torn)
             indexes = [_prefixes(batch, plan)] if any(s.num_computed for s in plan.starts) else []
-            loaded, self._loaded = self._loaded, []
-            if loaded:
-                indexes.append(torch.cat(loaded))
+            moves = self._host.take()
+            indexes += device_slots(moves)
             output = PassRows(rows, slots, indexes, native, self._arrived)
-            self._plans[id(output)] = plan, bool(loaded)
+            self._plans[id(output)] = plan, moves
             self._timeline.launch(output)
             self._latest = output
         except Exception:
@@ -156,7 +159,7 @@ class Capture:
         except Exception:
             self._fault()
 
-    def _deliver(self, output: PassRows, plan: Plan, loaded: bool) -> None:
+    def _deliver(self, output: PassRows, plan: Plan, moves: list[Move]) -> None:
         agent = self._in_use
         rows, slots, *indexes = output.arrays()
         rows = rows.view(self._config.layout.dtype)
@@ -165,9 +168,10 @@ class Capture:
         if not self._checked:
             self._check(rows)
         agent.set_weight_version(None if plan.torn else plan.version)
-        if loaded:
-            agent.mark_external(np.unique(indexes.pop() // self._config.block_size).tolist())
-        prefixes = indexes[0] if indexes else np.empty(0, np.int64)
+        if moves:
+            moved = any(move.device is not None for move in moves)
+            self._host.report(moves, indexes.pop() if moved else _NONE, agent)
+        prefixes = indexes[0] if indexes else _NONE
         self._deliveries.deliver(plan, rows, slots, prefixes, agent)
 
     def _check(self, rows: np.ndarray[Any, Any]) -> None:
@@ -273,9 +277,39 @@ class Capture:
 
         self._note(lambda: self._timeline.add(skip))
 
-    def loaded(self, slots: torch.Tensor) -> None:
-        """Note that KV from elsewhere is written to slots before the next pass."""
-        self._note(lambda: self._loaded.append(slots.reshape(-1).to(torch.int64)))
+    def follow(self, controller: Any) -> None:
+        """Follow the host memory that SGLang's `HiCacheController` copies KV to.
+
+        Call it before the first pass: another agent takes over, whose slots are those of both.
+        """
+        if self._role is not Role.DECODE:  # whose copies are for storage
+            self._note(lambda: self._follow(controller))
+
+    def _follow(self, controller: Any) -> None:
+        pages = self._host.num_pages(controller) if self._latest is None else 0
+        try:
+            config = replace(self._config, num_host_blocks=pages)
+        except InvalidArgument as error:  # more slots than an engine may have
+            _log.warning("routetrace: rows of KV from host memory are missing: %s", error)
+            return
+        if pages:
+            self._host.follow(controller, self._note)
+            self._config = config
+            self._agent = CaptureAgent(config, own_thread=True, predecessor=self._agent)
+
+    def loaded(self, slots: torch.Tensor, host: Any = None, controller: Any = None) -> None:
+        """Note that KV is written to slots before the next pass.
+
+        Args:
+            slots: of the device.
+            host: slots of host memory that it comes from; None: from elsewhere.
+            controller: SGLang's `HiCacheController` of those.
+        """
+        self._note(lambda: self._host.loaded(slots, host, controller))
+
+    def written(self, slots: torch.Tensor, host: Any, controller: Any) -> None:
+        """Note that KV of slots is copied to slots of host memory; arguments as of `loaded`."""
+        self._note(lambda: self._host.written(slots, host, controller))
 
     def arrives(self, req: Any, num_cached: int) -> None:
         """Note that KV of a prefill engine is written to new slots of a request.

@@ -66,7 +66,13 @@ def register() -> None:
         hooks.append((abort, lambda _, __, output, req=None: _aborted(output, req), after))
     else:
         hooks.append((seams.SENDER, lambda _, __, output, req=None: _aborted(output, req), after))
-    hooks += [(name, _loaded, after) for name in seams.LOADS if seams.found(name) is not None]
+    for seam, hook in (
+        *((name, _loaded) for name in seams.LOADS),
+        *((name, _written) for name in seams.WRITES),
+        (seams.HOST_MADE, _host_made),
+    ):
+        if seams.found(seam) is not None:
+            hooks.append((seam, hook, after))
     for source, whole in (("disk", True), ("ipc", True), ("distributed", False), ("tensor", False)):
         update = partial(_update, whole=whole)
         hooks.append((f"{seams.UPDATER}.update_weights_from_{source}", update, around))
@@ -230,9 +236,19 @@ def _aborted(output: Any, req: Any) -> None:
         _capture.ended(req, "abort")
 
 
-def _loaded(slots: Any, *_: Any, **__: Any) -> None:
+def _host_made(_: Any, controller: Any, *__: Any, **___: Any) -> None:
+    if _capture is not None:
+        _capture.follow(controller)
+
+
+def _loaded(slots: Any, controller: Any, host_indices: Any = None, *_: Any, **__: Any) -> None:
     if _capture is not None and slots is not None:
-        _capture.loaded(slots)
+        _capture.loaded(slots, host_indices, controller)
+
+
+def _written(host: Any, controller: Any, device_indices: Any = None, *_: Any, **__: Any) -> None:
+    if _capture is not None and host is not None:
+        _capture.written(device_indices, host, controller)
 
 
 def _update(

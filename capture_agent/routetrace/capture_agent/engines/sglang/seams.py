@@ -32,10 +32,14 @@ RELEASED = UPDATER + ".release_memory_occupation"
 #: Attaches a store of HiCache to a running engine.
 STORE_ATTACHED = SCHEDULER + ".attach_hicache_storage_wrapped"
 SENDER = _SRT + "managers.scheduler_components.output_sender.SenderWrapper.send_output"
-LOADS = (
-    _SRT + "managers.cache_controller.HiCacheController.load",
-    _SRT + "mem_cache.hybrid_cache.hybrid_cache_controller.HybridCacheController.load",
+_CONTROLLERS = (
+    _SRT + "managers.cache_controller.HiCacheController",
+    _SRT + "mem_cache.hybrid_cache.hybrid_cache_controller.HybridCacheController",
 )
+#: Copies of KV between the device and host memory, and what makes that memory known.
+LOADS = tuple(f"{name}.load" for name in _CONTROLLERS)
+WRITES = tuple(f"{name}.write" for name in _CONTROLLERS)
+HOST_MADE = f"{_CONTROLLERS[0]}.__init__"
 #: Where answers can carry more: once the streamer exists, and for each answer.
 STREAMER_MADE = SCHEDULER + ".init_output_streamer"
 ANSWERS = (

@@ -30,6 +30,7 @@ NGRAM = "NGRAM"
 MODELS = ("EAGLE", "EAGLE3", "STANDALONE")
 
 _SET_BY_US = {"layout", "shard", "boot_id", "block_size", "num_blocks", "attributes", "model"}
+_SET_BY_US |= {"num_host_blocks"}
 _SETTINGS = {f.name for f in fields(AgentConfig)} - _SET_BY_US | {"probe"}
 
 

@@ -27,6 +27,7 @@ CONNECTOR = "RouteTraceConnector"
 Way = Literal["connector", "plugin"]
 
 _SET_BY_US = {"layout", "shard", "boot_id", "block_size", "num_blocks", "model", "attributes"}
+_SET_BY_US |= {"num_host_blocks"}
 _SETTINGS = {f.name for f in fields(AgentConfig)} - _SET_BY_US
 
 
