@@ -195,7 +195,8 @@ class Cluster:
             "together": ("declared", "told", "declared", "told", "untold"),
             "own": ("told", "told", "untold"),
         }
-        offload = spec.offload or (self.stores == "own" and rng.random() < 0.6)
+        own = self.stores == "own" and not spec.host_blocks
+        offload = spec.offload or (own and rng.random() < 0.6)
         return replace(spec, empties=rng.choice(choices[self.stores]), offload=offload)
 
     def _update_all(self) -> None:

@@ -250,6 +250,8 @@ class Listener:
 
     def reset_external_kv(self) -> None:
         self.log.append("reset external")
+        first = self.spec.num_blocks * self.spec.block_size
+        self.slots = {slot: row for slot, row in self.slots.items() if slot < first}
 
     def set_weight_version(self, version: int | None) -> None:
         self.log.append(("version", version))
