@@ -23,6 +23,7 @@ KEYWORD = re.compile(r"\b[a-z_]+=")
 NOT_OF_COMMANDS = {
     "use dataclasses.replace(config, x=...)",
     "use Security(token=...), or a mapping of its fields",
+    "use the nonce of the answer's handle, or incarnation=x",
 }
 
 

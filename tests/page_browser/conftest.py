@@ -71,6 +71,16 @@ def _feed(feeder: Feeder, name: str, tokens: int, holes=(), reason: str = "stop"
     feeder.flush()
 
 
+def _feed_loaded(feeder: Feeder) -> None:
+    """A trace whose prompt was loaded from elsewhere, but for its end."""
+    handle = feeder.begin(
+        "loaded", prompt_len=200, num_computed_tokens=128, num_external_tokens=128
+    )
+    feeder.step(ROWS[128:250], [[handle, 128, 122]])
+    feeder.finish(handle, 251)
+    feeder.flush()
+
+
 #: Reported training steps, two of them alone and some left out; the first with other weights; the
 #: first that is worse, and the layers that are.
 STEPS = (*range(100, 130), 140, *range(150, 160))
@@ -115,6 +125,7 @@ def server() -> Iterator[ServerProcess]:
         _feed(feeder, "short", 60, labels={"task": "math"})
         for name in ODD_IDS:
             _feed(feeder, name, 60, labels=ODD_LABELS)
+        _feed_loaded(feeder)
         feeder.finish(feeder.begin("no rows", prompt_len=1), 1)
         _feed(feeder, "whole blocks", 129)
         feeder.begin("just begun", prompt_len=7)

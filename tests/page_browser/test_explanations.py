@@ -20,7 +20,7 @@ def explanation(page: Page) -> Locator:
 
 @pytest.mark.quick
 def test_enter_explains_the_cell_of_the_cursor(page: Page, open_trace, server) -> None:
-    open_trace("borrower", "&at=70")
+    open_trace("loaded", "&at=70")
     plot = page.locator("canvas.plot")
     plot.focus()
     page.keyboard.press("ArrowDown")
@@ -28,7 +28,7 @@ def test_enter_explains_the_cell_of_the_cursor(page: Page, open_trace, server) -
     expect(explanation(page)).to_have_count(0)
     page.keyboard.press("Enter")
     with RouteClient(server.target, run="r") as client:
-        found = client.explain("borrower", 70, layer_id=2)
+        found = client.explain("loaded", 70, layer_id=2)
     expect(explanation(page).locator("dt")).to_have_text(
         ["row", "because", "remedy", "owner", "because", "chain"]
     )
@@ -126,7 +126,7 @@ def test_an_error_is_words(page: Page, open_trace, watched: Watched) -> None:
 def test_it_fits(page: Page, open_trace, width: int, scheme: str) -> None:
     page.set_viewport_size({"width": width, "height": 900})
     page.emulate_media(color_scheme=scheme)  # type: ignore[arg-type]
-    open_trace("borrower", "&at=70")
+    open_trace("loaded", "&at=70")
     page.locator("canvas.plot").press("Enter")
     expect(explanation(page)).to_contain_text("kv_unknown")
     assert page.evaluate("document.documentElement.scrollWidth - innerWidth") <= 0

@@ -112,7 +112,8 @@ _PREFIX_SOURCES = (
     (PrefixChoice.never.value, "none; such rows are missing"),
     (PrefixChoice.unique.value, "of the only pass that computed them"),
     (PrefixChoice.any.value, "of the first such pass"),
-    ("same_version, any_version", "old names of any"),
+    (PrefixChoice.same_version.value, "name of 0.8 for any"),
+    (PrefixChoice.any_version.value, "name of 0.8 for any"),
 )
 
 Ids = Annotated[list[str] | None, typer.Argument(metavar="ID", help="Trace ids.")]
