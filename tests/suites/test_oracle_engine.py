@@ -255,7 +255,7 @@ def test_a_host_tier_over_updates_of_the_weights(seed):
         host_blocks=25,
     )
     chances = Chances(crash=0, update=0.05, reset=0.03, redo=0)
-    cluster, world = play(seed, 60, specs=[spec], chances=chances)
+    cluster, world = play(seed, 90, specs=[spec], chances=chances)
     assert cluster.counts["host_loads"] > 5
     assert cluster.counts["host_writes"] > 60
     assert check_told(cluster, world)
