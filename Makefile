@@ -47,8 +47,9 @@ compiled: $(VENV)/.dev
 test-slow: $(VENV)/.dev
 	$(PYTEST) -m slow
 
-# Those that another step of the gate stands for: exact cells, orders, faults, a compiled model. Then
-# all properties with new examples; in the other targets these follow from the committed files.
+# Those of code that other tests or steps of the gate drive: exact cells, orders, faults, compiled
+# models, more seeds, more kernels, docs/cli.md. Then all properties with new examples; in the other
+# targets these follow from the committed files.
 test-long: $(VENV)/.dev
 	$(PYTEST) -m long
 	$(PYTEST) -m hypothesis --hypothesis-profile=new

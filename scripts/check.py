@@ -68,7 +68,7 @@ def gate(seed: int) -> list[list[list[str]]]:
         [["make test SLOW=too"]],
         [
             [
-                f"make test-exact CELLS=1500000 SEED={seed}",
+                f"make test-exact CELLS=1000000 SEED={seed}",
                 "make test-vllm VLLM=0.30.0 WAY=connector SCENARIO=engine",
             ],
             [

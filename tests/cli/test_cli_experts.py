@@ -192,7 +192,7 @@ def wide(tmp_path):
     return path, rows
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_all_tables_fit_one_screen(wide):
     words = ("experts", "--npz", str(wide[0]), "--passes", "4")
     for extras in ((), ("--ahead", "8", "--ranks", "8", "--replicas", "8")):
@@ -204,7 +204,7 @@ def test_all_tables_fit_one_screen(wide):
         )
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_full_tables_are_whole_at_80_columns(wide):
     words = ("experts", "--npz", str(wide[0]), "--passes", "4", "--full")
     shown = screen(*words, "--ahead", "8", "--ranks", "8", "--replicas", "8")
@@ -238,6 +238,7 @@ def test_means_and_extremes_over_the_layers(wide, cli):
     assert [mean, low, high] == pytest.approx([found.mean(), found.min(), found.max()], abs=0.006)
 
 
+@pytest.mark.long
 def test_full_has_each_layer_and_capacity(wide, cli):
     said = cli("--npz", str(wide[0]), "--full").stdout
     assert [int(n) for n in re.findall(r"^ *(\d+) +0\.\d{3} ", said, re.M)] == [*range(48)]

@@ -209,7 +209,7 @@ def test_hostile_bytes_give_the_same_errors(seed: int) -> None:
     assert errors > 50
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @needs_numba
 def test_no_byte_beside_an_array_is_touched(tmp_path: Path) -> None:
     environment = {

@@ -84,7 +84,10 @@ class Captured:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "deepseek_v2"])
+@pytest.mark.parametrize(
+    "family",
+    ["qwen3_moe", *(pytest.param(f, marks=pytest.mark.long) for f in ("gpt_oss", "deepseek_v2"))],
+)
 def test_compiled_decoding_is_captured(family: str) -> None:
     captured, backend = Captured(family), Backend()
     captured.generate(backend, PROMPTS)
@@ -169,7 +172,7 @@ def test_a_pass_that_is_not_one_graph_runs_uncompiled(caplog: pytest.LogCaptureF
         )
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_more_shapes_than_are_compiled_run_uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
     from routetrace.capture_agent.engines.transformers import compiled
 
@@ -180,7 +183,7 @@ def test_more_shapes_than_are_compiled_run_uncompiled(monkeypatch: pytest.Monkey
     assert (backend.graphs, backend.passes) == (1, 5)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_router_that_runs_twice_in_compiled_code_gives_invalid_cells() -> None:
     captured, backend = Captured("qwen3_moe"), Backend()
     captured.generate(backend, PROMPTS)

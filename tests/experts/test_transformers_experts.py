@@ -134,6 +134,7 @@ KERNELS = pytest.mark.parametrize("kernels", ["grouped_mm", "batched_mm"])
 
 
 @KERNELS
+@pytest.mark.long
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_kernels_of_every_family_at_every_capacity(

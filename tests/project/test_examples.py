@@ -28,7 +28,7 @@ def run(name: str, *flags: str) -> str:
     return done.stdout
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_demo_brings_rollout_and_trainer_closer():
     table = run("demo.py", "--prompts", "2", "--samples", "2", "--tokens", "24")
     cells = dict(re.findall(r"^  (\S.*?)  +(\S.*)$", table, re.M))
@@ -62,7 +62,7 @@ def test_the_grpo_loop_replays_every_trace_and_moves_the_version_on():
     assert steps == ["0", "1", "2"]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_cached_experts_give_the_same_logits():
     out = run("cached_experts.py", "--tokens", "6", "--layers", "2")
     lines = re.findall(r"^ +(\d+) of 32, (\w+) +([\d.]+)% +[\d.]+ +(\w+)$", out, re.M)

@@ -26,7 +26,8 @@ def tables(monkeypatch) -> ModuleType:
 
 
 #: A load that a server takes, one beyond its core, and one beyond the agents' queues.
-LOADS = [{"nodes": 4}, {"nodes": 40}, {"nodes": 40, "tokens": 20_000, "seconds": 900}]
+DROPPING = {"nodes": 40, "tokens": 20_000, "seconds": 900}
+LOADS = [{"nodes": 4}, {"nodes": 40}, pytest.param(DROPPING, marks=pytest.mark.long)]
 
 
 @pytest.mark.parametrize("killed", [math.inf, 20.0])

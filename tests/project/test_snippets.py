@@ -136,7 +136,11 @@ BEFORE: dict[str, tuple[Callable[[], Any], Callable[[Reader], None] | None]] = {
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("page", PAGES)
+@pytest.mark.parametrize(
+    # tests/cli call the commands of docs/cli.md, each in a second less.
+    "page",
+    [pytest.param(p, marks=[pytest.mark.long] * (p == "docs/cli.md")) for p in PAGES],
+)
 def test_the_snippets_of_a_page_run_in_order(page, tmp_path, monkeypatch):
     server, prepare = BEFORE.get(page, (nothing, None))
     folder = tmp_path / "clean"

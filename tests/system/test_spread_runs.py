@@ -139,7 +139,7 @@ def test_turns_go_on_while_each_worker_is_killed(tmp_path, alone, one, seed):
         assert server.stop() == 0
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("seed", [1])
 def test_a_worker_that_is_killed_under_load_comes_back_with_all_that_was_acknowledged(
     tmp_path, seed

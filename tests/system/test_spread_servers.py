@@ -47,7 +47,7 @@ def certificates(directory: Path) -> dict[str, Path]:
     return files
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_turns_go_on_while_each_server_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "any")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "any")

@@ -371,7 +371,7 @@ def test_tls_and_tokens_hold_at_every_worker(tmp_path):
             assert client.server_info().runs == ("a",)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_backup_has_every_partition(tmp_path):
     script = Script(2, "e0")
     with serve(tmp_path / "data") as server:

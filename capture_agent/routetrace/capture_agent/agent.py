@@ -399,7 +399,7 @@ class CaptureAgent:
                 self._event("reset", config.num_blocks if config.num_host_blocks else 0)
 
     def reset_external_kv(self) -> None:
-        """Note that every store of KV outside of the engine's blocks was emptied, its host tier too.
+        """Note that all KV stores outside of the engine's blocks were emptied, its host tier too.
 
         Call reset_prefix_cache() first: a block that holds older KV can be written to a store after
         this. Of stores that other engines fill, too, and of KV that they hand over, this agent does

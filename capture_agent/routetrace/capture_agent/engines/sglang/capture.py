@@ -47,7 +47,6 @@ _NO_SPANS = np.empty((0, 3), np.int64)
 
 #: Rows of requests that decode: one each.
 _ONE = np.ones(1 << 12, np.int64)
-_NONE = np.empty(0, np.int64)
 
 _REASONS = {"FINISH_LENGTH": "length", "FINISH_ABORT": "abort"}
 
@@ -168,10 +167,8 @@ class Capture:
         if not self._checked:
             self._check(rows)
         agent.set_weight_version(None if plan.torn else plan.version)
-        if moves:
-            moved = any(move.device is not None for move in moves)
-            self._host.report(moves, indexes.pop() if moved else _NONE, agent)
-        prefixes = indexes[0] if indexes else _NONE
+        self._host.report(moves, indexes, agent)
+        prefixes = indexes[0] if indexes else np.empty(0, np.int64)
         self._deliveries.deliver(plan, rows, slots, prefixes, agent)
 
     def _check(self, rows: np.ndarray[Any, Any]) -> None:

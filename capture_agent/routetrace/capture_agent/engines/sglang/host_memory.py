@@ -19,6 +19,8 @@ from routetrace.capture_agent.agent import CaptureAgent
 
 Ints = npt.NDArray[np.int64]
 
+_NONE = np.empty(0, np.int64)
+
 
 @dataclass(frozen=True, slots=True)
 class Move:
@@ -102,14 +104,15 @@ class HostMemory:
         moves, self._moves = self._moves, []
         return moves
 
-    def report(self, moves: list[Move], slots: Ints, agent: CaptureAgent) -> None:
+    def report(self, moves: list[Move], indexes: list[Ints], agent: CaptureAgent) -> None:
         """Report moves in their order.
 
         Args:
             moves: of one `take`.
-            slots: slots of the device of all of them, one after the other.
+            indexes: arrays of their pass; that of `device_slots`, the last one, is taken from it.
             agent: to report to.
         """
+        slots = indexes.pop() if any(move.device is not None for move in moves) else _NONE
         at = 0
         for move in moves:
             device: list[int] = []
