@@ -148,6 +148,7 @@ def test_everything_at_once_is_verified_and_deleted(server):
         assert client.server_info().num_traces == 0
 
 
+@pytest.mark.long
 def test_a_rank_reads_its_share_and_traces_may_stay(server):
     words = ("--quick", "--tokens", "3000", "--reads", "rank", "--run", "bench-kept", "--keep")
     out, _ = finished(bench(server.target, *words, *SMALL), 0)

@@ -589,7 +589,7 @@ def test_the_page_shows_every_picture():
             assert max(rates.values()) == rates["belady"], (name, slots)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @needs_matplotlib
 def test_the_report_is_made_without_recordings(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))

@@ -80,6 +80,7 @@ def test_nothing_beats_belady(passes, capacity):
         )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["drawn", *RECORDED])
 @pytest.mark.parametrize("batch", [1, 3])
 def test_nothing_beats_belady_on_recorded_routing(name, batch):

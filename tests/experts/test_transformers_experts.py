@@ -663,6 +663,7 @@ def fitted(model: Any, layout: Any, rows: np.ndarray | None = None) -> ExpertFor
     return ExpertForecast.fit(rows, num_experts=layout.num_experts)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "deepseek_v3"])
 def test_a_forecast_changes_no_output(family: str) -> None:
     model, layout = tiny_model(family)
@@ -717,6 +718,7 @@ def test_a_pass_fetches_what_the_next_layer_is_likely_to_need() -> None:
         assert (stats.hits, stats.misses) == (8, 0)
 
 
+@pytest.mark.long
 def test_a_forecast_of_random_routing_costs_little() -> None:
     """400 tokens, on which a forecast that was fitted on others like them is of no use."""
     config = Sizes(num_experts=32)

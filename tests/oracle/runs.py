@@ -34,7 +34,7 @@ LAYOUTS = (
 SIZES = {
     "inline": (10, 30, 60),
     "sharded": (10, 30, 60),
-    "socket": (100, 200),
+    "socket": (40, 80),
     "taken": (10, 30, 60),
     "workers": (100, 200),
 }

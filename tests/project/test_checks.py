@@ -84,7 +84,7 @@ def test_checks_of_the_same_files_have_the_same_seed(
 
 @pytest.mark.parametrize(
     ("broken", "never"),
-    [("lint", "test"), ("test", "demo"), ("demo", "test-faults")],
+    [("lint", "test"), ("test", "demo"), ("demo", "test-vllm")],
 )
 def test_the_gate_stops_at_a_failure_and_names_the_command(
     environ: dict[str, str], broken: str, never: str

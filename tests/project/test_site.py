@@ -48,7 +48,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_every_page_is_on_the_site(site):
     pages = [*(ROOT / "docs").rglob("*.md"), ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]
     for page in pages:
@@ -62,7 +62,7 @@ def test_every_page_is_on_the_site(site):
         assert (site / "docs" / "images" / f"trace-{theme}.png").is_file()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_pages_load_nothing_from_elsewhere(site):
     loaded = re.compile(
         r"""<(?:script|img|iframe|source)\b[^>]*\ssrc="?([^" >]+)"""
@@ -76,7 +76,7 @@ def test_pages_load_nothing_from_elsewhere(site):
         assert not re.search(r"(?:url\(|@import )[\"']?(?:https?:)?//", style.read_text("utf-8"))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_no_markdown_is_left_as_text(site):
     """As where a list follows a paragraph without an empty line, which GitHub would take."""
     for page in site.rglob("*.html"):
@@ -88,7 +88,7 @@ def test_no_markdown_is_left_as_text(site):
         assert not re.search(r"```|\n[*-] |\n\| |\]\(", text), page
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("package", ["client", "capture_agent"])
 def test_the_reference_has_every_public_name(site, package):
     text = (site / "docs" / "api" / f"{package}.html").read_text("utf-8")

@@ -15,6 +15,7 @@ from second_model.scenarios import SCENARIOS
 KNOWN = SCENARIOS | ORDERS
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", KNOWN)
 def test_an_order_of_which_the_answer_is_known(name: str) -> None:
     family, order = KNOWN[name]

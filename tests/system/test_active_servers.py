@@ -21,7 +21,7 @@ BOUND_S = 90.0
 RUNS = ("a", "c")
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_each_server_leads_to_the_owner(tmp_path: Path, monkeypatch):
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "any")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "any")

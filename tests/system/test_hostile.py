@@ -107,6 +107,7 @@ def ops_of(n: int, **fields) -> np.ndarray:
 # ------------------------------------------------------------------ fuzzing, the quick share
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("target", "inputs"),
     [("frame", 500), ("stream", 300), ("message", 300), ("layout", 1000), ("answer", 300),

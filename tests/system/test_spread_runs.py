@@ -121,7 +121,7 @@ def test_a_follower_gets_rows_of_any_worker_as_they_arrive(server):
                 assert np.array_equal(read, rows)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("seed", [1])
 def test_turns_go_on_while_each_worker_is_killed(tmp_path, alone, one, seed):
     with (

@@ -207,7 +207,7 @@ def test_gradients_under_fsdp2_are_those_of_hard_wired_routers() -> None:
                 )
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_model_that_sees_a_part_of_the_tokens_replays_their_rows() -> None:
     for rank in run_ranks(WORLD, of_context_parallelism):
         for kind, result in rank.items():

@@ -334,7 +334,7 @@ def test_a_read_error_is_a_damaged_record(closed: Path, disk: Disk) -> None:
     store.close()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_no_image_ends_the_process_serves_a_wrong_byte_or_hides_a_loss() -> None:
     found = images.run(seed=1, images=3, flips=100)
     assert found["opened"] == 106
