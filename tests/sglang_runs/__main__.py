@@ -610,6 +610,8 @@ def main() -> int:
     if version("sglang") == "0.5.15":
         names = tuple(name for name in names if name in OLDER)
     names = tuple(name for name in names if not args.scenario or name in args.scenario)
+    if not names:
+        parser.error(f"no scenario of this share and version is called {args.scenario}")
     rows = 2_000 if args.share else -(-args.rows // len(names))
     total, failed = Counter[str](), 0
     results: dict[str, Any] = {}
