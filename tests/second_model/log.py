@@ -508,14 +508,11 @@ class Log:
             return frozenset((row,))
         if any(row.at < run.at <= at and run.start > row.position for run in part.runs):
             return frozenset((row,))
-        if 0 <= part.ended_at <= at:
-            return frozenset((row,))
-        if any(
+        kept = any(
             when <= at and n == row.attempt and kept > row.position
             for when, n, kept in part.preempts
-        ):
-            return frozenset((row,))
-        return UNKNOWN
+        )
+        return frozenset((row,)) if kept or 0 <= part.ended_at <= at else UNKNOWN
 
     def own(self, part: Part, number: int, position: int) -> Value:
         """The row that an attempt computed itself."""
