@@ -108,6 +108,30 @@ SCENARIOS: dict[str, tuple[Family, tuple[Event, ...]]] = {
             (("step", "e", (("B", 4, 1),)),),
         ),
     ),
+    "a pass that is not captured, into a block that another request went on in": (
+        _BLOCKS_OF_4,
+        (
+            (("begin", "e", "A", "t", (1, 2, 3, 4, 5), 0, 0, (0, 1)),),
+            (("begin", "e", "B", "tB", (1, 2, 3, 4), 3, 0, (0, 2)),),
+            (("step", "e", (("A", 0, 1),)),),
+            (("begin", "e", "C", "tC", (1, 2, 3, 4, 5), 1, 0, (0, 3)),),
+            (("step", "e", (("C", 1, 1),)),),
+            (("skip", "e", (("A", 1, 4),)),),
+            (("step", "e", (("B", 3, 1),)),),
+        ),
+    ),
+    "a pass into a block that another request went on in": (
+        _BLOCKS_OF_4,
+        (
+            (("begin", "e", "A", "t", (1, 2, 3, 4, 5), 0, 0, (0, 1)),),
+            (("begin", "e", "B", "tB", (1, 2, 3, 4), 3, 0, (0, 2)),),
+            (("step", "e", (("A", 0, 1),)),),
+            (("begin", "e", "C", "tC", (1, 2, 3, 4, 5), 1, 0, (0, 3)),),
+            (("step", "e", (("C", 1, 1),)),),
+            (("step", "e", (("A", 1, 4),)),),
+            (("step", "e", (("B", 3, 1),)),),
+        ),
+    ),
     "a skipped step behind a draft": (
         _BLOCKS_OF_4,
         (
