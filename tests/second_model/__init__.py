@@ -5,7 +5,8 @@ tests/oracle nor the server. It shares no code and no data structure with either
 every call for ever, and `answers.py` works each cell out anew by going back through that log.
 
     log.py       every call, in order, and the questions that one engine's calls answer
-    answers.py   what a reader may get for a cell, as a set of rows; lineage, prefixes, reasons
+    answers.py   what a reader may get for a cell, as a set of rows; lineage, reasons
+    stand_ins.py which rows of other requests may stand in, by section 6 of docs/rows.md alone
     orders.py    every order of calls that the docstrings allow, by a little engine
     lineage.py   small orders, and by hand which pass made the KV
     drive.py     an order through a real agent and server core, every cell read back

@@ -169,15 +169,19 @@ class Answers:
     def _makers(self, last: Request, equals: list[Request], stop: int) -> Iterable[Request | None]:
         """Which of several made the row of the last position that came from a slot."""
         found: set[Request | None] = set()
+        behind = min(r.prompt_len for r in equals)
         for part in last.parts:
             first = part.attempts[0]
-            position = min(first.cached - first.external, stop) - 1
-            mine = {
-                next((r for r in equals if row.part in r.parts and position >= r.prompt_len), None)
-                for row in self.log.cached(part, 0, position) - UNKNOWN
-                if row is not None
-            }
-            if None in self.log.cached(part, 0, position):
+            mine: set[Request | None] = set()
+            for position in range(min(first.cached - first.external, stop) - 1, behind - 1, -1):
+                rows = self.log.cached(part, 0, position)
+                for row in rows - UNKNOWN:
+                    makers = (r for r in equals if row and row.part in r.parts)
+                    one = next(makers, None)
+                    mine.add(one if one and position >= one.prompt_len else None)
+                if None not in rows:
+                    break
+            else:
                 mine.add(None)
             if None not in mine:
                 return mine  # one shard that tells is enough
@@ -365,7 +369,7 @@ class Answers:
         if position >= min(owner.prompt_len, first.cached) or "kv_unknown" not in reasons:
             return row
         found: set[Row | None] = set()
-        for version in stand_ins.kv_versions(self.log, owner, self._shards(owner)):
+        for version in self._kv_versions(owner):
             if version is None:
                 found.add(None)
                 continue
@@ -373,7 +377,7 @@ class Answers:
             if self.prefix_rows == "unique":
                 rows, sure = stand_ins.the_only_one(of, layer)
             else:
-                rows, sure = stand_ins.the_first(self, request, of.get(layer, []))
+                rows, sure = stand_ins.the_first(self, request, of.get(layer, ()))
             found |= rows | (set() if sure else {None})
         if 0 not in sampled:
             return row
@@ -388,10 +392,19 @@ class Answers:
         return stand_ins.candidates(self, owner, position, version)
 
     @_once
-    def shared(self, a: Request, b: Request) -> list[int]:
-        """Positions at which digests of two requests are equal."""
-        mine, yours = self.digests(a), self.digests(b)
-        return [p for p in mine if yours.get(p) == mine[p]]
+    def _kv_versions(self, owner: Request) -> set[int | None]:
+        return stand_ins.kv_versions(self.log, owner, self._shards(owner))
+
+    @_once
+    def alike(self, owner: Request) -> list[tuple[Request, int]]:
+        """Requests of the same model, and how many tokens of the owner's prompt they share."""
+        others = [r for r in self.requests if r is not owner and stand_ins.same_model(r, owner)]
+        return [(r, self.proven(r, owner)) for r in others]
+
+    @_once
+    def appeared(self, trace_id: str, other: str) -> bool:
+        """Whether a trace appeared before another one for certain."""
+        return stand_ins.began_before(self.log, self.trace(trace_id), self.trace(other))
 
     # ------------------------------------------------------------------ blocks
 

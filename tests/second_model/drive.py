@@ -241,6 +241,7 @@ def _judge_cells(
         report.say("wrong", f"{what}: {read.proven} rows are proven, expected {proven}")
     # By position alone: those of several layers.
     versions, hows = _by_position(read.weight_versions), _by_position(read.provenance)
+    sources = _by_position(read.prefix_sources)
     missing = reasons_of(read)
     for position in range(max(length, read.num_rows)):
         for column, layer in enumerate(read.layer_ids):
@@ -269,6 +270,11 @@ def _judge_cells(
                         f"{what} @{position}: {', '.join(hows[position])}, "
                         f"expected {', '.join({f.how for f in rows})}",
                     )
+                given = {f.row.part.trace_id for f in rows if f.row.part and f.how == "prefix"}
+                if len(given) == len(rows) and not any(
+                    s.endswith(t) for s in sources[position] for t in given
+                ):
+                    report.say("wrong", f"{what} @{position}: of {sources[position]}, not {given}")
             elif None not in cell:
                 why = missing.get((position, layer), "beyond the answer")
                 report.say(
@@ -383,9 +389,12 @@ class Player:
                     agent.set_weight_version(args[0])
                     self.log.set_version(writer, args[0])
         else:
+            shards = range(2)
+            if kind == "at":  # one shard alone
+                shards, kind, args = range(args[0], args[0] + 1), args[1], args[2:]
             engine = args[0] if args[0] in self.engines else self._engine_of(args[0])
             rows = self._rows(kind, args)
-            for shard in range(len(self.engines[engine])):
+            for shard in shards[: len(self.engines[engine])]:
                 self._later(
                     shard, lambda s=shard, e=engine, r=rows: self._tell(kind, args, e, s, r)
                 )

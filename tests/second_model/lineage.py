@@ -81,6 +81,18 @@ def _restored(name: str, *, trace: str = "t") -> list[Event]:
     ]
 
 
+def _at(shard: int, *calls: Event) -> list[Event]:
+    """Calls that one shard tells alone."""
+    return [(("at", shard, *call),) for event in calls for call in event]
+
+
+def _captured(name: str, *shards: int) -> list[Event]:
+    """Computes a prompt, of which only some shards capture the rows."""
+    begin, step, finish = _computed(name)
+    skip = _step(name, "e", 0, 5, "skip")
+    return [begin, *(e for s in (0, 1) for e in _at(s, step if s in shards else skip)), finish]
+
+
 def _cached(name: str, *, blocks: tuple[int, ...] = (4, 2)) -> list[Event]:
     """Hits a block of four tokens."""
     return [
@@ -489,6 +501,38 @@ _ORDERS: dict[str, tuple[Family, list[Event], dict[str, str]]] = {
         [*_live("emptied"), *_computed("A"), *_restored("B")],
         {"t any": "4*kv_unknown f10"},
     ),
+    "KV from a store that was emptied while a request was preempted": (
+        _ENGINES,
+        [
+            _begin("C", trace="tC"),
+            _step("C", "e", 0, 5),
+            (("preempt", "C", (*_P, 11), 5),),
+            (("reset", "e"),),
+            (("emptied", "e"),),
+            (("resume", "C", 0, (6, 7)),),
+            _step("C", "e", 0, 6),
+            _finish("C", (*_P, 11, 12), "stop"),
+            *_computed("A", engine="d"),
+            *_restored("B"),
+        ],
+        {"t any": "4*kv_unknown f16"},
+    ),
+    "KV from a store that was emptied, and a cache that was emptied once more": (
+        _FRESH,
+        [*_live("reset"), *_computed("A"), *_restored("B")],
+        {"t": "4*kv_unknown f10", "t any": "p5..8 f10"},
+    ),
+    "KV from a store that was emptied after a cache in use": (
+        _ENGINES,
+        [
+            (("reset", "e"),),
+            *_live("reset"),
+            (("emptied", "e"),),
+            *_computed("A"),
+            *_restored("B"),
+        ],
+        {"t any": "4*kv_unknown f10"},
+    ),
     "KV from a store that was emptied while the cache of its engine was not": (
         _ENGINES,
         [(("emptied", "e"),), (("reset", "e"),), *_computed("A"), *_restored("B")],
@@ -633,6 +677,30 @@ _ORDERS: dict[str, tuple[Family, list[Event], dict[str, str]]] = {
         ],
         {"t": "p0..3 f5 f7"},
     ),
+    "KV of which each shard has a row of another pass": (
+        _DECLARED._replace(sharded=True),
+        [*_captured("A", 0), *_captured("C", 1), *_restored("B")],
+        {"t": "4*kv_unknown f10"},
+    ),
+    "KV of which one shard has rows of two passes": (
+        _DECLARED._replace(sharded=True),
+        [*_computed("A"), *_captured("C", 1), *_restored("B")],
+        {"t": "4*kv_unknown f10"},
+    ),
+    "KV from a store that one of two shards emptied": (
+        _ENGINES._replace(sharded=True),
+        [
+            *_at(0, (("reset", "e"),), (("emptied", "e"),)),
+            *_computed("A", engine="d"),
+            *_restored("B"),
+        ],
+        {"t any": "4*kv_unknown f5"},
+    ),
+    "KV from a store, and a pass that one of two shards did not capture": (
+        _FRESH._replace(sharded=True),
+        [*_captured("C", 0), *_computed("A", engine="d"), *_restored("B")],
+        {"t any": "4*kv_unknown f10"},
+    ),
     "a cached block of which a row was invalid": (
         _FRESH,
         [
@@ -651,6 +719,34 @@ _ORDERS: dict[str, tuple[Family, list[Event], dict[str, str]]] = {
             *_cached("B"),
         ],
         {"t any": "s0..2 1*kv_unknown f9"},
+    ),
+    "a cached block of which a row was invalid, of an engine that never emptied its cache": (
+        _DECLARED,
+        [
+            *_computed("C", prompt=_P[:4], kind="bad"),
+            *_computed("A", engine="d"),
+            *_cached("B"),
+        ],
+        {"t any": "s0..2 1*kv_unknown f9"},
+    ),
+    "a cached block of which a row was invalid, and a host tier": (
+        _ENGINES._replace(host_blocks=1),
+        [
+            (("reset", "e"),),
+            *_computed("C", prompt=_P[:4], kind="bad"),
+            *_computed("A", engine="d"),
+            *_cached("B"),
+        ],
+        {"t any": "s0..2 1*kv_unknown f9"},
+    ),
+    "a cached block of which a row was invalid, and a host tier that was emptied": (
+        _FRESH._replace(host_blocks=1),
+        [
+            *_computed("C", prompt=_P[:4], kind="bad"),
+            *_computed("A", engine="d"),
+            *_cached("B"),
+        ],
+        {"t": "s0..2 p7 f9"},
     ),
     "a cached block that another request loaded": (
         _ENGINES._replace(requests=4),

@@ -157,8 +157,9 @@ class Writer:
     kv: list[tuple[int, int | None, bool]] = field(default_factory=list)
     #: When it said that no KV is left outside of its blocks.
     emptied: list[int] = field(default_factory=list)
-    #: By a call: (at, version known to be that) of `kv` since then, as far as somebody asked.
-    came: dict[int, list[tuple[int, int | None]]] = field(default_factory=dict)
+    #: Of `kv`, as far as somebody asked: (at, version known to be that, the last one of another
+    #: version before; 0: none).
+    came: list[tuple[int, int | None, int]] = field(default_factory=list)
     parts: list[Part] = field(default_factory=list)
     #: Of each slot: (at, row or None or the slot that it was copied from, whether it is certain),
     #: in order.
@@ -247,15 +248,12 @@ class Log:
         part.attempts.append(attempt)
         size = part.writer.block_size
         for index, block in enumerate(attempt.blocks):
-            # A block that holds cached tokens is a hit, not handed out newly; of a block that is
-            # cached in part, the contract leaves open whether its rest is forgotten now or with the
-            # first rows.
-            newly = index * size >= cached - external
-            if newly:
+            # A block that holds cached tokens is a hit, not handed out newly.
+            if index * size >= cached - external:
                 part.writer.given[block] = self.now
             for position in range(index * size, (index + 1) * size):
                 if position >= cached - external:
-                    self._effect(part.writer, self._slot(part, attempt, position), None, newly)
+                    self._effect(part.writer, self._slot(part, attempt, position), None)
 
     def add_blocks(self, part: Part, blocks: Iterable[int]) -> None:
         self.now += 1
@@ -510,14 +508,11 @@ class Log:
             return frozenset((row,))
         if any(row.at < run.at <= at and run.start > row.position for run in part.runs):
             return frozenset((row,))
-        if 0 <= part.ended_at <= at:
-            return frozenset((row,))
-        if any(
+        kept = any(
             when <= at and n == row.attempt and kept > row.position
             for when, n, kept in part.preempts
-        ):
-            return frozenset((row, None))  # kept by the engine; the contract says nothing of it
-        return UNKNOWN
+        )
+        return frozenset((row,)) if kept or 0 <= part.ended_at <= at else UNKNOWN
 
     def own(self, part: Part, number: int, position: int) -> Value:
         """The row that an attempt computed itself."""

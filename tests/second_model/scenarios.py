@@ -6,6 +6,8 @@ from second_model.orders import Event, Family
 
 _LONG = tuple(range(1, 65))
 _BLOCKS_OF_4 = Family("scenario", 4, 8, requests=3)
+#: Rows can stand in: the KV version of what it loads is known.
+_DECLARED = _BLOCKS_OF_4._replace(declares=True)
 
 #: What it shows, the engine's shape, and the order.
 SCENARIOS: dict[str, tuple[Family, tuple[Event, ...]]] = {
@@ -88,7 +90,7 @@ SCENARIOS: dict[str, tuple[Family, tuple[Event, ...]]] = {
         ),
     ),
     "KV of a prompt that another trace computed": (
-        _BLOCKS_OF_4,
+        _DECLARED,
         (
             (("begin", "e", "A", "t", (1, 2, 3, 4, 5), 0, 0, (0, 1)),),
             (("step", "e", (("A", 0, 5),)),),
@@ -104,6 +106,30 @@ SCENARIOS: dict[str, tuple[Family, tuple[Event, ...]]] = {
             (("flush",),),
             (("step", "e", (("A", 0, 5),)),),
             (("step", "e", (("B", 4, 1),)),),
+        ),
+    ),
+    "a pass that is not captured, into a block that another request went on in": (
+        _BLOCKS_OF_4,
+        (
+            (("begin", "e", "A", "t", (1, 2, 3, 4, 5), 0, 0, (0, 1)),),
+            (("begin", "e", "B", "tB", (1, 2, 3, 4), 3, 0, (0, 2)),),
+            (("step", "e", (("A", 0, 1),)),),
+            (("begin", "e", "C", "tC", (1, 2, 3, 4, 5), 1, 0, (0, 3)),),
+            (("step", "e", (("C", 1, 1),)),),
+            (("skip", "e", (("A", 1, 4),)),),
+            (("step", "e", (("B", 3, 1),)),),
+        ),
+    ),
+    "a pass into a block that another request went on in": (
+        _BLOCKS_OF_4,
+        (
+            (("begin", "e", "A", "t", (1, 2, 3, 4, 5), 0, 0, (0, 1)),),
+            (("begin", "e", "B", "tB", (1, 2, 3, 4), 3, 0, (0, 2)),),
+            (("step", "e", (("A", 0, 1),)),),
+            (("begin", "e", "C", "tC", (1, 2, 3, 4, 5), 1, 0, (0, 3)),),
+            (("step", "e", (("C", 1, 1),)),),
+            (("step", "e", (("A", 1, 4),)),),
+            (("step", "e", (("B", 3, 1),)),),
         ),
     ),
     "a skipped step behind a draft": (
@@ -178,7 +204,7 @@ SCENARIOS: dict[str, tuple[Family, tuple[Event, ...]]] = {
         ),
     ),
     "KV of a prompt that other weights computed": (
-        _BLOCKS_OF_4,
+        _DECLARED,
         (
             (("begin", "e", "A", "t", (1, 2, 3, 4, 5), 0, 0, (0, 1)),),
             (("step", "e", (("A", 0, 5),)),),
@@ -225,7 +251,7 @@ SCENARIOS: dict[str, tuple[Family, tuple[Event, ...]]] = {
         ),
     ),
     "KV of which only a part is proven to be of the same tokens": (
-        _BLOCKS_OF_4._replace(num_blocks=40),
+        _DECLARED._replace(num_blocks=40),
         (
             (("begin", "e", "A", "t", (*_LONG, 101, 102), 0, 0, tuple(range(17))),),
             (("step", "e", (("A", 0, 66),)),),
@@ -234,7 +260,7 @@ SCENARIOS: dict[str, tuple[Family, tuple[Event, ...]]] = {
         ),
     ),
     "KV of a prompt that another trace only inherited": (
-        _BLOCKS_OF_4,
+        _DECLARED,
         (
             (("begin", "e", "A", "t", (1, 2, 3, 4, 5), 0, 0, (0, 1)),),
             (("step", "e", (("A", 0, 5),)),),
@@ -246,7 +272,7 @@ SCENARIOS: dict[str, tuple[Family, tuple[Event, ...]]] = {
         ),
     ),
     "the turns of a session, of which the second shares its KV with the third": (
-        _BLOCKS_OF_4._replace(num_blocks=40),
+        _DECLARED._replace(num_blocks=40),
         (
             (("begin", "e", "A", "t", (1, 2), 0, 0, (0,)),),
             (("step", "e", (("A", 0, 2),)),),

@@ -1,183 +1,175 @@
-"""Which rows stand in for those of KV whose pass nobody knows, by section 6 of docs/rows.md."""
+"""Rows that stand in for KV of which no row is proven, by docs/rows.md section 6.
+
+Of which weight version the KV is that a request could reuse, which rows of other requests are
+candidates for one of its cells, and which of them a reader gets. Where the order of calls at the
+server, or what has arrived there, is not certain, every possibility is in the answer.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from itertools import product
+from bisect import bisect_left
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from operator import itemgetter
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from second_model.log import Log, Part, Row, Writer
+from second_model.log import UNKNOWN, Log, Part, Row, Writer
 
 if TYPE_CHECKING:
     from second_model.answers import Answers, Request
 
 PrefixRows = Literal["never", "unique", "any"]
 
-Weights = frozenset["int | None"]
-"""Versions of some KV; None is among them where one is not known."""
-
-UNKNOWN_WEIGHTS: Weights = frozenset((None,))
-
-
-class Candidate(NamedTuple):
-    """What a forward pass may have left for a cell."""
-
-    request: Request
-    attempt: int
-    rows: frozenset[Row]
-    sure: bool
-    """Whether one of them is there for certain."""
-
-
-# ---------------------------------------------------------------------------- KV versions
-
-
-def kv_version(part: Part) -> int | None:
-    """The weight version of all KV that the engine could reuse at a begin, if calls tell it."""
-    first, writer = part.attempts[0], part.writer
-    found = Weights()
-    if first.cached > first.external:
-        found |= _inside(writer, first.at)
-    if first.external or (writer.num_host_blocks and first.cached):
-        found |= _outside(writer, first.at, first.version)
-    return first.version if found <= {first.version} else None
-
-
-def _inside(writer: Writer, at: int) -> Weights:
-    """Weights of the KV that was in an engine's blocks before a call."""
-    since = max((reset for reset in writer.resets if reset < at), default=-1)
-    return UNKNOWN_WEIGHTS if since < 0 or _live(writer, since) else _came(writer, since, at)
-
-
-def _outside(writer: Writer, at: int, version: int | None) -> Weights:
-    """Weights of the KV that could be loaded by a call, made while the engine had a version."""
-    if writer.declares:
-        return frozenset((version,))
-    since = max((emptied for emptied in writer.emptied if emptied < at), default=-1)
-    if since < 0 or _live(writer, since):
-        return UNKNOWN_WEIGHTS
-    # What was in its blocks then may have been written there later.
-    return _inside(writer, since) | _came(writer, since, at)
-
-
-def _came(writer: Writer, since: int, at: int) -> Weights:
-    """Weights of the KV that came into an engine's blocks between two calls."""
-    known = writer.came.setdefault(since, [])
-    # Loads are worked out once and for all: what was before them does not change.
-    done = known[-1][0] if known else since
-    for when, version, loaded in writer.kv:
-        if done < when < at:
-            wrong = loaded and not _outside(writer, when, version) <= {version}
-            known.append((when, None if wrong else version))
-    return frozenset(version for when, version in known if when < at)
-
-
-def _live(writer: Writer, at: int) -> bool:
-    """Whether a request had begun and not ended before a call."""
-    return any(p.begun_at < at and not 0 <= p.ended_at < at for p in writer.parts)
+# ---------------------------------------------------------------------------- KV version
 
 
 def kv_versions(log: Log, request: Request, shards: int) -> set[int | None]:
-    """What the KV version of a request may be: what all its shards gave."""
-    given = {kv_version(part) for part in request.parts}
-    told = given if len(given) == 1 else {None}
-    late = len(request.parts) < shards or any(log.held(part) for part in request.parts)
-    return told | {None} if late else told
+    """The KV version that the server may know of a request; None: unknown."""
+    told = {kv_version(part) for part in request.parts}
+    if len(request.parts) < shards or len(told) > 1:
+        return {None}
+    return told | {None} if any(log.held(part) for part in request.parts) else told
+
+
+def kv_version(part: Part) -> int | None:
+    """What an agent says at a begin of all KV that its engine could reuse then; None: nothing."""
+    writer, begin = part.writer, part.attempts[0]
+    if begin.version is None or not begin.cached:
+        return None
+    if begin.external < begin.cached:
+        reset = _last(writer, writer.resets, begin.at)
+        if not reset or not _all_of(writer, begin.version, reset, begin.at):
+            return None
+    from_outside = begin.external or writer.num_host_blocks
+    if from_outside and not _outside_is_of(writer, begin.version, begin.at):
+        return None
+    return begin.version
+
+
+def _outside_is_of(writer: Writer, version: int | None, at: int) -> bool:
+    """Whether, before the call `at`, all KV outside of an engine's blocks is of one version."""
+    if writer.declares:
+        return True
+    emptied = _last(writer, writer.emptied, at)
+    reset = _last(writer, writer.resets, emptied)
+    return bool(reset) and _all_of(writer, version, reset, at)
+
+
+def _all_of(writer: Writer, version: int | None, since: int, until: int) -> bool:
+    """Whether all KV that came into an engine's blocks between two calls is of a version."""
+    came = writer.came
+    for at, present, outside in writer.kv[len(came) :]:
+        if at >= until:
+            break
+        known = None if outside and not _outside_is_of(writer, present, at) else present
+        last, of, other = came[-1] if came else (0, known, 0)
+        came.append((at, known, other if of == known else last))
+    number = bisect_left(came, until, key=itemgetter(0))
+    last, of, other = came[number - 1] if number else (0, None, 0)
+    return last < since or (of == version and other < since)
+
+
+def _last(writer: Writer, calls: Sequence[int], until: int) -> int:
+    """The last of some calls; 0 if there is none, or if a request was live at it."""
+    last = next((c for c in reversed(calls) if c < until), 0)
+    return 0 if _live(writer, last) else last
+
+
+def _live(writer: Writer, at: int) -> bool:
+    """Whether a request had begun at a call, and had not ended; a preempted one goes on."""
+    return any(p.begun_at < at and not 0 <= p.ended_at < at for p in writer.parts)
 
 
 # ---------------------------------------------------------------------------- candidates
 
 
+class Candidate(NamedTuple):
+    """A row that may stand in, of the pass that computed it."""
+
+    request: Request
+    attempt: int
+    row: Row
+    sure: bool
+    """Whether the contract decides that it is one."""
+
+    @property
+    def trace_id(self) -> str:
+        return self.request.first.trace_id
+
+
 def candidates(
     answers: Answers, owner: Request, position: int, version: int
-) -> Mapping[int, list[Candidate]]:
-    """The candidates for the cells of a position, by layer."""
-    found: dict[int, list[Candidate]] = {}
-    for other in answers.requests:
-        if other is owner or not _same_model(owner, other):
+) -> dict[int, list[Candidate]]:
+    """The candidates for the holes of one position, by layer."""
+    log, found = answers.log, defaultdict(list)
+    for other, proven in answers.alike(owner):
+        if position >= proven or (other.num_tokens and position >= other.num_tokens - 1):
             continue
-        if not any(position < p <= owner.prompt_len for p in answers.shared(owner, other)):
-            continue
-        clear = other.first.trace_id not in answers.log.unclear
         for part in other.parts:
             for number in range(len(part.attempts)):
-                value = answers.log.own(part, number, position)
-                rows = frozenset(r for r in value if r is not None and r.version == version)
-                if rows:
-                    one = Candidate(other, number, rows, clear and rows == value)
-                    for layer in part.writer.layer_ids:
-                        found.setdefault(layer, []).append(one)
+                value = log.own(part, number, position)
+                sure = None not in value and part.trace_id not in log.unclear
+                for row in value - UNKNOWN:
+                    if row is not None and row.version == version:
+                        for layer in part.writer.layer_ids:
+                            found[layer].append(Candidate(other, number, row, sure))
     return found
 
 
-def _same_model(a: Request, b: Request) -> bool:
-    return bool(a.first.writer.model) and a.first.writer.model == b.first.writer.model
+def same_model(a: Request, b: Request) -> bool:
+    """Whether the agents of two requests gave the same model."""
+    models = {(p.writer.model, p.writer.num_experts) for r in (a, b) for p in r.parts}
+    return len(models) == 1 and all(model for model, _ in models)
 
 
-def the_only_one(found: Mapping[int, list[Candidate]], layer: int) -> tuple[set[Row], bool]:
-    """Rows of a layer that may be of the only pass of a position, and whether one surely is."""
-    everyone = [one for of in found.values() for one in of]
-    names = {(one.request, one.attempt) for one in everyone}
-    sure = {(one.request, one.attempt) for one in everyone if one.sure}
-    if len(sure) > 1:
-        return set(), False
-    here = [c for c in found.get(layer, ()) if not sure or (c.request, c.attempt) in sure]
-    rows = {row for one in here for row in one.rows}
-    return rows, len(names) == 1 and any(one.sure for one in here)
+# ---------------------------------------------------------------------------- policies
 
 
-def the_first(answers: Answers, reader: Request, found: list[Candidate]) -> tuple[set[Row], bool]:
-    """Rows that may be the first of some candidates, and whether there surely is one."""
-    order = _Order(answers, reader)
-    sure = [one for one in found if one.sure]
-    may = [c for c in found if not any(s is not c and order.ahead(s, c) for s in sure)]
-    return {row for one in may for row in one.rows}, bool(sure)
+def the_only_one(found: Mapping[int, list[Candidate]], layer: int) -> tuple[frozenset[Row], bool]:
+    """The rows that "unique" may serve at a layer, and whether it must serve one.
+
+    A pass counts at all layers of the position, those of which the owner has rows included.
+    """
+    passes: dict[tuple[Request, int], bool] = {}
+    for one in (c for of in found.values() for c in of):
+        name = one.request, one.attempt
+        passes[name] = passes.get(name, False) or one.sure
+    surely = {name for name, sure in passes.items() if sure}
+    mine = [c for c in found.get(layer, ()) if surely <= {(c.request, c.attempt)}]
+    return frozenset(c.row for c in mine), len(passes) == 1 and any(c.sure for c in mine)
 
 
-class _Order:
-    """In which order a reader is offered candidates."""
+def the_first(
+    answers: Answers, reader: Request, found: Iterable[Candidate]
+) -> tuple[frozenset[Row], bool]:
+    """The rows that "any" may serve at a layer, and whether it must serve one."""
+    found, firsts = [*found], list[Candidate]()
 
-    def __init__(self, answers: Answers, reader: Request) -> None:
-        self._answers = answers
-        self._reader = reader.first.trace_id
+    def precedes(one: Candidate, other: Candidate) -> bool:
+        return _precedes(answers, reader.first.trace_id, one, other)
 
-    def ahead(self, a: Candidate, b: Candidate) -> bool:
-        """Whether one surely comes before another."""
-        if a.request is b.request:
-            return a.attempt < b.attempt
-        one, other = a.request.first.trace_id, b.request.first.trace_id
-        if one == other:
-            return self._came([a.request], [b.request]) == {True}
-        outcomes = set()
-        # Traces before the reader's (and its own) go back in time, those after it forwards.
-        for of_one, of_other in product(self._behind(one), self._behind(other)):
-            if of_one != of_other:
-                outcomes.add(of_other)
-            elif not of_one and self._reader in (one, other):
-                outcomes.add(one == self._reader)
-            else:
-                outcomes |= {sooner == of_one for sooner in self._traces(one, other)}
-        return outcomes == {True}
+    for one in found:
+        if one.sure and not any(precedes(first, one) for first in firsts):
+            firsts = [one, *(first for first in firsts if not precedes(one, first))]
+    rows = (c.row for c in found if not any(precedes(first, c) for first in firsts))
+    return frozenset(rows), bool(firsts)
 
-    def _behind(self, trace_id: str) -> set[bool]:
-        """Whether a trace appeared after the reader's, as far as it is known."""
-        if trace_id == self._reader:
-            return {False}
-        return {not sooner for sooner in self._traces(trace_id, self._reader)}
 
-    def _traces(self, one: str, other: str) -> set[bool]:
-        return self._came(self._answers.trace(one), self._answers.trace(other))
+def _precedes(answers: Answers, mine: str, one: Candidate, other: Candidate) -> bool:
+    """Whether a candidate comes before another one for certain, for a reader of a trace."""
+    if one.request is other.request:
+        return one.attempt < other.attempt
+    a, b, sooner = one.trace_id, other.trace_id, answers.appeared
+    if a == b:
+        return began_before(answers.log, [one.request], [other.request])
+    if mine in (a, b):
+        return a == mine
+    if sooner(a, mine) and (sooner(mine, b) or sooner(b, a)):
+        return True
+    return sooner(mine, a) and sooner(a, b)
 
-    def _came(self, ones: Iterable[Request], others: Iterable[Request]) -> set[bool]:
-        """Whether the first of some requests arrived before the first of others: {True}, {False},
-        or both where nobody can say."""
-        mine = [part for request in ones for part in request.parts]
-        yours = [part for request in others for part in request.parts]
-        if self._surely(mine, yours):
-            return {True}
-        return {False} if self._surely(yours, mine) else {True, False}
 
-    def _surely(self, first: list[Part], then: list[Part]) -> bool:
-        log = self._answers.log
-        clear = [p for p in first if p.trace_id not in log.unclear]
-        return all(any(log.sooner(p, other) for p in clear) for other in then)
+def began_before(log: Log, some: Iterable[Request], others: Iterable[Request]) -> bool:
+    """Whether the first begin of some requests arrived before that of others for certain."""
+    parts = [part for request in some for part in request.parts]
+    return all(any(log.sooner(part, later) for part in parts) for r in others for later in r.parts)
