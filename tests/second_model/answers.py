@@ -393,7 +393,7 @@ class Answers:
 
     @_once
     def _kv_versions(self, owner: Request) -> set[int | None]:
-        return stand_ins.kv_versions(self.log, owner, self._shards(owner))
+        return stand_ins.kv_versions(self.log, owner)
 
     @_once
     def alike(self, owner: Request) -> list[tuple[Request, int]]:

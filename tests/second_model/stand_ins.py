@@ -23,10 +23,10 @@ PrefixRows = Literal["never", "unique", "any"]
 # ---------------------------------------------------------------------------- KV version
 
 
-def kv_versions(log: Log, request: Request, shards: int) -> set[int | None]:
+def kv_versions(log: Log, request: Request) -> set[int | None]:
     """The KV version that the server may know of a request; None: unknown."""
     told = {kv_version(part) for part in request.parts}
-    if len(request.parts) < shards or len(told) > 1:
+    if len(told) > 1:
         return {None}
     return told | {None} if any(log.held(part) for part in request.parts) else told
 

@@ -178,7 +178,7 @@ class Framer:
         self.flush_writers(blocks)
         self._out.op(OpKind.INHERIT, request.request_id)
         # From here on it writes into the block that it shares in part.
-        self._owners.own(lane, request.owned_from, blocks[request.owned_from :])
+        self._own(request, request.owned_from, len(blocks))
         self._enter_phase(request, Phase.RUNNING)
 
     def _extend(
@@ -202,6 +202,7 @@ class Framer:
         if self._short and request.kept:
             self._shed(request)
         self._rewind(request, position)
+        self._write(request, position, position + len(rows), request.kept)
         if not request.kept:
             self._drop(Word.QUEUE_FULL, len(rows))
             return
@@ -517,6 +518,7 @@ class Framer:
             drafts = int(linger.tentative[request.lane])
             self._emitter.lose(request, position, stop - position, reason, drafts)
             request.emitted = max(request.emitted, stop)
+        self._write(request, position, stop, named=False)
 
     def late(self, spans: bytes) -> None:
         """Forget the slots of late rows of finished requests: [3, m] of int64, as in step()."""
@@ -651,7 +653,7 @@ class Framer:
         owners, size, lane = self._owners, self._block_size, request.lane
         known = num_computed_tokens - num_external_tokens
         request.owned_from = num_computed_tokens // size if size else 0
-        request.blocks = array("I", blocks.tobytes())
+        request.blocks, request.alone = array("I", blocks.tobytes()), True
         self._count(request)
         owners.allocate(blocks[owners.num_blocks_of(known) :])
         # Into a block that it shares in part, others may write before its own first rows.
@@ -660,6 +662,33 @@ class Framer:
         if known:
             self._starting[lane] = known
             self._enter_phase(request, Phase.STARTING)
+
+    def _own(self, request: Request, start: int, stop: int) -> None:
+        """Enter the writer of blocks [start, stop) of a request, whoever wrote them before."""
+        blocks = np.array(request.blocks[start:stop], U32)
+        self.flush_writers(blocks)
+        for lane in {*self._owners.of(blocks)[0].tolist()} - {request.lane}:
+            other = self._requests.get(lane)
+            if other and not {*blocks.tolist()}.isdisjoint(other.blocks):
+                other.alone = False
+                self._linger.open[lane] = other.takes_rows
+        self._owners.own(request.lane, start, blocks)
+
+    def _write(self, request: Request, start: int, stop: int, named: bool) -> None:
+        """Order rows [start, stop) behind those of others that write into the same blocks.
+
+        Slots of rows that are not `named` may still name rows of the others: the server forgets
+        what this request wrote.
+        """
+        if request.alone or not self._block_size:
+            return
+        self._own(request, start // self._block_size, self._owners.num_blocks_of(stop))
+        if named:
+            return
+        if self._short:
+            self._slots_unknown = True
+        else:
+            self._out.forget(self._owners.slots(np.array(request.blocks, U32), start, stop))
 
     def _release(self, handle: int, request: Request) -> None:
         """Take its blocks from a request."""
@@ -698,9 +727,7 @@ class Framer:
         if self._block_size and position < request.owned_from * self._block_size:
             # It writes into blocks that it shares.
             first, stop = position // self._block_size, request.owned_from
-            shared = np.array(request.blocks[first:stop], U32)
-            self.flush_writers(shared)
-            self._owners.own(lane, first, shared)
+            self._own(request, first, stop)
             request.owned_from = first
 
     def _digests(self, request: Request, tokens: bytes, ends: Iterable[int] = ()) -> None:

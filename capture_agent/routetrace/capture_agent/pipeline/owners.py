@@ -92,12 +92,20 @@ class BlockOwners:
 
         None if they are unknown, or if a copy may hold what the late pass wrote.
         """
-        size, released = self._block_size, self._released.get(handle)
+        released = self._released.get(handle)
         if released is None:
             return None
-        positions = np.arange(start, min(stop, len(released.blocks) * size))
-        blocks = released.blocks[positions // size]
+        slots = self.slots(released.blocks, start, stop)
+        blocks = slots // np.uint64(self._block_size)
         if (self._copied[blocks] > released.since).any():
             return None
-        slots: Slots = blocks * np.uint64(size) + (positions % size).astype(np.uint64)
-        return slots[self._allocated[blocks] <= released.since]
+        late: Slots = slots[self._allocated[blocks] <= released.since]
+        return late
+
+    def slots(self, blocks: Blocks, start: int, stop: int) -> Slots:
+        """Slots of the positions [start, stop) of a request with these blocks."""
+        size = self._block_size
+        positions = np.arange(start, min(stop, len(blocks) * size))
+        slots: Slots = blocks[positions // size].astype(np.uint64) * np.uint64(size)
+        slots += (positions % size).astype(np.uint64)
+        return slots

@@ -87,6 +87,8 @@ class Request:
     """Positions below were emitted."""
     owned_from: int = 0
     """Index of the first of its blocks that names it as the writer."""
+    alone: bool = True
+    """Whether no other request wrote into its blocks while it held them."""
     digests: Digests = field(default_factory=lambda: NO_DIGESTS)
     """Digests that were emitted."""
     name: Callable[[], None] | None = None
@@ -116,7 +118,7 @@ class Request:
     @property
     def takes_rows(self) -> bool:
         """Whether rows that continue it need no other look."""
-        return self.phase is Phase.RUNNING and self.recording is Recording.KEPT
+        return self.phase is Phase.RUNNING and self.recording is Recording.KEPT and self.alone
 
     @property
     def nbytes(self) -> int:
