@@ -368,7 +368,10 @@ class Answers:
         reasons, sampled = self._reasons_at(owner, position), self._that_sampled(owner)
         if position >= min(owner.prompt_len, first.cached) or "kv_unknown" not in reasons:
             return row
-        found: set[Row | None] = set()
+        computed_again = self.log.failed(owner.parts, position)
+        if computed_again == {True}:
+            return row
+        found: set[Row | None] = {None} if True in computed_again else set()
         for version in self._kv_versions(owner):
             if version is None:
                 found.add(None)

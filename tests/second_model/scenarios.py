@@ -132,6 +132,33 @@ SCENARIOS: dict[str, tuple[Family, tuple[Event, ...]]] = {
             (("step", "e", (("B", 3, 1),)),),
         ),
     ),
+    "KV of which one shard knows the pass, and another does not": (
+        _DECLARED._replace(sharded=True),
+        (
+            (("reset", "e"),),
+            (("begin", "e", "C", "tC", (1, 2, 3, 4, 5), 0, 0, (0, 1)),),
+            (("at", 0, "bad", "e", (("C", 0, 4),)),),
+            (("at", 0, "step", "e", (("C", 4, 1),)),),
+            (("at", 1, "step", "e", (("C", 0, 5),)),),
+            (("finish", "C", (1, 2, 3, 4, 5, 11), "stop", 5),),
+            (("begin", "e", "A", "tA", (1, 2, 3, 4, 5), 0, 0, (2, 3)),),
+            (("step", "e", (("A", 0, 5),)),),
+            (("finish", "A", (1, 2, 3, 4, 5, 11), "stop", 5),),
+            (("begin", "e", "B", "t", (1, 2, 3, 4, 5), 4, 0, (0, 4)),),
+            (("step", "e", (("B", 4, 1),)),),
+            (("finish", "B", (1, 2, 3, 4, 5, 31), "stop", 5),),
+        ),
+    ),
+    "KV from elsewhere that one shard computed again": (
+        _DECLARED._replace(sharded=True),
+        (
+            (("begin", "e", "A", "tA", (1, 2, 3, 4, 5), 0, 0, (0, 1)),),
+            (("step", "e", (("A", 0, 5),)),),
+            (("finish", "A", (1, 2, 3, 4, 5, 11), "stop", 5),),
+            (("begin", "e", "B", "t", (1, 2, 3, 4, 5), 4, 4, (2, 3)),),
+            (("at", 0, "step", "e", (("B", 2, 3),)),),
+        ),
+    ),
     "a skipped step behind a draft": (
         _BLOCKS_OF_4,
         (

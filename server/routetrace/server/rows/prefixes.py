@@ -82,7 +82,7 @@ def stand_ins(
         )
         if unique:
             passes = [*passes]
-            several = merge([*untold, *_of_several(free, [rows for _, rows in passes])])
+            several = merge([*untold, *_of_several(rows for _, rows in passes)])
             for layers, intervals in free.items():
                 free[layers] = _without(intervals, several)
         for other, rows in passes:
@@ -180,20 +180,14 @@ def _rows_of(candidate: _Candidate, owner: Request) -> Iterator[_Row]:
                 yield source, span
 
 
-def _of_several(holes: Holes, passes: Iterable[Sequence[_Row]]) -> list[Interval]:
-    """Return the positions for whose holes several passes have rows."""
+def _of_several(passes: Iterable[Sequence[_Row]]) -> list[Interval]:
+    """Return the positions at which several passes have rows, of whichever layers."""
     once: list[Interval] = []
     several: list[Interval] = []
     for rows in passes:
-        filled = merge(
-            interval
-            for source, span in rows
-            for layers, intervals in holes.items()
-            if not layers.isdisjoint(source.layout.layer_ids)
-            for interval in intersect([(span.position, span.stop)], intervals)
-        )
-        several += intersect(once, filled)
-        once = merge([*once, *filled])
+        mine = merge((span.position, span.stop) for _, span in rows)
+        several += intersect(once, mine)
+        once = merge([*once, *mine])
     return several
 
 

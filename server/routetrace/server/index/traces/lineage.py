@@ -113,8 +113,11 @@ class Request:
 
     @property
     def num_reused(self) -> int:
-        """Tokens of its prompt whose KV it reused at its begin."""
-        return min(self.prompt_len, *(source.loaded[1] for source in self.sources))
+        """Tokens of its prompt whose KV it reused at its begin, as far as that is known.
+
+        Passes go up: what lies below the first one stays as it was loaded, or in its slots.
+        """
+        return min(self.prompt_len, self._first_pass, *(s.loaded[1] for s in self.sources))
 
     @property
     def begun(self) -> list[Interval]:
@@ -123,21 +126,21 @@ class Request:
 
     @property
     def loaded(self) -> list[Interval]:
-        """Positions of its begin's external KV that it kept, as far as that is known.
-
-        Passes go up: what lies below the first one stays as it was loaded.
-        """
+        """Positions of its begin's external KV that it kept, as far as that is known."""
         begun = self.begun
-        if not begun:
-            return []
+        first = self._first_pass if begun else 0
+        return [(a, min(b, first)) for a, b in begun if a < first]
+
+    @property
+    def _first_pass(self) -> int:
+        """First position that a pass of its begin computed, or lost; FOREVER: none did."""
         slot, unknown = Provenance.SLOT, pb.MISSING_REASON_KV_UNKNOWN
         passes = [
             *(x.position for s in self.sources for x in s.attempts[0] if x.provenance != slot),
             *(n.start for s in self.sources for n in s.lost if n.reason != unknown),
         ]
         over = all(s.ended or len(s.attempts) > 1 for s in self.sources)
-        first = min(passes, default=FOREVER if over else 0)
-        return [(a, min(b, first)) for a, b in begun if a < first]
+        return min(passes, default=FOREVER if over else 0)
 
     @property
     def first_that_sampled(self) -> int:
