@@ -10,7 +10,15 @@ import numpy as np
 import pytest
 
 from routetrace.capture_agent import CaptureAgent
-from routetrace.client import FetchPlan, MicroBatch, Rank, RouteClient, Sample, TraceState
+from routetrace.client import (
+    FetchPlan,
+    MicroBatch,
+    MissingReason,
+    Rank,
+    RouteClient,
+    Sample,
+    TraceState,
+)
 from routetrace.common.layout import ModelLayout
 from routetrace.server.testing import run_server
 
@@ -40,9 +48,11 @@ def rows(count: int, seed: int) -> np.ndarray:
 
 
 def cut_and_gone_on(
-    agents: dict, engine: str, turn: int, more: int
+    agents: dict, engine: str, turn: int, more: int, lacking: int = 0
 ) -> tuple[str, np.ndarray, np.ndarray, np.ndarray]:
     """Abort a request, and go on at an engine, with `turn` tokens of the caller behind the cut.
+
+    The last `lacking` rows of the first request are not computed.
 
     Returns:
         The trace id, the tokens of the second request, and the rows of both.
@@ -56,7 +66,7 @@ def cut_and_gone_on(
     facts = {"trace_id": trace_id, "block_ids": [*range(7)]}
     handle = first.begin("a", prompt_len=PROMPT, prompt_token_ids=tokens[:PROMPT], **facts)
     first.step(old[:PROMPT], [(handle, 0, PROMPT)])
-    for position in range(PROMPT, len(old)):
+    for position in range(PROMPT, len(old) - lacking):
         first.step(old[position : position + 1], [(handle, position, 1)])
     sampled = [*tokens[:GOT], *[7] * more]
     first.finish(handle, len(sampled), reason="abort", token_ids=sampled)
@@ -74,6 +84,17 @@ def cut_and_gone_on(
     then.finish(handle, len(tokens), token_ids=tokens)
     assert then.flush()
     return trace_id, tokens, old, new
+
+
+def test_rows_that_an_abort_kept_from_a_turn_are_missing_with_that_reason(
+    place: tuple[RouteClient, dict],
+) -> None:
+    client, agents = place
+    trace_id, *_ = cut_and_gone_on(agents, "other", 31, 0, lacking=2)
+    missing = client.get(trace_id, missing="mask").missing
+    assert [(m.start, m.stop, m.reason) for m in missing] == [
+        (GOT - 3, GOT - 1, MissingReason.ABORTED)
+    ]
 
 
 @pytest.mark.parametrize("more", [0, 1, 2, 3])

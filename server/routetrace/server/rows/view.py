@@ -14,7 +14,6 @@ from routetrace.server.index.traces.lineage import Incarnation, Owned, Part, Req
 from routetrace.server.index.traces.refs import ROW_BITS
 from routetrace.server.index.traces.sources import Lost, Source
 from routetrace.server.index.traces.spans import (
-    FOREVER,
     Interval,
     Span,
     SpanList,
@@ -353,14 +352,13 @@ def _notes(owned: Sequence[Owned], layer: int) -> Iterator[Lost]:
                 for note in sorted(source.lost, key=lambda note: note.reason == _KV_UNKNOWN):
                     if note.start < stop and note.stop > start:
                         yield Lost(max(note.start, start), min(note.stop, stop), note.reason)
-        if stop != FOREVER:
-            continue
         counts = owner.first_that_sampled  # attempts before that one do not
         for source in owner.sources:
             if layer in source.layout.column and source.finish_reason == FinishReason.ABORT:
                 attempts = [*enumerate(source.attempts)][counts:]
                 end = max((min(a.end, source.confirmed(i)) for i, a in attempts), default=0)
-                yield Lost(end, FOREVER, pb.MISSING_REASON_ABORTED)
+                if end < stop:
+                    yield Lost(max(end, start), stop, pb.MISSING_REASON_ABORTED)
 
 
 def _resolve(notes: list[Lost]) -> list[Lost]:
