@@ -90,7 +90,7 @@ def test_rows_that_an_abort_kept_from_a_turn_are_missing_with_that_reason(
     place: tuple[RouteClient, dict],
 ) -> None:
     client, agents = place
-    trace_id, *_ = cut_and_gone_on(agents, "other", 31, 0, lacking=2)
+    trace_id, *_ = cut_and_gone_on(agents, "same", 31, 0, lacking=2)
     missing = client.get(trace_id, missing="mask").missing
     assert [(m.start, m.stop, m.reason) for m in missing] == [
         (GOT - 3, GOT - 1, MissingReason.ABORTED)
