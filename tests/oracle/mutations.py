@@ -346,8 +346,8 @@ MUTATIONS = (
     Mutation(
         "attempts of a request count as one pass",
         f"{SERVER}/rows/prefixes.py",
-        "_of_several(free, [rows for _, rows in passes])",
-        "_of_several(free, {(*(id(s) for s, _ in rows),): rows for _, rows in passes}.values())",
+        "_of_several(rows for _, rows in passes)",
+        "_of_several({(*(id(s) for s, _ in rows),): rows for _, rows in passes}.values())",
     ),
     Mutation(
         "the earliest trace's rows stand in first",
@@ -364,7 +364,7 @@ MUTATIONS = (
     Mutation(
         "one of several passes counts as the only one",
         f"{SERVER}/rows/prefixes.py",
-        "        several += intersect(once, filled)\n",
+        "        several += intersect(once, mine)\n",
         "",
     ),
     Mutation(

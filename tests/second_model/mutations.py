@@ -52,6 +52,24 @@ MUTATIONS = (
         "        self.slots.forget_run(",
     ),
     Mutation(
+        "rows of several requests in one block in any order",
+        f"{AGENT}/pipeline/framer.py",
+        "                other.alone = False\n",
+        "",
+    ),
+    Mutation(
+        "rows of another request stay in slots that a skipped pass wrote",
+        f"{AGENT}/pipeline/framer.py",
+        "            self._out.forget(self._owners.slots(",
+        "            (lambda slots: None)(self._owners.slots(",
+    ),
+    Mutation(
+        "rows stand in for KV that a pass computed again",
+        f"{SERVER}/index/traces/lineage.py",
+        "min(self.prompt_len, self._first_pass, *(",
+        "min(self.prompt_len, *(",
+    ),
+    Mutation(
         "digests leave adapters out",
         "proto/routetrace/codec/records.py",
         "for name in (ADAPTER_LABEL, KV_CACHE_DTYPE_LABEL))",
