@@ -194,7 +194,7 @@ def compare_layouts(rank: int, dp_size: int, tp_size: int, steps: list[list[int]
 @pytest.mark.parametrize(
     ("dp_size", "tp_size", "steps"),
     [
-        (1, 2, [[5], [8], [1], [2]]),
+        pytest.param(1, 2, [[5], [8], [1], [2]], marks=pytest.mark.long),
         (2, 2, [[5, 3], [8, 2], [1, 1], [1, 6], [7, 1]]),
     ],
 )

@@ -12,9 +12,9 @@ Options = dict[str, Any]
 
 SHARES: dict[str, dict[str, Options]] = {
     "quick": {
-        "kill": {"seeds": 2, "memory_seeds": 1},
+        "kill": {"seeds": 1, "memory_seeds": 1},
         "torn": {"seeds": 1, "kills": 1},
-        "cut": {"count": 30, "rounds": 2, "seconds": 0.5},
+        "cut": {"count": 30, "rounds": 1, "seconds": 0.5},
         "order": {"runs": 2, "actions": 100, "real_runs": 1, "real_actions": 30},
         "disk": {"disks": 1},
         "lost_agent": {},

@@ -188,7 +188,7 @@ def of_context_parallelism(rank: int) -> dict[str, dict[str, Any]]:
     return {"packed": split(rank, True), "padded": split(rank, False)}
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_gradients_under_fsdp2_are_those_of_hard_wired_routers() -> None:
     for rank in run_ranks(WORLD, of_fsdp):
         for kind, result in rank.items():
