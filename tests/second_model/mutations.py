@@ -42,8 +42,8 @@ MUTATIONS = (
     Mutation(
         "a reset leaves slots as they are",
         f"{SERVER}/index/apply.py",
-        "            elif kind == RESET:\n                self.slots.forget_all(count)\n",
-        "            elif kind == RESET:\n",
+        "                self.slots.forget_all(count)\n",
+        "                pass\n",
     ),
     Mutation(
         "drafts that a preemption kept are not confirmed",
