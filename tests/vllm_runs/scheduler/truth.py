@@ -24,6 +24,7 @@ MAX_POSITIONS = MAX_LEN + 8
 #: In place of the number of a row: none was computed; nobody knows which one it was; it was not
 #: captured. All are below the numbers of rows.
 NOBODY, UNKNOWN, PAUSED = -1, -2, -3
+_REASONS = {UNKNOWN: "kv_unknown", PAUSED: "not_captured"}
 
 Ints = np.ndarray
 
@@ -118,6 +119,16 @@ class Life:
     not know it; None while it does."""
     fed: Ints = field(default_factory=lambda: np.full(MAX_POSITIONS, -1))
     """[MAX_POSITIONS] the tokens as the model knows them, drafts of the step that runs included."""
+    prompt_len: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.prompt_len = len(self.shown)
+
+    @property
+    def first_that_sampled(self) -> int:
+        """The first attempt with a row at the end of the prompt, or behind it; else the last."""
+        there = (bool((a.numbers[self.prompt_len - 1 :] >= 0).any()) for a in self.attempts)
+        return next((n for n, sampled in enumerate(there) if sampled), len(self.attempts) - 1)
 
 
 @dataclass(eq=False)
@@ -184,29 +195,32 @@ class Expected:
 
 
 def expected(lives: Sequence[Life]) -> Expected:
-    """The rows of a trace: of each position the first one that was computed for its token."""
+    """The rows of a trace: of each position, those of the turn that has it, from the pass on that
+    sampled its answer; earlier passes of the turn sampled nothing.
+
+    A turn has the positions of its tokens, without the last, which the next one is fed.
+    """
     last = lives[-1]
     tokens = np.array(last.shown)
     numbers = np.full(len(tokens) - 1, NOBODY)
-    seen = {code: np.zeros(len(numbers), bool) for code in (UNKNOWN, PAUSED)}
-    for life in lives:
-        stop = min(len(numbers), len(life.shown) - 1)
-        for attempt in life.attempts:
-            found = attempt.numbers[:stop]
-            same = attempt.fed[:stop] == tokens[:stop]
-            new = same & (found >= 0) & (numbers[:stop] < 0)
-            numbers[:stop][new] = found[new]
-            for code, where in seen.items():
-                where[:stop] |= same & (found == code)
     reasons: list[set[str]] = [set() for _ in numbers]
-    for position in np.flatnonzero(numbers < 0).tolist():
-        why = reasons[position]
-        if seen[UNKNOWN][position]:
-            why.add("kv_unknown")
-        if seen[PAUSED][position]:
-            why.add("not_captured")
-        if last.reason == "abort" and (not why or (numbers[position:] < 0).all()):
-            why.add("aborted")
+    start = 0
+    for life in (*(life for life in lives[:-1] if len(life.shown) > life.prompt_len), last):
+        stop = min(len(numbers), len(life.shown) - 1)
+        here, wanted = slice(start, stop), tokens[start:stop]
+        for attempt in life.attempts[life.first_that_sampled :]:
+            found = attempt.numbers[here]
+            new = (attempt.fed[here] == wanted) & (found >= 0) & (numbers[here] < 0)
+            numbers[here][new] = found[new]
+        for position in (start + np.flatnonzero(numbers[here] < 0)).tolist():
+            fed = [
+                a.numbers[position] for a in life.attempts if a.fed[position] == tokens[position]
+            ]
+            why = reasons[position]
+            why |= {name for code, name in _REASONS.items() if code in fed}
+            if life.reason == "abort" and (not why or (numbers[position:] < 0).all()):
+                why.add("aborted")
+        start = stop
     return Expected(numbers, reasons)
 
 
