@@ -246,14 +246,14 @@ FAULTS = (
         "            sampled[node] = node if mine else sampled[self._parent[node]]\n",
         "            up = sampled[self._parent[node]]\n"
         "            sampled[node] = up or (node if mine else _ROOT)\n",
-        "server/index/test_joins.py::test_turns_of_a_session_and_forks_of_it",
+        "server/index/test_joins.py::test_a_rollout_goes_on_from_the_tokens_that_its_caller_got",
     ),
     fault(
         "the row that sampled the first token is that of the request before",
         f"{SERVER}/index/traces/joins.py",
         "min(proven, before.num_rows, owner.prompt_len - 1)",
         "min(proven, before.num_rows)",
-        "server/index/test_joins.py::test_turns_of_a_session_and_forks_of_it",
+        "server/index/test_joins.py::test_a_rollout_goes_on_from_the_tokens_that_its_caller_got",
     ),
     fault(
         "version 0 of an agent of 0.8 is one that a trainer gave",
