@@ -36,7 +36,7 @@ PYTEST   = OMP_NUM_THREADS=1 $(PY) -m pytest -n $(WORKERS) --dist worksteal
 # SLOW=too: in one run with those of test-slow, as the gate has them; workers start once.
 SLOW ?=
 test: $(VENV)/.dev
-	@echo 'About 8,100 tests: 22 minutes of CPU, which took 13 minutes on two cores with nothing else to do.'
+	@echo 'About 8,500 tests: 15 minutes of CPU, which took 10 minutes on two cores with nothing else to do.'
 	$(PYTEST) -m 'not install and not long$(if $(SLOW),, and not slow)'
 
 # Compiles what the tests import, once: the workers of `make test` would each do it at their start.
