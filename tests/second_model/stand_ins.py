@@ -32,7 +32,7 @@ def kv_versions(log: Log, request: Request) -> set[int | None]:
 
 
 def kv_version(part: Part) -> int | None:
-    """What an agent says at a begin of all KV that its engine could reuse then; None: nothing."""
+    """The version that an agent gives at a begin for all KV that its engine could reuse."""
     writer, begin = part.writer, part.attempts[0]
     if begin.version is None or not begin.cached:
         return None
