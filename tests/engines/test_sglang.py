@@ -597,10 +597,11 @@ def test_a_request_that_ends_has_the_handle_of_its_trace(scheduler, monkeypatch)
         req.finished_reason, req.output_ids_through_stop = "stop", [5, 6, 7]
     info = plugin._answered({"other": [0] * 4}, None, reqs)
     assert info is not None
-    handle = info["routetrace"][0][0]
+    ((handle,), _, _, (last,)) = info["routetrace"]
+    assert (last["trace_id"], last["num_tokens"]) == ("d", 7)
     assert 0 < handle["nonce"] < 1 << 53
     assert handle == {"run": "default", "trace_id": "t", "num_tokens": 7, "nonce": handle["nonce"]}
-    assert info == {"other": [0] * 4, "routetrace": [[handle], [], [], []]}
+    assert info == {"other": [0] * 4, "routetrace": [[handle], [], [], [last]]}
     assert plugin._answered({}, None, [named]) == {"routetrace": [[handle]]}
     scheduler.capture.ended(named)
     assert plugin._answered({}, None, [named]) == {"routetrace": [[]]}
@@ -728,6 +729,22 @@ def test_faults_without_end_end_capture_and_not_the_server(scheduler):
     assert scheduler.capture.faults == 4
     assert len(scheduler.agents) == 4
     assert scheduler.launch((req_of("a", 4), 0, 4), slots=[4, 5, 6, 7]) is None
+
+
+def test_a_request_that_is_aborted_in_the_queue_has_an_end(scheduler, monkeypatch):
+    """Else its reader waits for an end that nobody tells."""
+    monkeypatch.setattr(plugin, "_capture", scheduler.capture)
+    a, output = req_of("a", 4), type("AbortReq", (), {})()
+    plugin._aborted(output, SimpleNamespace(rid="a"))  # what is not a request of the scheduler
+    plugin._aborted(output, a)
+    plugin._aborted(output, a)  # once alone
+    scheduler.launch((b := req_of("b", 4), 0, 4), slots=[4, 5, 6, 7]).finalize()
+    scheduler.capture.flush(0)
+    told = [call for call in scheduler.agents[0].calls if call[0] in ("begin", "finish")]
+    begin, finish, later = told
+    assert begin[:4] == ("begin", "a", 0, [])
+    assert (finish[2], finish[3], finish[4].tolist()) == (4, "abort", [0, 1, 2, 3])
+    assert later[:2] == ("begin", b.rid)
 
 
 def test_what_is_noted_is_private(scheduler):

@@ -78,6 +78,14 @@ def end(reason, *reqs):
     plugin._answers_sent(None, None, list(reqs), False)
 
 
+def test_a_request_that_a_prefill_engine_aborts_in_its_queue_has_an_end(prefill, begun):
+    a = meet(req_of("a", 4))
+    end(Abort, a)
+    begin, finish = calls(prefill)
+    assert (begin, begun) == (("begin", "a", 0, []), [("a", 0, None)])
+    assert (finish[2], finish[3], finish[5]) == (4, "abort", None)
+
+
 @pytest.mark.parametrize(("reason", "told"), [(Length, "handoff"), (Abort, "abort")])
 def test_a_prefill_engine_hands_over_what_it_has_not_aborted(prefill, begun, reason, told):
     a = meet(req_of("a", 4))
@@ -148,8 +156,8 @@ def test_a_request_whose_kv_did_not_arrive_is_aborted(decode, begun):
     decode.capture.arrives(a, 0)  # its slots were allocated
     end(Abort, a)
     begin, finish = calls(decode)
-    assert begin == ("begin", "a", 5, [0, 0])
-    assert begun == [("a", 5, None)]
+    assert begin == ("begin", "a", 0, [])
+    assert begun == [("a", 0, None)]
     assert (finish[2], finish[3]) == (6, "abort")
 
 
@@ -257,11 +265,6 @@ def test_a_loopback_address_is_that_of_one_machine(monkeypatch, host):
 
 def test_a_machine_has_a_name_of_its_network():
     assert disaggregation._network() == disaggregation._network()
-
-
-def test_elsewhere_a_request_without_a_pass_has_no_trace(prefill):
-    end(Abort, req_of("a", 6))
-    assert calls(prefill) == []
 
 
 def test_prompts_that_no_engine_computes_are_not_captured(decode):

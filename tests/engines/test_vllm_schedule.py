@@ -642,11 +642,35 @@ def test_a_trace_that_another_engine_goes_on_with_is_handed_over(halves):
     assert h.agent.take("finish")[0][3] == "handoff"
 
 
-def test_requests_that_never_ran_leave_nothing_behind(halves):
+def test_a_request_that_never_ran_begins_with_its_end(halves):
+    """Else its reader waits for an end that nobody tells."""
     h, a = halves(), Request("a-0123abcd", [1] * 5)
+    out = Request("out-0123abcd", [1] * 5, capture=False)
+    runs = Request("b-0123abcd", [1] * 4)
+    h.step(new=[(runs, 0, [1])], counts={"b-0123abcd": 4})
+    h.agent.take()
     h.schedule.lookup(a, 0)
-    assert h.schedule.finish(a) is None
+    a.status.name = "FINISHED_ABORTED"
+    handle = h.schedule.finish(a)
+    assert handle is not None
+    assert (handle["trace_id"], handle["num_tokens"]) == ("a", 5)
+    assert h.schedule.finish(out) is None
     h.schedule.finish_all(["a-0123abcd", "unheard of"])
-    h.step()
-    assert h.agent.take() == []
+    h.step(new=[(Request("c-0123abcd", [1] * 4), 0, [2])], counts={"c-0123abcd": 4})
+    begin, finish, later, step = h.agent.take()
+    assert (begin[1]["trace_id"], begin[1]["num_computed_tokens"]) == ("a", 0)
+    assert (begin[1]["block_ids"], begin[1]["nonce"]) == ([], handle["nonce"])
+    assert finish[:4] == ("finish", 101, 5, "abort")
+    assert (later[1]["trace_id"], step[2]) == ("c", [[102, 0, 4]])
     assert not h.schedule._waiting
+
+
+def test_an_end_that_cannot_be_told_raises_nothing_in_the_engine(halves, caplog):
+    h, a = halves(), Request("a-0123abcd", [1] * 5)
+    b = Request("b-0123abcd", [1] * 4)
+    h.step(new=[(b, 0, [1])], counts={"b-0123abcd": 4})
+    del a.num_prompt_tokens
+    assert h.schedule.finish(a) is None
+    assert "the end of request a-0123abcd is lost" in caplog.text
+    h.step(new=[(Request("c-0123abcd", [1]), 0, [2])], counts={"c-0123abcd": 1})
+    assert h.agent.take("step")[-1][2] == [[101, 0, 1]]

@@ -88,7 +88,8 @@ class Clients:
         ended = self.engine.ended[self._settled :]
         self._settled = len(self.engine.ended)
         for life in ended:
-            if not life.attempts or not life.kept:
+            self.engine.counts["never scheduled"] += not life.attempts
+            if not life.kept:
                 self.absent.append(life.trace_id)
             elif life.chat is None:
                 self.ready.append([life])
@@ -98,11 +99,6 @@ class Clients:
                 self.ready.append(life.chat.lives)
             if life.reason != "abort":
                 self._past.append(life.shown)
-            # A turn that never began leaves the conversation as it was.
-            if life.chat and not life.attempts and len(life.chat.lives) > 1:
-                self.absent.pop()
-                life.chat.lives.remove(life)
-                self.ready.append(life.chat.lives)
 
     def hang_up(self) -> None:
         """No conversation goes on."""

@@ -569,7 +569,7 @@ class Engine:
             at += n
             attempt = life.attempts[-1]
             if self.paused:
-                mine = np.where(attempt.numbers[start:stop] == UNKNOWN, UNKNOWN, PAUSED)
+                mine = np.full(n, PAUSED)
             if not life.kept or life.hurt:
                 mine = np.full(n, UNKNOWN)
             attempt.put(start, mine, life.fed[start:stop])

@@ -318,7 +318,7 @@ def _facts(last: Life, truth: Expected, trace: Trace) -> Iterator[str]:
         ("state", trace.state, state),
         ("num_tokens", trace.num_tokens, len(last.shown)),
         ("finish_reason", trace.finish_reason, last.reason),
-        ("num_attempts", trace.num_attempts, len(last.attempts)),
+        ("num_attempts", trace.num_attempts, max(1, len(last.attempts))),
         ("labels", trace.labels, labels),
         ("num_incarnations", trace.num_incarnations, 1),
     ):

@@ -203,12 +203,12 @@ class Capture:
         It has the run, the trace id, the number of tokens, and the nonce of the request's begin.
 
         Returns:
-            A list of one; none if the request goes on, was in no pass, or is not captured.
+            A list of one; none if the request goes on, or is not captured.
         """
         try:
             if req.finished_reason is None or self._ended:
                 return []
-            self._enter(req)
+            self._requests.enter(req)
             live = self._requests.live(req)
             if live is None or live.options is None:
                 return []
@@ -224,12 +224,8 @@ class Capture:
         """Note that a request has ended; `reason` if SGLang has not set its own."""
         self._note(lambda: self._end(req, reason))
 
-    def _enter(self, req: Any) -> None:
-        if self._role is Role.DECODE:  # elsewhere a request without a pass has no KV either
-            self._requests.enter(req)
-
     def _end(self, req: Any, reason: str) -> None:
-        self._enter(req)
+        self._requests.enter(req)
         live = self._requests.end(req)
         if live is None:
             return

@@ -57,7 +57,8 @@ class Live:
     sent_as: str | None = None
     """Hand-over by which another engine takes its KV, once it has ended."""
     launched: bool = True
-    """Whether it has been in a pass; otherwise another engine computed its KV."""
+    """Whether it has been in a pass; otherwise it was aborted before, or another engine computed
+    its KV."""
     retracted: bool = False
 
 
@@ -169,7 +170,7 @@ class Requests:
         return live
 
     def enter(self, req: Any) -> None:
-        """Note a request that ends, if it was in no pass: another engine computed its KV."""
+        """Note a request that ends, if it was in no pass."""
         if not hasattr(req, _MARK):
             setattr(req, _MARK, self._live(req, self._options(req), launched=False))
 
@@ -358,11 +359,11 @@ class Deliveries:
         self._fit(live.lane + 1)
         num_tokens = sum(map(len, parts))
         if not live.launched:
-            computed = max(0, num_tokens - 1)
+            computed, name = 0, None
+            if reason != "abort":  # its answer was sampled from the sender's KV
+                computed = max(0, num_tokens - 1)
+                name = None if live.arrival is None else live.arrival.transfer_id
             blocks = [PADDING] * -(-computed // self._block_size)
-            # All of its answer was sampled from the sender's KV, unless that did not arrive.
-            arrival = None if reason == "abort" else live.arrival
-            name = None if arrival is None else arrival.transfer_id
             self._begin(live, computed, blocks, agent, computed, name)
         handle = int(self._handles[live.lane])
         self._handles[live.lane] = NO_HANDLE

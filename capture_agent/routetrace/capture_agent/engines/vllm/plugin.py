@@ -148,22 +148,37 @@ def _follow_schedulers(scheduler_class: Any) -> None:
 
     scheduler_class.__init__ = __init__
     scheduler_class.schedule = schedule_and_plan
-    for name in ("update_from_output", "finish_requests"):
-        _note_ends_after(scheduler_class, name)
+    _note_ends(scheduler_class)
     _note_resets(scheduler_class)
 
 
-def _note_ends_after(scheduler_class: Any, name: str) -> None:
-    inner = getattr(scheduler_class, name)
+def _note_ends(scheduler_class: Any) -> None:
+    update, finish = scheduler_class.update_from_output, scheduler_class.finish_requests
 
-    @functools.wraps(inner)
-    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-        result = inner(self, *args, **kwargs)
+    @functools.wraps(update)
+    def update_from_output(self: Any, *args: Any, **kwargs: Any) -> Any:
+        result = update(self, *args, **kwargs)
         if self.routetrace is not None:
             self.routetrace.finish_all(self.finished_req_ids)
         return result
 
-    setattr(scheduler_class, name, method)
+    @functools.wraps(finish)
+    def finish_requests(self: Any, request_ids: Any, *args: Any, **kwargs: Any) -> Any:
+        if self.routetrace is None:
+            return finish(self, request_ids, *args, **kwargs)
+        if request_ids is None:
+            request_ids = self.requests
+        names = {request_ids} if isinstance(request_ids, str) else set(request_ids)
+        # vLLM forgets those that were never scheduled.
+        found = [request for name in names if (request := self.requests.get(name)) is not None]
+        live = [request for request in found if not request.is_finished()]
+        result = finish(self, names, *args, **kwargs)
+        for request in live:
+            self.routetrace.finish(request)
+        return result
+
+    scheduler_class.update_from_output = update_from_output
+    scheduler_class.finish_requests = finish_requests
 
 
 def _note_resets(scheduler_class: Any) -> None:

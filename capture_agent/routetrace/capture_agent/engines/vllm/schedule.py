@@ -15,7 +15,7 @@ import logging
 import secrets
 from array import array
 from collections import defaultdict, deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, MutableSequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import compress
@@ -181,7 +181,10 @@ class Schedule:
             if known is None:
                 if data.req_id not in self._waiting and data.req_id in requests:
                     self.lookup(requests[data.req_id], data.num_computed_tokens)
-                self._begin(data, starts[data.req_id])
+                request, num_local = self._waiting.pop(data.req_id)
+                blocks = self._blocks(data.block_ids)
+                computed = data.num_computed_tokens
+                self._begin(request, computed, num_local, blocks, starts[data.req_id])
             else:
                 self._take_input(known, data.num_computed_tokens)
                 self._resume(
@@ -251,16 +254,23 @@ class Schedule:
         return StepPlan(events, spans, sum(output.num_scheduled_tokens.values()))
 
     def finish(self, request: Any) -> dict[str, Any] | None:
-        """Note the end of a request.
+        """Note the end of a request; one that was never scheduled begins with it.
 
         Returns:
-            The handle for its client: run, trace id, number of tokens and nonce; None if it was
-            never scheduled or not captured.
+            The handle for its client: run, trace id, number of tokens and nonce; None if it is not
+            captured.
         """
-        self._waiting.pop(request.request_id, None)
-        known = self._requests.pop(request.request_id, None)
-        if known is None:
+        try:
+            return self._finish(request)
+        except Exception:  # its trace has no end, as if the engine had died
+            _log.exception("routetrace: the end of request %s is lost", request.request_id)
             return None
+
+    def _finish(self, request: Any) -> dict[str, Any] | None:
+        self._waiting.pop(request.request_id, None)
+        if request.request_id not in self._requests:  # else its reader waits for an end
+            self._begin(request, 0, 0, b"", self._finished)
+        known = self._requests.pop(request.request_id)
         self._order = []
         end = self._end(known)
         self._take_input(known, request.num_computed_tokens)
@@ -314,40 +324,41 @@ class Schedule:
 
     # ------------------------------------------------------------------ private
 
-    def _begin(self, data: Any, events: list[Event]) -> None:
-        request, num_local = self._waiting.pop(data.req_id)
-        lane = self._free.pop() if self._free else len(self._requests)
-        params = data.sampling_params
+    def _begin(
+        self,
+        request: Any,
+        computed: int,
+        num_local: int,
+        blocks: bytes,
+        events: MutableSequence[Event],
+    ) -> None:
+        name, params = request.request_id, request.sampling_params
         options: Options | None = None
         try:
             extra_args = params.extra_args if params is not None else None
-            options = options_of(data.req_id, extra_args, self._engine_id)
+            options = options_of(name, extra_args, self._engine_id)
         except InvalidArgument as error:
-            _log.error("routetrace: request %s is not captured: %s", data.req_id, error)
-        kept = options if options is not None and options.capture else None
-        computed = data.num_computed_tokens
+            _log.error("routetrace: request %s is not captured: %s", name, error)
+        lane = self._free[-1] if self._free else len(self._requests)
         nonce = secrets.randbelow(MAX_NONCE - 1) + 1
-        known = _Request(request, lane, kept, request.num_prompt_tokens, nonce)
-        self._requests[data.req_id] = known
-        self._set_end(known, computed)
-        blocks = self._blocks(data.block_ids)
-        if kept is None:
-            events.append(Ignore(lane, data.req_id, min(computed, num_local), blocks))
-            return
-        external = max(0, computed - num_local)
-        transfer_id = None
-        if external:
-            # That of a request which hands over is for its own KV.
-            given = None if kept.handoff or hands_over(request) else kept.transfer_id
-            transfer_id = given or self.transfers.received(request)
-        events.append(
-            Begin(
+        begin: Begin | Ignore
+        if options is None or not options.capture:
+            options = None
+            begin = Ignore(lane, name, min(computed, num_local), blocks)
+        else:
+            external = max(0, computed - num_local)
+            transfer_id = None
+            if external:
+                # That of a request which hands over is for its own KV.
+                given = None if options.handoff or hands_over(request) else options.transfer_id
+                transfer_id = given or self.transfers.received(request)
+            begin = Begin(
                 lane,
-                data.req_id,
-                trace_id=kept.trace_id,
+                name,
+                trace_id=options.trace_id,
                 prompt_len=request.num_prompt_tokens,
-                labels={**kept.labels, **self._inputs.labels_of(request)},
-                ttl_seconds=kept.ttl_seconds,
+                labels={**options.labels, **self._inputs.labels_of(request)},
+                ttl_seconds=options.ttl_seconds,
                 num_computed_tokens=computed,
                 num_external_tokens=external,
                 blocks=blocks,
@@ -355,7 +366,12 @@ class Schedule:
                 transfer_id=transfer_id,
                 nonce=nonce,
             )
-        )
+        if self._free:
+            self._free.pop()
+        known = _Request(request, lane, options, request.num_prompt_tokens, nonce)
+        self._requests[name] = known
+        self._set_end(known, computed)
+        events.append(begin)
 
     def _preempt(self, known: _Request, events: list[Event]) -> None:
         if known.preempted:
