@@ -625,7 +625,7 @@ def main() -> int:
         )
         lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
         if not lines:
-            print(f"{name}, seed {args.seed}: FAULT no result\n{done.stderr[-3000:]}", flush=True)
+            print(f"{name}, seed {args.seed}: FAULT no result\n{done.stderr[-12_000:]}", flush=True)
             failed += 1
             results[name] = {"faults": ["no result"]}
             continue
