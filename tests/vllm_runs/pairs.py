@@ -82,10 +82,10 @@ def handover(pair: Pair) -> list[Answer]:
         given = i % 2 == 1
         (answer,) = pair.second.run([Ask(name, first.tokens if given else prompt, words=words)])
         sampled_alike &= answer.tokens[: length + 1] == first.tokens
-        # Of the tokens after the last whole block, which both compute, those of the prefill engine.
+        # The tokens after the last whole block were computed by both: the decode engine sampled
+        # from its own.
         answer.loaded = (answer.prompt_len - 1) // BLOCK * BLOCK
-        handed = length if given else length - 1
-        answer.versions = ((0, handed, None), (handed, len(answer.tokens) - 1, 1))
+        answer.versions = ((0, answer.loaded, None), (answer.loaded, len(answer.tokens) - 1, 1))
         answer.changed = (1,)
         done.append(answer)
     expect(not sampled_alike, "both engines sampled the same tokens")
