@@ -100,7 +100,8 @@ CELLS ?= 10000000
 WORLD ?= both
 # Then orders of calls, judged by a second model that shares nothing with the first; see
 # tests/second_model. ORDERS='--events 8 --random 500' is all of them, and takes days.
-ORDERS ?= --events 8 --share 0.01 --random 5 --length 25 --seconds 1
+EACH   ?= 5
+ORDERS ?= --events 8 --share 0.01 --random $(EACH) --length 25 --seconds 1
 test-exact: $(VENV)/.dev
 	PYTHONPATH=tests OMP_NUM_THREADS=1 $(PY) -m oracle \
 		$(if $(SEED),--seed $(SEED)) --cells $(CELLS) --world $(WORLD) $(ONCE)

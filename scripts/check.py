@@ -68,7 +68,7 @@ def gate(seed: int) -> list[list[list[str]]]:
         [["make lint"], ["make compiled"]],
         [["make test SLOW=too"]],
         [
-            [f"make test-exact CELLS=700000 SEED={seed}"],
+            [f"make test-exact CELLS=400000 EACH=2 SEED={seed}"],
             [f"make test-faults FAULTS=quick SEED={seed}"],
             [
                 "make demo",
