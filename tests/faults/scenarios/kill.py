@@ -15,6 +15,7 @@ from routetrace.client import RouteClient
 #: So that every kind of change is under way: group commits, sweeps with snapshots, replays.
 SETTINGS = {"sweep_interval_seconds": 0.1, "agent_timeout_seconds": 1.0}
 _ENOUGH = 1 << 30
+_CHUNKS = "routetrace_ingest_chunks_total"
 
 
 def scripts(reports: list[Report]) -> list[Script]:
@@ -40,7 +41,12 @@ def once(writers: Writers, seed: int, ack_mode: str, num_writers: int) -> dict[s
     with temporary() as path, Server(Path(path), **settings) as server:
         writers.jobs(jobs)
         writers.run(Run(server.target, _ENOUGH))
-        time.sleep(rng.choice((0.05, 1.0)) + rng.random())  # the moment is what is drawn
+        # The moment is what is drawn: around the first chunk, or behind it.
+        deadline = time.monotonic() + 60 if rng.random() < 0.5 else 0.0
+        while deadline and not server.metrics().get(_CHUNKS):
+            check(time.monotonic() < deadline, "no chunk was acknowledged")
+            time.sleep(0.02)
+        time.sleep(0.05 + rng.random())
         server.kill()
         reports = writers.reports()
         if rng.random() < 0.3:
