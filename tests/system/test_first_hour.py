@@ -834,7 +834,7 @@ def test_an_unknown_setting_of_the_environment():
         ("typer", "routetrace", "cli"),
         ("rich", "routetrace", "cli"),
         ("pydantic_settings", "routetrace-server", "server"),
-        ("structlog", "routetrace-server", "server"),
+        ("pythonjsonlogger", "routetrace-server", "server"),
         ("prometheus_client", "routetrace-server", "server"),
     ],
 )

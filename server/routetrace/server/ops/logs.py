@@ -7,13 +7,23 @@ from __future__ import annotations
 
 import logging
 import sys
-from functools import partial
-from typing import Any
+import time
 
-import structlog
-from structlog.typing import EventDict, Processor
+from pythonjsonlogger.core import LogData
+from pythonjsonlogger.json import JsonFormatter
 
 from routetrace.server.settings.config import LogFormat, LogLevel
+
+#: Names of the keys, by the attributes of `logging.LogRecord`.
+_KEYS = {"message": "event", "levelname": "level", "name": "logger", "exc_info": "exception"}
+
+
+class _Json(JsonFormatter):
+    """One JSON object a line."""
+
+    def process_log_record(self, log_data: LogData) -> LogData:
+        """Give the level as the setting spells it."""
+        return {**log_data, "level": log_data["level"].lower()}
 
 
 def set_up(level: LogLevel, log_format: LogFormat, worker: int | None = None) -> None:
@@ -25,23 +35,21 @@ def set_up(level: LogLevel, log_format: LogFormat, worker: int | None = None) ->
         worker: number of the worker that logs, for the key worker; None: a server without others.
     """
     console = sys.stderr.isatty() if log_format == "auto" else log_format == "console"
-    shared: list[Processor] = [
-        structlog.stdlib.add_log_level,
-        structlog.stdlib.add_logger_name,
-        structlog.stdlib.ExtraAdder(),
-        structlog.processors.TimeStamper(fmt="iso", utc=True, key="ts"),
-    ]
-    if worker is not None:
-        shared.append(partial(_add, {"worker": worker}))
-    last: list[Processor]
+    formatter: logging.Formatter
     if console:
-        last = [structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty(), timestamp_key="ts")]
+        number = "" if worker is None else f" worker={worker}"
+        formatter = logging.Formatter(
+            f"%(asctime)s %(levelname)-8s %(message)s [%(name)s]{number}", "%Y-%m-%dT%H:%M:%SZ"
+        )
+        formatter.converter = time.gmtime
     else:
-        last = [structlog.processors.format_exc_info, structlog.processors.JSONRenderer()]
-    formatter = structlog.stdlib.ProcessorFormatter(
-        foreign_pre_chain=shared,
-        processors=[structlog.stdlib.ProcessorFormatter.remove_processors_meta, *last],
-    )
+        formatter = _Json(
+            list(_KEYS)[:3],
+            rename_fields=_KEYS,
+            rename_fields_keep_missing=False,
+            timestamp="ts",
+            static_fields=None if worker is None else {"worker": worker},
+        )
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(formatter)
     handler.addFilter(_not_a_hang_up)
@@ -57,7 +65,3 @@ def _not_a_hang_up(record: logging.LogRecord) -> bool:
     return not (
         record.name == "grpc._cython.cygrpc" and type(error).__name__ == "ExecuteBatchError"
     )
-
-
-def _add(keys: dict[str, Any], _: Any, __: str, event: EventDict) -> EventDict:
-    return {**event, **keys}
