@@ -732,7 +732,7 @@ def test_faults_without_end_end_capture_and_not_the_server(scheduler):
 
 
 def test_a_request_that_is_aborted_in_the_queue_has_an_end(scheduler, monkeypatch):
-    """Else its reader waits for an end that nobody tells."""
+    """Otherwise its reader waits for an end that is never reported."""
     monkeypatch.setattr(plugin, "_capture", scheduler.capture)
     a, output = req_of("a", 4), type("AbortReq", (), {})()
     plugin._aborted(output, SimpleNamespace(rid="a"))  # what is not a request of the scheduler

@@ -643,7 +643,7 @@ def test_a_trace_that_another_engine_goes_on_with_is_handed_over(halves):
 
 
 def test_a_request_that_never_ran_begins_with_its_end(halves):
-    """Else its reader waits for an end that nobody tells."""
+    """Otherwise its reader waits for an end that is never reported."""
     h, a = halves(), Request("a-0123abcd", [1] * 5)
     out = Request("out-0123abcd", [1] * 5, capture=False)
     runs = Request("b-0123abcd", [1] * 4)
