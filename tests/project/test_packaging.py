@@ -204,7 +204,15 @@ def test_public_names(package, names):
 
 
 #: Needed on one side of the wire only, or never declared: not to be loaded by a plain import.
-HEAVY = ("torch", "transformers", "prometheus_client", "typer", "pydantic", "pythonjsonlogger", "msgpack")
+HEAVY = (
+    "torch",
+    "transformers",
+    "prometheus_client",
+    "typer",
+    "pydantic",
+    "pythonjsonlogger",
+    "msgpack",
+)
 
 
 @pytest.mark.parametrize("package", ["routetrace.client", "routetrace.capture_agent"])
