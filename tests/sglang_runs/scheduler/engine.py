@@ -257,6 +257,11 @@ class Clients:
         if not life.tokens:
             life.tokens = list(req.origin_input_ids) + list(req.output_ids_through_stop)
             life.reason = reason or type(req.finished_reason).__name__
+            # Under overlap, SGLang forwards the last token of an aborted request, too, and caches
+            # its KV. It has no row (docs/rows.md, 4), so a request that reuses this KV lacks one.
+            for attempt in life.attempts:
+                behind = [n for p, n in attempt.numbers.items() if p >= len(life.tokens) - 1]
+                self._model.rows.hidden.update(behind)
             self._done[req.rid] = life
 
     def _request(self) -> Any:

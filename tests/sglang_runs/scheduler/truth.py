@@ -31,7 +31,7 @@ class Rows:
         self.ids = np.zeros((1 << 16, len(LAYOUT.layer_ids), LAYOUT.top_k), np.uint8)
         self.versions = np.zeros(1 << 16, np.int64)
         self.hidden: set[int] = set()
-        """Numbers of rows that are not captured."""
+        """Numbers of rows that are not captured, or computed for the last token of a request."""
         self.size = 1
 
     def new(self, n: int, version: int) -> Ints:
@@ -57,7 +57,7 @@ class Attempt:
     sampled: dict[int, int] = field(default_factory=dict)
     """Position -> token that its row sampled."""
     unknown: set[int] = field(default_factory=set)
-    """Positions whose KV was computed by a request without capture."""
+    """Positions whose KV was computed by a hidden row."""
     end: int = 0
 
 
