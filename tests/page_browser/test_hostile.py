@@ -56,7 +56,6 @@ def test_a_stray_percent_is_text(page: Page, address: str, watched) -> None:
     assert page.get_by_role("textbox", name="Id of a trace").input_value() == "50%"
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize("trace_id", ODD_IDS, ids=range(len(ODD_IDS)))
 def test_copied_python_names_the_trace(page: Page, open_trace, trace_id: str) -> None:
     open_trace(trace_id)
