@@ -223,6 +223,13 @@ def test_users_name_hand_overs_of_connectors_that_name_none():
     assert (begin.transfer_id, finish.transfer_id) == (None, None)
 
 
+def test_an_aborted_request_hands_nothing_over():
+    """Otherwise its reader waits for an engine that goes on with it."""
+    sends = {"transfer_id": "turn-7", "handoff": True}
+    _, finish, _ = life(NONE, request_of(options=sends, status="FINISHED_ABORTED"))
+    assert (finish.transfer_id, finish.reason) == (None, "abort")
+
+
 def test_the_users_name_wins_also_where_several_connectors_load():
     both = Transfers.of(config("MultiConnector", child("NixlConnector"), child("Other")))
     begin, _, _ = life(both, request_of(FROM_PREFILL, {"transfer_id": "mine"}), external=2)

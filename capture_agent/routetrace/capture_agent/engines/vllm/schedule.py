@@ -283,10 +283,8 @@ class Schedule:
             reason = _REASONS.get(request.status.name, reason)
             if reason != "abort":  # else no connector keeps the KV
                 transfer_id = self.transfers.sent(request)
-                reason = "handoff" if hands_over(request) else reason
-            reason = "handoff" if options.handoff else reason
-            if reason == "handoff":
-                transfer_id = options.transfer_id or transfer_id
+                if options.handoff or hands_over(request):
+                    reason, transfer_id = "handoff", options.transfer_id or transfer_id
         # Events keep their order, so that the lane is reused only after this one.
         self._finished.append(Finish(known.lane, request.num_tokens, reason, tokens, transfer_id))
         self._free.append(known.lane)
