@@ -110,14 +110,17 @@ class FakeModel:
             if verifies:
                 tree = forward_batch.spec_info.custom_mask.view(-1, count, count)[i]
                 choices = sampled[at : at + count]  # a view
-                path = self._walk(tree.tolist(), input_ids[at : at + count].tolist(), choices)
+                drafts = input_ids[at : at + count].tolist()
+                path = self._walk(life, first, tree.tolist(), drafts, choices)
                 own = [own[node] for node in path]
                 tokens = [int(choices[node]) for node in path]
                 attempt.sampled.update(enumerate(tokens, start=first))
                 self.counts["drafts"] += len(path) - 1
                 self.counts["off the front"] += path != list(range(len(path)))
             else:
-                attempt.sampled[first + count - 1] = int(sampled[i])
+                last = first + count - 1
+                sampled[i] = self._unlike(life.samples_at(last), sampled[i])
+                attempt.sampled[last] = int(sampled[i])
             attempt.numbers.update(enumerate(own, start=first))
             attempt.end = first + len(own)
             at += count
@@ -134,10 +137,14 @@ class FakeModel:
         logits[torch.arange(len(sampled)), torch.from_numpy(sampled)] = 1.0
         return LogitsProcessorOutput(next_token_logits=logits)
 
-    def _walk(self, tree: list[list[bool]], tokens: list[int], sampled: Ints) -> list[int]:
+    def _walk(
+        self, life: Life, first: int, tree: list[list[bool]], tokens: list[int], sampled: Ints
+    ) -> list[int]:
         """Sample a draft that follows most times; return the path that SGLang accepts.
 
         Args:
+            life: that samples.
+            first: position of the first node.
             tree: which nodes are ancestors of each.
             tokens: of the nodes.
             sampled: by each node, changed.
@@ -147,11 +154,22 @@ class FakeModel:
             children = [i for i in range(node + 1, len(tree)) if _parent(tree[i], i) == node]
             if children and self._rng.random() < 0.7:
                 sampled[node] = tokens[children[int(self._rng.integers(len(children)))]]
+            spent = life.samples_at(first + len(path) - 1)
+            sampled[node] = self._unlike(spent, sampled[node])
             found = [i for i in children if tokens[i] == sampled[node]]
             if not found:
                 return path
             node = found[0]
             path.append(node)
+
+    def _unlike(self, spent: set[int], token: int) -> int:
+        """A token for a position that is none of those which earlier attempts sampled there.
+
+        So a sample that SGLang throws away never looks like the one that it keeps.
+        """
+        while token in spent:
+            token = (token + 1) % self._words
+        return token
 
 
 def _parent(ancestors: list[bool], node: int) -> int:

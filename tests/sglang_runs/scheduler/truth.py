@@ -80,6 +80,10 @@ class Life:
         self.attempts.append(Attempt())
         return self.attempts[-1], True
 
+    def samples_at(self, position: int) -> set[int]:
+        """Tokens that its attempts have sampled at a position."""
+        return {a.sampled[position] for a in self.attempts if position in a.sampled}
+
     @property
     def first_that_sampled(self) -> int:
         """The first attempt that sampled a token of the answer; the last if none did.
