@@ -193,6 +193,7 @@ MUTATIONS = (
                 self.slots.erase(blocks)
 """,
         """            elif kind == EXTERNAL:
+                pass
 """,
     ),
     Mutation(
@@ -250,6 +251,7 @@ MUTATIONS = (
         f"{AGENT}/pipeline/framer.py",
         "        if request.phase is Phase.PREEMPTED:\n            self._drop(Word.LATE",
         "        if False:\n            self._drop(Word.LATE",
+        seed=1031,
     ),
     Mutation(
         "a late rewind takes later rows along",

@@ -10,7 +10,7 @@ from support.agents.feeder import Feeder
 
 from .conftest import HOLES, LAYOUT, ODD_ENGINE, ROWS
 from .test_layout import _COVERED, _FAINT, _SMALL, _UNNAMED
-from .watched import Watched
+from .watched import Watched, expect_no_scroll
 from .watched import open_trace as open_trace_of
 
 
@@ -129,6 +129,6 @@ def test_it_fits(page: Page, open_trace, width: int, scheme: str) -> None:
     open_trace("loaded", "&at=70")
     page.locator("canvas.plot").press("Enter")
     expect(explanation(page)).to_contain_text("kv_unknown")
-    assert page.evaluate("document.documentElement.scrollWidth - innerWidth") <= 0
+    expect_no_scroll(page)
     for look in (_FAINT, _SMALL, _COVERED, _UNNAMED):
         assert page.evaluate(look) == []

@@ -10,7 +10,7 @@ import pytest
 from playwright.sync_api import Page, expect
 
 from .conftest import ODD_IDS
-from .watched import link
+from .watched import expect_no_scroll, link
 
 
 def spelled(text: str) -> str:
@@ -34,7 +34,7 @@ def test_an_odd_id_is_text(page: Page, address: str, open_trace, trace_id: str) 
     labels = page.locator(".labels bdi").all_text_contents()
     assert sorted(labels) == sorted(["<b>k=\\u202egnp", "x</script>=<i>" + "z" * 200])
     assert page.title() == f"{spelled(trace_id)} · routetrace"
-    assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+    expect_no_scroll(page)
 
 
 @pytest.mark.quick

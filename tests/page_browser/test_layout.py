@@ -6,7 +6,7 @@ import pytest
 from playwright.sync_api import Page, expect
 
 from .conftest import ODD_IDS
-from .watched import link
+from .watched import expect_no_scroll, link
 
 WIDTHS = (380, 768, 1440, 3840)
 VIEWS = (
@@ -93,7 +93,7 @@ def test_each_view_fits(page: Page, address: str, width: int, scheme: str) -> No
         elif "traces" in view:
             expect(page.locator(".list .row:not(.coming), main .message").first).to_be_visible()
         where = f"{view[:40]} at {width} px"
-        assert page.evaluate("document.documentElement.scrollWidth - innerWidth") <= 0, where
+        expect_no_scroll(page)
         for look in (_FAINT, _SMALL, _COVERED, _UNNAMED):
             assert page.evaluate(look) == [], where
 

@@ -16,7 +16,7 @@ from support.agents.feeder import Feeder
 from support.pages import running_page
 
 from .conftest import LAYOUT, ODD_IDS, ODD_LABELS, ROWS
-from .watched import Watched
+from .watched import Watched, expect_no_scroll
 
 MANY = 3000
 A_CHUNK = 100
@@ -342,7 +342,7 @@ def test_it_fits(show, width: int) -> None:
     page = show("", MANY)
     page.set_viewport_size({"width": width, "height": 900})
     expect(names(page).first).to_be_visible()
-    assert page.evaluate("document.documentElement.scrollWidth - innerWidth") <= 0
+    expect_no_scroll(page)
     assert page.locator(".list .row").count() < 80
     if width == 380:
         assert page.locator(".list").evaluate("e => e.scrollWidth - e.clientWidth") <= 0

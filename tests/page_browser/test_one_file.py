@@ -15,7 +15,7 @@ from routetrace.server.testing import ServerProcess
 from .conftest import HOLES, NUM_TOKENS, ODD_IDS, ROWS
 from .test_hostile import spelled
 from .test_layout import _COVERED, _FAINT, _SMALL, _UNNAMED
-from .watched import NOT_CAPTURED, Watched, drawn, pixels
+from .watched import NOT_CAPTURED, Watched, drawn, expect_no_scroll, pixels
 
 Open = Callable[..., Trace]
 
@@ -133,7 +133,7 @@ def test_an_odd_id_is_text(tab: Watched, opened: Open, trace_id: str) -> None:
     assert page.locator("h1 bdi").evaluate("e => e.textContent") == spelled(trace_id)
     assert page.locator("main img, main script").count() == 0
     assert page.locator("script").count() == 1
-    assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+    expect_no_scroll(page)
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
@@ -143,7 +143,7 @@ def test_it_fits(tab: Watched, opened: Open, width: int, scheme: str) -> None:
     page.set_viewport_size({"width": width, "height": 900})
     page.emulate_media(color_scheme=scheme)  # type: ignore[arg-type]
     opened("holes")
-    assert page.evaluate("document.documentElement.scrollWidth - innerWidth") <= 0
+    expect_no_scroll(page)
     for look in (_FAINT, _SMALL, _COVERED, _UNNAMED):
         assert page.evaluate(look) == []
 

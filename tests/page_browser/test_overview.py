@@ -58,8 +58,9 @@ def run_of(server: ServerProcess, tokens: dict[str, int]) -> Run:
     return run
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def run() -> Iterator[Run]:
+    """Dropped rows are a problem for a minute: each test has a run of its own."""
     with run_server(agent_timeout_seconds=3600) as server:
         about = {"host": HOST, "routetrace": "0.8.0"}
         run = Run(server, {

@@ -17,7 +17,7 @@ from support.agents.feeder import Feeder
 from support.pages import running_page
 
 from .test_hostile import spelled
-from .watched import drawn
+from .watched import drawn, expect_no_scroll
 
 LAYOUT = ModelLayout((1, 2, 4, 5), 6, 300, 3)
 TOKENS, HOLE = 2_000, (500, 540)
@@ -179,6 +179,6 @@ def test_colouring_by_key_and_without_a_report(page: Page, card: Locator, addres
 @pytest.mark.parametrize("width", [380, 1440])
 def test_the_card_fits(page: Page, card: Locator, width: int) -> None:
     page.set_viewport_size({"width": width, "height": 900})
-    assert page.evaluate("document.documentElement.scrollWidth - innerWidth") <= 0
+    expect_no_scroll(page)
     wide = [one.bounding_box()["width"] for one in card.locator(".worst li").all()]
     assert max(wide) < width

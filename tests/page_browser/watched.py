@@ -106,6 +106,16 @@ def drawn(page: Page) -> None:
     page.evaluate(_DRAWN)
 
 
+def expect_no_scroll(page: Page) -> None:
+    """Wait until nothing is wider than the window; canvases get their new size in a later frame."""
+    for _ in range(150):
+        width, window = page.evaluate("[document.documentElement.scrollWidth, innerWidth]")
+        if width <= window:
+            return
+        drawn(page)
+    raise AssertionError(f"{page.url} is {width} px wide in a window of {window} px")
+
+
 def pixels(page: Page, colour: tuple[int, int, int], canvas: str = "canvas.plot") -> list[int]:
     """Return how many pixels of a canvas have a colour, and in how many columns."""
     drawn(page)
