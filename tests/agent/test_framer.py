@@ -605,6 +605,9 @@ class Reckless:
                 self.sink.add_blocks(handle, blocks)
 
     def preempt(self) -> None:
+        if self.preempted and self.rng.random() < 0.2:  # an engine may repeat it
+            self.sink.preempt(self.rng.choice(sorted(self.preempted)), self.rng.randint(0, 30))
+            return
         handle = self._running()
         if handle is not None:
             self.done.append(self.live[handle][: self.ends[handle] // BLOCK])

@@ -115,6 +115,7 @@ class Request:
         self.prompt_embeds, self.mm_features, self.lora_request = None, [], None
         self.sampling_params = SimpleNamespace(extra_args=options)
         self.status = SimpleNamespace(name="FINISHED_LENGTH_CAPPED")
+        self.num_stale_output_tokens, self.drop_stale_output = 0, False
 
     @property
     def num_tokens(self):
@@ -361,6 +362,32 @@ def test_drafts_that_nobody_judged_before_a_preemption_are_computed_again(engine
     assert trace.state is TraceState.COMPLETE
     np.testing.assert_array_equal(trace.topk_ids[:8], kept)
     np.testing.assert_array_equal(trace.topk_ids[8:], e.expected(a.request_id, 8, 10))
+
+
+@pytest.mark.parametrize("drafts", [0, 2])
+@pytest.mark.parametrize("in_flight", [True, False])
+def test_a_sample_that_vllm_drops_does_not_count(engine, client, drafts, in_flight):
+    """`reset_prefix_cache(reset_running_requests=True)` drops what steps in flight sample."""
+    e, a, b = engine(drafts=drafts > 0), fresh("a"), fresh("b")
+    late = {} if drafts else None
+    new = {"new": [a, b], "blocks": {a.request_id: [1, 2, 3], b.request_id: [4, 5]}}
+    e.step((a, 0, 6), (b, 0, 6), late=late, **new)
+    a.all_token_ids.append(7)  # that of b is dropped
+    e.step((a, 6, 1 + drafts), late=late)
+    kept = e.expected(a.request_id, 6)
+    for request, n in ((a, 1 + drafts), (b, 6)):
+        request.drop_stale_output, request.num_stale_output_tokens = True, n * in_flight
+    e.schedule.reset(external=False)
+    blocks = {a.request_id: [6, 7], b.request_id: [8, 9]}
+    e.step((a, 0, 7), (b, 0, 6), resumed=[a, b], preempted=[a, b], blocks=blocks, late=late)
+    for request in (a, b):
+        request.all_token_ids.append(8)
+        e.finish(request)
+    trace = client.get(a.trace_id, wait_for="end", timeout=60)
+    np.testing.assert_array_equal(trace.topk_ids[:6], kept)
+    np.testing.assert_array_equal(trace.topk_ids[6:], e.expected(a.request_id, 6, 7))
+    trace = client.get(b.trace_id, wait_for="end", timeout=60)
+    np.testing.assert_array_equal(trace.topk_ids, e.expected(b.request_id, 6))
 
 
 @pytest.mark.parametrize("wrong", [12, 3])

@@ -46,6 +46,7 @@ class Request:
         given = {f"routetrace.{key}": value for key, value in options.items()}
         self.sampling_params = SimpleNamespace(extra_args=given)
         self.status = SimpleNamespace(name="RUNNING")
+        self.num_stale_output_tokens, self.drop_stale_output = 0, False
 
     @property
     def num_tokens(self) -> int:

@@ -652,6 +652,46 @@ _ORDERS: dict[str, tuple[Family, list[Event], dict[str, str]]] = {
         ],
         {"t": "p0..1 2*kv_unknown f8", "t any": "p0..1 p5..6 f8"},
     ),
+    "a hand-over that was computed again, and taken back": (
+        _ENGINES,
+        [
+            *_prefill("A", "x"),
+            _begin("B", "d", _P, "x", external=4),
+            _step("B", "d", 0, 5),
+            (("preempt", "B", (*_P, 31), 0),),
+            _finish("B", (*_P, 31), "abort"),
+        ],
+        {"t": "4*kv_unknown aborted"},
+    ),
+    "a preemption that an engine repeats": (
+        _ENGINES,
+        [
+            _begin("A", trace="tA"),
+            _step("A", "e", 0, 5),
+            (("preempt", "A", (*_P, 11), 5),),
+            (("preempt", "A", (*_P, 11), 5),),
+            _begin("B", prompt=(*_P, 11), cached=5, blocks=(0, 1), trace="tB"),
+            _step("B", "e", 5),
+            _step("A", "e", 5),
+            _begin("C", prompt=(*_P, 11, 12), cached=6, blocks=(0, 1)),
+            _step("C", "e", 6),
+            _finish("C", (*_P, 11, 12, 31), "stop"),
+        ],
+        {"t": "s0..4 kv_unknown f7"},
+    ),
+    "a resume without a preemption": (
+        _ENGINES,
+        [
+            _begin("A"),
+            _step("A", "e", 0, 5),
+            _step("A", "e", 5, 3),
+            (("resume", "A", 6, (0, 1)),),
+            _step("A", "e", 6),
+            _step("A", "e", 7),
+            _finish("A", (*_P, 11, 12, 13, 14), "stop"),
+        ],
+        {"t": "f0..5 f8..9"},
+    ),
     "an attempt that loaded KV and did not sample": (
         _DECLARED,
         [

@@ -237,6 +237,8 @@ class Log:
         return part
 
     def resume(self, part: Part, cached: int, blocks: Sequence[int], external: int) -> None:
+        if part.released_at < 0:
+            self.preempt(part, cached)
         self.now += 1
         part.released_at = -1
         self._attempt(part, cached, external, blocks)
@@ -340,7 +342,8 @@ class Log:
     def preempt(self, part: Part, computed: int) -> None:
         self.now += 1
         part.preempts.append((self.now, len(part.attempts) - 1, computed))
-        self._release(part, computed)
+        if part.released_at < 0:  # else it holds no blocks
+            self._release(part, computed)
 
     def finish(
         self,
@@ -529,26 +532,32 @@ class Log:
     def failed(self, parts: Iterable[Part], position: int) -> frozenset[bool]:
         """Whether KV from elsewhere was none, or may have been: a pass may still compute it.
 
-        Passes go up: one of the first attempt at or before the position, or one of any attempt that
-        was lost, shows it. Both where rows that count for it were taken back.
+        Passes go up: what the first attempt computed or gave up at or before the position, and
+        what any attempt lost there, shows it. Of rows that were taken back before they were
+        reported nobody need hear.
         """
         parts = [*parts]
         over = all(part.ended_at >= 0 or len(part.attempts) > 1 for part in parts)
-        passes = above = False
+        above = unheard = False
         for part in parts:
+            first = part.attempts[1].at if len(part.attempts) > 1 else self.now + 1
+            given_up = [kept for _, number, kept in part.preempts if not number]
+            given_up += [kept for when, kept, _ in part.rewinds if when < first]
+            if any(kept <= position for kept in given_up):
+                return frozenset((True,))
             for run in part.runs:
                 for at, row in enumerate(run.rows, run.start):
                     if row is not None and run.attempt:
                         continue
-                    lost = Row(part, run.attempt, at, {}, run.step, None, False, run.at)
-                    alive = self.alive(row or lost, self.now)
-                    if at <= position and alive:
+                    if at <= position:
                         return frozenset((True,))
-                    passes = passes or at <= position
-                    above = above or (at > position and alive)
-        if passes:
-            return frozenset((True, False))
-        return frozenset((not (above or over),))
+                    lost = Row(part, run.attempt, at, {}, run.step, None, False, run.at)
+                    if self.alive(row or lost, self.now):
+                        above = True
+                    unheard = True
+        if above or over:
+            return frozenset((False,))
+        return frozenset((True, False) if unheard else (True,))
 
     def cached(self, part: Part, number: int, position: int) -> Value:
         """The row that an attempt inherited."""

@@ -303,7 +303,10 @@ class CaptureAgent:
         block_ids: Iterable[int] = (),
         num_external_tokens: int = 0,
     ) -> None:
-        """Start the next attempt of a preempted request; arguments as for begin()."""
+        """Start the next attempt of a request; arguments as for begin().
+
+        One that was not preempted is preempted first, with the same `num_computed_tokens`.
+        """
         with self._lock:
             if self._active():
                 handle = self._handles.check(handle)

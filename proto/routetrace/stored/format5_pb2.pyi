@@ -699,6 +699,7 @@ class Source(google.protobuf.message.Message):
     LOADED_START_FIELD_NUMBER: builtins.int
     LOADED_STOP_FIELD_NUMBER: builtins.int
     KV_WEIGHT_VERSION_FIELD_NUMBER: builtins.int
+    FIRST_PASS_FIELD_NUMBER: builtins.int
     engine_id: builtins.str
     """Engine of the writer; its run is the trace's."""
     shard: builtins.str
@@ -763,6 +764,8 @@ class Source(google.protobuf.message.Message):
     """One past the last of them; 0: from servers that did not keep it, or none."""
     kv_weight_version: builtins.int
     """Weight version of all KV that the engine could reuse at its begin. Not set: not known."""
+    first_pass: builtins.int
+    """First position that its first attempt computed or gave up, or any lost. Not set: none."""
     @property
     def attempts(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.bytes]:
         """Spans of each attempt: int64 position, length, reference, weight version, provenance."""
@@ -808,9 +811,13 @@ class Source(google.protobuf.message.Message):
         loaded_start: builtins.int = ...,
         loaded_stop: builtins.int = ...,
         kv_weight_version: builtins.int | None = ...,
+        first_pass: builtins.int | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_kv_weight_version", b"_kv_weight_version", "kv_weight_version", b"kv_weight_version"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_kv_weight_version", b"_kv_weight_version", "attempts", b"attempts", "began", b"began", "blocks", b"blocks", "cached", b"cached", "digests", b"digests", "draft_step", b"draft_step", "drafts", b"drafts", "drafts_since", b"drafts_since", "ended", b"ended", "engine_id", b"engine_id", "epoch", b"epoch", "external", b"external", "finish_reason", b"finish_reason", "forgotten", b"forgotten", "handed_over_by", b"handed_over_by", "kv_weight_version", b"kv_weight_version", "labels", b"labels", "layout", b"layout", "loaded_start", b"loaded_start", "loaded_stop", b"loaded_stop", "lost", b"lost", "model", b"model", "nonce", b"nonce", "num_tokens", b"num_tokens", "occurrence", b"occurrence", "prompt_len", b"prompt_len", "received_by", b"received_by", "reported", b"reported", "request_id", b"request_id", "sampled", b"sampled", "shard", b"shard", "tentative", b"tentative", "unplaced", b"unplaced", "written", b"written"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_first_pass", b"_first_pass", "_kv_weight_version", b"_kv_weight_version", "first_pass", b"first_pass", "kv_weight_version", b"kv_weight_version"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_first_pass", b"_first_pass", "_kv_weight_version", b"_kv_weight_version", "attempts", b"attempts", "began", b"began", "blocks", b"blocks", "cached", b"cached", "digests", b"digests", "draft_step", b"draft_step", "drafts", b"drafts", "drafts_since", b"drafts_since", "ended", b"ended", "engine_id", b"engine_id", "epoch", b"epoch", "external", b"external", "finish_reason", b"finish_reason", "first_pass", b"first_pass", "forgotten", b"forgotten", "handed_over_by", b"handed_over_by", "kv_weight_version", b"kv_weight_version", "labels", b"labels", "layout", b"layout", "loaded_start", b"loaded_start", "loaded_stop", b"loaded_stop", "lost", b"lost", "model", b"model", "nonce", b"nonce", "num_tokens", b"num_tokens", "occurrence", b"occurrence", "prompt_len", b"prompt_len", "received_by", b"received_by", "reported", b"reported", "request_id", b"request_id", "sampled", b"sampled", "shard", b"shard", "tentative", b"tentative", "unplaced", b"unplaced", "written", b"written"]) -> None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_first_pass", b"_first_pass"]) -> typing.Literal["first_pass"] | None: ...
+    @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_kv_weight_version", b"_kv_weight_version"]) -> typing.Literal["kv_weight_version"] | None: ...
 
 global___Source = Source

@@ -54,6 +54,10 @@ _TOKENS = (1000, 1 << 30)
 _MOST_IDLE = 1000
 
 
+#: By request of a step: the attempt that samples, and the position of the row that does.
+Sampling = dict[str, tuple[Attempt, int]]
+
+
 class BrokenOnPurposeError(Exception):
     """A fault of capture that a run asks for."""
 
@@ -163,7 +167,8 @@ class Engine:
         self.paused = False
         self.steps = 0
         self.faults: list[str] = []
-        self._in_flight: deque[tuple[Any, list[str], list[list[int]]]] = deque()
+        self._in_flight: deque[tuple[Any, list[str], list[list[int]], Sampling]] = deque()
+        self._sampling: Sampling = {}
         self._loads: dict[str, list[int]] = {}
         """Blocks that came from elsewhere within the step in which their request starts."""
         self._broken_at: int | None = None  # steps before it
@@ -353,13 +358,15 @@ class Engine:
         if self._idle > _MOST_IDLE:
             raise RuntimeError(f"{self.run}: vLLM's scheduler is stuck")
         order, sampled = self._execute(output)
-        self._in_flight.append((output, order, sampled))
+        self._in_flight.append((output, order, sampled, self._sampling))
         most = self.case.depth - 1 if output.total_num_scheduled_tokens else 0
         while len(self._in_flight) > most:
             before_outcome()
             self._learn(*self._in_flight.popleft())
 
-    def _learn(self, output: Any, order: list[str], sampled: list[list[int]]) -> None:
+    def _learn(
+        self, output: Any, order: list[str], sampled: list[list[int]], sampling: Sampling
+    ) -> None:
         index = {r: i for i, r in enumerate(order)}
         known = {r: self.lives.get(r) for r in order}
         outcome = ModelRunnerOutput(
@@ -374,8 +381,14 @@ class Engine:
                 life = known[answer.request_id]
                 assert life is not None
                 life.shown += answer.new_token_ids
+                if answer.new_token_ids:
+                    sampling.pop(answer.request_id, None)
                 if answer.finish_reason is not None:
                     self._stop(life, str(answer.finish_reason), answer.kv_transfer_params)
+        for request_id, (attempt, position) in sampling.items():
+            if known[request_id] is not None:  # vLLM dropped what the row has sampled
+                attempt.give_up(position)
+                self.counts["dropped samples"] += 1
         if self.case.drafts and not self.case.asynchronous:
             self._draft()
 
@@ -472,7 +485,7 @@ class Engine:
             if not self.slots.hit(life, computed):
                 self.faults.append(f"vLLM hit blocks of other tokens for {life.request_id}")
         self._look_for_faults()
-        self._new_drafts = []
+        self._new_drafts, self._sampling = [], {}
         return order, [self._sample(r, output, starts[r]) for r in order]
 
     def _positions(
@@ -595,6 +608,7 @@ class Engine:
         self.counts["drafts"] += len(drafts)
         self.counts["rejected"] += len(drafts) - accepted
         last = rng.choice(STOP_TOKENS) if rng.random() < 0.02 else new_tokens(rng, 1)[0]
+        self._sampling[request_id] = life.attempts[-1], known - 1
         sampled = [*drafts[:accepted], last]
         life.fed[known : known + len(sampled)] = sampled
         if self.case.asynchronous:

@@ -390,13 +390,15 @@ class Framer:
         lane = handle & LANE_MASK
         request = self._requests[lane]
         self._inherit(lane)
+        again = request.phase is Phase.PREEMPTED
         self._enter_phase(request, Phase.PREEMPTED)
         if self._reported(request):
             self._drop(Word.REWOUND, self._linger.cut(lane, num_computed_tokens))
             self._emitter.flush_request(request)
             self._flush_from(np.array(request.blocks, U32), num_computed_tokens)
             self._out.op(OpKind.PREEMPT, request.request_id, position=num_computed_tokens)
-            self._release(handle, request)
+            if not again:  # late rows belong to the blocks that it held
+                self._release(handle, request)
             request.emitted = min(request.emitted, num_computed_tokens)
         else:
             self.rewind(handle, num_computed_tokens)
@@ -404,9 +406,11 @@ class Framer:
     def resume(
         self, handle: int, num_computed_tokens: int, num_external_tokens: int, blocks: bytes
     ) -> None:
-        """Start the next attempt of a request."""
+        """Start the next attempt of a request; one that holds blocks is preempted first."""
         lane = handle & LANE_MASK
         request = self._requests[lane]
+        if request.phase is not Phase.PREEMPTED:
+            self.preempt(handle, num_computed_tokens)
         self._enter_phase(request, Phase.RUNNING)
         self._owners.forget(handle)
         block_ids = np.frombuffer(blocks, U32)

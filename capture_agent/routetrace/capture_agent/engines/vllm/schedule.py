@@ -376,11 +376,14 @@ class Schedule:
             return
         known.preempted = True
         end = self._end(known)
-        if self._drafts and (request := known.request) is not None:
-            # Rows of rejected drafts do not count, nor do those not judged yet. The last known
-            # token has a row if a step is in flight, to which it was fed first.
+        if (request := known.request) is not None:
+            # vLLM delivers what a step in flight samples, or it drops it, and samples it again
+            # in the next attempt.
             in_flight = getattr(request, "num_stale_output_tokens", 0) > 0
-            end = min(end, max(0, request.num_tokens - (not in_flight)))
+            delivered = in_flight and not request.drop_stale_output
+            # Rows of rejected drafts do not count either, nor do those not judged yet.
+            if self._drafts or not delivered:
+                end = min(end, max(0, request.num_tokens - (not delivered)))
         events.append(Preempt(known.lane, end))
 
     def _resume(self, request_id: str, computed: int, block_ids: Any, events: list[Event]) -> None:

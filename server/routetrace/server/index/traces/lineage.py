@@ -10,11 +10,10 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import NamedTuple
 
-from routetrace.codec.records import UNKNOWN_VERSION, FinishReason, Provenance
+from routetrace.codec.records import UNKNOWN_VERSION, FinishReason
 from routetrace.server.index.traces.prefix_tree import Digests, PrefixTree
 from routetrace.server.index.traces.sources import Source, WriterKey
 from routetrace.server.index.traces.spans import FOREVER, Interval, intersect, merge, subtract
-from routetrace.v1 import routetrace_pb2 as pb
 
 #: Maximum labels of an incarnation; those of the earliest requests are ignored.
 MAX_TRACE_LABELS = 64
@@ -134,13 +133,9 @@ class Request:
     @property
     def _first_pass(self) -> int:
         """First position that a pass of its begin computed, or lost; FOREVER: none did."""
-        slot, unknown = Provenance.SLOT, pb.MISSING_REASON_KV_UNKNOWN
-        passes = [
-            *(x.position for s in self.sources for x in s.attempts[0] if x.provenance != slot),
-            *(n.start for s in self.sources for n in s.lost if n.reason != unknown),
-        ]
+        first = min(source.first_pass for source in self.sources)
         over = all(s.ended or len(s.attempts) > 1 for s in self.sources)
-        return min(passes, default=FOREVER if over else 0)
+        return first if over or first != FOREVER else 0
 
     @property
     def first_that_sampled(self) -> int:

@@ -75,6 +75,9 @@ class Source:
     """Whether external KV was loaded for it."""
     loaded: tuple[int, int] = (0, 0)
     """Positions [start, stop) of the external KV of its begin."""
+    first_pass: int = FOREVER
+    """First position that its first attempt computed or gave up, or any attempt lost; FOREVER:
+    none."""
     ended: bool = False
     num_tokens: int = 0
     """Final token count; 0 while unknown."""
@@ -163,6 +166,11 @@ class Source:
             spans.remove(start, stop)
         self.tentative = max(0, spans.end - confirmed)
 
+    def reach(self, position: int) -> None:
+        """Note that a pass of the present attempt computed a position, or that it was given up."""
+        if position < self.first_pass and len(self.attempts) == 1:
+            self.first_pass = position
+
     def lose(self, start: int, stop: int, reason: int) -> None:
         """Note lost positions with a reason; beyond MAX_LOST, notes are merged into the last."""
         if len(self.lost) < MAX_LOST:
@@ -217,6 +225,8 @@ def dump_source(message: stored.Source, source: Source, layouts: dict[ModelLayou
     if source.external:
         message.external = True
         message.loaded_start, message.loaded_stop = source.loaded
+    if source.first_pass != FOREVER:
+        message.first_pass = source.first_pass
     if source.forgotten:
         message.forgotten = True
     if source.model:
@@ -265,6 +275,8 @@ def load_source(message: stored.Source, run: str, layouts: Sequence[ModelLayout]
         draft_step=message.draft_step,
         _digests=np.frombuffer(message.digests, DIGEST),
     )
+    if message.HasField("first_pass"):
+        source.first_pass = message.first_pass
     if message.HasField("kv_weight_version"):
         source.kv_version = message.kv_weight_version
     if message.lost:
