@@ -186,8 +186,8 @@ FAULTS = (
     fault(
         "KV that was handed over counts before a pass shows where the owner's own begin",
         f"{SERVER}/index/traces/lineage.py",
-        "        return min(passes, default=FOREVER if over else 0)\n",
-        "        return min(passes, default=FOREVER)\n",
+        "        return first if over or first != FOREVER else 0\n",
+        "        return first\n",
         "server/index/test_joins.py::test_what_a_decode_engine_computed_itself_is_its_own",
     ),
     fault(

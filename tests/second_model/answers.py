@@ -494,6 +494,9 @@ class Answers:
         if position >= end:
             if part.ended_at < 0:
                 return {"not_yet"}
+            if position < last.cached:  # its KV was loaded, and given up
+                runs = (r for r in part.runs if r.start <= position < r.stop)
+                return {"kv_unknown", *(r.why_lost[position - r.start] for r in runs)} - {""}
             return {"aborted"} if aborted else {"not_captured"}
         found: set[str] = set()
         for number, attempt in enumerate(part.attempts):

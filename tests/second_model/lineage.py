@@ -661,7 +661,7 @@ _ORDERS: dict[str, tuple[Family, list[Event], dict[str, str]]] = {
             (("preempt", "B", (*_P, 31), 0),),
             _finish("B", (*_P, 31), "abort"),
         ],
-        {"t": "4*kv_unknown aborted"},
+        {"t": "4*kv_unknown 1*aborted"},
     ),
     "a preemption that an engine repeats": (
         _ENGINES,
@@ -677,7 +677,7 @@ _ORDERS: dict[str, tuple[Family, list[Event], dict[str, str]]] = {
             _step("C", "e", 6),
             _finish("C", (*_P, 11, 12, 31), "stop"),
         ],
-        {"t": "s0..4 kv_unknown f7"},
+        {"t": "s0..4 1*kv_unknown f7"},
     ),
     "a resume without a preemption": (
         _ENGINES,

@@ -765,7 +765,9 @@ class Source(google.protobuf.message.Message):
     kv_weight_version: builtins.int
     """Weight version of all KV that the engine could reuse at its begin. Not set: not known."""
     first_pass: builtins.int
-    """First position that its first attempt computed or gave up, or any lost. Not set: none."""
+    """First position that its first attempt computed, or of its external KV gave up, or that any lost.
+    Not set: none.
+    """
     @property
     def attempts(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.bytes]:
         """Spans of each attempt: int64 position, length, reference, weight version, provenance."""

@@ -55,7 +55,7 @@ class Told:
         # Row p of request number i is i << 16 | p.
         if holes < len(tokens) - 1:
             span = Span(holes, len(tokens) - 1 - holes, number << 16 | holes, 0, 1)
-            self.source.attempts[0].append(span)
+            self.source.compute(span)
 
     @property
     def ends(self) -> list[int]:
@@ -219,15 +219,15 @@ def test_what_a_decode_engine_computed_itself_is_its_own():
     # It has computed a part of the prompt, or nothing yet, and may compute all of it.
     for computed in (48, 0):
         late = decode(2, takes="t", end="")
-        late.source.attempts[0] = SpanList()
+        late.source.attempts[0], late.source.first_pass = SpanList(), FOREVER
         if computed:
-            late.source.attempts[0].append(Span(0, computed, 2 << 16, 0, 1))
+            late.source.compute(Span(0, computed, 2 << 16, 0, 1))
         late.source.loaded = (0, 99)
         late.source.lose(0, 99, pb.MISSING_REASON_KV_UNKNOWN)
         (early,) = incarnations([prefill(1, gives="t"), late], standing=True)
         rows = served([prefill(1, gives="t"), late], early)
         assert rows == [2] * computed + [0] * (99 - computed)
-    late.source.attempts[0].append(Span(99, 1, 2 << 16 | 99, 0, 1))
+    late.source.compute(Span(99, 1, 2 << 16 | 99, 0, 1))
     assert numbers(prefill(1, gives="t"), late) == [[1] * 99 + [2]]
 
 
@@ -292,12 +292,12 @@ def test_an_attempt_that_sampled_nothing_does_not_count():
     """It was preempted within its prompt; the answer came from the passes of the next one."""
     late = decode(2, takes="t")
     late.source.attempts[0] = SpanList()
-    late.source.attempts[0].append(Span(0, 60, 9 << 16, 0, 1))
+    late.source.compute(Span(0, 60, 9 << 16, 0, 1))
     late.source.attempts.append(SpanList())
     late.source.attempts[1].append(Span(20, 82, 2 << 16 | 20, 0, 1))
     assert numbers(prefill(1, gives="t"), late) == [[0] * 20 + [2] * 82]
     # It sampled the first token, from KV that was handed over.
-    late.source.attempts[0] = SpanList()
+    late.source.attempts[0], late.source.first_pass = SpanList(), 99
     late.source.attempts[0].append(Span(99, 1, 9 << 16 | 99, 0, 1))
     assert numbers(prefill(1, gives="t"), late) == [[1] * 99 + [9] + [2] * 2]
 

@@ -580,7 +580,7 @@ async def test_a_read_under_way_keeps_what_stands_in(together):
         trace = state.traces.begin(("run", name), source, ttl=99, now=core.started)
         source.add_digests(digests)
         for span in spans:
-            source.attempts[0].append(span)
+            source.compute(span)
             state.traces.prefixes.computed(trace, span.weight_version, span.position)
         return source
 

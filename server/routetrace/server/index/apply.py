@@ -156,7 +156,6 @@ def _lose_track(state: State, writer: Writer) -> None:
             state.changed(trace)
         source.remove(source.attempts[-1].end - source.tentative, FOREVER)
         source.lose(source.end, FOREVER, pb.MISSING_REASON_CORRUPT)
-        source.first_pass = 0  # where the lost passes began, nobody knows
         source.blocks, source.placed = [], False
     # The rest of a request whose trace was deleted must not become a trace.
     writer.live = {name: known for name, known in writer.live.items() if known[1].forgotten}
@@ -247,12 +246,12 @@ class _Applier:
                         # A request holds no block twice.
                         source.blocks.extend(blocks[: self.slots.num_blocks - len(source.blocks)])
                 elif kind == REWIND:
-                    source.reach(position)
+                    source.give_up(position)
                     self._drop(source, position)
                 elif kind == INHERIT:
                     yield from self._inherit(source)
                 elif kind == PREEMPT:
-                    source.reach(position)
+                    source.give_up(position)
                     source.remove(position, FOREVER)
                     self._release(source, position)
                 elif kind == RESUME:
@@ -271,7 +270,6 @@ class _Applier:
                 elif kind == LOST:
                     stop = position + count if count else FOREVER
                     source.lose(position, stop, arg)
-                    source.first_pass = min(source.first_pass, position)
                     # Earlier rows there were recomputed by the pass whose rows are lost.
                     source.remove(position, stop)
                     self._forget(source, position, stop)
@@ -349,8 +347,7 @@ class _Applier:
         if span.position < source.attempts[-1].end:
             self._drop(source, span.position)
         self._confirm(source, span.stop - tentative)
-        source.reach(span.position)
-        source.attempts[-1].append(span)
+        source.compute(span)
         source.tentative = tentative
         if tentative:
             sure = max(span.position, span.stop - tentative)

@@ -344,17 +344,18 @@ def _columns(sources: Sequence[Source], segments: Iterable[Segment]) -> list[Con
 def _notes(owned: Sequence[Owned], layer: int) -> Iterator[Lost]:
     """Yield the lost positions of one layer that their owners reported, with reasons.
 
-    Unknown KV comes last: a pass that computed the position, and was lost, came after it.
+    Unknown KV comes last: a pass that computed the position, and was lost, came after it, at
+    whichever context-parallel rank.
     """
     for owner, start, stop, _ in owned:
-        for source in owner.sources:
-            if layer in source.layout.column:
-                for note in sorted(source.lost, key=lambda note: note.reason == _KV_UNKNOWN):
-                    if note.start < stop and note.stop > start:
-                        yield Lost(max(note.start, start), min(note.stop, stop), note.reason)
+        sources = [source for source in owner.sources if layer in source.layout.column]
+        lost = chain.from_iterable(source.lost for source in sources)
+        for note in sorted(lost, key=lambda note: note.reason == _KV_UNKNOWN):
+            if note.start < stop and note.stop > start:
+                yield Lost(max(note.start, start), min(note.stop, stop), note.reason)
         counts = owner.first_that_sampled  # attempts before that one do not
-        for source in owner.sources:
-            if layer in source.layout.column and source.finish_reason == FinishReason.ABORT:
+        for source in sources:
+            if source.finish_reason == FinishReason.ABORT:
                 attempts = [*enumerate(source.attempts)][counts:]
                 end = max((min(a.end, source.confirmed(i)) for i, a in attempts), default=0)
                 if end < stop:

@@ -11,8 +11,9 @@ import numpy.typing as npt
 
 from routetrace.codec.records import DIGEST, U32, UNKNOWN_VERSION
 from routetrace.common.layout import ModelLayout
-from routetrace.server.index.traces.spans import FOREVER, SpanList
+from routetrace.server.index.traces.spans import FOREVER, Span, SpanList
 from routetrace.stored import format5_pb2 as stored
+from routetrace.v1 import routetrace_pb2 as pb
 
 #: Maximum notes of lost positions of one engine request.
 MAX_LOST = 4096
@@ -76,8 +77,8 @@ class Source:
     loaded: tuple[int, int] = (0, 0)
     """Positions [start, stop) of the external KV of its begin."""
     first_pass: int = FOREVER
-    """First position that its first attempt computed or gave up, or any attempt lost; FOREVER:
-    none."""
+    """First position that its first attempt computed, or any attempt lost, or of `loaded` that the
+    first attempt gave up; FOREVER: none."""
     ended: bool = False
     num_tokens: int = 0
     """Final token count; 0 while unknown."""
@@ -166,13 +167,26 @@ class Source:
             spans.remove(start, stop)
         self.tentative = max(0, spans.end - confirmed)
 
-    def reach(self, position: int) -> None:
-        """Note that a pass of the present attempt computed a position, or that it was given up."""
+    def compute(self, span: Span) -> None:
+        """Append rows that a pass of the present attempt computed."""
+        self._reach(span.position)
+        self.attempts[-1].append(span)
+
+    def give_up(self, position: int) -> None:
+        """Note that KV at and after a position was given up."""
+        if position < self.loaded[1]:
+            self._reach(position)
+
+    def _reach(self, position: int) -> None:
         if position < self.first_pass and len(self.attempts) == 1:
             self.first_pass = position
 
     def lose(self, start: int, stop: int, reason: int) -> None:
         """Note lost positions with a reason; beyond MAX_LOST, notes are merged into the last."""
+        if reason == pb.MISSING_REASON_CORRUPT:  # where the lost passes began, nobody knows
+            self.first_pass = 0
+        elif reason != pb.MISSING_REASON_KV_UNKNOWN:
+            self.first_pass = min(self.first_pass, start)
         if len(self.lost) < MAX_LOST:
             self.lost.append(Lost(start, stop, reason))
         else:
