@@ -493,7 +493,10 @@ def test_an_agent_that_is_refused_says_so_once_and_goes_on_trying(tmp_path, capl
 
 
 @MODES
-@pytest.mark.parametrize("trouble", ["absent", "hangs", "slow", "spilled"])
+@pytest.mark.parametrize(
+    "trouble",
+    ["hangs", "spilled", *(pytest.param(t, marks=pytest.mark.long) for t in ("absent", "slow"))],
+)
 def test_close_is_one_budget_and_says_what_was_not_sent(mode, trouble, tmp_path):
     def close() -> float:
         with IngestServer() as server:
@@ -648,7 +651,14 @@ def real() -> Iterator[ServerProcess]:
 
 
 @MODES
-@pytest.mark.parametrize("how", ["fork-before", "fork-during", "spawn", "fork"])
+@pytest.mark.parametrize(
+    "how",
+    [
+        "fork-during",
+        "spawn",
+        *(pytest.param(h, marks=pytest.mark.long) for h in ("fork-before", "fork")),
+    ],
+)
 def test_processes_come_and_go(real, mode, how, tmp_path):
     run_engine(real, tmp_path, mode, how)
     expected = {f"r-{how}0", f"r-{how}1"}

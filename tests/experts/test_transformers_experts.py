@@ -90,7 +90,13 @@ def capacities(num_experts: int) -> list[int]:
     return [1, 2, 7, 20, num_experts - 1, num_experts]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        pytest.param(torch.float32, marks=pytest.mark.long, id="float32"),
+        pytest.param(torch.bfloat16, id="bfloat16"),
+    ],
+)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_at_every_capacity(family: str, dtype: torch.dtype) -> None:
     model, layout = tiny_model(family)

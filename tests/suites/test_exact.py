@@ -30,6 +30,7 @@ def test_every_cell_is_what_happened(seed):
     assert run(seed, "inline", 15).tally.cells > 1000
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("seed", range(110, 112))
 def test_every_cell_is_what_happened_in_several_workers(seed):
     outcome = run(seed, "sharded", 15)

@@ -29,6 +29,8 @@ from routetrace.codec import records
 from routetrace.common.layout import ModelLayout
 from support.seeds import seeds
 
+pytestmark = pytest.mark.long
+
 LAYOUT = ModelLayout((0, 2, 3), 4, 64, 2)
 WHOLE = (Shard("", LAYOUT.layer_ids),)
 POLICIES: tuple[Policy, ...] = ("as_sampled", "latest")
@@ -215,7 +217,6 @@ def test_a_seed_replays_exactly():
     assert logs[0] == logs[1] != logs[2]
 
 
-@pytest.mark.long
 def test_everything_happens():
     total = Counter[str]()
     for seed, stores in product(range(8), get_args(Stores)):

@@ -104,7 +104,9 @@ class Models:
                 weight.copy_(weight.roll(1, 0))
 
 
-@pytest.fixture(scope="module", params=[0, 1, 2])
+@pytest.fixture(
+    scope="module", params=[0, *(pytest.param(n, marks=pytest.mark.long) for n in (1, 2))]
+)
 def models(request: pytest.FixtureRequest) -> Models:
     return Models(request.param)
 
