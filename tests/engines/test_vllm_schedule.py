@@ -451,6 +451,7 @@ def test_the_end_of_a_request_that_a_step_left_out_is_known(halves):
     both = dict.fromkeys(("a-0123abcd", "b-0123abcd"), 1)
     h.step(new=[(a, 0, [1, 2]), (b, 0, [3])], counts={"a-0123abcd": 5, "b-0123abcd": 3})
     h.step(cached=[(a, 5, []), (b, 3, [])], counts=both)
+    a.all_token_ids += [2, 3]
     h.step(cached=[(b, 4, [])], counts={"b-0123abcd": 1})
     h.step(preempted=["a-0123abcd"])
     assert h.agent.take("preempt") == [("preempt", 100, 6)]
