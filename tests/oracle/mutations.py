@@ -322,12 +322,6 @@ MUTATIONS = (
         "        self._blocks = None\n",
     ),
     Mutation(
-        "live requests when stores are emptied ignored",
-        f"{AGENT}/step_path/kv_version.py",
-        "        self._outside = UNKNOWN_VERSION if live else self._blocks\n",
-        "        self._outside = self._blocks\n",
-    ),
-    Mutation(
         "KV in blocks is not written to stores that were emptied",
         f"{AGENT}/step_path/kv_version.py",
         "        self._outside = UNKNOWN_VERSION if live else self._blocks\n",
@@ -338,12 +332,6 @@ MUTATIONS = (
         f"{AGENT}/step_path/kv_version.py",
         "            and (not cached or self._blocks in (None, version))\n",
         "",
-    ),
-    Mutation(
-        "rows stand in for KV that another attempt than the one that sampled read",
-        f"{SERVER}/rows/view.py",
-        "if one.owner.kv_version != UNKNOWN_VERSION and not one.owner.first_that_sampled",
-        "if one.owner.kv_version != UNKNOWN_VERSION",
     ),
     Mutation(
         "attempts of a request count as one pass",

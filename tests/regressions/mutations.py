@@ -184,6 +184,13 @@ FAULTS = (
         "server/index/test_joins.py::test_what_a_decode_engine_computed_itself_is_its_own",
     ),
     fault(
+        "rows of passes whose samples vLLM drops count",
+        f"{AGENT}/engines/vllm/schedule.py",
+        "            if self._drafts or not delivered:\n",
+        "            if self._drafts:\n",
+        "engines/test_vllm_halves.py::test_a_sample_that_vllm_drops_does_not_count",
+    ),
+    fault(
         "KV that was handed over counts before a pass shows where the owner's own begin",
         f"{SERVER}/index/traces/lineage.py",
         "        return first if over or first != FOREVER else 0\n",

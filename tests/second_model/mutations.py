@@ -81,6 +81,36 @@ MUTATIONS = (
         "for name in (ADAPTER_LABEL, KV_CACHE_DTYPE_LABEL))",
         "for name in (ADAPTER_LABEL,))",
     ),
+    Mutation(
+        "live requests when stores are emptied ignored",
+        f"{AGENT}/step_path/kv_version.py",
+        "        self._outside = UNKNOWN_VERSION if live else self._blocks\n",
+        "        self._outside = self._blocks\n",
+    ),
+    Mutation(
+        "rows stand in for KV that another attempt than the one that sampled read",
+        f"{SERVER}/rows/view.py",
+        "if one.owner.kv_version != UNKNOWN_VERSION and not one.owner.first_that_sampled",
+        "if one.owner.kv_version != UNKNOWN_VERSION",
+    ),
+    Mutation(
+        "KV that was given up counts as it was loaded",
+        f"{SERVER}/index/traces/sources.py",
+        "        if position < self.loaded[1]:\n",
+        "        if False:\n",
+    ),
+    Mutation(
+        "a repeated preemption forgets the blocks of late rows",
+        f"{AGENT}/pipeline/framer.py",
+        "            if not again:",
+        "            if True:",
+    ),
+    Mutation(
+        "a resume without a preemption confirms drafts",
+        f"{AGENT}/pipeline/framer.py",
+        "            self.preempt(handle, num_computed_tokens)\n",
+        "            pass\n",
+    ),
 )
 
 #: Of the oracle's mutations, those of rules for rows that came after 0.7.0.
@@ -98,12 +128,10 @@ SHARED = (
     "what confirms a draft kept back from who hits it",
     "late rows of a preempted request kept",
     "live requests when caches are emptied ignored",
-    "live requests when stores are emptied ignored",
     "KV in blocks is not written to stores that were emptied",
     "rows stand in for KV that may be of other weights",
     "rows stand in for cached KV that may be of other weights",
     "rows stand in for KV that was loaded into blocks",
-    "rows stand in for KV that another attempt than the one that sampled read",
     "attempts of a request count as one pass",
     "the earliest trace's rows stand in first",
     "no request's rows stand in for another one's of its trace",
@@ -119,6 +147,11 @@ SHARED = (
 NOT_COVERED = {
     "first": {
         "no tombstone of a deleted trace is left": "its worlds delete no trace",
+        "live requests when stores are emptied ignored": "its engines get there too seldom",
+        "rows stand in for KV that another attempt than the one that sampled read": "the same",
+        "KV that was given up counts as it was loaded": "its engines keep what they loaded",
+        "a repeated preemption forgets the blocks of late rows": "its engines preempt once",
+        "a resume without a preemption confirms drafts": "its engines preempt first",
         # Rows get there only by a pass that computes the same tokens into the same slots while the
         # other request goes on in parts. Its own drafts there are no case: such an engine would
         # spoil a block that others can hit.
