@@ -191,6 +191,14 @@ FAULTS = (
         "engines/test_vllm_halves.py::test_a_sample_that_vllm_drops_does_not_count",
     ),
     fault(
+        "unknown KV of one rank before a loss of another",
+        f"{SERVER}/rows/view.py",
+        "        for note in sorted(lost, key=lambda note: note.reason == _KV_UNKNOWN):\n",
+        "        for note in lost:\n",
+        "server/index/test_joins.py::"
+        "test_a_loss_at_one_rank_comes_before_kv_that_another_does_not_know",
+    ),
+    fault(
         "KV that was handed over counts before a pass shows where the owner's own begin",
         f"{SERVER}/index/traces/lineage.py",
         "        return first if over or first != FOREVER else 0\n",

@@ -16,7 +16,7 @@ from routetrace.server.index.traces.lineage import Incarnation
 from routetrace.server.index.traces.sources import Source, WriterKey
 from routetrace.server.index.traces.spans import FOREVER, Span, SpanList
 from routetrace.server.index.traces.trace import dump_trace, load_trace
-from routetrace.server.rows.view import Selection, view
+from routetrace.server.rows.view import Selection, missing, view
 from routetrace.stored import format5_pb2 as stored
 from routetrace.v1 import routetrace_pb2 as pb
 
@@ -229,6 +229,24 @@ def test_what_a_decode_engine_computed_itself_is_its_own():
         assert rows == [2] * computed + [0] * (99 - computed)
     late.source.compute(Span(99, 1, 2 << 16 | 99, 0, 1))
     assert numbers(prefill(1, gives="t"), late) == [[1] * 99 + [2]]
+
+
+def test_a_loss_at_one_rank_comes_before_kv_that_another_does_not_know():
+    """Of the positions of other context-parallel ranks, a rank knows that their KV was cached."""
+    ranks = [decode(1), decode(1)]
+    for rank, told in enumerate(ranks):
+        told.source.writer = WriterKey("", "e1", f"cp{rank}")
+    ranks[0].source.lose(10, 20, pb.MISSING_REASON_KV_UNKNOWN)
+    ranks[1].source.lose(12, 18, pb.MISSING_REASON_NOT_CAPTURED)
+    for sources in ([r.source for r in ranks], [r.source for r in ranks[::-1]]):
+        whole = Join(sources).incarnation(1)
+        selection = Selection(10, 20, (0,))
+        found = missing(sources, whole, [], [], selection, pb.MISSING_REASON_UNSPECIFIED)
+        assert [(one.start, one.stop, one.reason) for one in found] == [
+            (10, 12, pb.MISSING_REASON_KV_UNKNOWN),
+            (12, 18, pb.MISSING_REASON_NOT_CAPTURED),
+            (18, 20, pb.MISSING_REASON_KV_UNKNOWN),
+        ]
 
 
 def test_tokens_that_differ_disprove_a_hand_over():
