@@ -533,8 +533,8 @@ class Log:
         """Whether KV from elsewhere was none, or may have been: a pass may still compute it.
 
         Passes go up: what the first attempt computed or gave up at or before the position, and
-        what any attempt lost there, shows it. Of rows that were taken back before they were
-        reported nobody need hear.
+        what any attempt lost there, shows it. Rows that were taken back
+        before the agent sent them may be unknown to the server.
         """
         parts = [*parts]
         over = all(part.ended_at >= 0 or len(part.attempts) > 1 for part in parts)

@@ -183,7 +183,7 @@ class Source:
 
     def lose(self, start: int, stop: int, reason: int) -> None:
         """Note lost positions with a reason; beyond MAX_LOST, notes are merged into the last."""
-        if reason == pb.MISSING_REASON_CORRUPT:  # where the lost passes began, nobody knows
+        if reason == pb.MISSING_REASON_CORRUPT:  # the lost passes may have begun anywhere
             self.first_pass = 0
         elif reason != pb.MISSING_REASON_KV_UNKNOWN:
             self.first_pass = min(self.first_pass, start)
