@@ -19,7 +19,7 @@ PHASE_CHANGES = {
     *product(["running", "preempted"], ["starting", "running", "preempted", "finished"]),
 }
 #: Rows that were dropped once stay dropped; a name may follow.
-RECORDING_CHANGES = {("kept", "dropped"), ("unnamed", "named")}
+RECORDING_CHANGES = {("kept", "dropped"), ("dropped", "named"), ("unnamed", "named")}
 
 
 @pytest.mark.parametrize(("old", "new"), [*product(Phase, Phase)])

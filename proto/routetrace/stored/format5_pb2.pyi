@@ -665,6 +665,22 @@ class Source(google.protobuf.message.Message):
         ) -> None: ...
         def ClearField(self, field_name: typing.Literal["key", b"key", "value", b"value"]) -> None: ...
 
+    @typing.final
+    class LostRowsEntry(google.protobuf.message.Message):
+        DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: builtins.int
+        VALUE_FIELD_NUMBER: builtins.int
+        key: builtins.int
+        value: builtins.bytes
+        def __init__(
+            self,
+            *,
+            key: builtins.int = ...,
+            value: builtins.bytes = ...,
+        ) -> None: ...
+        def ClearField(self, field_name: typing.Literal["key", b"key", "value", b"value"]) -> None: ...
+
     ENGINE_ID_FIELD_NUMBER: builtins.int
     SHARD_FIELD_NUMBER: builtins.int
     EPOCH_FIELD_NUMBER: builtins.int
@@ -700,6 +716,8 @@ class Source(google.protobuf.message.Message):
     LOADED_STOP_FIELD_NUMBER: builtins.int
     KV_WEIGHT_VERSION_FIELD_NUMBER: builtins.int
     FIRST_PASS_FIELD_NUMBER: builtins.int
+    LOST_ROWS_FIELD_NUMBER: builtins.int
+    STOPS_FIELD_NUMBER: builtins.int
     engine_id: builtins.str
     """Engine of the writer; its run is the trace's."""
     shard: builtins.str
@@ -719,7 +737,7 @@ class Source(google.protobuf.message.Message):
     blocks: builtins.bytes
     """uint32: blocks of the request."""
     unplaced: builtins.bool
-    """Whether blocks are missing, since the begin was lost."""
+    """Whether calls are missing: its blocks and its attempts are not known."""
     external: builtins.bool
     """Whether external KV was loaded."""
     ended: builtins.bool
@@ -729,7 +747,7 @@ class Source(google.protobuf.message.Message):
     finish_reason: builtins.int
     """A FinishReason."""
     lost: builtins.bytes
-    """int64 start, stop, reason: lost positions."""
+    """int64 start, stop, reason: positions of unknown KV; of 0.8, lost ones of any attempt, too."""
     forgotten: builtins.bool
     """Whether the trace was deleted."""
     written: builtins.int
@@ -765,8 +783,8 @@ class Source(google.protobuf.message.Message):
     kv_weight_version: builtins.int
     """Weight version of all KV that the engine could reuse at its begin. Not set: not known."""
     first_pass: builtins.int
-    """First position that its first attempt computed, or of its external KV gave up, or that any lost.
-    Not set: none.
+    """First position that its first attempt computed, lost rows included, or of its external KV gave
+    up. Not set: none.
     """
     @property
     def attempts(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.bytes]:
@@ -775,6 +793,16 @@ class Source(google.protobuf.message.Message):
     @property
     def labels(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.str]:
         """Labels given at its begin; none in a trace with labels of its own."""
+
+    @property
+    def lost_rows(self) -> google.protobuf.internal.containers.ScalarMap[builtins.int, builtins.bytes]:
+        """Rows that passes of an attempt computed and that no one has, by attempt: spans as in `attempts`,
+        whose provenance is a MissingReason.
+        """
+
+    @property
+    def stops(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """Computed tokens of each attempt that was preempted; 1 << 32: not known."""
 
     def __init__(
         self,
@@ -814,9 +842,11 @@ class Source(google.protobuf.message.Message):
         loaded_stop: builtins.int = ...,
         kv_weight_version: builtins.int | None = ...,
         first_pass: builtins.int | None = ...,
+        lost_rows: collections.abc.Mapping[builtins.int, builtins.bytes] | None = ...,
+        stops: collections.abc.Iterable[builtins.int] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_first_pass", b"_first_pass", "_kv_weight_version", b"_kv_weight_version", "first_pass", b"first_pass", "kv_weight_version", b"kv_weight_version"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_first_pass", b"_first_pass", "_kv_weight_version", b"_kv_weight_version", "attempts", b"attempts", "began", b"began", "blocks", b"blocks", "cached", b"cached", "digests", b"digests", "draft_step", b"draft_step", "drafts", b"drafts", "drafts_since", b"drafts_since", "ended", b"ended", "engine_id", b"engine_id", "epoch", b"epoch", "external", b"external", "finish_reason", b"finish_reason", "first_pass", b"first_pass", "forgotten", b"forgotten", "handed_over_by", b"handed_over_by", "kv_weight_version", b"kv_weight_version", "labels", b"labels", "layout", b"layout", "loaded_start", b"loaded_start", "loaded_stop", b"loaded_stop", "lost", b"lost", "model", b"model", "nonce", b"nonce", "num_tokens", b"num_tokens", "occurrence", b"occurrence", "prompt_len", b"prompt_len", "received_by", b"received_by", "reported", b"reported", "request_id", b"request_id", "sampled", b"sampled", "shard", b"shard", "tentative", b"tentative", "unplaced", b"unplaced", "written", b"written"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_first_pass", b"_first_pass", "_kv_weight_version", b"_kv_weight_version", "attempts", b"attempts", "began", b"began", "blocks", b"blocks", "cached", b"cached", "digests", b"digests", "draft_step", b"draft_step", "drafts", b"drafts", "drafts_since", b"drafts_since", "ended", b"ended", "engine_id", b"engine_id", "epoch", b"epoch", "external", b"external", "finish_reason", b"finish_reason", "first_pass", b"first_pass", "forgotten", b"forgotten", "handed_over_by", b"handed_over_by", "kv_weight_version", b"kv_weight_version", "labels", b"labels", "layout", b"layout", "loaded_start", b"loaded_start", "loaded_stop", b"loaded_stop", "lost", b"lost", "lost_rows", b"lost_rows", "model", b"model", "nonce", b"nonce", "num_tokens", b"num_tokens", "occurrence", b"occurrence", "prompt_len", b"prompt_len", "received_by", b"received_by", "reported", b"reported", "request_id", b"request_id", "sampled", b"sampled", "shard", b"shard", "stops", b"stops", "tentative", b"tentative", "unplaced", b"unplaced", "written", b"written"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_first_pass", b"_first_pass"]) -> typing.Literal["first_pass"] | None: ...
     @typing.overload

@@ -223,7 +223,7 @@ def test_what_a_decode_engine_computed_itself_is_its_own():
         if computed:
             late.source.compute(Span(0, computed, 2 << 16, 0, 1))
         late.source.loaded = (0, 99)
-        late.source.lose(0, 99, pb.MISSING_REASON_KV_UNKNOWN)
+        late.source.not_know([(0, 99)])
         (early,) = incarnations([prefill(1, gives="t"), late], standing=True)
         rows = served([prefill(1, gives="t"), late], early)
         assert rows == [2] * computed + [0] * (99 - computed)
@@ -236,7 +236,7 @@ def test_a_loss_at_one_rank_comes_before_kv_that_another_does_not_know():
     ranks = [decode(1), decode(1)]
     for rank, told in enumerate(ranks):
         told.source.writer = WriterKey("", "e1", f"cp{rank}")
-    ranks[0].source.lose(10, 20, pb.MISSING_REASON_KV_UNKNOWN)
+    ranks[0].source.not_know([(10, 20)])
     ranks[1].source.lose(12, 18, pb.MISSING_REASON_NOT_CAPTURED)
     for sources in ([r.source for r in ranks], [r.source for r in ranks[::-1]]):
         whole = Join(sources).incarnation(1)
@@ -311,13 +311,41 @@ def test_an_attempt_that_sampled_nothing_does_not_count():
     late = decode(2, takes="t")
     late.source.attempts[0] = SpanList()
     late.source.compute(Span(0, 60, 9 << 16, 0, 1))
-    late.source.attempts.append(SpanList())
+    late.source.preempt(60)
+    late.source.resume()
     late.source.attempts[1].append(Span(20, 82, 2 << 16 | 20, 0, 1))
     assert numbers(prefill(1, gives="t"), late) == [[0] * 20 + [2] * 82]
     # It sampled the first token, from KV that was handed over.
     late.source.attempts[0], late.source.first_pass = SpanList(), 99
     late.source.attempts[0].append(Span(99, 1, 9 << 16 | 99, 0, 1))
+    late.source.stops = [100]
     assert numbers(prefill(1, gives="t"), late) == [[1] * 99 + [9] + [2] * 2]
+    # Its row there is lost: that of the next attempt did not sample the token.
+    late.source.attempts[0].truncate(0)
+    late.source.lost[0] = SpanList()
+    late.source.lost[0].append(Span(99, 1, 99, 0, pb.MISSING_REASON_NOT_CAPTURED))
+    assert numbers(prefill(1, gives="t"), late) == [[1] * 99 + [0] + [2] * 2]
+
+
+def test_an_attempt_whose_end_is_not_known_proves_nothing():
+    """Its agent had no memory to report the preemption; another shard may have reported it."""
+    ranks = [decode(1), decode(1)]
+    for rank, told in enumerate(ranks):
+        told.source.writer = WriterKey("", "e1", f"cp{rank}")
+        told.source.attempts[0].truncate(0)
+        told.source.compute(Span(rank, 60, 1 << 16, 0, 1))
+    ranks[0].source.resume()
+    ranks[1].source.preempt(100)
+    ranks[1].source.resume()
+    for told in ranks:
+        told.source.compute(Span(0, 102, 2 << 16, 0, 1))
+    join = Join([told.source for told in ranks])
+    assert join.requests[0].first_that_sampled == 0
+    ranks[1].source.stops = [99]
+    assert join.requests[0].first_that_sampled == 1
+    ranks[1].source.stops = [FOREVER]
+    assert join.requests[0].first_that_sampled == 0
+    assert not len(ranks[0].source.attempts[0])
 
 
 def test_of_equal_candidates_the_one_behind_the_last_slot_is_continued():
@@ -445,7 +473,7 @@ def test_an_unfinished_request_ends_where_its_drafts_begin():
     assert incarnation.num_rows == 7
     (segment,) = view(incarnation, Selection(0, FOREVER, (0,)))
     assert segment.span.stop == 7
-    source.remove(8, FOREVER)
+    source.remove(8)
     assert source.tentative == 1
-    source.remove(5, FOREVER)
+    source.remove(5)
     assert (source.tentative, source.end) == (0, 5)

@@ -673,9 +673,10 @@ def test_lost_rows_take_what_stood_there_before_with_them(server, reads):
     feeder.begin("next", block_ids=[1, 3], num_computed_tokens=4)
     feeder.flush()
     cells, end, _ = reads.get("r", "lost rows")
-    assert {p for p, _ in cells} == {0, 1, 4, 5}
+    assert {p for p, _ in cells} == {0, 1}
     assert [(m.start, m.stop, m.reason) for m in end.missing] == [
-        (2, 4, pb.MISSING_REASON_QUEUE_FULL)
+        (2, 4, pb.MISSING_REASON_QUEUE_FULL),
+        (4, 6, pb.MISSING_REASON_NOT_CAPTURED),
     ]
     cells, _, _ = reads.get("next", "lost rows")
     assert {p for p, _ in cells} == {0, 1}

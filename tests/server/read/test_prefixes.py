@@ -586,7 +586,7 @@ async def test_a_read_under_way_keeps_what_stands_in(together):
 
     begin("first", [Span(64 * i, 64, refs.pack(1 + i, 0, 0), 0, 1) for i in range(4)])
     second = begin("second", [Span(240, 17, refs.pack(5, 0, 0), 0, 1)])
-    second.lose(0, 240, pb.MISSING_REASON_KV_UNKNOWN)
+    second.not_know([(0, 240)])
     policy = pb.PREFIX_ROWS_ANY
     known = core.reader.find("run", "second", prefix_rows=policy)
     info = core.reader.describe(known)

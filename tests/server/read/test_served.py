@@ -164,7 +164,7 @@ def test_what_is_remembered_is_never_older_than_its_trace():
     assert all(one is two for one, two in zip(before, again, strict=True))
     assert not memory.known(trace, incarnation).complete
     for source in trace.sources:
-        source.remove(10, 1 << 32)  # the engine took rows back
+        source.remove(10)  # the engine took rows back
         source.attempts[-1].append(Span(10, 30, refs.pack(9, 0, 0), 1, 1))
     trace.changes += 1
     for selection in asked:

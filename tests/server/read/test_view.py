@@ -7,12 +7,11 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from routetrace.server.index.traces.sources import Lost
-from routetrace.server.rows.view import _reasons, _resolve, layer_groups
+from routetrace.server.rows.view import Note, _reasons, _resolve, layer_groups
 
 notes = st.lists(
     st.builds(
-        lambda start, length, reason: Lost(start, start + length, reason),
+        lambda start, length, reason: Note(start, start + length, reason),
         st.integers(0, 30),
         st.integers(0, 12),
         st.integers(1, 3),

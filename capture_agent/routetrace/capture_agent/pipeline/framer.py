@@ -417,6 +417,10 @@ class Framer:
         if not self._reported(request):
             size, known = self._block_size, num_computed_tokens - num_external_tokens
             self._lose_blocks(block_ids[known // size if size else 0 :])
+            # The server knows of no further attempt: which one sampled is not known.
+            self._rewind(request, 0)
+            if request.recording is Recording.DROPPED:
+                request.record(Recording.NAMED)
             return
         self._emitter.flush_request(request)
         self._linger.end[lane] = request.emitted = num_computed_tokens

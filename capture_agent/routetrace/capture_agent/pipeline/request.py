@@ -57,13 +57,13 @@ class Recording(Enum):
     UNNAMED = "unnamed"
     """Nothing yet: it began without memory for its name, which may still be reported."""
     NAMED = "named"
-    """Name and end alone; it began without memory for its rows."""
+    """Name and end alone; it began or resumed without memory for its rows."""
 
 
 #: Recordings that may follow each recording. Rows that were dropped once stay dropped.
 RECORDINGS: dict[Recording, frozenset[Recording]] = {
     Recording.KEPT: frozenset({Recording.DROPPED}),
-    Recording.DROPPED: frozenset(),
+    Recording.DROPPED: frozenset({Recording.NAMED}),
     Recording.UNNAMED: frozenset({Recording.NAMED}),
     Recording.NAMED: frozenset(),
 }

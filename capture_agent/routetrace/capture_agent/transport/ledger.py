@@ -35,7 +35,8 @@ class _Request:
     blocks: array[int]
     end: int  # next position
     lost: tuple[int, int] | None = None  # position from which on all rows are lost, reason
-    preempted: bool = False
+    preempted: int | None = None  # computed tokens of the attempt in progress, if it is preempted
+    stop: int | None = None  # most computed tokens of the attempts before, if there are any
     digests: bytearray = field(default_factory=bytearray)  # records.DIGEST
 
     @property
@@ -90,11 +91,12 @@ class Ledger:
                     request.end = min(request.end, position)
                 elif kind == OpKind.PREEMPT:
                     request.end = min(request.end, position)
-                    request.blocks, request.preempted = array("I"), True
+                    request.blocks, request.preempted = array("I"), position
                 elif kind == OpKind.DIGEST:
                     request.digests += digests[row : row + count].tobytes()
                 elif kind == OpKind.RESUME:
-                    request.end, request.preempted = position, False
+                    request.stop = max(request.stop or 0, request.preempted or 0)
+                    request.end, request.preempted = position, None
                     request.blocks = array("I", blocks)
             self.nbytes += request.nbytes if request else 0
 
@@ -109,16 +111,20 @@ class Ledger:
         builder = ChunkBuilder(layout)
         for request_id, request in self._requests.items():
             facts = pb.RequestBegin.FromString(request.facts)
-            builder.begin(request_id, facts, request.index, 0, 0, np.array(request.blocks, U32))
+            blocks, reason = np.array(request.blocks, U32), pb.MISSING_REASON_AGENT_LOST
+            builder.begin(request_id, facts, request.index, 0, 0, blocks)
             builder.digests(request_id, np.frombuffer(bytes(request.digests), DIGEST))
+            if request.stop is not None:  # earlier attempts, as one
+                if request.stop:
+                    builder.op(OpKind.LOST, request_id, arg=reason, count=request.stop)
+                builder.op(OpKind.PREEMPT, request_id, position=request.stop)
+                builder.op(OpKind.RESUME, request_id, blocks=blocks)
             if request.end:
-                builder.op(
-                    OpKind.LOST, request_id, arg=pb.MISSING_REASON_AGENT_LOST, count=request.end
-                )
+                builder.op(OpKind.LOST, request_id, arg=reason, count=request.end)
             if request.lost:
                 position, reason = request.lost
                 builder.op(OpKind.LOST, request_id, arg=reason, position=position)
-            if request.preempted:
-                builder.op(OpKind.PREEMPT, request_id, position=request.end)
+            if request.preempted is not None:
+                builder.op(OpKind.PREEMPT, request_id, position=request.preempted)
         builder.seal()
         return list(builder.ready)

@@ -39,16 +39,13 @@ from routetrace.server.index.records.record import Sums, decode_record
 from routetrace.server.index.state import Frames, State
 from routetrace.server.index.traces import refs
 from routetrace.server.index.traces.sources import Source, TraceKey
-from routetrace.server.index.traces.spans import FOREVER, Span, SpanList
+from routetrace.server.index.traces.spans import FOREVER, Span
 from routetrace.server.index.writer import Writer
 from routetrace.stored import format5_pb2 as stored
 from routetrace.v1 import routetrace_pb2 as pb
 
 #: Sequence numbers whose checksums are kept to recognize resent chunks.
 DEDUP_WINDOW = 1024
-
-#: Maximum attempts of a request; further ones replace the last.
-MAX_ATTEMPTS = 256
 
 #: Maximum live requests of a writer; beyond it, the oldest counts as lost.
 MAX_LIVE = 1 << 16
@@ -154,9 +151,7 @@ def _lose_track(state: State, writer: Writer) -> None:
     for key, source in writer.live.values():
         if trace := state.traces.traces.get(key):
             state.changed(trace)
-        source.remove(source.attempts[-1].end - source.tentative, FOREVER)
-        source.lose(source.end, FOREVER, pb.MISSING_REASON_CORRUPT)
-        source.blocks, source.placed = [], False
+        source.lose_track()
     # The rest of a request whose trace was deleted must not become a trace.
     writer.live = {name: known for name, known in writer.live.items() if known[1].forgotten}
 
@@ -219,6 +214,8 @@ class _Applier:
                         yield
                     continue
                 key, source = self._source(request)
+                if not source.placed:
+                    continue
                 span = Span(position, count, ref, version, Provenance.FORWARD)
                 self._rows(source, span, step, value)
                 if trace := self.state.traces.traces.get(key):
@@ -251,14 +248,10 @@ class _Applier:
                 elif kind == INHERIT:
                     yield from self._inherit(source)
                 elif kind == PREEMPT:
-                    source.give_up(position)
-                    source.remove(position, FOREVER)
+                    source.preempt(position)
                     self._release(source, position)
                 elif kind == RESUME:
-                    if len(source.attempts) < MAX_ATTEMPTS:
-                        source.attempts.append(SpanList())
-                    else:
-                        source.attempts[-1] = SpanList()
+                    source.resume()
                     self._take(source, blocks, position, count)
                 elif kind == FINISH:
                     source.ended, source.num_tokens, source.finish_reason = True, count, arg
@@ -267,11 +260,11 @@ class _Applier:
                     self._release(source, max(0, count - 1))
                     del self.writer.live[self.chunk.request_ids[request]]
                     self._rejoin(key)
-                elif kind == LOST:
+                elif kind == LOST and source.placed:
                     stop = position + count if count else FOREVER
-                    source.lose(position, stop, arg)
                     # Earlier rows there were recomputed by the pass whose rows are lost.
-                    source.remove(position, stop)
+                    source.remove(position)
+                    source.lose(position, stop, arg)
                     self._forget(source, position, stop)
                     if count:
                         self._confirm(source, stop - value)
@@ -301,9 +294,11 @@ class _Applier:
         key, source = self.state.begin(writer, request_id, occurrence, begin, self.now)
         writer.live[request_id] = (key, source)
         if len(writer.live) > MAX_LIVE:
-            _, oldest = writer.live.pop(next(iter(writer.live)))
+            oldest_key, oldest = writer.live.pop(next(iter(writer.live)))
             # Which of its slots a later pass overwrites is not known any more.
             self.slots.forget_run(oldest.blocks, 0, FOREVER)
+            oldest.lose_track()
+            self._touch(oldest_key, oldest)
         self._touch(key, source)
         return key, source
 
@@ -321,13 +316,16 @@ class _Applier:
         self, source: Source, blocks: list[int], num_computed_tokens: int, num_external_tokens: int
     ) -> None:
         """Give a request its blocks; the first tokens in them are cached."""
-        source.blocks, source.placed = list(blocks[: self.slots.num_blocks]), True
+        if not source.placed:  # its rows will not be known
+            self.slots.forget_blocks(blocks)
+            return
+        source.blocks = list(blocks[: self.slots.num_blocks])
         source.written, source.tentative = FOREVER, 0
         source.drafts.truncate(0)
         source.cached = known = num_computed_tokens - num_external_tokens
         if num_external_tokens:
             source.external = True
-            source.lose(known, num_computed_tokens, pb.MISSING_REASON_KV_UNKNOWN)
+            source.not_know([(known, num_computed_tokens)])
         self._forget(source, known, FOREVER)
 
     def _inherit(self, source: Source) -> Iterator[None]:
@@ -388,7 +386,7 @@ class _Applier:
 
     def _drop(self, source: Source, position: int) -> None:
         """Remove rows at and after a position, and forget their slots."""
-        source.remove(position, FOREVER)
+        source.remove(position)
         self._forget(source, position, FOREVER)
 
     def _forget(self, source: Source, start: int, stop: int) -> None:

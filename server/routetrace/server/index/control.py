@@ -70,7 +70,7 @@ def _apply_bind(state: State, change: stored.Bind, now: float) -> Generator[None
         key, source = state.begin(writer, request_id, f"bind {asked}", begin, now)
         trace = state.traces.traces[key]
         source.ended, source.num_tokens = True, num_tokens
-        source.attempts, source.lost = rows.attempts, rows.lost
+        source.attempts, source.unknown = rows.attempts, rows.unknown
         source.add_digests(digests)
         # A repeated bind replaces the request: more slots may be known.
         for i, other in enumerate(trace.sources[:-1]):

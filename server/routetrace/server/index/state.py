@@ -139,17 +139,16 @@ class State:
         The slots must not change between two pieces.
         """
         spans = source.attempts[-1]
-        at = 0
+        at, unknown = 0, []
         for start in range(0, stop, INHERITED):
             end = min(start + INHERITED, stop)
             for run in writer.slots.resolve(block_ids, start, end, last_step):
                 if run.position > at:
-                    source.lose(at, run.position, pb.MISSING_REASON_KV_UNKNOWN)
+                    unknown.append((at, run.position))
                 spans.append(Span(*run, Provenance.SLOT))
                 at = run.position + run.length
             yield
-        if at < stop:
-            source.lose(at, stop, pb.MISSING_REASON_KV_UNKNOWN)
+        source.not_know([*unknown, *([(at, stop)] if at < stop else ())])
 
     def touch(self, trace: Trace, now: float) -> None:
         """Note a change of a trace, and extend its lease."""

@@ -12,8 +12,9 @@ from typing import NamedTuple
 from routetrace.codec.records import UNKNOWN_VERSION, FinishReason, Provenance
 from routetrace.server.index.traces.lineage import Incarnation, Owned, Part, Request, parts_of
 from routetrace.server.index.traces.refs import ROW_BITS
-from routetrace.server.index.traces.sources import Lost, Source
+from routetrace.server.index.traces.sources import Source
 from routetrace.server.index.traces.spans import (
+    FOREVER,
     Interval,
     Span,
     SpanList,
@@ -31,6 +32,14 @@ _MAX_TOUCHED = 8
 
 Holes = dict[frozenset[int], list[Interval]]
 """Positions without rows, ascending and disjoint, by disjoint layers."""
+
+
+class Note(NamedTuple):
+    """Why positions [start, stop) have no rows: a MissingReason."""
+
+    start: int
+    stop: int
+    reason: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +108,7 @@ def _rows_of(
     for part in parts:
         if not todo:
             break
-        for number, attempt, spans, confirmed in _passes(part):
+        for number, attempt, spans, confirmed, lost in _passes(part):
             held = layers.intersection(part.request.sources[number].layout.layer_ids)
             bounds = part.start, min(part.stop, confirmed)
             wanted = intersect(whole, [bounds])
@@ -119,6 +128,8 @@ def _rows_of(
                         continue
                     some = max(start, span.position), min(stop, span.stop)
                     new.append(some)
+                    if lost:
+                        continue
                     if not claimed:  # most traces have one source
                         yield Segment(index, attempt, row.cut(*some))
                         continue
@@ -212,16 +223,20 @@ def _joined(segments: list[Segment]) -> list[Segment]:
     return joined
 
 
-def _passes(part: Part) -> Iterator[tuple[int, int, SpanList, int]]:
-    """Yield (index of the source in the request, attempt, spans, confirmed) of a part.
+def _passes(part: Part) -> Iterator[tuple[int, int, SpanList, int, bool]]:
+    """Yield (index of the source in the request, attempt, spans, confirmed, lost) of a part.
 
     The first attempt of all shards, then the second of all: a context-parallel rank may compute in
-    one attempt the rows that another rank computed before.
+    one attempt the rows that another rank computed before. What an attempt lost comes after its
+    rows at all shards, and no other attempt supplies it.
     """
     for attempt in part.attempts:
         for number, source in enumerate(part.request.sources):
             if attempt < len(source.attempts):
-                yield number, attempt, source.attempts[attempt], source.confirmed(attempt)
+                yield number, attempt, source.attempts[attempt], source.confirmed(attempt), False
+        for number, source in enumerate(part.request.sources):
+            if lost := source.lost.get(attempt):
+                yield number, attempt, lost, FOREVER, True
 
 
 def covered(sources: Sequence[Source], segments: list[Segment], layer: int) -> list[Interval]:
@@ -263,12 +278,12 @@ def missing(
     held += [s.layout.column for one in owned for s in one.owner.sources]
     unowned = () if latest else incarnation.ambiguous
     for group in layer_groups(held, selection.layers):
-        notes = [Lost(a, b, pb.MISSING_REASON_AMBIGUOUS) for a, b in unowned]
+        notes = [Note(a, b, pb.MISSING_REASON_AMBIGUOUS) for a, b in unowned]
         notes += [
-            Lost(a, b, pb.MISSING_REASON_OTHER_VERSION)
+            Note(a, b, pb.MISSING_REASON_OTHER_VERSION)
             for a, b in covered(sources, others, group[0])
         ]
-        notes = _resolve([*notes, *_notes(owned, group[0])])
+        notes = _resolve([*notes, *_notes(owned, group[0], latest)])
         there = covered(sources, segments, group[0])
         asked = selection.before(selection.stop)
         gaps = (gap for wanted in asked for gap in subtract(wanted, there))
@@ -303,7 +318,7 @@ def unknown(
     owned = [
         one._replace(stop=min(one.stop, one.owner.num_reused, incarnation.num_rows))
         for one in incarnation.owned()
-        if any(note.reason == _KV_UNKNOWN for s in one.owner.sources for note in s.lost)
+        if any(source.unknown for source in one.owner.sources)
         if one.owner.kv_version != UNKNOWN_VERSION and not one.owner.first_that_sampled
     ]
     own = (s.layout.column for one in owned for s in one.owner.sources)
@@ -311,7 +326,7 @@ def unknown(
     for group in groups:
         there = covered(sources, segments, group[0])
         for one in owned:
-            notes = _resolve([*_notes([one], group[0])])
+            notes = _resolve([*_notes([one], group[0], latest=False)])
             for gap in subtract((one.start, one.stop), there):
                 for a, b, reason in _reasons(gap, notes, pb.MISSING_REASON_UNSPECIFIED):
                     if reason == _KV_UNKNOWN:
@@ -341,28 +356,37 @@ def _columns(sources: Sequence[Source], segments: Iterable[Segment]) -> list[Con
     return [segment.column(sources) for segment in each.values()]
 
 
-def _notes(owned: Sequence[Owned], layer: int) -> Iterator[Lost]:
-    """Yield the lost positions of one layer that their owners reported, with reasons.
+def _notes(owned: Sequence[Owned], layer: int, latest: bool) -> Iterator[Note]:
+    """Yield the missing positions of one layer that their owners reported, with reasons.
 
     Unknown KV comes last: a pass that computed the position, and was lost, came after it, at
     whichever context-parallel rank.
     """
     for owner, start, stop, _ in owned:
         sources = [source for source in owner.sources if layer in source.layout.column]
-        lost = chain.from_iterable(source.lost for source in sources)
-        for note in sorted(lost, key=lambda note: note.reason == _KV_UNKNOWN):
-            if note.start < stop and note.stop > start:
-                yield Lost(max(note.start, start), min(note.stop, stop), note.reason)
-        counts = owner.first_that_sampled  # attempts before that one do not
+        attempts = range(max(len(source.attempts) for source in owner.sources))
+        counted = attempts[::-1] if latest else attempts[owner.first_that_sampled :]
+        notes = [
+            Note(span.position, span.stop, span.provenance)
+            for attempt in counted
+            for source in sources
+            for span in source.lost.get(attempt, ())
+        ]
+        notes += [
+            Note(0, FOREVER, pb.MISSING_REASON_CORRUPT) for source in sources if not source.placed
+        ]
+        notes += [Note(a, b, _KV_UNKNOWN) for source in sources for a, b in source.unknown]
         for source in sources:
             if source.finish_reason == FinishReason.ABORT:
-                attempts = [*enumerate(source.attempts)][counts:]
-                end = max((min(a.end, source.confirmed(i)) for i, a in attempts), default=0)
-                if end < stop:
-                    yield Lost(max(end, start), stop, pb.MISSING_REASON_ABORTED)
+                held = [i for i in counted if i < len(source.attempts)]
+                ends = (min(source.attempts[i].end, source.confirmed(i)) for i in held)
+                notes.append(Note(max(ends, default=0), FOREVER, pb.MISSING_REASON_ABORTED))
+        for note in notes:
+            if note.start < stop and note.stop > start:
+                yield Note(max(note.start, start), min(note.stop, stop), note.reason)
 
 
-def _resolve(notes: list[Lost]) -> list[Lost]:
+def _resolve(notes: list[Note]) -> list[Note]:
     """Return disjoint, ascending notes; where several overlap, the first one counts."""
     coming = sorted(range(len(notes)), key=lambda i: notes[i].start, reverse=True)
     here: list[int] = []  # started notes as a heap, the first one on top
@@ -373,16 +397,16 @@ def _resolve(notes: list[Lost]) -> list[Lost]:
         while here and notes[here[0]].stop <= a:
             heappop(here)
         if here:
-            resolved.append(Lost(a, b, notes[here[0]].reason))
+            resolved.append(Note(a, b, notes[here[0]].reason))
     return resolved
 
 
-def _reasons(gap: Interval, notes: list[Lost], default: int) -> Iterator[tuple[int, int, int]]:
+def _reasons(gap: Interval, notes: list[Note], default: int) -> Iterator[tuple[int, int, int]]:
     """Cut a gap where the reason changes; `notes` are disjoint."""
     start, stop = gap
     last = (start, start, default)
     first = bisect_right(notes, start, key=lambda note: note.stop)
-    for note in chain(islice(notes, first, None), (Lost(stop, stop, default),)):
+    for note in chain(islice(notes, first, None), (Note(stop, stop, default),)):
         for until, reason in ((note.start, default), (note.stop, note.reason)):
             until = min(until, stop)  # noqa: PLW2901
             if until <= last[1]:

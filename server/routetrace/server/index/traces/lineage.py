@@ -132,21 +132,23 @@ class Request:
 
     @property
     def _first_pass(self) -> int:
-        """First position that a pass of its begin computed, or lost; FOREVER: none did."""
+        """First position that a pass of its begin computed; FOREVER: none did."""
         first = min(source.first_pass for source in self.sources)
         over = all(s.ended or len(s.attempts) > 1 for s in self.sources)
         return first if over or first != FOREVER else 0
 
     @property
     def first_that_sampled(self) -> int:
-        """The first attempt that reached the last token of the prompt; the last one if none did."""
+        """The first attempt that computed the whole prompt, or the last one.
+
+        All shards are told the same number at a preemption. Where none could report it, their rows
+        of the attempt are lost.
+        """
         last = max(len(s.attempts) for s in self.sources) - 1
         for attempt in range(last):
-            for source in self.sources:
-                if attempt < len(source.attempts) and (
-                    source.attempts[attempt].end >= self.prompt_len
-                ):
-                    return attempt
+            stops = {s.stops[attempt] for s in self.sources if attempt < len(s.stops)} - {FOREVER}
+            if max(stops, default=FOREVER) >= self.prompt_len:
+                return attempt
         return last
 
     def disproved(self, other: Request) -> int:

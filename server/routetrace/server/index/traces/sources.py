@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -11,13 +11,21 @@ import numpy.typing as npt
 
 from routetrace.codec.records import DIGEST, U32, UNKNOWN_VERSION
 from routetrace.common.layout import ModelLayout
-from routetrace.server.index.traces.spans import FOREVER, Span, SpanList
+from routetrace.server.index.traces.spans import (
+    FOREVER,
+    Interval,
+    Span,
+    SpanList,
+    merge,
+    subtract,
+)
 from routetrace.stored import format5_pb2 as stored
 from routetrace.v1 import routetrace_pb2 as pb
 
-#: Maximum notes of lost positions of one engine request.
-MAX_LOST = 4096
+#: Attempts of one engine request; beyond, the last one is replaced.
+MAX_ATTEMPTS = 256
 
+_KV_UNKNOWN = pb.MISSING_REASON_KV_UNKNOWN
 _LOST = np.dtype("<i8")
 
 TraceKey = tuple[str, str]
@@ -35,15 +43,6 @@ class WriterKey(NamedTuple):
         """Name the writer in messages."""
         shard = f", shard {self.shard!r}," if self.shard else ""
         return f"engine {self.engine_id!r}{shard} of run {self.run!r}"
-
-
-@dataclass(slots=True)
-class Lost:
-    """Positions [start, stop) that will have no rows."""
-
-    start: int
-    stop: int
-    reason: int
 
 
 @dataclass(slots=True, eq=False)
@@ -66,19 +65,22 @@ class Source:
     running: bool | None = None
     """Whether it may still grow, as the worker that has it reported; None: it is this worker's."""
     attempts: list[SpanList] = field(default_factory=lambda: [SpanList()])
+    stops: list[int] = field(default_factory=list)
+    """Computed tokens of each attempt that was preempted; FOREVER: not known."""
     tentative: int = 0
     """Number of drafts at the end of the last attempt."""
     blocks: list[int] = field(default_factory=list)
     """KV blocks of the request."""
     placed: bool = True
-    """Whether `blocks` is complete: not if the begin was lost."""
+    """Whether all its calls arrived: if not, its blocks are not known, nor is of which attempt
+    further rows are."""
     external: bool = False
     """Whether external KV was loaded for it."""
     loaded: tuple[int, int] = (0, 0)
     """Positions [start, stop) of the external KV of its begin."""
     first_pass: int = FOREVER
-    """First position that its first attempt computed, or any attempt lost, or of `loaded` that the
-    first attempt gave up; FOREVER: none."""
+    """First position that its first attempt computed, lost rows included, or of `loaded` that it gave
+    up; FOREVER: none."""
     ended: bool = False
     num_tokens: int = 0
     """Final token count; 0 while unknown."""
@@ -97,7 +99,11 @@ class Source:
     """Unix time of its end by the clock of the engine, not after `reported`; 0: not known."""
     reported: float = 0.0
     """Unix time of the report of its end; 0: not known."""
-    lost: list[Lost] = field(default_factory=list)
+    lost: dict[int, SpanList] = field(default_factory=dict)
+    """Rows that passes of an attempt computed and that no one has, by attempt: spans whose
+    provenance is a MissingReason."""
+    unknown: list[Interval] = field(default_factory=list)
+    """Positions whose KV an attempt took from passes that are not known: ascending, disjoint."""
     forgotten: bool = False
     """Whether its trace was deleted: the request may still run, but its rows are not served."""
     written: int = 0
@@ -154,22 +160,22 @@ class Source:
     def end(self) -> int:
         """One past the last position that was reported, as row or as lost, and confirmed."""
         ends = [min(a.end, self.confirmed(i)) for i, a in enumerate(self.attempts)]
-        return max(ends + [m.stop for m in self.lost if m.stop < FOREVER])
+        ends += [stop for _, stop in self.unknown]
+        return max(ends + [lost.end for lost in self.lost.values() if lost.end < FOREVER])
 
-    def remove(self, start: int, stop: int) -> None:
-        """Drop the positions [start, stop) of the last attempt."""
+    def remove(self, position: int) -> None:
+        """Drop the positions at and after one of the last attempt."""
         spans = self.attempts[-1]
         confirmed = spans.end - self.tentative
-        self.drafts.remove(start, stop)
-        if stop >= spans.end:
-            spans.truncate(start)
-        else:
-            spans.remove(start, stop)
+        self.drafts.truncate(position)
+        spans.truncate(position)
+        self._cut_lost(position)
         self.tentative = max(0, spans.end - confirmed)
 
     def compute(self, span: Span) -> None:
         """Append rows that a pass of the present attempt computed."""
         self._reach(span.position)
+        self._cut_lost(span.position)
         self.attempts[-1].append(span)
 
     def give_up(self, position: int) -> None:
@@ -182,16 +188,43 @@ class Source:
             self.first_pass = position
 
     def lose(self, start: int, stop: int, reason: int) -> None:
-        """Note lost positions with a reason; beyond MAX_LOST, notes are merged into the last."""
-        if reason == pb.MISSING_REASON_CORRUPT:  # the lost passes may have begun anywhere
-            self.first_pass = 0
-        elif reason != pb.MISSING_REASON_KV_UNKNOWN:
-            self.first_pass = min(self.first_pass, start)
-        if len(self.lost) < MAX_LOST:
-            self.lost.append(Lost(start, stop, reason))
-        else:
-            last = self.lost[-1]
-            last.start, last.stop = min(last.start, start), max(last.stop, stop)
+        """Append rows [start, stop) that a pass of the present attempt computed, and that are lost."""
+        self._reach(start)
+        lost = self.lost.setdefault(len(self.attempts) - 1, SpanList())
+        lost.append(Span(start, stop - start, start, 0, reason))
+
+    def lose_track(self) -> None:
+        """Lose the present attempt: calls are missing, which may have taken back any row of it."""
+        self.remove(0)
+        self.lose(0, FOREVER, pb.MISSING_REASON_CORRUPT)
+        self.blocks, self.placed = [], False
+
+    def _cut_lost(self, position: int) -> None:
+        if lost := self.lost.get(len(self.attempts) - 1):
+            lost.truncate(position)
+
+    def not_know(self, intervals: Iterable[Interval]) -> None:
+        """Note positions whose KV the present attempt took from passes that are not known."""
+        self.unknown = merge([*self.unknown, *intervals])
+
+    def preempt(self, position: int) -> None:
+        """End the present attempt; rows at and after a position do not count."""
+        self.give_up(position)
+        self.remove(position)
+        if len(self.stops) < len(self.attempts):
+            self.stops.append(position)
+        self.stops[-1] = min(self.stops[-1], position)
+
+    def resume(self) -> None:
+        """Start the next attempt; beyond MAX_ATTEMPTS it replaces the last one."""
+        if len(self.stops) < len(self.attempts):  # its agent had no memory to report the end
+            self.remove(0)
+            self.lose(0, FOREVER, pb.MISSING_REASON_QUEUE_FULL)
+            self.stops.append(FOREVER)
+        if len(self.attempts) == MAX_ATTEMPTS:
+            del self.attempts[-1], self.stops[-1]
+            self.lost.pop(len(self.attempts), None)
+        self.attempts.append(SpanList())
 
     def add_digests(self, digests: npt.NDArray[Any]) -> None:
         """Add token digests; of two at one position the later counts."""
@@ -226,9 +259,13 @@ def dump_source(message: stored.Source, source: Source, layouts: dict[ModelLayou
         message.began = source.began
     if source.reported:
         message.sampled, message.reported = source.sampled, source.reported
-    if source.lost:
-        lost = [(m.start, m.stop, m.reason) for m in source.lost]
-        message.lost = np.array(lost, _LOST).tobytes()
+    if source.stops:
+        message.stops.extend(source.stops)
+    for attempt, spans in source.lost.items():
+        message.lost_rows[attempt] = spans.tobytes()
+    if source.unknown:
+        notes = [(a, b, _KV_UNKNOWN) for a, b in source.unknown]
+        message.lost = np.array(notes, _LOST).tobytes()
     if source.tentative:
         message.tentative = source.tentative
     if len(source.drafts):
@@ -267,6 +304,7 @@ def load_source(message: stored.Source, run: str, layouts: Sequence[ModelLayout]
         labels=dict(message.labels),
         began=message.began,
         attempts=[SpanList(spans) for spans in message.attempts],
+        stops=[*message.stops],
         tentative=message.tentative,
         blocks=np.frombuffer(message.blocks, U32).tolist() if message.blocks else [],
         placed=not message.unplaced,
@@ -293,7 +331,31 @@ def load_source(message: stored.Source, run: str, layouts: Sequence[ModelLayout]
         source.first_pass = message.first_pass
     if message.HasField("kv_weight_version"):
         source.kv_version = message.kv_weight_version
+    if len(source.stops) < len(source.attempts) - 1:  # of 0.8
+        source.stops = [spans.end for spans in source.attempts[:-1]]
+    source.lost = {attempt: SpanList(spans) for attempt, spans in message.lost_rows.items()}
     if message.lost:
-        lost = np.frombuffer(message.lost, _LOST).reshape(-1, 3)
-        source.lost = [Lost(*note) for note in lost.tolist()]
+        notes = np.frombuffer(message.lost, _LOST).reshape(-1, 3).tolist()
+        source.not_know((a, b) for a, b, reason in notes if reason == _KV_UNKNOWN)
+        _attribute(source, [note for note in notes if note[2] != _KV_UNKNOWN])
     return source
+
+
+def _attribute(source: Source, notes: list[list[int]]) -> None:
+    """Give notes of lost rows, as 0.8 stored them, to attempts: it did not say of which they are.
+
+    Where the first attempt is not known to have sampled, no rows are proven.
+    """
+    if notes and len(source.attempts) > 1 and source.attempts[0].end < source.prompt_len:
+        source.attempts = [SpanList() for _ in source.attempts]
+        source.stops = [FOREVER for _ in source.stops]
+        source.drafts, source.tentative = SpanList(), 0
+        notes = [[0, FOREVER, notes[0][2]]]
+    for attempt, spans in enumerate(source.attempts):
+        held = merge((span.position, span.stop) for span in spans)
+        lost = []
+        for start, stop, reason in notes:
+            lost += [(a, b, reason) for a, b in subtract((start, stop), held)]
+            held = merge([*held, (start, stop)])
+        for a, b, reason in sorted(lost):
+            source.lost.setdefault(attempt, SpanList()).append(Span(a, b - a, a, 0, reason))
