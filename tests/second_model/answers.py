@@ -33,7 +33,7 @@ def _once(method: Method) -> Method:
 
 
 class Found(NamedTuple):
-    """A row that a reader may get."""
+    """A row that a reader may get, or a lost one, which ends the search for others."""
 
     row: Row
     how: str
@@ -278,17 +278,21 @@ class Answers:
         numbers = range(max(len(p.attempts) for p in owner.parts))
         rows = [self._attempt(owner, n, position, layer) for n in numbers]
         handed = self._handed(owner, position, layer)
-        if policy == "latest":
-            return self._first_of([*reversed(rows), handed])
         found: Cell = frozenset()
-        for number in self._that_sampled(owner):
-            given = [] if number else [handed]
-            found |= self._first_of([rows[number], *given, *rows[number + 1 :]])
-        return found
+        if policy == "latest":
+            found = self._first_of([*reversed(rows), handed])
+        else:
+            for number in self._that_sampled(owner):
+                given = [] if number else [handed]
+                found |= self._first_of([rows[number], *given, *rows[number + 1 :]])
+        return frozenset(f if f and not f.row.lost else None for f in found)
 
     @_once
     def _that_sampled(self, owner: Request) -> frozenset[int]:
-        """Which attempt may be the first that has a row at the end of the prompt or behind it."""
+        """Which attempt may be the first that has a row at the end of the prompt or behind it.
+
+        A lost one counts, too.
+        """
         end, last = owner.prompt_len - 1, max(len(p.attempts) for p in owner.parts) - 1
         found = set()
         for number in range(last):
@@ -303,11 +307,11 @@ class Answers:
                 elif value - {None}:
                     there.add(True)
                 for run in part.runs:
-                    for at, row in enumerate(run.rows, run.start):
-                        if run.attempt == number and at >= end and row is not None:
+                    for row in run.rows if run.attempt == number else ():
+                        if row.position >= end and self.log.alive(row, self.log.now):
+                            there = {True}
+                        elif row.position >= end and not row.lost:
                             there.add(True)
-                            if self.log.alive(row, self.log.now):
-                                there.discard(False)
             if True in there:
                 found.add(number)
             if False not in there:
@@ -315,16 +319,22 @@ class Answers:
         return frozenset({*found, last})
 
     def _attempt(self, request: Request, number: int, position: int, layer: int) -> Cell:
-        """The row that one attempt computed, or took from a slot."""
-        found, sure = MISSING, False
+        """The row that one attempt computed, lost, or took from a slot.
+
+        What one shard has comes before what another one lost, and that before nothing.
+        """
+        values = [MISSING]
         for part in request.parts:
             if layer in part.writer.layer_ids and number < len(part.attempts):
                 own = _by("forward", self.log.own(part, number, position))
                 slot = _by("slot", self.log.cached(part, number, position))
-                value = self._first_of([own, slot])
-                found |= value
-                sure = sure or None not in value
-        return found - MISSING if sure else found
+                values.append(self._first_of([own, slot]))
+        found: Cell = frozenset().union(*values)
+        if any(None not in value for value in values):
+            found -= MISSING
+        if any(all(f and not f.row.lost for f in value) for value in values):
+            found = frozenset(f for f in found if f and not f.row.lost)
+        return found
 
     @_once
     def _handed(
@@ -365,7 +375,7 @@ class Answers:
     ) -> Cell:
         """What there may be in a cell whose owner may have no row."""
         first = owner.first.attempts[0]
-        reasons, sampled = self._reasons_at(owner, position), self._that_sampled(owner)
+        reasons, sampled = self._reasons_at(owner, position, layer), self._that_sampled(owner)
         if position >= min(owner.prompt_len, first.cached) or "kv_unknown" not in reasons:
             return row
         computed_again = self.log.failed(owner.parts, position)
@@ -452,33 +462,61 @@ class Answers:
     ) -> set[str]:
         """Reasons that a missing cell may have, for a reader of one version, or of all."""
         rows = self.cell(request, position, layer, policy)
-        found = self.reasons(request, position, policy) if None in rows else set()
+        found = self.reasons(request, position, layer, policy) if None in rows else set()
         if version is not None and any(f and f.row.version != version for f in rows):
             found = {*found, "other_version"}
         return found
 
     @_once
-    def reasons(self, request: Request, position: int, policy: Policy = "as_sampled") -> set[str]:
+    def reasons(
+        self, request: Request, position: int, layer: int, policy: Policy = "as_sampled"
+    ) -> set[str]:
         """Reasons that a cell without a row may have."""
         found: set[str] = set()
         for owner in self.owners(request, position, policy):
-            found |= {"ambiguous"} if owner is None else self._reasons_at(owner, position)
+            if owner is None:
+                found.add("ambiguous")
+            else:
+                found |= self._reasons_at(owner, position, layer, policy)
         return found
 
-    def _reasons_at(self, owner: Request, position: int) -> set[str]:
+    def _reasons_at(
+        self, owner: Request, position: int, layer: int, policy: Policy = "as_sampled"
+    ) -> set[str]:
         """Reasons that a cell of its owner without a row may have."""
-        found = set[str]().union(*(self._reasons_of(part, position) for part in owner.parts))
+        found = set[str]()
+        stop = max(len(p.attempts) for p in owner.parts)
+        for first in {0} if policy == "latest" else self._that_sampled(owner):
+            count = range(first, stop)
+            order = reversed(count) if policy == "latest" else count
+            lost, sure = self._why_lost(owner, order, position, layer)
+            for part in owner.parts:
+                if layer in part.writer.layer_ids:
+                    found |= lost | self._reasons_of(part, position, count, lost if sure else set())
         if self.log.settled and not owner.ended:
             found |= {"agent_lost", "aborted", "not_captured"}
         if len(owner.parts) < self._shards(owner):
             found.add("not_yet")  # a shard that has not begun with it
         return found
 
+    def _why_lost(
+        self, owner: Request, numbers: Iterable[int], position: int, layer: int
+    ) -> tuple[set[str], bool]:
+        """Why the first of some attempts that lost a cell did, and whether one did for certain."""
+        found = set[str]()
+        for number in numbers:
+            cell = self._attempt(owner, number, position, layer)
+            found |= {f.row.lost for f in cell if f and f.row.lost}
+            if all(f and f.row.lost for f in cell):
+                return found, True
+        return found, False
+
     def _shards(self, request: Request) -> int:
         w = request.first.writer
         return sum(v.engine_id == w.engine_id and v.boot_id == w.boot_id for v in self.log.writers)
 
-    def _reasons_of(self, part: Part, position: int) -> set[str]:
+    def _reasons_of(self, part: Part, position: int, count: range, lost: set[str]) -> set[str]:
+        """Reasons by one shard, if some attempts count and one of them lost the cell, or none."""
         end, end_known = part.end(), part.ended_at >= 0
         aborted = part.reason == "abort"
         if part.ended_at >= 0:
@@ -491,23 +529,23 @@ class Answers:
             return {"kv_unknown", "aborted" if aborted else "not_yet", "not_captured"}
         if part.ended_at < 0 and part.released_at >= 0:
             return {"not_yet", "kv_unknown", "not_captured", "invalid_ids"}
+        if lost:
+            return lost
         if position >= end:
             if part.ended_at < 0:
                 return {"not_yet"}
             if position < last.cached:  # its KV was loaded, and given up
-                runs = (r for r in part.runs if r.start <= position < r.stop)
-                return {"kv_unknown", *(r.why_lost[position - r.start] for r in runs)} - {""}
+                return {"kv_unknown"}
             return {"aborted"} if aborted else {"not_captured"}
         found: set[str] = set()
         for number, attempt in enumerate(part.attempts):
-            for run in reversed(part.runs):
-                if run.attempt == number and run.start <= position < run.stop:
-                    why = run.why_lost[position - run.start]
-                    found.add(why or ("not_yet" if part.ended_at < 0 else "not_captured"))
-                    break
-            else:
-                if position < attempt.cached:
-                    found.add("kv_unknown")
+            runs = (r for r in part.runs if r.attempt == number and r.start <= position < r.stop)
+            rows = [run.rows[position - run.start] for run in runs]
+            if not rows and position < attempt.cached:
+                found.add("kv_unknown")
+            taken = bool(rows) and not rows[-1].lost  # and not to be served, for now or for ever
+            if taken and number in count and None in self.log.own(part, number, position):
+                found.add("not_yet" if part.ended_at < 0 else "not_captured")
         return found or {"not_captured", "kv_unknown"}
 
 

@@ -517,7 +517,7 @@ class Player:
     def judge(self, report: Report) -> None:
         """Reads all back."""
         self.flush()
-        rows = [r for p in self.log.parts for run in p.runs for r in run.rows if r]
+        rows = [r for p in self.log.parts for run in p.runs for r in run.rows if not r.lost]
         versions = {r.version for r in rows}
         ask = Ask(
             self.world.client,
@@ -561,7 +561,7 @@ class Player:
                     "|".join(
                         f"{f.how[0]}{serial_of(f.row.ids[layer])}"
                         if f
-                        else "|".join(answers.reasons(request, p, policy))
+                        else "|".join(answers.reasons(request, p, layer, policy))
                         for f in answers.cell(request, p, layer, policy)
                     )
                     for p in range(len(words))

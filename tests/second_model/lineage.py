@@ -61,6 +61,11 @@ def _decode(name: str, *transfer: str, start: int = 4, kind: str = "step") -> li
     ]
 
 
+def _again(name: str, tokens: Tokens, computed: int, cached: int = 0) -> list[Event]:
+    """Is preempted, and resumes in other blocks."""
+    return [(("preempt", name, tokens, computed),), (("resume", name, cached, (6, 7)),)]
+
+
 def _computed(
     name: str, *, engine: str = "e", prompt: Tokens = _P, kind: str = "step", trace: str = ""
 ) -> list[Event]:
@@ -107,6 +112,13 @@ def _live(*calls: str) -> list[Event]:
     began, *then = _computed("C")
     return [began, *(((call, "e"),) for call in calls), *then]
 
+
+_LOST_ROW = [  # rows 0 to 3, none of position 2
+    _begin("A"),
+    _step("A", "e", 0, 2),
+    _step("A", "e", 2, kind="skip"),
+    _step("A", "e", 3, 2),
+]
 
 _SAMPLED_TWICE = [  # rows 0 to 5, and 6 and 7 behind the block that both share
     _begin("A"),
@@ -294,6 +306,114 @@ _ORDERS: dict[str, tuple[Family, list[Event], dict[str, str]]] = {
             _finish("A", (*_P, 11, 12), "stop"),
         ],
         {"t": "f0..4 f10", "t latest": "f5..10"},
+    ),
+    "a last row of a prompt that was not captured, and a preemption": (
+        _ENGINES,
+        [
+            _begin("A"),
+            _step("A", "e", 0, 4),
+            _step("A", "e", 4, kind="skip"),
+            *_again("A", (*_P, 11), 5),
+            _step("A", "e", 0, 6),
+            _finish("A", (*_P, 11, 12), "stop"),
+        ],
+        {"t": "f0..3 1*not_captured f9", "t latest": "f4..9"},
+    ),
+    "a last row of a prompt that was not captured, and was taken back by a preemption": (
+        _ENGINES,
+        [
+            _begin("A"),
+            _step("A", "e", 0, 4),
+            _step("A", "e", 4, kind="skip"),
+            *_again("A", _P, 4),
+            _step("A", "e", 0, 5),
+            _finish("A", (*_P, 11), "stop"),
+        ],
+        {"t": "f4..8"},
+    ),
+    "a row that was not captured, before a preemption": (
+        _ENGINES,
+        [
+            *_LOST_ROW,
+            *_again("A", (*_P, 11), 5),
+            _step("A", "e", 0, 6),
+            _finish("A", (*_P, 11, 12), "stop"),
+        ],
+        {"t": "f0..1 1*not_captured f2..3 f9", "t latest": "f4..9"},
+    ),
+    "a row that was not captured, and was taken back by a rewind": (
+        _ENGINES,
+        [
+            *_LOST_ROW,
+            (("rewind", "A", 1, 0),),
+            _step("A", "e", 1, 4),
+            _finish("A", (*_P, 11), "stop"),
+        ],
+        {"t": "f0 f4..7"},
+    ),
+    "a row that was not captured, after a preemption": (
+        _ENGINES,
+        [
+            _begin("A"),
+            _step("A", "e", 0, 5),
+            *_again("A", (*_P, 11), 5),
+            _step("A", "e", 0, 2),
+            _step("A", "e", 2, kind="skip"),
+            _step("A", "e", 3, 3),
+            _finish("A", (*_P, 11, 12), "stop"),
+        ],
+        {"t": "f0..4 f9", "t latest": "f5..6 1*not_captured f7..9"},
+    ),
+    "rows that an attempt lost that did not sample, and an abort before them": (
+        _ENGINES,
+        [
+            _begin("A"),
+            _step("A", "e", 0, 2),
+            _step("A", "e", 2, 2, "skip"),
+            *_again("A", _P, 4),
+            _step("A", "e", 0, 2),
+            _finish("A", _P, "abort"),
+        ],
+        {"t": "f2..3 2*aborted", "t latest": "f2..3 2*not_captured"},
+    ),
+    "a hand-over of a row that was not captured, and a pass that comes later": (
+        _ENGINES,
+        [
+            *_LOST_ROW,
+            _finish("A", (*_P, 11), "handoff", "x"),
+            _begin("B", "d", _P, "x", external=4),
+            _step("B", "d", 4),
+            *_again("B", (*_P, 31), 5),
+            _step("B", "d", 0, 6),
+            _finish("B", (*_P, 31, 32), "stop"),
+        ],
+        {"t": "h0..1 1*kv_unknown h2 f4 f10", "t latest": "f5..10"},
+    ),
+    "a hand-over, and a later pass that was not captured": (
+        _ENGINES,
+        [
+            *_prefill("A", "x"),
+            _begin("B", "d", _P, "x", external=4),
+            _step("B", "d", 4),
+            *_again("B", (*_P, 31), 5),
+            _step("B", "d", 0, 5, "skip"),
+            _step("B", "d", 5),
+            _finish("B", (*_P, 31, 32), "stop"),
+        ],
+        {"t": "h0..3 f5 f6", "t latest": "5*not_captured f6"},
+    ),
+    "restored KV, and a later pass that was not captured": (
+        _DECLARED,
+        [
+            *_computed("A"),
+            _begin("B", external=4),
+            _step("B", "e", 4),
+            *_again("B", (*_P, 31), 5),
+            _step("B", "e", 0, 5, "skip"),
+            _step("B", "e", 5),
+            _finish("B", (*_P, 31, 32), "stop"),
+        ],
+        {"t any": "4*not_captured f5 f6", "t any latest": "5*not_captured f6"},
     ),
     "a hand-over along two hops": (
         _ENGINES,

@@ -18,7 +18,7 @@ Ids = Mapping[int, tuple[int, ...]]
 
 @dataclass(eq=False)
 class Row:
-    """One token's routing, as one forward pass computed it for one agent."""
+    """One token's routing, as one forward pass computed it for one agent, taken or lost."""
 
     part: Part | None
     attempt: int
@@ -29,6 +29,8 @@ class Row:
     """None: nobody gave one."""
     draft: bool
     at: int
+    lost: str = ""
+    """Why its agent has no row of it; "" if it has one."""
 
     def __repr__(self) -> str:
         whose = f"{self.part.request_id}@{self.position}" if self.part else "slot"
@@ -41,14 +43,13 @@ UNKNOWN: Value = frozenset((None,))
 
 @dataclass(eq=False)
 class Run:
-    """Consecutive rows of one request in one step; a row that was not taken is None."""
+    """Consecutive rows of one request in one step, lost ones too."""
 
     at: int
     step: int
     attempt: int
     start: int
-    rows: list[Row | None]
-    why_lost: list[str]
+    rows: list[Row]
 
     @property
     def stop(self) -> int:
@@ -306,22 +307,16 @@ class Log:
                     self._effect(writer, self._slot(part, attempt, position), None)
             return
         number = len(part.attempts) - 1
-        rows: list[Row | None] = []
-        why: list[str] = []
+        rows: list[Row] = []
         for position, row_ids in enumerate(ids, start):
             bad = row_ids is not None and not valid_ids(row_ids, writer.num_experts)
-            row = None
-            if row_ids is not None and not bad:
-                draft = position > start and position >= part.prompt_len
-                row = Row(
-                    part, number, position, row_ids, writer.step, writer.version, draft, self.now
-                )
+            lost = "not_captured" if row_ids is None else "invalid_ids" if bad else ""
+            draft = position > start and position >= part.prompt_len
+            step, version = writer.step, writer.version
+            row = Row(part, number, position, row_ids or {}, step, version, draft, self.now, lost)
             rows.append(row)
-            why.append("" if row else "invalid_ids" if bad else "not_captured")
-            slot = self._slot(part, attempt, position)
-            if slot is not None:
-                self._effect(writer, slot, row)
-        part.runs.append(Run(self.now, writer.step, number, start, rows, why))
+            self._effect(writer, self._slot(part, attempt, position), None if lost else row)
+        part.runs.append(Run(self.now, writer.step, number, start, rows))
 
     def step_slots(self, writer: Writer, slots: Iterable[int], rows: Sequence[Ids]) -> int:
         self.now += 1
@@ -518,23 +513,23 @@ class Log:
         return frozenset((row,)) if kept or 0 <= part.ended_at <= at else UNKNOWN
 
     def own(self, part: Part, number: int, position: int) -> Value:
-        """The row that an attempt computed itself."""
+        """The row that an attempt computed itself, or lost."""
         if part.ended_at >= 0 and position >= part.num_tokens - 1:
             return UNKNOWN
         for run in reversed(part.runs):
             if run.attempt == number and run.start <= position < run.stop:
                 row = run.rows[position - run.start]
-                if row is None or not self.alive(row, self.now):
-                    return UNKNOWN
-                return self.confirmed(row, self.now)
+                value = self.confirmed(row, self.now)
+                # Whether a draft is lost before it is confirmed, the contract leaves open.
+                unsure = row.lost and self.alive(row, self.now)
+                return value | {row} if unsure else value
         return UNKNOWN
 
     def failed(self, parts: Iterable[Part], position: int) -> frozenset[bool]:
         """Whether KV from elsewhere was none, or may have been: a pass may still compute it.
 
-        Passes go up: what the first attempt computed or gave up at or before the position, and
-        what any attempt lost there, shows it. Rows that were taken back
-        before the agent sent them may be unknown to the server.
+        Passes go up: what the first attempt computed, lost or gave up at or before the position
+        shows it. Rows that were taken back before the agent sent them may be unknown to the server.
         """
         parts = [*parts]
         over = all(part.ended_at >= 0 or len(part.attempts) > 1 for part in parts)
@@ -546,15 +541,12 @@ class Log:
             if any(kept <= position for kept in given_up):
                 return frozenset((True,))
             for run in part.runs:
-                for at, row in enumerate(run.rows, run.start):
-                    if row is not None and run.attempt:
-                        continue
-                    if at <= position:
-                        return frozenset((True,))
-                    lost = Row(part, run.attempt, at, {}, run.step, None, False, run.at)
-                    if self.alive(row or lost, self.now):
-                        above = True
-                    unheard = True
+                if run.attempt or not run.rows:
+                    continue
+                if run.start <= position:
+                    return frozenset((True,))
+                above = above or any(self.alive(row, self.now) for row in run.rows)
+                unheard = True
         if above or over:
             return frozenset((False,))
         return frozenset((True, False) if unheard else (True,))

@@ -110,7 +110,7 @@ def candidates(
                 value = log.own(part, number, position)
                 sure = None not in value and part.trace_id not in log.unclear
                 for row in value - UNKNOWN:
-                    if row is not None and row.version == version:
+                    if row is not None and not row.lost and row.version == version:
                         for layer in part.writer.layer_ids:
                             found[layer].append(Candidate(other, number, row, sure))
     return found
