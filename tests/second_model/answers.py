@@ -282,41 +282,21 @@ class Answers:
         if policy == "latest":
             found = self._first_of([*reversed(rows), handed])
         else:
-            for number in self._that_sampled(owner):
-                given = [] if number else [handed]
-                found |= self._first_of([rows[number], *given, *rows[number + 1 :]])
+            number = self._that_sampled(owner)
+            given = [] if number else [handed]
+            found = self._first_of([rows[number], *given, *rows[number + 1 :]])
         return frozenset(f if f and not f.row.lost else None for f in found)
 
     @_once
-    def _that_sampled(self, owner: Request) -> frozenset[int]:
-        """Which attempt may be the first that has a row at the end of the prompt or behind it.
-
-        A lost one counts, too.
-        """
-        end, last = owner.prompt_len - 1, max(len(p.attempts) for p in owner.parts) - 1
-        found = set()
+    def _that_sampled(self, owner: Request) -> int:
+        """The first attempt that was preempted with its whole prompt computed, else the last."""
+        last = max(len(part.attempts) for part in owner.parts) - 1
         for number in range(last):
-            there = {False}
             for part in owner.parts:
-                if number >= len(part.attempts):
-                    continue
-                if end < 0:
-                    there = {True}
-                if None not in (value := self.log.cached(part, number, end)):
-                    there = {True}
-                elif value - {None}:
-                    there.add(True)
-                for run in part.runs:
-                    for row in run.rows if run.attempt == number else ():
-                        if row.position >= end and self.log.alive(row, self.log.now):
-                            there = {True}
-                        elif row.position >= end and not row.lost:
-                            there.add(True)
-            if True in there:
-                found.add(number)
-            if False not in there:
-                return frozenset(found)
-        return frozenset({*found, last})
+                kept = [computed for _, of, computed in part.preempts if of == number]
+                if kept and min(kept) >= owner.prompt_len:
+                    return number
+        return last
 
     def _attempt(self, request: Request, number: int, position: int, layer: int) -> Cell:
         """The row that one attempt computed, lost, or took from a slot.
@@ -392,9 +372,9 @@ class Answers:
             else:
                 rows, sure = stand_ins.the_first(self, request, of.get(layer, ()))
             found |= rows | (set() if sure else {None})
-        if 0 not in sampled:
+        if sampled:
             return row
-        if reasons != {"kv_unknown"} or sampled != {0}:
+        if reasons != {"kv_unknown"}:
             found.add(None)
         return (row - MISSING) | _by("prefix", frozenset(found))
 
@@ -486,13 +466,12 @@ class Answers:
         """Reasons that a cell of its owner without a row may have."""
         found = set[str]()
         stop = max(len(p.attempts) for p in owner.parts)
-        for first in {0} if policy == "latest" else self._that_sampled(owner):
-            count = range(first, stop)
-            order = reversed(count) if policy == "latest" else count
-            lost, sure = self._why_lost(owner, order, position, layer)
-            for part in owner.parts:
-                if layer in part.writer.layer_ids:
-                    found |= lost | self._reasons_of(part, position, count, lost if sure else set())
+        count = range(0 if policy == "latest" else self._that_sampled(owner), stop)
+        order = reversed(count) if policy == "latest" else count
+        lost, sure = self._why_lost(owner, order, position, layer)
+        for part in owner.parts:
+            if layer in part.writer.layer_ids:
+                found |= lost | self._reasons_of(part, position, count, lost if sure else set())
         if self.log.settled and not owner.ended:
             found |= {"agent_lost", "aborted", "not_captured"}
         if len(owner.parts) < self._shards(owner):
