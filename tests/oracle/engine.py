@@ -789,6 +789,7 @@ class Engine:
             run.told = request.running and run.attempt is request.attempt
             if run.told:
                 run.attempt.start_again(run.start)
+                run.attempt.lost[run.start :] = False
                 first = max(run.start + 1, record.prompt_len)
                 alone = run.drafts or self.alone
                 record.tentative = (min(first, run.stop) if alone else run.stop, run.stop)
@@ -860,6 +861,7 @@ class Engine:
                 rows = run.attempt.rows[run.start : run.stop]
                 rows[rows == run.numbers] = NOBODY  # later passes may have come in between
                 run.attempt.skipped[run.start : run.stop] = True
+                run.attempt.lost[run.start : run.kept] = True
         at = 0
         for run in step.runs:  # after all that the pass has computed
             dealt = np.zeros(1, int) if ranks is None else ranks[at : at + len(run.numbers)]
@@ -951,7 +953,7 @@ class Engine:
         request.attempt.read(self.pool.kv[slots], samples=False)
         self._keep(request, stop)
         request.attempt.rows[stop:] = NOBODY
-        request.attempt.unknown[stop:] = False
+        request.attempt.unknown[stop:] = request.attempt.lost[stop:] = False
         record.tentative = (0, 0)
         request.computed = stop
         self._about("preempt", request, stop)

@@ -25,8 +25,8 @@ class Heard:
     """Those that it holds, or held last."""
     attempts: list[dict[int, bytes | None]] = field(default_factory=list)
     """Rows by position; None where the KV is there, and its row is not known."""
-    skipped: list[set[int]] = field(default_factory=list)
-    """Of each attempt: positions that were computed, and not captured."""
+    lost: list[set[int]] = field(default_factory=list)
+    """Of each attempt: positions that were computed, and not captured; nothing rejected them."""
     drafts: dict[int, bytes] = field(default_factory=dict)
     """Rows that nothing confirmed yet."""
     unnamed: set[int] = field(default_factory=set)
@@ -111,7 +111,7 @@ class Listener:
         heard.blocks, heard.preempted = list(blocks), False
         self._unname(heard, known)
         heard.attempts.append(dict.fromkeys(range(computed)))
-        heard.skipped.append(set())
+        heard.lost.append(set())
         heard.cached = known
         heard.started = sum(len(h.attempts) for h in self.requests)
 
@@ -138,6 +138,7 @@ class Listener:
             del rows[p]
             self.slots.pop(self._slot(heard, p), None)
         heard.drafts = {p: row for p, row in heard.drafts.items() if p < position}
+        heard.lost[-1] = {p for p in heard.lost[-1] if p < position}
 
     def _release(self, heard: Heard, stop: int) -> None:
         """A request gives up its blocks, which were kept up to a position."""
@@ -185,6 +186,7 @@ class Listener:
         self._release(heard, num_computed_tokens)
         rows = heard.attempts[-1]
         heard.attempts[-1] = {p: row for p, row in rows.items() if p < num_computed_tokens}
+        heard.lost[-1] = {p for p in heard.lost[-1] if p < num_computed_tokens}
         heard.preempted = True
 
     def resume(
@@ -302,7 +304,7 @@ class Listener:
             slot = self._slot(heard, position)
             self.slots.pop(slot, None)
             if row is None:
-                heard.skipped[-1].add(position)
+                heard.lost[-1].add(position)
                 continue
             heard.attempts[-1][position] = row
             if position == first or position < heard.prompt_len:

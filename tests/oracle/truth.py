@@ -37,6 +37,9 @@ NOBODY = -1
 NOT_WRITTEN = -2
 """In place of a row number: no KV so far."""
 
+LOST = -3
+"""In place of a row number: a pass computed it, and there is no row of it. No other is served."""
+
 NOWHERE = range(0)
 
 ALL_REASONS = frozenset(
@@ -132,7 +135,9 @@ class Attempt:
         self.external = range(known, computed)
         """Positions whose KV is from elsewhere, as it began."""
         self.skipped = np.zeros(size, bool)
-        """Positions that were computed, and not captured."""
+        """Positions that were computed, and not captured, rejected or not."""
+        self.lost = np.zeros(size, bool)
+        """Those of them that nothing rejected; no rows are there."""
         self.cached = known
         """Leading tokens whose rows some rank has yet to inherit."""
         self._inherited: set[int] = set()
@@ -474,11 +479,12 @@ class Lineage:
             parts = parts[first:]
             if not first:
                 parts.insert(1, self._handed(record, ()))
-        return _first(parts)
+        numbers, names = _first(parts)
+        return np.where(numbers == LOST, NOBODY, numbers), names
 
     def _of(self, record: Record, attempt: Attempt) -> tuple[np.ndarray, np.ndarray]:
         numbers = np.full((len(attempt.rows), self.num_layers), NOBODY)
-        numbers[:, record.columns] = attempt.rows[:, None]
+        numbers[:, record.columns] = np.where(attempt.lost, LOST, attempt.rows)[:, None]
         names = np.full(numbers.shape, "forward", object)
         names[: attempt.given] = "slot"
         return numbers, names
@@ -497,9 +503,8 @@ class Lineage:
         given, _ = _first(parts)
         stop = min(first.external.stop, source.num_tokens - 1, self._disproven(record, source))
         for position in range(first.external.start, stop):
-            lost = any(a.skipped[position] for a in record.attempts)
-            if first.rows[position] != NOBODY or lost:
-                break  # passes go up from here
+            if not first.unknown[position]:
+                break  # passes go up from here, or it was given up
             numbers[position] = given[position]
         return numbers, names
 
@@ -540,14 +545,15 @@ class Lineage:
 
 
 def that_sampled(record: Record) -> int:
-    """The attempt that sampled: the first that has a row at the end of the prompt, or behind it."""
-    ends = [a.rows[max(0, record.prompt_len - 1) :] for a in record.attempts[:-1]]
-    sampled = [i for i, end in enumerate(ends) if (end != NOBODY).any()]
-    return sampled[0] if sampled else len(ends)
+    """The attempt that sampled: the first that has a row at the end of the prompt, or behind it,
+    or lost one there."""
+    start, earlier = max(0, record.prompt_len - 1), record.attempts[:-1]
+    computed = ((a.rows != NOBODY) | a.lost for a in earlier)
+    return next((i for i, there in enumerate(computed) if there[start:].any()), len(earlier))
 
 
 def _first(parts: list[tuple[np.ndarray, np.ndarray]]) -> tuple[np.ndarray, np.ndarray]:
-    """Of each cell the first row that there is, and its name."""
+    """Of each cell the first row that there is, or LOST if it was lost before; and its name."""
     size = max(len(numbers) for numbers, _ in parts)
     found = np.full((size, parts[0][0].shape[1]), NOBODY)
     names = np.full(found.shape, "", object)
@@ -582,13 +588,14 @@ def _exact(
     for owner, positions in owners:
         here = slice(positions.start, positions.stop)
         rows, of = lineage.rows(owner, policy)
+        count = owner.attempts[that_sampled(owner) if policy == "as_sampled" else 0 :]
         numbers[here], names[here] = rows[here], of[here]
         _, ambiguous = lineage.before(owner)
         vague[owner] = ambiguous
         aborted, sampled = lineage.cut(owner) if policy == "as_sampled" else (owner, NOWHERE)
         for position in positions:
             behind.append(_behind(aborted if position in sampled else owner, position))
-            reasons[position] = _reasons(owner, position)
+            reasons[position] = _reasons(owner, count, position)
             if position in ambiguous and policy == "as_sampled":
                 numbers[position] = NOBODY
                 reasons[position] = frozenset({"ambiguous"})
@@ -609,7 +616,7 @@ def _exact(
 
 def _end(record: Record, stop: int) -> int:
     """One past the last row before a position that was computed."""
-    held = [np.flatnonzero((a.rows != NOBODY)[:stop] | a.skipped[:stop]) for a in record.attempts]
+    held = [np.flatnonzero((a.rows != NOBODY)[:stop] | a.lost[:stop]) for a in record.attempts]
     return max((int(h[-1]) + 1 for h in held if len(h)), default=0)
 
 
@@ -620,14 +627,14 @@ def _behind(record: Record, position: int, *, every: bool = False) -> set[int]:
     return set().union(*(a.behind(position, every=every) for a in record.attempts))
 
 
-def _reasons(record: Record, position: int) -> frozenset[str]:
-    """Why a row of an owner may be missing."""
+def _reasons(record: Record, count: list[Attempt], position: int) -> frozenset[str]:
+    """Why a row of an owner may be missing, of whose attempts some count."""
+    if any(a.lost[position] for a in count):
+        return frozenset({"not_captured"})
     default = {"aborted" if record.reason == "abort" else "not_captured"}
     if record.handed_over:
         default.add("not_yet")  # something may still come
     unknown = any(a.unknown[position] for a in record.attempts)
-    if any(a.skipped[position] for a in record.attempts):
-        return frozenset({"not_captured", *default, *({"kv_unknown"} if unknown else ())})
     if not unknown and position in record.attempts[0].external:
         default.add("kv_unknown")  # what did not come was given up before it was computed
     return frozenset({"kv_unknown"} if unknown else default)

@@ -145,8 +145,8 @@ def check_told(cluster: Cluster, world: Listening) -> int:
                 assert {p for rows in told for p, r in rows.items() if r} == _places(there)
                 unknown = {p for rows in told for p in rows} - _places(there)
                 assert unknown == _places(attempt.unknown[:stop] & ~there)
-                skipped = {p for h in shards for p in h.skipped[i] if p < stop}
-                assert skipped == _places(attempt.skipped[:stop])
+                lost = {p for h in shards for p in h.lost[i] if p < stop} - _places(there)
+                assert lost == _places(attempt.lost[:stop])
         check_slots(cluster, engine, lines)
     return compared
 
@@ -425,6 +425,35 @@ def test_attempts_by_policy_and_weight_version():
     assert e.reasons[2, 0] == {"other_version"}
 
 
+def test_a_lost_row_is_taken_from_no_attempt_behind_its_own():
+    one = request([1, 2, 3, 4], 2, run(0, 0, 2), run(100, 0, 3))
+    one.attempts[0].lost[0], one.attempts[0].rows[0] = True, NOBODY
+    assert served(one) == [[None, 1, 102]]
+    assert served(one, policy="latest") == [[100, 101, 102]]
+    one.attempts[0].lost[1], one.attempts[0].rows[1] = True, NOBODY  # this attempt sampled
+    assert served(one) == [[None, None, 102]]
+    one.attempts[1].rows[0] = NOBODY
+    for policy in ("as_sampled", "latest"):
+        (e,) = expected([one], STORE, policy, None)
+        assert e.reasons[0, 0] == {"not_captured"}
+    one.attempts[0].lost[1] = False  # it did not sample
+    assert served(one) == [[None, 101, 102]]
+
+
+def test_a_row_that_was_lost_before_it_was_handed_over_is_missing():
+    first = request([1, 2, 3, 4, 5], 4, run(0, 0, 4), reason="handoff", gave="x")
+    first.attempts[0].lost[1], first.attempts[0].rows[1] = True, NOBODY
+    loads = request([1, 2, 3, 4, 5, 6], 4, run(103, 3, 5), external=3, took="x")
+    loads.attempts += request([1] * 6, 4, run(200, 0, 5)).attempts
+    assert served(first, loads)[1] == [0, None, 2, 103, 104]
+    _, e = expected([first, loads], STORE, "as_sampled", None)
+    assert e.reasons[1, 0] == {"kv_unknown"}
+    loads.attempts[1].lost[0], loads.attempts[1].rows[0] = True, NOBODY  # in a later attempt
+    assert served(first, loads)[1] == [0, None, 2, 103, 104]
+    loads.attempts[0].unknown[1:] = False  # from here on it was computed
+    assert served(first, loads)[1] == [0, 201, 202, 103, 104]
+
+
 def test_a_turn_goes_on_from_the_turn_before_and_adds_its_last_row():
     turn = request([1, 2, 3, 4], 2, run(0, 0, 3))
     following = request([1, 2, 3, 4, 5, 6, 7], 5, {0: 0, 1: 1} | run(100, 2, 6))
@@ -580,7 +609,7 @@ def test_a_position_that_was_computed_or_lost_is_not_handed_over():
     first.start_again(1)
     assert served(prefill, decode)[1] == [0, 50, 100, 101]
     assert origins(prefill, decode)[1] == ["handoff", *["forward"] * 3]
-    first.rows[1], first.skipped[1] = NOBODY, True
+    first.rows[1], first.lost[1] = NOBODY, True
     assert served(prefill, decode)[1] == [0, None, 100, 101]
     assert reasons(prefill, decode)[1] == {"not_captured"}
 
