@@ -955,7 +955,7 @@ class Engine:
         request.attempt.rows[stop:] = NOBODY
         request.attempt.unknown[stop:] = request.attempt.lost[stop:] = False
         record.tentative = (0, 0)
-        request.computed = stop
+        request.computed = request.attempt.stop = stop
         self._about("preempt", request, stop)
         request.ahead = request.tokens
         self._release(request)

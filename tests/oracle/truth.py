@@ -138,6 +138,8 @@ class Attempt:
         """Positions that were computed, and not captured, rejected or not."""
         self.lost = np.zeros(size, bool)
         """Those of them that nothing rejected; no rows are there."""
+        self.stop = 0
+        """Computed tokens, once it is over."""
         self.cached = known
         """Leading tokens whose rows some rank has yet to inherit."""
         self._inherited: set[int] = set()
@@ -545,11 +547,11 @@ class Lineage:
 
 
 def that_sampled(record: Record) -> int:
-    """The attempt that sampled: the first that has a row at the end of the prompt, or behind it,
-    or lost one there."""
-    start, earlier = max(0, record.prompt_len - 1), record.attempts[:-1]
-    computed = ((a.rows != NOBODY) | a.lost for a in earlier)
-    return next((i for i, there in enumerate(computed) if there[start:].any()), len(earlier))
+    """The attempt that sampled: the first preempted one that computed the whole prompt, else the
+    last."""
+    earlier = record.attempts[:-1]
+    whole = (i for i, attempt in enumerate(earlier) if attempt.stop >= record.prompt_len)
+    return next(whole, len(earlier))
 
 
 def _first(parts: list[tuple[np.ndarray, np.ndarray]]) -> tuple[np.ndarray, np.ndarray]:

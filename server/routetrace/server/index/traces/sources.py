@@ -275,6 +275,7 @@ def dump_source(message: stored.Source, source: Source, layouts: dict[ModelLayou
         message.unplaced = True
     if source.external:
         message.external = True
+    if source.loaded[1]:
         message.loaded_start, message.loaded_stop = source.loaded
     if source.first_pass != FOREVER:
         message.first_pass = source.first_pass
