@@ -805,6 +805,26 @@ def test_changes_of_slots_in_a_shortage_are_reported_at_its_end_and_at_a_flush(c
     assert not framed.model.slots
 
 
+def test_rows_before_a_resume_that_cannot_be_reported_are_taken_back():
+    """The server knows of no further attempt, so nothing says which one sampled."""
+    framed = Framed(num_blocks=64)
+    handle = framed.begin("r", prompt_len=9, block_ids=[0, 1])
+    framed.step(valid_rows(4), [(handle, 0, 4)])
+    framed.intake.flush()
+    framed.intake.pressure = Pressure.FULL
+    framed.step(valid_rows(1), [(handle, 4, 1)])
+    framed.preempt(handle, 5)
+    framed.resume(handle, 0, block_ids=[2, 3])
+    framed.intake.pressure = Pressure.NORMAL
+    framed.preempt(handle, 7)
+    framed.resume(handle, 0, block_ids=[2, 3])
+    framed.finish(handle, 10)
+    framed.seal()
+    [request] = framed.model.requests
+    [attempt] = request.attempts
+    assert (attempt.rows, attempt.lost[-1], request.num_tokens) == ({}, (0, 0, FULL), 10)
+
+
 @pytest.mark.parametrize("preempted", [False, True])
 def test_a_request_of_a_shortage_costs_its_own_blocks_alone_later(preempted):
     framed = Framed(num_blocks=64)

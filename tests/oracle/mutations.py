@@ -93,20 +93,20 @@ MUTATIONS = (
     ),
     Mutation(
         "rows given up by a preemption kept",
-        f"{SERVER}/index/apply.py",
-        """                    source.remove(position, FOREVER)
-                    self._release(source, position)
+        f"{SERVER}/index/traces/sources.py",
+        """        self.give_up(position)
+        self.remove(position)
 """,
-        """                    self._release(source, position)
+        """        self.give_up(position)
 """,
     ),
     Mutation(
         "rows that are taken back kept in their slots",
         f"{SERVER}/index/apply.py",
-        """        source.remove(position, FOREVER)
+        """        source.remove(position)
         self._forget(source, position, FOREVER)
 """,
-        """        source.remove(position, FOREVER)
+        """        source.remove(position)
 """,
     ),
     Mutation(
@@ -161,9 +161,9 @@ MUTATIONS = (
     ),
     Mutation(
         "a resumed request goes on in its first attempt",
-        f"{SERVER}/index/apply.py",
-        "                        source.attempts.append(SpanList())\n",
-        "                        pass\n",
+        f"{SERVER}/index/traces/sources.py",
+        "        self.attempts.append(SpanList())\n",
+        "",
     ),
     Mutation(
         "off by one at finish",

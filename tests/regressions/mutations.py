@@ -193,8 +193,8 @@ FAULTS = (
     fault(
         "unknown KV of one rank before a loss of another",
         f"{SERVER}/rows/view.py",
-        "        for note in sorted(lost, key=lambda note: note.reason == _KV_UNKNOWN):\n",
-        "        for note in lost:\n",
+        "        notes += [Note(a, b, _KV_UNKNOWN) for",
+        "        notes[:0] = [Note(a, b, _KV_UNKNOWN) for",
         "server/index/test_joins.py::"
         "test_a_loss_at_one_rank_comes_before_kv_that_another_does_not_know",
     ),
@@ -232,6 +232,34 @@ FAULTS = (
         "    sampled = owner.first_that_sampled\n",
         "    sampled = 0\n",
         "server/index/test_joins.py::test_an_attempt_that_sampled_nothing_does_not_count",
+    ),
+    fault(
+        "a lost chunk leaves rows that it may have taken back",
+        f"{SERVER}/index/traces/sources.py",
+        "        self.remove(0)\n        self.lose(0, FOREVER, pb.MISSING_REASON_CORRUPT)\n",
+        "        self.remove(self.attempts[-1].end - self.tentative)\n",
+        "server/index/test_lost.py::test_no_row_of_a_pass_that_a_lost_chunk_may_have_taken_back",
+    ),
+    fault(
+        "rows of a request whose begin was lost are served",
+        f"{SERVER}/index/apply.py",
+        "                if not source.placed:\n                    continue\n",
+        "",
+        "server/index/test_lost.py::test_a_request_whose_begin_was_lost_has_no_rows_but_an_end",
+    ),
+    fault(
+        "rows before a resume that was not reported stay",
+        f"{AGENT}/pipeline/framer.py",
+        "            self._rewind(request, 0)\n",
+        "",
+        "agent/test_framer.py::test_rows_before_a_resume_that_cannot_be_reported_are_taken_back",
+    ),
+    fault(
+        "where cached tokens end is not in a snapshot",
+        f"{SERVER}/index/traces/sources.py",
+        "    if source.loaded[1]:\n",
+        "    if source.external:\n",
+        "server/index/test_lost.py::test_where_cached_tokens_end_comes_back",
     ),
     fault(
         "of equal candidates the first is continued",

@@ -64,6 +64,30 @@ MUTATIONS = (
         "            (lambda slots: None)(self._owners.slots(",
     ),
     Mutation(
+        "a row that one attempt lost is supplied by another",
+        f"{SERVER}/rows/view.py",
+        "            if lost := source.lost.get(attempt):\n",
+        "            if (lost := source.lost.get(attempt)) and False:\n",
+    ),
+    Mutation(
+        "an attempt that lost its row at the end of the prompt did not sample",
+        f"{SERVER}/index/traces/lineage.py",
+        "{s.stops[attempt] for s in self.sources if attempt < len(s.stops)}",
+        "{s.attempts[attempt].end for s in self.sources if attempt < len(s.stops)}",
+    ),
+    Mutation(
+        "lost rows that are taken back stay lost",
+        f"{SERVER}/index/traces/sources.py",
+        "            lost.truncate(position)\n",
+        "            pass\n",
+    ),
+    Mutation(
+        "reasons of attempts that sampled nothing count",
+        f"{SERVER}/rows/view.py",
+        "attempts[::-1] if latest else attempts[owner.first_that_sampled :]",
+        "attempts[::-1] if latest else attempts",
+    ),
+    Mutation(
         "rows stand in for KV that a pass computed again",
         f"{SERVER}/index/traces/lineage.py",
         "min(self.prompt_len, self._first_pass, *(",

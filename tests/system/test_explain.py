@@ -343,7 +343,7 @@ def test_attempts_that_were_refused(server, client):
     assert found.rule == "own_pass"
     assert found.row is not None
     assert found.row.attempt == 2
-    assert found.evidence[0].startswith("attempt 2 sampled the answer: it is the first one with a")
+    assert found.evidence[0].startswith("attempt 2 sampled the answer: it is the first one that")
     assert reason_of(found, 1, attempt=1).startswith("attempt 2 counts")
     assert reason_of(found, 1, attempt=3) == "it came after attempt 2, which sampled the answer"
     later = client.explain("again", 4)
@@ -352,7 +352,26 @@ def test_attempts_that_were_refused(server, client):
     latest = client.explain("again", 0, policy="latest")
     assert latest.row is not None
     assert latest.row.attempt == 3
-    assert reason_of(latest, 1, attempt=2) == "a later attempt has a row, too"
+    assert reason_of(latest, 1, attempt=2) == "a later attempt computed the position, too"
+
+
+def test_a_row_that_the_attempt_that_sampled_lost(server, client):
+    with engine(server, "lost") as agent:
+        handle = agent.begin("lost", prompt_token_ids=PROMPT)
+        agent.step(rows(3), [[handle, 0, 3]])
+        agent.skip([[handle, 3, 1]])
+        agent.step(rows(1), [[handle, 4, 1]])
+        agent.preempt(handle, 5)
+        agent.resume(handle, 0)
+        agent.step(rows(6, 1), [[handle, 0, 6]])
+        agent.finish(handle, 7, token_ids=[*PROMPT, 5, 6, 7])
+    found = client.explain("lost", 3)
+    assert (found.row, found.missing) == (None, "not_captured")
+    assert found.evidence[-1] == "the row was of attempt 1, and no other attempt supplies it"
+    assert reason_of(found, 1, attempt=2) == "it came after attempt 1, which sampled the answer"
+    later = client.explain("lost", 3, policy="latest")
+    assert later.row is not None
+    assert later.row.attempt == 2
 
 
 def test_rows_of_another_version_and_rows_that_may_come(server, client):

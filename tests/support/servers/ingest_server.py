@@ -59,6 +59,7 @@ class Request:
     drafts: int = NO_DRAFTS  # first position that may still be rejected
     known: int = 0  # leading tokens whose rows it has yet to inherit
     erased: set[int] = field(default_factory=set)  # positions of drafts whose KV was replaced since
+    stops: list[int] = field(default_factory=list, compare=False)  # of each preemption
     num_tokens: int = -1
     reason: int = 0
 
@@ -185,6 +186,7 @@ class Model:
     def preempt(self, request_id: str, position: int) -> None:
         self._confirm(self.live[request_id], position)
         self.rewind(request_id, position)
+        self.live[request_id].stops.append(position)
         self.live[request_id].blocks = []
         self.live[request_id].drafts = NO_DRAFTS
 

@@ -381,8 +381,9 @@ class Engine:
                 life = known[answer.request_id]
                 assert life is not None
                 life.shown += answer.new_token_ids
-                if answer.new_token_ids:
-                    sampling.pop(answer.request_id, None)
+                if answer.new_token_ids and answer.request_id in sampling:
+                    attempt, _ = sampling.pop(answer.request_id)
+                    attempt.sampled = True
                 if answer.finish_reason is not None:
                     self._stop(life, str(answer.finish_reason), answer.kv_transfer_params)
         for request_id, (attempt, position) in sampling.items():

@@ -22,9 +22,9 @@ MAX_POSITIONS = MAX_LEN + 8
 """Of a request, rejected drafts included."""
 
 #: In place of the number of a row: none was computed; nobody knows which one it was; it was not
-#: captured. All are below the numbers of rows.
-NOBODY, UNKNOWN, PAUSED = -1, -2, -3
-_REASONS = {UNKNOWN: "kv_unknown", PAUSED: "not_captured"}
+#: captured; it is not kept, whatever came of it. All are below the numbers of rows.
+NOBODY, UNKNOWN, PAUSED, GIVEN_UP = -1, -2, -3, -4
+_REASONS = {UNKNOWN: "kv_unknown", PAUSED: "not_captured", GIVEN_UP: "not_captured"}
 
 Ints = np.ndarray
 
@@ -65,6 +65,8 @@ class Attempt:
         """[MAX_POSITIONS] of the row at each position, or why there is none."""
         self.fed = np.full(MAX_POSITIONS, -1)
         """[MAX_POSITIONS] the token that the row was computed for."""
+        self.sampled = False
+        """Whether vLLM delivered a token that it sampled."""
 
     def put(self, start: int, numbers: Ints, fed: Ints) -> None:
         """Rows were computed. What was computed behind them before is taken back.
@@ -80,7 +82,7 @@ class Attempt:
     def give_up(self, start: int) -> None:
         """Rows at and after a position are not kept, whatever comes of them."""
         behind = self.numbers[start:]
-        behind[behind >= 0] = PAUSED
+        behind[(behind >= 0) | (behind == PAUSED)] = GIVEN_UP
 
 
 @dataclass(eq=False)
@@ -126,9 +128,9 @@ class Life:
 
     @property
     def first_that_sampled(self) -> int:
-        """The first attempt with a row at the end of the prompt, or behind it; else the last."""
-        there = (bool((a.numbers[self.prompt_len - 1 :] >= 0).any()) for a in self.attempts)
-        return next((n for n, sampled in enumerate(there) if sampled), len(self.attempts) - 1)
+        """The first attempt of which vLLM delivered a token, else the last."""
+        there = (n for n, attempt in enumerate(self.attempts) if attempt.sampled)
+        return next(there, len(self.attempts) - 1)
 
 
 @dataclass(eq=False)
@@ -208,10 +210,12 @@ def expected(lives: Sequence[Life]) -> Expected:
     for life in (*(life for life in lives[:-1] if len(life.shown) > life.prompt_len), last):
         stop = min(len(numbers), len(life.shown) - 1)
         here, wanted = slice(start, stop), tokens[start:stop]
+        lost = np.zeros(len(wanted), bool)  # an attempt computed it, and no other one supplies it
         for attempt in life.attempts[life.first_that_sampled :]:
             found = attempt.numbers[here]
-            new = (attempt.fed[here] == wanted) & (found >= 0) & (numbers[here] < 0)
-            numbers[here][new] = found[new]
+            new = (attempt.fed[here] == wanted) & (numbers[here] < 0) & ~lost
+            numbers[here][new & (found >= 0)] = found[new & (found >= 0)]
+            lost |= new & (found == PAUSED)
         for position in (start + np.flatnonzero(numbers[here] < 0)).tolist():
             fed = [
                 a.numbers[position] for a in life.attempts if a.fed[position] == tokens[position]

@@ -270,16 +270,16 @@ class _Cell:
         )
 
     def _why_sampled(self, owner: Request) -> str:
-        sampled, last = owner.first_that_sampled, owner.prompt_len - 1
-        if last < 0:
+        sampled, count = owner.first_that_sampled, owner.prompt_len
+        if not count:
             return f"attempt {sampled + 1} counts first, as the length of the prompt is not known"
-        ends = (s.attempts[sampled].end for s in owner.sources if sampled < len(s.attempts))
-        if max(ends, default=0) > last:
+        text = f"attempt {sampled + 1} sampled the answer: it is the"
+        if any(sampled < len(source.stops) for source in owner.sources):
             return (
-                f"attempt {sampled + 1} sampled the answer: it is the first one with a row at "
-                f"position {last}, the last one of the prompt, or behind it"
+                f"{text} first one that was preempted after it had computed the whole prompt of "
+                f"{count} tokens"
             )
-        return f"attempt {sampled + 1} is the last one, and none reached the end of the prompt"
+        return f"{text} last one, and those before were preempted within the prompt"
 
     def _hand_overs(self, reporter: Request) -> Iterator[str]:
         """Yield the evidence for the hand-overs on the way from a request to the owner."""
@@ -335,7 +335,25 @@ class _Cell:
             evidence, remedy = self._kv_unknown(self.owner)
         if evidence:
             answer.evidence.append(evidence)
+        if (attempt := self._lost_by()) is not None:
+            answer.evidence.append(
+                f"the row was of attempt {attempt + 1}, and no other attempt supplies it"
+            )
         answer.remedy = remedy
+
+    def _lost_by(self) -> int | None:
+        """Return which of several attempts lost the cell; None: there is one alone, or none did."""
+        owner = self.owner
+        count = max(len(s.attempts) for s in owner.sources) if owner else 1
+        if owner is None or count == 1:
+            return None
+        attempts, at = range(count), self.position
+        for attempt in attempts[::-1] if self._latest else attempts[owner.first_that_sampled :]:
+            for source in owner.sources:
+                lost = source.lost.get(attempt)
+                if lost and self.layer in source.layout.column and lost.overlaps(at, at + 1):
+                    return attempt
+        return None
 
     def _kv_unknown(self, owner: Request) -> tuple[str, str]:
         """Return why the KV of the position is unknown, and what helps."""
@@ -431,7 +449,7 @@ class _Cell:
         assert self.owner is not None
         sampled = self.owner.first_that_sampled
         if self._latest:
-            return "a later attempt has a row, too"
+            return "a later attempt computed the position, too"
         if attempt < sampled:
             return f"attempt {sampled + 1} counts: the first that sampled the answer, or the last"
         return f"it came after attempt {sampled + 1}, which sampled the answer"

@@ -79,8 +79,8 @@ class Source:
     loaded: tuple[int, int] = (0, 0)
     """Positions [start, stop) of the external KV of its begin."""
     first_pass: int = FOREVER
-    """First position that its first attempt computed, lost rows included, or of `loaded` that it gave
-    up; FOREVER: none."""
+    """First position that its first attempt computed, lost rows included, or of `loaded` that this
+    attempt gave up; FOREVER: none."""
     ended: bool = False
     num_tokens: int = 0
     """Final token count; 0 while unknown."""
@@ -188,7 +188,7 @@ class Source:
             self.first_pass = position
 
     def lose(self, start: int, stop: int, reason: int) -> None:
-        """Append rows [start, stop) that a pass of the present attempt computed, and that are lost."""
+        """Append lost rows [start, stop) that a pass of the present attempt computed."""
         self._reach(start)
         lost = self.lost.setdefault(len(self.attempts) - 1, SpanList())
         lost.append(Span(start, stop - start, start, 0, reason))

@@ -1,0 +1,177 @@
+"""Rows that are lost, and the attempts that they belong to."""
+
+from __future__ import annotations
+
+from itertools import chain
+
+import numpy as np
+import pytest
+
+from routetrace.codec.records import OpKind
+from routetrace.server.index.apply import apply_record, leave_out
+from routetrace.server.index.records.snapshot import pieces, read_pieces, to_bytes
+from routetrace.server.index.state import State
+from routetrace.server.index.traces.sources import Source
+from routetrace.server.rows.view import Selection, missing, view
+from routetrace.v1 import routetrace_pb2 as pb
+from support.agents.recorder import LAYOUT, Recorder
+
+QUEUE_FULL, CORRUPT = pb.MISSING_REASON_QUEUE_FULL, pb.MISSING_REASON_CORRUPT
+NOT_CAPTURED = pb.MISSING_REASON_NOT_CAPTURED
+
+
+def rows(count: int) -> np.ndarray:
+    return np.tile(np.arange(2, dtype=np.uint8), (count, 2, 1))
+
+
+def replay(recorder: Recorder, *left_out: int) -> State:
+    """The state after all records, without the chunks of these numbers."""
+    recorder.flush()
+    state = State(100)
+    for number, record in enumerate(recorder.records, 1):
+        (leave_out if number in left_out else apply_record)(state, number, record)
+    return state
+
+
+def served(state: State, number: int = 1) -> tuple[list[int], list[tuple[int, int, int]]]:
+    """Positions of the trace "t" that have a row, and (start, stop, reason) of the others."""
+    trace = state.traces.traces["run", "t"]
+    whole = trace.join.incarnation(number)
+    selection = Selection(0, whole.num_rows, LAYOUT.layer_ids)
+    segments = view(whole, selection)
+    there = chain.from_iterable(range(s.span.position, s.span.stop) for s in segments)
+    gaps = missing(trace.sources, whole, segments, [], selection, NOT_CAPTURED)
+    return sorted(there), [(one.start, one.stop, one.reason) for one in gaps]
+
+
+def reloaded(state: State) -> State:
+    other = State(100)
+    other.load(state.dump())
+    return other
+
+
+def source_of(state: State) -> Source:
+    [source] = state.traces.traces["run", "t"].sources
+    return source
+
+
+def test_no_row_of_a_pass_that_a_lost_chunk_may_have_taken_back():
+    """KV that did not arrive is computed again from the start: what was computed on it is void."""
+    recorder = Recorder()
+    handle = recorder.begin("r", trace_id="t", prompt_len=6, block_ids=[1, 2])
+    recorder.step(rows(1), [(handle, 4, 1)])
+    recorder.flush()
+    recorder.step(rows(5), [(handle, 0, 5)])
+    recorder.flush()
+    lost = len(recorder.records)
+    recorder.step(rows(2), [(handle, 5, 2)])
+    recorder.flush()
+    recorder.begin("next", num_computed_tokens=7, block_ids=[1, 2])
+    recorder.finish(handle, 8)
+    assert served(replay(recorder)) == ([*range(7)], [])
+    state = replay(recorder, lost)
+    assert served(state) == served(reloaded(state)) == ([], [])
+    assert not source_of(state).ended, "nothing says whose end it is"
+
+
+def test_a_request_whose_begin_was_lost_has_no_rows_but_an_end():
+    """Nothing proves which of its attempts its rows are of."""
+    recorder = Recorder()
+    recorder.flush()
+    handle = recorder.begin("t", prompt_len=2, block_ids=[1, 2])
+    recorder.step(rows(4), [(handle, 0, 4)])
+    recorder.flush()
+    lost = len(recorder.records)
+    recorder.step(rows(2), [(handle, 4, 2)])
+    recorder.preempt(handle, 6)
+    recorder.resume(handle, 0, block_ids=[3, 4])
+    recorder.step(rows(7), [(handle, 0, 7)])
+    recorder.finish(handle, 8)
+    recorder.begin("hit", num_computed_tokens=7, block_ids=[3, 4])
+    state = replay(recorder, lost)
+    assert served(state) == ([], [(0, 7, CORRUPT)])
+    [writer] = state.writers.values()
+    assert [*writer.slots.resolve([1, 2, 3, 4], 0, 16)] == []
+
+
+def test_an_attempt_that_was_sampled_from_before_the_loss_stays():
+    recorder = Recorder()
+    handle = recorder.begin("r", trace_id="t", prompt_len=2, block_ids=[1, 2])
+    recorder.step(rows(4), [(handle, 0, 4)])
+    recorder.preempt(handle, 4)
+    recorder.resume(handle, 0, block_ids=[3, 4])
+    recorder.step(rows(6), [(handle, 0, 6)])
+    recorder.flush()
+    recorder.step(rows(1), [(handle, 6, 1)])
+    recorder.flush()
+    assert served(replay(recorder, len(recorder.records))) == ([0, 1, 2, 3], [])
+
+
+@pytest.mark.parametrize(
+    ("prompt_len", "computed", "there", "gaps"),
+    [
+        # The first attempt sampled: what it lost stays lost.
+        (3, 4, [0, 1, 3, 4, 5], [(2, 3, NOT_CAPTURED)]),
+        # It sampled nothing: what it lost does not count.
+        (5, 4, [0, 1, 2, 3, 4, 5], []),
+        # vLLM dropped what it had sampled.
+        (4, 3, [0, 1, 2, 3, 4, 5], []),
+    ],
+)
+def test_a_lost_row_counts_in_the_attempt_that_sampled(prompt_len, computed, there, gaps):
+    recorder = Recorder()
+    handle = recorder.begin("r", trace_id="t", prompt_len=prompt_len, block_ids=[1, 2])
+    recorder.step(rows(2), [(handle, 0, 2)])
+    recorder.chunk.op(OpKind.LOST, "r", position=2, count=1, arg=NOT_CAPTURED)
+    recorder.step(rows(1), [(handle, 3, 1)])
+    recorder.preempt(handle, computed)
+    recorder.resume(handle, 0, block_ids=[3, 4])
+    recorder.step(rows(6), [(handle, 0, 6)])
+    recorder.finish(handle, 7)
+    state = replay(recorder)
+    assert served(state) == (there, gaps)
+    assert served(reloaded(state)) == (there, gaps)
+
+
+def of_0_8(state: State, notes: list[tuple[int, int, int]]) -> State:
+    """The state as a server of 0.8 stored it: it did not say which attempt had lost a row."""
+    old = []
+    for piece in read_pieces(state.dump()):
+        for trace in piece.traces:
+            for source in trace.sources:
+                source.ClearField("stops")
+                source.ClearField("lost_rows")
+                source.lost = np.array(notes, "<i8").tobytes()
+        old.append(to_bytes(piece))
+    other = State(100)
+    other.load(pieces(old))
+    return other
+
+
+@pytest.mark.parametrize(
+    ("prompt_len", "notes", "there", "gaps"),
+    [
+        (4, [(5, 6, QUEUE_FULL)], [0, 1, 2, 3, 4, 6], [(5, 6, QUEUE_FULL)]),
+        # The first attempt may have lost the row that sampled, or it was preempted before.
+        (5, [(5, 6, QUEUE_FULL)], [], [(0, 7, QUEUE_FULL)]),
+        (5, [], [0, 1, 2, 3, 4, 5, 6], []),
+        (4, [(6, 1 << 32, QUEUE_FULL), (4, 5, NOT_CAPTURED)], [0, 1, 2, 3, 5],
+         [(4, 5, NOT_CAPTURED), (6, 7, QUEUE_FULL)]),
+    ],
+)  # fmt: skip
+def test_losses_of_0_8_have_no_attempt(prompt_len, notes, there, gaps):
+    recorder = Recorder()
+    handle = recorder.begin("r", trace_id="t", prompt_len=prompt_len, block_ids=[1, 2])
+    recorder.step(rows(4), [(handle, 0, 4)])
+    recorder.preempt(handle, 4)
+    recorder.resume(handle, 0, block_ids=[3, 4])
+    recorder.step(rows(7), [(handle, 0, 7)])
+    recorder.finish(handle, 8)
+    assert served(of_0_8(replay(recorder), notes)) == (there, gaps)
+
+
+def test_where_cached_tokens_end_comes_back():
+    recorder = Recorder()
+    recorder.begin("r", trace_id="t", prompt_len=8, num_computed_tokens=4, block_ids=[1, 2])
+    state = replay(recorder)
+    assert source_of(state).loaded == source_of(reloaded(state)).loaded == (4, 4)
