@@ -192,7 +192,7 @@ FAULTS = (
     ),
     fault(
         "unknown KV of one rank before a loss of another",
-        f"{SERVER}/rows/view.py",
+        f"{SERVER}/rows/gaps.py",
         "        notes += [Note(a, b, _KV_UNKNOWN) for",
         "        notes[:0] = [Note(a, b, _KV_UNKNOWN) for",
         "server/index/test_joins.py::"

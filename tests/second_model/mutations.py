@@ -83,7 +83,7 @@ MUTATIONS = (
     ),
     Mutation(
         "reasons of attempts that sampled nothing count",
-        f"{SERVER}/rows/view.py",
+        f"{SERVER}/rows/gaps.py",
         "attempts[::-1] if latest else attempts[owner.first_that_sampled :]",
         "attempts[::-1] if latest else attempts",
     ),
@@ -113,7 +113,7 @@ MUTATIONS = (
     ),
     Mutation(
         "rows stand in for KV that another attempt than the one that sampled read",
-        f"{SERVER}/rows/view.py",
+        f"{SERVER}/rows/gaps.py",
         "if one.owner.kv_version != UNKNOWN_VERSION and not one.owner.first_that_sampled",
         "if one.owner.kv_version != UNKNOWN_VERSION",
     ),

@@ -16,7 +16,8 @@ from routetrace.server.index.traces.lineage import Incarnation
 from routetrace.server.index.traces.sources import Source, WriterKey
 from routetrace.server.index.traces.spans import FOREVER, Span, SpanList
 from routetrace.server.index.traces.trace import dump_trace, load_trace
-from routetrace.server.rows.view import Selection, missing, view
+from routetrace.server.rows.gaps import missing
+from routetrace.server.rows.view import Selection, view
 from routetrace.stored import format5_pb2 as stored
 from routetrace.v1 import routetrace_pb2 as pb
 

@@ -12,7 +12,8 @@ from routetrace.server.index.apply import apply_record, leave_out
 from routetrace.server.index.records.snapshot import pieces, read_pieces, to_bytes
 from routetrace.server.index.state import State
 from routetrace.server.index.traces.sources import Source
-from routetrace.server.rows.view import Selection, missing, view
+from routetrace.server.rows.gaps import missing
+from routetrace.server.rows.view import Selection, view
 from routetrace.v1 import routetrace_pb2 as pb
 from support.agents.recorder import LAYOUT, Recorder
 

@@ -7,7 +7,8 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from routetrace.server.rows.view import Note, _reasons, _resolve, layer_groups
+from routetrace.server.rows.gaps import Note, _reasons, _resolve
+from routetrace.server.rows.view import layer_groups
 
 notes = st.lists(
     st.builds(

@@ -111,16 +111,16 @@ class Ledger:
         builder = ChunkBuilder(layout)
         for request_id, request in self._requests.items():
             facts = pb.RequestBegin.FromString(request.facts)
-            blocks, reason = np.array(request.blocks, U32), pb.MISSING_REASON_AGENT_LOST
+            blocks, gone = np.array(request.blocks, U32), pb.MISSING_REASON_AGENT_LOST
             builder.begin(request_id, facts, request.index, 0, 0, blocks)
             builder.digests(request_id, np.frombuffer(bytes(request.digests), DIGEST))
             if request.stop is not None:  # earlier attempts, as one
                 if request.stop:
-                    builder.op(OpKind.LOST, request_id, arg=reason, count=request.stop)
+                    builder.op(OpKind.LOST, request_id, arg=gone, count=request.stop)
                 builder.op(OpKind.PREEMPT, request_id, position=request.stop)
                 builder.op(OpKind.RESUME, request_id, blocks=blocks)
             if request.end:
-                builder.op(OpKind.LOST, request_id, arg=reason, count=request.end)
+                builder.op(OpKind.LOST, request_id, arg=gone, count=request.end)
             if request.lost:
                 position, reason = request.lost
                 builder.op(OpKind.LOST, request_id, arg=reason, position=position)

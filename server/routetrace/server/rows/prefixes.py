@@ -23,7 +23,8 @@ from routetrace.server.index.traces.prefix_index import PrefixIndex
 from routetrace.server.index.traces.sources import Source
 from routetrace.server.index.traces.spans import Interval, Span, intersect, merge, subtract
 from routetrace.server.index.traces.trace import Trace
-from routetrace.server.rows.view import Holes, Segment, by_layers
+from routetrace.server.rows.gaps import Holes
+from routetrace.server.rows.view import Segment, by_layers
 from routetrace.v1 import routetrace_pb2 as pb
 
 #: Maximum traces that are looked at per digest.

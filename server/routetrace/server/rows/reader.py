@@ -22,8 +22,9 @@ from routetrace.server.index.traces.spans import merge
 from routetrace.server.index.traces.trace import Trace
 from routetrace.server.rows.absence import no_incarnation, no_request, no_trace
 from routetrace.server.rows.frames import Frames
+from routetrace.server.rows.gaps import missing
 from routetrace.server.rows.served import Known, Memory, Served, segments_of
-from routetrace.server.rows.view import Segment, Selection, covers, missing
+from routetrace.server.rows.view import Segment, Selection, covers
 from routetrace.server.store.interface import Store
 from routetrace.v1 import routetrace_pb2 as pb
 

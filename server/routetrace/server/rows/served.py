@@ -14,15 +14,14 @@ from routetrace.server.index.traces.lineage import Incarnation, Request
 from routetrace.server.index.traces.spans import Interval, Span, subtract
 from routetrace.server.index.traces.trace import Trace
 from routetrace.server.index.traces.trace_index import TraceIndex
+from routetrace.server.rows.gaps import Holes, unknown
 from routetrace.server.rows.prefixes import StandIns, stand_ins
 from routetrace.server.rows.view import (
-    Holes,
     Segment,
     Selection,
     by_layers,
     covered,
     covers,
-    unknown,
     view,
 )
 from routetrace.v1 import routetrace_pb2 as pb
