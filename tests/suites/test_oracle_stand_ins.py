@@ -172,8 +172,9 @@ def test_the_attempt_that_sampled_is_the_first(prefix_rows: str):
     again = loaded()
     again.attempts.append(request([1, 2, 3, 4, 5, 6], 5, run(95, 4, 5), external=4).attempts[0])
     again.attempts[1].unknown[:4] = True
+    again.attempts[0].stop = 5
     assert rows(again, computed("a", 10), prefix_rows=prefix_rows) == [10, 11, 12, 13]
-    again.attempts[0].rows[4] = NOBODY
+    again.attempts[0].stop = 4
     assert rows(again, computed("a", 10), prefix_rows=prefix_rows) == NONE
 
 

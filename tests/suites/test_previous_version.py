@@ -38,6 +38,8 @@ def assert_same(found: dict[str, Any], recorded: dict[str, Any]) -> None:
     restored, before = found.pop("a/restored"), recorded.pop("a/restored")
     assert restored["missing"] == [[0, 4, [], pb.MISSING_REASON_KV_UNKNOWN]]
     assert restored["cells"] < before["cells"]
+    lost, before = found.pop("a/lost"), recorded.pop("a/lost")
+    assert lost["cells"] == 0 < before["cells"], "its begin never came"
     assert_sampled(found, recorded, {"a/later10", "a/waiting"})
 
 

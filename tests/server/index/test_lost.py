@@ -138,6 +138,8 @@ def of_0_8(state: State, notes: list[tuple[int, int, int]]) -> State:
     """The state as a server of 0.8 stored it: it did not say which attempt had lost a row."""
     old = []
     for piece in read_pieces(state.dump()):
+        if piece.HasField("head"):
+            piece.head.says_unknown_versions = False
         for trace in piece.traces:
             for source in trace.sources:
                 source.ClearField("stops")

@@ -26,7 +26,7 @@ from routetrace.server.index.records.record import (
     layout_from_stored,
     layout_to_stored,
 )
-from routetrace.server.index.records.snapshot import mark_unknown, pieces, read_pieces, to_bytes
+from routetrace.server.index.records.snapshot import pieces, read_pieces, to_bytes, upgrade
 from routetrace.server.index.traces.refs import chunk_of
 from routetrace.server.index.traces.sources import Source, TraceKey, WriterKey
 from routetrace.server.index.traces.spans import Span
@@ -327,7 +327,7 @@ class State:
                 if piece.HasField("head"):
                     headed, says_unknown = True, piece.head.says_unknown_versions
                 if not says_unknown:
-                    mark_unknown(piece)
+                    upgrade(piece)
                 new._load_piece(piece, layouts)
         except (KeyError, IndexError, OverflowError, TypeError, ValueError, DecodeError) as error:
             raise Corrupt(f"the snapshot cannot be read: {error}") from error

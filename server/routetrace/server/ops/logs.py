@@ -8,8 +8,8 @@ from __future__ import annotations
 import logging
 import sys
 import time
+from typing import Any
 
-from pythonjsonlogger.core import LogData
 from pythonjsonlogger.json import JsonFormatter
 
 from routetrace.server.settings.config import LogFormat, LogLevel
@@ -21,7 +21,7 @@ _KEYS = {"message": "event", "levelname": "level", "name": "logger", "exc_info":
 class _Json(JsonFormatter):
     """One JSON object a line."""
 
-    def process_log_record(self, log_data: LogData) -> LogData:
+    def process_log_record(self, log_data: dict[str, Any]) -> dict[str, Any]:
         """Give the level as the setting spells it."""
         return {**log_data, "level": log_data["level"].lower()}
 

@@ -8,6 +8,7 @@ import numpy as np
 
 from routetrace.codec.records import UNKNOWN_VERSION
 from routetrace.server.index.records.format import HEAD, check_format
+from routetrace.server.index.traces.spans import FOREVER
 from routetrace.stored import format5_pb2 as stored
 
 #: Bytes of a piece, about.
@@ -31,8 +32,13 @@ def pieces(parts: Iterable[bytes]) -> Iterator[bytes]:
         yield bytes(piece)
 
 
-def mark_unknown(piece: stored.Piece) -> None:
-    """Make weight version 0 in a piece an unknown one: 0.8 knew no other way to say it."""
+def upgrade(piece: stored.Piece) -> None:
+    """Change a piece of 0.8 to what 0.9 reads.
+
+    Weight version 0 becomes an unknown one: 0.8 knew no other way to say it. An attempt that is
+    over ended with its rows; whether the last one is preempted is not said. Where calls are missing,
+    nothing proves which rows stand.
+    """
     sources = [source for trace in piece.traces for source in trace.sources]
     for writer in piece.writers:
         sources += [live.source for live in writer.live if live.HasField("source")]
@@ -43,6 +49,15 @@ def mark_unknown(piece: stored.Piece) -> None:
     for source in sources:
         source.attempts[:] = [_marked(spans, 5, 3) for spans in source.attempts]
         source.drafts = _marked(source.drafts, 5, 3)
+        source.stops[:] = [*map(_end, source.attempts[:-1]), FOREVER]
+        if source.unplaced:
+            source.attempts[:] = [b"" for _ in source.attempts]
+
+
+def _end(spans: bytes) -> int:
+    """Return one past the last position of spans."""
+    numbers = np.frombuffer(spans, "<i8")
+    return int(numbers[-5] + numbers[-4]) if len(numbers) else 0
 
 
 def _marked(numbers: bytes, fields: int, version: int) -> bytes:

@@ -66,7 +66,8 @@ class Source:
     """Whether it may still grow, as the worker that has it reported; None: it is this worker's."""
     attempts: list[SpanList] = field(default_factory=lambda: [SpanList()])
     stops: list[int] = field(default_factory=list)
-    """Computed tokens of each attempt that was preempted; FOREVER: not known."""
+    """Computed tokens of each attempt that was preempted; FOREVER: not known. Of 0.8, the last
+    attempt has one in any case."""
     tentative: int = 0
     """Number of drafts at the end of the last attempt."""
     blocks: list[int] = field(default_factory=list)
@@ -221,6 +222,8 @@ class Source:
             self.remove(0)
             self.lose(0, FOREVER, pb.MISSING_REASON_QUEUE_FULL)
             self.stops.append(FOREVER)
+        elif self.stops[-1] == FOREVER:  # of 0.8, and preempted: the rows that count are left
+            self.stops[-1] = self.attempts[-1].end
         if len(self.attempts) == MAX_ATTEMPTS:
             del self.attempts[-1], self.stops[-1]
             self.lost.pop(len(self.attempts), None)
@@ -332,8 +335,6 @@ def load_source(message: stored.Source, run: str, layouts: Sequence[ModelLayout]
         source.first_pass = message.first_pass
     if message.HasField("kv_weight_version"):
         source.kv_version = message.kv_weight_version
-    if len(source.stops) < len(source.attempts) - 1:  # of 0.8
-        source.stops = [spans.end for spans in source.attempts[:-1]]
     source.lost = {attempt: SpanList(spans) for attempt, spans in message.lost_rows.items()}
     if message.lost:
         notes = np.frombuffer(message.lost, _LOST).reshape(-1, 3).tolist()
