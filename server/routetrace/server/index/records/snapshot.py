@@ -36,8 +36,8 @@ def upgrade(piece: stored.Piece) -> None:
     """Change a piece of 0.8 to what 0.9 reads.
 
     Weight version 0 becomes an unknown one: 0.8 knew no other way to say it. An attempt that is
-    over ended with its rows; whether the last one is preempted is not said. Where calls are missing,
-    nothing proves which rows stand.
+    over ended with its rows; whether the last one is preempted is not said. Where calls are
+    missing, nothing proves which rows stand.
     """
     sources = [source for trace in piece.traces for source in trace.sources]
     for writer in piece.writers:
