@@ -288,8 +288,8 @@ class CaptureAgent:
         """Preempt a request: it releases its blocks, and keeps rows below `num_computed_tokens`.
 
         If that is `prompt_len` or more, the attempt that ends has sampled: readers get its rows,
-        and those of the next attempt behind them. Leave out a pass whose sample the engine drops.
-        Rows that arrive before it is resumed are late: they are dropped.
+        and those of the next attempt behind them. Where the engine drops the sample of a pass, do
+        not count the last token of that pass. Rows that arrive before it is resumed are late: they are dropped.
         """
         with self._lock:
             if self._active():
