@@ -139,9 +139,13 @@ def test_a_server_without_memory_is_told_how_far_earlier_attempts_came():
         told.apply(*read_chunk(chunk.header, chunk.payload))
     lost = {r.request_id: [attempt.lost for attempt in r.attempts] for r in told.requests}
     gone = pb.MISSING_REASON_AGENT_LOST
-    assert lost == {"again": [[(0, 70, gone)], [(0, 9, gone)]], "preempted": [[]], "new": [[]]}
+    assert lost == {
+        "again": [[(0, 70, gone)], [(0, 60, gone)], [(0, 9, gone)]],
+        "preempted": [[]],
+        "new": [[]],
+    }
     assert {r.request_id: [*r.stops] for r in told.requests} == {
-        "again": [70],
+        "again": [70, 60],
         "preempted": [65],
         "new": [],
     }

@@ -250,8 +250,9 @@ FAULTS = (
     fault(
         "rows before a resume that was not reported stay",
         f"{AGENT}/pipeline/framer.py",
-        "            self._rewind(request, 0)\n",
-        "",
+        "                self._emitter.lose(request, 0, 0, pb.MISSING_REASON_QUEUE_FULL)\n"
+        "                request.record(",
+        "                request.record(",
         "agent/test_framer.py::test_rows_before_a_resume_that_cannot_be_reported_are_taken_back",
     ),
     fault(

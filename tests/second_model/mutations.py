@@ -66,8 +66,8 @@ MUTATIONS = (
     Mutation(
         "a row that one attempt lost is supplied by another",
         f"{SERVER}/rows/view.py",
-        "            if lost := source.lost.get(attempt):\n",
-        "            if (lost := source.lost.get(attempt)) and False:\n",
+        "            if lost := source.lost_in(attempt):\n",
+        "            if (lost := source.lost_in(attempt)) and False:\n",
     ),
     Mutation(
         "an attempt that lost its row at the end of the prompt did not sample",

@@ -289,7 +289,8 @@ class CaptureAgent:
 
         If that is `prompt_len` or more, the attempt that ends has sampled: readers get its rows,
         and those of the next attempt behind them. Where the engine drops the sample of a pass, do
-        not count the last token of that pass. Rows that arrive before it is resumed are late: they are dropped.
+        not count the last token of that pass. Rows that arrive before it is resumed are late: they
+        are dropped.
         """
         with self._lock:
             if self._active():

@@ -156,7 +156,7 @@ def of_0_8(state: State, notes: list[tuple[int, int, int]]) -> State:
     [
         (4, [(5, 6, QUEUE_FULL)], [0, 1, 2, 3, 4, 6], [(5, 6, QUEUE_FULL)]),
         # The first attempt may have lost the row that sampled, or it was preempted before.
-        (5, [(5, 6, QUEUE_FULL)], [], [(0, 7, QUEUE_FULL)]),
+        (5, [(5, 6, QUEUE_FULL)], [], [(0, 7, NOT_CAPTURED)]),
         (5, [], [0, 1, 2, 3, 4, 5, 6], []),
         (4, [(6, 1 << 32, QUEUE_FULL), (4, 5, NOT_CAPTURED)], [0, 1, 2, 3, 5],
          [(4, 5, NOT_CAPTURED), (6, 7, QUEUE_FULL)]),
@@ -178,3 +178,78 @@ def test_where_cached_tokens_end_comes_back():
     recorder.begin("r", trace_id="t", prompt_len=8, num_computed_tokens=4, block_ids=[1, 2])
     state = replay(recorder)
     assert source_of(state).loaded == source_of(reloaded(state)).loaded == (4, 4)
+
+
+@pytest.mark.parametrize("named", [True, False], ids=["no memory", "lost chunk"])
+def test_a_rank_that_reports_no_more_attempts_has_lost_them(named):
+    """The second attempt sampled, and position 4 was that rank's."""
+    silent, other = (Recorder(shard=shard) for shard in ("cp0", "cp1"))
+    handle = other.begin("r", trace_id="t", prompt_len=5, block_ids=[1, 2, 3])
+    other.step(rows(2), [(handle, 0, 2)])
+    other.preempt(handle, 2)
+    other.resume(handle, 0, block_ids=[4, 5, 6])
+    other.step(rows(4), [(handle, 0, 4)])
+    other.step(rows(3), [(handle, 5, 3)])
+    other.preempt(handle, 8)
+    other.resume(handle, 0, block_ids=[7, 8, 9])
+    other.step(rows(9), [(handle, 0, 9)])
+    other.finish(handle, 10)
+    other.flush()
+    handle = silent.begin("r", trace_id="t", prompt_len=5, block_ids=[1, 2, 3])
+    if named:
+        silent.chunk.op(OpKind.LOST, "r", position=0, count=0, arg=QUEUE_FULL)
+        silent.finish(handle, 10)
+    silent.flush()
+    lost = len(silent.records)
+    silent.preempt(handle, 2)
+    silent.flush()
+    state = State(100)
+    for number, record in enumerate([*silent.records, *other.records], 1):
+        left_out = number == lost + 1 and not named
+        (leave_out if left_out else apply_record)(state, number, record)
+    there, gaps = served(state)
+    assert there == [0, 1, 2, 3, 5, 6, 7]
+    reason = QUEUE_FULL if named else CORRUPT
+    assert gaps == [(4, 5, reason), (8, 9, reason)]
+
+
+def test_an_attempt_of_0_8_that_lost_rows_proves_nothing_once_it_is_over():
+    """It was preempted when 0.8 stored it; which tokens it had computed is not known."""
+    recorder = Recorder()
+    handle = recorder.begin("r", trace_id="t", prompt_len=5, block_ids=[1, 2])
+    recorder.step(rows(4), [(handle, 0, 4)])
+    recorder.preempt(handle, 5)
+    state = of_0_8(replay(recorder), [(4, 5, NOT_CAPTURED)])
+    known = len(recorder.records)
+    recorder.resume(handle, 0, block_ids=[3, 4])
+    recorder.step(rows(7), [(handle, 0, 7)])
+    recorder.finish(handle, 8)
+    recorder.flush()
+    for number, record in enumerate(recorder.records[known:], known + 1):
+        apply_record(state, number, record)
+    assert served(state) == ([], [(0, 7, QUEUE_FULL)])
+
+
+def test_a_request_of_0_8_whose_begin_was_lost_has_no_drafts_either():
+    recorder = Recorder()
+    handle = recorder.begin("r", trace_id="t", prompt_len=2, block_ids=[1, 2])
+    recorder.step(rows(4), [(handle, 0, 4)], tentative=2)
+    state = replay(recorder)
+    source_of(state).placed = False
+    upgraded = of_0_8(state, [])
+    assert (source_of(upgraded).end, source_of(upgraded).tentative) == (0, 0)
+    assert served(upgraded) == ([], [])
+
+
+def test_a_request_is_followed_for_256_attempts():
+    recorder = Recorder()
+    handle = recorder.begin("r", trace_id="t", prompt_len=3, block_ids=[1, 2])
+    for _ in range(255):
+        recorder.preempt(handle, 0)
+        recorder.resume(handle, 0, block_ids=[1, 2])
+    recorder.step(rows(4), [(handle, 0, 4)])
+    recorder.preempt(handle, 4)
+    recorder.resume(handle, 0, block_ids=[1, 2])
+    recorder.step(rows(6), [(handle, 0, 6)])
+    recorder.finish(handle, 7)
+    assert served(replay(recorder)) == ([], [(0, 6, CORRUPT)])

@@ -418,8 +418,8 @@ class Framer:
             size, known = self._block_size, num_computed_tokens - num_external_tokens
             self._lose_blocks(block_ids[known // size if size else 0 :])
             # The server knows of no further attempt: which one sampled is not known.
-            self._rewind(request, 0)
             if request.recording is Recording.DROPPED:
+                self._emitter.lose(request, 0, 0, pb.MISSING_REASON_QUEUE_FULL)
                 request.record(Recording.NAMED)
             return
         self._emitter.flush_request(request)

@@ -36,12 +36,13 @@ class _Request:
     end: int  # next position
     lost: tuple[int, int] | None = None  # position from which on all rows are lost, reason
     preempted: int | None = None  # computed tokens of the attempt in progress, if it is preempted
-    stop: int | None = None  # most computed tokens of the attempts before, if there are any
+    stops: list[int] = field(default_factory=list)  # computed tokens of the attempts before
     digests: bytearray = field(default_factory=bytearray)  # records.DIGEST
 
     @property
     def nbytes(self) -> int:
-        return _REQUEST_BYTES + len(self.facts) + 4 * len(self.blocks) + len(self.digests)
+        arrays = 4 * len(self.blocks) + 8 * len(self.stops)
+        return _REQUEST_BYTES + len(self.facts) + arrays + len(self.digests)
 
 
 class Ledger:
@@ -91,11 +92,13 @@ class Ledger:
                     request.end = min(request.end, position)
                 elif kind == OpKind.PREEMPT:
                     request.end = min(request.end, position)
-                    request.blocks, request.preempted = array("I"), position
+                    request.blocks = array("I")
+                    known = position if request.preempted is None else request.preempted
+                    request.preempted = min(known, position)
                 elif kind == OpKind.DIGEST:
                     request.digests += digests[row : row + count].tobytes()
                 elif kind == OpKind.RESUME:
-                    request.stop = max(request.stop or 0, request.preempted or 0)
+                    request.stops.append(request.preempted or 0)
                     request.end, request.preempted = position, None
                     request.blocks = array("I", blocks)
             self.nbytes += request.nbytes if request else 0
@@ -114,10 +117,10 @@ class Ledger:
             blocks, gone = np.array(request.blocks, U32), pb.MISSING_REASON_AGENT_LOST
             builder.begin(request_id, facts, request.index, 0, 0, blocks)
             builder.digests(request_id, np.frombuffer(bytes(request.digests), DIGEST))
-            if request.stop is not None:  # earlier attempts, as one
-                if request.stop:
-                    builder.op(OpKind.LOST, request_id, arg=gone, count=request.stop)
-                builder.op(OpKind.PREEMPT, request_id, position=request.stop)
+            for stop in request.stops:
+                if stop:
+                    builder.op(OpKind.LOST, request_id, arg=gone, count=stop)
+                builder.op(OpKind.PREEMPT, request_id, position=stop)
                 builder.op(OpKind.RESUME, request_id, blocks=blocks)
             if request.end:
                 builder.op(OpKind.LOST, request_id, arg=gone, count=request.end)

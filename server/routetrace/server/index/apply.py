@@ -151,6 +151,7 @@ def _lose_track(state: State, writer: Writer) -> None:
     for key, source in writer.live.values():
         if trace := state.traces.traces.get(key):
             state.changed(trace)
+            trace.rejoin()
         source.lose_track()
     # The rest of a request whose trace was deleted must not become a trace.
     writer.live = {name: known for name, known in writer.live.items() if known[1].forgotten}
@@ -245,13 +246,17 @@ class _Applier:
                 elif kind == REWIND:
                     source.give_up(position)
                     self._drop(source, position)
+                    if position < source.loaded[1]:
+                        self._rejoin(key)
                 elif kind == INHERIT:
                     yield from self._inherit(source)
+                    self._rejoin(key)
                 elif kind == PREEMPT:
                     source.preempt(position)
                     self._release(source, position)
                 elif kind == RESUME:
-                    source.resume()
+                    if source.placed:
+                        source.resume()
                     self._take(source, blocks, position, count)
                 elif kind == FINISH:
                     source.ended, source.num_tokens, source.finish_reason = True, count, arg
@@ -317,7 +322,8 @@ class _Applier:
     ) -> None:
         """Give a request its blocks; the first tokens in them are cached."""
         if not source.placed:  # its rows will not be known
-            self.slots.forget_blocks(blocks)
+            size, known = self.slots.block_size, num_computed_tokens - num_external_tokens
+            self.slots.forget_blocks(blocks[known // size if size else 0 :])
             return
         source.blocks = list(blocks[: self.slots.num_blocks])
         source.written, source.tentative = FOREVER, 0

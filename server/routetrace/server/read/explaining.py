@@ -274,7 +274,8 @@ class _Cell:
         if not count:
             return f"attempt {sampled + 1} counts first, as the length of the prompt is not known"
         text = f"attempt {sampled + 1} sampled the answer: it is the"
-        if any(sampled < len(source.stops) for source in owner.sources):
+        stops = (stop for s in owner.sources for stop in s.stops[sampled : sampled + 1])
+        if any(count <= stop < FOREVER for stop in stops):
             return (
                 f"{text} first one that was preempted after it had computed the whole prompt of "
                 f"{count} tokens"
@@ -335,7 +336,8 @@ class _Cell:
             evidence, remedy = self._kv_unknown(self.owner)
         if evidence:
             answer.evidence.append(evidence)
-        if (attempt := self._lost_by()) is not None:
+        other_reasons = pb.MISSING_REASON_AMBIGUOUS, pb.MISSING_REASON_OTHER_VERSION
+        if answer.missing not in other_reasons and (attempt := self._lost_by()) is not None:
             answer.evidence.append(
                 f"the row was of attempt {attempt + 1}, and no other attempt supplies it"
             )
@@ -350,7 +352,7 @@ class _Cell:
         attempts, at = range(count), self.position
         for attempt in attempts[::-1] if self._latest else attempts[owner.first_that_sampled :]:
             for source in owner.sources:
-                lost = source.lost.get(attempt)
+                lost = source.lost_in(attempt)
                 if lost and self.layer in source.layout.column and lost.overlaps(at, at + 1):
                     return attempt
         return None

@@ -132,7 +132,7 @@ def _notes(owned: Sequence[Owned], layer: int, latest: bool) -> Iterator[Note]:
             Note(span.position, span.stop, span.provenance)
             for attempt in counted
             for source in sources
-            for span in source.lost.get(attempt, ())
+            for span in source.lost_in(attempt) or ()
         ]
         notes += [
             Note(0, FOREVER, pb.MISSING_REASON_CORRUPT) for source in sources if not source.placed

@@ -168,6 +168,7 @@ def _is_plain(trace: Trace) -> bool:
             not source.num_tokens
             or source.finish_reason == FinishReason.HANDOFF
             or source.tentative
+            or len(source.attempts) > 1
             or not source.attempts[0].is_whole(source.num_tokens - 1)
         ):
             return False

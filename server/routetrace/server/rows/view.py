@@ -219,7 +219,7 @@ def _passes(part: Part) -> Iterator[tuple[int, int, SpanList, int, bool]]:
             if attempt < len(source.attempts):
                 yield number, attempt, source.attempts[attempt], source.confirmed(attempt), False
         for number, source in enumerate(part.request.sources):
-            if lost := source.lost.get(attempt):
+            if lost := source.lost_in(attempt):
                 yield number, attempt, lost, FOREVER, True
 
 

@@ -10,6 +10,7 @@ from routetrace.codec.records import UNKNOWN_VERSION
 from routetrace.server.index.records.format import HEAD, check_format
 from routetrace.server.index.traces.spans import FOREVER
 from routetrace.stored import format5_pb2 as stored
+from routetrace.v1 import routetrace_pb2 as pb
 
 #: Bytes of a piece, about.
 _PIECE_BYTES = 1 << 20
@@ -36,8 +37,9 @@ def upgrade(piece: stored.Piece) -> None:
     """Change a piece of 0.8 to what 0.9 reads.
 
     Weight version 0 becomes an unknown one: 0.8 knew no other way to say it. An attempt that is
-    over ended with its rows; whether the last one is preempted is not said. Where calls are
-    missing, nothing proves which rows stand.
+    over ended with its rows; whether the last one is preempted is not said. Nothing proves which
+    rows stand where calls are missing, and where a row was lost and none shows which attempt
+    sampled.
     """
     sources = [source for trace in piece.traces for source in trace.sources]
     for writer in piece.writers:
@@ -51,7 +53,25 @@ def upgrade(piece: stored.Piece) -> None:
         source.drafts = _marked(source.drafts, 5, 3)
         source.stops[:] = [*map(_end, source.attempts[:-1]), FOREVER]
         if source.unplaced:
-            source.attempts[:] = [b"" for _ in source.attempts]
+            _empty(source)
+    for trace in piece.traces:
+        several = [source for source in trace.sources if len(source.attempts) > 1]
+        if any(_lost(s) and _end(s.attempts[0]) < s.prompt_len for s in several):
+            note = np.array([0, FOREVER, pb.MISSING_REASON_NOT_CAPTURED], "<i8").tobytes()
+            for source in several:
+                _empty(source)
+                source.stops[:], source.lost = [FOREVER] * len(source.attempts), note
+
+
+def _empty(source: stored.Source) -> None:
+    source.attempts[:] = [b""] * len(source.attempts)
+    source.drafts, source.tentative = b"", 0
+
+
+def _lost(source: stored.Source) -> bool:
+    """Whether a row is lost, and not only of unknown KV."""
+    reasons = np.frombuffer(source.lost, "<i8")[2::3]
+    return bool((reasons != pb.MISSING_REASON_KV_UNKNOWN).any())
 
 
 def _end(spans: bytes) -> int:

@@ -22,7 +22,7 @@ from routetrace.server.index.traces.spans import (
 from routetrace.stored import format5_pb2 as stored
 from routetrace.v1 import routetrace_pb2 as pb
 
-#: Attempts of one engine request; beyond, the last one is replaced.
+#: Attempts of one engine request that are followed.
 MAX_ATTEMPTS = 256
 
 _KV_UNKNOWN = pb.MISSING_REASON_KV_UNKNOWN
@@ -194,6 +194,12 @@ class Source:
         lost = self.lost.setdefault(len(self.attempts) - 1, SpanList())
         lost.append(Span(start, stop - start, start, 0, reason))
 
+    def lost_in(self, attempt: int) -> SpanList | None:
+        """Return what an attempt lost: of one that was not reported, what the last one did."""
+        last = len(self.attempts) - 1
+        lost = self.lost.get(min(attempt, last))
+        return lost if attempt <= last or (lost and lost.end == FOREVER) else None
+
     def lose_track(self) -> None:
         """Lose the present attempt: calls are missing, which may have taken back any row of it."""
         self.remove(0)
@@ -217,16 +223,17 @@ class Source:
         self.stops[-1] = min(self.stops[-1], position)
 
     def resume(self) -> None:
-        """Start the next attempt; beyond MAX_ATTEMPTS it replaces the last one."""
+        """Start the next attempt; one with MAX_ATTEMPTS is not followed any more."""
+        if len(self.attempts) == MAX_ATTEMPTS:
+            self.lose_track()
+            return
         if len(self.stops) < len(self.attempts):  # its agent had no memory to report the end
+            self.stops.append(FOREVER)
+        elif self.stops[-1] == FOREVER and not self.lost:
+            self.stops[-1] = self.attempts[-1].end  # of 0.8, and preempted: its rows are left
+        if self.stops[-1] == FOREVER:
             self.remove(0)
             self.lose(0, FOREVER, pb.MISSING_REASON_QUEUE_FULL)
-            self.stops.append(FOREVER)
-        elif self.stops[-1] == FOREVER:  # of 0.8, and preempted: the rows that count are left
-            self.stops[-1] = self.attempts[-1].end
-        if len(self.attempts) == MAX_ATTEMPTS:
-            del self.attempts[-1], self.stops[-1]
-            self.lost.pop(len(self.attempts), None)
         self.attempts.append(SpanList())
 
     def add_digests(self, digests: npt.NDArray[Any]) -> None:
@@ -344,15 +351,7 @@ def load_source(message: stored.Source, run: str, layouts: Sequence[ModelLayout]
 
 
 def _attribute(source: Source, notes: list[list[int]]) -> None:
-    """Give notes of lost rows, as 0.8 stored them, to attempts: it did not say of which they are.
-
-    Where the first attempt is not known to have sampled, no rows are proven.
-    """
-    if notes and len(source.attempts) > 1 and source.attempts[0].end < source.prompt_len:
-        source.attempts = [SpanList() for _ in source.attempts]
-        source.stops = [FOREVER for _ in source.stops]
-        source.drafts, source.tentative = SpanList(), 0
-        notes = [[0, FOREVER, notes[0][2]]]
+    """Give notes of lost rows, as 0.8 stored them, to all attempts: it did not say to which."""
     for attempt, spans in enumerate(source.attempts):
         held = merge((span.position, span.stop) for span in spans)
         lost = []

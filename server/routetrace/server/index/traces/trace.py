@@ -101,7 +101,7 @@ class Trace:
             self._join = join
 
     def rejoin(self) -> None:
-        """Discard the join after a source began, ended or got digests."""
+        """Discard the join after a source began, ended, or got digests or other rows from slots."""
         self._join = self.packed = None
         self._rejoins += 1
 
