@@ -253,3 +253,34 @@ def test_a_request_is_followed_for_256_attempts():
     recorder.step(rows(6), [(handle, 0, 6)])
     recorder.finish(handle, 7)
     assert served(replay(recorder)) == ([], [(0, 6, CORRUPT)])
+
+
+@pytest.mark.parametrize("change", ["inherit", "rewind", "lost chunk"])
+def test_an_answer_is_that_of_a_snapshot_after_a_change_of_slots(change):
+    """Slots decide which of two equal requests is continued."""
+    recorder, tokens = Recorder(), np.arange(9)
+    for i, blocks in enumerate(([1, 2, 3], [4, 5, 6])):
+        prompt = {"prompt_len": 4, "prompt_token_ids": tokens[:4]}
+        handle = recorder.begin(f"a{i}", trace_id="t", block_ids=blocks, **prompt)
+        recorder.step(rows(8), [(handle, 0, 8)])
+        recorder.finish(handle, 9, token_ids=tokens)
+    prompt = {"prompt_len": 12, "prompt_token_ids": np.arange(12), "ends": (9,)}
+    handle = recorder.begin("b", trace_id="t", num_computed_tokens=8, block_ids=[1, 2, 7], **prompt)
+    if change == "inherit":
+        del recorder.chunk.ops[-2]  # it comes with the first rows
+    else:
+        recorder.step(rows(4), [(handle, 8, 4)])
+    state = replay(recorder)
+    before, known = served(state, 3), len(recorder.records)
+    if change == "inherit":
+        recorder.chunk.op(OpKind.INHERIT, "b")
+    elif change == "rewind":
+        recorder.rewind(handle, 2)
+    first = {"inherit": 8, "rewind": 2, "lost chunk": 12}[change]
+    recorder.step(rows(1), [(handle, first, 1)])
+    recorder.flush()
+    for number, record in enumerate(recorder.records[known:], known + 1):
+        (leave_out if change == "lost chunk" else apply_record)(state, number, record)
+    after = served(state, 3)
+    assert after == served(reloaded(state), 3)
+    assert after != before

@@ -683,6 +683,22 @@ def test_lost_rows_take_what_stood_there_before_with_them(server, reads):
     feeder.close()
 
 
+def test_a_list_says_what_a_read_says_of_an_attempt_that_sampled_nothing(server, reads):
+    feeder = Feeder(server.target, LAYOUT, run="given up", block_size=4, num_blocks=8)
+    handle = feeder.begin("r", prompt_len=5, block_ids=[1, 2])
+    feeder.step(rows_of(4), [(handle, 0, 4)])
+    feeder.preempt(handle, 4)
+    feeder.resume(handle, 0, block_ids=[3, 4])
+    feeder.step(rows_of(2), [(handle, 0, 2)])
+    feeder.finish(handle, 5, reason="abort")
+    feeder.flush()
+    [listed] = reads.stub.ListTraces(pb.ListTracesRequest(run="given up")).traces
+    cells, _, _ = reads.get("r", "given up")
+    assert {p for p, _ in cells} == {0, 1}
+    assert listed.state == pb.TRACE_STATE_INCOMPLETE
+    feeder.close()
+
+
 def test_stages_join_the_request_that_they_belong_to_and_no_other_boot(server, reads):
     stages = [LAYOUT.select((1,)), LAYOUT.select((2, 4))]
     rows = [rows_of(3, seed=i) for i in range(3)]
