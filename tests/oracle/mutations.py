@@ -183,8 +183,8 @@ MUTATIONS = (
     Mutation(
         "external KV taken from the slot map",
         f"{SERVER}/index/apply.py",
-        "source.cached = known = num_computed_tokens - num_external_tokens\n",
-        "source.cached = known = num_computed_tokens\n",
+        "num_computed_tokens - num_external_tokens\n        if not source.placed:",
+        "num_computed_tokens\n        if not source.placed:",
     ),
     Mutation(
         "blocks that were loaded keep their rows",

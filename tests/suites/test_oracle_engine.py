@@ -365,6 +365,7 @@ def request(
         for position, number in given.items():
             attempt.rows[position] = NOBODY if number is None else number
             attempt.unknown[position] = number is None
+            attempt.stop = max(attempt.stop, position + 1)
         record.attempts.append(attempt)
     if told:
         record.told_at = digest_positions(prompt_len)
@@ -436,7 +437,7 @@ def test_a_lost_row_is_taken_from_no_attempt_behind_its_own():
     for policy in ("as_sampled", "latest"):
         (e,) = expected([one], STORE, policy, None)
         assert e.reasons[0, 0] == {"not_captured"}
-    one.attempts[0].lost[1] = False  # it did not sample
+    one.attempts[0].lost[1], one.attempts[0].stop = False, 1  # it did not sample
     assert served(one) == [[None, 101, 102]]
 
 

@@ -170,7 +170,6 @@ class _Applier:
         self.number = number
         self.now = now
         self.touched: dict[TraceKey, None] = {}
-        #: Those touched since the last step.
         self._fresh: set[TraceKey] = set()
 
     def run(self) -> Iterator[None]:
@@ -267,7 +266,6 @@ class _Applier:
                     self._rejoin(key)
                 elif kind == LOST and source.placed:
                     stop = position + count if count else FOREVER
-                    # Earlier rows there were recomputed by the pass whose rows are lost.
                     source.remove(position)
                     source.lose(position, stop, arg)
                     self._forget(source, position, stop)
@@ -299,11 +297,10 @@ class _Applier:
         key, source = self.state.begin(writer, request_id, occurrence, begin, self.now)
         writer.live[request_id] = (key, source)
         if len(writer.live) > MAX_LIVE:
-            oldest_key, oldest = writer.live.pop(next(iter(writer.live)))
-            # Which of its slots a later pass overwrites is not known any more.
+            former, oldest = writer.live.pop(next(iter(writer.live)))
             self.slots.forget_run(oldest.blocks, 0, FOREVER)
             oldest.lose_track()
-            self._touch(oldest_key, oldest)
+            self._touch(former, oldest)
         self._touch(key, source)
         return key, source
 
@@ -321,14 +318,13 @@ class _Applier:
         self, source: Source, blocks: list[int], num_computed_tokens: int, num_external_tokens: int
     ) -> None:
         """Give a request its blocks; the first tokens in them are cached."""
+        size, known = self.slots.block_size, num_computed_tokens - num_external_tokens
         if not source.placed:  # its rows will not be known
-            size, known = self.slots.block_size, num_computed_tokens - num_external_tokens
             self.slots.forget_blocks(blocks[known // size if size else 0 :])
             return
-        source.blocks = list(blocks[: self.slots.num_blocks])
+        source.blocks, source.cached = list(blocks[: self.slots.num_blocks]), known
         source.written, source.tentative = FOREVER, 0
         source.drafts.truncate(0)
-        source.cached = known = num_computed_tokens - num_external_tokens
         if num_external_tokens:
             source.external = True
             source.not_know([(known, num_computed_tokens)])
