@@ -44,7 +44,7 @@ def set_up(level: LogLevel, log_format: LogFormat, worker: int | None = None) ->
         formatter.converter = time.gmtime
     else:
         formatter = _Json(
-            list(_KEYS)[:3],
+            "%(message)s %(levelname)s %(name)s",
             rename_fields=_KEYS,
             rename_fields_keep_missing=False,
             timestamp="ts",
