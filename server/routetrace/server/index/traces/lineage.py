@@ -141,8 +141,8 @@ class Request:
     def first_that_sampled(self) -> int:
         """The first attempt that computed the whole prompt, or the last one.
 
-        All shards are told the same number at a preemption. Where none could report it, their rows
-        of the attempt are lost.
+        The engine gives all shards the same number at a preemption. If no shard could report it,
+        all rows of the attempt are lost.
         """
         last = max(len(s.attempts) for s in self.sources) - 1
         for attempt in range(last):
