@@ -176,6 +176,7 @@ class Vllm:
         for name in self._requests.names:
             request = SimpleNamespace(
                 request_id=name,
+                sampling_params=None,
                 num_prompt_tokens=16,
                 prompt_token_ids=[1] * 16,
                 prompt_embeds=None,
