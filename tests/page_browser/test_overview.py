@@ -171,14 +171,18 @@ def test_dropped_rows_are_seen_and_the_cursor_reads_values(opened: Watched) -> N
     assert found >= 3, "1,500 rows of one step, beside all that were stored"
     canvas = page.locator("canvas.series")
     canvas.focus()
+    # The last step may be that of the loss: the page shows a step as soon as it has ended.
     page.keyboard.press("End")
-    expect(page.locator("figcaption")).to_have_text(
-        re.compile(r"^\d\d:\d\d:\d\d: \S+ rows/s stored, none dropped$")
-    )
     for _ in range(60):
         if "rows/s dropped" in page.locator("figcaption").inner_text():
             break
         page.keyboard.press("ArrowLeft")
+    expect(page.locator("figcaption")).to_contain_text("750 rows/s dropped")
+    page.keyboard.press("ArrowLeft")
+    expect(page.locator("figcaption")).to_have_text(
+        re.compile(r"^\d\d:\d\d:\d\d: \S+ rows/s stored, none dropped$")
+    )
+    page.keyboard.press("ArrowRight")
     expect(page.locator("figcaption")).to_contain_text("750 rows/s dropped")
     expect(page.locator("#live")).to_contain_text("750 rows/s dropped")
     page.keyboard.press("Escape")
