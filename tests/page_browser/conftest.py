@@ -24,7 +24,7 @@ CHROMIUM = os.environ.get("CHROMIUM", "")
 if CHROMIUM:
     from playwright.sync_api import BrowserContext, Page, sync_playwright
 
-    from .watched import Watched
+    from .watched import WAIT_MS, Watched
     from .watched import open_trace as open_trace_of
 else:
     collect_ignore_glob = ["test_*.py"]
@@ -169,7 +169,7 @@ if CHROMIUM:
             color_scheme="light",
             permissions=["clipboard-read", "clipboard-write"],
         )
-        context.set_default_timeout(30_000)
+        context.set_default_timeout(WAIT_MS)
         yield context
         context.close()
 

@@ -170,14 +170,14 @@ def test_a_step_of_the_address_is_chosen_and_stays(
         expect(chosen).to_have_text("Step 3")
         page.get_by_role("button", name="step >").focus()
         client.report_agreement(9, Agreement(by_layer={1: Choices(10, 9, 0, 0)}))
-        expect(page.locator(".title")).to_contain_text("10 steps", timeout=30_000)  # the next poll
+        expect(page.locator(".title")).to_contain_text("10 steps")  # the next poll
         expect(chosen).to_have_text("Step 3")
         expect(page.get_by_role("button", name="step >")).to_be_focused()
         # Without one in the address, the last step is followed.
         page.goto(f"{address}/#/mismatch?run={run}")
         expect(chosen).to_have_text("Step 9")
         client.report_agreement(10, Agreement(by_layer={1: Choices(10, 1, 0, 0)}))
-        expect(chosen).to_have_text("Step 10", timeout=30_000)
+        expect(chosen).to_have_text("Step 10")
 
 
 def test_an_early_step_of_the_address_is_shown(page: Page, address: str, server) -> None:
@@ -186,7 +186,7 @@ def test_an_early_step_of_the_address_is_shown(page: Page, address: str, server)
         for step in range(510):
             client.report_agreement(step, Agreement(by_layer={1: Choices(10, 1, 0, 0)}))
     page.goto(f"{address}/#/mismatch?run=long&step=4")
-    expect(page.locator("#mismatch-words")).to_have_text("Step 4", timeout=30_000)
+    expect(page.locator("#mismatch-words")).to_have_text("Step 4")
     expect(page.locator(".title")).to_have_text("Mismatch510 steps of long")
 
 
@@ -203,12 +203,12 @@ def test_the_layer_stays_chosen_where_layers_come_and_go(page: Page, address: st
         page.keyboard.press("ArrowUp")
         expect(page.locator("#live")).to_contain_text("layer 6: 0.60")
         client.report_agreement(2, layers(1, 2, 4, 6))
-        expect(page.locator(".title")).to_contain_text("2 steps", timeout=30_000)
+        expect(page.locator(".title")).to_contain_text("2 steps")
         page.keyboard.press("ArrowRight")
         expect(page.locator("#live")).to_have_text("Step 2, layer 6: 0.60\u00a0% of cells differ")
         client.report_agreement(1, layers(4))
         client.report_agreement(2, layers(4))
-        expect(page.locator(".figures")).to_contain_text("1.00", timeout=30_000)  # k cells
+        expect(page.locator(".figures")).to_contain_text("1.00")  # k cells
         page.keyboard.press("ArrowLeft")
         expect(page.locator("#live")).to_have_text("Step 1: 0.40\u00a0% of cells differ")
 

@@ -11,6 +11,10 @@ from playwright.sync_api import BrowserContext, Page, expect
 
 from support.pages import running_page
 
+#: Longest wait for anything in a tab, on a busy machine too.
+WAIT_MS = 30_000
+expect.set_options(timeout=WAIT_MS)  # the default of a context does not hold for expectations
+
 #: Colour of the reason not_captured in the light theme, as a canvas gives it.
 NOT_CAPTURED = (232, 162, 31)
 
