@@ -825,6 +825,31 @@ def test_rows_before_a_resume_that_cannot_be_reported_are_taken_back():
     assert (attempt.lost[-1], request.num_tokens) == ((0, 0, FULL), 10)
 
 
+def test_what_a_resume_without_memory_writes_into_shared_blocks_is_not_known():
+    """It goes back into cached blocks of which another request made the rows."""
+    framed = Framed(num_blocks=64)
+    gone = framed.begin("gone", prompt_len=3 * BLOCK, block_ids=[0])
+    framed.step(valid_rows(1), [(gone, 0, 1)])
+    framed.intake.pressure = Pressure.FULL
+    framed.step(valid_rows(1), [(gone, 1, 1)])
+    framed.preempt(gone, 2)
+    framed.resume(gone, 0, block_ids=[0])
+    framed.preempt(gone, 0)
+    framed.intake.pressure = Pressure.NORMAL
+    first = framed.begin("first", block_ids=[1, 2])
+    framed.step(valid_rows(2 * BLOCK), [(first, 0, 2 * BLOCK)])
+    framed.finish(first, 2 * BLOCK + 1)
+    framed.resume(gone, 2 * BLOCK, block_ids=[1, 2, 3])
+    framed.step(valid_rows(1), [(gone, 2 * BLOCK, 1)])
+    framed.intake.flush()
+    framed.seal()
+    assert set(framed.model.slots) == {*range(BLOCK, 3 * BLOCK)}
+    framed.step(valid_rows(3), [(gone, 2 * BLOCK - 2, 3)])
+    framed.finish(gone, 2 * BLOCK + 2)
+    framed.seal()
+    assert set(framed.model.slots) == {*range(BLOCK, 3 * BLOCK - 2)}
+
+
 @pytest.mark.parametrize("preempted", [False, True])
 def test_a_request_of_a_shortage_costs_its_own_blocks_alone_later(preempted):
     framed = Framed(num_blocks=64)

@@ -124,13 +124,14 @@ def test_what_is_known_of_a_request_is_not_the_chunk_that_told_of_it():
 
 def test_a_server_without_memory_is_told_how_far_earlier_attempts_came():
     ledger, builder = Ledger(), ChunkBuilder(LAYOUT)
-    for name in ("again", "preempted", "new"):
+    for name in ("again", "silent", "preempted", "new"):
         builder.begin(name, pb.RequestBegin(prompt_len=64), 0, 0, 0, NO_BLOCKS)
     for stop in (70, 60):
         builder.op(OpKind.LOST, "again", count=stop, arg=pb.MISSING_REASON_NOT_CAPTURED)
         builder.op(OpKind.PREEMPT, "again", position=stop)
         builder.op(OpKind.RESUME, "again")
     builder.op(OpKind.LOST, "again", count=9, arg=pb.MISSING_REASON_NOT_CAPTURED)
+    builder.op(OpKind.RESUME, "silent")  # there was no memory to report the preemption
     builder.op(OpKind.PREEMPT, "preempted", position=65)  # other ranks computed the last tokens
     builder.seal()
     ledger.apply(builder.ready.popleft())
@@ -141,11 +142,13 @@ def test_a_server_without_memory_is_told_how_far_earlier_attempts_came():
     gone = pb.MISSING_REASON_AGENT_LOST
     assert lost == {
         "again": [[(0, 70, gone)], [(0, 60, gone)], [(0, 9, gone)]],
+        "silent": [[], []],
         "preempted": [[]],
         "new": [[]],
     }
     assert {r.request_id: [*r.stops] for r in told.requests} == {
         "again": [70, 60],
+        "silent": [],
         "preempted": [65],
         "new": [],
     }

@@ -103,10 +103,10 @@ MUTATIONS = (
     Mutation(
         "rows that are taken back kept in their slots",
         f"{SERVER}/index/apply.py",
-        """        source.remove(position)
+        """        self._remove(key, source, position)
         self._forget(source, position, FOREVER)
 """,
-        """        source.remove(position)
+        """        self._remove(key, source, position)
 """,
     ),
     Mutation(
@@ -183,8 +183,8 @@ MUTATIONS = (
     Mutation(
         "external KV taken from the slot map",
         f"{SERVER}/index/apply.py",
-        "num_computed_tokens - num_external_tokens\n        if not source.placed:",
-        "num_computed_tokens\n        if not source.placed:",
+        "num_computed_tokens - num_external_tokens\n        source.blocks",
+        "num_computed_tokens\n        source.blocks",
     ),
     Mutation(
         "blocks that were loaded keep their rows",

@@ -236,16 +236,79 @@ FAULTS = (
     fault(
         "a lost chunk leaves rows that it may have taken back",
         f"{SERVER}/index/traces/sources.py",
-        "        self.remove(0)\n        self.lose(0, FOREVER, pb.MISSING_REASON_CORRUPT)\n",
-        "        self.remove(self.attempts[-1].end - self.tentative)\n",
+        "            self.remove(0)\n"
+        "            self.lose(0, FOREVER, pb.MISSING_REASON_CORRUPT)\n",
+        "            self.remove(self.attempts[-1].end - self.tentative)\n",
         "server/index/test_lost.py::test_no_row_of_a_pass_that_a_lost_chunk_may_have_taken_back",
     ),
     fault(
         "rows of a request whose begin was lost are served",
         f"{SERVER}/index/apply.py",
-        "                if not source.placed:\n                    continue\n",
+        "                if not source.placed:\n"
+        "                    self._forget(source, position, FOREVER)\n"
+        "                    continue\n",
         "",
         "server/index/test_lost.py::test_a_request_whose_begin_was_lost_has_no_rows_but_an_end",
+    ),
+    fault(
+        "a request without track leaves the slots that it writes",
+        f"{SERVER}/index/apply.py",
+        "                    self._forget(source, position, FOREVER)\n"
+        "                    continue\n",
+        "                    continue\n",
+        "server/index/test_lost.py::test_a_request_without_track_clears_the_slots_that_it_writes",
+    ),
+    fault(
+        "a new epoch of a boot leaves the rows of live requests",
+        f"{SERVER}/index/control.py",
+        "    if old and old.boot_id == change.boot_id:",
+        "    if False:",
+        "server/index/test_lost.py::test_no_row_of_an_epoch_that_a_later_one_of_the_boot_replaces",
+    ),
+    fault(
+        "the largest number of several preemptions counts",
+        f"{SERVER}/index/traces/lineage.py",
+        "            if min(stops, default=FOREVER)",
+        "            if max(stops, default=FOREVER)",
+        "server/index/test_lost.py::"
+        "test_of_several_preemptions_of_an_attempt_the_smallest_number_counts",
+    ),
+    fault(
+        "a follower does not get rows that come back",
+        f"{SERVER}/read/following.py",
+        "    sent.clear()",
+        "    pass",
+        "server/read/test_unsent.py::test_who_follows_ends_with_the_rows_that_are_served",
+    ),
+    fault(
+        "a join outlives a preemption",
+        f"{SERVER}/index/apply.py",
+        "                    self._rejoin(key)\n                elif kind == RESUME:",
+        "                elif kind == RESUME:",
+        "server/index/test_lost.py::test_an_answer_is_that_of_a_snapshot_after_a_change_of_slots",
+    ),
+    fault(
+        "a row that who handed over has lost has the reason of its loss",
+        f"{SERVER}/rows/gaps.py",
+        "                _KV_UNKNOWN if part.given else span.provenance,",
+        "                span.provenance,",
+        "server/index/test_lost.py::test_a_row_that_who_handed_over_has_lost_is_of_unknown_kv",
+    ),
+    fault(
+        "a resume without memory leaves slots of shared blocks that it writes",
+        f"{AGENT}/pipeline/framer.py",
+        'array("I", block_ids[:shared].tobytes()), False',
+        'array("I"), True',
+        "agent/test_framer.py::"
+        "test_what_a_resume_without_memory_writes_into_shared_blocks_is_not_known",
+    ),
+    fault(
+        "a preemption that was not reported is one at no token, if it is told again",
+        f"{AGENT}/transport/ledger.py",
+        "request.stops.append(request.preempted)",
+        "request.stops.append(request.preempted or 0)",
+        "agent/test_pressure.py::"
+        "test_a_server_without_memory_is_told_how_far_earlier_attempts_came",
     ),
     fault(
         "rows before a resume that was not reported stay",

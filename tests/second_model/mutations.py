@@ -84,8 +84,9 @@ MUTATIONS = (
     Mutation(
         "reasons of attempts that sampled nothing count",
         f"{SERVER}/rows/gaps.py",
-        "attempts[::-1] if latest else attempts[owner.first_that_sampled :]",
-        "attempts[::-1] if latest else attempts",
+        "        parts = [*parts_of(one, latest=latest)]\n",
+        "        parts = [*parts_of(one, latest=latest)]\n        if not latest:\n"
+        "            parts[:0] = [parts[0]._replace(attempts=range(owner.first_that_sampled))]\n",
     ),
     Mutation(
         "rows stand in for KV that a pass computed again",
@@ -126,8 +127,8 @@ MUTATIONS = (
     Mutation(
         "a repeated preemption forgets the blocks of late rows",
         f"{AGENT}/pipeline/framer.py",
-        "            if not again:",
-        "            if True:",
+        "        if not again:",
+        "        if True:",
     ),
     Mutation(
         "a resume without a preemption confirms drafts",

@@ -34,11 +34,13 @@ def replay(recorder: Recorder, *left_out: int) -> State:
     return state
 
 
-def served(state: State, number: int = 1) -> tuple[list[int], list[tuple[int, int, int]]]:
+def served(
+    state: State, number: int = 1, policy: int = pb.READ_POLICY_AS_SAMPLED
+) -> tuple[list[int], list[tuple[int, int, int]]]:
     """Positions of the trace "t" that have a row, and (start, stop, reason) of the others."""
     trace = state.traces.traces["run", "t"]
     whole = trace.join.incarnation(number)
-    selection = Selection(0, whole.num_rows, LAYOUT.layer_ids)
+    selection = Selection(0, whole.num_rows, LAYOUT.layer_ids, policy)
     segments = view(whole, selection)
     there = chain.from_iterable(range(s.span.position, s.span.stop) for s in segments)
     gaps = missing(trace.sources, whole, segments, [], selection, NOT_CAPTURED)
@@ -245,18 +247,36 @@ def test_a_request_is_followed_for_256_attempts():
     recorder = Recorder()
     handle = recorder.begin("r", trace_id="t", prompt_len=3, block_ids=[1, 2])
     for _ in range(255):
-        recorder.preempt(handle, 0)
+        recorder.step(rows(2), [(handle, 0, 2)])
+        recorder.preempt(handle, 2)
         recorder.resume(handle, 0, block_ids=[1, 2])
     recorder.step(rows(4), [(handle, 0, 4)])
     recorder.preempt(handle, 4)
     recorder.resume(handle, 0, block_ids=[1, 2])
     recorder.step(rows(6), [(handle, 0, 6)])
+    recorder.preempt(handle, 0)
+    recorder.resume(handle, 0, block_ids=[1, 2])
+    recorder.step(rows(6), [(handle, 0, 6)])
     recorder.finish(handle, 7)
-    assert served(replay(recorder)) == ([], [(0, 6, CORRUPT)])
+    state = replay(recorder)
+    for policy in (pb.READ_POLICY_AS_SAMPLED, pb.READ_POLICY_LATEST):
+        assert served(state, policy=policy) == ([], [(0, 6, CORRUPT)])
 
 
-@pytest.mark.parametrize("change", ["inherit", "rewind", "lost chunk"])
-def test_an_answer_is_that_of_a_snapshot_after_a_change_of_slots(change):
+FIRST = {
+    "inherit": 8,
+    "rewind": 2,
+    "went back": 2,
+    "lost": 2,
+    "preempt": None,
+    "resume": 0,
+    "lost chunk": 12,
+    "too many": 12,
+}
+
+
+@pytest.mark.parametrize("change", FIRST)
+def test_an_answer_is_that_of_a_snapshot_after_a_change_of_slots(change, monkeypatch):
     """Slots decide which of two equal requests is continued."""
     recorder, tokens = Recorder(), np.arange(9)
     for i, blocks in enumerate(([1, 2, 3], [4, 5, 6])):
@@ -276,11 +296,121 @@ def test_an_answer_is_that_of_a_snapshot_after_a_change_of_slots(change):
         recorder.chunk.op(OpKind.INHERIT, "b")
     elif change == "rewind":
         recorder.rewind(handle, 2)
-    first = {"inherit": 8, "rewind": 2, "lost chunk": 12}[change]
-    recorder.step(rows(1), [(handle, first, 1)])
+    elif change == "lost":
+        recorder.chunk.op(OpKind.LOST, "b", position=2, count=1, arg=NOT_CAPTURED)
+    elif change == "preempt":
+        recorder.preempt(handle, 2)
+    elif change == "resume":
+        recorder.chunk.op(OpKind.RESUME, "b", blocks=[8, 9, 10])
+    elif change == "too many":
+        monkeypatch.setattr("routetrace.server.index.apply.MAX_LIVE", 1)
+        recorder.begin("other", block_ids=[11])
+    if change != "preempt":
+        recorder.step(rows(1), [(handle, FIRST[change], 1)])
     recorder.flush()
     for number, record in enumerate(recorder.records[known:], known + 1):
         (leave_out if change == "lost chunk" else apply_record)(state, number, record)
     after = served(state, 3)
     assert after == served(reloaded(state), 3)
     assert after != before
+
+
+def test_a_request_without_track_clears_the_slots_that_it_writes():
+    """It goes back into cached blocks of which another request made the rows."""
+    recorder = Recorder()
+    handle = recorder.begin("lost", prompt_len=10, block_ids=[1, 2, 3])
+    recorder.step(rows(4), [(handle, 0, 4)])
+    recorder.flush()
+    recorder.step(rows(1), [(handle, 4, 1)])
+    recorder.flush()
+    lost = len(recorder.records)
+    recorder.preempt(handle, 5)
+    other = recorder.begin("other", prompt_len=9, block_ids=[4, 5, 6])
+    recorder.step(rows(9), [(other, 0, 9)])
+    recorder.finish(other, 10)
+    recorder.resume(handle, 8, block_ids=[4, 5, 7])
+    recorder.step(rows(1), [(handle, 8, 1)])
+    recorder.rewind(handle, 7)
+    recorder.step(rows(3), [(handle, 6, 3)])
+    hit = recorder.begin("t", prompt_len=9, num_computed_tokens=8, block_ids=[4, 5, 8])
+    recorder.step(rows(1), [(hit, 8, 1)])
+    recorder.finish(hit, 10)
+    there, gaps = served(replay(recorder, lost))
+    assert there == [0, 1, 2, 3, 4, 5, 8]
+    assert gaps == [(6, 8, pb.MISSING_REASON_KV_UNKNOWN)]
+
+
+def test_no_row_of_an_epoch_that_a_later_one_of_the_boot_replaces():
+    """A chunk was refused twice: it may have contained calls that take rows back."""
+    old, new = Recorder(), Recorder()
+    handle = old.begin("r", trace_id="t", prompt_len=6, block_ids=[1, 2])
+    old.step(rows(3), [(handle, 0, 3)])
+    state = replay(old)
+    assert served(state)[0] == [0, 1, 2]
+    hit = old.begin("hit", block_ids=[3])
+    old.finish(hit, 1)
+    for number, record in enumerate(new.records, len(old.records) + 1):
+        apply_record(state, number, record)
+    assert served(state) == served(reloaded(state)) == ([], [])
+
+
+@pytest.mark.parametrize("lost", [False, True])
+def test_of_several_preemptions_of_an_attempt_the_smallest_number_counts(lost):
+    """vLLM dropped what it had sampled, and a chunk of one rank with that news was lost."""
+    first, second = (Recorder(shard=shard) for shard in ("cp0", "cp1"))
+    for recorder in (first, second):
+        handle = recorder.begin("r", trace_id="t", prompt_len=5, block_ids=[1, 2])
+        if recorder is first:
+            recorder.step(rows(5), [(handle, 0, 5)])
+        recorder.preempt(handle, 5)
+        recorder.flush()
+        recorder.preempt(handle, 4)
+        recorder.flush()
+    left_out = [*first.records, *second.records][-1] if lost else None
+    first.resume(handle, 0, block_ids=[3, 4])
+    first.step(rows(7), [(handle, 0, 7)])
+    first.finish(handle, 8)
+    first.flush()
+    state = State(100)
+    for number, record in enumerate([*first.records, *second.records], 1):
+        (leave_out if record is left_out else apply_record)(state, number, record)
+    [trace] = state.traces.traces.values()
+    assert trace.join.requests[0].first_that_sampled == 1
+
+
+def test_attempts_of_0_8_end_where_the_last_of_their_ranks_did():
+    first, second = (Recorder(shard=shard) for shard in ("cp0", "cp1"))
+    for recorder, count in ((first, 2), (second, 4)):
+        handle = recorder.begin("r", trace_id="t", prompt_len=4, block_ids=[1, 2])
+        recorder.step(rows(2), [(handle, count - 2, 2)])
+        recorder.preempt(handle, 4)
+        recorder.resume(handle, 0, block_ids=[3, 4])
+        recorder.flush()
+    state = State(100)
+    for number, record in enumerate([*first.records, *second.records], 1):
+        apply_record(state, number, record)
+    state = of_0_8(state, [])
+    assert state.traces.traces["run", "t"].join.requests[0].first_that_sampled == 0
+    assert served(state)[0] == [0, 1, 2, 3]
+
+
+def test_a_row_that_who_handed_over_has_lost_is_of_unknown_kv():
+    """The owner computed it again, after its answer began, and lost it, too."""
+    recorder = Recorder()
+    handle = recorder.begin("giver", trace_id="t", prompt_len=8, block_ids=[1, 2, 3])
+    recorder.step(rows(3), [(handle, 0, 3)])
+    recorder.chunk.op(OpKind.LOST, "giver", position=3, count=1, arg=QUEUE_FULL)
+    recorder.step(rows(4), [(handle, 4, 4)])
+    recorder.finish(handle, 9, transfer_id="x")
+    cached = {"num_computed_tokens": 8, "num_external_tokens": 8, "transfer_id": "x"}
+    handle = recorder.begin("r", trace_id="t", prompt_len=8, block_ids=[4, 5, 6], **cached)
+    recorder.step(rows(1), [(handle, 8, 1)])
+    recorder.preempt(handle, 9)
+    recorder.resume(handle, 0, block_ids=[7, 8, 9])
+    recorder.step(rows(3), [(handle, 0, 3)])
+    recorder.chunk.op(OpKind.LOST, "r", position=3, count=1, arg=NOT_CAPTURED)
+    recorder.step(rows(6), [(handle, 4, 6)])
+    recorder.finish(handle, 11)
+    state = replay(recorder)
+    assert served(state, 2)[1] == [(3, 4, pb.MISSING_REASON_KV_UNKNOWN)]
+    assert served(state, 2, pb.READ_POLICY_LATEST)[1] == [(3, 4, NOT_CAPTURED)]

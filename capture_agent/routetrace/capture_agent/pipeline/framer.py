@@ -397,11 +397,11 @@ class Framer:
             self._emitter.flush_request(request)
             self._flush_from(np.array(request.blocks, U32), num_computed_tokens)
             self._out.op(OpKind.PREEMPT, request.request_id, position=num_computed_tokens)
-            if not again:  # late rows belong to the blocks that it held
-                self._release(handle, request)
             request.emitted = min(request.emitted, num_computed_tokens)
         else:
             self.rewind(handle, num_computed_tokens)
+        if not again:  # late rows belong to the blocks that it held
+            self._release(handle, request)
 
     def resume(
         self, handle: int, num_computed_tokens: int, num_external_tokens: int, blocks: bytes
@@ -416,7 +416,11 @@ class Framer:
         block_ids = np.frombuffer(blocks, U32)
         if not self._reported(request):
             size, known = self._block_size, num_computed_tokens - num_external_tokens
-            self._lose_blocks(block_ids[known // size if size else 0 :])
+            shared = known // size if size else 0
+            self._lose_blocks(block_ids[shared:])
+            # If it goes back into blocks that it shares, the server forgets what it writes there.
+            request.blocks, request.alone = array("I", block_ids[:shared].tobytes()), False
+            self._count(request)
             # The server knows of no further attempt: which one sampled is not known.
             if request.recording is Recording.DROPPED:
                 self._emitter.lose(request, 0, 0, pb.MISSING_REASON_QUEUE_FULL)

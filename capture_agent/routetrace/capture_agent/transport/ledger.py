@@ -36,7 +36,8 @@ class _Request:
     end: int  # next position
     lost: tuple[int, int] | None = None  # position from which on all rows are lost, reason
     preempted: int | None = None  # computed tokens of the attempt in progress, if it is preempted
-    stops: list[int] = field(default_factory=list)  # computed tokens of the attempts before
+    # Computed tokens of the attempts before; None: their end was not reported.
+    stops: list[int | None] = field(default_factory=list)
     digests: bytearray = field(default_factory=bytearray)  # records.DIGEST
 
     @property
@@ -98,7 +99,7 @@ class Ledger:
                 elif kind == OpKind.DIGEST:
                     request.digests += digests[row : row + count].tobytes()
                 elif kind == OpKind.RESUME:
-                    request.stops.append(request.preempted or 0)
+                    request.stops.append(request.preempted)
                     request.end, request.preempted = position, None
                     request.blocks = array("I", blocks)
             self.nbytes += request.nbytes if request else 0
@@ -120,7 +121,8 @@ class Ledger:
             for stop in request.stops:
                 if stop:
                     builder.op(OpKind.LOST, request_id, arg=gone, count=stop)
-                builder.op(OpKind.PREEMPT, request_id, position=stop)
+                if stop is not None:
+                    builder.op(OpKind.PREEMPT, request_id, position=stop)
                 builder.op(OpKind.RESUME, request_id, blocks=blocks)
             if request.end:
                 builder.op(OpKind.LOST, request_id, arg=gone, count=request.end)

@@ -34,7 +34,7 @@ from routetrace.server.index.chunk import (
     ParsedChunk,
     parse_header,
 )
-from routetrace.server.index.control import CONTROL, key_of
+from routetrace.server.index.control import CONTROL, key_of, lose_track
 from routetrace.server.index.records.record import Sums, decode_record
 from routetrace.server.index.state import Frames, State
 from routetrace.server.index.traces import refs
@@ -101,7 +101,7 @@ def _apply_chunk(
         state.hold(number, NO_FRAMES)
         return False
     if writer.sequence + 1 < change.sequence:
-        _lose_track(state, writer)
+        lose_track(state, writer)
     if chunk is None:
         chunk = parse_header(change.header, writer.layout, writer.slots)
     if len(chunk.frame_lengths):
@@ -128,7 +128,7 @@ def leave_out(state: State, number: int, record: bytes) -> None:
     chunk = change.chunk
     writer = state.writers.get(key_of(chunk.writer))
     if writer and writer.epoch == chunk.epoch and _continues(writer, chunk):
-        _lose_track(state, writer)
+        lose_track(state, writer)
         _count(writer, chunk)
 
 
@@ -143,18 +143,6 @@ def _continues(writer: Writer, change: stored.Chunk) -> bool:
     """Whether a chunk is the next one of its writer, or the next one that is left."""
     behind = change.sequence - writer.sequence - 1
     return behind == 0 or (behind > 0 and writer.torn)
-
-
-def _lose_track(state: State, writer: Writer) -> None:
-    """Forget slots and live requests of a writer after a lost chunk: their state is unknown."""
-    writer.slots.forget_all()
-    for key, source in writer.live.values():
-        if trace := state.traces.traces.get(key):
-            state.changed(trace)
-            trace.rejoin()
-        source.lose_track()
-    # The rest of a request whose trace was deleted must not become a trace.
-    writer.live = {name: known for name, known in writer.live.items() if known[1].forgotten}
 
 
 class _Applier:
@@ -215,9 +203,10 @@ class _Applier:
                     continue
                 key, source = self._source(request)
                 if not source.placed:
+                    self._forget(source, position, FOREVER)
                     continue
                 span = Span(position, count, ref, version, Provenance.FORWARD)
-                self._rows(source, span, step, value)
+                self._rows(key, source, span, step, value)
                 if trace := self.state.traces.traces.get(key):
                     self.state.traces.prefixes.computed(trace, version, position)
             elif kind == EXTERNAL:
@@ -239,24 +228,22 @@ class _Applier:
                 key, source = self._source(request)
                 if kind == BLOCKS:
                     self.slots.forget_blocks(blocks)
-                    if source.placed:
-                        # A request holds no block twice.
-                        source.blocks.extend(blocks[: self.slots.num_blocks - len(source.blocks)])
+                    # A request holds no block twice.
+                    source.blocks.extend(blocks[: self.slots.num_blocks - len(source.blocks)])
                 elif kind == REWIND:
                     source.give_up(position)
-                    self._drop(source, position)
-                    if position < source.loaded[1]:
-                        self._rejoin(key)
+                    self._drop(key, source, position)
                 elif kind == INHERIT:
                     yield from self._inherit(source)
                     self._rejoin(key)
                 elif kind == PREEMPT:
                     source.preempt(position)
                     self._release(source, position)
+                    self._rejoin(key)
                 elif kind == RESUME:
-                    if source.placed:
-                        source.resume()
+                    source.resume()
                     self._take(source, blocks, position, count)
+                    self._rejoin(key)
                 elif kind == FINISH:
                     source.ended, source.num_tokens, source.finish_reason = True, count, arg
                     source.handed_over_by = self.chunk.transfer_ids[row - 1] if row else ""
@@ -264,11 +251,12 @@ class _Applier:
                     self._release(source, max(0, count - 1))
                     del self.writer.live[self.chunk.request_ids[request]]
                     self._rejoin(key)
-                elif kind == LOST and source.placed:
+                elif kind == LOST:
                     stop = position + count if count else FOREVER
-                    source.remove(position)
-                    source.lose(position, stop, arg)
+                    self._remove(key, source, position)
                     self._forget(source, position, stop)
+                    if source.placed:
+                        source.lose(position, stop, arg)
                     if count:
                         self._confirm(source, stop - value)
                 elif kind == DIGESTS:
@@ -300,6 +288,7 @@ class _Applier:
             former, oldest = writer.live.pop(next(iter(writer.live)))
             self.slots.forget_run(oldest.blocks, 0, FOREVER)
             oldest.lose_track()
+            self._rejoin(former)
             self._touch(former, oldest)
         self._touch(key, source)
         return key, source
@@ -318,14 +307,11 @@ class _Applier:
         self, source: Source, blocks: list[int], num_computed_tokens: int, num_external_tokens: int
     ) -> None:
         """Give a request its blocks; the first tokens in them are cached."""
-        size, known = self.slots.block_size, num_computed_tokens - num_external_tokens
-        if not source.placed:  # its rows will not be known
-            self.slots.forget_blocks(blocks[known // size if size else 0 :])
-            return
+        known = num_computed_tokens - num_external_tokens
         source.blocks, source.cached = list(blocks[: self.slots.num_blocks]), known
         source.written, source.tentative = FOREVER, 0
         source.drafts.truncate(0)
-        if num_external_tokens:
+        if num_external_tokens and source.placed:
             source.external = True
             source.not_know([(known, num_computed_tokens)])
         self._forget(source, known, FOREVER)
@@ -337,15 +323,16 @@ class _Applier:
         """
         known, source.cached = source.cached, 0
         blocks = np.asarray(source.blocks, np.uint32)
-        for _ in self.state.inherit(self.writer, source, blocks, known):
-            yield from self._step()
+        if source.placed:
+            for _ in self.state.inherit(self.writer, source, blocks, known):
+                yield from self._step()
         size = self.slots.block_size
         if size and known % size:
             self.slots.forget_run(source.blocks, known, known + size - known % size)
 
-    def _rows(self, source: Source, span: Span, step: int, tentative: int) -> None:
+    def _rows(self, key: TraceKey, source: Source, span: Span, step: int, tentative: int) -> None:
         if span.position < source.attempts[-1].end:
-            self._drop(source, span.position)
+            self._drop(key, source, span.position)
         self._confirm(source, span.stop - tentative)
         source.compute(span)
         source.tentative = tentative
@@ -386,10 +373,15 @@ class _Applier:
         source.tentative, source.cached, source.blocks = 0, 0, []
         source.drafts.truncate(0)
 
-    def _drop(self, source: Source, position: int) -> None:
+    def _drop(self, key: TraceKey, source: Source, position: int) -> None:
         """Remove rows at and after a position, and forget their slots."""
-        source.remove(position)
+        self._remove(key, source, position)
         self._forget(source, position, FOREVER)
+
+    def _remove(self, key: TraceKey, source: Source, position: int) -> None:
+        source.remove(position)
+        if position < source.loaded[1]:  # rows that it took from slots may go
+            self._rejoin(key)
 
     def _forget(self, source: Source, start: int, stop: int) -> None:
         # Slots that the request never wrote are unknown already.

@@ -22,10 +22,24 @@ def key_of(message: stored.WriterKey) -> WriterKey:
     return WriterKey(message.run, message.engine_id, message.shard)
 
 
+def lose_track(state: State, writer: Writer) -> None:
+    """Forget slots and live requests of a writer: their state is unknown, as calls are lost."""
+    writer.slots.forget_all()
+    for key, source in writer.live.values():
+        if trace := state.traces.traces.get(key):
+            state.changed(trace)
+            trace.rejoin()
+        source.lose_track()
+    # The rest of a request whose trace was deleted must not become a trace.
+    writer.live = {name: known for name, known in writer.live.items() if known[1].forgotten}
+
+
 def _apply_open(state: State, change: stored.Open, _: float) -> Generator[None, None, Writer]:
     yield
     key = key_of(change.writer)
     old = state.writers.get(key)
+    if old and old.boot_id == change.boot_id:  # calls between the two epochs are lost
+        lose_track(state, old)
     if old:
         state.touched.update(trace_key for trace_key, _ in old.live.values())
     slots = SlotMap(change.block_size, change.num_blocks)

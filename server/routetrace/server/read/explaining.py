@@ -15,7 +15,7 @@ from routetrace.codec.records import UNKNOWN_VERSION, Provenance
 from routetrace.common.errors import InvalidArgument
 from routetrace.server.common.slices import Turns
 from routetrace.server.index.traces.joins import Continued
-from routetrace.server.index.traces.lineage import Owned, Request
+from routetrace.server.index.traces.lineage import Owned, Request, parts_of
 from routetrace.server.index.traces.spans import FOREVER, Interval, Span
 from routetrace.server.rows.reader import Reader
 from routetrace.server.rows.served import Known, segments_of
@@ -345,16 +345,16 @@ class _Cell:
 
     def _lost_by(self) -> int | None:
         """Return which of several attempts lost the cell; None: there is one alone, or none did."""
-        owner = self.owner
-        count = max(len(s.attempts) for s in owner.sources) if owner else 1
-        if owner is None or count == 1:
+        at, owned = self.position, self._owned
+        if owned is None or max(len(s.attempts) for s in owned.owner.sources) == 1:
             return None
-        attempts, at = range(count), self.position
-        for attempt in attempts[::-1] if self._latest else attempts[owner.first_that_sampled :]:
-            for source in owner.sources:
-                lost = source.lost_in(attempt)
-                if lost and self.layer in source.layout.column and lost.overlaps(at, at + 1):
-                    return attempt
+        parts = (p for p in parts_of(owned, latest=self._latest) if p.start <= at < p.stop)
+        for part in parts:
+            for attempt in part.attempts:
+                for source in part.request.sources:
+                    lost = source.lost_in(attempt)
+                    if lost and self.layer in source.layout.column and lost.overlaps(at, at + 1):
+                        return None if part.given else attempt
         return None
 
     def _kv_unknown(self, owner: Request) -> tuple[str, str]:

@@ -111,6 +111,7 @@ def unsent(segments: list[Segment], sent: dict[int, list[Segment]]) -> list[Segm
             ):
                 if start < stop:
                     fresh.append(segment._replace(span=segment.span.cut(start, stop)))
-        sent[source] = now
+    sent.clear()  # what is not served any more may be served again
+    sent.update(by_source)
     fresh.sort(key=lambda s: s.span.position)
     return fresh

@@ -9,7 +9,7 @@ from itertools import chain, islice, pairwise
 from typing import NamedTuple
 
 from routetrace.codec.records import UNKNOWN_VERSION, FinishReason
-from routetrace.server.index.traces.lineage import Incarnation, Owned, Request
+from routetrace.server.index.traces.lineage import Incarnation, Owned, Request, parts_of
 from routetrace.server.index.traces.sources import Source
 from routetrace.server.index.traces.spans import FOREVER, Interval, subtract
 from routetrace.server.rows.view import (
@@ -124,14 +124,21 @@ def _notes(owned: Sequence[Owned], layer: int, latest: bool) -> Iterator[Note]:
     Unknown KV comes last: a pass that computed the position, and was lost, came after it, at
     whichever context-parallel rank.
     """
-    for owner, start, stop, _ in owned:
+    for one in owned:
+        owner, start, stop, _ = one
         sources = [source for source in owner.sources if layer in source.layout.column]
-        attempts = range(max(len(source.attempts) for source in owner.sources))
-        counted = attempts[::-1] if latest else attempts[owner.first_that_sampled :]
+        parts = [*parts_of(one, latest=latest)]
+        counted = [i for part in parts if not part.given for i in part.attempts]
         notes = [
-            Note(span.position, span.stop, span.provenance)
-            for attempt in counted
-            for source in sources
+            Note(
+                max(span.position, part.start),
+                min(span.stop, part.stop),
+                _KV_UNKNOWN if part.given else span.provenance,
+            )
+            for part in parts
+            for attempt in part.attempts
+            for source in part.request.sources
+            if layer in source.layout.column
             for span in source.lost_in(attempt) or ()
         ]
         notes += [
@@ -143,9 +150,9 @@ def _notes(owned: Sequence[Owned], layer: int, latest: bool) -> Iterator[Note]:
                 held = [i for i in counted if i < len(source.attempts)]
                 ends = (min(source.attempts[i].end, source.confirmed(i)) for i in held)
                 notes.append(Note(max(ends, default=0), FOREVER, pb.MISSING_REASON_ABORTED))
-        for note in notes:
-            if note.start < stop and note.stop > start:
-                yield Note(max(note.start, start), min(note.stop, stop), note.reason)
+        for a, b, reason in notes:
+            if max(a, start) < min(b, stop):
+                yield Note(max(a, start), min(b, stop), reason)
 
 
 def _resolve(notes: list[Note]) -> list[Note]:

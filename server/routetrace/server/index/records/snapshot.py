@@ -51,16 +51,30 @@ def upgrade(piece: stored.Piece) -> None:
     for source in sources:
         source.attempts[:] = [_marked(spans, 5, 3) for spans in source.attempts]
         source.drafts = _marked(source.drafts, 5, 3)
-        source.stops[:] = [*map(_end, source.attempts[:-1]), FOREVER]
+        source.stops[:] = [FOREVER] * len(source.attempts)
         if source.unplaced:
             _empty(source)
     for trace in piece.traces:
+        _end_attempts(trace.sources)
         several = [source for source in trace.sources if len(source.attempts) > 1]
         if any(_lost(s) and _end(s.attempts[0]) < s.prompt_len for s in several):
             note = np.array([0, FOREVER, pb.MISSING_REASON_NOT_CAPTURED], "<i8").tobytes()
             for source in several:
                 _empty(source)
                 source.stops[:], source.lost = [FOREVER] * len(source.attempts), note
+
+
+def _end_attempts(sources: Iterable[stored.Source]) -> None:
+    """End attempts that are over at their last row, of all shards that report a request."""
+    ends: dict[tuple[str, str, str], dict[int, int]] = {}
+    for source in sources:
+        name = source.engine_id, source.request_id, source.occurrence
+        mine = ends.setdefault(name, {})
+        for attempt, spans in enumerate(source.attempts):
+            mine[attempt] = max(mine.get(attempt, 0), _end(spans))
+    for source in sources:
+        mine = ends[source.engine_id, source.request_id, source.occurrence]
+        source.stops[:-1] = [mine[attempt] for attempt in range(len(source.stops) - 1)]
 
 
 def _empty(source: stored.Source) -> None:

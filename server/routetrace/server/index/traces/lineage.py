@@ -141,13 +141,13 @@ class Request:
     def first_that_sampled(self) -> int:
         """The first attempt that computed the whole prompt, or the last one.
 
-        The engine gives all shards the same number at a preemption. If no shard could report it,
-        all rows of the attempt are lost.
+        The engine gives all shards the same number at a preemption; of several calls, the smallest
+        counts. If no shard could report it, all rows of the attempt are lost.
         """
         last = max(len(s.attempts) for s in self.sources) - 1
         for attempt in range(last):
             stops = {s.stops[attempt] for s in self.sources if attempt < len(s.stops)} - {FOREVER}
-            if max(stops, default=FOREVER) >= self.prompt_len:
+            if min(stops, default=FOREVER) >= self.prompt_len:
                 return attempt
         return last
 

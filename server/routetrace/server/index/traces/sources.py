@@ -166,6 +166,8 @@ class Source:
 
     def remove(self, position: int) -> None:
         """Drop the positions at and after one of the last attempt."""
+        if not self.placed:  # all of its rows are lost
+            return
         spans = self.attempts[-1]
         confirmed = spans.end - self.tentative
         self.drafts.truncate(position)
@@ -202,9 +204,10 @@ class Source:
 
     def lose_track(self) -> None:
         """Lose the present attempt: calls are missing, which may have taken back any row of it."""
-        self.remove(0)
-        self.lose(0, FOREVER, pb.MISSING_REASON_CORRUPT)
-        self.blocks, self.placed = [], False
+        if self.placed:
+            self.remove(0)
+            self.lose(0, FOREVER, pb.MISSING_REASON_CORRUPT)
+        self.blocks, self.written, self.placed = [], 0, False
 
     def _cut_lost(self, position: int) -> None:
         if lost := self.lost.get(len(self.attempts) - 1):
@@ -216,6 +219,8 @@ class Source:
 
     def preempt(self, position: int) -> None:
         """End the present attempt; rows at and after a position do not count."""
+        if not self.placed:  # which attempt ends is not known
+            return
         self.give_up(position)
         self.remove(position)
         if len(self.stops) < len(self.attempts):
@@ -224,13 +229,11 @@ class Source:
 
     def resume(self) -> None:
         """Start the next attempt; one with MAX_ATTEMPTS is not followed any more."""
-        if len(self.attempts) == MAX_ATTEMPTS:
+        if not self.placed or len(self.attempts) == MAX_ATTEMPTS:
             self.lose_track()
             return
         if len(self.stops) < len(self.attempts):  # its agent had no memory to report the end
             self.stops.append(FOREVER)
-        elif self.stops[-1] == FOREVER and not self.lost:
-            self.stops[-1] = self.attempts[-1].end  # of 0.8, and preempted: its rows are left
         if self.stops[-1] == FOREVER:
             self.remove(0)
             self.lose(0, FOREVER, pb.MISSING_REASON_QUEUE_FULL)
