@@ -747,7 +747,7 @@ class Source(google.protobuf.message.Message):
     finish_reason: builtins.int
     """A FinishReason."""
     lost: builtins.bytes
-    """int64 start, stop, reason: positions of unknown KV; of 0.8, lost ones of any attempt, too."""
+    """Of 0.8: int64 start, stop, reason of positions of unknown KV, and of lost ones of any attempt."""
     forgotten: builtins.bool
     """Whether the trace was deleted."""
     written: builtins.int
@@ -797,7 +797,7 @@ class Source(google.protobuf.message.Message):
     @property
     def lost_rows(self) -> google.protobuf.internal.containers.ScalarMap[builtins.int, builtins.bytes]:
         """Rows that passes of an attempt computed and that no one has, by attempt: spans as in `attempts`,
-        whose provenance is a MissingReason.
+        whose provenance is a MissingReason. Then those of unknown KV.
         """
 
     @property

@@ -28,14 +28,14 @@ _TRIES = 3
 _ROWS = 40
 
 
-def _agent(target: str, engine_id: str) -> CaptureAgent:
+def _agent(target: str, engine_id: str, boot_id: str = "boot") -> CaptureAgent:
     return CaptureAgent(
         AgentConfig(
             target=target,
             engine_id=engine_id,
             layout=LAYOUT,
             run=RUN,
-            boot_id="boot",
+            boot_id=boot_id,
             linger_seconds=0.01,
             flush_interval_seconds=0.01,
             close_timeout_seconds=5,
@@ -101,7 +101,7 @@ def _once(seed: int, how: str) -> dict[str, float]:
         # The next sweep counts it; an agent that has been replaced is not counted any more.
         wait_for(lambda: server.metrics()["routetrace_agents_lost_total"] >= 1)
         # Another boot of the engine takes over.
-        second = _agent(server.target, "e0")
+        second = _agent(server.target, "e0", "another boot")
         handle = second.begin("r", trace_id="t0-again", prompt_len=25)
         second.step(_rows(seed, 9), [(handle, 0, _ROWS)])
         second.finish(handle, _ROWS + 1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from unittest.mock import patch
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -230,6 +231,32 @@ def test_what_a_decode_engine_computed_itself_is_its_own():
         assert rows == [2] * computed + [0] * (99 - computed)
     late.source.compute(Span(99, 1, 2 << 16 | 99, 0, 1))
     assert numbers(prefill(1, gives="t"), late) == [[1] * 99 + [2]]
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_kv_that_another_rank_knew_in_that_attempt_is_not_unknown(again):
+    """The second attempt sampled the answer, and was aborted before it came as far as the first."""
+    ranks = [decode(1), decode(1)]
+    for rank, told in enumerate(ranks):
+        source = told.source
+        source.writer, source.prompt_len = WriterKey("", "e1", f"cp{rank}"), 50
+        source.attempts[0].append(Span(20 * rank, 20, 1 << 16 | 20 * rank, 0, 2))
+        source.not_know([(20, 40) if rank == 0 else (0, 20)])
+        source.preempt(40)
+        source.resume()
+        if again:
+            source.not_know([(10, 20)])
+        source.ended, source.num_tokens = True, 41
+        source.finish_reason = FinishReason.ABORT
+    whole = Join([r.source for r in ranks]).incarnation(1)
+    selection = Selection(0, 40, (0,))
+    found = missing([], whole, [], [], selection, pb.MISSING_REASON_UNSPECIFIED)
+    reasons = {p: one.reason for one in found for p in range(one.start, one.stop)}
+    unknown = range(10, 20) if again else ()
+    assert reasons == {
+        p: pb.MISSING_REASON_KV_UNKNOWN if p in unknown else pb.MISSING_REASON_ABORTED
+        for p in range(40)
+    }
 
 
 def test_a_loss_at_one_rank_comes_before_kv_that_another_does_not_know():

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from routetrace.codec.records import UNKNOWN_VERSION, FinishReason
 from routetrace.server.index.traces.lineage import Incarnation, Owned, Request, parts_of
 from routetrace.server.index.traces.sources import Source
-from routetrace.server.index.traces.spans import FOREVER, Interval, subtract
+from routetrace.server.index.traces.spans import FOREVER, Interval, merge, subtract
 from routetrace.server.rows.view import (
     Segment,
     Selection,
@@ -144,7 +144,7 @@ def _notes(owned: Sequence[Owned], layer: int, latest: bool) -> Iterator[Note]:
         notes += [
             Note(0, FOREVER, pb.MISSING_REASON_CORRUPT) for source in sources if not source.placed
         ]
-        notes += [Note(a, b, _KV_UNKNOWN) for source in sources for a, b in source.unknown]
+        notes += _unknown_kv(sources)
         for source in sources:
             if source.finish_reason == FinishReason.ABORT:
                 held = [i for i in counted if i < len(source.attempts)]
@@ -153,6 +153,21 @@ def _notes(owned: Sequence[Owned], layer: int, latest: bool) -> Iterator[Note]:
         for a, b, reason in notes:
             if max(a, start) < min(b, stop):
                 yield Note(max(a, start), min(b, stop), reason)
+
+
+def _unknown_kv(sources: Sequence[Source]) -> Iterator[Note]:
+    """Yield the unknown KV of a request that none of its sources has a row of in that attempt."""
+    for attempt in sorted({attempt for source in sources for attempt in source.unknown}):
+        held = merge(
+            (span.position, span.stop)
+            for source in sources
+            if attempt < len(source.attempts)
+            for span in source.attempts[attempt]
+        )
+        for source in sources:
+            for interval in source.unknown.get(attempt, ()):
+                for a, b in subtract(interval, held):
+                    yield Note(a, b, _KV_UNKNOWN)
 
 
 def _resolve(notes: list[Note]) -> list[Note]:

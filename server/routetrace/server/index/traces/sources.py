@@ -103,8 +103,9 @@ class Source:
     lost: dict[int, SpanList] = field(default_factory=dict)
     """Rows that passes of an attempt computed and that no one has, by attempt: spans whose
     provenance is a MissingReason."""
-    unknown: list[Interval] = field(default_factory=list)
-    """Positions whose KV an attempt took from passes that are not known: ascending, disjoint."""
+    unknown: dict[int, list[Interval]] = field(default_factory=dict)
+    """Positions whose KV an attempt took from passes that are not known to this writer, by attempt:
+    ascending, disjoint."""
     forgotten: bool = False
     """Whether its trace was deleted: the request may still run, but its rows are not served."""
     written: int = 0
@@ -161,7 +162,7 @@ class Source:
     def end(self) -> int:
         """One past the last position that was reported, as row or as lost, and confirmed."""
         ends = [min(a.end, self.confirmed(i)) for i, a in enumerate(self.attempts)]
-        ends += [stop for _, stop in self.unknown]
+        ends += [stop for intervals in self.unknown.values() for _, stop in intervals]
         return max(ends + [lost.end for lost in self.lost.values() if lost.end < FOREVER])
 
     def remove(self, position: int) -> None:
@@ -215,7 +216,9 @@ class Source:
 
     def not_know(self, intervals: Iterable[Interval]) -> None:
         """Note positions whose KV the present attempt took from passes that are not known."""
-        self.unknown = merge([*self.unknown, *intervals])
+        attempt = len(self.attempts) - 1
+        if unknown := merge([*self.unknown.get(attempt, ()), *intervals]):
+            self.unknown[attempt] = unknown
 
     def preempt(self, position: int) -> None:
         """End the present attempt; rows at and after a position do not count."""
@@ -276,9 +279,11 @@ def dump_source(message: stored.Source, source: Source, layouts: dict[ModelLayou
         message.stops.extend(source.stops)
     for attempt, spans in source.lost.items():
         message.lost_rows[attempt] = spans.tobytes()
-    if source.unknown:
-        notes = [(a, b, _KV_UNKNOWN) for a, b in source.unknown]
-        message.lost = np.array(notes, _LOST).tobytes()
+    for attempt, intervals in source.unknown.items():
+        unknown = SpanList()
+        for a, b in intervals:
+            unknown.append(Span(a, b - a, a, 0, _KV_UNKNOWN))
+        message.lost_rows[attempt] += unknown.tobytes()
     if source.tentative:
         message.tentative = source.tentative
     if len(source.drafts):
@@ -345,10 +350,17 @@ def load_source(message: stored.Source, run: str, layouts: Sequence[ModelLayout]
         source.first_pass = message.first_pass
     if message.HasField("kv_weight_version"):
         source.kv_version = message.kv_weight_version
-    source.lost = {attempt: SpanList(spans) for attempt, spans in message.lost_rows.items()}
+    for attempt, lost in message.lost_rows.items():
+        for span in SpanList(lost):
+            if span.provenance == _KV_UNKNOWN:
+                source.unknown.setdefault(attempt, []).append((span.position, span.stop))
+            else:
+                source.lost.setdefault(attempt, SpanList()).append(span)
     if message.lost:
         notes = np.frombuffer(message.lost, _LOST).reshape(-1, 3).tolist()
-        source.not_know((a, b) for a, b, reason in notes if reason == _KV_UNKNOWN)
+        unknown = merge((a, b) for a, b, reason in notes if reason == _KV_UNKNOWN)
+        if unknown:
+            source.unknown = dict.fromkeys(range(len(source.attempts)), unknown)
         _attribute(source, [note for note in notes if note[2] != _KV_UNKNOWN])
     return source
 
