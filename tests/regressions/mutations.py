@@ -193,8 +193,8 @@ FAULTS = (
     fault(
         "unknown KV of one rank before a loss of another",
         f"{SERVER}/rows/gaps.py",
-        "        notes += [Note(a, b, _KV_UNKNOWN) for",
-        "        notes[:0] = [Note(a, b, _KV_UNKNOWN) for",
+        "        notes += _unknown_kv(sources)",
+        "        notes[:0] = _unknown_kv(sources)",
         "server/index/test_joins.py::"
         "test_a_loss_at_one_rank_comes_before_kv_that_another_does_not_know",
     ),

@@ -237,6 +237,8 @@ class Source:
             return
         if len(self.stops) < len(self.attempts):  # its agent had no memory to report the end
             self.stops.append(FOREVER)
+        elif self.stops[-1] == FOREVER and not (self.lost or self.writer.shard):
+            self.stops[-1] = self.attempts[-1].end  # of 0.8, and preempted: its rows are left
         if self.stops[-1] == FOREVER:
             self.remove(0)
             self.lose(0, FOREVER, pb.MISSING_REASON_QUEUE_FULL)
