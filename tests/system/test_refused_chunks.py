@@ -77,10 +77,10 @@ def test_a_lost_end_and_begin_do_not_join_two_requests(
                 client.get("r", missing="mask", incarnation=number)
                 for number in range(1, client.stat("r").num_incarnations + 1)
             ]
-            assert all(len(requests_in(trace)) <= 1 for trace in found)
-            # Nothing proves which attempt of the second its rows are of.
-            assert {1} == set().union(*map(requests_in, found))
-            assert not any(t.complete and requests_in(t) == {2} for t in found)
+            # Nothing proves which attempt the rows of the second are of, nor that those of the
+            # first stood: the chunk may have contained its preemption.
+            assert set() == set().union(*map(requests_in, found))
+            assert not any(trace.complete for trace in found)
             # One that the chunk did not name goes on, under its trace id and with its labels.
             trace = client.get("t", missing="mask")
             assert dict(trace.labels) == {"k": "v"}
