@@ -101,7 +101,7 @@ def _apply_chunk(
         state.hold(number, NO_FRAMES)
         return False
     if writer.sequence + 1 < change.sequence:
-        lose_track(state, writer)
+        yield from lose_track(state, writer)
     if chunk is None:
         chunk = parse_header(change.header, writer.layout, writer.slots)
     if len(chunk.frame_lengths):
@@ -128,7 +128,7 @@ def leave_out(state: State, number: int, record: bytes) -> None:
     chunk = change.chunk
     writer = state.writers.get(key_of(chunk.writer))
     if writer and writer.epoch == chunk.epoch and _continues(writer, chunk):
-        lose_track(state, writer)
+        at_once(lose_track(state, writer))
         _count(writer, chunk)
 
 

@@ -22,10 +22,16 @@ def key_of(message: stored.WriterKey) -> WriterKey:
     return WriterKey(message.run, message.engine_id, message.shard)
 
 
-def lose_track(state: State, writer: Writer) -> None:
+#: Requests that are lost at a time.
+_LOST = 256
+
+
+def lose_track(state: State, writer: Writer) -> Generator[None, None, None]:
     """Forget slots and live requests of a writer: their state is unknown, as calls are lost."""
     writer.slots.forget_all()
-    for key, source in writer.live.values():
+    for index, (key, source) in enumerate(writer.live.values(), 1):
+        if not index % _LOST:
+            yield
         if trace := state.traces.traces.get(key):
             state.changed(trace)
             trace.rejoin()
@@ -39,7 +45,7 @@ def _apply_open(state: State, change: stored.Open, _: float) -> Generator[None, 
     key = key_of(change.writer)
     old = state.writers.get(key)
     if old and old.boot_id == change.boot_id:  # calls between the two epochs are lost
-        lose_track(state, old)
+        yield from lose_track(state, old)
     if old:
         state.touched.update(trace_key for trace_key, _ in old.live.values())
     slots = SlotMap(change.block_size, change.num_blocks)
