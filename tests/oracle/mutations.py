@@ -322,12 +322,6 @@ MUTATIONS = (
         "        self._blocks = None\n",
     ),
     Mutation(
-        "KV in blocks is not written to stores that were emptied",
-        f"{AGENT}/step_path/kv_version.py",
-        "        self._outside = UNKNOWN_VERSION if live else self._blocks\n",
-        "        self._outside = UNKNOWN_VERSION if live else None\n",
-    ),
-    Mutation(
         "rows stand in for cached KV that may be of other weights",
         f"{AGENT}/step_path/kv_version.py",
         "            and (not cached or self._blocks in (None, version))\n",
@@ -356,12 +350,6 @@ MUTATIONS = (
         f"{SERVER}/rows/prefixes.py",
         "        several += intersect(once, mine)\n",
         "",
-    ),
-    Mutation(
-        "rows stand in beyond what is proven",
-        f"{SERVER}/rows/prefixes.py",
-        "yield _Candidate(other, request, attempt, min(stop, request.num_rows))\n",
-        "yield _Candidate(other, request, attempt, request.num_rows)\n",
     ),
     Mutation(
         "inherited rows stand in",

@@ -113,6 +113,18 @@ MUTATIONS = (
         "        self._outside = self._blocks\n",
     ),
     Mutation(
+        "KV in blocks is not written to stores that were emptied",
+        f"{AGENT}/step_path/kv_version.py",
+        "        self._outside = UNKNOWN_VERSION if live else self._blocks\n",
+        "        self._outside = UNKNOWN_VERSION if live else None\n",
+    ),
+    Mutation(
+        "rows stand in beyond what is proven",
+        f"{SERVER}/rows/prefixes.py",
+        "yield _Candidate(other, request, attempt, min(stop, request.num_rows))\n",
+        "yield _Candidate(other, request, attempt, request.num_rows)\n",
+    ),
+    Mutation(
         "rows stand in for KV that another attempt than the one that sampled read",
         f"{SERVER}/rows/gaps.py",
         "if one.owner.kv_version != UNKNOWN_VERSION and not one.owner.first_that_sampled",
@@ -153,7 +165,6 @@ SHARED = (
     "what confirms a draft kept back from who hits it",
     "late rows of a preempted request kept",
     "live requests when caches are emptied ignored",
-    "KV in blocks is not written to stores that were emptied",
     "rows stand in for KV that may be of other weights",
     "rows stand in for cached KV that may be of other weights",
     "rows stand in for KV that was loaded into blocks",
@@ -161,7 +172,6 @@ SHARED = (
     "the earliest trace's rows stand in first",
     "no request's rows stand in for another one's of its trace",
     "one of several passes counts as the only one",
-    "rows stand in beyond what is proven",
     "inherited rows stand in",
     "a snapshot forgets which drafts slots are to name",
     "a snapshot forgets which prefixes were computed",
@@ -173,6 +183,8 @@ NOT_COVERED = {
     "first": {
         "no tombstone of a deleted trace is left": "its worlds delete no trace",
         "live requests when stores are emptied ignored": "its engines get there too seldom",
+        "KV in blocks is not written to stores that were emptied": "the same",
+        "rows stand in beyond what is proven": "the same",
         "rows stand in for KV that another attempt than the one that sampled read": "the same",
         "KV that was given up counts as it was loaded": "its engines keep what they loaded",
         "a repeated preemption forgets the blocks of late rows": "its engines preempt once",
