@@ -351,6 +351,18 @@ _ORDERS: dict[str, tuple[Family, list[Event], dict[str, str]]] = {
         ],
         {"t": "f0 f4..7"},
     ),
+    "a row that was not captured, and was taken back by a preemption after the answer began": (
+        _ENGINES,
+        [
+            _begin("A"),
+            _step("A", "e", 0, 5),
+            _step("A", "e", 5, kind="skip"),
+            *_again("A", (*_P, 11), 5),
+            _step("A", "e", 0, 6),
+            _finish("A", (*_P, 11, 12), "stop"),
+        ],
+        {"t": "f0..4 f10", "t latest": "f5..10"},
+    ),
     "a row that was not captured, after a preemption": (
         _ENGINES,
         [
