@@ -586,6 +586,7 @@ class Engine:
                 mine = np.full(n, PAUSED)
             if not life.kept or life.hurt:
                 mine = np.full(n, UNKNOWN)
+            self.slots.give_up(life, stop)
             attempt.put(start, mine, life.fed[start:stop])
             self.slots.write(life, start, stop, mine)
         self.counts["steps"] += 1

@@ -159,6 +159,12 @@ class Slots:
         self._numbers[slots] = np.where(numbers < 0, UNKNOWN, numbers)
         self._tokens[slots] = life.fed[start:stop]
 
+    def give_up(self, life: Life, start: int) -> None:
+        """A pass goes back: what was computed behind it is taken back, though vLLM may hit it."""
+        ends = np.flatnonzero(life.attempts[-1].numbers[start:] >= 0)
+        if len(ends):
+            self._numbers[_slots(life, start, start + int(ends[-1]) + 1)] = UNKNOWN
+
     def load(self, blocks: Sequence[int]) -> None:
         """KV comes from elsewhere: nobody here knows what computed it."""
         for block in blocks:
