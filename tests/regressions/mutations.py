@@ -303,7 +303,7 @@ FAULTS = (
         "test_what_a_resume_without_memory_writes_into_shared_blocks_is_not_known",
     ),
     fault(
-        "a preemption that was not reported is one at no token, if it is told again",
+        "the ledger replays an unreported preemption as one at token 0",
         f"{AGENT}/transport/ledger.py",
         "request.stops.append(request.preempted)",
         "request.stops.append(request.preempted or 0)",

@@ -1,4 +1,4 @@
-"""What a follower gets: the rows that it was not sent, or not last, at their positions."""
+"""A follower gets each row that differs from the last one that it got at that position."""
 
 from __future__ import annotations
 
