@@ -51,7 +51,6 @@ log = logging.getLogger("routetrace.server.daemon")
 
 #: Maximum open calls of one connection, those included that are not cleaned up yet.
 MAX_STREAMS = 6000
-
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
 
 
@@ -221,6 +220,7 @@ async def _run_until(
     for task in (running, *ends):
         task.cancel()
     await core.stop()
+    await asyncio.sleep(min(seconds, 0.1))  # gRPC would cancel calls that have no handler yet
     await server.stop(seconds)
     with contextlib.suppress(asyncio.CancelledError):
         await running

@@ -97,6 +97,17 @@ def test_a_request_whose_begin_was_lost_has_no_rows_but_an_end():
     assert [*writer.slots.resolve([1, 2, 3, 4], 0, 16)] == []
 
 
+def test_a_row_that_is_computed_after_all_leaves_nothing_lost():
+    """A server that has started again holds what it held before, to the byte."""
+    recorder = Recorder()
+    handle = recorder.begin("r", trace_id="t", prompt_len=2, block_ids=[1, 2])
+    recorder.chunk.op(OpKind.LOST, "r", position=0, count=2, arg=NOT_CAPTURED)
+    recorder.step(rows(4), [(handle, 0, 4)])
+    state = replay(recorder)
+    assert served(state) == ([0, 1, 2, 3], [])
+    assert [*state.dump()] == [*reloaded(state).dump()]
+
+
 def test_an_attempt_that_was_sampled_from_before_the_loss_stays():
     recorder = Recorder()
     handle = recorder.begin("r", trace_id="t", prompt_len=2, block_ids=[1, 2])

@@ -344,8 +344,9 @@ class Engine:
             self.faults.append("a fault of capture")
         self.slots.load(range(self.slots.num_blocks))
         for life in (*self.lives.values(), *self.ended):
-            if life.attempts and not (life.reason and life.ended_at < (self._broken_at or 0)):
-                life.hurt = True
+            # One that ended without a pass has its end to tell, in a report that may be lost.
+            hurt = life.ended_at >= (self._broken_at or 0) if life.reason else life.attempts
+            life.hurt |= bool(hurt)
         self._faults, self._broken_at = faults, None
         self.counts["faults"] += 1
 

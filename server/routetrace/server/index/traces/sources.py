@@ -211,8 +211,11 @@ class Source:
         self.blocks, self.written, self.placed = [], 0, False
 
     def _cut_lost(self, position: int) -> None:
-        if lost := self.lost.get(len(self.attempts) - 1):
+        attempt = len(self.attempts) - 1
+        if lost := self.lost.get(attempt):
             lost.truncate(position)
+            if not lost:  # as a snapshot has it
+                del self.lost[attempt]
 
     def not_know(self, intervals: Iterable[Interval]) -> None:
         """Note positions whose KV the present attempt took from passes that are not known."""
