@@ -94,6 +94,9 @@ def idle_agent():
         ("prompt_token_ids", {"prompt_len": 1, "prompt_token_ids": [-1]}),
         ("prompt_token_ids", {"prompt_len": 2, "prompt_token_ids": [1, 1 << 32]}),
         ("prompt_token_ids", {"prompt_len": 1, "prompt_token_ids": [1.5]}),
+        ("index", {"index": -1}),
+        ("index", {"index": 1 << 62}),
+        ("index", {"index": "0"}),
     ],
 )
 def test_begin_refuses(idle_agent, field, arguments):

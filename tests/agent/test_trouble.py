@@ -298,6 +298,23 @@ def test_an_agent_sends_after_the_end_of_the_one_that_it_replaces(server, mode, 
     assert (len(refused), server.welcomes) == (5, 2)
 
 
+def test_an_agent_goes_on_from_the_count_of_the_one_that_it_replaces(server):
+    """By it the server joins the shards of a boot, and knows what it has deleted."""
+    agent, seen = None, []
+    for number, boot_id in enumerate(("one", "one", "other")):
+        agent = CaptureAgent(config_for(server, boot_id=boot_id), predecessor=agent)
+        for name in "ab":
+            agent.finish(agent.begin(f"{name}{number}"), 1)
+        assert agent.flush(60)
+        seen.append([r.index for r in server.model.requests])
+    assert seen == [[0, 1], [2, 3], [0, 1]]
+    for name, index in (("missed", 5), ("late", 4), ("counted", None)):
+        agent.finish(agent.begin(name, index=index), 1)
+    assert agent.flush(60)
+    agent.close()
+    assert [r.index for r in server.model.requests] == [0, 1, 5, 4, 6]
+
+
 def test_memory_is_bounded_and_whole_requests_go_newest_first(server):
     server.stop()
     config = config_for(server, BIG, queue_bytes=1 << 20, frame_rows=64, linger_seconds=5)

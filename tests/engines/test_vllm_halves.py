@@ -10,6 +10,7 @@ import pickle
 import threading
 import time
 import zlib
+from dataclasses import replace
 from itertools import count
 from types import SimpleNamespace
 from typing import get_args
@@ -134,6 +135,7 @@ class Engine:
             num_blocks=64, linger_seconds=0.01, flush_interval_seconds=0.01,
             model="0123456789abcdef",
         )  # fmt: skip
+        self.config = config
         self.capturer = RoutingCapturer(LAYOUT, 64, "cpu")
         late = self.schedule.take_finished if linked else None
         self.side = WorkerSide(self.capturer, config, late)
@@ -219,6 +221,37 @@ class Engine:
         return np.stack([self.rows[request_id, p] for p in range(*positions)])
 
 
+class Stages(Engine):
+    """Two stages of a pipeline, with a layer each, which get the same plans."""
+
+    def __init__(self, target):
+        super().__init__(target, linked=False)
+        self.side.close()
+        self.sides = []
+        for stage, layer in enumerate(LAYOUT.layer_ids):
+            layout = LAYOUT.select((layer,))
+            config = replace(self.config, layout=layout, shard=f"pp{stage}", boot_id="boot")
+            self.sides.append(WorkerSide(RoutingCapturer(layout, 64, "cpu"), config))
+        self.side = SimpleNamespace(
+            begin_step=lambda: [side.begin_step() for side in self.sides],
+            end_step=lambda *step: [side.end_step(*step) for side in self.sides],
+            flush=lambda timeout: all(side.flush(timeout) for side in self.sides),
+            close=lambda: [side.close() for side in self.sides],
+        )
+        self.capturer = SimpleNamespace(
+            capture=lambda stage, ids: self.sides[stage]._capturer.capture(0, ids)
+        )
+
+    def serve(self, *requests):
+        """Compute requests of five tokens in one step, and end them in the next."""
+        blocks = {r.request_id: [2 * i + 1, 2 * i + 2] for i, r in enumerate(requests)}
+        self.step(*((r, 0, 5) for r in requests), new=requests, blocks=blocks)
+        for request in requests:
+            request.all_token_ids.append(1)
+            self.finish(request)
+        self.step()
+
+
 @pytest.fixture(scope="module")
 def server():
     with run_server() as one:
@@ -229,8 +262,8 @@ def server():
 def engine(server):
     made = []
 
-    def make(**settings):
-        made.append(Engine(server.target, **settings))
+    def make(kind=Engine, **settings):
+        made.append(kind(server.target, **settings))
         return made[-1]
 
     yield make
@@ -867,6 +900,57 @@ def test_a_fault_of_ours_costs_the_traces_under_way_and_nothing_else(engine, cli
     assert np.array_equal(
         cut.topk_ids[cut.valid], e.expected(under.request_id, len(cut))[cut.valid]
     )
+
+
+@pytest.mark.parametrize("where", ["begin", "rows", "launch", "scheduler", "refused"])
+def test_after_a_fault_in_one_stage_the_stages_still_report_the_same_requests(
+    engine, client, where
+):
+    """Wherever it happens: begins of the plan under way reach that stage in part, or not at all."""
+    e, before = engine(Stages), [fresh("before", 5) for _ in range(3)]
+    e.serve(*before)
+    assert e.side.flush(60)
+    client.delete(*(request.trace_id for request in before))
+    side, under = e.sides[0], [fresh("under", 5) for _ in range(3)]
+    if where in ("begin", "refused"):
+        begin, agent = side._agent.begin, side._agent
+
+        def fail(request_id, **facts):
+            if request_id != under[1].request_id:
+                return begin(request_id, **facts)
+            del agent.begin
+            if where == "begin":
+                raise MemoryError
+            raise InvalidArgument(field="labels", value="", expected="fewer, at this stage alone")
+
+        agent.begin = fail
+    elif where == "rows":
+        side._agent.step = None  # not even callable
+    elif where == "launch":
+
+        def fail(*_):
+            del side._capturer.snapshot
+            raise MemoryError
+
+        side._capturer.snapshot = fail
+    else:
+        broken, e.schedule._spans = e.schedule._spans, None
+    e.serve(*under)
+    if where == "scheduler":
+        e.schedule._spans = broken
+    after = [fresh("after", 5) for _ in range(4)]
+    e.serve(*after)
+    again = fresh("again", 5)
+    for _ in range(2):  # an id that was used before, too
+        again.all_token_ids = again.prompt_token_ids[:]
+        e.serve(again)
+    assert e.side.flush(60)
+    faults = {"scheduler": [2, 2], "refused": [0, 0]}.get(where, [1, 0])
+    assert [side.faults for side in e.sides] == faults
+    for request in (*after, again):
+        trace = client.get(request.trace_id)
+        assert trace.state is TraceState.COMPLETE
+        np.testing.assert_array_equal(trace.topk_ids, e.expected(request.request_id, 5))
 
 
 @pytest.mark.parametrize("what", ["flush", "weights"])

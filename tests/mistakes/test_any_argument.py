@@ -287,6 +287,7 @@ _TABLE = {
         "begin", request_id=Made(lambda w: f"r{next(w.numbers)}"), trace_id="other", prompt_len=4,
         labels={"a": "b"}, ttl_seconds=900, num_computed_tokens=4, num_external_tokens=0,
         block_ids=[9], prompt_token_ids=TOKENS[:4],
+        index=Made(lambda w: 1000 + next(w.numbers)),
     ),
     "capture_agent.CaptureAgent.step": _agent(
         "step", rows=ROWS, spans=Made(lambda w: [[w.begin(), 0, 9]])

@@ -71,7 +71,7 @@ CALLS = {
     "client.ModelLayout.from_config": "config",
     "capture_agent.CaptureAgent.__init__": "config * own_thread predecessor **fields",
     "capture_agent.CaptureAgent.begin": "request_id * trace_id prompt_len labels ttl_seconds"
-    " num_computed_tokens num_external_tokens block_ids prompt_token_ids transfer_id nonce",
+    " num_computed_tokens num_external_tokens block_ids prompt_token_ids transfer_id nonce index",
     "capture_agent.CaptureAgent.step": "rows spans",
     "capture_agent.CaptureAgent.skip": "spans",
     "capture_agent.CaptureAgent.step_slots": "rows slots",

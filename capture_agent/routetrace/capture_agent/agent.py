@@ -57,6 +57,8 @@ from routetrace.common.target import targets_of
 from routetrace.v1 import routetrace_pb2 as pb
 
 _OFFERED = int(Word.OFFERED)
+#: Requests of one boot; the server refuses more.
+_MAX_BEGUN = 1 << 62
 #: Most late spans of one record, so that it fits into the smallest ring.
 _LATE_SPANS = 1 << 10
 _log = logging.getLogger(__name__)
@@ -88,7 +90,8 @@ class CaptureAgent:
             rows then release Python's global lock.
         predecessor: agent of the same engine that this one replaces. It is closed in the
             background, and nothing is sent before: the server keeps to the agent that connected
-            last.
+            last. With the same boot id this one goes on from its count of requests, by which the
+            server joins shards; see `index` of begin().
         **fields: fields of `AgentConfig`, in place of `config`.
 
     Raises:
@@ -138,7 +141,9 @@ class CaptureAgent:
         self._went_back = False  # that is logged once
         self._step = 0
         self._flushes = 0
-        self._begun = 0
+        # A count that restarted within a boot would give requests the identity of earlier ones.
+        same_boot = predecessor is not None and predecessor.config.boot_id == config.boot_id
+        self._begun: int = predecessor._begun if predecessor is not None and same_boot else 0
         self._handles = Handles()
         self._link = WorkerLink(config, held=predecessor is not None)
         if predecessor is not None:
@@ -171,6 +176,7 @@ class CaptureAgent:
         prompt_token_ids: npt.ArrayLike | None = None,
         transfer_id: str | None = None,
         nonce: int | None = None,
+        index: int | None = None,
     ) -> int:
         """Begin a request.
 
@@ -192,6 +198,11 @@ class CaptureAgent:
                 same id computed that KV. Each hand-over has an id of its own.
             nonce: names the request where its trace id is used again; the same at all shards, in 1
                 to 2**53 - 1. The engine's answer hands it to readers.
+            index: number of requests that the engine began before it in this boot, by which the
+                server knows it at all shards; no other request of the boot has the same. None: as
+                many as began at this agent and at its predecessors. Give it where an agent may
+                miss requests that others are told of, as after a fault: a number that differs
+                between the shards joins nothing.
 
         Returns:
             A handle for the other calls.
@@ -221,6 +232,7 @@ class CaptureAgent:
                 transfer_id=transfer_of(transfer_id),
                 nonce=0 if nonce is None else whole("nonce", nonce, 1, MAX_NONCE - 1),
             )
+            index = self._begun if index is None else number("index", index, _MAX_BEGUN)
             blocks = blocks_of(block_ids, self.config)
             computed = computed_of(num_computed_tokens, blocks, self.config)
             external = external_of(num_external_tokens, computed)
@@ -230,7 +242,7 @@ class CaptureAgent:
             if computed and kv.is_of(version, cached=cached, external=outside):
                 facts.kv_weight_version = version
             handle = self._handles.new(request_id)
-            index, self._begun = self._begun, self._begun + 1
+            former, self._begun = self._begun, max(self._begun, index + 1)
             event = request_id, facts.SerializeToString(), index, computed, external, blocks, prompt
             if external:
                 kv.load(version)
@@ -238,7 +250,7 @@ class CaptureAgent:
                 self._event("begin", *event, handle=handle)
             except InvalidArgument:  # larger than the ring
                 self._handles.free(handle)
-                self._begun = index
+                self._begun = former
                 raise
             return handle
 

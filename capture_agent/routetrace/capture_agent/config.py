@@ -57,7 +57,8 @@ class AgentConfig(Values):
     """Part of the engine that this agent covers ("pp1", "cp0"); "" for the whole engine."""
     boot_id: str = ""
     """Id of one boot of the engine: equal at all its shards, new after a restart. Required with
-    `shard`, since the server joins shards by it; else each agent generates one."""
+    `shard`, since the server joins shards by it; else each agent generates one. An agent that takes
+    over within a boot needs its `predecessor`, or `index` of each begin()."""
     block_size: int = 0
     """Tokens per KV block of the full-attention group; 0 if slots are not reported."""
     num_blocks: int = 0

@@ -352,7 +352,11 @@ class Capture:
         self._start_over()
 
     def _start_over(self) -> None:
-        """Go on with an agent that knows no request and no slot."""
+        """Go on with an agent that knows no request and no slot.
+
+        It is a boot of its own: nothing joins by a count of requests, of which the old one may have
+        missed some.
+        """
         self.faults += 1
         old, self._agent = self._agent, None
         if old is not None:  # even if no other follows

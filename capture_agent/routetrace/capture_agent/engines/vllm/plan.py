@@ -50,6 +50,8 @@ class Begin(_Message):
     """Hand-over that its external tokens came by; None: not known."""
     nonce: int | None = None
     """Names this request in handles; the same at all shards."""
+    index: int | None = None
+    """Captured requests before it. Workers do not count: one that starts over has missed some."""
 
 
 @dataclass(slots=True)

@@ -149,6 +149,7 @@ class Requests:
                 prompt_token_ids=unpack_tokens(event.prompt),
                 transfer_id=event.transfer_id,
                 nonce=event.nonce,
+                index=event.index,
             )
         except InvalidArgument as error:
             _log.error("routetrace: request %s is not captured: %s", event.request_id, error)

@@ -99,6 +99,7 @@ class Schedule:
         self._waiting: dict[str, tuple[Any, int]] = {}  # request, tokens in the local cache
         self._allocated: dict[str, Any] = {}  # blocks of waiting requests, since the last step
         self._requests: dict[str, _Request] = {}
+        self._begun = 0  # captured requests
         self._free: list[int] = []
         self._finished: deque[Event] = deque()
         # By lane: the position after the last row that was scheduled.
@@ -363,7 +364,9 @@ class Schedule:
                 prompt=self._inputs.tokens_of(request, request.prompt_token_ids),
                 transfer_id=transfer_id,
                 nonce=nonce,
+                index=self._begun,
             )
+            self._begun += 1
         if self._free:
             self._free.pop()
         known = _Request(request, lane, options, request.num_prompt_tokens, nonce)
