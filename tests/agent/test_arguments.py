@@ -116,6 +116,10 @@ def test_begin_refuses(idle_agent, field, arguments):
         ("spans", lambda a, h: a.step(make_rows(2), [(h, 0, 3), (h, 2, -1)])),
         ("spans", lambda a, h: a.step(make_rows(2), [(h, -1, 2)])),
         ("spans", lambda a, h: a.step(make_rows(2), [(h, 1 << 31, 2)])),
+        ("spans", lambda a, h: a.step(make_rows(2), [(h, (1 << 31) - 1, 2)])),
+        ("spans", lambda a, h: a.step(make_rows(3), [(h, 0, 1), (h, (1 << 31) - 1, 2)])),
+        ("spans", lambda a, h: a.skip([(h, (1 << 31) - 1, (1 << 31) - 1)])),
+        ("spans", lambda a, h: a.skip([(h, 0, (1 << 31) + 1)])),
         ("spans", lambda a, h: a.step(make_rows(2), [(h + 99, 0, 2)])),
         ("spans", lambda a, h: a.step(make_rows(2), [(0, 0, 2)])),
         ("spans", lambda a, h: a.step(make_rows(2), [(-1, 0, 2)])),
@@ -146,6 +150,10 @@ def test_begin_refuses(idle_agent, field, arguments):
         ("ttl_seconds", lambda a, h: a.begin("new", ttl_seconds=0)),
         ("trace_id", lambda a, h: a.begin("new", trace_id="")),
         ("block_ids", lambda a, h: a.begin("new", block_ids=[10**5000])),
+        ("block_ids", lambda a, h: a.begin("new", block_ids=[0] * 9)),
+        ("block_ids", lambda a, h: a.resume(h, 0, block_ids=[0] * 9)),
+        ("block_ids", lambda a, h: a.add_blocks(h, [0] * 9)),
+        ("block_ids", lambda a, h: a.add_blocks([h] * 9, [0] * 9)),
         ("reason", lambda a, h: a.finish(h, 1, reason="tired")),
         ("num_tokens", lambda a, h: a.finish(h, -1)),
         ("token_ids", lambda a, h: a.finish(h, 2, reason="stop", token_ids=[1])),
@@ -276,6 +284,36 @@ def test_blocks_are_any_iterable(idle_agent, make):
     idle_agent.add_blocks(handle, make([1, 2]))
     idle_agent.add_blocks([handle, handle], make([3, 4]))
     idle_agent.finish(handle, 1)
+
+
+def test_what_exceeds_a_limit_says_which(idle_agent):
+    position = (1 << 31) - 1
+    spans = [(idle_agent.running, 0, 5), (idle_agent.running, position, 2)]
+    for expected, call in (
+        (
+            f"spans is [{idle_agent.running}, {position}, 2]; expected (handle, position, count) "
+            "with count >= 1 and positions in [0, 2147483648)",
+            lambda: idle_agent.skip(spans),
+        ),
+        (
+            "block_ids is 9 block ids; expected at most 8, the blocks of the engine",
+            lambda: idle_agent.add_blocks(idle_agent.running, [0] * 9),
+        ),
+        (
+            "block_ids is 9 block ids; expected at most 8, the blocks of the engine",
+            lambda: idle_agent.add_blocks([idle_agent.running] * 9, np.zeros(9, int)),
+        ),
+    ):
+        with pytest.raises(InvalidArgument) as caught:
+            call()
+        assert str(caught.value) == expected
+    idle_agent.skip([(idle_agent.running, position, 1), (idle_agent.running, 0, 5)])
+    idle_agent.add_blocks(idle_agent.running, range(8))
+    with CaptureAgent(AgentConfig("127.0.0.1:1", "e", LAYOUT, background="thread")) as agent:
+        agent.begin("r", num_computed_tokens=1 << 30, num_external_tokens=1 << 30)
+        with pytest.raises(InvalidArgument, match="at most 2147483646 with num_external_tokens"):
+            agent.begin("s", num_computed_tokens=position, num_external_tokens=2)
+        agent.close(0)
 
 
 def test_a_host_block_is_given_to_no_request(idle_agent):

@@ -11,7 +11,7 @@ import pytest
 from routetrace.capture_agent import AgentConfig, CaptureAgent
 from routetrace.capture_agent import agent as agent_module
 from routetrace.client import RouteClient
-from routetrace.common.errors import NotFound
+from routetrace.common.errors import InvalidArgument, NotFound
 from routetrace.common.layout import ModelLayout
 from routetrace.server.testing import run_server
 
@@ -90,6 +90,56 @@ def test_a_lost_end_and_begin_do_not_join_two_requests(
             with pytest.raises(NotFound):
                 client.get("nothing")
     assert "chunk refused" in caplog.text
+
+
+END = (1 << 31) - 1
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda agent, request: agent.step(rows_of(9, 2), [(request, END, 2)]),
+        lambda agent, request: agent.skip([(request, END, END)]),
+        lambda agent, request: agent.begin("many", block_ids=[0] * 33),
+        lambda agent, request: agent.resume(request, 0, block_ids=[0] * 33),
+        lambda agent, request: agent.add_blocks(request, [0] * 33),
+        lambda agent, request: agent.mark_external([3] * 33),
+    ],
+    ids=["step", "skip", "begin", "resume", "add_blocks", "mark_external"],
+)
+def test_one_wild_call_costs_no_other_request_its_rows(call: Any) -> None:
+    """It is refused where it is made: the server could refuse a whole chunk alone."""
+    with run_server() as server:
+        with CaptureAgent(config_of(server.target)) as agent:
+            other, wild = agent.begin("other", block_ids=[0, 1]), agent.begin("wild")
+            agent.step(rows_of(1, 4), [(other, 0, 4)])
+            refused = None
+            try:
+                call(agent, wild)
+            except InvalidArgument as error:
+                refused = error.field
+            agent.finish(other, 5)
+            assert agent.flush(30)
+            assert agent.stats().dropped_rows == {}
+        assert refused in ("spans", "block_ids", None)
+        with RouteClient(server.target) as client:
+            assert requests_in(client.get("other")) == {1}
+
+
+def test_blocks_that_are_named_again_and_again_are_of_nobody_once() -> None:
+    """`mark_external` may name a block as often as it likes."""
+    with run_server() as server:
+        with CaptureAgent(config_of(server.target)) as agent:
+            first = agent.begin("first", block_ids=[0, 1])
+            agent.step(rows_of(1, 8), [(first, 0, 8)])
+            agent.finish(first, 9)
+            agent.mark_external([1] * 40)
+            hit = agent.begin("hit", num_computed_tokens=8, block_ids=[0, 1, 2])
+            agent.step(rows_of(2, 1), [(hit, 8, 1)])
+            agent.finish(hit, 10)
+        with RouteClient(server.target) as client:
+            trace = client.get("hit", missing="mask")
+        assert trace.valid.all(axis=1).tolist() == [True] * 4 + [False] * 4 + [True]
 
 
 def test_a_lost_block_does_not_shift_the_blocks_after_it(refused: dict[str, str]) -> None:

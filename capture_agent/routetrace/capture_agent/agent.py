@@ -33,6 +33,7 @@ from routetrace.capture_agent.step_path.checks import (
     blocks_of,
     check_pairs,
     computed_of,
+    distinct,
     external_of,
     handles_of,
     labels_of,
@@ -191,7 +192,7 @@ class CaptureAgent:
                 own first ones.
             num_external_tokens: the last ones of them, loaded from elsewhere (another engine, CPU
                 memory, a remote cache); their rows are unknown.
-            block_ids: its KV blocks, in order; none where block_size is 0.
+            block_ids: its KV blocks, in order, at most num_blocks; none where block_size is 0.
             prompt_token_ids: the prompt, [prompt_len]; lets the server prove that rows of different
                 engines belong to the same tokens.
             transfer_id: hand-over that its external KV comes by: the request that finished with the
@@ -371,12 +372,12 @@ class CaptureAgent:
     def mark_external(self, block_ids: Iterable[int]) -> None:
         """Note that the KV of these blocks was loaded from elsewhere: their rows are unknown.
 
-        Call it after step() or step_slots() of every step that was under way before, since a slot
-        does not name the request of its row.
+        A block may be named several times. Call it after step() or step_slots() of every step that
+        was under way before, since a slot does not name the request of its row.
         """
         with self._lock:
             if self._active():
-                blocks = blocks_of(block_ids, self.config, host=True)
+                blocks = distinct(blocks_of(block_ids, self.config, host=True), self.config)
                 if blocks:
                     self._noted_kv().load(self._weight_version)
                 self._event("external", blocks)

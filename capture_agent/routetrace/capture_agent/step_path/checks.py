@@ -74,14 +74,15 @@ def spans_of(spans: npt.ArrayLike, num_rows: int | None = None) -> Ints | None:
     last: int = positions.item(unsigned[1].argmax())
     fewest: int = counts.item(counts.argmin())
     most: int = counts.item(unsigned[2].argmax())
-    if lowest < 0 or not 0 <= last < MAX_POSITION or fewest < 1 or most >= MAX_POSITION:
-        bad = (handles < 0) | (positions < 0) | (positions >= MAX_POSITION)
-        bad |= (counts < 1) | (counts >= MAX_POSITION)
-        raise wrong(
-            "spans",
-            table[bad][0].tolist(),
-            f"(handle, position in [0, {MAX_POSITION}), count >= 1)",
-        )
+    if lowest < 0 or last < 0 or fewest < 1 or last + most > MAX_POSITION:
+        # Each span on its own: the longest need not be the last.
+        bad = (handles < 0) | (positions < 0) | (counts < 1) | (counts > MAX_POSITION - positions)
+        if bad.any():
+            raise wrong(
+                "spans",
+                table[bad][0].tolist(),
+                f"(handle, position, count) with count >= 1 and positions in [0, {MAX_POSITION})",
+            )
     total = len(counts) if most == 1 else int(np.add.reduce(counts))
     if num_rows is not None and total != num_rows:
         raise wrong("spans", f"{total} rows", f"{num_rows}, as many as in rows")
@@ -135,7 +136,21 @@ def blocks_of(
             if block >= limit:
                 remedy = "report copies of host blocks with copy_blocks"
                 raise wrong(f"{name}[{i}]", block, f"a block of the engine, below {limit}", remedy)
+    if len(blocks) > limit and not host:  # of a request; the server takes no more
+        raise _too_many(len(blocks), config)
     return blocks.tobytes()
+
+
+def distinct(blocks: bytes, config: AgentConfig) -> bytes:
+    """Return block ids (uint32) without repeats if they are more than all blocks there are."""
+    if len(blocks) // 4 <= config.all_blocks:
+        return blocks
+    return array("I", dict.fromkeys(array("I", blocks))).tobytes()
+
+
+def _too_many(count: int, config: AgentConfig) -> InvalidArgument:
+    expected = f"at most {config.num_blocks}, the blocks of the engine"
+    return wrong("block_ids", f"{count} block ids", expected)
 
 
 def handles_of(handles: int | npt.ArrayLike) -> Ints | None:
@@ -164,6 +179,8 @@ def blocks_for(block_ids: Iterable[int], count: int, config: AgentConfig) -> Int
     if count and int(np.maximum.reduce(blocks.view(np.uint64))) >= config.num_blocks:
         bad = blocks[(blocks < 0) | (blocks >= config.num_blocks)]
         raise wrong("block_ids", int(bad[0]), f"ids in [0, {config.num_blocks})")
+    if count > config.num_blocks:
+        raise _too_many(count, config)
     return blocks
 
 
@@ -202,6 +219,13 @@ def external_of(num_external_tokens: int, num_computed_tokens: int) -> int:
             "num_external_tokens",
             num_external_tokens,
             f"at most num_computed_tokens = {num_computed_tokens}",
+        )
+    if num_external_tokens + num_computed_tokens > MAX_POSITION:  # for the server, as for rows
+        raise wrong(
+            "num_computed_tokens",
+            num_computed_tokens,
+            f"at most {MAX_POSITION - num_external_tokens} with num_external_tokens = "
+            f"{num_external_tokens}",
         )
     return num_external_tokens
 

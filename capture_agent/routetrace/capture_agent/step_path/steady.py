@@ -57,7 +57,7 @@ class Steady:
         self._spans, self._num_spans, self._size = spans, spans.shape[1], spans.nbytes
         # Spans of the next steps, filled in on the first question: the same memory as bytes and as
         # numbers [steps, m, 3]; offset of the next step and of the end of those that are known;
-        # their number, and steps until a position may exceed its limit.
+        # their number, and steps until one may exceed the last position.
         self._expected, self._predicted = bytearray(), _NONE
         self._at = self._end = self._known = self._left = 0
 
@@ -85,13 +85,13 @@ class Steady:
             return False
 
     def _predict(self) -> bool:
-        """Predict up to as many steps more; return False if a position may exceed its limit."""
+        """Predict up to as many steps more; return False if one may exceed the last position."""
         _, positions, counts = self._spans
         known, more = self._known, max(1, self._known)
         if not known:
             # No position grows by more than there are rows.
             last: int = positions.item(positions.argmax())
-            self._left = (MAX_POSITION - 1 - last) // self._shape[0]
+            self._left = (MAX_POSITION - last) // self._shape[0] - 1
             most = min(_PREDICTED, 1 << (_PREDICTED_BYTES // self._size).bit_length() >> 1) or 1
             self._expected = bytearray(most * self._size)
             self._predicted = _ARRAY((most, self._num_spans, 3), _INT64, self._expected)
