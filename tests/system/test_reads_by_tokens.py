@@ -48,8 +48,9 @@ class Place:
         """Begin a request and compute its prompt; return its handle and all of its rows."""
         told = tokens[:prompt] if how.pop("tell", True) else None
         handle = self.agent.begin(
-            self.name, prompt_len=prompt, prompt_token_ids=told, labels=how.pop("labels", None)
-        )
+            how.pop("request_id", self.name), trace_id=self.name, prompt_len=prompt,
+            prompt_token_ids=told, labels=how.pop("labels", None),
+        )  # fmt: skip
         order = np.random.default_rng(next(ids)).random((len(tokens) - 1, 2, 64)).argsort(axis=2)
         rows = order[:, :, :2].astype(np.uint8)
         self.agent.step(rows[:prompt], [(handle, 0, prompt)])
@@ -301,6 +302,85 @@ def test_an_answer_that_was_cut_is_proven_up_to_its_last_digest(place: Place) ->
     words = refused(lambda: place.get(first[:140]))
     assert words.count("agrees before position 128, and has no digest behind it") == 2
     place.check(first, pairs[0][1])
+
+
+@pytest.mark.parametrize("reason", ["length", "abort"])
+def test_a_cut_answer_is_of_the_request_that_sampled_it_and_not_of_one_whose_prompt_it_is(
+    place: Place, reason: str
+) -> None:
+    """Its caller goes on elsewhere from a part of the answer."""
+    [first] = answers(1, 90)
+    sampled = place.run(first, reason=reason)
+    cut = 80
+    second = np.append(first[:cut], [7, 8])
+    place.end(place.begin(second, cut), second, cut)
+    assert place.client.get(place.name).incarnation == 2
+    trace = place.get(first[:cut], wait_for="end", timeout=LONG)
+    assert trace.incarnation == 1
+    np.testing.assert_array_equal(trace.topk_ids, sampled)
+    fetched = place.fetch(first[:cut])
+    assert fetched.reads[0].incarnation == 1
+    assert fetched.verified[0] > 0
+    there = fetched.topk_ids.transpose(1, 0, 2)[: cut - 1]
+    np.testing.assert_array_equal(there, sampled[: cut - 1])
+
+    async def read() -> Trace:
+        async with AsyncRouteClient(place.target) as client:
+            return await client.get(place.name, token_ids=first[:cut])
+
+    np.testing.assert_array_equal(asyncio.run(read()).topk_ids, sampled)
+    place.check(second, place.client.get(place.name, incarnation=2).topk_ids)
+
+
+def test_a_prompt_that_no_other_request_may_have_sampled_is_proven(place: Place) -> None:
+    first, second = answers(2, 90)
+    rows = place.end(place.begin(second, 80), second, 80)
+    np.testing.assert_array_equal(place.get(second[:80]).topk_ids, rows)
+    place.run(first)  # which differs
+    place.run(second[:60])  # which has fewer tokens
+    assert place.client.get(place.name).num_tokens == 60
+    np.testing.assert_array_equal(place.get(second[:80]).topk_ids, rows)
+    fetched = place.fetch(second[:80])
+    assert fetched.verified[0] > 0
+    np.testing.assert_array_equal(fetched.topk_ids.transpose(1, 0, 2)[:79], rows[:79])
+
+
+def test_of_requests_with_one_prompt_the_one_that_a_read_takes_of_all(place: Place) -> None:
+    """Nobody has sampled these tokens."""
+    first, second = answers(2)
+    for tokens, reason in ((first, "stop"), (second, "stop"), (first, "abort")):
+        place.run(tokens, reason=reason)
+    assert place.get(first[:PROMPT]).incarnation == 2
+
+
+def test_a_prompt_that_another_request_may_have_sampled_is_refused(place: Place) -> None:
+    """The other one was cut before its first digest, so that neither is proven."""
+    [first] = answers(1, 60)
+    rows = place.run(first, reason="length")
+    second = np.append(first[:50], [7, 8, 9])
+    place.end(place.begin(second, 50), second, 50)
+    for read in (place.get, place.fetch):
+        words = refused(lambda read=read: read(first[:50]))
+        assert "incarnation 2 has them as its prompt, and another one may have sampled" in words
+        assert "incarnation 1 agrees before position 40, and has no digest behind it" in words
+    np.testing.assert_array_equal(place.get(first[:50], incarnation=1).topk_ids, rows)
+    assert place.get(first[:50], incarnation=2).num_tokens == 53
+
+
+def test_who_may_still_sample_a_prompt_is_waited_for(place: Place) -> None:
+    [first] = answers(1, 90)
+    begun = place.begin(first)
+    second = np.append(first[:80], [7, 8])
+    place.end(place.begin(second, 80, request_id=f"{place.name} elsewhere"), second, 80)
+    assert "incarnation 1 agrees before position 40, and has not ended" in refused(
+        lambda: place.get(first[:80])
+    )
+    later = threading.Thread(target=lambda: place.end(begun, first))
+    later.start()
+    trace = place.get(first[:80], wait_for="end", timeout=LONG)
+    later.join()
+    assert trace.incarnation == 1
+    np.testing.assert_array_equal(trace.topk_ids, begun[1])
 
 
 def test_of_equal_answers_the_one_that_a_read_takes_of_all(place: Place) -> None:

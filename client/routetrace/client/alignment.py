@@ -92,7 +92,7 @@ def check_tokens(number: int, sample: Sample, segment: Segment, facts: TraceFact
             f"{_others(segment, facts) if token_ids is not None else ''}. Of a "
             "sample that was cut short, give its token_ids, or the segment that it takes",
         )
-    return confirmed if proof in (Proof.BEGINS, Proof.WHOLE) else 0
+    return confirmed if proof in (Proof.PROMPT, Proof.BEGINS, Proof.WHOLE) else 0
 
 
 class Compared(NamedTuple):
@@ -129,9 +129,12 @@ class Proof(IntEnum):
     """The request has fewer tokens."""
     NONE = 2
     """No digest differs, and none behind its prompt agrees."""
-    BEGINS = 3
+    PROMPT = 3
+    """The digest of all the tokens agrees, and they are its whole prompt: it sampled none of them.
+    Whether they are proven depends on the other requests, which may have sampled them."""
+    BEGINS = 4
     """A digest behind its prompt agrees, and none stands at the end of the tokens."""
-    WHOLE = 4
+    WHOLE = 5
     """The digest of all the tokens agrees."""
 
     @classmethod
@@ -142,7 +145,7 @@ class Proof(IntEnum):
         if facts.num_tokens is not None and facts.num_tokens < count:
             return cls.SHORT
         if compared.agreed == count:
-            return cls.WHOLE
+            return cls.PROMPT if facts.prompt_len == count else cls.WHOLE
         # An unknown prompt may reach to the end of the tokens.
         prompt_len = count if facts.prompt_len is None else facts.prompt_len
         return cls.BEGINS if compared.agreed > prompt_len else cls.NONE

@@ -153,7 +153,7 @@ class Fetch:
             if facts.num_incarnations == 1 or search.see(facts) is Proof.WHOLE:
                 return facts
             other = yield from search.look()
-            if other is None and search.see(facts) in (Proof.BEGINS, Proof.NONE):
+            if other is None and search.see(facts) in (Proof.PROMPT, Proof.BEGINS, Proof.NONE):
                 raise search.refusal(f"samples[{planned.sample}].token_ids")
             if other in (None, facts.incarnation):
                 return facts

@@ -35,6 +35,8 @@ from routetrace.v1 import routetrace_pb2 as pb
 _FIRST_WAIT = 2.0
 #: Seconds between two looks, which double up to the second number.
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.05, 1.0
+#: Proofs that say enough where no other incarnation can have the tokens.
+_ALONE = (Proof.PROMPT, Proof.BEGINS)
 #: Incarnations that an error describes.
 _MOST_NAMED = 4
 
@@ -50,6 +52,8 @@ class Seen(NamedTuple):
     running: bool
     answers: bool
     """Whether it is complete, and was not aborted."""
+    may_have_sampled: bool
+    """Whether its prompt is shorter than the tokens, as far as is known."""
 
     @property
     def words(self) -> str:
@@ -60,6 +64,8 @@ class Seen(NamedTuple):
             return f"{name} agrees before position {agreed} and differs before {differs}"
         if self.proof is Proof.SHORT:
             return f"{name} has {counted(self.num_tokens or 0, 'token')}"
+        if self.proof is Proof.PROMPT:
+            return f"{name} has them as its prompt, and another one may have sampled them"
         if self.running:
             return f"{name} agrees before position {agreed}, and has not ended"
         if self.has_digests:
@@ -99,6 +105,7 @@ class Search:
             len(facts.token_digests) > 0,
             facts.state is TraceState.RUNNING,
             complete and facts.finish_reason is not FinishReason.ABORT,
+            facts.prompt_len is None or facts.prompt_len < len(self._token_ids),
         )
         return proof
 
@@ -124,11 +131,14 @@ class Search:
                 self.see(converted(lambda a: TraceStat(**facts_from_proto(a.info)), answer))
         except NotFound:  # it was deleted, or has not begun
             return None
-        whole = self.having(Proof.WHOLE)
-        for chosen in [seen for seen in whole if seen.answers] or whole:
-            return chosen.number
         # Where only the beginning is proven, another one may have the same beginning.
         possible = self.having(Proof.BEGINS, Proof.NONE)
+        whole = self.having(Proof.WHOLE)
+        # Nor did a request sample its own prompt where another one may have.
+        if not any(seen.may_have_sampled for seen in (*whole, *possible)):
+            whole = self.having(Proof.WHOLE, Proof.PROMPT)
+        for chosen in [seen for seen in whole if seen.answers] or whole:
+            return chosen.number
         if len(possible) == 1 and possible[0].proof is Proof.BEGINS:
             return possible[0].number
         return None
@@ -200,7 +210,7 @@ def read_proven(
             number = yield from search.look()
         else:
             proof = search.see(trace)
-            if proof is Proof.WHOLE or (proof is Proof.BEGINS and trace.num_incarnations == 1):
+            if proof is Proof.WHOLE or (proof in _ALONE and trace.num_incarnations == 1):
                 yield Emit(trace)
                 return
             failure, last = None, True
@@ -221,6 +231,6 @@ def read_proven(
         number = yield from search.look()
     left = max(0.0, until - time.monotonic())
     trace = yield from value_of(read(replace(want, incarnation=number), left, True))
-    if search.see(trace) not in (Proof.BEGINS, Proof.WHOLE):  # the id was deleted and used again
+    if search.see(trace) not in (*_ALONE, Proof.WHOLE):  # the id was deleted and used again
         raise refusal()
     yield Emit(trace)
