@@ -23,7 +23,7 @@ COUNTS = (
     *("external_loads", "external_rows", "weight_updates", "resets", "binds", "barriers"),
     *("stalled", "relayed", "failed_transfers", "transfers_that_gave_nothing", "decoded_again"),
     *("transfer_ids_used_twice", "siblings", "cut_short", "host_writes", "host_loads"),
-    *("emptied", "late_versions", "kv_versions", "loaded_samples"),
+    *("emptied", "late_versions", "kv_versions", "loaded_samples", "lost_late"),
 )
 
 GROUPS = (*(2, 3, 4, 5) * 3, 8, 16, 64)

@@ -943,8 +943,12 @@ class Engine:
             keeps = len(run.ahead) < request.most and self.rng.random() < 0.5
             if keeps:
                 request.tokens = run.ahead
-                if run.told and self.rng.random() < 0.5:
+                if (run.told or self._goes_on(run)) and self.rng.random() < 0.5:
                     stop = run.kept
+            if not run.told and stop == run.kept:
+                self.counts["lost_late"] += stop - run.start
+                run.attempt.rows[run.start :] = NOBODY
+                run.attempt.lost[run.start : stop] = run.attempt.skipped[run.start : stop] = True
             if run.told and stop < run.kept:
                 sure = min(run.kept, max(run.start + 1, record.prompt_len))
                 positions = range(run.start, sure)
@@ -960,6 +964,11 @@ class Engine:
         request.ahead = request.tokens
         self._release(request)
         self.waiting.insert(0, request)
+
+    def _goes_on(self, run: Run) -> bool:
+        """Whether all before a pass is computed and sure, so that it confirms no rejected draft."""
+        sure = all(position < run.start for position, _, _ in run.request.drafts)
+        return sure and bool((run.before == NOBODY).all())
 
     def _in_flight(self, request: Request) -> list[Run]:
         """The rows of a request whose outcome nobody knows yet: at most those of one pass."""

@@ -184,9 +184,11 @@ class Listener:
         heard = self.requests[handle]
         assert heard.takes_rows
         self._release(heard, num_computed_tokens)
-        rows = heard.attempts[-1]
+        rows, lost = heard.attempts[-1], heard.lost[-1]
+        end = max((*rows, *lost), default=-1) + 1
         heard.attempts[-1] = {p: row for p, row in rows.items() if p < num_computed_tokens}
-        heard.lost[-1] = {p for p in heard.lost[-1] if p < num_computed_tokens}
+        heard.lost[-1] = {p for p in lost if p < num_computed_tokens}
+        heard.lost[-1] |= {*range(end, num_computed_tokens)}  # their rows come late
         heard.preempted = True
 
     def resume(

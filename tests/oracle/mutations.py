@@ -58,8 +58,8 @@ MUTATIONS = (
     Mutation(
         "a host block keeps the rows of what it held before",
         f"{SERVER}/index/slot_map.py",
-        "        runs, nths = self._run[held], self._nth[held]\n",
-        "        runs, nths = self._run[held], self._nth[held]\n"
+        "        runs, nths = self._run_again(self._run[held], step + 1), self._nth[held]\n",
+        "        runs, nths = self._run_again(self._run[held], step + 1), self._nth[held]\n"
         "        old = self._run[[*pairs]]\n"
         "        runs = np.where(old > 0, old, runs)\n",
         seed=1015,
@@ -81,14 +81,13 @@ MUTATIONS = (
     Mutation(
         "blocks handed out anew keep their rows",
         f"{SERVER}/index/apply.py",
-        "                if kind == BLOCKS:\n"
-        "                    self.slots.forget_blocks(blocks)\n",
+        "                if kind == BLOCKS:\n                    self.slots.erase(blocks)\n",
         "                if kind == BLOCKS:\n",
     ),
     Mutation(
         "uncached blocks of a new request keep their rows",
         f"{SERVER}/index/apply.py",
-        "        self._forget(source, known, FOREVER)\n",
+        "            self.slots.erase(source.blocks[new:])\n",
         "",
     ),
     Mutation(

@@ -92,7 +92,8 @@ def _holes(answer: Expected) -> dict[int, dict[Record, bool]]:
 
 def _weights(owner: Record, position: int, store: RowStore, *, every: bool) -> set[int]:
     """The true weights of the KV at a position that the owner's first attempt read."""
-    behind = owner.attempts[0].behind(position, every=every)
+    first = owner.attempts[0]
+    behind = first.behind(position, every=every or not first.sampled)
     return {NOBODY if n == NOBODY else int(store.weights[n]) for n in behind}
 
 

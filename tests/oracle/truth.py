@@ -156,12 +156,15 @@ class Attempt:
     def behind(self, position: int, *, every: bool = False) -> set[int]:
         """The passes that made the KV at a position from which it sampled.
 
-        By the contract an attempt that ended before it sampled counts, too; with `every`, so do
-        passes before the first one that sampled.
+        With `every`, passes before the first one that sampled count, too.
         """
-        read, sampled = self._read
-        one = read if every or not sampled.makers[0] else sampled
+        one = self._read[0 if every else 1]
         return one.makers[position] if position < len(one.makers) else set()
+
+    @property
+    def sampled(self) -> bool:
+        """Whether one of its passes sampled, whatever became of the token."""
+        return bool(self._read[1].makers[0])
 
     def kv(self, start: int, stop: int) -> np.ndarray:
         """The passes that made the KV at positions [start, stop), as it was read last."""
@@ -431,25 +434,48 @@ class Lineage:
         most = min(same_tokens(a, b), b.prompt_len)
         return max((q for q in self._known_at[a] & self._known_at[b] if q <= most), default=0)
 
-    def sampled(self, b: Record) -> dict[Record, int]:
-        """Requests of which b was given tokens that they sampled, and how many tokens in all."""
-        others = (a for a in self.records if a is not b and a.prompt_len and not a.handed_over)
-        return {a: q for a in others if (q := self.proven(a, b)) > a.prompt_len}
+    def sampled(self, b: Record, *, handed_over: bool = False) -> dict[Record, int]:
+        """Requests of which b was given tokens that they sampled, and how many tokens in all.
+
+        Those that ended with a hand-over, or all others.
+        """
+        others = (a for a in self.records if a is not b and a.handed_over == handed_over)
+        return {a: q for a in others if (q := self.proven(a, b)) > a.prompt_len > 0}
 
     def before(self, b: Record) -> tuple[Record | None, range]:
         """The request that b continues, and positions of b that are ambiguous."""
         sampled = self.sampled(b)
         proven = max(sampled.values(), default=0)
         last = [a for a, q in sampled.items() if q == proven]
-        if len(last) < 2:
-            return (last[0] if last else None), NOWHERE
-        first = b.attempts[0]
-        taken = np.flatnonzero(first.rows[: min(proven, first.external.start)] != NOBODY)
-        for position in taken[-1:].tolist():
-            for a in last:
-                if position >= a.prompt_len and a.computed(position, int(first.rows[position])):
-                    return a, NOWHERE
-        return None, range(min(a.prompt_len for a in last) - 1, proven - 1)
+        # Of these tokens, a request with a longer prompt sampled none.
+        named = self.sampled(b, handed_over=True)
+        handed = [h for h, q in named.items() if q >= proven > h.prompt_len]
+        if not last or self.sources(b) in [[h] for h in handed]:
+            return None, NOWHERE
+        taken_up = [self.sources(a) for a in last]
+        among = [*last, *(h for h in handed if [h] not in taken_up)]
+        if len(among) > 1:
+            first = b.attempts[0]
+            taken = np.flatnonzero(first.rows[: min(proven, first.external.start)] != NOBODY)
+            for position in taken[-1:].tolist():
+                for a in among:
+                    if position >= a.prompt_len and a.computed(position, int(first.rows[position])):
+                        return (None if a.handed_over else a), NOWHERE
+        elif not any(self._perhaps_sampled(c, last[0], b) for c in self.records):
+            return last[0], NOWHERE
+        return None, range(min(a.prompt_len for a in among) - 1, proven - 1)
+
+    def _perhaps_sampled(self, c: Record, a: Record, b: Record) -> bool:
+        """Whether c may have sampled the tokens that b was given, though only a is proven to."""
+        if c is a or not c.reason or c.handed_over:
+            return False
+        if a.reason == "stop" and a.num_tokens <= self.proven(a, b):
+            return False
+        return (
+            self.proven(c, a) == c.prompt_len == a.prompt_len
+            and c.num_tokens > self.proven(c, b)
+            and not self._differ(c, b)
+        )
 
     def chain(self, record: Record) -> list[Record]:
         """The requests that a request goes on from, and itself."""
@@ -460,7 +486,7 @@ class Lineage:
         """Who owns which positions."""
         owners, start = [], 0
         for a, b in pairwise(self.chain(record) if policy == "as_sampled" else [record]):
-            stop = min(self.proven(a, b), a.num_tokens - 1, b.prompt_len - 1)
+            stop = min(self.proven(a, b), a.num_tokens) - 1
             owners.append((a, range(start, stop)))
             start = stop
         return [*owners, (record, range(start, len(record.attempts[0].rows)))]
@@ -477,9 +503,9 @@ class Lineage:
             parts.reverse()
             parts.append(self._handed(record, ()))
         else:
-            first = that_sampled(record)
-            parts = parts[first:]
-            if not first:
+            count = those_that_sampled(record)
+            parts = [parts[i] for i in count]
+            if not count[0]:
                 parts.insert(1, self._handed(record, ()))
         numbers, names = _first(parts)
         return np.where(numbers == LOST, NOBODY, numbers), names
@@ -512,10 +538,15 @@ class Lineage:
 
     def _disproven(self, a: Record, b: Record) -> int:
         """The position from which digests disprove that one handed its KV to the other."""
-        both, same = self._known_at[a] & self._known_at[b], same_tokens(a, b)
-        if all(q <= same for q in both):
+        if not self._differ(a, b):
             return len(a.tokens) + len(b.tokens)
+        both, same = self._known_at[a] & self._known_at[b], same_tokens(a, b)
         return max((q for q in both if q <= same), default=0)
+
+    def _differ(self, a: Record, b: Record) -> bool:
+        """Whether digests of two requests at one position differ."""
+        same = same_tokens(a, b)
+        return any(q > same for q in self._known_at[a] & self._known_at[b])
 
     def absorbs(self, b: Record, a: Record) -> bool:
         """Whether a is no incarnation of its own, as b goes on from it."""
@@ -554,6 +585,20 @@ def that_sampled(record: Record) -> int:
     return next(whole, len(earlier))
 
 
+def those_that_sampled(record: Record) -> list[int]:
+    """The attempt that sampled, and those behind it that sampled again."""
+    first = that_sampled(record)
+    count, most = [first], record.attempts[first].stop
+    for i, attempt in enumerate(record.attempts[first + 1 :], first + 1):
+        # Of an attempt that is not over, `stop` is 0.
+        behind = slice(most, record.num_tokens - 1) if attempt is record.attempts[-1] else slice(0)
+        held = (attempt.rows != NOBODY) | attempt.lost
+        if attempt.stop > most or held[behind].any():
+            count.append(i)
+        most = max(most, attempt.stop)
+    return count
+
+
 def _first(parts: list[tuple[np.ndarray, np.ndarray]]) -> tuple[np.ndarray, np.ndarray]:
     """Of each cell the first row that there is, or LOST if it was lost before; and its name."""
     size = max(len(numbers) for numbers, _ in parts)
@@ -590,13 +635,15 @@ def _exact(
     for owner, positions in owners:
         here = slice(positions.start, positions.stop)
         rows, of = lineage.rows(owner, policy)
-        count = owner.attempts[that_sampled(owner) if policy == "as_sampled" else 0 :]
+        count = _that_count(owner, policy)
         numbers[here], names[here] = rows[here], of[here]
         _, ambiguous = lineage.before(owner)
         vague[owner] = ambiguous
         aborted, sampled = lineage.cut(owner) if policy == "as_sampled" else (owner, NOWHERE)
+        of_aborted = _that_count(aborted, policy)
         for position in positions:
-            behind.append(_behind(aborted if position in sampled else owner, position))
+            who = (aborted, of_aborted) if position in sampled else (owner, count)
+            behind.append(_behind(*who, position))
             reasons[position] = _reasons(owner, count, position)
             if position in ambiguous and policy == "as_sampled":
                 numbers[position] = NOBODY
@@ -622,11 +669,23 @@ def _end(record: Record, stop: int) -> int:
     return max((int(h[-1]) + 1 for h in held if len(h)), default=0)
 
 
-def _behind(record: Record, position: int, *, every: bool = False) -> set[int]:
-    """The passes behind the KV at a position that a request sampled from."""
-    if record.num_tokens == record.prompt_len and not every:
+def _that_count(record: Record, policy: Policy) -> list[Attempt]:
+    """The attempts whose rows count."""
+    every = range(len(record.attempts))
+    count = those_that_sampled(record) if policy == "as_sampled" else every
+    return [record.attempts[i] for i in count]
+
+
+def _behind(record: Record, count: list[Attempt], position: int) -> set[int]:
+    """The passes behind the KV at a position that a request sampled from.
+
+    Of attempts that count though they ended before they sampled, all passes.
+    """
+    if record.num_tokens == record.prompt_len:
         return set()  # there is no answer
-    return set().union(*(a.behind(position, every=every) for a in record.attempts))
+    return set().union(
+        *(a.behind(position, every=a in count and not a.sampled) for a in record.attempts)
+    )
 
 
 def _reasons(record: Record, count: list[Attempt], position: int) -> frozenset[str]:
@@ -650,13 +709,13 @@ def _servable(
     heard_of = {-1}  # positions, of which rows may be unknown as well
     size = len(record.attempts[0].rows)
     # Digests that got lost make the proven part shorter, never longer.
-    parts = {record: size, **lineage.sampled(record)}
+    parts = {record: size, **{a: q - 1 for a, q in lineage.sampled(record).items()}}
     owners = [(part, range(min(stop, size))) for part, stop in parts.items()]
     behind: list[set[int]] = [set() for _ in range(size)]
     if record.num_tokens != record.prompt_len:  # else there is no answer
         for part, positions in owners:
             for p in positions:
-                behind[p] |= _behind(part, p, every=True)
+                behind[p] |= set().union(*(a.behind(p, every=True) for a in part.attempts))
     more = [*parts]
     while more:
         new = [r for r in lineage.sources(more.pop()) if r not in parts]

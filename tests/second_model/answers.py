@@ -43,6 +43,11 @@ class Found(NamedTuple):
 Cell = frozenset["Found | None"]
 MISSING: Cell = frozenset((None,))
 
+#: Behind all positions.
+_NEVER = 1 << 60
+#: Requests with one prompt that are compared with the prompt of the next turn.
+_MOST = 64
+
 
 #: The tokens before each position at which a digest of them is known.
 Digests = dict[int, tuple[int, ...]]
@@ -146,25 +151,50 @@ class Answers:
     @_once
     def chains(self, last: Request) -> list[Chain]:
         """The chain that ends with a request; several where the contract leaves the choice."""
+        found = []
+        for one in self._continued(last):
+            if isinstance(one, range):
+                found.append(Chain((last,), ambiguous=one))
+            else:
+                found += [c._replace(members=(*c.members, last)) for c in self.chains(one)]
+        return found
+
+    def _continued(self, last: Request) -> list[Request | range]:
+        """The request that another one continues; of one that continues none, what is ambiguous."""
         proven = {
             r: self.proven(r, last)
             for r in self._others(last)
-            if 0 < r.prompt_len < self.proven(r, last) and r.reason != "handoff"
+            if 0 < r.prompt_len < self.proven(r, last)
         }
-        most = max(proven.values(), default=0)
-        before = [r for r, p in proven.items() if p == most]
-        alone = Chain((last,), range(0))
-        found = []
-        makers = self._makers(last, before, most) if len(before) > 1 else before or [None]
-        for one in makers:
-            if one is not None:
-                found += [c._replace(members=(*c.members, last)) for c in self.chains(one)]
-            elif before:
-                shortest = min(r.prompt_len for r in before)
-                found.append(alone._replace(ambiguous=range(shortest - 1, most - 1)))
-            else:
-                found.append(alone)
-        return found
+        most = max((p for r, p in proven.items() if r.reason != "handoff"), default=0)
+        equals = [r for r, p in proven.items() if r.reason != "handoff" and p == most]
+        takes = [self._giver(r) for r in equals]
+        handed = [
+            r for r, p in proven.items() if r.reason == "handoff" and r.prompt_len < most <= p
+        ]
+        rivals = [*equals, *(r for r in handed if r not in takes)]
+        if not equals or self._giver(last) in rivals[len(equals) :]:
+            return [range(0)]
+        makers: Iterable[Request | None] = equals
+        if len(rivals) > 1:
+            makers = self._makers(last, rivals, most)
+        elif self._others_may_be(equals[0], last):
+            makers = [None]
+        ambiguous = range(min(r.prompt_len for r in rivals) - 1, most - 1)
+        return [ambiguous if m is None else range(0) if m in handed else m for m in makers]
+
+    def _others_may_be(self, a: Request, b: Request) -> bool:
+        """Whether others may have sampled, behind the same prompt, what stands of `a` in `b`'s."""
+        if a.reason == "stop" and a.num_tokens <= self.proven(a, b):
+            return False
+        of = [r for r in self._others(b) if r.prompt_len == a.prompt_len == self.proven(r, a)]
+        return len(of) > _MOST or any(
+            c is not a
+            and c.reason != "handoff"
+            and c.num_tokens > self.proven(c, b)
+            and self._agree_until(c, b) == _NEVER
+            for c in of
+        )
 
     def _makers(self, last: Request, equals: list[Request], stop: int) -> Iterable[Request | None]:
         """Which of several made the row of the last position that came from a slot."""
@@ -204,9 +234,9 @@ class Answers:
     def _stop(self, members: tuple[Request, ...]) -> int:
         """One past the positions of the first request that it owns."""
         if len(members) == 1:
-            return 1 << 60
+            return _NEVER
         a, b = members[:2]
-        return min(self.proven(a, b), a.num_tokens - 1, b.prompt_len - 1)
+        return min(self.proven(a, b), a.num_tokens) - 1
 
     def absorbed(self, a: Request) -> bool:
         """Whether a request is no incarnation of its own."""
@@ -275,28 +305,56 @@ class Answers:
 
     def _row(self, owner: Request, position: int, layer: int, policy: Policy) -> Cell:
         """The row that the owner of a position has for a cell."""
-        numbers = range(max(len(p.attempts) for p in owner.parts))
-        rows = [self._attempt(owner, n, position, layer) for n in numbers]
         handed = self._handed(owner, position, layer)
         found: Cell = frozenset()
-        if policy == "latest":
-            found = self._first_of([*reversed(rows), handed])
-        else:
-            number = self._that_sampled(owner)
-            given = [] if number else [handed]
-            found = self._first_of([rows[number], *given, *rows[number + 1 :]])
+        for search in self._searches(owner, policy):
+            rows = [self._attempt(owner, n, position, layer) for n in search]
+            if policy == "latest":
+                rows.append(handed)
+            elif not search[0]:
+                rows.insert(1, handed)
+            found |= self._first_of(rows)
         return frozenset(f if f and not f.row.lost else None for f in found)
+
+    @_once
+    def _searches(self, owner: Request, policy: Policy) -> list[list[int]]:
+        """The attempts that count, in order; several where the contract leaves the choice."""
+        last = max(len(part.attempts) for part in owner.parts) - 1
+        if policy == "latest":
+            return [[*range(last, -1, -1)]]
+        sampled = self._that_sampled(owner)
+        found, most = [sampled], self._computed(owner, sampled) or 0
+        for number in range(sampled + 1, last):
+            computed = self._computed(owner, number)
+            if computed is None or computed > most:
+                found.append(number)
+                most = computed or most
+        if last == sampled:
+            return [found]
+        if (self._computed(owner, last) or 0) > most:
+            return [[*found, last]]
+        stop = max((run.stop for part in owner.parts for run in part.runs), default=0)
+        behind = [self.log.own(p, last, n) for p in owner.parts for n in range(most, stop)]
+        if any(None not in value for value in behind):
+            return [[*found, last]]
+        maybe = any(value != UNKNOWN for value in behind)
+        return [found, [*found, last]] if maybe else [found]
 
     @_once
     def _that_sampled(self, owner: Request) -> int:
         """The first attempt that was preempted with its whole prompt computed, else the last."""
         last = max(len(part.attempts) for part in owner.parts) - 1
         for number in range(last):
-            for part in owner.parts:
-                kept = [computed for _, of, computed in part.preempts if of == number]
-                if kept and min(kept) >= owner.prompt_len:
-                    return number
+            computed = self._computed(owner, number)
+            if computed is not None and computed >= owner.prompt_len:
+                return number
         return last
+
+    @staticmethod
+    def _computed(owner: Request, number: int) -> int | None:
+        """How many tokens an attempt had computed when it was preempted."""
+        told = (kept for part in owner.parts for _, of, kept in part.preempts if of == number)
+        return min(told, default=None)
 
     def _attempt(self, request: Request, number: int, position: int, layer: int) -> Cell:
         """The row that one attempt computed, lost, or took from a slot.
@@ -346,7 +404,7 @@ class Answers:
             if mine[position] != yours[position]:
                 return alike
             alike = position
-        return 1 << 60
+        return _NEVER
 
     # ------------------------------------------------------------------ rows that stand in
 
@@ -465,13 +523,12 @@ class Answers:
     ) -> set[str]:
         """Reasons that a cell of its owner without a row may have."""
         found = set[str]()
-        stop = max(len(p.attempts) for p in owner.parts)
-        count = range(0 if policy == "latest" else self._that_sampled(owner), stop)
-        order = reversed(count) if policy == "latest" else count
-        lost, sure = self._why_lost(owner, order, position, layer)
-        for part in owner.parts:
-            if layer in part.writer.layer_ids:
-                found |= lost | self._reasons_of(part, position, count, lost if sure else set())
+        for search in self._searches(owner, policy):
+            lost, sure = self._why_lost(owner, search, position, layer)
+            for part in owner.parts:
+                if layer in part.writer.layer_ids:
+                    known = lost if sure else set()
+                    found |= lost | self._reasons_of(part, position, search, known)
         if self.log.settled and not owner.ended:
             found |= {"agent_lost", "aborted", "not_captured"}
         if len(owner.parts) < self._shards(owner):
@@ -494,9 +551,12 @@ class Answers:
         w = request.first.writer
         return sum(v.engine_id == w.engine_id and v.boot_id == w.boot_id for v in self.log.writers)
 
-    def _reasons_of(self, part: Part, position: int, count: range, lost: set[str]) -> set[str]:
+    def _reasons_of(
+        self, part: Part, position: int, search: Iterable[int], lost: set[str]
+    ) -> set[str]:
         """Reasons by one shard, if some attempts count and one of them lost the cell, or none."""
-        end, end_known = part.end(), part.ended_at >= 0
+        count = {n: part.attempts[n] for n in search if n < len(part.attempts)}
+        end, end_known = max((part.end(n) for n in count), default=0), part.ended_at >= 0
         aborted = part.reason == "abort"
         if part.ended_at >= 0:
             # Rows that an earlier attempt computed stand; the last one may not have got there.
@@ -513,17 +573,17 @@ class Answers:
         if position >= end:
             if part.ended_at < 0:
                 return {"not_yet"}
-            if position < last.cached:  # its KV was loaded, and given up
+            if any(position < a.cached for a in count.values()):  # loaded, and given up
                 return {"kv_unknown"}
             return {"aborted"} if aborted else {"not_captured"}
         found: set[str] = set()
-        for number, attempt in enumerate(part.attempts):
+        for number, attempt in count.items():
             runs = (r for r in part.runs if r.attempt == number and r.start <= position < r.stop)
             rows = [run.rows[position - run.start] for run in runs]
             if not rows and position < attempt.cached:
                 found.add("kv_unknown")
             taken = bool(rows) and not rows[-1].lost  # and not to be served, for now or for ever
-            if taken and number in count and None in self.log.own(part, number, position):
+            if taken and None in self.log.own(part, number, position):
                 found.add("not_yet" if part.ended_at < 0 else "not_captured")
         return found or {"not_captured", "kv_unknown"}
 

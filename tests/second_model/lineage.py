@@ -137,6 +137,92 @@ _ABORTED = [  # rows 0 to 65
     _finish("A", (*_LONG, 201, 202, 203, 204, 205), "abort"),
 ]
 
+_CUT = [  # rows 0 to 65; its caller keeps 64 tokens
+    _begin("A", prompt=_LONG),
+    _step("A", "e", 0, 62),
+    *(_step("A", "e", p) for p in range(62, 66)),
+    _finish("A", (*_LONG, 201, 202, 203, 204, 205), "stop"),
+]
+
+_LOADED = [  # row 0, behind KV of which nobody knows the pass; resumes in other blocks
+    _begin("B", external=4),
+    _step("B", "e", 4),
+    *_again("B", (*_P, 31), 5),
+]
+
+
+def _two_tokens(name: str, reason: str, *transfer: str) -> list[Event]:
+    """Samples two tokens behind the prompt, and computes the first of them."""
+    return [
+        _begin(name),
+        _step(name, "e", 0, 5),
+        _step(name, "e", 5),
+        _finish(name, (*_P, 11, 12), reason, *transfer),
+    ]
+
+
+def _goes_on(*transfer: str, external: int = 0) -> list[Event]:
+    """Begins with a token that others sampled, and samples the next one."""
+    return [
+        _begin("C", "d", (*_P, 11), *transfer, external=external),
+        _step("C", "d", external, 6 - external),
+        _finish("C", (*_P, 11, 31), "stop"),
+    ]
+
+
+def _two_tries(*tokens: int) -> list[Event]:
+    """A try that is thrown away, and a second one elsewhere; rows 0 to 5, and 6 to 10 and more."""
+    return [
+        *_two_tokens("A", "abort"),
+        _begin("B", "d"),
+        _step("B", "d", 0, 5),
+        *(_step("B", "d", p) for p in range(5, 4 + len(tokens))),
+        _finish("B", (*_P, *tokens), "stop"),
+    ]
+
+
+def _retry_that_is_handed_over(*transfer: str) -> list[Event]:
+    """A sampled two tokens, and B, whose prompt they end, the third one."""
+    return [
+        *_two_tokens("A", "abort"),
+        _begin("B", prompt=(*_P, 11, 12)),
+        _step("B", "e", 0, 7),
+        _finish("B", (*_P, 11, 12, 13), "handoff", *transfer),
+        _begin("C", "d", (*_P, 11, 12, 13), *transfer, external=7),
+        _step("C", "d", 7),
+        _finish("C", (*_P, 11, 12, 13, 31), "stop"),
+    ]
+
+
+def _turn_and_sibling(reason: str) -> list[Event]:
+    """A turn, rows 0 to 5, a sibling elsewhere of which nothing tells, and the next turn."""
+    return [
+        *_two_tokens("A", reason),
+        _begin("B", "d"),
+        _step("B", "d", 0, 5),
+        *(_step("B", "d", p) for p in (5, 6)),
+        _finish("B", (*_P, 13, 14, 15), "stop"),
+        _begin("C", prompt=(*_P, 11, 12, 8, 9), blocks=(4, 5, 6)),
+        _step("C", "e", 0, 9),
+        _finish("C", (*_P, 11, 12, 8, 9, 31), "stop"),
+    ]
+
+
+def _draft_in_a_block_that_is_given(*between: Event) -> list[Event]:
+    """Row 3 is a draft while its block is given to B, and confirmed before C hits the block."""
+    return [
+        _begin("A", prompt=(1, 2), trace="tA"),
+        _step("A", "e", 0, 2),
+        _step("A", "e", 2, 2),
+        *between,
+        _begin("B", external=4, blocks=(0, 4), trace="tB"),
+        _finish("A", (1, 2, 3, 4, 12), "stop"),
+        _step("B", "e", 4),
+        _finish("B", (*_P, 31), "stop"),
+        *_cached("C", blocks=(0, 2)),
+    ]
+
+
 #: What it shows, the engine's shape, the order, and what each reader must get.
 _ORDERS: dict[str, tuple[Family, list[Event], dict[str, str]]] = {
     "a stalled prefill, repeated elsewhere, that reports first": (
@@ -551,7 +637,7 @@ _ORDERS: dict[str, tuple[Family, list[Event], dict[str, str]]] = {
             _step("B", "e", 0, 66),
             _finish("B", (*_LONG, 201, 202, 203, 8, 301), "stop"),
         ],
-        {"t#B": "f0..64 f131", "t#B latest": "f66..131", "t#A": "f0..65"},
+        {"t#B": "f0..63 f130..131", "t#B latest": "f66..131", "t#A": "f0..65"},
     ),
     "an abort with more tokens than the caller got, and its next turn elsewhere": (
         _ENGINES._replace(block_size=64, num_blocks=8),
@@ -561,7 +647,7 @@ _ORDERS: dict[str, tuple[Family, list[Event], dict[str, str]]] = {
             _step("B", "d", 0, 66),
             _finish("B", (*_LONG, 201, 202, 203, 8, 301), "stop"),
         ],
-        {"t#B": "f0..63 f130..131", "t#B latest": "f66..131", "t#A": "f0..65"},
+        {"t#B": "f0..62 f129..131", "t#B latest": "f66..131", "t#A": "f0..65"},
     ),
     "a retry under other weights": (
         _ENGINES,
@@ -938,6 +1024,247 @@ _ORDERS: dict[str, tuple[Family, list[Event], dict[str, str]]] = {
             *_cached("B", blocks=(4, 2)),
         ],
         {"t": "p0..3 f6", "tC": "p0..3 f5"},
+    ),
+    "an attempt that sampled nothing, and one that sampled": (
+        _ENGINES,
+        [
+            *_LOADED,
+            _step("B", "e", 0, 3),
+            *_again("B", (*_P, 31), 3),
+            _step("B", "e", 0, 6),
+            _finish("B", (*_P, 31, 32), "stop"),
+        ],
+        {"t": "f4..7 f0 f9", "t latest": "f4..9"},
+    ),
+    "an attempt that sampled nothing, and lost a row": (
+        _ENGINES,
+        [
+            *_LOADED,
+            _step("B", "e", 0, 2),
+            _step("B", "e", 2, kind="skip"),
+            *_again("B", (*_P, 31), 3),
+            _step("B", "e", 0, 6),
+            _finish("B", (*_P, 31, 32), "stop"),
+        ],
+        {"t": "f3..6 f0 f8", "t latest": "f3..8"},
+    ),
+    "an attempt that was aborted before it sampled": (
+        _ENGINES,
+        [*_LOADED, _step("B", "e", 0, 3), _finish("B", (*_P, 31), "abort")],
+        {"t": "4*kv_unknown f0", "t latest": "f1..3 1*kv_unknown f0"},
+    ),
+    "an attempt that computed again what was sampled from, and was aborted": (
+        _ENGINES,
+        [*_LOADED, _step("B", "e", 0, 5), _finish("B", (*_P, 31), "abort")],
+        {"t": "4*kv_unknown f0", "t latest": "f1..5"},
+    ),
+    "an attempt that sampled again, and of which the row was lost": (
+        _ENGINES,
+        [
+            *_LOADED,
+            _step("B", "e", 0, 5),
+            _step("B", "e", 5, kind="skip"),
+            _finish("B", (*_P, 31, 32), "stop"),
+        ],
+        {"t": "f1..4 f0 1*not_captured", "t latest": "f1..5 1*not_captured"},
+    ),
+    "a hand-over, and a sibling that sampled its token": (
+        _ENGINES,
+        [*_computed("A", trace="t"), *_prefill("B", "x"), *_goes_on("x", external=5)],
+        {"t": "h5..9 f10", "t latest": "h5..9 f10"},
+    ),
+    "a hand-over without an id, and a sibling that sampled its token": (
+        _ENGINES,
+        [*_computed("A", trace="t"), *_prefill("B"), *_goes_on(external=5)],
+        {"t": "4*kv_unknown 1*ambiguous f10", "t latest": "5*kv_unknown f10"},
+    ),
+    "a prompt with a token that a sibling sampled, and a hand-over to nobody": (
+        _ENGINES,
+        [*_prefill("B", "x"), *_computed("A", trace="t"), *_goes_on()],
+        {"t": "f10..13 1*ambiguous f15", "t latest": "f10..15"},
+    ),
+    "a hand-over to nobody, a sibling that sampled its tokens, and a slot of the hand-over": (
+        _ENGINES,
+        [
+            *_two_tokens("A", "stop"),
+            *_two_tokens("B", "handoff"),
+            _begin("C", prompt=(*_P, 11, 12), cached=6, blocks=(2, 3)),
+            _step("C", "e", 6),
+            _finish("C", (*_P, 11, 12, 31), "stop"),
+        ],
+        {"t": "s6..11 f12"},
+    ),
+    "a hand-over to nobody, a sibling that sampled its tokens, and a slot of the sibling": (
+        _ENGINES,
+        [
+            *_two_tokens("A", "stop"),
+            *_two_tokens("B", "handoff"),
+            _begin("C", prompt=(*_P, 11, 12), cached=6, blocks=(0, 1)),
+            _step("C", "e", 6),
+            _finish("C", (*_P, 11, 12, 31), "stop"),
+        ],
+        {"t": "f0..5 f12", "t latest": "s0..5 f12"},
+    ),
+    "a hand-over to nobody of fewer tokens than a sibling sampled": (
+        _ENGINES,
+        [
+            *_prefill("A"),
+            *_two_tokens("B", "stop"),
+            _begin("C", prompt=(*_P, 11, 12, 8)),
+            _step("C", "e", 0, 8),
+            _finish("C", (*_P, 11, 12, 8, 31), "stop"),
+        ],
+        {"t": "f5..10 f17..18", "t latest": "f11..18"},
+    ),
+    "an abort, and a retry with its tokens that is handed over with the next one": (
+        _ENGINES,
+        _retry_that_is_handed_over("x"),
+        {"t": "f0..5 h12 f13", "t latest": "h6..12 f13"},
+    ),
+    "an abort, and a retry with its tokens that is handed over without an id": (
+        _ENGINES,
+        _retry_that_is_handed_over(),
+        {"t": "f0..5 1*kv_unknown f13", "t latest": "7*kv_unknown f13"},
+    ),
+    "a turn that was handed over with its token, and the next one": (
+        _ENGINES,
+        [
+            *_prefill("A", "x"),
+            _begin("B", "d", _P, "x", external=4),
+            _step("B", "d", 4),
+            _finish("B", (*_P, 11), "stop"),
+            _begin("C", "d", (*_P, 11, 8)),
+            _step("C", "d", 0, 7),
+            _finish("C", (*_P, 11, 8, 31), "stop"),
+        ],
+        {"t": "h0..3 f5 f11..12", "t latest": "f6..12"},
+    ),
+    "a try that was thrown away, and the next turn of a second one, of which the end is known": (
+        _ENGINES,
+        [
+            *_two_tries(11, 13),
+            _begin("C", prompt=(*_P, 11, 13, 8)),
+            _step("C", "e", 0, 8),
+            _finish("C", (*_P, 11, 13, 8, 31), "stop"),
+        ],
+        {"t": "f6..11 f18..19", "t latest": "f12..19", "t#A": "f0..5"},
+    ),
+    "a try that was thrown away, and the next turn of a second one, of which it is not": (
+        _ENGINES,
+        [
+            *_two_tries(11, 13, 14),
+            _begin("C", prompt=(*_P, 11, 13, 14, 8), blocks=(4, 5, 6)),
+            _step("C", "e", 0, 9),
+            _finish("C", (*_P, 11, 13, 14, 8, 31), "stop"),
+        ],
+        {
+            "t#C": "f13..16 1*ambiguous f18..21",
+            "t#C latest": "f13..21",
+            "t#A": "f0..5",
+            "t#B": "f6..12",
+        },
+    ),
+    "a turn that stands in a prompt with the token that ended it, and a sibling elsewhere": (
+        _ENGINES,
+        _turn_and_sibling("stop"),
+        {"t#C": "f0..5 f19..21", "t#B": "f6..12"},
+    ),
+    "a turn that was aborted, and a sibling elsewhere": (
+        _ENGINES,
+        _turn_and_sibling("abort"),
+        {"t#C": "f13..16 2*ambiguous f19..21", "t#A": "f0..5"},
+    ),
+    "an answer that its caller cut, and its next turn": (
+        _ENGINES._replace(block_size=64, num_blocks=8),
+        [
+            *_CUT,
+            _begin("B", prompt=(*_LONG, 201, 202, 8)),
+            _step("B", "e", 0, 65),
+            _finish("B", (*_LONG, 201, 202, 8, 301), "stop"),
+        ],
+        {"t#B": "f0..62 f129..130", "t#B latest": "f66..130", "t#A": "f0..65"},
+    ),
+    "an answer that its caller cut, and a slot of the last token": (
+        _ENGINES._replace(block_size=64, num_blocks=8),
+        [
+            *_CUT,
+            _begin("B", prompt=(*_LONG, 201, 202, 8), cached=64, blocks=(0, 2)),
+            _step("B", "e", 64),
+            _finish("B", (*_LONG, 201, 202, 8, 301), "stop"),
+        ],
+        {"t#B": "f0..62 s63 f66", "t#B latest": "s0..63 f66", "t#A": "f0..65"},
+    ),
+    "an answer that its caller cut, and a sibling of which the prompt tells": (
+        _ENGINES._replace(block_size=64, num_blocks=8),
+        [
+            *_CUT,
+            _begin("C", prompt=_LONG),
+            _step("C", "e", 0, 62),
+            _finish("C", (*_LONG, 301), "stop"),
+            _begin("B", prompt=(*_LONG, 201, 202, 8), blocks=(6, 7)),
+            _step("B", "e", 0, 65),
+            _finish("B", (*_LONG, 201, 202, 8, 301), "stop"),
+        ],
+        {"t#B": "f0..62 f191..192", "t#C": "f66..127"},
+    ),
+    "an answer that its caller cut, and a sibling elsewhere of which nothing tells": (
+        _ENGINES._replace(block_size=64, num_blocks=8),
+        [
+            *_CUT,
+            _begin("C", "d", prompt=_LONG),
+            _step("C", "d", 0, 62),
+            _finish("C", (*_LONG, 301), "stop"),
+            _begin("B", prompt=(*_LONG, 201, 202, 8), blocks=(6, 7)),
+            _step("B", "e", 0, 65),
+            _finish("B", (*_LONG, 201, 202, 8, 301), "stop"),
+        ],
+        {"t#B": "f128..188 2*ambiguous f191..192", "t#A": "f0..65", "t#C": "f66..127"},
+    ),
+    "a pass that a preemption counts, and of which the row comes late": (
+        _ENGINES,
+        [
+            _begin("A"),
+            _step("A", "e", 0, 5),
+            (("preempt", "A", (*_P, 11, 12), 6),),
+            _step("A", "e", 5),
+            (("resume", "A", 0, (6, 7)),),
+            _step("A", "e", 0, 7),
+            _finish("A", (*_P, 11, 12, 13), "stop"),
+        ],
+        {"t": "f0..4 1*not_captured f12", "t latest": "f6..12"},
+    ),
+    "a pass behind KV from elsewhere that a preemption counts, and of which no row comes": (
+        _ENGINES,
+        [
+            _begin("B", external=4),
+            *_again("B", (*_P, 31), 5),
+            _step("B", "e", 0, 6),
+            _finish("B", (*_P, 31, 32), "stop"),
+        ],
+        {"t": "f0..3 1*not_captured f5", "t latest": "f0..5"},
+    ),
+    "passes of a part of the prompt that a preemption counts, and of which the rows come late": (
+        _ENGINES,
+        [
+            _begin("A"),
+            _step("A", "e", 0, 2),
+            (("preempt", "A", _P, 4),),
+            _step("A", "e", 2, 2),
+            (("resume", "A", 0, (6, 7)),),
+            _step("A", "e", 0, 5),
+            _finish("A", (*_P, 11), "stop"),
+        ],
+        {"t": "f4..8", "t latest": "f4..8"},
+    ),
+    "a draft that is confirmed after its block was given": (
+        _ENGINES,
+        _draft_in_a_block_that_is_given(),
+        {"t": "4*kv_unknown f5", "tA": "f0..3", "tB": "4*kv_unknown f4"},
+    ),
+    "a draft that was sent, and is confirmed after its block was given": (
+        _ENGINES,
+        _draft_in_a_block_that_is_given((("flush",),)),
+        {"t": "4*kv_unknown f5", "tA": "f0..3", "tB": "4*kv_unknown f4"},
     ),
     "KV of a prompt that another trace computed under weights of which no one gave the version": (
         _DECLARED._replace(version=None),

@@ -118,21 +118,18 @@ class Part:
         tail = range(max(self.prompt_len + 1, self.num_tokens - 64), self.num_tokens)
         return (*(tail if self.reason == "abort" else ()), self.num_tokens)
 
-    def end(self) -> int:
-        """One past the last position of the current attempt that was computed, or is cached."""
-        last = self.attempts[-1]
-        number = len(self.attempts) - 1
-        stop = last.cached
-        for run in self.runs:
-            if run.attempt == number:
-                stop = run.stop
-        for _, position, step in self.rewinds:
-            runs = [r for r in self.runs if r.attempt == number]
-            if runs and runs[-1].step <= step:
+    def end(self, number: int = -1) -> int:
+        """One past the last position of an attempt that was computed, or is cached."""
+        number %= len(self.attempts)
+        stop = self.attempts[number].cached
+        over = self.attempts[number + 1].at if number + 1 < len(self.attempts) else 1 << 60
+        runs = [r for r in self.runs if r.attempt == number]
+        if runs:
+            stop = runs[-1].stop
+        for when, position, step in self.rewinds:
+            if runs and runs[-1].step <= step and when < over:
                 stop = min(stop, position)
-        if self.preempts and self.preempts[-1][1] == number:
-            stop = min(stop, self.preempts[-1][2])
-        return stop
+        return min([stop, *(kept for _, of, kept in self.preempts if of == number)])
 
 
 @dataclass(eq=False)
@@ -338,7 +335,19 @@ class Log:
         self.now += 1
         part.preempts.append((self.now, len(part.attempts) - 1, computed))
         if part.released_at < 0:  # else it holds no blocks
+            self._lose(part, computed)
             self._release(part, computed)
+
+    def _lose(self, part: Part, stop: int) -> None:
+        """What passes of an attempt computed of which no rows have come."""
+        writer, number = part.writer, len(part.attempts) - 1
+        rows = [row for run in part.runs if run.attempt == number for row in run.rows]
+        ends = (row.position + 1 for row in rows if self.alive(row, self.now))
+        start = max([part.attempts[-1].cached, *ends])
+        facts = {}, writer.step, writer.version, False, self.now, "not_captured"
+        lost = [Row(part, number, p, *facts) for p in range(start, stop)]
+        if lost:
+            part.runs.append(Run(self.now, writer.step, number, start, lost))
 
     def finish(
         self,

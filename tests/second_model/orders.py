@@ -46,6 +46,8 @@ class Family(NamedTuple):
     skips: bool = False
     chunks: bool = False
     preempts: bool = False
+    counted: bool = False
+    """Whether a preemption may count a pass whose row comes late."""
     rewinds: bool = False
     early_blocks: bool = False
     externals: bool = False
@@ -393,6 +395,11 @@ class Engine:
             for accepted in range(r.open_drafts + 1):
                 tokens, computed = r.outcome(accepted)
                 yield (("preempt", r.name, tokens, computed),)
+            slots = len(r.blocks) * f.block_size
+            if f.counted and r.base < 0 and r.computed == len(r.tokens) - 1 < slots:
+                tokens, late = (*r.tokens, r.sampled(len(r.tokens))), (r.name, r.computed, 1)
+                preempt = ("preempt", r.name, tokens, r.computed + 1)
+                yield (preempt, ("step", r.engine, (late,)))
 
     def _resumes(self, r: Req) -> Iterator[Event]:
         size = self.family.block_size
@@ -839,6 +846,20 @@ FAMILIES = (
         turns=False,
         same_trace=True,
     ),
+    Family(
+        "attempts that sample nothing",
+        *(4, 12),
+        prompt_len=3,
+        requests=1,
+        preempts=True,
+        counted=True,
+        late=1,
+        chunks=True,
+        skips=True,
+        externals=True,
+        ends=("stop", "abort"),
+        turns=False,
+    ),
     Family("resets", 4, 8, resets=True, flushes=True, externals=True),
     Family("turns", 4, 8, requests=3, same_trace=True, own_trace=False, same_prompt=False),
     Family(
@@ -864,6 +885,26 @@ FAMILIES = (
         twins=True,
         transfers=("x",),
         ends=("stop", "abort"),
+    ),
+    Family(
+        "rivals elsewhere",
+        *(4, 8),
+        requests=3,
+        same_trace=True,
+        own_trace=False,
+        decode_engine=True,
+        cuts=True,
+        ends=("stop", "abort"),
+    ),
+    Family(
+        "rivals that hand over",
+        *(1, 24),
+        requests=3,
+        same_trace=True,
+        own_trace=False,
+        twins=True,
+        cuts=True,
+        ends=("stop", "handoff"),
     ),
     Family("reuse", 1, 10, requests=3, drafts=(0, 1), ends=("stop", "abort")),
     Family("host tier", 4, 8, prompt_len=5, host_blocks=1, versions=True, turns=False),

@@ -444,15 +444,32 @@ def test_a_lost_row_is_taken_from_no_attempt_behind_its_own():
 def test_a_row_that_was_lost_before_it_was_handed_over_is_missing():
     first = request([1, 2, 3, 4, 5], 4, run(0, 0, 4), reason="handoff", gave="x")
     first.attempts[0].lost[1], first.attempts[0].rows[1] = True, NOBODY
-    loads = request([1, 2, 3, 4, 5, 6], 4, run(103, 3, 5), external=3, took="x")
+    loads = request([1, 2, 3, 4, 5, 6], 4, run(103, 3, 4), external=3, took="x")
     loads.attempts += request([1] * 6, 4, run(200, 0, 5)).attempts
-    assert served(first, loads)[1] == [0, None, 2, 103, 104]
+    assert served(first, loads)[1] == [0, None, 2, 103, 204]
     _, e = expected([first, loads], STORE, "as_sampled", None)
     assert e.reasons[1, 0] == {"kv_unknown"}
     loads.attempts[1].lost[0], loads.attempts[1].rows[0] = True, NOBODY  # in a later attempt
-    assert served(first, loads)[1] == [0, None, 2, 103, 104]
+    assert served(first, loads)[1] == [0, None, 2, 103, 204]
     loads.attempts[0].unknown[1:] = False  # from here on it was computed
-    assert served(first, loads)[1] == [0, 201, 202, 103, 104]
+    assert served(first, loads)[1] == [0, 201, 202, 103, 204]
+
+
+def test_an_attempt_that_did_not_sample_again_supplies_no_row():
+    first = run(0, 0, 4) | {0: None}
+    one = request([1, 2, 3, 4, 5, 6], 2, first, run(100, 0, 4), run(200, 0, 5))
+    assert served(one) == [[200, 1, 2, 3, 204]]
+    one.attempts.pop()
+    assert served(one) == [[None, 1, 2, 3, None]]
+    assert reasons(one)[0] == {"kv_unknown"}
+    assert served(one, policy="latest") == [[100, 101, 102, 103, None]]
+    one.attempts[1].lost[4] = True  # of a pass that sampled
+    assert served(one) == [[100, 1, 2, 3, None]]
+    one.attempts[1].stop, one.attempts[1].lost[4] = 5, False  # it was preempted behind it
+    assert served(one) == [[100, 1, 2, 3, None]]
+    one.tokens.pop()  # the row at position 4 sampled nothing that stands
+    one.attempts[1].stop, one.attempts[1].rows[4] = 0, 104
+    assert served(one) == [[None, 1, 2, 3]]
 
 
 def test_a_turn_goes_on_from_the_turn_before_and_adds_its_last_row():
@@ -520,12 +537,49 @@ def test_of_siblings_that_nothing_tells_apart_none_goes_on():
 
 def test_the_greatest_proven_prefix_goes_on_and_a_handover_does_not():
     short = request([1, 2, 3], 2, run(0, 0, 2))
-    long = request([1, 2, 3, 4], 2, run(100, 0, 3), reason="handoff")
+    long = request([1, 2, 3, 4], 2, run(100, 0, 3), reason="abort")
     last = request([1, 2, 3, 4, 5, 6], 5, run(200, 0, 5))
     last.told_at |= {3, 4}
-    assert served(short, long, last)[2] == [0, 1, 202, 203, 204]
-    long.reason = "abort"
     assert served(short, long, last)[2] == [100, 101, 102, 203, 204]
+    long.reason = "handoff"  # it may have sampled the tokens as well
+    assert served(short, long, last)[2] == [200, None, 202, 203, 204]
+    assert reasons(short, long, last)[1] == {"ambiguous"}
+    long.gave = last.took = "x"  # its tokens they are
+    assert served(short, long, last)[2] == [200, 201, 202, 203, 204]
+    short.took, last.took = "x", ""  # the first one took them up
+    assert served(short, long, last)[2] == [0, 1, 202, 203, 204]
+
+
+def test_of_a_handover_and_a_turn_the_one_whose_row_was_taken_from_a_slot_goes_on():
+    turn = request([1, 2, 3, 4], 2, run(0, 0, 3))
+    prefill = request([1, 2, 3, 4], 2, run(100, 0, 3), reason="handoff")
+    for first, served_rows in ((0, [0, 1, 2, 203, 204]), (100, [100, 101, 102, 203, 204])):
+        last = request([1, 2, 3, 4, 5, 6], 5, run(first, 0, 3) | run(203, 3, 5), slots=3)
+        last.told_at.add(4)
+        assert served(turn, prefill, last)[2] == served_rows
+        assert origins(turn, prefill, last)[2][2] == ("slot" if first else "forward")
+
+
+def test_a_request_that_may_have_sampled_the_tokens_too_makes_them_ambiguous():
+    """The digests of the other one are at places where those of the prompt are not."""
+    turn = request([1, 2, 3, 4], 2, run(0, 0, 3), reason="length")
+    other = request([1, 2, 3, 4, 5, 6, 7], 2, run(100, 0, 6), reason="length")
+    last = request([1, 2, 3, 4, 5, 8], 5, run(200, 0, 5))
+    last.told_at.add(4)
+    assert served(turn, other, last)[2] == [200, None, None, 203, 204]
+    assert reasons(turn, other, last)[1:3] == [{"ambiguous"}] * 2
+    assert None not in served(turn, other, last, policy="latest")[2]
+    turn.reason = "stop"  # the token that ended it stands in the prompt
+    assert served(turn, other, last)[2] == [0, 1, 2, 203, 204]
+    turn.reason, other.reason = "length", "handoff"
+    assert served(turn, other, last)[2] == [0, 1, 2, 203, 204]
+    other.reason, other.prompt_len = "length", 1  # the turn goes on from it
+    assert served(turn, other, last)[2] == [100, 1, 2, 203, 204]
+    other.prompt_len = 2
+    other.told_at.add(5)  # it is proven to share more tokens
+    assert served(turn, other, last)[2] == [100, 101, 102, 103, 204]
+    other.tokens[3] = 9  # and here, to have sampled others
+    assert served(turn, other, last)[2] == [0, 1, 2, 203, 204]
 
 
 def test_an_aborted_request_owns_all_that_its_caller_got():
@@ -536,7 +590,7 @@ def test_an_aborted_request_owns_all_that_its_caller_got():
     turn = request([1, 2, 3, 4, 6, 7], 5, run(100, 0, 5))
     assert served(aborted, turn)[1] == [100, 101, 102, 103, 104]
     turn.told_at.add(4)  # its agent knew where the request before may have ended
-    assert served(aborted, turn)[1] == [0, 1, 2, 3, 104]
+    assert served(aborted, turn)[1] == [0, 1, 2, 103, 104]
     # The law says so whatever is known of the tokens.
     aborted.told_at, following.continued = digest_positions(5), aborted
     for one in (aborted, following):
@@ -617,11 +671,12 @@ def test_a_position_that_was_computed_or_lost_is_not_handed_over():
 
 def test_a_handover_comes_before_later_attempts():
     prefill, decode = pair()
+    decode.attempts[0].rows[3], decode.attempts[0].stop = NOBODY, 3
     decode.attempts.append(request([1, 2, 3, 9, 7], 3, run(200, 0, 4)).attempts[0])
-    assert served(prefill, decode)[1] == [0, 1, 100, 101]
+    assert served(prefill, decode)[1] == [0, 1, 100, 203]
     assert served(prefill, decode, policy="latest")[1] == [200, 201, 202, 203]
     decode.took = "y"
-    assert served(prefill, decode)[1] == [200, 201, 100, 101]
+    assert served(prefill, decode)[1] == [200, 201, 100, 203]
 
 
 def test_what_is_handed_over_is_of_the_last_attempt_or_was_handed_over_itself():
@@ -648,7 +703,7 @@ def test_histories_that_were_edited_share_what_digests_prove():
     turn = request(tokens, 70, run(0, 0, 179))
     edited = request([*tokens[:150], 9, 9, 9], 152, run(300, 0, 152))
     # Equal up to 150; both have a digest at 128.
-    assert served(turn, edited)[1] == [*range(128), *range(428, 452)]
+    assert served(turn, edited)[1] == [*range(127), *range(427, 452)]
     assert counted(turn, edited) == [True, True]
 
 

@@ -106,8 +106,8 @@ def test_rows_of_all_tokens_that_the_caller_got_are_of_the_passes_that_sampled_t
     client, agents = place
     trace_id, _, old, new = cut_and_gone_on(agents, engine, turn, more)
     trace = client.get(trace_id)
-    # The row of the last token that the caller got sampled what comes next, unless other text does.
-    cut = GOT if turn and more else GOT - 1
+    # The row at the last token that the caller got sampled what comes next, or nothing.
+    cut = GOT - 1
     assert trace.state is TraceState.COMPLETE
     assert trace.weight_versions == ((0, cut, 1), (cut, len(new), 2))
     np.testing.assert_array_equal(trace.topk_ids, [*old[:cut], *new[cut:]])

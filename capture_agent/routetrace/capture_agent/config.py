@@ -100,9 +100,9 @@ class AgentConfig(Values):
     model: str = ""
     """Hash of the model that the engine runs, from `routetrace.common.model_hash`; "": unknown."""
     external_kv_emptied: bool = False
-    """Whether no store of KV outside of engines' blocks holds KV of older weights once a pass runs
-    with new ones, as the deployment empties them at each weight update. Rows can stand in for KV of
-    such a store."""
+    """Whether no store of KV outside of engines' blocks holds KV of other weights than a pass that
+    may load it: the deployment empties them at each weight update, and engines that share one do
+    not run with different weights. Rows can stand in for KV of such a store."""
     num_host_blocks: int = 0
     """Blocks of the engine's own host tier, in which it keeps copies of KV (`copy_blocks`): numbers
     num_blocks and up. Beside num_blocks they count for its limit."""

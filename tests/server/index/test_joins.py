@@ -393,6 +393,63 @@ def test_of_equal_candidates_the_one_behind_the_last_slot_is_continued():
     assert numbers(one, two, then)[-1] == [1] * 90 + [3] * 9 + [0] * 3 + [3] * 2
 
 
+@pytest.mark.parametrize("turned", [False, True])
+def test_tokens_that_a_prefill_sampled_are_of_no_sibling(turned):
+    """The prompt of its decode holds the first token, which a sibling sampled as well."""
+    prompt = [*range(6)]
+    sibling = Told(1, [*prompt, 42], 6)
+    prefill = Told(2, sibling.tokens, 6, end="handoff", gives="x")
+    decode = Told(3, [*prompt, 42, 43], 7, holes=6, takes="x")
+    requests = [decode, prefill, sibling] if turned else [sibling, prefill, decode]
+    at = requests.index(decode)
+    one = incarnations(requests)[at]
+    assert served(requests, one) == [2] * 6 + [3]
+    decode.source.received_by = ""
+    one = incarnations(requests)[at]
+    assert one.ambiguous == [(5, 6)]
+    assert served(requests, one) == [0] * 6 + [3]
+
+
+def test_a_turn_goes_on_from_a_decode_beside_its_prefill():
+    prompt = [*range(6)]
+    prefill = Told(1, [*prompt, 42], 6, end="handoff", gives="x")
+    decode = Told(2, prefill.tokens, 6, holes=5, takes="x")
+    turn = Told(3, [*decode.tokens, 5, 5, 6], 9, ends=(7,))
+    assert numbers(prefill, decode, turn)[-1] == [1] * 5 + [2] + [3] * 3
+
+
+def test_an_answer_that_was_thrown_away_is_not_gone_on_from():
+    """It began with the same token, and another agent knows the tokens of the answer."""
+    prompt = [*range(10)]
+    thrown = Told(1, [*prompt, 77, 1, 2, 3], 10, end="abort")
+    answer = Told(2, [*prompt, 77, *range(200, 210)], 10)
+    turn = Told(3, [*answer.tokens, 7, 8, 9, 5], 24, ends=tuple(thrown.ends))
+    assert incarnations([thrown, answer, turn])[-1].ambiguous == [(9, 10)]
+    assert numbers(thrown, answer, turn)[-1] == [3] * 9 + [0] + [3] * 14
+    # Its agent knows all tokens that one sampled, to the one that ended it.
+    whole = Told(1, [*prompt, 77], 10)
+    turn = Told(3, [*whole.tokens, 7, 8, 9, 5], 14, ends=(11,))
+    assert numbers(whole, answer, turn)[-1] == [1] * 10 + [3] * 4
+    # Nor may it have sampled the tokens if digests say so.
+    prompt = [*range(60)]
+    answer = Told(1, [*prompt, 77, *range(200, 210)], 60, end="abort")
+    other = Told(2, [*prompt, 77, 1, 2, 3, 4, 5], 60)
+    turn = Told(3, [*answer.tokens, 5], 71)
+    assert numbers(answer, other, turn)[-1] == [1] * 70 + [3]
+
+
+def test_a_request_that_many_may_have_sampled_alike_goes_on_from_none():
+    prompt = [*range(10)]
+    first = Told(1, [*prompt, 77], 10, end="abort")
+    others = [Told(n, [*prompt, 77], 10, digests=False) for n in range(3, 68)]
+    turn = Told(2, [*first.tokens, 7], 11)
+    requests = [first, turn, *others]
+    assert served(requests, incarnations(requests)[1]) == [1] * 10 + [2]
+    for one in others:
+        one._tell(prompt)
+    assert served(requests, incarnations(requests)[1]) == [2] * 9 + [0] + [2]
+
+
 def test_a_continued_rollout_keeps_the_rows_that_sampled_its_tokens():
     first = Told(1, [1] * 100 + [2] * 57, 100, end="abort")
     then = Told(2, [*first.tokens, 3, 3, 3], 157)
@@ -412,12 +469,12 @@ def test_a_rollout_goes_on_from_the_tokens_that_its_caller_got():
         assert numbers(first, then)[-1] == [1] * (len(got) - 1) + [2] * 3
         # A turn behind the cut is proven where its agent knows of the request before.
         turn = Told(2, [*got, *[4] * 9, 3], len(got) + 9, ends=tuple(first.ends))
-        assert numbers(first, turn)[-1] == [1] * len(got) + [2] * 9
+        assert numbers(first, turn)[-1] == [1] * (len(got) - 1) + [2] * 10
         far = Told(2, turn.tokens, turn.prompt_len)
-        assert numbers(first, far)[-1] == [1] * 128 + [2] * (len(got) - 119)
+        assert numbers(first, far)[-1] == [1] * 127 + [2] * (len(got) - 118)
     # One that ended by itself is given whole, or sampled again: no more is told of it.
     whole = Told(1, first.tokens, 100)
-    assert numbers(whole, Told(2, [*got, 3, 3, 3], len(got)))[-1] == [1] * 128 + [2] * 31
+    assert numbers(whole, Told(2, [*got, 3, 3, 3], len(got)))[-1] == [1] * 127 + [2] * 32
 
 
 def test_a_retry_that_sampled_other_tokens_is_a_sequence_of_its_own():

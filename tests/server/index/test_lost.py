@@ -18,7 +18,7 @@ from routetrace.v1 import routetrace_pb2 as pb
 from support.agents.recorder import LAYOUT, Recorder
 
 QUEUE_FULL, CORRUPT = pb.MISSING_REASON_QUEUE_FULL, pb.MISSING_REASON_CORRUPT
-NOT_CAPTURED = pb.MISSING_REASON_NOT_CAPTURED
+NOT_CAPTURED, KV_UNKNOWN = pb.MISSING_REASON_NOT_CAPTURED, pb.MISSING_REASON_KV_UNKNOWN
 
 
 def rows(count: int) -> np.ndarray:
@@ -106,6 +106,51 @@ def test_a_row_that_is_computed_after_all_leaves_nothing_lost():
     state = replay(recorder)
     assert served(state) == ([0, 1, 2, 3], [])
     assert [*state.dump()] == [*reloaded(state).dump()]
+
+
+def test_a_row_that_comes_after_its_preemption_is_of_no_later_pass():
+    """Its pass was counted, and sampled a token: no other one did."""
+    recorder = Recorder()
+    handle = recorder.begin("r", trace_id="t", prompt_len=4, block_ids=[1, 2])
+    recorder.step(rows(5), [(handle, 0, 5)])
+    recorder.preempt(handle, 6)
+    recorder.resume(handle, 0, block_ids=[3, 4])
+    recorder.step(rows(7), [(handle, 0, 7)])
+    recorder.finish(handle, 8)
+    state = replay(recorder)
+    assert served(state) == served(reloaded(state)) == ([0, 1, 2, 3, 4, 6], [(5, 6, NOT_CAPTURED)])
+
+
+@pytest.mark.parametrize("aborted", [True, False])
+def test_an_attempt_that_no_token_was_sampled_from_gives_no_row(aborted):
+    recorder = Recorder()
+    handle = recorder.begin(
+        "r",
+        trace_id="t",
+        prompt_len=6,
+        num_computed_tokens=4,
+        num_external_tokens=4,
+        block_ids=[1, 2],
+    )
+    recorder.step(rows(3), [(handle, 4, 3)])
+    recorder.preempt(handle, 7)
+    recorder.resume(handle, 0, block_ids=[3, 4])
+    recorder.step(rows(5), [(handle, 0, 5)])
+    if aborted:
+        recorder.finish(handle, 8, reason="abort")
+        assert served(replay(recorder)) == ([4, 5, 6], [(0, 4, KV_UNKNOWN)])
+        return
+    recorder.preempt(handle, 5)
+    recorder.resume(handle, 0, block_ids=[5, 6])
+    recorder.step(rows(7), [(handle, 0, 7)])
+    assert served(replay(recorder)) == ([4, 5, 6], [(0, 4, KV_UNKNOWN)])
+    recorder.step(rows(1), [(handle, 7, 1)])
+    recorder.finish(handle, 9)
+    state = replay(recorder)
+    trace = state.traces.traces["run", "t"]
+    segments = view(trace.join.incarnation(1), Selection(0, 8, LAYOUT.layer_ids))
+    where = [(s.span.position, s.span.stop, s.attempt) for s in segments]
+    assert where == [(0, 4, 2), (4, 7, 0), (7, 8, 2)]
 
 
 def test_an_attempt_that_was_sampled_from_before_the_loss_stays():

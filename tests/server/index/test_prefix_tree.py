@@ -66,6 +66,7 @@ def test_every_answer_is_that_of_the_definition(seed: int) -> None:
         assert tree.digests(i) == mine
         successor = None
         given_to: dict[int, list[int]] = {}
+        handed: list[tuple[int, int]] = []
         for j, theirs in enumerate(known):
             shared = [p for p in mine if theirs.get(p) == mine[p]]
             proven = max((p for p in shared if p <= request.prompt_len), default=0)
@@ -73,14 +74,21 @@ def test_every_answer_is_that_of_the_definition(seed: int) -> None:
             if i != j and goes_on(requests[j], request, shared):
                 successor = j
             before = requests[j]
-            if i != j and proven > before.prompt_len > 0 and not before.handed_over:
-                given_to.setdefault(proven, []).append(j)
+            if i != j and proven > before.prompt_len > 0:
+                if before.handed_over:
+                    handed.append((proven, j))
+                else:
+                    given_to.setdefault(proven, []).append(j)
+            alike = 0 < request.prompt_len == before.prompt_len in shared
+            assert (j in tree.alike(i)) == alike
         for position, digest in mine.items():
             assert tree.having((position, digest)) == [
                 j for j, theirs in enumerate(known) if theirs.get(position) == digest
             ]
         longest = max(given_to, default=0)
-        assert tree.predecessors(i) == (longest, given_to.get(longest, []))
+        found = given_to.get(longest, [])
+        shorter = [j for p, j in handed if p >= longest > requests[j].prompt_len]
+        assert tree.predecessors(i) == (longest, sorted([*found, *shorter] if found else []))
         assert tree.successor(i) == successor
 
 

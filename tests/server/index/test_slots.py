@@ -194,6 +194,60 @@ def test_drafts_are_in_no_slot_before_they_are_confirmed(engine, by, flushed):
         assert engine.rows("bound") == rows[:5]
 
 
+@pytest.mark.parametrize("flushed", [False, True])
+@pytest.mark.parametrize("by", ["begin", "add_blocks"])
+def test_a_draft_is_not_confirmed_in_a_block_that_was_given_away(engine, by, flushed):
+    """An engine allocates, and tells then whom it has preempted for it."""
+    agent, blocks = engine.agent, engine.blocks(0, 4)
+    a = agent.begin("a", prompt_len=2, block_ids=blocks)
+    engine.step((a, 0, 2))
+    engine.step((a, 2, 2))
+    if flushed:
+        assert agent.flush(30)
+    if by == "begin":
+        agent.begin("b", prompt_len=4, block_ids=blocks)
+    else:
+        agent.add_blocks(agent.begin("b", prompt_len=4), blocks)
+    agent.preempt(a, 4)
+    assert engine.in_blocks(blocks, 4) == [None] * 4
+    assert engine.hit(blocks, 4) == [None] * 4
+
+
+def test_a_row_with_invalid_ids_leaves_no_other_row_in_its_slot(engine):
+    """Two requests that share a block computed the position."""
+    agent, blocks = engine.agent, engine.blocks(0, 4)
+    a = agent.begin("a", prompt_len=4, block_ids=blocks)
+    shared = [*blocks[:3], *engine.blocks(40, 1)][: len(blocks)]  # a block of one slot is not
+    b = agent.begin("b", prompt_len=4, num_computed_tokens=3, block_ids=shared)
+    rows = engine.step((a, 0, 3))
+    engine.step((b, 3, 1))
+    agent.step(np.full((1, 1, 2), LAYOUT.num_experts), np.array([(a, 3, 1)]))
+    assert engine.in_blocks(blocks, 4) == [*rows, None]
+    assert engine.hit(blocks, 4) == [*rows, None]
+
+
+@pytest.mark.parametrize("slot_by_slot", [False, True])
+def test_a_bound_request_has_no_rows_that_were_copied_in_after_its_last_step(engine, slot_by_slot):
+    agent, blocks = engine.agent, engine.blocks(0, 4)
+    loaded = engine.blocks(len(blocks), 4)
+    rows = [np.array([[[i, i + 1]] for i in range(first, first + 4)]) for first in (10, 20, 30)]
+    if slot_by_slot:
+        agent.step_slots(rows[0], np.arange(4))
+    else:
+        handle = agent.begin("a", prompt_len=4, block_ids=blocks)
+        agent.step(rows[0], [(handle, 0, 4)])
+    agent.copy_blocks(blocks, host(blocks))
+    step = agent.step_slots(rows[1], np.arange(4, 8))
+    agent.copy_blocks(host(blocks), loaded)
+    assert agent.flush(30)
+    engine.client.bind("e", "bound", loaded, 5, step=step)
+    assert engine.rows("bound") == [None] * 4
+    then = agent.step_slots(rows[2], np.arange(8, 12))
+    assert agent.flush(30)
+    engine.client.bind("e", "loaded", loaded, 5, step=then)
+    assert engine.rows("loaded") == [10, 11, 12, 13]
+
+
 def test_a_draft_is_confirmed_in_the_step_in_which_somebody_hits_it(engine):
     agent, blocks = engine.agent, engine.blocks(0, 8)
     a = agent.begin("a", prompt_len=2, block_ids=blocks)

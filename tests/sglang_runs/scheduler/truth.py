@@ -85,14 +85,14 @@ class Life:
         return {a.sampled[position] for a in self.attempts if position in a.sampled}
 
     @property
-    def first_that_sampled(self) -> int:
-        """The first attempt that sampled a token of the answer; the last if none did.
+    def that_sampled(self) -> list[Attempt]:
+        """The attempts that sampled a token of the answer; the last if none did.
 
         What an attempt samples in the pass in which it is retracted is thrown away.
         """
         answer = dict(enumerate(self.tokens[len(self.prompt) :], len(self.prompt) - 1))
-        there = (bool(a.sampled.items() & answer.items()) for a in self.attempts)
-        return next((n for n, sampled in enumerate(there) if sampled), len(self.attempts) - 1)
+        sampled = [a for a in self.attempts if a.sampled.items() & answer.items()]
+        return sampled or self.attempts[-1:]
 
     def expected(self, position: int) -> tuple[list[int], bool]:
         """Rows that may be served for a position, and whether none may be."""
@@ -103,7 +103,7 @@ class Life:
             ]
             return numbers, not numbers
         numbers = []
-        for attempt in self.attempts[self.first_that_sampled :]:
+        for attempt in self.that_sampled:
             if position in attempt.numbers:
                 numbers.append(attempt.numbers[position])
                 if position not in attempt.unknown:

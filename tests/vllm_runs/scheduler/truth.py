@@ -127,10 +127,9 @@ class Life:
         self.prompt_len = len(self.shown)
 
     @property
-    def first_that_sampled(self) -> int:
-        """The first attempt of which vLLM delivered a token, else the last."""
-        there = (n for n, attempt in enumerate(self.attempts) if attempt.sampled)
-        return next(there, len(self.attempts) - 1)
+    def that_sampled(self) -> list[Attempt]:
+        """The attempts of which vLLM delivered a token, else the last."""
+        return [a for a in self.attempts if a.sampled] or self.attempts[-1:]
 
 
 @dataclass(eq=False)
@@ -203,8 +202,8 @@ class Expected:
 
 
 def expected(lives: Sequence[Life]) -> Expected:
-    """The rows of a trace: of each position, those of the turn that has it, from the pass on that
-    sampled its answer; earlier passes of the turn sampled nothing.
+    """The rows of a trace: of each position, those of the turn that has it, of the first pass that
+    sampled and has one.
 
     A turn has the positions of its tokens, without the last, which the next one is fed.
     """
@@ -217,7 +216,7 @@ def expected(lives: Sequence[Life]) -> Expected:
         stop = min(len(numbers), len(life.shown) - 1)
         here, wanted = slice(start, stop), tokens[start:stop]
         lost = np.zeros(len(wanted), bool)  # an attempt computed it, and no other one supplies it
-        for attempt in life.attempts[life.first_that_sampled :]:
+        for attempt in life.that_sampled:
             found = attempt.numbers[here]
             new = (attempt.fed[here] == wanted) & (numbers[here] < 0) & ~lost
             numbers[here][new & (found >= 0)] = found[new & (found >= 0)]

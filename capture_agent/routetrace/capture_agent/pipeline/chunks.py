@@ -171,14 +171,15 @@ class ChunkBuilder:
         count: int = 0,
         row: int = 0,
         blocks: Blocks = NO_BLOCKS,
+        step: int = 0,
         value: int = 0,
     ) -> None:
-        """Add an op without rows; EXTERNAL and RESET take no request."""
+        """Add an op without rows; EXTERNAL, RESET and COPY take no request."""
         if kind not in _SETTLED:
             self._room(4 * len(blocks))
         request = self._request(request_id) if request_id is not None else 0
         at, n = self._num_blocks, len(blocks)
-        self._add(kind, 0, arg, request, position, count, 0, row, at, n, 0, 0, value)
+        self._add(kind, 0, arg, request, position, count, 0, row, at, n, step, 0, value)
         if n:
             self._put_blocks(blocks)
 

@@ -77,6 +77,7 @@ class Framer:
         self._known_bytes = 0  # of all requests
         self._begun = 0
         self._starting: dict[int, int] = {}  # by lane of phase STARTING, in order: cached tokens
+        self._step = 0  # the last one that was taken
         self._bad_step, self._bad = 0, NO_BAD  # rows of a step that no id can mark
         self._ends = TraceEnds()
         self._owners = BlockOwners(block_size, num_blocks)
@@ -134,6 +135,7 @@ class Framer:
     def step(self, now: float, step: int, version: int, spans: Ints, rows: Bytes) -> None:
         """Take the rows of one forward pass; arguments as for `Intake.step`."""
         self._window.flush()
+        self._step = step
         handles, positions, counts = spans
         lanes = handles & LANE_MASK
         quick = self._linger.fits(lanes, positions, counts, version)
@@ -252,6 +254,7 @@ class Framer:
             return
         self.clear_unknown()
         self._emitter.flush_all()
+        self._step = step
         self._window.add(now, step, version, slots, rows)
 
     def flush_window(self) -> None:
@@ -491,7 +494,7 @@ class Framer:
         blocks = np.frombuffer(sources + targets, U32)
         self.flush_writers(blocks)
         self._owners.copy(*np.split(blocks, 2))
-        self._out.op(OpKind.COPY, blocks=blocks)
+        self._out.op(OpKind.COPY, blocks=blocks, step=self._step)
 
     def reset(self, count: int = 0) -> None:
         """Forget the slots of the first `count` blocks, 0: of all, as their cache was cleared."""

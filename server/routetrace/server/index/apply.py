@@ -212,7 +212,7 @@ class _Applier:
             elif kind == EXTERNAL:
                 self.slots.erase(blocks)
             elif kind == COPY:
-                self.slots.copy(blocks[: num // 2], blocks[num // 2 :])
+                self.slots.copy(blocks[: num // 2], blocks[num // 2 :], step)
             elif kind == RESET:
                 self.slots.forget_all(count)
             elif kind == FORGET:
@@ -227,7 +227,7 @@ class _Applier:
             else:
                 key, source = self._source(request)
                 if kind == BLOCKS:
-                    self.slots.forget_blocks(blocks)
+                    self.slots.erase(blocks)
                     # A request holds no block twice.
                     source.blocks.extend(blocks[: self.slots.num_blocks - len(source.blocks)])
                 elif kind == REWIND:
@@ -254,7 +254,7 @@ class _Applier:
                 elif kind == LOST:
                     stop = position + count if count else FOREVER
                     self._remove(key, source, position)
-                    self._forget(source, position, stop)
+                    self.slots.forget_run(source.blocks, position, stop)
                     if source.placed:
                         source.lose(position, stop, arg)
                     if count:
@@ -309,12 +309,15 @@ class _Applier:
         """Give a request its blocks; the first tokens in them are cached."""
         known = num_computed_tokens - num_external_tokens
         source.blocks, source.cached = list(blocks[: self.slots.num_blocks]), known
-        source.written, source.tentative = FOREVER, 0
+        source.written, source.tentative = known, 0
         source.drafts.truncate(0)
         if num_external_tokens and source.placed:
             source.external = True
             source.not_know([(known, num_computed_tokens)])
-        self._forget(source, known, FOREVER)
+        if size := self.slots.block_size:
+            new = -(-known // size)
+            self.slots.forget_run(source.blocks, known, new * size)
+            self.slots.erase(source.blocks[new:])
 
     def _inherit(self, source: Source) -> Iterator[None]:
         """Inherit the rows of the cached tokens.

@@ -147,13 +147,13 @@ class SlotMap:
         cells: Array = self._cells[self._mixed[block]]
         return cells
 
-    def _drop_runs(self) -> None:
-        """Drop runs without blocks, and renumber the others."""
+    def _drop_runs(self, room: int = 1) -> None:
+        """Drop runs without blocks, renumber the others, and make room for more."""
         kept = self._held_runs()
         numbers = np.zeros(len(self._runs), np.int32)
         numbers[kept] = np.arange(1, len(kept) + 1)
         self._run = numbers[self._run]
-        runs = np.zeros(max(len(self._runs), 2 * len(kept) + 2), _RUN)
+        runs = np.zeros(max(len(self._runs), 2 * len(kept) + 1 + room), _RUN)
         runs[1 : len(kept) + 1] = self._runs[kept]
         self._runs, self._next = runs, len(kept) + 1
 
@@ -191,19 +191,22 @@ class SlotMap:
         return start + high > 0 and start + low < int(run["length"])
 
     def erase(self, block_ids: Sequence[int]) -> None:
-        """Forget blocks that were filled otherwise: drafts in them are not named later."""
+        """Forget blocks that are given away or filled otherwise: their drafts are not named."""
         self.forget_blocks(block_ids)
         self.erasures += 1
         self._erased[block_ids] = self.erasures
 
-    def copy(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+    def copy(self, sources: Sequence[int], targets: Sequence[int], step: int = 0) -> None:
         """Let the slots of targets name the rows that those of their sources name.
 
-        All sources are read first. Of a target that is named twice, the last source counts.
+        All sources are read first. Of a target that is named twice, the last source counts. The
+        rows come there behind engine step `step`, as if they were of the next one.
         """
         pairs = dict(zip(targets, sources, strict=True))
+        if self._next + len(pairs) > len(self._runs):
+            self._drop_runs(len(pairs))
         held = np.fromiter(pairs.values(), np.int64, len(pairs))
-        runs, nths = self._run[held], self._nth[held]
+        runs, nths = self._run_again(self._run[held], step + 1), self._nth[held]
         mixed = {
             target: self._cells[self._mixed[source]].copy()
             for target, source in (pairs.items() if self._mixed else ())
@@ -213,7 +216,20 @@ class SlotMap:
         self.erase(written)
         self._run[written], self._nth[written] = runs, nths
         for block, cells in mixed.items():
+            cells["step"] = np.maximum(cells["step"], step + 1)
             self._slot_by_slot(block)[:] = cells
+
+    def _run_again(self, numbers: Array, step: int) -> Array:
+        """Return the numbers of runs of the same rows, none of which is of an earlier step."""
+        old, at = np.unique(numbers, return_inverse=True)
+        again = old.copy()
+        for i, number in enumerate(old.tolist()):
+            if number and self._runs["step"][number] < step:
+                self._runs[self._next] = self._runs[number]
+                self._runs["step"][self._next] = step
+                again[i] = self._next
+                self._next += 1
+        return again[at]
 
     def kept(
         self, block_ids: Sequence[int], start: int, stop: int, since: int
@@ -227,7 +243,7 @@ class SlotMap:
                 yield max(start, nth * size), min(stop, (nth + 1) * size)
 
     def forget_blocks(self, block_ids: Sequence[int]) -> None:
-        """Forget newly allocated blocks."""
+        """Forget all slots of blocks."""
         self.changes += 1
         self._give_back(block_ids)
         run_of = self._run.data  # as fast as numpy for many blocks, much faster for a few

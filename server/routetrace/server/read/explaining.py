@@ -217,7 +217,13 @@ class _Cell:
     def _ambiguous(self) -> str:
         first = self._members[0]
         found = self._continued(first)
-        text = f"{_name(first)} may continue any of {_names(found.equals)}: each shares "
+        text = f"{_name(first)} may continue any of {_names(found.equals)}: "
+        if any(self._join.proven(one, first) < found.proven for one in found.equals):
+            return (
+                f"{text}{_name(found.equals[0])} shares {found.proven} tokens with its prompt, and "
+                "no digests show that the others, with the same prompt, sampled other tokens"
+            )
+        text += "each shares "
         text += f"{found.proven} tokens with its prompt, and "
         if found.slot < 0:
             return f"{text}in its first attempt it took none of them from a slot"
@@ -454,6 +460,8 @@ class _Cell:
             return "a later attempt computed the position, too"
         if attempt < sampled:
             return f"attempt {sampled + 1} counts: the first that sampled the answer, or the last"
+        if attempt not in self.owner.attempts_that_sampled:
+            return "it ended before it had computed more than those before: nothing was sampled"
         return f"it came after attempt {sampled + 1}, which sampled the answer"
 
     def request_refused(self, request: Request) -> str:
@@ -487,6 +495,8 @@ class _Cell:
         if not (request.own and b.own):
             return f"its tokens, or those of {_name(b)}, are not known, as no digests were given"
         proven, found = self._join.proven(request, b), self._continued(b)
+        if proven <= prompt and request in found.equals:
+            return f"it has the same prompt as another one that {_name(b)} may continue"
         if proven <= prompt:
             if differ < b.prompt_len:
                 return f"its tokens differ from those of {_name(b)} {_behind(differ)}"

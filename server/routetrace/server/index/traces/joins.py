@@ -20,6 +20,9 @@ from routetrace.server.index.traces.prefix_tree import STEP, Digests, PrefixTree
 from routetrace.server.index.traces.sources import Source, WriterKey
 from routetrace.server.index.traces.spans import FOREVER, Interval, merge
 
+#: Maximum requests with one prompt that are compared; where there are more, all are rivals.
+_MAX_ALIKE = 64
+
 
 class Continued(NamedTuple):
     """Which request another one continues, and why."""
@@ -29,7 +32,7 @@ class Continued(NamedTuple):
     proven: int = 0
     """Tokens that it shares with the other one's prompt."""
     equals: tuple[Request, ...] = ()
-    """Requests that share as many, it among them."""
+    """Requests that share as many, or may: it, and its rivals."""
     slot: int = -1
     """Last position below `proven` that it took from a slot, if there are several; -1: none."""
 
@@ -94,7 +97,7 @@ class Join:
                     first = min(candidate.prompt_len for candidate in equals) - 1
                     ambiguous.append((first, proven - 1))
                 break
-            end = min(proven, before.num_rows, owner.prompt_len - 1)
+            end = min(proven - 1, before.num_rows)
             owners.append(Owned(owner, end, stop, self._givers_of(owner)))
             stop, owner = end, before
             if not len(owners) % STEP:
@@ -108,11 +111,42 @@ class Join:
         if self._tree is None:
             return Continued(None)
         proven, found = self._tree.predecessors(request.index)
-        candidates = tuple(self.requests[index] for index in found)
-        if len(candidates) < 2:
-            return Continued(candidates[0] if candidates else None, proven, candidates)
-        maker, slot = _maker_of_last_slot(request, proven, candidates)
-        return Continued(maker, proven, candidates, slot)
+        if not found:
+            return Continued(None)
+        sampled = [self.requests[index] for index in found]
+        if self._givers.get(request.index) in [one.index for one in sampled if one.handed_over]:
+            return Continued(None)  # the name says whose tokens they are
+        # Who took KV over goes on from the request that handed it over: they are no rivals.
+        taken = {self._givers.get(one.index) for one in sampled if not one.handed_over}
+        equals = tuple(r for r in sampled if not (r.handed_over and r.index in taken))
+        if len(equals) > 1:
+            maker, slot = _maker_of_last_slot(request, proven, equals)
+            if maker and maker.handed_over:
+                return Continued(None)
+            return Continued(maker, proven, equals, slot)
+        [only] = equals
+        rivals = self._alike(only, request, proven)
+        return Continued(None if rivals else only, proven, (only, *rivals))
+
+    def _alike(self, request: Request, taker: Request, proven: int) -> list[Request]:
+        """Return requests with the same prompt that may have sampled the tokens as well.
+
+        Args:
+            request: request that shares the longest prefix with the prompt of `taker`.
+            taker: request that was given the tokens.
+            proven: length of that prefix.
+        """
+        if (request.stopped and 0 < request.num_tokens <= proven) or not self._tree:
+            return []
+        others = [self.requests[index] for index in self._tree.alike(request.index)]
+        if len(others) > _MAX_ALIKE:
+            return others[:_MAX_ALIKE]
+        return [
+            one
+            for one in others
+            if one not in (request, taker) and not one.handed_over
+            if one.num_tokens > self.proven(one, taker) and taker.disproved(one) == FOREVER
+        ]
 
     def proven(self, request: Request, other: Request) -> int:
         """Return the number of tokens that a request shares with the prompt of another one."""

@@ -60,6 +60,11 @@ class Request:
         self.handed_over = any(s.finish_reason == FinishReason.HANDOFF for s in self.sources)
 
     @property
+    def stopped(self) -> bool:
+        """Whether it ended with `stop`, with a token that ends each answer."""
+        return any(source.finish_reason == FinishReason.STOP for source in self.sources)
+
+    @property
     def aborted(self) -> bool:
         """Whether it ended with `abort`: another request may be the answer then."""
         return any(source.finish_reason == FinishReason.ABORT for source in self.sources)
@@ -138,18 +143,31 @@ class Request:
         return first if over or first != FOREVER else 0
 
     @property
-    def first_that_sampled(self) -> int:
-        """The first attempt that computed the whole prompt, or the last one.
+    def attempts_that_sampled(self) -> list[int]:
+        """Attempts that tokens were sampled from, ascending; at least one.
 
-        The engine gives all shards the same number at a preemption; of several calls, the smallest
-        counts. If no shard could report it, all rows of the attempt are lost.
+        The first is the first one that computed the whole prompt, or the last one. Each later one
+        computed a position that none of those before had computed. The engine gives all shards the
+        same number at a preemption; of several calls, the smallest counts. If no shard could report
+        it, all rows of the attempt are lost.
         """
         last = max(len(s.attempts) for s in self.sources) - 1
+        found: list[int] = []
+        most = 0
         for attempt in range(last):
             stops = {s.stops[attempt] for s in self.sources if attempt < len(s.stops)} - {FOREVER}
-            if min(stops, default=FOREVER) >= self.prompt_len:
-                return attempt
-        return last
+            computed = min(stops, default=FOREVER)
+            if computed > most if found else computed >= self.prompt_len:
+                found.append(attempt)
+                most = max(most, computed) if stops else most
+        if not found or min(self.num_rows, max(s.computed(last) for s in self.sources)) > most:
+            found.append(last)
+        return found
+
+    @property
+    def first_that_sampled(self) -> int:
+        """The attempt that the first token of the answer was sampled from."""
+        return self.attempts_that_sampled[0]
 
     def disproved(self, other: Request) -> int:
         """Return the position from which on digests disprove the same tokens; FOREVER if none."""
@@ -251,17 +269,17 @@ class Incarnation:
 def parts_of(owned: Owned, *, latest: bool = False) -> Iterator[Part]:
     """Yield where the rows of owned positions come from: each from the first part that has it."""
     owner, start, stop, _ = owned
-    attempts = range(max(len(s.attempts) for s in owner.sources))
-    sampled = owner.first_that_sampled
     if latest:
+        attempts = range(max(len(s.attempts) for s in owner.sources))
         yield Part(owner, start, stop, attempts[::-1])
         yield from _handed_over(owned)
         return
-    yield Part(owner, start, stop, attempts[sampled : sampled + 1])
-    if not sampled:
+    first, *later = owner.attempts_that_sampled
+    yield Part(owner, start, stop, (first,))
+    if not first:
         yield from _handed_over(owned)
-    if attempts[sampled + 1 :]:
-        yield Part(owner, start, stop, attempts[sampled + 1 :])
+    if later:
+        yield Part(owner, start, stop, later)
 
 
 def _handed_over(owned: Owned) -> Iterator[Part]:

@@ -72,11 +72,15 @@ class PrefixTree:
         yield from self._link()
         self._leaf: list[int] = []
         self._given: list[int] = []
-        for request in requests:
+        self._alike: dict[int, list[int]] = {}
+        for index, request in enumerate(requests):
             digests = request.digests
             leaf = self._number[next(reversed(digests.items()))] if digests else _ROOT
             self._leaf.append(leaf)
-            self._given.append(self._at(leaf, request.prompt_len))
+            given = self._at(leaf, request.prompt_len)
+            self._given.append(given)
+            if 0 < request.prompt_len == prefixes[given][0]:
+                self._alike.setdefault(given, []).append(index)
             if not len(self._leaf) % STEP:
                 yield
         yield from self._arrange()
@@ -154,13 +158,17 @@ class PrefixTree:
         """Set the longest part of each prefix that ends with tokens which some request sampled.
 
         Such a request has the part, and a shorter prompt. The two shortest prompts of the requests
-        with a prefix say whether there is one, and whether there are several.
+        with a prefix say whether there is one, and whether there are several; those that ended with
+        `handoff` count for themselves.
         """
         size = len(self._parent)
         self._shortest = shortest = [(FAR, FAR)] * size
+        self._handed_over = handed_over = [FAR] * size
         self._sampler = sampler = [-1] * size
         for index, (node, request) in enumerate(zip(self._leaf, self._requests, strict=True)):
-            if request.prompt_len and not request.handed_over:
+            if request.prompt_len and request.handed_over:
+                handed_over[node] = min(handed_over[node], request.prompt_len)
+            elif request.prompt_len:
                 if request.prompt_len < shortest[node][0]:
                     sampler[node] = index
                 shortest[node] = _least(shortest[node], (request.prompt_len, FAR))
@@ -171,6 +179,7 @@ class PrefixTree:
             if shortest[node][0] < shortest[up][0]:
                 sampler[up] = sampler[node]
             shortest[up] = _least(shortest[up], shortest[node])
+            handed_over[up] = min(handed_over[up], handed_over[node])
             if not node % STEP:
                 yield
         self._sampled = sampled = [_ROOT] * size
@@ -210,7 +219,7 @@ class PrefixTree:
     def predecessors(self, index: int) -> tuple[int, list[int]]:
         """Return the longest prefix of a prompt that holds what others sampled, and these requests.
 
-        None of them ended with `handoff`.
+        At least one of them did not end with `handoff`.
 
         Returns:
             The length of the prefix, and the requests in order; none if there is no such prefix.
@@ -219,9 +228,16 @@ class PrefixTree:
         if node == _ROOT:
             return 0, []
         position = self._prefixes[node][0]
-        if self._shortest[node][1] >= position:
+        if min(self._shortest[node][1], self._handed_over[node]) >= position:
             return position, [self._sampler[node]]
-        return position, sorted(i for i in self._among(node) if self._may_precede(i, position))
+        shorter = (i for i in self._among(node) if 0 < self._requests[i].prompt_len < position)
+        return position, sorted(shorter)
+
+    def alike(self, index: int) -> list[int]:
+        """Return the requests with the prompt of a request, itself included, in order."""
+        given = self._given[index]
+        whole = 0 < self._requests[index].prompt_len == self._prefixes[given][0]
+        return self._alike[given] if whole else []
 
     def shared(self, index: int, other: int) -> int:
         """Return the length of the longest prefix that a request shares with another's prompt."""
@@ -233,10 +249,6 @@ class PrefixTree:
             up = jump if jump[one] != jump[two] else parent
             one, two = up[one], up[two]
         return max(self._prefixes[one][0], 0)
-
-    def _may_precede(self, index: int, position: int) -> bool:
-        request = self._requests[index]
-        return not request.handed_over and 0 < request.prompt_len < position
 
     def successor(self, index: int) -> int | None:
         """Return the newest request whose prompt holds a request, if any.

@@ -165,6 +165,12 @@ class Source:
         ends += [stop for intervals in self.unknown.values() for _, stop in intervals]
         return max(ends + [lost.end for lost in self.lost.values() if lost.end < FOREVER])
 
+    def computed(self, attempt: int) -> int:
+        """Return one past the last position of an attempt that was reported, and confirmed."""
+        lost = self.lost_in(attempt)
+        end = self.attempts[attempt].end if attempt < len(self.attempts) else 0
+        return max(min(end, self.confirmed(attempt)), lost.end if lost else 0)
+
     def remove(self, position: int) -> None:
         """Drop the positions at and after one of the last attempt."""
         if not self.placed:  # all of its rows are lost
@@ -224,14 +230,22 @@ class Source:
             self.unknown[attempt] = unknown
 
     def preempt(self, position: int) -> None:
-        """End the present attempt; rows at and after a position do not count."""
+        """End the present attempt; rows at and after a position do not count.
+
+        Rows before it that were not reported come late, if at all.
+        """
         if not self.placed:  # which attempt ends is not known
             return
         self.give_up(position)
         self.remove(position)
         if len(self.stops) < len(self.attempts):
             self.stops.append(position)
-        self.stops[-1] = min(self.stops[-1], position)
+        self.stops[-1] = stop = min(self.stops[-1], position)
+        attempt = len(self.attempts) - 1
+        ends = [interval[1] for interval in self.unknown.get(attempt, ())]
+        ends += [spans.end for spans in (self.attempts[-1], self.lost.get(attempt)) if spans]
+        if (start := max(ends, default=0)) < stop:
+            self.lose(max(start, self.cached), stop, pb.MISSING_REASON_NOT_CAPTURED)
 
     def resume(self) -> None:
         """Start the next attempt; one with MAX_ATTEMPTS is not followed any more."""
