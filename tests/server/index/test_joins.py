@@ -355,6 +355,20 @@ def test_an_attempt_that_sampled_nothing_does_not_count():
     assert numbers(prefill(1, gives="t"), late) == [[1] * 99 + [0] + [2] * 2]
 
 
+def test_a_shard_with_drafts_may_report_the_next_attempt_later():
+    ranks = [decode(1), decode(1)]
+    for rank, told in enumerate(ranks):
+        told.source.writer = WriterKey("", "e1", f"cp{rank}")
+        told.source.ended, told.source.num_tokens = False, 0
+    ranks[0].source.tentative = 1
+    ranks[1].source.preempt(102)
+    ranks[1].source.resume()
+    join = Join([told.source for told in ranks])
+    assert join.requests[0].attempts_that_sampled == [0]
+    ranks[1].source.compute(Span(0, 103, 2 << 16, 0, 1))
+    assert join.requests[0].attempts_that_sampled == [0, 1]
+
+
 def test_an_attempt_whose_end_is_not_known_proves_nothing():
     """Its agent had no memory to report the preemption; another shard may have reported it."""
     ranks = [decode(1), decode(1)]

@@ -168,8 +168,10 @@ class Source:
     def computed(self, attempt: int) -> int:
         """Return one past the last position of an attempt that was reported, and confirmed."""
         lost = self.lost_in(attempt)
-        end = self.attempts[attempt].end if attempt < len(self.attempts) else 0
-        return max(min(end, self.confirmed(attempt)), lost.end if lost else 0)
+        end = lost.end if lost else 0
+        if attempt >= len(self.attempts):  # another shard has reported it alone
+            return end
+        return max(end, min(self.attempts[attempt].end, self.confirmed(attempt)))
 
     def remove(self, position: int) -> None:
         """Drop the positions at and after one of the last attempt."""
