@@ -310,7 +310,7 @@ class Feeding(threading.Thread):
             self.status = error.code()
 
 
-def test_calls_that_arrive_with_the_signal_are_refused_in_words() -> None:
+def test_calls_that_arrive_with_the_signal_are_not_cancelled() -> None:
     with run_server() as server, grpc.insecure_channel(server.target) as channel:
         grpc.channel_ready_future(channel).result(30)
         stub = pb_grpc.TraceServiceStub(channel)
