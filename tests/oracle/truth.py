@@ -463,7 +463,7 @@ class Lineage:
                         return (None if a.handed_over else a), NOWHERE
         elif not any(self._perhaps_sampled(c, last[0], b) for c in self.records):
             return last[0], NOWHERE
-        return None, range(min(a.prompt_len for a in among) - 1, proven - 1)
+        return None, range(proven - 1)
 
     def _perhaps_sampled(self, c: Record, a: Record, b: Record) -> bool:
         """Whether c may have sampled the tokens that b was given, though only a is proven to."""

@@ -385,10 +385,17 @@ FAULTS = (
     fault(
         "of equal candidates the first is continued",
         f"{SERVER}/index/traces/joins.py",
-        "            before, proven, equals, _ = self.continued(owner)\n",
+        "            before, proven, _, _ = self.continued(owner)\n",
         "            before, proven, equals, _ = self.continued(owner)\n"
         "            before = before or (equals[0] if equals else None)\n",
         "server/index/test_joins.py::test_of_equal_candidates_the_one_behind_the_last_slot_is_continued",
+    ),
+    fault(
+        "the next turn owns the tokens of answers that may have sampled them",
+        f"{SERVER}/index/traces/joins.py",
+        "Owned(owner, max(0, proven - 1), stop,",
+        "Owned(owner, 0, stop,",
+        "system/test_reads_by_tokens.py::test_equal_answers_that_stand_in_a_prompt_have_no_rows_of_it",
     ),
     fault(
         "slots of the prompt tell equal candidates apart",

@@ -180,8 +180,7 @@ class Answers:
             makers = self._makers(last, rivals, most)
         elif self._others_may_be(equals[0], last):
             makers = [None]
-        ambiguous = range(min(r.prompt_len for r in rivals) - 1, most - 1)
-        return [ambiguous if m is None else range(0) if m in handed else m for m in makers]
+        return [range(most - 1) if m is None else range(0) if m in handed else m for m in makers]
 
     def _others_may_be(self, a: Request, b: Request) -> bool:
         """Whether others may have sampled, behind the same prompt, what stands of `a` in `b`'s."""

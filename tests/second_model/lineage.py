@@ -144,7 +144,7 @@ _CUT = [  # rows 0 to 65; its caller keeps 64 tokens
     _finish("A", (*_LONG, 201, 202, 203, 204, 205), "stop"),
 ]
 
-_LOADED = [  # row 0, behind KV of which nobody knows the pass; resumes in other blocks
+_LOADED = [  # row 0, behind KV of an unknown pass; B resumes in other blocks
     _begin("B", external=4),
     _step("B", "e", 4),
     *_again("B", (*_P, 31), 5),
@@ -591,9 +591,9 @@ _ORDERS: dict[str, tuple[Family, list[Event], dict[str, str]]] = {
             _finish("D", (*_P, 11, 12, 8, 15, 9, 16), "stop"),
         ],
         {
-            "t#C": "f8..11 2*ambiguous f14..15",
+            "t#C": "6*ambiguous f14..15",
             "t#C latest": "f8..15",
-            "t": "f8..11 2*ambiguous f14..15 f24..25",
+            "t": "6*ambiguous f14..15 f24..25",
             "t latest": "f16..25",
         },
     ),
@@ -606,7 +606,7 @@ _ORDERS: dict[str, tuple[Family, list[Event], dict[str, str]]] = {
             _step("C", "e", 4, 4),
             _finish("C", (*_P, 11, 12, 8, 15), "stop"),
         ],
-        {"t": "s0..3 2*ambiguous f10..11"},
+        {"t": "6*ambiguous f10..11"},
     ),
     "equal siblings, and a slot that says which": (
         _ENGINES,
@@ -1076,14 +1076,14 @@ _ORDERS: dict[str, tuple[Family, list[Event], dict[str, str]]] = {
     "a hand-over without an id, and a sibling that sampled its token": (
         _ENGINES,
         [*_computed("A", trace="t"), *_prefill("B"), *_goes_on(external=5)],
-        {"t": "4*kv_unknown 1*ambiguous f10", "t latest": "5*kv_unknown f10"},
+        {"t": "5*ambiguous f10", "t latest": "5*kv_unknown f10"},
     ),
-    "a prompt with a token that a sibling sampled, and a hand-over to nobody": (
+    "a prompt with a token that a sibling sampled, and a hand-over without an id": (
         _ENGINES,
         [*_prefill("B", "x"), *_computed("A", trace="t"), *_goes_on()],
-        {"t": "f10..13 1*ambiguous f15", "t latest": "f10..15"},
+        {"t": "5*ambiguous f15", "t latest": "f10..15"},
     ),
-    "a hand-over to nobody, a sibling that sampled its tokens, and a slot of the hand-over": (
+    "a hand-over without an id, a sibling that sampled its tokens, and a slot of the hand-over": (
         _ENGINES,
         [
             *_two_tokens("A", "stop"),
@@ -1094,7 +1094,7 @@ _ORDERS: dict[str, tuple[Family, list[Event], dict[str, str]]] = {
         ],
         {"t": "s6..11 f12"},
     ),
-    "a hand-over to nobody, a sibling that sampled its tokens, and a slot of the sibling": (
+    "a hand-over without an id, a sibling that sampled its tokens, and a slot of the sibling": (
         _ENGINES,
         [
             *_two_tokens("A", "stop"),
@@ -1105,7 +1105,7 @@ _ORDERS: dict[str, tuple[Family, list[Event], dict[str, str]]] = {
         ],
         {"t": "f0..5 f12", "t latest": "s0..5 f12"},
     ),
-    "a hand-over to nobody of fewer tokens than a sibling sampled": (
+    "a hand-over without an id of fewer tokens than a sibling sampled": (
         _ENGINES,
         [
             *_prefill("A"),
@@ -1158,7 +1158,7 @@ _ORDERS: dict[str, tuple[Family, list[Event], dict[str, str]]] = {
             _finish("C", (*_P, 11, 13, 14, 8, 31), "stop"),
         ],
         {
-            "t#C": "f13..16 1*ambiguous f18..21",
+            "t#C": "5*ambiguous f18..21",
             "t#C latest": "f13..21",
             "t#A": "f0..5",
             "t#B": "f6..12",
@@ -1172,7 +1172,7 @@ _ORDERS: dict[str, tuple[Family, list[Event], dict[str, str]]] = {
     "a turn that was aborted, and a sibling elsewhere": (
         _ENGINES,
         _turn_and_sibling("abort"),
-        {"t#C": "f13..16 2*ambiguous f19..21", "t#A": "f0..5"},
+        {"t#C": "6*ambiguous f19..21", "t#A": "f0..5"},
     ),
     "an answer that its caller cut, and its next turn": (
         _ENGINES._replace(block_size=64, num_blocks=8),
@@ -1218,7 +1218,7 @@ _ORDERS: dict[str, tuple[Family, list[Event], dict[str, str]]] = {
             _step("B", "e", 0, 65),
             _finish("B", (*_LONG, 201, 202, 8, 301), "stop"),
         ],
-        {"t#B": "f128..188 2*ambiguous f191..192", "t#A": "f0..65", "t#C": "f66..127"},
+        {"t#B": "63*ambiguous f191..192", "t#A": "f0..65", "t#C": "f66..127"},
     ),
     "a pass that a preemption counts, and of which the row comes late": (
         _ENGINES,

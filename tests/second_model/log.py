@@ -339,7 +339,7 @@ class Log:
             self._release(part, computed)
 
     def _lose(self, part: Part, stop: int) -> None:
-        """What passes of an attempt computed of which no rows have come."""
+        """Positions that passes of an attempt computed, and of which no row has come."""
         writer, number = part.writer, len(part.attempts) - 1
         rows = [row for run in part.runs if run.attempt == number for row in run.rows]
         ends = (row.position + 1 for row in rows if self.alive(row, self.now))

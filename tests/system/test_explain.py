@@ -275,8 +275,13 @@ def test_equal_requests_without_a_slot_that_decides(client, ambiguous):
         "decides between them"
     )
     assert reason_of(found, 3) == "it has a row here, too, but may not be the owner"
-    assert [(m.request.number, m.start, m.stop) for m in found.chain] == [(3, 0, 3), (3, 5, None)]
-    assert client.explain(ambiguous, 2).rule == "own_pass"
+    assert [(m.request.number, m.start, m.stop) for m in found.chain] == [(3, 5, None)]
+    assert client.explain(ambiguous, 0).missing == MissingReason.AMBIGUOUS
+    behind = client.explain(ambiguous, 5)
+    assert behind.rule == "own_pass"
+    assert behind.owner_reason == (
+        "it may continue requests 1 and 2, but owns the positions behind their tokens"
+    )
     assert client.explain(ambiguous, 3, policy="latest").rule == "own_pass"
 
 
@@ -519,5 +524,5 @@ def test_the_words_of_the_command(server, monkeypatch, ambiguous):
 def test_an_incomplete_read_names_the_command(client, server, ambiguous):
     with pytest.raises(Incomplete) as caught:
         client.get(ambiguous)
-    said = "; `routetrace explain equal --position 3` says why"
+    said = "; `routetrace explain equal --position 0` says why"
     assert str(caught.value).endswith(said)

@@ -332,6 +332,20 @@ def test_a_cut_answer_is_of_the_request_that_sampled_it_and_not_of_one_whose_pro
     place.check(second, place.client.get(place.name, incarnation=2).topk_ids)
 
 
+def test_equal_answers_that_stand_in_a_prompt_have_no_rows_of_it(place: Place) -> None:
+    """The request with the prompt computed them all again, from the first position on."""
+    [first] = answers(1, 60)
+    for _ in range(2):
+        place.run(first)
+    second = np.append(first, [7, 8])
+    rows = place.end(place.begin(second, 61), second, 61)
+    trace = place.get(first, missing="mask")
+    assert trace.incarnation == 3
+    assert not trace.valid[:59].any()
+    np.testing.assert_array_equal(trace.topk_ids[59:], rows[59:])
+    assert not place.fetch(first, missing="mask").valid[:, :59].any()
+
+
 def test_a_prompt_that_no_other_request_may_have_sampled_is_proven(place: Place) -> None:
     first, second = answers(2, 90)
     rows = place.end(place.begin(second, 80), second, 80)
@@ -346,7 +360,7 @@ def test_a_prompt_that_no_other_request_may_have_sampled_is_proven(place: Place)
 
 
 def test_of_requests_with_one_prompt_the_one_that_a_read_takes_of_all(place: Place) -> None:
-    """Nobody has sampled these tokens."""
+    """No request has sampled these tokens."""
     first, second = answers(2)
     for tokens, reason in ((first, "stop"), (second, "stop"), (first, "abort")):
         place.run(tokens, reason=reason)

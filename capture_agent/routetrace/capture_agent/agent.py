@@ -201,9 +201,9 @@ class CaptureAgent:
                 to 2**53 - 1. The engine's answer hands it to readers.
             index: number of requests that the engine began before it in this boot, by which the
                 server knows it at all shards; no other request of the boot has the same. None: as
-                many as began at this agent and at its predecessors. Give it where an agent may
-                miss requests that others are told of, as after a fault: a number that differs
-                between the shards joins nothing.
+                many as began at this agent and at the agents that it replaced. Give it where the
+                agents of an engine may see different requests, as after a fault. The server joins
+                shards of a request only if their numbers are equal.
 
         Returns:
             A handle for the other calls.

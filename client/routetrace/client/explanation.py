@@ -108,10 +108,9 @@ class Explanation(Values):
     owner_reason: str
     """Why it is the owner, or why there is none."""
     chain: tuple[ChainMember, ...]
-    """Chain of the incarnation's last request: at most 64 members, the owner among them. One is
-    there twice if ambiguous positions lie between those that it owns."""
+    """Chain of the incarnation's last request: at most 64 members, the owner among them."""
     num_members: int
-    """Members of the whole chain, as above."""
+    """Members of the whole chain."""
     evidence: tuple[str, ...]
     """Facts that the rule, or the reason, rests on."""
     refused: tuple[RefusedCandidate, ...]

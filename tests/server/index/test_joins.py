@@ -394,7 +394,6 @@ def test_of_equal_candidates_the_one_behind_the_last_slot_is_continued():
     one, two = (Told(n, [*PROMPT, 2, 2, 2], 100) for n in (1, 2))
     then = Told(3, [*one.tokens, 5, 5], 103, holes=103)
     assert numbers(one, two, then)[-1] == [0] * 103 + [3]
-    assert incarnations([one, two, then])[-1].ambiguous == [(99, 102)]
     for author in (1, 2):
         spans = then.source.attempts[0] = SpanList()
         spans.append(Span(0, 102, author << 16, 0, 2))
@@ -404,7 +403,7 @@ def test_of_equal_candidates_the_one_behind_the_last_slot_is_continued():
     spans = then.source.attempts[0] = SpanList()
     spans.append(Span(0, 90, 1 << 16, 0, 2))
     spans.append(Span(90, 14, 3 << 16 | 90, 0, 1))
-    assert numbers(one, two, then)[-1] == [1] * 90 + [3] * 9 + [0] * 3 + [3] * 2
+    assert numbers(one, two, then)[-1] == [0] * 102 + [3] * 2
 
 
 @pytest.mark.parametrize("turned", [False, True])
@@ -419,9 +418,7 @@ def test_tokens_that_a_prefill_sampled_are_of_no_sibling(turned):
     one = incarnations(requests)[at]
     assert served(requests, one) == [2] * 6 + [3]
     decode.source.received_by = ""
-    one = incarnations(requests)[at]
-    assert one.ambiguous == [(5, 6)]
-    assert served(requests, one) == [0] * 6 + [3]
+    assert served(requests, incarnations(requests)[at]) == [0] * 6 + [3]
 
 
 def test_a_turn_goes_on_from_a_decode_beside_its_prefill():
@@ -438,8 +435,7 @@ def test_an_answer_that_was_thrown_away_is_not_gone_on_from():
     thrown = Told(1, [*prompt, 77, 1, 2, 3], 10, end="abort")
     answer = Told(2, [*prompt, 77, *range(200, 210)], 10)
     turn = Told(3, [*answer.tokens, 7, 8, 9, 5], 24, ends=tuple(thrown.ends))
-    assert incarnations([thrown, answer, turn])[-1].ambiguous == [(9, 10)]
-    assert numbers(thrown, answer, turn)[-1] == [3] * 9 + [0] + [3] * 14
+    assert numbers(thrown, answer, turn)[-1] == [0] * 10 + [3] * 14
     # Its agent knows all tokens that one sampled, to the one that ended it.
     whole = Told(1, [*prompt, 77], 10)
     turn = Told(3, [*whole.tokens, 7, 8, 9, 5], 14, ends=(11,))
@@ -461,7 +457,7 @@ def test_a_request_that_many_may_have_sampled_alike_goes_on_from_none():
     assert served(requests, incarnations(requests)[1]) == [1] * 10 + [2]
     for one in others:
         one._tell(prompt)
-    assert served(requests, incarnations(requests)[1]) == [2] * 9 + [0] + [2]
+    assert served(requests, incarnations(requests)[1]) == [0] * 10 + [2]
 
 
 def test_a_continued_rollout_keeps_the_rows_that_sampled_its_tokens():

@@ -152,7 +152,7 @@ class _Cell:
         self.position, self.layer = selection.start, selection.layers[0]
         self._latest = selection.policy == pb.READ_POLICY_LATEST
         self._parts = known.incarnation.owned(latest=self._latest)
-        self._members = list(dict.fromkeys(one.owner for one in self._parts))
+        self._members = [one.owner for one in self._parts]
         self._place = {one: i for i, one in enumerate(self._members)}
         self._found: dict[Request, Continued] = {}
         mine = (one for one in self._parts if one.start <= self.position < one.stop)
@@ -176,8 +176,7 @@ class _Cell:
         """Add the chain, the owner and the reason for it."""
         at = self._parts.index(self._owned) if self._owned else 0
         first = max(0, min(at - MAX_SHOWN // 2, len(self._parts) - MAX_SHOWN))
-        for one in self._parts[first : first + MAX_SHOWN]:
-            number = self._place[one.owner] + 1
+        for number, one in enumerate(self._parts[first : first + MAX_SHOWN], first + 1):
             after = self._members[number] if number < len(self._members) else None
             answer.chain.add(
                 request=_message(one.owner),
@@ -197,8 +196,8 @@ class _Cell:
             return self._ambiguous()
         parts = []
         if self._before is not None:
-            stop = max(one.stop for one in self._parts if one.owner is self._before)
-            parts.append(f"it continues {_name(self._before)}, from position {stop} on")
+            start = self._owned.start if self._owned else 0
+            parts.append(f"it continues {_name(self._before)}, from position {start} on")
         if self._next is not None:
             found, prompt = self._continued(self._next), self.owner.prompt_len
             text = f"{_name(self._next)} continues it: digests prove that its first {found.proven} "
@@ -211,7 +210,8 @@ class _Cell:
             found = self._continued(self.owner)
             parts.append("it continues no other request")
             if found.equals:
-                parts[0] = f"it may continue {_names(found.equals)}, but owns the position anyway"
+                text = f"it may continue {_names(found.equals)}, but owns the positions behind"
+                parts = [f"{text} their tokens"]
         return "; ".join(parts)
 
     def _ambiguous(self) -> str:

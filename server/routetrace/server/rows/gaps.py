@@ -59,9 +59,8 @@ def missing(
     latest = selection.policy == pb.READ_POLICY_LATEST
     owned = incarnation.owned(latest=latest)
     held += [s.layout.column for one in owned for s in one.owner.sources]
-    unowned = () if latest else incarnation.ambiguous
     for group in layer_groups(held, selection.layers):
-        notes = [Note(a, b, pb.MISSING_REASON_AMBIGUOUS) for a, b in unowned]
+        notes = [Note(0, owned[0].start, pb.MISSING_REASON_AMBIGUOUS)]
         notes += [
             Note(a, b, pb.MISSING_REASON_OTHER_VERSION)
             for a, b in covered(sources, others, group[0])

@@ -18,7 +18,7 @@ from routetrace.server.common.slices import at_once
 from routetrace.server.index.traces.lineage import Incarnation, Owned, Request
 from routetrace.server.index.traces.prefix_tree import STEP, Digests, PrefixTree, Reported
 from routetrace.server.index.traces.sources import Source, WriterKey
-from routetrace.server.index.traces.spans import FOREVER, Interval, merge
+from routetrace.server.index.traces.spans import FOREVER
 
 #: Maximum requests with one prompt that are compared; where there are more, all are rivals.
 _MAX_ALIKE = 64
@@ -30,7 +30,7 @@ class Continued(NamedTuple):
     before: Request | None
     """The request; None: none, or several may be it."""
     proven: int = 0
-    """Tokens that it shares with the other one's prompt."""
+    """Tokens that it, or each that may be it, shares with the other one's prompt."""
     equals: tuple[Request, ...] = ()
     """Requests that share as many, or may: it, and its rivals."""
     slot: int = -1
@@ -88,23 +88,19 @@ class Join:
             return
         request = self.requests[self.numbers.index(number)]
         owners: list[Owned] = []
-        ambiguous: list[Interval] = []
         stop, owner = FOREVER, request
         while True:
-            before, proven, equals, _ = self.continued(owner)
+            before, proven, _, _ = self.continued(owner)
             if before is None:
-                if equals:
-                    first = min(candidate.prompt_len for candidate in equals) - 1
-                    ambiguous.append((first, proven - 1))
                 break
             end = min(proven - 1, before.num_rows)
             owners.append(Owned(owner, end, stop, self._givers_of(owner)))
             stop, owner = end, before
             if not len(owners) % STEP:
                 yield
-        owners.append(Owned(owner, 0, stop, self._givers_of(owner)))
+        owners.append(Owned(owner, max(0, proven - 1), stop, self._givers_of(owner)))
         owners.reverse()
-        self._incarnations[number] = Incarnation(request, owners, merge(ambiguous))
+        self._incarnations[number] = Incarnation(request, owners)
 
     def continued(self, request: Request) -> Continued:
         """Return the request that one goes on from."""

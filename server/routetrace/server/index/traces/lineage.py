@@ -13,7 +13,7 @@ from typing import NamedTuple
 from routetrace.codec.records import UNKNOWN_VERSION, FinishReason
 from routetrace.server.index.traces.prefix_tree import Digests, PrefixTree
 from routetrace.server.index.traces.sources import Source, WriterKey
-from routetrace.server.index.traces.spans import FOREVER, Interval, intersect, merge, subtract
+from routetrace.server.index.traces.spans import FOREVER, Interval, intersect, merge
 
 #: Maximum labels of an incarnation; those of the earliest requests are ignored.
 MAX_TRACE_LABELS = 64
@@ -211,19 +211,13 @@ class Incarnation:
 
     Args:
         request: last request.
-        owners: its chain, in the order of its positions; `request` is the last.
-        ambiguous: positions that several requests may own, ascending and disjoint.
+        owners: its chain, in the order of its positions; `request` is the last. Several requests
+            may own the positions before those of the first.
     """
 
-    def __init__(
-        self,
-        request: Request,
-        owners: list[Owned],
-        ambiguous: list[Interval],
-    ) -> None:
+    def __init__(self, request: Request, owners: list[Owned]) -> None:
         self.request = request
         self._owners = owners
-        self.ambiguous = ambiguous
 
     @property
     def continued(self) -> list[Request]:
@@ -231,16 +225,11 @@ class Incarnation:
         return [owned.owner for owned in self._owners[:-1]]
 
     def owned(self, *, latest: bool = False) -> list[Owned]:
-        """Return which request owns which positions, ascending; ambiguous ones have no owner."""
-        if latest:
-            return [self._owners[-1]._replace(start=0)]
-        if not self.ambiguous:
-            return self._owners
-        return [
-            owned._replace(start=a, stop=b)
-            for owned in self._owners
-            for a, b in subtract((owned.start, owned.stop), self.ambiguous)
-        ]
+        """Return which request owns which positions, ascending.
+
+        Those before the first are ambiguous: they have no owner.
+        """
+        return [self._owners[-1]._replace(start=0)] if latest else self._owners
 
     @property
     def labels(self) -> dict[str, str]:
