@@ -487,7 +487,7 @@ def test_a_retracted_request_resumes_even_where_the_batch_looks_the_same(request
     assert requests.retract(a, 5) is None
     deliver(requests, agent, [a], [0], [5], [8, 9, 10, 11, 12])
     assert ("preempt", 101, 4) in agent.calls
-    assert ("resume", 101, 0, [2, 3]) in agent.calls
+    assert ("resume", 101, 0, [2, 3], 5) in agent.calls
 
 
 def test_the_row_whose_token_is_dropped_does_not_count(requests, agent):

@@ -1064,7 +1064,7 @@ EVENTS = [
     plans.Ignore(1, "r-1", 4, b""),
     plans.AddBlocks(b"\3\0\0\0", b"\7\0\0\0"),
     plans.Preempt(3, 4),
-    plans.Resume(3, 4, b"\7\0\0\0", 2),
+    plans.Resume(3, 4, b"\7\0\0\0", 2, 9),
     plans.Finish(3, 9, "stop", b"\1\0\0\0", "E/r"),
     plans.External(b"\7\0\0\0", 2),
     plans.Reset(True),

@@ -442,7 +442,7 @@ def test_blocks_that_are_exchanged_under_way_are_unknown(halves):
         block_table_updates={"a-0123abcd": ([7, 8],)},
     )  # fmt: skip
     told = h.agent.take("resume", "step")
-    assert told[0] == ("resume", 100, 6, [7, 8], 6)  # all its tokens are from elsewhere
+    assert told[0] == ("resume", 100, 6, [7, 8], 6, 6)  # all its tokens are from elsewhere
     assert kinds(told) == ["resume", "step"]
 
 
@@ -553,7 +553,7 @@ def test_more_input_of_a_session_takes_the_place_of_rejected_drafts(halves, goes
     a.num_prompt_tokens = 9
     if goes_on:
         h.step(new=[(a, 6, [1, 2, 3])], counts={"a-0123abcd": 3})
-        assert h.agent.take()[:2] == [("preempt", 100, 6), ("resume", 100, 6, [1, 2, 3], 0)]
+        assert h.agent.take()[:2] == [("preempt", 100, 6), ("resume", 100, 6, [1, 2, 3], 0, 9)]
     else:
         a.status.name = "FINISHED_ABORTED"
         h.schedule.finish(a)

@@ -318,10 +318,14 @@ class CaptureAgent:
         *,
         block_ids: Iterable[int] = (),
         num_external_tokens: int = 0,
+        num_tokens: int | None = None,
     ) -> None:
         """Start the next attempt of a request; arguments as for begin().
 
         One that was not preempted is preempted first, with the same `num_computed_tokens`.
+        `num_tokens` are the tokens that the request has now, prompt and answer, with those that
+        passes in flight at the preemption sampled; None: not known. An attempt that does not
+        compute the last of these tokens samples nothing, so readers do not get its rows.
         """
         with self._lock:
             if self._active():
@@ -329,9 +333,10 @@ class CaptureAgent:
                 blocks = blocks_of(block_ids, self.config)
                 computed = computed_of(num_computed_tokens, blocks, self.config)
                 external = external_of(num_external_tokens, computed)
+                had = 0 if num_tokens is None else number("num_tokens", num_tokens)
                 if external:
                     self._noted_kv().load(self._weight_version)
-                self._event("resume", computed, external, blocks, handle=handle)
+                self._event("resume", computed, external, blocks, had, handle=handle)
 
     def finish(
         self,

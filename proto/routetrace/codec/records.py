@@ -41,7 +41,8 @@ class OpKind(IntEnum):
     """`request` lost its blocks; rows at `position` and after were not kept, and their slots are
     unknown. Drafts before it are confirmed."""
     RESUME = 6
-    """`request` starts over as a new attempt; `position`, `count` and blocks as in BEGIN."""
+    """`request` starts over as a new attempt; `position`, `count` and blocks as in BEGIN. It has
+    `value` tokens then, prompt and answer; 0: not known."""
     FINISH = 7
     """`request` ended with `count` tokens; `arg` is a FinishReason, `value` the Unix time in
     milliseconds, 0 if it is not known, `row` the hand-over that it ended with, from 1 in

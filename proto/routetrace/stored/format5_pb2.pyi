@@ -718,6 +718,7 @@ class Source(google.protobuf.message.Message):
     FIRST_PASS_FIELD_NUMBER: builtins.int
     LOST_ROWS_FIELD_NUMBER: builtins.int
     STOPS_FIELD_NUMBER: builtins.int
+    HAD_FIELD_NUMBER: builtins.int
     engine_id: builtins.str
     """Engine of the writer; its run is the trace's."""
     shard: builtins.str
@@ -804,6 +805,10 @@ class Source(google.protobuf.message.Message):
     def stops(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """Computed tokens of each attempt that was preempted; 1 << 32: not known."""
 
+    @property
+    def had(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """Tokens that the request had at the begin of each attempt behind the first; 0: not known."""
+
     def __init__(
         self,
         *,
@@ -844,9 +849,10 @@ class Source(google.protobuf.message.Message):
         first_pass: builtins.int | None = ...,
         lost_rows: collections.abc.Mapping[builtins.int, builtins.bytes] | None = ...,
         stops: collections.abc.Iterable[builtins.int] | None = ...,
+        had: collections.abc.Iterable[builtins.int] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_first_pass", b"_first_pass", "_kv_weight_version", b"_kv_weight_version", "first_pass", b"first_pass", "kv_weight_version", b"kv_weight_version"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_first_pass", b"_first_pass", "_kv_weight_version", b"_kv_weight_version", "attempts", b"attempts", "began", b"began", "blocks", b"blocks", "cached", b"cached", "digests", b"digests", "draft_step", b"draft_step", "drafts", b"drafts", "drafts_since", b"drafts_since", "ended", b"ended", "engine_id", b"engine_id", "epoch", b"epoch", "external", b"external", "finish_reason", b"finish_reason", "first_pass", b"first_pass", "forgotten", b"forgotten", "handed_over_by", b"handed_over_by", "kv_weight_version", b"kv_weight_version", "labels", b"labels", "layout", b"layout", "loaded_start", b"loaded_start", "loaded_stop", b"loaded_stop", "lost", b"lost", "lost_rows", b"lost_rows", "model", b"model", "nonce", b"nonce", "num_tokens", b"num_tokens", "occurrence", b"occurrence", "prompt_len", b"prompt_len", "received_by", b"received_by", "reported", b"reported", "request_id", b"request_id", "sampled", b"sampled", "shard", b"shard", "stops", b"stops", "tentative", b"tentative", "unplaced", b"unplaced", "written", b"written"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_first_pass", b"_first_pass", "_kv_weight_version", b"_kv_weight_version", "attempts", b"attempts", "began", b"began", "blocks", b"blocks", "cached", b"cached", "digests", b"digests", "draft_step", b"draft_step", "drafts", b"drafts", "drafts_since", b"drafts_since", "ended", b"ended", "engine_id", b"engine_id", "epoch", b"epoch", "external", b"external", "finish_reason", b"finish_reason", "first_pass", b"first_pass", "forgotten", b"forgotten", "had", b"had", "handed_over_by", b"handed_over_by", "kv_weight_version", b"kv_weight_version", "labels", b"labels", "layout", b"layout", "loaded_start", b"loaded_start", "loaded_stop", b"loaded_stop", "lost", b"lost", "lost_rows", b"lost_rows", "model", b"model", "nonce", b"nonce", "num_tokens", b"num_tokens", "occurrence", b"occurrence", "prompt_len", b"prompt_len", "received_by", b"received_by", "reported", b"reported", "request_id", b"request_id", "sampled", b"sampled", "shard", b"shard", "stops", b"stops", "tentative", b"tentative", "unplaced", b"unplaced", "written", b"written"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_first_pass", b"_first_pass"]) -> typing.Literal["first_pass"] | None: ...
     @typing.overload

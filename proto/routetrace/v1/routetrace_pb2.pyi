@@ -1900,7 +1900,7 @@ class ExplainCellResponse(google.protobuf.message.Message):
     @property
     def chain(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___ChainMember]:
         """Chain of the incarnation's last request, ascending: at most 64 of its members, the owner of the
-        position among them. One is there twice if ambiguous positions lie between those that it owns.
+        position among them.
         """
 
     @property

@@ -407,7 +407,12 @@ class Framer:
             self._release(handle, request)
 
     def resume(
-        self, handle: int, num_computed_tokens: int, num_external_tokens: int, blocks: bytes
+        self,
+        handle: int,
+        num_computed_tokens: int,
+        num_external_tokens: int,
+        blocks: bytes,
+        num_tokens: int = 0,
     ) -> None:
         """Start the next attempt of a request; one that holds blocks is preempted first."""
         lane = handle & LANE_MASK
@@ -439,6 +444,7 @@ class Framer:
             position=num_computed_tokens,
             count=num_external_tokens,
             blocks=block_ids,
+            value=num_tokens,
         )
         self._give(request, block_ids, num_computed_tokens, num_external_tokens)
         if not request.kept:

@@ -38,11 +38,12 @@ class _Request:
     preempted: int | None = None  # computed tokens of the attempt in progress, if it is preempted
     # Computed tokens of the attempts before; None: their end was not reported.
     stops: list[int | None] = field(default_factory=list)
+    had: list[int] = field(default_factory=list)  # tokens at the begin of each attempt behind them
     digests: bytearray = field(default_factory=bytearray)  # records.DIGEST
 
     @property
     def nbytes(self) -> int:
-        arrays = 4 * len(self.blocks) + 8 * len(self.stops)
+        arrays = 4 * len(self.blocks) + 16 * len(self.stops)
         return _REQUEST_BYTES + len(self.facts) + arrays + len(self.digests)
 
 
@@ -100,6 +101,7 @@ class Ledger:
                     request.digests += digests[row : row + count].tobytes()
                 elif kind == OpKind.RESUME:
                     request.stops.append(request.preempted)
+                    request.had.append(value)
                     request.end, request.preempted = position, None
                     request.blocks = array("I", blocks)
             self.nbytes += request.nbytes if request else 0
@@ -118,12 +120,12 @@ class Ledger:
             blocks, gone = np.array(request.blocks, U32), pb.MISSING_REASON_AGENT_LOST
             builder.begin(request_id, facts, request.index, 0, 0, blocks)
             builder.digests(request_id, np.frombuffer(bytes(request.digests), DIGEST))
-            for stop in request.stops:
+            for stop, had in zip(request.stops, request.had, strict=True):
                 if stop:
                     builder.op(OpKind.LOST, request_id, arg=gone, count=stop)
                 if stop is not None:
                     builder.op(OpKind.PREEMPT, request_id, position=stop)
-                builder.op(OpKind.RESUME, request_id, blocks=blocks)
+                builder.op(OpKind.RESUME, request_id, blocks=blocks, value=had)
             if request.end:
                 builder.op(OpKind.LOST, request_id, arg=gone, count=request.end)
             if request.lost:

@@ -241,7 +241,7 @@ class _Applier:
                     self._release(source, position)
                     self._rejoin(key)
                 elif kind == RESUME:
-                    source.resume()
+                    source.resume(value)
                     self._take(source, blocks, position, count)
                     self._rejoin(key)
                 elif kind == FINISH:

@@ -240,8 +240,7 @@ def _check_ops(chunk: ParsedChunk, num_blocks: int, num_slots: int) -> Iterator[
         elif position + count > MAX_POSITION:
             wrong, expected = "position", f"position + count of at most {MAX_POSITION}"
         elif num and (kind not in _WITH_BLOCKS or num > num_blocks * (1 + (kind == COPY))):
-            wrong = "num_blocks"
-            expected = f"at most num_blocks = {num_blocks}, and 0 for ops without blocks"
+            wrong, expected = "num_blocks", f"at most {num_blocks}, and 0 for ops without blocks"
         elif num and (at + num > len(chunk.block_ids) or (kind == COPY and num % 2)):
             wrong, expected = "num_blocks", "a range of block_ids; of COPY in pairs"
         elif kind == ROWS:
@@ -269,8 +268,7 @@ def _check_ops(chunk: ParsedChunk, num_blocks: int, num_slots: int) -> Iterator[
             wrong, expected = "request", f"an index below {num_requests}"
         elif kind in (BEGIN, RESUME):
             if count > position:
-                wrong = "count"
-                expected = "num_external_tokens of at most num_computed_tokens"
+                wrong, expected = "count", "num_external_tokens of at most num_computed_tokens"
             elif kind == BEGIN:
                 if arg >= len(chunk.begins) or arg in begun:
                     wrong = "arg"
@@ -278,6 +276,8 @@ def _check_ops(chunk: ParsedChunk, num_blocks: int, num_slots: int) -> Iterator[
                 elif value >= MAX_BEGUN:
                     wrong, expected = "value", f"less than {MAX_BEGUN} requests before it"
                 begun.add(arg)
+            elif value > MAX_POSITION:
+                wrong, expected = "value", f"at most {MAX_POSITION} tokens"
         elif kind == FINISH:
             if arg not in _FINISH_REASONS:
                 wrong, expected = "arg", "a FinishReason"

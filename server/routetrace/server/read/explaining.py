@@ -461,7 +461,7 @@ class _Cell:
         if attempt < sampled:
             return f"attempt {sampled + 1} counts: the first that sampled the answer, or the last"
         if attempt not in self.owner.attempts_that_sampled:
-            return "it ended before it had computed more than those before: nothing was sampled"
+            return "it did not compute the last token that the request had: nothing was sampled"
         return f"it came after attempt {sampled + 1}, which sampled the answer"
 
     def request_refused(self, request: Request) -> str:

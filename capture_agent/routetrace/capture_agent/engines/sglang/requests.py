@@ -50,8 +50,8 @@ class Live:
     prompt: Sequence[int] | None
     """For digests; None if token ids do not identify the model's input."""
     nonce: int
-    """Names the request where its trace id is used again. One agent reports all of an engine, and
-    the same process sends its answers, so that a random number will do."""
+    """Names the request where its trace id is used again. A random number will do: one agent
+    reports all of an engine."""
     arrival: Arrival | None = None
     """How its prompt's KV came from another engine, where that is known."""
     sent_as: str | None = None
@@ -72,6 +72,7 @@ class Start:
     resumed: bool
     num_computed: int
     """Tokens whose KV is in the cache."""
+    had: int
 
 
 @dataclass(eq=False, slots=True)
@@ -188,7 +189,8 @@ class Requests:
             live = self._live(req, None if req.finished() else self._options(req))
             setattr(req, _MARK, live)
         live.retracted = False
-        return Start(live, index, resumed, position)
+        had = len(req.origin_input_ids) + len(req.output_ids)
+        return Start(live, index, resumed, position, had)
 
     def _live(self, req: Any, options: RequestOptions | None, *, launched: bool = True) -> Live:
         prompt = req.origin_input_ids
@@ -299,7 +301,7 @@ class Deliveries:
         live, handle = start.live, int(self._handles[start.live.lane])
         if start.resumed:
             if handle != NO_HANDLE:
-                agent.resume(handle, start.num_computed, block_ids=blocks)
+                agent.resume(handle, start.num_computed, block_ids=blocks, num_tokens=start.had)
             return
         arrival = live.arrival
         if arrival is None or start.num_computed != live.prompt_len:  # not as it was allocated

@@ -91,6 +91,8 @@ class Resume(_Message):
     num_computed_tokens: int
     blocks: bytes
     num_external_tokens: int
+    num_tokens: int
+    """Tokens that it has, prompt and answer; 0: not known."""
 
 
 @dataclass(slots=True)

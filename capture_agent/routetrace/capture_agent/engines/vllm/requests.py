@@ -171,7 +171,13 @@ class Requests:
             _forget(agent, event.blocks, computed - external)
         else:
             blocks = unpack_blocks(event.blocks)
-            agent.resume(handle, computed, block_ids=blocks, num_external_tokens=external)
+            agent.resume(
+                handle,
+                computed,
+                block_ids=blocks,
+                num_external_tokens=external,
+                num_tokens=event.num_tokens or None,
+            )
 
     def _add(self, lane: int, request_id: str) -> None:
         self._lanes[request_id], self._names[lane] = lane, request_id

@@ -395,7 +395,9 @@ class Schedule:
         known.preempted = False
         _, num_local = self._waiting.pop(request_id, (None, computed))
         external = max(0, computed - num_local)
-        events.append(Resume(known.lane, computed, self._blocks(block_ids), external))
+        # No request is scheduled again before vLLM has delivered or dropped what it sampled.
+        had = known.request.num_tokens if known.request is not None else 0
+        events.append(Resume(known.lane, computed, self._blocks(block_ids), external, had))
 
     def _take_input(self, known: _Request, computed: int) -> None:
         """Adjust the end of a session that got more input, which replaces its later tokens."""

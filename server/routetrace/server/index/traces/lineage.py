@@ -147,9 +147,10 @@ class Request:
         """Attempts that tokens were sampled from, ascending; at least one.
 
         The first is the first one that computed the whole prompt, or the last one. Each later one
-        computed a position that none of those before had computed. The engine gives all shards the
-        same number at a preemption; of several calls, the smallest counts. If no shard could report
-        it, all rows of the attempt are lost.
+        computed all tokens that the request had at its begin; where that number is not known, a
+        position that none of those before had computed. The engine gives all shards the same number
+        at a preemption; of several calls, the smallest counts. If no shard could report it, all
+        rows of the attempt are lost.
         """
         last = max(len(s.attempts) for s in self.sources) - 1
         found: list[int] = []
@@ -157,12 +158,17 @@ class Request:
         for attempt in range(last):
             stops = {s.stops[attempt] for s in self.sources if attempt < len(s.stops)} - {FOREVER}
             computed = min(stops, default=FOREVER)
-            if computed > most if found else computed >= self.prompt_len:
+            if computed >= (self._had(attempt) or most + 1 if found else self.prompt_len):
                 found.append(attempt)
                 most = max(most, computed) if stops else most
-        if not found or min(self.num_rows, max(s.computed(last) for s in self.sources)) > most:
+        computed = min(self.num_rows, max(s.computed(last) for s in self.sources))
+        if not found or computed >= (self._had(last) or most + 1):
             found.append(last)
         return found
+
+    def _had(self, attempt: int) -> int:
+        """Return the tokens that it had at the begin of an attempt, not the first; 0: not known."""
+        return max((s.had[attempt - 1] for s in self.sources if attempt <= len(s.had)), default=0)
 
     @property
     def first_that_sampled(self) -> int:

@@ -68,6 +68,8 @@ class Source:
     stops: list[int] = field(default_factory=list)
     """Computed tokens of each attempt that was preempted; FOREVER: not known. Of 0.8, the last
     attempt has one in any case."""
+    had: list[int] = field(default_factory=list)
+    """Tokens that the request had at the begin of each attempt behind the first; 0: not known."""
     tentative: int = 0
     """Number of drafts at the end of the last attempt."""
     blocks: list[int] = field(default_factory=list)
@@ -249,8 +251,12 @@ class Source:
         if (start := max(ends, default=0)) < stop:
             self.lose(max(start, self.cached), stop, pb.MISSING_REASON_NOT_CAPTURED)
 
-    def resume(self) -> None:
-        """Start the next attempt; one with MAX_ATTEMPTS is not followed any more."""
+    def resume(self, had: int = 0) -> None:
+        """Start the next attempt; one with MAX_ATTEMPTS is not followed any more.
+
+        Args:
+            had: tokens that the request has now; 0: not known.
+        """
         if not self.placed or len(self.attempts) == MAX_ATTEMPTS:
             self.lose_track()
             return
@@ -262,6 +268,7 @@ class Source:
             self.remove(0)
             self.lose(0, FOREVER, pb.MISSING_REASON_QUEUE_FULL)
         self.attempts.append(SpanList())
+        self.had.append(had)
 
     def add_digests(self, digests: npt.NDArray[Any]) -> None:
         """Add token digests; of two at one position the later counts."""
@@ -288,16 +295,14 @@ def dump_source(message: stored.Source, source: Source, layouts: dict[ModelLayou
     message.digests = source.digests.tobytes()
     if source.blocks:
         message.blocks = np.array(source.blocks, U32).tobytes()
-    if source.cached:
-        message.cached = source.cached
-    if source.labels:
-        message.labels.update(source.labels)
+    message.cached = source.cached
+    message.labels.update(source.labels)
     if source.began:
         message.began = source.began
     if source.reported:
         message.sampled, message.reported = source.sampled, source.reported
-    if source.stops:
-        message.stops.extend(source.stops)
+    message.stops.extend(source.stops)
+    message.had.extend(source.had)
     for attempt, spans in source.lost.items():
         message.lost_rows[attempt] = spans.tobytes()
     for attempt, intervals in source.unknown.items():
@@ -305,21 +310,17 @@ def dump_source(message: stored.Source, source: Source, layouts: dict[ModelLayou
         for a, b in intervals:
             unknown.append(Span(a, b - a, a, 0, _KV_UNKNOWN))
         message.lost_rows[attempt] += unknown.tobytes()
-    if source.tentative:
-        message.tentative = source.tentative
+    message.tentative = source.tentative
     if len(source.drafts):
         message.drafts = source.drafts.tobytes()
         message.drafts_since, message.draft_step = source.drafts_since, source.draft_step
-    if not source.placed:
-        message.unplaced = True
-    if source.external:
-        message.external = True
+    message.unplaced = not source.placed
+    message.external = source.external
     if source.loaded[1]:
         message.loaded_start, message.loaded_stop = source.loaded
     if source.first_pass != FOREVER:
         message.first_pass = source.first_pass
-    if source.forgotten:
-        message.forgotten = True
+    message.forgotten = source.forgotten
     if source.model:
         message.model = source.model
     if source.nonce:
@@ -345,6 +346,7 @@ def load_source(message: stored.Source, run: str, layouts: Sequence[ModelLayout]
         began=message.began,
         attempts=[SpanList(spans) for spans in message.attempts],
         stops=[*message.stops],
+        had=[*message.had] or [0] * (len(message.attempts) - 1),
         tentative=message.tentative,
         blocks=np.frombuffer(message.blocks, U32).tolist() if message.blocks else [],
         placed=not message.unplaced,
