@@ -129,7 +129,7 @@ def test_a_server_without_memory_is_told_how_far_earlier_attempts_came():
     for stop in (70, 60):
         builder.op(OpKind.LOST, "again", count=stop, arg=pb.MISSING_REASON_NOT_CAPTURED)
         builder.op(OpKind.PREEMPT, "again", position=stop)
-        builder.op(OpKind.RESUME, "again")
+        builder.op(OpKind.RESUME, "again", value=stop + 3)
     builder.op(OpKind.LOST, "again", count=9, arg=pb.MISSING_REASON_NOT_CAPTURED)
     builder.op(OpKind.RESUME, "silent")  # there was no memory to report the preemption
     builder.op(OpKind.PREEMPT, "preempted", position=65)  # other ranks computed the last tokens
@@ -151,6 +151,10 @@ def test_a_server_without_memory_is_told_how_far_earlier_attempts_came():
         "silent": [],
         "preempted": [65],
         "new": [],
+    }
+    assert {r.request_id: r.had for r in told.requests if r.had} == {
+        "again": [73, 63],
+        "silent": [0],
     }
 
 

@@ -153,6 +153,22 @@ def test_an_attempt_that_no_token_was_sampled_from_gives_no_row(aborted):
     assert where == [(0, 4, 2), (4, 7, 0), (7, 8, 2)]
 
 
+@pytest.mark.parametrize("sampled", [False, True])
+def test_drafts_that_were_accepted_after_a_preemption_count_as_sampled(sampled):
+    """The engine preempts the request before it knows which drafts of the last pass stand."""
+    recorder = Recorder()
+    handle = recorder.begin("r", trace_id="t", prompt_len=3, block_ids=[1, 2])
+    recorder.step(rows(3), [(handle, 0, 3)])
+    recorder.step(rows(3), [(handle, 3, 3)])
+    recorder.preempt(handle, 4)  # position 4 was a draft; it stands, and the one behind it
+    recorder.resume(handle, 0, block_ids=[3, 4], num_tokens=7)
+    recorder.step(rows(7), [(handle, 0, 7)])
+    recorder.finish(handle, 8 if sampled else 7, reason="abort")
+    state = replay(recorder)
+    assert served(state)[0] == ([0, 1, 2, 3, 4, 5, 6] if sampled else [0, 1, 2, 3])
+    assert served(reloaded(state))[0] == served(state)[0]
+
+
 def test_an_attempt_that_was_sampled_from_before_the_loss_stays():
     recorder = Recorder()
     handle = recorder.begin("r", trace_id="t", prompt_len=2, block_ids=[1, 2])

@@ -229,13 +229,15 @@ class Feeder:
     def preempt(self, handle, num_computed_tokens) -> None:
         self.chunk.op(OpKind.PREEMPT, self.names[handle], position=num_computed_tokens)
 
-    def resume(self, handle, num_computed_tokens, *, block_ids=(), num_external_tokens=0) -> None:
+    def resume(self, handle, num_computed_tokens, *, block_ids=(), num_external_tokens=0,
+               num_tokens=0) -> None:  # fmt: skip
         self.chunk.op(
             OpKind.RESUME,
             self.names[handle],
             position=num_computed_tokens,
             count=num_external_tokens,
             blocks=list(block_ids),
+            value=num_tokens,
         )
         if num_computed_tokens > num_external_tokens:
             self.chunk.op(OpKind.INHERIT, self.names[handle])

@@ -60,6 +60,7 @@ class Request:
     known: int = 0  # leading tokens whose rows it has yet to inherit
     erased: set[int] = field(default_factory=set)  # positions of drafts whose KV was replaced since
     stops: list[int] = field(default_factory=list, compare=False)  # of each preemption
+    had: list[int] = field(default_factory=list)  # tokens at each resume
     num_tokens: int = -1
     reason: int = 0
 
@@ -289,6 +290,7 @@ class Model:
             elif kind == OpKind.PREEMPT:
                 self.preempt(name, position)
             elif kind == OpKind.RESUME:
+                self.live[name].had.append(value)
                 self.resume(name, position, some, count)
             elif kind == OpKind.FINISH:
                 self.finish(name, count, arg)
