@@ -546,9 +546,7 @@ class Engine:
         if begins:
             self._tell_begin(request, computed, external)
         else:
-            self.counts["resumes"] += 1
-            blocks = list(request.blocks)
-            self._about("resume", request, computed, block_ids=blocks, num_external_tokens=external)
+            self._tell_resume(request, computed, external)
         return True
 
     def _load(
@@ -662,6 +660,22 @@ class Engine:
                 prompt_token_ids=list(request.prompt) if self.spec.tells_tokens else None,
                 transfer_id=request.takes,
             )
+
+    def _tell_resume(self, request: Request, computed: int, external: int) -> None:
+        """The tokens that it has are sure: what a pass in flight sampled was kept or dropped when
+        it was preempted."""
+        self.counts["resumes"] += 1
+        assert not (self.flying and any(run.request is request for run in self.flying.runs))
+        if self.spec.tells_had:
+            request.attempt.had = len(request.tokens)
+        self._about(
+            "resume",
+            request,
+            computed,
+            block_ids=list(request.blocks),
+            num_external_tokens=external,
+            num_tokens=request.attempt.had or None,
+        )
 
     def _load_in_place(self) -> None:
         """Some cached blocks are loaded from elsewhere once more."""

@@ -147,6 +147,7 @@ def check_told(cluster: Cluster, world: Listening) -> int:
                 assert unknown == _places(attempt.unknown[:stop] & ~there)
                 lost = {p for h in shards for p in h.lost[i] if p < stop} - _places(there)
                 assert lost == _places(attempt.lost[:stop])
+                assert {h.had[i] for h in shards} == {attempt.had}
         check_slots(cluster, engine, lines)
     return compared
 
@@ -470,6 +471,51 @@ def test_an_attempt_that_did_not_sample_again_supplies_no_row():
     one.tokens.pop()  # the row at position 4 sampled nothing that stands
     one.attempts[1].stop, one.attempts[1].rows[4] = 0, 104
     assert served(one) == [[None, 1, 2, 3]]
+
+
+def test_an_attempt_that_did_not_compute_the_last_token_it_had_supplies_no_row():
+    first = run(0, 0, 3) | {0: None}  # a draft at position 3 was accepted, and sampled a token
+    ends, goes_on = (request([1, 2, 3, 4, 5, 6][:n], 2, first, run(100, 0, 5)) for n in (5, 6))
+    for one in (ends, goes_on):
+        one.attempts[1].stop, one.attempts[1].had = 0, 5
+    assert served(ends) == [[None, 1, 2, None]]
+    assert reasons(ends)[0] == {"kv_unknown"}
+    assert served(ends, policy="latest") == [[100, 101, 102, 103]]
+    assert served(goes_on) == [[100, 1, 2, 103, 104]]
+    for one in (ends, goes_on):
+        one.attempts[1].had = 0  # nobody was told
+    assert served(ends) == [[100, 1, 2, 103]]
+    assert served(goes_on) == [[100, 1, 2, 103, 104]]
+
+
+def test_a_lost_row_of_the_last_token_that_it_had_was_computed():
+    one = request([1, 2, 3, 4, 5, 6], 2, run(0, 0, 3) | {0: None}, run(100, 0, 4))
+    one.attempts[1].stop, one.attempts[1].had = 0, 5
+    assert served(one) == [[None, 1, 2, None, None]]
+    one.attempts[1].lost[4] = True
+    assert served(one) == [[100, 1, 2, 103, None]]
+    one.attempts[1].had = 4  # it has no row behind position 3, which is the last token's
+    one.attempts[1].lost[4] = False
+    assert served(one) == [[100, 1, 2, 103, None]]
+
+
+@pytest.mark.parametrize(
+    ("stop", "had", "rows"),
+    [
+        (4, 5, [200, 1, 2, 203]),  # the last one is compared with those that sampled
+        (5, 5, [100, 1, 2, 103]),
+        (4, 0, [100, 1, 2, 103]),
+        (3, 3, [100, 1, 2, 203]),  # though it has none behind the first one
+        (3, 0, [200, 1, 2, 203]),
+    ],
+)
+def test_of_a_preempted_attempt_it_counts_where_it_stopped(
+    stop: int, had: int, rows: list[int | None]
+):
+    first, second = run(0, 0, 3) | {0: None}, run(100, 0, stop)
+    one = request([1, 2, 3, 4, 5], 2, first, second, run(200, 0, 4))
+    one.attempts[1].had, one.attempts[2].stop = had, 0
+    assert served(one) == [rows]
 
 
 def test_a_turn_goes_on_from_the_turn_before_and_adds_its_last_row():
