@@ -70,6 +70,8 @@ class Chances:
     """A request has other labels than its tokens had before."""
     branch: float = 0.0
     """Another request begins with a block that accepted drafts have just filled."""
+    preempt: float = 0.0
+    """A running request is preempted, though there is room."""
 
 
 @dataclass
@@ -384,6 +386,9 @@ class Engine:
         chosen: list[tuple[Request, int, list[int]]] = []
         for request in list(self.running):
             if not request.running or not budget or rng.random() < chances.skip:
+                continue
+            if chances.preempt and rng.random() < chances.preempt:
+                self._preempt(request)
                 continue
             # Those of asynchronous engines are in flight nearly always.
             if rng.random() < chances.redo * (10 if spec.asynchronous else 1):

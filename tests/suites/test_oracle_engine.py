@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from itertools import product
 from typing import Any, get_args
 
@@ -23,6 +24,7 @@ from oracle.truth import (
     digest_positions,
     end_positions,
     expected,
+    those_that_sampled,
 )
 from oracle.world import EngineSpec, Shard
 from routetrace.codec import records
@@ -296,11 +298,28 @@ def test_the_rules_name_rows_of_aborted_requests_up_to_where_their_callers_cut_t
     assert lawful(cluster)["forward"] > 50
 
 
-def lawful(cluster: Cluster) -> Counter[str]:
+def test_requests_that_are_preempted_all_the_time():
+    """What a resume tells decides now and then which attempts count."""
+    decided = 0
+    for seed in (0, 2, 3, 4):
+        spec = EngineSpec("e", 4, 100, WHOLE, 4, 4, draft_tokens=3, asynchronous=True)
+        chances = Chances(preempt=0.15, abort=0.03, redo=0, crash=0)
+        cluster, world = play(seed, 25, specs=[spec], chances=chances)
+        assert check_told(cluster, world)
+        assert lawful(cluster, ("as_sampled",))
+        for record in (r for rr in cluster.records.values() for r in rr):
+            count = those_that_sampled(record)
+            for attempt in record.attempts:
+                attempt.had = 0
+            decided += those_that_sampled(record) != count
+    assert decided
+
+
+def lawful(cluster: Cluster, policies: Sequence[Policy] = POLICIES) -> Counter[str]:
     """Compares rows that the rules name with the passes behind the KV; how many, by provenance."""
     compared = Counter[str]()
     for trace_id in cluster.records:
-        for e in (e for policy in POLICIES for e in cluster.expected(trace_id, policy)):
+        for e in (e for policy in policies for e in cluster.expected(trace_id, policy)):
             for p in (p for p in range(e.num_rows) if e.known[p].any() and e.makers(p)):
                 rows = cluster.store.rows(np.array(e.makers(p)))
                 assert (rows == e.ids[p]).all(axis=(1, 2)).any()
