@@ -74,7 +74,7 @@ class Cluster:
         stores: Stores | None = None,
     ) -> None:
         self.rng = rng = random.Random(f"cluster {seed}")
-        specs = list(specs or random_specs(rng, layout))
+        specs = [_with_had(spec, seed) for spec in specs or random_specs(rng, layout)]
         choice = rng.choice(("apart", "together", "own"))
         self.stores = stores or choice
         if stores is None and choice == "own" and any(s.role != "both" for s in specs):
@@ -581,6 +581,15 @@ def random_specs(rng: random.Random, layout: ModelLayout) -> list[EngineSpec]:
             for i, role in enumerate(roles)
         ]
     return specs
+
+
+def _with_had(spec: EngineSpec, seed: int) -> EngineSpec:
+    """One engine in four never tells at a resume how many tokens a request has.
+
+    The choice has a generator of its own, so that all else that a seed means stays.
+    """
+    tells = random.Random(f"had {spec.engine_id} {seed}").random() >= 0.25
+    return replace(spec, tells_had=spec.tells_had and tells)
 
 
 def _random_spec(rng: random.Random, layout: ModelLayout, name: str) -> EngineSpec:

@@ -70,6 +70,8 @@ class Chances:
     """A request has other labels than its tokens had before."""
     branch: float = 0.0
     """Another request begins with a block that accepted drafts have just filled."""
+    preempt: float = 0.0
+    """A running request is preempted, though there is room."""
 
 
 @dataclass
@@ -385,6 +387,9 @@ class Engine:
         for request in list(self.running):
             if not request.running or not budget or rng.random() < chances.skip:
                 continue
+            if chances.preempt and rng.random() < chances.preempt:
+                self._preempt(request)
+                continue
             # Those of asynchronous engines are in flight nearly always.
             if rng.random() < chances.redo * (10 if spec.asynchronous else 1):
                 self._redo(request)
@@ -546,9 +551,7 @@ class Engine:
         if begins:
             self._tell_begin(request, computed, external)
         else:
-            self.counts["resumes"] += 1
-            blocks = list(request.blocks)
-            self._about("resume", request, computed, block_ids=blocks, num_external_tokens=external)
+            self._tell_resume(request, computed, external)
         return True
 
     def _load(
@@ -662,6 +665,22 @@ class Engine:
                 prompt_token_ids=list(request.prompt) if self.spec.tells_tokens else None,
                 transfer_id=request.takes,
             )
+
+    def _tell_resume(self, request: Request, computed: int, external: int) -> None:
+        """The tokens that it has are sure: what a pass in flight sampled was kept or dropped when
+        it was preempted."""
+        self.counts["resumes"] += 1
+        assert not (self.flying and any(run.request is request for run in self.flying.runs))
+        if self.spec.tells_had:
+            request.attempt.had = len(request.tokens)
+        self._about(
+            "resume",
+            request,
+            computed,
+            block_ids=list(request.blocks),
+            num_external_tokens=external,
+            num_tokens=request.attempt.had or None,
+        )
 
     def _load_in_place(self) -> None:
         """Some cached blocks are loaded from elsewhere once more."""

@@ -27,6 +27,8 @@ class Heard:
     """Rows by position; None where the KV is there, and its row is not known."""
     lost: list[set[int]] = field(default_factory=list)
     """Of each attempt: positions that were computed, and not captured; nothing rejected them."""
+    had: list[int] = field(default_factory=list)
+    """Of each attempt: the tokens that its resume told; 0: none."""
     drafts: dict[int, bytes] = field(default_factory=dict)
     """Rows that nothing confirmed yet."""
     unnamed: set[int] = field(default_factory=set)
@@ -112,6 +114,7 @@ class Listener:
         self._unname(heard, known)
         heard.attempts.append(dict.fromkeys(range(computed)))
         heard.lost.append(set())
+        heard.had.append(0)
         heard.cached = known
         heard.started = sum(len(h.attempts) for h in self.requests)
 
@@ -198,12 +201,21 @@ class Listener:
         *,
         block_ids: list[int],
         num_external_tokens: int = 0,
+        num_tokens: int | None = None,
     ) -> None:
-        self.log.append(("resume", handle, num_computed_tokens, block_ids, num_external_tokens))
+        self.log.append(
+            ("resume", handle, num_computed_tokens, block_ids, num_external_tokens, num_tokens)
+        )
         heard = self.requests[handle]
         assert heard.preempted
         assert heard.num_tokens is None
+        kept = max((*heard.attempts[-1], *heard.lost[-1]), default=-1) + 1
         self._start(heard, num_computed_tokens, num_external_tokens, block_ids)
+        if num_tokens is not None:
+            # Its last token is one that no pass has computed so far.
+            assert num_tokens > max(num_computed_tokens, kept)
+            assert num_tokens >= max(heard.prompt_len, *heard.had)
+            heard.had[-1] = num_tokens
 
     def finish(
         self,
@@ -217,6 +229,7 @@ class Listener:
         self.log.append(("finish", handle, num_tokens, reason, token_ids, transfer_id))
         heard = self.requests[handle]
         assert heard.num_tokens is None
+        assert num_tokens >= max(heard.had)
         assert token_ids is None or len(token_ids) == num_tokens
         if not heard.preempted:
             self._release(heard, num_tokens - 1)

@@ -132,6 +132,8 @@ class Attempt:
         self.unknown[known:computed] = True
         self.given = computed
         """Leading tokens that were computed before."""
+        self.had = 0
+        """Tokens that the request had when it began, as its resume told; 0: it told none."""
         self.external = range(known, computed)
         """Positions whose KV is from elsewhere, as it began."""
         self.skipped = np.zeros(size, bool)
@@ -590,12 +592,14 @@ def those_that_sampled(record: Record) -> list[int]:
     first = that_sampled(record)
     count, most = [first], record.attempts[first].stop
     for i, attempt in enumerate(record.attempts[first + 1 :], first + 1):
-        # Of an attempt that is not over, `stop` is 0.
-        behind = slice(most, record.num_tokens - 1) if attempt is record.attempts[-1] else slice(0)
+        had = attempt.had or most + 1
+        last = attempt is record.attempts[-1]
+        behind = slice(had - 1, record.num_tokens - 1) if last else slice(0)
         held = (attempt.rows != NOBODY) | attempt.lost
-        if attempt.stop > most or held[behind].any():
+        # Of an attempt that is not over, `stop` is 0.
+        if attempt.stop >= had or held[behind].any():
             count.append(i)
-        most = max(most, attempt.stop)
+            most = max(most, attempt.stop)
     return count
 
 

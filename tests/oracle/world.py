@@ -46,6 +46,7 @@ class Sink(Protocol):
         *,
         block_ids: Iterable[int] = (),
         num_external_tokens: int = 0,
+        num_tokens: int | None = None,
     ) -> None: ...
 
     def finish(
@@ -115,6 +116,8 @@ class EngineSpec:
     """Hash of the model; "" if its agents do not know it."""
     host_blocks: int = 0
     """Blocks of a host tier, of whose copies the agents are told; 0 beside a slot-only twin."""
+    tells_had: bool = True
+    """Whether a resume tells how many tokens the request has."""
 
 
 class World(Protocol):

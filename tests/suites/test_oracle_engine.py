@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from itertools import product
 from typing import Any, get_args
 
@@ -23,6 +24,7 @@ from oracle.truth import (
     digest_positions,
     end_positions,
     expected,
+    those_that_sampled,
 )
 from oracle.world import EngineSpec, Shard
 from routetrace.codec import records
@@ -147,6 +149,7 @@ def check_told(cluster: Cluster, world: Listening) -> int:
                 assert unknown == _places(attempt.unknown[:stop] & ~there)
                 lost = {p for h in shards for p in h.lost[i] if p < stop} - _places(there)
                 assert lost == _places(attempt.lost[:stop])
+                assert {h.had[i] for h in shards} == {attempt.had}
         check_slots(cluster, engine, lines)
     return compared
 
@@ -295,11 +298,28 @@ def test_the_rules_name_rows_of_aborted_requests_up_to_where_their_callers_cut_t
     assert lawful(cluster)["forward"] > 50
 
 
-def lawful(cluster: Cluster) -> Counter[str]:
+def test_requests_that_are_preempted_all_the_time():
+    """What a resume tells decides now and then which attempts count."""
+    decided = 0
+    for seed in (0, 2, 3, 4):
+        spec = EngineSpec("e", 4, 100, WHOLE, 4, 4, draft_tokens=3, asynchronous=True)
+        chances = Chances(preempt=0.15, abort=0.03, redo=0, crash=0)
+        cluster, world = play(seed, 25, specs=[spec], chances=chances)
+        assert check_told(cluster, world)
+        assert lawful(cluster, ("as_sampled",))
+        for record in (r for rr in cluster.records.values() for r in rr):
+            count = those_that_sampled(record)
+            for attempt in record.attempts:
+                attempt.had = 0
+            decided += those_that_sampled(record) != count
+    assert decided
+
+
+def lawful(cluster: Cluster, policies: Sequence[Policy] = POLICIES) -> Counter[str]:
     """Compares rows that the rules name with the passes behind the KV; how many, by provenance."""
     compared = Counter[str]()
     for trace_id in cluster.records:
-        for e in (e for policy in POLICIES for e in cluster.expected(trace_id, policy)):
+        for e in (e for policy in policies for e in cluster.expected(trace_id, policy)):
             for p in (p for p in range(e.num_rows) if e.known[p].any() and e.makers(p)):
                 rows = cluster.store.rows(np.array(e.makers(p)))
                 assert (rows == e.ids[p]).all(axis=(1, 2)).any()
@@ -470,6 +490,51 @@ def test_an_attempt_that_did_not_sample_again_supplies_no_row():
     one.tokens.pop()  # the row at position 4 sampled nothing that stands
     one.attempts[1].stop, one.attempts[1].rows[4] = 0, 104
     assert served(one) == [[None, 1, 2, 3]]
+
+
+def test_an_attempt_that_did_not_compute_the_last_token_it_had_supplies_no_row():
+    first = run(0, 0, 3) | {0: None}  # a draft at position 3 was accepted, and sampled a token
+    ends, goes_on = (request([1, 2, 3, 4, 5, 6][:n], 2, first, run(100, 0, 5)) for n in (5, 6))
+    for one in (ends, goes_on):
+        one.attempts[1].stop, one.attempts[1].had = 0, 5
+    assert served(ends) == [[None, 1, 2, None]]
+    assert reasons(ends)[0] == {"kv_unknown"}
+    assert served(ends, policy="latest") == [[100, 101, 102, 103]]
+    assert served(goes_on) == [[100, 1, 2, 103, 104]]
+    for one in (ends, goes_on):
+        one.attempts[1].had = 0  # nobody was told
+    assert served(ends) == [[100, 1, 2, 103]]
+    assert served(goes_on) == [[100, 1, 2, 103, 104]]
+
+
+def test_a_lost_row_of_the_last_token_that_it_had_was_computed():
+    one = request([1, 2, 3, 4, 5, 6], 2, run(0, 0, 3) | {0: None}, run(100, 0, 4))
+    one.attempts[1].stop, one.attempts[1].had = 0, 5
+    assert served(one) == [[None, 1, 2, None, None]]
+    one.attempts[1].lost[4] = True
+    assert served(one) == [[100, 1, 2, 103, None]]
+    one.attempts[1].had = 4  # it has no row behind position 3, which is the last token's
+    one.attempts[1].lost[4] = False
+    assert served(one) == [[100, 1, 2, 103, None]]
+
+
+@pytest.mark.parametrize(
+    ("stop", "had", "rows"),
+    [
+        (4, 5, [200, 1, 2, 203]),  # the last one is compared with those that sampled
+        (5, 5, [100, 1, 2, 103]),
+        (4, 0, [100, 1, 2, 103]),
+        (3, 3, [100, 1, 2, 203]),  # though it has none behind the first one
+        (3, 0, [200, 1, 2, 203]),
+    ],
+)
+def test_of_a_preempted_attempt_it_counts_where_it_stopped(
+    stop: int, had: int, rows: list[int | None]
+):
+    first, second = run(0, 0, 3) | {0: None}, run(100, 0, stop)
+    one = request([1, 2, 3, 4, 5], 2, first, second, run(200, 0, 4))
+    one.attempts[1].had, one.attempts[2].stop = had, 0
+    assert served(one) == [rows]
 
 
 def test_a_turn_goes_on_from_the_turn_before_and_adds_its_last_row():
