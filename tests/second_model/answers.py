@@ -325,15 +325,18 @@ class Answers:
         found, most = [sampled], self._computed(owner, sampled) or 0
         for number in range(sampled + 1, last):
             computed = self._computed(owner, number)
-            if computed is None or computed > most:
+            if computed is None or computed >= self._had(owner, number, most):
                 found.append(number)
-                most = computed or most
+                most = max(most, computed or 0)
         if last == sampled:
             return [found]
-        if (self._computed(owner, last) or 0) > most:
+        had, computed = self._had(owner, last, most), self._computed(owner, last)
+        if computed is not None and computed >= had:
             return [[*found, last]]
         stop = max((run.stop for part in owner.parts for run in part.runs), default=0)
-        behind = [self.log.own(p, last, n) for p in owner.parts for n in range(most, stop)]
+        behind = [
+            self.log.own(p, last, n) for p in owner.parts for n in range(max(had - 1, 0), stop)
+        ]
         if any(None not in value for value in behind):
             return [[*found, last]]
         maybe = any(value != UNKNOWN for value in behind)
@@ -354,6 +357,15 @@ class Answers:
         """How many tokens an attempt had computed when it was preempted."""
         told = (kept for part in owner.parts for _, of, kept in part.preempts if of == number)
         return min(told, default=None)
+
+    @staticmethod
+    def _had(owner: Request, number: int, most: int) -> int:
+        """How many tokens the request had when an attempt began.
+
+        Where no shard was told it, one more than attempts that sampled had computed at most.
+        """
+        attempts = [part.attempts[number] for part in owner.parts if number < len(part.attempts)]
+        return max((a.had for a in attempts if a.had is not None), default=most + 1)
 
     def _attempt(self, request: Request, number: int, position: int, layer: int) -> Cell:
         """The row that one attempt computed, lost, or took from a slot.

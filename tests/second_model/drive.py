@@ -495,8 +495,9 @@ class Player:
                 agent.preempt(handle, args[2])
                 log.preempt(part, args[2])
             elif kind == "resume":
-                agent.resume(handle, args[1], block_ids=args[2])
-                log.resume(part, args[1], args[2], 0)
+                told = {"num_tokens": args[3]} if args[3:] else {}
+                agent.resume(handle, args[1], block_ids=args[2], **told)
+                log.resume(part, args[1], args[2], 0, **told)
             elif kind == "finish":
                 tokens, transfer = self._tokens(args[1]), args[4:]
                 agent.finish(

@@ -61,9 +61,12 @@ def _decode(name: str, *transfer: str, start: int = 4, kind: str = "step") -> li
     ]
 
 
-def _again(name: str, tokens: Tokens, computed: int, cached: int = 0) -> list[Event]:
-    """Is preempted, and resumes in other blocks."""
-    return [(("preempt", name, tokens, computed),), (("resume", name, cached, (6, 7)),)]
+def _again(
+    name: str, tokens: Tokens, computed: int, cached: int = 0, told: tuple[int, ...] = ()
+) -> list[Event]:
+    """Is preempted, and resumes in other blocks; the resume may tell the number of tokens."""
+    blocks = (6, 7, 10) if told else (6, 7)
+    return [(("preempt", name, tokens, computed),), (("resume", name, cached, blocks, *told),)]
 
 
 def _computed(
@@ -148,6 +151,12 @@ _LOADED = [  # row 0, behind KV of an unknown pass; B resumes in other blocks
     _begin("B", external=4),
     _step("B", "e", 4),
     *_again("B", (*_P, 31), 5),
+]
+
+_NINE = (*_P, 11, 12, 13, 14)
+_FOUR_SAMPLED = [  # rows 0 to 3, behind KV of an unknown pass; B has nine tokens then
+    _begin("B", external=4),
+    *(_step("B", "e", p) for p in range(4, 8)),
 ]
 
 
@@ -1067,6 +1076,70 @@ _ORDERS: dict[str, tuple[Family, list[Event], dict[str, str]]] = {
             _finish("B", (*_P, 31, 32), "stop"),
         ],
         {"t": "f1..4 f0 1*not_captured", "t latest": "f1..5 1*not_captured"},
+    ),
+    "an attempt that computed again all tokens that it was told of, and sampled nothing": (
+        _ENGINES,
+        [
+            *_FOUR_SAMPLED,
+            *_again("B", _NINE, 8, told=(9,)),
+            _step("B", "e", 0, 9),
+            _finish("B", _NINE, "abort"),
+        ],
+        {"t": "4*kv_unknown f0..3", "t latest": "f4..11"},
+    ),
+    "an attempt that computed again all tokens that it was told of, and sampled one": (
+        _ENGINES,
+        [
+            *_FOUR_SAMPLED,
+            *_again("B", _NINE, 8, told=(9,)),
+            _step("B", "e", 0, 9),
+            _finish("B", (*_NINE, 31), "abort"),
+        ],
+        {"t": "f4..7 f0..3 f12", "t latest": "f4..12"},
+    ),
+    "an attempt that sampled nothing, behind one that was preempted with less than it computed": (
+        _ENGINES,
+        [
+            *_FOUR_SAMPLED,
+            *_again("B", _NINE, 7, told=(9,)),
+            _step("B", "e", 0, 9),
+            _finish("B", _NINE, "abort"),
+        ],
+        {"t": "4*kv_unknown f0..2 1*aborted", "t latest": "f4..11"},
+    ),
+    "an attempt that sampled, behind one that was preempted with less than it computed": (
+        _ENGINES,
+        [
+            *_FOUR_SAMPLED,
+            *_again("B", _NINE, 7, told=(9,)),
+            _step("B", "e", 0, 9),
+            _finish("B", (*_NINE, 31), "abort"),
+        ],
+        {"t": "f4..7 f0..2 f11..12", "t latest": "f4..12"},
+    ),
+    "an attempt with further tokens, of which it computed a part": (
+        _ENGINES,
+        [
+            _begin("B", external=4),
+            _step("B", "e", 4),
+            _step("B", "e", 5),
+            *_again("B", (*_P, 11, 12), 6, told=(10,)),
+            _step("B", "e", 0, 8),
+            _finish("B", (*_P, 11, 12, 7, 8, 9), "abort"),
+        ],
+        {"t": "4*kv_unknown f0..1 3*aborted", "t latest": "f2..9 1*aborted"},
+    ),
+    "an attempt of which two shards were told different numbers of tokens": (
+        _ENGINES._replace(sharded=True),
+        [
+            *_FOUR_SAMPLED,
+            (("preempt", "B", _NINE, 8),),
+            *_at(0, (("resume", "B", 0, (6, 7, 10), 9),)),
+            *_at(1, (("resume", "B", 0, (6, 7, 10), 11),)),
+            _step("B", "e", 0, 9),
+            _finish("B", (*_NINE, 31), "abort"),
+        ],
+        {"t": "4*kv_unknown f0..3 1*aborted", "t latest": "f4..12"},
     ),
     "a hand-over, and a sibling that sampled its token": (
         _ENGINES,

@@ -66,6 +66,8 @@ class Attempt:
     blocks: list[int]
     version: int | None
     """The engine's at that moment."""
+    had: int | None = None
+    """How many tokens the request had, as the resume told; None: it told nothing."""
     inherits_at: int = -1
     surely: bool = True
     """Whether the contract says that it inherits: by its first rows, not by an early end."""
@@ -234,12 +236,20 @@ class Log:
         self._attempt(part, cached, external, blocks)
         return part
 
-    def resume(self, part: Part, cached: int, blocks: Sequence[int], external: int) -> None:
+    def resume(
+        self,
+        part: Part,
+        cached: int,
+        blocks: Sequence[int],
+        external: int,
+        num_tokens: int | None = None,
+    ) -> None:
         if part.released_at < 0:
             self.preempt(part, cached)
         self.now += 1
         part.released_at = -1
         self._attempt(part, cached, external, blocks)
+        part.attempts[-1].had = num_tokens
 
     def _attempt(self, part: Part, cached: int, external: int, blocks: Sequence[int]) -> None:
         attempt = Attempt(self.now, cached, external, list(blocks), part.writer.version)

@@ -48,6 +48,8 @@ class Family(NamedTuple):
     preempts: bool = False
     counted: bool = False
     """Whether a preemption may count a pass whose row comes late."""
+    sessions: bool = False
+    """Whether a request may get further tokens when it resumes."""
     rewinds: bool = False
     early_blocks: bool = False
     externals: bool = False
@@ -109,9 +111,15 @@ class Req:
     stepped: bool = False
     late: int = 0
     held_blocks: tuple[int, ...] = ()
+    given: int = 0
+    """Tokens up to the last one that it got with a resume."""
 
     def sampled(self, position: int) -> int:
         return 1000 * (self.seed + 1) + 2 * position
+
+    def grown(self, count: int) -> Tokens:
+        """Its tokens, and further ones that somebody gives it, so many in all."""
+        return (*self.tokens, *(700 + p for p in range(len(self.tokens), count)))
 
     def outcome(self, accepted: int) -> tuple[Tokens, int]:
         """Tokens and computed tokens once so many drafts were accepted."""
@@ -136,6 +144,9 @@ class Engine:
     version: int | None = None
     versions: int = 1
     """The next weight version."""
+    events_before: int = 0
+    every_way: bool = False
+    """Whether a resume may tell its number of tokens in each way, or in one by its place."""
     flushed: bool = True
     last: Event = ()
     deleted: tuple[str, ...] = ()
@@ -389,7 +400,7 @@ class Engine:
                         yield (("finish", r.name, tokens[:-1], reason, computed - 1),)
             tokens, computed = r.outcome(0)
             for back in range(1, f.late + 1):  # its last steps were under way when it stopped
-                if len(tokens) - back > r.prompt_len and "stop" in f.ends:
+                if len(tokens) - back > max(r.prompt_len, r.given) and "stop" in f.ends:
                     yield (("finish", r.name, tokens[:-back], "stop", computed - back),)
         if f.preempts and r.stepped and r.computed >= r.prompt_len:
             for accepted in range(r.open_drafts + 1):
@@ -402,20 +413,23 @@ class Engine:
                 yield (preempt, ("step", r.engine, (late,)))
 
     def _resumes(self, r: Req) -> Iterator[Event]:
-        size = self.family.block_size
-        total = -(-(len(r.tokens) + 2) // size)
+        """Most tell how many tokens there are, some with further ones, and some tell nothing."""
+        size, n = self.family.block_size, len(r.tokens)
+        ways = ((n,), (), (n,), (n + 2,) if self.family.sessions else (n,))
         seen = set()
         for hit, blocks in self._hits(r.engine, r.tokens):
             cached = hit if self.family.partial else hit // size * size
             kept = blocks[: -(-cached // size)]
-            new = self._take(r.engine, total - len(kept), kept)
-            if (
-                new is not None
-                and (cached, kept) not in seen
-                and self._may_write(r.engine, r.tokens, cached, kept)
-            ):
-                seen.add((cached, kept))
-                yield (("resume", r.name, cached, (*kept, *new)),)
+            for told in ways if self.every_way else (ways[(self.events_before + cached) % 4],):
+                tokens = r.grown(max(told, default=0))
+                new = self._take(r.engine, -(-(len(tokens) + 2) // size) - len(kept), kept)
+                if (
+                    new is not None
+                    and (cached, kept, told) not in seen
+                    and self._may_write(r.engine, tokens, cached, kept)
+                ):
+                    seen.add((cached, kept, told))
+                    yield (("resume", r.name, cached, (*kept, *new), *told),)
 
     def _rewinds(self) -> Iterator[Event]:
         if self.last and self.last[-1][0] == "rewind":
@@ -435,6 +449,7 @@ class Engine:
         for call in event:
             getattr(self, f"_on_{call[0]}")(*call[1:])
         self.last = event
+        self.events_before += 1
         self.flushed = event[-1][0] == "flush"
 
     def _hold(self, engine: str, blocks: tuple[int, ...]) -> None:
@@ -527,8 +542,10 @@ class Engine:
     def _on_preempt(self, name: str, tokens: Tokens, computed: int) -> None:
         self._end(name, tokens, computed, "preempted")
 
-    def _on_resume(self, name: str, cached: int, blocks: tuple[int, ...]) -> None:
+    def _on_resume(self, name: str, cached: int, blocks: tuple[int, ...], told: int = 0) -> None:
         r = self._req(name)
+        if told > len(r.tokens):
+            r.tokens, r.given = r.grown(told), told
         self._hold(r.engine, blocks)
         self._forget(r.engine, blocks, cached)
         r.blocks, r.computed, r.status = list(blocks), cached, "running"
@@ -614,7 +631,7 @@ def random_order(
 
 def legal(family: Family, order: Iterable[Event]) -> bool:
     """Whether the docstrings allow the order."""
-    engine = Engine(family)
+    engine = Engine(family, every_way=True)
     for event in order:
         if event not in engine.events():
             return False
@@ -853,6 +870,7 @@ FAMILIES = (
         requests=1,
         preempts=True,
         counted=True,
+        sessions=True,
         late=1,
         chunks=True,
         skips=True,

@@ -98,12 +98,19 @@ class RecordingAgent:
         *,
         block_ids: Iterable[int] = (),
         num_external_tokens: int = 0,
+        num_tokens: int | None = None,
     ) -> None:
         blocks = list(block_ids)
+        told = {} if num_tokens is None else {"num_tokens": num_tokens}
         self._agent.resume(
-            handle, num_computed_tokens, block_ids=blocks, num_external_tokens=num_external_tokens
+            handle,
+            num_computed_tokens,
+            block_ids=blocks,
+            num_external_tokens=num_external_tokens,
+            **told,
         )
-        self._log.resume(self._parts[handle], num_computed_tokens, blocks, num_external_tokens)
+        part = self._parts[handle]
+        self._log.resume(part, num_computed_tokens, blocks, num_external_tokens, num_tokens)
 
     def finish(
         self,
