@@ -299,7 +299,7 @@ _TABLE = {
     "capture_agent.CaptureAgent.preempt": _agent("preempt", handle=_HANDLE, num_computed_tokens=0),
     "capture_agent.CaptureAgent.resume": _agent(
         "resume", handle=Made(World.preempted), num_computed_tokens=4, block_ids=[9],
-        num_external_tokens=0,
+        num_external_tokens=0, num_tokens=10,
     ),
     "capture_agent.CaptureAgent.finish": _agent(
         "finish", handle=_HANDLE, num_tokens=10, reason="abort", token_ids=TOKENS

@@ -79,7 +79,7 @@ CALLS = {
     "capture_agent.CaptureAgent.rewind": "handle position * step",
     "capture_agent.CaptureAgent.preempt": "handle num_computed_tokens",
     "capture_agent.CaptureAgent.resume": "handle num_computed_tokens * block_ids"
-    " num_external_tokens",
+    " num_external_tokens num_tokens",
     "capture_agent.CaptureAgent.finish": "handle num_tokens * reason token_ids transfer_id",
     "capture_agent.CaptureAgent.mark_external": "block_ids",
     "capture_agent.CaptureAgent.copy_blocks": "sources targets",
