@@ -412,6 +412,13 @@ FAULTS = (
         "system/test_reads_by_tokens.py::test_equal_answers_that_stand_in_a_prompt_have_no_rows_of_it",
     ),
     fault(
+        "token ids prove a request that has them and more in its prompt",
+        "client/routetrace/client/alignment.py",
+        "count <= (facts.prompt_len or 0)",
+        "count == facts.prompt_len",
+        "system/test_reads_by_tokens.py::test_a_cut_answer_is_of_no_chain_that_was_given_its_tokens",
+    ),
+    fault(
         "slots of the prompt tell equal candidates apart",
         f"{SERVER}/index/traces/joins.py",
         " if position >= candidate.prompt_len else ()",

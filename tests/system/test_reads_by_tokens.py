@@ -332,6 +332,27 @@ def test_a_cut_answer_is_of_the_request_that_sampled_it_and_not_of_one_whose_pro
     place.check(second, place.client.get(place.name, incarnation=2).topk_ids)
 
 
+@pytest.mark.parametrize("reason", ["length", "abort"])
+def test_a_cut_answer_is_of_no_chain_that_was_given_its_tokens(place: Place, reason: str) -> None:
+    """A request goes on from the cut, and another one from that: its digests prove the cut, too."""
+    [first] = answers(1, 60)
+    sampled = place.run(first, reason=reason)
+    cut = 50
+    second = np.append(first[:cut], [7, 8])
+    place.end(place.begin(second, cut), second, cut)
+    third = np.append(second, [9, 10])
+    rows = place.end(place.begin(third, len(second) + 1), third, len(second) + 1)
+    assert place.client.get(place.name).incarnation == 3
+    if reason == "abort":  # each of the last digests is known
+        trace = place.get(first[:cut])
+        assert trace.incarnation == 1
+        np.testing.assert_array_equal(trace.topk_ids, sampled)
+    else:
+        assert "incarnation 3 has them in its prompt" in refused(lambda: place.get(first[:cut]))
+    assert place.get(third).incarnation == 3
+    np.testing.assert_array_equal(place.get(third).topk_ids[-1], rows[-1])
+
+
 def test_equal_answers_that_stand_in_a_prompt_have_no_rows_of_it(place: Place) -> None:
     """The request with the prompt computed them all again, from the first position on."""
     [first] = answers(1, 60)
@@ -375,7 +396,7 @@ def test_a_prompt_that_another_request_may_have_sampled_is_refused(place: Place)
     place.end(place.begin(second, 50), second, 50)
     for read in (place.get, place.fetch):
         words = refused(lambda read=read: read(first[:50]))
-        assert "incarnation 2 has them as its prompt, and another one may have sampled" in words
+        assert "incarnation 2 has them in its prompt, and another one may have sampled" in words
         assert "incarnation 1 agrees before position 40, and has no digest behind it" in words
     np.testing.assert_array_equal(place.get(first[:50], incarnation=1).topk_ids, rows)
     assert place.get(first[:50], incarnation=2).num_tokens == 53

@@ -130,7 +130,7 @@ class Proof(IntEnum):
     NONE = 2
     """No digest differs, and none behind its prompt agrees."""
     PROMPT = 3
-    """The digest of all the tokens agrees, and they are its whole prompt: it sampled none of them.
+    """The digest of all the tokens agrees, and its prompt holds them: it sampled none of them.
     Whether they are proven depends on the other requests, which may have sampled them."""
     BEGINS = 4
     """A digest behind its prompt agrees, and none stands at the end of the tokens."""
@@ -145,7 +145,7 @@ class Proof(IntEnum):
         if facts.num_tokens is not None and facts.num_tokens < count:
             return cls.SHORT
         if compared.agreed == count:
-            return cls.PROMPT if facts.prompt_len == count else cls.WHOLE
+            return cls.PROMPT if count <= (facts.prompt_len or 0) else cls.WHOLE
         # An unknown prompt may reach to the end of the tokens.
         prompt_len = count if facts.prompt_len is None else facts.prompt_len
         return cls.BEGINS if compared.agreed > prompt_len else cls.NONE

@@ -65,7 +65,7 @@ class Seen(NamedTuple):
         if self.proof is Proof.SHORT:
             return f"{name} has {counted(self.num_tokens or 0, 'token')}"
         if self.proof is Proof.PROMPT:
-            return f"{name} has them as its prompt, and another one may have sampled them"
+            return f"{name} has them in its prompt, and another one may have sampled them"
         if self.running:
             return f"{name} agrees before position {agreed}, and has not ended"
         if self.has_digests:
