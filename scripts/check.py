@@ -88,7 +88,7 @@ def full(seed: int) -> list[str]:
         "make lint demo-scale",
         "make test-loaded",
         "make test-two-commands test-install COMMANDS=--command=demo",
-        "make test-vllm test-vllm-scheduler SHARE=--share ROWS=20000",
+        f"make test-vllm test-vllm-scheduler SHARE=--share ROWS=20000 SEED={seed}",
         f"make test-faults FAULTS=ci SEED={seed}",
         "make test-sglang test-sglang-older test-sglang-scheduler SHARE=--share ROWS=10000 "
         f"SEED={seed}",

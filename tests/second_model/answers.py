@@ -362,7 +362,8 @@ class Answers:
     def _had(owner: Request, number: int, most: int) -> int:
         """How many tokens the request had when an attempt began.
 
-        Where no shard was told it, one more than attempts that sampled had computed at most.
+        If no resume gave a number: one more than the greatest number of tokens that an attempt
+        which sampled had computed.
         """
         attempts = [part.attempts[number] for part in owner.parts if number < len(part.attempts)]
         return max((a.had for a in attempts if a.had is not None), default=most + 1)

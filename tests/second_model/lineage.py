@@ -1077,7 +1077,7 @@ _ORDERS: dict[str, tuple[Family, list[Event], dict[str, str]]] = {
         ],
         {"t": "f1..4 f0 1*not_captured", "t latest": "f1..5 1*not_captured"},
     ),
-    "an attempt that computed again all tokens that it was told of, and sampled nothing": (
+    "an attempt that computed all known tokens again, and sampled nothing": (
         _ENGINES,
         [
             *_FOUR_SAMPLED,
@@ -1087,7 +1087,7 @@ _ORDERS: dict[str, tuple[Family, list[Event], dict[str, str]]] = {
         ],
         {"t": "4*kv_unknown f0..3", "t latest": "f4..11"},
     ),
-    "an attempt that computed again all tokens that it was told of, and sampled one": (
+    "an attempt that computed all known tokens again, and sampled one": (
         _ENGINES,
         [
             *_FOUR_SAMPLED,

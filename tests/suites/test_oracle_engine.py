@@ -299,7 +299,7 @@ def test_the_rules_name_rows_of_aborted_requests_up_to_where_their_callers_cut_t
 
 
 def test_requests_that_are_preempted_all_the_time():
-    """What a resume tells decides now and then which attempts count."""
+    """Sometimes the number that a resume gives decides which attempts count."""
     decided = 0
     for seed in (0, 2, 3, 4):
         spec = EngineSpec("e", 4, 100, WHOLE, 4, 4, draft_tokens=3, asynchronous=True)
@@ -502,7 +502,7 @@ def test_an_attempt_that_did_not_compute_the_last_token_it_had_supplies_no_row()
     assert served(ends, policy="latest") == [[100, 101, 102, 103]]
     assert served(goes_on) == [[100, 1, 2, 103, 104]]
     for one in (ends, goes_on):
-        one.attempts[1].had = 0  # nobody was told
+        one.attempts[1].had = 0  # no number was given
     assert served(ends) == [[100, 1, 2, 103]]
     assert served(goes_on) == [[100, 1, 2, 103, 104]]
 
