@@ -255,7 +255,14 @@ def test_close_writes_the_backlog_under_the_lock(server, monkeypatch):
     assert all(held)
 
 
-def test_an_error_detail_that_does_not_parse_is_an_error_like_others(caplog):
+@pytest.mark.parametrize(
+    ("code", "details", "said"),
+    [
+        (grpc.StatusCode.UNAVAILABLE, "of a proxy", "of a proxy"),
+        (grpc.StatusCode.CANCELLED, "CANCELLED", " cancelled the call: "),
+    ],
+)
+def test_an_error_detail_that_does_not_parse_is_an_error_like_others(caplog, code, details, said):
     class Proxy(IngestServiceServicer):
         calls = 0
 
@@ -263,7 +270,7 @@ def test_an_error_detail_that_does_not_parse_is_an_error_like_others(caplog):
             Proxy.calls += 1
             next(requests)
             context.set_trailing_metadata(((ERROR_METADATA_KEY, b"\xff\xff\xff"),))
-            context.abort(grpc.StatusCode.UNAVAILABLE, "of a proxy")
+            context.abort(code, details)
 
     server = grpc.server(ThreadPoolExecutor(2))
     add_IngestServiceServicer_to_server(Proxy(), server)
@@ -276,7 +283,7 @@ def test_an_error_detail_that_does_not_parse_is_an_error_like_others(caplog):
             agent.close(0)
     finally:
         server.stop(0)
-    assert any("of a proxy" in record.getMessage() for record in caplog.records)
+    assert any(said in record.getMessage() for record in caplog.records)
     assert not [record for record in caplog.records if record.exc_info]
 
 

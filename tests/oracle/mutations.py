@@ -309,12 +309,6 @@ MUTATIONS = (
         "",
     ),
     Mutation(
-        "rows stand in for KV that was loaded into blocks",
-        f"{AGENT}/step_path/kv_version.py",
-        "        self.add(version if self._is_outside(version) else UNKNOWN_VERSION)\n",
-        "",
-    ),
-    Mutation(
         "live requests when caches are emptied ignored",
         f"{AGENT}/step_path/kv_version.py",
         "        self._blocks = UNKNOWN_VERSION if live else None\n",
@@ -325,12 +319,6 @@ MUTATIONS = (
         f"{AGENT}/step_path/kv_version.py",
         "            and (not cached or self._blocks in (None, version))\n",
         "",
-    ),
-    Mutation(
-        "attempts of a request count as one pass",
-        f"{SERVER}/rows/prefixes.py",
-        "_of_several(rows for _, rows in passes)",
-        "_of_several({(*(id(s) for s, _ in rows),): rows for _, rows in passes}.values())",
     ),
     Mutation(
         "the earliest trace's rows stand in first",

@@ -189,9 +189,16 @@ _CAUSES = (
         re.compile("(?i)timed? ?out|timer|deadline"),
         "cannot connect to {target} (no answer); check the port, and firewalls on the way",
     ),
+    _Cause(
+        # gRPC's server does so, without words, with calls that it has not handed over.
+        re.compile("(?i)^cancelled: cancelled$"),
+        "{target} cancelled the call: the server stopped, or had too many calls",
+    ),
 )
-# gRPC's words for a call that got no connection, in contrast to one that broke off.
-_NO_CONNECTION = re.compile("(?i)failed to connect|errors resolving|resolution failed|settings fr")
+# gRPC's words for a call that got no connection or handler, in contrast to one that broke off.
+_NOT_BEGUN = re.compile(
+    "(?i)failed to connect|errors resolving|resolution failed|settings fr|^cancelled: cancelled$"
+)
 
 
 def unreachable(target: str, details: str, hint: str = "") -> str:
@@ -203,8 +210,8 @@ def unreachable(target: str, details: str, hint: str = "") -> str:
         hint: a likely cause that is known otherwise, such as `Security.hint`.
     """
     cause = next((c for c in _CAUSES if c.words.search(details)), None)
-    if cause is None or not _NO_CONNECTION.search(details):
-        if _NO_CONNECTION.search(details) and hint:
+    if cause is None or not _NOT_BEGUN.search(details):
+        if _NOT_BEGUN.search(details) and hint:
             return f"cannot connect to {target} ({_last(details)}); {hint}"
         return f"{target}: {details}" + (f"; {hint}" if hint else "")
     hosts = ", ".join(quoted(_TRAILING_PORT.sub("", one)) for one in targets_of(target))

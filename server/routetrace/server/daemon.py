@@ -219,8 +219,7 @@ async def _run_until(
     readiness.health.drain()
     for task in (running, *ends):
         task.cancel()
-    await asyncio.sleep(min(seconds, 0.1))  # gRPC would cancel calls that have no handler yet
-    await core.stop()  # whose streams end here comes back, and meets a closed port
+    await core.stop()
     await server.stop(seconds)
     with contextlib.suppress(asyncio.CancelledError):
         await running

@@ -94,6 +94,14 @@ def test_bare_statuses(client, server, code, kind):
     assert server.counts["StatTrace"] == 1
 
 
+def test_a_call_that_the_server_cancelled_is_named_in_words(client, server):
+    # As gRPC ends calls that a server which stops has not begun.
+    failing(server, "StatTrace", *[status(grpc.StatusCode.CANCELLED, "CANCELLED")] * 99, then=None)
+    late = DeadlineExceeded  # on a slow machine, of the last attempt
+    with pytest.raises((Unavailable, late), match=r" cancelled the call: |no answer"):
+        client.stat("req", timeout=1)
+
+
 PASSING = {
     "unavailable": status(grpc.StatusCode.UNAVAILABLE),
     "cancelled": status(grpc.StatusCode.CANCELLED),

@@ -310,19 +310,6 @@ class Feeding(threading.Thread):
             self.status = error.code()
 
 
-def test_calls_that_arrive_with_the_signal_are_not_cancelled() -> None:
-    with run_server() as server, grpc.insecure_channel(server.target) as channel:
-        grpc.channel_ready_future(channel).result(30)
-        stub = pb_grpc.TraceServiceStub(channel)
-        request = pb.GetServerInfoRequest(run="a")
-        os.kill(server.pid, signal.SIGSTOP)
-        calls = [stub.GetServerInfo.future(request, timeout=60) for _ in range(20)]
-        os.kill(server.pid, signal.SIGTERM)
-        os.kill(server.pid, signal.SIGCONT)
-        answered = {grpc.StatusCode.OK, grpc.StatusCode.UNAVAILABLE}
-        assert {call.code() for call in calls} <= answered
-
-
 @pytest.mark.slow
 def test_sigterm_under_load_ends_it_in_time_and_loses_nothing(tmp_path: Path) -> None:
     # Ids of 8 groups of 32 experts, one of each: quickly made, and hard to compress.
