@@ -211,6 +211,22 @@ SHARES = (
         "server/access/test_admission.py::test_reads_take_at_most_a_quarter_of_the_memory_limit",
     ),
     fault(
+        "traces are evicted for memory that is not theirs",
+        f"{SERVER}/retention/retention.py",
+        "        if total > HIGH * limit:\n",
+        "        if (total := max(total, self.memory.process_bytes())) > HIGH * limit:\n",
+        "server/retention/test_memory.py::"
+        "test_memory_that_is_not_of_the_index_evicts_nothing_and_refuses_chunks",
+    ),
+    fault(
+        "near half of the memory limit each owner loses its oldest traces",
+        f"{SERVER}/retention/retention.py",
+        'self._make_room(partial(_of_owner, owner), part, "memory", freed)',
+        'self._make_room(lambda _: True, part, "memory", freed)',
+        "server/retention/test_memory.py::"
+        "test_near_the_half_of_the_limit_the_oldest_traces_of_the_largest_owner_go",
+    ),
+    fault(
         "long work has the same share beside other owners",
         f"{SERVER}/common/slices.py",
         "return share if self._alone() else min(share, SHARE_BESIDE_OTHERS)",

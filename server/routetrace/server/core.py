@@ -147,7 +147,7 @@ class Core:
                 agents=self.agents,
                 census=self.census,
                 state=self.state,
-                memory_bytes=self.retention.memory_bytes,
+                memory=self.retention.memory,
                 room=self.retention.room,
                 store=self.store,
             )

@@ -7,6 +7,7 @@ trace that has ended: that trace stays, at once and after any restart.
 from __future__ import annotations
 
 import asyncio
+import time
 from concurrent.futures import Future
 from dataclasses import replace
 from types import SimpleNamespace
@@ -32,6 +33,7 @@ from routetrace.server.index.records.record import (
 )
 from routetrace.server.index.state import State
 from routetrace.server.read.catalog import Renewal
+from routetrace.server.retention.memory import INDEX_SHARE, Memory
 from routetrace.server.settings.config import ServerConfig
 from routetrace.server.store.interface import Record
 from routetrace.server.store.memory import MemoryStore
@@ -279,23 +281,26 @@ class Service:
             answer = await self.reads.RetireTraces(pb.RetireTracesRequest(run="run"))
             assert answer.num_retired == counter._value.get() - before
         else:
-            self._fill(reason, monkeypatch)
-            await self.core.retention._evict()
+            await self._fill(reason, monkeypatch)
+            await self.core.retention._evict(await self.core.retention.memory.look())
         return int(counter._value.get() - before)
 
-    def _fill(self, reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def _fill(self, reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
         limits: dict[str, int] = {}
+        retention = self.core.retention
         if reason == "quota":
             limits["run_quota"] = int(self.core.state.run_bytes["run"] / 0.95)
         elif reason == "memory":
-            limits["memory_limit"] = 1000
-            monkeypatch.setattr(self.core.retention, "memory_bytes", lambda: 950)
+            config = self.core.config.model_copy(update={"memory_limit": 1})
+            counted = (await Memory(self.core.state, config, time.time).look()).total()
+            limits["memory_limit"] = int(counted / INDEX_SHARE / 0.95)
         else:
             stats = MemoryStore.stats(self.core.store)  # type: ignore[arg-type]
             full = replace(stats, capacity_bytes=int(stats.used_bytes / 0.95))
             monkeypatch.setattr(self.core.store, "stats", lambda: full)
         config = self.core.config.model_copy(update=limits)
-        monkeypatch.setattr(self.core.retention, "_config", config)
+        monkeypatch.setattr(retention, "_config", config)
+        monkeypatch.setattr(retention, "memory", Memory(self.core.state, config, time.time))
 
 
 @pytest.mark.parametrize("reason", ["retired", "quota", "capacity", "memory"])

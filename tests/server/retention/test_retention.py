@@ -14,7 +14,7 @@ import pytest
 
 from routetrace.client import RouteClient, TraceState
 from routetrace.codec.records import FinishReason, OpKind
-from routetrace.common.errors import Fenced, Incomplete, NotFound, Overloaded, Unavailable
+from routetrace.common.errors import Fenced, Incomplete, NotFound, Unavailable
 from routetrace.common.layout import ModelLayout
 from routetrace.server.core import Core
 from routetrace.server.index.records.record import decode_record, encode_forget
@@ -227,18 +227,6 @@ def test_nothing_is_stored_that_builds_on_what_was_refused_at_the_door(tmp_path,
             records = [decode_record(header) for _, header in disk.headers() if header]
             stored = [record for record in records if record.HasField("chunk")]
         assert len(stored) == kept > 4
-
-
-async def test_over_the_memory_limit_finished_traces_go_and_chunks_are_refused(monkeypatch):
-    config = ServerConfig(store="memory", memory_limit=1000)
-    core = Core(MemoryStore(), config)
-    await core.start()
-    assert core.retention.memory_bytes() > 1 << 20
-    monkeypatch.setattr(core.retention, "memory_bytes", lambda: 1000)
-    with pytest.raises(Overloaded, match="memory_limit is 1000; expected less than 1000"):
-        core.retention.room.check_memory()
-    monkeypatch.setattr(core.retention, "memory_bytes", lambda: 950)
-    core.retention.room.check_memory()
 
 
 @pytest.mark.slow

@@ -42,7 +42,7 @@ _LEAST_READS = 64
 def _max_reads(config: ServerConfig) -> int:
     """Return `max_reads`, or fewer if these reads would take over a quarter of the memory limit.
 
-    Near the limit, finished traces are evicted; reads of one tenant must not evict those of others.
+    At the limit chunks are refused; reads of one tenant must not stop those of others.
     """
     if not config.memory_limit:
         return config.max_reads

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from prometheus_client.core import GaugeMetricFamily, Metric
@@ -26,6 +26,7 @@ from routetrace.server.index.agreements import Report
 from routetrace.server.index.state import State
 from routetrace.server.index.traces.sources import WriterKey
 from routetrace.server.ops.census import Census, RunCount
+from routetrace.server.retention.memory import Memory
 from routetrace.server.retention.room import Room
 from routetrace.server.settings.config import ServerConfig
 from routetrace.server.store.interface import Store
@@ -67,6 +68,7 @@ class _Counts:
     sending_reads: int
     ingest_bytes: int
     memory_bytes: int
+    index_bytes: int
     state_records: int
     agreements: Mapping[str, list[Report]]
     budgets: Mapping[str, tuple[int, Mapping[str, int]]]
@@ -87,7 +89,7 @@ class Scrape(Collector):
         agents: Agents,
         census: Census,
         state: State,
-        memory_bytes: Callable[[], int],
+        memory: Memory,
         room: Room,
         store: Store,
     ) -> None:
@@ -99,7 +101,7 @@ class Scrape(Collector):
         self._agents = agents
         self._census = census
         self._server_state = state
-        self._memory_bytes = memory_bytes
+        self._memory = memory
         self._room = room
         self._stored = store
         self._loop = asyncio.get_running_loop()
@@ -152,7 +154,8 @@ class Scrape(Collector):
             waiting_reads=self._admission.waiting,
             sending_reads=self._admission.sending,
             ingest_bytes=self._admission.ingest_bytes,
-            memory_bytes=self._memory_bytes(),
+            memory_bytes=self._memory.process_bytes(),
+            index_bytes=self._memory.index_bytes,
             state_records=self._server_state.number,
             agreements=self._server_state.agreements.newest() if recovered else {},
             budgets={b.name: (b.limit, dict(b.held)) for b in budgets},
@@ -194,6 +197,11 @@ class Scrape(Collector):
             value=counts.ingest_bytes,
         )
         yield _gauge("memory_bytes", "Resident memory.", value=counts.memory_bytes)
+        yield _gauge(
+            "index_bytes",
+            "Memory of traces and chunks at the last sweep with half of memory_limit in use.",
+            value=counts.index_bytes,
+        )
         budgets = counts.budgets.items()
         yield _gauge(
             "budget_limit",

@@ -13,9 +13,9 @@ from array import array
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from functools import partial
+from typing import NamedTuple
 
 import numpy as np
-import psutil
 
 from routetrace.common.errors import counted
 from routetrace.server.access.budget import over_shares
@@ -26,22 +26,17 @@ from routetrace.server.index.journal import Journal
 from routetrace.server.index.owners import owner_of
 from routetrace.server.index.records.record import encode_delete
 from routetrace.server.index.state import Frames
+from routetrace.server.index.traces.memory import memory_of
 from routetrace.server.index.traces.sources import TraceKey
 from routetrace.server.index.traces.trace import Trace
 from routetrace.server.index.writer import Writer
-from routetrace.server.retention import freed
 from routetrace.server.retention.everywhere import Everywhere
+from routetrace.server.retention.memory import Memory
 from routetrace.server.retention.room import HIGH, LOW, RETRY_SECONDS, Room
 from routetrace.server.rows.preparing import prepare_end
 from routetrace.server.rows.reader import Reader
 from routetrace.server.settings.config import ServerConfig
 from routetrace.server.spread.gathering import Gathering
-
-#: Share of the traces evicted per round near the memory limit: the memory of a trace is not known.
-_MEMORY_SHARE = 0.1
-
-#: Seconds for which the size of the process is cached.
-_MEMORY_SECONDS = 1.0
 
 #: Seconds without a message after which a writer is forgotten that has nothing to lose, and one
 #: without known slots and running requests, whose agent may come back with the same epoch.
@@ -64,10 +59,20 @@ _LOOKED_AT = 64
 _NEAR = {
     "quota": "its run_quota, or its owner's token_quota, is nearly used up",
     "capacity": "the store is near store_capacity",
-    "memory": "the process is near memory_limit",
+    "memory": "traces take nearly half of memory_limit",
 }
 
 _log = logging.getLogger(__name__)
+
+
+class _Freed(NamedTuple):
+    """Bytes that are freed with a trace, and with a chunk."""
+
+    by_trace: Callable[[Trace], int]
+    by_chunk: Callable[[Frames], int]
+
+
+_STORED = _Freed(lambda _: 0, lambda chunk: chunk.nbytes)
 
 
 class Retention:
@@ -91,11 +96,11 @@ class Retention:
         self._agents = agents
         self._config = config
         self._metrics = metrics
-        self._process = psutil.Process()
-        self._memory = (0.0, 0)  # time and bytes
+        self.memory = Memory(self._state, config, journal.clock.now)
+        """Memory of the process and of the index."""
         self._short = asyncio.Event()
         self._snapshot_number = 0
-        self.room = Room(config, self._state, metrics, self._process_bytes, self._short.set)
+        self.room = Room(config, self._state, metrics, self.memory.process_bytes, self._short.set)
         """Limits of what is kept."""
         self._took = 0.0  # duration of the last sweep in seconds
         #: What decides which chunks are garbage, as it was when there was too little of it.
@@ -106,16 +111,6 @@ class Retention:
         self._snapshot_number = number
 
     # ------------------------------------------------------------------ room
-
-    def memory_bytes(self) -> int:
-        """Return the memory of the process, at most `_MEMORY_SECONDS` old."""
-        now = self._journal.clock.now()
-        if now - self._memory[0] >= _MEMORY_SECONDS:
-            self._memory = now, int(self._process.memory_info().rss)
-        return self._memory[1]
-
-    def _process_bytes(self) -> int:
-        return self.memory_bytes()
 
     def no_room(self) -> None:
         """Note that the store is full."""
@@ -139,7 +134,6 @@ class Retention:
         self._journal.check()
         self._short.clear()
         begun = time.monotonic()
-        await self._return_freed_memory()
         with self._metrics.sweep.time():
             now = self._journal.clock.now()
             # Records appended before `now` may still renew traces; later ones find them expired.
@@ -152,15 +146,10 @@ class Retention:
             async for _ in in_slices(self._state.traces.prefixes.clean()):
                 pass
             await self._compact()
+            indexed = await self.memory.look()
             if self._config.when_full == "evict":
-                await self._evict()
+                await self._evict(indexed)
         self._took = time.monotonic() - begun
-
-    async def _return_freed_memory(self) -> None:
-        """Give memory that nothing holds back to the system where the limit is near."""
-        if 0 < freed.NEAR * self._config.memory_limit < self.memory_bytes():
-            await asyncio.to_thread(freed.give_back)
-            self._memory = (0.0, 0)
 
     def expire(self) -> None:
         """Delete traces whose lease has run out."""
@@ -242,8 +231,12 @@ class Retention:
 
     # ------------------------------------------------------------------ eviction
 
-    async def _evict(self) -> None:
-        """Evict finished traces, oldest first, where a limit is near."""
+    async def _evict(self, indexed: Counter[str]) -> None:
+        """Evict finished traces, oldest first, where a limit is near.
+
+        Args:
+            indexed: bytes of the index by owner, where it may be near its limit.
+        """
         for run in [*self._state.run_bytes]:
             quota = self._config.quota_of(run)
             held = self._state.run_bytes[run]
@@ -262,18 +255,20 @@ class Retention:
             # The largest owners give first, down to one level; owners below it lose nothing.
             for owner, part in over_shares(self._state.owner_bytes, need).items():
                 await self._make_room(partial(_of_owner, owner), part, "capacity")
-        limit = self._config.memory_limit
-        if limit and self.memory_bytes() > HIGH * limit:
-            held_by = Counter(
-                [_owner_of(t) async for t in in_slices(self._state.traces.oldest_first())]
-            )
-            most = int(_MEMORY_SHARE * len(self._state.traces.traces)) + 1
-            for owner, part in over_shares(held_by, most).items():
-                among = partial(_of_owner, owner)
-                await self._forget_oldest(self._take(self._finished(among), part), "memory")
+        limit, total = self.memory.index_limit, indexed.total()
+        if total > HIGH * limit:
+            freed = _Freed(memory_of, self.memory.of_chunk)
+            for owner, part in over_shares(indexed, total - int(LOW * limit)).items():
+                await self._make_room(partial(_of_owner, owner), part, "memory", freed)
 
-    async def _make_room(self, among: Callable[[Trace], bool], need: int, reason: str) -> None:
-        """Evict finished traces until the chunks that only they point into hold `need` bytes."""
+    async def _make_room(
+        self,
+        among: Callable[[Trace], bool],
+        need: int,
+        reason: str,
+        freed: _Freed = _STORED,
+    ) -> None:
+        """Evict finished traces until they free `need` bytes, with chunks of no other trace."""
         pointing: Counter[int] = Counter()
         async for trace in in_slices(self._state.traces.oldest_first()):
             pointing.update(set(trace.chunks()))
@@ -287,10 +282,11 @@ class Retention:
             async for trace in self._finished(among):
                 if left <= 0:
                     return
+                left -= freed.by_trace(trace)
                 for chunk in set(trace.chunks()):
                     pointing[chunk] -= 1
                     if not pointing[chunk] and chunk in self._state.frames:
-                        left -= self._state.frames[chunk].nbytes
+                        left -= freed.by_chunk(self._state.frames[chunk])
                 yield trace
 
         await self._forget_oldest(evicted(), reason)
@@ -312,15 +308,6 @@ class Retention:
             # One that changed meanwhile has another place.
             if found and found.updated == updated[at] and self._reader.ended(found):
                 yield found
-
-    @staticmethod
-    async def _take(traces: AsyncIterator[Trace], most: int) -> AsyncIterator[Trace]:
-        left = most
-        async for trace in traces:
-            if not left:
-                return
-            left -= 1
-            yield trace
 
     async def _forget_oldest(self, traces: AsyncIterator[Trace], reason: str) -> None:
         judged = self._journal.applied  # before the first trace is looked at
@@ -392,9 +379,5 @@ def _of_run(run: str, trace: Trace) -> bool:
     return trace.key[0] == run
 
 
-def _owner_of(trace: Trace) -> str:
-    return owner_of(trace.token, trace.key[0])
-
-
 def _of_owner(owner: str, trace: Trace) -> bool:
-    return _owner_of(trace) == owner
+    return owner_of(trace.token, trace.key[0]) == owner

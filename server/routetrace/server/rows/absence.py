@@ -15,7 +15,7 @@ _GONE = {
     "expired": ("has expired", ": its lease ran out; a longer ttl_seconds or renew keeps one"),
     "quota": ("was evicted", ": its run came near run_quota"),
     "capacity": ("was evicted", ": the store came near store_capacity"),
-    "memory": ("was evicted", ": the server came near memory_limit"),
+    "memory": ("was evicted", ": traces took nearly half of memory_limit"),
 }
 
 # Incarnations that an error lists; of more it names the first and the last.

@@ -164,8 +164,9 @@ class ServerConfig(BaseSettings):
     )
     memory_limit: ByteSize = Field(
         ByteSize(0),
-        description="maximum memory of the process, such as 16GiB: near it, finished traces are "
-        "evicted (see when_full); at it, chunks are refused; 0: no limit",
+        description="maximum memory of the process, such as 16GiB: at it, chunks are refused; "
+        "where traces take nearly half of it, finished ones are evicted (see when_full); 0: no "
+        "limit",
     )
     run_quota: ByteSize = Field(
         ByteSize(0),
@@ -182,9 +183,9 @@ class ServerConfig(BaseSettings):
     )
     when_full: WhenFull = Field(
         "evict",
-        description="action above 90 percent of the capacity, the memory limit or a quota: evict "
-        "finished traces, oldest first (evict), or none, until chunks are refused at the limit "
-        "(refuse)",
+        description="action above 90 percent of the capacity, a quota or half of the memory limit: "
+        "evict finished traces, oldest first (evict), or none, until chunks are refused at the "
+        "limit (refuse)",
     )
     max_chunk_bytes: Annotated[ByteSize, Field(ge=1024, le=1 << 30)] = Field(
         ByteSize(8 << 20), description="maximum size of a chunk"

@@ -80,6 +80,11 @@ class Trace:
         return len(self.sources) >= _MANY_SOURCES
 
     @property
+    def has_join(self) -> bool:
+        """Whether `join` is at hand."""
+        return self._join is not None
+
+    @property
     def is_joined(self) -> bool:
         """Whether `join` is at hand, or made in a moment."""
         return self._join is not None or not self.has_many_sources
