@@ -21,6 +21,7 @@ KEYWORD = re.compile(r"\b[a-z_]+=")
 
 #: Remedies with keywords of calls that no command makes.
 NOT_OF_COMMANDS = {
+    'pass errors="return" to go on with the other traces',
     "use dataclasses.replace(config, x=...)",
     "use Security(token=...), or a mapping of its fields",
     "use the nonce of the answer's handle, or incarnation=x",

@@ -10,10 +10,14 @@ import pytest
 
 from routetrace.client import Trace
 from routetrace.common.errors import (
+    Incomplete,
     InvalidArgument,
     NotFound,
+    PermissionDenied,
+    Unauthenticated,
+    Unavailable,
 )
-from support.servers.client_server import truth
+from support.servers.client_server import fail, truth
 from support.servers.scripted import GONE
 
 
@@ -88,6 +92,42 @@ class TestGetMany:
             InvalidArgument,
             Trace,
         ]
+
+    def test_an_error_that_ends_the_iteration_says_how_to_go_on(self, client, server):
+        sources = self.sources(9)
+        server.serve(*sources)
+        holed = next(s.info.trace_id for s in sources if not s.valid.all())
+        remedy = 'pass errors="return" to go on with the other traces'
+        with pytest.raises(NotFound) as unknown:
+            list(client.get_many(["r0", "unknown", "r1"], missing="mask"))
+        assert str(unknown.value).endswith(f"; {remedy}")
+        assert unknown.value.remedy.endswith(remedy)
+        with pytest.raises(Incomplete) as incomplete:
+            list(client.get_many([holed]))
+        assert str(incomplete.value).endswith(f"; {remedy}")
+        [returned, _] = client.get_many(["unknown", "r1"], errors="return", missing="mask")
+        with pytest.raises(NotFound) as alone:
+            client.get("unknown")
+        assert str(returned) == str(alone.value)
+        assert remedy not in str(returned)
+
+    @pytest.mark.parametrize(
+        "error", [Unavailable("away", retry_after=0), Unauthenticated("?"), PermissionDenied("no")]
+    )
+    def test_errors_that_are_not_of_one_trace_end_the_iteration(self, client, server, error):
+        server.serve(*self.sources(9))
+        answer = server.script["GetTrace"]
+
+        def handler(request, context):
+            return fail(context, error) if request.trace_id == "r3" else answer(request, context)
+
+        server.script["GetTrace"] = handler
+        ids = ["r0", "unknown", "r3", "r4"]
+        values = client.get_many(ids, missing="mask", errors="return", concurrency=1)
+        assert [type(next(values)) for _ in range(2)] == [Trace, NotFound]
+        with pytest.raises(type(error)):
+            next(values)
+        assert list(values) == []
 
     def test_progress_is_reported_before_each_value(self, client, server):
         sources = self.sources(4)

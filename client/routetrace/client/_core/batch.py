@@ -17,8 +17,11 @@ from routetrace.client._core.config import Config
 from routetrace.client._core.messages import Received
 from routetrace.client._core.steps import END, Emit, Open, Plan, Receive, Unary
 from routetrace.common.errors import (
+    Closed,
     DeadlineExceeded,
+    PermissionDenied,
     RouteTraceError,
+    Unauthenticated,
     Unavailable,
     from_detail,
 )
@@ -29,6 +32,9 @@ Item = TypeVar("Item")
 
 #: Maximum reads of one stream: they share its time.
 MAX_READS = 32
+
+#: Errors that are not those of one read: all further ones would end with them.
+_OF_ALL = (Closed, PermissionDenied, Unauthenticated, Unavailable)
 
 _BROKEN = Received(None)
 
@@ -83,6 +89,11 @@ def checked(value: T | RouteTraceError) -> T:
     if isinstance(value, RouteTraceError):
         raise value
     return value
+
+
+def in_place(value: T | RouteTraceError) -> T | RouteTraceError:
+    """Return a value of `together`, or the error of its read; raise one that is of all reads."""
+    return checked(value) if isinstance(value, _OF_ALL) else value
 
 
 class _Lane(Generic[T]):

@@ -40,6 +40,18 @@ def named(trace_id: str, plan: Plan[T]) -> Plan[T]:
         raise
 
 
+def one_of_many(plan: Plan[T]) -> Plan[T]:
+    """Carry out the plan of a trace whose error ends an iteration; say how to go on without it."""
+    try:
+        yield from plan
+    except (NotFound, Incomplete, DeadlineExceeded) as error:
+        remedy = 'pass errors="return" to go on with the other traces'
+        error.message += f"; {remedy}"
+        error.args = (error.message,)
+        error.remedy += f"; {remedy}" if error.remedy else remedy
+        raise
+
+
 def value_of(plan: Plan[T]) -> Part[T]:
     """Carry out a plan as a part of another one; return its first value."""
     step = plan.send(None)

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import grpc
 
-from routetrace.client._core.batch import Item, batch_size, begun_late, checked, together
+from routetrace.client._core.batch import Item, batch_size, begun_late, checked, in_place, together
 from routetrace.client._core.config import Config
 from routetrace.client._core.messages import Received
 from routetrace.client._core.steps import END, Emit, Open, Plan, Receive, Sleep, Step, Unary
@@ -248,7 +248,7 @@ class Driver:
                     if isinstance(value, BaseException) and not isinstance(value, RouteTraceError):
                         raise value
                     meter.counted(value)
-                    yield value if return_errors else checked(value)
+                    yield in_place(value) if return_errors else checked(value)
             finally:
                 self.end(scope)
                 scope.cancel()

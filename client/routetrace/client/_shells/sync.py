@@ -19,6 +19,7 @@ from routetrace.client._core import run_calls as _run_calls
 from routetrace.client._core.calls import Errors
 from routetrace.client._core.config import Config
 from routetrace.client._core.counting import LoadCount
+from routetrace.client._core.reads import one_of_many
 from routetrace.client._core.reporting import WriterNames, report_of, sent
 from routetrace.client._core.steps import Plan
 from routetrace.client._shells.drive import Driver
@@ -261,7 +262,8 @@ class RouteClient:
             concurrency: maximum of traces that are being read or ready. Calls of half as many, at
                 most 32, read them; `timeout` bounds each call.
             errors: "raise" the error of a trace at its turn, which ends the iteration, or "return"
-                it in its place.
+                it in its place, and go on. Errors that are not of one trace end the iteration in
+                either case: Unavailable, Unauthenticated, PermissionDenied, Closed.
             layer_ids: as in `get`.
             token_start: as in `get`.
             token_stop: as in `get`.
@@ -275,7 +277,7 @@ class RouteClient:
             A generator; reading starts with its first value, and ends when it is closed.
 
         Raises:
-            RouteTraceError: as `get`.
+            RouteTraceError: as `get`; with `errors="return"` only those that are not of one trace.
         """
         _arguments.whole("concurrency", concurrency, 1)
         _arguments.choice("errors", errors, ("raise", "return"))
@@ -283,7 +285,7 @@ class RouteClient:
         read_options = merged(self.get_many, options, keywords, self._options)
 
         def plan(trace_id: str) -> Plan[Trace]:
-            return _calls.get(
+            read = _calls.get(
                 self._config,
                 trace_id,
                 read_options,
@@ -293,6 +295,7 @@ class RouteClient:
                 incarnation=None,
                 pin_memory=pin_memory,
             )
+            return one_of_many(read) if errors == "raise" else read
 
         plan("any").close()  # raises for wrong arguments now
         meter = Meter(progress, trace_ids)
