@@ -600,6 +600,7 @@ def test_doctor_finds_tls(tmp_path, cli):
     authority.cert_pem.write_to_path(tmp_path / "ca.pem")
     issued = authority.issue_cert("127.0.0.1", "localhost")
     issued.cert_chain_pems[0].write_to_path(tmp_path / "cert.pem")
+    (tmp_path / "key.pem").touch(0o600)
     issued.private_key_pem.write_to_path(tmp_path / "key.pem")
     with run_server(tls_cert=tmp_path / "cert.pem", tls_key=tmp_path / "key.pem") as secure:
         words = ("doctor", "--target", secure.target)

@@ -57,6 +57,7 @@ def shown(tmp_path_factory) -> Iterator[dict[str, set[str]]]:
     authority = trustme.CA()
     issued = authority.issue_cert("127.0.0.1")
     issued.cert_chain_pems[0].write_to_path(files / "cert.pem")
+    (files / "key.pem").touch(0o600)
     issued.private_key_pem.write_to_path(files / "key.pem")
 
     def scrape(**settings: Any) -> dict[str, set[str]]:

@@ -275,6 +275,7 @@ def test_tls_and_tokens_as_composed(tmp_path, monkeypatch, server_environment):
     issued = authority.issue_cert("server")
     authority.cert_pem.write_to_path(tmp_path / "ca.pem")
     issued.cert_chain_pems[0].write_to_path(tmp_path / "server.pem")
+    (tmp_path / "server.key").touch(0o600)
     issued.private_key_pem.write_to_path(tmp_path / "server.key")
     with (tmp_path / "tokens.toml").open("w") as tokens, redirect_stdout(tokens):
         for name, scope in (("node", "ingest"), ("trainer", "read")):

@@ -147,6 +147,13 @@ def test_the_user_is_that_of_the_image(manifest):
     assert not own["allowPrivilegeEscalation"]
 
 
+def test_the_key_is_of_a_mode_that_the_server_takes(manifest):
+    [tls] = (v["secret"] for v in manifest.pod["spec"]["volumes"] if v["name"] == "tls")
+    # Files of a Secret are of root; fsGroup gives them to the server's group, which may read them.
+    assert tls["defaultMode"] == 0o440
+    assert manifest.pod["spec"]["securityContext"]["fsGroup"]
+
+
 def test_labels_select_the_pods(manifest):
     labels = manifest.pod["metadata"]["labels"]
     assert manifest.one("Service")["spec"]["selector"] == labels

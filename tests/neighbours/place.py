@@ -92,8 +92,8 @@ class Place:
         cert, key, self._ca = folder / "server.pem", folder / "server.key", folder / "ca.pem"
         authority.cert_pem.write_to_path(str(self._ca))
         cert.write_bytes(b"".join(pem.bytes() for pem in leaf.cert_chain_pems))
+        key.touch(0o600)
         leaf.private_key_pem.write_to_path(str(key))
-        key.chmod(0o600)
         self._tokens = {name: secrets.token_urlsafe(32) for name in (VICTIM, HONEST, ATTACKER)}
         tokens = folder / "tokens.toml"
         tokens.write_text("\n".join(map(_entry, self._tokens, self._tokens.values())))

@@ -109,6 +109,7 @@ def secured(
     """A server with TLS and tokens."""
     folder = tmp_path_factory.mktemp("secured")
     leaf = authority.issue_cert("127.0.0.1")
+    (folder / "key").touch(0o600)
     leaf.private_key_pem.write_to_path(str(folder / "key"))
     leaf.cert_chain_pems[0].write_to_path(str(folder / "cert"))
     authority.cert_pem.write_to_path(str(folder / "ca"))

@@ -43,6 +43,7 @@ def certificates(directory: Path) -> dict[str, Path]:
     ca.cert_pem.write_to_path(str(files["ca"]))
     for name, identity in (("server", "127.0.0.1"), ("client", "client@example.org")):
         issued = ca.issue_cert(identity)
+        files[name].touch(0o600)
         issued.private_key_and_cert_chain_pem.write_to_path(str(files[name]))
     return files
 

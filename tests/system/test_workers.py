@@ -333,6 +333,7 @@ def test_tls_and_tokens_hold_at_every_worker(tmp_path):
     ca.cert_pem.write_to_path(str(tmp_path / "ca.pem"))
     for name in ("server", "client"):
         issued = ca.issue_cert("127.0.0.1" if name == "server" else "client@example.org")
+        (tmp_path / f"{name}.pem").touch(0o600)
         issued.private_key_and_cert_chain_pem.write_to_path(str(tmp_path / f"{name}.pem"))
     (tmp_path / "tokens.toml").write_text(
         entry("all-of-it", '["ingest", "read"]', '["*"]') + entry("some-of-it", '["read"]', '["a"]')

@@ -30,6 +30,8 @@ class Certificate:
         self._stamp = pem.stamp(cert, key)
         try:
             self._current, self._names = self._read()
+        except InvalidArgument:
+            raise
         except (OSError, ValueError) as error:
             raise InvalidArgument(
                 f"tls_cert and tls_key cannot be used: {error}", field="tls_cert", value=cert
@@ -55,7 +57,7 @@ class Certificate:
         connection.context = self._current
 
     def _read(self) -> tuple[ssl.SSLContext, tuple[str, ...]]:
-        chain, _ = pem.read_pair(self._cert, self._key)
+        chain, _ = pem.read_pair(self._cert, self._key, field="tls_key")
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.minimum_version = ssl.TLSVersion.TLSv1_2
         context.set_alpn_protocols(["http/1.1"])

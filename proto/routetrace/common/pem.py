@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import os
 import ssl
+import stat
 from pathlib import Path
 
-#: Times, sizes and inodes of files; changes when one is written or replaced.
-Stamp = tuple[tuple[int, int, int], ...]
+from routetrace.common.errors import InvalidArgument
+
+#: Times, sizes, inodes and modes of files; changes when one is written or replaced.
+Stamp = tuple[tuple[int, int, int, int], ...]
 
 
 def stamp(*paths: str | Path) -> Stamp:
@@ -15,29 +18,50 @@ def stamp(*paths: str | Path) -> Stamp:
     return tuple(map(_stamp, paths))
 
 
-def _stamp(path: str | Path) -> tuple[int, int, int]:
+def _stamp(path: str | Path) -> tuple[int, int, int, int]:
     try:
         status = os.stat(path)
     except OSError:
-        return (0, 0, 0)
-    return (status.st_mtime_ns, status.st_size, status.st_ino)
+        return (0, 0, 0, 0)
+    return (status.st_mtime_ns, status.st_size, status.st_ino, status.st_mode)
 
 
-def read_pair(cert: str | Path, key: str | Path) -> tuple[bytes, bytes]:
+def read_pair(cert: str | Path, key: str | Path, *, field: str) -> tuple[bytes, bytes]:
     """Read a certificate (with its chain) and its key.
+
+    Args:
+        cert: PEM file of the certificate.
+        key: PEM file of the key.
+        field: setting that names the key, for errors.
 
     Raises:
         OSError: if a file cannot be read.
+        InvalidArgument: if others can read the key.
         ValueError: naming the files, if they are no PEM certificate and its key.
     """
     while True:
         before = stamp(cert, key)
         try:
-            return _read_pair(cert, key)
+            pair = _read_pair(cert, key)
+            _check_private(key, field)
+            return pair
         except (OSError, ValueError):
             # The files may be from before and after a replacement.
             if stamp(cert, key) == before:
                 raise
+
+
+def _check_private(key: str | Path, field: str) -> None:
+    """Check that a key is its owner's alone; a group may read one that root owns."""
+    status = os.stat(key)
+    if status.st_mode & (0o037 if status.st_uid == 0 else 0o077):
+        raise InvalidArgument(
+            field=field,
+            value=f"{key} with mode {stat.S_IMODE(status.st_mode):04o}",
+            expected="a private key that others cannot read, of mode 0600 or less, or 0640 where "
+            "root owns it",
+            remedy=f"run chmod 600 {key}",
+        )
 
 
 def _read_pair(cert: str | Path, key: str | Path) -> tuple[bytes, bytes]:

@@ -257,7 +257,9 @@ class Security(Values):
                 authorities = pem.read_authorities(self.ca_file)
             name = "cert_file"
             if self.cert_file:
-                cert, key = pem.read_pair(self.cert_file, self.key_file)
+                cert, key = pem.read_pair(self.cert_file, self.key_file, field="key_file")
+        except InvalidArgument:
+            raise
         except (OSError, ValueError) as error:
             raise _unusable(name, getattr(self, name), error) from error
         return grpc.ssl_channel_credentials(authorities, key, cert)

@@ -68,6 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         0 after a clean shutdown (health: ready), 1 if the server cannot start or continue (health:
         not ready), 2 if the settings are wrong.
     """
+    os.umask(0o077)  # what is written here is its user's alone
     args = list(sys.argv[1:] if argv is None else argv)
     if args[:1] == ["health"]:
         return probe.main(args[1:])

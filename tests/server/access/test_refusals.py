@@ -149,7 +149,7 @@ def test_a_client_goes_on_with_what_it_has_while_files_are_broken(
     monkeypatch.setattr("routetrace.client._shells.channels._LOOK_S", 0.0)
     cert, key = tmp_path / "cert", tmp_path / "key"
     cert.write_bytes(pki.client.cert.read_bytes())
-    key.write_bytes(pki.client.key.read_bytes())
+    replace(key, pki.client.key.read_bytes())
     security = Security(
         ca_file=str(pki.ca), cert_file=str(cert), key_file=str(key), token="rt_secret"
     )
@@ -180,7 +180,7 @@ def test_a_call_under_way_keeps_its_channel_and_the_last_one_closes_it(
     monkeypatch.setattr("routetrace.client._shells.channels._LOOK_S", 0.0)
     cert, key = tmp_path / "cert", tmp_path / "key"
     cert.write_bytes(pki.client.cert.read_bytes())
-    key.write_bytes(pki.client.key.read_bytes())
+    replace(key, pki.client.key.read_bytes())
     security = Security(
         ca_file=str(pki.ca), cert_file=str(cert), key_file=str(key), token="rt_secret"
     )

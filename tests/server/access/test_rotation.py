@@ -137,6 +137,7 @@ def test_everything_is_replaced_under_load_and_no_call_fails(pki: Pki, tmp_path:
         folder = tmp_path / f"v{next(folders)}"
         folder.mkdir()
         for name, content in files.items():
+            (folder / name).touch(0o600)
             (folder / name).write_bytes(content)
         (tmp_path / "link").symlink_to(folder)
         (tmp_path / "link").replace(link)

@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import datetime
+import os
 import re
 import socket
 import ssl
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -21,9 +23,8 @@ from hypothesis import strategies as st
 
 from routetrace.client import AsyncRouteClient, RouteClient, Security
 from routetrace.common import pem
-from routetrace.common.errors import (
-    Unavailable,
-)
+from routetrace.common.errors import InvalidArgument, Unavailable
+from routetrace.page.certificate import Certificate
 from routetrace.server.access import tls
 from routetrace.server.access.control import Access
 from routetrace.server.access.pace import Pace
@@ -153,7 +154,7 @@ def test_a_broken_certificate_on_disk_keeps_the_old_one_and_is_logged_once(
 ) -> None:
     cert, key = tmp_path / "cert", tmp_path / "key"
     cert.write_bytes(pki.server.cert.read_bytes())
-    key.write_bytes(pki.server.key.read_bytes())
+    replace(key, pki.server.key.read_bytes())
     with run_server(tls_cert=cert, tls_key=key, log_format="json") as server:
 
         def kept() -> int:
@@ -186,7 +187,7 @@ async def test_grpc_is_given_a_certificate_only_when_it_is_another(
     monkeypatch.setattr(time, "sleep", slept.append)
     cert, key = tmp_path / "cert", tmp_path / "key"
     cert.write_bytes(pki.server.cert.read_bytes())
-    key.write_bytes(pki.server.key.read_bytes())
+    replace(key, pki.server.key.read_bytes())
     Access(ServerConfig(tls_cert=cert, tls_key=key), Metrics()).credentials()
     ((first, fetch),) = made
     assert [fetch() for _ in range(3)] == [None] * 3
@@ -225,13 +226,61 @@ def test_the_server_does_not_start_with_files_that_it_can_not_use(
     }
     settings[setting] = path = tmp_path / "bad"
     if content:
-        path.write_bytes(pki.client.key.read_bytes() if content == "other" else b"nothing")
+        replace(path, pki.client.key.read_bytes() if content == "other" else b"nothing")
     with pytest.raises(ConfigError, match=words) as caught:
         Access(ServerConfig(**settings), Metrics())
     assert str(path) in str(caught.value)
     if setting == "tls_cert" and content is None:
         with pytest.raises(RuntimeError, match=f"ended with code 2: .*{re.escape(str(path))}"):
             run_server(**settings)
+
+
+@pytest.mark.parametrize("mode", [0o644, 0o604, 0o640, 0o660, 0o440, 0o600, 0o400])
+@pytest.mark.parametrize("owner", ["root", "its user"])
+def test_a_key_that_others_can_read_is_refused(
+    pki: Pki, tmp_path: Path, mode: int, owner: str
+) -> None:
+    cert, key = pki.server.cert, tmp_path / "key"
+    replace(key, pki.server.key.read_bytes())
+    user = 0 if owner == "root" else os.getuid() or 12345
+    if key.stat().st_uid != user:
+        if os.getuid():
+            pytest.skip("only root can give a file away")
+        os.chown(key, user, -1)
+    key.chmod(mode)
+    uses: list[tuple[str, Callable[[], object]]] = [
+        ("tls_key", lambda: Access(ServerConfig(tls_cert=cert, tls_key=key), Metrics())),
+        ("tls_key", lambda: Certificate(str(cert), str(key))),
+        ("key_file", lambda: RouteClient("a:1", security={"cert_file": cert, "key_file": key})),
+    ]
+    for field, use in uses:
+        # As PostgreSQL: a group may read what root owns, such as a Secret of Kubernetes.
+        if mode in (0o600, 0o400) or (owner == "root" and mode in (0o640, 0o440)):
+            use()
+            continue
+        with pytest.raises((ConfigError, InvalidArgument)) as caught:
+            use()
+        assert str(caught.value).removeprefix("tls: ") == (
+            f"{field} is {key} with mode {mode:04o}; expected a private key that others cannot "
+            f"read, of mode 0600 or less, or 0640 where root owns it; run chmod 600 {key}"
+        )
+
+
+def test_a_new_key_that_others_can_read_is_used_once_its_mode_is_right(
+    pki: Pki, tmp_path: Path
+) -> None:
+    cert, key = tmp_path / "cert", tmp_path / "key"
+    replace(cert, pki.server.cert.read_bytes())
+    replace(key, pki.server.key.read_bytes())
+    with run_server(tls_cert=cert, tls_key=key) as server:
+        assert served(server.target) == der(pki.server)
+        replace(key, pki.next_server.key.read_bytes())
+        replace(cert, pki.next_server.cert.read_bytes())
+        key.chmod(0o644)
+        assert served(server.target) == der(pki.server)
+        assert f"{key} with mode 0644" in server.log.read_text()
+        key.chmod(0o600)
+        assert served(server.target) == der(pki.next_server)
 
 
 @settings(max_examples=20)

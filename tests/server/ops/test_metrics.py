@@ -69,6 +69,7 @@ def test_the_documentation_has_a_row_for_each_metric_and_no_other(tmp_path: Path
     assert len(documented) == len(ROWS)
     ca, pem = trustme.CA(), str(tmp_path / "server.pem")
     ca.cert_pem.write_to_path(str(tmp_path / "ca.pem"))
+    Path(pem).touch(0o600)
     ca.issue_cert("127.0.0.1").private_key_and_cert_chain_pem.write_to_path(pem)
     with run_server(
         metrics_listen="127.0.0.1:0",

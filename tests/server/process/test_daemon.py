@@ -8,6 +8,9 @@ import os
 import resource
 import signal
 import socket
+import stat
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -131,6 +134,26 @@ async def test_ready_is_more_than_alive(
     await asyncio.wait_for(task, 30)
     assert SteeredCore.made.stopped
     assert not config.ready_file.exists()
+
+
+def test_no_other_user_can_read_what_a_server_or_a_backup_writes(tmp_path: Path) -> None:
+    data_dir, ready, copy = tmp_path / "data", tmp_path / "ready", tmp_path / "copy"
+    program = [sys.executable, "-m", "routetrace.server.daemon"]
+    flags = ["--workers=2", f"--listen=127.0.0.1:{free_ports(2)}", "--page-listen="]
+    flags += [f"--data-dir={data_dir}", f"--ready-file={ready}"]
+    with subprocess.Popen([*program, *flags], umask=0o022) as server:
+        try:
+            wait_for(lambda: ready.exists() or server.poll() is not None)
+            written = [ready, data_dir, *data_dir.rglob("*")]
+            modes = {path: stat.S_IMODE(path.stat().st_mode) for path in written}
+        finally:
+            server.terminate()
+    words = ["backup", "--data-dir", str(data_dir), "--to", str(copy)]
+    subprocess.run([*program, *words], umask=0o022, check=True, timeout=60)
+    modes |= {path: stat.S_IMODE(path.stat().st_mode) for path in [copy, *copy.rglob("*")]}
+    for path, mode in modes.items():
+        assert mode == (0o700 if path.is_dir() else 0o600), path
+    assert {"partition-0", "partition-1", "partitions", "lock"} <= {p.name for p in modes}
 
 
 async def test_sigterm_during_the_start(
@@ -382,6 +405,7 @@ def test_a_server_that_asks_for_certificates_and_tokens_is_asked_for_its_health(
     ca.cert_pem.write_to_path(str(tmp_path / "ca.pem"))
     for name, identity in (("server", "traces.example"), ("client", "probe")):
         issued = ca.issue_cert(identity)
+        (tmp_path / f"{name}.pem").touch(0o600)
         issued.private_key_and_cert_chain_pem.write_to_path(str(tmp_path / f"{name}.pem"))
     (tmp_path / "tokens.toml").write_text(
         f'[[token]]\nname = "t"\nsha256 = "{"0" * 64}"\nscopes = ["read"]\nruns = ["*"]\n'

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import stat
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -279,3 +280,41 @@ def test_a_full_disk_refuses_serves_and_resumes(tmp_path: Path) -> None:
     store = DiskStore(tmp_path, capacity_bytes=CAPACITY)
     assert [n for n, _ in store.headers()] == first + second
     store.close()
+
+
+@pytest.fixture
+def usual_umask() -> Iterator[None]:
+    before = os.umask(0o022)
+    yield
+    os.umask(before)
+
+
+def modes(folder: Path) -> dict[str, int]:
+    """Return the modes of a directory, and of all that is in it, by path."""
+    found = [folder, *folder.rglob("*")]
+    return {str(p.relative_to(folder)): stat.S_IMODE(p.stat().st_mode) for p in found}
+
+
+@pytest.mark.usefixtures("usual_umask")
+def test_no_other_user_can_read_what_is_stored(tmp_path: Path) -> None:
+    data_dir = tmp_path / "data"
+    store = DiskStore(data_dir, capacity_bytes=CAPACITY)
+    put(store, 1, 2, 3)
+    store.compact((2, [b"the ", b"state"]), [])
+    store.close()
+    found = modes(data_dir)
+    assert len([name for name in found if "snapshot" in name]) == 1
+    for name, mode in found.items():
+        assert mode == (0o700 if (data_dir / name).is_dir() else 0o600), name
+
+
+@pytest.mark.usefixtures("usual_umask")
+def test_a_directory_of_before_is_closed_to_other_users(closed: Path) -> None:
+    [folder] = (path for path in closed.iterdir() if path.is_dir())
+    folder.chmod(0o755)
+    [snapshot] = folder.glob("snapshot*")
+    snapshot.chmod(0o755)
+    store = DiskStore(closed, capacity_bytes=CAPACITY)
+    assert whole_snapshot(store) == (5, b"the state")
+    store.close()
+    assert modes(closed)[folder.name] == 0o700

@@ -30,6 +30,7 @@ class Identity:
 
     def __init__(self, folder: Path, name: str, cert: trustme.LeafCert) -> None:
         self.cert, self.key = folder / f"{name}.pem", folder / f"{name}.key"
+        self.key.touch(0o600)
         cert.private_key_pem.write_to_path(str(self.key))
         self.cert.write_bytes(b"".join(blob.bytes() for blob in cert.cert_chain_pems))
         self.of_client = {"cert_file": str(self.cert), "key_file": str(self.key)}
@@ -84,6 +85,7 @@ def entry(
 
 def replace(path: Path, content: str | bytes) -> None:
     part = path.with_suffix(".part")
+    part.touch(0o600)  # it may be a key
     part.write_bytes(content if isinstance(content, bytes) else content.encode())
     part.replace(path)
 

@@ -73,7 +73,7 @@ class Certificates:
         return True
 
     def _read(self) -> None:
-        cert, key = pem.read_pair(self._cert, self._key)
+        cert, key = pem.read_pair(self._cert, self._key, field="tls_key")
         authorities = pem.read_authorities(self._client_ca) if self._client_ca else None
         #: Unix time at which the certificate expires.
         self.expiry = pem.expiry(cert)

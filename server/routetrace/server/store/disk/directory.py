@@ -42,7 +42,9 @@ class DirLock:
     """
 
     def __init__(self, data_dir: Path) -> None:
-        self._file = open(data_dir / "lock", "ab+")  # noqa: SIM115 (held until release)
+        access = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
+        lock = os.open(data_dir / "lock", access, 0o600)
+        self._file = open(lock, "ab+")  # noqa: SIM115 (held until release)
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -108,7 +110,9 @@ def open_directory(data_dir: Path, capacity_bytes: int) -> Contents:
 
 
 def _make(path: Path) -> None:
-    path.mkdir(exist_ok=True)
+    path.mkdir(mode=0o700, exist_ok=True)
+    with suppress(OSError):  # of another owner, or on a disk without modes
+        path.chmod(0o700)  # up to 0.8, all users could read the snapshots in it
     for above in (path.parent, path.parent.parent):  # data_dir may be new, too
         sync_directory(above)
 

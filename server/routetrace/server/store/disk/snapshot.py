@@ -52,7 +52,8 @@ class Draft:
         self._name = file.path
         self._file = file._replace(path=file.path.with_name(file.path.name + ".new"))
         self._with_room = with_room
-        self._out = os.open(self._file.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC)
+        access = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+        self._out = os.open(self._file.path, access, 0o600)
         self._size = self._checked = 0
         self._pieces = self._indexes = 0
 

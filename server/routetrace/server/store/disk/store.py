@@ -69,7 +69,7 @@ class DiskStore(StoreBase):
     """
 
     def __init__(self, data_dir: Path, *, capacity_bytes: int, ack_mode: AckMode = "fsync") -> None:
-        data_dir.mkdir(parents=True, exist_ok=True)
+        data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._capacity = capacity_bytes
         self._ack_early = ack_mode == "memory"
         self._lock = DirLock(data_dir)
