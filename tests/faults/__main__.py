@@ -57,10 +57,15 @@ def main() -> int:
     return 1 if failed else 0
 
 
+#: Scenarios that are fuzzing: of which targets, all if none.
+_FUZZING: dict[str, tuple[str, ...]] = {"fuzz": (), "calls": ("request", "page")}
+
+
 def _run(name: str, seed: int, options: Options) -> dict[str, float]:
-    if name == "fuzz":
+    if name in _FUZZING:
         # A command of its own: it works in processes that it can measure.
         words = [f"--{k}={v}" for k, v in options.items()]
+        words += [f"--target={target}" for target in _FUZZING[name]]
         found = subprocess.run(
             [sys.executable, "-m", "faults.fuzz", "--seed", str(seed), *words],
             stdout=subprocess.PIPE, text=True, check=False,

@@ -2,8 +2,8 @@
 
 `quick`, the share of the gate, takes about a minute on an idle machine, `ci` a quarter of an hour;
 `full` has the numbers that the project is judged by. Scenarios are modules of this package with a
-`run(seed, ...)`. `quick` lacks three, of whose code `make test` drives the parts: clocks, readers
-and pressure.
+`run(seed, ...)`. `quick` lacks four, of whose code `make test` drives the parts: clocks, readers,
+pressure and calls.
 """
 
 from __future__ import annotations
@@ -46,6 +46,7 @@ SHARES: dict[str, dict[str, Options]] = {
         "images": {"images": 25, "flips": 1000},
         "power": {"images": 700},
         "fuzz": {"seconds": 20},
+        "calls": {"inputs": 25_000, "seconds": 3600},
     },
     "full": {
         "kill": {"seeds": 200, "memory_seeds": 20},
@@ -69,5 +70,6 @@ SHARES: dict[str, dict[str, Options]] = {
         "images": {"images": 300, "flips": 10_000},
         "power": {"images": 50_000},
         "fuzz": {"seconds": 3600},
+        "calls": {"inputs": 250_000, "seconds": 36_000},
     },
 }

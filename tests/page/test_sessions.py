@@ -241,6 +241,8 @@ def test_bodies_that_are_no_sign_in(guarded_page: str) -> None:
         (b"", "body"), (b"rt_secret", "body"), (b"[]", "token"), ({"token": ""}, "token"),
         ({"token": 5}, "token"), ({"token": "rt_a", "run": 5}, "run"),
         (b'{"token": "' + b"x" * 20_000 + b'"}', "body"), ({"token": "rt secret"}, "token"),
+        ({"token": "\ud800secret"}, "token"), (b"[" * 16_000, "body"),
+        (b'{"a":' * 3000, "body"), ({"token": "\0secret"}, "token"),
     ):  # fmt: skip
         answer = Browser(guarded_page).call(SESSION, "POST", body=body)
         assert (answer.status, answer.error["field"]) == (400, field)

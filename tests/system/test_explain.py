@@ -393,6 +393,9 @@ def test_rows_of_another_version_and_rows_that_may_come(server, client):
         soon = client.explain("runs", 9)
         assert soon.missing is MissingReason.NOT_YET
         assert "wait_for" in soon.remedy
+        assert client.explain("runs", 2**31 - 1).missing is MissingReason.NOT_YET
+        with pytest.raises(InvalidArgument, match=r"position is .*; expected at most 2147483647"):
+            client.explain("runs", 2**32 - 1)
         agent.finish(handle, 5)
 
 

@@ -111,7 +111,8 @@ def ops_of(n: int, **fields) -> np.ndarray:
 @pytest.mark.parametrize(
     ("target", "inputs"),
     [("frame", 500), ("stream", 300), ("message", 300), ("layout", 1000), ("answer", 300),
-     ("chunk", 60), ("storm", 6), ("record", 60), ("snapshot", 60), ("request", 25)],
+     ("chunk", 60), ("storm", 6), ("record", 60), ("snapshot", 60), ("request", 400),
+     ("page", 300)],
 )  # fmt: skip
 def test_fuzzing_finds_nothing(target, inputs):
     report = run_target(target, SEED, 100, inputs)

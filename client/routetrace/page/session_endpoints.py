@@ -18,6 +18,7 @@ from routetrace.common.errors import (
     Unauthenticated,
 )
 from routetrace.common.report_runs import is_report_run
+from routetrace.common.security import Security
 from routetrace.page.backends import Backends
 from routetrace.page.config import PageConfig
 from routetrace.page.errors import answer
@@ -193,7 +194,7 @@ async def _body(request: Request) -> Any:
             )
     try:
         return json.loads(body)
-    except ValueError:  # its message has a part of the body
+    except (ValueError, RecursionError):  # its message has a part of the body
         raise InvalidArgument(
             field="body", value="not JSON", expected='JSON such as {"token": "..."}'
         ) from None
@@ -207,4 +208,5 @@ def _given(body: Any) -> tuple[str, str]:
         raise InvalidArgument(field="token", value="not given", expected="a str in the body")
     if not isinstance(run, str):
         raise InvalidArgument(field="run", value="no str", expected="the name of a run")
+    Security(token=token)  # raises for what is no token
     return token, run

@@ -98,7 +98,7 @@ class RouteTraceError(Exception):
     """
 
     wire_kind: int = pb.ERROR_KIND_UNSPECIFIED
-    status: grpc.StatusCode = grpc.StatusCode.UNKNOWN
+    status: grpc.StatusCode = grpc.StatusCode.INTERNAL
 
     def __init__(
         self,

@@ -35,6 +35,7 @@ COLUMNS = {
 _ODD_TEXT = (
     "", "\0", "a\0b", "a" * 512, "a" * 513, "\n{}%s", "../..", "\u00b2", "\U0001f600" * 40,
     "\ufeff", "\u202e", "0", "-1", "18446744073709551616", "9" * 5000, "x" * 100_000,
+    "e\u0301", "\ue000", "a\ue000b", "\U0010ffff", "x" * 65_536,
 )  # fmt: skip
 _EDGES = (0, 1, 2, 3, 7, 8, 15, 16, 31, 32, 33, 63, 64)
 
@@ -113,9 +114,19 @@ _BITS = {
 }
 
 
+#: Values of fields that are not set, by type.
+_EMPTY: dict[int, Any] = {
+    FieldDescriptor.CPPTYPE_STRING: b"",
+    FieldDescriptor.CPPTYPE_DOUBLE: 0.0,
+    FieldDescriptor.CPPTYPE_BOOL: False,
+}
+
+
 def mutate_message(rng: random.Random, message: Message) -> None:
     """Change one field, somewhere in the message, to what a writer could have put there."""
     fields = [f for f in message.DESCRIPTOR.fields if f.name != "payload"]
+    if not fields:
+        return
     # Those that are set hold most of the sense.
     field = rng.choice([f for f, _ in message.ListFields() if f.name != "payload"] or fields)
     if rng.random() < 0.25:
@@ -150,6 +161,28 @@ def mutate_message(rng: random.Random, message: Message) -> None:
         one = _scalar(rng, field, value[0] if len(value) else 0)
         size = len(one) if isinstance(one, str) else 1
         value.extend([one] * min(rng.choice((1, 1, 2, 5000)), 1 + 200_000 // (size + 1)))
+
+
+def made_message(rng: random.Random, message: Message, depth: int = 0) -> Message:
+    """Fill some fields of an empty message with what any writer could put there; return it."""
+    for field in message.DESCRIPTOR.fields:
+        if rng.random() < 0.4:
+            continue
+        value, count = getattr(message, field.name), rng.choice((1, 1, 2, 40))
+        if field.message_type and field.message_type.GetOptions().map_entry:
+            for _ in range(count):
+                text = rng.choice(_ODD_TEXT)
+                value[text] = rng.choice(_ODD_TEXT) if _of_text(field) else odd_number(rng)
+        elif field.message_type and depth < 3:
+            for one in [value.add() for _ in range(count)] if hasattr(value, "add") else [value]:
+                made_message(rng, one, depth + 1)
+        elif not field.message_type:
+            empty = _EMPTY.get(field.cpp_type, 0)
+            if hasattr(value, "append"):
+                value.extend([_scalar(rng, field, empty) for _ in range(count)])
+            else:
+                setattr(message, field.name, _scalar(rng, field, empty))
+    return message
 
 
 def _of_text(field: FieldDescriptor) -> bool:

@@ -1,4 +1,4 @@
-"""The decoders of the server: chunks and what they do, records, snapshots, requests."""
+"""The decoders of the server: chunks and what they do, records, snapshots."""
 
 from __future__ import annotations
 
@@ -9,14 +9,13 @@ from contextlib import suppress
 from functools import cache
 from typing import Any
 
-import grpc
 import numpy as np
 from google.protobuf.message import DecodeError
 
 from faults.fuzz.mutate import frames_of, lengths_of, mutate_bytes, mutate_frame, mutate_message
 from faults.fuzz.targets import LAYOUTS, Target, pack_parts, unpack_parts
 from routetrace.codec.records import NO_REQUEST, OP, SPAN, OpKind, Provenance
-from routetrace.common.errors import ERROR_METADATA_KEY, InvalidArgument, RouteTraceError
+from routetrace.common.errors import InvalidArgument, RouteTraceError
 from routetrace.common.layout import ModelLayout
 from routetrace.server.core import Core
 from routetrace.server.index.apply import apply_record
@@ -37,10 +36,8 @@ from routetrace.server.rows.view import Segment, covered, view
 from routetrace.server.settings.config import ServerConfig
 from routetrace.server.store.interface import Record
 from routetrace.server.store.memory import MemoryStore
-from routetrace.server.testing import run_server
 from routetrace.simulation.small_engine import SmallEngine
 from routetrace.v1 import routetrace_pb2 as pb
-from routetrace.v1 import routetrace_pb2_grpc as pb_grpc
 from support.agents.feeder import ChunkMaker, Feeder
 from support.servers.client_server import rows_of
 
@@ -66,7 +63,7 @@ class Recording(Feeder):
 
 
 @cache
-def _runs() -> list[tuple[pb.Hello, list[pb.Chunk]]]:
+def runs() -> list[tuple[pb.Hello, list[pb.Chunk]]]:
     """Messages of agents whose engines misbehave."""
     found = []
     for seed, layout in enumerate((*LAYOUTS, *LAYOUTS)):
@@ -110,7 +107,7 @@ class ChunkTarget(Target):
     name = "chunk"
 
     def samples(self, rng: random.Random) -> bytes:
-        hello, chunks = rng.choice(_runs())
+        hello, chunks = rng.choice(runs())
         first = rng.randrange(len(chunks))
         some = chunks[first : first + rng.choice((1, 3, 8))]
         return pack_parts([m.SerializeToString() for m in (hello, *some)])
@@ -183,7 +180,7 @@ class StormTarget(ChunkTarget):
     name = "storm"
 
     def samples(self, rng: random.Random) -> bytes:
-        hello, _ = rng.choice(_runs())
+        hello, _ = rng.choice(runs())
         return pack_parts([m.SerializeToString() for m in (hello, _storm(rng, hello))])
 
 
@@ -292,7 +289,7 @@ def _storm(rng: random.Random, hello: pb.Hello) -> pb.Chunk:
 
 
 def _records(rng: random.Random) -> list[bytes]:
-    hello, chunks = rng.choice(_runs())
+    hello, chunks = rng.choice(runs())
     layout = ModelLayout.from_proto(hello.layout)
     records = [_opened(layout, hello.block_size, hello.num_blocks)]
     for sequence, chunk in enumerate(chunks, 1):
@@ -355,144 +352,3 @@ class SnapshotTarget(Target):
         except RouteTraceError:
             return False
         return True
-
-
-# ------------------------------------------------------------------ requests to a real server
-
-
-class RequestTarget(Target):
-    """Every method of both services, over a socket: typed errors, and a server that stays."""
-
-    name = "request"
-    limit = 256 << 20
-
-    def __init__(self) -> None:
-        self._server = run_server(max_chunk_bytes=1 << 20, agent_timeout_seconds=0.5)
-        self._channel = grpc.insecure_channel(self._server.target)
-        self._methods = {
-            f"/{service.full_name}/{method.name}": method
-            for service in pb.DESCRIPTOR.services_by_name.values()
-            for method in service.methods
-        }
-        self._paths = sorted(self._methods)
-        hello, chunks = _runs()[0]
-        ingest = pb_grpc.IngestServiceStub(self._channel).Ingest
-        requests = [pb.IngestRequest(hello=hello), *(pb.IngestRequest(chunk=c) for c in chunks)]
-        answers = list(ingest(iter(requests)))
-        assert all(answer.HasField("ack") for answer in answers[1:])
-        assert answers[-1].ack.sequence == chunks[-1].sequence
-        self._requests: dict[str, Any] = {
-            "GetTrace": pb.GetTraceRequest(run="run", trace_id="r0"),
-            "GetTraces": pb.GetTracesRequest(
-                run="run", reads=[pb.GetTraceRequest(trace_id=f"r{i}") for i in range(3)]
-            ),
-            "GetBlocks": pb.GetBlocksRequest(
-                run="run", engine_id="engine", block_ids=[0, 1], num_tokens=7
-            ),
-            "StatTrace": pb.StatTraceRequest(run="run", trace_id="r0"),
-            "DescribeTrace": pb.DescribeTraceRequest(run="run", trace_id="r0"),
-            "ExplainCell": pb.ExplainCellRequest(run="run", trace_id="r0", position=1),
-            "ListTraces": pb.ListTracesRequest(run="run", labels={"sample": "r1"}),
-            "WatchTraces": pb.WatchTracesRequest(run="run"),
-            "DeleteTrace": pb.DeleteTraceRequest(run="run", trace_id="none"),
-            "RetireTraces": pb.RetireTracesRequest(run="run", through_weight_version=-1),
-            "RenewLease": pb.RenewLeaseRequest(run="run", trace_ids=["r0"], ttl_seconds=90),
-            "GetServerInfo": pb.GetServerInfoRequest(run="run"),
-            "ListAgents": pb.ListAgentsRequest(run="run", page_size=1),
-            "GetHistory": pb.GetHistoryRequest(run="run", after=3),
-            "ReportAgreement": pb.ReportAgreementRequest(
-                run="run", report=pb.AgreementReport(step=1, reporter="trainer", trace_ids=["r0"])
-            ),
-            "ListAgreement": pb.ListAgreementRequest(run="run", start=1),
-            "ForgetEngine": pb.ForgetEngineRequest(run="run", engine_id="none"),
-            "BindRequest": pb.BindRequestRequest(
-                run="run", engine_id="engine", request_id="b", block_ids=[0, 1], num_tokens=7
-            ),
-            "Ingest": pb.IngestRequest(hello=hello),
-        }
-
-    def close(self) -> None:
-        """End the server."""
-        self._channel.close()
-        self._server.__exit__(None, None, None)
-
-    @property
-    def pid(self) -> int:
-        """Of the server: its memory is what counts."""
-        return self._server.pid
-
-    def samples(self, rng: random.Random) -> bytes:
-        number = rng.randrange(len(self._paths))
-        request = self._requests[self._paths[number].rpartition("/")[2]]
-        return bytes([number]) + request.SerializeToString()
-
-    def mutate(self, rng: random.Random, data: bytes) -> bytes:
-        name = self._paths[data[0] % len(self._paths)].rpartition("/")[2]
-        message = type(self._requests[name])()
-        try:
-            message.ParseFromString(data[1:])
-        except DecodeError:
-            return data
-        mutate_message(rng, message)
-        return data[:1] + message.SerializeToString()
-
-    def one_input(self, data: bytes) -> bool:
-        if not data:
-            return False
-        path = self._paths[data[0] % len(self._paths)]
-        body = data[1:]
-        method = self._methods[path]
-        may_wait = waits(path, body)
-        limit = 0.3 if may_wait else 10.0
-        try:
-            if method.client_streaming:
-                call = self._channel.stream_stream(path)(iter([body]), timeout=limit)
-                list(call)
-            elif method.server_streaming:
-                list(self._channel.unary_stream(path)(body, timeout=limit))
-            else:
-                self._channel.unary_unary(path)(body, timeout=limit)
-        except grpc.RpcError as error:
-            if not _is_typed(error, may_wait):
-                raise
-            return False
-        return True
-
-
-def _is_typed(call: Any, may_wait: bool) -> bool:
-    """Whether a call failed in one of the ways in which it may."""
-    match call.code():
-        case grpc.StatusCode.INTERNAL if "deserializ" in call.details():
-            return True  # gRPC's own: no message of the contract
-        case grpc.StatusCode.RESOURCE_EXHAUSTED:
-            return True  # gRPC's own as well: longer than messages may be
-        case grpc.StatusCode.DEADLINE_EXCEEDED:
-            return may_wait
-        case _:
-            return any(key == ERROR_METADATA_KEY for key, _ in call.trailing_metadata() or ())
-
-
-def waits(path: str, body: bytes) -> bool:
-    """Whether a request asks to wait for what does not come, or has no end."""
-    name = path.rpartition("/")[2]
-    if name == "WatchTraces":
-        return True
-    kind = {
-        "GetTrace": pb.GetTraceRequest,
-        "GetTraces": pb.GetTracesRequest,
-        "StatTrace": pb.StatTraceRequest,
-        "BindRequest": pb.BindRequestRequest,
-    }.get(name)
-    if kind is None:
-        return False
-    try:
-        request: Any = kind.FromString(body)
-    except DecodeError:
-        return False
-    return bool(
-        any(read.wait_for for read in getattr(request, "reads", ()))
-        or getattr(request, "wait_for", 0)
-        or getattr(request, "wait", False)
-        or getattr(request, "follow", False)
-        or getattr(request, "step", 0)
-    )

@@ -346,13 +346,9 @@ class AnswerTarget(Target):
 
 def targets() -> dict[str, Callable[[], Target]]:
     """All of them, by name; those of the server only where it is installed."""
-    from faults.fuzz.server import (
-        ChunkTarget,
-        RecordTarget,
-        RequestTarget,
-        SnapshotTarget,
-        StormTarget,
-    )
+    from faults.fuzz.calls import RequestTarget
+    from faults.fuzz.page import PageTarget
+    from faults.fuzz.server import ChunkTarget, RecordTarget, SnapshotTarget, StormTarget
 
     classes = (
         FrameTarget,
@@ -365,6 +361,7 @@ def targets() -> dict[str, Callable[[], Target]]:
         RecordTarget,
         SnapshotTarget,
         RequestTarget,
+        PageTarget,
     )
     return {cls.name: cls for cls in classes}
 

@@ -106,6 +106,23 @@ def test_counts_are_in_their_steps(seed: int):
                 check(history.of(run, after), expected, run, clock.time, after)
 
 
+@pytest.mark.parametrize("after", [0, 1, 2**31, 2**53, 2**63 - 1, 2**63, 2**64 - 1])
+def test_steps_that_are_not_yet_are_none(after: int):
+    clock = Clock()
+    history = History(clock)  # type: ignore[arg-type]
+    key = WriterKey("r", "e", "")
+    history.stored(key, 5, 9, 0.1)
+    clock.time += STEP_S
+    last = history.of("r").last_step
+    for later in (last + after, max(after, last)):
+        if later < 2**64:
+            answer = history.of("r", later)
+            assert answer.last_step == last
+            assert [*answer.rows, *answer.stored_bytes, *answer.reads] == []
+            assert [len(agent.rows) for agent in answer.agents] == [0]
+            assert sum(answer.commit_counts) == 1
+
+
 def test_a_writer_that_is_first_heard_of_has_dropped_nothing_in_this_step():
     clock = Clock()
     history = History(clock)  # type: ignore[arg-type]

@@ -112,7 +112,7 @@ async def test_failed_calls_hold_no_path(streams: bool, caplog: pytest.LogCaptur
                 await (call.read() if streams else call)
     finally:
         await server.stop(None)
-    assert caught.value.code() == grpc.StatusCode.UNKNOWN
+    assert caught.value.code() == grpc.StatusCode.INTERNAL
     text = "internal error of the server (FileNotFoundError); its log has the details"
     assert caught.value.details() == text
     assert SECRET not in str(caught.value.trailing_metadata())

@@ -13,7 +13,10 @@ import pytest
 from routetrace.common.errors import Moved, RouteTraceError, Unavailable
 from routetrace.common.security import Security
 from routetrace.server.common.rpc import fail
+from routetrace.server.core import Core
+from routetrace.server.settings.config import ServerConfig
 from routetrace.server.spread.workers import SERVICE, SocketWorkers
+from routetrace.server.store.memory import MemoryStore
 from routetrace.stored import parts_pb2 as parts
 
 Answer = Callable[[], "parts.LocateResponse | RouteTraceError"]
@@ -53,6 +56,24 @@ def here(*indexes: int) -> parts.LocateResponse:
 async def ask(workers: SocketWorkers) -> list[int]:
     answer = await workers.call(1, "Locate", parts.LocateRequest(), parts.LocateResponse)
     return list(answer.here)
+
+
+async def test_bytes_that_do_not_parse_are_a_typed_error(caplog: pytest.LogCaptureFixture) -> None:
+    core = Core(MemoryStore(1 << 20), ServerConfig(store="memory"))
+    server = grpc.aio.server()
+    core.parts.add_to(server, trusted=False)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    try:
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+            for name in core.parts.methods:
+                with pytest.raises(grpc.aio.AioRpcError) as caught:
+                    await channel.unary_unary(f"/{SERVICE}/{name}")(b"\xff\xff")
+                assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+                assert "2 bytes that do not parse" in caught.value.details()
+    finally:
+        await server.stop(None)
+    assert not [record for record in caplog.records if record.exc_info]
 
 
 @pytest.fixture

@@ -65,6 +65,21 @@ class Parses(Protocol):
         """Return the message."""
 
 
+def parser(kind: type[Message]) -> Callable[[bytes], Message | Unusable]:
+    """Return a parser that returns bytes which do not parse as unusable.
+
+    gRPC logs a traceback for an error of a parser, and ends the call without a type.
+    """
+
+    def parsed(data: bytes) -> Message | Unusable:
+        try:
+            return kind.FromString(data)
+        except DecodeError:
+            return _unusable(data, kind, len(data))
+
+    return parsed
+
+
 def limited(kind: type[Message], most: int) -> Callable[[bytes], Message | Unusable | Unparsed]:
     """Return a parser that returns unusable messages as such, and leaves long ones unparsed.
 
@@ -72,14 +87,12 @@ def limited(kind: type[Message], most: int) -> Callable[[bytes], Message | Unusa
         kind: class of the message.
         most: its maximum length in bytes, at least 64 KiB: shorter messages are parsed unchecked.
     """
+    at_once = parser(kind)
 
     def parsed(data: bytes) -> Message | Unusable | Unparsed:
         if len(data) > _AT_ONCE_BYTES:
             return Unparsed(data, kind, most)
-        try:
-            return kind.FromString(data)
-        except DecodeError:
-            return _unusable(data, kind, most)
+        return at_once(data)
 
     return parsed
 

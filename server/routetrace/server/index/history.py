@@ -112,7 +112,7 @@ class History:
     def of(self, run: str, after: int = 0) -> pb.GetHistoryResponse:
         """Return the steps of a run that have ended, later than `after`."""
         last = self._step() - 1
-        first = max(after + 1, last - STEPS + 1)
+        first = min(max(after, last - STEPS), last) + 1
         response = pb.GetHistoryResponse(last_step=last, step_ms=STEP_MS)
         known = self._runs.get(run, _Run())
         response.rows.extend(known.rows.since(first, last))

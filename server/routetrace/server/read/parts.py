@@ -13,7 +13,7 @@ import grpc
 from routetrace.common.errors import Corrupt, InvalidArgument, NotFound
 from routetrace.server.access.control import Access
 from routetrace.server.access.lifecycle import Lifecycle
-from routetrace.server.common.rpc import Context, unary
+from routetrace.server.common.rpc import Context, parser, unary
 from routetrace.server.common.slices import IN_TURNS, in_slices, result_in_slices
 from routetrace.server.index.agents import Agents
 from routetrace.server.index.control import key_of
@@ -99,7 +99,7 @@ class PartsServicer:
         """
         handlers = {
             name: grpc.unary_unary_rpc_method_handler(
-                self._handler(method, trusted), request.FromString, _serialized
+                self._handler(method, trusted), parser(request), _serialized
             )
             for name, (method, request) in self.methods.items()
         }

@@ -11,7 +11,13 @@ from typing import Any
 
 import grpc
 
-from routetrace.common.limits import MAX_BLOCK_TOKENS, MAX_LABELS, MAX_LAYERS, check_id
+from routetrace.common.limits import (
+    MAX_BLOCK_TOKENS,
+    MAX_LABELS,
+    MAX_LAYERS,
+    MAX_POSITION,
+    check_id,
+)
 from routetrace.common.seals import sealed
 from routetrace.server.access.admission import Admission
 from routetrace.server.access.control import Access
@@ -339,6 +345,7 @@ class TraceServicer(RunCalls):
             policy=request.policy,
         )
         check_read(read)
+        at_most("position", request.position, MAX_POSITION - 1)
         with self._admission.read(owner):
             await self._admission.pace.step(owner)
             known = await self._finder.gathered(read, context, owner)
