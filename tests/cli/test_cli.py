@@ -8,6 +8,7 @@ import os
 import pty
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -569,6 +570,17 @@ def test_doctor_names_an_allocator_under_which_vllm_takes_no_connector(tmp_path,
 )
 def test_doctor_says_why_a_server_is_unreachable(cli, target, said):
     assert re.search(said, cli("doctor", "--target", target, code=1).stdout, re.M)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tls", [(), ("--tls",)])
+def test_doctor_names_a_server_that_does_not_answer(cli, tls):
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        silent.listen()
+        target = f"127.0.0.1:{silent.getsockname()[1]}"
+        said = cli("doctor", "--target", target, *tls, code=1).stdout
+    assert f"connection: {target} takes connections, and does not answer in 5 s; check" in said
 
 
 def test_doctor_finds_a_server_without_tls(cli):

@@ -12,6 +12,7 @@ import pytest
 from routetrace.client import _arguments
 from routetrace.common import checks
 from routetrace.common.errors import InvalidArgument, kind_of
+from routetrace.common.target import unreachable
 
 
 class _Item:
@@ -90,3 +91,42 @@ def test_an_unknown_keyword_is_one_class():
     )
     assert _arguments.UnknownKeyword is checks.UnknownKeyword
     assert _arguments.unknown_keyword is checks.unknown_keyword
+
+
+_LAST = "failed to connect to all addresses; last error: "
+
+
+@pytest.mark.parametrize(
+    ("details", "text"),
+    [
+        # gRPC 1.62 and 1.85: a silent port, the same under TLS, one that drops packets, HTTP/1.
+        (f"{_LAST}UNKNOWN: ipv4:h:1: connection attempt timed out before receiving SETTINGS frame",
+         "no answer from h:1 in 5 s, though it takes connections"),
+        (f"{_LAST}UNKNOWN: ipv4:h:1: Handshake read failed",
+         "no answer from h:1 in 5 s, though it takes connections"),
+        (f"{_LAST}UNAVAILABLE: ipv4:h:1: Handshake read failed (Endpoint closing)",
+         "no answer from h:1 in 5 s, though it takes connections"),
+        (f"{_LAST}UNKNOWN: ipv4:h:1: Failed to connect to remote host: FD Shutdown",
+         "cannot connect to h:1 (no answer in 5 s)"),
+        (f"{_LAST}UNKNOWN: ipv4:h:1: tcp handshaker shutdown",
+         "cannot connect to h:1 (no answer in 5 s)"),
+        (f"{_LAST}INTERNAL: ipv4:h:1: Trying to connect an http1.x server",
+         "h:1 speaks HTTP/1, not gRPC"),
+        (f"{_LAST}INTERNAL: ipv4:h:1: Failed parsing HTTP/2 (Expected SETTINGS frame as the first "
+         "frame, got frame type 80) (Trying to connect an http1.x server (HTTP status 400))",
+         "h:1 speaks HTTP/1, not gRPC"),
+        (f"{_LAST}UNAVAILABLE: ipv4:h:1: Failed parsing HTTP/2", "h:1 does not speak gRPC"),
+        ("UNAVAILABLE: Stream removed (ping timeout)", "no answer from h:1 any more"),
+        ("CANCELLED: CANCELLED", "h:1 cancelled the call"),
+        ("UNAVAILABLE: the deadline of the disk", "h:1: UNAVAILABLE: the deadline of the disk"),
+    ],
+)  # fmt: skip
+def test_words_of_grpc_are_named_by_their_cause(details: str, text: str) -> None:
+    options = [("grpc.min_reconnect_backoff_ms", 5000)]
+    assert unreachable("h:1", details, "", options).startswith(text)
+
+
+def test_an_attempt_takes_twenty_seconds_where_no_option_says_otherwise() -> None:
+    details = f"{_LAST}UNKNOWN: ipv4:h:1: tcp handshaker shutdown"
+    for options in ((), [("grpc.min_reconnect_backoff_ms", "5")]):
+        assert "no answer in 20 s" in unreachable("h:1", details, "", options)

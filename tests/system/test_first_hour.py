@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import http.server
 import logging
+import os
 import re
+import signal
 import socket
 import subprocess
 import sys
@@ -12,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent import futures
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -164,6 +166,12 @@ def dead() -> str:
 # ------------------------------------------------------------------ no connection
 
 
+NO_ANSWER = (
+    "no answer from {} in {} s, though it takes connections; is the server there stopped, or is "
+    "this the port of another program?"
+)
+
+
 @contextmanager
 def under_way(call: Callable[[], object]) -> Iterator[futures.Future[object]]:
     with futures.ThreadPoolExecutor(1) as pool:
@@ -236,9 +244,12 @@ def test_another_grpc_server(other):
 def test_a_port_that_never_answers_is_logged_before_the_deadline(silent, caplog):
     reader = client(silent)
     with under_way(lambda: reader.get("g0")) as call:
-        wait_for(lambda: f"{silent} does not speak gRPC" in caplog.text)
+        wait_for(lambda: NO_ANSWER.format(silent, 3) in caplog.text)
         assert not call.done()
         reader.close()
+    with agent(silent, close_timeout_seconds=0):
+        wait_for(lambda: f"engine 'e': {NO_ANSWER.format(silent, 4)}" in caplog.text)
+    assert "does not speak gRPC" not in caplog.text
     with client(silent, timeout=0.5) as reader, pytest.raises(DeadlineExceeded, match=silent):
         reader.get("g0")
 
@@ -262,7 +273,74 @@ def test_servers_that_take_connections_and_stall_are_waited_for(caplog):
             listener.close()
         with run_server(port=ports[0]):
             assert call.result().num_traces == 0
-    assert "does not speak gRPC" in caplog.text
+    assert re.search(r"no answer from \S+ in 3 s, though it takes connections", caplog.text)
+    assert "does not speak gRPC" not in caplog.text
+
+
+def test_a_server_that_is_stopped_is_named_as_one_and_waited_for(caplog):
+    with run_server() as process:
+        os.kill(process.pid, signal.SIGSTOP)
+        try:
+            with client(process.target, timeout=120) as reader, ExitStack() as stack:
+                one = stack.enter_context(agent(process.target))
+                handle = one.begin("r", prompt_len=3)
+                one.step(ROWS, [(handle, 0, 3)])
+                one.finish(handle, 4)
+                call = stack.enter_context(under_way(lambda: reader.get("r", wait_for="end")))
+                for seconds in (3, 4):  # of the client, of the agent
+                    text = NO_ANSWER.format(process.target, seconds)
+                    wait_for(lambda text=text: text in caplog.text)
+                os.kill(process.pid, signal.SIGCONT)
+                assert np.array_equal(call.result().topk_ids, ROWS)
+        finally:
+            os.kill(process.pid, signal.SIGCONT)
+    assert "does not speak gRPC" not in caplog.text
+
+
+def test_a_silent_port_says_the_same_under_tls(silent, caplog):
+    with client(silent, security=Security(tls=True)) as reader, under_way(reader.server_info):
+        wait_for(lambda: NO_ANSWER.format(silent, 3) in caplog.text)
+        reader.close()
+
+
+def test_a_host_that_takes_no_connections_and_refuses_none(caplog):
+    """As behind a firewall that drops packets: the system drops those beyond the backlog."""
+    with ExitStack() as stack:
+        listener = stack.enter_context(socket.socket())
+        listener.bind(("127.0.0.1", 0))
+        listener.listen(0)
+        address = listener.getsockname()
+        for _ in range(4):
+            waiting = stack.enter_context(socket.socket())
+            waiting.setblocking(False)
+            waiting.connect_ex(address)
+        target = f"127.0.0.1:{address[1]}"
+        with client(target) as reader, under_way(reader.server_info):
+            text = f"cannot connect to {target} (no answer in 3 s); check the port, and firewalls"
+            wait_for(lambda: text in caplog.text)
+            reader.close()
+
+
+def test_a_port_of_another_protocol(caplog):
+    with socket.socket() as listener, ExitStack() as stack:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+
+        def greet() -> None:
+            with suppress(OSError):
+                while True:
+                    stack.enter_context(listener.accept()[0]).sendall(b"SSH-2.0-OpenSSH_9.2\r\n")
+
+        thread = threading.Thread(target=greet)
+        thread.start()
+        target = f"127.0.0.1:{listener.getsockname()[1]}"
+        with client(target) as reader, pytest.raises(Unavailable) as caught:
+            reader.server_info()
+        listener.shutdown(socket.SHUT_RDWR)
+        thread.join(60)
+    assert str(caught.value) == (
+        f"{target} does not speak gRPC; is this the port of a routetrace-server, 7411 by default?"
+    )
 
 
 def test_tls_against_plain_text(server, caplog):

@@ -146,10 +146,15 @@ class _Cause(NamedTuple):
     words: re.Pattern[str]
     """Words of gRPC's message."""
     text: str
-    """Error and remedy, with {target} and {host}."""
+    """Error and remedy, with {target}, {host} and {seconds}."""
     lasting: bool = False
     """Whether another attempt is of no use."""
+    alone: bool = False
+    """Whether the words say enough of a call that may have begun, too."""
 
+
+#: Channel option: milliseconds of an attempt to connect; and gRPC's default.
+_CONNECT_OPTION, _CONNECT_MS = "grpc.min_reconnect_backoff_ms", 20_000
 
 _CAUSES = (
     _Cause(
@@ -159,7 +164,7 @@ _CAUSES = (
     ),
     _Cause(
         # The fourth byte of "HTTP/1.1 ..." or "<!DOCTYPE ...", taken for the type of a frame.
-        re.compile(r"frame type (80|79)\b"),
+        re.compile(r"frame type (80|79)\b|http1\.x server"),
         "{target} speaks HTTP/1, not gRPC; is this the metrics port?",
         lasting=True,
     ),
@@ -169,9 +174,16 @@ _CAUSES = (
         lasting=True,
     ),
     _Cause(
-        # A server that stalls, or ends just then, has connections without one as well.
-        re.compile("SETTINGS frame"),
-        "{target} does not speak gRPC; is this the port of a routetrace-server, 7411 by default?",
+        # Of gRPC, of TLS, and of TLS in gRPC 1.62. The system takes connections for a process that
+        # is stopped.
+        re.compile(r"before receiving SETTINGS frame|Endpoint closing|Handshake read failed$"),
+        "no answer from {target} in {seconds:g} s, though it takes connections; is the server "
+        "there stopped, or is this the port of another program?",
+    ),
+    _Cause(
+        re.compile("(?i)ping timeout|keepalive"),
+        "no answer from {target} any more; is the server there stopped, or the network cut?",
+        alone=True,
     ),
     _Cause(
         re.compile("(?i)connection refused"),
@@ -186,36 +198,41 @@ _CAUSES = (
         "cannot connect to {target} (no route to the host); check the network",
     ),
     _Cause(
-        re.compile("(?i)timed? ?out|timer|deadline"),
-        "cannot connect to {target} (no answer); check the port, and firewalls on the way",
+        re.compile("(?i)timed? ?out|timer|deadline|handshaker shutdown|FD shutdown"),
+        "cannot connect to {target} (no answer in {seconds:g} s); check the port, and firewalls on "
+        "the way",
     ),
     _Cause(
         # gRPC's server does so, without words, with calls that it has not handed over.
         re.compile("(?i)^cancelled: cancelled$"),
         "{target} cancelled the call: the server stopped, or had too many calls",
+        alone=True,
     ),
 )
 # gRPC's words for a call that got no connection or handler, in contrast to one that broke off.
-_NOT_BEGUN = re.compile(
-    "(?i)failed to connect|errors resolving|resolution failed|settings fr|^cancelled: cancelled$"
-)
+_NOT_BEGUN = re.compile("(?i)failed to connect|errors resolving|resolution failed|settings fr")
 
 
-def unreachable(target: str, details: str, hint: str = "") -> str:
+def unreachable(
+    target: str, details: str, hint: str = "", options: Sequence[tuple[str, Any]] = ()
+) -> str:
     """Return one sentence for a failed connection, or the target and gRPC's words.
 
     Args:
         target: as given to gRPC.
         details: gRPC's message.
         hint: a likely cause that is known otherwise, such as `Security.hint`.
+        options: options of the channel.
     """
     cause = next((c for c in _CAUSES if c.words.search(details)), None)
-    if cause is None or not _NOT_BEGUN.search(details):
+    if cause is None or not (cause.alone or _NOT_BEGUN.search(details)):
         if _NOT_BEGUN.search(details) and hint:
             return f"cannot connect to {target} ({_last(details)}); {hint}"
         return f"{target}: {details}" + (f"; {hint}" if hint else "")
     hosts = ", ".join(quoted(_TRAILING_PORT.sub("", one)) for one in targets_of(target))
-    return cause.text.format(target=target, host=hosts)
+    given = dict(options).get(_CONNECT_OPTION)
+    seconds = (given if isinstance(given, int) else _CONNECT_MS) / 1000
+    return cause.text.format(target=target, host=hosts, seconds=seconds)
 
 
 def is_misfit(details: str) -> bool:

@@ -94,9 +94,10 @@ class GrpcTransport:
         self._targets = targets_of(config.target)
         self.configured = self.target = self._targets[0]
         """Server of the next attempt as configured, and the server itself or its worker."""
-        self._options: tuple[tuple[str, int], ...] = _CHANNEL_OPTIONS
+        self.options: tuple[tuple[str, int], ...] = _CHANNEL_OPTIONS
+        """Options of the channel."""
         if len(self._targets) > 1:
-            self._options = tuple({**dict(_CHANNEL_OPTIONS), **FAILOVER_OPTIONS}.items())
+            self.options = tuple({**dict(_CHANNEL_OPTIONS), **FAILOVER_OPTIONS}.items())
         self.security = cast("Security", config.security)
         self._hops = 0
         self.reached = False
@@ -106,7 +107,7 @@ class GrpcTransport:
     def connect(self) -> Iterator[Callable[[Iterator[bytes]], Call]]:
         """Open a channel; see Transport."""
         keep_grpc_up()
-        with self.security.channel(self.target, self._options) as channel:
+        with self.security.channel(self.target, self.options) as channel:
             metadata = self.security.metadata()
             ingest: Any = channel.stream_stream(_INGEST, None, pb.IngestResponse.FromString)
             yield lambda requests: _GrpcCall(ingest(requests, metadata=metadata), self)
@@ -172,7 +173,7 @@ class _GrpcCall:
         else:
             details = error.details() or ""
             hint = transport.security.hint(details, reached=transport.reached)
-            text = unreachable(target, f"{code.name}: {details}", hint)
+            text = unreachable(target, f"{code.name}: {details}", hint, transport.options)
             if target != configured:
                 text += f" (a worker of {configured}; its port must be open, too)"
         return ConnectionFailed(code.name, text, detail, refused=code in _REFUSED, moved=moved)

@@ -189,6 +189,10 @@ def _certificate(connection: Connection, host: str, port: int) -> Check:
     try:
         found = ssl.get_server_certificate((host, port), timeout=_SECONDS)
         days = (pem.expiry(found.encode()) - time.time()) / 86400
+    except TimeoutError:
+        details = f"{host}:{port} takes connections, and does not answer in {_SECONDS:g} s"
+        advice = "check that the server there is not stopped, and the port"
+        return Check("problem", "connection", details, advice)
     except (OSError, ValueError) as error:
         if not ours:
             return Check("ok", "TLS", "off on both sides")
@@ -220,6 +224,8 @@ def _health(connection: Connection) -> Check:
             return Check(
                 "warning", "health", "not served", "check that the target is a routetrace-server"
             )
+        if code == "DEADLINE_EXCEEDED":
+            details = f"no answer in {_SECONDS:g} s"
         advice = security.hint(details) or "see the log of the server"
         return Check("problem", "health", f"{code}: {' '.join(details.split())}", advice)
     if answer == _SERVING:

@@ -103,7 +103,8 @@ class Config:
                 remedy=remedy,
             )
         hint = self.security.hint(error.message, reached=self.reached.is_set())
-        message = unreachable(self.route.unreached or self.target, error.message, hint)
+        target = self.route.unreached or self.target
+        message = unreachable(target, error.message, hint, self.channel_options)
         if self.route.unreached:
             message += f" (a worker of {self.target}; its port must be open, too)"
         explained = Unavailable(message, retry_after=error.retry_after)
