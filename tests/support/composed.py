@@ -15,6 +15,7 @@ from routetrace.server.settings.loading import load_config
 
 ROOT = Path(__file__).parents[2]
 COMPOSE = ROOT / "docker/compose.yaml"
+COMPOSE_TLS = ROOT / "docker/compose.tls.yaml"
 
 
 @dataclass
