@@ -20,6 +20,7 @@ from neighbours.tenants import LAYOUT, Report, tenant
 from neighbours.watching import Child, Watch
 from routetrace.capture_agent import AgentConfig, CaptureAgent
 from routetrace.client import RouteClient
+from support.scrape import Scraped
 from support.servers.client_server import rows_of
 
 #: Of every server of a campaign, beside what a scenario sets.
@@ -32,6 +33,8 @@ _BOUND_S = 60.0
 _LEAVE_S = 3.0
 #: Reads that follow each other within five times the idle p99, when the server is back to normal.
 _NORMAL_READS = 5
+
+_EVICTIONS = ("quota", "capacity", "memory")
 
 #: Ends of calls that are neither served nor refused by type, and allowed: the attacker's own doing,
 #: or refused by gRPC before the server sees them.
@@ -72,6 +75,8 @@ class Row:
     steps: list[Step]
     """Long steps of the server's event loop beside the attack."""
     new_engine_s: float = np.inf
+    evicted: int = 0
+    """Traces that the server evicted beside the attack."""
     outcomes: Counter[str] = field(default_factory=Counter)
     cores: dict[str, float] = field(default_factory=dict)
     """Processors that each process used during the attack."""
@@ -129,6 +134,8 @@ def run(names: list[str], share: Share) -> tuple[list[Row], int, list[str]]:
                         row = campaign.attack(name, SCENARIOS[name])
                         rows.append(row)
                         check(row.peak_mib <= limit, f"{row.peak_mib:.0f} MiB, limit {limit}")
+                        evicted = 0 if SCENARIOS[name].tenant else row.evicted
+                        check(not evicted, f"evicted {evicted} traces without a token")
                     except Exception as error:
                         broken.append(f"{name}: {error or error!r}")
                         break
@@ -175,6 +182,7 @@ class _Campaign:
         access = self._place.access(scenario.tenant)
         if scenario.source:
             sizes = {**sizes, "source": scenario.source}
+        evicted = self._evicted()
         child = Child(Part.NEIGHBOUR, attacker, scenario.attack, access, 0, sizes)
         try:
             child.wait_ready()
@@ -206,11 +214,17 @@ class _Campaign:
         row.outcomes.update(child.result or {"killed": 1})
         row.cores.update(processors)
         row.new_engine_s = self._open_engine(f"fresh-{self._number}")
+        row.evicted = self._evicted() - evicted
         for outcome in row.outcomes:
             code, _, untyped = outcome.partition(" ")
             check(code not in ("UNKNOWN", "INTERNAL"), f"a call ended with {outcome}")
             check(untyped != "untyped" or code in _UNTYPED, f"a call ended with {outcome}")
         return row
+
+    def _evicted(self) -> int:
+        metrics = Scraped(f"127.0.0.1:{self._place.server.metrics_port}")
+        name = "routetrace_forgotten_traces_total"
+        return int(sum(metrics.value(name, reason=why) for why in _EVICTIONS))
 
     def _pids(self, other: Child) -> dict[str, int]:
         server = self._place.access(VICTIM).pid

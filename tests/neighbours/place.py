@@ -3,13 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-import os
 import secrets
-import shutil
-import socket
-import subprocess
-import time
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,15 +15,12 @@ from faults.serving import Server, free_port
 from neighbours import stepping
 from neighbours.processors import Part, starting
 from routetrace.common.security import Security
+from support.proxied import Proxy
 
 VICTIM = "victim"
 #: Run of the honest neighbours, and pattern of the attacker's runs.
 HONEST = "honest"
 ATTACKER = "attack-*"
-
-#: Empty where it is not installed.
-HAPROXY = shutil.which("haproxy") or ""
-_CONFIG = Path(__file__).parents[2] / "docker" / "proxy" / "haproxy.cfg"
 
 _SCOPES = ["ingest", "read", "admin"]
 
@@ -82,7 +73,7 @@ class Place:
 
     Args:
         folder: keeps all files.
-        proxied: whether tenants reach the server through docker/proxy/haproxy.cfg.
+        proxied: whether tenants reach the server through docker/proxy.
         settings: of `ServerConfig`.
     """
 
@@ -100,7 +91,7 @@ class Place:
         tokens.chmod(0o600)
         self._certificate, self._key = cert, key
         self._proxied, self._proxy_port = proxied, 0
-        self._proxy: subprocess.Popen[bytes] | None = None
+        self._proxy: Proxy | None = None
         self._steps_file = folder / "steps"
         self.server = Server(
             folder / "data",
@@ -135,8 +126,7 @@ class Place:
 
     def __exit__(self, *details: object) -> None:
         if self._proxy:
-            self._proxy.kill()
-            self._proxy.wait()
+            self._proxy.close()
         self.server.__exit__(*details)
 
     def _start_proxy(self) -> None:
@@ -144,24 +134,13 @@ class Place:
         pem = self._certificate.with_name("proxy.pem")
         pem.write_bytes(self._certificate.read_bytes() + self._key.read_bytes())
         pem.chmod(0o600)
-        env = {
-            **os.environ,
-            "ROUTETRACE_PROXY_LISTEN": f"127.0.0.1:{self._proxy_port}",
-            "ROUTETRACE_PROXY_PEM": str(pem),
-            "ROUTETRACE_PROXY_SERVER": self.server.target,
-            "ROUTETRACE_PROXY_CA": str(self._ca),
-        }
-        log = self._certificate.with_name("proxy.log")
-        with log.open("wb") as output:
-            self._proxy = subprocess.Popen(
-                [HAPROXY, "-f", str(_CONFIG), "-db"], env=env, stdout=output, stderr=output
-            )
-        deadline = time.monotonic() + 60
-        while self._proxy.poll() is None and time.monotonic() < deadline:
-            with suppress(OSError), socket.create_connection(("127.0.0.1", self._proxy_port), 5):
-                return
-            time.sleep(0.05)
-        raise RuntimeError(f"haproxy does not listen: {log.read_text()}")
+        self._proxy = Proxy(
+            f"127.0.0.1:{self._proxy_port}",
+            self.server.target,
+            pem,
+            self._ca,
+            self._certificate.with_name("proxy.log"),
+        )
 
 
 def _entry(run: str, token: str) -> str:

@@ -14,7 +14,7 @@ _END_HEADERS, _ACK = 0x4, 0x1
 _CANCEL = 8
 _BATCH = 50
 #: An empty message of gRPC.
-_MESSAGE = bytes(5)
+EMPTY = bytes(5)
 
 
 def frame(kind: int, flags: int, stream: int, payload: bytes = b"") -> bytes:
@@ -25,6 +25,27 @@ def frame(kind: int, flags: int, stream: int, payload: bytes = b"") -> bytes:
 def _literal(name: bytes, value: bytes) -> bytes:
     """A header of HPACK, literal and without indexing (RFC 7541, 6.2.2); both below 127 bytes."""
     return b"\x00" + bytes([len(name)]) + name + bytes([len(value)]) + value
+
+
+def _number(value: int, bits: int) -> bytes:
+    """An integer of HPACK behind an empty prefix of that many bits (RFC 7541, 5.1)."""
+    most = (1 << bits) - 1
+    if value < most:
+        return bytes([value])
+    found, value = [most], value - most
+    while value >= 128:
+        found.append(value % 128 | 128)
+        value //= 128
+    return bytes([*found, value])
+
+
+def kept_header(name: bytes, value: bytes) -> bytes:
+    """A header of HPACK that the receiver keeps in its dynamic table (RFC 7541, 6.2.1)."""
+    return b"\x40" + _number(len(name), 7) + name + _number(len(value), 7) + value
+
+
+#: The header that was kept last, in one byte.
+LAST_KEPT = b"\xbe"
 
 
 def request_headers(path: str, **more: str) -> bytes:
@@ -47,13 +68,16 @@ class RawConnection:
         target: host:port.
         ca_file: authority of the server's certificate.
         source: address to connect from.
+        settled: whether it acknowledges the server's settings, from when on gRPC keeps to them.
 
     Attributes:
         refused: streams that the server has reset.
         closed: set once the server has closed the connection.
     """
 
-    def __init__(self, target: str, ca_file: str, source: str = "127.0.0.1") -> None:
+    def __init__(
+        self, target: str, ca_file: str, source: str = "127.0.0.1", *, settled: bool = True
+    ) -> None:
         context = ssl.create_default_context(cafile=ca_file)
         context.set_alpn_protocols(["h2"])
         host, _, port = target.rpartition(":")
@@ -61,30 +85,37 @@ class RawConnection:
         self._socket = context.wrap_socket(raw, server_hostname="localhost")
         self._lock = threading.Lock()
         self._next = 1
+        self._settled = settled
         self.refused = 0
         self.closed = threading.Event()
         largest = struct.pack(">I", (1 << 31) - 1 - 65_535)
         self._send(_PREFACE + frame(_SETTINGS, 0, 0) + frame(_WINDOW, 0, 0, largest))
         threading.Thread(target=self._receive, daemon=True).start()
 
-    def open(self, headers: bytes, count: int, *, reset: bool) -> int:
-        """Open streams, or send a message on each and reset it at once; return how many."""
+    def open(self, headers: bytes, count: int, *, reset: bool = False, message: bytes = b"") -> int:
+        """Open streams, send a message on each if there is one, reset each at once if so asked.
+
+        Returns:
+            How many were opened.
+        """
         sent = 0
         cancel = struct.pack(">I", _CANCEL)
         while sent < count and not self.closed.is_set():
             parts = []
             for _ in range(min(_BATCH, count - sent)):
-                parts.append(frame(_HEADERS, _END_HEADERS, self._next, headers))
+                part = frame(_HEADERS, _END_HEADERS, self._next, headers)
+                if message:
+                    part += frame(_DATA, 0, self._next, message)
                 if reset:
-                    parts[-1] += frame(_DATA, 0, self._next, _MESSAGE)
-                    parts.append(frame(_RESET, 0, self._next, cancel))
+                    part += frame(_RESET, 0, self._next, cancel)
+                parts.append(part)
                 self._next += 2
             try:
                 self._send(b"".join(parts))
             except OSError:
                 self.closed.set()
                 break
-            sent += len(parts) // (1 + reset)
+            sent += len(parts)
         return sent
 
     def close(self) -> None:
@@ -104,7 +135,7 @@ class RawConnection:
                 payload = self._exactly(length)
                 if kind == _PING and not flags & _ACK:
                     self._send(frame(_PING, _ACK, 0, payload))
-                elif kind == _SETTINGS and not flags & _ACK:
+                elif kind == _SETTINGS and self._settled and not flags & _ACK:
                     self._send(frame(_SETTINGS, _ACK, 0))
                 elif kind == _RESET:
                     self.refused += 1

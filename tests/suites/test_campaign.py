@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from neighbours.campaign import groups, run
-from neighbours.place import HAPROXY
 from neighbours.processors import Part, processors
 from neighbours.shares import SCENARIOS, Share
 from neighbours.stepping import note_steps, steps
+from support.proxied import HAPROXY
 
 SHARE = Share(calm_s=0.5, attack_s=1.0, small=True, alone=False)
 
@@ -22,7 +22,7 @@ SHARE = Share(calm_s=0.5, attack_s=1.0, small=True, alone=False)
 @pytest.mark.long
 @pytest.mark.timeout(600)
 def test_resets_and_half_calls_without_a_token_leave_a_tenant_whole() -> None:
-    names = ["rapid reset", "unfinished calls", "half HTTP"]
+    names = ["rapid reset", "unfinished calls", "half HTTP", "HPACK bomb"]
     rows, ran, broken = run(names, SHARE)
     assert not broken
     assert ran == len(rows) == len(names)
@@ -32,11 +32,14 @@ def test_resets_and_half_calls_without_a_token_leave_a_tenant_whole() -> None:
 
 @pytest.mark.timeout(600)
 @pytest.mark.skipif(not HAPROXY, reason="haproxy is not installed")
-def test_a_tenant_writes_and_reads_through_the_proxy_beside_resets() -> None:
-    rows, _, broken = run(["rapid reset, proxied"], SHARE)
+def test_a_tenant_writes_and_reads_through_the_proxy_beside_resets_and_a_bomb() -> None:
+    names = ["rapid reset, proxied", "HPACK bomb, proxied"]
+    rows, ran, broken = run(names, SHARE)
     assert not broken
+    assert ran == len(rows) == len(names)
     # The proxy keeps them: none costs the server anything.
-    assert rows[0].peak_mib - rows[0].before_mib < 30
+    assert all(row.peak_mib - row.before_mib < 30 for row in rows)
+    assert rows[1].outcomes["connections closed by the server"] == 1
 
 
 def test_scenarios_with_other_settings_have_another_server() -> None:
