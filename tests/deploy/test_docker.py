@@ -14,7 +14,7 @@ import runpy
 import shutil
 import subprocess
 import sys
-from contextlib import redirect_stdout
+from contextlib import ExitStack, redirect_stdout
 from pathlib import Path, PurePosixPath
 from types import SimpleNamespace
 
@@ -24,15 +24,24 @@ import yaml
 from routetrace.client import RouteClient
 from routetrace.server.common.addresses import split_address
 from routetrace.server.settings.loading import load_config
-from routetrace.server.testing import run_server
-from support.composed import COMPOSE, ROOT, SERVICES, SPEC, STAGES, compose_config, stage_of
+from routetrace.server.testing import free_ports, run_server
+from support.composed import (
+    COMPOSE,
+    COMPOSE_TLS,
+    ROOT,
+    SERVICES,
+    SPEC,
+    STAGES,
+    compose_config,
+    stage_of,
+)
+from support.proxied import HAPROXY, Proxy
 
 if sys.version_info >= (3, 11):
     import tomllib
 else:
     import tomli as tomllib
 
-COMPOSE_TLS = ROOT / "docker/compose.tls.yaml"
 COMPOSE_VLLM = ROOT / "docker/compose.vllm.yaml"
 COMPOSE_SGLANG = ROOT / "docker/compose.sglang.yaml"
 COMPOSE_SCALE = ROOT / "docker/compose.scale.yaml"
@@ -253,7 +262,41 @@ def test_workers_run_as_composed(tmp_path, monkeypatch, capsys):
 # ---------------------------------------------------------------------------- TLS
 
 
-def test_tls_and_tokens_as_composed(tmp_path, monkeypatch, server_environment):
+def test_the_proxy_as_composed():
+    spec = yaml.safe_load(COMPOSE_TLS.read_text("utf-8"))
+    services = spec["services"]
+    proxy = services["proxy"]
+    assert (proxy["cap_drop"], proxy["security_opt"]) == (["ALL"], ["no-new-privileges:true"])
+    assert proxy["read_only"]
+    assert proxy["user"] == stage_of("server").value("USER")
+    (folder,) = proxy["volumes"]
+    source, inside, mode = folder.split(":")
+    assert (COMPOSE.parent / source / Path(proxy["command"][1]).relative_to(inside)).is_file()
+    assert mode == "ro"
+    # The server is where the proxy and Prometheus alone reach it.
+    assert services["server"]["networks"] == ["inside"]
+    reach = {name for name, s in services.items() if "inside" in s.get("networks", ())}
+    assert reach == {"server", "proxy", "prometheus"}
+    assert set(spec["networks"]) == {"default", "inside"}
+    host, port = split_address(proxy["environment"]["ROUTETRACE_PROXY_SERVER"])
+    flags = services[host]["command"]
+    assert f"--listen=0.0.0.0:{port}" in flags
+    _, own = split_address(proxy["environment"]["ROUTETRACE_PROXY_LISTEN"])
+    assert proxy["ports"] == [f"{own}:{own}"]
+    assert str(own) in proxy["healthcheck"]["test"][-1]
+    for name in ("inference", "trainer"):
+        assert services[name]["environment"]["ROUTETRACE_TARGET"] == f"proxy:{own}"
+        assert services[name]["depends_on"] == {"proxy": {"condition": "service_healthy"}}
+
+
+@pytest.mark.parametrize(
+    "proxied",
+    [
+        False,
+        pytest.param(True, marks=pytest.mark.skipif(not HAPROXY, reason="haproxy is missing")),
+    ],
+)
+def test_tls_and_tokens_as_composed(tmp_path, monkeypatch, server_environment, proxied):
     """The flags and variables of compose.tls.yaml, with files where its secrets would be."""
     import numpy as np
     import trustme
@@ -265,11 +308,19 @@ def test_tls_and_tokens_as_composed(tmp_path, monkeypatch, server_environment):
 
     spec = yaml.safe_load(COMPOSE_TLS.read_text("utf-8"))
     services, there = spec["services"], "/run/secrets"
-    assert set(services) == set(BUILT)
+    assert set(services) == {*BUILT, "proxy", "prometheus"}
     for name, secret in spec["secrets"].items():
         assert secret["file"].endswith(f"/{name}")
     text = json.dumps(services)
-    assert set(re.findall(rf"{there}/([\w.]+)", text)) == set(spec["secrets"])
+    renamed = {"server.crt": "server.pem"}
+    names = set(re.findall(rf"{there}/([\w.]+)", text))
+    assert {renamed.get(name, name) for name in names} == set(spec["secrets"])
+    [as_crt, *others] = services["proxy"]["secrets"]
+    # HAProxy takes the key from a .key of the same name.
+    assert (as_crt, others[0]) == (
+        {"source": renamed["server.crt"], "target": "server.crt"},
+        "server.key",
+    )
 
     authority = trustme.CA()
     issued = authority.issue_cert("server")
@@ -299,25 +350,36 @@ def test_tls_and_tokens_as_composed(tmp_path, monkeypatch, server_environment):
     config = load_config(flags)
     assert not config.insecure
     settings = config.model_dump(include={"tls_cert", "tls_key", "tokens_file"})
-    with run_server(data_dir=tmp_path / "data", **settings) as server:
-        check = [PROGRAM, *health_command()[1:-1], server.target]
+    with ExitStack() as parts:
+        server = parts.enter_context(run_server(data_dir=tmp_path / "data", **settings))
+        target = server.target
+        if proxied:
+            target = f"127.0.0.1:{free_ports(1)}"
+            files = services["proxy"]["environment"]
+            pem, ca_file = (Path(files[f"ROUTETRACE_PROXY_{name}"]).name for name in ("PEM", "CA"))
+            shutil.copy(tmp_path / renamed[pem], tmp_path / pem)
+            log = tmp_path / "proxy.log"
+            parts.enter_context(
+                Proxy(target, server.target, tmp_path / pem, tmp_path / ca_file, log)
+            )
+        check = [PROGRAM, *health_command()[1:-1], target]
         assert subprocess.run(check, capture_output=True, timeout=30, check=False).returncode == 0
         enter("inference")
         layout = ModelLayout((0,), 1, 4, 2)
         ids = np.array([[[0, 1]]] * 5, np.uint8)
-        with CaptureAgent(AgentConfig(server.target, "e", layout, run="compose")) as agent:
+        with CaptureAgent(AgentConfig(target, "e", layout, run="compose")) as agent:
             handle = agent.begin("r")
             agent.step(ids, np.array([[handle, 0, 5]]))
             agent.finish(handle, 6, reason="stop")
             assert agent.flush(30)
-        client = RouteClient(server.target, run="compose")
+        client = RouteClient(target, run="compose")
         with client, pytest.raises(PermissionDenied):
             client.get("r")
         enter("trainer")
-        with RouteClient(server.target, run="compose") as client:
+        with RouteClient(target, run="compose") as client:
             np.testing.assert_array_equal(client.get("r", wait_for="end", timeout=20).topk_ids, ids)
         enter("server")
-        client = RouteClient(server.target, run="compose")
+        client = RouteClient(target, run="compose")
         with client, pytest.raises(Unauthenticated):
             client.get("r")
 

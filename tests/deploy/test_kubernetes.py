@@ -14,12 +14,12 @@ import yaml
 
 from routetrace.server.common.addresses import split_address
 from routetrace.server.settings.loading import load_config
-from support.composed import STAGES
+from support.composed import COMPOSE_TLS, STAGES
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "docker/kubernetes"
 NAMES = ("server", "object")
-SECRETS = {"tls": ("tls.crt", "tls.key"), "tokens": ("tokens.toml",)}
+SECRETS = {"tls": ("tls.crt", "tls.key", "ca.crt"), "tokens": ("tokens.toml",)}
 
 
 class Manifest:
@@ -30,7 +30,8 @@ class Manifest:
         self.set = self.one("StatefulSet")
         self.pod = self.set["spec"]["template"]
         (self.container,) = self.pod["spec"]["containers"]
-        self.mounts = {m["name"]: m["mountPath"] for m in self.container["volumeMounts"]}
+        (self.proxy,) = self.pod["spec"]["initContainers"]
+        self.mounts = mounts_of(self.container)
 
     def one(self, kind: str) -> dict[str, Any]:
         (found,) = (each for each in self.objects if each["kind"] == kind)
@@ -47,6 +48,10 @@ class Manifest:
             claim["metadata"]["name"]: claim["spec"]["resources"]["requests"]["storage"]
             for claim in self.set["spec"].get("volumeClaimTemplates", ())
         }
+
+
+def mounts_of(container: dict[str, Any]) -> dict[str, str]:
+    return {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"]}
 
 
 @pytest.fixture(params=NAMES)
@@ -78,16 +83,27 @@ def test_the_server_takes_its_flags(manifest, tmp_path):
     config = config_of(manifest, tmp_path)
     assert not config.insecure
     assert (config.tls_cert, config.tls_key, config.tokens_file) != (None, None, None)
-    ports = {port["name"]: port["containerPort"] for port in manifest.container["ports"]}
-    assert ports == {
-        "grpc": config.host_port[1],
-        "metrics": split_address(config.metrics_listen)[1],
-    }
+    (metrics,) = manifest.container["ports"]
+    assert metrics["containerPort"] == split_address(config.metrics_listen)[1]
+    (grpc,) = manifest.proxy["ports"]
     assert manifest.pod["spec"]["terminationGracePeriodSeconds"] >= config.drain_seconds + 10
     (service,) = manifest.one("Service")["spec"]["ports"]
-    assert service["port"] == config.host_port[1]
-    assert service["targetPort"] in ports
-    assert manifest.pod["metadata"]["annotations"]["prometheus.io/port"] == str(ports["metrics"])
+    assert service["port"] == service["targetPort"] == grpc["containerPort"] == config.host_port[1]
+    annotations = manifest.pod["metadata"]["annotations"]
+    assert annotations["prometheus.io/port"] == str(metrics["containerPort"])
+
+
+def test_the_proxy_is_that_of_compose_and_reads_files_that_are_mounted(manifest):
+    composed = yaml.safe_load(COMPOSE_TLS.read_text("utf-8"))["services"]["proxy"]
+    assert composed["image"] == f"${{HAPROXY_IMAGE:-{manifest.proxy['image']}}}"
+    assert composed["command"] == manifest.proxy["command"]
+    mounts = mounts_of(manifest.proxy)
+    environ = {one["name"]: one.get("value", "") for one in manifest.proxy["env"]}
+    files = [environ["ROUTETRACE_PROXY_PEM"], environ["ROUTETRACE_PROXY_CA"]]
+    assert files == [f"{mounts['tls']}/{name}" for name in ("tls.crt", "ca.crt")]
+    assert manifest.proxy["command"][1] == f"{mounts['proxy']}/run.sh"
+    for probe in ("livenessProbe", "readinessProbe"):
+        assert manifest.proxy[probe]["tcpSocket"] == {"port": "grpc"}
 
 
 def test_probes_ask_for_pages_that_exist(manifest):
@@ -100,7 +116,7 @@ def test_probes_ask_for_pages_that_exist(manifest):
 
 def test_volumes_and_mounts_are_the_same(manifest):
     volumes = {volume["name"] for volume in manifest.pod["spec"]["volumes"]}
-    assert {*manifest.mounts} == volumes | {*manifest.claims}
+    assert {*manifest.mounts, *mounts_of(manifest.proxy)} == volumes | {*manifest.claims}
 
 
 def test_stored_rows_fit_their_volume(tmp_path):
@@ -141,10 +157,11 @@ def test_the_user_is_that_of_the_image(manifest):
         group,
         group,
     )
-    own = manifest.container["securityContext"]
-    assert own["readOnlyRootFilesystem"]
-    assert own["capabilities"] == {"drop": ["ALL"]}
-    assert not own["allowPrivilegeEscalation"]
+    for container in (manifest.container, manifest.proxy):
+        own = container["securityContext"]
+        assert own["readOnlyRootFilesystem"]
+        assert own["capabilities"] == {"drop": ["ALL"]}
+        assert not own["allowPrivilegeEscalation"]
 
 
 def test_the_key_is_of_a_mode_that_the_server_takes(manifest):
@@ -165,10 +182,12 @@ def test_labels_select_the_pods(manifest):
     assert manifest.set["spec"]["serviceName"] == manifest.one("Service")["metadata"]["name"]
 
 
-def test_docs_make_each_secret(manifest):
+def test_docs_make_each_secret_and_the_files_of_the_proxy(manifest):
     text = (ROOT / "docs/operations.md").read_text("utf-8")
     spec = manifest.pod["spec"]
-    secrets = [v["secret"]["secretName"] for v in spec["volumes"]]
+    secrets = [v["secret"]["secretName"] for v in spec["volumes"] if "secret" in v]
+    (files,) = [v["configMap"]["name"] for v in spec["volumes"] if "configMap" in v]
+    assert f"kubectl create configmap {files} --from-file=docker/proxy\n" in text
     secrets += [each["secretRef"]["name"] for each in manifest.container.get("envFrom", ())]
     for secret in secrets:
         assert re.search(rf"kubectl create secret \w+ {secret} ", text), secret
