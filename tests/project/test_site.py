@@ -119,7 +119,7 @@ def pieces() -> frozenset[str]:
     for folder in SOURCES:
         for file in folder.rglob("*.py"):
             for text in strings(ast.parse(file.read_text("utf-8"))):
-                found.update(re.split(r"%[-\d.]*[srdfg]|{\w*}", text))
+                found.update(re.split(r"%[-\d.]*[srdfg]|{\w*(?::\w+)?}", text))
     # Shorter ones would make up any sentence.
     return frozenset(piece for piece in found if len(piece) >= 4 or not re.search(r"\w", piece))
 
