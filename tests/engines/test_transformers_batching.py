@@ -242,9 +242,15 @@ def test_a_pass_that_raises_ends_continuous_batching() -> None:
     assert capture.failures == 0
     assert outputs.keys() == set(BATCH_IDS)
     assert any(output.error for output in outputs.values())
+    assert agent.requests.keys() == outputs.keys()
+    unheard = {i: told for i, told in agent.requests.items() if not told.rows}
+    assert unheard, "no request was left in the queue"
+    for request_id, told in unheard.items():  # whose readers wait for their ends, too
+        prompt = BATCH[BATCH_IDS.index(request_id)]
+        assert (told.prompt_len, told.num_tokens, told.tokens) == (len(prompt), len(prompt), prompt)
     for request_id, told in agent.requests.items():
         assert (told.reason == "abort") == bool(outputs[request_id].error)
-        rows = reforward(model, layout, told.tokens)
+        rows = reforward(model, layout, told.tokens) if told.rows else ()
         for position, row in told.rows.items():
             np.testing.assert_array_equal(row, rows[position])
 

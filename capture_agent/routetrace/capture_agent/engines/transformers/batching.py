@@ -125,6 +125,7 @@ class PagedRequests:
         self._labels = labels
         self._eos_token_ids = frozenset(eos_token_ids)
         self._requests: dict[str, _Request] = {}
+        self._begun: set[str] = set()
         self._lost: set[str] = set()
         self._spans: list[tuple[str, int, int]] = []
         self._pending: tuple[PendingRows, list[tuple[str, int, int]]] | None = None
@@ -178,12 +179,20 @@ class PagedRequests:
             with suppress(Exception):
                 self._agent.reset_prefix_cache()
 
-    def close(self) -> None:
-        """Finish the remaining requests after the manager has stopped."""
+    def close(self, prompts: Mapping[str, Sequence[int]]) -> None:
+        """Finish the remaining requests after the manager has stopped.
+
+        Args:
+            prompts: of all requests; those that no pass had begin with their end.
+        """
         self._deliver()
         self._end_requests()
         for request_id in list(self._requests):
             self._finish(request_id, "abort")
+        for request_id, prompt in prompts.items():
+            if request_id not in self._begun:
+                handle = self._begin(request_id, prompt)
+                self._agent.finish(handle, len(prompt), reason="abort", token_ids=prompt)
 
     def _deliver(self) -> None:
         if self._pending is None:
@@ -239,14 +248,7 @@ class PagedRequests:
             blocks = list(self._allocator.block_table[request_id])
         request = self._requests.get(request_id)
         if request is None:
-            handle = self._agent.begin(
-                request_id,
-                prompt_len=len(state.initial_tokens),
-                labels=self._labels.get(request_id),
-                num_computed_tokens=start if blocks else 0,
-                block_ids=blocks,
-                prompt_token_ids=state.initial_tokens,
-            )
+            handle = self._begin(request_id, state.initial_tokens, start if blocks else 0, blocks)
             request = self._requests[request_id] = _Request(handle, state, start, blocks)
         # Full blocks may be swapped for equal ones; blocks still to be written may not.
         first = start // self._agent.config.block_size if blocks else 0
@@ -259,6 +261,19 @@ class PagedRequests:
         elif len(blocks) > len(request.block_ids):
             self._agent.add_blocks(request.handle, blocks[len(request.block_ids) :])
         request.state, request.block_ids, request.end = state, blocks, state.position_offset
+
+    def _begin(
+        self, request_id: str, prompt: Sequence[int], computed: int = 0, blocks: Sequence[int] = ()
+    ) -> int:
+        self._begun.add(request_id)
+        return self._agent.begin(
+            request_id,
+            prompt_len=len(prompt),
+            labels=self._labels.get(request_id),
+            num_computed_tokens=computed,
+            block_ids=blocks,
+            prompt_token_ids=prompt,
+        )
 
 
 def _tokens(state: Any, start: int, stop: int) -> list[int]:

@@ -221,8 +221,9 @@ class TransformersCapture:
             )
         config = copy.deepcopy(generation_config or self._model.generation_config)
         copies, config.num_return_sequences = config.num_return_sequences or 1, 1
-        prompts = [list(prompt) for prompt in inputs for _ in range(copies)]
-        check_requests(request_ids, labels, len(prompts))
+        given = [list(prompt) for prompt in inputs for _ in range(copies)]
+        check_requests(request_ids, labels, len(given))
+        prompts = dict(zip(request_ids, given, strict=True))
         labels = labels_with_adapters(self._model, labels, len(request_ids))
         block_size = self._agent.config.block_size
         paging = batching_config(continuous_batching_config, block_size)
@@ -243,7 +244,7 @@ class TransformersCapture:
                     eos_token_ids,
                 )
                 with self._taps.attached(requests):
-                    for request_id, prompt in zip(request_ids, prompts, strict=True):
+                    for request_id, prompt in prompts.items():
                         manager.add_request(
                             prompt, request_id=request_id, max_new_tokens=max_new_tokens
                         )
@@ -258,7 +259,7 @@ class TransformersCapture:
                 # Flushes unless requests are left, which an exception drops.
                 manager.stop(hard_stop=len(outputs) < len(prompts))
                 if requests is not None:
-                    self._taps.shield(requests, requests.close)
+                    self._taps.shield(requests, lambda: requests.close(prompts))
                 manager.destroy()
         return outputs
 
