@@ -227,6 +227,24 @@ def test_a_reader_waits_for_the_rows_that_it_asked_for(server, reads):
     feeder.close()
 
 
+@pytest.mark.parametrize("asked", [{}, {"token_stop": 8}])
+def test_rows_that_can_no_longer_come_are_not_waited_for(server, reads, asked):
+    feeder = Feeder(server.target, LAYOUT, run="no rows")
+    handle = feeder.begin("r", prompt_len=4)
+    feeder.step(rows_of(6), [(handle, 0, 6)])
+    feeder.flush()
+    request = pb.GetTraceRequest(
+        run="no rows", trace_id="r", wait_for=pb.WAIT_FOR_ROWS, omit_token_digests=True, **asked
+    )
+    answer = reads.stub.GetTrace(request, timeout=60)
+    feeder.finish(handle, 11)
+    feeder.flush()
+    *_, last = answer
+    assert last.end.info.state == pb.TRACE_STATE_INCOMPLETE
+    assert reasons(last.end) == [(6, asked.get("token_stop", 10), "not_captured")]
+    feeder.close()
+
+
 def test_what_was_joined_is_joined_after_a_restart(tmp_path):
     with run_server(data_dir=tmp_path) as server:
         pair = Pair(server, "again")

@@ -288,7 +288,7 @@ class Finder:
             return True
         if 0 < known.num_tokens < request.num_tokens:  # a later turn has not arrived
             return False
-        if request.wait_for == pb.WAIT_FOR_END:
+        if self._reader.settled(known) or request.wait_for == pb.WAIT_FOR_END:
             return self._reader.settled(known)
         bounded = bool(request.token_stop or request.token_ranges or known.num_tokens)
         return bounded and self._reader.is_covered(known, self.select(known, request))
