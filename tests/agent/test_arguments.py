@@ -248,8 +248,10 @@ def test_the_length_of_a_prompt_is_that_of_its_ids(server):
 
 def test_each_agent_is_a_boot_of_its_own_unless_told(server):
     config = config_for(server)
-    with CaptureAgent(config) as first, CaptureAgent(config) as second:
-        ids = {first.config.boot_id, second.config.boot_id}
+    ids = set()
+    for _ in range(2):
+        with CaptureAgent(config) as agent:
+            ids.add(agent.config.boot_id)
     assert len(ids) == 2
     assert all(ids)
 

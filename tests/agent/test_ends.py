@@ -16,6 +16,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 import grpc
+import numpy as np
 import pytest
 
 from routetrace.capture_agent import AgentConfig, CaptureAgent, link
@@ -23,6 +24,7 @@ from routetrace.capture_agent.transport import sender
 from routetrace.common.errors import (
     ERROR_METADATA_KEY,
     Closed,
+    InvalidArgument,
 )
 from routetrace.v1 import routetrace_pb2 as pb
 from routetrace.v1.routetrace_pb2_grpc import (
@@ -228,9 +230,74 @@ def test_the_engine_just_ends(server, mode, how, tmp_path):
     expected = 20 if how == "forked" else 10
     assert len(request.attempts[0].rows) == expected
     assert request.lost == [(expected, 0, pb.MISSING_REASON_AGENT_LOST)]
+    assert any(closes(server)) == (how in {"exits", "forked"})  # which closes its agents
     wait_for(lambda: not left_behind(before, []))
     assert "Traceback" not in errors
     assert "leaked" not in errors
+
+
+def closes(server: IngestServer) -> list[bool]:
+    """Whether each chunk says that the agent was closed."""
+    return [pb.ChunkHeader.FromString(chunk.header).closed for chunk in server.chunks]
+
+
+@MODES
+@pytest.mark.parametrize("flushed", [True, False])
+def test_the_last_chunk_says_that_the_agent_was_closed(server, mode, flushed):
+    with CaptureAgent(config_for(server, background=mode)) as agent:
+        handle = agent.begin("a")
+        agent.step(make_rows(10), [(handle, 0, 10)])
+        agent.finish(handle, 11)
+        assert agent.flush(20)
+        assert not any(closes(server))
+        if not flushed:
+            agent.begin("b")
+    assert closes(server)[-1]
+    assert closes(server).count(True) == 1
+
+
+def test_an_agent_whose_calls_are_lost_does_not_say_that_it_was_closed(server):
+    """The ends of requests may be among them: nobody could be told that there was none."""
+    agent = CaptureAgent(config_for(server, background="process", ring_bytes=1 << 20))
+    handle = agent.begin("a")
+    assert agent.flush(20)
+    os.kill(agent.worker_pid, signal.SIGSTOP)
+    prompt = np.zeros(20_000, np.int64)
+    for i in range(500):  # more than fits anywhere
+        agent.begin(f"r{i}", prompt_token_ids=prompt)
+    agent.finish(handle, 1)
+    os.kill(agent.worker_pid, signal.SIGCONT)
+    agent.close(20)
+    assert server.model.request("a").num_tokens == -1
+    assert not any(closes(server))
+
+
+def test_nobody_waits_to_tell_a_server_that_is_away_of_a_close_alone(server, caplog):
+    with CaptureAgent(config_for(server)) as agent:
+        agent.finish(agent.begin("a"), 1)
+        assert agent.flush(20)
+        server.stop()
+        wait_for(lambda: not agent.stats().connected)
+        agent.close(5)
+    assert not [r for r in caplog.records if "closed with" in r.getMessage()]
+
+
+def test_a_close_is_told_again_where_its_chunk_was_refused(server):
+    refused = []
+
+    def refuse(chunk: pb.Chunk) -> pb.ErrorDetail | None:
+        if not pb.ChunkHeader.FromString(chunk.header).closed or refused:
+            return None
+        refused.append(chunk)
+        return InvalidArgument(field="ops", value="x", expected="y").to_detail()
+
+    server.script = refuse
+    with CaptureAgent(config_for(server)) as agent:
+        handle = agent.begin("a")
+        agent.step(make_rows(10), [(handle, 0, 10)])
+    assert refused
+    assert closes(server)[-1]
+    assert server.model.request("a").lost[0] == (0, 10, pb.MISSING_REASON_REJECTED)
 
 
 def test_a_flush_does_not_wait_for_a_background_that_was_given_up(server, monkeypatch):

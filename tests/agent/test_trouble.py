@@ -280,8 +280,10 @@ def test_an_agent_sends_after_the_end_of_the_one_that_it_replaces(server, mode, 
         return Overloaded("busy", retry_after=0.01)
 
     server.admit = admit
-    senders: list[str] = []
-    server.script = lambda chunk: senders.append(server.hello.boot_id)
+    sent: list[tuple[str, bool]] = []  # the boot, and whether the agent was closed
+    server.script = lambda chunk: sent.append(
+        (server.hello.boot_id, pb.ChunkHeader.FromString(chunk.header).closed)
+    )
     agents: list[CaptureAgent] = []
     for name in ("before", "after"):
         config = config_for(server, background=mode, boot_id=name, close_timeout_seconds=60)
@@ -294,7 +296,10 @@ def test_an_agent_sends_after_the_end_of_the_one_that_it_replaces(server, mode, 
     reports = [agent.close() for agent in reversed(agents)]
     rows = [(report.acknowledged_rows, report.dropped_rows) for report in reports]
     assert rows == [(10, {}), (10, {})]
-    assert senders == ["before", "after"]
+    # One that is replaced is not closed: its engine goes on.
+    assert sent[-1] == ("after", True)
+    assert [boot for boot, closed in sent if closed] == ["after"]
+    assert [*dict.fromkeys(boot for boot, _ in sent)] == ["before", "after"]
     assert (len(refused), server.welcomes) == (5, 2)
 
 

@@ -225,6 +225,26 @@ def test_shards_that_are_gone_are_named_beside_those_that_are_there(dropping: bo
     assert engine["state"] == ("dropping" if dropping else "gone")
 
 
+@pytest.mark.parametrize(
+    ("closed", "gone", "state"),
+    [("01", "", "closed"), ("0", "", "live"), ("0", "1", "gone"), ("", "01", "gone")],
+)
+def test_an_engine_whose_agents_were_closed_is_not_gone(closed: str, gone: str, state: str):
+    agents = []
+    for shard in "01":
+        info = pb.AgentInfo(
+            engine_id="e",
+            shard=shard,
+            connected=shard not in closed + gone,
+            closed=shard in closed,
+            report=pb.Heartbeat(lag_ms=9000 if shard in closed else 0),
+        )
+        agents.append(AgentStat.from_proto(info))
+    (engine,) = overview.engines(agents, Minutes(), time.time())
+    assert (engine["state"], engine["lag"]) == (state, 0)
+    assert (engine["shards_closed"], engine["shards_gone"]) == ([*closed], [*gone])
+
+
 def test_each_token_sees_its_run_alone(guarded: Guarded):
     with running_page(guarded.target) as address:
         answers = {}

@@ -263,6 +263,21 @@ def test_a_shard_that_is_gone_is_named(context) -> None:
             shards[0].close()
 
 
+def test_an_engine_that_was_closed_is_no_trouble(context) -> None:
+    with run_server(agent_timeout_seconds=3600) as server:
+        shards = [Feeder(server.target, LAYOUT, run="r", engine_id="e", shard=s) for s in "ab"]
+        with open_tab(context, server.target) as tab:
+            engine = tab.page.locator("tbody tr").filter(has_text="e").locator("td").first
+            card = tab.page.get_by_role("region", name="Engines").last
+            expect(engine).to_have_text("e a b")
+            shards[1].close(closed=True)
+            expect(engine).to_have_text("e a (closed: b)")
+            shards[0].close(closed=True)
+            expect(tab.page.locator("tbody .state")).to_have_text("closed")
+            expect(card.locator("header .muted")).to_have_text("none is connected, 1 closed")
+            expect(notice(tab.page, "All is well.")).to_contain_text("No engine is connected.")
+
+
 def test_a_loss_of_few_rows_is_a_warning_below_real_trouble(context) -> None:
     """Of the same reason, many rows are a problem: the engine "most"."""
     with run_server() as server:

@@ -126,6 +126,7 @@ CLIENT_NAMES = [
     "UNKNOWN_VERSION",
     "AgentHistory",
     "AgentStat",
+    "AgentState",
     "Agreement",
     "AgreementChange",
     "AgreementHistory",

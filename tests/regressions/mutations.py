@@ -121,9 +121,8 @@ FAULTS = (
     fault(
         "close writes the backlog without the lock",
         f"{AGENT}/agent.py",
-        "            with self._lock:  # a flush() under way in another thread drains as well\n"
-        "                if self._feed.drain():\n                    break\n",
-        "            if self._feed.drain():\n                break\n",
+        "            with self._lock:  # a flush() under way in another thread drains as well\n",
+        "            if True:\n",
         "agent/test_ends.py::test_close_writes_the_backlog_under_the_lock",
     ),
     fault(
@@ -552,6 +551,108 @@ FAULTS = (
         "        if features and not self.named:\n            return None\n",
         "",
         "engines/test_vllm_halves.py::test_images_that_vllm_only_counts_prove_nothing",
+    ),
+    fault(
+        "an agent that is closed does not say so",
+        f"{AGENT}/agent.py",
+        "                    self._words[Word.CLOSED] = not (self._abandoned or self._replaced)\n",
+        "",
+        "system/test_closed_agents.py::test_an_agent_is_closed_until_another_one_connects",
+    ),
+    fault(
+        "an agent that another one replaces says that it was closed",
+        f"{AGENT}/agent.py",
+        "            predecessor._replaced = True\n",
+        "",
+        "agent/test_trouble.py::test_an_agent_sends_after_the_end_of_the_one_that_it_replaces",
+    ),
+    fault(
+        "an agent whose calls are lost says that it was closed",
+        f"{AGENT}/agent.py",
+        "not (self._abandoned or self._replaced)",
+        "not self._replaced",
+        "agent/test_ends.py::test_an_agent_whose_calls_are_lost_does_not_say_that_it_was_closed",
+    ),
+    fault(
+        "a background whose engine died says that the agent was closed",
+        f"{AGENT}/worker.py",
+        "        told = self._words[Word.CLOSED] and not more and",
+        "        told = not more and",
+        "agent/test_ends.py::test_the_engine_just_ends",
+    ),
+    fault(
+        "a server that is away is waited for to say that the agent was closed",
+        f"{AGENT}/worker.py",
+        " and (waits or self._words[Word.CONNECTED])",
+        "",
+        "agent/test_ends.py::test_nobody_waits_to_tell_a_server_that_is_away_of_a_close_alone",
+    ),
+    fault(
+        "the replacement of a refused chunk does not say that the agent was closed",
+        f"{AGENT}/pipeline/chunks.py",
+        "new = pb.ChunkHeader(layout=self._layout_proto, closed=old.closed)",
+        "new = pb.ChunkHeader(layout=self._layout_proto)",
+        "agent/test_ends.py::test_a_close_is_told_again_where_its_chunk_was_refused",
+    ),
+    fault(
+        "requests of an agent that was closed run on",
+        f"{SERVER}/index/apply.py",
+        "    if chunk.closed:\n",
+        "    if False:\n",
+        "system/test_closed_agents.py"
+        "::test_who_waits_for_a_request_of_a_closed_agent_learns_at_once_that_it_has_no_end",
+    ),
+    fault(
+        "a request whose agent was closed is lost after a restart",
+        f"{SERVER}/index/traces/sources.py",
+        "        closed=message.closed,\n",
+        "",
+        "system/test_closed_agents.py"
+        "::test_a_closed_agent_stays_closed_over_a_restart_of_the_server",
+    ),
+    fault(
+        "an agent that was closed is gone after a restart",
+        f"{SERVER}/index/writer.py",
+        "    message.closed = writer.closed\n",
+        "",
+        "system/test_closed_agents.py"
+        "::test_a_closed_agent_stays_closed_over_a_restart_of_the_server",
+    ),
+    fault(
+        "cells behind the close are those of a lost agent",
+        f"{SERVER}/index/control.py",
+        "            source.lose(last.position, FOREVER, pb.MISSING_REASON_AGENT_CLOSED)\n",
+        "            pass\n",
+        "system/test_closed_agents.py::test_rows_that_were_lost_before_keep_their_reason",
+    ),
+    fault(
+        "a shard that was closed ends a request that others go on with",
+        f"{SERVER}/rows/reader.py",
+        "    closed = not reason and all(source.closed for source in request.sources)\n",
+        "    closed = not reason and any(source.closed for source in request.sources)\n",
+        "system/test_closed_agents.py"
+        "::test_a_shard_that_is_closed_ends_no_request_that_others_go_on_with",
+    ),
+    fault(
+        "the KV of a request without an end is waited for",
+        f"{SERVER}/rows/reader.py",
+        "loaded and known.num_tokens and self._is_recent(known.trace)",
+        "loaded and self._is_recent(known.trace)",
+        "system/test_closed_agents.py::test_nobody_waits_for_the_kv_of_a_request_without_an_end",
+    ),
+    fault(
+        "rows that can no longer come are waited for",
+        f"{SERVER}/read/finding.py",
+        "        if self._reader.settled(known) or request.wait_for == pb.WAIT_FOR_END:\n",
+        "        if request.wait_for == pb.WAIT_FOR_END:\n",
+        "system/test_lifecycle.py::test_rows_that_can_no_longer_come_are_not_waited_for",
+    ),
+    fault(
+        "sequences that were in the queue have no end",
+        f"{AGENT}/engines/transformers/batching.py",
+        "            if request_id not in self._begun:\n",
+        "            if False:\n",
+        "engines/test_transformers_batching.py::test_a_pass_that_raises_ends_continuous_batching",
     ),
 )
 

@@ -134,6 +134,7 @@ class CaptureAgent:
         self._lock = threading.RLock()
         self._inert = False  # inherited over a fork
         self._closed = False
+        self._replaced = False  # another agent of the engine goes on
         self._abandoned = False  # the background is dead or stuck; the ring is not read
         self._final: AgentStats | None = None
         self._done = threading.Event()
@@ -148,6 +149,7 @@ class CaptureAgent:
         self._handles = Handles()
         self._link = WorkerLink(config, held=predecessor is not None)
         if predecessor is not None:
+            predecessor._replaced = True
             threading.Thread(
                 target=_succeed,
                 args=(predecessor, self._link),
@@ -676,7 +678,7 @@ class CaptureAgent:
         return self._final or counters.read(self._words, self._link.leftover)
 
     def close(self, timeout: float | None = None) -> CloseReport:
-        """Send the rest and end; running requests are reported as lost.
+        """Send the rest and end; readers of running requests learn that no end will come.
 
         Args:
             timeout: seconds in total; the configuration's close_timeout_seconds if None.
@@ -729,6 +731,8 @@ class CaptureAgent:
         while first and self._link.alive and time.monotonic() < deadline:
             with self._lock:  # a flush() under way in another thread drains as well
                 if self._feed.drain():
+                    # What is not in the ring is lost, ends of requests among it.
+                    self._words[Word.CLOSED] = not (self._abandoned or self._replaced)
                     break
             self._link.wake()
             self._link.wait(0.01)

@@ -295,10 +295,15 @@ class Worker:
         now = self._clock()
         deadline = self._words[Word.DEADLINE] / 1e9 or now + self._config.close_timeout_seconds
         deadline -= _RESERVE * (deadline - now)
-        while self._work() and self._clock() < deadline:
+        while (more := self._work()) and self._clock() < deadline:
             pass
         self._intake.close()
-        self._ship_all()
+        self._hand_on()
+        # For that word alone nobody waits for a server that is away.
+        waits = self._builder or self.sender.unacknowledged()[0] or not self._sending
+        told = self._words[Word.CLOSED] and not more and (waits or self._words[Word.CONNECTED])
+        self._builder.seal(closed=bool(told))
+        self._hand_on()
         if not self._sending:
             half = now + (deadline - now) / 2  # the rest is for what this agent holds
             while self._words[Word.HELD] and self._clock() < half:

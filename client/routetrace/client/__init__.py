@@ -28,6 +28,7 @@ from routetrace.client.rows import FetchStats, Rows
 from routetrace.client.samples import SampleRows
 from routetrace.client.stat import (
     AgentStat,
+    AgentState,
     FinishReason,
     Limit,
     PrefixSpan,
@@ -68,6 +69,7 @@ __all__ = [
     "UNKNOWN_VERSION",
     "AgentHistory",
     "AgentStat",
+    "AgentState",
     "Agreement",
     "AgreementChange",
     "AgreementHistory",

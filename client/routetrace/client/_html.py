@@ -35,6 +35,7 @@ _COLOURS = {
     MissingReason.CORRUPT: "currentColor",
     MissingReason.QUEUE_FULL: "#f0743a",
     MissingReason.AGENT_LOST: "#c24f9c",
+    MissingReason.AGENT_CLOSED: "#a0622d",
     MissingReason.REJECTED: "#3fa0dc",
     MissingReason.INVALID_IDS: "#b3c430",
     MissingReason.NOT_CAPTURED: "#e8a21f",

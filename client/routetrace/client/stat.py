@@ -54,6 +54,8 @@ class FinishReason(TextEnum):
     ABORT = "abort"
     HANDOFF = "handoff"
     """Another engine was to go on, which is not the end of the trace."""
+    CLOSED = "closed"
+    """Its agent was closed, and finish() was never called for it: num_tokens is None."""
 
     @classmethod
     @cache
@@ -118,7 +120,7 @@ class TraceFacts(Values):
     state: TraceState
     num_tokens: int | None
     """Tokens of the request, which have one row less; None while unknown, and for good if its agent
-    was lost, or no other engine went on after a handoff."""
+    was lost or closed, or no other engine went on after a handoff."""
     num_rows: int
     """Positions 0 .. num_rows - 1 exist, whether captured or not; there may be more while
     num_tokens is None."""
@@ -345,6 +347,18 @@ class ServerInfo(Values):
         )
 
 
+class AgentState(TextEnum):
+    """State of an agent."""
+
+    CONNECTED = "connected"
+    """Its stream is open."""
+    CLOSED = "closed"
+    """It was closed, and no other agent of its engine and shard has connected since."""
+    GONE = "gone"
+    """Its stream is not open: it was killed or cut off, or it is about to connect again. Also of
+    agents and servers before 0.9 that were closed."""
+
+
 @dataclass(frozen=True)
 class AgentStat(Values):
     """State of an agent: one shard of one engine."""
@@ -352,8 +366,9 @@ class AgentStat(Values):
     engine_id: str
     shard: str
     """Part of the engine that it sees; "" if it sees all of it."""
+    state: AgentState
     connected: bool
-    """Whether its stream is open."""
+    """Whether its state is `connected`."""
     connected_at: datetime | None
     """Begin of its last stream, UTC; None if before the server's start."""
     seen_at: datetime | None
@@ -389,6 +404,7 @@ class AgentStat(Values):
         return cls(
             engine_id=info.engine_id,
             shard=info.shard,
+            state=_agent_state(info),
             connected=info.connected,
             connected_at=moment(info.connected_ms) if info.connected_ms else None,
             seen_at=moment(info.seen_ms) if info.seen_ms else None,
@@ -405,3 +421,9 @@ class AgentStat(Values):
             weight_version=info.weight_version if info.HasField("weight_version") else None,
             weight_version_lag=info.weight_version_lag,
         )
+
+
+def _agent_state(info: pb.AgentInfo) -> AgentState:
+    if info.connected:
+        return AgentState.CONNECTED
+    return AgentState.CLOSED if info.closed else AgentState.GONE

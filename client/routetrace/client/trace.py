@@ -18,6 +18,7 @@ from routetrace.client._ranges import clip_ranges, column_index
 from routetrace.client.alignment import compare_tokens
 from routetrace.client.explanation import pointer
 from routetrace.client.stat import (
+    FinishReason,
     PrefixSpan,
     ProvenanceSpan,
     ReadFacts,
@@ -391,6 +392,9 @@ def incomplete(
         end, remedy = "has no reported end", 'use missing="mask"'
         if read.state is TraceState.RUNNING:
             end, remedy = "has not ended", 'use wait_for="end" or missing="mask"'
+        elif read.finish_reason is FinishReason.CLOSED:
+            end += ", as its agent was closed and finish() was never called for it"
+            remedy = f"call finish() for each request before close(), or {remedy}"
         text = f"{name} {end}: rows from {unknown_from} on are unknown; {remedy}"
         text += f"; missing {missing}" if missing else ""
     elif [m.reason for m in read.missing] == ["other_version"] and (

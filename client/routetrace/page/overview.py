@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
+from operator import attrgetter
 from typing import Any
 
-from routetrace.client import AgentStat, ServerInfo
+from routetrace.client import AgentStat, AgentState, ServerInfo
 from routetrace.page.minutes import ENGINE_STEPS, EngineMinutes, Minutes, last
 from routetrace.page.mirrors import Mirror
 from routetrace.page.segments import exact
@@ -63,7 +64,7 @@ def engines(agents: Sequence[AgentStat], minutes: Minutes, now: float) -> list[d
     return sorted(found, key=lambda engine: _STATES.index(engine["state"]))
 
 
-_STATES = ("dropping", "late", "gone", "live")
+_STATES = ("dropping", "late", "gone", "live", "closed")
 
 
 def _engine(
@@ -73,21 +74,25 @@ def _engine(
     dropped: Counter[str] = Counter()
     for agent in agents:
         dropped.update(agent.dropped_rows)
-    lag = max(agent.lag_seconds for agent in agents)
-    live = all(agent.connected for agent in agents)
-    state = "live" if live else "gone"
-    if live and lag > LATE_S:
+    lag = max((a.lag_seconds for a in agents if a.state is not AgentState.CLOSED), default=0.0)
+    shards: dict[AgentState, list[str]] = {state: [] for state in AgentState}
+    for agent in sorted(agents, key=attrgetter("shard")):
+        shards[agent.state].append(agent.shard)
+    state = "live" if shards[AgentState.CONNECTED] else "closed"
+    if shards[AgentState.GONE]:
+        state = "gone"
+    if state == "live" and lag > LATE_S:
         state = "late"
     if sum(last(series.dropped, _RECENT_STEPS)):
         state = "dropping"
     seen = [agent.seen_at.timestamp() for agent in agents if agent.seen_at]
-    gone = sorted(agent.shard for agent in agents if not agent.connected)
     versions = [a.weight_version for a in agents if a.weight_version is not None]
     newest = agents[-1].attributes
     return {
         "engine": engine_id,
-        "shards": sorted(agent.shard for agent in agents if agent.connected),
-        "shards_gone": gone,
+        "shards": shards[AgentState.CONNECTED],
+        "shards_closed": shards[AgentState.CLOSED],
+        "shards_gone": shards[AgentState.GONE],
         "state": state,
         "lag": lag,
         "rows_per_second": minutes.rate(series.rows),

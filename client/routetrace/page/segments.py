@@ -29,6 +29,7 @@ LOUDNESS = (
     MissingReason.NOT_CAPTURED,
     MissingReason.INVALID_IDS,
     MissingReason.REJECTED,
+    MissingReason.AGENT_CLOSED,
     MissingReason.AGENT_LOST,
     MissingReason.QUEUE_FULL,
     MissingReason.CORRUPT,

@@ -25,6 +25,8 @@ class MissingReason(TextEnum):
     """The agent dropped the rows: ids out of range, repeated, or never written."""
     AGENT_LOST = "agent_lost"
     """The agent was lost during the request."""
+    AGENT_CLOSED = "agent_closed"
+    """The agent was closed, and finish() was never called for the request."""
     REJECTED = "rejected"
     """The chunk that held them was refused."""
     CORRUPT = "corrupt"

@@ -719,6 +719,7 @@ class Source(google.protobuf.message.Message):
     LOST_ROWS_FIELD_NUMBER: builtins.int
     STOPS_FIELD_NUMBER: builtins.int
     HAD_FIELD_NUMBER: builtins.int
+    CLOSED_FIELD_NUMBER: builtins.int
     engine_id: builtins.str
     """Engine of the writer; its run is the trace's."""
     shard: builtins.str
@@ -787,6 +788,8 @@ class Source(google.protobuf.message.Message):
     """First position that its first attempt computed, lost rows included, or of its external KV gave
     up. Not set: none.
     """
+    closed: builtins.bool
+    """Whether its agent was closed before it ended."""
     @property
     def attempts(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.bytes]:
         """Spans of each attempt: int64 position, length, reference, weight version, provenance."""
@@ -850,9 +853,10 @@ class Source(google.protobuf.message.Message):
         lost_rows: collections.abc.Mapping[builtins.int, builtins.bytes] | None = ...,
         stops: collections.abc.Iterable[builtins.int] | None = ...,
         had: collections.abc.Iterable[builtins.int] | None = ...,
+        closed: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_first_pass", b"_first_pass", "_kv_weight_version", b"_kv_weight_version", "first_pass", b"first_pass", "kv_weight_version", b"kv_weight_version"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_first_pass", b"_first_pass", "_kv_weight_version", b"_kv_weight_version", "attempts", b"attempts", "began", b"began", "blocks", b"blocks", "cached", b"cached", "digests", b"digests", "draft_step", b"draft_step", "drafts", b"drafts", "drafts_since", b"drafts_since", "ended", b"ended", "engine_id", b"engine_id", "epoch", b"epoch", "external", b"external", "finish_reason", b"finish_reason", "first_pass", b"first_pass", "forgotten", b"forgotten", "had", b"had", "handed_over_by", b"handed_over_by", "kv_weight_version", b"kv_weight_version", "labels", b"labels", "layout", b"layout", "loaded_start", b"loaded_start", "loaded_stop", b"loaded_stop", "lost", b"lost", "lost_rows", b"lost_rows", "model", b"model", "nonce", b"nonce", "num_tokens", b"num_tokens", "occurrence", b"occurrence", "prompt_len", b"prompt_len", "received_by", b"received_by", "reported", b"reported", "request_id", b"request_id", "sampled", b"sampled", "shard", b"shard", "stops", b"stops", "tentative", b"tentative", "unplaced", b"unplaced", "written", b"written"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_first_pass", b"_first_pass", "_kv_weight_version", b"_kv_weight_version", "attempts", b"attempts", "began", b"began", "blocks", b"blocks", "cached", b"cached", "closed", b"closed", "digests", b"digests", "draft_step", b"draft_step", "drafts", b"drafts", "drafts_since", b"drafts_since", "ended", b"ended", "engine_id", b"engine_id", "epoch", b"epoch", "external", b"external", "finish_reason", b"finish_reason", "first_pass", b"first_pass", "forgotten", b"forgotten", "had", b"had", "handed_over_by", b"handed_over_by", "kv_weight_version", b"kv_weight_version", "labels", b"labels", "layout", b"layout", "loaded_start", b"loaded_start", "loaded_stop", b"loaded_stop", "lost", b"lost", "lost_rows", b"lost_rows", "model", b"model", "nonce", b"nonce", "num_tokens", b"num_tokens", "occurrence", b"occurrence", "prompt_len", b"prompt_len", "received_by", b"received_by", "reported", b"reported", "request_id", b"request_id", "sampled", b"sampled", "shard", b"shard", "stops", b"stops", "tentative", b"tentative", "unplaced", b"unplaced", "written", b"written"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_first_pass", b"_first_pass"]) -> typing.Literal["first_pass"] | None: ...
     @typing.overload
@@ -880,6 +884,7 @@ class Writer(google.protobuf.message.Message):
     TOKEN_FIELD_NUMBER: builtins.int
     MODEL_FIELD_NUMBER: builtins.int
     SAYS_UNKNOWN_VERSIONS_FIELD_NUMBER: builtins.int
+    CLOSED_FIELD_NUMBER: builtins.int
     epoch: builtins.int
     """Its epoch."""
     boot_id: builtins.str
@@ -900,6 +905,8 @@ class Writer(google.protobuf.message.Message):
     """Hash of its model; 0: unknown."""
     says_unknown_versions: builtins.bool
     """Whether rows of an unknown weight version say so; else version 0 is unknown."""
+    closed: builtins.bool
+    """Whether its agent was closed."""
     @property
     def key(self) -> global___WriterKey:
         """The writer."""
@@ -933,9 +940,10 @@ class Writer(google.protobuf.message.Message):
         token: builtins.str = ...,
         model: builtins.int = ...,
         says_unknown_versions: builtins.bool = ...,
+        closed: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_weight_version", b"_weight_version", "key", b"key", "layout", b"layout", "slots", b"slots", "weight_version", b"weight_version"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_weight_version", b"_weight_version", "boot_id", b"boot_id", "epoch", b"epoch", "key", b"key", "layout", b"layout", "live", b"live", "model", b"model", "opened", b"opened", "recent", b"recent", "says_unknown_versions", b"says_unknown_versions", "sequence", b"sequence", "slots", b"slots", "step", b"step", "token", b"token", "weight_version", b"weight_version"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_weight_version", b"_weight_version", "boot_id", b"boot_id", "closed", b"closed", "epoch", b"epoch", "key", b"key", "layout", b"layout", "live", b"live", "model", b"model", "opened", b"opened", "recent", b"recent", "says_unknown_versions", b"says_unknown_versions", "sequence", b"sequence", "slots", b"slots", "step", b"step", "token", b"token", "weight_version", b"weight_version"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_weight_version", b"_weight_version"]) -> typing.Literal["weight_version"] | None: ...
 
 global___Writer = Writer

@@ -293,6 +293,8 @@ class _MissingReasonEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._
     """Rows exist, but none of the requested weight version."""
     MISSING_REASON_AMBIGUOUS: _MissingReason.ValueType  # 11
     """Several passes qualify equally, and nothing proves which of them made their KV."""
+    MISSING_REASON_AGENT_CLOSED: _MissingReason.ValueType  # 12
+    """The agent was closed before the request ended."""
 
 class MissingReason(_MissingReason, metaclass=_MissingReasonEnumTypeWrapper):
     """Reason why cells are missing."""
@@ -321,6 +323,8 @@ MISSING_REASON_OTHER_VERSION: MissingReason.ValueType  # 10
 """Rows exist, but none of the requested weight version."""
 MISSING_REASON_AMBIGUOUS: MissingReason.ValueType  # 11
 """Several passes qualify equally, and nothing proves which of them made their KV."""
+MISSING_REASON_AGENT_CLOSED: MissingReason.ValueType  # 12
+"""The agent was closed before the request ended."""
 global___MissingReason = MissingReason
 
 @typing.final
@@ -745,6 +749,7 @@ class ChunkHeader(google.protobuf.message.Message):
     FRAME_ROWS_FIELD_NUMBER: builtins.int
     TOKEN_DIGESTS_FIELD_NUMBER: builtins.int
     TRANSFER_IDS_FIELD_NUMBER: builtins.int
+    CLOSED_FIELD_NUMBER: builtins.int
     ops: builtins.bytes
     """Ops in their order: records.OP (56 bytes each)."""
     block_ids: builtins.bytes
@@ -757,6 +762,10 @@ class ChunkHeader(google.protobuf.message.Message):
     """uint32 rows per frame."""
     token_digests: builtins.bytes
     """records.DIGEST; DIGEST ops take ranges of them."""
+    closed: builtins.bool
+    """Whether the agent was closed, and this is its last chunk: nothing will be told any more of the
+    requests that have not ended.
+    """
     @property
     def layout(self) -> global___RoutingLayout:
         """Columns of the rows; equal to the Hello's."""
@@ -786,9 +795,10 @@ class ChunkHeader(google.protobuf.message.Message):
         frame_rows: builtins.bytes = ...,
         token_digests: builtins.bytes = ...,
         transfer_ids: collections.abc.Iterable[builtins.str] | None = ...,
+        closed: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["layout", b"layout"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["begins", b"begins", "block_ids", b"block_ids", "frame_lengths", b"frame_lengths", "frame_rows", b"frame_rows", "layout", b"layout", "ops", b"ops", "request_ids", b"request_ids", "slots", b"slots", "token_digests", b"token_digests", "transfer_ids", b"transfer_ids"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["begins", b"begins", "block_ids", b"block_ids", "closed", b"closed", "frame_lengths", b"frame_lengths", "frame_rows", b"frame_rows", "layout", b"layout", "ops", b"ops", "request_ids", b"request_ids", "slots", b"slots", "token_digests", b"token_digests", "transfer_ids", b"transfer_ids"]) -> None: ...
 
 global___ChunkHeader = ChunkHeader
 
@@ -1054,7 +1064,9 @@ class TraceInfo(google.protobuf.message.Message):
     num_incarnations: builtins.int
     """Incarnations under this id. An engine request that another one continues is not an incarnation."""
     finish_reason: builtins.str
-    """Finish reason of the engine ("stop", "length", "abort"); "" while running."""
+    """Finish reason of the engine ("stop", "length", "abort"); "closed" if its agent was closed before
+    the request ended; "" while running.
+    """
     num_attempts: builtins.int
     """Attempts of the engine request with its last tokens (1 + preemptions)."""
     min_weight_version: builtins.int
@@ -3251,12 +3263,13 @@ class AgentInfo(google.protobuf.message.Message):
     RUNNING_REQUESTS_FIELD_NUMBER: builtins.int
     WEIGHT_VERSION_FIELD_NUMBER: builtins.int
     WEIGHT_VERSION_LAG_FIELD_NUMBER: builtins.int
+    CLOSED_FIELD_NUMBER: builtins.int
     engine_id: builtins.str
     """Engine of the agent."""
     shard: builtins.str
     """Part of the engine that it sees."""
     connected: builtins.bool
-    """Whether its stream is open."""
+    """Whether its stream is open, and it was not closed."""
     epoch: builtins.int
     """Its current epoch."""
     connected_ms: builtins.int
@@ -3269,6 +3282,8 @@ class AgentInfo(google.protobuf.message.Message):
     """Weight version of its last rows; not set if unknown, or before the first row of its epoch."""
     weight_version_lag: builtins.int
     """Versions by which it is behind the newest of the run's connected agents."""
+    closed: builtins.bool
+    """Whether it was closed, and no other agent of its engine and shard has connected since."""
     @property
     def attributes(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.str]:
         """Attributes of its last Hello, shortened: "host", "routetrace" (its version), "engine", ..."""
@@ -3291,9 +3306,10 @@ class AgentInfo(google.protobuf.message.Message):
         running_requests: builtins.int = ...,
         weight_version: builtins.int | None = ...,
         weight_version_lag: builtins.int = ...,
+        closed: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_weight_version", b"_weight_version", "report", b"report", "weight_version", b"weight_version"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_weight_version", b"_weight_version", "attributes", b"attributes", "connected", b"connected", "connected_ms", b"connected_ms", "engine_id", b"engine_id", "epoch", b"epoch", "report", b"report", "running_requests", b"running_requests", "seen_ms", b"seen_ms", "shard", b"shard", "weight_version", b"weight_version", "weight_version_lag", b"weight_version_lag"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_weight_version", b"_weight_version", "attributes", b"attributes", "closed", b"closed", "connected", b"connected", "connected_ms", b"connected_ms", "engine_id", b"engine_id", "epoch", b"epoch", "report", b"report", "running_requests", b"running_requests", "seen_ms", b"seen_ms", "shard", b"shard", "weight_version", b"weight_version", "weight_version_lag", b"weight_version_lag"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_weight_version", b"_weight_version"]) -> typing.Literal["weight_version"] | None: ...
 
 global___AgentInfo = AgentInfo

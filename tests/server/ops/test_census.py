@@ -64,7 +64,7 @@ def test_states_and_missing_cells_follow_the_traces(server):
     }
     assert set(found) == {
         "not_captured", "kv_unknown", "queue_full", "invalid_ids", "agent_lost", "rejected",
-        "corrupt", "aborted", "ambiguous",
+        "agent_closed", "corrupt", "aborted", "ambiguous",
     }  # fmt: skip
 
     feeder.finish(running, 21)

@@ -42,6 +42,7 @@ class ChunkMaker:
         self.transfer_ids: list[str] = []
         self.frames: list[bytes] = []
         self.frame_rows: list[int] = []
+        self.closed = False
 
     def op(self, kind: OpKind, request: str | None = None, *, blocks=(), **fields) -> None:
         op = np.zeros(1, OP)
@@ -73,6 +74,7 @@ class ChunkMaker:
             frame_rows=np.array(self.frame_rows, U32).tobytes(),
             token_digests=np.array(self.digests, DIGEST).tobytes(),
             transfer_ids=self.transfer_ids,
+            closed=self.closed,
         ).SerializeToString()
         return seal(sequence, header, b"".join(self.frames))
 
@@ -260,7 +262,7 @@ class Feeder:
         self.version = UNKNOWN_VERSION if version is None else version
 
     def flush(self) -> None:
-        if not self.chunk.ops:
+        if not self.chunk.ops and not self.chunk.closed:
             return
         chunk = self.chunk.make(self.sequence)
         self.last = chunk.SerializeToString()
@@ -270,6 +272,8 @@ class Feeder:
         self.sequence += 1
         self.chunk = ChunkMaker(self.layout)
 
-    def close(self) -> None:
+    def close(self, *, closed: bool = False) -> None:
+        """End the stream; `closed`: as an agent that was closed, else as one that is gone."""
+        self.chunk.closed = closed
         self.flush()
         self.stream.close()

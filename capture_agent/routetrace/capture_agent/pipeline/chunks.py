@@ -269,9 +269,9 @@ class ChunkBuilder:
             self._num_slots += len(part)
             self.nbytes += part.nbytes
 
-    def seal(self) -> None:
-        """Turn the pending ops and frames into a chunk."""
-        if not self._ops:
+    def seal(self, *, closed: bool = False) -> None:
+        """Turn the pending ops and frames into a chunk; `closed`: the last one, in any case."""
+        if not self._ops and not closed:
             return
         frames = encode_frames(
             self._frames, self._layout, codec=self._codec, level=LEVEL, validate=False
@@ -287,6 +287,7 @@ class ChunkBuilder:
             frame_rows=np.array([len(f) for f in self._frames], U32).tobytes(),
             token_digests=b"".join(digests.tobytes() for digests in self._digests),
             transfer_ids=self._transfer_ids,
+            closed=closed,
         )
         chunk = Chunk(header.SerializeToString(), b"".join(frames), self._rows)
         self._clear()
@@ -298,7 +299,7 @@ class ChunkBuilder:
         If that was refused as well, the replacement is a RESET alone, for a new epoch.
         """
         old = pb.ChunkHeader.FromString(chunk.header)
-        new = pb.ChunkHeader(layout=self._layout_proto)
+        new = pb.ChunkHeader(layout=self._layout_proto, closed=old.closed)
         ops = [(OpKind.RESET, *[0] * 12)]
         if not chunk.degraded:
             new.request_ids.extend(old.request_ids)

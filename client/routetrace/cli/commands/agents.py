@@ -29,7 +29,7 @@ from routetrace.cli.output import (
     write_json,
 )
 from routetrace.cli.rates import Rates
-from routetrace.client import AgentStat
+from routetrace.client import AgentStat, AgentState
 from routetrace.common.errors import NotFound, counted
 
 #: Columns of the table; those that end in a space are right-aligned.
@@ -192,7 +192,7 @@ def _rate(agent: AgentStat, now: datetime, rates: Rates) -> float | None:
 
 def _row(agent: AgentStat, now: datetime) -> list[Any]:
     seen = "?" if agent.seen_at is None else age(now - agent.seen_at)
-    since = "gone"
+    since: str = agent.state.value
     if agent.connected and agent.connected_at is not None:
         since = age(now - agent.connected_at)
     weights = "" if agent.weight_version is None else str(agent.weight_version)
@@ -223,5 +223,7 @@ def _totals(found: Sequence[AgentStat], run: str) -> str:
         return f"run {run!r} has no agents"
     connected = [agent for agent in found if agent.connected]
     text = f"{counted(len(found), 'agent')}, {len(connected)} connected"
+    if closed := sum(agent.state is AgentState.CLOSED for agent in found):
+        text += f", {closed} closed"
     versions = [a.weight_version for a in connected if a.weight_version is not None]
     return f"{text}; newest weight version {max(versions)}" if versions else text

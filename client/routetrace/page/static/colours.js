@@ -9,6 +9,7 @@ const MISSING = {
   corrupt: ["#101418", "#ffffff"],
   queue_full: ["#d5560f", "#f0743a"],
   agent_lost: ["#8f0f72", "#c24f9c"],
+  agent_closed: ["#4b2a1a", "#894506"],
   rejected: ["#3fa0dc", "#7fd0f5"],
   invalid_ids: ["#4c5400", "#b3c430"],
   not_captured: ["#e8a21f", "#ffd27a"],

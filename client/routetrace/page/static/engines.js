@@ -27,9 +27,11 @@ export function enginesCard() {
       table.scrollIntoView({ block: "nearest" });
     },
     set(engines, href) {
-      const live = engines.filter((one) => one.state === "live").length;
-      put(count, engines.length === 0 ? "none is connected"
-        : `${fmt.int(live)} of ${fmt.int(engines.length)} on time`);
+      const [live, closed] = ["live", "closed"].map((state) =>
+        engines.filter((one) => one.state === state).length);
+      const open = engines.length - closed;
+      put(count, [open === 0 ? "none is connected" : `${fmt.int(live)} of ${fmt.int(open)} on time`,
+        ...(closed > 0 ? [`${fmt.int(closed)} closed`] : [])].join(", "));
       table.hidden = engines.length === 0;
       rows(body, engines, (one) => one.engine, make, (row, one) => fill(row, one, href));
     },
@@ -58,7 +60,8 @@ function fill(row, one, href) {
   const [, , lag, , flight, queued, dropped, weights, agent, host, seen] = row.children;
   attr(link, "href", href({ engine: one.engine }));
   put(link.firstChild, plain(one.engine));
-  put(shards, names(one.shards));
+  const closed = one.state === "closed" ? "" : names(one.shards_closed);
+  put(shards, [names(one.shards), closed && `(closed: ${closed})`].filter(Boolean).join(" "));
   const missing = names(one.shards_gone);
   put(gone, missing && `without ${missing}`);
   state.set(one.state);

@@ -64,6 +64,7 @@ export const SHAPES = {
 
 SHAPES.live = SHAPES.complete;
 SHAPES.dropping = SHAPES.incomplete;
+SHAPES.closed = SHAPES.running;
 
 export const shapeBox = () =>
   s("svg", { viewBox: "0 0 10 10", width: 10, height: 10, "aria-hidden": "true" });

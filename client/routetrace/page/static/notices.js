@@ -70,7 +70,7 @@ export function noticesOf(run) {
   } else if (found.length === 0) {
     found.push({
       key: "well", tone: "good", subject: "All is well.",
-      rest: run.engines.length > 0
+      rest: run.engines.some((one) => one.state !== "closed")
         ? " Every engine is on time, and every trace that has ended is whole."
         : " Every trace that has ended is whole. No engine is connected.",
       advice: "", links: [],

@@ -16,6 +16,12 @@ const REASONS = {
     "The agent went away during the request, and what it had not sent went with it.",
     "Look at the engine's log at that time: a crash, a restart, or a cut network.",
   ],
+  agent_closed: [
+    "Agent closed",
+    "The agent was closed during the request, and finish() was never called for it.",
+    "Call finish() for each request before close(); let vLLM and SGLang end or abort theirs " +
+      "before they are shut down.",
+  ],
   rejected: [
     "Rejected",
     "The server refused the chunk that held these cells.",

@@ -25,8 +25,12 @@ const FACTS = [
 
 const CUT = "The end of this request was never reported, so its number of tokens is not known. " +
   reason("agent_lost").remedy;
+const CLOSED = `${reason("agent_closed").words} So its number of tokens is not known. ${
+  reason("agent_closed").remedy}`;
 const HANDED_OVER = "This request was handed over to another engine, which has not reported that " +
   "it went on. Look at the log of that engine, and whether its capture uses the same trace ids.";
+
+const ENDS = { handoff: HANDED_OVER, closed: CLOSED };
 
 const namesOf = (names) => (names.length > 3
   ? `${names.slice(0, 2).map(plain).join(", ")} and ${names.length - 2} more`
@@ -71,7 +75,7 @@ export function factsCard(expertsAt) {
         put(load, `Load of experts${same.length > 0 ? `: same ${same.join(" and ")}` : ""}`);
       }
       cut.hidden = !isCut(trace);
-      put(cut, trace.finish_reason === "handoff" ? HANDED_OVER : CUT);
+      put(cut, ENDS[trace.finish_reason] ?? CUT);
       course.set(trace.timeline);
     },
   };

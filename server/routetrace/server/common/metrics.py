@@ -40,6 +40,7 @@ class Metrics:
         )
         self.rejected = counter("ingest_rejected_total", "Chunks refused.", "kind")
         self.commit = histogram("commit_seconds", "Time from arrival of a record to its commit.")
+        self.agents_closed = counter("agents_closed_total", "Agents that were closed.")
         self.agents_lost = counter("agents_lost_total", "Agents lost after agent_timeout_seconds.")
         self.fenced = counter(
             "agents_fenced_total", "Agents refused: a later one has their engine_id.", "run"

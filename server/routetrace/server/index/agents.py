@@ -40,8 +40,12 @@ class Agents:
 
     @property
     def connected(self) -> list[WriterKey]:
-        """Writers whose stream is open."""
-        return list(self._sessions)
+        """Writers whose stream is open, and whose agent was not closed."""
+        return [key for key in self._sessions if self._is_connected(key)]
+
+    def _is_connected(self, key: WriterKey) -> bool:
+        writer = self._state.writers.get(key)
+        return key in self._sessions and not (writer and writer.closed)
 
     def reports(self) -> dict[WriterKey, pb.Heartbeat]:
         """Return the last heartbeat of each agent, disconnected ones included."""
@@ -149,7 +153,7 @@ class Agents:
 
     def weight_versions(self) -> dict[WriterKey, int]:
         """Return the weight version of the last rows of each connected agent that has any."""
-        writers = ((key, self._state.writers.get(key)) for key in self._sessions)
+        writers = ((key, self._state.writers.get(key)) for key in self.connected)
         return {key: w.weight_version for key, w in writers if w and w.weight_version is not None}
 
     def newest_weight_version(self, run: str) -> int | None:
@@ -164,7 +168,7 @@ class Agents:
         return pb.AgentInfo(
             engine_id=key.engine_id,
             shard=key.shard,
-            connected=key in self._sessions,
+            connected=self._is_connected(key),
             epoch=writer.epoch,
             connected_ms=int(self._opened.get(key, 0) * 1000),
             seen_ms=int(self._seen.get(key, 0) * 1000),
@@ -173,4 +177,5 @@ class Agents:
             running_requests=len(writer.live),
             weight_version=version,
             weight_version_lag=lag,
+            closed=writer.closed,
         )

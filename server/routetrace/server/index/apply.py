@@ -34,7 +34,7 @@ from routetrace.server.index.chunk import (
     ParsedChunk,
     parse_header,
 )
-from routetrace.server.index.control import CONTROL, key_of, lose_track
+from routetrace.server.index.control import CONTROL, close_requests, key_of, lose_track
 from routetrace.server.index.records.record import Sums, decode_record
 from routetrace.server.index.state import Frames, State
 from routetrace.server.index.traces import refs
@@ -109,6 +109,9 @@ def _apply_chunk(
         np.cumsum(chunk.frame_lengths, out=offsets[1:])
         state.hold(number, Frames(offsets, writer.layout, writer.key.run, writer.token))
     yield from _Applier(state, writer, chunk, number, now).run()
+    writer.closed = chunk.closed
+    if chunk.closed:
+        yield from close_requests(state, writer, now)
     _count(writer, change)
     state.touched.add(writer.key)
     return True

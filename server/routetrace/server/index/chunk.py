@@ -3,6 +3,8 @@
 A chunk that passes can be stored and applied. Routing is not decoded: only frame headers are read.
 """
 
+# Over 400 lines: one check after another of the fields of one message.
+
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator, Sequence
@@ -85,6 +87,8 @@ class ParsedChunk:
     token_digests: npt.NDArray[Any]
     """records.DIGEST."""
     transfer_ids: list[str]
+    closed: bool
+    """Whether it is the last one of an agent that was closed."""
 
 
 def check_begin(begin: pb.RequestBegin) -> None:
@@ -158,6 +162,7 @@ def parse_in_steps(
         frame_rows=unpack(header.frame_rows, U32, "frame_rows"),
         token_digests=unpack(header.token_digests, DIGEST, "token_digests"),
         transfer_ids=transfer_ids,
+        closed=header.closed,
     )
     _check_frames(chunk, layout.row_bytes)
     yield

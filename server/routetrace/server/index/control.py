@@ -11,6 +11,7 @@ from routetrace.server.index.records.record import hash_of_bind, layout_from_sto
 from routetrace.server.index.slot_map import SlotMap
 from routetrace.server.index.state import State, engine_key
 from routetrace.server.index.traces.sources import Source, WriterKey
+from routetrace.server.index.traces.spans import FOREVER, SpanList
 from routetrace.server.index.traces.tombstones import Fate
 from routetrace.server.index.writer import Writer
 from routetrace.stored import format5_pb2 as stored
@@ -38,6 +39,24 @@ def lose_track(state: State, writer: Writer) -> Generator[None, None, None]:
         source.lose_track()
     # The rest of a request whose trace was deleted must not become a trace.
     writer.live = {name: known for name, known in writer.live.items() if known[1].forgotten}
+
+
+def close_requests(state: State, writer: Writer, now: float) -> Generator[None, None, None]:
+    """Note that no call of the live requests will come, as their agent was closed.
+
+    Their drafts stay unconfirmed.
+    """
+    for index, name in enumerate([*writer.live], 1):
+        key, source = writer.live.pop(name)
+        source.closed, source.blocks, source.cached, source.drafts = True, [], 0, SpanList()
+        lost = source.lost.get(len(source.attempts) - 1)
+        last = lost[len(lost) - 1] if lost else None
+        if last and last.stop == FOREVER and last.provenance == pb.MISSING_REASON_AGENT_LOST:
+            source.lose(last.position, FOREVER, pb.MISSING_REASON_AGENT_CLOSED)
+        if not source.forgotten and (trace := state.trace(key, now)):
+            state.touch(trace, now)
+        if not index % _LOST:
+            yield
 
 
 def _apply_open(state: State, change: stored.Open, _: float) -> Generator[None, None, Writer]:

@@ -53,6 +53,8 @@ class Writer:
     """Hash of its model; 0: unknown."""
     says_unknown_versions: bool = True
     """Whether rows of an unknown weight version say so; else version 0 is unknown."""
+    closed: bool = False
+    """Whether its agent was closed."""
     torn: bool = False
     """Whether a replay has passed damaged records, which may be of this writer."""
     live: dict[str, tuple[TraceKey, Source]] = field(default_factory=dict)
@@ -71,6 +73,7 @@ def dump_writer(message: stored.Writer, writer: Writer) -> None:
     if writer.weight_version is not None:
         message.weight_version = writer.weight_version
     message.model, message.says_unknown_versions = writer.model, writer.says_unknown_versions
+    message.closed = writer.closed
     message.recent = b"".join(_RECENT.pack(n, *sums) for n, sums in writer.recent.items())
     for request_id, ((_, trace_id), source) in writer.live.items():
         live = message.live.add(request_id=request_id, trace_id=trace_id)
@@ -99,6 +102,7 @@ def load_writer(message: stored.Writer, traces: Mapping[TraceKey, Trace]) -> Wri
         message.weight_version if message.HasField("weight_version") else None,
         message.model,
         message.says_unknown_versions,
+        message.closed,
     )
     for number, header, payload in _RECENT.iter_unpack(message.recent):
         writer.recent[number] = Sums(header, payload)

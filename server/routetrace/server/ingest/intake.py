@@ -175,6 +175,7 @@ class Intake:
             self._metrics.commit.observe(took)
             if counted:
                 self._history.stored(writer.key, rows, chunk.nbytes, took)
+                self._metrics.agents_closed.inc(parsed.closed)
             self._stored(session, sequence, rows if counted else None, error)
 
         try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from routetrace.server.common.slices import Turns
 from routetrace.server.read.read_log import Reads
 from routetrace.server.rows.preparing import prepare_standing
-from routetrace.server.rows.reader import Reader, reason_name
+from routetrace.server.rows.reader import Reader, finish_reason_of
 from routetrace.server.rows.served import Known, Row
 from routetrace.server.rows.view import Selection
 from routetrace.v1 import routetrace_pb2 as pb
@@ -110,7 +110,7 @@ def _incarnation(reader: Reader, known: Known) -> pb.IncarnationInfo:
     return pb.IncarnationInfo(
         number=request.number,
         state=reader.state_of(known),  # type: ignore[arg-type]
-        finish_reason=reason_name(max(s.finish_reason for s in request.sources)),
+        finish_reason=finish_reason_of(request),
         num_tokens=known.num_tokens,
         num_rows=known.num_rows,
         begun_ms=_ms(request.began),

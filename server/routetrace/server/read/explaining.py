@@ -65,6 +65,11 @@ _REASONS = {
         "the agent was lost during the request",
         "look in the engine's log for why its process ended; the row does not come back",
     ),
+    pb.MISSING_REASON_AGENT_CLOSED: (
+        "the agent was closed, and finish() was never called for the request",
+        "call finish() for each request before close(); with vLLM or SGLang, end or abort the "
+        "requests before the engine is shut down",
+    ),
     pb.MISSING_REASON_REJECTED: (
         "the server refused the chunk that held the row",
         "look for the cause in the logs of agent and server",

@@ -17,7 +17,7 @@ from routetrace.server.index.agents import Agents
 from routetrace.server.index.journal import Clock
 from routetrace.server.index.state import State
 from routetrace.server.index.traces import refs
-from routetrace.server.index.traces.lineage import Incarnation
+from routetrace.server.index.traces.lineage import Incarnation, Request
 from routetrace.server.index.traces.spans import merge
 from routetrace.server.index.traces.trace import Trace
 from routetrace.server.rows.absence import no_incarnation, no_request, no_trace
@@ -168,7 +168,8 @@ class Reader:
             s.external and (s.received_by or len(s.digests))
             for s in known.incarnation.request.sources
         )
-        if state != pb.TRACE_STATE_INCOMPLETE or not (loaded and self._is_recent(known.trace)):
+        awaited = loaded and known.num_tokens and self._is_recent(known.trace)
+        if state != pb.TRACE_STATE_INCOMPLETE or not awaited:
             return state != pb.TRACE_STATE_RUNNING
         whole = self.select(known, 0, 0, ())
         missing = self.missing(state, known, whole, self.rows(known, whole))
@@ -283,7 +284,7 @@ class Reader:
             labels=incarnation.labels or None,  # an empty mapping costs as much as a full one
             incarnation=request.number,
             num_incarnations=len(trace.join.standing),
-            finish_reason=reason_name(max(s.finish_reason for s in request.sources)),
+            finish_reason=finish_reason_of(request),
             engine_ids=sorted(engines),
             num_attempts=max(len(s.attempts) for s in request.sources),
             min_weight_version=lowest or 0,
@@ -306,8 +307,10 @@ class Reader:
         sources = known.incarnation.request.sources
         if state == pb.TRACE_STATE_RUNNING:
             default = pb.MISSING_REASON_NOT_YET
-        elif any(not s.ended for s in sources):
+        elif not all(s.ended or s.closed for s in sources):
             default = pb.MISSING_REASON_AGENT_LOST
+        elif any(s.closed for s in sources):
+            default = pb.MISSING_REASON_AGENT_CLOSED
         else:
             default = pb.MISSING_REASON_NOT_CAPTURED
         others: list[Segment] = []
@@ -373,6 +376,13 @@ def _check_ranges(ranges: Sequence[tuple[int, int]], also: int) -> None:
 def reason_name(finish_reason: int) -> str:
     """Return the name of a FinishReason; "" for none."""
     return FinishReason(finish_reason).name.lower() if finish_reason else ""
+
+
+def finish_reason_of(request: Request) -> str:
+    """Return how a request ended: a FinishReason by name, "closed" without any, or ""."""
+    reason = max(source.finish_reason for source in request.sources)
+    closed = not reason and all(source.closed for source in request.sources)
+    return "closed" if closed else reason_name(reason)
 
 
 def range_of(versions: Set[int]) -> tuple[bool, int | None, int | None]:

@@ -359,18 +359,18 @@ class Capture:
         """
         self.faults += 1
         old, self._agent = self._agent, None
-        if old is not None:  # even if no other follows
-            threading.Thread(target=old.close, name="routetrace-close", daemon=True).start()
         self._deliveries.give_up()
         if self.faults > _MAX_FAULTS:
             self._ended = True
             _log.error("routetrace: capture has ended after %d faults", self.faults)
-            return
-        try:
-            self._agent = CaptureAgent(self._config, own_thread=True, predecessor=old)
-        except OSError:
-            self._ended = True
-            _log.exception("routetrace: capture has ended: no new agent")
+        else:
+            try:
+                self._agent = CaptureAgent(self._config, own_thread=True, predecessor=old)
+            except OSError:
+                self._ended = True
+                _log.exception("routetrace: capture has ended: no new agent")
+        if old is not None and self._agent is None:  # else the new one closes it
+            threading.Thread(target=old.close, name="routetrace-close", daemon=True).start()
 
 
 def _options(req: Any) -> RequestOptions | None:

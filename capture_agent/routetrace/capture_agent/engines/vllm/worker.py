@@ -330,19 +330,18 @@ class WorkerSide:
             self.faults += 1
             self._pending = None
             old, self._agent = self._agent, None
-            if old is not None:  # even if no other follows
-                threading.Thread(target=old.close, name="routetrace-close", daemon=True).start()
             self._requests.give_up(events)
             self._ended = self._config is None or self.faults > _MAX_FAULTS
             if self._config is None or self._ended:
                 _log.error(
                     "routetrace: capture has ended in this worker after %d faults", self.faults
                 )
-                return
-            try:
-                self._agent = CaptureAgent(self._config, own_thread=True, predecessor=old)
-            except OSError:
-                self._ended = True
-                _log.exception("routetrace: capture has ended in this worker: no new agent")
             else:
-                self._version = None
+                try:
+                    self._agent = CaptureAgent(self._config, own_thread=True, predecessor=old)
+                    self._version = None
+                except OSError:
+                    self._ended = True
+                    _log.exception("routetrace: capture has ended in this worker: no new agent")
+            if old is not None and self._agent is None:  # else the new one closes it
+                threading.Thread(target=old.close, name="routetrace-close", daemon=True).start()

@@ -108,6 +108,8 @@ class Source:
     unknown: dict[int, list[Interval]] = field(default_factory=dict)
     """Positions whose KV an attempt took from passes that are not known to this writer, by attempt:
     ascending, disjoint."""
+    closed: bool = False
+    """Whether its agent was closed before it ended: no call of it will come."""
     forgotten: bool = False
     """Whether its trace was deleted: the request may still run, but its rows are not served."""
     written: int = 0
@@ -282,15 +284,13 @@ def dump_source(message: stored.Source, source: Source, layouts: dict[ModelLayou
     """
     _, message.engine_id, message.shard = source.writer
     message.epoch = source.epoch
-    message.request_id = source.request_id
-    message.occurrence = source.occurrence
+    message.request_id, message.occurrence = source.request_id, source.occurrence
     message.layout = layouts[source.layout]
     message.prompt_len = source.prompt_len
     for spans in source.attempts:
         message.attempts.append(spans.tobytes())
-    message.ended = source.ended
+    message.ended, message.finish_reason = source.ended, source.finish_reason
     message.num_tokens = source.num_tokens
-    message.finish_reason = source.finish_reason
     message.written = source.written
     message.digests = source.digests.tobytes()
     if source.blocks:
@@ -314,13 +314,12 @@ def dump_source(message: stored.Source, source: Source, layouts: dict[ModelLayou
     if len(source.drafts):
         message.drafts = source.drafts.tobytes()
         message.drafts_since, message.draft_step = source.drafts_since, source.draft_step
-    message.unplaced = not source.placed
-    message.external = source.external
+    message.unplaced, message.external = not source.placed, source.external
     if source.loaded[1]:
         message.loaded_start, message.loaded_stop = source.loaded
     if source.first_pass != FOREVER:
         message.first_pass = source.first_pass
-    message.forgotten = source.forgotten
+    message.closed, message.forgotten = source.closed, source.forgotten
     if source.model:
         message.model = source.model
     if source.nonce:
@@ -358,6 +357,7 @@ def load_source(message: stored.Source, run: str, layouts: Sequence[ModelLayout]
         sampled=message.sampled,
         reported=message.reported,
         written=message.written,
+        closed=message.closed,
         forgotten=message.forgotten,
         model=message.model,
         nonce=message.nonce,
