@@ -1,4 +1,4 @@
-"""Builds the images and runs docker/compose.yaml for real: `make test-docker`.
+"""Builds the images; runs docker/compose.yaml for real, then compose.tls.yaml: `make test-docker`.
 
 With Docker where an engine answers; else with podman and buildah, in namespaces of their own, on a
 stand-in for the base image (standin.py). Says what was run and what was not.
@@ -6,11 +6,15 @@ stand-in for the base image (standin.py). Says what was run and what was not.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
+import secrets
 import shutil
 import signal
+import socket
+import ssl
 import subprocess
 import sys
 import tempfile
@@ -26,6 +30,7 @@ import standin
 
 ROOT = Path(__file__).parents[2]
 COMPOSE = ROOT / "docker/compose.yaml"
+COMPOSE_TLS = ROOT / "docker/compose.tls.yaml"
 DASHBOARD = ROOT / "docker/grafana/dashboards/routetrace.json"
 #: Queries that need not have data: of events that this run does not cause, and of agents, which
 #: have ended when Prometheus looks.
@@ -51,6 +56,13 @@ with RouteClient("127.0.0.1:7411", run="compose") as client:
     ids = sorted(stat.trace_id for stat in client.find())
     rows = {trace.trace_id: trace.topk_ids.tobytes() for trace in client.get_many(ids)}
 print(json.dumps({name: hashlib.sha256(ids).hexdigest() for name, ids in rows.items()}))
+"""
+_REACH = """
+import socket
+try:
+    socket.create_connection(("server", 7411), 10)
+except OSError as error:
+    print(type(error).__name__)
 """
 _BEGUN = time.monotonic()
 
@@ -125,9 +137,11 @@ class Engine:
     program = ""
     words: tuple[str, ...] = ()
     pulls = True
+    files = (COMPOSE,)
 
     def compose(self, *words: str) -> str:
-        return standin.call(*self.words, "-p", PROJECT, "-f", str(COMPOSE), *words)
+        files = [word for file in self.files for word in ("-f", str(file))]
+        return standin.call(*self.words, "-p", PROJECT, *files, *words)
 
     def call(self, *words: str) -> str:
         return standin.call(self.program, *words)
@@ -177,13 +191,9 @@ class Podman(Engine):
 def prove(engine: Engine) -> int:
     watchers = ["prometheus", "grafana"] if engine.pulls else ["prometheus"]
     engine.compose("up", "-d", "server", *watchers)
-    until("the server is healthy", lambda: engine.health("server") == "healthy")
-    _hardened(engine)
-
-    said = engine.compose("run", "--rm", "-T", "--no-deps", "inference")
-    expect("rows dropped {}, unsent 0" in said, "the inference node's rows are stored", said)
-    said = engine.compose("run", "--rm", "-T", "--no-deps", "trainer")
-    expect("coverage 100.0%" in said, "the trainer got every row of them", said)
+    _healthy(engine, "server")
+    _hardened(engine, "server")
+    _trained(engine)
     before = _content(engine)
     expect(len(before) == 16, "16 traces, which `routetrace verify --all` finds right", before)
 
@@ -199,15 +209,80 @@ def prove(engine: Engine) -> int:
         )
         say(f"STOOD IN: {engine.execute('prometheus', 'prometheus', '--version').splitlines()[0]}")
     engine.compose("down", "--volumes")
+    _proxied(engine)
     return 0
 
 
-def _hardened(engine: Engine) -> None:
-    user = engine.execute("server", "id", "-u").strip()
-    expect(user == "10001", "the server is not root", user)
-    expect(engine.inspect("server")["HostConfig"]["ReadonlyRootfs"], "its root is read-only", "")
+def _healthy(engine: Engine, service: str) -> None:
+    until(f"the {service} is healthy", lambda: engine.health(service) == "healthy")
+
+
+def _trained(engine: Engine) -> None:
+    said = engine.compose("run", "--rm", "-T", "--no-deps", "inference")
+    expect("rows dropped {}, unsent 0" in said, "the inference node's rows are stored", said)
+    said = engine.compose("run", "--rm", "-T", "--no-deps", "trainer")
+    expect("coverage 100.0%" in said, "the trainer got every row of them", said)
+
+
+def _proxied(engine: Engine) -> None:
+    """With TLS and tokens, all calls go through the proxy."""
+    engine.files = (COMPOSE, COMPOSE_TLS)
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ["SECRETS"] = folder
+        _make_secrets(engine, Path(folder))
+        for service in ("server", "proxy"):
+            engine.compose("up", "-d", "--no-deps", service)
+            _healthy(engine, service)
+        say(f"HAProxy: {engine.execute('proxy', 'haproxy', '-v').splitlines()[0]}")
+        _hardened(engine, "proxy")
+        _trained(engine)
+        context = ssl.create_default_context(cafile=f"{folder}/ca.pem")
+        with (
+            socket.create_connection(("127.0.0.1", 7443), 10) as raw,
+            context.wrap_socket(raw, server_hostname="server"),
+        ):
+            say("the proxy is reached from outside, with the certificate of the server")
+        found = engine.compose(
+            *("run", "--rm", "-T", "--no-deps", "--entrypoint", "python", "inference", "-c"), _REACH
+        )
+        expect("gaierror" in found, "a node that knows the proxy does not find the server", found)
+        engine.compose("down", "--volumes")
+
+
+def _make_secrets(engine: Engine, folder: Path) -> None:
+    def certify(name: str, *words: str) -> None:
+        standin.call(
+            *("openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256"),
+            *("-nodes", "-days", "2", "-subj", f"/CN={name}", "-keyout", f"{folder}/{name}.key"),
+            *("-out", f"{folder}/{name}.pem", *words),
+        )
+
+    certify("ca")
+    signed = ("-CA", f"{folder}/ca.pem", "-CAkey", f"{folder}/ca.key")
+    names = ("-addext", "subjectAltName=DNS:server", "-addext", "basicConstraints=CA:false")
+    certify("server", *signed, *names)
+    entries = []
+    for name, scope in (("node", "ingest"), ("trainer", "read")):
+        token = secrets.token_urlsafe(32)
+        (folder / f"{name}.token").write_text(token)
+        digest = hashlib.sha256(token.encode()).hexdigest()
+        entries += ["[[token]]", f'name = "{name}"', f'sha256 = "{digest}"']
+        entries += [f'scopes = ["{scope}"]', 'runs = ["compose"]']
+    (folder / "tokens.toml").write_text("\n".join(entries))
+    folder.chmod(0o755)
+    # To the user of the images, who alone may read a key.
+    engine.call(
+        *("run", "--rm", "--user=0", "--entrypoint=sh", f"--volume={folder}:/secrets"),
+        *("routetrace-server", "-c", "chown 10001:10001 /secrets/*"),
+    )
+
+
+def _hardened(engine: Engine, service: str) -> None:
+    user = engine.execute(service, "id", "-u").strip()
+    expect(user == "10001", f"the {service} is not root", user)
+    expect(engine.inspect(service)["HostConfig"]["ReadonlyRootfs"], "its root is read-only", "")
     wrote = subprocess.run(
-        [engine.program, "exec", engine.container("server"), "touch", "/opt/venv/x"],
+        [engine.program, "exec", engine.container(service), "touch", "/opt/x"],
         capture_output=True, text=True, check=False,
     )  # fmt: skip
     expect(wrote.returncode != 0 and "Read-only" in wrote.stderr, "nothing can be written", wrote)

@@ -23,6 +23,7 @@ PACKAGES = (
 SUITE = "bookworm"
 BASE_IMAGE = "localhost/python:3.11-slim"
 PROMETHEUS_IMAGE = "localhost/prometheus-of-debian"
+HAPROXY_IMAGE = "localhost/haproxy-of-debian"
 
 _STORAGE = """
 [storage]
@@ -60,6 +61,11 @@ RUN apt-get update && apt-get install -y --no-install-recommends prometheus \\
 VOLUME /prometheus
 USER nobody
 ENTRYPOINT ["/usr/bin/prometheus"]
+"""
+_HAPROXY = f"""
+FROM {BASE_IMAGE}
+RUN apt-get update && apt-get install -y --no-install-recommends haproxy
+USER haproxy
 """
 
 
@@ -113,11 +119,13 @@ def prepare(work: Path) -> dict[str, str]:
         "BUILDAH_ISOLATION": "chroot",
         "BUILDAH_FORMAT": "docker",  # the other one has no HEALTHCHECK
         "PROMETHEUS_IMAGE": PROMETHEUS_IMAGE,
+        "HAPROXY_IMAGE": HAPROXY_IMAGE,
     }
     packages = "python3,python3-venv,python3-pip,ca-certificates"
     base = str(work / "base.tar")
     call("mmdebstrap", "--variant=apt", f"--include={packages}", SUITE, base, env=environ)
-    for image, text in ((BASE_IMAGE, _BASE), (PROMETHEUS_IMAGE, _PROMETHEUS)):
+    images = {BASE_IMAGE: _BASE, PROMETHEUS_IMAGE: _PROMETHEUS, HAPROXY_IMAGE: _HAPROXY}
+    for image, text in images.items():
         file = _write(work / "Containerfile", text)
         call(
             *("buildah", "bud", "--network", "host", "--pull-never", "--quiet"),
