@@ -217,7 +217,8 @@ class Rollouts:
         for start in range(CACHED, LONG_TOKENS - 1, BLOCK_SIZE):
             if start == LOST:
                 stages[1].agent.flush(10)  # so that the hole begins here
-                os.kill(stages[1].agent.worker_pid, signal.SIGKILL)
+                # Not killed before close(): another process would take over.
+                os.kill(stages[1].agent.worker_pid, signal.SIGSTOP)
             for stage in stages:
                 stage.write(start, min(start + BLOCK_SIZE, LONG_TOKENS - 1))
             yield

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import zlib
 from collections import Counter
+from contextlib import contextmanager
 from itertools import pairwise
 
 import numpy as np
@@ -70,6 +71,7 @@ class Framed:
         self.free = list(range(32))
         self.going_on: list = []  # the last step, and the spans of one that goes on from it
         self.again = 0  # steps that were told so
+        self.unseen: set[int] = set()  # began before the framer died
 
     def tick(self) -> None:
         """Send rows that have lingered long enough."""
@@ -137,7 +139,8 @@ class Framed:
 
     def _late(self, handle, position, count):
         """The pass has written there, unless somebody else got the block since."""
-        if {p // BLOCK for p in range(position, position + count)} & self.copied[handle]:
+        copied = {p // BLOCK for p in range(position, position + count)} & self.copied[handle]
+        if copied and handle not in self.unseen:  # of their copies nothing is known
             self.naive.reset()
         for p in range(position, position + count):
             block = self.gone[handle].get(p // BLOCK)
@@ -149,19 +152,32 @@ class Framed:
         self.intake.add_blocks(np.full(len(block_ids), handle), np.array(block_ids, U32))
         self.naive.blocks(self.names[handle], block_ids)
 
+    @contextmanager
+    def _untouched(self, handle):
+        """Calls for a request that began before the framer died change no slot of others."""
+        request = self.naive.live[self.names[handle]]
+        blocks = request.blocks
+        if handle in self.unseen:
+            request.blocks = []
+        yield
+        request.blocks = blocks
+
     def rewind(self, handle, position, step=0):
         self.intake.event("rewind", handle, position, step)
         self._start(handle)
         done = step and self.last_step.get(handle, 0) > step
         if not done:
-            self.naive.rewind(self.names[handle], position)
+            with self._untouched(handle):
+                self.naive.rewind(self.names[handle], position)
         return not done
 
     def preempt(self, handle, num_tokens):
         self._start(handle)
         self._leave(handle)
         self.intake.event("preempt", handle, num_tokens)
-        self.naive.preempt(self.names[handle], num_tokens)
+        with self._untouched(handle):
+            self.naive.preempt(self.names[handle], num_tokens)
+        self.naive.live[self.names[handle]].blocks = []
         self.preempted.add(handle)
 
     def resume(self, handle, num_computed_tokens, *, block_ids=(), num_external_tokens=0):
@@ -179,7 +195,10 @@ class Framed:
         self._leave(handle)
         self.intake.event("finish", handle, num_tokens, why, tokens, 1_790_000_000_123)
         self.going_on = []
-        self.naive.finish(self.names[handle], num_tokens, why)
+        name = self.names[handle]
+        with self._untouched(handle):
+            self.naive.finish(name, num_tokens, why)
+        self.naive.request(name).blocks = []
         self.free.append(handle & (1 << LANE_BITS) - 1)
 
     def external(self, block_ids):
@@ -283,6 +302,23 @@ class Framed:
             self.naive.slots.pop(slot, None)
             if not bad:
                 self.naive.slots[slot] = (row.tobytes(), self.version)
+
+    def die(self) -> None:
+        """The framer is gone with all that it holds; another one goes on, in a new epoch."""
+        self.unseen.update(self.names)
+        self.dropped.clear()
+        self.frame_rows, self.offered = [], 0
+        self.builder = ChunkBuilder(self.layout)
+        self.intake = Intake(
+            self.layout,
+            self.block_size,
+            self.num_blocks + HOST,
+            self.intake._frame_rows,
+            self.builder,
+            self._drop,
+            follows=True,
+        )
+        self.model = Model(self.block_size)
 
     def end(self) -> None:
         self.intake.flush()
@@ -699,6 +735,92 @@ def test_what_is_dropped_for_memory_leaves_no_wrong_row(rng):
     framed.intake.report()  # as flush() of the agent does
     framed.end()
     framed.compare_lossy()
+
+
+@settings(max_examples=50)
+@given(SEEDS, st.sampled_from([0.0, 0.05]), st.sampled_from([0.0, 0.1]))
+def test_a_framer_that_follows_a_dead_one_sends_what_began_since_and_no_wrong_row(
+    rng, invalid, losses
+):
+    framed = Framed(frame_rows=rng.choice([1, 4, 16, 64]), linger=rng.choice([0, 2, 1e9]))
+    engine = Reckless(framed, rng, invalid, losses)
+    since = 0
+    deaths = {rng.randint(1, 60) for _ in range(rng.randint(1, 2))}
+    for action in range(80):
+        if action in deaths:
+            framed.die()
+            since = len(framed.naive.requests)
+        engine.act()
+        framed.now += rng.choice([0, 1])
+        if rng.random() < 0.1:
+            framed.tick()
+        if rng.random() < 0.1:
+            framed.seal()
+    framed.end()
+    framed.compare_lossy()
+    began = framed.naive.requests[since:]
+    assert [r.request_id for r in framed.model.requests] == [r.request_id for r in began]
+    for ours, truth in zip(framed.model.requests, began, strict=True):
+        assert [a.rows for a in ours.attempts] == [a.rows for a in truth.attempts]
+        assert ours.lost_positions(FULL) == truth.lost_positions(FULL)
+        assert (ours.index, ours.num_tokens) == (truth.index, truth.num_tokens)
+
+
+def test_a_late_row_of_a_request_of_before_makes_shared_slots_unknown():
+    """Its blocks are not known; another request writes into one that it shares in part."""
+    framed, rows = Framed(), valid_rows(8)
+    before = framed.begin("before", block_ids=[3, 4])
+    framed.step(rows[:1], [(before, 0, 1)])
+    framed.die()
+    framed.finish(before, 2)
+    sharing = framed.begin("sharing", num_computed_tokens=1, block_ids=[3])
+    other = framed.begin("other", block_ids=[9])
+    framed.step(rows[1:4], [(sharing, 1, 1), (sharing, 2, 1), (other, 0, 1)])
+    framed.step(rows[4:5], [(sharing, 3, 1)])
+    framed.intake.flush()
+    framed.seal()
+    assert {3 * BLOCK + 1, 9 * BLOCK} <= framed.model.slots.keys()
+    framed.step(rows[5:6], [(before, 1, 1)])
+    framed.end()
+    assert 3 * BLOCK + 1 not in framed.model.slots
+    framed.compare_lossy()
+
+
+def test_late_rows_of_requests_of_before_leave_the_slots_of_others():
+    framed, rows = Framed(), valid_rows(8)
+    before = framed.begin("before", block_ids=[3, 4])
+    framed.step(rows[:1], [(before, 0, 1)])
+    framed.die()
+    after = framed.begin("after", block_ids=[5])
+    framed.step(rows[1:3], [(after, 0, 1), (before, 1, 1)])
+    framed.finish(before, 3)
+    framed.step(rows[3:5], [(after, 1, 1), (before, 2, 1)])
+    framed.end()
+    assert framed.model.slots.keys() == {5 * BLOCK, 5 * BLOCK + 1}
+    assert framed.dropped == {Word.UNSEEN: 1}
+
+
+def test_a_resume_without_memory_into_a_block_shared_in_part_makes_it_not_new():
+    """So a late row of the request that held the block before makes its slot unknown."""
+    framed, rows = Framed(), valid_rows(8)
+    former = framed.begin("former", block_ids=[3])
+    framed.step(rows[:1], [(former, 0, 1)])
+    framed.preempt(former, 1)
+    framed.intake.pressure = Pressure.FULL
+    unnamed = framed.begin("unnamed", block_ids=[6])
+    framed.preempt(unnamed, 0)
+    framed.intake.pressure = Pressure.NORMAL
+    framed.resume(unnamed, 1, block_ids=[3])
+    framed.finish(unnamed, 2)
+    last = framed.begin("last", num_computed_tokens=1, block_ids=[3])
+    framed.step(rows[1:3], [(last, 1, 2)])
+    framed.step(rows[3:4], [(last, 3, 1)])
+    framed.intake.flush()
+    framed.seal()
+    assert 3 * BLOCK + 1 in framed.model.slots
+    framed.step(rows[4:5], [(former, 1, 1)])
+    framed.end()
+    assert 3 * BLOCK + 1 not in framed.model.slots
 
 
 @settings(max_examples=30)

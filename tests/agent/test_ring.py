@@ -5,10 +5,14 @@ from __future__ import annotations
 import itertools
 import mmap
 import pickle
+import random
+import sys
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,6 +21,7 @@ from hypothesis import strategies as st
 
 from routetrace.capture_agent.link import WorkerLink
 from routetrace.capture_agent.step_path import feed as feed_module
+from routetrace.capture_agent.step_path import ring as ring_module
 from routetrace.capture_agent.step_path.feed import AGAIN, BLOCKS, EVENT, RECORD, Feed, rows_at
 from routetrace.capture_agent.step_path.ring import Ring
 from routetrace.common.errors import InvalidArgument
@@ -100,6 +105,71 @@ def test_nothing_is_seen_before_commit_and_a_second_reservation_is_refused():
     assert consumer.peek() is None
     producer.commit()
     assert read(consumer) == b"first"
+
+
+class Killed(BaseException):
+    """A consumer that is killed between two lines of its code."""
+
+
+def killed_after(lines: int, call: Callable[[], object]) -> bool:
+    """Kill a call after so many lines of the ring's code; return False if it ended before."""
+    left = lines
+
+    def trace(frame: Any, event: str, _: object) -> Any:
+        nonlocal left
+        if frame.f_code.co_filename != ring_module.__file__:
+            return None
+        if event == "line":
+            left -= 1
+            if left < 0:
+                raise Killed
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        call()
+    except Killed:
+        return True
+    finally:
+        sys.settrace(before)
+    return False
+
+
+@given(st.integers(400, 1600), st.integers(0, 1 << 32).map(random.Random))
+def test_another_consumer_goes_on_wherever_one_is_killed(size, rng):
+    memory = memoryview(mmap.mmap(-1, size))
+    producer, consumer = Ring(memory), Ring(memory)
+    expected: deque[bytes] = deque()
+    number = counted = 0
+
+    def consume() -> bytes | None:
+        record = consumer.peek()
+        if record is None:
+            return None
+        data = bytes(record)
+        consumer.consume(1 + len(data))
+        return data
+
+    for _ in range(300):
+        if rng.random() < 0.5:
+            number = (number + 1) % 256
+            data = bytes([number]) * rng.randint(0, rng.choice((8, 200)))
+            if write(producer, data):
+                expected.append(data)
+            continue
+        read_before = producer.read
+        if rng.random() < 0.5:
+            assert consume() == (expected[0] if expected else None)
+        elif killed_after(rng.randint(0, 30), consume):
+            consumer = Ring(memory)
+        # What was consumed is counted, and nothing else is, whenever it was killed.
+        if producer.read > read_before:
+            counted += 1 + len(expected.popleft())
+        assert producer.consumed == consumer.consumed == counted
+    while expected:
+        assert consume() == expected.popleft()
+    assert consume() is None
 
 
 def test_two_threads():

@@ -7,8 +7,9 @@ import socket
 from typing import Any
 
 import numpy as np
+import pytest
 
-from routetrace.capture_agent import AgentConfig
+from routetrace.capture_agent import AgentConfig, counters
 from routetrace.capture_agent.counters import COUNTER_BYTES
 from routetrace.capture_agent.step_path.feed import Feed
 from routetrace.capture_agent.step_path.ring import Ring
@@ -37,6 +38,7 @@ class Background:
         self.clock = Clock()
         config = AgentConfig("127.0.0.1:1", "e0", LAYOUT, **settings)
         memory = memoryview(mmap.mmap(-1, COUNTER_BYTES + (1 << 16)))
+        self.words = memory[:COUNTER_BYTES].cast("Q")
         self.worker = Worker(config, memory, socket.socket(), 0, clock=self.clock.monotonic)
         self.sender = self.worker.sender
         self.sender.open()
@@ -87,6 +89,30 @@ def test_rows_that_are_due_soon_go_in_the_chunk_that_events_are_due_for():
     assert background.sent[1:] == [[OpKind.BEGIN, OpKind.ROWS]]
     background.at(1.2)
     assert len(background.sent) == 2
+
+
+def test_a_record_counts_whole_or_not_at_all(monkeypatch):
+    """It is read again by the next background if this one is killed before it was consumed."""
+    background = Background()
+    handle = background.begin()
+    background.feed.event("preempt", 0, handle=handle)
+    background.at(0.0)
+    background.row(handle, 0)  # late
+
+    def killed(*_: int) -> None:
+        raise SystemExit
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Ring, "consume", killed)
+        with pytest.raises(SystemExit):
+            background.at(0.1)
+    assert counters.read(background.words, None).dropped_rows == {}
+    background = Background()
+    handle = background.begin()
+    background.feed.event("preempt", 0, handle=handle)
+    background.row(handle, 0)
+    background.at(0.0)
+    assert counters.read(background.words, None).dropped_rows == {"late": 1}
 
 
 def test_rows_that_are_due_later_stay():

@@ -20,6 +20,7 @@ SHARES: dict[str, dict[str, Options]] = {
         "order": {"runs": 2, "actions": 100, "real_runs": 1, "real_actions": 30},
         "disk": {"disks": 1},
         "lost_agent": {},
+        "background": {"kills": 1},
         "drain": {"restarts": 1},
         "images": {"images": 5, "flips": 100},
         "power": {"images": 100},
@@ -32,6 +33,7 @@ SHARES: dict[str, dict[str, Options]] = {
         "order": {"runs": 6, "actions": 300, "real_runs": 3, "real_actions": 150},
         "disk": {"disks": 3},
         "lost_agent": {"runs": 2},
+        "background": {"kills": 5},
         "clocks": {"runs": 2, "jumps": 6},
         "readers": {
             "reads": 4000,
@@ -55,6 +57,7 @@ SHARES: dict[str, dict[str, Options]] = {
         "order": {"runs": 300, "actions": 500, "real_runs": 10, "real_actions": 300},
         "disk": {"disks": 10},
         "lost_agent": {"runs": 5},
+        "background": {"kills": 200},
         "clocks": {"runs": 5, "jumps": 20},
         "readers": {
             "reads": 10000,

@@ -119,6 +119,72 @@ FAULTS = (
         "agent/test_ends.py::test_a_flush_does_not_wait_for_a_background_that_was_given_up",
     ),
     fault(
+        "a background that died is the last one",
+        f"{AGENT}/supervisor.py",
+        "self.gave_up = last or (",
+        "self.gave_up = True or (",
+        "agent/test_restart.py::"
+        "test_a_killed_background_is_reported_once_and_later_requests_are_sent",
+    ),
+    fault(
+        "the next background begins at the front of the ring",
+        f"{AGENT}/step_path/ring.py",
+        "self._place = (self._read - self._cursors[_FRONT]) % size",
+        "self._place = 0",
+        "agent/test_ring.py::test_another_consumer_goes_on_wherever_one_is_killed",
+    ),
+    fault(
+        "rows that a dead background held count as in flight",
+        f"{AGENT}/counters.py",
+        "    words[Word.AGENT_LOST] += lost\n",
+        "",
+        "agent/test_restart.py::test_backgrounds_that_die_again_and_again",
+    ),
+    fault(
+        "drops of a record count before it is consumed",
+        f"{AGENT}/worker.py",
+        "        if self._taking:\n            self._drops.append((word, rows))\n        else:\n"
+        "            self._words[word] += rows\n",
+        "        self._words[word] += rows\n",
+        "agent/test_worker.py::test_a_record_counts_whole_or_not_at_all",
+    ),
+    fault(
+        "late rows of requests of before leave the slots that they may have written",
+        f"{AGENT}/pipeline/framer.py",
+        "(handle in self._unseen and not self._shares)",
+        "handle in self._unseen",
+        "agent/test_framer.py::test_a_late_row_of_a_request_of_before_makes_shared_slots_unknown",
+    ),
+    fault(
+        "a block that is shared in part counts as new",
+        f"{AGENT}/pipeline/framer.py",
+        "            self._owners.allocate(blocks[cached:])\n",
+        "            self._owners.allocate(blocks)\n",
+        "agent/test_framer.py::"
+        "test_a_resume_without_memory_into_a_block_shared_in_part_makes_it_not_new",
+    ),
+    fault(
+        "rows of an epoch whose background died are called corrupt",
+        f"{SERVER}/index/control.py",
+        "agent_lost if change.restarted else corrupt",
+        "corrupt",
+        "system/test_restarts.py::test_rows_that_a_lost_call_took_back_are_not_served",
+    ),
+    fault(
+        "close reports no lost rows",
+        f"{AGENT}/link.py",
+        "        if rows or self.words[Word.QUEUED_BYTES] or self.ring.read < self.ring.written:\n",
+        "        if False:\n",
+        "agent/test_restart.py::test_close_reports_rows_of_a_background_that_is_stopped",
+    ),
+    fault(
+        "close gives a background that starts no time",
+        f"{AGENT}/agent.py",
+        "            self._link.wait_until_up(time.monotonic() + _START_S)\n",
+        "            pass\n",
+        "agent/test_restart.py::test_a_short_script_on_a_busy_machine_loses_nothing",
+    ),
+    fault(
         "close writes the backlog without the lock",
         f"{AGENT}/agent.py",
         "            with self._lock:  # a flush() under way in another thread drains as well\n",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from faults.check import Known, Violation, compare
-from faults.scenarios import cut, kill, lost_agent, order, power
+from faults.scenarios import background, cut, kill, lost_agent, order, power
 from faults.scenarios.order import Inline, Model, carry_out, draw
 from faults.script import Script
 
@@ -49,6 +49,13 @@ def test_resets_and_lost_replies_leave_each_chunk_stored_once():
 def test_a_trace_whose_agent_was_killed_ends_with_that_reason():
     figures = lost_agent.once(SEED, "killed")
     assert figures["lost_after_killed_s"] < 3
+
+
+@pytest.mark.long
+def test_a_killed_background_costs_what_ran_and_nothing_else():
+    figures = background.run(SEED, kills=2)
+    assert figures["complete"] > 0
+    assert figures["agent_lost_rows"] > 0
 
 
 def _served(stored: int) -> tuple[Inline, Model, Script]:

@@ -23,7 +23,7 @@ import numpy.typing as npt
 
 from routetrace.capture_agent import counters
 from routetrace.capture_agent.config import AgentConfig, config_of
-from routetrace.capture_agent.counters import AgentStats, CloseReport, Ended, Word
+from routetrace.capture_agent.counters import AgentStats, CloseReport, Word
 from routetrace.capture_agent.link import WorkerLink
 from routetrace.capture_agent.pipeline.window import last_bad
 from routetrace.capture_agent.step_path.checks import (
@@ -62,6 +62,14 @@ _OFFERED = int(Word.OFFERED)
 _MAX_BEGUN = 1 << 62
 #: Most late spans of one record, so that it fits into the smallest ring.
 _LATE_SPANS = 1 << 10
+#: Most seconds that close() waits for a background that is being started, beside its own time.
+_START_S = 60.0
+#: Logged once, with engine, run and process.
+_STUCK = (
+    "routetrace: engine %r of run %r: the background of the agent (process %d) does not read what "
+    "the engine reports; nothing is captured until the engine restarts: look why the process is "
+    "stopped, or gets no processor time"
+)
 _log = logging.getLogger(__name__)
 
 _REASONS = {reason.name.lower(): reason for reason in FinishReason}
@@ -591,14 +599,11 @@ class CaptureAgent:
             for at in range(0, len(rows), most):
                 self._send_step(_cut(spans, at, at + most), rows[at : at + most])
             return
-        bad, unmarked = self._feed.bad_cells(rows), 0
+        bad = self._feed.bad_cells(rows)
         if bad is not None and not self._markable:
             lost = np.any(bad, axis=1)
-            unmarked = int(lost.sum())
             self._event("bad", self._step, np.packbits(lost).tobytes())
-        if self._feed.step(spans, rows, self._step, self._weight_version, bad):
-            self._words[Word.UNMARKABLE] += unmarked
-        else:
+        if not self._feed.step(spans, rows, self._step, self._weight_version, bad):
             self._refuse(len(rows))
             self._lose(spans, pb.MISSING_REASON_QUEUE_FULL)
 
@@ -643,7 +648,8 @@ class CaptureAgent:
             timeout: seconds to wait for the server's acknowledgement; 0 does not wait.
 
         Returns:
-            True once none of it is in flight; False after the timeout, or if the background ended.
+            True once none of it is in flight; False after the timeout, or if the background ended
+            or died.
 
         Raises:
             InvalidArgument: if `timeout` is wrong.
@@ -655,12 +661,15 @@ class CaptureAgent:
                 return False
             self._flushes += 1
             token = self._flushes
+            deaths = self._link.deaths
             self._event("flush", token)
             self._link.wake()
         while self._words[Word.FLUSHED] < token:
             left = deadline - time.monotonic()
             if left <= 0 or self._closed or self._abandoned or self._link.leftover:
                 return self._words[Word.FLUSHED] >= token
+            if self._link.deaths > deaths:  # the background died, maybe with the flush
+                return False
             self._link.wait(min(left, 0.05))
             with self._lock:
                 self._feed.drain()
@@ -668,7 +677,7 @@ class CaptureAgent:
 
     @property
     def worker_pid(self) -> int:
-        """Id of the process that the background runs in."""
+        """Id of the process that the background runs in, of the last one where one died."""
         return self._link.pid
 
     def stats(self) -> AgentStats:
@@ -680,8 +689,11 @@ class CaptureAgent:
     def close(self, timeout: float | None = None) -> CloseReport:
         """Send the rest and end; readers of running requests learn that no end will come.
 
+        Rows that are lost, as time runs out or the background died, are also logged, as a warning.
+
         Args:
-            timeout: seconds in total; the configuration's close_timeout_seconds if None.
+            timeout: seconds in total. None: the configuration's close_timeout_seconds, from when
+                the background works; a start may take up to 60 s more.
 
         Returns:
             Final counters of the rows; a second call returns the same report.
@@ -689,11 +701,12 @@ class CaptureAgent:
         Raises:
             InvalidArgument: if `timeout` is wrong; the agent stays open.
         """
-        if timeout is None:
-            timeout = self.config.close_timeout_seconds
-        deadline = time.monotonic() + _wait(timeout)
+        seconds = _wait(self.config.close_timeout_seconds if timeout is None else timeout)
         if self._inert:
             return CloseReport()
+        if timeout is None and not self._closed:
+            self._link.wait_until_up(time.monotonic() + _START_S)
+        deadline = time.monotonic() + seconds
         if not self._finish(deadline):
             self._done.wait(max(0.0, deadline - time.monotonic()))
             return _report(self._final or self.stats())
@@ -740,11 +753,7 @@ class CaptureAgent:
 
     def _end(self, deadline: float) -> CloseReport:
         """Wait for the background, at most until `deadline`."""
-        leftover = self._link.leftover
-        self._link.close(deadline)
-        if ended := self._words[Word.ENDED]:
-            leftover = Ended(ended).name.lower()
-        self._final = counters.read(self._words, leftover or "unsent")
+        self._final = counters.read(self._words, self._link.close(deadline))
         self._done.set()
         _agents.discard(self)
         return _report(self._final)
@@ -775,6 +784,8 @@ class CaptureAgent:
                 self._abandoned = True
                 self._feed.clear()
                 self._link.hang_up()
+                if self._link.alive:  # else its end was logged
+                    _log.error(_STUCK, self.config.engine_id, self.config.run, self._link.pid)
 
     def _after_fork_in_child(self) -> None:
         self._inert = True
@@ -828,15 +839,19 @@ def _collected(link: WorkerLink, timeout: float) -> None:
 
 def _close_all() -> None:
     """Close all agents side by side."""
+    agents = [agent for agent in list(_agents) if not (agent._inert or agent._closed)]
+    until = time.monotonic() + _START_S
+    for agent in agents:
+        agent._link.wait_until_up(until)
     now = time.monotonic()
     ends: list[tuple[Callable[[float], object], float]] = []
     for link, timeout in _left:
         if link.alive:
             link.finish(now + timeout)
             ends.append((link.close, now + timeout))
-    for agent in list(_agents):
+    for agent in agents:
         deadline = now + agent.config.close_timeout_seconds
-        if not agent._inert and agent._finish(deadline):
+        if agent._finish(deadline):
             agent._link.finish(deadline)
             ends.append((agent._end, deadline))
     for end, deadline in ends:

@@ -96,7 +96,8 @@ class AgentConfig(Values):
     ring_bytes: int = 64 * _MIB
     """Memory between the engine and the background; rows that do not fit are dropped."""
     close_timeout_seconds: float = 10.0
-    """Time to send the rest, where close() has no timeout or the engine ends without it."""
+    """Time to send the rest, where close() has no timeout or the engine ends without it; counted
+    from when the background works."""
     model: str = ""
     """Hash of the model that the engine runs, from `routetrace.common.model_hash`; "": unknown."""
     external_kv_emptied: bool = False

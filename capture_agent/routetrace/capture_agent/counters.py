@@ -1,6 +1,7 @@
 """Counters of rows, in memory that the engine and the background share.
 
-Each word has one writer. Rows in flight are not counted but derived, so that
+Each word has one writer; between two backgrounds, the engine may set those of a background. Rows in
+flight are not counted but derived, so that
 
     offered = acknowledged + dropped + in flight
 
@@ -24,17 +25,22 @@ class Word(IntEnum):
     # Written by the engine.
     OFFERED = 0
     REFUSED = 1  # rows that found no room in the ring
-    UNMARKABLE = 2  # rows with ids out of range, of a layout without a mark for them
+    UNMARKABLE = (
+        2  # rows with slots alone and ids out of range, of a layout without a mark for them
+    )
     DEADLINE = 3  # end of close(), as time.monotonic_ns(); 0 before the call
     TOO_LATE = 4  # rows of requests that had ended
     HELD = 5  # 1 while the agent before this one may still send
-    CLOSED = 7  # 1 if close() was called, all calls before it are in the ring, and no agent follows
+    CLOSED = 15  # 1 if close() was called, all calls before it are in the ring, and no agent follows
+    DEATHS = 6  # backgrounds that died
+    AGENT_LOST = 7  # rows that they held
     # Written by the background's framing.
     QUEUE_FULL = 8
     INVALID_IDS = 9
     REWOUND = 10
     LATE = 11  # rows of requests that were preempted
     UNREPORTED = 12  # requests dropped without a name
+    UNSEEN = 13  # rows of requests that a background before it saw begin
     # Written by the background's sender.
     ACKNOWLEDGED = 16
     REJECTED = 17
@@ -47,6 +53,8 @@ class Word(IntEnum):
     QUEUED_BYTES = 24  # in the outbox, in memory
     SPILLED_BYTES = 25  # in the outbox, on disk
     CONNECTED = 26  # 1 while a stream is open
+    UP = 27  # 1 once the background works
+    EPOCH = 28  # of the last stream
 
 
 class Ended(IntEnum):
@@ -63,7 +71,21 @@ _REASONS = {
     "late": (Word.TOO_LATE, Word.LATE),
     "rejected": (Word.REJECTED,),
     "corrupt": (Word.CORRUPT,),
+    "agent_lost": (Word.AGENT_LOST, Word.UNSEEN),
 }
+
+#: Words of rows that came out of the ring, and that the background no longer holds.
+_SETTLED = (
+    Word.QUEUE_FULL,
+    Word.INVALID_IDS,
+    Word.REWOUND,
+    Word.LATE,
+    Word.UNSEEN,
+    Word.ACKNOWLEDGED,
+    Word.REJECTED,
+    Word.CORRUPT,
+    Word.AGENT_LOST,
+)
 
 
 @dataclass(frozen=True)
@@ -79,7 +101,8 @@ class AgentStats(Values):
     invalid_ids (an id out of range or twice in one top-k), rewound (rejected by the engine before
     they were sent), late (of a request that had ended or was preempted), rejected (refused by the
     server), corrupt (damaged on the disk they were spilled to), fenced (a newer epoch of the engine
-    took over), agent_lost (the background died), unsent (close() ran out of time)."""
+    took over), agent_lost (the background died with them, or with the begin of their request),
+    unsent (close() ran out of time)."""
     in_flight_rows: int = 0
     """Rows neither acknowledged nor dropped."""
     sent_bytes: int = 0
@@ -109,6 +132,24 @@ class CloseReport(Values):
     """Dropped rows by reason, as in AgentStats, but for unsent ones."""
     unsent_rows: int = 0
     """Rows in flight when close() ran out of time."""
+
+
+def bury(words: memoryview, taken: int) -> int:
+    """Count the death of the background.
+
+    Args:
+        words: the counters, as "Q".
+        taken: rows that backgrounds took out of the ring so far.
+
+    Returns:
+        Rows that it held, which are lost.
+    """
+    lost = taken - sum(words[word] for word in _SETTLED)
+    words[Word.AGENT_LOST] += lost
+    words[Word.DEATHS] += 1
+    for word in (Word.QUEUED_BYTES, Word.SPILLED_BYTES, Word.CONNECTED, Word.UP):
+        words[word] = 0
+    return lost
 
 
 def read(words: memoryview, leftover: str | None) -> AgentStats:

@@ -106,7 +106,10 @@ class Worker:
             config.frame_rows,
             self._builder,
             self._drop,
+            follows=self._words[Word.DEATHS] > 0,
         )
+        self._taking = False
+        self._drops: list[tuple[Word, int]] = []  # of the record that is being taken
         self._gauge = PressureGauge(self._share)
         self._sending = False
         # Time of the last look at the ring; records that are read arrived after the look before.
@@ -114,6 +117,7 @@ class Worker:
 
     def run(self) -> None:
         """Work until the engine's end of the socket is closed, then finish."""
+        self._words[Word.UP] = 1
         self._sock.setblocking(False)
         poll = select.poll()
         poll.register(self._sock, select.POLLIN)
@@ -169,8 +173,7 @@ class Worker:
             record := self._peek()
         ) is not None:
             nbytes += len(record)
-            self._take(record)
-            self._ring.consume()
+            self._consume(record)
             taken += 1
         self._intake.settle()
         if not taken and not self._holds:  # idle: nothing can be due
@@ -192,7 +195,19 @@ class Worker:
             self._since, self._looked = self._looked, self._clock()
         return self._ring.peek()
 
-    def _take(self, record: memoryview) -> None:
+    def _consume(self, record: memoryview) -> None:
+        """Take a record; all of it counts, or nothing, whenever the process is killed."""
+        self._taking = True
+        rows = self._take(record)
+        self._ring.consume(rows)
+        self._taking = False
+        if self._drops:
+            for word, dropped in self._drops:
+                self._words[word] += dropped
+            self._drops.clear()
+
+    def _take(self, record: memoryview) -> int:
+        """Take a record; return its rows."""
         since = self._since
         kind, m, n, step, version = RECORD.unpack_from(record)
         at = RECORD.size
@@ -204,11 +219,11 @@ class Worker:
                 self.sender.flush(*args)
             else:
                 self._intake.event(name, *args)
-            return
+            return 0
         if kind == BLOCKS:
             handles, blocks = np.frombuffer(record, np.int64, 2 * m, at).reshape(m, 2).T
             self._intake.add_blocks(handles, blocks)
-            return
+            return 0
         start = rows_at(24 * m if kind == STEP else 8 * n if kind == SLOTS else 0)
         rows = np.frombuffer(record, np.uint8, n * self._row_bytes, start)
         rows = rows.reshape(n, self._row_bytes)
@@ -220,6 +235,7 @@ class Worker:
         elif kind == SLOTS:
             slots = np.frombuffer(record, np.uint64, n, at)
             self._intake.step_slots(since, step, version, slots, rows)
+        return int(n)
 
     def _ship(self) -> None:
         """Flush rows that lingered, and seal a chunk that was pending, for long enough."""
@@ -309,22 +325,26 @@ class Worker:
             while self._words[Word.HELD] and self._clock() < half:
                 time.sleep(_HELD_LOOK_S)
             self._start_sending()
-        if not self.sender.drain(deadline):
-            chunks, rows = self.sender.unacknowledged()
+        drained = self.sender.drain(deadline)
+        if not drained and not self._words[Word.DEADLINE]:  # else close() itself says it
             _log.warning(
-                "routetrace: engine %r of run %r closed with %s (%s) that the server did not "
-                "acknowledge; they are lost, unless the server stored them without "
-                "acknowledging: give close() more time (close_timeout_seconds is %g), and look at "
-                "the server with routetrace doctor",
+                "routetrace: engine %r of run %r ended without close(), with %s that the server "
+                "did not acknowledge; they are lost, unless the server stored them without "
+                "acknowledging: close the agent, give it more time (close_timeout_seconds is "
+                "%g), and look at the server with routetrace doctor",
                 self._config.engine_id,
                 self._config.run,
-                counted(chunks, "chunk"),
-                counted(rows, "row"),
+                counted(self.sender.unacknowledged(), "row"),
                 self._config.close_timeout_seconds,
             )
 
     def _drop(self, word: Word, rows: int) -> None:
-        if rows and word is Word.INVALID_IDS and not self._words[word]:
+        if (
+            rows
+            and word is Word.INVALID_IDS
+            and not self._words[word]
+            and word not in dict(self._drops)
+        ):
             _log.warning(
                 "routetrace: engine %r: rows with an id twice in one top-k or outside [0, %d) are "
                 "reported as missing; stats() counts them as invalid_ids: check num_experts of the "
@@ -332,7 +352,10 @@ class Worker:
                 self._config.engine_id,
                 self._config.layout.num_experts,
             )
-        self._words[word] += rows
+        if self._taking:
+            self._drops.append((word, rows))
+        else:
+            self._words[word] += rows
 
     def _notify(self) -> None:
         with suppress(OSError):  # full: the engine's end will read it; closed: it does not wait

@@ -169,6 +169,7 @@ class Open(google.protobuf.message.Message):
     TOKEN_FIELD_NUMBER: builtins.int
     MODEL_FIELD_NUMBER: builtins.int
     SAYS_UNKNOWN_VERSIONS_FIELD_NUMBER: builtins.int
+    RESTARTED_FIELD_NUMBER: builtins.int
     epoch: builtins.int
     """Its new epoch."""
     boot_id: builtins.str
@@ -183,6 +184,8 @@ class Open(google.protobuf.message.Message):
     """Hash of the model; 0: unknown."""
     says_unknown_versions: builtins.bool
     """Whether rows of an unknown weight version say so; else version 0 is unknown."""
+    restarted: builtins.bool
+    """Whether the background of the boot's agent died in the epoch before."""
     @property
     def writer(self) -> global___WriterKey:
         """The writer."""
@@ -203,9 +206,10 @@ class Open(google.protobuf.message.Message):
         token: builtins.str = ...,
         model: builtins.int = ...,
         says_unknown_versions: builtins.bool = ...,
+        restarted: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["layout", b"layout", "writer", b"writer"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["block_size", b"block_size", "boot_id", b"boot_id", "epoch", b"epoch", "layout", b"layout", "model", b"model", "num_blocks", b"num_blocks", "says_unknown_versions", b"says_unknown_versions", "token", b"token", "writer", b"writer"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["block_size", b"block_size", "boot_id", b"boot_id", "epoch", b"epoch", "layout", b"layout", "model", b"model", "num_blocks", b"num_blocks", "restarted", b"restarted", "says_unknown_versions", b"says_unknown_versions", "token", b"token", "writer", b"writer"]) -> None: ...
 
 global___Open = Open
 

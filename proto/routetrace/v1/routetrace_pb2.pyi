@@ -535,6 +535,7 @@ class Hello(google.protobuf.message.Message):
     BOOT_ID_FIELD_NUMBER: builtins.int
     MODEL_FIELD_NUMBER: builtins.int
     SAYS_UNKNOWN_VERSIONS_FIELD_NUMBER: builtins.int
+    FORMER_EPOCH_FIELD_NUMBER: builtins.int
     run: builtins.str
     """Namespace of one training job."""
     engine_id: builtins.str
@@ -556,6 +557,11 @@ class Hello(google.protobuf.message.Message):
     says_unknown_versions: builtins.bool
     """Whether rows of an unknown weight version say so, with records.UNKNOWN_VERSION. If not set, as by
     agents before 0.9, version 0 is unknown.
+    """
+    former_epoch: builtins.int
+    """Epoch of the agent's background that died, in the first stream of the next one; 0: none. Calls of
+    that epoch are lost, and requests that ran then are not reported any more. Refused if another
+    boot has opened a newer epoch.
     """
     @property
     def layout(self) -> global___RoutingLayout:
@@ -579,9 +585,10 @@ class Hello(google.protobuf.message.Message):
         boot_id: builtins.str = ...,
         model: builtins.int = ...,
         says_unknown_versions: builtins.bool = ...,
+        former_epoch: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["layout", b"layout"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["attributes", b"attributes", "block_size", b"block_size", "boot_id", b"boot_id", "engine_id", b"engine_id", "epoch", b"epoch", "layout", b"layout", "model", b"model", "num_blocks", b"num_blocks", "run", b"run", "says_unknown_versions", b"says_unknown_versions", "shard", b"shard"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["attributes", b"attributes", "block_size", b"block_size", "boot_id", b"boot_id", "engine_id", b"engine_id", "epoch", b"epoch", "former_epoch", b"former_epoch", "layout", b"layout", "model", b"model", "num_blocks", b"num_blocks", "run", b"run", "says_unknown_versions", b"says_unknown_versions", "shard", b"shard"]) -> None: ...
 
 global___Hello = Hello
 

@@ -7,6 +7,7 @@ import signal
 import time
 from contextlib import suppress
 from pathlib import Path
+from unittest.mock import patch
 
 import grpc
 import numpy as np
@@ -14,7 +15,7 @@ import numpy as np
 from faults.check import Violation, check, temporary
 from faults.script import LAYOUT, RUN
 from faults.serving import Server
-from routetrace.capture_agent import AgentConfig, CaptureAgent
+from routetrace.capture_agent import AgentConfig, CaptureAgent, supervisor
 from routetrace.client import RouteClient, TraceState
 from routetrace.v1 import routetrace_pb2 as pb
 from support.agents.feeder import Stream
@@ -63,6 +64,7 @@ def _once(seed: int, how: str) -> dict[str, float]:
     """One agent of several is killed, or stopped; it comes back, or another one in its place."""
     with (
         temporary() as path,
+        patch.object(supervisor, "_DELAYS_S", (3600.0, 3600.0)),  # as where the machine is gone
         Server(
             Path(path),
             heartbeat_seconds=HEARTBEAT_S,

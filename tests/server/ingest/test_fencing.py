@@ -29,7 +29,9 @@ def server() -> Iterator[ServerProcess]:
         yield process
 
 
-def hello(run: str, host: str = "", epoch: int = 0, shard: str = "") -> pb.Hello:
+def hello(
+    run: str, host: str = "", epoch: int = 0, shard: str = "", former_epoch: int = 0
+) -> pb.Hello:
     return pb.Hello(
         run=run,
         engine_id="dup",
@@ -38,6 +40,7 @@ def hello(run: str, host: str = "", epoch: int = 0, shard: str = "") -> pb.Hello
         epoch=epoch,
         layout=LAYOUT.to_proto(),
         attributes={"host": host} if host else {},
+        former_epoch=former_epoch,
     )
 
 
@@ -103,6 +106,34 @@ def test_an_agent_that_comes_back_after_a_later_one_is_reported(server):
     assert f"the older one (host 'n1', epoch {epoch})" in line
     assert count(server, "back") == 1
     new.close()
+
+
+def test_an_agent_whose_background_died_does_not_take_over_from_a_later_boot(server):
+    old = Stream(server.target, hello("died", "n1"))
+    epoch = old.welcome.epoch
+    old.close()
+    new = Stream(server.target, hello("died", "n2"))
+    assert "(host 'n2', epoch" in fenced(
+        lambda: Stream(server.target, hello("died", "n1", former_epoch=epoch))
+    )
+    (line,) = warnings(server, "died")
+    assert f"the older one (host 'n1', epoch {epoch})" in line
+    refused_chunk(new)  # it goes on
+    new.close()
+
+
+def test_an_agent_whose_background_died_opens_an_epoch_of_its_boot(server):
+    """Also where it asks again, as the answer was lost."""
+    run = "died and came back"
+    first = Stream(server.target, hello(run, "n1"))
+    former = first.welcome.epoch
+    second, third = (Stream(server.target, hello(run, "n1", former_epoch=former)) for _ in range(2))
+    assert former < second.welcome.epoch < third.welcome.epoch
+    restarts = Scraped(server.metrics_target).value("routetrace_agents_restarted_total", run=run)
+    assert restarts == 2
+    assert count(server, run) == 0
+    for stream in (first, second, third):
+        stream.close()
 
 
 def test_agents_that_name_no_host_are_reported(server):

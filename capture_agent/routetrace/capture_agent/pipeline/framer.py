@@ -12,6 +12,11 @@ blocks that are computed in the very step in which all of them start.
 Late rows are dropped, but the pass has written them: their slots are forgotten, in the blocks that
 the request held last, unless a block was allocated again since.
 
+A framer that follows another one, which died, does not know the requests that began before. Their
+rows are dropped. The server knows no slot that they write: the map of an epoch begins unknown, and
+blocks that they get from now on are forgotten. So their late rows change nothing, unless another
+request has written into a block that it shares, maybe with them.
+
 No I/O and no clock; the time is an argument. The caller, `intake`, settles held steps first.
 """
 
@@ -47,6 +52,20 @@ MAX_ROWS = 512
 NO_BAD: npt.NDArray[np.bool_] = np.empty(0, np.bool_)
 
 
+class _Requests(dict[int, Request]):
+    """Requests by lane, of a framer that follows another one: one that it did not see is UNSEEN."""
+
+    def __init__(self, linger: Linger) -> None:
+        super().__init__()
+        self._linger = linger
+
+    def __missing__(self, lane: int) -> Request:
+        self._linger.begin(lane, 0, 0)
+        request = self[lane] = Request("", lane, recording=Recording.UNSEEN)
+        self._linger.open[lane] = request.takes_rows
+        return request
+
+
 class Framer:
     """Turns steps and events into ops and frames.
 
@@ -57,6 +76,7 @@ class Framer:
         linger: lingering rows.
         out: ops and frames go here.
         drop: drop callback.
+        follows: whether another framer took earlier steps and events, and its state is lost.
     """
 
     def __init__(
@@ -67,13 +87,19 @@ class Framer:
         linger: Linger,
         out: ChunkBuilder,
         drop: Callable[[Word, int], None],
+        *,
+        follows: bool = False,
     ) -> None:
         self._row_bytes = layout.row_bytes
         self._block_size = block_size
         self._out = out
         self._drop = drop
         self._linger = linger
-        self._requests: dict[int, Request] = {}  # by lane
+        self._follows = follows
+        self._unseen: set[int] = set()  # handles of ended requests whose blocks are not known
+        self._shares = False  # whether a request wrote into blocks that it shares
+        # By lane.
+        self._requests: dict[int, Request] = _Requests(linger) if follows else {}
         self._known_bytes = 0  # of all requests
         self._begun = 0
         self._starting: dict[int, int] = {}  # by lane of phase STARTING, in order: cached tokens
@@ -138,6 +164,9 @@ class Framer:
         self._step = step
         handles, positions, counts = spans
         lanes = handles & LANE_MASK
+        if self._follows:
+            for lane in lanes.tolist():
+                self._requests[lane]
         quick = self._linger.fits(lanes, positions, counts, version)
         bad = NO_BAD
         if self._bad_step == step:
@@ -206,7 +235,8 @@ class Framer:
         self._rewind(request, position)
         self._write(request, position, position + len(rows), request.kept)
         if not request.kept:
-            self._drop(Word.QUEUE_FULL, len(rows))
+            unseen = request.recording is Recording.UNSEEN
+            self._drop(Word.UNSEEN if unseen else Word.QUEUE_FULL, len(rows))
             return
         one = np.array([lane])
         if position != linger.end[lane] or version != linger.version[lane]:
@@ -242,6 +272,7 @@ class Framer:
         for start, stop in pairwise(edges):
             at, n = position + start, stop - start
             if bad[start]:
+                self._drop(Word.INVALID_IDS, n)
                 self._miss(handle, at, at + n, pb.MISSING_REASON_INVALID_IDS, step)
             else:
                 self._append(now, step, version, handle, at, rows[start:stop])
@@ -421,11 +452,13 @@ class Framer:
             self.preempt(handle, num_computed_tokens)
         self._enter_phase(request, Phase.RUNNING)
         self._owners.forget(handle)
+        self._unseen.discard(handle)
         block_ids = np.frombuffer(blocks, U32)
         if not self._reported(request):
             size, known = self._block_size, num_computed_tokens - num_external_tokens
             shared = known // size if size else 0
-            self._lose_blocks(block_ids[shared:])
+            # One that it shares in part is not new.
+            self._lose_blocks(block_ids[shared:], self._owners.num_blocks_of(known) - shared)
             # If it goes back into blocks that it shares, the server forgets what it writes there.
             request.blocks, request.alone = array("I", block_ids[:shared].tobytes()), False
             self._count(request)
@@ -468,14 +501,14 @@ class Framer:
         ends = range(num_tokens, num_tokens + 1)
         if reason == FinishReason.ABORT:
             ends = tail_of(int(self._linger.prompt_len[lane]), num_tokens)
-        if tokens:
+        if tokens and request.trace_id:
             self._ends.add(request.trace_id, ends[-MAX_CUT - 1 :])
         if tokens and request.kept:
             self._digests(request, tokens, ends)
         self._name(request)
         if request.recording is Recording.UNNAMED:
             self._drop(Word.UNREPORTED, 1)
-        else:
+        elif request.recording is not Recording.UNSEEN:
             self._out.finish(request.request_id, num_tokens, reason, unix_ms, transfer_id)
         if request.phase is not Phase.PREEMPTED:
             self._release(handle, request)
@@ -617,14 +650,17 @@ class Framer:
         self._slots_unknown |= self._short
         return False
 
-    def _lose_blocks(self, blocks: Blocks) -> None:
-        """Have the server forget blocks that a request writes without its following them."""
+    def _lose_blocks(self, blocks: Blocks, cached: int = 0) -> None:
+        """Have the server forget blocks that a request writes without its following them.
+
+        The first `cached` of them are not newly allocated.
+        """
         if self._short:
             self._slots_unknown = True
         elif len(blocks):
             self.clear_unknown()
             self.flush_writers(blocks)
-            self._owners.allocate(blocks)
+            self._owners.allocate(blocks[cached:])
             self._out.op(OpKind.EXTERNAL, blocks=blocks)
 
     def clear_unknown(self) -> None:
@@ -687,6 +723,7 @@ class Framer:
     def _own(self, request: Request, start: int, stop: int) -> None:
         """Enter the writer of blocks [start, stop) of a request, whoever wrote them before."""
         blocks = np.array(request.blocks[start:stop], U32)
+        self._shares |= len(blocks) > 0
         self.flush_writers(blocks)
         for lane in {*self._owners.of(blocks)[0].tolist()} - {request.lane}:
             other = self._requests.get(lane)
@@ -713,13 +750,16 @@ class Framer:
 
     def _release(self, handle: int, request: Request) -> None:
         """Take its blocks from a request."""
-        self._owners.release(handle, np.array(request.blocks, U32))
+        if request.recording is Recording.UNSEEN and request.alone:
+            self._unseen.add(handle)
+        else:
+            self._owners.release(handle, np.array(request.blocks, U32))
         request.blocks = array("I")
         self._count(request)
 
     def _forget_late(self, handle: int, start: int, stop: int) -> None:
         """Forget the slots of positions [start, stop), which were computed and came too late."""
-        if not self._block_size:
+        if not self._block_size or (handle in self._unseen and not self._shares):
             return
         slots = None if self._short else self._owners.slots_of(handle, start, stop)
         if slots is not None:

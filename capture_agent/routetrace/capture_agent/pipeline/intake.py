@@ -34,6 +34,7 @@ class Intake:
         frame_rows: rows that make a frame.
         out: ops and frames go here.
         drop: drop callback.
+        follows: whether another intake took earlier records, and its state is lost.
     """
 
     def __init__(
@@ -44,10 +45,15 @@ class Intake:
         frame_rows: int,
         out: ChunkBuilder,
         drop: Callable[[Word, int], None],
+        *,
+        follows: bool = False,
     ) -> None:
         self._frame_rows = frame_rows
+        self._drop = drop
         self._linger = Linger(layout.row_bytes, frame_rows)
-        self._framer = Framer(layout, block_size, num_blocks, self._linger, out, drop)
+        self._framer = Framer(
+            layout, block_size, num_blocks, self._linger, out, drop, follows=follows
+        )
         self._held = Held(frame_rows)
         self._spans: Ints = np.empty((3, 0), np.int64)  # of the last step, but for those held
 
@@ -109,6 +115,9 @@ class Intake:
             return
         self.settle()
         handles, positions, counts = self._spans
+        if not len(handles):  # the former intake took the step that it continues
+            self._drop(Word.UNSEEN, len(rows))
+            return
         spans = np.array([handles, positions + counts, counts])
         lanes = handles & LANE_MASK
         fits = self._linger.fits(lanes, spans[1], counts, version)

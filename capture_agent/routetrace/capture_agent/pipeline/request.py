@@ -58,6 +58,8 @@ class Recording(Enum):
     """Nothing yet: it began without memory for its name, which may still be reported."""
     NAMED = "named"
     """Name and end alone; it began or resumed without memory for its rows."""
+    UNSEEN = "unseen"
+    """Nothing: only a background that died saw its begin."""
 
 
 #: Recordings that may follow each recording. Rows that were dropped once stay dropped.
@@ -66,6 +68,7 @@ RECORDINGS: dict[Recording, frozenset[Recording]] = {
     Recording.DROPPED: frozenset({Recording.NAMED}),
     Recording.UNNAMED: frozenset({Recording.NAMED}),
     Recording.NAMED: frozenset(),
+    Recording.UNSEEN: frozenset(),
 }
 
 

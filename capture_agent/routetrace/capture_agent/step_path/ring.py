@@ -9,6 +9,10 @@ whose reader keeps up stays in the same small part of its memory, and in the cac
 Neither side ever waits for the other. A cursor is one aligned 8-byte word that one side alone
 writes, after the data that it publishes; the fences keep that order on CPUs that would swap the
 two, without a lock that a killed process could leave locked.
+
+A consumer that is killed leaves a ring from which another one goes on, with the record that it had
+peeked and not consumed. What it consumed is counted, exactly: a count and the cursor that it
+belongs to are written, to two places in turn, before the cursor itself.
 """
 
 from __future__ import annotations
@@ -20,6 +24,7 @@ from collections.abc import Callable
 from typing import cast
 
 _WRITTEN, _FRONT, _READ = 0, 1, 8  # in words
+_ENDS, _COUNTS = 9, 11  # of two words each
 _CONTROL_BYTES = 128
 _SKIP = (1 << 64) - 1
 
@@ -87,9 +92,11 @@ class Ring:
         self._at = self._limit = self._base = self._found = self._next = 0
         self._reserved = False
         # The consumer's: its cursor, the producer's cursor at the last look, and the offset of the
-        # record; cursor and offset after the record.
-        self._read = self._written = self._place = 0
+        # record; cursor and offset after the record; the count, and where it stands.
+        self._read = self._written = self._cursors[_READ]
+        self._place = (self._read - self._cursors[_FRONT]) % size
         self._end = self._after = 0
+        self._turn, self._consumed = self._counted()
         self._fence = _Fence()
 
     # ------------------------------------------------------------------ producer
@@ -197,9 +204,23 @@ class Ring:
         self._end, self._after = start + need, at + need
         return self._data[at + 8 : at + 8 + length]
 
-    def consume(self) -> None:
-        """Release the room of the peeked record."""
+    def consume(self, count: int = 0) -> None:
+        """Release the room of the peeked record, and add `count` to `consumed`."""
+        turn, total = 1 - self._turn, self._consumed + count
+        self._cursors[_COUNTS + turn] = total
+        self._cursors[_ENDS + turn] = self._end
         if not _ORDERED:
             self._fence()
         self._place = self._after
         self._read = self._cursors[_READ] = self._end
+        self._turn, self._consumed = turn, total
+
+    @property
+    def consumed(self) -> int:
+        """Sum of the counts of all consumed records, of killed consumers too."""
+        return self._counted()[1]
+
+    def _counted(self) -> tuple[int, int]:
+        """Return which of the two counts belongs to the cursor, and the count."""
+        turn = int(self._cursors[_ENDS + 1] == self._cursors[_READ])
+        return turn, self._cursors[_COUNTS + turn]

@@ -153,6 +153,7 @@ class IngestStream:
             boot_id=config.boot_id,
             model=model_number("model", config.model),
             says_unknown_versions=True,
+            former_epoch=0 if self._connections else self._words[Word.EPOCH],
         )
         return pb.IngestRequest(hello=hello).SerializeToString()
 
@@ -265,6 +266,7 @@ class IngestStream:
         if self._connections:
             self._words[Word.RECONNECTS] += 1
         self._connections += 1
+        self._words[Word.EPOCH] = welcome.epoch
         # A little more often than the server asks for, and one at once.
         self._beat_s = 0.9 * welcome.heartbeat_ms / 1000
         self._beat_at = 0.0 if self._beat_s else math.inf

@@ -42,6 +42,9 @@ class Metrics:
         self.commit = histogram("commit_seconds", "Time from arrival of a record to its commit.")
         self.agents_closed = counter("agents_closed_total", "Agents that were closed.")
         self.agents_lost = counter("agents_lost_total", "Agents lost after agent_timeout_seconds.")
+        self.restarted = counter(
+            "agents_restarted_total", "Agents whose background died and was started again.", "run"
+        )
         self.fenced = counter(
             "agents_fenced_total", "Agents refused: a later one has their engine_id.", "run"
         )

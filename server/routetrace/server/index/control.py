@@ -27,8 +27,13 @@ def key_of(message: stored.WriterKey) -> WriterKey:
 _LOST = 256
 
 
-def lose_track(state: State, writer: Writer) -> Generator[None, None, None]:
-    """Forget slots and live requests of a writer: their state is unknown, as calls are lost."""
+def lose_track(
+    state: State, writer: Writer, reason: int = pb.MISSING_REASON_CORRUPT
+) -> Generator[None, None, None]:
+    """Forget slots and live requests of a writer: their state is unknown, as calls are lost.
+
+    `reason` is the MissingReason of their rows.
+    """
     writer.slots.forget_all()
     for index, (key, source) in enumerate(writer.live.values(), 1):
         if not index % _LOST:
@@ -36,7 +41,7 @@ def lose_track(state: State, writer: Writer) -> Generator[None, None, None]:
         if trace := state.traces.traces.get(key):
             state.changed(trace)
             trace.rejoin()
-        source.lose_track()
+        source.lose_track(reason)
     # The rest of a request whose trace was deleted must not become a trace.
     writer.live = {name: known for name, known in writer.live.items() if known[1].forgotten}
 
@@ -64,7 +69,8 @@ def _apply_open(state: State, change: stored.Open, _: float) -> Generator[None, 
     key = key_of(change.writer)
     old = state.writers.get(key)
     if old and old.boot_id == change.boot_id:  # calls between the two epochs are lost
-        yield from lose_track(state, old)
+        agent_lost, corrupt = pb.MISSING_REASON_AGENT_LOST, pb.MISSING_REASON_CORRUPT
+        yield from lose_track(state, old, agent_lost if change.restarted else corrupt)
     if old:
         state.touched.update(trace_key for trace_key, _ in old.live.values())
     slots = SlotMap(change.block_size, change.num_blocks)

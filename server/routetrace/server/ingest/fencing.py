@@ -30,15 +30,18 @@ class Fencing:
         self._warnings = LimitedLog(_log, "fenced agents")
 
     def check_hello(self, key: WriterKey, hello: pb.Hello) -> None:
-        """Check that a Hello does not continue an older epoch.
+        """Check that a Hello does not continue an older epoch, nor follows one of an older boot.
 
         Raises:
             Fenced: if it does.
         """
-        newest = self._state.epochs.get(key, 0)
-        if hello.epoch and key in self._state.writers and hello.epoch < newest:
-            self._report(key, hello.epoch, hello.attributes.get("host", ""))
-            raise self._error(key, hello.epoch)
+        current, newest = self._state.writers.get(key), self._state.epochs.get(key, 0)
+        epoch = hello.epoch
+        if not epoch and current and current.boot_id != hello.boot_id:
+            epoch = hello.former_epoch
+        if epoch and current and epoch < newest:
+            self._report(key, epoch, hello.attributes.get("host", ""))
+            raise self._error(key, epoch)
 
     def check_stream(self, session: Session) -> None:
         """Check that a stream is still the one of its writer.

@@ -106,6 +106,7 @@ class IngestServicer:
         self._partition = partition
         self._room = room
         self._fencing = Fencing(journal.state, agents, metrics)
+        self._restarted = metrics.restarted
         self._intake = Intake(
             config=config,
             admission=admission,
@@ -275,9 +276,12 @@ class IngestServicer:
                     token=token,
                     model=hello.model,
                     says_unknown_versions=hello.says_unknown_versions,
+                    restarted=hello.former_epoch > 0,
                 )
             )
             _log.info("%s opened epoch %d: %s", key, writer.epoch, _described(hello, layout))
+            if hello.former_epoch:
+                self._restarted.labels(key.run).inc()
         elif hello.boot_id and hello.boot_id != writer.boot_id:
             raise InvalidArgument(
                 field="boot_id",

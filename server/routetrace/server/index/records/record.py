@@ -41,6 +41,7 @@ def encode_open(
     token: str = "",
     model: int = 0,
     says_unknown_versions: bool = False,
+    restarted: bool = False,
 ) -> bytes:
     """Return the record of a writer that opens an epoch; `token` is the agent's, if any."""
     opened = stored.Open(
@@ -53,6 +54,7 @@ def encode_open(
         token=token,
         model=model,
         says_unknown_versions=says_unknown_versions,
+        restarted=restarted,
     )
     return _encode(stored.Record(time=now, open=opened))
 

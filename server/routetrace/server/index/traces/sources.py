@@ -215,11 +215,11 @@ class Source:
         lost = self.lost.get(min(attempt, last))
         return lost if attempt <= last or (lost and lost.end == FOREVER) else None
 
-    def lose_track(self) -> None:
+    def lose_track(self, reason: int = pb.MISSING_REASON_CORRUPT) -> None:
         """Lose the present attempt: calls are missing, which may have taken back any row of it."""
         if self.placed:
             self.remove(0)
-            self.lose(0, FOREVER, pb.MISSING_REASON_CORRUPT)
+            self.lose(0, FOREVER, reason)
         self.blocks, self.written, self.placed = [], 0, False
 
     def _cut_lost(self, position: int) -> None:
