@@ -31,9 +31,9 @@ class Word(IntEnum):
     DEADLINE = 3  # end of close(), as time.monotonic_ns(); 0 before the call
     TOO_LATE = 4  # rows of requests that had ended
     HELD = 5  # 1 while the agent before this one may still send
-    CLOSED = 15  # 1 if close() was called, all calls before it are in the ring, and no agent follows
     DEATHS = 6  # backgrounds that died
     AGENT_LOST = 7  # rows that they held
+    CLOSED = 14  # 1 if close() was called, all before it is in the ring, and no agent follows
     # Written by the background's framing.
     QUEUE_FULL = 8
     INVALID_IDS = 9
