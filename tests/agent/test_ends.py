@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from importlib import metadata
@@ -323,36 +324,45 @@ def test_close_writes_the_backlog_under_the_lock(server, monkeypatch):
     assert all(held)
 
 
-@pytest.mark.parametrize(
-    ("code", "details", "said"),
-    [
-        (grpc.StatusCode.UNAVAILABLE, "of a proxy", "of a proxy"),
-        (grpc.StatusCode.CANCELLED, "CANCELLED", " cancelled the call: "),
-    ],
-)
-def test_an_error_detail_that_does_not_parse_is_an_error_like_others(caplog, code, details, said):
-    class Proxy(IngestServiceServicer):
+def call_twice(abort: Callable[[grpc.ServicerContext], None]) -> str:
+    """Let an agent call a server twice that ends each call; return the server's address."""
+
+    class Ends(IngestServiceServicer):
         calls = 0
 
         def Ingest(self, requests, context):
-            Proxy.calls += 1
+            Ends.calls += 1
             next(requests)
-            context.set_trailing_metadata(((ERROR_METADATA_KEY, b"\xff\xff\xff"),))
-            context.abort(code, details)
+            abort(context)
 
     server = grpc.server(ThreadPoolExecutor(2))
-    add_IngestServiceServicer_to_server(Proxy(), server)
-    port = server.add_insecure_port("127.0.0.1:0")
+    add_IngestServiceServicer_to_server(Ends(), server)
+    target = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
     server.start()
-    config = AgentConfig(f"127.0.0.1:{port}", "e", LAYOUT, background="thread")
     try:
-        with CaptureAgent(config) as agent:
-            wait_for(lambda: Proxy.calls > 1)
+        with CaptureAgent(AgentConfig(target, "e", LAYOUT, background="thread")) as agent:
+            wait_for(lambda: Ends.calls > 1)
             agent.close(0)
     finally:
         server.stop(0)
-    assert any(said in record.getMessage() for record in caplog.records)
+    return target
+
+
+def test_an_error_detail_that_does_not_parse_is_an_error_like_others(caplog):
+    def abort(context):
+        context.set_trailing_metadata(((ERROR_METADATA_KEY, b"\xff\xff\xff"),))
+        context.abort(grpc.StatusCode.UNAVAILABLE, "of a proxy")
+
+    call_twice(abort)
+    assert any("of a proxy" in record.getMessage() for record in caplog.records)
     assert not [record for record in caplog.records if record.exc_info]
+
+
+def test_a_stream_that_the_server_cancelled_is_named_in_words(caplog):
+    # As gRPC ends streams that a server which stops has not begun.
+    target = call_twice(lambda context: context.abort(grpc.StatusCode.CANCELLED, "CANCELLED"))
+    said = f"{target} cancelled the call: the server stopped, or had too many calls (retrying"
+    assert any(said in record.getMessage() for record in caplog.records)
 
 
 def test_nothing_is_said_to_the_server_during_a_fork(server, caplog):

@@ -123,6 +123,8 @@ def test_a_call_that_began_before_a_move_does_not_move_on_again():
         ("a:1,b:1", grpc.StatusCode.UNAVAILABLE, Unavailable("stands by"), "b:1"),
         ("a:1,b:1", grpc.StatusCode.DEADLINE_EXCEEDED, None, "b:1"),
         ("a:1,b:1", grpc.StatusCode.DEADLINE_EXCEEDED, DeadlineExceeded("late"), "a:1"),
+        ("a:1,b:1", grpc.StatusCode.CANCELLED, None, "b:1"),
+        ("a:1", grpc.StatusCode.CANCELLED, None, "a:1"),
         ("a:1,b:1", grpc.StatusCode.NOT_FOUND, NotFound("none"), "a:1"),
     ],
 )

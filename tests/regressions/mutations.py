@@ -112,6 +112,14 @@ FAULTS = (
         "agent/test_ends.py::test_an_error_detail_that_does_not_parse_is_an_error_like_others",
     ),
     fault(
+        "a call that gRPC cancelled is named by its status alone",
+        "proto/routetrace/common/target.py",
+        're.compile("(?i)^cancelled: cancelled$")',
+        're.compile("(?i)^canceled: canceled$")',
+        "agent/test_ends.py::test_a_stream_that_the_server_cancelled_is_named_in_words",
+        "client/calls/test_errors.py::test_a_call_that_the_server_cancelled_is_named_in_words",
+    ),
+    fault(
         "a flush waits for a background that was given up",
         f"{AGENT}/agent.py",
         "self._closed or self._abandoned or self._link.leftover",

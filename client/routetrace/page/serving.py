@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import socket
 from pathlib import Path
 from typing import Any
@@ -11,12 +12,15 @@ import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from routetrace.common.errors import Unavailable
+from routetrace.common.limited import LimitedLog
 from routetrace.common.target import targets_of
 from routetrace.page.application import application, crowded
 from routetrace.page.certificate import Certificate
 from routetrace.page.config import PageConfig, split_address
 from routetrace.page.guard import Hosts
 from routetrace.page.static_files import DIRECTORY
+
+_failures = LimitedLog(logging.getLogger(__name__), "errors of the event loop")
 
 MAX_CONNECTIONS = 100
 _BACKLOG = 128
@@ -60,6 +64,7 @@ class Page:
             # Forwarded addresses would let anybody choose where wrong sign-ins come from.
             proxy_headers=False,
             server_header=False,
+            backlog=_BACKLOG,  # asyncio tries as many times to accept a connection
             timeout_graceful_shutdown=_SHUTDOWN_S,
         )
         settings.load()
@@ -72,11 +77,24 @@ class Page:
     def run(self) -> None:
         """Serve until SIGINT, SIGTERM or `stop`."""
         with self._socket:
-            asyncio.run(self._server.serve(sockets=[self._socket]))
+            asyncio.run(self._serve())
+
+    async def _serve(self) -> None:
+        asyncio.get_running_loop().set_exception_handler(_log_error)
+        await self._server.serve(sockets=[self._socket])
 
     def stop(self) -> None:
         """End `run`; thread-safe."""
         self._server.should_exit = True
+
+
+def _log_error(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    """Log an error of the event loop, which has one for each connection that it cannot accept."""
+    error = context.get("exception")
+    if isinstance(error, OSError):
+        _failures.warning(context["message"], "%s: %s", context["message"], error)
+    else:
+        loop.default_exception_handler(context)
 
 
 def _listen(address: str) -> socket.socket:

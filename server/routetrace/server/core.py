@@ -12,6 +12,7 @@ import time
 
 import grpc
 
+from routetrace.common.limited import LimitedLog
 from routetrace.server.access.admission import Admission
 from routetrace.server.access.control import Access
 from routetrace.server.access.lifecycle import Lifecycle, Recovery, ServerState
@@ -38,6 +39,7 @@ from routetrace.server.spread.workers import NO_WORKERS, Workers
 from routetrace.server.store.interface import Store
 
 _log = logging.getLogger(__name__)
+_sweeps = LimitedLog(_log, "failed sweeps")
 
 
 class Core:
@@ -197,6 +199,15 @@ class Core:
     async def sweep(self) -> None:
         """Delete expired traces, evict where a limit is near, and reclaim space."""
         await self.retention.sweep()
+
+    async def sweep_always(self) -> None:
+        """Sweep whenever it is due, until cancelled; a disk that fails may do so at each sweep."""
+        while True:
+            await self.sweep_due()
+            try:
+                await self.sweep()
+            except Exception as error:
+                _sweeps.failed("a sweep", error)
 
     async def count(self) -> None:
         """Count traces every `sweep_interval_seconds` until cancelled, if metrics are served.

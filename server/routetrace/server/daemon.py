@@ -249,7 +249,7 @@ async def _run(core: Core, readiness: Readiness, addresses: Sequence[str], *, al
         asyncio.create_task(core.count()),
     ]
     try:
-        await _sweep(core)
+        await core.sweep_always()
     finally:
         for task in beside:
             task.cancel()
@@ -265,16 +265,6 @@ def _follow(link: Link, lifecycle: Lifecycle, readiness: Readiness) -> None:
         readiness.report()
 
     link.on_change = lifecycle.on_change = on_change
-
-
-async def _sweep(core: Core) -> None:
-    """Sweep until cancelled."""
-    while True:
-        await core.sweep_due()
-        try:
-            await core.sweep()
-        except Exception:
-            log.exception("sweep failed; retrying at the next one")
 
 
 def _open_store(config: ServerConfig, seat: Seat | None, *, first: bool) -> Store:

@@ -13,7 +13,7 @@ import grpc
 import pytest
 
 from routetrace.common.errors import Overloaded, Unavailable
-from routetrace.server.common.limited import MAX_LINES, WINDOW_SECONDS, LimitedLog
+from routetrace.common.limited import MAX_LINES, WINDOW_SECONDS, LimitedLog
 from routetrace.server.common.metrics import Metrics
 from routetrace.server.common.rpc import streaming, unary
 from routetrace.server.ingest.intake import Intake

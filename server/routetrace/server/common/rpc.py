@@ -11,7 +11,7 @@ import grpc
 from google.protobuf.message import DecodeError, Message
 
 from routetrace.common.errors import ERROR_METADATA_KEY, InvalidArgument, RouteTraceError
-from routetrace.server.common.limited import LimitedLog
+from routetrace.common.limited import LimitedLog
 
 _failures = LimitedLog(logging.getLogger(__name__), "failed calls")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 
 from routetrace.common.errors import Fenced, Unavailable, quoted
-from routetrace.server.common.limited import LimitedLog
+from routetrace.common.limited import LimitedLog
 from routetrace.server.common.metrics import Metrics
 from routetrace.server.index.agents import Agents
 from routetrace.server.index.session import Session

@@ -13,8 +13,8 @@ from routetrace.common.errors import (
     RouteTraceError,
     Unavailable,
 )
+from routetrace.common.limited import LimitedLog
 from routetrace.server.access.admission import Admission
-from routetrace.server.common.limited import LimitedLog
 from routetrace.server.common.metrics import Metrics
 from routetrace.server.common.rpc import internal
 from routetrace.server.common.slices import result_in_slices

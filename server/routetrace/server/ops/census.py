@@ -12,12 +12,13 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from routetrace.common.limited import LimitedLog
 from routetrace.server.common.slices import Turns
 from routetrace.server.index.state import State
 from routetrace.server.rows.preparing import prepared
 from routetrace.server.rows.summaries import Summaries
 
-log = logging.getLogger(__name__)
+_failures = LimitedLog(logging.getLogger(__name__), "failed counts")
 
 #: Maximum share of the event loop's time: the count is never urgent, and one tenant may change
 #: thousands of traces in a round.
@@ -52,8 +53,8 @@ class Census:
             await asyncio.sleep(seconds)
             try:
                 await self.count()
-            except Exception:
-                log.exception("traces could not be counted; retrying in %g s", seconds)
+            except Exception as error:
+                _failures.failed("a count of the traces", error)
 
     async def count(self) -> None:
         """Count all traces."""

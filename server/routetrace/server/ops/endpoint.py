@@ -9,8 +9,10 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import contextlib
+import logging
 import math
 import socket
+import sys
 import threading
 import time
 from collections import OrderedDict
@@ -22,7 +24,10 @@ from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 import prometheus_client
 from prometheus_client import Metric
 
+from routetrace.common.limited import LimitedLog
 from routetrace.server.common.addresses import split_address
+
+_failures = LimitedLog(logging.getLogger(__name__), "failed HTTP requests")
 
 #: Seconds that an HTTP client may take to send its request or to receive the response.
 _HTTP_SECONDS = 10.0
@@ -36,6 +41,8 @@ _CONNECTIONS_PER_SECOND = 200.0
 #: this: Prometheus waits for 10 s.
 _SCRAPES_SHARE = 0.1
 _LONGEST_PAUSE_SECONDS = 2.0
+#: Seconds after which a connection is accepted that could not be.
+_REFUSED_SECONDS = 0.5
 #: Seconds that the event loop has to answer a probe.
 _PROBE_SECONDS = 5.0
 
@@ -200,6 +207,14 @@ def _app(registry: prometheus_client.CollectorRegistry, probes: Mapping[str, Pro
     scrapes = _Scrapes(registry)
 
     def app(environ: dict[str, Any], start_response: Any) -> Iterable[bytes]:
+        try:
+            return answer(environ, start_response)
+        except Exception as error:
+            _failures.failed(f"a request for {environ['PATH_INFO'][:100]!r}", error)
+            start_response("500 Internal Server Error", [("Content-Length", "0")])
+            return []
+
+    def answer(environ: dict[str, Any], start_response: Any) -> Iterable[bytes]:
         if environ["REQUEST_METHOD"] != "GET":
             start_response("405 Method Not Allowed", [("Allow", "GET"), ("Content-Length", "0")])
             return []
@@ -294,6 +309,22 @@ class _HttpServer(ThreadingMixIn, WSGIServer):
         finally:
             self.arrived(request)
             self._open.release()
+
+    def get_request(self) -> tuple[socket.socket, Any]:
+        """Accept a connection."""
+        try:
+            return super().get_request()
+        except OSError as error:
+            # Without a descriptor it stays in the queue, for which the caller looks at once.
+            _failures.failed("accepting a connection", error)
+            time.sleep(_REFUSED_SECONDS)
+            raise
+
+    def handle_error(self, request: Any, client_address: Any) -> None:  # noqa: ARG002
+        """Log an error of a connection; none of one that its client has ended, as any may."""
+        error = sys.exc_info()[1]
+        if isinstance(error, Exception) and not isinstance(error, (ConnectionError, TimeoutError)):
+            _failures.failed("a request", error)
 
     def server_bind(self) -> None:
         # The inherited method looks up the host name, which can be slow.

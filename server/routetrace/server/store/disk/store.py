@@ -243,7 +243,7 @@ class DiskStore(StoreBase):
                 self._queue_compaction(draft, snapshot[0], drop)
                 done = True
             except (OSError, Corrupt) as error:
-                raise self._refusal(error, "compaction failed") from error
+                raise self._uncompacted(error) from error
             finally:
                 if draft is not None:
                     draft.close(keep=done)
@@ -370,7 +370,7 @@ class DiskStore(StoreBase):
                 index = {n: where for n, where in self._index.items() if n not in gone_}
                 new = work.draft.finish(work.number, self._log.rotate(), index)
         except Exception as error:
-            work.future.set_exception(self._refusal(error, "compaction failed"))
+            work.future.set_exception(self._uncompacted(error))
             return
         with self._changed:
             dropped = [self._index.pop(number) for number in drop]
@@ -400,6 +400,12 @@ class DiskStore(StoreBase):
         if not self._reserve.keep(size) and give_back:
             self._blocks.give_back(size)
             self._reserve.keep(size)
+
+    def _uncompacted(self, error: Exception) -> RouteTraceError:
+        """Count and return the error of a failed compaction, with the path and the remedy."""
+        text = explain(error, self._path) if isinstance(error, OSError) else error
+        refusal = Overloaded if isinstance(self._refusal(error, None), Overloaded) else Unavailable
+        return refusal(f"compaction failed: {text}", retry_after=1.0)
 
     def _refusal(self, error: Exception, what: str | None) -> RouteTraceError:
         """Count and return the error of a failed write; log it with prefix `what`, if any."""

@@ -6,6 +6,8 @@ import logging
 from collections.abc import Callable, Hashable
 from time import monotonic
 
+from routetrace.common.errors import RouteTraceError
+
 #: Seconds in which each key is logged once.
 WINDOW_SECONDS = 10.0
 
@@ -31,6 +33,12 @@ class LimitedLog:
         self._since = -WINDOW_SECONDS
         self._keys: set[Hashable] = set()
         self._left_out = 0
+
+    def failed(self, what: str, error: Exception) -> None:
+        """Log that something failed; with a traceback, unless disk or system refused it."""
+        known = isinstance(error, (RouteTraceError, OSError))
+        seen = None if known else error
+        self.warning((what, type(error)), "%s failed: %s", what, error, error=seen)
 
     def warning(
         self, key: Hashable, text: str, *args: object, error: BaseException | None = None
