@@ -77,7 +77,8 @@ def read_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
                 return call(*args, **keywords)
             return refused
 
-        for name in ("pwrite", "fdatasync", "fsync", "ftruncate", "posix_fallocate", "rename", "open"):
+        calls = "pwrite fdatasync fsync ftruncate posix_fallocate rename open"
+        for name in calls.split():
             setattr(os, name, refusing(name, getattr(os, name)))
         """)
     )

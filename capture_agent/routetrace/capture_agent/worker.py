@@ -334,7 +334,7 @@ class Worker:
                 "%g), and look at the server with routetrace doctor",
                 self._config.engine_id,
                 self._config.run,
-                counted(self.sender.unacknowledged(), "row"),
+                counted(self.sender.unacknowledged()[1], "row"),
                 self._config.close_timeout_seconds,
             )
 

@@ -133,10 +133,10 @@ class Sender:
                 lambda: self.ended or not self.outbox, deadline - self._clock()
             )
 
-    def unacknowledged(self) -> int:
-        """Return the rows of chunks that are not acknowledged."""
+    def unacknowledged(self) -> tuple[int, int]:
+        """Return the chunks, and rows in them, that are not acknowledged."""
         with self._changed:
-            return self.outbox.num_rows
+            return len(self.outbox), self.outbox.num_rows
 
     def close(self, deadline: float) -> None:
         """End the stream and the thread."""
