@@ -116,7 +116,6 @@ FAULTS = (
         "proto/routetrace/common/target.py",
         're.compile("(?i)^cancelled: cancelled$")',
         're.compile("(?i)^canceled: canceled$")',
-        "agent/test_ends.py::test_a_stream_that_the_server_cancelled_is_named_in_words",
         "client/calls/test_errors.py::test_a_call_that_the_server_cancelled_is_named_in_words",
     ),
     fault(
@@ -381,7 +380,7 @@ FAULTS = (
         "a lost chunk leaves rows that it may have taken back",
         f"{SERVER}/index/traces/sources.py",
         "            self.remove(0)\n"
-        "            self.lose(0, FOREVER, pb.MISSING_REASON_CORRUPT)\n",
+        "            self.lose(0, FOREVER, reason)\n",
         "            self.remove(self.attempts[-1].end - self.tentative)\n",
         "server/index/test_lost.py::test_no_row_of_a_pass_that_a_lost_chunk_may_have_taken_back",
     ),
