@@ -379,8 +379,7 @@ FAULTS = (
     fault(
         "a lost chunk leaves rows that it may have taken back",
         f"{SERVER}/index/traces/sources.py",
-        "            self.remove(0)\n"
-        "            self.lose(0, FOREVER, reason)\n",
+        "            self.remove(0)\n            self.lose(0, FOREVER, reason)\n",
         "            self.remove(self.attempts[-1].end - self.tentative)\n",
         "server/index/test_lost.py::test_no_row_of_a_pass_that_a_lost_chunk_may_have_taken_back",
     ),
