@@ -37,27 +37,31 @@ def run(seed: int, *, kills: int = 3) -> dict[str, float]:
     ):
         load = Load(agent, _BATCH, seed)
         whole: set[int] = set()
+        known = 0  # requests before the present background runs
         for _ in range(kills):
+            before = agent.stats().acknowledged_rows
             load.steps(rng.randint(20, 1500))
+            if rng.random() < 0.8:  # else it may be killed before it works
+                wait_for(lambda before=before: agent.stats().acknowledged_rows > before)
             if rng.random() < 0.5:
                 check(agent.flush(60), "an agent did not get through")
-                whole |= _ended(load)
+                whole |= _ended(load, known)
             load.steps(rng.randint(0, 300))
             pid = agent.worker_pid
             os.kill(pid, signal.SIGKILL)
             check_sample(agent.stats(), load.offered)
             load.steps(rng.randint(0, 300))
             wait_for(lambda pid=pid: agent.worker_pid != pid)
-        known = len(load.requests)
+            known = len(load.requests)
         load.steps(1000)
         load.finish()
         check(agent.flush(60), "an agent did not get through")
-        whole |= {r.number for r in load.requests[known:]}
+        whole |= {request.number for request in load.requests[known:]}
         stats = agent.stats()
         check_sample(stats, load.offered)
         check(stats.in_flight_rows == 0, f"rows are in flight after a flush: {stats}")
-        check({*stats.dropped_rows} == {"agent_lost"}, f"other rows were dropped: {stats}")
-        figures["agent_lost_rows"] = stats.dropped_rows["agent_lost"]
+        check({*stats.dropped_rows} <= {"agent_lost"}, f"other rows were dropped: {stats}")
+        figures["agent_lost_rows"] = stats.dropped_rows.get("agent_lost", 0)
         with RouteClient(server.target) as client:
             for request in load.requests:
                 figures["requests"] += 1
@@ -66,9 +70,9 @@ def run(seed: int, *, kills: int = 3) -> dict[str, float]:
     return figures
 
 
-def _ended(load: Load) -> set[int]:
+def _ended(load: Load, known: int) -> set[int]:
     running = {request.number for request in load._running}
-    return {r.number for r in load.requests} - running
+    return {request.number for request in load.requests[known:]} - running
 
 
 def _read(client: RouteClient, load: Load, request: Request, whole: bool) -> str:
