@@ -39,6 +39,7 @@ MAY_BE_EMPTY = {
     "Certificate ends in: ",
     "Chunks: refused: {{kind}}",
     "Connected, lost and fenced: fenced: {{run}}",
+    "Connected, lost and fenced: restarted: {{run}}",
     "Forgotten: traces: {{reason}}",
     "Memory: limit",
     "Missing cells by reason: {{reason}}",
