@@ -71,7 +71,8 @@ class Route:
         several = len(self._targets) > 1
         if code is grpc.StatusCode.UNAVAILABLE:  # with an answer: a standby, or it stops
             return several or not answered
-        return several and not answered and code is grpc.StatusCode.DEADLINE_EXCEEDED
+        silent = (grpc.StatusCode.CANCELLED, grpc.StatusCode.DEADLINE_EXCEEDED)
+        return several and not answered and code in silent
 
     def _leave(self) -> None:
         now = time.monotonic()
