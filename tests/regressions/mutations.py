@@ -116,7 +116,14 @@ FAULTS = (
         "proto/routetrace/common/target.py",
         're.compile("(?i)^cancelled: cancelled$")',
         're.compile("(?i)^canceled: canceled$")',
-        "client/calls/test_errors.py::test_a_call_that_the_server_cancelled_is_named_in_words",
+        "agent/test_ends.py::test_a_stream_that_the_server_cancelled_is_named_in_words",
+    ),
+    fault(
+        "a client does not leave a server that stops for the next one",
+        f"{CLIENT}/route.py",
+        "code in (grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED)",
+        "code is grpc.StatusCode.DEADLINE_EXCEEDED",
+        "client/test_route.py::test_failures_that_lead_to_the_next_target",
     ),
     fault(
         "a flush waits for a background that was given up",

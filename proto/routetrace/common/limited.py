@@ -35,7 +35,7 @@ class LimitedLog:
         self._left_out = 0
 
     def failed(self, what: str, error: Exception) -> None:
-        """Log that something failed; with a traceback, unless disk or system refused it."""
+        """Log that something failed; with a traceback, unless the error is typed or an OSError."""
         known = isinstance(error, (RouteTraceError, OSError))
         seen = None if known else error
         self.warning((what, type(error)), "%s failed: %s", what, error, error=seen)

@@ -71,8 +71,9 @@ class Route:
         several = len(self._targets) > 1
         if code is grpc.StatusCode.UNAVAILABLE:  # with an answer: a standby, or it stops
             return several or not answered
-        silent = (grpc.StatusCode.CANCELLED, grpc.StatusCode.DEADLINE_EXCEEDED)
-        return several and not answered and code in silent
+        # One that stops cancels calls that it has not begun.
+        gone = code in (grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED)
+        return several and not answered and gone
 
     def _leave(self) -> None:
         now = time.monotonic()

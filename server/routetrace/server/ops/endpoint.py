@@ -210,7 +210,7 @@ def _app(registry: prometheus_client.CollectorRegistry, probes: Mapping[str, Pro
         try:
             return answer(environ, start_response)
         except Exception as error:
-            _failures.failed(f"a request for {environ['PATH_INFO'][:100]!r}", error)
+            _failures.failed("a request", error)
             start_response("500 Internal Server Error", [("Content-Length", "0")])
             return []
 
