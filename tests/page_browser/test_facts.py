@@ -54,16 +54,3 @@ def test_the_load_of_experts_is_one_click_away(page: Page, address: str) -> None
     page.goto(f"{address}/#/trace?run=r&id=earlier")
     page.get_by_role("link", name="Load of experts").click()
     expect(page.get_by_label("Weight versions: one, or a..b")).to_have_value("4")
-
-
-def test_a_request_that_was_running_when_its_agent_was_closed_says_so(page: Page) -> None:
-    with run_server(agent_timeout_seconds=3600) as server:
-        feeder = Feeder(server.target, LAYOUT, run="r")
-        handle = feeder.begin("cut", prompt_len=9)
-        feeder.step(IDS[:50], [[handle, 0, 50]])
-        feeder.close(closed=True)
-        with running_page(server.target) as address:
-            page.goto(f"{address.rstrip('/')}/#/trace?run=r&id=cut")
-            facts = page.get_by_role("region", name="Facts")
-            expect(facts.locator("p.bad")).to_contain_text("finish() was never called for it")
-            expect(facts).to_contain_text("Finishclosed")

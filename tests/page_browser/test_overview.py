@@ -268,13 +268,14 @@ def test_an_engine_that_was_closed_is_no_trouble(context) -> None:
         shards = [Feeder(server.target, LAYOUT, run="r", engine_id="e", shard=s) for s in "ab"]
         with open_tab(context, server.target) as tab:
             engine = tab.page.locator("tbody tr").filter(has_text="e").locator("td").first
-            card = tab.page.get_by_role("region", name="Engines").last
             expect(engine).to_have_text("e a b")
             shards[1].close(closed=True)
             expect(engine).to_have_text("e a (closed: b)")
             shards[0].close(closed=True)
             expect(tab.page.locator("tbody .state")).to_have_text("closed")
-            expect(card.locator("header .muted")).to_have_text("none is connected, 1 closed")
+            expect(tab.page.locator(".engines header .muted")).to_have_text(
+                "none is connected, 1 closed"
+            )
             expect(notice(tab.page, "All is well.")).to_contain_text("No engine is connected.")
 
 
@@ -320,6 +321,17 @@ def test_a_prompt_that_no_engine_went_on_with_is_said(context) -> None:
             facts = tab.page.get_by_label("Facts")
             expect(facts.locator("p.bad")).to_contain_text("handed over to another engine")
             expect(facts.locator("p.bad")).not_to_contain_text("crash")
+
+
+def test_a_request_that_was_running_when_its_agent_was_closed_says_so(context) -> None:
+    with run_server(agent_timeout_seconds=3600) as server:
+        run = Run(server, {"e": Feeder(server.target, LAYOUT, run="r", engine_id="e")})
+        run.add("e", "cut", 50, reason="")
+        run.feeders["e"].close(closed=True)
+        with open_tab(context, server.target, "#/trace?run=r&id=cut") as tab:
+            facts = tab.page.get_by_label("Facts")
+            expect(facts.locator("p.bad")).to_contain_text("finish() was never called for it")
+            expect(facts).to_contain_text("Finishclosed")
 
 
 def test_an_end_that_was_never_reported_is_said(context) -> None:
