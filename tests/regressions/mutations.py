@@ -152,7 +152,7 @@ FAULTS = (
         f"{AGENT}/counters.py",
         "    words[Word.AGENT_LOST] += lost\n",
         "",
-        "agent/test_restart.py::test_backgrounds_that_die_again_and_again",
+        "system/test_restarts.py::test_a_request_whose_begin_was_lost_gets_no_row",
     ),
     fault(
         "drops of a record count before it is consumed",
